@@ -1,0 +1,86 @@
+"""Which drafted tokens the target accepts: pure functions of tensors, and the two ways of decoding built on them.
+
+Greedy and sampled decoding are the same loop; an `Acceptance` is all the difference between them.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+def accept_greedy(drafted: Tensor, choices: Tensor) -> tuple[int, int]:
+    """Accept drafts while they equal the target's choice.
+
+    `drafted` [k] token ids, `choices` [k + 1] the target's argmax behind the last verified token and behind every draft.
+    Returns how many are accepted and the token that follows them: the correction, or the bonus if all were.
+    """
+    num_drafted = drafted.shape[0]
+    agrees = (drafted == choices[:num_drafted]).tolist()
+    num_accepted = agrees.index(False) if False in agrees else num_drafted
+    return num_accepted, int(choices[num_accepted])
+
+
+def accept_sampled(
+    drafted: Tensor, draft_probabilities: Tensor, target_probabilities: Tensor, generator: torch.Generator | None = None
+) -> tuple[int, int]:
+    """Speculative sampling (Leviathan et al., arXiv 2211.17192; Chen et al., arXiv 2302.01318): exact in distribution.
+
+    `drafted` [k] token ids sampled from `draft_probabilities` [k, vocabulary]; `target_probabilities` [k + 1, vocabulary].
+    Accept draft x with probability min(1, p(x) / q(x)); at the first rejection sample from max(p - q, 0), normalised; after
+    full acceptance from p. Returns how many are accepted and the token that follows them.
+    """
+    num_drafted = drafted.shape[0]
+    rows = torch.arange(num_drafted, device=drafted.device)
+    p, q = target_probabilities[rows, drafted], draft_probabilities[rows, drafted]
+    draws = torch.rand(num_drafted, device=drafted.device, generator=generator)
+    agrees = (draws * q < p).tolist()
+    num_accepted = agrees.index(False) if False in agrees else num_drafted
+    rest = target_probabilities[num_accepted]
+    if num_accepted < num_drafted:
+        residual = (rest - draft_probabilities[num_accepted]).clamp_min(0.0)
+        # Rounding can leave nothing of a residual that is tiny: then p and q are equal, and p is what to sample.
+        rest = torch.where(residual.sum() > 0, residual, rest)
+    return num_accepted, int(torch.multinomial(rest, 1, generator=generator))
+
+
+class Acceptance(Protocol):
+    """How tokens are chosen and drafts judged. `scores` are processed logits; the draft's chosen token stays on the device."""
+
+    def choose(self, scores: Tensor) -> tuple[Tensor, Tensor | None]:
+        """A token id [1] from `scores` [vocabulary], and the probabilities it was sampled from, if it was."""
+
+    def accept(self, drafted: Tensor, probabilities: Tensor | None, scores: Tensor) -> tuple[int, int]:
+        """Judge `drafted` [k], sampled from `probabilities` [k, vocabulary], by the target's `scores` [k + 1, vocabulary]."""
+
+
+class Greedy:
+    """Always the likeliest token."""
+
+    def choose(self, scores: Tensor) -> tuple[Tensor, None]:
+        """The argmax [1]."""
+        return scores.argmax(dim=-1, keepdim=True), None
+
+    def accept(self, drafted: Tensor, probabilities: Tensor | None, scores: Tensor) -> tuple[int, int]:
+        """See `accept_greedy`."""
+        return accept_greedy(drafted, scores.argmax(dim=-1))
+
+
+class Sampling:
+    """Tokens drawn from the softmax of the scores; temperature, top-k and the like have already shaped them."""
+
+    def __init__(self, generator: torch.Generator | None = None) -> None:
+        self._generator = generator
+
+    def choose(self, scores: Tensor) -> tuple[Tensor, Tensor]:
+        """A sampled token id [1] and its distribution [vocabulary]."""
+        probabilities = torch.softmax(scores.float(), dim=-1)
+        return torch.multinomial(probabilities, 1, generator=self._generator), probabilities
+
+    def accept(self, drafted: Tensor, probabilities: Tensor | None, scores: Tensor) -> tuple[int, int]:
+        """See `accept_sampled`; without a draft, sample from the target."""
+        target = torch.softmax(scores.float(), dim=-1)
+        draft = target[:0] if probabilities is None else probabilities
+        return accept_sampled(drafted, draft, target, self._generator)

@@ -1,0 +1,95 @@
+"""One preallocated key-value cache: nothing is copied when a round begins or ends, and rolling back sets a length.
+
+Every forward pass covers the positions `[start, end)`. A layer writes its keys and values there and reads `[0, end)`; what
+lies behind `end` (the draft's own keys of an earlier round) is never read and is overwritten by the next pass. All layers
+share the one window, also those a draft skips: they are behind for a moment, and the verification fills them in.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+
+@dataclass(slots=True)
+class _Window:
+    """The positions the current forward pass covers."""
+
+    start: int = 0
+    end: int = 0
+
+
+class _CacheLayer(CacheLayerMixin):
+    """Keys and values of one layer, [1, heads, capacity, head size] each, allocated at the first write.
+
+    Sliding-window layers keep all positions too: their masks hide what is out of the window, and a rollback can bring it back.
+    """
+
+    is_croppable = True
+    is_sliding = False
+
+    def __init__(self, window: _Window, capacity: int) -> None:
+        super().__init__()
+        self._window = window
+        self._capacity = capacity
+        self.num_updates = 0
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        self.keys = _allocate(key_states, self._capacity)
+        self.values = _allocate(value_states, self._capacity)
+        self.is_initialized = True
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        end = self._window.end
+        # A pass that resumes behind the prefix runs the prefix layers on the last position only: the write ends at `end`.
+        start = end - key_states.shape[-2]
+        self.keys[:, :, start:end] = key_states
+        self.values[:, :, start:end] = value_states
+        self.num_updates += 1
+        return self.keys[:, :, :end], self.values[:, :, :end]
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self._window.start + query_length, 0
+
+    def get_seq_length(self) -> int:
+        return self._window.start
+
+    def get_max_length(self) -> int:
+        return self._capacity
+
+
+class KVCache(Cache):
+    """A cache for one text of at most `capacity` tokens; `length` is the number of positions that hold verified tokens."""
+
+    def __init__(self, num_layers: int, capacity: int) -> None:
+        self._window = _Window()
+        self.capacity = capacity
+        self.length = 0
+        super().__init__(layers=[_CacheLayer(self._window, capacity) for _ in range(num_layers)])
+
+    def cover(self, start: int, width: int) -> None:
+        """Set the positions `[start, start + width)` that the next forward pass writes."""
+        if start + width > self.capacity:
+            raise ValueError(f"the cache holds {self.capacity} positions, a pass wants position {start + width - 1}")
+        self._window.start, self._window.end = start, start + width
+
+    def roll_back(self, length: int) -> None:
+        """Forget everything behind the first `length` positions, in every layer."""
+        self.length = length
+
+    @property
+    def updates_per_layer(self) -> list[int]:
+        """How often each layer has written since the cache was made: a layer that never does keeps its state elsewhere."""
+        return [layer.num_updates for layer in self.layers]
+
+
+def _allocate(states: Tensor, capacity: int) -> Tensor:
+    batch, heads, _, size = states.shape
+    return torch.empty((batch, heads, capacity, size), dtype=states.dtype, device=states.device)

@@ -1,0 +1,101 @@
+"""The two loops: plain decoding, and speculative decoding as draft, verify, accept, roll back.
+
+Both yield facts, a record a round, and own nothing but the text and its cache. They know neither prompts' origin nor how
+anything is measured or tuned.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from decoding.acceptance import Acceptance, Greedy
+from decoding.cache import KVCache
+from decoding.draft_length import Controller
+from decoding.drafters.contract import Drafter
+from decoding.rounds import Prefill, Round
+from decoding.target import Target
+from decoding.text import Ending, Shaping, Text
+
+
+@dataclass(frozen=True)
+class Request:
+    """One text to write: the prompt's token ids, how tokens are chosen and shaped, and when the text ends."""
+
+    prompt: Sequence[int]
+    ending: Ending
+    acceptance: Acceptance = field(default_factory=Greedy)
+    shaping: Shaping = field(default_factory=Shaping)
+
+    def __post_init__(self) -> None:
+        if not self.prompt:
+            raise ValueError("the prompt is empty: at least one token is needed to continue from")
+
+
+@torch.inference_mode()
+def autoregressive(target: Target, request: Request) -> Iterator[Prefill | Round]:
+    """Plain decoding: one token of the target a round. Yields the prefill first."""
+    text, cache = _begin(target, request)
+    prefill, ended = _prefill(target, request, text, cache)
+    yield prefill
+    while not ended:
+        start = time.perf_counter()
+        logits = target.forward(text.span(cache.length, text.length), cache, cache.length, last_only=True)
+        scores = request.shaping.one(text, 0, logits)
+        token, _ = request.acceptance.choose(scores)
+        cache.length = text.length
+        tokens, ended = request.ending.append(text, [int(token)])
+        yield Round(tokens, num_drafted=0, num_accepted=0, seconds=time.perf_counter() - start, draft_seconds=0.0)
+
+
+@torch.inference_mode()
+def speculative(
+    target: Target, drafter: Drafter, controller: Controller, request: Request
+) -> Iterator[Prefill | Round]:
+    """Speculative decoding: the same text as `autoregressive` (or the same distribution), more than one token a round.
+
+    Yields the prefill first. `controller` learns from every round; give a fresh one to start afresh.
+    """
+    text, cache = _begin(target, request, most_drafted=controller.max_tokens)
+    prefill, ended = _prefill(target, request, text, cache)
+    yield prefill
+    while not ended:
+        start = time.perf_counter()
+        # The last token of a text is always the target's: drafting up to it would be thrown away.
+        limit = request.ending.remaining(text) - 1
+        draft = drafter.draft(text, cache, controller, request.shaping, request.acceptance, limit)
+        drafted_at = time.perf_counter()
+        logits = drafter.verify(text, cache, draft)
+        scores = request.shaping.all(text, logits)
+        drafted = text.span(text.length, text.length + draft.num_tokens)[0]
+        num_accepted, token = request.acceptance.accept(drafted, draft.probabilities, scores)
+        proposal = [*drafted[:num_accepted].tolist(), token]
+        cache.roll_back(text.length + num_accepted)
+        tokens, ended = request.ending.append(text, proposal)
+        controller.observe(draft.num_tokens, num_accepted)
+        yield Round(
+            tokens,
+            num_drafted=draft.num_tokens,
+            num_accepted=num_accepted,
+            seconds=time.perf_counter() - start,
+            draft_seconds=drafted_at - start,
+        )
+
+
+def _begin(target: Target, request: Request, most_drafted: int = 0) -> tuple[Text, KVCache]:
+    capacity = len(request.prompt) + request.ending.max_new_tokens + most_drafted + 1
+    return Text(request.prompt, capacity, target.device), target.new_cache(capacity)
+
+
+def _prefill(target: Target, request: Request, text: Text, cache: KVCache) -> tuple[Prefill, bool]:
+    """The whole model over the prompt; nothing is ever skipped here."""
+    start = time.perf_counter()
+    logits = target.forward(text.span(0, text.length), cache, 0, last_only=True)
+    scores = request.shaping.one(text, 0, logits)
+    token, _ = request.acceptance.choose(scores)
+    cache.length = text.length
+    tokens, ended = request.ending.append(text, [int(token)])
+    return Prefill(tokens[0], time.perf_counter() - start), ended

@@ -1,0 +1,1 @@
+"""The ways into production, one file each."""

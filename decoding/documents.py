@@ -1,0 +1,131 @@
+"""Strict YAML documents: read, validate against a pydantic model, and complain in one line.
+
+Knows nothing of what the documents mean; `decoding.profile` and the tuner's configuration are both read through here.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import yaml
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from decoding.errors import SdtuneError
+
+
+class Document(BaseModel):
+    """Frozen data that refuses keys it does not know."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+
+
+DocumentT = TypeVar("DocumentT", bound=BaseModel)
+
+
+class _StrictLoader(yaml.SafeLoader):
+    """PyYAML keeps the last of two equal keys without a word; a document that contradicts itself is refused instead."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = [self.construct_object(key, deep=deep) for key, _ in node.value]
+        repeated = next((key for index, key in enumerate(keys) if key in keys[:index]), None)
+        if repeated is not None:
+            raise yaml.constructor.ConstructorError(None, None, f"key {repeated!r} stands twice", node.start_mark)
+        return super().construct_mapping(node, deep=deep)
+
+
+def read_mapping(path: Path, *, what: str, error: type[SdtuneError]) -> dict[str, Any]:
+    """Parse the YAML file at `path` into a mapping; raise `error` (one line) if it is missing, broken or not a mapping."""
+    try:
+        data = yaml.load(path.read_text(encoding="utf-8"), _StrictLoader)
+    except FileNotFoundError:
+        raise error(f"no such {what}: {path}") from None
+    except (OSError, UnicodeDecodeError) as cause:
+        raise error(f"cannot read the {what} {path}: {cause}") from None
+    except yaml.YAMLError as cause:
+        raise error(f"the {what} {path} is not valid YAML: {_one_line(cause)}") from None
+    if not isinstance(data, dict):
+        raise error(f"the {what} {path} must be a mapping of keys to values, got {type(data).__name__}")
+    return data
+
+
+def validate(model: type[DocumentT], data: Any, *, source: str, error: type[SdtuneError]) -> DocumentT:
+    """Build `model` from plain data; raise `error` naming the first wrong key, its value and what would be right."""
+    try:
+        return model.model_validate(data)
+    except ValidationError as cause:
+        raise error(f"{source}: {_describe(cause, model, data)}") from None
+
+
+def dump(document: BaseModel) -> str:
+    """The document as YAML, keys in the order of the model, the innermost collections on one line."""
+    data = document.model_dump(mode="json", by_alias=True)
+    return yaml.safe_dump(data, sort_keys=False, default_flow_style=None, width=120, allow_unicode=True)
+
+
+def suggest(word: str, known: Iterable[str]) -> str:
+    """What would be right: the nearest known word if there is one, and all of them."""
+    names = sorted(known)
+    near = difflib.get_close_matches(word, names, n=1)
+    return (f"did you mean {near[0]!r}? " if near else "") + "valid: " + ", ".join(names)
+
+
+def _describe(failure: ValidationError, model: type[BaseModel], data: Any) -> str:
+    first = failure.errors(include_url=False)[0]
+    where = ".".join(_written_location(first["loc"], data)) or "the document"
+    if first["type"] == "extra_forbidden":
+        return f"unknown key {where!r}; {suggest(str(first['loc'][-1]), _known_keys(model, first['loc'][:-1]))}"
+    if first["type"] == "missing":
+        return f"key {where!r} is missing"
+    if first["type"] == "union_tag_invalid":
+        context = {key: str(value).replace("'", "") for key, value in first["ctx"].items()}
+        known = context["expected_tags"].split(", ")
+        return f"{where}.{context['discriminator']}: unknown value {context['tag']!r}; {suggest(context['tag'], known)}"
+    message = first["msg"].removeprefix("Value error, ")
+    value = first.get("input")
+    shown = "" if isinstance(value, dict | BaseModel) or repr(value) in message else f" (got {value!r})"
+    return f"{where}: {message[:1].lower()}{message[1:]}{shown}"
+
+
+def _written_location(location: tuple[int | str, ...], data: Any) -> list[str]:
+    """The location without the tags of discriminated unions, which pydantic puts into it and no document has as keys."""
+    written = []
+    for depth, part in enumerate(location):
+        is_tag = isinstance(data, dict) and part not in data and part in data.values() and depth < len(location) - 1
+        if is_tag:
+            continue
+        written.append(str(part))
+        try:
+            data = data[part]
+        except (KeyError, IndexError, TypeError):
+            data = None
+    return written
+
+
+def _known_keys(model: type[BaseModel], location: tuple[int | str, ...]) -> list[str]:
+    """The keys that the model at `location` knows, found by walking its JSON Schema."""
+    schema = model.model_json_schema(by_alias=True)
+    definitions = schema.get("$defs", {})
+    nodes = [_resolve(schema, definitions)]
+    for part in location:
+        nodes = [child for node in nodes for child in _children(node, str(part), definitions)]
+    return sorted({key for node in nodes for key in node.get("properties", {})})
+
+
+def _children(node: dict[str, Any], part: str, definitions: dict[str, Any]) -> list[dict[str, Any]]:
+    properties = node.get("properties", {})
+    if part in properties:
+        below = properties[part]
+        return [_resolve(v, definitions) for v in (below, *below.get("anyOf", []), *below.get("oneOf", []))]
+    # The tag of a discriminated union stays in the variant whose constant it is.
+    return [node] if any(part == field.get("const") for field in properties.values()) else []
+
+
+def _resolve(node: dict[str, Any], definitions: dict[str, Any]) -> dict[str, Any]:
+    return definitions[node["$ref"].rsplit("/", 1)[-1]] if "$ref" in node else node
+
+
+def _one_line(cause: Exception) -> str:
+    return " ".join(str(cause).split())

@@ -1,0 +1,39 @@
+"""When to stop drafting: one file a rule, and the registry of them.
+
+To add a rule, write one file with a `DraftLengthRule` and its `Controller`, and name the class in `RULES`:
+profiles, the command line and the `draft_length` study take it from there.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Union
+
+from pydantic import Field
+
+from decoding.draft_length.ada_edl import AdaEdl
+from decoding.draft_length.contract import Controller, Decision, DraftDistribution, DraftLengthRule
+from decoding.draft_length.fixed import Fixed
+from decoding.draft_length.top_probability import TopProbability
+
+RULES: dict[str, type[DraftLengthRule]] = {
+    "fixed": Fixed,
+    "top_probability": TopProbability,
+    "ada_edl": AdaEdl,
+}
+
+if TYPE_CHECKING:
+    AnyRule = DraftLengthRule
+else:
+    AnyRule = Annotated[Union[tuple(RULES.values())], Field(discriminator="rule")]  # noqa: UP007 - built from the registry
+
+__all__ = [
+    "RULES",
+    "AdaEdl",
+    "AnyRule",
+    "Controller",
+    "Decision",
+    "DraftDistribution",
+    "DraftLengthRule",
+    "Fixed",
+    "TopProbability",
+]

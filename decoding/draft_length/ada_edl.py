@@ -1,0 +1,79 @@
+"""AdaEDL (arXiv 2410.18351, Algorithm 1): stop when an entropy-based bound on the acceptance falls below a moving threshold."""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+from pydantic import Field
+
+from decoding.draft_length.contract import Controller, Decision, DraftDistribution, DraftLengthRule, tunable
+
+HIGHEST_THRESHOLD = 0.98  # our formulation: at 1 no draft would ever pass again
+
+
+class AdaEdl(DraftLengthRule):
+    """Stop before drawing the next token when 1 - sqrt(gamma * H) < threshold, H the draft's entropy in nats.
+
+    Defaults are the paper's, but for `initial_threshold`, which it sweeps, and `keep_last`, which is ours: the pass that
+    triggers the stop is already paid, so its token is drafted and verified too. `keep_last=False` is Algorithm 1 to the letter.
+    """
+
+    rule: Literal["ada_edl"] = "ada_edl"
+    initial_threshold: float = tunable(0.4, low=0.05, high=0.9, ge=0.0, le=HIGHEST_THRESHOLD, why="lambda at the start")
+    gamma: float = tunable(0.2, low=0.05, high=0.6, ge=0.0, le=10.0, log=True, why="weight of the entropy in the bound")
+    target_acceptance: float = tunable(
+        0.9, low=0.5, high=0.95, ge=0.0, le=1.0, why="alpha: below it the threshold rises"
+    )
+    step: float = tunable(
+        0.01, low=0.005, high=0.2, ge=0.0, le=1.0, log=True, why="epsilon: how far the threshold moves"
+    )
+    acceptance_decay: float = tunable(
+        0.5, low=0.1, high=0.95, ge=0.0, le=1.0, why="beta1: memory of the acceptance rate"
+    )
+    threshold_decay: float = tunable(0.9, low=0.0, high=0.95, ge=0.0, le=1.0, why="beta2: memory of the threshold")
+    keep_last: bool = Field(
+        True, description="draft the token whose pass triggered the stop (ours; the paper drops it)"
+    )
+
+    def controller(self) -> AdaEdlController:
+        """A controller at the initial threshold."""
+        return AdaEdlController(self)
+
+
+class AdaEdlController(Controller):
+    """The threshold lambda and the running acceptance rate of Algorithm 1."""
+
+    def __init__(self, rule: AdaEdl) -> None:
+        super().__init__(rule.max_tokens)
+        self._rule = rule
+        self.threshold = rule.initial_threshold
+        self.acceptance_rate = (
+            rule.target_acceptance
+        )  # our formulation: the paper gives no start; this one moves nothing by itself
+
+    def decide(self, num_drafted: int, distribution: DraftDistribution) -> Decision:
+        """Compare the acceptance bound with the threshold; at least one token is drafted."""
+        bound = 1.0 - math.sqrt(self._rule.gamma * max(distribution.entropy, 0.0))
+        if bound >= self.threshold:
+            return Decision.CONTINUE
+        return Decision.LAST if self._rule.keep_last or num_drafted == 0 else Decision.STOP
+
+    def observe(self, num_drafted: int, num_accepted: int) -> None:
+        """Algorithm 1's update; a round that drafted nothing says nothing."""
+        if num_drafted == 0:
+            return
+        rule = self._rule
+        self.acceptance_rate = _blend(rule.acceptance_decay, self.acceptance_rate, num_accepted / num_drafted)
+        if self.acceptance_rate < rule.target_acceptance:
+            moved = self.threshold + rule.step
+        elif num_accepted != self.max_tokens:
+            moved = self.threshold - rule.step
+        else:
+            moved = self.threshold
+        blended = _blend(rule.threshold_decay, self.threshold, moved)
+        self.threshold = min(max(blended, 0.0), HIGHEST_THRESHOLD)
+
+
+def _blend(decay: float, old: float, new: float) -> float:
+    return decay * old + (1.0 - decay) * new

@@ -1,0 +1,93 @@
+"""The contract of a draft-length rule: frozen settings, and a controller that holds the state of one text.
+
+A rule may look at past text and at the draft's *distribution*, never at the token sampled from it: that is what keeps
+sampling exact. Rules know nothing of Optuna; the range in which a parameter is worth searching is declared beside it.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from enum import Enum, auto
+from functools import cached_property
+from typing import Any
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from decoding.documents import Document
+
+
+class Decision(Enum):
+    """What to do with the distribution the draft has just computed."""
+
+    CONTINUE = auto()
+    """Draw a token from it and go on drafting."""
+    LAST = auto()
+    """Draw a token from it, then verify."""
+    STOP = auto()
+    """Draw nothing from it, verify what there is."""
+
+
+class DraftDistribution:
+    """The draft's distribution over the next token, and the facts a rule may ask of it (each asked fact waits for the device)."""
+
+    def __init__(self, scores: Tensor) -> None:
+        self._scores = scores  # [vocabulary], processed logits
+
+    @cached_property
+    def _log_probabilities(self) -> Tensor:
+        return torch.log_softmax(self._scores.float(), dim=-1)
+
+    @cached_property
+    def entropy(self) -> float:
+        """Shannon entropy in nats."""
+        log_probabilities = self._log_probabilities
+        # exp(-inf) * -inf is nan where a processor has removed a token; its share of the entropy is 0.
+        terms = log_probabilities.exp() * log_probabilities
+        return float(-terms.nan_to_num(nan=0.0).sum())
+
+    @cached_property
+    def top_probability(self) -> float:
+        """Probability of the likeliest token."""
+        return float(self._log_probabilities.max().exp())
+
+
+class Controller:
+    """The state of a rule while it steers one text; the base class drafts up to `max_tokens` every round.
+
+    The drafter calls `limit` once a round and `decide` once for each distribution; the loop calls `observe` after the
+    verification. A controller must not touch the model, the cache or the sampling's random stream.
+    """
+
+    def __init__(self, max_tokens: int) -> None:
+        self.max_tokens = max_tokens
+
+    def limit(self) -> int:
+        """The most tokens to draft in the coming round; 0 makes it a plain step."""
+        return self.max_tokens
+
+    def decide(self, num_drafted: int, distribution: DraftDistribution) -> Decision:
+        """Whether to draw from `distribution`, `num_drafted` tokens having been drawn in this round already."""
+        return Decision.CONTINUE
+
+    def observe(self, num_drafted: int, num_accepted: int) -> None:
+        """Learn how many of the round's drafts the target agreed with."""
+
+
+def tunable(default: float, *, low: float, high: float, ge: float, le: float, log: bool = False, why: str) -> Any:
+    """A parameter with its allowed range [ge, le], the range worth searching [low, high] and what it does."""
+    search: Any = {"low": low, "high": high, "log": log}
+    return Field(default, ge=ge, le=le, description=why, json_schema_extra={"search": search})
+
+
+class DraftLengthRule(Document):
+    """The settings of a rule. `persistent` keeps the controller's state from one generation to the next."""
+
+    rule: str
+    max_tokens: int = tunable(8, low=1, high=16, ge=1, le=64, why="most tokens drafted in a round (K)")
+    persistent: bool = Field(False, description="keep what was learnt across generations instead of starting afresh")
+
+    @abstractmethod
+    def controller(self) -> Controller:
+        """A fresh controller, to steer one text (or, if `persistent`, one after another)."""

@@ -1,0 +1,17 @@
+"""The same number of tokens every round: the static length of Leviathan et al. (arXiv 2211.17192)."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from decoding.draft_length.contract import Controller, DraftLengthRule
+
+
+class Fixed(DraftLengthRule):
+    """Draft exactly `max_tokens` every round."""
+
+    rule: Literal["fixed"] = "fixed"
+
+    def controller(self) -> Controller:
+        """The base controller, which has nothing to learn."""
+        return Controller(self.max_tokens)

@@ -1,0 +1,29 @@
+"""Stop after the first token the draft is unsure of (Draft & Verify, arXiv 2309.08168; the rule ConfLayers decodes with)."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from decoding.draft_length.contract import Controller, Decision, DraftDistribution, DraftLengthRule, tunable
+
+
+class TopProbability(DraftLengthRule):
+    """Stop when the draft's top-1 probability falls below `threshold`; the unsure token is verified too, as its pass is paid."""
+
+    rule: Literal["top_probability"] = "top_probability"
+    threshold: float = tunable(
+        0.6, low=0.1, high=0.95, ge=0.0, le=1.0, why="top-1 probability below which drafting ends"
+    )
+
+    def controller(self) -> Controller:
+        """A controller without memory."""
+        return _TopProbabilityController(self)
+
+
+class _TopProbabilityController(Controller):
+    def __init__(self, rule: TopProbability) -> None:
+        super().__init__(rule.max_tokens)
+        self._threshold = rule.threshold
+
+    def decide(self, num_drafted: int, distribution: DraftDistribution) -> Decision:
+        return Decision.LAST if distribution.top_probability < self._threshold else Decision.CONTINUE

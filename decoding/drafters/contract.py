@@ -1,0 +1,36 @@
+"""The contract of a drafter: propose tokens behind the text, and say how the target may verify them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from decoding.acceptance import Acceptance
+from decoding.cache import KVCache
+from decoding.draft_length import Controller
+from decoding.text import Shaping, Text
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """Proposed tokens, already written behind the text, and what the verification needs of them."""
+
+    num_tokens: int
+    probabilities: Tensor | None
+    """[num_tokens, vocabulary] each token was sampled from; None when decoding is greedy or nothing was drafted."""
+    states: Tensor | None = None
+    """Boundary states [1, num_tokens or num_tokens + 1, hidden] for prefix reuse, or None to verify from the first block."""
+
+
+class Drafter(Protocol):
+    """Proposes tokens. Called once a round by `decoding.decode.speculative`; keeps nothing from one round to the next."""
+
+    def draft(
+        self, text: Text, cache: KVCache, controller: Controller, shaping: Shaping, acceptance: Acceptance, limit: int
+    ) -> Draft:
+        """Write at most `limit` tokens behind the text, as `controller` allows; must leave `cache.length` as it is."""
+
+    def verify(self, text: Text, cache: KVCache, draft: Draft) -> Tensor:
+        """The target's logits [num_tokens + 1, vocabulary] behind the text's last token and behind each draft."""

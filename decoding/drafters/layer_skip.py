@@ -1,0 +1,62 @@
+"""Draft with some of the target's own sublayers left out, verify with all of them (Draft & Verify, SWIFT, ConfLayers).
+
+With prefix reuse (our formulation, generalising LayerSkip, arXiv 2404.16710) the blocks in front of the first skip are
+computed once for both: the draft's pass leaves their keys, values and output states, and the verification resumes there.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from decoding.acceptance import Acceptance
+from decoding.cache import KVCache
+from decoding.draft_length import Controller, Decision, DraftDistribution
+from decoding.drafters.contract import Draft
+from decoding.profile import LayerSkip
+from decoding.target import Target
+from decoding.text import Shaping, Text
+
+
+class LayerSkipDrafter:
+    """A view of the target without the skipped sublayers."""
+
+    def __init__(self, target: Target, skip: LayerSkip, *, prefix_reuse: bool = True) -> None:
+        self._target = target
+        self._view = target.draft_view(skip.skip_attention, skip.skip_mlp, keep_boundary=prefix_reuse)
+        boundary = self._view.boundary
+        self._resume = target.resume_view(boundary) if boundary and self._view.keeps_boundary else None
+
+    def draft(
+        self, text: Text, cache: KVCache, controller: Controller, shaping: Shaping, acceptance: Acceptance, limit: int
+    ) -> Draft:
+        """Draft token by token until the controller or `limit` says stop; one pass of the view for each."""
+        probabilities: list[Tensor] = []
+        limit = min(limit, controller.limit())
+        num_drafted = 0
+        decision = Decision.CONTINUE
+        while num_drafted < limit and decision is Decision.CONTINUE:
+            position = cache.length + num_drafted
+            logits = self._view.forward(text.span(position, position + 1), cache, position)
+            scores = shaping.one(text, num_drafted, logits)
+            decision = controller.decide(num_drafted, DraftDistribution(scores))
+            if decision is Decision.STOP:
+                break
+            token, distribution = acceptance.choose(scores)
+            if distribution is not None:
+                probabilities.append(distribution)
+            text.write_draft(num_drafted, token)
+            num_drafted += 1
+        states = self._view.take_states()
+        return Draft(
+            num_tokens=num_drafted,
+            probabilities=torch.stack(probabilities) if probabilities else None,
+            states=torch.cat(states, dim=1) if states else None,
+        )
+
+    def verify(self, text: Text, cache: KVCache, draft: Draft) -> Tensor:
+        """One pass of the target over the last token and the drafts, from the boundary on if its states are known."""
+        token_ids = text.span(cache.length, text.length + draft.num_tokens)
+        if self._resume is None or draft.states is None:
+            return self._target.forward(token_ids, cache, cache.length)
+        return self._resume.forward(token_ids, cache, cache.length, draft.states)

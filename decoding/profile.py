@@ -1,0 +1,243 @@
+"""The draft profile: the public document that says how to decode one model faster, and what was measured when it was found.
+
+Strict YAML in and out, versioned, with a JSON Schema (`DraftProfile.json_schema`). Knows nothing of models or tensors.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import tempfile
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field, PlainSerializer, model_validator
+
+from decoding.documents import Document, dump, read_mapping, validate
+from decoding.draft_length import AnyRule, Fixed
+from decoding.errors import ProfileError
+
+SCHEMA = "sdtune/v1"
+
+
+def parse_indices(value: Any) -> Any:
+    """Layer indices from `[7, 9, "12-15"]`, or the same as text `"7,9,12-15"`, ascending and without repetition."""
+    parts = value.split(",") if isinstance(value, str) else value
+    if not isinstance(parts, list | tuple | set | frozenset):
+        raise ValueError(f"must be a list of layer indices such as [7, 9, 12-15], got {value!r}")
+    return tuple(sorted({index for part in parts for index in _expand(part)}))
+
+
+def _expand(part: Any) -> range | list[int]:
+    if isinstance(part, int) and not isinstance(part, bool):
+        if part < 0:
+            raise ValueError(f"a layer index counts from 0, got {part}")
+        return [part]
+    first, _, last = str(part).strip().partition("-")
+    if not first.isdigit() or (last and not last.isdigit()):
+        raise ValueError(f"must hold layer indices such as 7 or 12-15, got {part!r}")
+    if last and int(last) < int(first):
+        raise ValueError(f"the range {part!r} runs backwards")
+    return range(int(first), int(last or first) + 1)
+
+
+def format_indices(indices: tuple[int, ...]) -> list[int | str]:
+    """The inverse of `parse_indices`: runs of three and more become `first-last`."""
+    runs: list[list[int]] = []
+    for index in indices:
+        if runs and index == runs[-1][-1] + 1:
+            runs[-1].append(index)
+        else:
+            runs.append([index])
+    return [item for run in runs for item in ([f"{run[0]}-{run[-1]}"] if len(run) > 2 else run)]
+
+
+def compact_indices(indices: tuple[int, ...]) -> str:
+    """`7,9,12-15`, or `-` for none: a skip set short enough for a table."""
+    return ",".join(str(item) for item in format_indices(indices)) or "-"
+
+
+Layers = Annotated[
+    tuple[int, ...],
+    BeforeValidator(parse_indices, json_schema_input_type=list[int | str] | str),
+    PlainSerializer(format_indices, return_type=list[int | str]),
+]
+
+
+class Target(Document):
+    """Which model the profile is for; the three hashes are the fingerprint (see `decoding.fingerprint`), the rest is for people."""
+
+    model: str
+    revision: str | None = None
+    architecture: str
+    num_layers: int = Field(ge=1)
+    dtype: str
+    device: str | None = None
+    config_sha256: str
+    weights_sha256: str
+    tokenizer_sha256: str | None = None
+
+
+class LayerSkip(Document):
+    """Draft with these attention and MLP sublayers left out (0-based block indices)."""
+
+    kind: Literal["layer_skip"] = "layer_skip"
+    skip_attention: Layers = ()
+    skip_mlp: Layers = ()
+
+    @classmethod
+    def blocks(cls, indices: list[int] | tuple[int, ...]) -> LayerSkip:
+        """Skip whole blocks."""
+        return cls(skip_attention=tuple(indices), skip_mlp=tuple(indices))
+
+    @property
+    def first_skipped(self) -> int | None:
+        """The first block the draft computes otherwise than the target, or None if it skips nothing."""
+        return min((*self.skip_attention, *self.skip_mlp), default=None)
+
+    def describe(self) -> str:
+        """One short phrase for tables."""
+        if self.skip_attention == self.skip_mlp:
+            return f"skip {compact_indices(self.skip_attention)}"
+        return f"skip attention {compact_indices(self.skip_attention)}, MLP {compact_indices(self.skip_mlp)}"
+
+
+class PlainDecoding(Document):
+    """Do not draft: nothing that was tried beats plain decoding."""
+
+    kind: Literal["none"] = "none"
+
+    def describe(self) -> str:
+        """One short phrase for tables."""
+        return "plain decoding"
+
+
+Draft = Annotated[LayerSkip | PlainDecoding, Field(discriminator="kind")]
+
+
+class Decoding(Document):
+    """How the profile was measured to decode; `generate`'s own arguments win over the temperature."""
+
+    temperature: float = Field(0.0, ge=0.0, description="0 is greedy")
+    prefix_reuse: bool = Field(True, description="verify only from the first block the draft computes otherwise")
+    runner: Literal["eager"] = "eager"
+
+
+class Interval(Document):
+    """A value with its 95 % confidence interval."""
+
+    value: float
+    ci95: tuple[float, float]
+
+
+class Rates(Document):
+    """Decode-phase tokens per second, the same prompts."""
+
+    draft: float
+    plain: float
+
+
+class Exactness(Document):
+    """How many held-out prompts gave the tokens of plain decoding, and how many parted from it at a numerical tie."""
+
+    prompts: int
+    identical: int
+    ties: int = 0
+
+
+class SearchCost(Document):
+    """What the search took, apart from the speed it found."""
+
+    trials: int
+    seconds: float
+
+
+class DatasetFacts(Document):
+    """What it was tuned and measured on."""
+
+    name: str
+    fingerprint: str
+    tuning_prompts: int
+    held_out_prompts: int
+    max_new_tokens: int
+
+
+class Measured(Document):
+    """Held-out figures of the confirmation run: real decoding, paired with plain decoding in the same process."""
+
+    speedup: Interval
+    tokens_per_second: Rates
+    acceptance_rate: float
+    tokens_per_round: float
+    exact: Exactness
+    search: SearchCost
+    device: str
+    versions: dict[str, str]
+    dataset: DatasetFacts
+
+
+class Provenance(Document):
+    """Where it comes from."""
+
+    created: str
+    study: str
+    git_revision: str | None = None
+    mlflow_run_id: str | None = None
+
+
+class DraftProfile(Document):
+    """A tuned draft for one model. See `load`, `save` and `decoding.deploy.custom_generate.load_decoder`."""
+
+    schema_: Literal["sdtune/v1"] = Field("sdtune/v1", alias="schema")
+    name: str
+    target: Target
+    draft: Draft
+    draft_length: AnyRule = Fixed()
+    decoding: Decoding = Decoding()
+    measured: Measured | None = None
+    provenance: Provenance | None = None
+
+    @model_validator(mode="after")
+    def _skips_exist(self) -> DraftProfile:
+        if isinstance(self.draft, LayerSkip):
+            highest = max((*self.draft.skip_attention, *self.draft.skip_mlp), default=0)
+            if highest >= self.target.num_layers:
+                layers = self.target.num_layers
+                raise ValueError(f"draft skips layer {highest}, but the target has layers 0 to {layers - 1}")
+        return self
+
+    @classmethod
+    def load(cls, path: str | Path) -> DraftProfile:
+        """Read a profile; `ProfileError` names the file, the key and what would be right."""
+        path = Path(path)
+        data = read_mapping(path, what="profile", error=ProfileError)
+        if (version := data.get("schema")) != SCHEMA:
+            raise ProfileError(f"{path}: schema is {version!r}, this version of sdtune reads {SCHEMA!r}")
+        return validate(cls, data, source=str(path), error=ProfileError)
+
+    def save(self, path: str | Path) -> None:
+        """Write the profile whole or not at all (beside the target, then renamed); `ProfileError` if the place is unwritable."""
+        path = Path(path)
+        try:
+            with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False, encoding="utf-8") as beside:
+                beside.write(dump(self))
+            try:
+                Path(beside.name).chmod(0o666 & ~_umask())
+                Path(beside.name).replace(path)
+            except OSError:
+                with contextlib.suppress(FileNotFoundError):
+                    Path(beside.name).unlink()
+                raise
+        except OSError as cause:
+            raise ProfileError(f"cannot write the profile {path}: {cause.strerror or cause}") from None
+
+    @classmethod
+    def json_schema(cls) -> dict[str, Any]:
+        """The JSON Schema of a profile."""
+        return cls.model_json_schema(by_alias=True)
+
+
+def _umask() -> int:
+    current = os.umask(0)
+    os.umask(current)
+    return current

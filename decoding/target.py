@@ -1,0 +1,480 @@
+"""The only file that knows transformers' internals: finds the layer stack of a loaded decoder and makes views of it.
+
+A *view* is a shallow copy of the model whose list of layers has other modules at some indices: identities where a block is
+skipped, copies without their attention or MLP where a sublayer is, the stored states of the prefix where a pass resumes.
+Weights are shared, the list keeps its length (families index masks and caches by it), and the loaded model itself is never
+changed, so a view leaves nothing behind when it is dropped.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.cache_utils import DynamicCache
+
+from decoding.cache import KVCache
+from decoding.errors import UnsupportedModelError
+
+
+@dataclass(frozen=True)
+class Sublayer:
+    """A branch of a block: the name of its module, and how many values the module returns (0 for a bare tensor)."""
+
+    name: str
+    num_outputs: int
+
+
+@dataclass(frozen=True)
+class Anatomy:
+    """What one forward pass showed of the model: where its blocks are and what stands in them."""
+
+    path: tuple[str, ...]
+    """Attribute names from the model to its list of blocks."""
+    block_outputs: int
+    """How many values a block returns (0 for a bare tensor)."""
+    attention: tuple[Sublayer | None, ...]
+    """Per block, the module that was handed the cache."""
+    mlp: tuple[Sublayer | None, ...]
+    """Per block, the heaviest other module that keeps the shape of the hidden states."""
+
+
+class Target:
+    """A loaded causal language model, ready to be run whole or in part. One text at a time.
+
+    Raises `UnsupportedModelError` if no stack of blocks is found or a block keeps state outside the KV cache.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.model = model.eval()
+        self.config: Any = model.config.get_text_config()
+        _refuse_recurrent_state(self.config)
+        self.anatomy = _examine(model, self.config)
+        self._full = _with_blocks(model, self.anatomy.path, list(self.blocks))
+
+    @property
+    def blocks(self) -> nn.ModuleList:
+        """The model's own decoder blocks."""
+        return _follow(self.model, self.anatomy.path)
+
+    @property
+    def num_layers(self) -> int:
+        """Number of decoder blocks."""
+        return len(self.blocks)
+
+    @property
+    def device(self) -> torch.device:
+        """Where token ids must be."""
+        return self.model.get_input_embeddings().weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type the weights compute in."""
+        return self.model.dtype
+
+    @property
+    def context_length(self) -> int | None:
+        """Most positions the model was made for, if its configuration says so."""
+        return getattr(self.config, "max_position_embeddings", None)
+
+    def new_cache(self, capacity: int) -> KVCache:
+        """An empty cache for one text of at most `capacity` tokens."""
+        return KVCache(self.num_layers, capacity)
+
+    def forward(self, token_ids: Tensor, cache: KVCache, start: int, *, last_only: bool = False) -> Tensor:
+        """The whole model on `token_ids` [1, width] at positions from `start`: logits [width (1 if `last_only`), vocabulary]."""
+        return _run(self._full, token_ids, cache, start, last_only=last_only)
+
+    def draft_view(self, skip_attention: Sequence[int], skip_mlp: Sequence[int], *, keep_boundary: bool) -> DraftView:
+        """The model without these sublayers; `keep_boundary` records the states in front of the first block that has a skip."""
+        return DraftView(self, frozenset(skip_attention), frozenset(skip_mlp), keep_boundary=keep_boundary)
+
+    def resume_view(self, boundary: int) -> ResumeView:
+        """The model from block `boundary` on, the states in front of it being known."""
+        return ResumeView(self, boundary)
+
+    def sublayer_outputs(self, token_ids: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Attention and MLP outputs of every block, each [width, hidden], before the residual add; one pass, no cache kept."""
+        outputs: list[dict[str, Tensor]] = [{} for _ in self.blocks]
+        handles = []
+        try:
+            for index, block in enumerate(self.blocks):
+                for kind, parts in (("attention", self.anatomy.attention), ("mlp", self.anatomy.mlp)):
+                    part = parts[index]
+                    if part is None:
+                        raise UnsupportedModelError(
+                            f"block {index} has no separate {kind} module whose output could be read"
+                        )
+                    hook = functools.partial(_record_output, outputs[index], kind)
+                    handles.append(getattr(block, part.name).register_forward_hook(hook))
+            self.forward(token_ids, self.new_cache(token_ids.shape[1]), 0, last_only=True)
+        finally:
+            for handle in handles:
+                handle.remove()
+        return [(out["attention"][0], out["mlp"][0]) for out in outputs]
+
+    def logit_lens(self, token_ids: Tensor) -> Iterator[Tensor]:
+        """Logits [width, vocabulary] read off behind each block in turn, through the model's own final norm and head."""
+        states: list[Tensor] = []
+        cache = self.new_cache(token_ids.shape[1])
+        taps = [_Tap(block, states) for block in self.blocks]
+        _run(_with_blocks(self.model, self.anatomy.path, taps), token_ids, cache, 0, last_only=True)
+        emit = _Emit(self.blocks[0], self.anatomy.block_outputs)
+        rest = [_Identity(block, self.anatomy.block_outputs) for block in list(self.blocks)[1:]]
+        view = _with_blocks(self.model, self.anatomy.path, [emit, *rest])
+        for state in states:
+            emit.states = state
+            yield _run(view, token_ids, cache, 0, last_only=False)
+
+
+class DraftView:
+    """The target with sublayers left out. `boundary` is the first block that differs from the target's (None if none does)."""
+
+    def __init__(
+        self, target: Target, skip_attention: frozenset[int], skip_mlp: frozenset[int], *, keep_boundary: bool
+    ) -> None:
+        _check_indices(skip_attention | skip_mlp, target.num_layers)
+        self.boundary = min(skip_attention | skip_mlp, default=None)
+        self._states: list[Tensor] = []
+        blocks: list[nn.Module] = [
+            _without(block, index, target.anatomy, index in skip_attention, index in skip_mlp)
+            for index, block in enumerate(target.blocks)
+        ]
+        self.keeps_boundary = keep_boundary and bool(self.boundary)
+        if self.boundary and self.keeps_boundary:
+            blocks[self.boundary - 1] = _Tap(blocks[self.boundary - 1], self._states)
+        self._view = _with_blocks(target.model, target.anatomy.path, blocks)
+
+    def forward(self, token_ids: Tensor, cache: KVCache, start: int) -> Tensor:
+        """Logits [1, vocabulary] behind the last of `token_ids` [1, width]."""
+        return _run(self._view, token_ids, cache, start, last_only=True)
+
+    def take_states(self) -> list[Tensor]:
+        """The boundary states [1, width, hidden] of each pass since the last call."""
+        states = list(self._states)
+        self._states.clear()
+        return states
+
+
+class ResumeView:
+    """The target from a boundary on. The blocks in front of it compute the last position alone, or nothing if that is known."""
+
+    def __init__(self, target: Target, boundary: int) -> None:
+        if not 0 < boundary < target.num_layers:
+            raise ValueError(f"a pass resumes at block 1 to {target.num_layers - 1}, got {boundary}")
+        anatomy, blocks = target.anatomy, list(target.blocks)
+        self._resume = _Resume(blocks[boundary])
+        self._append = _Resume(blocks[boundary], appends=True)
+        known = [_Identity(block, anatomy.block_outputs) for block in blocks[:boundary]]
+        last = [_LastPosition(block) for block in blocks[:boundary]]
+        behind = blocks[boundary + 1 :]
+        self._from_known = _with_blocks(target.model, anatomy.path, [*known, self._resume, *behind])
+        self._from_last = _with_blocks(target.model, anatomy.path, [*last, self._append, *behind])
+
+    def forward(self, token_ids: Tensor, cache: KVCache, start: int, states: Tensor) -> Tensor:
+        """Logits [width, vocabulary] of `token_ids` [1, width], given the first's boundary `states` [1, width or width - 1, hidden]."""
+        width, known = token_ids.shape[1], states.shape[1]
+        if known not in (width, width - 1):
+            raise ValueError(
+                f"boundary states are known for {known} of {width} positions; all or all but the last are needed"
+            )
+        view, resume = (self._from_known, self._resume) if known == width else (self._from_last, self._append)
+        resume.states = states
+        try:
+            return _run(view, token_ids, cache, start, last_only=False)
+        finally:
+            resume.states = None
+
+
+# --- modules that stand in for blocks ---------------------------------------------------------------------------------
+
+
+class _StandIn(nn.Module):
+    """Stands at the index of a block and answers the block's attributes (families read e.g. `attention_type` in their loop)."""
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.__dict__["block"] = block  # not registered as a child: its weights belong to the model
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.__dict__["block"], name)
+
+
+class _Identity(_StandIn):
+    """Lets the residual stream pass."""
+
+    def __init__(self, block: nn.Module, num_outputs: int) -> None:
+        super().__init__(block)
+        self.num_outputs = num_outputs
+
+    def forward(self, hidden_states: Tensor, *args: object, **kwargs: object) -> Any:
+        return _pack(hidden_states, self.num_outputs)
+
+
+class _Tap(_StandIn):
+    """Runs the block and records what comes out of it."""
+
+    def __init__(self, block: nn.Module, states: list[Tensor]) -> None:
+        super().__init__(block)
+        self.__dict__["states"] = states
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        output = self.block(*args, **kwargs)
+        self.states.append(_first(output))
+        return output
+
+
+class _LastPosition(_StandIn):
+    """Runs the block on the last position of the pass only."""
+
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        return self.block(
+            hidden_states[:, -1:], *args, **{name: _last_position(name, value) for name, value in kwargs.items()}
+        )
+
+
+class _Resume(_StandIn):
+    """Runs the block on known states, followed by the last of the states that come in if it `appends`."""
+
+    def __init__(self, block: nn.Module, *, appends: bool = False) -> None:
+        super().__init__(block)
+        self.appends = appends
+        self.states: Tensor | None = None
+
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        assert self.states is not None, "the states are set for the duration of a pass"
+        states = self.states.to(hidden_states.device)
+        if self.appends:
+            states = torch.cat([states, hidden_states[:, -1:]], dim=1)
+        return self.block(states, *args, **kwargs)
+
+
+class _Emit(_StandIn):
+    """Puts known states in the place of whatever comes in."""
+
+    def __init__(self, block: nn.Module, num_outputs: int) -> None:
+        super().__init__(block)
+        self.num_outputs = num_outputs
+        self.states: Tensor | None = None
+
+    def forward(self, hidden_states: Tensor, *args: object, **kwargs: object) -> Any:
+        assert self.states is not None, "the states are set before the pass"
+        return _pack(self.states, self.num_outputs)
+
+
+class _Zero(_StandIn):
+    """A sublayer whose branch adds nothing: zeros of the shape of its input."""
+
+    def __init__(self, sublayer: nn.Module, num_outputs: int) -> None:
+        super().__init__(sublayer)
+        self.num_outputs = num_outputs
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        hidden_states = args[0] if args else kwargs["hidden_states"]
+        return _pack(torch.zeros_like(hidden_states), self.num_outputs)
+
+
+# --- building and running views ---------------------------------------------------------------------------------------
+
+
+def _without(block: nn.Module, index: int, anatomy: Anatomy, skip_attention: bool, skip_mlp: bool) -> nn.Module:
+    """The block itself, an identity in its place, or a copy with one branch silenced."""
+    if not skip_attention and not skip_mlp:
+        return block
+    if skip_attention and skip_mlp:
+        return _Identity(block, anatomy.block_outputs)
+    sublayer = (anatomy.attention if skip_attention else anatomy.mlp)[index]
+    if sublayer is None:
+        kind = "attention" if skip_attention else "MLP"
+        raise UnsupportedModelError(f"block {index} has no separate {kind} module: only the whole block can be skipped")
+    partial = _shallow_copy(block)
+    setattr(partial, sublayer.name, _Zero(getattr(block, sublayer.name), sublayer.num_outputs))
+    return partial
+
+
+def _with_blocks(model: nn.Module, path: tuple[str, ...], blocks: Sequence[nn.Module]) -> nn.Module:
+    """A shallow copy of `model` with `blocks` as its list of blocks; containers on the way are copied, all else is shared."""
+    view = _shallow_copy(model)
+    container = view
+    for name in path[:-1]:
+        child = _shallow_copy(getattr(container, name))
+        setattr(container, name, child)
+        container = child
+    setattr(container, path[-1], _Blocks(blocks))
+    return view
+
+
+class _Blocks(nn.ModuleList):
+    """A list of blocks that is its own full slice: some families slice the list at every pass, which copies it otherwise."""
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice) and index.indices(len(self)) == (0, len(self), 1):
+            return self
+        return super().__getitem__(index)
+
+
+def _shallow_copy(module: nn.Module) -> nn.Module:
+    """A module of the same class that shares everything but its table of children."""
+    twin = copy.copy(module)
+    twin.__dict__["_modules"] = dict(module._modules)
+    hooked = module.__dict__.get("forward")
+    if isinstance(hooked, functools.partial) and hooked.args[:1] == (module,):
+        # accelerate replaces `forward` by a partial that holds the module (device_map): let it hold the copy instead.
+        twin.__dict__["forward"] = functools.partial(hooked.func, twin, *hooked.args[1:], **hooked.keywords)
+        if "_old_forward" in twin.__dict__:
+            twin.__dict__["_old_forward"] = type(module).forward.__get__(twin)
+    return twin
+
+
+def _run(view: nn.Module, token_ids: Tensor, cache: KVCache, start: int, *, last_only: bool) -> Tensor:
+    """One forward pass at positions from `start`; logits [width or 1, vocabulary]."""
+    width = token_ids.shape[1]
+    cache.cover(start, width)
+    positions = torch.arange(start, start + width, device=token_ids.device)[None]
+    output = view(
+        input_ids=token_ids,
+        position_ids=positions,
+        past_key_values=cache,
+        use_cache=True,
+        logits_to_keep=1 if last_only else 0,
+    )
+    return output.logits[0]
+
+
+def _last_position(name: str, value: Any) -> Any:
+    """A block's keyword argument, narrowed to the last position of the pass."""
+    if isinstance(value, tuple):
+        return tuple(_last_position(name, item) for item in value)
+    if not isinstance(value, Tensor):
+        return value
+    if name == "position_ids":
+        return value[..., -1:]
+    if name == "attention_mask":
+        return value[..., -1:, :] if value.ndim == 4 else value
+    if name == "position_embeddings":
+        return value[:, -1:]
+    return value
+
+
+def _pack(hidden_states: Tensor, num_outputs: int) -> Any:
+    """A result of the form the family expects: a bare tensor, or a tuple whose other values are None."""
+    return hidden_states if num_outputs == 0 else (hidden_states, *[None] * (num_outputs - 1))
+
+
+def _first(output: Any) -> Tensor:
+    return output[0] if isinstance(output, tuple) else output
+
+
+def _record_output(outputs: dict[str, Tensor], kind: str, module: nn.Module, args: Any, output: Any) -> None:
+    outputs[kind] = _first(output)
+
+
+def _check_indices(indices: frozenset[int], num_layers: int) -> None:
+    wrong = sorted(index for index in indices if not 0 <= index < num_layers)
+    if wrong:
+        raise ValueError(f"the model has layers 0 to {num_layers - 1}, got {wrong[0]}")
+
+
+# --- finding out what is there ----------------------------------------------------------------------------------------
+
+
+def _refuse_recurrent_state(config: Any) -> None:
+    """Raise if the family's own cache cannot be rolled back: `crop` would return without an error and corrupt the output."""
+    layers = DynamicCache(config=config).layers
+    kinds = [
+        type(layer).__name__ for layer in layers if not layer.is_croppable and not getattr(layer, "is_sliding", False)
+    ]
+    if kinds:
+        raise UnsupportedModelError(
+            f"{config.model_type} keeps a recurrent state in {len(kinds)} of {len(layers)} layers ({kinds[0]}), which cannot be "
+            "rolled back after a rejected draft: only models whose whole state is a key-value cache can decode speculatively"
+        )
+
+
+def _examine(model: PreTrainedModel, config: Any) -> Anatomy:
+    """Run two tokens through the model and watch what its blocks are handed and return."""
+    path = _find_blocks(model, config.num_hidden_layers)
+    blocks = _follow(model, path)
+    cache = KVCache(len(blocks), capacity=2)
+    outputs: list[int] = []
+    children: list[list[tuple[str, Sublayer, bool, bool]]] = [[] for _ in blocks]
+
+    def watch_block(module: nn.Module, args: Any, output: Any) -> None:
+        outputs.append(_num_outputs(output))
+
+    def watch_child(index: int, name: str, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+        takes_cache = any(value is cache for value in (*args, *kwargs.values()))
+        given = args[0] if args else kwargs.get("hidden_states")
+        first = _first(output)
+        keeps_shape = isinstance(given, Tensor) and isinstance(first, Tensor) and given.shape == first.shape
+        children[index].append((name, Sublayer(name, _num_outputs(output)), takes_cache, keeps_shape))
+
+    handles = []
+    try:
+        for index, block in enumerate(blocks):
+            handles.append(block.register_forward_hook(watch_block))
+            for name, child in block.named_children():
+                hook = functools.partial(watch_child, index, name)
+                handles.append(child.register_forward_hook(hook, with_kwargs=True))
+        token_ids = torch.zeros((1, 2), dtype=torch.long, device=model.get_input_embeddings().weight.device)
+        with torch.inference_mode():
+            _run(model, token_ids, cache, 0, last_only=True)
+    except (TypeError, ValueError, AttributeError, RuntimeError, NotImplementedError) as cause:
+        reason = " ".join(str(cause).split())
+        raise UnsupportedModelError(
+            f"{type(model).__name__} does not run on a key-value cache of ours: {reason}"
+        ) from cause
+    finally:
+        for handle in handles:
+            handle.remove()
+    stateful = [index for index, updates in enumerate(cache.updates_per_layer) if updates != 1]
+    if stateful:
+        raise UnsupportedModelError(
+            f"layer {stateful[0]} of {type(model).__name__} wrote its keys and values {cache.updates_per_layer[stateful[0]]} "
+            "times in one pass instead of once: it keeps its state elsewhere or shares another layer's, and could not be "
+            "rolled back after a rejected draft"
+        )
+    attention, mlp = [], []
+    for block, seen in zip(blocks, children, strict=True):
+        attention.append(next((sublayer for _, sublayer, takes_cache, _ in seen if takes_cache), None))
+        others = [sublayer for _, sublayer, takes_cache, keeps_shape in seen if keeps_shape and not takes_cache]
+        heaviest = max(others, key=lambda sublayer: _num_weights(getattr(block, sublayer.name)), default=None)
+        # A norm keeps the shape too: an MLP holds matrices.
+        is_mlp = heaviest is not None and any(p.ndim > 1 for p in getattr(block, heaviest.name).parameters())
+        mlp.append(heaviest if is_mlp else None)
+    return Anatomy(path=path, block_outputs=outputs[0], attention=tuple(attention), mlp=tuple(mlp))
+
+
+def _find_blocks(model: PreTrainedModel, num_layers: int) -> tuple[str, ...]:
+    """The attribute path of the list of blocks: the outermost ModuleList as long as the configuration says."""
+    paths: list[list[str]] = [
+        name.split(".")
+        for name, module in model.named_modules()
+        if isinstance(module, nn.ModuleList) and len(module) == num_layers
+    ]
+    if not paths:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} has no list of {num_layers} decoder blocks, as its configuration would have it"
+        )
+    return tuple(min(paths, key=lambda path: len(path)))
+
+
+def _follow(model: Any, path: tuple[str, ...]) -> nn.ModuleList:
+    return functools.reduce(getattr, path, model)
+
+
+def _num_outputs(output: Any) -> int:
+    return len(output) if isinstance(output, tuple) else 0
+
+
+def _num_weights(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())

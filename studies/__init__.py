@@ -1,0 +1,1 @@
+"""What to try next: one module a search, each an Optuna study with its own space and its own way of proposing."""

@@ -1,0 +1,110 @@
+"""The contract between a study and the search that runs it, and the records that pass between them.
+
+A study says what to try next. It never measures, stores or prints: `tuner.search` asks it for a candidate, measures that
+by real decoding, stores the record and tells the study. On resume the stored records are told again, in order, so a study
+that keeps its state in `observe` alone continues where it stopped.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any, ClassVar
+
+import optuna
+from pydantic import Field
+
+from decoding.documents import Document
+from decoding.draft_length import AnyRule
+from decoding.profile import Draft
+from decoding.target import Target
+from studies.measurement import Measurement
+
+
+class Candidate(Document):
+    """One setting to measure: a draft and the rule that says when to stop drafting."""
+
+    draft: Draft
+    draft_length: AnyRule
+
+    @property
+    def key(self) -> str:
+        """The canonical form: equal candidates have equal keys."""
+        return self.model_dump_json()
+
+
+class TrialState(StrEnum):
+    """How a trial ended."""
+
+    COMPLETE = "COMPLETE"
+    PRUNED = "PRUNED"
+    FAIL = "FAIL"
+
+
+class TrialRecord(Document):
+    """One finished trial of a study, as stored, tracked and told."""
+
+    study: str
+    number: int
+    state: TrialState
+    candidate: Candidate
+    measurement: Measurement | None = None
+    repeat_of: int | None = None
+    """The earlier trial whose measurement this one took over, the candidate being the same."""
+    reason: str | None = None
+    """Why it was pruned or failed."""
+    seconds: float = 0.0
+    notes: dict[str, Any] = Field(default_factory=dict)
+    """What the study wants to remember of it (told back on resume), and what a reviewer may want to sort by."""
+
+    @property
+    def speedup(self) -> float | None:
+        """The measured speed-up of a complete trial, else None."""
+        return self.measurement.speedup if self.state is TrialState.COMPLETE and self.measurement else None
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What a study may know of the task: the model, and the texts that plain decoding wrote from the tuning prompts."""
+
+    target: Target
+    prompts: tuple[tuple[int, ...], ...]
+    continuations: tuple[tuple[int, ...], ...]
+    """The target's own greedy or sampled continuation of each prompt, in token ids."""
+    earlier: Mapping[str, Sequence[TrialRecord]]
+    """The finished trials of the studies that ran before this one, by study name."""
+    seed: int
+
+
+class Study(ABC):
+    """One search. Its settings are a frozen document, so that a stored study is resumed only with the same ones."""
+
+    name: ClassVar[str]
+    Settings: ClassVar[type[Document]]
+
+    @classmethod
+    @abstractmethod
+    def create(cls, problem: Problem, settings: Any) -> Study:
+        """The study at its beginning; `settings` is an instance of `Settings`."""
+
+    @abstractmethod
+    def propose(self, trial: optuna.Trial) -> tuple[Candidate, dict[str, Any]]:
+        """The next candidate and the notes to keep with it; parameters go through `trial.suggest_*` so Optuna knows them."""
+
+    @abstractmethod
+    def observe(self, record: TrialRecord) -> None:
+        """Learn how a trial ended. Also called for each stored trial on resume, oldest first."""
+
+    @abstractmethod
+    def finished(self) -> str | None:
+        """Why there is nothing more to try, or None while there is."""
+
+    def sampler(self) -> optuna.samplers.BaseSampler:
+        """Optuna's sampler for the parameters that `propose` suggests."""
+        return optuna.samplers.RandomSampler()
+
+    def space(self) -> dict[str, Any]:
+        """What makes two runs of this study the same search: stored with it and compared on resume."""
+        return {}

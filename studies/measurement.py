@@ -1,0 +1,127 @@
+"""What real speculative decoding of a candidate showed, prompt by prompt, paired with plain decoding of the same prompts.
+
+All samples are kept; the rates, the speed-up and its interval are derived from them. Data only: `tuner.measure` fills it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+
+import numpy as np
+from scipy import stats
+
+from decoding.documents import Document
+from decoding.profile import Interval
+
+RESAMPLES = 9_999
+
+
+class PromptSample(Document):
+    """One prompt decoded twice in the same process: plainly and with the candidate. Seconds are of the decode phase."""
+
+    prompt: int
+    plain_seconds: float
+    plain_tokens: int
+    draft_seconds: float
+    draft_tokens: int
+    rounds: int
+    drafted: int
+    accepted: int
+    identical: bool
+    """The candidate's tokens are those of plain decoding (when sampling: those of a greedy run of both)."""
+    tie: bool = False
+    """Not identical, but the first differing token was a numerical tie of the target's logits."""
+
+    @property
+    def ratio(self) -> float:
+        """Plain seconds per token over the candidate's: above 1 the candidate is faster on this prompt."""
+        return (self.plain_seconds / self.plain_tokens) / (self.draft_seconds / self.draft_tokens)
+
+
+class Measurement(Document):
+    """The samples of one candidate and what follows from them."""
+
+    samples: tuple[PromptSample, ...]
+
+    @cached_property
+    def _seconds_per_token(self) -> tuple[np.ndarray, np.ndarray]:
+        plain = np.array([s.plain_seconds / s.plain_tokens for s in self.samples])
+        draft = np.array([s.draft_seconds / s.draft_tokens for s in self.samples])
+        return plain, draft
+
+    @property
+    def speedup(self) -> float:
+        """Mean plain seconds per token over mean candidate seconds per token, each prompt weighing the same."""
+        return float(_ratio_of_means(*self._seconds_per_token))
+
+    def speedup_interval(self) -> Interval:
+        """The speed-up with its 95 % interval: percentile bootstrap over prompts, plain and candidate resampled in pairs.
+
+        Needs two prompts at least; the random stream is fixed, so the same samples give the same interval.
+        """
+        if len(self.samples) < 2:
+            raise ValueError(f"an interval needs at least 2 prompts, got {len(self.samples)}")
+        result = stats.bootstrap(
+            self._seconds_per_token,
+            _ratio_of_means,
+            paired=True,
+            vectorized=True,
+            n_resamples=RESAMPLES,
+            method="percentile",
+            rng=np.random.default_rng(0),
+        )
+        low, high = result.confidence_interval
+        return Interval(value=self.speedup, ci95=(float(low), float(high)))
+
+    @property
+    def plain_tokens_per_second(self) -> float:
+        """Decode-phase rate of plain decoding over all prompts."""
+        return sum(s.plain_tokens for s in self.samples) / sum(s.plain_seconds for s in self.samples)
+
+    @property
+    def draft_tokens_per_second(self) -> float:
+        """Decode-phase rate of the candidate over all prompts."""
+        return sum(s.draft_tokens for s in self.samples) / sum(s.draft_seconds for s in self.samples)
+
+    @property
+    def acceptance_rate(self) -> float:
+        """Accepted over drafted tokens; 0 when nothing was drafted."""
+        drafted = sum(s.drafted for s in self.samples)
+        return sum(s.accepted for s in self.samples) / drafted if drafted else 0.0
+
+    @property
+    def tokens_per_round(self) -> float:
+        """Tokens a round added to the text on average."""
+        rounds = sum(s.rounds for s in self.samples)
+        return sum(s.draft_tokens for s in self.samples) / rounds if rounds else 0.0
+
+    @property
+    def drafted_per_round(self) -> float:
+        """Tokens a round proposed on average."""
+        rounds = sum(s.rounds for s in self.samples)
+        return sum(s.drafted for s in self.samples) / rounds if rounds else 0.0
+
+    @property
+    def num_identical(self) -> int:
+        """Prompts whose tokens were those of plain decoding."""
+        return sum(s.identical for s in self.samples)
+
+    @property
+    def num_ties(self) -> int:
+        """Prompts that parted from plain decoding at a numerical tie."""
+        return sum(s.tie for s in self.samples)
+
+    @property
+    def is_lossless(self) -> bool:
+        """Every prompt was identical, or parted at a numerical tie."""
+        return all(s.identical or s.tie for s in self.samples)
+
+
+def _ratio_of_means(plain: np.ndarray, draft: np.ndarray, axis: int = -1) -> np.ndarray:
+    return np.mean(plain, axis=axis) / np.mean(draft, axis=axis)
+
+
+def pooled(measurements: Sequence[Measurement]) -> Measurement:
+    """All samples of several measurements of one candidate, as one measurement."""
+    return Measurement(samples=tuple(sample for measurement in measurements for sample in measurement.samples))
