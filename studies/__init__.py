@@ -1,1 +1,17 @@
-"""What to try next: one module a search, each an Optuna study with its own space and its own way of proposing."""
+"""What to try next: one module a search, each an Optuna study with its own space and its own way of proposing.
+
+To add a study, write one file with a `Study` and its settings, and name the class in `STUDIES`.
+"""
+
+from __future__ import annotations
+
+from studies.conf_layers import ConfLayers
+from studies.contract import Study
+from studies.draft_length import DraftLength
+
+STUDIES: dict[str, type[Study]] = {
+    "conf_layers": ConfLayers,
+    "draft_length": DraftLength,
+}
+
+__all__ = ["STUDIES"]

@@ -8,7 +8,7 @@ that keeps its state in `observe` alone continues where it stopped.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, ClassVar
@@ -101,6 +101,10 @@ class Study(ABC):
     def finished(self) -> str | None:
         """Why there is nothing more to try, or None while there is."""
 
+    def starts(self) -> list[dict[str, Any]]:
+        """Parameter values to try before the sampler's own, for a study that has just been made."""
+        return []
+
     def sampler(self) -> optuna.samplers.BaseSampler:
         """Optuna's sampler for the parameters that `propose` suggests."""
         return optuna.samplers.RandomSampler()
@@ -108,3 +112,14 @@ class Study(ABC):
     def space(self) -> dict[str, Any]:
         """What makes two runs of this study the same search: stored with it and compared on resume."""
         return {}
+
+
+def best_trials(
+    records: Iterable[TrialRecord], count: int, *, same: Callable[[Candidate], str] = lambda candidate: candidate.key
+) -> list[TrialRecord]:
+    """The `count` best complete trials by measured speed-up, those with the same value of `same` once."""
+    measured = [r for r in records if r.state is TrialState.COMPLETE and r.measurement and r.repeat_of is None]
+    best: dict[str, TrialRecord] = {}
+    for record in sorted(measured, key=lambda r: -(r.speedup or 0.0)):
+        best.setdefault(same(record.candidate), record)
+    return list(best.values())[:count]

@@ -91,3 +91,13 @@ class DraftLengthRule(Document):
     @abstractmethod
     def controller(self) -> Controller:
         """A fresh controller, to steer one text (or, if `persistent`, one after another)."""
+
+    def describe(self) -> str:
+        """The rule and its parameters in one short phrase for tables."""
+        hidden = {"rule", "persistent", *(name for name, field in type(self).model_fields.items() if field.annotation is bool)}
+        values = ", ".join(f"{name} {_short(value)}" for name, value in self.model_dump(exclude=hidden).items())
+        return f"{self.rule} ({values})"
+
+
+def _short(value: float) -> str:
+    return f"{value:.3g}"

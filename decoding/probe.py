@@ -1,0 +1,155 @@
+"""What a loaded model can do, found by running it: which sublayers can be skipped, whether its cache rolls back, whether the
+verification may resume behind the prefix, and whether speculative decoding writes the text of plain decoding.
+
+Goes through `decoding.target` and knows no family by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from decoding.cache import KVCache
+from decoding.decode import Request
+from decoding.decoder import Decoder, plain_decoder
+from decoding.draft_length import Fixed
+from decoding.errors import UnsupportedModelError
+from decoding.exactness import compare
+from decoding.profile import LayerSkip
+from decoding.target import Target
+from decoding.text import Ending
+
+CONTEXT_TOKENS = 12
+GENERATED_TOKENS = 24
+
+
+@dataclass(frozen=True)
+class Capabilities:
+    """The probe's findings. `refusal` says in one line why the model cannot decode speculatively, or is None."""
+
+    architecture: str
+    num_layers: int | None = None
+    num_parameters: int = 0
+    dtype: str = ""
+    device: str = ""
+    skippable_blocks: tuple[int, ...] = ()
+    skippable_attention: tuple[int, ...] = ()
+    skippable_mlp: tuple[int, ...] = ()
+    prefix_reuse: bool = False
+    refusal: str | None = None
+
+    @property
+    def is_supported(self) -> bool:
+        """Whether sdtune can tune this model."""
+        return self.refusal is None
+
+
+@torch.inference_mode()
+def probe(model: PreTrainedModel) -> Capabilities:
+    """Run the model on a few tokens of its vocabulary, whole and in part. Never raises for a model that is merely unfit."""
+    known = {
+        "architecture": type(model).__name__,
+        "num_parameters": model.num_parameters(),
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "device": str(model.device),
+    }
+    try:
+        target = Target(model)
+        ids = _some_tokens(target)
+        _check_cache(target, ids)
+    except UnsupportedModelError as refusal:
+        return Capabilities(**known, refusal=str(refusal))
+    layers = range(target.num_layers)
+    blocks = tuple(i for i in layers if _can_skip(target, ids, [i], [i]))
+    reuse = bool(blocks) and _can_resume(target, ids)
+    found = Capabilities(
+        **known,
+        num_layers=target.num_layers,
+        skippable_blocks=blocks,
+        skippable_attention=tuple(i for i in layers if target.anatomy.attention[i] and _can_skip(target, ids, [i], [])),
+        skippable_mlp=tuple(i for i in layers if target.anatomy.mlp[i] and _can_skip(target, ids, [], [i])),
+        prefix_reuse=reuse,
+    )
+    return replace(found, refusal=_find_refusal(target, ids, blocks, reuse))
+
+
+def _find_refusal(target: Target, ids: Tensor, blocks: Sequence[int], reuse: bool) -> str | None:
+    if not blocks:
+        return f"no block of {type(target.model).__name__} can be left out: there is nothing to draft with"
+    request = Request(ids[0].tolist(), Ending(GENERATED_TOKENS))
+    plain = plain_decoder(target).generate(request).tokens
+    draft = LayerSkip.blocks([index for index in blocks if index % 2])
+    drafted = Decoder(target, draft, Fixed(max_tokens=4), prefix_reuse=reuse).generate(request).tokens
+    comparison = compare(target, request.prompt, plain, drafted)
+    if comparison.is_lossless:
+        return None
+    return (
+        f"speculative decoding of {type(target.model).__name__} parts from plain decoding at token "
+        f"{comparison.first_difference} of {len(plain)}: its draft would not be lossless"
+    )
+
+
+def _some_tokens(target: Target) -> Tensor:
+    """Token ids [1, CONTEXT_TOKENS], the same for every probe of a vocabulary."""
+    generator = torch.Generator().manual_seed(0)
+    vocabulary = target.config.vocab_size
+    return torch.randint(vocabulary, (1, CONTEXT_TOKENS), generator=generator).to(target.device)
+
+
+def _check_cache(target: Target, ids: Tensor) -> None:
+    """Raise unless the cache gives what one whole pass gives, also after tokens were forgotten again."""
+    whole = target.forward(ids, target.new_cache(CONTEXT_TOKENS), 0)
+    half = CONTEXT_TOKENS // 2
+    cache = target.new_cache(2 * CONTEXT_TOKENS)
+    target.forward(ids[:, :half], cache, 0)
+    in_parts = target.forward(ids[:, half:], cache, half)
+    if not _agree(in_parts, whole[half:]):
+        raise UnsupportedModelError(
+            f"{type(target.model).__name__} gives other logits from a cache than from one pass: it keeps state outside the cache"
+        )
+    _forget_and_repeat(target, ids, whole, cache, half)
+
+
+def _forget_and_repeat(target: Target, ids: Tensor, whole: Tensor, cache: KVCache, half: int) -> None:
+    target.forward(ids.flip(1)[:, :half], cache, half)  # tokens that will be rejected
+    cache.roll_back(half)
+    if not _agree(target.forward(ids[:, half:], cache, half), whole[half:]):
+        raise UnsupportedModelError(
+            f"the cache of {type(target.model).__name__} does not roll back: after a rejected draft its logits are different"
+        )
+
+
+def _can_skip(target: Target, ids: Tensor, attention: list[int], mlp: list[int]) -> bool:
+    """Whether the view runs, leaves the skipped attention's cache alone, and computes something else than the whole model."""
+    cache = target.new_cache(CONTEXT_TOKENS)
+    logits = target.draft_view(attention, mlp, keep_boundary=False).forward(ids, cache, 0)
+    expected = [0 if index in attention else 1 for index in range(target.num_layers)]
+    return cache.updates_per_layer == expected and bool(torch.isfinite(logits).all())
+
+
+def _can_resume(target: Target, ids: Tensor) -> bool:
+    """Whether a pass resumed in the middle gives what a whole pass gives, the last position's prefix known or not."""
+    boundary = target.num_layers // 2
+    half = CONTEXT_TOKENS // 2
+    if boundary == 0:
+        return False
+    draft = target.draft_view([boundary], [boundary], keep_boundary=True)
+    for known in (half, half - 1):
+        cache = target.new_cache(CONTEXT_TOKENS)
+        target.forward(ids[:, :half], cache, 0)
+        draft.forward(ids[:, half : half + known], cache, half)
+        (states,) = draft.take_states()
+        resumed = target.resume_view(boundary).forward(ids[:, half:], cache, half, states)
+        if not _agree(resumed, target.forward(ids, target.new_cache(CONTEXT_TOKENS), 0)[half:]):
+            return False
+    return True
+
+
+def _agree(a: Tensor, b: Tensor) -> bool:
+    """Equal up to the rounding of the model's precision."""
+    tolerance = 1e-4 if a.dtype == torch.float32 else 0.08
+    return bool((a.float() - b.float()).abs().max() <= tolerance * b.float().abs().max().clamp_min(1e-6))

@@ -1,0 +1,211 @@
+"""The command line: the only file that imports click. Every command is a thin shell over the package.
+
+What the user can put right (`SdtuneError`) becomes one line on stderr and exit status 2; Ctrl-C ends with status 130.
+Heavy libraries are imported by the command that needs them, so `--help` answers at once.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+from rich.console import Console
+
+from decoding.errors import SdtuneError
+
+CommandT = TypeVar("CommandT", bound=Callable[..., Any])
+
+EXIT_BAD_INPUT = 2
+EXIT_INTERRUPTED = 130
+
+
+class _Group(click.Group):
+    """Turns errors of ours into one line and a status."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except SdtuneError as error:
+            click.echo(f"sdtune: {' '.join(str(error).split())}", err=True)
+            ctx.exit(EXIT_BAD_INPUT)
+        except (KeyboardInterrupt, click.Abort):
+            click.echo("sdtune: interrupted", err=True)
+            ctx.exit(EXIT_INTERRUPTED)
+
+
+@click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+@click.version_option(package_name="sdtune")
+def main() -> None:
+    """Find the fastest lossless self-speculative decoding setting of a model, and use it.
+
+    \b
+      sdtune doctor --model M                    can this model be tuned?
+      sdtune search --model M --dataset D        find a setting, write profile.yaml
+      sdtune show profile.yaml                   what was found
+      sdtune generate --profile profile.yaml --prompt TEXT --compare
+
+    In production: model.generate(**inputs, custom_generate=load_decoder("profile.yaml")) with load_decoder from
+    decoding.deploy.
+    """
+
+
+@main.command()
+@click.option(
+    "--config", "config_file", type=click.Path(path_type=Path), help="YAML file with the settings below; flags win."
+)
+@click.option("--model", help="Folder or hub id of a causal language model.")
+@click.option("--revision", help="Revision of the model on the hub.")
+@click.option(
+    "--dataset", help="Prompts: .jsonl, .json, .csv, .parquet, .txt, a saved datasets folder, a hub id, or a preset."
+)
+@click.option("--study", multiple=True, metavar="NAME", help="Searches to run, in order; repeatable. [default: all]")
+@click.option("--trials", type=int, metavar="N", help="Trials of each study at most.")
+@click.option(
+    "--timeout", metavar="DURATION", help="Search time over all studies, e.g. 90s, 10m, 1h; resumed runs included."
+)
+@click.option("--max-new-tokens", type=int, metavar="N", help="Tokens to generate from each prompt.  [default: 64]")
+@click.option("--tuning-prompts", type=int, metavar="N", help="Prompts to search and race on.  [default: 24]")
+@click.option("--held-out-prompts", type=int, metavar="N", help="Prompts for the reported figures.  [default: 24]")
+@click.option("--prompt-column", metavar="C", help="Column that holds the prompt.  [default: guessed]")
+@click.option("--group-column", metavar="C", help="Rows with the same value stay in one part of the prompts.")
+@click.option(
+    "--chat-template/--no-chat-template", default=None, help="Apply the tokenizer's chat template if it has one."
+)
+@click.option("--temperature", type=float, metavar="T", help="0 is greedy.  [default: 0]")
+@click.option("--dtype", metavar="TYPE", help="auto, float32, bfloat16 or float16.  [default: auto]")
+@click.option("--device", metavar="DEVICE", help="auto, cpu, cuda, cuda:1 ...  [default: auto]")
+@click.option("--storage", metavar="URL", help="Optuna storage of the trials.  [default: sqlite:///sdtune.db]")
+@click.option("--tracking-uri", metavar="URL", help="MLflow tracking store.  [default: sqlite:///mlflow.db]")
+@click.option("--experiment", metavar="NAME", help="Name in storage and MLflow.  [default: model and dataset]")
+@click.option("--out", type=click.Path(path_type=Path), help="Where the profile is written.  [default: profile.yaml]")
+@click.option("--seed", type=int, metavar="N", help="Seed of split, samplers and sampling.  [default: 0]")
+@click.option("--dry-run", is_flag=True, help="Load and check everything, say what would be done, write nothing.")
+def search(config_file: Path | None, dry_run: bool, study: tuple[str, ...], **flags: Any) -> None:
+    """Search for the fastest lossless draft and write a profile.
+
+    Every candidate is scored by real speculative decoding, paired with plain decoding in the same process, and must give the
+    same tokens. The finalists race on further prompts; the winner is measured on held-out ones. If it is not faster there
+    with 95 % confidence, the profile says to decode plainly.
+
+    Finished trials are on disk: the same command again goes on where it stopped, and spends what is left of its budget.
+
+    \b
+    Examples:
+      sdtune search --config configs/demo.yaml
+      sdtune search --model meta-llama/Llama-3.1-8B --dataset humaneval --timeout 30m --out llama-code.yaml
+    """
+    from tuner.config import load_config
+    from tuner.progress import TerminalProgress
+    from tuner.report import results_table
+    from tuner.search import InterruptedSearchError, prepare
+    from tuner.search import search as run_search
+    from tuner.tracking import ui_command
+
+    config = load_config(config_file, {**flags, "study": study or None})
+    errors, results = Console(stderr=True), Console()
+    with TerminalProgress(errors) as progress:
+        task = prepare(config, progress)
+        if dry_run:
+            _print_plan(results, task)
+            return
+        try:
+            found = run_search(task, progress)
+        except InterruptedSearchError as interrupted:
+            _print_interrupted(interrupted)
+            raise KeyboardInterrupt from None
+    results.print(results_table(found.rows))
+    _print_conclusion(results, found, config.out, ui_command(config.tracking_uri))
+
+
+@main.command()
+@click.argument("profile", type=click.Path(path_type=Path))
+def show(profile: Path) -> None:
+    """Show a profile on one screen: what is skipped, the rule, what was measured."""
+    from decoding.profile import DraftProfile
+    from tuner.report import profile_panel
+
+    Console().print(profile_panel(DraftProfile.load(profile)))
+
+
+@main.command()
+@click.option("--model", required=True, help="Folder or hub id of a causal language model.")
+@click.option("--revision", help="Revision of the model on the hub.")
+@click.option("--dtype", default="auto", show_default=True, help="auto, float32, bfloat16 or float16.")
+@click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda, cuda:1 ...")
+def doctor(model: str, **options: Any) -> None:
+    """Probe a model: what can be skipped, and does its cache roll back? Exit status 1 if it cannot be tuned."""
+    from decoding.probe import probe
+    from tuner.loading import load
+    from tuner.report import capabilities_panel
+
+    found = probe(load(model, **options).model)
+    Console().print(capabilities_panel(found))
+    if not found.is_supported:
+        sys.exit(1)
+
+
+@main.command()
+@click.option("--profile", required=True, type=click.Path(path_type=Path), help="A profile that `sdtune search` wrote.")
+@click.option("--model", help="Folder or hub id; default: the one the profile names.")
+@click.option("--prompt", required=True, help="The text to continue.")
+@click.option("--max-new-tokens", type=click.IntRange(min=1), default=128, show_default=True, metavar="N")
+@click.option("--temperature", type=click.FloatRange(min=0), help="0 is greedy.  [default: the profile's]")
+@click.option("--seed", type=int, default=0, show_default=True, metavar="N", help="Seed of the sampling.")
+@click.option(
+    "--chat-template/--no-chat-template", default=True, help="Apply the tokenizer's chat template if it has one."
+)
+@click.option("--dtype", help="Default: the profile's.")
+@click.option("--device", default="auto", show_default=True)
+@click.option("--compare", is_flag=True, help="Also decode plainly; print both rates and whether the tokens agree.")
+def generate(profile: Path, prompt: str, **options: Any) -> None:
+    """Continue a prompt with a profile, streaming the text to stdout."""
+    from tuner.generate import generate as run_generate
+
+    run_generate(profile, prompt, **options)
+
+
+def _print_plan(console: Console, task: Any) -> None:
+    config = task.config
+    console.print(
+        f"model    {config.model}: {task.target.num_layers} layers, {task.target.dtype}, on {task.target.device}"
+    )
+    console.print(
+        f"prompts  {config.dataset}: {len(task.prompts.tuning)} for tuning ({config.prompts_per_trial} a trial), "
+        f"{len(task.prompts.held_out)} held out, {config.max_new_tokens} tokens each"
+    )
+    for name in config.study:
+        console.print(f"study    {name}: {config.study_settings(name)}", soft_wrap=True)
+    console.print(f"storage  {config.storage}, experiment {config.resolved_experiment()!r}")
+    console.print(f"tracking {config.tracking_uri}")
+    console.print(f"profile  {config.out}")
+    console.print("dry run: nothing was written")
+
+
+def _print_interrupted(interrupted: Any) -> None:
+    if interrupted.best is None:
+        click.echo("sdtune: stopped before a trial was finished", err=True)
+        return
+    best = interrupted.best
+    click.echo(
+        f"sdtune: stopped; best so far {best.speedup:.2f}x on tuning prompts: {best.candidate.draft.describe()}",
+        err=True,
+    )
+    if interrupted.out is not None:
+        click.echo(f"sdtune: written unconfirmed to {interrupted.out}; the same command again goes on", err=True)
+
+
+def _print_conclusion(console: Console, found: Any, out: Path, open_mlflow: str) -> None:
+    for name, reason in found.studies.items():
+        console.print(f"search   {name}: {reason}", highlight=False)
+    console.print(f"cost     {found.num_trials} trials, {found.search_seconds:.0f} s of search", highlight=False)
+    if found.profile.measured is None:
+        console.print("[bold]Nothing beats plain decoding here with 95 % confidence[/bold]; the profile says so.")
+    console.print(f"profile  {out}   (sdtune show {out})", soft_wrap=True, highlight=False)
+    console.print(f"review   {open_mlflow}", soft_wrap=True, highlight=False)
+
+
+if __name__ == "__main__":
+    main()

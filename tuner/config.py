@@ -1,0 +1,119 @@
+"""What a search is asked to do: one frozen document, from a YAML file, the command line, or both."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field, field_validator, model_validator
+
+from decoding.documents import Document, read_mapping, suggest, validate
+from studies import STUDIES
+from tuner.errors import ConfigError
+
+UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
+
+
+def parse_duration(value: Any) -> Any:
+    """Seconds from a number of seconds or a text such as `90s`, `10m` or `1.5h`."""
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return float(value)
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]*)", str(value).strip().lower())
+    if match is None or (match[2] or "s") not in UNITS:
+        raise ValueError("must be a duration such as 90s, 10m or 1.5h")
+    return float(match[1]) * UNITS[match[2] or "s"]
+
+
+Duration = Annotated[float, BeforeValidator(parse_duration), Field(gt=0)]
+
+
+class SearchConfig(Document):
+    """The settings of `sdtune search`; every key is also a flag of the same name."""
+
+    model: str = Field(description="folder or hub id of a causal language model")
+    revision: str | None = Field(None, description="revision of the model on the hub")
+    dataset: str = Field(description="file, folder, hub id or preset with prompts")
+    prompt_column: str | None = Field(None, description="column that holds the prompt")
+    group_column: str | None = Field(
+        None, description="rows with the same value never stand in both parts of the prompts"
+    )
+    chat_template: bool = Field(True, description="apply the tokenizer's chat template if it has one")
+    max_prompt_tokens: int | None = Field(
+        None, ge=1, description="cut longer prompts from the left; without it they are an error"
+    )
+    study: tuple[str, ...] = Field(tuple(STUDIES), min_length=1, description="searches to run, in order")
+    trials: int | None = Field(None, ge=1, description="trials of each study at most")
+    timeout: Duration | None = Field(
+        None, description="search time over all studies (90s, 10m, 1h), resumed runs included"
+    )
+    max_new_tokens: int = Field(64, ge=2, description="tokens to generate from each prompt")
+    tuning_prompts: int = Field(24, ge=2, description="prompts to search and race on")
+    held_out_prompts: int = Field(24, ge=2, description="prompts for the reported figures, never seen by the search")
+    prompts_per_trial: int = Field(
+        6, ge=2, description="tuning prompts that a trial decodes; the others are kept for the race"
+    )
+    finalists: int = Field(4, ge=1, description="candidates that race on the remaining tuning prompts")
+    temperature: float = Field(0.0, ge=0.0, description="0 is greedy")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field("auto", description="precision of the weights")
+    device: str = Field("auto", description="auto, cpu, cuda, cuda:1 ...")
+    prefix_reuse: bool = Field(True, description="verify only from the first block that the draft computes otherwise")
+    storage: str = Field("sqlite:///sdtune.db", description="Optuna storage with the finished trials")
+    tracking_uri: str = Field("sqlite:///mlflow.db", description="MLflow tracking store")
+    experiment: str | None = Field(None, description="name in storage and MLflow; default: model and dataset")
+    out: Path = Field(Path("profile.yaml"), description="where the profile is written")
+    seed: int = Field(0, ge=0, description="seed of the split, the samplers and the sampling")
+    studies: dict[str, dict[str, Any]] = Field(default_factory=dict, description="settings of each study, by its name")
+
+    @field_validator("study")
+    @classmethod
+    def _studies_exist(cls, names: tuple[str, ...]) -> tuple[str, ...]:
+        for name in names:
+            if name not in STUDIES:
+                raise ValueError(f"unknown study {name!r}; {suggest(name, STUDIES)}")
+        return tuple(dict.fromkeys(names))
+
+    @model_validator(mode="after")
+    def _settings_fit(self) -> SearchConfig:
+        for name, settings in self.studies.items():
+            if name not in STUDIES:
+                raise ValueError(f"studies: unknown study {name!r}; {suggest(name, STUDIES)}")
+            self._validated(name, settings)
+        if self.prompts_per_trial > self.tuning_prompts:
+            raise ValueError(
+                f"a trial decodes {self.prompts_per_trial} prompts, but there are only {self.tuning_prompts} tuning prompts"
+            )
+        return self
+
+    def study_settings(self, name: str) -> Any:
+        """The settings of one study, its defaults filled in."""
+        return self._validated(name, self.studies.get(name, {}))
+
+    def resolved_experiment(self) -> str:
+        """The experiment's name: as given, or the last parts of the model's and the dataset's."""
+        return self.experiment or f"{Path(self.model).name}-{Path(self.dataset).stem}"
+
+    @staticmethod
+    def _validated(name: str, settings: Mapping[str, Any]) -> Any:
+        return validate(STUDIES[name].Settings, settings, source=f"studies.{name}", error=ConfigError)
+
+
+def load_config(path: Path | None, flags: Mapping[str, Any]) -> SearchConfig:
+    """The configuration of a file, overridden by the flags that were given; `ConfigError` names what is wrong."""
+    from_file = read_mapping(path, what="configuration", error=ConfigError) if path else {}
+    given = {key: value for key, value in flags.items() if value is not None}
+    for required in ("model", "dataset"):
+        if required not in {**from_file, **given}:
+            raise ConfigError(f"which {required}? give --{required} or a `{required}:` in the file of --config")
+    source = str(path) if path and not _is_wrong_flag(given) else "command line"
+    return validate(SearchConfig, {**from_file, **given}, source=source, error=ConfigError)
+
+
+def _is_wrong_flag(given: Mapping[str, Any]) -> bool:
+    """Whether the flags alone are invalid, so that a message blames the command line and not the file."""
+    try:
+        validate(SearchConfig, {"model": "-", "dataset": "-", **given}, source="", error=ConfigError)
+    except ConfigError:
+        return True
+    return False

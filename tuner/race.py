@@ -1,0 +1,80 @@
+"""The finalists of all studies race on tuning prompts they were not chosen by; who falls clearly behind drops out.
+
+The race's own samples decide: those that made a candidate a finalist flatter it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from scipy import stats
+
+from studies.contract import TrialRecord
+from studies.measurement import Measurement, pooled
+from tuner.measure import Bench
+
+LAP = 4
+"""Prompts between two looks at who is behind."""
+FEWEST_TO_JUDGE = 8
+"""Prompts before the first look."""
+DROP_AT_P = 0.05
+"""A finalist drops out when a paired t-test of the log ratios against the leader is below this."""
+
+
+@dataclass(frozen=True)
+class Finalist:
+    """A candidate in the race: the trial that brought it here, and what the race has measured of it."""
+
+    trial: TrialRecord
+    measurement: Measurement
+
+    @property
+    def speedup(self) -> float:
+        """The race's speed-up, on tuning prompts."""
+        return self.measurement.speedup
+
+
+def race(
+    trials: Sequence[TrialRecord],
+    bench: Bench,
+    places: Sequence[int],
+    on_lap: Callable[[int], None] = lambda done: None,
+) -> list[Finalist]:
+    """Race the candidates of `trials` over `places`, in laps, all on the same prompts; fastest first, dropouts at the end.
+
+    `on_lap` is told how many (candidate, prompt) pairs a lap has measured.
+    """
+    running = {trial.candidate.key: Finalist(trial, Measurement(samples=())) for trial in trials}
+    out: list[Finalist] = []
+    for start in range(0, len(places), LAP):
+        lap = places[start : start + LAP]
+        for key, finalist in running.items():
+            measured = bench.measure(finalist.trial.candidate, lap)
+            running[key] = Finalist(finalist.trial, pooled([finalist.measurement, measured]))
+            on_lap(len(lap))
+        dropped = _clearly_behind(list(running.values()))
+        out = [*dropped, *out]
+        running = {key: finalist for key, finalist in running.items() if finalist not in dropped}
+    return [*_fastest_first(running.values()), *_fastest_first(out)]
+
+
+def _clearly_behind(finalists: list[Finalist]) -> list[Finalist]:
+    leader = _fastest_first(finalists)[0]
+    ahead = _log_ratios(leader)
+    if len(ahead) < FEWEST_TO_JUDGE:
+        return []
+    return [
+        finalist
+        for finalist in finalists
+        if finalist is not leader and stats.ttest_rel(ahead, _log_ratios(finalist)).pvalue < DROP_AT_P
+    ]
+
+
+def _log_ratios(finalist: Finalist) -> np.ndarray:
+    return np.log([sample.ratio for sample in finalist.measurement.samples])
+
+
+def _fastest_first(finalists: Iterable[Finalist]) -> list[Finalist]:
+    return sorted(finalists, key=lambda finalist: -finalist.speedup)

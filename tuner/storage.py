@@ -1,0 +1,119 @@
+"""Finished trials on disk: one Optuna study per search, in any storage Optuna knows (SQLite by default).
+
+A trial is on disk before the next begins. A stored study remembers what it was a search over, and is resumed only with the
+same model, data and space.
+"""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import optuna
+import sqlalchemy.exc
+from optuna.trial import TrialState as OptunaState
+
+from studies.contract import Study, TrialRecord, TrialState
+from tuner.errors import StorageError
+
+RECORD = "record"
+IDENTITY = "identity"
+
+
+class StudyStore:
+    """The studies of one experiment in one storage. Raises `StorageError`, in one line, for what the user can put right."""
+
+    def __init__(self, url: str, experiment: str) -> None:
+        self.url = url
+        self.experiment = experiment
+        try:
+            self._storage = optuna.storages.RDBStorage(url)
+        except (sqlalchemy.exc.SQLAlchemyError, ImportError, OSError, RuntimeError, ValueError) as cause:
+            raise StorageError(f"cannot open the storage {url}: {_reason(cause)}") from None
+
+    def open(self, study: Study, identity: Mapping[str, Any]) -> StoredStudy:
+        """The stored study of this search, made if it is new; refuses one whose identity (model, data, space) differs."""
+        name = f"{self.experiment}/{study.name}"
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+            try:
+                stored = optuna.create_study(
+                    study_name=name,
+                    storage=self._storage,
+                    direction="maximize",
+                    sampler=study.sampler(),
+                    pruner=optuna.pruners.WilcoxonPruner(p_threshold=0.1, n_startup_steps=3),
+                    load_if_exists=True,
+                )
+            except sqlalchemy.exc.SQLAlchemyError as cause:
+                raise StorageError(f"cannot use the storage {self.url}: {_reason(cause)}") from None
+        return self._checked(stored, study, {**identity, "space": study.space()})
+
+    def _checked(self, stored: optuna.Study, study: Study, identity: dict[str, Any]) -> StoredStudy:
+        known = stored.user_attrs.get(IDENTITY)
+        if known is None:
+            stored.set_user_attr(IDENTITY, json.loads(json.dumps(identity)))
+            for start in study.starts():
+                stored.enqueue_trial(start)
+        elif differing := _difference(known, json.loads(json.dumps(identity))):
+            raise StorageError(
+                f"study {stored.study_name!r} in {self.url} was a search with another {differing}: choose another "
+                "--experiment or --storage to keep the two apart"
+            )
+        return StoredStudy(stored)
+
+
+class StoredStudy:
+    """One study on disk."""
+
+    def __init__(self, study: optuna.Study) -> None:
+        self._study = study
+        for trial in study.get_trials(deepcopy=False, states=(OptunaState.RUNNING,)):
+            # Left behind by a process that was killed: what it was measuring is lost, all before it is not.
+            study.tell(trial.number, state=OptunaState.FAIL)
+
+    def records(self) -> list[TrialRecord]:
+        """The finished trials, oldest first."""
+        trials = self._study.get_trials(deepcopy=False)
+        return [
+            TrialRecord.model_validate_json(trial.user_attrs[RECORD]) for trial in trials if RECORD in trial.user_attrs
+        ]
+
+    def ask(self) -> optuna.Trial:
+        """Begin a trial."""
+        return self._study.ask()
+
+    def finish(self, trial: optuna.Trial, record: TrialRecord) -> None:
+        """Put a finished trial on disk."""
+        trial.set_user_attr(RECORD, record.model_dump_json())
+        if record.state is TrialState.COMPLETE:
+            self._study.tell(trial, record.speedup)
+        else:
+            self._study.tell(trial, state=OptunaState.PRUNED if record.state is TrialState.PRUNED else OptunaState.FAIL)
+
+    def note(self, key: str, value: Any) -> None:
+        """Remember something beside the trials."""
+        self._study.set_user_attr(key, value)
+
+    def noted(self, key: str) -> Any:
+        """What was remembered under `key`, or None."""
+        return self._study.user_attrs.get(key)
+
+
+def sqlite_url(path: Path) -> str:
+    """The storage URL of a SQLite file."""
+    return f"sqlite:///{path}"
+
+
+def _difference(known: dict[str, Any], wanted: dict[str, Any]) -> str | None:
+    """The names of what differs, in words."""
+    differing = [key.replace("_", " ") for key in sorted({*known, *wanted}) if known.get(key) != wanted.get(key)]
+    return " and ".join(differing) or None
+
+
+def _reason(cause: Exception) -> str:
+    origin = getattr(cause, "orig", None) or cause
+    return str(origin).strip().split("\n")[0]

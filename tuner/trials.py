@@ -1,0 +1,125 @@
+"""Runs one study: asks it for a candidate, measures that by real decoding, puts the record on disk, tells the study.
+
+A candidate whose text is not plain decoding's is a failed trial, whatever its speed; so is one that raises. A trial that
+looks worse than the best prompt by prompt is pruned. A candidate met before takes over the earlier measurement.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import optuna
+import torch
+
+from studies.contract import Candidate, Study, TrialRecord, TrialState
+from studies.measurement import Measurement, PromptSample
+from tuner.measure import Bench
+from tuner.storage import StoredStudy
+
+OnRecord = Callable[[TrialRecord], None]
+
+
+@dataclass
+class Budget:
+    """What a search may spend: trials of each study, and seconds of trials over all of them."""
+
+    trials_per_study: int | None
+    seconds: float | None
+    spent_seconds: float = 0.0
+
+    def exhausted(self, num_trials: int) -> str | None:
+        """Why no further trial of a study with `num_trials` may begin, or None."""
+        if self.trials_per_study is not None and num_trials >= self.trials_per_study:
+            return f"all {num_trials} trials are spent"
+        if self.seconds is not None and self.spent_seconds >= self.seconds:
+            return f"the {self.seconds:.0f} s of search are spent"
+        return None
+
+
+class _NotLosslessError(Exception):
+    """The candidate wrote another text than plain decoding."""
+
+
+def run_study(
+    study: Study, stored: StoredStudy, bench: Bench, places: Sequence[int], budget: Budget, on_record: OnRecord
+) -> tuple[list[TrialRecord], str]:
+    """Run `study` until it is finished or the budget is; `places` are the tuning prompts a trial decodes.
+
+    Returns all its records, those of earlier runs first, and why it ended. Stored trials have been charged to the budget.
+    """
+    records = stored.records()
+    for record in records:
+        study.observe(record)
+    while (ended := study.finished() or budget.exhausted(len(records))) is None:
+        trial = stored.ask()
+        candidate, notes = study.propose(trial)
+        record = _run_trial(study.name, trial, candidate, notes, records, bench, places)
+        stored.finish(trial, record)
+        records.append(record)
+        budget.spent_seconds += record.seconds
+        study.observe(record)
+        on_record(record)
+    return records, ended
+
+
+def _run_trial(
+    study: str,
+    trial: optuna.Trial,
+    candidate: Candidate,
+    notes: dict[str, Any],
+    earlier: Sequence[TrialRecord],
+    bench: Bench,
+    places: Sequence[int],
+) -> TrialRecord:
+    start = time.perf_counter()
+    facts: dict[str, Any] = {"study": study, "number": trial.number, "candidate": candidate, "notes": notes}
+    if known := _measured_before(candidate, earlier):
+        for sample in known.measurement.samples if known.measurement else ():
+            trial.report(sample.ratio, step=sample.prompt)
+        return TrialRecord(**facts, state=known.state, measurement=known.measurement, repeat_of=known.number)
+    samples: list[PromptSample] = []
+
+    def watch(sample: PromptSample) -> None:
+        samples.append(sample)
+        if not (sample.identical or sample.tie):
+            raise _NotLosslessError(f"the text of tuning prompt {sample.prompt} is not that of plain decoding")
+        trial.report(sample.ratio, step=sample.prompt)
+        if trial.should_prune():
+            raise optuna.TrialPruned(f"slower than the best trial after {len(samples)} prompts")
+
+    state, reason = TrialState.COMPLETE, None
+    try:
+        bench.measure(candidate, places, on_sample=watch)
+    except optuna.TrialPruned as pruned:
+        state, reason = TrialState.PRUNED, str(pruned)
+    except (
+        Exception
+    ) as failure:  # a failed trial, whatever failed in it: recorded with its reason, shown, and the search goes on
+        state, reason = TrialState.FAIL, describe_failure(failure)
+        _free_memory(failure)
+    return TrialRecord(
+        **facts,
+        state=state,
+        measurement=Measurement(samples=tuple(samples)) if samples else None,
+        reason=reason,
+        seconds=time.perf_counter() - start,
+    )
+
+
+def _measured_before(candidate: Candidate, earlier: Sequence[TrialRecord]) -> TrialRecord | None:
+    same = (r for r in earlier if r.candidate.key == candidate.key and r.repeat_of is None)
+    return next((r for r in same if r.state is not TrialState.FAIL), None)
+
+
+def describe_failure(failure: Exception) -> str:
+    """The first line of what went wrong, for a table."""
+    name = "" if isinstance(failure, _NotLosslessError) else f"{type(failure).__name__}: "
+    return name + (str(failure).strip().splitlines() or ["no message"])[0]
+
+
+def _free_memory(failure: Exception) -> None:
+    if isinstance(failure, torch.OutOfMemoryError) and torch.cuda.is_available():
+        torch.cuda.empty_cache()
