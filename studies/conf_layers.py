@@ -130,9 +130,9 @@ class ConfLayers(Study):
     def _freshest_text(self) -> Tensor:
         """The last `window` tokens [1, window] of the text that the iteration just observed ended with.
 
-        Every iteration decodes all tuning prompts, so the freshest text is that of another prompt each time, in turn.
+        Every iteration decodes several tuning prompts, so each confidence takes the text of another one each time, in turn.
         """
-        turn = self._num_iterations % len(self._problem.prompts)
+        turn = self._num_iterations // len(self._settings.confidences) % len(self._problem.prompts)
         text = (*self._problem.prompts[turn], *self._problem.continuations[turn])
         return torch.tensor([text[-self._settings.window :]], device=self._problem.target.device)
 

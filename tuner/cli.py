@@ -77,6 +77,7 @@ def main() -> None:
 @click.option("--temperature", type=float, metavar="T", help="0 is greedy.  [default: 0]")
 @click.option("--dtype", metavar="TYPE", help="auto, float32, bfloat16 or float16.  [default: auto]")
 @click.option("--device", metavar="DEVICE", help="auto, cpu, cuda, cuda:1 ...  [default: auto]")
+@click.option("--threads", type=int, metavar="N", help="CPU threads for torch; small models gain nothing from many.")
 @click.option("--storage", metavar="URL", help="Optuna storage of the trials.  [default: sqlite:///sdtune.db]")
 @click.option("--tracking-uri", metavar="URL", help="MLflow tracking store.  [default: sqlite:///mlflow.db]")
 @click.option("--experiment", metavar="NAME", help="Name in storage and MLflow.  [default: model and dataset]")

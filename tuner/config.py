@@ -58,6 +58,9 @@ class SearchConfig(Document):
     temperature: float = Field(0.0, ge=0.0, description="0 is greedy")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field("auto", description="precision of the weights")
     device: str = Field("auto", description="auto, cpu, cuda, cuda:1 ...")
+    threads: int | None = Field(
+        None, ge=1, description="CPU threads for torch; small models gain nothing from more than one"
+    )
     prefix_reuse: bool = Field(True, description="verify only from the first block that the draft computes otherwise")
     storage: str = Field("sqlite:///sdtune.db", description="Optuna storage with the finished trials")
     tracking_uri: str = Field("sqlite:///mlflow.db", description="MLflow tracking store")

@@ -96,7 +96,8 @@ def _drafting(generation: Generation) -> str:
     if not generation.num_drafted:
         return "nothing drafted"
     share = generation.num_accepted / generation.num_drafted
-    return f"{share:.0%} of {generation.num_drafted} drafts accepted, {generation.num_decoded / len(generation.rounds):.2f} tokens a round"
+    per_round = generation.num_decoded / len(generation.rounds)
+    return f"{share:.0%} of {generation.num_drafted} drafts accepted, {per_round:.2f} tokens a round"
 
 
 def _verdict(target: Target, prompt: list[int], plain: Generation, drafted: Generation, temperature: float) -> str:

@@ -1,0 +1,9 @@
+"""One torch thread per test process: several on few cores wait for each other."""
+
+import pytest
+import torch
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _one_thread() -> None:
+    torch.set_num_threads(1)

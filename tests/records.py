@@ -1,0 +1,58 @@
+"""Samples, measurements and trial records made by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from decoding.draft_length import DraftLengthRule, Fixed
+from decoding.profile import LayerSkip
+from studies.contract import Candidate, TrialRecord, TrialState
+from studies.measurement import Measurement, PromptSample
+
+
+def sample(ratio: float, prompt: int = 0, **facts: Any) -> PromptSample:
+    """A prompt on which the candidate was `ratio` times as fast as plain decoding: 10 tokens, 5 rounds, 8 of 10 drafts taken."""
+    values: dict[str, Any] = {
+        "prompt": prompt,
+        "plain_seconds": ratio,
+        "plain_tokens": 10,
+        "draft_seconds": 1.0,
+        "draft_tokens": 10,
+        "rounds": 5,
+        "drafted": 10,
+        "accepted": 8,
+        "identical": True,
+    }
+    return PromptSample(**{**values, **facts})
+
+
+def measurement(ratios: Sequence[float]) -> Measurement:
+    """A measurement with one prompt for each ratio."""
+    return Measurement(samples=tuple(sample(ratio, index) for index, ratio in enumerate(ratios)))
+
+
+def candidate(blocks: Sequence[int] = (2, 3), rule: DraftLengthRule | None = None) -> Candidate:
+    """Skip these blocks."""
+    return Candidate(draft=LayerSkip.blocks(tuple(blocks)), draft_length=rule or Fixed(max_tokens=4))
+
+
+def record(
+    speedup: float | None = 1.2,
+    *,
+    study: str = "conf_layers",
+    number: int = 0,
+    blocks: Sequence[int] = (2, 3),
+    **facts: Any,
+) -> TrialRecord:
+    """A complete trial with this speed-up, or a failed one if it has none."""
+    values: dict[str, Any] = {
+        "study": study,
+        "number": number,
+        "state": TrialState.FAIL if speedup is None else TrialState.COMPLETE,
+        "candidate": candidate(blocks),
+        "measurement": None if speedup is None else measurement([speedup, speedup]),
+        "reason": "it broke" if speedup is None else None,
+        "seconds": 1.5,
+    }
+    return TrialRecord(**{**values, **facts})
