@@ -52,6 +52,15 @@ class StudyStore:
                 raise StorageError(f"cannot use the storage {self.url}: {_reason(cause)}") from None
         return self._checked(stored, study, {**identity, "space": study.space()})
 
+    def noted(self, key: str) -> Any:
+        """What a study of this experiment was told to remember under `key`, or None."""
+        for name in optuna.get_all_study_names(self._storage):
+            if name.startswith(f"{self.experiment}/"):
+                value = optuna.load_study(study_name=name, storage=self._storage).user_attrs.get(key)
+                if value is not None:
+                    return value
+        return None
+
     def _checked(self, stored: optuna.Study, study: Study, identity: dict[str, Any]) -> StoredStudy:
         known = stored.user_attrs.get(IDENTITY)
         if known is None:
@@ -63,14 +72,15 @@ class StudyStore:
                 f"study {stored.study_name!r} in {self.url} was a search with another {differing}: choose another "
                 "--experiment or --storage to keep the two apart"
             )
-        return StoredStudy(stored)
+        return StoredStudy(stored, self.url)
 
 
 class StoredStudy:
     """One study on disk."""
 
-    def __init__(self, study: optuna.Study) -> None:
+    def __init__(self, study: optuna.Study, url: str) -> None:
         self._study = study
+        self.url = url
         for trial in study.get_trials(deepcopy=False, states=(OptunaState.RUNNING,)):
             # Left behind by a process that was killed: what it was measuring is lost, all before it is not.
             study.tell(trial.number, state=OptunaState.FAIL)
@@ -97,10 +107,6 @@ class StoredStudy:
     def note(self, key: str, value: Any) -> None:
         """Remember something beside the trials."""
         self._study.set_user_attr(key, value)
-
-    def noted(self, key: str) -> Any:
-        """What was remembered under `key`, or None."""
-        return self._study.user_attrs.get(key)
 
 
 def sqlite_url(path: Path) -> str:

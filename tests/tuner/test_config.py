@@ -1,0 +1,89 @@
+"""The search's settings: file, flags, and what is wrong with them in one line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tuner.config import SearchConfig, load_config, parse_duration
+from tuner.errors import ConfigError
+
+ROOT = Path(__file__).parents[2]
+GIVEN = {"model": "m", "dataset": "d"}
+
+
+def test_flags_override_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text("model: a\ndataset: b\ntrials: 7\n")
+    config = load_config(path, {"model": "c", "trials": None})
+    assert (config.model, config.dataset, config.trials) == ("c", "b", 7)
+
+
+@pytest.mark.parametrize(("text", "seconds"), [("90s", 90), ("10m", 600), ("1.5h", 5400), (45, 45), ("30", 30)])
+def test_durations(text: Any, seconds: float) -> None:
+    assert parse_duration(text) == seconds
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({}, "which model"),
+        ({"model": "m"}, "which dataset"),
+        ({**GIVEN, "timeout": "10 parsecs"}, "timeout: must be a duration such as 90s, 10m or 1.5h"),
+        ({**GIVEN, "timeout": "-5"}, "timeout"),
+        ({**GIVEN, "study": ("conf_layer",)}, "unknown study 'conf_layer'; did you mean 'conf_layers'"),
+        ({**GIVEN, "trials": 0}, "trials: .* greater than or equal to 1 .*0"),
+        ({**GIVEN, "temperature": -1.0}, "temperature"),
+        ({**GIVEN, "dtype": "float8"}, "dtype: .*'auto', 'float32', 'bfloat16' or 'float16'"),
+        ({**GIVEN, "prompts_per_trial": 8, "tuning_prompts": 4}, "only 4 tuning prompts"),
+        (
+            {**GIVEN, "studies": {"conf_layers": {"patiense": 1}}},
+            "studies.conf_layers: unknown key 'patiense'; did you mean 'patience'",
+        ),
+        ({**GIVEN, "studies": {"confs": {}}}, "unknown study 'confs'"),
+        (
+            {**GIVEN, "studies": {"draft_length": {"rules": ["adaedl"]}}},
+            "unknown rule 'adaedl'; did you mean 'ada_edl'",
+        ),
+    ],
+)
+def test_wrong_flags_are_one_line_that_says_what_would_be_right(flags: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as refused:
+        load_config(None, flags)
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("modle: m\ndataset: d\nmodel: m\n", "unknown key 'modle'; did you mean 'model'"),
+        ("model: [unclosed\n", "not valid YAML"),
+        ("- a\n- b\n", "must be a mapping"),
+        ("model: a\nmodel: b\n", "stands twice"),
+    ],
+)
+def test_wrong_files_are_one_line_with_the_file_in_it(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "search.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=message) as refused:
+        load_config(path, {})
+    assert "search.yaml" in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+def test_a_missing_file_is_said() -> None:
+    with pytest.raises(ConfigError, match=r"no such configuration: nowhere\.yaml"):
+        load_config(Path("nowhere.yaml"), {})
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda path: path.name)
+def test_every_shipped_configuration_loads(path: Path) -> None:
+    config = load_config(path, {})
+    assert (ROOT / config.model).is_dir()
+    assert (ROOT / config.dataset).is_file()
+
+
+def test_the_experiment_is_named_after_model_and_dataset() -> None:
+    assert SearchConfig(model="meta/Llama-8B", dataset="data/code.jsonl").resolved_experiment() == "Llama-8B-code"

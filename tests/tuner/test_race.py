@@ -1,0 +1,57 @@
+"""The race of the finalists."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from studies.contract import Candidate
+from studies.measurement import Measurement
+from tests.records import record, sample
+from tuner.race import race
+
+
+class TrackBench:
+    """Speed-ups by first skipped block, with a wobble over the prompts."""
+
+    def __init__(self, speed: Callable[[int], float]) -> None:
+        self._speed = speed
+        self.laps: list[tuple[int, tuple[int, ...]]] = []
+
+    def measure(self, wanted: Candidate, places: Sequence[int], **_: Any) -> Measurement:
+        block = wanted.draft.skip_attention[0]
+        self.laps.append((block, tuple(places)))
+        return Measurement(samples=tuple(sample(self._speed(block) * (1 + place % (2 + block) / 50), place) for place in places))
+
+
+def test_the_fastest_wins_whatever_its_trial_said() -> None:
+    trials = [record(2.0, blocks=(1,)), record(1.1, blocks=(2,), number=1)]
+    ranking = race(trials, TrackBench(lambda block: 1.0 + block / 100), range(12))  # type: ignore[arg-type]
+    assert [finalist.trial.number for finalist in ranking] == [1, 0]
+
+
+def test_who_is_clearly_behind_drops_out_and_ranks_last() -> None:
+    bench = TrackBench(lambda block: {1: 1.5, 2: 1.49, 3: 0.5}[block])
+    trials = [record(blocks=(block,), number=block) for block in (3, 1, 2)]
+    ranking = race(trials, bench, range(24))  # type: ignore[arg-type]
+    assert ranking[0].trial.number == 1
+    assert ranking[-1].trial.number == 3
+    assert len(ranking[-1].measurement.samples) < 24
+    assert len(ranking[0].measurement.samples) == 24
+
+
+def test_all_finalists_run_the_same_prompts_in_turn() -> None:
+    bench = TrackBench(lambda block: 1.2)
+    race([record(blocks=(1,)), record(blocks=(2,))], bench, range(6))  # type: ignore[arg-type]
+    assert bench.laps == [(1, (0, 1, 2, 3)), (2, (0, 1, 2, 3)), (1, (4, 5)), (2, (4, 5))]
+
+
+def test_the_race_reports_its_laps() -> None:
+    done: list[int] = []
+    race([record(blocks=(1,)), record(blocks=(2,))], TrackBench(lambda block: 1.2), range(6), on_lap=done.append)  # type: ignore[arg-type]
+    assert sum(done) == 12
+
+
+def test_a_single_finalist_wins() -> None:
+    (only,) = race([record()], TrackBench(lambda block: 1.2), range(4))  # type: ignore[arg-type]
+    assert len(only.measurement.samples) == 4
