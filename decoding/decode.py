@@ -66,6 +66,8 @@ def speculative(
         start = time.perf_counter()
         # The last token of a text is always the target's: drafting up to it would be thrown away.
         limit = request.ending.remaining(text) - 1
+        if (widest := target.widest_pass(cache.length)) is not None:
+            limit = min(limit, widest - 1)
         draft = drafter.draft(text, cache, controller, request.shaping, request.acceptance, limit)
         drafted_at = time.perf_counter()
         logits = drafter.verify(text, cache, draft)

@@ -57,6 +57,7 @@ class Target:
         _refuse_recurrent_state(self.config)
         self.anatomy = _examine(model, self.config)
         self._full = _with_blocks(model, self.anatomy.path, list(self.blocks))
+        self._rope_change = _find_rope_change(self.config)
 
     @property
     def blocks(self) -> nn.ModuleList:
@@ -82,6 +83,19 @@ class Target:
     def context_length(self) -> int | None:
         """Most positions the model was made for, if its configuration says so."""
         return getattr(self.config, "max_position_embeddings", None)
+
+    def widest_pass(self, start: int) -> int | None:
+        """Most positions a pass from `start` may cover and still compute what one-token passes would; None if any number.
+
+        A `longrope` or `dynamic` rotary embedding picks the frequencies of a whole pass by its last position, so that a pass
+        must not straddle the position where they change, and behind it a dynamic one changes them with every position.
+        """
+        if self._rope_change is None:
+            return None
+        kind, position = self._rope_change
+        if start < position:
+            return position - start
+        return 1 if kind == "dynamic" else None
 
     def new_cache(self, capacity: int) -> KVCache:
         """An empty cache for one text of at most `capacity` tokens."""
@@ -156,7 +170,7 @@ class DraftView:
         return _run(self._view, token_ids, cache, start, last_only=True)
 
     def take_states(self) -> list[Tensor]:
-        """The boundary states [1, width, hidden] of each pass since the last call."""
+        """The boundary states [.., width, hidden] of each pass since the last call."""
         states = list(self._states)
         self._states.clear()
         return states
@@ -178,8 +192,8 @@ class ResumeView:
         self._from_last = _with_blocks(target.model, anatomy.path, [*last, self._append, *behind])
 
     def forward(self, token_ids: Tensor, cache: KVCache, start: int, states: Tensor) -> Tensor:
-        """Logits [width, vocabulary] of `token_ids` [1, width], given the first's boundary `states` [1, width or width - 1, hidden]."""
-        width, known = token_ids.shape[1], states.shape[1]
+        """Logits [width, vocabulary] of `token_ids` [1, width], given the first's boundary `states` [.., width or width - 1, hidden]."""
+        width, known = token_ids.shape[1], states.shape[-2]
         if known not in (width, width - 1):
             raise ValueError(
                 f"boundary states are known for {known} of {width} positions; all or all but the last are needed"
@@ -237,8 +251,11 @@ class _LastPosition(_StandIn):
     """Runs the block on the last position of the pass only."""
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        width = hidden_states.shape[-2]
         return self.block(
-            hidden_states[:, -1:], *args, **{name: _last_position(name, value) for name, value in kwargs.items()}
+            hidden_states[..., -1:, :],
+            *(_last_position(value, width) for value in args),
+            **{name: _last_position(value, width) for name, value in kwargs.items()},
         )
 
 
@@ -254,7 +271,7 @@ class _Resume(_StandIn):
         assert self.states is not None, "the states are set for the duration of a pass"
         states = self.states.to(hidden_states.device)
         if self.appends:
-            states = torch.cat([states, hidden_states[:, -1:]], dim=1)
+            states = torch.cat([states, hidden_states[..., -1:, :]], dim=-2)
         return self.block(states, *args, **kwargs)
 
 
@@ -347,22 +364,23 @@ def _run(view: nn.Module, token_ids: Tensor, cache: KVCache, start: int, *, last
         use_cache=True,
         logits_to_keep=1 if last_only else 0,
     )
-    return output.logits[0]
+    logits = output.logits[0]
+    return logits[-1:] if last_only else logits  # not every family knows `logits_to_keep`
 
 
-def _last_position(name: str, value: Any) -> Any:
-    """A block's keyword argument, narrowed to the last position of the pass."""
+def _last_position(value: Any, width: int) -> Any:
+    """What a block is handed beside the hidden states, narrowed to the last of `width` positions.
+
+    Masks [.., width, keys], rotary embeddings [.., width, size] and inputs of the layer's own have a row a position, position
+    and token ids an element; families differ in the names and the order of these, and some have more dimensions in front.
+    """
     if isinstance(value, tuple):
-        return tuple(_last_position(name, item) for item in value)
-    if not isinstance(value, Tensor):
+        return tuple(_last_position(item, width) for item in value)
+    if not isinstance(value, Tensor) or value.ndim < 2:
         return value
-    if name == "position_ids":
-        return value[..., -1:]
-    if name == "attention_mask":
-        return value[..., -1:, :] if value.ndim == 4 else value
-    if name == "position_embeddings":
-        return value[:, -1:]
-    return value
+    if value.dtype in (torch.int32, torch.int64):
+        return value[..., -1:] if value.shape[-1] == width else value
+    return value[..., -1:, :] if value.shape[-2] == width else value
 
 
 def _pack(hidden_states: Tensor, num_outputs: int) -> Any:
@@ -466,6 +484,19 @@ def _find_blocks(model: PreTrainedModel, num_layers: int) -> tuple[str, ...]:
             f"{type(model).__name__} has no list of {num_layers} decoder blocks, as its configuration would have it"
         )
     return tuple(min(paths, key=lambda path: len(path)))
+
+
+def _find_rope_change(config: Any) -> tuple[str, int] | None:
+    """The kind of a rotary embedding whose frequencies depend on the length of the text, and the length up to which they are fixed."""
+    parameters = getattr(config, "rope_parameters", None) or {}
+    by_layer_type = [item for item in parameters.values() if isinstance(item, dict)] or [parameters]
+    changes = []
+    for rope in by_layer_type:
+        kind = rope.get("rope_type", "default")
+        length = rope.get("original_max_position_embeddings") if kind == "longrope" else config.max_position_embeddings
+        if kind == "longrope" or "dynamic" in kind:
+            changes.append(("longrope" if kind == "longrope" else "dynamic", int(length)))
+    return min(changes, default=None)
 
 
 def _follow(model: Any, path: tuple[str, ...]) -> nn.ModuleList:

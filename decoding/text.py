@@ -91,7 +91,7 @@ class Ending:
             return kept, end is not None or self.remaining(text) == 0
         for index, token in enumerate(tokens):
             text.append([token])
-            if token in self.eos_token_ids or self._criterion_met(text) or self.remaining(text) == 0:
+            if self._criterion_met(text) or token in self.eos_token_ids or self.remaining(text) == 0:
                 return tuple(tokens[: index + 1]), True
         return tuple(tokens), False
 
@@ -101,4 +101,6 @@ class Ending:
 
     def _criterion_met(self, text: Text) -> bool:
         ids = text.span(0, text.length)
-        return any(bool(torch.as_tensor(criterion(ids, None)).all()) for criterion in self.criteria)
+        # All are asked, as plain decoding asks them: some count or pass on what they are shown.
+        met = [bool(torch.as_tensor(criterion(ids, None)).all()) for criterion in self.criteria]
+        return any(met)

@@ -21,7 +21,7 @@ class Draft:
     probabilities: Tensor | None
     """[num_tokens, vocabulary] each token was sampled from; None when decoding is greedy or nothing was drafted."""
     states: Tensor | None = None
-    """Boundary states [1, num_tokens or num_tokens + 1, hidden] for prefix reuse, or None to verify from the first block."""
+    """Boundary states [.., num_tokens or num_tokens + 1, hidden] for prefix reuse, or None to verify from the first block."""
 
 
 class Drafter(Protocol):

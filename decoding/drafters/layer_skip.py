@@ -31,6 +31,7 @@ class LayerSkipDrafter:
         self, text: Text, cache: KVCache, controller: Controller, shaping: Shaping, acceptance: Acceptance, limit: int
     ) -> Draft:
         """Draft token by token until the controller or `limit` says stop; one pass of the view for each."""
+        self._view.take_states()  # a round that an error cut short may have left some
         probabilities: list[Tensor] = []
         limit = min(limit, controller.limit())
         num_drafted = 0
@@ -51,7 +52,7 @@ class LayerSkipDrafter:
         return Draft(
             num_tokens=num_drafted,
             probabilities=torch.stack(probabilities) if probabilities else None,
-            states=torch.cat(states, dim=1) if states else None,
+            states=torch.cat(states, dim=-2) if states else None,
         )
 
     def verify(self, text: Text, cache: KVCache, draft: Draft) -> Tensor:

@@ -1,0 +1,234 @@
+"""What a search found, for people: tables, pictures and a CSV. Measures nothing and knows nothing of MLflow."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Group, RenderableType
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from decoding.probe import Capabilities
+from decoding.profile import DraftProfile, LayerSkip, compact_indices
+from studies.contract import TrialRecord, TrialState, best_trials
+from studies.measurement import Measurement
+
+STRIP_WIDTH = 40
+"""Layers in a line of the strip that shows what is skipped."""
+
+
+@dataclass(frozen=True)
+class ResultRow:
+    """A line of the final table; without a measurement it is the line of plain decoding."""
+
+    label: str
+    description: str
+    measurement: Measurement | None
+
+
+def results_table(rows: Sequence[ResultRow]) -> Table:
+    """Settings side by side, all on held-out prompts, each paired with plain decoding."""
+    table = Table(title="Held-out prompts, speed-up over plain decoding with 95 % interval", title_justify="left")
+    table.add_column("setting", overflow="fold", ratio=1)
+    for heading in ("speed-up", "tokens/s", "accepted", "tokens/round", "identical"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    rates = [row.measurement.plain_tokens_per_second for row in rows if row.measurement]
+    for row in rows:
+        setting = Text(row.label, style="bold")
+        setting.append(f"\n{row.description}", style="not bold")
+        if row.measurement is None:
+            rate = f"{sum(rates) / len(rates):.1f}" if rates else ""
+            table.add_row(setting, "1.00", rate, "", "1.00", "")
+        else:
+            table.add_row(setting, *_figures(row.measurement))
+    return table
+
+
+def _figures(measured: Measurement) -> tuple[str, ...]:
+    interval = measured.speedup_interval()
+    ties = f" + {measured.num_ties} ties" if measured.num_ties else ""
+    return (
+        f"{interval.value:.2f} [{interval.ci95[0]:.2f}, {interval.ci95[1]:.2f}]",
+        f"{measured.draft_tokens_per_second:.1f}",
+        f"{measured.acceptance_rate:.0%}",
+        f"{measured.tokens_per_round:.2f}",
+        f"{measured.num_identical}/{len(measured.samples)}{ties}",
+    )
+
+
+def profile_panel(profile: DraftProfile) -> RenderableType:
+    """A profile on one screen."""
+    facts = _facts()
+    target = profile.target
+    facts.add_row("target", f"{target.model}, {target.architecture}, {target.num_layers} layers, {target.dtype}")
+    facts.add_row("draft", profile.draft.describe())
+    if isinstance(profile.draft, LayerSkip):
+        facts.add_row("", _strip(profile.draft, target.num_layers))
+        facts.add_row("stops", profile.draft_length.describe())
+    facts.add_row("decoding", f"temperature {profile.decoding.temperature:g}, runner {profile.decoding.runner}")
+    if (measured := profile.measured) is None:
+        facts.add_row(
+            "measured",
+            "nothing: plain decoding" if profile.draft.kind == "none" else "not confirmed on held-out prompts",
+        )
+    else:
+        low, high = measured.speedup.ci95
+        rates, exact, data = measured.tokens_per_second, measured.exact, measured.dataset
+        facts.add_row(
+            "speed-up", Text(f"{measured.speedup.value:.2f}x, 95 % interval {low:.2f} to {high:.2f}", style="bold")
+        )
+        facts.add_row(
+            "rates",
+            f"{rates.draft:.1f} tokens/s, plain {rates.plain:.1f}; {measured.tokens_per_round:.2f} tokens a round",
+        )
+        facts.add_row("accepted", f"{measured.acceptance_rate:.0%} of the drafted tokens")
+        facts.add_row(
+            "exact", f"{exact.identical} of {exact.prompts} held-out prompts identical, {exact.ties} numerical ties"
+        )
+        facts.add_row(
+            "data",
+            f"{data.name}: {data.tuning_prompts} tuning, {data.held_out_prompts} held out, {data.max_new_tokens} tokens",
+        )
+        facts.add_row("search", f"{measured.search.trials} trials, {measured.search.seconds:.0f} s")
+        facts.add_row("device", measured.device)
+        facts.add_row("versions", ", ".join(f"{name} {version}" for name, version in measured.versions.items()))
+    if (origin := profile.provenance) is not None:
+        facts.add_row("created", f"{origin.created} by {origin.study}")
+    return Panel(facts, title=profile.name, title_align="left")
+
+
+def capabilities_panel(found: Capabilities) -> RenderableType:
+    """The findings of the probe."""
+    facts = _facts()
+    facts.add_row(
+        "model", f"{found.architecture}, {found.num_parameters / 1e6:.1f} M parameters, {found.dtype} on {found.device}"
+    )
+    if found.num_layers is not None:
+        facts.add_row("blocks", _share(found.skippable_blocks, found.num_layers))
+        facts.add_row("attention", _share(found.skippable_attention, found.num_layers))
+        facts.add_row("MLP", _share(found.skippable_mlp, found.num_layers))
+        facts.add_row("rollback", "the cache rolls back exactly")
+        facts.add_row("prefix reuse", "yes" if found.prefix_reuse else "no: every verification runs the whole model")
+    verdict = Text("can be tuned: speculative decoding writes the text of plain decoding", style="bold green")
+    facts.add_row(
+        "verdict", verdict if found.is_supported else Text(f"cannot be tuned: {found.refusal}", style="bold red")
+    )
+    return Panel(facts, title="sdtune doctor", title_align="left")
+
+
+def trials_csv(records: Sequence[TrialRecord]) -> str:
+    """One line a trial, the columns that MLflow shows too."""
+    from tuner.tracking import trial_metrics, trial_params
+
+    rows = [
+        {**trial_params(r), "state": r.state.value, "repeat_of": r.repeat_of, **trial_metrics(r), "reason": r.reason}
+        for r in records
+    ]
+    columns = list(dict.fromkeys(key for row in rows for key in row))
+    text = io.StringIO()
+    writer = csv.DictWriter(text, columns, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return text.getvalue()
+
+
+def skipped_layers_picture(records: Sequence[TrialRecord], num_layers: int, path: Path) -> None:
+    """Which layers each trial skipped: a column per measured trial, a row per layer; the best trial is framed."""
+    import numpy as np
+    from matplotlib.colors import ListedColormap
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Patch, Rectangle
+
+    shown = [r for r in records if r.repeat_of is None and isinstance(r.candidate.draft, LayerSkip)]
+    grid = np.zeros((num_layers, max(len(shown), 1)), dtype=int)
+    for column, record in enumerate(shown):
+        draft = record.candidate.draft
+        assert isinstance(draft, LayerSkip)
+        grid[list(draft.skip_attention), column] += 1
+        grid[list(draft.skip_mlp), column] += 2
+    colours = ["#f2f2f2", "#e69f00", "#56b4e9", "#1b3a5c"]
+    figure = Figure(figsize=(max(6.0, 0.16 * len(shown) + 3), max(4.0, 0.14 * num_layers + 1.5)), layout="constrained")
+    axes = figure.subplots()
+    axes.imshow(grid, cmap=ListedColormap(colours), vmin=0, vmax=3, aspect="auto", interpolation="none", origin="lower")
+    if (best := best_trials(shown, 1)) and best[0] in shown:
+        axes.add_patch(
+            Rectangle((shown.index(best[0]) - 0.5, -0.5), 1, num_layers, fill=False, edgecolor="#d55e00", linewidth=2)
+        )
+    axes.set(xlabel="trial", ylabel="layer", title="Layers left out of the draft (best trial framed)")
+    names = ["kept", "attention skipped", "MLP skipped", "both skipped"]
+    figure.legend(
+        [Patch(facecolor=colour, edgecolor="#999999") for colour in colours],
+        names,
+        loc="outside lower center",
+        ncols=4,
+        frameon=False,
+    )
+    figure.savefig(path, dpi=130)
+
+
+def speedup_picture(records: Sequence[TrialRecord], path: Path) -> None:
+    """Speed-up of each trial in the order they ran, with the best so far and plain decoding."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    axes = figure.subplots()
+    places = list(enumerate(records))
+    for study in dict.fromkeys(record.study for record in records):
+        own = [
+            (place, r.speedup)
+            for place, r in places
+            if r.study == study and r.speedup is not None and r.repeat_of is None
+        ]
+        axes.scatter([place for place, _ in own], [value for _, value in own], s=22, label=study)
+    pruned = [
+        (place, r.measurement.speedup)
+        for place, r in places
+        if r.state is TrialState.PRUNED and r.measurement and r.repeat_of is None
+    ]
+    axes.scatter(
+        [p for p, _ in pruned], [v for _, v in pruned], s=18, facecolors="none", edgecolors="#888888", label="pruned"
+    )
+    failed = [place for place, r in places if r.state is TrialState.FAIL]
+    axes.scatter(failed, [0.0] * len(failed), marker="x", color="#d55e00", label="failed")
+    best, line = 0.0, []
+    for _, record in places:
+        best = max(best, record.speedup or 0.0)
+        line.append(best)
+    axes.step(range(len(line)), line, where="post", color="#1b3a5c", label="best so far")
+    axes.axhline(1.0, color="#888888", linestyle="--", linewidth=1, label="plain decoding")
+    axes.set(xlabel="trial", ylabel="speed-up on tuning prompts", title="Measured speed-up over plain decoding")
+    figure.legend(loc="outside right upper", frameon=False)
+    figure.savefig(path, dpi=130)
+
+
+def _facts() -> Table:
+    facts = Table.grid(padding=(0, 2))
+    facts.add_column(style="dim", no_wrap=True)
+    facts.add_column(overflow="fold")
+    return facts
+
+
+def _strip(draft: LayerSkip, num_layers: int) -> RenderableType:
+    """One character a layer: `#` kept, `.` left out, attention above MLP, with the index of each line's first layer."""
+    lines = []
+    for start in range(0, num_layers, STRIP_WIDTH):
+        layers = range(start, min(start + STRIP_WIDTH, num_layers))
+        for name, skipped in (("attention", draft.skip_attention), ("MLP", draft.skip_mlp)):
+            marks = "".join("." if layer in skipped else "#" for layer in layers)
+            lines.append(Text(f"{name:>9} {start:>3} {marks} {layers[-1]}"))
+    return Group(*lines, Text(f"{'':>14}# runs in the draft, . is left out", style="dim"))
+
+
+def _share(layers: Sequence[int], num_layers: int) -> str:
+    if len(layers) == num_layers:
+        return f"all {num_layers} can be skipped"
+    return (
+        f"{len(layers)} of {num_layers} can be skipped: {compact_indices(tuple(layers))}"
+        if layers
+        else "cannot be skipped"
+    )
