@@ -73,7 +73,9 @@ def suggest(word: str, known: Iterable[str]) -> str:
 
 
 def _describe(failure: ValidationError, model: type[BaseModel], data: Any) -> str:
-    first = failure.errors(include_url=False)[0]
+    errors = failure.errors(include_url=False)
+    # A misspelt key is also a missing one: what is wrong is its spelling.
+    first = next((error for error in errors if error["type"] == "extra_forbidden"), errors[0])
     where = ".".join(_written_location(first["loc"], data)) or "the document"
     if first["type"] == "extra_forbidden":
         return f"unknown key {where!r}; {suggest(str(first['loc'][-1]), _known_keys(model, first['loc'][:-1]))}"

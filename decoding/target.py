@@ -45,6 +45,14 @@ class Anatomy:
     """Per block, the heaviest other module that keeps the shape of the hidden states."""
 
 
+@dataclass(frozen=True)
+class RopeChange:
+    """Where the frequencies of a rotary embedding begin to depend on the length of the text, and whether they change but once."""
+
+    position: int
+    once: bool
+
+
 class Target:
     """A loaded causal language model, ready to be run whole or in part. One text at a time.
 
@@ -87,15 +95,15 @@ class Target:
     def widest_pass(self, start: int) -> int | None:
         """Most positions a pass from `start` may cover and still compute what one-token passes would; None if any number.
 
-        A `longrope` or `dynamic` rotary embedding picks the frequencies of a whole pass by its last position, so that a pass
-        must not straddle the position where they change, and behind it a dynamic one changes them with every position.
+        A `longrope` or `dynamic` rotary embedding picks the frequencies of a whole pass by its last position: a pass must not
+        straddle the position where they change, and behind it those of a dynamic one change with every token.
         """
-        if self._rope_change is None:
+        change = self._rope_change
+        if change is None:
             return None
-        kind, position = self._rope_change
-        if start < position:
-            return position - start
-        return 1 if kind == "dynamic" else None
+        if start < change.position:
+            return change.position - start
+        return None if change.once else 1
 
     def new_cache(self, capacity: int) -> KVCache:
         """An empty cache for one text of at most `capacity` tokens."""
@@ -186,10 +194,10 @@ class ResumeView:
         self._resume = _Resume(blocks[boundary])
         self._append = _Resume(blocks[boundary], appends=True)
         known = [_Identity(block, anatomy.block_outputs) for block in blocks[:boundary]]
-        last = [_LastPosition(block) for block in blocks[:boundary]]
+        self._last = [_LastPosition(block) for block in blocks[:boundary]]
         behind = blocks[boundary + 1 :]
         self._from_known = _with_blocks(target.model, anatomy.path, [*known, self._resume, *behind])
-        self._from_last = _with_blocks(target.model, anatomy.path, [*last, self._append, *behind])
+        self._from_last = _with_blocks(target.model, anatomy.path, [*self._last, self._append, *behind])
 
     def forward(self, token_ids: Tensor, cache: KVCache, start: int, states: Tensor) -> Tensor:
         """Logits [width, vocabulary] of `token_ids` [1, width], given the first's boundary `states` [.., width or width - 1, hidden]."""
@@ -200,6 +208,8 @@ class ResumeView:
             )
         view, resume = (self._from_known, self._resume) if known == width else (self._from_last, self._append)
         resume.states = states
+        for block in self._last:
+            block.width = width
         try:
             return _run(view, token_ids, cache, start, last_only=False)
         finally:
@@ -248,14 +258,17 @@ class _Tap(_StandIn):
 
 
 class _LastPosition(_StandIn):
-    """Runs the block on the last position of the pass only."""
+    """Runs the block on the last position only of a pass of `width` positions."""
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__(block)
+        self.width = 1
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        width = hidden_states.shape[-2]
         return self.block(
             hidden_states[..., -1:, :],
-            *(_last_position(value, width) for value in args),
-            **{name: _last_position(value, width) for name, value in kwargs.items()},
+            *(_last_position(value, self.width) for value in args),
+            **{name: _last_position(value, self.width) for name, value in kwargs.items()},
         )
 
 
@@ -446,7 +459,7 @@ def _examine(model: PreTrainedModel, config: Any) -> Anatomy:
         token_ids = torch.zeros((1, 2), dtype=torch.long, device=model.get_input_embeddings().weight.device)
         with torch.inference_mode():
             _run(model, token_ids, cache, 0, last_only=True)
-    except (TypeError, ValueError, AttributeError, RuntimeError, NotImplementedError) as cause:
+    except (TypeError, ValueError, LookupError, AttributeError, RuntimeError, NotImplementedError) as cause:
         reason = " ".join(str(cause).split())
         raise UnsupportedModelError(
             f"{type(model).__name__} does not run on a key-value cache of ours: {reason}"
@@ -486,17 +499,17 @@ def _find_blocks(model: PreTrainedModel, num_layers: int) -> tuple[str, ...]:
     return tuple(min(paths, key=lambda path: len(path)))
 
 
-def _find_rope_change(config: Any) -> tuple[str, int] | None:
-    """The kind of a rotary embedding whose frequencies depend on the length of the text, and the length up to which they are fixed."""
+def _find_rope_change(config: Any) -> RopeChange | None:
     parameters = getattr(config, "rope_parameters", None) or {}
-    by_layer_type = [item for item in parameters.values() if isinstance(item, dict)] or [parameters]
+    per_layer_type = [rope for rope in parameters.values() if isinstance(rope, dict)]
     changes = []
-    for rope in by_layer_type:
+    for rope in per_layer_type or [parameters]:
         kind = rope.get("rope_type", "default")
-        length = rope.get("original_max_position_embeddings") if kind == "longrope" else config.max_position_embeddings
-        if kind == "longrope" or "dynamic" in kind:
-            changes.append(("longrope" if kind == "longrope" else "dynamic", int(length)))
-    return min(changes, default=None)
+        if kind == "longrope":
+            changes.append(RopeChange(rope["original_max_position_embeddings"], once=True))
+        elif "dynamic" in kind:
+            changes.append(RopeChange(config.max_position_embeddings, once=False))
+    return min(changes, key=lambda change: change.position, default=None)
 
 
 def _follow(model: Any, path: tuple[str, ...]) -> nn.ModuleList:

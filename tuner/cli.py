@@ -106,6 +106,8 @@ def search(config_file: Path | None, dry_run: bool, study: tuple[str, ...], **fl
     from tuner.tracking import ui_command
 
     config = load_config(config_file, {**flags, "study": study or None})
+    _quieten_optuna()
+    _use_threads(config.threads)
     errors, results = Console(stderr=True), Console()
     with TerminalProgress(errors) as progress:
         task = prepare(config, progress)
@@ -160,12 +162,28 @@ def doctor(model: str, **options: Any) -> None:
 )
 @click.option("--dtype", help="Default: the profile's.")
 @click.option("--device", default="auto", show_default=True)
+@click.option("--threads", type=click.IntRange(min=1), metavar="N", help="CPU threads for torch.")
 @click.option("--compare", is_flag=True, help="Also decode plainly; print both rates and whether the tokens agree.")
-def generate(profile: Path, prompt: str, **options: Any) -> None:
+def generate(profile: Path, prompt: str, threads: int | None, **options: Any) -> None:
     """Continue a prompt with a profile, streaming the text to stdout."""
     from tuner.generate import generate as run_generate
 
+    _use_threads(threads)
     run_generate(profile, prompt, **options)
+
+
+def _use_threads(threads: int | None) -> None:
+    if threads is not None:
+        import torch
+
+        torch.set_num_threads(threads)
+
+
+def _quieten_optuna() -> None:
+    """Optuna reports every study it makes on stderr; here the progress bar does. The process is the command's own."""
+    import optuna
+
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
 
 
 def _print_plan(console: Console, task: Any) -> None:

@@ -156,7 +156,8 @@ def _fill(table: Table, row: dict[str, Any], index: int) -> str:
         return table.template.format(**row)
     except (KeyError, IndexError) as cause:
         raise DatasetError(
-            f"row {index} of {table.name} does not fit its template {table.template!r}: no {cause}; it has {', '.join(table.columns)}"
+            f"row {index} of {table.name} does not fit its template {table.template!r}: no {cause}; "
+            f"its columns are {', '.join(table.columns)}"
         ) from None
 
 

@@ -17,6 +17,7 @@ from decoding.probe import Capabilities
 from decoding.profile import DraftProfile, LayerSkip, compact_indices
 from studies.contract import TrialRecord, TrialState, best_trials
 from studies.measurement import Measurement
+from tuner.columns import trial_metrics, trial_params
 
 STRIP_WIDTH = 40
 """Layers in a line of the strip that shows what is skipped."""
@@ -31,22 +32,22 @@ class ResultRow:
     measurement: Measurement | None
 
 
-def results_table(rows: Sequence[ResultRow]) -> Table:
-    """Settings side by side, all on held-out prompts, each paired with plain decoding."""
-    table = Table(title="Held-out prompts, speed-up over plain decoding with 95 % interval", title_justify="left")
-    table.add_column("setting", overflow="fold", ratio=1)
+def results_table(rows: Sequence[ResultRow]) -> RenderableType:
+    """Settings side by side, all on held-out prompts and each paired with plain decoding; what each is stands below."""
+    table = Table(title="Held-out prompts: speed-up over plain decoding with 95 % interval", title_justify="left")
+    table.add_column("setting", no_wrap=True)
     for heading in ("speed-up", "tokens/s", "accepted", "tokens/round", "identical"):
         table.add_column(heading, justify="right", no_wrap=True)
     rates = [row.measurement.plain_tokens_per_second for row in rows if row.measurement]
     for row in rows:
-        setting = Text(row.label, style="bold")
-        setting.append(f"\n{row.description}", style="not bold")
         if row.measurement is None:
-            rate = f"{sum(rates) / len(rates):.1f}" if rates else ""
-            table.add_row(setting, "1.00", rate, "", "1.00", "")
+            table.add_row(row.label, "1.00", f"{sum(rates) / len(rates):.1f}" if rates else "", "", "1.00", "")
         else:
-            table.add_row(setting, *_figures(row.measurement))
-    return table
+            table.add_row(row.label, *_figures(row.measurement))
+    legend = _facts()
+    for row in rows:
+        legend.add_row(row.label, row.description)
+    return Group(table, legend)
 
 
 def _figures(measured: Measurement) -> tuple[str, ...]:
@@ -123,8 +124,6 @@ def capabilities_panel(found: Capabilities) -> RenderableType:
 
 def trials_csv(records: Sequence[TrialRecord]) -> str:
     """One line a trial, the columns that MLflow shows too."""
-    from tuner.tracking import trial_metrics, trial_params
-
     rows = [
         {**trial_params(r), "state": r.state.value, "repeat_of": r.repeat_of, **trial_metrics(r), "reason": r.reason}
         for r in records
@@ -177,26 +176,18 @@ def speedup_picture(records: Sequence[TrialRecord], path: Path) -> None:
 
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     axes = figure.subplots()
-    places = list(enumerate(records))
+    measured = [(place, r) for place, r in enumerate(records) if r.measurement and r.repeat_of is None]
     for study in dict.fromkeys(record.study for record in records):
-        own = [
-            (place, r.speedup)
-            for place, r in places
-            if r.study == study and r.speedup is not None and r.repeat_of is None
-        ]
+        own = [(place, r.speedup) for place, r in measured if r.study == study and r.speedup is not None]
         axes.scatter([place for place, _ in own], [value for _, value in own], s=22, label=study)
-    pruned = [
-        (place, r.measurement.speedup)
-        for place, r in places
-        if r.state is TrialState.PRUNED and r.measurement and r.repeat_of is None
-    ]
+    pruned = [(place, r.measurement.speedup) for place, r in measured if r.state is TrialState.PRUNED and r.measurement]
     axes.scatter(
-        [p for p, _ in pruned], [v for _, v in pruned], s=18, facecolors="none", edgecolors="#888888", label="pruned"
+        [p for p, _ in pruned], [v for _, v in pruned], s=18, facecolors="none", edgecolors="#888", label="pruned"
     )
-    failed = [place for place, r in places if r.state is TrialState.FAIL]
+    failed = [place for place, r in enumerate(records) if r.state is TrialState.FAIL]
     axes.scatter(failed, [0.0] * len(failed), marker="x", color="#d55e00", label="failed")
     best, line = 0.0, []
-    for _, record in places:
+    for record in records:
         best = max(best, record.speedup or 0.0)
         line.append(best)
     axes.step(range(len(line)), line, where="post", color="#1b3a5c", label="best so far")

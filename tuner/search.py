@@ -36,7 +36,7 @@ from studies.contract import Problem, Study, TrialRecord, best_trials
 from studies.measurement import Measurement
 from tuner.config import SearchConfig
 from tuner.environment import device_name, git_revision, versions
-from tuner.errors import SearchError
+from tuner.errors import SearchError, TrackingError
 from tuner.loading import Loaded, eos_token_ids, load
 from tuner.measure import Bench
 from tuner.prompts import Prompt, PromptSet, load_prompts
@@ -143,13 +143,7 @@ def search(task: Task, progress: Progress) -> SearchResult:
     """
     config = task.config
     store = StudyStore(config.storage, config.resolved_experiment())
-    tracker = Tracker.open(
-        config.tracking_uri,
-        config.resolved_experiment(),
-        run_id=store.noted(RUN_ID),
-        params=_run_params(task),
-        dataset=DatasetInput(name=config.dataset, fingerprint=task.prompts.fingerprint, source=config.dataset),
-    )
+    tracker = _open_tracker(task, store)
     records: dict[str, list[TrialRecord]] = {}
     try:
         tuning = _bench(task, task.prompts.tuning, "decoding the tuning prompts plainly", progress)
@@ -184,6 +178,21 @@ def check_writable(out: Path) -> None:
         (out.parent / f".{out.name}.check").unlink()
     except OSError as cause:
         raise ProfileError(f"cannot write the profile {out}: {cause.strerror}") from None
+
+
+def _open_tracker(task: Task, store: StudyStore) -> Tracker:
+    config = task.config
+    try:
+        return Tracker.open(
+            config.tracking_uri,
+            config.resolved_experiment(),
+            run_id=store.noted(RUN_ID),
+            params=_run_params(task),
+            dataset=DatasetInput(name=config.dataset, fingerprint=task.prompts.fingerprint, source=config.dataset),
+        )
+    except TrackingError:
+        store.discard_if_new()
+        raise
 
 
 def _bench(task: Task, prompts: Sequence[Prompt], stage: str, progress: Progress) -> Bench:

@@ -29,10 +29,17 @@ class StudyStore:
     def __init__(self, url: str, experiment: str) -> None:
         self.url = url
         self.experiment = experiment
+        self._made = [path for path in [_sqlite_path(url)] if path is not None and not path.exists()]
         try:
             self._storage = optuna.storages.RDBStorage(url)
         except (sqlalchemy.exc.SQLAlchemyError, ImportError, OSError, RuntimeError, ValueError) as cause:
             raise StorageError(f"cannot open the storage {url}: {_reason(cause)}") from None
+
+    def discard_if_new(self) -> None:
+        """Remove the SQLite file that opening this store has made, for a search that cannot begin."""
+        self._storage.remove_session()
+        for path in self._made:
+            path.unlink(missing_ok=True)
 
     def open(self, study: Study, identity: Mapping[str, Any]) -> StoredStudy:
         """The stored study of this search, made if it is new; refuses one whose identity (model, data, space) differs."""
@@ -112,6 +119,10 @@ class StoredStudy:
 def sqlite_url(path: Path) -> str:
     """The storage URL of a SQLite file."""
     return f"sqlite:///{path}"
+
+
+def _sqlite_path(url: str) -> Path | None:
+    return Path(url.removeprefix("sqlite:///")) if url.startswith("sqlite:///") else None
 
 
 def _difference(known: dict[str, Any], wanted: dict[str, Any]) -> str | None:

@@ -9,14 +9,15 @@ from __future__ import annotations
 import logging
 import os
 import time
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from decoding.profile import LayerSkip, compact_indices
 from studies.contract import TrialRecord, TrialState
+from tuner.columns import trial_metrics, trial_params
 from tuner.errors import TrackingError
 
 PARENT_TAG = "mlflow.parentRunId"
@@ -109,40 +110,6 @@ class Tracker:
         """End the parent run: FINISHED, FAILED or KILLED."""
         with _quiet(), _one_line("the tracking store"):
             self._client.set_terminated(self.run_id, status=status)
-
-
-def trial_params(record: TrialRecord) -> dict[str, Any]:
-    """What was tried: one column each in MLflow's table."""
-    draft, rule = record.candidate.draft, record.candidate.draft_length
-    params: dict[str, Any] = {"study": record.study, "trial": record.number, "kind": draft.kind, "rule": rule.rule}
-    if isinstance(draft, LayerSkip):
-        params |= {
-            "skip_attention": compact_indices(draft.skip_attention),
-            "skip_mlp": compact_indices(draft.skip_mlp),
-            "num_skipped_sublayers": len(draft.skip_attention) + len(draft.skip_mlp),
-        }
-    params |= {f"rule.{key}": value for key, value in rule.model_dump(exclude={"rule"}).items()}
-    scalars = {key: value for key, value in record.notes.items() if isinstance(value, str | int | float | bool)}
-    return {**params, **{f"note.{key}": value for key, value in scalars.items()}}
-
-
-def trial_metrics(record: TrialRecord) -> dict[str, float]:
-    """What came of it: one column each in MLflow's table. Empty but for the seconds if nothing was measured."""
-    metrics = {"seconds": record.seconds}
-    if (measured := record.measurement) is not None:
-        metrics |= {
-            "speedup": measured.speedup,
-            "tokens_per_second": measured.draft_tokens_per_second,
-            "plain_tokens_per_second": measured.plain_tokens_per_second,
-            "acceptance_rate": measured.acceptance_rate,
-            "tokens_per_round": measured.tokens_per_round,
-            "drafted_per_round": measured.drafted_per_round,
-            "prompts": len(measured.samples),
-            "identical_prompts": measured.num_identical,
-            "ties": measured.num_ties,
-            "exact": float(measured.is_lossless),
-        }
-    return metrics
 
 
 def ui_command(tracking_uri: str) -> str:
@@ -243,16 +210,24 @@ def _one_line(where: str) -> Iterator[None]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """No notes of MLflow and of its database migrations; their log levels are put back."""
-    _import_mlflow()
+    """No notes of MLflow and of its database migrations, nor its libraries' warnings to it; all is put back as it was."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        _import_mlflow()
+        with _log_levels(logging.CRITICAL):
+            yield
+
+
+@contextmanager
+def _log_levels(level: int) -> Iterator[None]:
     loggers = [
         logging.getLogger(name) for name in ("mlflow", "mlflow.store.db.utils", "alembic", "alembic.runtime.migration")
     ]
     levels = [logger.level for logger in loggers]
     for logger in loggers:
-        logger.setLevel(logging.CRITICAL)
+        logger.setLevel(level)
     try:
         yield
     finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)
+        for logger, before in zip(loggers, levels, strict=True):
+            logger.setLevel(before)

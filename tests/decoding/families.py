@@ -45,10 +45,9 @@ GEMMA: dict[str, Any] = {
 
 def make(family: str, seed: int = 0, **settings: Any) -> PreTrainedModel:
     """A model of transformers' `{family}ForCausalLM`, sizes as above where `settings` do not say otherwise."""
-    config_name = family if family.endswith("Text") or family == "Gemma3" else family
-    config = getattr(transformers, f"{config_name}Config")(**{**SIZES, **settings})
+    config = getattr(transformers, f"{family}Config")(**{**SIZES, **settings})
     torch.manual_seed(seed)
-    model = getattr(transformers, f"{family.removesuffix('Text')}ForCausalLM")(config).eval()
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     liven(model)
     return model
 

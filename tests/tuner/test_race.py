@@ -21,7 +21,9 @@ class TrackBench:
     def measure(self, wanted: Candidate, places: Sequence[int], **_: Any) -> Measurement:
         block = wanted.draft.skip_attention[0]
         self.laps.append((block, tuple(places)))
-        return Measurement(samples=tuple(sample(self._speed(block) * (1 + place % (2 + block) / 50), place) for place in places))
+        return Measurement(
+            samples=tuple(sample(self._speed(block) * (1 + place % (2 + block) / 50), place) for place in places)
+        )
 
 
 def test_the_fastest_wins_whatever_its_trial_said() -> None:

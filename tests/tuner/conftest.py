@@ -1,0 +1,73 @@
+"""A tiny model, prompts, and an MLflow store that is made once (its migrations take seconds) and copied for each test."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from tests.tiny import save_tiny_checkpoint, write_tiny_prompts
+from tuner.cli import main
+from tuner.tracking import DatasetInput, Tracker
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_checkpoint(tmp_path_factory.mktemp("model") / "tiny")
+
+
+@pytest.fixture(scope="session")
+def prompts_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_prompts(tmp_path_factory.mktemp("prompts") / "prompts.jsonl")
+
+
+@pytest.fixture(scope="session")
+def _tracking_template(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("mlflow") / "mlflow.db"
+    dataset = DatasetInput("made once", "0" * 64, "nowhere")
+    Tracker.open(f"sqlite:///{path}", "template", run_id=None, params={}, dataset=dataset).close("FINISHED")
+    return path
+
+
+@pytest.fixture
+def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, _tracking_template: Path) -> Path:
+    """An empty folder that is the current one, with an MLflow store in a folder of its own beside it."""
+    shutil.copy(_tracking_template, tmp_path / "mlflow.db")
+    here = tmp_path / "here"
+    here.mkdir()
+    monkeypatch.chdir(here)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    return here
+
+
+SearchCommand = Callable[..., Result]
+
+
+@pytest.fixture
+def run_search(workplace: Path, checkpoint: Path, prompts_file: Path) -> SearchCommand:
+    """`sdtune search` on the tiny model; keyword arguments override or (None) remove flags."""
+
+    def run(**changes: str | None) -> Result:
+        flags: dict[str, str | None] = {
+            "model": str(checkpoint),
+            "dataset": str(prompts_file),
+            "config": str(_small_config(workplace.parent)),
+            "tracking-uri": f"sqlite:///{workplace.parent / 'mlflow.db'}",
+            **{key.replace("_", "-"): value for key, value in changes.items()},
+        }
+        arguments = [part for key, value in flags.items() if value is not None for part in (f"--{key}", value)]
+        return CliRunner().invoke(main, ["search", *arguments])
+
+    return run
+
+
+def _small_config(folder: Path) -> Path:
+    path = folder / "small.yaml"
+    path.write_text(
+        "max_new_tokens: 12\ntuning_prompts: 8\nheld_out_prompts: 6\nprompts_per_trial: 4\ntrials: 3\nfinalists: 2\n"
+        "group_column: file\nexperiment: tiny\n"
+    )
+    return path

@@ -1,0 +1,42 @@
+"""The columns of a trial: the same in MLflow's table and in trials.csv."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from decoding.profile import LayerSkip, compact_indices
+from studies.contract import TrialRecord
+
+
+def trial_params(record: TrialRecord) -> dict[str, Any]:
+    """What was tried."""
+    draft, rule = record.candidate.draft, record.candidate.draft_length
+    params: dict[str, Any] = {"study": record.study, "trial": record.number, "kind": draft.kind, "rule": rule.rule}
+    if isinstance(draft, LayerSkip):
+        params |= {
+            "skip_attention": compact_indices(draft.skip_attention),
+            "skip_mlp": compact_indices(draft.skip_mlp),
+            "num_skipped_sublayers": len(draft.skip_attention) + len(draft.skip_mlp),
+        }
+    params |= {f"rule.{key}": value for key, value in rule.model_dump(exclude={"rule"}).items()}
+    scalars = {key: value for key, value in record.notes.items() if isinstance(value, str | int | float | bool)}
+    return {**params, **{f"note.{key}": value for key, value in scalars.items()}}
+
+
+def trial_metrics(record: TrialRecord) -> dict[str, float]:
+    """What came of it; nothing but the seconds if nothing was measured."""
+    metrics = {"seconds": record.seconds}
+    if (measured := record.measurement) is not None:
+        metrics |= {
+            "speedup": measured.speedup,
+            "tokens_per_second": measured.draft_tokens_per_second,
+            "plain_tokens_per_second": measured.plain_tokens_per_second,
+            "acceptance_rate": measured.acceptance_rate,
+            "tokens_per_round": measured.tokens_per_round,
+            "drafted_per_round": measured.drafted_per_round,
+            "prompts": len(measured.samples),
+            "identical_prompts": measured.num_identical,
+            "ties": measured.num_ties,
+            "exact": float(measured.is_lossless),
+        }
+    return metrics
