@@ -200,7 +200,7 @@ class ResumeView:
         self._from_last = _with_blocks(target.model, anatomy.path, [*self._last, self._append, *behind])
 
     def forward(self, token_ids: Tensor, cache: KVCache, start: int, states: Tensor) -> Tensor:
-        """Logits [width, vocabulary] of `token_ids` [1, width], given the first's boundary `states` [.., width or width - 1, hidden]."""
+        """Logits [width, vocabulary] of `token_ids` [1, width], given the boundary `states` of all, or of all but the last."""
         width, known = token_ids.shape[1], states.shape[-2]
         if known not in (width, width - 1):
             raise ValueError(

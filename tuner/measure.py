@@ -132,7 +132,6 @@ class Bench:
 def _undisturbed() -> Iterator[None]:
     """No garbage collection in the middle of a measurement."""
     was_enabled = gc.isenabled()
-    gc.collect()
     gc.disable()
     try:
         yield

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from rich import box
 from rich.console import Group, RenderableType
 from rich.panel import Panel
 from rich.table import Table
@@ -34,9 +35,10 @@ class ResultRow:
 
 def results_table(rows: Sequence[ResultRow]) -> RenderableType:
     """Settings side by side, all on held-out prompts and each paired with plain decoding; what each is stands below."""
-    table = Table(title="Held-out prompts: speed-up over plain decoding with 95 % interval", title_justify="left")
+    title = "Held-out prompts: speed-up over plain decoding, with its 95 % interval"
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("setting", no_wrap=True)
-    for heading in ("speed-up", "tokens/s", "accepted", "tokens/round", "identical"):
+    for heading in ("speed-up", "tokens/s", "accepted", "per round", "identical"):
         table.add_column(heading, justify="right", no_wrap=True)
     rates = [row.measurement.plain_tokens_per_second for row in rows if row.measurement]
     for row in rows:

@@ -337,7 +337,7 @@ def _conclude(
     )
     rows = [ResultRow(label="plain decoding", description="the whole model, token by token", measurement=None)]
     for finalist in _best_per_study(finalists):
-        rows.append(_row(f"best of {finalist.trial.study}", finalist.trial, confirmed))
+        rows.append(_row(finalist.trial.study, finalist.trial, confirmed))
     return SearchResult(profile, tuple(rows), dict(ended), len(everything), seconds)
 
 
