@@ -496,7 +496,8 @@ def _find_blocks(model: PreTrainedModel, num_layers: int) -> tuple[str, ...]:
         raise UnsupportedModelError(
             f"{type(model).__name__} has no list of {num_layers} decoder blocks, as its configuration would have it"
         )
-    return tuple(min(paths, key=lambda path: len(path)))
+    outermost = min(paths, key=len)
+    return tuple(outermost)
 
 
 def _find_rope_change(config: Any) -> RopeChange | None:

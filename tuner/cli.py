@@ -31,6 +31,10 @@ class _Group(click.Group):
         except SdtuneError as error:
             click.echo(f"sdtune: {' '.join(str(error).split())}", err=True)
             ctx.exit(EXIT_BAD_INPUT)
+        except click.UsageError as error:
+            place = f" (see {error.ctx.command_path} --help)" if error.ctx else ""
+            click.echo(f"sdtune: {' '.join(error.format_message().split())}{place}", err=True)
+            ctx.exit(EXIT_BAD_INPUT)
         except (KeyboardInterrupt, click.Abort):
             click.echo("sdtune: interrupted", err=True)
             ctx.exit(EXIT_INTERRUPTED)

@@ -82,6 +82,10 @@ class SearchResult:
     """What a search found. `rows` are the lines of the final table, all measured on held-out prompts."""
 
     profile: DraftProfile
+    winner: TrialRecord
+    """The winner of the race; the profile is its only if `confirmed` has its interval above 1."""
+    confirmed: Measurement
+    """The winner on the held-out prompts."""
     rows: tuple[ResultRow, ...]
     studies: Mapping[str, str]
     """Why each study that ran ended."""
@@ -338,7 +342,7 @@ def _conclude(
     rows = [ResultRow(label="plain decoding", description="the whole model, token by token", measurement=None)]
     for finalist in _best_per_study(finalists):
         rows.append(_row(finalist.trial.study, finalist.trial, confirmed))
-    return SearchResult(profile, tuple(rows), dict(ended), len(everything), seconds)
+    return SearchResult(profile, winner, measurement, tuple(rows), dict(ended), len(everything), seconds)
 
 
 def _row(label: str, trial: TrialRecord, confirmed: Mapping[str, Measurement]) -> ResultRow:
@@ -403,20 +407,27 @@ def _track_result(
     tracker: Tracker, result: SearchResult, records: Mapping[str, Sequence[TrialRecord]], task: Task
 ) -> None:
     """Figures of the baseline and the winner, the profile, the trials as a table and the two pictures."""
-    figures = {"search_seconds": result.search_seconds, "trials": float(result.num_trials)}
-    if (measured := result.profile.measured) is not None:
-        figures |= {
-            "held_out_speedup": measured.speedup.value,
-            "held_out_speedup_low": measured.speedup.ci95[0],
-            "held_out_speedup_high": measured.speedup.ci95[1],
-            "held_out_tokens_per_second": measured.tokens_per_second.draft,
-            "plain_tokens_per_second": measured.tokens_per_second.plain,
-            "held_out_acceptance_rate": measured.acceptance_rate,
-            "held_out_tokens_per_round": measured.tokens_per_round,
-            "held_out_prompts": float(measured.exact.prompts),
-            "held_out_identical": float(measured.exact.identical),
-        }
-    tracker.log_figures(figures, {"winner": result.profile.draft.describe(), "profile": result.profile.name})
+    confirmed, interval = result.confirmed, result.confirmed.speedup_interval()
+    figures = {
+        "search_seconds": result.search_seconds,
+        "trials": float(result.num_trials),
+        "held_out_speedup": interval.value,
+        "held_out_speedup_low": interval.ci95[0],
+        "held_out_speedup_high": interval.ci95[1],
+        "held_out_tokens_per_second": confirmed.draft_tokens_per_second,
+        "plain_tokens_per_second": confirmed.plain_tokens_per_second,
+        "held_out_acceptance_rate": confirmed.acceptance_rate,
+        "held_out_tokens_per_round": confirmed.tokens_per_round,
+        "held_out_prompts": float(len(confirmed.samples)),
+        "held_out_identical": float(confirmed.num_identical),
+    }
+    best = result.winner.candidate
+    tags = {
+        "decision": result.profile.draft.kind,
+        "winner": f"{best.draft.describe()}; {best.draft_length.describe()}",
+        "profile": result.profile.name,
+    }
+    tracker.log_figures(figures, tags)
     everything = [record for done in records.values() for record in done]
     with TemporaryDirectory() as folder:
         (Path(folder) / "trials.csv").write_text(trials_csv(everything), encoding="utf-8")

@@ -42,8 +42,8 @@ def _refused(result: Result, *words: str) -> None:
         ({"out": "no/such/folder/profile.yaml"}, ["no/such/folder", "cannot write"]),
         ({"out": "."}, ["is a folder"]),
         ({"config": "nowhere.yaml"}, ["no such configuration"]),
-        ({"storage": "sqlite:////no/such/folder/trials.db"}, ["cannot open the storage"]),
-        ({"tracking_uri": "sqlite:////no/such/folder/mlflow.db"}, ["cannot use the MLflow store"]),
+        ({"storage": "sqlite:////dev/null/trials.db"}, ["cannot open the storage"]),
+        ({"tracking_uri": "sqlite:////dev/null/mlflow.db"}, ["cannot use the MLflow store"]),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
 )
@@ -53,6 +53,19 @@ def test_a_wrong_search(
     _refused(run_search(**flags), *words)
     left = [path.name for path in workplace.iterdir()]
     assert not left
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["search", "--trials", "many"], ["--trials", "'many'"]),
+        (["search", "--trails", "3"], ["No such option", "--trials"]),
+        (["serch"], ["No such command 'serch'"]),
+        (["generate", "--profile", "p.yaml"], ["Missing option '--prompt'"]),
+    ],
+)
+def test_a_wrong_command_line(workplace: Path, arguments: list[str], words: list[str]) -> None:
+    _refused(CliRunner().invoke(main, arguments), *words)
 
 
 def test_a_folder_that_is_no_model(run_search: SearchCommand, workplace: Path) -> None:

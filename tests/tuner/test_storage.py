@@ -113,7 +113,7 @@ def test_a_damaged_file_is_one_line(tmp_path: Path) -> None:
     assert path.read_bytes() == before
 
 
-@pytest.mark.parametrize("url", ["nonsense", "sqlite:////no/such/folder/trials.db", "mystery://x"])
+@pytest.mark.parametrize("url", ["nonsense", "sqlite:////dev/null/trials.db", "mystery://x"])
 def test_an_unusable_url_is_one_line(url: str) -> None:
     with pytest.raises(StorageError) as refused:
         StudyStore(url, "experiment")

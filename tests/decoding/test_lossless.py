@@ -1,0 +1,440 @@
+"""The first test of the project: speculative decoding writes the text of plain decoding, whatever the draft and the rule."""
+
+from __future__ import annotations
+
+import functools
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import LogitsProcessorList, StoppingCriteriaList
+from transformers.generation import (
+    MinNewTokensLengthLogitsProcessor,
+    NoRepeatNGramLogitsProcessor,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from decoding.decode import Request, autoregressive, speculative
+from decoding.draft_length import (
+    AdaEdl,
+    Controller,
+    Decision,
+    DraftDistribution,
+    DraftLengthRule,
+    Fixed,
+    TopProbability,
+)
+from decoding.drafters.layer_skip import LayerSkipDrafter
+from decoding.profile import LayerSkip
+from decoding.rounds import Generation
+from decoding.target import Target
+from decoding.text import Ending, Shaping
+from tests.decoding.families import NUM_LAYERS, PROMISED, SUPPORTED, WINDOW, build, some_tokens, target_of
+
+FAMILIES = list(SUPPORTED)
+EVERY_LAYER = tuple(range(NUM_LAYERS))
+
+SKIPS = {
+    "attention": LayerSkip(skip_attention=(1, 3)),
+    "every attention": LayerSkip(skip_attention=EVERY_LAYER),
+    "mlp": LayerSkip(skip_mlp=(2, 4)),
+    "blocks": LayerSkip.blocks((2, 3)),
+    "mixed": LayerSkip(skip_attention=(2, 3), skip_mlp=(1, 3)),
+    "first blocks": LayerSkip.blocks((0, 1)),
+    "first attention": LayerSkip(skip_attention=(0,)),
+    "first mlp": LayerSkip(skip_mlp=(0, 4)),
+    "last block": LayerSkip.blocks((NUM_LAYERS - 1,)),
+    "everything": LayerSkip.blocks(EVERY_LAYER),
+    "nothing": LayerSkip(),
+}
+RULES: dict[str, DraftLengthRule] = {
+    "fixed 1": Fixed(max_tokens=1),
+    "fixed 3": Fixed(max_tokens=3),
+    "fixed 8": Fixed(max_tokens=8),
+    "top probability": TopProbability(max_tokens=6, threshold=0.5),
+    "AdaEDL, last kept": AdaEdl(max_tokens=6, gamma=0.3, initial_threshold=0.5, step=0.2, keep_last=True),
+    "AdaEDL, last dropped": AdaEdl(max_tokens=6, gamma=0.3, initial_threshold=0.5, step=0.2, keep_last=False),
+}
+# Kept token and dropped token, the two ways in which a round ends: for drafts without prefix reuse, and for families that are not promised.
+TWO_RULES = ("fixed 3", "AdaEDL, last dropped")
+
+PROMPTS = {"one token": some_tokens(1), "several tokens": some_tokens(9)}
+NUM_NEW_TOKENS = 16
+
+
+@functools.cache
+def plain_text(family: str, prompt: str) -> tuple[int, ...]:
+    return write_plainly(target_of(family), Request(PROMPTS[prompt], Ending(NUM_NEW_TOKENS))).tokens
+
+
+def write_plainly(target: Target, request: Request) -> Generation:
+    return Generation.collect(autoregressive(target, request))
+
+
+def write(
+    target: Target, skip: LayerSkip, rule: DraftLengthRule | Controller, request: Request, *, prefix_reuse: bool = True
+) -> Generation:
+    """Decode speculatively, and check that the facts of every round add up."""
+    drafter = LayerSkipDrafter(target, skip, prefix_reuse=prefix_reuse)
+    controller = rule.controller() if isinstance(rule, DraftLengthRule) else rule
+    generation = Generation.collect(speculative(target, drafter, controller, request))
+    check_facts(generation, request, controller.max_tokens)
+    return generation
+
+
+def check_facts(generation: Generation, request: Request, most_drafted: int) -> None:
+    num_tokens = 1
+    for index, step in enumerate(generation.rounds):
+        remaining = request.ending.max_new_tokens - num_tokens
+        assert 0 <= step.num_accepted <= step.num_drafted <= min(most_drafted, remaining - 1)
+        if index < len(generation.rounds) - 1:
+            assert len(step.tokens) == step.num_accepted + 1
+        else:
+            assert 1 <= len(step.tokens) <= step.num_accepted + 1
+        num_tokens += len(step.tokens)
+    assert num_tokens == len(generation.tokens) == generation.num_decoded + 1
+    assert num_tokens <= request.ending.max_new_tokens
+
+
+def stock_text(target: Target, prompt: Sequence[int], **settings: Any) -> tuple[int, ...]:
+    """What transformers itself writes."""
+    output = target.model.generate(
+        torch.tensor([prompt]), attention_mask=torch.ones((1, len(prompt))), do_sample=False, **settings
+    )
+    return tuple(output[0, len(prompt) :].tolist())
+
+
+# --- the grid ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("skip", SKIPS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_speculative_text_is_the_plain_text(family: str, skip: str) -> None:
+    target = target_of(family)
+    cases = [(rule, True) for rule in (RULES if family in PROMISED else TWO_RULES)]
+    if SKIPS[skip].first_skipped:  # else there is no prefix to reuse
+        cases += [(rule, False) for rule in TWO_RULES]
+    prompts = [*PROMPTS][:: 1 if list(SKIPS).index(skip) % 2 else -1]  # in turns, every kind of draft with both
+    for number, (rule, prefix_reuse) in enumerate(cases):
+        prompt = prompts[number % 2]
+        request = Request(PROMPTS[prompt], Ending(NUM_NEW_TOKENS))
+        generation = write(target, SKIPS[skip], RULES[rule], request, prefix_reuse=prefix_reuse)
+        assert generation.tokens == plain_text(family, prompt), f"{rule}, {prompt}, prefix reuse {prefix_reuse}"
+
+
+@pytest.mark.parametrize("prompt", PROMPTS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_plain_text_is_the_text_of_generate(family: str, prompt: str) -> None:
+    expected = stock_text(target_of(family), PROMPTS[prompt], max_new_tokens=NUM_NEW_TOKENS)
+    assert plain_text(family, prompt) == expected
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_grid_has_drafts_that_are_right_sometimes_but_not_always(family: str) -> None:
+    request = Request(PROMPTS["several tokens"], Ending(4 * NUM_NEW_TOKENS))
+    generation = write(target_of(family), SKIPS["last block"], Fixed(max_tokens=3), request)
+    assert 0.1 < generation.num_accepted / generation.num_drafted < 0.95
+    assert len(generation.accepted_lengths) >= 3, "rounds that accept none, some and all drafts"
+    assert len(set(generation.tokens)) > 5
+
+
+@pytest.mark.parametrize("family", ["mistral", "gemma2", "gemma3", "gpt_oss"])
+@pytest.mark.parametrize("skip", ["attention", "blocks", "last block"])
+def test_text_many_windows_long_is_the_plain_text(family: str, skip: str) -> None:
+    target = target_of(family)
+    request = Request(some_tokens(3 * WINDOW), Ending(10 * WINDOW))
+    plain = write_plainly(target, request).tokens
+    assert plain == stock_text(target, request.prompt, max_new_tokens=10 * WINDOW)
+    assert write(target, SKIPS[skip], Fixed(max_tokens=2 * WINDOW), request).tokens == plain
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "gemma2", "gpt_neox_parallel"])
+def test_eager_attention_writes_the_plain_text_too(family: str) -> None:
+    target = Target(build(family, attn_implementation="eager"))
+    request = Request(PROMPTS["several tokens"], Ending(NUM_NEW_TOKENS))
+    plain = write_plainly(target, request).tokens
+    assert target.config._attn_implementation == "eager"
+    for skip in SKIPS.values():
+        assert write(target, skip, Fixed(max_tokens=4), request).tokens == plain
+
+
+# --- rules --------------------------------------------------------------------------------------------------------------
+
+
+class ScriptedController(Controller):
+    """Decides at random, by a stream of its own: also to draft nothing, and to stop before the first token."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__(max_tokens=5)
+        self._random = random.Random(seed)
+
+    def limit(self) -> int:
+        return self._random.randint(0, self.max_tokens)
+
+    def decide(self, num_drafted: int, distribution: DraftDistribution) -> Decision:
+        return self._random.choice([Decision.CONTINUE, Decision.CONTINUE, Decision.LAST, Decision.STOP])
+
+
+@pytest.mark.parametrize("prefix_reuse", [True, False])
+@pytest.mark.parametrize("skip", ["blocks", "mixed", "first attention", "nothing"])
+def test_any_decisions_of_a_rule_leave_the_text_as_it_is(skip: str, prefix_reuse: bool) -> None:
+    request = Request(PROMPTS["several tokens"], Ending(4 * NUM_NEW_TOKENS))
+    target = target_of("llama")
+    plain = write_plainly(target, request).tokens
+    for seed in range(5):
+        generation = write(target, SKIPS[skip], ScriptedController(seed), request, prefix_reuse=prefix_reuse)
+        assert generation.tokens == plain
+        assert {step.num_drafted for step in generation.rounds} >= {0, 1, 2}
+
+
+def test_drafts_longer_than_the_text_end_with_it() -> None:
+    target = target_of("llama")
+    request = Request(PROMPTS["several tokens"], Ending(NUM_NEW_TOKENS))
+    generation = write(target, LayerSkip(), Fixed(max_tokens=64), request)
+    assert generation.tokens == write_plainly(target, request).tokens
+    # One round after the prefill's token: all that remains but the last token, which is the target's.
+    assert [(step.num_drafted, step.num_accepted) for step in generation.rounds] == [(NUM_NEW_TOKENS - 2,) * 2]
+
+
+def test_controller_of_an_earlier_text_may_steer_the_next() -> None:
+    target = target_of("llama")
+    drafter = LayerSkipDrafter(target, SKIPS["blocks"])
+    controller = AdaEdl(max_tokens=6, gamma=0.3, step=0.2).controller()
+    thresholds = []
+    for seed in range(4):
+        request = Request(some_tokens(5, seed), Ending(NUM_NEW_TOKENS))
+        generation = Generation.collect(speculative(target, drafter, controller, request))
+        assert generation.tokens == write_plainly(target, request).tokens
+        thresholds.append(controller.threshold)
+    assert len(set(thresholds)) > 1
+
+
+# --- where a text ends --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("num_new_tokens", [1, 2, 3, 50])
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_text_has_the_tokens_asked_for(family: str, num_new_tokens: int) -> None:
+    target = target_of(family)
+    request = Request(PROMPTS["several tokens"], Ending(num_new_tokens))
+    plain = write_plainly(target, request).tokens
+    assert len(plain) == num_new_tokens
+    assert plain == stock_text(target, request.prompt, max_new_tokens=num_new_tokens)
+    for skip in ("blocks", "nothing"):
+        for rule in RULES.values():
+            assert write(target, SKIPS[skip], rule, request).tokens == plain
+
+
+@pytest.mark.parametrize("skip", ["blocks", "last block", "nothing"])
+@pytest.mark.parametrize("rule", ["fixed 3", "fixed 8", "AdaEDL, last dropped"])
+def test_end_token_ends_the_text_wherever_in_a_draft_it_stands(rule: str, skip: str) -> None:
+    target = target_of("llama")
+    prompt = PROMPTS["several tokens"]
+    whole = plain_text("llama", "several tokens")
+    for end_token in set(whole):
+        request = Request(prompt, Ending(NUM_NEW_TOKENS, frozenset({end_token, 1_000})))
+        expected = whole[: whole.index(end_token) + 1]
+        assert write_plainly(target, request).tokens == expected
+        assert write(target, SKIPS[skip], RULES[rule], request).tokens == expected
+
+
+def test_end_token_ends_the_text_where_generate_ends_it() -> None:
+    target, prompt = target_of("llama"), PROMPTS["several tokens"]
+    end_token = plain_text("llama", "several tokens")[4]
+    stock = stock_text(target, prompt, max_new_tokens=NUM_NEW_TOKENS, eos_token_id=end_token, pad_token_id=0)
+    assert write_plainly(target, Request(prompt, Ending(NUM_NEW_TOKENS, frozenset({end_token})))).tokens == stock
+
+
+class Watching:
+    """A stopping criterion that notes what it is shown, and is met at `token`."""
+
+    def __init__(self, token: int | None = None) -> None:
+        self.token = token
+        self.seen: list[tuple[int, ...]] = []
+
+    def __call__(self, input_ids: Tensor, scores: Tensor | None, **kwargs: Any) -> Tensor:
+        self.seen.append(tuple(input_ids[0].tolist()))
+        return torch.tensor([self.seen[-1][-1] == self.token])
+
+
+@pytest.mark.parametrize("skip", ["blocks", "nothing"])
+def test_stopping_criteria_see_every_single_token_as_in_generate(skip: str) -> None:
+    target, prompt = target_of("llama"), PROMPTS["several tokens"]
+    whole = plain_text("llama", "several tokens")
+    for place in (0, 1, 5, 9, NUM_NEW_TOKENS - 1):
+        stock, plain, drafted = ([Watching(), Watching(whole[place]), Watching()] for _ in range(3))
+        request = Request(prompt, Ending(NUM_NEW_TOKENS, criteria=plain))
+        expected = stock_text(
+            target, prompt, max_new_tokens=NUM_NEW_TOKENS, stopping_criteria=StoppingCriteriaList(stock)
+        )
+        assert write_plainly(target, request).tokens == expected
+        request = replace(request, ending=replace(request.ending, criteria=drafted))
+        assert write(target, SKIPS[skip], Fixed(max_tokens=6), request).tokens == expected
+        assert [each.seen for each in drafted] == [each.seen for each in plain] == [each.seen for each in stock]
+        assert [len(text) - len(prompt) for text in drafted[0].seen] == list(range(1, len(expected) + 1))
+
+
+def test_stopping_criteria_see_the_end_token_as_in_generate() -> None:
+    target, prompt = target_of("llama"), PROMPTS["several tokens"]
+    end_token = plain_text("llama", "several tokens")[6]
+    stock, drafted = Watching(), Watching()
+    settings = {"eos_token_id": end_token, "pad_token_id": 0, "stopping_criteria": StoppingCriteriaList([stock])}
+    expected = stock_text(target, prompt, max_new_tokens=NUM_NEW_TOKENS, **settings)
+    request = Request(prompt, Ending(NUM_NEW_TOKENS, frozenset({end_token}), [drafted]))
+    assert write(target, LayerSkip(), Fixed(max_tokens=6), request).tokens == expected
+    assert drafted.seen == stock.seen
+
+
+# --- what shapes the tokens ---------------------------------------------------------------------------------------------
+
+
+PROCESSORS = {
+    "repetition penalty": [RepetitionPenaltyLogitsProcessor(1.7)],
+    "no repeated pair": [NoRepeatNGramLogitsProcessor(2)],
+    "no early end": [MinNewTokensLengthLogitsProcessor(len(PROMPTS["several tokens"]), 8, 7, device="cpu")],
+    "warpers": [TemperatureLogitsWarper(0.7), TopKLogitsWarper(7), TopPLogitsWarper(0.8)],
+    "all": [RepetitionPenaltyLogitsProcessor(1.3), NoRepeatNGramLogitsProcessor(3), TopKLogitsWarper(5)],
+}
+
+
+@pytest.mark.parametrize("processors", PROCESSORS)
+@pytest.mark.parametrize("family", ["llama", "gemma3", "gpt_neox_parallel"])
+def test_logits_processors_shape_the_text_as_in_generate(family: str, processors: str) -> None:
+    target, prompt = target_of(family), PROMPTS["several tokens"]
+    request = Request(prompt, Ending(2 * NUM_NEW_TOKENS), shaping=Shaping(PROCESSORS[processors]))
+    expected = stock_text(
+        target,
+        prompt,
+        max_new_tokens=2 * NUM_NEW_TOKENS,
+        logits_processor=LogitsProcessorList(PROCESSORS[processors]),
+    )
+    assert write_plainly(target, request).tokens == expected
+    for skip in ("blocks", "mixed", "nothing"):
+        for rule in ("fixed 8", "top probability", "AdaEDL, last dropped"):
+            assert write(target, SKIPS[skip], RULES[rule], request).tokens == expected
+
+
+def test_processors_that_change_the_text_are_among_those_tried() -> None:
+    without = write_plainly(target_of("llama"), Request(PROMPTS["several tokens"], Ending(40))).tokens
+    texts = {
+        write_plainly(
+            target_of("llama"), Request(PROMPTS["several tokens"], Ending(40), shaping=Shaping(processors))
+        ).tokens
+        for processors in PROCESSORS.values()
+    }
+    assert len(texts | {without}) > 2
+
+
+# --- frequencies that depend on the length of the text ------------------------------------------------------------------
+
+
+ROPES = {
+    "longrope": (
+        "phi3",
+        {
+            "original_max_position_embeddings": 20,
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 10_000.0,
+                "short_factor": [1.0] * 4,
+                "long_factor": [8.0, 7.0, 6.0, 5.0],
+                "factor": 12.8,
+                "original_max_position_embeddings": 20,
+            },
+        },
+    ),
+    "dynamic": (
+        "llama",
+        {
+            "max_position_embeddings": 20,
+            "rope_parameters": {"rope_type": "dynamic", "rope_theta": 10_000.0, "factor": 4.0},
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("rope", ROPES)
+def test_text_that_outgrows_its_rotary_frequencies_is_the_plain_text(rope: str) -> None:
+    family, settings = ROPES[rope]
+    target = Target(build(family, **settings))
+    for seed in range(4):
+        request = Request(some_tokens(7, seed), Ending(3 * NUM_NEW_TOKENS))
+        plain = write_plainly(target, request).tokens
+        for skip in ("blocks", "nothing"):
+            generation = write(target, SKIPS[skip], Fixed(max_tokens=8), request)
+            assert generation.tokens == plain
+            assert generation.num_accepted > 0
+
+
+# --- one text after another ---------------------------------------------------------------------------------------------
+
+
+def test_texts_written_in_turns_do_not_disturb_each_other() -> None:
+    target = target_of("gemma3")
+    drafter = LayerSkipDrafter(target, SKIPS["blocks"])
+    requests = [Request(some_tokens(4 + seed, seed), Ending(NUM_NEW_TOKENS)) for seed in range(3)]
+    running = [speculative(target, drafter, Fixed(max_tokens=3).controller(), request) for request in requests]
+    steps: list[list[Any]] = [[] for _ in requests]
+    unfinished = list(range(len(requests)))
+    while unfinished:
+        for index in list(unfinished):
+            step = next(running[index], None)
+            if step is None:
+                unfinished.remove(index)
+            else:
+                steps[index].append(step)
+    for request, own in zip(requests, steps, strict=True):
+        assert Generation.collect(own).tokens == write_plainly(target, request).tokens
+
+
+class Failing:
+    """A logits processor that fails when it is asked for the `after`-th time."""
+
+    def __init__(self, after: int) -> None:
+        self.left = after
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        self.left -= 1
+        if self.left == 0:
+            raise RuntimeError("out of memory, say")
+        return scores
+
+
+@pytest.mark.parametrize("after", [1, 2, 3, 4, 5, 6, 7, 8])
+def test_text_cut_short_by_an_error_leaves_the_next_as_it_is(after: int) -> None:
+    target = target_of("llama")
+    drafter = LayerSkipDrafter(target, SKIPS["blocks"])
+    request = Request(PROMPTS["several tokens"], Ending(NUM_NEW_TOKENS))
+    failing = replace(request, shaping=Shaping([Failing(after)]))
+    with pytest.raises(RuntimeError, match="out of memory, say"):
+        list(speculative(target, drafter, Fixed(max_tokens=3).controller(), failing))
+    again = Generation.collect(speculative(target, drafter, Fixed(max_tokens=3).controller(), request))
+    assert again.tokens == plain_text("llama", "several tokens")
+
+
+def test_order_of_texts_and_drafts_does_not_matter() -> None:
+    target = target_of("olmo2")
+    drafters = [LayerSkipDrafter(target, SKIPS[skip]) for skip in ("blocks", "mixed", "first mlp")]
+    requests = [Request(some_tokens(5, seed), Ending(NUM_NEW_TOKENS)) for seed in range(2)]
+
+    def facts(which: int, text: int) -> list[Any]:
+        rule = AdaEdl(max_tokens=5, gamma=0.3, step=0.2)
+        generation = Generation.collect(speculative(target, drafters[which], rule.controller(), requests[text]))
+        return [(step.tokens, step.num_drafted, step.num_accepted) for step in generation.rounds]
+
+    cases = [(which, text) for which in range(3) for text in range(2)]
+    forwards = {case: facts(*case) for case in cases}
+    backwards = {case: facts(*case) for case in reversed(cases)}
+    assert forwards == backwards
+
+
+def test_empty_prompt_is_refused() -> None:
+    with pytest.raises(ValueError, match="the prompt is empty"):
+        Request([], Ending(3))
