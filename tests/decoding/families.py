@@ -75,14 +75,14 @@ SUPPORTED: dict[str, tuple[str, dict[str, Any]]] = {
     "olmo2": ("Olmo2", {"seed": 8, **GROUPED}),
     "gpt_neox_parallel": ("GPTNeoX", {"seed": 10, "use_parallel_residual": True}),
     "gpt_neox_sequential": ("GPTNeoX", {"seed": 4, "use_parallel_residual": False}),
-    "mixtral": ("Mixtral", {"seed": 8, **LOCAL_EXPERTS, **GROUPED}),
+    "mixtral": ("Mixtral", {"seed": 5, **LOCAL_EXPERTS, **GROUPED}),
 }
 PROMISED = frozenset(SUPPORTED)
 # Each of these has something that a view must not trip over: blocks that return tuples; masks handed over by place; alibi;
 # sinks and an MLP that returns a tuple; states of four dimensions; an input of its own for each layer.
 SUPPORTED |= {
-    "gptj": ("GPTJ", {"n_embd": 32, "n_layer": NUM_LAYERS, "n_head": 4, "rotary_dim": 4, "seed": 0}),
-    "gpt2": ("GPT2", {"n_embd": 32, "n_layer": NUM_LAYERS, "n_head": 4}),
+    "gptj": ("GPTJ", {"n_embd": 32, "n_layer": NUM_LAYERS, "n_head": 4, "rotary_dim": 4, "seed": 1}),
+    "gpt2": ("GPT2", {"n_embd": 32, "n_layer": NUM_LAYERS, "n_head": 4, "seed": 2}),
     "bloom": ("Bloom", {"n_layer": NUM_LAYERS, "n_head": 4, "seed": 8}),
     "gpt_oss": ("GptOss", {"sliding_window": WINDOW, "rope_parameters": PLAIN_ROPE, **LOCAL_EXPERTS, **HEADS}),
     "gemma3n": ("Gemma3nText", {"num_kv_shared_layers": 0, **GEMMA_3N}),

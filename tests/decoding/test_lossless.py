@@ -62,7 +62,7 @@ RULES: dict[str, DraftLengthRule] = {
     "AdaEDL, last kept": AdaEdl(max_tokens=6, gamma=0.3, initial_threshold=0.5, step=0.2, keep_last=True),
     "AdaEDL, last dropped": AdaEdl(max_tokens=6, gamma=0.3, initial_threshold=0.5, step=0.2, keep_last=False),
 }
-# Kept token and dropped token, the two ways in which a round ends: for drafts without prefix reuse, and for families that are not promised.
+# One that keeps the token of its last pass and one that drops it: without prefix reuse, and for families not promised.
 TWO_RULES = ("fixed 3", "AdaEDL, last dropped")
 
 PROMPTS = {"one token": some_tokens(1), "several tokens": some_tokens(9)}

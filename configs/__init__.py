@@ -1,0 +1,1 @@
+"""Data: shipped configurations and the demo. A package only so that an installed sdtune finds its presets."""

@@ -1,0 +1,1 @@
+"""Presets of well-known datasets, a YAML each; read by `tuner.datasets`."""
