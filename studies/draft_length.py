@@ -46,7 +46,9 @@ class DraftLength(Study):
     def __init__(self, problem: Problem, settings: DraftLengthSettings) -> None:
         self._problem = problem
         self._settings = settings
-        self._drafts = _drafts(problem, settings)
+        before = _best_before(problem, settings)
+        self._drafts = [candidate.draft for candidate in before]
+        self._incumbent = [candidate.draft_length for candidate in before[:1]]
         self._num_trials = 0
         self._best = 0.0
         self._last_improvement = 0
@@ -71,8 +73,11 @@ class DraftLength(Study):
         return {**settings, "drafts": [draft.model_dump(mode="json") for draft in self._drafts]}
 
     def starts(self) -> list[dict[str, Any]]:
-        """Each rule's defaults, on the best draft."""
-        return [{"draft": 0, **self._defaults(rule)} for rule in self._settings.rules]
+        """On the best draft, the rule it was found with, then each rule's defaults."""
+        defaults = [self._parameters(RULES[rule](rule=rule)) for rule in self._settings.rules]
+        incumbent = [self._parameters(rule) for rule in self._incumbent if rule.rule in self._settings.rules]
+        starts = [{"draft": 0, **parameters} for parameters in [*incumbent, *defaults]]
+        return [start for place, start in enumerate(starts) if start not in starts[:place]]
 
     def propose(self, trial: optuna.Trial) -> tuple[Candidate, dict[str, Any]]:
         """A draft, a rule and its parameters, as Optuna suggests them."""
@@ -106,11 +111,11 @@ class DraftLength(Study):
                 values[field] = trial.suggest_float(parameter, low, high, log=log)
         return values
 
-    def _defaults(self, name: str) -> dict[str, Any]:
-        ranges = search_ranges(RULES[name], self._settings.max_tokens)
-        defaults = {field: RULES[name].model_fields[field].default for field in ranges}
-        clipped = {field: min(max(value, ranges[field][0]), ranges[field][1]) for field, value in defaults.items()}
-        return {"rule": name, **{f"{name}.{field}": value for field, value in clipped.items()}}
+    def _parameters(self, rule: DraftLengthRule) -> dict[str, Any]:
+        """The rule as Optuna parameters, moved into the range that is searched."""
+        ranges = search_ranges(type(rule), self._settings.max_tokens)
+        clipped = {field: min(max(getattr(rule, field), low), high) for field, (low, high, _) in ranges.items()}
+        return {"rule": rule.rule, **{f"{rule.rule}.{field}": value for field, value in clipped.items()}}
 
 
 def search_ranges(rule: type[DraftLengthRule], max_tokens: int) -> dict[str, tuple[float, float, bool]]:
@@ -124,10 +129,10 @@ def search_ranges(rule: type[DraftLengthRule], max_tokens: int) -> dict[str, tup
     return ranges
 
 
-def _drafts(problem: Problem, settings: DraftLengthSettings) -> list[LayerSkip]:
+def _best_before(problem: Problem, settings: DraftLengthSettings) -> list[Candidate]:
+    """The best candidates of the studies before, each draft once; or the given draft."""
     if settings.draft is not None:
-        return [settings.draft]
+        return [Candidate(draft=settings.draft, draft_length=RULES[settings.rules[0]](rule=settings.rules[0]))]
     earlier = [record for records in problem.earlier.values() for record in records]
     best = best_trials(earlier, settings.num_drafts, same=lambda candidate: candidate.draft.model_dump_json())
-    found = [record.candidate.draft for record in best]
-    return [draft for draft in found if isinstance(draft, LayerSkip)]
+    return [record.candidate for record in best]

@@ -227,14 +227,13 @@ def _run_studies(
     """Run the asked studies in order, each knowing the trials of those before it; fills `records`, returns why each ended."""
     config = task.config
     places = range(min(config.prompts_per_trial, len(bench.prompts)))
-    budget = Budget(config.trials, config.timeout)
     ended = {}
-    for name in config.study:
+    for place, name in enumerate(config.study):
         study = _create_study(name, task, bench, records)
         stored = store.open(study, task.identity)
         stored.note(RUN_ID, tracker.run_id)
         records[name] = stored.records()
-        budget.spent_seconds += sum(record.seconds for record in records[name])
+        share = _share_of_time(config, store.spent_seconds(), len(config.study) - place)
         if records[name]:
             progress.say(f"{name}: {len(records[name])} finished trials found in {store.url}, going on from there")
         for record in records[name]:
@@ -248,9 +247,14 @@ def _run_studies(
             best = best_trials((r for done in records.values() for r in done), 1)
             progress.trial(record, best[0] if best else None)
 
-        _, ended[name] = run_study(study, stored, bench, places, budget, keep)
+        _, ended[name] = run_study(study, stored, bench, places, Budget(config.trials, share), keep)
         progress.say(f"{name}: {ended[name]}")
     return ended
+
+
+def _share_of_time(config: SearchConfig, spent_seconds: float, studies_left: int) -> float | None:
+    """An equal share of the search time that is left, so that the first study does not take it all."""
+    return None if config.timeout is None else max(0.0, config.timeout - spent_seconds) / studies_left
 
 
 def _create_study(name: str, task: Task, bench: Bench, records: Mapping[str, Sequence[TrialRecord]]) -> Study:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -61,12 +61,17 @@ class StudyStore:
 
     def noted(self, key: str) -> Any:
         """What a study of this experiment was told to remember under `key`, or None."""
+        values = (study.user_attrs.get(key) for study in self._studies())
+        return next((value for value in values if value is not None), None)
+
+    def spent_seconds(self) -> float:
+        """Seconds of all finished trials of this experiment."""
+        return sum(record.seconds for study in self._studies() for record in StoredStudy(study, self.url).records())
+
+    def _studies(self) -> Iterator[optuna.Study]:
         for name in optuna.get_all_study_names(self._storage):
             if name.startswith(f"{self.experiment}/"):
-                value = optuna.load_study(study_name=name, storage=self._storage).user_attrs.get(key)
-                if value is not None:
-                    return value
-        return None
+                yield optuna.load_study(study_name=name, storage=self._storage)
 
     def _checked(self, stored: optuna.Study, study: Study, identity: dict[str, Any]) -> StoredStudy:
         known = stored.user_attrs.get(IDENTITY)
@@ -79,7 +84,9 @@ class StudyStore:
                 f"study {stored.study_name!r} in {self.url} was a search with another {differing}: choose another "
                 "--experiment or --storage to keep the two apart"
             )
-        return StoredStudy(stored, self.url)
+        found = StoredStudy(stored, self.url)
+        found.sweep()
+        return found
 
 
 class StoredStudy:
@@ -88,9 +95,11 @@ class StoredStudy:
     def __init__(self, study: optuna.Study, url: str) -> None:
         self._study = study
         self.url = url
-        for trial in study.get_trials(deepcopy=False, states=(OptunaState.RUNNING,)):
-            # Left behind by a process that was killed: what it was measuring is lost, all before it is not.
-            study.tell(trial.number, state=OptunaState.FAIL)
+
+    def sweep(self) -> None:
+        """Close trials left behind by a process that was killed: what they were measuring is lost, all before is not."""
+        for trial in self._study.get_trials(deepcopy=False, states=(OptunaState.RUNNING,)):
+            self._study.tell(trial.number, state=OptunaState.FAIL)
 
     def records(self) -> list[TrialRecord]:
         """The finished trials, oldest first."""

@@ -24,18 +24,18 @@ OnRecord = Callable[[TrialRecord], None]
 
 @dataclass
 class Budget:
-    """What a search may spend: trials of each study, and seconds of trials over all of them."""
+    """What a study may spend: trials, its stored ones included, and seconds of trials from now on."""
 
-    trials_per_study: int | None
+    trials: int | None
     seconds: float | None
     spent_seconds: float = 0.0
 
     def exhausted(self, num_trials: int) -> str | None:
         """Why no further trial of a study with `num_trials` may begin, or None."""
-        if self.trials_per_study is not None and num_trials >= self.trials_per_study:
+        if self.trials is not None and num_trials >= self.trials:
             return f"all {num_trials} trials are spent"
         if self.seconds is not None and self.spent_seconds >= self.seconds:
-            return f"the {self.seconds:.0f} s of search are spent"
+            return "its share of the search time is spent"
         return None
 
 
@@ -48,7 +48,7 @@ def run_study(
 ) -> tuple[list[TrialRecord], str]:
     """Run `study` until it is finished or the budget is; `places` are the tuning prompts a trial decodes.
 
-    Returns all its records, those of earlier runs first, and why it ended. Stored trials have been charged to the budget.
+    Returns all its records, those of earlier runs first, and why it ended.
     """
     records = stored.records()
     for record in records:

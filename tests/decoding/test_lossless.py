@@ -146,12 +146,12 @@ def test_grid_has_drafts_that_are_right_sometimes_but_not_always(family: str) ->
 
 
 @pytest.mark.parametrize("family", ["mistral", "gemma2", "gemma3", "gpt_oss"])
-@pytest.mark.parametrize("skip", ["attention", "blocks", "last block"])
+@pytest.mark.parametrize("skip", ["attention", "last block"])
 def test_text_many_windows_long_is_the_plain_text(family: str, skip: str) -> None:
     target = target_of(family)
-    request = Request(some_tokens(3 * WINDOW), Ending(10 * WINDOW))
+    request = Request(some_tokens(3 * WINDOW), Ending(8 * WINDOW))
     plain = write_plainly(target, request).tokens
-    assert plain == stock_text(target, request.prompt, max_new_tokens=10 * WINDOW)
+    assert plain == stock_text(target, request.prompt, max_new_tokens=8 * WINDOW)
     assert write(target, SKIPS[skip], Fixed(max_tokens=2 * WINDOW), request).tokens == plain
 
 
@@ -219,7 +219,7 @@ def test_controller_of_an_earlier_text_may_steer_the_next() -> None:
 # --- where a text ends --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("num_new_tokens", [1, 2, 3, 50])
+@pytest.mark.parametrize("num_new_tokens", [1, 2, 3, 30])
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 def test_text_has_the_tokens_asked_for(family: str, num_new_tokens: int) -> None:
     target = target_of(family)
@@ -228,8 +228,8 @@ def test_text_has_the_tokens_asked_for(family: str, num_new_tokens: int) -> None
     assert len(plain) == num_new_tokens
     assert plain == stock_text(target, request.prompt, max_new_tokens=num_new_tokens)
     for skip in ("blocks", "nothing"):
-        for rule in RULES.values():
-            assert write(target, SKIPS[skip], rule, request).tokens == plain
+        for rule in ("fixed 8", *TWO_RULES):
+            assert write(target, SKIPS[skip], RULES[rule], request).tokens == plain
 
 
 @pytest.mark.parametrize("skip", ["blocks", "last block", "nothing"])
@@ -316,8 +316,8 @@ def test_logits_processors_shape_the_text_as_in_generate(family: str, processors
         logits_processor=LogitsProcessorList(PROCESSORS[processors]),
     )
     assert write_plainly(target, request).tokens == expected
-    for skip in ("blocks", "mixed", "nothing"):
-        for rule in ("fixed 8", "top probability", "AdaEDL, last dropped"):
+    for skip in ("blocks", "mixed"):
+        for rule in TWO_RULES:
             assert write(target, SKIPS[skip], RULES[rule], request).tokens == expected
 
 

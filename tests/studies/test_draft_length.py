@@ -53,7 +53,8 @@ def test_it_starts_with_every_rule_at_its_defaults() -> None:
     stored = optuna.create_study(sampler=study.sampler())
     for start in study.starts():
         stored.enqueue_trial(start)
-    rules = [study.propose(stored.ask())[0].draft_length for _ in RULES]
+    rules = [study.propose(stored.ask())[0].draft_length for _ in study.starts()]
+    assert rules[0] == EARLIER["conf_layers"][1].candidate.draft_length  # the best draft's own
     assert {rule.rule for rule in rules} == set(RULES)
     assert AdaEdl() in rules
     assert TopProbability() in rules

@@ -124,6 +124,7 @@ def test_a_new_study_begins_with_its_starts(tmp_path: Path) -> None:
     settings = DraftLengthSettings(draft=candidate().draft)
     study = DraftLength.__new__(DraftLength)
     study._settings, study._drafts, study._problem = settings, [candidate().draft], type("P", (), {"seed": 0})()
+    study._incumbent = []
     stored = _store(tmp_path).open(study, IDENTITY)
     assert [study.propose(stored.ask())[0].draft_length.rule for _ in settings.rules] == list(settings.rules)
 

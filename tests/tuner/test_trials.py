@@ -178,4 +178,4 @@ def test_no_trial_begins_when_the_seconds_are_spent(tmp_path: Path) -> None:
     bench = FakeBench(_by_first_block)
     records, ended, _ = _run(tmp_path, [[3]], bench, Budget(None, 10.0, spent_seconds=10.0))
     assert records == []
-    assert ended == "the 10 s of search are spent"
+    assert ended == "its share of the search time is spent"

@@ -1,0 +1,259 @@
+"""Sampled text is distributed as plain sampling would have it: a chi-square test of the joint distribution of the first tokens.
+
+Streams are seeded, so every p-value is the same at every run; acceptances that are wrong on purpose must fail the same test.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+
+import pytest
+import torch
+from scipy import stats
+from torch import Tensor
+from transformers.generation import RepetitionPenaltyLogitsProcessor, TemperatureLogitsWarper, TopKLogitsWarper
+
+from decoding.acceptance import Acceptance, Sampling, accept_sampled
+from decoding.decode import Request, autoregressive, speculative
+from decoding.draft_length import AdaEdl, DraftLengthRule, Fixed
+from decoding.drafters.layer_skip import LayerSkipDrafter
+from decoding.profile import LayerSkip
+from decoding.rounds import Prefill, Round
+from decoding.target import Target
+from decoding.text import Ending, LogitsProcessor, Shaping
+from tests.decoding.families import build
+
+ALPHA = 1e-3  # a right acceptance stays above, by the fixed seeds; a wrong one falls below by many orders of magnitude
+FEWEST_EXPECTED = 5.0
+
+Judge = Callable[[Tensor, Tensor, Tensor, torch.Generator], tuple[int, int]]
+Outcome = tuple[int, ...]
+
+
+def p_value(counts: Counter[Outcome], expected: dict[Outcome, float]) -> float:
+    """Of the chi-square test that `counts` come from the probabilities `expected`; rare outcomes are taken together."""
+    total = counts.total()
+    assert abs(sum(expected.values()) - 1.0) < 1e-4
+    impossible = [outcome for outcome in counts if expected.get(outcome, 0.0) == 0.0]
+    assert not impossible, f"outcomes that the target never writes: {impossible[:3]}"
+    common = [outcome for outcome, share in expected.items() if share * total >= FEWEST_EXPECTED]
+    assert len(common) > 10, "too few outcomes to tell distributions apart"
+    observed = [counts[outcome] for outcome in common]
+    wanted = [expected[outcome] * total for outcome in common]
+    rest = total - sum(wanted)
+    if rest >= FEWEST_EXPECTED:
+        observed.append(total - sum(observed))
+        wanted.append(rest)
+    scale = sum(observed) / sum(wanted)
+    return float(stats.chisquare(observed, [value * scale for value in wanted]).pvalue)
+
+
+# --- the acceptance function, on distributions written down --------------------------------------------------------------
+
+SIZE = 5
+NUM_ROUNDS = 4_000
+
+
+def random_distributions(*shape: int, seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.softmax(1.5 * torch.randn(*shape, generator=generator), dim=-1)
+
+
+# The target's and the draft's distribution of the first, second and third token, given those before it.
+TARGET = [random_distributions(*[SIZE] * (n + 1), seed=10 + n) for n in range(3)]
+DRAFT = [random_distributions(*[SIZE] * (n + 1), seed=20 + n) for n in range(3)]
+
+
+def draw(probabilities: Tensor, generator: torch.Generator) -> int:
+    return int(torch.multinomial(probabilities, 1, generator=generator))
+
+
+def first_two_tokens(judge: Judge, num_drafted: int, seed: int) -> Counter[Outcome]:
+    """Write two tokens `NUM_ROUNDS` times: a draft of `num_drafted`, judged, and plain sampling for what is missing."""
+    generator = torch.Generator().manual_seed(seed)
+    counts: Counter[Outcome] = Counter()
+    for _ in range(NUM_ROUNDS):
+        drafted: list[int] = []
+        for place in range(num_drafted):
+            drafted.append(draw(DRAFT[place][tuple(drafted)], generator))
+        q = [DRAFT[place][tuple(drafted[:place])] for place in range(num_drafted)]
+        p = [TARGET[place][tuple(drafted[:place])] for place in range(num_drafted + 1)]
+        num_accepted, token = judge(torch.tensor(drafted), torch.stack(q), torch.stack(p), generator)
+        text = [*drafted[:num_accepted], token]
+        if len(text) == 1:
+            text.append(draw(TARGET[1][text[0]], generator))
+        counts[tuple(text[:2])] += 1
+    return counts
+
+
+EXPECTED_PAIRS = {
+    (first, second): float(TARGET[0][first] * TARGET[1][first, second])
+    for first, second in itertools.product(range(SIZE), repeat=2)
+}
+
+
+@pytest.mark.parametrize("num_drafted", [1, 2])
+def test_speculative_sampling_is_distributed_as_the_target(num_drafted: int) -> None:
+    assert p_value(first_two_tokens(accept_sampled, num_drafted, seed=1), EXPECTED_PAIRS) > ALPHA
+
+
+def reject_to_target(drafted: Tensor, q: Tensor, p: Tensor, generator: torch.Generator) -> tuple[int, int]:
+    """Wrong: after a rejection it samples from the target, not from what the target has more of than the draft."""
+    num_accepted, _ = accept_sampled(drafted, q, p, generator)
+    return num_accepted, draw(p[num_accepted], generator)
+
+
+def accept_by_target_alone(drafted: Tensor, q: Tensor, p: Tensor, generator: torch.Generator) -> tuple[int, int]:
+    """Wrong: it accepts with the target's probability, not with its ratio to the draft's."""
+    return accept_sampled(drafted, torch.ones_like(q), p, generator)
+
+
+def accept_all(drafted: Tensor, q: Tensor, p: Tensor, generator: torch.Generator) -> tuple[int, int]:
+    """Wrong: it accepts whatever the draft says."""
+    return len(drafted), draw(p[len(drafted)], generator)
+
+
+def accept_the_likeliest(drafted: Tensor, q: Tensor, p: Tensor, generator: torch.Generator) -> tuple[int, int]:
+    """Wrong: it accepts drafts that are the target's own first choice, as greedy decoding would."""
+    rows = p[: len(drafted)].argmax(dim=-1) == drafted
+    num_accepted = int(rows.cumprod(dim=0).sum())
+    return num_accepted, draw(p[num_accepted], generator)
+
+
+WRONG = [reject_to_target, accept_by_target_alone, accept_all, accept_the_likeliest]
+
+
+@pytest.mark.parametrize("judge", WRONG, ids=lambda judge: judge.__name__)
+def test_wrong_acceptance_fails_the_same_test(judge: Judge) -> None:
+    assert p_value(first_two_tokens(judge, 2, seed=1), EXPECTED_PAIRS) < 1e-9
+
+
+# --- whole texts of a tiny model --------------------------------------------------------------------------------------------
+
+VOCABULARY = 8
+PROMPT = [3, 1, 4, 1, 5]
+NUM_TEXTS = 2_500
+NUM_TOKENS = 3
+
+
+@functools.cache
+def tiny_target() -> Target:
+    sizes = {"vocab_size": VOCABULARY, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2}
+    return Target(build("llama", **sizes))
+
+
+PLAIN: tuple[LogitsProcessor, ...] = (TemperatureLogitsWarper(1.5),)
+PROCESSORS = {
+    "temperature": PLAIN,
+    "temperature, penalty and top-k": (
+        TemperatureLogitsWarper(1.5),
+        RepetitionPenaltyLogitsProcessor(1.4),
+        TopKLogitsWarper(5),
+    ),
+}
+
+
+@functools.cache
+def exact_distribution(processors: str) -> dict[Outcome, float]:
+    """Of the first tokens, from one pass of the model over every text they can begin with."""
+    target = tiny_target()
+    expected = {}
+    for outcome in itertools.product(range(VOCABULARY), repeat=NUM_TOKENS):
+        ids = torch.tensor([[*PROMPT, *outcome]])
+        with torch.inference_mode():
+            logits = target.model(ids).logits[:, len(PROMPT) - 1 : -1].float()
+        share = 1.0
+        for place, token in enumerate(outcome):
+            scores = logits[:, place].clone()
+            for process in PROCESSORS[processors]:
+                scores = process(ids[:, : len(PROMPT) + place], scores)
+            share *= float(scores.softmax(dim=-1)[0, token])
+        expected[outcome] = share
+    return expected
+
+
+def first_tokens(steps: Iterator[Prefill | Round]) -> Outcome:
+    """The first tokens of a text, which is written no further than it takes."""
+    tokens: list[int] = []
+    for step in steps:
+        tokens += [step.token] if isinstance(step, Prefill) else step.tokens
+        if len(tokens) >= NUM_TOKENS:
+            break
+    return tuple(tokens[:NUM_TOKENS])
+
+
+def request_for(processors: str, acceptance: Acceptance) -> Request:
+    return Request(PROMPT, Ending(NUM_TOKENS + 4), acceptance, Shaping(PROCESSORS[processors]))
+
+
+def many_texts(processors: str, rule: DraftLengthRule, skip: LayerSkip, acceptance: Acceptance) -> Counter[Outcome]:
+    drafter = LayerSkipDrafter(tiny_target(), skip)
+    request = request_for(processors, acceptance)
+    controller = rule.controller()
+    return Counter(first_tokens(speculative(tiny_target(), drafter, controller, request)) for _ in range(NUM_TEXTS))
+
+
+CASES: Sequence[tuple[str, DraftLengthRule, LayerSkip]] = [
+    ("temperature", Fixed(max_tokens=3), LayerSkip.blocks((1,))),
+    (
+        "temperature, penalty and top-k",
+        AdaEdl(max_tokens=3, initial_threshold=0.4, step=0.2, keep_last=False),
+        LayerSkip(skip_attention=(0, 1)),
+    ),
+]
+
+
+@pytest.mark.parametrize(("processors", "rule", "skip"), CASES, ids=["fixed", "AdaEDL"])
+def test_sampled_texts_are_distributed_as_the_model(processors: str, rule: DraftLengthRule, skip: LayerSkip) -> None:
+    generator = torch.Generator().manual_seed(7)
+    counts = many_texts(processors, rule, skip, Sampling(generator))
+    assert p_value(counts, exact_distribution(processors)) > ALPHA
+
+
+def test_plain_sampling_passes_the_same_test() -> None:
+    request = request_for("temperature", Sampling(torch.Generator().manual_seed(8)))
+    counts = Counter(first_tokens(autoregressive(tiny_target(), request)) for _ in range(NUM_TEXTS))
+    assert p_value(counts, exact_distribution("temperature")) > ALPHA
+
+
+class WrongSampling(Sampling):
+    """Draws as `Sampling` does and judges by one of the wrong functions."""
+
+    def __init__(self, judge: Judge, generator: torch.Generator) -> None:
+        super().__init__(generator)
+        self._judge, self._stream = judge, generator
+
+    def accept(self, drafted: Tensor, probabilities: Tensor | None, scores: Tensor) -> tuple[int, int]:
+        if probabilities is None:
+            return super().accept(drafted, probabilities, scores)
+        return self._judge(drafted, probabilities, scores.softmax(dim=-1), self._stream)
+
+
+@pytest.mark.parametrize("judge", [reject_to_target, accept_by_target_alone], ids=lambda judge: judge.__name__)
+def test_texts_of_a_wrong_acceptance_fail_the_same_test(judge: Judge) -> None:
+    processors, rule, skip = CASES[0]
+    wrong = WrongSampling(judge, torch.Generator().manual_seed(7))
+    assert p_value(many_texts(processors, rule, skip, wrong), exact_distribution(processors)) < 1e-6
+
+
+def test_seeded_texts_are_the_same_at_every_run() -> None:
+    def text() -> list[int]:
+        request = request_for("temperature", Sampling(torch.Generator().manual_seed(3)))
+        drafter = LayerSkipDrafter(tiny_target(), LayerSkip.blocks((1,)))
+        steps = list(speculative(tiny_target(), drafter, Fixed(max_tokens=3).controller(), request))
+        return [step.token if isinstance(step, Prefill) else step.tokens for step in steps]
+
+    assert text() == text()
+
+
+def test_draft_that_is_the_target_has_every_token_accepted() -> None:
+    request = request_for("temperature", Sampling(torch.Generator().manual_seed(5)))
+    drafter = LayerSkipDrafter(tiny_target(), LayerSkip())
+    for _ in range(20):
+        _, *rounds = speculative(tiny_target(), drafter, Fixed(max_tokens=3).controller(), request)
+        for step in rounds:
+            assert isinstance(step, Round)
+            assert step.num_accepted == step.num_drafted
