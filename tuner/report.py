@@ -38,7 +38,7 @@ def results_table(rows: Sequence[ResultRow]) -> RenderableType:
     title = "Held-out prompts: speed-up over plain decoding, with its 95 % interval"
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("setting", no_wrap=True)
-    for heading in ("speed-up", "tokens/s", "accepted", "per round", "identical"):
+    for heading in ("speed-up", "tok/s", "accepted", "per round", "identical"):
         table.add_column(heading, justify="right", no_wrap=True)
     rates = [row.measurement.plain_tokens_per_second for row in rows if row.measurement]
     for row in rows:

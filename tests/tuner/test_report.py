@@ -1,0 +1,144 @@
+"""Tables, pictures and the CSV."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+
+import pytest
+from matplotlib.image import imread
+from rich.console import Console, RenderableType
+
+from decoding.draft_length import AdaEdl
+from decoding.probe import Capabilities
+from decoding.profile import (
+    DatasetFacts,
+    DraftProfile,
+    Exactness,
+    Interval,
+    LayerSkip,
+    Measured,
+    PlainDecoding,
+    Provenance,
+    Rates,
+    SearchCost,
+    Target,
+)
+from studies.contract import TrialState
+from tests.records import candidate, measurement, record
+from tuner.report import (
+    ResultRow,
+    capabilities_panel,
+    profile_panel,
+    results_table,
+    skipped_layers_picture,
+    speedup_picture,
+    trials_csv,
+)
+
+RECORDS = [
+    record(1.1, number=0),
+    record(1.3, number=1, blocks=(1, 5), notes={"lambda": 0.05}),
+    record(None, number=2),
+    record(0.8, number=3, state=TrialState.PRUNED, reason="slower"),
+    record(1.3, number=4, blocks=(1, 5), repeat_of=1),
+    record(1.4, number=0, study="draft_length", candidate=candidate((1, 5), AdaEdl())),
+]
+
+
+def _text(renderable: RenderableType) -> str:
+    console = Console(width=80, no_color=True, record=True, file=Path("/dev/null").open("w"))  # noqa: SIM115
+    console.print(renderable)
+    console.file.close()
+    return console.export_text()
+
+
+def test_the_csv_has_a_line_for_each_trial_and_a_column_for_everything() -> None:
+    rows = list(csv.DictReader(trials_csv(RECORDS).splitlines()))
+    assert [row["state"] for row in rows] == ["COMPLETE", "COMPLETE", "FAIL", "PRUNED", "COMPLETE", "COMPLETE"]
+    assert float(rows[1]["speedup"]) == pytest.approx(1.3)
+    assert rows[1]["skip_mlp"] == "1,5"
+    assert rows[1]["note.lambda"] == "0.05"
+    assert rows[2]["reason"] == "it broke"
+    assert rows[2]["speedup"] == ""
+    assert rows[4]["repeat_of"] == "1"
+    assert rows[5]["rule.gamma"] == "0.2"
+
+
+@pytest.mark.parametrize("num_layers", [6, 80])
+@pytest.mark.parametrize(
+    "records", [RECORDS, RECORDS * 20, RECORDS[2:3], []], ids=["few", "many", "all failed", "none"]
+)
+def test_pictures_are_drawn_whatever_the_search_found(tmp_path: Path, records: list, num_layers: int) -> None:  # type: ignore[type-arg]
+    skipped_layers_picture(records, num_layers, tmp_path / "layers.png")
+    speedup_picture(records, tmp_path / "speedup.png")
+    for name in ("layers.png", "speedup.png"):
+        picture = imread(tmp_path / name)
+        assert min(picture.shape[:2]) > 300
+        assert picture.std() > 0.01
+
+
+def test_the_final_table_fits_80_columns_with_interval_and_exactness() -> None:
+    rows = [
+        ResultRow("plain decoding", "the whole model", None),
+        ResultRow("conf_layers", "skip 2,3", measurement([1.2, 1.4, 1.3])),
+    ]
+    text = _text(results_table(rows))
+    assert "1.30 [1.20, 1.40]" in text
+    assert "3/3" in text
+    assert "80%" in text
+    assert "…" not in text
+
+
+def _profile(*, plain: bool = False) -> DraftProfile:
+    facts = {"architecture": "LlamaForCausalLM", "dtype": "float32", "config_sha256": "a", "weights_sha256": "b"}
+    measured = Measured(
+        speedup=Interval(value=1.41, ci95=(1.36, 1.46)),
+        tokens_per_second=Rates(draft=148.2, plain=105.1),
+        acceptance_rate=0.86,
+        tokens_per_round=3.4,
+        exact=Exactness(prompts=32, identical=31, ties=1),
+        search=SearchCost(trials=64, seconds=412.0),
+        device="a device",
+        versions={"torch": "2.13.0"},
+        dataset=DatasetFacts(name="code", fingerprint="f", tuning_prompts=32, held_out_prompts=32, max_new_tokens=96),
+    )
+    return DraftProfile(
+        name="demo",
+        target=Target(model="m", num_layers=12, **facts),
+        draft=PlainDecoding() if plain else LayerSkip(skip_attention=(3, 4), skip_mlp=(4, 11)),
+        draft_length=AdaEdl(),
+        measured=None if plain else measured,
+        provenance=Provenance(created="2026-01-01", study="conf_layers"),
+    )
+
+
+def test_a_profile_is_one_screen_that_says_it_all() -> None:
+    text = _text(profile_panel(_profile()))
+    assert len(text.splitlines()) <= 30
+    for words in (
+        "1.41x, 95 % interval 1.36 to 1.46",
+        "148.2",
+        "31 of 32",
+        "1 numerical ties",
+        "64 trials, 412 s",
+        "ada_edl",
+    ):
+        assert words in text
+    assert "attention   0 ###..####### 11" in text
+    assert "MLP   0 ####.######. 11" in text
+
+
+def test_a_profile_of_plain_decoding_says_so() -> None:
+    text = _text(profile_panel(_profile(plain=True)))
+    assert "plain decoding" in text
+    assert "ada_edl" not in text
+
+
+def test_a_supported_and_a_refused_model_are_told_apart() -> None:
+    layers = tuple(range(4))
+    fit = Capabilities("Llama", 4, 10, "float32", "cpu", layers, layers, (0, 1, 3), prefix_reuse=True)
+    assert "can be tuned" in _text(capabilities_panel(fit))
+    assert "3 of 4 can be skipped: 0,1,3" in _text(capabilities_panel(fit))
+    text = _text(capabilities_panel(Capabilities("Mamba", refusal="it keeps a recurrent state")))
+    assert "cannot be tuned: it keeps a recurrent state" in text

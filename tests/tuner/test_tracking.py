@@ -1,0 +1,158 @@
+"""What MLflow is told, read back through its own client."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import mlflow
+import pytest
+
+from decoding.draft_length import AdaEdl
+from studies.contract import TrialState
+from tests.records import candidate, measurement, record
+from tuner.errors import TrackingError
+from tuner.tracking import DatasetInput, Tracker, ui_command
+
+DATASET = DatasetInput("prompts.jsonl", "f" * 64, "prompts.jsonl")
+Open = Callable[..., Tracker]
+
+
+@pytest.fixture
+def open_tracker(workplace: Path) -> Open:
+    def open_(run_id: str | None = None, **params: Any) -> Tracker:
+        uri = f"sqlite:///{workplace.parent / 'mlflow.db'}"
+        return Tracker.open(uri, "tiny", run_id=run_id, params=params, dataset=DATASET)
+
+    return open_
+
+
+@pytest.fixture
+def client(workplace: Path) -> Any:
+    return mlflow.MlflowClient(tracking_uri=f"sqlite:///{workplace.parent / 'mlflow.db'}")
+
+
+def _nested(client: Any, tracker: Tracker) -> list[Any]:
+    run = client.get_run(tracker.run_id)
+    return list(client.search_runs([run.info.experiment_id], f"tags.`mlflow.parentRunId` = '{tracker.run_id}'"))
+
+
+def test_a_trial_is_a_nested_run_with_a_column_for_everything(open_tracker: Open, client: Any) -> None:
+    tracker = open_tracker()
+    made = record(
+        1.25,
+        number=7,
+        candidate=candidate((2, 3, 4, 9), AdaEdl(gamma=0.3)),
+        measurement=measurement([1.2, 1.3]),
+        notes={"lambda": -0.05, "confidence": "sublayer_entropy"},
+    )
+    tracker.log_trial(made)
+    (run,) = _nested(client, tracker)
+    assert run.info.run_name == "conf_layers/7"
+    assert run.info.status == "FINISHED"
+    assert run.data.params["skip_mlp"] == "2-4,9"
+    assert run.data.params["rule.gamma"] == "0.3"
+    assert run.data.params["note.lambda"] == "-0.05"
+    assert run.data.metrics["speedup"] == pytest.approx(1.25)
+    assert run.data.metrics["exact"] == 1.0
+    assert run.data.metrics["prompts"] == 2
+    assert [artefact.path for artefact in client.list_artifacts(run.info.run_id)] == ["candidate.yaml"]
+
+
+@pytest.mark.parametrize(
+    ("state", "status"), [(TrialState.COMPLETE, "FINISHED"), (TrialState.PRUNED, "KILLED"), (TrialState.FAIL, "FAILED")]
+)
+def test_how_a_trial_ended_can_be_filtered_by(open_tracker: Open, client: Any, state: TrialState, status: str) -> None:
+    tracker = open_tracker()
+    tracker.log_trial(record(1.1, state=state, reason="why"))
+    (run,) = _nested(client, tracker)
+    assert run.info.status == status
+    assert run.data.tags["state"] == state.value
+    assert run.data.tags["reason"] == "why"
+
+
+def test_a_resumed_search_goes_on_in_its_run_and_logs_no_trial_twice(open_tracker: Open, client: Any) -> None:
+    first = open_tracker(seed=1, trials=5)
+    first.log_trial(record(number=0))
+    first.close("KILLED")
+    second = open_tracker(run_id=first.run_id, seed=1, trials=9)
+    assert second.run_id == first.run_id
+    second.log_trial(record(number=0))
+    second.log_trial(record(number=1))
+    assert len(_nested(client, second)) == 2
+    run = client.get_run(first.run_id)
+    assert run.info.status == "RUNNING"
+    assert run.data.params == {"seed": "1", "trials": "5"}  # parameters cannot change in MLflow: the first stand
+
+
+def test_a_run_that_is_gone_is_begun_anew(open_tracker: Open, client: Any) -> None:
+    first = open_tracker()
+    client.delete_run(first.run_id)
+    assert open_tracker(run_id=first.run_id).run_id != first.run_id
+    assert open_tracker(run_id="0" * 32).run_id != first.run_id
+
+
+def test_figures_tags_data_and_files_are_on_the_parent(open_tracker: Open, client: Any, workplace: Path) -> None:
+    tracker = open_tracker(model="m")
+    tracker.log_figures({"held_out_speedup": 1.4}, {"winner": "skip 2"})
+    (workplace / "profile.yaml").write_text("schema: x\n")
+    tracker.log_artifact(workplace / "profile.yaml")
+    tracker.close("FINISHED")
+    run = client.get_run(tracker.run_id)
+    assert run.info.status == "FINISHED"
+    assert run.data.metrics["held_out_speedup"] == 1.4
+    assert run.data.tags["winner"] == "skip 2"
+    assert run.inputs.dataset_inputs[0].dataset.digest == "f" * 36
+    assert [artefact.path for artefact in client.list_artifacts(tracker.run_id)] == ["profile.yaml"]
+    assert [path.name for path in workplace.iterdir()] == ["profile.yaml"]  # no mlruns where the command was given
+
+
+def test_long_values_are_cut_and_whole_in_the_artefact(open_tracker: Open, client: Any) -> None:
+    tracker = open_tracker()
+    tracker.log_trial(record(candidate=candidate(tuple(range(1, 400, 2)))))
+    (run,) = _nested(client, tracker)
+    assert run.data.params["skip_mlp"].endswith("…")
+    path = client.download_artifacts(run.info.run_id, "candidate.yaml")
+    assert "399" in Path(path).read_text()
+
+
+def test_nothing_is_printed_and_log_levels_are_put_back(
+    workplace: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = logging.getLogger("mlflow").level
+    uri = f"sqlite:///{workplace / 'new.db'}"
+    Tracker.open(uri, "tiny", run_id=None, params={}, dataset=DATASET).log_trial(record())
+    assert logging.getLogger("mlflow").level == before
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_store_that_is_none_is_one_line(workplace: Path) -> None:
+    path = workplace / "mlflow.db"
+    path.write_bytes(b"not a database " * 200)
+    with pytest.raises(TrackingError, match="not a database") as refused:
+        Tracker.open(f"sqlite:///{path}", "tiny", run_id=None, params={}, dataset=DATASET)
+    assert "\n" not in str(refused.value)
+
+
+def test_a_deleted_experiment_is_refused_by_name(open_tracker: Open, client: Any) -> None:
+    open_tracker()
+    client.delete_experiment(client.get_experiment_by_name("tiny").experiment_id)
+    with pytest.raises(TrackingError, match="'tiny' has been deleted"):
+        open_tracker()
+
+
+def test_the_command_that_opens_mlflow_names_the_store() -> None:
+    assert ui_command("sqlite:///a.db") == "mlflow ui --backend-store-uri sqlite:///a.db"
+
+
+def test_only_one_file_imports_mlflow() -> None:
+    root = Path(__file__).parents[2]
+    importing = [
+        path.relative_to(root).as_posix()
+        for package in ("decoding", "studies", "tuner")
+        for path in (root / package).rglob("*.py")
+        if "import mlflow" in path.read_text() or "from mlflow" in path.read_text()
+    ]
+    assert importing == ["tuner/tracking.py"]
