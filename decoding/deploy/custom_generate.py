@@ -123,13 +123,13 @@ def check_target(profile: DraftProfile, model: PreTrainedModel, *, strict: bool 
 
 
 def _refuse_unsupported(input_ids: Tensor, config: GenerationConfig, kwargs: dict[str, Any]) -> None:
-    if input_ids.shape[0] != 1:
-        raise UnsupportedRequestError(
-            f"the decoder writes one text at a time, got {input_ids.shape[0]} prompts in a batch"
-        )
     for name, wanted in (("num_beams", 1), ("num_return_sequences", 1)):
         if (value := getattr(config, name, None)) not in (None, wanted):
             raise UnsupportedRequestError(f"the decoder needs {name}={wanted}, got {value}")
+    if input_ids.shape[0] != 1:  # beams and several sequences widen the batch too: they are named first
+        raise UnsupportedRequestError(
+            f"the decoder writes one text at a time, got {input_ids.shape[0]} prompts in a batch"
+        )
     for name in ("output_scores", "output_logits", "output_attentions", "output_hidden_states"):
         if getattr(config, name, None):
             raise UnsupportedRequestError(f"the decoder does not collect scores or states: {name} must be off")

@@ -94,7 +94,11 @@ class DraftLengthRule(Document):
 
     def describe(self) -> str:
         """The rule and its parameters in one short phrase for tables."""
-        hidden = {"rule", "persistent", *(name for name, field in type(self).model_fields.items() if field.annotation is bool)}
+        hidden = {
+            "rule",
+            "persistent",
+            *(name for name, field in type(self).model_fields.items() if field.annotation is bool),
+        }
         values = ", ".join(f"{name} {_short(value)}" for name, value in self.model_dump(exclude=hidden).items())
         return f"{self.rule} ({values})"
 
