@@ -224,8 +224,13 @@ def _print_conclusion(console: Console, found: Any, out: Path, open_mlflow: str)
     for name, reason in found.studies.items():
         console.print(f"search   {name}: {reason}", highlight=False)
     console.print(f"cost     {found.num_trials} trials, {found.search_seconds:.0f} s of search", highlight=False)
+    interval = found.confirmed.speedup_interval()
+    shown = f"{interval.value:.2f}x, 95 % interval {interval.ci95[0]:.2f} to {interval.ci95[1]:.2f}"
     if found.profile.measured is None:
         console.print("[bold]Nothing beats plain decoding here with 95 % confidence[/bold]; the profile says so.")
+        console.print(f"nearest  {found.winner.study}: {shown}", highlight=False)
+    else:
+        console.print(f"winner   {found.winner.study}: [bold]{shown}[/bold] on held-out prompts", highlight=False)
     console.print(f"profile  {out}   (sdtune show {out})", soft_wrap=True, highlight=False)
     console.print(f"review   {open_mlflow}", soft_wrap=True, highlight=False)
 
