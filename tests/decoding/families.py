@@ -116,9 +116,13 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
 def build(family: str, **settings: Any) -> PreTrainedModel:
     """The tiny model of one of the families above; `settings` win over its own."""
     config_class, own = (SUPPORTED.get(family) or REFUSED[family])[:2]
-    settings = {**SIZES, **own, **settings}
-    torch.manual_seed(settings.pop("seed", 0))
-    config = getattr(transformers, f"{config_class}Config")(**settings)
+    return make(config_class, **{**own, **settings})
+
+
+def make(config_class: str, *, seed: int = 0, **settings: Any) -> PreTrainedModel:
+    """A tiny causal language model of transformers' `{config_class}Config`, sizes as above where `settings` do not differ."""
+    torch.manual_seed(seed)
+    config = getattr(transformers, f"{config_class}Config")(**{**SIZES, **settings})
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     liven(model)
     return model

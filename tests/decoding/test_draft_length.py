@@ -1,4 +1,4 @@
-"""When each rule stops, and AdaEDL's update by hand."""
+"""Draft-length rules: what every rule must do, the stopping tests on distributions made by hand, AdaEDL's update in numbers."""
 
 from __future__ import annotations
 
@@ -6,100 +6,244 @@ import math
 
 import pytest
 import torch
-from pydantic import ValidationError
+from pydantic import TypeAdapter, ValidationError
 
-from decoding.draft_length import RULES, AdaEdl, Decision, DraftDistribution, Fixed, TopProbability
-from decoding.draft_length.ada_edl import HIGHEST_THRESHOLD, AdaEdlController
-
-
-def _of(*probabilities: float) -> DraftDistribution:
-    return DraftDistribution(torch.tensor(probabilities).log())
-
-
-def test_entropy_is_in_nats_and_unharmed_by_removed_tokens() -> None:
-    assert _of(0.5, 0.5).entropy == pytest.approx(math.log(2))
-    assert _of(0.5, 0.5, 0.0, 0.0).entropy == pytest.approx(math.log(2))
-    assert _of(1.0, 0.0).entropy == pytest.approx(0.0)
-    assert _of(0.7, 0.2, 0.1).top_probability == pytest.approx(0.7)
-
-
-def test_a_fixed_length_never_looks_and_never_stops_early() -> None:
-    controller = Fixed(max_tokens=5).controller()
-    assert controller.limit() == 5
-    assert controller.decide(0, DraftDistribution(torch.empty(0))) is Decision.CONTINUE
+from decoding.draft_length import (
+    RULES,
+    AdaEdl,
+    AnyRule,
+    Controller,
+    Decision,
+    DraftDistribution,
+    DraftLengthRule,
+    Fixed,
+    TopProbability,
+)
+from decoding.draft_length.ada_edl import AdaEdlController
 
 
-@pytest.mark.parametrize(("top", "decision"), [(0.59, Decision.LAST), (0.61, Decision.CONTINUE)])
-def test_an_unsure_token_is_the_last(top: float, decision: Decision) -> None:
-    assert TopProbability(threshold=0.6).controller().decide(3, _of(top, 1 - top)) is decision
+def distribution(*probabilities: float) -> DraftDistribution:
+    """Any scores with these softmax probabilities; 0 is a token that a processor removed."""
+    return DraftDistribution(torch.tensor([math.log(p) if p else -math.inf for p in probabilities]) + 3.0)
 
 
-def _entropy_of_bound(bound: float, gamma: float) -> DraftDistribution:
-    """A two-token distribution whose bound 1 - sqrt(gamma * H) is about `bound`."""
-    wanted = (1 - bound) ** 2 / gamma
-    low, high = 1e-9, 0.5
-    for _ in range(60):
-        middle = (low + high) / 2
-        entropy = -middle * math.log(middle) - (1 - middle) * math.log(1 - middle)
-        low, high = (middle, high) if entropy < wanted else (low, middle)
-    return _of(low, 1 - low)
+def uniform(count: int) -> DraftDistribution:
+    return distribution(*[1 / count] * count)
 
 
-@pytest.mark.parametrize(("bound", "stops"), [(0.69, True), (0.71, False)])
-@pytest.mark.parametrize(("keep_last", "at_stop"), [(True, Decision.LAST), (False, Decision.STOP)])
-def test_adaedl_stops_when_the_bound_falls_below_the_threshold(
-    bound: float, stops: bool, keep_last: bool, at_stop: Decision
+# --- what a distribution tells -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("probabilities", "entropy", "top"),
+    [
+        ([0.25, 0.25, 0.25, 0.25], math.log(4), 0.25),
+        ([0.25, 0.75], 0.25 * math.log(4) + 0.75 * math.log(4 / 3), 0.75),  # 0.346574 + 0.215762 nats
+        ([0.5, 0.0, 0.5], math.log(2), 0.5),
+        ([0.0, 1.0, 0.0], 0.0, 1.0),
+    ],
+)
+def test_entropy_is_in_nats_and_removed_tokens_have_no_share(
+    probabilities: list[float], entropy: float, top: float
 ) -> None:
-    controller = AdaEdl(initial_threshold=0.7, keep_last=keep_last).controller()
-    expected = at_stop if stops else Decision.CONTINUE
-    assert controller.decide(2, _entropy_of_bound(bound, 0.2)) is expected
+    facts = distribution(*probabilities)
+    assert facts.entropy == pytest.approx(entropy, abs=1e-6)
+    assert facts.top_probability == pytest.approx(top, abs=1e-6)
 
 
-def test_adaedl_drafts_one_token_at_least() -> None:
-    controller = AdaEdl(initial_threshold=0.9, keep_last=False).controller()
-    assert controller.decide(0, _of(0.25, 0.25, 0.25, 0.25)) is Decision.LAST
+def test_facts_of_half_precision_scores_are_computed_in_single() -> None:
+    facts = DraftDistribution(torch.zeros(1000, dtype=torch.bfloat16))
+    assert facts.entropy == pytest.approx(math.log(1000), rel=1e-5)
 
 
-def test_adaedls_update_on_a_sequence_worked_out_by_hand() -> None:
-    # alpha 0.9, epsilon 0.01, beta1 0.5, beta2 0.9, K 8; the acceptance rate starts at alpha.
-    controller = AdaEdl(initial_threshold=0.4, max_tokens=8).controller()
-    steps = [
-        ((4, 2), 0.7, 0.401),  # 0.5 * 0.9 + 0.5 * 0.5; below alpha: 0.9 * 0.4 + 0.1 * 0.41
-        ((8, 8), 0.85, 0.402),  # 0.35 + 0.5; still below: 0.9 * 0.401 + 0.1 * 0.411
-        ((8, 8), 0.925, 0.402),  # 0.425 + 0.5; above, and all K accepted: unmoved
-        ((3, 3), 0.9625, 0.401),  # 0.4625 + 0.5; above, fewer than K accepted: 0.9 * 0.402 + 0.1 * 0.392
-        ((0, 0), 0.9625, 0.401),  # nothing drafted says nothing
-    ]
-    for (drafted, accepted), rate, threshold in steps:
-        controller.observe(drafted, accepted)
-        assert controller.acceptance_rate == pytest.approx(rate)
-        assert controller.threshold == pytest.approx(threshold)
-
-
-@pytest.mark.parametrize(("accepted", "limit"), [(0, HIGHEST_THRESHOLD), (3, 0.0)])
-def test_the_threshold_stays_in_its_range(accepted: int, limit: float) -> None:
-    controller = AdaEdl(step=0.5, threshold_decay=0.0, target_acceptance=0.5, max_tokens=8).controller()
-    for _ in range(10):
-        controller.observe(3, accepted)
-    assert controller.threshold == pytest.approx(limit)
-
-
-def test_each_controller_starts_afresh() -> None:
-    rule = AdaEdl()
-    first = rule.controller()
-    first.observe(8, 0)
-    assert isinstance(first, AdaEdlController)
-    assert first.threshold != rule.controller().threshold == rule.initial_threshold
+# --- what every rule must do ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", RULES)
-def test_rules_are_frozen_know_their_name_and_refuse_unknown_settings(name: str) -> None:
-    rule = RULES[name](rule=name)
-    assert rule.rule == name
-    assert name in rule.describe()
-    with pytest.raises(ValidationError):
-        rule.max_tokens = 3
-    with pytest.raises(ValidationError):
-        RULES[name](rule=name, made_up=1)
-    with pytest.raises(ValidationError):
-        RULES[name](rule=name, max_tokens=0)
+class TestEveryRule:
+    def test_its_defaults_are_a_valid_rule_of_that_name(self, name: str) -> None:
+        rule = RULES[name]()
+        assert rule.rule == name
+        assert TypeAdapter(AnyRule).validate_python(rule.model_dump()) == rule
+
+    def test_unknown_parameters_and_changes_are_refused(self, name: str) -> None:
+        with pytest.raises(ValidationError, match="extra_forbidden"):
+            RULES[name](tokens=3)
+        with pytest.raises(ValidationError, match="frozen"):
+            RULES[name]().max_tokens = 3
+
+    @pytest.mark.parametrize("max_tokens", [0, -1, 65])
+    def test_most_tokens_of_a_round_have_bounds(self, name: str, max_tokens: int) -> None:
+        with pytest.raises(ValidationError, match="max_tokens"):
+            RULES[name](max_tokens=max_tokens)
+
+    def test_its_controller_drafts_no_more_than_that(self, name: str) -> None:
+        controller = RULES[name](max_tokens=5).controller()
+        assert (controller.max_tokens, controller.limit()) == (5, 5)
+
+    def test_its_controllers_share_no_state(self, name: str) -> None:
+        rule = RULES[name]()
+        told, fresh = rule.controller(), rule.controller()
+        for _ in range(300):
+            told.observe(num_drafted=4, num_accepted=0)
+        assert vars(fresh) == vars(rule.controller())
+
+    def test_it_goes_on_behind_a_certain_token_whatever_came_before(self, name: str) -> None:
+        controller = RULES[name]().controller()
+        for outcome in [(4, 0), (4, 4), (1, 1), (0, 0)] * 50:
+            controller.observe(*outcome)
+            assert controller.decide(2, distribution(0.0, 1.0, 0.0)) is Decision.CONTINUE
+
+    def test_range_worth_searching_lies_within_the_allowed(self, name: str) -> None:
+        searched = 0
+        for field, schema in RULES[name].model_json_schema()["properties"].items():
+            if (search := schema.get("search")) is not None:
+                searched += 1
+                assert search["low"] < search["high"]
+                assert not search["log"] or search["low"] > 0
+                for value in (search["low"], search["high"]):
+                    RULES[name](**{field: value})
+        assert searched > 0
+
+    def test_state_is_of_one_text_unless_asked(self, name: str) -> None:
+        assert not RULES[name]().persistent
+
+
+def test_base_controller_always_goes_on() -> None:
+    assert Controller(3).decide(0, uniform(50)) is Decision.CONTINUE
+    assert type(Fixed(max_tokens=3).controller()) is Controller
+
+
+# --- top probability ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("threshold", "decision"), [(0.74, Decision.CONTINUE), (0.76, Decision.LAST), (0.0, Decision.CONTINUE)]
+)
+@pytest.mark.parametrize("num_drafted", [0, 3])
+def test_token_below_the_threshold_is_the_last(threshold: float, decision: Decision, num_drafted: int) -> None:
+    controller = TopProbability(threshold=threshold).controller()
+    assert controller.decide(num_drafted, distribution(0.75, 0.25)) is decision
+
+
+# --- AdaEDL -----------------------------------------------------------------------------------------------------------------
+
+
+def ada_edl(**settings: float | bool) -> AdaEdlController:
+    return AdaEdl(**settings).controller()
+
+
+# 1 - sqrt(0.2 * ln 4) = 1 - sqrt(0.277259) = 1 - 0.526554 = 0.473446
+BOUND_OF_FOUR = 0.473446
+
+
+@pytest.mark.parametrize("keep_last", [True, False])
+def test_drafting_goes_on_while_the_bound_is_not_below_the_threshold(keep_last: bool) -> None:
+    controller = ada_edl(initial_threshold=BOUND_OF_FOUR - 1e-4, gamma=0.2, keep_last=keep_last)
+    assert controller.decide(2, uniform(4)) is Decision.CONTINUE
+
+
+def test_token_whose_pass_triggers_the_stop_is_kept_or_dropped_as_asked() -> None:
+    threshold = BOUND_OF_FOUR + 1e-4
+    assert ada_edl(initial_threshold=threshold, keep_last=True).decide(2, uniform(4)) is Decision.LAST
+    assert ada_edl(initial_threshold=threshold, keep_last=False).decide(2, uniform(4)) is Decision.STOP
+
+
+@pytest.mark.parametrize("keep_last", [True, False])
+def test_at_least_one_token_is_drafted(keep_last: bool) -> None:
+    controller = ada_edl(initial_threshold=0.9, keep_last=keep_last)
+    assert controller.decide(0, uniform(50)) is Decision.LAST
+
+
+@pytest.mark.parametrize(
+    ("probabilities", "gamma", "bound"),
+    [
+        ([0.5, 0.5], 0.2, 0.627671),  # 1 - sqrt(0.2 * 0.693147) = 1 - sqrt(0.138629) = 1 - 0.372329
+        ([0.25, 0.75], 0.2, 0.664639),  # 1 - sqrt(0.2 * 0.562335) = 1 - sqrt(0.112467) = 1 - 0.335361
+        ([0.5, 0.5], 0.05, 0.813835),  # 1 - sqrt(0.05 * 0.693147) = 1 - sqrt(0.034657) = 1 - 0.186165
+    ],
+)
+def test_bound_is_one_minus_the_root_of_gamma_times_entropy(
+    probabilities: list[float], gamma: float, bound: float
+) -> None:
+    below, above = (ada_edl(initial_threshold=bound + sign * 1e-5, gamma=gamma) for sign in (-1, 1))
+    assert below.decide(1, distribution(*probabilities)) is Decision.CONTINUE
+    assert above.decide(1, distribution(*probabilities)) is Decision.LAST
+
+
+def test_bound_of_much_entropy_lies_below_every_threshold() -> None:
+    # 1 - sqrt(10 * ln 4) = -2.7
+    assert ada_edl(initial_threshold=0.0, gamma=10.0).decide(1, uniform(4)) is Decision.LAST
+
+
+def test_update_follows_algorithm_1() -> None:
+    controller = ada_edl(
+        max_tokens=4,
+        initial_threshold=0.4,
+        target_acceptance=0.9,
+        step=0.01,
+        acceptance_decay=0.5,
+        threshold_decay=0.9,
+    )
+    # The rate starts at the target: 0.9.
+    expected = [
+        # drafted, accepted, rate, threshold
+        # rate 0.5 * 0.9 + 0.5 * 2/4 = 0.7 < 0.9, so 0.4 + 0.01; threshold 0.9 * 0.4 + 0.1 * 0.41
+        (4, 2, 0.7, 0.401),
+        # rate 0.5 * 0.7 + 0.5 * 2/2 = 0.85 < 0.9, so 0.401 + 0.01; threshold 0.9 * 0.401 + 0.1 * 0.411
+        (2, 2, 0.85, 0.402),
+        # rate 0.5 * 0.85 + 0.5 * 4/4 = 0.925, and all K = 4 were accepted: the threshold stays
+        (4, 4, 0.925, 0.402),
+        # rate 0.5 * 0.925 + 0.5 * 3/3 = 0.9625, but 3 is not K: 0.402 - 0.01; threshold 0.9 * 0.402 + 0.1 * 0.392
+        (3, 3, 0.9625, 0.401),
+        # nothing drafted, nothing learnt
+        (0, 0, 0.9625, 0.401),
+        # rate 0.5 * 0.9625 + 0.5 * 0/3 = 0.48125 < 0.9, so 0.401 + 0.01; threshold 0.9 * 0.401 + 0.1 * 0.411
+        (3, 0, 0.48125, 0.402),
+        # rate 0.5 * 0.48125 + 0.5 * 1/1 = 0.740625 < 0.9, so 0.402 + 0.01; threshold 0.9 * 0.402 + 0.1 * 0.412
+        (1, 1, 0.740625, 0.403),
+    ]
+    for num_drafted, num_accepted, rate, threshold in expected:
+        controller.observe(num_drafted, num_accepted)
+        assert controller.acceptance_rate == pytest.approx(rate, abs=1e-12)
+        assert controller.threshold == pytest.approx(threshold, abs=1e-12)
+
+
+def test_rate_that_meets_the_target_does_not_raise_the_threshold() -> None:
+    # rate 0.5 * 0.5 + 0.5 * 2/4 = 0.5, not below 0.5; 2 is not K: down
+    controller = ada_edl(
+        max_tokens=4, initial_threshold=0.4, target_acceptance=0.5, acceptance_decay=0.5, step=0.1, threshold_decay=0.0
+    )
+    controller.observe(4, 2)
+    assert controller.threshold == pytest.approx(0.3)
+
+
+def test_threshold_stays_where_a_certain_token_passes_and_above_zero() -> None:
+    settings = {"max_tokens": 4, "initial_threshold": 0.5, "step": 1.0, "threshold_decay": 0.0}
+    rising, falling = ada_edl(**settings, target_acceptance=0.9), ada_edl(**settings, target_acceptance=0.0)
+    rising.observe(4, 0)
+    falling.observe(4, 0)
+    assert (rising.threshold, falling.threshold) == (0.98, 0.0)
+
+
+def test_threshold_decides_the_next_round() -> None:
+    controller = ada_edl(initial_threshold=0.4, step=0.5, threshold_decay=0.0)
+    assert controller.decide(1, uniform(4)) is Decision.CONTINUE
+    controller.observe(8, 0)  # 0.4 + 0.5, above the bound of 0.473
+    assert controller.decide(1, uniform(4)) is Decision.LAST
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"initial_threshold": 0.99}, {"gamma": -0.1}, {"step": 1.5}, {"target_acceptance": 1.1}, {"threshold_decay": -1}],
+)
+def test_parameters_out_of_range_are_refused(settings: dict[str, float]) -> None:
+    with pytest.raises(ValidationError, match=next(iter(settings))):
+        AdaEdl(**settings)
+
+
+def test_rules_are_told_apart_by_name() -> None:
+    adapter: TypeAdapter[DraftLengthRule] = TypeAdapter(AnyRule)
+    assert adapter.validate_python({"rule": "fixed", "max_tokens": 3}) == Fixed(max_tokens=3)
+    with pytest.raises(ValidationError, match="union_tag_invalid"):
+        adapter.validate_python({"rule": "adaedl"})

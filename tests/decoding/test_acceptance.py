@@ -1,0 +1,113 @@
+"""The acceptance functions on small tensors; that they are exact in distribution is shown in `test_sampling`."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from decoding.acceptance import Greedy, Sampling, accept_greedy, accept_sampled
+
+
+def ids(*tokens: int) -> Tensor:
+    return torch.tensor(tokens, dtype=torch.long)
+
+
+def rows(*probabilities: list[float]) -> Tensor:
+    return torch.tensor(probabilities)
+
+
+@pytest.mark.parametrize(
+    ("drafted", "choices", "expected"),
+    [
+        ([], [7], (0, 7)),
+        ([4], [4, 9], (1, 9)),
+        ([4], [5, 9], (0, 5)),
+        ([1, 2, 3], [1, 2, 3, 8], (3, 8)),
+        ([1, 2, 3], [1, 2, 6, 8], (2, 6)),
+        ([1, 2, 3], [6, 2, 3, 8], (0, 6)),
+        ([1, 2, 3], [1, 6, 3, 8], (1, 6)),  # what agrees behind the first disagreement does not count
+    ],
+)
+def test_greedy_accepts_up_to_the_first_disagreement(
+    drafted: list[int], choices: list[int], expected: tuple[int, int]
+) -> None:
+    assert accept_greedy(ids(*drafted), ids(*choices)) == expected
+
+
+def test_greedy_chooses_and_judges_by_the_highest_score() -> None:
+    scores = torch.tensor([[0.0, 3.0, 1.0], [2.0, 0.0, 1.0], [0.0, 0.0, 5.0]])
+    token, probabilities = Greedy().choose(scores[0])
+    assert (token.tolist(), probabilities) == ([1], None)
+    assert Greedy().accept(ids(1, 0), None, scores) == (2, 2)
+    assert Greedy().accept(ids(1, 2), None, scores) == (1, 0)
+
+
+def test_draft_as_likely_as_in_the_target_is_always_accepted() -> None:
+    p = rows([0.2, 0.5, 0.3], [0.6, 0.3, 0.1], [0.0, 0.0, 1.0])
+    for seed in range(200):
+        assert accept_sampled(ids(1, 2), p[:2], p, torch.Generator().manual_seed(seed)) == (2, 2)
+
+
+def test_draft_likelier_in_the_target_is_always_accepted() -> None:
+    q, p = rows([0.1, 0.9]), rows([0.2, 0.8], [1.0, 0.0])
+    for seed in range(200):
+        assert accept_sampled(ids(0), q, p, torch.Generator().manual_seed(seed)) == (1, 0)
+
+
+def test_draft_that_the_target_never_writes_is_always_rejected() -> None:
+    q, p = rows([1.0, 0.0, 0.0]), rows([0.0, 0.4, 0.6], [1.0, 0.0, 0.0])
+    outcomes = {accept_sampled(ids(0), q, p, torch.Generator().manual_seed(seed)) for seed in range(200)}
+    assert outcomes == {(0, 1), (0, 2)}
+
+
+def test_rejected_draft_is_replaced_by_what_the_target_has_more_of() -> None:
+    # max(p - q, 0) is nothing but token 2; p alone would give token 0 or 1 nine times in ten.
+    q, p = rows([0.5, 0.5, 0.0]), rows([0.45, 0.45, 0.1], [1.0, 0.0, 0.0])
+    outcomes = {accept_sampled(ids(1), q, p, torch.Generator().manual_seed(seed)) for seed in range(500)}
+    assert outcomes == {(1, 0), (0, 2)}
+
+
+def test_nothing_drafted_samples_from_the_target() -> None:
+    p = rows([0.0, 1.0, 0.0])
+    assert accept_sampled(ids(), p[:0], p) == (0, 1)
+
+
+def test_residual_that_rounding_leaves_empty_is_sampled_from_the_target(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Here q is p, and the largest draw there is; rounding alone decides whether it is below q.
+    q = rows([0.5, 0.5])
+    p = rows([0.5, 0.5], [1.0, 0.0])
+    monkeypatch.setattr(torch, "rand", lambda *size, **settings: torch.ones(*size))
+    num_accepted, token = accept_sampled(ids(0), q, p, torch.Generator().manual_seed(0))
+    assert num_accepted == 0
+    assert token in (0, 1)
+
+
+def test_equal_streams_judge_alike() -> None:
+    q, p = rows([0.5, 0.5], [0.9, 0.1]), rows([0.3, 0.7], [0.4, 0.6], [0.5, 0.5])
+    judged = [
+        [accept_sampled(ids(0, 0), q, p, generator) for _ in range(50)]
+        for generator in (torch.Generator().manual_seed(4), torch.Generator().manual_seed(4))
+    ]
+    assert judged[0] == judged[1]
+    assert len(set(judged[0])) > 2
+
+
+def test_sampling_reports_the_distribution_it_drew_from() -> None:
+    scores = torch.tensor([0.0, float("-inf"), 1.0])
+    token, probabilities = Sampling(torch.Generator().manual_seed(0)).choose(scores)
+    assert token.shape == (1,)
+    torch.testing.assert_close(probabilities, torch.softmax(scores, dim=-1))
+
+
+def test_sampling_never_draws_what_a_processor_removed() -> None:
+    sampling = Sampling(torch.Generator().manual_seed(0))
+    scores = torch.tensor([0.0, float("-inf"), 1.0])
+    assert {int(sampling.choose(scores)[0]) for _ in range(200)} == {0, 2}
+    outcomes = {sampling.accept(ids(0), rows([1.0, 0.0, 0.0]), scores.repeat(2, 1))[1] for _ in range(200)}
+    assert outcomes == {0, 2}
+
+
+def test_sampling_without_a_draft_samples_from_the_target() -> None:
+    scores = torch.tensor([[float("-inf"), 0.0]])
+    assert Sampling().accept(ids(), None, scores) == (0, 1)
