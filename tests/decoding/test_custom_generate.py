@@ -66,7 +66,7 @@ class EndsAtAMultipleOfThree(StoppingCriteria):
         {"max_new_tokens": 30, "stopping_criteria": StoppingCriteriaList([EndsAtAMultipleOfThree()])},
         {"max_new_tokens": 30, "min_new_tokens": 10, "eos_token_id": list(range(0, 64, 4))},
     ],
-    ids=str,
+    ids=lambda settings: "-".join(settings),
 )
 def test_greedy_tokens_are_those_of_generate(
     model: LlamaForCausalLM, decoder: ProfileDecoder, settings: dict[str, Any]
