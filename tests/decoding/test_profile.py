@@ -9,7 +9,9 @@ from typing import Any
 import jsonschema
 import pytest
 import yaml
+from transformers import AutoModelForCausalLM
 
+from decoding.deploy.custom_generate import check_target
 from decoding.draft_length import RULES
 from decoding.errors import ProfileError
 from decoding.profile import DraftProfile, LayerSkip, Target, compact_indices, format_indices, parse_indices
@@ -116,3 +118,11 @@ def test_a_saved_profile_is_readable_by_others(tmp_path: Path) -> None:
     _profile().save(tmp_path / "p.yaml")
     (tmp_path / "plain").touch()
     assert stat.S_IMODE((tmp_path / "p.yaml").stat().st_mode) == stat.S_IMODE((tmp_path / "plain").stat().st_mode)
+
+
+def test_the_committed_result_of_the_demo_is_for_the_model_that_ships() -> None:
+    demo = Path(__file__).parents[2] / "configs" / "demo"
+    profile = DraftProfile.load(demo / "result" / "profile.yaml")
+    check_target(profile, AutoModelForCausalLM.from_pretrained(demo / "model"))
+    assert profile.measured is not None
+    assert profile.measured.exact.identical == profile.measured.exact.prompts

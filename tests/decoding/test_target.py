@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import functools
+import gc
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import LlamaForCausalLM, PreTrainedModel
 
 from decoding.decode import Request, autoregressive, speculative
 from decoding.draft_length import Fixed
@@ -127,6 +129,23 @@ def test_last_position_alone_is_the_last_row(family: str) -> None:
     last = target.forward(ids, target.new_cache(LENGTH), 0, last_only=True)
     assert last.shape == (1, target.config.vocab_size)
     assert_close(last, full_logits(target, ids)[-1:])
+
+
+class KeepsAllLogits(LlamaForCausalLM):
+    """A family that does not know `logits_to_keep`."""
+
+    def forward(self, *args: Any, logits_to_keep: int = 0, **kwargs: Any) -> Any:
+        return super().forward(*args, **kwargs)
+
+
+def test_last_position_alone_is_the_last_row_of_a_family_that_gives_all() -> None:
+    ids = ids_of()
+    expected = full_logits(target_of("llama"), ids)[-1:]
+    model = build("llama")
+    model.__class__ = KeepsAllLogits
+    target = Target(model)
+    assert_close(target.forward(ids, target.new_cache(LENGTH), 0, last_only=True), expected)
+    assert_close(draft_logits(target, ids, [], []), expected)
 
 
 # --- views that skip ------------------------------------------------------------------------------------------------------
@@ -292,6 +311,18 @@ def test_resumed_pass_runs_the_prefix_on_unknown_positions_only() -> None:
         resume.forward(ids[:, 4:8], cache, 4, states)
         made = [after - earlier for after, earlier in zip(cache.updates_per_layer, before, strict=True)]
         assert made == [prefix_updates] * 2 + [1] * 3
+
+
+def test_states_are_let_go_after_the_pass() -> None:
+    target, ids = target_of("llama"), ids_of()
+    draft, resume = target.draft_view([2], [2], keep_boundary=True), target.resume_view(2)
+    draft.forward(ids, target.new_cache(LENGTH), 0)
+    (states,) = draft.take_states()
+    resume.forward(ids, target.new_cache(LENGTH), 0, states)
+    held = weakref.ref(states)
+    del states
+    gc.collect()
+    assert held() is None
 
 
 @pytest.mark.parametrize("boundary", [0, NUM_LAYERS])
