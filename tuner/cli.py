@@ -1,4 +1,4 @@
-"""The command line: the only file that imports click. Every command is a thin shell over the package.
+"""The command `sdtune`: the only file of the tuner that imports click. Every command is a thin shell over the package.
 
 What the user can put right (`SdtuneError`) becomes one line on stderr and exit status 2; Ctrl-C ends with status 130.
 Heavy libraries are imported by the command that needs them, so `--help` answers at once.
