@@ -21,6 +21,7 @@ from torch import Tensor
 
 from decoding.documents import Document
 from decoding.draft_length import AnyRule, TopProbability
+from decoding.errors import UnsupportedModelError
 from decoding.profile import LayerSkip, compact_indices
 from decoding.target import Target
 from studies.contract import Candidate, Problem, Study, TrialRecord
@@ -197,7 +198,13 @@ def sublayer_entropy(target: Target, token_ids: Tensor) -> np.ndarray:
     conf(x) = 1 - mean_t H(softmax over the hidden dimension of x_t) / ln d, for the attention and the MLP output before the
     residual add, in float32; their sum. `token_ids` [1, W].
     """
-    return np.array([_certainty(a) + _certainty(m) for a, m in target.sublayer_outputs(token_ids)])
+    try:
+        outputs = target.sublayer_outputs(token_ids)
+    except UnsupportedModelError as cause:
+        raise UnsupportedModelError(
+            f"{cause}: search this model with `studies: {{conf_layers: {{confidences: [logit_lens_entropy]}}}}`"
+        ) from None
+    return np.array([_certainty(a) + _certainty(m) for a, m in outputs])
 
 
 @torch.inference_mode()

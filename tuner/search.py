@@ -110,6 +110,9 @@ def prepare(config: SearchConfig, progress: Progress) -> Task:
     capabilities = probe(loaded.model)
     if capabilities.refusal:
         raise UnsupportedModelError(capabilities.refusal)
+    if config.prefix_reuse and not capabilities.prefix_reuse:
+        progress.say("this model cannot be verified from the middle: prefix reuse is off")
+        config = config.model_copy(update={"prefix_reuse": False})
     target = Target(loaded.model)
     prompts = load_prompts(
         config.dataset,

@@ -9,6 +9,7 @@ import torch
 
 from decoding.cache import KVCache
 from decoding.probe import probe
+from decoding.target import ResumeView
 from tests.decoding.families import NUM_LAYERS, REFUSED, SUPPORTED, build
 from tests.tiny import tiny_llama
 
@@ -84,3 +85,13 @@ def test_state_kept_outside_the_cache_is_found_out() -> None:
     found = probe(model)
     assert found.refusal is not None
     assert "state outside the cache" in found.refusal
+
+
+def test_a_pass_that_cannot_be_resumed_costs_the_reuse_not_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(self: ResumeView, *args: Any) -> torch.Tensor:
+        raise RuntimeError("shapes do not fit")
+
+    monkeypatch.setattr(ResumeView, "forward", fails)
+    found = probe(tiny_llama())
+    assert found.refusal is None
+    assert not found.prefix_reuse

@@ -9,8 +9,11 @@ import numpy as np
 import optuna
 import pytest
 import torch
+from transformers import OPTConfig, OPTForCausalLM
 
+from decoding.errors import UnsupportedModelError
 from decoding.profile import LayerSkip
+from decoding.target import Target
 from studies.conf_layers import (
     ConfLayers,
     ConfLayersSettings,
@@ -175,3 +178,13 @@ def test_a_resumed_search_proposes_what_the_uninterrupted_one_would() -> None:
     for record in records:
         resumed.observe(TrialRecord.model_validate_json(record.model_dump_json()))
     assert _record(resumed, 5, 1.0).candidate == _record(whole, 5, 1.0).candidate
+
+
+def test_a_model_without_separate_mlps_is_told_which_confidence_to_use() -> None:
+    config = OPTConfig(
+        vocab_size=64, hidden_size=16, ffn_dim=32, num_hidden_layers=3, num_attention_heads=2, word_embed_proj_dim=16
+    )
+    target = Target(OPTForCausalLM(config))
+    with pytest.raises(UnsupportedModelError, match="logit_lens_entropy"):
+        sublayer_entropy(target, torch.arange(4)[None])
+    assert logit_lens_entropy(target, torch.arange(4)[None]).shape == (3,)
