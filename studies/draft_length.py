@@ -95,7 +95,10 @@ class DraftLength(Study):
     def finished(self) -> str | None:
         """No draft to search for, the trial limit, or `patience` trials without a better speed-up."""
         if not self._drafts:
-            return "there is no draft to search a length for: no skip set was measured before"
+            return (
+                "there is no draft to search a length for: run conf_layers before it, or set `draft:` under "
+                "`studies: draft_length`"
+            )
         if self._num_trials >= self._settings.max_trials:
             return f"{self._num_trials} trials done"
         idle = self._num_trials - self._last_improvement

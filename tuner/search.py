@@ -155,7 +155,7 @@ def search(task: Task, progress: Progress) -> SearchResult:
     try:
         tuning = _bench(task, task.prompts.tuning, "decoding the tuning prompts plainly", progress)
         ended = _run_studies(task, store, tracker, tuning, records, progress)
-        finalists = _race(task, tuning, records, progress)
+        finalists = _race(task, tuning, records, ended, progress)
         held_out = _bench(task, task.prompts.held_out, "decoding the held-out prompts plainly", progress)
         confirmed = _confirm(finalists, held_out, progress)
         result = _conclude(task, records, finalists, confirmed, held_out, ended, tracker.run_id)
@@ -278,7 +278,13 @@ def _expected_trials(task: Task, name: str) -> int | None:
     return min((limit for limit in limits if limit is not None), default=None)
 
 
-def _race(task: Task, bench: Bench, records: Mapping[str, Sequence[TrialRecord]], progress: Progress) -> list[Finalist]:
+def _race(
+    task: Task,
+    bench: Bench,
+    records: Mapping[str, Sequence[TrialRecord]],
+    ended: Mapping[str, str],
+    progress: Progress,
+) -> list[Finalist]:
     """The best trials of all studies together, and the best of each, on the tuning prompts no trial has seen."""
     everything = [record for done in records.values() for record in done]
     best_of_each = [record for done in records.values() for record in best_trials(done, 1)]
@@ -286,11 +292,9 @@ def _race(task: Task, bench: Bench, records: Mapping[str, Sequence[TrialRecord]]
         {r.candidate.key: r for r in [*best_trials(everything, task.config.finalists), *best_of_each]}.values()
     )
     if not finalists:
-        reasons = [record.reason for record in everything if record.reason]
-        raise SearchError(
-            f"no candidate could be measured in {len(everything)} trials"
-            + (f"; the last said: {reasons[-1]}" if reasons else "")
-        )
+        failures = [f"the last trial said: {record.reason}" for record in everything if record.reason][-1:]
+        why = "; ".join(failures or [f"{name}: {reason}" for name, reason in ended.items()])
+        raise SearchError(f"no candidate could be measured in {len(everything)} trials; {why}")
     unseen = range(min(task.config.prompts_per_trial, len(bench.prompts)), len(bench.prompts))
     places = unseen if len(unseen) >= 2 else range(len(bench.prompts))
     progress.stage("race of the finalists", len(places) * len(finalists))

@@ -283,3 +283,10 @@ def test_generate_streams_and_compares(run_search: SearchCommand, workplace: Pat
     assert len(result.stdout.split()) == 10
     assert "tokens   identical (10)" in result.stderr
     assert result.stderr.count("tokens/s") == 2
+
+
+def test_a_search_for_a_length_without_a_draft_says_what_to_do(run_search: SearchCommand) -> None:
+    result = run_search(study="draft_length")
+    assert result.exit_code == 2
+    assert "no candidate could be measured in 0 trials; draft_length: there is no draft" in result.stderr
+    assert "run conf_layers before it" in result.stderr
