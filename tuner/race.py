@@ -42,22 +42,32 @@ def race(
     places: Sequence[int],
     on_lap: Callable[[int], None] = lambda done: None,
 ) -> list[Finalist]:
-    """Race the candidates of `trials` over `places`, in laps, all on the same prompts; fastest first, dropouts at the end.
+    """Race the candidates of `trials` over `places`, in laps, all on the same prompts; fastest first, dropouts behind them.
+
+    A finalist whose text is not that of plain decoding is disqualified and comes last.
 
     `on_lap` is told how many (candidate, prompt) pairs a lap has measured.
     """
     running = {trial.candidate.key: Finalist(trial, Measurement(samples=())) for trial in trials}
     out: list[Finalist] = []
     for start in range(0, len(places), LAP):
+        if not running:
+            break
         lap = places[start : start + LAP]
         for key, finalist in running.items():
             measured = bench.measure(finalist.trial.candidate, lap)
             running[key] = Finalist(finalist.trial, pooled([finalist.measurement, measured]))
             on_lap(len(lap))
-        dropped = _clearly_behind(list(running.values()))
+        dropped = _disqualified(running.values()) or _clearly_behind(list(running.values()))
         out = [*dropped, *out]
         running = {key: finalist for key, finalist in running.items() if finalist not in dropped}
-    return [*_fastest_first(running.values()), *_fastest_first(out)]
+    exact = [finalist for finalist in out if finalist.measurement.is_lossless]
+    return [*_fastest_first(running.values()), *_fastest_first(exact), *_fastest_first(_disqualified(out))]
+
+
+def _disqualified(finalists: Iterable[Finalist]) -> list[Finalist]:
+    """Those that wrote another text than plain decoding: out, whatever their speed."""
+    return [finalist for finalist in finalists if not finalist.measurement.is_lossless]
 
 
 def _clearly_behind(finalists: list[Finalist]) -> list[Finalist]:

@@ -332,7 +332,7 @@ def _conclude(
     winner = finalists[0].trial
     measurement = confirmed[winner.candidate.key]
     interval = measurement.speedup_interval()
-    wins = interval.ci95[0] > 1.0 and measurement.is_lossless
+    wins = interval.ci95[0] > 1.0 and measurement.is_lossless and finalists[0].measurement.is_lossless
     everything = [record for done in records.values() for record in done]
     seconds = sum(record.seconds for record in everything)
     measured = _measured(task, measurement, interval, held_out, len(everything), seconds) if wins else None

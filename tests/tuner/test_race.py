@@ -57,3 +57,28 @@ def test_the_race_reports_its_laps() -> None:
 def test_a_single_finalist_wins() -> None:
     (only,) = race([record()], TrackBench(lambda block: 1.2), range(4))  # type: ignore[arg-type]
     assert len(only.measurement.samples) == 4
+
+
+def test_a_finalist_that_changes_the_text_is_out_whatever_its_speed() -> None:
+    class Unfaithful(TrackBench):
+        def measure(self, wanted: Candidate, places: Sequence[int], **options: Any) -> Measurement:
+            measured = super().measure(wanted, places, **options)
+            if wanted.draft.skip_attention != (1,) or 5 not in places:
+                return measured
+            return Measurement(samples=tuple(s.model_copy(update={"identical": False}) for s in measured.samples))
+
+    bench = Unfaithful(lambda block: {1: 9.0, 2: 1.2, 3: 0.5}[block])
+    trials = [record(blocks=(block,), number=block) for block in (1, 2, 3)]
+    ranking = race(trials, bench, range(24))  # type: ignore[arg-type]
+    assert [finalist.trial.number for finalist in ranking] == [2, 3, 1]
+    assert len(ranking[-1].measurement.samples) == 8
+
+
+def test_a_race_without_an_exact_finalist_ends_with_those_that_fell() -> None:
+    class Unfaithful(TrackBench):
+        def measure(self, wanted: Candidate, places: Sequence[int], **options: Any) -> Measurement:
+            measured = super().measure(wanted, places, **options)
+            return Measurement(samples=tuple(s.model_copy(update={"identical": False}) for s in measured.samples))
+
+    ranking = race([record(blocks=(1,)), record(blocks=(2,))], Unfaithful(lambda block: 2.0), range(12))  # type: ignore[arg-type]
+    assert [len(finalist.measurement.samples) for finalist in ranking] == [4, 4]
