@@ -29,7 +29,8 @@ class _StrictLoader(yaml.SafeLoader):
     """PyYAML keeps the last of two equal keys without a word; a document that contradicts itself is refused instead."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        keys = [self.construct_object(key, deep=deep) for key, _ in node.value]
+        own = [key for key, _ in node.value if key.tag != "tag:yaml.org,2002:merge"]
+        keys = [self.construct_object(key, deep=deep) for key in own]
         repeated = next((key for index, key in enumerate(keys) if key in keys[:index]), None)
         if repeated is not None:
             raise yaml.constructor.ConstructorError(None, None, f"key {repeated!r} stands twice", node.start_mark)
@@ -44,7 +45,8 @@ def read_mapping(path: Path, *, what: str, error: type[SdtuneError]) -> dict[str
         raise error(f"no such {what}: {path}") from None
     except (OSError, UnicodeDecodeError) as cause:
         raise error(f"cannot read the {what} {path}: {cause}") from None
-    except yaml.YAMLError as cause:
+    except (yaml.YAMLError, ValueError, LookupError, AttributeError, RecursionError) as cause:
+        # PyYAML lets its own slips through, such as the ValueError of the date 2026-13-01.
         raise error(f"the {what} {path} is not valid YAML: {_one_line(cause)}") from None
     if not isinstance(data, dict):
         raise error(f"the {what} {path} must be a mapping of keys to values, got {type(data).__name__}")
@@ -81,6 +83,8 @@ def _describe(failure: ValidationError, model: type[BaseModel], data: Any) -> st
         return f"unknown key {where!r}; {suggest(str(first['loc'][-1]), _known_keys(model, first['loc'][:-1]))}"
     if first["type"] == "missing":
         return f"key {where!r} is missing"
+    if first["type"] == "union_tag_not_found":
+        return f"key '{where}.{first['ctx']['discriminator'].strip(chr(39))}' is missing"
     if first["type"] == "union_tag_invalid":
         context = {key: str(value).replace("'", "") for key, value in first["ctx"].items()}
         known = context["expected_tags"].split(", ")

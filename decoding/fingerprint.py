@@ -32,12 +32,20 @@ class Fingerprint:
 
 def fingerprint(model: PreTrainedModel) -> Fingerprint:
     """Hash the configuration, and the names, shapes and `SAMPLES_PER_TENSOR` evenly spaced values of each weight."""
-    config = {key: value for key, value in model.config.to_diff_dict().items() if key not in VOLATILE_KEYS}
     weights = hashlib.sha256()
     for name, tensor in sorted(model.state_dict().items()):
         weights.update(f"{name} {tuple(tensor.shape)}\n".encode())
         weights.update(_sample(tensor))
-    return Fingerprint(config_sha256=_hash_json(config), weights_sha256=weights.hexdigest())
+    return Fingerprint(
+        config_sha256=_hash_json(_lasting(model.config.to_diff_dict())), weights_sha256=weights.hexdigest()
+    )
+
+
+def _lasting(config: Any) -> Any:
+    """The configuration without its volatile keys, those of the configurations inside it (text, vision) included."""
+    if not isinstance(config, dict):
+        return config
+    return {key: _lasting(value) for key, value in config.items() if key not in VOLATILE_KEYS}
 
 
 def tokenizer_sha256(tokenizer: Any) -> str:

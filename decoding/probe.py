@@ -103,13 +103,18 @@ def _some_tokens(target: Target) -> Tensor:
 def _check_cache(target: Target, ids: Tensor) -> None:
     """Raise unless the cache gives what one whole pass gives, also after tokens were forgotten again."""
     whole = target.forward(ids, target.new_cache(CONTEXT_TOKENS), 0)
+    if whole.ndim != 2 or whole.shape[0] != CONTEXT_TOKENS or whole.shape[1] < target.config.vocab_size:
+        raise UnsupportedModelError(
+            f"{type(target.model).__name__} gives no logits of the next token for each position: it is no causal language model"
+        )
     half = CONTEXT_TOKENS // 2
     cache = target.new_cache(2 * CONTEXT_TOKENS)
     target.forward(ids[:, :half], cache, 0)
     in_parts = target.forward(ids[:, half:], cache, half)
     if not _agree(in_parts, whole[half:]):
         raise UnsupportedModelError(
-            f"{type(target.model).__name__} gives other logits from a cache than from one pass: it keeps state outside the cache"
+            f"{type(target.model).__name__} gives other logits from a cache than from one pass: it keeps state outside the cache, "
+            "or a token sees those behind it"
         )
     _forget_and_repeat(target, ids, whole, cache, half)
 

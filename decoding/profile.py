@@ -5,8 +5,7 @@ Strict YAML in and out, versioned, with a JSON Schema (`DraftProfile.json_schema
 
 from __future__ import annotations
 
-import contextlib
-import os
+import re
 import tempfile
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -19,6 +18,9 @@ from decoding.errors import ProfileError
 
 SCHEMA = "sdtune/v1"
 
+# Far more layers than any model has: a slip such as 12-1500000000 is refused before it is spelt out.
+MOST_LAYERS = 10_000
+
 
 def parse_indices(value: Any) -> Any:
     """Layer indices from `[7, 9, "12-15"]`, or the same as text `"7,9,12-15"`, ascending and without repetition."""
@@ -28,17 +30,18 @@ def parse_indices(value: Any) -> Any:
     return tuple(sorted({index for part in parts for index in _expand(part)}))
 
 
-def _expand(part: Any) -> range | list[int]:
-    if isinstance(part, int) and not isinstance(part, bool):
-        if part < 0:
-            raise ValueError(f"a layer index counts from 0, got {part}")
-        return [part]
-    first, _, last = str(part).strip().partition("-")
-    if not first.isdigit() or (last and not last.isdigit()):
+def _expand(part: Any) -> range:
+    if isinstance(part, int) and not isinstance(part, bool) and part < 0:
+        raise ValueError(f"a layer index counts from 0, got {part}")
+    written = re.fullmatch(r"([0-9]+)(?:-([0-9]+))?", str(part).strip())
+    if written is None:
         raise ValueError(f"must hold layer indices such as 7 or 12-15, got {part!r}")
-    if last and int(last) < int(first):
+    first, last = int(written[1]), int(written[2] or written[1])
+    if last < first:
         raise ValueError(f"the range {part!r} runs backwards")
-    return range(int(first), int(last or first) + 1)
+    if last >= MOST_LAYERS:
+        raise ValueError(f"a layer index is below {MOST_LAYERS}, got {part!r}")
+    return range(first, last + 1)
 
 
 def format_indices(indices: tuple[int, ...]) -> list[int | str]:
@@ -219,25 +222,18 @@ class DraftProfile(Document):
         """Write the profile whole or not at all (beside the target, then renamed); `ProfileError` if the place is unwritable."""
         path = Path(path)
         try:
-            with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False, encoding="utf-8") as beside:
-                beside.write(dump(self))
-            try:
-                Path(beside.name).chmod(0o666 & ~_umask())
-                Path(beside.name).replace(path)
-            except OSError:
-                with contextlib.suppress(FileNotFoundError):
-                    Path(beside.name).unlink()
-                raise
+            with tempfile.TemporaryDirectory(dir=path.parent) as beside:
+                whole = Path(beside) / "profile.yaml"
+                whole.write_text(dump(self), encoding="utf-8")
+                whole.replace(path)
         except OSError as cause:
             raise ProfileError(f"cannot write the profile {path}: {cause.strerror or cause}") from None
 
     @classmethod
     def json_schema(cls) -> dict[str, Any]:
         """The JSON Schema of a profile."""
-        return cls.model_json_schema(by_alias=True)
-
-
-def _umask() -> int:
-    current = os.umask(0)
-    os.umask(current)
-    return current
+        schema = cls.model_json_schema(by_alias=True)
+        return {
+            **schema,
+            "required": ["schema", *schema["required"]],
+        }  # its default is for writing: `load` wants it there

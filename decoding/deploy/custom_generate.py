@@ -19,6 +19,8 @@ from transformers.generation import (
     GenerateDecoderOnlyOutput,
     GenerationConfig,
     MaxLengthCriteria,
+    SynthIDTextWatermarkLogitsProcessor,
+    UnbatchedClassifierFreeGuidanceLogitsProcessor,
 )
 
 from decoding.acceptance import Greedy, Sampling
@@ -35,6 +37,9 @@ OnTokens = Callable[[tuple[int, ...]], None]
 
 # What `generate` prepares for its own loops and ours makes for itself.
 PREPARED_KWARGS = frozenset({"past_key_values", "position_ids", "logits_to_keep", "use_cache", "token_type_ids"})
+
+# They count their calls or keep a cache of their own, and would take drafts for text.
+STATEFUL_PROCESSORS = (SynthIDTextWatermarkLogitsProcessor, UnbatchedClassifierFreeGuidanceLogitsProcessor)
 
 
 def load_decoder(profile: str | Path | DraftProfile, *, strict: bool = True) -> ProfileDecoder:
@@ -69,16 +74,19 @@ class ProfileDecoder:
     ) -> Tensor | GenerateDecoderOnlyOutput:
         """Called by `generate`. Returns token ids [1, prompt + generated], or the output object if it was asked for.
 
-        Raises `UnsupportedRequestError` for several prompts at once, beams, a filled cache or inputs other than token ids.
+        Raises `UnsupportedRequestError` for several prompts at once, beams, a filled cache, inputs other than token ids, or a
+        logits processor that remembers its calls.
         """
         config = generation_config or model.generation_config
         _refuse_unsupported(input_ids, config, kwargs)
+        _refuse_stateful(logits_processor)
         prompt = _without_padding(input_ids, kwargs.get("attention_mask"))
+        seen = _as_padded(input_ids, len(prompt))
         request = Request(
             prompt=prompt,
-            ending=_ending(input_ids.shape[1], config, stopping_criteria),
+            ending=_ending(input_ids.shape[1], config, stopping_criteria, seen),
             acceptance=Sampling() if config.do_sample else Greedy(),
-            shaping=Shaping(tuple(logits_processor)),
+            shaping=Shaping(tuple(seen(process) for process in logits_processor)),
         )
         steps: list[Prefill | Round] = []
         for step in self.decoder_for(model).steps(request):
@@ -147,12 +155,42 @@ def _refuse_unsupported(input_ids: Tensor, config: GenerationConfig, kwargs: dic
         )
 
 
+def _refuse_stateful(processors: Sequence[Callable[..., Tensor]]) -> None:
+    for processor in processors:
+        if isinstance(processor, STATEFUL_PROCESSORS):
+            raise UnsupportedRequestError(
+                f"the decoder also asks logits processors about drafts that may be rejected: {type(processor).__name__} "
+                "remembers its calls and cannot be used"
+            )
+
+
 def _without_padding(input_ids: Tensor, attention_mask: Tensor | None) -> list[int]:
-    ids = input_ids[0] if attention_mask is None else input_ids[0][attention_mask[0].bool()]
-    return ids.tolist()
+    if attention_mask is None:
+        return input_ids[0].tolist()
+    if not attention_mask[0, -1]:
+        raise UnsupportedRequestError(
+            "the decoder continues the last token of the prompt, but attention_mask hides it: pad on the left"
+        )
+    return input_ids[0][attention_mask[0].bool()].tolist()
 
 
-def _ending(input_length: int, config: GenerationConfig, criteria: Sequence[Any]) -> Ending:
+def _as_padded(input_ids: Tensor, num_prompt: int) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Shows a processor or criterion the text as `generate` does: padding included, of which some count the places."""
+
+    def seen(ask: Callable[..., Any]) -> Callable[..., Any]:
+        if num_prompt == input_ids.shape[1]:
+            return ask
+        return lambda ids, *rest: ask(torch.cat([input_ids.to(ids.device), ids[:, num_prompt:]], dim=1), *rest)
+
+    return seen
+
+
+def _ending(
+    input_length: int,
+    config: GenerationConfig,
+    criteria: Sequence[Any],
+    seen: Callable[[Callable[..., Any]], Callable[..., Any]],
+) -> Ending:
     """The stock length and end-of-text criteria as numbers (they would be asked for every single token), the others as they are."""
     lengths = [config.max_length] if config.max_length is not None else []
     eos: set[int] = set()
@@ -163,7 +201,7 @@ def _ending(input_length: int, config: GenerationConfig, criteria: Sequence[Any]
         elif type(criterion) is EosTokenCriteria:
             eos.update(criterion.eos_token_id.flatten().tolist())
         else:
-            others.append(criterion)
+            others.append(seen(criterion))
     if not lengths:
         raise UnsupportedRequestError("how long may the text become? pass max_new_tokens or max_length")
     return Ending(min(lengths) - input_length, frozenset(eos), tuple(others))
