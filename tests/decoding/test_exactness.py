@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from decoding.exactness import compare
@@ -39,12 +40,51 @@ def test_a_clear_difference_in_low_precision_is_no_tie() -> None:
     assert not compare(target, PROMPT, (best,), (worst,)).is_lossless
 
 
+def test_texts_that_part_from_a_clear_difference_are_not_excused_by_a_later_tie() -> None:
+    target = _target(torch.bfloat16, twins=(11, 12))
+    logits = target.forward(torch.tensor([PROMPT]), target.new_cache(6), 0, last_only=True)[0]
+    best, worst = int(logits.argmax()), int(logits.argmin())
+    found = compare(target, PROMPT, (best, 11), (worst, 12))
+    assert (found.first_difference, found.tie) == (0, False)
+
+
+def test_a_clear_difference_behind_common_tokens_is_no_tie() -> None:
+    target = _target(torch.bfloat16)
+    common: list[int] = []
+    for _ in range(2):
+        ids = torch.tensor([[*PROMPT, *common]])
+        common.append(int(target.forward(ids, target.new_cache(ids.shape[1]), 0, last_only=True)[0].argmax()))
+    ids = torch.tensor([[*PROMPT, *common]])
+    logits = target.forward(ids, target.new_cache(ids.shape[1]), 0, last_only=True)[0]
+    best, worst = int(logits.argmax()), int(logits.argmin())
+    found = compare(target, PROMPT, (*common, best), (*common, worst))
+    assert (found.first_difference, found.tie) == (2, False)
+
+
+@pytest.mark.parametrize("prompt", [(5,), (5, 17), PROMPT])
+def test_a_tie_is_recognised_behind_a_prompt_of_any_length(prompt: tuple[int, ...]) -> None:
+    found = compare(_target(torch.bfloat16, twins=(11, 12)), prompt, (7, 11), (7, 12))
+    assert (found.first_difference, found.tie) == (1, True)
+
+
+def test_comparing_neither_needs_nor_leaves_gradients() -> None:
+    target = _target(torch.bfloat16, twins=(11, 12))
+    compare(target, PROMPT, (11,), (12,))
+    assert all(parameter.grad is None for parameter in target.model.parameters())
+    assert torch.is_grad_enabled()
+
+
 def test_in_float32_no_difference_is_excused() -> None:
     assert not compare(_target(torch.float32, twins=(11, 12)), PROMPT, (11,), (12,)).is_lossless
 
 
 def test_a_text_that_ends_sooner_is_another_text() -> None:
     for dtype in (torch.float32, torch.bfloat16):
-        found = compare(_target(dtype), PROMPT, (1, 2, 3), (1, 2))
-        assert found.first_difference == 2
-        assert not found.is_lossless
+        for plain, other in (((1, 2, 3), (1, 2)), ((1, 2), (1, 2, 3)), ((1, 2), ())):
+            found = compare(_target(dtype), PROMPT, plain, other)
+            assert found.first_difference == min(len(plain), len(other))
+            assert not found.is_lossless
+
+
+def test_two_empty_texts_are_identical() -> None:
+    assert compare(_target(torch.float32), PROMPT, (), ()).identical

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Gemma3Config, Gemma3ForConditionalGeneration
 
 from decoding.fingerprint import fingerprint, tokenizer_sha256
 from tests.tiny import tiny_llama, tiny_tokenizer
@@ -18,6 +20,62 @@ def test_precision_and_folder_do_not_matter(tmp_path: Path) -> None:
     ]
     loads[0].config.name_or_path = "elsewhere"
     assert fingerprint(loads[0]) == fingerprint(loads[1])
+
+
+def test_precision_does_not_matter_where_a_configuration_holds_others(tmp_path: Path) -> None:
+    sizes: dict[str, Any] = {"num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    text = {"vocab_size": 32, "hidden_size": 16, "num_key_value_heads": 1, "head_dim": 8, **sizes}
+    vision = {"hidden_size": 16, "image_size": 28, "patch_size": 14, **sizes}
+    image_tokens = {"image_token_index": 5, "boi_token_index": 6, "eoi_token_index": 7, "mm_tokens_per_image": 4}
+    config = Gemma3Config(text_config=text, vision_config=vision, **image_tokens)
+    Gemma3ForConditionalGeneration(config).to(torch.bfloat16).save_pretrained(tmp_path)
+    loads = [
+        Gemma3ForConditionalGeneration.from_pretrained(tmp_path, dtype=dtype)
+        for dtype in (torch.float32, torch.bfloat16)
+    ]
+    assert fingerprint(loads[0]) == fingerprint(loads[1])
+    loads[1].config.text_config.rms_norm_eps = 0.5
+    assert fingerprint(loads[0]).config_sha256 != fingerprint(loads[1]).config_sha256
+
+
+def test_how_attention_is_computed_does_not_matter(tmp_path: Path) -> None:
+    tiny_llama().save_pretrained(tmp_path)
+    loads = [
+        AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation=kind, dtype=torch.float32)
+        for kind in ("eager", "sdpa")
+    ]
+    assert fingerprint(loads[0]) == fingerprint(loads[1]) == fingerprint(tiny_llama())
+
+
+def test_generating_and_hashing_change_nothing() -> None:
+    model = tiny_llama()
+    before = fingerprint(model)
+    model.generate(torch.tensor([[1, 2]]), max_new_tokens=2, do_sample=False)
+    assert fingerprint(model) == before
+
+
+def test_the_ends_of_a_weight_are_sampled() -> None:
+    for place in (0, -1):
+        model = tiny_llama()
+        with torch.no_grad():
+            model.model.layers[2].self_attn.q_proj.weight.view(-1)[place] += 1.0
+        assert fingerprint(model).weights_sha256 != fingerprint(tiny_llama()).weights_sha256
+
+
+def test_the_same_values_in_another_shape_are_other_weights() -> None:
+    model, turned = tiny_llama(), tiny_llama()
+    head = turned.lm_head.weight
+    turned.lm_head.weight = torch.nn.Parameter(head.detach().reshape(head.shape[1], head.shape[0]))
+    assert fingerprint(model).weights_sha256 != fingerprint(turned).weights_sha256
+
+
+def test_the_same_weights_under_other_names_are_other_weights() -> None:
+    model, renamed = tiny_llama(), tiny_llama()
+    renamed.model.layers[0].mlp.up_proj, renamed.model.layers[0].mlp.gate_proj = (
+        renamed.model.layers[0].mlp.gate_proj,
+        renamed.model.layers[0].mlp.up_proj,
+    )
+    assert fingerprint(model).weights_sha256 != fingerprint(renamed).weights_sha256
 
 
 def test_other_weights_and_shapes_are_seen() -> None:
@@ -37,6 +95,26 @@ def test_a_configuration_that_computes_something_else_is_seen() -> None:
     model.config.rope_parameters = {**model.config.rope_parameters, "rope_theta": 5e5}
     assert fingerprint(model).config_sha256 != before.config_sha256
     assert fingerprint(model).weights_sha256 == before.weights_sha256
+
+
+@pytest.mark.parametrize("setting", ["rms_norm_eps", "hidden_act", "num_attention_heads"])
+def test_every_setting_that_computes_something_else_is_seen(setting: str) -> None:
+    model = tiny_llama()
+    setattr(model.config, setting, {"rms_norm_eps": 0.5, "hidden_act": "relu", "num_attention_heads": 2}[setting])
+    assert fingerprint(model).config_sha256 != fingerprint(tiny_llama()).config_sha256
+
+
+@pytest.mark.parametrize("setting", ["name_or_path", "use_cache", "dtype", "transformers_version", "architectures"])
+def test_settings_of_loading_do_not_matter(setting: str) -> None:
+    model = tiny_llama()
+    setattr(model.config, setting, {"use_cache": False, "architectures": ["X"]}.get(setting, "float16"))
+    assert fingerprint(model) == fingerprint(tiny_llama())
+
+
+def test_another_end_of_text_token_is_another_tokenizer() -> None:
+    ended = tiny_tokenizer()
+    ended.eos_token = "w5"
+    assert tokenizer_sha256(ended) != tokenizer_sha256(tiny_tokenizer())
 
 
 def test_a_tokenizer_is_its_vocabulary() -> None:

@@ -6,12 +6,29 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
+from transformers import BertConfig, BertForMaskedLM, LlamaForSequenceClassification, LlamaModel
 
 from decoding.cache import KVCache
 from decoding.probe import probe
 from decoding.target import ResumeView
-from tests.decoding.families import NUM_LAYERS, REFUSED, SUPPORTED, build
+from tests.decoding.families import NUM_LAYERS, REFUSED, SUPPORTED, build, liven
 from tests.tiny import tiny_llama
+
+
+class Remembering(nn.Module):
+    """Adds something of the last call to this one, kept in a buffer."""
+
+    def __init__(self, mlp: nn.Module) -> None:
+        super().__init__()
+        self.mlp = mlp
+        self.register_buffer("last", torch.zeros(()), persistent=False)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        output: Tensor = self.mlp(hidden) + self.last
+        self.last = output.mean()
+        return output
+
 
 PROMISED = [
     *("llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3", "phi3", "olmo2"),
@@ -45,14 +62,45 @@ def test_low_precision_is_probed_too() -> None:
     assert probe(tiny_llama().to(torch.bfloat16)).refusal is None
 
 
-def test_probing_leaves_the_model_as_it_was() -> None:
-    model = tiny_llama()
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma3", "qwen3_next"])
+def test_probing_leaves_the_model_as_it_was(family: str) -> None:
+    model = build(family)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    modules = dict(model.named_modules())
+    modules, parameters = dict(model.named_modules()), dict(model.named_parameters())
+    config = model.config.to_dict()
+    attributes = {name: set(module.__dict__) for name, module in modules.items()}
+    ids = torch.tensor([[3, 1, 4, 1, 5]])
+    logits = model(ids).logits
     probe(model)
-    assert dict(model.named_modules()) == modules
+    assert all(
+        module is modules[name] for name, module in model.named_modules(remove_duplicate=False) if name in modules
+    )
+    assert set(modules) == {name for name, _ in model.named_modules()}
+    assert all(parameter is parameters[name] for name, parameter in model.named_parameters())
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+    assert {name: set(module.__dict__) for name, module in model.named_modules()} == attributes
+    assert model.config.to_dict() == config
+    assert torch.equal(model(ids).logits, logits)
+    model(ids).logits.sum().backward()  # no weight or buffer has become an inference tensor
+
+
+def test_a_model_in_training_is_put_to_evaluation_and_stays_there() -> None:
+    model = tiny_llama().train()
+    assert probe(model).is_supported
+    assert not any(module.training for module in model.modules())
+
+
+def test_probing_twice_finds_the_same() -> None:
+    model = build("gemma2")
+    assert probe(model) == probe(model)
+
+
+def test_facts_of_the_model_stand_beside_the_findings() -> None:
+    model = tiny_llama()
+    found = probe(model)
+    assert (found.architecture, found.num_layers) == ("LlamaForCausalLM", 6)
+    assert (found.num_parameters, found.dtype, found.device) == (model.num_parameters(), "float32", "cpu")
 
 
 def test_a_cache_that_does_not_roll_back_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -70,21 +118,65 @@ def test_a_cache_that_does_not_roll_back_is_found_out(monkeypatch: pytest.Monkey
     assert "does not roll back" in found.refusal
 
 
-def test_state_kept_outside_the_cache_is_found_out() -> None:
+@pytest.mark.parametrize("layer", [0, 2, 5])
+def test_state_kept_outside_the_cache_is_found_out(layer: int) -> None:
     model = tiny_llama()
-    block = model.model.layers[2]
-    honest = block.mlp.forward
-    memory: dict[str, Any] = {"last": 0.0}
-
-    def remembering(hidden: torch.Tensor) -> torch.Tensor:
-        output = honest(hidden) + memory["last"]
-        memory["last"] = output.mean(dim=1, keepdim=True)
-        return output
-
-    block.mlp.forward = remembering
+    block = model.model.layers[layer]
+    block.mlp = Remembering(block.mlp)
     found = probe(model)
     assert found.refusal is not None
     assert "state outside the cache" in found.refusal
+    assert "\n" not in found.refusal
+
+
+def test_a_cache_that_loses_a_token_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    honest = KVCache.update
+
+    def lossy(self: KVCache, keys: Tensor, values: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
+        everything_keys, everything_values = honest(self, keys, values, layer_idx, *args, **kwargs)
+        if everything_keys.shape[-2] > keys.shape[-2]:
+            everything_keys = everything_keys.clone()
+            everything_keys[..., 0, :] = 0.0
+        return everything_keys, everything_values
+
+    monkeypatch.setattr(KVCache, "update", lossy)
+    found = probe(tiny_llama())
+    assert found.refusal is not None
+    assert "other logits from a cache than from one pass" in found.refusal
+
+
+def test_a_draft_that_changes_the_text_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A verification that is right in the middle of the stack, where it is tried first, but not at its beginning."""
+    honest = ResumeView.forward
+
+    def wrong(self: ResumeView, ids: Tensor, cache: KVCache, start: int, states: Tensor) -> Tensor:
+        logits = honest(self, ids, cache, start, states)
+        return logits.flip(-1) if len(self._last) == 1 else logits
+
+    monkeypatch.setattr(ResumeView, "forward", wrong)
+    found = probe(tiny_llama())
+    assert found.refusal is not None
+    assert "parts from plain decoding at token" in found.refusal
+
+
+def test_a_model_that_sees_what_is_behind_is_refused() -> None:
+    sizes = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "max_position_embeddings": 64}
+    torch.manual_seed(0)
+    model = BertForMaskedLM(BertConfig(num_hidden_layers=3, num_attention_heads=4, **sizes)).eval()
+    liven(model)
+    found = probe(model)
+    assert found.refusal is not None
+    assert "a token sees those behind it" in found.refusal
+
+
+@pytest.mark.parametrize("kind", [LlamaForSequenceClassification, LlamaModel])
+def test_a_model_that_does_not_write_text_is_refused_in_one_line(kind: type[LlamaModel]) -> None:
+    config = tiny_llama().config
+    config.pad_token_id = 0
+    found = probe(kind(config).eval())
+    assert found.refusal is not None
+    assert "\n" not in found.refusal
+    assert not found.is_supported
 
 
 def test_a_pass_that_cannot_be_resumed_costs_the_reuse_not_the_model(monkeypatch: pytest.MonkeyPatch) -> None:

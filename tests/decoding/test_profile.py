@@ -14,7 +14,15 @@ from transformers import AutoModelForCausalLM
 from decoding.deploy.custom_generate import check_target
 from decoding.draft_length import RULES
 from decoding.errors import ProfileError
-from decoding.profile import DraftProfile, LayerSkip, Target, compact_indices, format_indices, parse_indices
+from decoding.profile import (
+    DraftProfile,
+    LayerSkip,
+    PlainDecoding,
+    Target,
+    compact_indices,
+    format_indices,
+    parse_indices,
+)
 
 
 def _profile(**changes: Any) -> DraftProfile:
@@ -25,7 +33,33 @@ def _profile(**changes: Any) -> DraftProfile:
 
 @pytest.mark.parametrize("rule", RULES)
 def test_what_is_saved_is_loaded(tmp_path: Path, rule: str) -> None:
-    profile = _profile(draft_length={"rule": rule, "max_tokens": 3})
+    profile = _profile(draft_length={"rule": rule, "max_tokens": 3, "persistent": True})
+    profile.save(tmp_path / "p.yaml")
+    loaded = DraftProfile.load(tmp_path / "p.yaml")
+    assert loaded == profile
+    assert type(loaded.draft_length) is RULES[rule]
+
+
+def test_figures_and_provenance_are_loaded_to_the_last_digit(tmp_path: Path) -> None:
+    measured = {
+        "speedup": {"value": 1.1 + 2.2, "ci95": (1e-05, 2.0 / 3.0)},
+        "tokens_per_second": {"draft": 1e22, "plain": 0.1},
+        "acceptance_rate": 0.7,
+        "tokens_per_round": 3.0,
+        "exact": {"prompts": 4, "identical": 3, "ties": 1},
+        "search": {"trials": 2, "seconds": 0.5},
+        "device": "cpu: é",
+        "versions": {"torch": "2.13.0", "python": "3.11"},
+        "dataset": {
+            "name": "d",
+            "fingerprint": "0e12",
+            "tuning_prompts": 1,
+            "held_out_prompts": 1,
+            "max_new_tokens": 8,
+        },
+    }
+    provenance = {"created": "2026-01-02T03:04:05+00:00", "study": "conf_layers", "git_revision": "1234567"}
+    profile = _profile(measured=measured, provenance=provenance, draft=PlainDecoding())
     profile.save(tmp_path / "p.yaml")
     assert DraftProfile.load(tmp_path / "p.yaml") == profile
 
@@ -47,7 +81,16 @@ def test_the_json_schema_takes_a_profile_and_refuses_a_wrong_one() -> None:
     schema = DraftProfile.json_schema()
     good = _profile().model_dump(mode="json", by_alias=True)
     jsonschema.validate(good, schema)
-    for wrong in ({**good, "extra": 1}, {**good, "schema": "sdtune/v2"}, {**good, "draft": {"kind": "guess"}}):
+    nameless = {key: value for key, value in good.items() if key != "name"}
+    unversioned = {key: value for key, value in good.items() if key != "schema"}
+    for wrong in (
+        nameless,
+        unversioned,
+        {**good, "extra": 1},
+        {**good, "schema": "sdtune/v2"},
+        {**good, "draft": {"kind": "guess"}},
+        {**good, "draft_length": {"rule": "fixed", "max_tokens": 0}},
+    ):
         with pytest.raises(jsonschema.ValidationError):
             jsonschema.validate(wrong, schema)
 
@@ -65,6 +108,16 @@ def test_the_json_schema_takes_a_profile_and_refuses_a_wrong_one() -> None:
         ("12-15", "12-24", "draft skips layer 24, but the target has layers 0 to 23"),
         ("12-15", "15-12", "runs backwards"),
         ("12-15", "-3", "layer"),
+        ("12-15", "12-", "draft.skip_attention: must hold layer indices such as 7 or 12-15, got '12-'"),
+        ("12-15", "1-2-3", "draft.skip_attention: must hold layer indices such as 7 or 12-15, got '1-2-3'"),
+        ("12-15", "12-150000000000", "draft.skip_attention: a layer index is below 10000"),
+        ("12-15", "12.0", "draft.skip_attention: must hold layer indices"),
+        ("skip_mlp: [12, 13]", "skip_mlp: 12", "draft.skip_mlp: must be a list of layer indices"),
+        ("rule: fixed, ", "", "key 'draft_length.rule' is missing"),
+        ("runner: eager", "runner: fast", "decoding.runner: input should be 'eager' .*'fast'"),
+        ("temperature: 0.0", "temprature: 0.0", "unknown key 'decoding.temprature'; did you mean 'temperature'"),
+        ("num_layers: 24", "num_layers: many", "target.num_layers: .*valid integer.*'many'"),
+        ("name: demo", "name: 2026-13-01", "not valid YAML: month must be in 1..12"),
         ("name: demo", "name: demo\nname: again", "'name' stands twice"),
         ("name: demo", "name: [demo", "not valid YAML"),
     ],
@@ -108,10 +161,56 @@ def test_a_failed_write_leaves_the_old_profile_and_no_litter(tmp_path: Path, mon
     assert [entry.name for entry in tmp_path.iterdir()] == ["p.yaml"]
 
 
+def test_a_disk_that_fills_up_while_writing_costs_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "p.yaml"
+    _profile().save(path)
+    before = path.read_text()
+
+    def half(self: Path, text: str, **kwargs: Any) -> None:
+        self.write_bytes(text[: len(text) // 2].encode())
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", half)
+    with pytest.raises(ProfileError, match=r"cannot write the profile .*No space left"):
+        _profile(name="other").save(path)
+    assert path.read_text() == before
+    assert [entry.name for entry in tmp_path.iterdir()] == ["p.yaml"]
+
+
 def test_an_unwritable_place_is_one_line(tmp_path: Path) -> None:
-    with pytest.raises(ProfileError, match="cannot write the profile") as refused:
-        _profile().save(tmp_path / "no" / "p.yaml")
-    assert "\n" not in str(refused.value)
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "file").touch()
+    for place in ("no/p.yaml", "folder", "file/p.yaml"):
+        with pytest.raises(ProfileError, match="cannot write the profile") as refused:
+            _profile().save(tmp_path / place)
+        assert "\n" not in str(refused.value)
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["file", "folder"]
+
+
+def test_saving_again_replaces_the_profile(tmp_path: Path) -> None:
+    _profile().save(tmp_path / "p.yaml")
+    _profile(name="other").save(tmp_path / "p.yaml")
+    assert DraftProfile.load(tmp_path / "p.yaml").name == "other"
+    assert [entry.name for entry in tmp_path.iterdir()] == ["p.yaml"]
+
+
+def test_the_highest_layer_may_be_skipped_and_nothing_behind_it() -> None:
+    assert _profile(draft=LayerSkip.blocks([23])).draft == LayerSkip.blocks([23])
+    with pytest.raises(ValueError, match="draft skips layer 24, but the target has layers 0 to 23"):
+        _profile(draft=LayerSkip(skip_mlp=(24,)))
+
+
+def test_a_yaml_anchor_may_be_merged(tmp_path: Path) -> None:
+    path = tmp_path / "p.yaml"
+    _profile().save(path)
+    text = path.read_text().replace("target: {", "target: {<<: {revision: main}, ").replace("revision: null, ", "")
+    path.write_text(text)
+    assert DraftProfile.load(path).target.revision == "main"
+
+
+def test_indices_may_be_written_as_text_in_any_order_and_twice() -> None:
+    assert parse_indices("12-15, 9,7,13") == (7, 9, 12, 13, 14, 15)
+    assert LayerSkip.model_validate({"skip_attention": "3,1"}) == LayerSkip(skip_attention=(1, 3))
 
 
 def test_a_saved_profile_is_readable_by_others(tmp_path: Path) -> None:
