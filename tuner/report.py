@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import csv
 import io
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from rich import box
 from rich.console import Group, RenderableType
@@ -22,6 +24,10 @@ from tuner.columns import trial_metrics, trial_params
 
 STRIP_WIDTH = 40
 """Layers in a line of the strip that shows what is skipped."""
+MOST_TICKS = 30
+"""Trial numbers written under the picture of the skipped layers."""
+COLOURS = ["#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#f0e442"]
+"""One a study; Okabe and Ito's, which colour-blind readers tell apart too."""
 
 
 @dataclass(frozen=True)
@@ -43,12 +49,12 @@ def results_table(rows: Sequence[ResultRow]) -> RenderableType:
     rates = [row.measurement.plain_tokens_per_second for row in rows if row.measurement]
     for row in rows:
         if row.measurement is None:
-            table.add_row(row.label, "1.00", f"{sum(rates) / len(rates):.1f}" if rates else "", "", "1.00", "")
+            table.add_row(Text(row.label), "1.00", f"{sum(rates) / len(rates):.1f}" if rates else "", "", "1.00", "")
         else:
-            table.add_row(row.label, *_figures(row.measurement))
+            table.add_row(Text(row.label), *_figures(row.measurement))
     legend = _facts()
     for row in rows:
-        legend.add_row(row.label, row.description)
+        legend.add_row(row.label, _spaced(row.description))
     return Group(table, legend)
 
 
@@ -69,7 +75,7 @@ def profile_panel(profile: DraftProfile) -> RenderableType:
     facts = _facts()
     target = profile.target
     facts.add_row("target", f"{target.model}, {target.architecture}, {target.num_layers} layers, {target.dtype}")
-    facts.add_row("draft", profile.draft.describe())
+    facts.add_row("draft", _spaced(profile.draft.describe()))
     if isinstance(profile.draft, LayerSkip):
         facts.add_row("", _strip(profile.draft, target.num_layers))
         facts.add_row("stops", profile.draft_length.describe())
@@ -102,7 +108,10 @@ def profile_panel(profile: DraftProfile) -> RenderableType:
         facts.add_row("versions", ", ".join(f"{name} {version}" for name, version in measured.versions.items()))
     if (origin := profile.provenance) is not None:
         facts.add_row("created", f"{origin.created} by {origin.study}")
-    return Panel(facts, title=profile.name, title_align="left")
+        sources = {"git revision": origin.git_revision, "MLflow run": origin.mlflow_run_id}
+        if known := [f"{name} {value}" for name, value in sources.items() if value]:
+            facts.add_row("from", ", ".join(known))
+    return Panel(facts, title=Text(profile.name), title_align="left")
 
 
 def capabilities_panel(found: Capabilities) -> RenderableType:
@@ -139,11 +148,12 @@ def trials_csv(records: Sequence[TrialRecord]) -> str:
 
 
 def skipped_layers_picture(records: Sequence[TrialRecord], num_layers: int, path: Path) -> None:
-    """Which layers each trial skipped: a column per measured trial, a row per layer; the best trial is framed."""
+    """Which layers each trial skipped: a column per trial but repeats, a row per layer; the best trial is framed."""
     import numpy as np
     from matplotlib.colors import ListedColormap
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch, Rectangle
+    from matplotlib.ticker import MaxNLocator
 
     shown = [r for r in records if r.repeat_of is None and isinstance(r.candidate.draft, LayerSkip)]
     grid = np.zeros((num_layers, max(len(shown), 1)), dtype=int)
@@ -153,14 +163,25 @@ def skipped_layers_picture(records: Sequence[TrialRecord], num_layers: int, path
         grid[list(draft.skip_attention), column] += 1
         grid[list(draft.skip_mlp), column] += 2
     colours = ["#f2f2f2", "#e69f00", "#56b4e9", "#1b3a5c"]
-    figure = Figure(figsize=(max(6.0, 0.16 * len(shown) + 3), max(4.0, 0.14 * num_layers + 1.5)), layout="constrained")
+    width, height = max(7.0, 0.16 * len(shown) + 3), max(4.0, 0.14 * num_layers + 1.5)
+    figure = Figure(figsize=(min(width, 16.0), min(height, 10.0)), layout="constrained")
     axes = figure.subplots()
     axes.imshow(grid, cmap=ListedColormap(colours), vmin=0, vmax=3, aspect="auto", interpolation="none", origin="lower")
-    if (best := best_trials(shown, 1)) and best[0] in shown:
-        axes.add_patch(
-            Rectangle((shown.index(best[0]) - 0.5, -0.5), 1, num_layers, fill=False, edgecolor="#d55e00", linewidth=2)
-        )
-    axes.set(xlabel="trial", ylabel="layer", title="Layers left out of the draft (best trial framed)")
+    title = "Layers left out of the draft"
+    for best in best_trials(shown, 1):
+        column = next(place for place, record in enumerate(shown) if record is best)
+        axes.add_patch(Rectangle((column - 0.5, -0.5), 1, num_layers, fill=False, edgecolor="#d55e00", linewidth=2))
+        title += f"; framed: {best.study}/{best.number}, {best.speedup:.2f}x"
+    axes.set(xlabel="trial", ylabel="layer")
+    axes.set_title(title, pad=20)  # above the names of the studies
+    # Columns are places, not trial numbers: repeats are left out and each study counts from 0.
+    places = range(0, len(shown), max(1, -(-len(shown) // MOST_TICKS)))
+    axes.set_xticks(places, [str(shown[place].number) for place in places])
+    axes.yaxis.set_major_locator(MaxNLocator(integer=True))
+    starts = [place for place, r in enumerate(shown) if place == 0 or r.study != shown[place - 1].study]
+    for start in starts:
+        axes.axvline(start - 0.5, color="black", linewidth=1.5)
+        axes.text(start - 0.5, 1.01, f" {shown[start].study}", transform=axes.get_xaxis_transform(), va="bottom")
     names = ["kept", "attention skipped", "MLP skipped", "both skipped"]
     figure.legend(
         [Patch(facecolor=colour, edgecolor="#999999") for colour in colours],
@@ -175,46 +196,71 @@ def skipped_layers_picture(records: Sequence[TrialRecord], num_layers: int, path
 def speedup_picture(records: Sequence[TrialRecord], path: Path) -> None:
     """Speed-up of each trial in the order they ran, with the best so far and plain decoding."""
     from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
 
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     axes = figure.subplots()
     measured = [(place, r) for place, r in enumerate(records) if r.measurement and r.repeat_of is None]
-    for study in dict.fromkeys(record.study for record in records):
+    for index, study in enumerate(dict.fromkeys(record.study for record in records)):
         own = [(place, r.speedup) for place, r in measured if r.study == study and r.speedup is not None]
-        axes.scatter([place for place, _ in own], [value for _, value in own], s=22, label=study)
+        colour = COLOURS[index % len(COLOURS)]
+        axes.scatter([place for place, _ in own], [value for _, value in own], s=22, color=colour, label=study)
     pruned = [(place, r.measurement.speedup) for place, r in measured if r.state is TrialState.PRUNED and r.measurement]
-    axes.scatter(
-        [p for p, _ in pruned], [v for _, v in pruned], s=18, facecolors="none", edgecolors="#888", label="pruned"
-    )
-    failed = [place for place, r in enumerate(records) if r.state is TrialState.FAIL]
-    axes.scatter(failed, [0.0] * len(failed), marker="x", color="#d55e00", label="failed")
-    best, line = 0.0, []
+    if pruned:
+        axes.scatter(
+            [p for p, _ in pruned], [v for _, v in pruned], s=18, facecolors="none", edgecolors="#888", label="pruned"
+        )
+    if failed := [place for place, r in enumerate(records) if r.state is TrialState.FAIL]:
+        # They have no speed-up: at the foot of the picture, wherever its scale begins.
+        foot = axes.get_xaxis_transform()
+        axes.scatter(failed, [0.02] * len(failed), marker="x", color="#d55e00", transform=foot, label="failed")
+    best, line = float("nan"), []
     for record in records:
-        best = max(best, record.speedup or 0.0)
+        best = record.speedup if record.speedup is not None and not record.speedup <= best else best
         line.append(best)
     axes.step(range(len(line)), line, where="post", color="#1b3a5c", label="best so far")
     axes.axhline(1.0, color="#888888", linestyle="--", linewidth=1, label="plain decoding")
-    axes.set(xlabel="trial", ylabel="speed-up on tuning prompts", title="Measured speed-up over plain decoding")
+    axes.set(
+        xlabel="trials in the order they ran",
+        ylabel="speed-up on tuning prompts",
+        title="Measured speed-up over plain decoding",
+    )
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     figure.legend(loc="outside right upper", frameon=False)
     figure.savefig(path, dpi=130)
 
 
+class _Facts(Table):
+    """Names and what is known under them, word for word: the path of a model may look like rich's markup."""
+
+    def add_row(self, *cells: RenderableType | None, **options: Any) -> None:
+        super().add_row(*(Text(cell) if isinstance(cell, str) else cell for cell in cells), **options)
+
+
 def _facts() -> Table:
-    facts = Table.grid(padding=(0, 2))
+    facts = _Facts.grid(padding=(0, 2))
     facts.add_column(style="dim", no_wrap=True)
     facts.add_column(overflow="fold")
     return facts
 
 
 def _strip(draft: LayerSkip, num_layers: int) -> RenderableType:
-    """One character a layer: `#` kept, `.` left out, attention above MLP, with the index of each line's first layer."""
+    """One character a layer: `#` kept, `.` left out, attention above MLP, below a scale of layer indices."""
     lines = []
     for start in range(0, num_layers, STRIP_WIDTH):
         layers = range(start, min(start + STRIP_WIDTH, num_layers))
+        lines.append(Text(f"{'layer':>9} " + "".join(f"{layer:<5}" for layer in layers[::5]).rstrip(), style="dim"))
         for name, skipped in (("attention", draft.skip_attention), ("MLP", draft.skip_mlp)):
             marks = "".join("." if layer in skipped else "#" for layer in layers)
-            lines.append(Text(f"{name:>9} {start:>3} {marks} {layers[-1]}"))
-    return Group(*lines, Text(f"{'':>14}# runs in the draft, . is left out", style="dim"))
+            line = Text(f"{name:>9} {marks}")
+            line.highlight_regex(r"\.+", "yellow")
+            lines.append(line)
+    return Group(*lines, Text(f"{'':>10}# runs in the draft, . is left out", style="dim"))
+
+
+def _spaced(description: str) -> str:
+    """A skip set that can be wrapped between indices."""
+    return re.sub(r",(?=\d)", ", ", description)
 
 
 def _share(layers: Sequence[int], num_layers: int) -> str:

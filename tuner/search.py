@@ -403,7 +403,8 @@ def _profile_target(task: Task) -> ProfileTarget:
 
 def _run_params(task: Task) -> dict[str, str | int | float | bool | None]:
     """The parent run's parameters: every setting of the search, the device, the versions and the revision."""
-    settings = task.config.model_dump(mode="json", exclude={"studies"})
+    # The two addresses may hold passwords; MLflow knows its own, and the trials are in it too.
+    settings = task.config.model_dump(mode="json", exclude={"studies", "storage", "tracking_uri"})
     flat = {key: ",".join(value) if isinstance(value, list) else value for key, value in settings.items()}
     return {
         **flat,

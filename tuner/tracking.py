@@ -1,17 +1,19 @@
 """MLflow, and the only file that imports it: a parent run per search, a nested run per trial, all through an explicit client.
 
-Nothing global is touched: no active run, no default tracking URI. MLflow takes seconds to import, so that waits until a
-tracker is opened.
+Nothing global is touched: no active run, no default tracking URI, no environment variable or log level that is not put
+back. MLflow takes seconds to import, so that waits until a tracker is opened.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+import re
+import shlex
 import time
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,7 +27,14 @@ STUDY_TAG, TRIAL_TAG, STATE_TAG = "sdtune.study", "sdtune.trial", "state"
 LONGEST_PARAM = 250
 """Characters of a parameter; what is longer is cut, the whole stands in the artefact `candidate.yaml`."""
 
+QUIET = {"MLFLOW_DISABLE_TELEMETRY": "true", "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true"}
+"""No usage statistics (asked for at import and again at each call), and no address of a server's run printed at its end."""
+
 STATUS = {TrialState.COMPLETE: "FINISHED", TrialState.PRUNED: "KILLED", TrialState.FAIL: "FAILED"}
+
+
+TrialKey = tuple[str, str]
+"""Study and number of a trial, as its tags hold them."""
 
 
 @dataclass(frozen=True)
@@ -40,11 +49,14 @@ class DatasetInput:
 class Tracker:
     """The runs of one search. `TrackingError`, in one line, if the store cannot be used."""
 
-    def __init__(self, client: Any, experiment_id: str, run_id: str, logged: dict[tuple[str, str], str]) -> None:
+    def __init__(self, client: Any, experiment_id: str, run_id: str, nested: Mapping[TrialKey, Any]) -> None:
         self._client = client
         self._experiment_id = experiment_id
         self.run_id = run_id
-        self._logged = logged
+        ids = {key: str(run.info.run_id) for key, run in nested.items()}
+        # A run that was never ended is a trial whose logging was cut short by a kill: it is gone on with, not skipped.
+        self._begun = {key: ids[key] for key, run in nested.items() if run.info.status == "RUNNING"}
+        self._logged = {key: ids[key] for key in ids.keys() - self._begun.keys()}
 
     @classmethod
     def open(
@@ -57,10 +69,11 @@ class Tracker:
         dataset: DatasetInput,
     ) -> Tracker:
         """Begin a parent run in `experiment`, or go on in the run `run_id` of an earlier search if it is still there."""
-        with _quiet(), _one_line(tracking_uri):
-            mlflow = _import_mlflow()
+        with _store(tracking_uri) as mlflow:
             client = mlflow.MlflowClient(tracking_uri=tracking_uri)
-            experiment_id = _experiment_id(client, experiment, tracking_uri)
+            # MLflow tries a server for four minutes; whether there is one at all shows at once.
+            with _unless_set(MLFLOW_HTTP_REQUEST_MAX_RETRIES="1", MLFLOW_HTTP_REQUEST_TIMEOUT="20"):
+                experiment_id = _experiment_id(client, experiment, tracking_uri)
             run = _reopen(client, run_id, experiment_id) if run_id else None
             if run is None:
                 run = client.create_run(experiment_id, run_name=experiment, tags={"sdtune": "search"})
@@ -68,47 +81,54 @@ class Tracker:
             known = run.data.params
             fresh = {key: value for key, value in params.items() if key not in known and value is not None}
             client.log_batch(run.info.run_id, params=[_param(mlflow, key, value) for key, value in fresh.items()])
-            return cls(client, experiment_id, run.info.run_id, _logged_trials(client, experiment_id, run.info.run_id))
+            return cls(client, experiment_id, run.info.run_id, _nested_runs(client, experiment_id, run.info.run_id))
 
     def log_trial(self, record: TrialRecord) -> str:
         """Log a trial as a nested run and return its id; a trial that is there already is left as it is."""
-        key = (record.study, str(record.number))
-        if key in self._logged:
-            return self._logged[key]
-        with _quiet(), _one_line("the tracking store"):
-            mlflow = _import_mlflow()
-            name = f"{record.study}/{record.number}"
-            run = self._client.create_run(self._experiment_id, run_name=name, tags=_trial_tags(record, self.run_id))
-            now = int(time.time() * 1000)
-            metrics = [
-                mlflow.entities.Metric(key, float(value), now, 0) for key, value in trial_metrics(record).items()
-            ]
+        trial = (record.study, str(record.number))
+        if trial in self._logged:
+            return self._logged[trial]
+        with _store(self._uri) as mlflow:
+            run_id = self._begun.get(trial) or self._begin(record)
+            metrics = _metrics(mlflow, trial_metrics(record))
             params = [_param(mlflow, key, value) for key, value in trial_params(record).items()]
-            self._client.log_batch(run.info.run_id, metrics=metrics, params=params)
-            self._client.log_dict(run.info.run_id, record.candidate.model_dump(mode="json"), "candidate.yaml")
-            self._client.set_terminated(run.info.run_id, status=STATUS[record.state])
-        self._logged[key] = run.info.run_id
+            self._client.log_batch(run_id, metrics=metrics, params=params)
+            self._client.log_dict(run_id, record.candidate.model_dump(mode="json"), "candidate.yaml")
+            self._client.set_terminated(run_id, status=STATUS[record.state])
+        self._logged[trial] = run_id
+        return run_id
+
+    def _begin(self, record: TrialRecord) -> str:
+        """A nested run that started when the trial did, so that MLflow's duration is the trial's and not the logging's."""
+        run = self._client.create_run(
+            self._experiment_id,
+            start_time=_now() - int(record.seconds * 1000),
+            run_name=f"{record.study}/{record.number}",
+            tags=_trial_tags(record, self.run_id),
+        )
         return str(run.info.run_id)
+
+    @property
+    def _uri(self) -> str:
+        return str(self._client.tracking_uri)
 
     def log_figures(self, metrics: Mapping[str, float], tags: Mapping[str, str]) -> None:
         """Figures and tags of the whole search, on the parent run."""
-        with _quiet(), _one_line("the tracking store"):
-            mlflow = _import_mlflow()
-            now = int(time.time() * 1000)
+        with _store(self._uri) as mlflow:
             self._client.log_batch(
                 self.run_id,
-                metrics=[mlflow.entities.Metric(key, float(value), now, 0) for key, value in metrics.items()],
+                metrics=_metrics(mlflow, metrics),
                 tags=[mlflow.entities.RunTag(key, value) for key, value in tags.items()],
             )
 
     def log_artifact(self, path: Path) -> None:
         """A file of the whole search, on the parent run."""
-        with _quiet(), _one_line("the tracking store"):
+        with _store(self._uri):
             self._client.log_artifact(self.run_id, str(path))
 
     def close(self, status: str) -> None:
         """End the parent run: FINISHED, FAILED or KILLED."""
-        with _quiet(), _one_line("the tracking store"):
+        with _store(self._uri):
             self._client.set_terminated(self.run_id, status=status)
 
 
@@ -116,7 +136,7 @@ def ui_command(tracking_uri: str) -> str:
     """The command that opens MLflow on this store."""
     if tracking_uri.startswith("http"):
         return f"open {tracking_uri}"
-    return f"mlflow ui --backend-store-uri {tracking_uri}"
+    return f"mlflow ui --backend-store-uri {shlex.quote(tracking_uri)}"
 
 
 def _trial_tags(record: TrialRecord, parent: str) -> dict[str, str]:
@@ -152,7 +172,9 @@ def _reopen(client: Any, run_id: str, experiment_id: str) -> Any:
 
     try:
         run = client.get_run(run_id)
-    except MlflowException:
+    except MlflowException as cause:
+        if cause.error_code != "RESOURCE_DOES_NOT_EXIST":
+            raise
         return None
     if run.info.lifecycle_stage == "deleted" or run.info.experiment_id != experiment_id:
         return None
@@ -160,16 +182,14 @@ def _reopen(client: Any, run_id: str, experiment_id: str) -> Any:
     return run
 
 
-def _logged_trials(client: Any, experiment_id: str, run_id: str) -> dict[tuple[str, str], str]:
-    nested: dict[tuple[str, str], str] = {}
+def _nested_runs(client: Any, experiment_id: str, run_id: str) -> dict[TrialKey, Any]:
+    nested: dict[TrialKey, Any] = {}
     token = None
     while True:
         page = client.search_runs(
             [experiment_id], f"tags.`{PARENT_TAG}` = '{run_id}'", max_results=1000, page_token=token
         )
-        nested |= {
-            (run.data.tags.get(STUDY_TAG, ""), run.data.tags.get(TRIAL_TAG, "")): run.info.run_id for run in page
-        }
+        nested |= {(run.data.tags.get(STUDY_TAG, ""), run.data.tags.get(TRIAL_TAG, "")): run for run in page}
         token = page.token
         if not token:
             return nested
@@ -187,35 +207,54 @@ def _param(mlflow: Any, key: str, value: Any) -> Any:
     return mlflow.entities.Param(key, text if len(text) <= LONGEST_PARAM else text[: LONGEST_PARAM - 1] + "…")
 
 
-def _import_mlflow() -> Any:
-    # Read once, at import: usage statistics would be sent from a tool that has no business on the network.
-    os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
-    import mlflow
+def _metrics(mlflow: Any, values: Mapping[str, float]) -> list[Any]:
+    now = _now()
+    return [mlflow.entities.Metric(key, float(value), now, 0) for key, value in values.items()]
 
-    return mlflow
+
+def _now() -> int:
+    """Milliseconds, MLflow's clock."""
+    return int(time.time() * 1000)
 
 
 @contextmanager
-def _one_line(where: str) -> Iterator[None]:
-    """Failures of the store as one line."""
+def _store(tracking_uri: str) -> Iterator[Any]:
+    """MLflow, silent and off the network but for its store, whose failures come as one line; all is put back as it was."""
+    with ExitStack() as stack:
+        stack.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("ignore")  # those of MLflow's libraries to MLflow
+        stack.enter_context(_unless_set(**QUIET))
+        import mlflow
+
+        stack.enter_context(_log_levels(logging.CRITICAL))
+        stack.enter_context(_one_line(tracking_uri))
+        yield mlflow
+
+
+@contextmanager
+def _one_line(tracking_uri: str) -> Iterator[None]:
+    """Failures of the store as one line, without the password that its address may hold."""
     import sqlalchemy.exc
     from mlflow.exceptions import MlflowException
 
     try:
         yield
-    except (MlflowException, sqlalchemy.exc.SQLAlchemyError, OSError) as cause:
+    except (MlflowException, sqlalchemy.exc.SQLAlchemyError, OSError, ImportError) as cause:
         reason = (str(getattr(cause, "orig", None) or cause).strip().splitlines() or [type(cause).__name__])[0]
-        raise TrackingError(f"cannot use the MLflow store {where}: {reason}") from None
+        message = f"cannot use the MLflow store {tracking_uri}: {reason}"
+        raise TrackingError(re.sub(r"(://[^/@\s:]*):[^/@\s]+@", r"\1:***@", message)) from None
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
-    """No notes of MLflow and of its database migrations, nor its libraries' warnings to it; all is put back as it was."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        _import_mlflow()
-        with _log_levels(logging.CRITICAL):
-            yield
+def _unless_set(**variables: str) -> Iterator[None]:
+    """Environment variables for a while; what the user has set stands."""
+    added = {name: value for name, value in variables.items() if name not in os.environ}
+    os.environ.update(added)
+    try:
+        yield
+    finally:
+        for name in added:
+            os.environ.pop(name, None)
 
 
 @contextmanager

@@ -6,6 +6,7 @@ import csv
 from pathlib import Path
 
 import pytest
+from matplotlib.figure import Figure
 from matplotlib.image import imread
 from rich.console import Console, RenderableType
 
@@ -78,6 +79,37 @@ def test_pictures_are_drawn_whatever_the_search_found(tmp_path: Path, records: l
         assert picture.std() > 0.01
 
 
+@pytest.fixture
+def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Figure]:
+    figures: list[Figure] = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: figures.append(figure))
+    return figures
+
+
+def test_columns_of_the_layers_picture_carry_trial_numbers_and_studies(tmp_path: Path, drawn: list[Figure]) -> None:
+    skipped_layers_picture(RECORDS, 6, tmp_path / "layers.png")
+    (axes,) = drawn[0].axes
+    assert [label.get_text() for label in axes.get_xticklabels()] == ["0", "1", "2", "3", "0"]  # 4 repeats 1
+    assert [text.get_text().strip() for text in axes.texts] == ["conf_layers", "draft_length"]
+    assert "draft_length/0, 1.40x" in axes.get_title()
+
+
+def test_a_large_layers_picture_keeps_its_size_and_few_ticks(tmp_path: Path, drawn: list[Figure]) -> None:
+    skipped_layers_picture([record(1.0 + n / 1000, number=n) for n in range(300)], 80, tmp_path / "layers.png")
+    assert max(drawn[0].get_size_inches()) <= 16
+    assert len(drawn[0].axes[0].get_xticks()) <= 30
+
+
+def test_failed_trials_do_not_stretch_the_scale_of_the_speedups(tmp_path: Path, drawn: list[Figure]) -> None:
+    speedup_picture([record(None, number=0), record(1.1, number=1), record(1.3, number=2)], tmp_path / "speedup.png")
+    (axes,) = drawn[0].axes
+    assert axes.get_ylim()[0] > 0.9
+    assert "failed" in axes.get_legend_handles_labels()[1]
+    assert "pruned" not in axes.get_legend_handles_labels()[1]
+    (line,) = (line for line in axes.lines if line.get_label() == "best so far")
+    assert list(line.get_ydata())[1:] == pytest.approx([1.1, 1.3])
+
+
 def test_the_final_table_fits_80_columns_with_interval_and_exactness() -> None:
     rows = [
         ResultRow("plain decoding", "the whole model", None),
@@ -109,7 +141,7 @@ def _profile(*, plain: bool = False) -> DraftProfile:
         draft=PlainDecoding() if plain else LayerSkip(skip_attention=(3, 4), skip_mlp=(4, 11)),
         draft_length=AdaEdl(),
         measured=None if plain else measured,
-        provenance=Provenance(created="2026-01-01", study="conf_layers"),
+        provenance=Provenance(created="2026-01-01", study="conf_layers", git_revision="abc", mlflow_run_id="123"),
     )
 
 
@@ -125,8 +157,21 @@ def test_a_profile_is_one_screen_that_says_it_all() -> None:
         "ada_edl",
     ):
         assert words in text
-    assert "attention   0 ###..####### 11" in text
-    assert "MLP   0 ####.######. 11" in text
+    assert "    layer 0    5    10" in text
+    assert "attention ###..#######" in text
+    assert "      MLP ####.######." in text
+    assert "git revision abc, MLflow run 123" in text
+
+
+def test_names_are_shown_word_for_word() -> None:
+    profile = _profile()
+    target = profile.target.model_copy(update={"model": "models/[bold]x[/b]"})
+    text = _text(profile_panel(profile.model_copy(update={"name": "[/red] one", "target": target})))
+    assert "models/[bold]x[/b]" in text
+    assert "[/red] one" in text
+    text = _text(results_table([ResultRow("[/a]", "[b]", measurement([1.2, 1.4]))]))
+    assert "[/a]" in text
+    assert "[b]" in text
 
 
 def test_a_profile_of_plain_decoding_says_so() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -87,6 +89,48 @@ def test_a_resumed_search_goes_on_in_its_run_and_logs_no_trial_twice(open_tracke
     assert run.data.params == {"seed": "1", "trials": "5"}  # parameters cannot change in MLflow: the first stand
 
 
+@pytest.mark.parametrize("cut_at", ["log_batch", "log_dict", "set_terminated"])
+def test_a_trial_whose_logging_was_cut_short_is_completed_on_resume(
+    open_tracker: Open, client: Any, monkeypatch: pytest.MonkeyPatch, cut_at: str
+) -> None:
+    def kill(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    first = open_tracker()
+    with monkeypatch.context() as patch:
+        patch.setattr(mlflow.MlflowClient, cut_at, kill)
+        with pytest.raises(KeyboardInterrupt):
+            first.log_trial(record(1.3, number=4))
+    second = open_tracker(run_id=first.run_id)
+    run_id = second.log_trial(record(1.3, number=4))
+    assert second.log_trial(record(1.3, number=4)) == run_id
+    (run,) = _nested(client, second)
+    assert (run.info.run_id, run.info.status) == (run_id, "FINISHED")
+    assert run.data.metrics["speedup"] == pytest.approx(1.3)
+    assert [artefact.path for artefact in client.list_artifacts(run_id)] == ["candidate.yaml"]
+
+
+def test_the_duration_of_a_nested_run_is_that_of_the_trial(open_tracker: Open, client: Any) -> None:
+    run = client.get_run(open_tracker().log_trial(record(seconds=42.0)))
+    assert run.info.end_time - run.info.start_time >= 42_000
+
+
+def test_a_store_that_fails_while_reopening_does_not_begin_a_second_run(
+    open_tracker: Open, client: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = open_tracker()
+
+    def fail(*_: Any) -> None:
+        raise mlflow.MlflowException("the store is busy")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(mlflow.MlflowClient, "get_run", fail)
+        with pytest.raises(TrackingError, match="the store is busy"):
+            open_tracker(run_id=first.run_id)
+    experiment = client.get_experiment_by_name("tiny").experiment_id
+    assert [run.info.run_id for run in client.search_runs([experiment])] == [first.run_id]
+
+
 def test_a_run_that_is_gone_is_begun_anew(open_tracker: Open, client: Any) -> None:
     first = open_tracker()
     client.delete_run(first.run_id)
@@ -136,6 +180,44 @@ def test_a_store_that_is_none_is_one_line(workplace: Path) -> None:
     assert "\n" not in str(refused.value)
 
 
+@pytest.mark.parametrize("address", ["http://me:secret@127.0.0.1:9", "postgresql://me:secret@127.0.0.1:9/runs"])
+def test_a_store_out_of_reach_is_one_line_without_its_password(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], address: str
+) -> None:
+    for driver in ("psycopg", "psycopg2"):
+        monkeypatch.setitem(sys.modules, driver, None)  # not installed, whatever this machine has
+    with pytest.raises(TrackingError, match=r"//me:\*\*\*@127\.0\.0\.1:9") as refused:
+        Tracker.open(address, "tiny", run_id=None, params={}, dataset=DATASET)
+    assert "secret" not in str(refused.value)
+    assert "\n" not in str(refused.value)
+    assert capfd.readouterr() == ("", "")
+
+
+def test_mlflow_is_told_to_keep_quiet_during_a_call_and_the_environment_is_put_back(
+    open_tracker: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = ("MLFLOW_DISABLE_TELEMETRY", "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT")
+    for name in names:
+        monkeypatch.delenv(name, raising=False)
+    before, seen = dict(os.environ), []
+    tracker = open_tracker()
+    log_batch = tracker._client.log_batch
+    monkeypatch.setattr(
+        tracker._client,
+        "log_batch",
+        lambda *a, **k: (seen.extend(os.environ.get(name) for name in names), log_batch(*a, **k)),
+    )
+    tracker.log_trial(record())
+    assert seen == ["true", "true"]
+    assert dict(os.environ) == before
+
+
+def test_what_the_user_has_set_stands(open_tracker: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "3")
+    open_tracker()
+    assert os.environ["MLFLOW_HTTP_REQUEST_MAX_RETRIES"] == "3"
+
+
 def test_a_deleted_experiment_is_refused_by_name(open_tracker: Open, client: Any) -> None:
     open_tracker()
     client.delete_experiment(client.get_experiment_by_name("tiny").experiment_id)
@@ -145,6 +227,7 @@ def test_a_deleted_experiment_is_refused_by_name(open_tracker: Open, client: Any
 
 def test_the_command_that_opens_mlflow_names_the_store() -> None:
     assert ui_command("sqlite:///a.db") == "mlflow ui --backend-store-uri sqlite:///a.db"
+    assert ui_command("sqlite:///my runs.db") == "mlflow ui --backend-store-uri 'sqlite:///my runs.db'"
 
 
 def test_only_one_file_imports_mlflow() -> None:
