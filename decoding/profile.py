@@ -233,7 +233,5 @@ class DraftProfile(Document):
     def json_schema(cls) -> dict[str, Any]:
         """The JSON Schema of a profile."""
         schema = cls.model_json_schema(by_alias=True)
-        return {
-            **schema,
-            "required": ["schema", *schema["required"]],
-        }  # its default is for writing: `load` wants it there
+        # Its default is for writing: `load` wants the version there.
+        return {**schema, "required": ["schema", *schema["required"]]}

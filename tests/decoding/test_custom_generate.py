@@ -7,20 +7,28 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import DynamicCache, LlamaForCausalLM
-from transformers.generation import StoppingCriteria, StoppingCriteriaList
+from transformers import (
+    DynamicCache,
+    GenerationConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    SynthIDTextWatermarkingConfig,
+)
+from transformers.generation import GenerateDecoderOnlyOutput, StoppingCriteria, StoppingCriteriaList
 
-from decoding.deploy import ProfileDecoder, load_decoder
-from decoding.draft_length import AdaEdl, DraftLengthRule, Fixed
+from decoding.deploy import ProfileDecoder, custom_generate, load_decoder
+from decoding.draft_length import AdaEdl, DraftLengthRule, Fixed, TopProbability
 from decoding.errors import ProfileError, TargetMismatchError, UnsupportedRequestError
 from decoding.fingerprint import fingerprint
-from decoding.profile import DraftProfile, LayerSkip, PlainDecoding, Target
+from decoding.profile import Decoding, DraftProfile, LayerSkip, PlainDecoding, Target
+from decoding.target import ResumeView
+from tests.decoding.families import target_of
 from tests.tiny import tiny_llama
 
 PROMPT = torch.tensor([[5, 17, 33, 8]])
 
 
-def _profile(model: LlamaForCausalLM, rule: DraftLengthRule | None = None, *, plain: bool = False) -> DraftProfile:
+def _profile(model: PreTrainedModel, rule: DraftLengthRule | None = None, *, plain: bool = False) -> DraftProfile:
     found = fingerprint(model)
     return DraftProfile(
         name="tiny",
@@ -65,6 +73,11 @@ class EndsAtAMultipleOfThree(StoppingCriteria):
         {"max_new_tokens": 30, "no_repeat_ngram_size": 2},
         {"max_new_tokens": 30, "stopping_criteria": StoppingCriteriaList([EndsAtAMultipleOfThree()])},
         {"max_new_tokens": 30, "min_new_tokens": 10, "eos_token_id": list(range(0, 64, 4))},
+        {"max_new_tokens": 9, "min_length": 8, "forced_eos_token_id": 2, "eos_token_id": list(range(0, 64, 4))},
+        {"max_new_tokens": 30, "bad_words_ids": [[3], [7, 9]], "suppress_tokens": [1, 2]},
+        {"max_new_tokens": 9, "use_cache": False},
+        {"max_new_tokens": 9, "cache_implementation": "static"},
+        {"max_new_tokens": 9, "generation_config": GenerationConfig(repetition_penalty=1.3, bos_token_id=0)},
     ],
     ids=lambda settings: "-".join(settings),
 )
@@ -85,6 +98,31 @@ def test_an_end_of_text_token_ends_the_text_where_plain_decoding_ends(
         assert torch.equal(plain, drafted)
 
 
+@pytest.mark.parametrize("family", ["qwen3", "gemma3", "gpt2", "bloom", "gpt_oss", "gemma3n"])
+@pytest.mark.parametrize("prompt", [(5,), (5, 17, 33, 8, 2, 41, 9)], ids=len)
+def test_every_kind_of_family_generates_the_same_tokens(family: str, prompt: tuple[int, ...]) -> None:
+    model = target_of(family).model
+    decoder = load_decoder(_profile(model))
+    settings: dict[str, Any] = {"max_new_tokens": 16, "do_sample": False}
+    plain = model.generate(torch.tensor([prompt]), **settings)
+    assert torch.equal(plain, model.generate(torch.tensor([prompt]), custom_generate=decoder, **settings))
+
+
+@pytest.mark.parametrize("first", range(0, 60, 6))
+def test_a_prompt_of_one_token_is_continued_as_in_generate(
+    model: LlamaForCausalLM, decoder: ProfileDecoder, first: int
+) -> None:
+    prompt, settings = torch.tensor([[first]]), {"max_new_tokens": 12, "do_sample": False}
+    assert torch.equal(model.generate(prompt, **settings), model.generate(prompt, custom_generate=decoder, **settings))
+
+
+@pytest.mark.parametrize("rule", [Fixed(max_tokens=1), TopProbability(), AdaEdl(), AdaEdl(keep_last=False)])
+def test_every_rule_of_a_profile_decodes_the_same_tokens(model: LlamaForCausalLM, rule: DraftLengthRule) -> None:
+    decoder = load_decoder(_profile(model, rule))
+    drafted = model.generate(PROMPT, do_sample=False, max_new_tokens=20, custom_generate=decoder)
+    assert torch.equal(drafted, model.generate(PROMPT, do_sample=False, max_new_tokens=20))
+
+
 def test_drafts_are_really_used(model: LlamaForCausalLM, decoder: ProfileDecoder) -> None:
     model.generate(PROMPT, do_sample=False, max_new_tokens=30, custom_generate=decoder)
     assert decoder.last_generation is not None
@@ -98,6 +136,32 @@ def test_padding_on_the_left_is_no_part_of_the_text(model: LlamaForCausalLM, dec
     drafted = model.generate(padded, attention_mask=mask, do_sample=False, max_new_tokens=15, custom_generate=decoder)
     assert torch.equal(drafted[:, :7], padded)
     assert torch.equal(drafted[:, 7:], model.generate(PROMPT, do_sample=False, max_new_tokens=15)[:, 4:])
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"max_length": 19},
+        {"max_new_tokens": 12, "repetition_penalty": 1.4},
+        {"max_new_tokens": 12, "min_new_tokens": 3, "eos_token_id": list(range(0, 64, 3))},
+        {"max_new_tokens": 12, "min_length": 9, "eos_token_id": list(range(0, 64, 3))},
+        {"max_new_tokens": 12, "stopping_criteria": StoppingCriteriaList([EndsAtAMultipleOfThree()])},
+    ],
+    ids=lambda settings: "-".join(settings),
+)
+def test_padding_is_shown_to_processors_and_criteria_as_in_generate(
+    model: LlamaForCausalLM, decoder: ProfileDecoder, settings: dict[str, Any]
+) -> None:
+    padded = torch.cat([torch.full((1, 3), 50), PROMPT], dim=1)
+    mask = torch.tensor([[0, 0, 0, 1, 1, 1, 1]])
+    plain = model.generate(padded, attention_mask=mask, do_sample=False, **settings)
+    drafted = model.generate(padded, attention_mask=mask, do_sample=False, custom_generate=decoder, **settings)
+    assert torch.equal(plain, drafted)
+
+
+def test_a_prompt_padded_on_the_right_is_refused(model: LlamaForCausalLM, decoder: ProfileDecoder) -> None:
+    with pytest.raises(UnsupportedRequestError, match="pad on the left"):
+        model.generate(PROMPT, attention_mask=torch.tensor([[1, 1, 1, 0]]), max_new_tokens=4, custom_generate=decoder)
 
 
 def test_sampling_is_reproducible_and_shaped_by_generates_own_settings(
@@ -115,6 +179,25 @@ def test_sampling_is_reproducible_and_shaped_by_generates_own_settings(
     assert torch.equal(only_one, greedy)
 
 
+def test_sampled_tokens_are_among_the_top_k_of_plain_decoding(model: LlamaForCausalLM, decoder: ProfileDecoder) -> None:
+    torch.manual_seed(2)
+    settings: dict[str, Any] = {"do_sample": True, "top_k": 3, "temperature": 5.0, "max_new_tokens": 40}
+    text = model.generate(PROMPT, custom_generate=decoder, **settings)
+    with torch.no_grad():
+        best = model(text).logits[0, 3:-1].topk(3).indices  # [generated, 3]
+    ranks = (best == text[0, 4:, None]).int()
+    assert ranks.sum(dim=1).eq(1).all()
+    assert ranks.sum(dim=0).gt(0).all()  # every rank was drawn: it does sample
+
+
+def test_another_seed_samples_another_text(model: LlamaForCausalLM, decoder: ProfileDecoder) -> None:
+    texts = []
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        texts.append(model.generate(PROMPT, do_sample=True, top_k=0, max_new_tokens=20, custom_generate=decoder))
+    assert not torch.equal(*texts)
+
+
 def test_tokens_are_streamed_as_they_come(model: LlamaForCausalLM, decoder: ProfileDecoder) -> None:
     pieces: list[tuple[int, ...]] = []
     output = model.generate(
@@ -128,7 +211,14 @@ def test_the_output_object_is_given_when_asked_for(model: LlamaForCausalLM, deco
     output = model.generate(
         PROMPT, max_new_tokens=5, do_sample=False, custom_generate=decoder, return_dict_in_generate=True
     )
-    assert output.sequences.shape == (1, 9)
+    assert isinstance(output, GenerateDecoderOnlyOutput)
+    assert torch.equal(output.sequences, model.generate(PROMPT, max_new_tokens=5, do_sample=False))
+
+
+def test_the_output_may_be_used_outside_of_inference(model: LlamaForCausalLM, decoder: ProfileDecoder) -> None:
+    output = model.generate(PROMPT, max_new_tokens=5, do_sample=False, custom_generate=decoder)
+    assert output.dtype == PROMPT.dtype
+    assert not output.is_inference()
 
 
 @pytest.mark.parametrize(
@@ -136,14 +226,44 @@ def test_the_output_object_is_given_when_asked_for(model: LlamaForCausalLM, deco
     [
         (PROMPT.repeat(2, 1), {}, "2 prompts in a batch"),
         (PROMPT, {"num_beams": 2}, "num_beams=1, got 2"),
+        (PROMPT, {"num_return_sequences": 2, "do_sample": True}, "num_return_sequences=1, got 2"),
+        (PROMPT, {"guidance_scale": 1.5}, "UnbatchedClassifierFreeGuidanceLogitsProcessor remembers its calls"),
+        (
+            PROMPT,
+            {"watermarking_config": SynthIDTextWatermarkingConfig(ngram_len=3, keys=[1, 2]), "do_sample": True},
+            "SynthIDTextWatermarkLogitsProcessor remembers its calls",
+        ),
         (PROMPT, {"output_scores": True, "return_dict_in_generate": True}, "output_scores must be off"),
     ],
 )
 def test_what_it_does_not_offer_is_refused(
     model: LlamaForCausalLM, decoder: ProfileDecoder, inputs: torch.Tensor, settings: dict[str, Any], words: str
 ) -> None:
-    with pytest.raises(UnsupportedRequestError, match=words):
-        model.generate(inputs, max_new_tokens=4, do_sample=False, custom_generate=decoder, **settings)
+    with pytest.raises(UnsupportedRequestError, match=words) as refused:
+        model.generate(inputs, max_new_tokens=4, custom_generate=decoder, **{"do_sample": False, **settings})
+    assert "\n" not in str(refused.value)
+
+
+def test_embeddings_in_the_place_of_tokens_are_refused(model: LlamaForCausalLM, decoder: ProfileDecoder) -> None:
+    embeddings = model.get_input_embeddings()(PROMPT).detach()
+    for ids in ({}, {"input_ids": PROMPT}):
+        with pytest.raises(UnsupportedRequestError, match="cannot use inputs_embeds"):
+            model.generate(**ids, inputs_embeds=embeddings, max_new_tokens=4, do_sample=False, custom_generate=decoder)
+
+
+def test_a_refused_request_leaves_the_decoder_usable(model: LlamaForCausalLM, decoder: ProfileDecoder) -> None:
+    plain = model.generate(PROMPT, max_new_tokens=9, do_sample=False)
+    with pytest.raises(UnsupportedRequestError):
+        model.generate(PROMPT.repeat(2, 1), max_new_tokens=9, do_sample=False, custom_generate=decoder)
+    assert torch.equal(plain, model.generate(PROMPT, max_new_tokens=9, do_sample=False, custom_generate=decoder))
+
+
+def test_an_empty_cache_is_no_filled_cache(model: LlamaForCausalLM, decoder: ProfileDecoder) -> None:
+    settings: dict[str, Any] = {"max_new_tokens": 9, "do_sample": False}
+    cache = DynamicCache(config=model.config)
+    drafted = model.generate(PROMPT, past_key_values=cache, custom_generate=decoder, **settings)
+    assert torch.equal(drafted, model.generate(PROMPT, **settings))
+    assert cache.get_seq_length() == 0
 
 
 def test_a_filled_cache_is_refused(model: LlamaForCausalLM, decoder: ProfileDecoder) -> None:
@@ -164,6 +284,35 @@ def test_a_profile_for_another_model_is_refused_or_warned_of(model: LlamaForCaus
     assert torch.equal(drafted, other.generate(PROMPT, max_new_tokens=9, do_sample=False))
 
 
+def test_another_configuration_is_refused_or_warned_of(model: LlamaForCausalLM) -> None:
+    other = tiny_llama()
+    other.config.rms_norm_eps = 1e-3
+    with pytest.raises(TargetMismatchError, match="another configuration") as refused:
+        other.generate(PROMPT, max_new_tokens=4, do_sample=False, custom_generate=load_decoder(_profile(model)))
+    assert "\n" not in str(refused.value)
+    with pytest.warns(UserWarning, match="another configuration"):
+        load_decoder(_profile(model), strict=False).decoder_for(other)
+
+
+def test_a_model_is_checked_when_it_is_first_used_and_only_then(
+    model: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checked = []
+    monkeypatch.setattr(custom_generate, "check_target", lambda profile, given, **_: checked.append(given))
+    decoder = load_decoder(_profile(model))
+    assert not checked
+    for _ in range(2):
+        model.generate(PROMPT, max_new_tokens=4, do_sample=False, custom_generate=decoder)
+    assert checked == [model]
+
+
+def test_the_same_model_in_another_precision_is_the_model_of_the_profile() -> None:
+    half = tiny_llama().to(torch.bfloat16)
+    profile = _profile(half)
+    load_decoder(profile).decoder_for(half)
+    load_decoder(profile).decoder_for(half.float())
+
+
 def test_another_number_of_layers_is_refused_strict_or_not(model: LlamaForCausalLM) -> None:
     decoder = load_decoder(_profile(model), strict=False)
     with pytest.raises(TargetMismatchError, match="its 4 layers"):
@@ -176,6 +325,36 @@ def test_a_profile_that_found_nothing_decodes_plainly(model: LlamaForCausalLM) -
     assert torch.equal(drafted, model.generate(PROMPT, max_new_tokens=9, do_sample=False))
     assert decoder.last_generation is not None
     assert decoder.last_generation.num_drafted == 0
+
+
+@pytest.mark.parametrize("prefix_reuse", [True, False])
+def test_prefix_reuse_is_as_the_profile_says(
+    model: LlamaForCausalLM, prefix_reuse: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    resumed: list[int] = []
+    honest = ResumeView.forward
+    monkeypatch.setattr(ResumeView, "forward", lambda self, *args: resumed.append(1) or honest(self, *args))
+    profile = _profile(model).model_copy(update={"decoding": Decoding(prefix_reuse=prefix_reuse)})
+    drafted = model.generate(PROMPT, max_new_tokens=9, do_sample=False, custom_generate=load_decoder(profile))
+    assert bool(resumed) is prefix_reuse
+    assert torch.equal(drafted, model.generate(PROMPT, max_new_tokens=9, do_sample=False))
+
+
+def test_a_draft_that_skips_nothing_decodes_the_same_tokens(model: LlamaForCausalLM) -> None:
+    decoder = load_decoder(_profile(model).model_copy(update={"draft": LayerSkip()}))
+    drafted = model.generate(PROMPT, max_new_tokens=12, do_sample=False, custom_generate=decoder)
+    assert torch.equal(drafted, model.generate(PROMPT, max_new_tokens=12, do_sample=False))
+    assert decoder.last_generation is not None
+    assert decoder.last_generation.num_accepted == decoder.last_generation.num_drafted
+
+
+def test_decoding_leaves_the_model_as_it_was(model: LlamaForCausalLM, decoder: ProfileDecoder) -> None:
+    modules = dict(model.named_modules())
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    model.generate(PROMPT, max_new_tokens=9, do_sample=False, custom_generate=decoder)
+    assert dict(model.named_modules()) == modules
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 
 
 @pytest.mark.parametrize("persistent", [True, False])
