@@ -68,11 +68,19 @@ class _CacheLayer(CacheLayerMixin):
 class KVCache(Cache):
     """A cache for one text of at most `capacity` tokens; `length` is the number of positions that hold verified tokens."""
 
-    def __init__(self, num_layers: int, capacity: int) -> None:
-        self._window = _Window()
+    def __init__(self, num_layers: int, capacity: int, window: _Window | None = None) -> None:
+        self._window = window or _Window()
+        self._branch: BranchCache | None = None
         self.capacity = capacity
         self.length = 0
         super().__init__(layers=[_CacheLayer(self._window, capacity) for _ in range(num_layers)])
+
+    @property
+    def branch(self) -> BranchCache:
+        """The keys and values of an exit head on the same text, made when first asked for."""
+        if self._branch is None:
+            self._branch = BranchCache(len(self.layers), self.capacity, self._window)
+        return self._branch
 
     def cover(self, start: int, width: int) -> None:
         """Set the positions `[start, start + width)` that the next forward pass writes."""
@@ -81,13 +89,49 @@ class KVCache(Cache):
         self._window.start, self._window.end = start, start + width
 
     def roll_back(self, length: int) -> None:
-        """Forget everything behind the first `length` positions, in every layer."""
+        """Forget everything behind the first `length` positions, in every layer and in the branch."""
         self.length = length
+        if self._branch is not None:
+            self._branch.roll_back(length)
 
     @property
     def updates_per_layer(self) -> list[int]:
         """How often each layer has written since the cache was made: a layer that never does keeps its state elsewhere."""
         return [layer.num_updates for layer in self.layers]
+
+
+class BranchCache(KVCache):
+    """Keys and values of an exit head, which stands beside the stack: the same window, the same positions, its own contents.
+
+    The head sees a position later than the stack does. `pending` holds the hidden states of the positions from `length` on
+    that the stack has computed and the head has not seen yet.
+    """
+
+    def __init__(self, num_layers: int, capacity: int, window: _Window) -> None:
+        super().__init__(num_layers, capacity, window)
+        self.pending: Tensor | None = None
+        """[.., positions, hidden], or None if the head has seen all."""
+
+    @property
+    def num_known(self) -> int:
+        """Positions whose states the head has seen or has pending."""
+        return self.length + (0 if self.pending is None else self.pending.shape[-2])
+
+    def extend(self, states: Tensor) -> None:
+        """Keep the `states` [.., positions, hidden] behind those known, for the head to see later."""
+        if states.shape[-2]:
+            self.pending = states if self.pending is None else torch.cat([self.pending, states], dim=-2)
+
+    def catch_up(self, length: int) -> None:
+        """The head has seen all of the first `length` positions."""
+        self.length, self.pending = length, None
+
+    def roll_back(self, length: int) -> None:
+        """Forget what lies behind the first `length` positions."""
+        wanted = length - self.length
+        if self.pending is not None:
+            self.pending = self.pending[..., :wanted, :] if wanted > 0 else None
+        self.length = min(self.length, length)
 
 
 def _allocate(states: Tensor, capacity: int) -> Tensor:

@@ -7,10 +7,11 @@ anything is measured or tuned.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
+from torch import Tensor
 
 from decoding.acceptance import Acceptance, Greedy
 from decoding.cache import KVCache
@@ -39,7 +40,7 @@ class Request:
 def autoregressive(target: Target, request: Request) -> Iterator[Prefill | Round]:
     """Plain decoding: one token of the target a round. Yields the prefill first."""
     text, cache = _begin(target, request)
-    prefill, ended = _prefill(target, request, text, cache)
+    prefill, ended = _prefill(lambda: _read_prompt(target, text, cache), request, text, cache)
     yield prefill
     while not ended:
         start = time.perf_counter()
@@ -60,7 +61,7 @@ def speculative(
     Yields the prefill first. `controller` learns from every round; give a fresh one to start afresh.
     """
     text, cache = _begin(target, request, most_drafted=controller.max_tokens)
-    prefill, ended = _prefill(target, request, text, cache)
+    prefill, ended = _prefill(lambda: drafter.prefill(text, cache), request, text, cache)
     yield prefill
     while not ended:
         start = time.perf_counter()
@@ -92,10 +93,14 @@ def _begin(target: Target, request: Request, most_drafted: int = 0) -> tuple[Tex
     return Text(request.prompt, capacity, target.device), target.new_cache(capacity)
 
 
-def _prefill(target: Target, request: Request, text: Text, cache: KVCache) -> tuple[Prefill, bool]:
-    """The whole model over the prompt; nothing is ever skipped here."""
+def _read_prompt(target: Target, text: Text, cache: KVCache) -> Tensor:
+    return target.forward(text.span(0, text.length), cache, 0, last_only=True)
+
+
+def _prefill(read_prompt: Callable[[], Tensor], request: Request, text: Text, cache: KVCache) -> tuple[Prefill, bool]:
+    """The whole model over the prompt, nothing skipped, and the first token."""
     start = time.perf_counter()
-    logits = target.forward(text.span(0, text.length), cache, 0, last_only=True)
+    logits = read_prompt()
     scores = request.shaping.one(text, 0, logits)
     token, _ = request.acceptance.choose(scores)
     cache.length = text.length

@@ -6,8 +6,9 @@ from collections.abc import Iterator
 
 from decoding.decode import Request, autoregressive, speculative
 from decoding.draft_length import Controller, DraftLengthRule, Fixed
-from decoding.drafters.layer_skip import LayerSkipDrafter
-from decoding.profile import LayerSkip, PlainDecoding
+from decoding.drafters.build import build_drafter
+from decoding.exit_head import ExitHeads
+from decoding.profile import EarlyExit, LayerSkip, PlainDecoding
 from decoding.rounds import Generation, Prefill, Round
 from decoding.target import Target
 
@@ -16,13 +17,17 @@ class Decoder:
     """Decodes text after text. Each starts with a fresh controller, unless the rule is `persistent`."""
 
     def __init__(
-        self, target: Target, draft: LayerSkip | PlainDecoding, rule: DraftLengthRule, *, prefix_reuse: bool = True
+        self,
+        target: Target,
+        draft: LayerSkip | EarlyExit | PlainDecoding,
+        rule: DraftLengthRule,
+        *,
+        prefix_reuse: bool = True,
+        heads: ExitHeads | None = None,
     ) -> None:
         self.target = target
         self._rule = rule
-        self._drafter = (
-            LayerSkipDrafter(target, draft, prefix_reuse=prefix_reuse) if isinstance(draft, LayerSkip) else None
-        )
+        self._drafter = build_drafter(target, draft, prefix_reuse=prefix_reuse, heads=heads)
         self._kept: Controller | None = rule.controller() if rule.persistent else None
 
     def steps(self, request: Request) -> Iterator[Prefill | Round]:

@@ -19,3 +19,7 @@ class UnsupportedModelError(SdtuneError):
 
 class UnsupportedRequestError(SdtuneError):
     """A way of generating that the decoder does not offer, such as beams or several prompts at once."""
+
+
+class ExitHeadError(SdtuneError):
+    """An exit head that cannot be read or written, or that belongs to another model."""

@@ -10,7 +10,7 @@ import tempfile
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, PlainSerializer, model_validator
+from pydantic import BeforeValidator, Field, PlainSerializer, field_validator, model_validator
 
 from decoding.documents import Document, dump, read_mapping, validate
 from decoding.draft_length import AnyRule, Fixed
@@ -105,6 +105,32 @@ class LayerSkip(Document):
         return f"skip attention {compact_indices(self.skip_attention)}, MLP {compact_indices(self.skip_mlp)}"
 
 
+class EarlyExit(Document):
+    """Draft with the first `exit_layer` blocks: through a head of their own, or straight through the final norm and LM head."""
+
+    kind: Literal["early_exit"] = "early_exit"
+    exit_layer: int = Field(ge=1, description="how many of the target's blocks the draft runs (N)")
+    head: str | None = Field(None, description="file of the exit head, beside the profile")
+    head_sha256: str | None = None
+
+    @field_validator("head")
+    @classmethod
+    def _lies_beside(cls, head: str | None) -> str | None:
+        if head is not None and (not head or Path(head).name != head):
+            raise ValueError("must be the name of a file beside the profile, without folders")
+        return head
+
+    @model_validator(mode="after")
+    def _head_is_identified(self) -> EarlyExit:
+        if (self.head is None) != (self.head_sha256 is None):
+            raise ValueError("a head is given by head and head_sha256, both or neither")
+        return self
+
+    def describe(self) -> str:
+        """One short phrase for tables."""
+        return f"exit at {self.exit_layer}, {'trained head' if self.head else 'no head'}"
+
+
 class PlainDecoding(Document):
     """Do not draft: nothing that was tried beats plain decoding."""
 
@@ -115,7 +141,7 @@ class PlainDecoding(Document):
         return "plain decoding"
 
 
-Draft = Annotated[LayerSkip | PlainDecoding, Field(discriminator="kind")]
+Draft = Annotated[LayerSkip | EarlyExit | PlainDecoding, Field(discriminator="kind")]
 
 
 class Decoding(Document):
@@ -201,12 +227,14 @@ class DraftProfile(Document):
     provenance: Provenance | None = None
 
     @model_validator(mode="after")
-    def _skips_exist(self) -> DraftProfile:
+    def _layers_exist(self) -> DraftProfile:
+        layers = self.target.num_layers
         if isinstance(self.draft, LayerSkip):
             highest = max((*self.draft.skip_attention, *self.draft.skip_mlp), default=0)
-            if highest >= self.target.num_layers:
-                layers = self.target.num_layers
+            if highest >= layers:
                 raise ValueError(f"draft skips layer {highest}, but the target has layers 0 to {layers - 1}")
+        if isinstance(self.draft, EarlyExit) and self.draft.exit_layer >= layers:
+            raise ValueError(f"draft exits at layer {self.draft.exit_layer}, but it must be 1 to {layers - 1}")
         return self
 
     @classmethod

@@ -121,6 +121,55 @@ class Target:
         """The model from block `boundary` on, the states in front of it being known."""
         return ResumeView(self, boundary)
 
+    def tapped_view(self, boundary: int) -> TappedView:
+        """The whole model, which also gives the states in front of block `boundary`."""
+        return TappedView(self, boundary)
+
+    def exit_view(self, exit_layer: int, head: nn.Module) -> ExitView:
+        """The first `exit_layer` blocks, `head` in the place of the others, and the model's own final norm and LM head."""
+        return ExitView(self, exit_layer, head)
+
+    def new_exit_head(self) -> nn.Module:
+        """A block of the model's own class for an early exit, a copy of the last one, on its device and in its precision."""
+        head = copy.deepcopy(self.blocks[-1])
+        return head.requires_grad_(True).eval()
+
+    def exit_states(self, token_ids: Tensor, exit_layers: Sequence[int]) -> tuple[dict[int, Tensor], Tensor]:
+        """One pass over `token_ids` [batch, length] without a cache: the states [batch, length, hidden] behind the first N blocks
+        for each N of `exit_layers`, and the model's logits [batch, length, vocabulary].
+
+        Texts shorter than the longest are padded on the right: what stands behind a position does not change it.
+        """
+        for exit_layer in exit_layers:
+            self.check_exit_layer(exit_layer)
+        states: dict[int, list[Tensor]] = {exit_layer: [] for exit_layer in exit_layers}
+        blocks = [
+            _Tap(block, states[index + 1]) if index + 1 in states else block for index, block in enumerate(self.blocks)
+        ]
+        view = _with_blocks(self.model, self.anatomy.path, blocks)
+        logits = view(input_ids=token_ids, use_cache=False).logits
+        return {exit_layer: kept[0] for exit_layer, kept in states.items()}, logits
+
+    def exit_logits(self, token_ids: Tensor, states: Tensor, head: nn.Module | None) -> Tensor:
+        """Logits [batch, length, vocabulary] of an exit, given its `states` [batch, length, hidden] of `token_ids` [batch, length].
+
+        `head` is a block of `new_exit_head`, through whose weights gradients flow, or None for the states as they are.
+        """
+        emit = _Emit(self.blocks[0], self.anatomy.block_outputs)
+        emit.states = states
+        blocks = [emit, *(_Identity(block, self.anatomy.block_outputs) for block in list(self.blocks)[1:])]
+        if head is not None:
+            blocks[-1] = _Head(head)
+        view = _with_blocks(self.model, self.anatomy.path, blocks)
+        return view(input_ids=token_ids, use_cache=False).logits
+
+    def check_exit_layer(self, exit_layer: int) -> None:
+        """Raise ValueError unless the model can exit behind its first `exit_layer` blocks."""
+        if not 0 < exit_layer < self.num_layers:
+            raise ValueError(
+                f"a draft exits behind the first 1 to {self.num_layers - 1} of {self.num_layers} layers, got {exit_layer}"
+            )
+
     def sublayer_outputs(self, token_ids: Tensor) -> list[tuple[Tensor, Tensor]]:
         """Attention and MLP outputs of every block, each [width, hidden], before the residual add; one pass, no cache kept."""
         outputs: list[dict[str, Tensor]] = [{} for _ in self.blocks]
@@ -191,6 +240,7 @@ class ResumeView:
         if not 0 < boundary < target.num_layers:
             raise ValueError(f"a pass resumes at block 1 to {target.num_layers - 1}, got {boundary}")
         anatomy, blocks = target.anatomy, list(target.blocks)
+        self._states: Tensor | None = None
         self._resume = _Resume(blocks[boundary])
         self._append = _Resume(blocks[boundary], appends=True)
         known = [_Identity(block, anatomy.block_outputs) for block in blocks[:boundary]]
@@ -211,9 +261,81 @@ class ResumeView:
         for block in self._last:
             block.width = width
         try:
-            return _run(view, token_ids, cache, start, last_only=False)
+            logits = _run(view, token_ids, cache, start, last_only=False)
+            self._states = resume.states
+            return logits
         finally:
             resume.states = None
+
+    def take_states(self) -> Tensor:
+        """The boundary states [.., width, hidden] of the latest pass, that of its last position among them."""
+        states, self._states = self._states, None
+        assert states is not None, "states are taken once, behind a pass"
+        return states
+
+
+class TappedView:
+    """The whole model, recording the states in front of a boundary."""
+
+    def __init__(self, target: Target, boundary: int) -> None:
+        self._states: list[Tensor] = []
+        blocks = list(target.blocks)
+        blocks[boundary - 1] = _Tap(blocks[boundary - 1], self._states)
+        self._view = _with_blocks(target.model, target.anatomy.path, blocks)
+
+    def forward(
+        self, token_ids: Tensor, cache: KVCache, start: int, *, last_only: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        """Logits [width (1 if `last_only`), vocabulary] of `token_ids` [1, width], and the boundary states [.., width, hidden]."""
+        self._states.clear()
+        logits = _run(self._view, token_ids, cache, start, last_only=last_only)
+        return logits, self._states.pop()
+
+
+class ExitView:
+    """The first `exit_layer` blocks, then a head with keys and values of its own in the cache's branch (EESD, arXiv 2406.03853).
+
+    The head stands at the last index, so that it is handed the mask and rotary embeddings of the block it was copied from.
+    """
+
+    def __init__(self, target: Target, exit_layer: int, head: nn.Module) -> None:
+        target.check_exit_layer(exit_layer)
+        anatomy, blocks = target.anatomy, list(target.blocks)
+        self._states: list[Tensor] = []
+        between = [_Identity(block, anatomy.block_outputs) for block in blocks[exit_layer:-1]]
+        first = [*blocks[: exit_layer - 1], _Tap(blocks[exit_layer - 1], self._states)]
+        self._last = [_LastPosition(block) for block in first]
+        passed_by = [_Identity(block, anatomy.block_outputs) for block in blocks[:exit_layer]]
+        self._fill, self._catch_up = _Resume(_Head(head)), _Resume(_Head(head), appends=True)
+        self._step = _with_blocks(target.model, anatomy.path, [*first, *between, _Head(head)])
+        self._from_pending = _with_blocks(target.model, anatomy.path, [*self._last, *between, self._catch_up])
+        self._head_only = _with_blocks(target.model, anatomy.path, [*passed_by, *between, self._fill])
+
+    def forward(self, token_ids: Tensor, cache: KVCache, start: int, pending: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Logits [1, vocabulary] behind the last of `token_ids` [1, width], and its state [.., 1, hidden] at the exit.
+
+        The blocks run on the last token alone; the head also on the `pending` states [.., width - 1, hidden] of those before.
+        """
+        self._states.clear()
+        if pending is None:
+            logits = _run(self._step, token_ids, cache, start, last_only=True)
+        else:
+            for block in self._last:
+                block.width = token_ids.shape[1]
+            self._catch_up.states = pending
+            try:
+                logits = _run(self._from_pending, token_ids, cache, start, last_only=True)
+            finally:
+                self._catch_up.states = None
+        return logits, self._states.pop()
+
+    def fill(self, token_ids: Tensor, cache: KVCache, start: int, states: Tensor) -> None:
+        """Run the head alone on the `states` [.., width, hidden] of `token_ids` [1, width], for its keys and values."""
+        self._fill.states = states
+        try:
+            _run(self._head_only, token_ids, cache, start, last_only=True)
+        finally:
+            self._fill.states = None
 
 
 # --- modules that stand in for blocks ---------------------------------------------------------------------------------
@@ -285,7 +407,17 @@ class _Resume(_StandIn):
         states = self.states.to(hidden_states.device)
         if self.appends:
             states = torch.cat([states, hidden_states[..., -1:, :]], dim=-2)
+        self.states = states
         return self.block(states, *args, **kwargs)
+
+
+class _Head(_StandIn):
+    """Runs an exit head on the branch of the cache, where its keys and values are kept apart from the stack's."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.block(
+            *(_branch(value) for value in args), **{name: _branch(value) for name, value in kwargs.items()}
+        )
 
 
 class _Emit(_StandIn):
@@ -394,6 +526,10 @@ def _last_position(value: Any, width: int) -> Any:
     if value.dtype in (torch.int32, torch.int64):
         return value[..., -1:] if value.shape[-1] == width else value
     return value[..., -1:, :] if value.shape[-2] == width else value
+
+
+def _branch(value: Any) -> Any:
+    return value.branch if isinstance(value, KVCache) else value
 
 
 def _pack(hidden_states: Tensor, num_outputs: int) -> Any:

@@ -654,6 +654,15 @@ def resolve_device(name: str) -> torch.device:
 @click.option(
     "--hold-share", type=click.FloatRange(0, 1), default=Recipe.hold_share, help="Share of steps before decay."
 )
+@click.option(
+    "--max-layer-dropout",
+    type=click.FloatRange(0, 1),
+    default=Recipe.max_layer_dropout,
+    help="Probability that the last layer is left out of a step; 0, with --exit-weight 0, trains an ordinary model.",
+)
+@click.option(
+    "--exit-weight", type=click.FloatRange(0), default=Recipe.exit_weight, help="Weight of the early-exit loss."
+)
 @click.option("--compile", "compile_layers", is_flag=True, help="Compile the blocks (needs a C++ compiler on a CPU).")
 @click.option("--device", default="auto", help="auto, cpu, cuda, cuda:1, ...")
 def main(

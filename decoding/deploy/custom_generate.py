@@ -26,9 +26,10 @@ from transformers.generation import (
 from decoding.acceptance import Greedy, Sampling
 from decoding.decode import Request
 from decoding.decoder import Decoder
-from decoding.errors import TargetMismatchError, UnsupportedRequestError
+from decoding.errors import ExitHeadError, TargetMismatchError, UnsupportedRequestError
+from decoding.exit_head import ExitHeads, check_head_file
 from decoding.fingerprint import fingerprint
-from decoding.profile import DraftProfile
+from decoding.profile import DraftProfile, EarlyExit
 from decoding.rounds import Generation, Prefill, Round
 from decoding.target import Target
 from decoding.text import Ending, Shaping
@@ -42,23 +43,29 @@ PREPARED_KWARGS = frozenset({"past_key_values", "position_ids", "logits_to_keep"
 STATEFUL_PROCESSORS = (SynthIDTextWatermarkLogitsProcessor, UnbatchedClassifierFreeGuidanceLogitsProcessor)
 
 
-def load_decoder(profile: str | Path | DraftProfile, *, strict: bool = True) -> ProfileDecoder:
+def load_decoder(
+    profile: str | Path | DraftProfile, *, strict: bool = True, folder: str | Path | None = None
+) -> ProfileDecoder:
     """A callable for `model.generate(..., custom_generate=...)` that decodes as the profile says.
 
-    The model is checked against the profile's fingerprint when it is first used: another one raises `TargetMismatchError`,
-    or only warns if not `strict`. Raises `ProfileError` for a profile that cannot be read.
+    An exit head is looked for in `folder`, by default that of the profile's file. The model is checked against the profile's
+    fingerprint when it is first used: another one raises `TargetMismatchError`, or only warns if not `strict`; the head of
+    another model is refused in any case. Raises `ProfileError` for a profile that cannot be read, and `ExitHeadError` for a head
+    that is missing or not the one the profile was tuned with.
     """
     if not isinstance(profile, DraftProfile):
+        folder = folder or Path(profile).parent
         profile = DraftProfile.load(profile)
-    return ProfileDecoder(profile, strict=strict)
+    return ProfileDecoder(profile, strict=strict, folder=folder)
 
 
 class ProfileDecoder:
     """Decodes for `generate` as a profile says; `last_generation` holds the facts of the latest call."""
 
-    def __init__(self, profile: DraftProfile, *, strict: bool = True) -> None:
+    def __init__(self, profile: DraftProfile, *, strict: bool = True, folder: str | Path | None = None) -> None:
         self.profile = profile
         self.strict = strict
+        self._heads_folder = _checked_heads_folder(profile, folder)
         self.last_generation: Generation | None = None
         self._decoder: Decoder | None = None
 
@@ -102,9 +109,13 @@ class ProfileDecoder:
         """The profile applied to `model`; checked and built once, and again if another model comes."""
         if self._decoder is None or self._decoder.target.model is not model:
             check_target(self.profile, model, strict=self.strict)
-            profile = self.profile
+            profile, target = self.profile, Target(model)
             self._decoder = Decoder(
-                Target(model), profile.draft, profile.draft_length, prefix_reuse=profile.decoding.prefix_reuse
+                target,
+                profile.draft,
+                profile.draft_length,
+                prefix_reuse=profile.decoding.prefix_reuse,
+                heads=ExitHeads(target, self._heads_folder) if self._heads_folder else None,
             )
         return self._decoder
 
@@ -128,6 +139,17 @@ def check_target(profile: DraftProfile, model: PreTrainedModel, *, strict: bool 
     if (layers := model.config.get_text_config().num_hidden_layers) != expected.num_layers:
         raise TargetMismatchError(f"{message} (its {layers} layers cannot take this draft, strict or not)")
     warnings.warn(message, stacklevel=3)
+
+
+def _checked_heads_folder(profile: DraftProfile, folder: str | Path | None) -> Path | None:
+    """The folder of the profile's exit head, where it lies unharmed; None if the profile needs none."""
+    draft = profile.draft
+    if not isinstance(draft, EarlyExit) or draft.head is None or draft.head_sha256 is None:
+        return None
+    if folder is None:
+        raise ExitHeadError(f"where is the exit head {draft.head} of profile {profile.name!r}? give folder=")
+    check_head_file(Path(folder) / draft.head, draft.head_sha256)
+    return Path(folder)
 
 
 def _refuse_unsupported(input_ids: Tensor, config: GenerationConfig, kwargs: dict[str, Any]) -> None:

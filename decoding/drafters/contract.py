@@ -25,7 +25,12 @@ class Draft:
 
 
 class Drafter(Protocol):
-    """Proposes tokens. Called once a round by `decoding.decode.speculative`; keeps nothing from one round to the next."""
+    """Proposes tokens for `decoding.decode.speculative`. What it must remember of a text from round to round it keeps in the
+    text's cache, so that one drafter serves any number of texts.
+    """
+
+    def prefill(self, text: Text, cache: KVCache) -> Tensor:
+        """The target's logits [1, vocabulary] behind the prompt; called once a text, to take of the prompt what drafting needs."""
 
     def draft(
         self, text: Text, cache: KVCache, controller: Controller, shaping: Shaping, acceptance: Acceptance, limit: int

@@ -11,8 +11,9 @@ from torch import Tensor
 
 from decoding.acceptance import Acceptance
 from decoding.cache import KVCache
-from decoding.draft_length import Controller, Decision, DraftDistribution
+from decoding.draft_length import Controller
 from decoding.drafters.contract import Draft
+from decoding.drafters.propose import propose
 from decoding.profile import LayerSkip
 from decoding.target import Target
 from decoding.text import Shaping, Text
@@ -27,33 +28,23 @@ class LayerSkipDrafter:
         boundary = self._view.boundary
         self._resume = target.resume_view(boundary) if boundary and self._view.keeps_boundary else None
 
+    def prefill(self, text: Text, cache: KVCache) -> Tensor:
+        """The target's pass over the prompt; the draft reads the same keys and values."""
+        return self._target.forward(text.span(0, text.length), cache, 0, last_only=True)
+
     def draft(
         self, text: Text, cache: KVCache, controller: Controller, shaping: Shaping, acceptance: Acceptance, limit: int
     ) -> Draft:
         """Draft token by token until the controller or `limit` says stop; one pass of the view for each."""
         self._view.take_states()  # a round that an error cut short may have left some
-        probabilities: list[Tensor] = []
-        limit = min(limit, controller.limit())
-        num_drafted = 0
-        decision = Decision.CONTINUE
-        while num_drafted < limit and decision is Decision.CONTINUE:
+
+        def step(num_drafted: int) -> Tensor:
             position = cache.length + num_drafted
-            logits = self._view.forward(text.span(position, position + 1), cache, position)
-            scores = shaping.one(text, num_drafted, logits)
-            decision = controller.decide(num_drafted, DraftDistribution(scores))
-            if decision is Decision.STOP:
-                break
-            token, distribution = acceptance.choose(scores)
-            if distribution is not None:
-                probabilities.append(distribution)
-            text.write_draft(num_drafted, token)
-            num_drafted += 1
+            return self._view.forward(text.span(position, position + 1), cache, position)
+
+        num_drafted, probabilities = propose(step, text, controller, shaping, acceptance, limit)
         states = self._view.take_states()
-        return Draft(
-            num_tokens=num_drafted,
-            probabilities=torch.stack(probabilities) if probabilities else None,
-            states=torch.cat(states, dim=-2) if states else None,
-        )
+        return Draft(num_drafted, probabilities, torch.cat(states, dim=-2) if states else None)
 
     def verify(self, text: Text, cache: KVCache, draft: Draft) -> Tensor:
         """One pass of the target over the last token and the drafts, from the boundary on if its states are known."""

@@ -16,11 +16,13 @@ from transformers import (
 )
 from transformers.generation import GenerateDecoderOnlyOutput, StoppingCriteria, StoppingCriteriaList
 
+import decoding.target
 from decoding.deploy import ProfileDecoder, custom_generate, load_decoder
 from decoding.draft_length import AdaEdl, DraftLengthRule, Fixed, TopProbability
-from decoding.errors import ProfileError, TargetMismatchError, UnsupportedRequestError
+from decoding.errors import ExitHeadError, ProfileError, TargetMismatchError, UnsupportedRequestError
+from decoding.exit_head import HeadFacts, save_exit_head
 from decoding.fingerprint import fingerprint
-from decoding.profile import Decoding, DraftProfile, LayerSkip, PlainDecoding, Target
+from decoding.profile import Decoding, DraftProfile, EarlyExit, LayerSkip, PlainDecoding, Target
 from decoding.target import ResumeView
 from tests.decoding.families import target_of
 from tests.tiny import tiny_llama
@@ -382,3 +384,57 @@ def test_a_profile_is_loaded_from_its_file(model: LlamaForCausalLM, tmp_path: Pa
     assert load_decoder(tmp_path / "p.yaml").profile == _profile(model)
     with pytest.raises(ProfileError, match="no such profile"):
         load_decoder(tmp_path / "q.yaml")
+
+
+def _exit_profile(model: PreTrainedModel, folder: Path, head_of: PreTrainedModel | None = None) -> Path:
+    """A profile with an exit at layer 3 and the head of that exit (of this model, or another's) beside it."""
+    owner = head_of or model
+    found = fingerprint(owner)
+    facts = HeadFacts(
+        exit_layer=3,
+        num_layers=6,
+        architecture="LlamaForCausalLM",
+        config_sha256=found.config_sha256,
+        weights_sha256=found.weights_sha256,
+    )
+    sha256 = save_exit_head(folder / "head.safetensors", decoding.target.Target(owner).new_exit_head(), facts)
+    draft = EarlyExit(exit_layer=3, head="head.safetensors", head_sha256=sha256)
+    path = folder / "profile.yaml"
+    _profile(model).model_copy(update={"draft": draft}).save(path)
+    return path
+
+
+def test_exit_with_its_head_beside_the_profile(model: LlamaForCausalLM, tmp_path: Path) -> None:
+    decoder = load_decoder(_exit_profile(model, tmp_path))
+    expected = model.generate(PROMPT, max_new_tokens=30, do_sample=False)
+    for _ in range(2):
+        assert torch.equal(
+            model.generate(PROMPT, max_new_tokens=30, do_sample=False, custom_generate=decoder), expected
+        )
+    assert decoder.last_generation is not None
+    assert decoder.last_generation.num_drafted > 10
+    profile = DraftProfile.load(tmp_path / "profile.yaml")
+    given = load_decoder(profile, folder=tmp_path)
+    assert torch.equal(model.generate(PROMPT, max_new_tokens=30, do_sample=False, custom_generate=given), expected)
+
+
+def test_head_that_is_missing_or_another_one_is_refused_when_the_profile_is_loaded(
+    model: LlamaForCausalLM, tmp_path: Path
+) -> None:
+    path = _exit_profile(model, tmp_path)
+    with pytest.raises(ExitHeadError, match="give folder="):
+        load_decoder(DraftProfile.load(path))
+    head = tmp_path / "head.safetensors"
+    head.write_bytes(head.read_bytes()[:-1])
+    with pytest.raises(ExitHeadError, match="its contents differ"):
+        load_decoder(path)
+    head.unlink()
+    with pytest.raises(ExitHeadError, match="it belongs beside the profile"):
+        load_decoder(path)
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_head_of_another_target_is_refused_strict_or_not(model: LlamaForCausalLM, tmp_path: Path, strict: bool) -> None:
+    decoder = load_decoder(_exit_profile(model, tmp_path, head_of=tiny_llama(seed=1)), strict=strict)
+    with pytest.raises(ExitHeadError, match="belongs to another model"):
+        model.generate(PROMPT, max_new_tokens=8, do_sample=False, custom_generate=decoder)

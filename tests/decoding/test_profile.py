@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import stat
 from pathlib import Path
 from typing import Any
@@ -12,10 +13,12 @@ import yaml
 from transformers import AutoModelForCausalLM
 
 from decoding.deploy.custom_generate import check_target
+from decoding.documents import dump
 from decoding.draft_length import RULES
 from decoding.errors import ProfileError
 from decoding.profile import (
     DraftProfile,
+    EarlyExit,
     LayerSkip,
     PlainDecoding,
     Target,
@@ -198,6 +201,31 @@ def test_the_highest_layer_may_be_skipped_and_nothing_behind_it() -> None:
     assert _profile(draft=LayerSkip.blocks([23])).draft == LayerSkip.blocks([23])
     with pytest.raises(ValueError, match="draft skips layer 24, but the target has layers 0 to 23"):
         _profile(draft=LayerSkip(skip_mlp=(24,)))
+
+
+def test_an_exit_is_saved_with_its_head_and_loaded(tmp_path: Path) -> None:
+    for draft in (EarlyExit(exit_layer=8), EarlyExit(exit_layer=23, head="h.safetensors", head_sha256="ab")):
+        _profile(draft=draft).save(tmp_path / "p.yaml")
+        assert DraftProfile.load(tmp_path / "p.yaml").draft == draft
+
+
+@pytest.mark.parametrize(
+    ("draft", "message"),
+    [
+        ({"exit_layer": 24}, "draft exits at layer 24, but it must be 1 to 23"),
+        ({"exit_layer": 0}, "draft.exit_layer: input should be greater than or equal to 1"),
+        ({"exit_layer": 8, "head": "h"}, "head and head_sha256, both or neither"),
+        ({"exit_layer": 8, "head_sha256": "ab"}, "head and head_sha256, both or neither"),
+        ({"exit_layer": 8, "head": "../h", "head_sha256": "ab"}, "name of a file beside the profile, without folders"),
+        ({"exit_layer": 8, "head": "/h", "head_sha256": "ab"}, "name of a file beside the profile, without folders"),
+        ({"exit_layer": 8, "head": "", "head_sha256": "ab"}, "name of a file beside the profile, without folders"),
+    ],
+)
+def test_a_wrong_exit_is_refused(tmp_path: Path, draft: dict[str, Any], message: str) -> None:
+    data = yaml.safe_load(dump(_profile()))
+    (tmp_path / "p.yaml").write_text(yaml.safe_dump({**data, "draft": {"kind": "early_exit", **draft}}))
+    with pytest.raises(ProfileError, match=re.escape(message)):
+        DraftProfile.load(tmp_path / "p.yaml")
 
 
 def test_a_yaml_anchor_may_be_merged(tmp_path: Path) -> None:

@@ -1,0 +1,35 @@
+"""The drafter of a profile's draft: which class drafts which kind."""
+
+from __future__ import annotations
+
+from decoding.drafters.contract import Drafter
+from decoding.drafters.early_exit import EarlyExitDrafter
+from decoding.drafters.layer_skip import LayerSkipDrafter
+from decoding.errors import ExitHeadError
+from decoding.exit_head import ExitHeads
+from decoding.profile import EarlyExit, LayerSkip, PlainDecoding
+from decoding.target import Target
+
+
+def build_drafter(
+    target: Target,
+    draft: LayerSkip | EarlyExit | PlainDecoding,
+    *,
+    prefix_reuse: bool = True,
+    heads: ExitHeads | None = None,
+) -> Drafter | None:
+    """The drafter of `draft`, or None for plain decoding; `heads` gives the exit head of one that has a head.
+
+    Raises ValueError for layers that the target does not have, and `ExitHeadError` for a head that is missing or another one.
+    """
+    if isinstance(draft, PlainDecoding):
+        return None
+    if isinstance(draft, LayerSkip):
+        return LayerSkipDrafter(target, draft, prefix_reuse=prefix_reuse)
+    target.check_exit_layer(draft.exit_layer)
+    if draft.head is None:
+        behind = LayerSkip.blocks(tuple(range(draft.exit_layer, target.num_layers)))
+        return LayerSkipDrafter(target, behind, prefix_reuse=prefix_reuse)
+    if heads is None:
+        raise ExitHeadError(f"where is the exit head {draft.head}? give the folder that it lies in")
+    return EarlyExitDrafter(target, draft.exit_layer, heads.get(draft), prefix_reuse=prefix_reuse)

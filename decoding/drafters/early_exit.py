@@ -1,0 +1,66 @@
+"""Draft with the first N blocks and an exit head behind them, verify from block N + 1 on (EESD, arXiv 2406.03853).
+
+The paper is known to us by its abstract; the structure is our formulation. The head is one block of the model's own class with
+keys and values of its own. An exit without a head is a layer skip of all blocks behind N, and drafts as one.
+
+The head sees the state of a position one pass later than the blocks do: the last draft of a round, or a token of a round
+that drafted nothing, is left to it as pending in the branch of the cache, and its next pass takes those along.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from decoding.acceptance import Acceptance
+from decoding.cache import KVCache
+from decoding.draft_length import Controller
+from decoding.drafters.contract import Draft
+from decoding.drafters.propose import propose
+from decoding.target import Target
+from decoding.text import Shaping, Text
+
+
+class EarlyExitDrafter:
+    """The first `exit_layer` blocks, `head`, and the target's own final norm and LM head."""
+
+    def __init__(self, target: Target, exit_layer: int, head: nn.Module, *, prefix_reuse: bool = True) -> None:
+        self._exit = target.exit_view(exit_layer, head)
+        self._whole = target.tapped_view(exit_layer)
+        self._resume = target.resume_view(exit_layer) if prefix_reuse else None
+
+    def prefill(self, text: Text, cache: KVCache) -> Tensor:
+        """The target's pass over the prompt, and the head's over the states that it leaves at the exit."""
+        prompt = text.span(0, text.length)
+        logits, states = self._whole.forward(prompt, cache, 0, last_only=True)
+        self._exit.fill(prompt, cache, 0, states)
+        cache.branch.catch_up(text.length)
+        return logits
+
+    def draft(
+        self, text: Text, cache: KVCache, controller: Controller, shaping: Shaping, acceptance: Acceptance, limit: int
+    ) -> Draft:
+        """Draft token by token until the controller or `limit` says stop; the first pass takes along what is pending."""
+        branch, states = cache.branch, list[Tensor]()
+
+        def step(num_drafted: int) -> Tensor:
+            start, end = branch.length, cache.length + num_drafted + 1
+            logits, state = self._exit.forward(text.span(start, end), cache, start, branch.pending)
+            branch.catch_up(end)
+            states.append(state)
+            return logits
+
+        num_drafted, probabilities = propose(step, text, controller, shaping, acceptance, limit)
+        return Draft(num_drafted, probabilities, torch.cat(states, dim=-2) if states else None)
+
+    def verify(self, text: Text, cache: KVCache, draft: Draft) -> Tensor:
+        """One pass of the target over the last token and the drafts, from the exit on if its states there are known."""
+        token_ids = text.span(cache.length, text.length + draft.num_tokens)
+        if self._resume is None or draft.states is None:
+            logits, states = self._whole.forward(token_ids, cache, cache.length)
+        else:
+            logits = self._resume.forward(token_ids, cache, cache.length, draft.states)
+            states = self._resume.take_states()
+        branch = cache.branch
+        branch.extend(states[..., branch.num_known - cache.length :, :])
+        return logits

@@ -1,0 +1,40 @@
+"""The round of a drafter that runs a part of the model: one pass a token, until the controller or the limit says stop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from decoding.acceptance import Acceptance
+from decoding.draft_length import Controller, Decision, DraftDistribution
+from decoding.text import Shaping, Text
+
+Step = Callable[[int], Tensor]
+"""Runs the draft on the text up to and with its `num_drafted`-th draft: logits [1, vocabulary] of the token behind it."""
+
+
+def propose(
+    step: Step, text: Text, controller: Controller, shaping: Shaping, acceptance: Acceptance, limit: int
+) -> tuple[int, Tensor | None]:
+    """Write drafts behind the text, token by token.
+
+    Returns how many, and the probabilities [num_drafted, vocabulary] they were sampled from (None if greedy or none drafted).
+    A pass whose distribution the controller would not draw from was run all the same.
+    """
+    probabilities: list[Tensor] = []
+    limit = min(limit, controller.limit())
+    num_drafted = 0
+    decision = Decision.CONTINUE
+    while num_drafted < limit and decision is Decision.CONTINUE:
+        scores = shaping.one(text, num_drafted, step(num_drafted))
+        decision = controller.decide(num_drafted, DraftDistribution(scores))
+        if decision is Decision.STOP:
+            break
+        token, distribution = acceptance.choose(scores)
+        if distribution is not None:
+            probabilities.append(distribution)
+        text.write_draft(num_drafted, token)
+        num_drafted += 1
+    return num_drafted, torch.stack(probabilities) if probabilities else None
