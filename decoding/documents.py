@@ -6,14 +6,31 @@ Knows nothing of what the documents mean; `decoding.profile` and the tuner's con
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import yaml
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from decoding.errors import SdtuneError
+
+UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
+
+
+def parse_duration(value: Any) -> Any:
+    """Seconds from a number of seconds or a text such as `90s`, `10m` or `1.5h`."""
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return float(value)
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]*)", str(value).strip().lower())
+    if match is None or (match[2] or "s") not in UNITS:
+        raise ValueError("must be a duration such as 90s, 10m or 1.5h")
+    return float(match[1]) * UNITS[match[2] or "s"]
+
+
+Duration = Annotated[float, BeforeValidator(parse_duration), Field(gt=0)]
+"""A key that holds a time, in seconds once it is read."""
 
 
 class Document(BaseModel):
@@ -99,7 +116,7 @@ def _written_location(location: tuple[int | str, ...], data: Any) -> list[str]:
     """The location without the tags of discriminated unions, which pydantic puts into it and no document has as keys."""
     written = []
     for depth, part in enumerate(location):
-        is_tag = isinstance(data, dict) and part not in data and part in data.values() and depth < len(location) - 1
+        is_tag = isinstance(data, dict) and part not in data and depth < len(location) - 1
         if is_tag:
             continue
         written.append(str(part))
@@ -123,10 +140,17 @@ def _known_keys(model: type[BaseModel], location: tuple[int | str, ...]) -> list
 def _children(node: dict[str, Any], part: str, definitions: dict[str, Any]) -> list[dict[str, Any]]:
     properties = node.get("properties", {})
     if part in properties:
-        below = properties[part]
-        return [_resolve(v, definitions) for v in (below, *below.get("anyOf", []), *below.get("oneOf", []))]
+        return list(_variants(properties[part], definitions))
     # The tag of a discriminated union stays in the variant whose constant it is.
     return [node] if any(part == field.get("const") for field in properties.values()) else []
+
+
+def _variants(node: dict[str, Any], definitions: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """The node and all that may stand in its place."""
+    node = _resolve(node, definitions)
+    yield node
+    for variant in (*node.get("anyOf", []), *node.get("oneOf", [])):
+        yield from _variants(variant, definitions)
 
 
 def _resolve(node: dict[str, Any], definitions: dict[str, Any]) -> dict[str, Any]:

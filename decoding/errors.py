@@ -23,3 +23,7 @@ class UnsupportedRequestError(SdtuneError):
 
 class ExitHeadError(SdtuneError):
     """An exit head that cannot be read or written, or that belongs to another model."""
+
+
+class DistillationError(SdtuneError):
+    """A distillation that cannot begin, go on or write what it made."""

@@ -7,11 +7,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from functools import cached_property, lru_cache
 from pathlib import Path
-from tempfile import NamedTemporaryFile
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from pydantic import Field
@@ -21,6 +19,7 @@ from torch import nn
 
 from decoding.documents import Document, validate
 from decoding.errors import ExitHeadError
+from decoding.files import write_whole
 from decoding.fingerprint import Fingerprint, fingerprint
 from decoding.profile import EarlyExit
 from decoding.target import Target
@@ -47,11 +46,15 @@ class HeadTraining(Document):
     num_tokens: int
     temperature: float
     steps: int
-    seconds: float
-    before: ExitFigures
+    seconds: float = Field(description="to write the texts and to train the heads of all exits of its run")
+    before: ExitFigures = Field(description="of the exit without a head")
     after: ExitFigures
     device: str
     versions: dict[str, str]
+    identity: dict[str, Any] = Field(
+        default_factory=dict,
+        description="model, texts and settings that decide the weights: what makes it the same head",
+    )
 
 
 class HeadFacts(Document):
@@ -80,25 +83,8 @@ def save_exit_head(path: Path, head: nn.Module, facts: HeadFacts) -> str:
     """Write a head whole or not at all; the SHA-256 of the file. `ExitHeadError` if the place is unwritable or full."""
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in head.state_dict().items()}
     content = save(tensors, metadata={METADATA_KEY: facts.model_dump_json(by_alias=True)})
-    write_whole(path, content)
+    write_whole(path, content, what="the exit head", error=ExitHeadError)
     return hashlib.sha256(content).hexdigest()
-
-
-def write_whole(path: Path, content: bytes) -> None:
-    """Write a file beside its place and rename it, so that a reader finds all of it or none; `ExitHeadError` if that fails."""
-    beside: Path | None = None
-    try:
-        with NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
-            beside = Path(file.name)
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        beside.chmod(0o644)
-        beside.replace(path)
-    except OSError as cause:
-        if beside is not None:
-            beside.unlink(missing_ok=True)
-        raise ExitHeadError(f"cannot write the exit head {path}: {cause.strerror or cause}") from None
 
 
 def read_facts(path: Path) -> HeadFacts:

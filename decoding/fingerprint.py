@@ -37,7 +37,7 @@ def fingerprint(model: PreTrainedModel) -> Fingerprint:
         weights.update(f"{name} {tuple(tensor.shape)}\n".encode())
         weights.update(_sample(tensor))
     return Fingerprint(
-        config_sha256=_hash_json(_lasting(model.config.to_diff_dict())), weights_sha256=weights.hexdigest()
+        config_sha256=hash_json(_lasting(model.config.to_diff_dict())), weights_sha256=weights.hexdigest()
     )
 
 
@@ -50,7 +50,7 @@ def _lasting(config: Any) -> Any:
 
 def tokenizer_sha256(tokenizer: Any) -> str:
     """Hash of the vocabulary and the special tokens."""
-    return _hash_json({"vocabulary": tokenizer.get_vocab(), "special": tokenizer.special_tokens_map})
+    return hash_json({"vocabulary": tokenizer.get_vocab(), "special": tokenizer.special_tokens_map})
 
 
 def _sample(tensor: Tensor) -> bytes:
@@ -62,5 +62,6 @@ def _sample(tensor: Tensor) -> bytes:
     return flat[places].float().cpu().to(torch.bfloat16).view(torch.int16).numpy().tobytes()
 
 
-def _hash_json(value: Any) -> str:
+def hash_json(value: Any) -> str:
+    """SHA-256 of plain data, whatever the order of its keys."""
     return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()

@@ -6,7 +6,6 @@ Strict YAML in and out, versioned, with a JSON Schema (`DraftProfile.json_schema
 from __future__ import annotations
 
 import re
-import tempfile
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -15,6 +14,7 @@ from pydantic import BeforeValidator, Field, PlainSerializer, field_validator, m
 from decoding.documents import Document, dump, read_mapping, validate
 from decoding.draft_length import AnyRule, Fixed
 from decoding.errors import ProfileError
+from decoding.files import write_whole
 
 SCHEMA = "sdtune/v1"
 
@@ -126,6 +126,10 @@ class EarlyExit(Document):
             raise ValueError("a head is given by head and head_sha256, both or neither")
         return self
 
+    def as_layer_skip(self, num_layers: int) -> LayerSkip:
+        """The blocks of a target with `num_layers` that the draft leaves out; what its head does is not in it."""
+        return LayerSkip.blocks(tuple(range(self.exit_layer, num_layers)))
+
     def describe(self) -> str:
         """One short phrase for tables."""
         return f"exit at {self.exit_layer}, {'trained head' if self.head else 'no head'}"
@@ -179,6 +183,9 @@ class SearchCost(Document):
 
     trials: int
     seconds: float
+    distillation_seconds: float = Field(
+        0.0, description="of making the exit heads that were searched with, apart from the search"
+    )
 
 
 class DatasetFacts(Document):
@@ -248,14 +255,7 @@ class DraftProfile(Document):
 
     def save(self, path: str | Path) -> None:
         """Write the profile whole or not at all (beside the target, then renamed); `ProfileError` if the place is unwritable."""
-        path = Path(path)
-        try:
-            with tempfile.TemporaryDirectory(dir=path.parent) as beside:
-                whole = Path(beside) / "profile.yaml"
-                whole.write_text(dump(self), encoding="utf-8")
-                whole.replace(path)
-        except OSError as cause:
-            raise ProfileError(f"cannot write the profile {path}: {cause.strerror or cause}") from None
+        write_whole(Path(path), dump(self).encode(), what="the profile", error=ProfileError)
 
     @classmethod
     def json_schema(cls) -> dict[str, Any]:

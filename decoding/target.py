@@ -117,9 +117,9 @@ class Target:
         """The model without these sublayers; `keep_boundary` records the states in front of the first block that has a skip."""
         return DraftView(self, frozenset(skip_attention), frozenset(skip_mlp), keep_boundary=keep_boundary)
 
-    def resume_view(self, boundary: int) -> ResumeView:
-        """The model from block `boundary` on, the states in front of it being known."""
-        return ResumeView(self, boundary)
+    def resume_view(self, boundary: int, *, keep_states: bool = False) -> ResumeView:
+        """The model from block `boundary` on, the states in front of it being known; `keep_states` records those of each pass."""
+        return ResumeView(self, boundary, keep_states=keep_states)
 
     def tapped_view(self, boundary: int) -> TappedView:
         """The whole model, which also gives the states in front of block `boundary`."""
@@ -134,9 +134,11 @@ class Target:
         head = copy.deepcopy(self.blocks[-1])
         return head.requires_grad_(True).eval()
 
-    def exit_states(self, token_ids: Tensor, exit_layers: Sequence[int]) -> tuple[dict[int, Tensor], Tensor]:
+    def exit_states(
+        self, token_ids: Tensor, exit_layers: Sequence[int], *, first: int = 0
+    ) -> tuple[dict[int, Tensor], Tensor]:
         """One pass over `token_ids` [batch, length] without a cache: the states [batch, length, hidden] behind the first N blocks
-        for each N of `exit_layers`, and the model's logits [batch, length, vocabulary].
+        for each N of `exit_layers`, and the model's logits [batch, length - first, vocabulary] from position `first` on.
 
         Texts shorter than the longest are padded on the right: what stands behind a position does not change it.
         """
@@ -147,11 +149,12 @@ class Target:
             _Tap(block, states[index + 1]) if index + 1 in states else block for index, block in enumerate(self.blocks)
         ]
         view = _with_blocks(self.model, self.anatomy.path, blocks)
-        logits = view(input_ids=token_ids, use_cache=False).logits
+        logits = _run_whole(view, token_ids, first)
         return {exit_layer: kept[0] for exit_layer, kept in states.items()}, logits
 
-    def exit_logits(self, token_ids: Tensor, states: Tensor, head: nn.Module | None) -> Tensor:
-        """Logits [batch, length, vocabulary] of an exit, given its `states` [batch, length, hidden] of `token_ids` [batch, length].
+    def exit_logits(self, token_ids: Tensor, states: Tensor, head: nn.Module | None, *, first: int = 0) -> Tensor:
+        """Logits [batch, length - first, vocabulary] of an exit from position `first` on, given its `states`
+        [batch, length, hidden] of `token_ids` [batch, length].
 
         `head` is a block of `new_exit_head`, through whose weights gradients flow, or None for the states as they are.
         """
@@ -160,8 +163,7 @@ class Target:
         blocks = [emit, *(_Identity(block, self.anatomy.block_outputs) for block in list(self.blocks)[1:])]
         if head is not None:
             blocks[-1] = _Head(head)
-        view = _with_blocks(self.model, self.anatomy.path, blocks)
-        return view(input_ids=token_ids, use_cache=False).logits
+        return _run_whole(_with_blocks(self.model, self.anatomy.path, blocks), token_ids, first)
 
     def check_exit_layer(self, exit_layer: int) -> None:
         """Raise ValueError unless the model can exit behind its first `exit_layer` blocks."""
@@ -236,11 +238,11 @@ class DraftView:
 class ResumeView:
     """The target from a boundary on. The blocks in front of it compute the last position alone, or nothing if that is known."""
 
-    def __init__(self, target: Target, boundary: int) -> None:
+    def __init__(self, target: Target, boundary: int, *, keep_states: bool) -> None:
         if not 0 < boundary < target.num_layers:
             raise ValueError(f"a pass resumes at block 1 to {target.num_layers - 1}, got {boundary}")
         anatomy, blocks = target.anatomy, list(target.blocks)
-        self._states: Tensor | None = None
+        self._keeps_states, self._states = keep_states, list[Tensor]()
         self._resume = _Resume(blocks[boundary])
         self._append = _Resume(blocks[boundary], appends=True)
         known = [_Identity(block, anatomy.block_outputs) for block in blocks[:boundary]]
@@ -262,16 +264,15 @@ class ResumeView:
             block.width = width
         try:
             logits = _run(view, token_ids, cache, start, last_only=False)
-            self._states = resume.states
+            if self._keeps_states and resume.states is not None:
+                self._states = [resume.states]
             return logits
         finally:
             resume.states = None
 
     def take_states(self) -> Tensor:
-        """The boundary states [.., width, hidden] of the latest pass, that of its last position among them."""
-        states, self._states = self._states, None
-        assert states is not None, "states are taken once, behind a pass"
-        return states
+        """The boundary states [.., width, hidden] of the latest pass, that of its last position among them; they are let go."""
+        return self._states.pop()
 
 
 class TappedView:
@@ -511,6 +512,13 @@ def _run(view: nn.Module, token_ids: Tensor, cache: KVCache, start: int, *, last
     )
     logits = output.logits[0]
     return logits[-1:] if last_only else logits  # not every family knows `logits_to_keep`
+
+
+def _run_whole(view: nn.Module, token_ids: Tensor, first: int) -> Tensor:
+    """One forward pass over whole texts [batch, length] without a cache; logits [batch, length - first, vocabulary]."""
+    num_kept = token_ids.shape[1] - first
+    logits = view(input_ids=token_ids, use_cache=False, logits_to_keep=num_kept).logits
+    return logits[:, -num_kept:]
 
 
 def _last_position(value: Any, width: int) -> Any:

@@ -8,9 +8,11 @@ from __future__ import annotations
 from studies.conf_layers import ConfLayers
 from studies.contract import Study
 from studies.draft_length import DraftLength
+from studies.exit_layer import ExitLayer
 
 STUDIES: dict[str, type[Study]] = {
     "conf_layers": ConfLayers,
+    "exit_layer": ExitLayer,
     "draft_length": DraftLength,
 }
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, ClassVar
 
@@ -17,8 +17,9 @@ import optuna
 from pydantic import Field
 
 from decoding.documents import Document
-from decoding.draft_length import AnyRule
-from decoding.profile import Draft
+from decoding.draft_length import AnyRule, DraftLengthRule
+from decoding.exit_head import ExitHeads
+from decoding.profile import Draft, EarlyExit
 from decoding.target import Target
 from studies.measurement import Measurement
 
@@ -33,6 +34,10 @@ class Candidate(Document):
     def key(self) -> str:
         """The canonical form: equal candidates have equal keys."""
         return self.model_dump_json()
+
+    def with_rule(self, rule: DraftLengthRule) -> Candidate:
+        """The same draft with another rule."""
+        return self.model_copy(update={"draft_length": rule})
 
 
 class TrialState(StrEnum):
@@ -72,10 +77,18 @@ class Problem:
     target: Target
     prompts: tuple[tuple[int, ...], ...]
     continuations: tuple[tuple[int, ...], ...]
-    """The target's own greedy or sampled continuation of each prompt, in token ids."""
+    """The target's own greedy continuation of each prompt, in token ids, whatever the temperature."""
     earlier: Mapping[str, Sequence[TrialRecord]]
     """The finished trials of the studies that ran before this one, by study name."""
     seed: int
+    temperature: float = 0.0
+    prefix_reuse: bool = True
+    head_drafts: Mapping[int, EarlyExit] = field(default_factory=dict)
+    """The early exits that have a head, by exit layer."""
+    heads: ExitHeads | None = None
+    """Where those heads are."""
+    kept: Any = None
+    """What this study gave to `keep` when it was first made, or None if it has just been made."""
 
 
 class Study(ABC):
@@ -103,6 +116,24 @@ class Study(ABC):
 
     def starts(self) -> list[dict[str, Any]]:
         """Parameter values to try before the sampler's own, for a study that has just been made."""
+        return []
+
+    @classmethod  # noqa: B027 - most settings fit every model
+    def check(cls, settings: Any, target: Target) -> None:
+        """Called before anything is run: raise ValueError for settings that ask for what the model does not have."""
+
+    @classmethod
+    def wanted_heads(cls, settings: Any, num_layers: int) -> tuple[int, ...]:
+        """The exit layers that this study wants a distilled head for, in a model of `num_layers`."""
+        return ()
+
+    def keep(self) -> Any:
+        """Plain data to store when the study is first made, and to find in `Problem.kept` on resume: what could not be
+        computed again to the same result."""
+        return None
+
+    def remarks(self) -> list[str]:
+        """What a user should know of where the best trial lies, once the study has ended."""
         return []
 
     def sampler(self) -> optuna.samplers.BaseSampler:

@@ -1,21 +1,32 @@
-"""When to stop drafting, for a given draft: a search over AdaEDL, top probability and fixed lengths and their parameters.
-
-The space is read off the rules themselves (`decoding.draft_length.RULES` and the search ranges declared there), so a new
-rule is searched as soon as it is registered.
-"""
+"""When to stop drafting, for a given draft: a search over all draft-length rules and their parameters (`studies.rule_space`)."""
 
 from __future__ import annotations
 
-import warnings
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import optuna
-from pydantic import Field, field_validator
+from pydantic import BeforeValidator, Field, field_validator
 
-from decoding.documents import Document, suggest
-from decoding.draft_length import RULES, DraftLengthRule
-from decoding.profile import LayerSkip
+from decoding.documents import Document
+from decoding.draft_length import RULES
+from decoding.drafters.build import build_drafter
+from decoding.profile import EarlyExit, LayerSkip, PlainDecoding
+from decoding.target import Target
 from studies.contract import Candidate, Problem, Study, TrialRecord, best_trials
+from studies.rule_space import check_rules, rule_parameters, rule_sampler, suggest_rule
+
+
+def _name_kind(draft: Any) -> Any:
+    """The kind of a draft may be left out: an exit layer tells the two apart."""
+    if isinstance(draft, dict) and "kind" not in draft:
+        return {"kind": "early_exit" if "exit_layer" in draft else "layer_skip", **draft}
+    return draft
+
+
+GivenDraft = Annotated[
+    Annotated[LayerSkip | EarlyExit, Field(discriminator="kind")] | None,
+    BeforeValidator(_name_kind),
+]
 
 
 class DraftLengthSettings(Document):
@@ -23,7 +34,7 @@ class DraftLengthSettings(Document):
 
     rules: tuple[str, ...] = Field(tuple(RULES), min_length=1, description="rules to choose among")
     num_drafts: int = Field(2, ge=1, description="how many of the best drafts found before to search with")
-    draft: LayerSkip | None = Field(None, description="search for this draft instead of those found before")
+    draft: GivenDraft = Field(None, description="search for this draft instead of those found before")
     max_tokens: int = Field(16, ge=1, le=64, description="longest draft to consider (K)")
     max_trials: int = Field(40, ge=1, description="trials at most")
     patience: int = Field(15, ge=1, description="trials without a better speed-up after which the search ends")
@@ -31,10 +42,7 @@ class DraftLengthSettings(Document):
     @field_validator("rules")
     @classmethod
     def _rules_exist(cls, rules: tuple[str, ...]) -> tuple[str, ...]:
-        for rule in rules:
-            if rule not in RULES:
-                raise ValueError(f"unknown rule {rule!r}; {suggest(rule, RULES)}")
-        return rules
+        return check_rules(rules)
 
 
 class DraftLength(Study):
@@ -58,14 +66,17 @@ class DraftLength(Study):
         """See `Study.create`."""
         return cls(problem, settings)
 
+    @classmethod
+    def check(cls, settings: Any, target: Target) -> None:
+        """Raise ValueError for a given draft of layers that the model does not have."""
+        if isinstance(settings.draft, EarlyExit):
+            target.check_exit_layer(settings.draft.exit_layer)
+        elif settings.draft is not None:
+            build_drafter(target, settings.draft)
+
     def sampler(self) -> optuna.samplers.BaseSampler:
-        """TPE that treats the parameters of each rule as one group."""
-        with warnings.catch_warnings():
-            # `group` is marked experimental; a sampler that lost it would search worse, not wrongly.
-            warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
-            return optuna.samplers.TPESampler(
-                seed=self._problem.seed, multivariate=True, group=True, n_startup_trials=8
-            )
+        """See `rule_sampler`."""
+        return rule_sampler(self._problem.seed)
 
     def space(self) -> dict[str, Any]:
         """Rules, lengths and drafts; another limit or patience is the same search, going on longer."""
@@ -74,16 +85,15 @@ class DraftLength(Study):
 
     def starts(self) -> list[dict[str, Any]]:
         """On the best draft, the rule it was found with, then each rule's defaults."""
-        defaults = [self._parameters(RULES[rule](rule=rule)) for rule in self._settings.rules]
-        incumbent = [self._parameters(rule) for rule in self._incumbent if rule.rule in self._settings.rules]
-        starts = [{"draft": 0, **parameters} for parameters in [*incumbent, *defaults]]
+        asked = self._settings.rules
+        rules = [*(rule for rule in self._incumbent if rule.rule in asked), *(RULES[name](rule=name) for name in asked)]
+        starts = [{"draft": 0, **rule_parameters(rule, self._settings.max_tokens)} for rule in rules]
         return [start for place, start in enumerate(starts) if start not in starts[:place]]
 
     def propose(self, trial: optuna.Trial) -> tuple[Candidate, dict[str, Any]]:
         """A draft, a rule and its parameters, as Optuna suggests them."""
         place = trial.suggest_categorical("draft", list(range(len(self._drafts))))
-        name = trial.suggest_categorical("rule", list(self._settings.rules))
-        rule = RULES[name](rule=name, **self._suggest(trial, name))
+        rule = suggest_rule(trial, self._settings.rules, self._settings.max_tokens)
         return Candidate(draft=self._drafts[place], draft_length=rule), {"draft_rank": place}
 
     def observe(self, record: TrialRecord) -> None:
@@ -104,38 +114,16 @@ class DraftLength(Study):
         idle = self._num_trials - self._last_improvement
         return f"no better draft length in {idle} trials" if idle >= self._settings.patience else None
 
-    def _suggest(self, trial: optuna.Trial, name: str) -> dict[str, Any]:
-        values: dict[str, Any] = {}
-        for field, (low, high, log) in search_ranges(RULES[name], self._settings.max_tokens).items():
-            parameter = f"{name}.{field}"
-            if field == "max_tokens":
-                values[field] = trial.suggest_int(parameter, int(low), int(high))
-            else:
-                values[field] = trial.suggest_float(parameter, low, high, log=log)
-        return values
-
-    def _parameters(self, rule: DraftLengthRule) -> dict[str, Any]:
-        """The rule as Optuna parameters, moved into the range that is searched."""
-        ranges = search_ranges(type(rule), self._settings.max_tokens)
-        clipped = {field: min(max(getattr(rule, field), low), high) for field, (low, high, _) in ranges.items()}
-        return {"rule": rule.rule, **{f"{rule.rule}.{field}": value for field, value in clipped.items()}}
-
-
-def search_ranges(rule: type[DraftLengthRule], max_tokens: int) -> dict[str, tuple[float, float, bool]]:
-    """(low, high, logarithmic) of each tunable parameter of a rule; the draft length reaches to `max_tokens`."""
-    ranges = {}
-    for name, field in rule.model_fields.items():
-        extra = field.json_schema_extra
-        if isinstance(extra, dict) and isinstance(search := extra.get("search"), dict):
-            high = float(max_tokens) if name == "max_tokens" else float(search["high"])  # type: ignore[arg-type]
-            ranges[name] = (float(search["low"]), high, bool(search["log"]))  # type: ignore[arg-type]
-    return ranges
-
 
 def _best_before(problem: Problem, settings: DraftLengthSettings) -> list[Candidate]:
     """The best candidates of the studies before, each draft once; or the given draft."""
     if settings.draft is not None:
         return [Candidate(draft=settings.draft, draft_length=RULES[settings.rules[0]](rule=settings.rules[0]))]
-    earlier = [record for records in problem.earlier.values() for record in records]
+    earlier = [
+        record
+        for records in problem.earlier.values()
+        for record in records
+        if not isinstance(record.candidate.draft, PlainDecoding)
+    ]
     best = best_trials(earlier, settings.num_drafts, same=lambda candidate: candidate.draft.model_dump_json())
     return [record.candidate for record in best]

@@ -62,17 +62,7 @@ class Measurement(Document):
         """
         if len(self.samples) < 2:
             raise ValueError(f"an interval needs at least 2 prompts, got {len(self.samples)}")
-        result = stats.bootstrap(
-            self._seconds_per_token,
-            _ratio_of_means,
-            paired=True,
-            vectorized=True,
-            n_resamples=RESAMPLES,
-            method="percentile",
-            rng=np.random.default_rng(0),
-        )
-        low, high = result.confidence_interval
-        return Interval(value=self.speedup, ci95=(float(low), float(high)))
+        return _interval(self._seconds_per_token)
 
     @property
     def plain_tokens_per_second(self) -> float:
@@ -118,8 +108,33 @@ class Measurement(Document):
         return all(s.identical or s.tie for s in self.samples)
 
 
+def ratio_interval(ahead: Measurement, behind: Measurement) -> Interval:
+    """How many times as fast as `behind` `ahead` is on the same prompts, with its 95 % interval (paired bootstrap over prompts).
+
+    Both must hold one sample a prompt, in the same order, as `side_by_side` measures them; ValueError if not.
+    """
+    if [s.prompt for s in ahead.samples] != [s.prompt for s in behind.samples] or len(ahead.samples) < 2:
+        raise ValueError("a ratio needs two measurements of the same 2 or more prompts in the same order")
+    pairs = (behind._seconds_per_token[1], ahead._seconds_per_token[1])
+    return _interval(pairs)
+
+
 def _ratio_of_means(plain: np.ndarray, draft: np.ndarray, axis: int = -1) -> np.ndarray:
     return np.mean(plain, axis=axis) / np.mean(draft, axis=axis)
+
+
+def _interval(seconds_per_token: tuple[np.ndarray, np.ndarray]) -> Interval:
+    result = stats.bootstrap(
+        seconds_per_token,
+        _ratio_of_means,
+        paired=True,
+        vectorized=True,
+        n_resamples=RESAMPLES,
+        method="percentile",
+        rng=np.random.default_rng(0),
+    )
+    low, high = result.confidence_interval
+    return Interval(value=float(_ratio_of_means(*seconds_per_token)), ci95=(float(low), float(high)))
 
 
 def pooled(measurements: Sequence[Measurement]) -> Measurement:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -58,3 +59,9 @@ def test_transformers_internals_and_mlflow_each_have_their_place() -> None:
                 assert place in TRANSFORMERS_INTERNALS
             if any(name.split(".")[0] == "mlflow" for name in imported):
                 assert place == "tuner/tracking.py"
+
+
+def test_every_package_is_installed() -> None:
+    listed = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["setuptools"]["packages"]
+    found = {path.parent.relative_to(ROOT) for package in ALLOWED for path in (ROOT / package).rglob("__init__.py")}
+    assert {".".join(path.parts) for path in found} <= set(listed)

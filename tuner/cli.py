@@ -48,6 +48,7 @@ def main() -> None:
     \b
       sdtune doctor --model M                    can this model be tuned?
       sdtune search --model M --dataset D        find a setting, write profile.yaml
+      sdtune distill --model M --dataset D       train exit heads for it beforehand
       sdtune show profile.yaml                   what was found
       sdtune generate --profile profile.yaml --prompt TEXT --compare
 
@@ -82,6 +83,15 @@ def main() -> None:
 @click.option("--dtype", metavar="TYPE", help="auto, float32, bfloat16 or float16.  [default: auto]")
 @click.option("--device", metavar="DEVICE", help="auto, cpu, cuda, cuda:1 ...  [default: auto]")
 @click.option("--threads", type=int, metavar="N", help="CPU threads for torch; small models gain nothing from many.")
+@click.option(
+    "--heads",
+    type=click.Path(path_type=Path),
+    metavar="DIR",
+    help="Folder of exit heads; missing ones are made in it.  [default: exit_heads]",
+)
+@click.option(
+    "--distill", metavar="auto|never", help="Make missing exit heads first, or search without them.  [default: auto]"
+)
 @click.option("--storage", metavar="URL", help="Optuna storage of the trials.  [default: sqlite:///sdtune.db]")
 @click.option("--tracking-uri", metavar="URL", help="MLflow tracking store.  [default: sqlite:///mlflow.db]")
 @click.option("--experiment", metavar="NAME", help="Name in storage and MLflow.  [default: model and dataset]")
@@ -105,8 +115,9 @@ def search(config_file: Path | None, dry_run: bool, study: tuple[str, ...], **fl
     from tuner.config import load_config
     from tuner.progress import TerminalProgress
     from tuner.report import results_table
-    from tuner.search import InterruptedSearchError, prepare
+    from tuner.search import InterruptedSearchError
     from tuner.search import search as run_search
+    from tuner.task import prepare
     from tuner.tracking import ui_command
 
     config = load_config(config_file, {**flags, "study": study or None})
@@ -128,13 +139,111 @@ def search(config_file: Path | None, dry_run: bool, study: tuple[str, ...], **fl
 
 
 @main.command()
-@click.argument("profile", type=click.Path(path_type=Path))
-def show(profile: Path) -> None:
-    """Show a profile on one screen: what is skipped, the rule, what was measured."""
+@click.option(
+    "--config",
+    "config_file",
+    type=click.Path(path_type=Path),
+    help="The YAML file of the search: prompts, seed and its `distillation:` mapping; flags win.",
+)
+@click.option("--model", help="Folder or hub id of a causal language model.")
+@click.option("--revision", help="Revision of the model on the hub.")
+@click.option("--dataset", help="Prompts, as in `sdtune search`.")
+@click.option("--prompt-column", metavar="C", help="Column that holds the prompt.  [default: guessed]")
+@click.option("--group-column", metavar="C", help="Rows with the same value are never learnt from and judged on both.")
+@click.option(
+    "--chat-template/--no-chat-template", default=None, help="Apply the tokenizer's chat template if it has one."
+)
+@click.option("--tuning-prompts", type=int, metavar="N", help="As in the search: learnt from.  [default: 24]")
+@click.option("--held-out-prompts", type=int, metavar="N", help="As in the search: judged on.  [default: 24]")
+@click.option(
+    "--exit-layers",
+    metavar="LIST",
+    help="Exits to train heads for, e.g. 2,4,6-12: behind how many layers.  [default: spread over the first half]",
+)
+@click.option(
+    "--out",
+    "heads",
+    type=click.Path(path_type=Path),
+    metavar="DIR",
+    help="Folder of the heads; those of other exits in it stay.  [default: exit_heads]",
+)
+@click.option("--steps", type=int, metavar="N", help="Training steps.  [default: 600]")
+@click.option("--timeout", metavar="DURATION", help="Training time, e.g. 10m; the schedule is compressed to fit.")
+@click.option("--batch-size", type=int, metavar="N", help="Texts a step.  [default: 8]")
+@click.option("--learning-rate", type=float, metavar="R", help="At its height.  [default: 1 / hidden size]")
+@click.option("--samples", type=int, metavar="N", help="Texts written from each prompt.  [default: 8]")
+@click.option("--response-tokens", type=int, metavar="N", help="Tokens of a text at most.  [default: 64]")
+@click.option(
+    "--temperature",
+    type=float,
+    metavar="T",
+    help="At which the texts are written; 0: greedy, one a prompt.  [default: 1]",
+)
+@click.option("--dtype", metavar="TYPE", help="auto, float32, bfloat16 or float16.  [default: auto]")
+@click.option("--device", metavar="DEVICE", help="auto, cpu, cuda, cuda:1 ...  [default: auto]")
+@click.option("--threads", type=int, metavar="N", help="CPU threads for torch; small models gain nothing from many.")
+@click.option("--tracking-uri", metavar="URL", help="MLflow tracking store.  [default: sqlite:///mlflow.db]")
+@click.option("--experiment", metavar="NAME", help="Name in MLflow.  [default: model and dataset]")
+@click.option("--seed", type=int, metavar="N", help="Seed of the split, as in the search, and of texts and batches.")
+@click.option("--overwrite", is_flag=True, help="Replace the asked heads if they are there, and other unfinished work.")
+def distill(config_file: Path | None, overwrite: bool, **flags: Any) -> None:
+    """Train exit heads, with which the first layers draft better than alone (self-distillation, as in EESD).
+
+    A head is one more decoder layer behind the first N. The model writes texts behind your prompts, and the head of each exit
+    learns to foretell what the whole model would say there; the model itself stays as it is. All heads are trained in one
+    pass. `sdtune search` with the same prompts and seed then drafts with them; the prompts that it reports on are never
+    learnt from.
+
+    In memory: the model, and per exit one layer with 12 bytes a weight on top. Texts and checkpoints are on disk: the same
+    command again goes on where it stopped.
+
+    \b
+    Examples:
+      sdtune distill --config configs/demo.yaml --exit-layers 1-12
+      sdtune distill --model meta-llama/Llama-3.1-8B --dataset humaneval --timeout 30m --out heads
+    """
+    from decoding.distillation.settings import DistillSettings
+    from tuner.config import load_config
+    from tuner.distill import distil_and_track, prepare
+    from tuner.distill_report import exits_table
+    from tuner.progress import TerminalProgress
+    from tuner.tracking import ui_command
+
+    how = {key: flags.pop(key) for key in DistillSettings.model_fields if key in flags}
+    config = load_config(config_file, flags, how)
+    _use_threads(config.threads)
+    errors, results = Console(stderr=True), Console()
+    with TerminalProgress(errors) as progress:
+        work = prepare(config, progress)
+        finished = {} if overwrite else work.finished()
+        missing = [exit_layer for exit_layer in work.exits if exit_layer not in finished]
+        try:
+            made = distil_and_track(work, missing, config, progress, overwrite=overwrite) if missing else None
+        except KeyboardInterrupt:
+            click.echo("sdtune: stopped; the same command again goes on", err=True)
+            raise
+    results.print(exits_table(dict(sorted({**finished, **(made.facts if made else {})}.items()))))
+    if finished:
+        results.print(f"already there from these settings: {', '.join(map(str, finished))}")
+    if made is not None:
+        results.print(
+            f"cost     {made.writing_seconds:.0f} s of writing texts, {made.training_seconds:.0f} s of training",
+            highlight=False,
+        )
+        results.print(f"review   {ui_command(config.tracking_uri)}", soft_wrap=True, highlight=False)
+    results.print(f"heads    {config.heads}   (sdtune search --heads {config.heads})", soft_wrap=True, highlight=False)
+
+
+@main.command()
+@click.argument("path", metavar="PROFILE|DIR", type=click.Path(path_type=Path))
+def show(path: Path) -> None:
+    """Show a profile on one screen: what is skipped, the rule, what was measured. Or the exit heads in a folder."""
     from decoding.profile import DraftProfile
+    from tuner.distill_report import exits_table
+    from tuner.heads import heads_in
     from tuner.report import profile_panel
 
-    Console().print(profile_panel(DraftProfile.load(profile)))
+    Console().print(exits_table(heads_in(path)) if path.is_dir() else profile_panel(DraftProfile.load(path)))
 
 
 @main.command()
@@ -176,6 +285,66 @@ def generate(profile: Path, prompt: str, threads: int | None, **options: Any) ->
     run_generate(profile, prompt, **options)
 
 
+@main.command("compare-rules")
+@click.option(
+    "--profile", required=True, type=click.Path(path_type=Path), help="A profile whose draft to compare rules on."
+)
+@click.option(
+    "--dataset",
+    "datasets",
+    multiple=True,
+    required=True,
+    help="Prompts, as for search; repeat it to mix kinds of text.",
+)
+@click.option("--model", help="Folder or hub id; default: the one the profile names.")
+@click.option("--prompt-column", metavar="C", help="Column that holds the prompt.  [default: guessed]")
+@click.option(
+    "--prompts", type=click.IntRange(min=2), default=24, show_default=True, metavar="N", help="Of each dataset."
+)
+@click.option(
+    "--learning-prompts",
+    type=click.IntRange(min=1),
+    default=8,
+    show_default=True,
+    metavar="N",
+    help="Further prompts of each dataset, which teach the rules that learn.",
+)
+@click.option("--max-tokens", type=click.IntRange(1, 64), default=8, show_default=True, help="Longest draft (K).")
+@click.option("--max-new-tokens", type=click.IntRange(min=9), default=64, show_default=True, metavar="N")
+@click.option("--seed", type=int, default=0, show_default=True, metavar="N", help="Seed of the split and the sampling.")
+@click.option("--device", default="auto", show_default=True)
+@click.option("--threads", type=click.IntRange(min=1), metavar="N", help="CPU threads for torch.")
+@click.option("--out", type=click.Path(path_type=Path), help="Also write all figures and samples here, as JSON.")
+def compare_rules(
+    profile: Path, datasets: tuple[str, ...], threads: int | None, out: Path | None, **options: Any
+) -> None:
+    """Compare draft-length rules on one draft with every fixed length.
+
+    All rules decode the same prompts side by side with plain decoding. The best fixed length is found by measuring each of
+    them on those very prompts, which no user could have known: a rule that comes near it without being told is worth having,
+    and on mixed kinds of text an adaptive one can be ahead.
+
+    \b
+    Example:
+      sdtune compare-rules --profile profile.yaml --dataset code.jsonl --dataset prose.jsonl
+    """
+    from tuner.compare_rules import compare_rules as run_comparison
+    from tuner.compare_rules import write_json
+    from tuner.errors import ConfigError
+    from tuner.progress import TerminalProgress
+    from tuner.report import rules_table
+    from tuner.task import check_writable
+
+    if out is not None:
+        check_writable(out, what="the comparison", name="comparison.json", error=ConfigError)
+    _use_threads(threads)
+    with TerminalProgress(Console(stderr=True)) as progress:
+        comparison = run_comparison(profile, datasets, progress=progress, **options)
+    if out is not None:
+        write_json(comparison, out, [Path(sys.argv[0]).name, *sys.argv[1:]])
+    Console(width=max(Console().width, 80 + 20 * len(comparison.columns))).print(rules_table(comparison))
+
+
 def _use_threads(threads: int | None) -> None:
     if threads is not None:
         import torch
@@ -199,6 +368,10 @@ def _print_plan(console: Console, task: Any) -> None:
         f"prompts  {config.dataset}: {len(task.prompts.tuning)} for tuning ({config.prompts_per_trial} a trial), "
         f"{len(task.prompts.held_out)} held out, {config.max_new_tokens} tokens each"
     )
+    if task.heads or task.missing_heads:
+        then = "would be distilled first" if config.distill == "auto" else "are searched without"
+        missing = f"; {len(task.missing_heads)} missing ones {then}" if task.missing_heads else ""
+        console.print(f"heads    {config.heads}: {len(task.heads)} found{missing}")
     for name in config.study:
         console.print(f"study    {name}: {config.study_settings(name)}", soft_wrap=True)
     console.print(f"storage  {config.storage}, experiment {config.resolved_experiment()!r}")
@@ -223,12 +396,15 @@ def _print_interrupted(interrupted: Any) -> None:
 def _print_conclusion(console: Console, found: Any, out: Path, open_mlflow: str) -> None:
     for name, reason in found.studies.items():
         console.print(f"search   {name}: {reason}", highlight=False)
-    console.print(f"cost     {found.num_trials} trials, {found.search_seconds:.0f} s of search", highlight=False)
+    cost = found.cost
+    heads = f"; the exit heads took {cost.distillation_seconds:.0f} s to distil" if cost.distillation_seconds else ""
+    console.print(f"cost     {cost.num_trials} trials, {cost.search_seconds:.0f} s of search{heads}", highlight=False)
     interval = found.confirmed.speedup_interval()
     shown = f"{interval.value:.2f}x, 95 % interval {interval.ci95[0]:.2f} to {interval.ci95[1]:.2f}"
     if found.profile.measured is None:
         console.print("[bold]Nothing beats plain decoding here with 95 % confidence[/bold]; the profile says so.")
-        console.print(f"nearest  {found.winner.study}: {shown}", highlight=False)
+        if found.winner.candidate.draft.kind != "none":
+            console.print(f"nearest  {found.winner.study}: {shown}", highlight=False)
     else:
         console.print(f"winner   {found.winner.study}: [bold]{shown}[/bold] on held-out prompts", highlight=False)
     console.print(f"profile  {out}   (sdtune show {out})", soft_wrap=True, highlight=False)

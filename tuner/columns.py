@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from decoding.profile import LayerSkip, compact_indices
+from decoding.profile import EarlyExit, LayerSkip, compact_indices
 from studies.contract import TrialRecord
 
 
@@ -18,7 +18,11 @@ def trial_params(record: TrialRecord) -> dict[str, Any]:
             "skip_mlp": compact_indices(draft.skip_mlp),
             "num_skipped_sublayers": len(draft.skip_attention) + len(draft.skip_mlp),
         }
+    if isinstance(draft, EarlyExit):
+        params |= {"exit_layer": draft.exit_layer, "exit_head": "block" if draft.head else "none"}
     params |= {f"rule.{key}": value for key, value in rule.model_dump(exclude={"rule"}).items()}
+    # Costs and priors of a learning rule stand in the artefact `candidate.yaml`, whole.
+    params = {key: value for key, value in params.items() if isinstance(value, str | int | float | bool)}
     scalars = {key: value for key, value in record.notes.items() if isinstance(value, str | int | float | bool)}
     return {**params, **{f"note.{key}": value for key, value in scalars.items()}}
 

@@ -2,31 +2,17 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from types import MappingProxyType
+from typing import Any, Literal
 
-from pydantic import BeforeValidator, Field, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
-from decoding.documents import Document, read_mapping, suggest, validate
+from decoding.distillation.settings import DistillSettings
+from decoding.documents import Document, Duration, read_mapping, suggest, validate
 from studies import STUDIES
 from tuner.errors import ConfigError
-
-UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
-
-
-def parse_duration(value: Any) -> Any:
-    """Seconds from a number of seconds or a text such as `90s`, `10m` or `1.5h`."""
-    if isinstance(value, int | float) and not isinstance(value, bool):
-        return float(value)
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]*)", str(value).strip().lower())
-    if match is None or (match[2] or "s") not in UNITS:
-        raise ValueError("must be a duration such as 90s, 10m or 1.5h")
-    return float(match[1]) * UNITS[match[2] or "s"]
-
-
-Duration = Annotated[float, BeforeValidator(parse_duration), Field(gt=0)]
 
 
 class SearchConfig(Document):
@@ -62,6 +48,13 @@ class SearchConfig(Document):
         None, ge=1, description="CPU threads for torch; small models gain nothing from more than one"
     )
     prefix_reuse: bool = Field(True, description="verify only from the first block that the draft computes otherwise")
+    heads: Path = Field(Path("exit_heads"), description="folder of the exit heads; missing ones are distilled into it")
+    distill: Literal["auto", "never"] = Field(
+        "auto", description="distil the exit heads that a study wants and that are missing, or search without them"
+    )
+    distillation: DistillSettings = Field(
+        default_factory=DistillSettings, description="how missing heads are distilled"
+    )
     storage: str = Field("sqlite:///sdtune.db", description="Optuna storage with the finished trials")
     tracking_uri: str = Field("sqlite:///mlflow.db", description="MLflow tracking store")
     experiment: str | None = Field(None, description="name in storage and MLflow; default: model and dataset")
@@ -102,10 +95,18 @@ class SearchConfig(Document):
         return validate(STUDIES[name].Settings, settings, source=f"studies.{name}", error=ConfigError)
 
 
-def load_config(path: Path | None, flags: Mapping[str, Any]) -> SearchConfig:
-    """The configuration of a file, overridden by the flags that were given; `ConfigError` names what is wrong."""
+def load_config(
+    path: Path | None, flags: Mapping[str, Any], distillation: Mapping[str, Any] = MappingProxyType({})
+) -> SearchConfig:
+    """The configuration of a file, overridden by the flags that were given; `ConfigError` names what is wrong.
+
+    `distillation` are flags that override keys of the mapping of that name.
+    """
     from_file = read_mapping(path, what="configuration", error=ConfigError) if path else {}
     given = {key: value for key, value in flags.items() if value is not None}
+    if distil := {key: value for key, value in distillation.items() if value is not None}:
+        of_file = from_file.get("distillation")
+        given["distillation"] = {**of_file, **distil} if isinstance(of_file, dict) else distil
     for required in ("model", "dataset"):
         if required not in {**from_file, **given}:
             raise ConfigError(f"which {required}? give --{required} or a `{required}:` in the file of --config")

@@ -39,16 +39,17 @@ def generate(
 ) -> None:
     """Stream the continuation to stdout and the rates to stderr.
 
-    Raises `ProfileError`, `ConfigError` or `TargetMismatchError` for a profile or model that does not do.
+    Raises `ProfileError`, `ExitHeadError`, `ConfigError` or `TargetMismatchError` for a profile, head or model that does not do.
     """
     profile = DraftProfile.load(profile_path)
+    deployed = load_decoder(profile, folder=profile_path.parent)
     loaded = load(
         model or profile.target.model,
         revision=profile.target.revision,
         dtype=dtype or profile.target.dtype,
         device=device,
     )
-    decoder = load_decoder(profile).decoder_for(loaded.model)
+    decoder = deployed.decoder_for(loaded.model)
     chosen_temperature = profile.decoding.temperature if temperature is None else temperature
     ids = encode_prompt(prompt, loaded.tokenizer, chat_template=chat_template)
     ending = Ending(max_new_tokens, eos_token_ids(loaded.model))

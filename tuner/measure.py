@@ -15,7 +15,10 @@ from transformers.generation import TemperatureLogitsWarper
 from decoding.acceptance import Greedy, Sampling
 from decoding.decode import Request
 from decoding.decoder import Decoder, plain_decoder
+from decoding.draft_length import CostAwareRule, RoundCosts
 from decoding.exactness import compare
+from decoding.exit_head import ExitHeads
+from decoding.profile import Draft
 from decoding.rounds import Generation
 from decoding.target import Target
 from decoding.text import Ending, Shaping
@@ -45,6 +48,7 @@ class Bench:
         temperature: float = 0.0,
         eos_token_ids: frozenset[int] = frozenset(),
         prefix_reuse: bool = True,
+        heads: ExitHeads | None = None,
         seed: int = 0,
         on_progress: Callable[[], None] = lambda: None,
     ) -> None:
@@ -53,14 +57,19 @@ class Bench:
         self.temperature = temperature
         self._eos = eos_token_ids
         self._prefix_reuse = prefix_reuse
+        self._heads = heads
         self._seed = seed
+        self._costs: dict[Draft, RoundCosts] = {}
         self._plain = plain_decoder(target)
         self.prompts: list[tuple[int, ...]] = []
         self.greedy_texts: list[tuple[int, ...]] = []
-        for prompt in prompts:
+        self.rows: list[int] = []
+        """Which of the prompts given each of these is: texts that end too soon are left out."""
+        for row, prompt in enumerate(prompts):
             text = self._plain.generate(self._request(prompt, greedy=True))
             on_progress()
             if text.num_decoded >= FEWEST_DECODED:
+                self.rows.append(row)
                 self.prompts.append(tuple(prompt))
                 self.greedy_texts.append(text.tokens)
         self.num_too_short = len(prompts) - len(self.prompts)
@@ -83,17 +92,66 @@ class Bench:
                 on_sample(samples[-1])
         return Measurement(samples=tuple(samples))
 
+    def learn(self, candidate: Candidate, places: Sequence[int]) -> Candidate:
+        """The candidate, its rule starting with what it learns from the prompts at `places` and with the costs measured here.
+
+        Only a rule that weighs costs is taught; any other comes back as it is.
+        """
+        rule = candidate.draft_length
+        if not isinstance(rule, CostAwareRule):
+            return candidate
+        pupil = self._decoder(candidate.with_rule(rule.model_copy(update={"persistent": True})))
+        for place in places:
+            pupil.generate(self._request(self.prompts[place]))
+        learnt = pupil.learnt()
+        assert learnt is not None, "a persistent controller of a cost-aware rule has learnt"
+        return candidate.with_rule(learnt.model_copy(update={"persistent": rule.persistent}))
+
     def _decoder(self, candidate: Candidate) -> Decoder:
-        return Decoder(self.target, candidate.draft, candidate.draft_length, prefix_reuse=self._prefix_reuse)
+        """The candidate's decoder; the costs of a draft are measured once, for all the rules that weigh them."""
+        draft, rule = candidate.draft, candidate.draft_length
+        known = self._costs.get(draft)
+        if isinstance(rule, CostAwareRule) and rule.costs is None and known and len(known.verify) > rule.max_tokens:
+            rule = rule.with_costs(known)
+        decoder = Decoder(self.target, draft, rule, prefix_reuse=self._prefix_reuse, heads=self._heads)
+        if isinstance(rule, CostAwareRule) and rule.costs is None:
+            measured = decoder.rule
+            assert isinstance(measured, CostAwareRule), "the same rule, with costs"
+            if measured.costs is not None:  # a draft of nothing has none
+                self._costs[draft] = measured.costs
+        return decoder
 
     def _warm_up(self, decoder: Decoder, place: int) -> None:
         for each in (self._plain, decoder):
             each.generate(self._request(self.prompts[place], greedy=True, max_new_tokens=WARM_UP_TOKENS))
 
+    def side_by_side(
+        self, candidates: Sequence[Candidate], places: Sequence[int], on_sample: OnSample = lambda sample: None
+    ) -> list[Measurement]:
+        """Decode each prompt at `places` plainly and with every candidate, in an order that moves on by one from prompt to prompt.
+
+        Differences between the candidates are then differences on the same text at nearly the same time.
+        """
+        decoders = [self._decoder(candidate) for candidate in candidates]
+        samples: list[list[PromptSample]] = [[] for _ in decoders]
+        order = [self._plain, *decoders]
+        with _undisturbed():
+            for decoder in decoders:
+                self._warm_up(decoder, places[0])
+            for turn, place in enumerate(places):
+                first = turn % len(order)
+                done = {each: self._timed(each, place) for each in [*order[first:], *order[:first]]}
+                for decoder, taken in zip(decoders, samples, strict=True):
+                    taken.append(self._compare(decoder, place, done[self._plain], done[decoder]))
+                    on_sample(taken[-1])
+        return [Measurement(samples=tuple(taken)) for taken in samples]
+
     def _sample(self, decoder: Decoder, place: int, *, plain_first: bool) -> PromptSample:
         order = (self._plain, decoder) if plain_first else (decoder, self._plain)
         done = {each: self._timed(each, place) for each in order}
-        plain, drafted = done[self._plain], done[decoder]
+        return self._compare(decoder, place, done[self._plain], done[decoder])
+
+    def _compare(self, decoder: Decoder, place: int, plain: Generation, drafted: Generation) -> PromptSample:
         comparison = compare(
             self.target, self.prompts[place], self.greedy_texts[place], self._greedy_tokens(decoder, place, drafted)
         )

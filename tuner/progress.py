@@ -29,7 +29,7 @@ class TerminalProgress:
             MofNCompleteColumn(),
             TimeElapsedColumn(),
             TimeRemainingColumn(),
-            TextColumn("{task.fields[best]}"),
+            TextColumn("{task.fields[remark]}"),
             console=console,
             transient=not console.is_terminal,
         )
@@ -50,7 +50,7 @@ class TerminalProgress:
             self._bar.stop_task(self._task)
         if not self._console.is_terminal:
             self._console.print(name if total is None else f"{name} ({total})")
-        self._task = self._bar.add_task(name, total=total, best="")
+        self._task = self._bar.add_task(name, total=total, remark="")
 
     def advance(self, steps: int = 1) -> None:
         """Move the bar."""
@@ -60,9 +60,8 @@ class TerminalProgress:
     def trial(self, record: TrialRecord, best: TrialRecord | None) -> None:
         """Move the bar and show the best so far; a failed trial gets a line with its reason."""
         self.advance()
-        if best is not None and self._task is not None:
-            text = f"best {best.speedup:.2f}x, {best.candidate.draft.describe()}"
-            self._bar.update(self._task, best=text)
+        if best is not None:
+            self.show(f"best {best.speedup:.2f}x, {best.candidate.draft.describe()}")
         if record.state is TrialState.FAIL:
             self.say(f"trial {record.study}/{record.number} failed: {record.reason}")
         elif not self._console.is_terminal:
@@ -71,6 +70,11 @@ class TerminalProgress:
             self._console.print(
                 f"  {record.study}/{record.number}: {shown}{again}  {record.candidate.draft.describe()}"
             )
+
+    def show(self, text: str) -> None:
+        """What stands behind the bar."""
+        if self._task is not None:
+            self._bar.update(self._task, remark=text)
 
     def say(self, line: str) -> None:
         """A line above the bar."""

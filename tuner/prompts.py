@@ -7,7 +7,7 @@ import json
 import random
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from tuner.datasets import Column, Table, Template, open_table
@@ -51,6 +51,8 @@ class PromptSet:
     fingerprint: str
     tuning: tuple[Prompt, ...]
     held_out: tuple[Prompt, ...]
+    spare: tuple[Prompt, ...] = ()
+    """Further prompts to train on; none of them, nor their groups, stands among the held-out ones."""
 
 
 def load_prompts(
@@ -59,6 +61,7 @@ def load_prompts(
     *,
     num_tuning: int,
     num_held_out: int,
+    num_spare: int = 0,
     max_new_tokens: int,
     context_length: int | None,
     seed: int,
@@ -75,6 +78,8 @@ def load_prompts(
     template and over guessing. A prompt that does not fit the context beside `max_new_tokens` is an error; with `max_prompt_tokens`
     the text of a longer one is cut from the left, and special tokens and chat template stay whole.
 
+    At most `num_spare` further prompts are drawn from the rows that are left and fit; the two parts are the same with and without.
+
     Raises `DatasetError` for a source or column that is not there or cannot be read, a prompt too long, or too few of them.
     """
     if num_tuning < 1 or num_held_out < 0:
@@ -86,7 +91,8 @@ def load_prompts(
         table.require(column)
     reader = _Reader(table, templates, tokenizer, chat_template, limits)
     groups = _groups(table, group_column)
-    return _draw(reader, groups, group_column, (num_tuning, num_held_out), seed)
+    parts = _draw(reader, groups, group_column, (num_tuning, num_held_out), seed)
+    return parts if num_spare < 1 else replace(parts, spare=tuple(_spare(reader, groups, parts, num_spare, seed)))
 
 
 def encode_prompt(text: str, tokenizer: Any, *, chat_template: bool = True) -> list[int]:
@@ -141,6 +147,10 @@ class _Limits:
         return f"at most {self.room} fit the model's context of {self.context_length} beside {self.max_new_tokens} new ones"
 
 
+class _TooLongError(DatasetError):
+    """A prompt that does not fit the context."""
+
+
 @dataclass(frozen=True)
 class _Reader:
     """Makes prompts of rows."""
@@ -150,6 +160,12 @@ class _Reader:
     tokenizer: Any
     chat_template: bool
     limits: _Limits
+
+    @property
+    def rows(self) -> Any:
+        """The rows, with nothing but what the templates read."""
+        needed = sorted(set().union(*(template.columns for template in self.templates)))
+        return self.table.rows.with_format(None).select_columns(needed)
 
     def read(self, rows: Any, index: int) -> Prompt | None:
         """The prompt of a row, or None if it is empty."""
@@ -165,7 +181,7 @@ class _Reader:
         if longest is not None and len(token_ids) > longest:
             text, token_ids = self._cut(text, longest)
         if room is not None and len(token_ids) > room:
-            raise DatasetError(
+            raise _TooLongError(
                 f"row {index} of the dataset {self.table.name} makes a prompt of {len(token_ids)} tokens, but {self.limits}; "
                 f"max_prompt_tokens: {room} would cut it from the left"
             )
@@ -233,9 +249,7 @@ def _draw(
     reader: _Reader, groups: list[Any] | None, group_column: str | None, sizes: tuple[int, int], seed: int
 ) -> PromptSet:
     """Read rows in random order until both parts are full."""
-    table = reader.table
-    needed = sorted(set().union(*(template.columns for template in reader.templates)))
-    rows = table.rows.with_format(None).select_columns(needed)
+    table, rows = reader.table, reader.rows
     part_of_group = {} if groups is None else _deal(groups, sizes, seed)
     parts: tuple[list[Prompt], list[Prompt]] = ([], [])
     seen: set[tuple[int, ...]] = set()
@@ -262,6 +276,27 @@ def _draw(
             f"({num_empty} empty and {num_repeated} repeated rows passed over), but {sizes[0]} and {sizes[1]} were asked for"
         )
     return PromptSet(table.name, _fingerprint(parts), tuple(tuning), tuple(held_out))
+
+
+def _spare(reader: _Reader, groups: list[Any] | None, parts: PromptSet, most: int, seed: int) -> Iterator[Prompt]:
+    """Prompts of other rows than those of `parts`, in the order in which these were drawn."""
+    rows = reader.rows
+    drawn = (*parts.tuning, *parts.held_out)
+    taken, seen = {prompt.row for prompt in drawn}, {prompt.token_ids for prompt in drawn}
+    kept_apart = set() if groups is None else {groups[prompt.row] for prompt in parts.held_out}
+    for index in _shuffled(len(rows), seed):
+        if most == 0:
+            return
+        if index in taken or (groups is not None and groups[index] in kept_apart):
+            continue
+        try:
+            prompt = reader.read(rows, index)
+        except _TooLongError:
+            continue
+        if prompt is not None and prompt.token_ids not in seen:
+            seen.add(prompt.token_ids)
+            most -= 1
+            yield prompt
 
 
 def _deal(groups: list[Any], sizes: tuple[int, int], seed: int) -> dict[Any, int]:

@@ -17,10 +17,11 @@ from rich.table import Table
 from rich.text import Text
 
 from decoding.probe import Capabilities
-from decoding.profile import DraftProfile, LayerSkip, compact_indices
+from decoding.profile import Draft, DraftProfile, EarlyExit, Interval, LayerSkip, compact_indices
 from studies.contract import TrialRecord, TrialState, best_trials
 from studies.measurement import Measurement
 from tuner.columns import trial_metrics, trial_params
+from tuner.compare_rules import Comparison
 
 STRIP_WIDTH = 40
 """Layers in a line of the strip that shows what is skipped."""
@@ -62,12 +63,44 @@ def _figures(measured: Measurement) -> tuple[str, ...]:
     interval = measured.speedup_interval()
     ties = f" + {measured.num_ties} ties" if measured.num_ties else ""
     return (
-        f"{interval.value:.2f} [{interval.ci95[0]:.2f}, {interval.ci95[1]:.2f}]",
+        _interval(interval),
         f"{measured.draft_tokens_per_second:.1f}",
         f"{measured.acceptance_rate:.0%}",
         f"{measured.tokens_per_round:.2f}",
         f"{measured.num_identical}/{len(measured.samples)}{ties}",
     )
+
+
+def rules_table(comparison: Comparison) -> RenderableType:
+    """Every rule on every kind of text: speed-up over plain decoding, and how it stands to the best fixed length there."""
+    columns = list(comparison.columns)
+    table = Table(
+        title="Speed-up over plain decoding, and over the best fixed length (95 % intervals, same prompts side by side)",
+        title_justify="left",
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
+    )
+    table.add_column("rule", no_wrap=True)
+    for heading in (*columns, f"over best fixed ({columns[-1]})", "identical"):
+        table.add_column(heading, justify="right", overflow="fold")  # wrapped where it is narrow: a figure that is cut is none
+    for entry in comparison.entries:
+        cells = []
+        for column, places in comparison.columns.items():
+            mark = "*" if entry is comparison.best_fixed(column) else " "
+            cells.append(f"{_interval(entry.on(places).speedup_interval())}{mark}")
+        measured = entry.measurement
+        ties = f" + {measured.num_ties} ties" if measured.num_ties else ""
+        ratio = _interval(comparison.over_best_fixed(entry, columns[-1]))
+        table.add_row(Text(entry.label), *cells, ratio, f"{measured.num_identical}/{len(measured.samples)}{ties}")
+    legend = _facts()
+    legend.add_row("draft", _spaced(comparison.draft.describe()))
+    legend.add_row("*", "the best fixed length of the column, found by measuring all of them on these prompts")
+    legend.add_row("warm", "starts with what it learnt from other prompts of the same kinds")
+    return Group(table, legend)
+
+
+def _interval(interval: Interval) -> str:
+    return f"{interval.value:.2f} [{interval.ci95[0]:.2f}, {interval.ci95[1]:.2f}]"
 
 
 def profile_panel(profile: DraftProfile) -> RenderableType:
@@ -76,8 +109,10 @@ def profile_panel(profile: DraftProfile) -> RenderableType:
     target = profile.target
     facts.add_row("target", f"{target.model}, {target.architecture}, {target.num_layers} layers, {target.dtype}")
     facts.add_row("draft", _spaced(profile.draft.describe()))
-    if isinstance(profile.draft, LayerSkip):
-        facts.add_row("", _strip(profile.draft, target.num_layers))
+    if (skip := _left_out(profile.draft, target.num_layers)) is not None:
+        facts.add_row("", _strip(skip, target.num_layers))
+        if isinstance(profile.draft, EarlyExit) and profile.draft.head is not None:
+            facts.add_row("head", profile.draft.head)
         facts.add_row("stops", profile.draft_length.describe())
     facts.add_row("decoding", f"temperature {profile.decoding.temperature:g}, runner {profile.decoding.runner}")
     if (measured := profile.measured) is None:
@@ -103,7 +138,9 @@ def profile_panel(profile: DraftProfile) -> RenderableType:
             "data",
             f"{data.name}: {data.tuning_prompts} tuning, {data.held_out_prompts} held out, {data.max_new_tokens} tokens",
         )
-        facts.add_row("search", f"{measured.search.trials} trials, {measured.search.seconds:.0f} s")
+        cost = measured.search
+        heads = f"; {cost.distillation_seconds:.0f} s to distil exit heads" if cost.distillation_seconds else ""
+        facts.add_row("search", f"{cost.trials} trials, {cost.seconds:.0f} s{heads}")
         facts.add_row("device", measured.device)
         facts.add_row("versions", ", ".join(f"{name} {version}" for name, version in measured.versions.items()))
     if (origin := profile.provenance) is not None:
@@ -155,13 +192,13 @@ def skipped_layers_picture(records: Sequence[TrialRecord], num_layers: int, path
     from matplotlib.patches import Patch, Rectangle
     from matplotlib.ticker import MaxNLocator
 
-    shown = [r for r in records if r.repeat_of is None and isinstance(r.candidate.draft, LayerSkip)]
-    grid = np.zeros((num_layers, max(len(shown), 1)), dtype=int)
-    for column, record in enumerate(shown):
-        draft = record.candidate.draft
-        assert isinstance(draft, LayerSkip)
-        grid[list(draft.skip_attention), column] += 1
-        grid[list(draft.skip_mlp), column] += 2
+    skips = [(r, _left_out(r.candidate.draft, num_layers)) for r in records if r.repeat_of is None]
+    drawn = [(record, skip) for record, skip in skips if skip is not None]
+    shown = [record for record, _ in drawn]
+    grid = np.zeros((num_layers, max(len(drawn), 1)), dtype=int)
+    for column, (_, skip) in enumerate(drawn):
+        grid[list(skip.skip_attention), column] += 1
+        grid[list(skip.skip_mlp), column] += 2
     colours = ["#f2f2f2", "#e69f00", "#56b4e9", "#1b3a5c"]
     width, height = max(7.0, 0.16 * len(shown) + 3), max(4.0, 0.14 * num_layers + 1.5)
     figure = Figure(figsize=(min(width, 16.0), min(height, 10.0)), layout="constrained")
@@ -242,6 +279,13 @@ def _facts() -> Table:
     facts.add_column(style="dim", no_wrap=True)
     facts.add_column(overflow="fold")
     return facts
+
+
+def _left_out(draft: Draft, num_layers: int) -> LayerSkip | None:
+    """What a draft leaves out of the target's layers; None if it drafts nothing."""
+    if isinstance(draft, EarlyExit):
+        return draft.as_layer_skip(num_layers)
+    return draft if isinstance(draft, LayerSkip) else None
 
 
 def _strip(draft: LayerSkip, num_layers: int) -> RenderableType:

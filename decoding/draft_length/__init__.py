@@ -11,7 +11,10 @@ from typing import TYPE_CHECKING, Annotated, Union
 from pydantic import Field
 
 from decoding.draft_length.ada_edl import AdaEdl
-from decoding.draft_length.contract import Controller, Decision, DraftDistribution, DraftLengthRule
+from decoding.draft_length.beta_thompson import BetaThompson
+from decoding.draft_length.calibrated_thompson import CalibratedThompson
+from decoding.draft_length.contract import Controller, CostAwareRule, Decision, DraftDistribution, DraftLengthRule
+from decoding.draft_length.costs import RoundCosts
 from decoding.draft_length.fixed import Fixed
 from decoding.draft_length.top_probability import TopProbability
 
@@ -19,6 +22,8 @@ RULES: dict[str, type[DraftLengthRule]] = {
     "fixed": Fixed,
     "top_probability": TopProbability,
     "ada_edl": AdaEdl,
+    "beta_thompson": BetaThompson,
+    "calibrated_thompson": CalibratedThompson,
 }
 
 if TYPE_CHECKING:
@@ -30,10 +35,14 @@ __all__ = [
     "RULES",
     "AdaEdl",
     "AnyRule",
+    "BetaThompson",
+    "CalibratedThompson",
     "Controller",
+    "CostAwareRule",
     "Decision",
     "DraftDistribution",
     "DraftLengthRule",
     "Fixed",
+    "RoundCosts",
     "TopProbability",
 ]

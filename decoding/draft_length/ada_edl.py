@@ -74,6 +74,10 @@ class AdaEdlController(Controller):
         blended = _blend(rule.threshold_decay, self.threshold, moved)
         self.threshold = min(max(blended, 0.0), HIGHEST_THRESHOLD)
 
+    def learnt(self) -> AdaEdl:
+        """The rule, starting at the threshold reached."""
+        return self._rule.model_copy(update={"initial_threshold": self.threshold})
+
 
 def _blend(decay: float, old: float, new: float) -> float:
     return decay * old + (1.0 - decay) * new

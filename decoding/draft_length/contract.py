@@ -9,13 +9,22 @@ from __future__ import annotations
 from abc import abstractmethod
 from enum import Enum, auto
 from functools import cached_property
-from typing import Any
+from typing import Any, Self
 
 import torch
 from pydantic import Field
+from pydantic.fields import FieldInfo
 from torch import Tensor
 
 from decoding.documents import Document
+from decoding.draft_length.costs import RoundCosts
+
+IDLE_AGEING = 0.25
+"""How fast evidence ages in a round that drafts nothing, as a power of the forgetting in one that does (our formulation).
+
+A round that drafts brings fresh evidence, so that old evidence can go quickly and a change of the text is seen. One that does
+not brings none: it forgets only to have the draft tried again, and each trial of a useless draft costs time.
+"""
 
 
 class Decision(Enum):
@@ -74,6 +83,10 @@ class Controller:
     def observe(self, num_drafted: int, num_accepted: int) -> None:
         """Learn how many of the round's drafts the target agreed with."""
 
+    def learnt(self) -> DraftLengthRule | None:
+        """The rule with what has been learnt as its starting state, or None if it learns nothing."""
+        return None
+
 
 def tunable(default: float, *, low: float, high: float, ge: float, le: float, log: bool = False, why: str) -> Any:
     """A parameter with its allowed range [ge, le], the range worth searching [low, high] and what it does."""
@@ -93,15 +106,42 @@ class DraftLengthRule(Document):
         """A fresh controller, to steer one text (or, if `persistent`, one after another)."""
 
     def describe(self) -> str:
-        """The rule and its parameters in one short phrase for tables."""
-        hidden = {
-            "rule",
-            "persistent",
-            *(name for name, field in type(self).model_fields.items() if field.annotation is bool),
-        }
-        values = ", ".join(f"{name} {_short(value)}" for name, value in self.model_dump(exclude=hidden).items())
-        return f"{self.rule} ({values})"
+        """The rule and its tunable parameters in one short phrase for tables."""
+        shown = [name for name, field in type(self).model_fields.items() if _is_tunable(field)]
+        return f"{self.rule} ({', '.join(f'{name} {getattr(self, name):.3g}' for name in shown)})"
 
 
-def _short(value: float) -> str:
-    return f"{value:.3g}"
+class CostAwareRule(DraftLengthRule):
+    """A rule that learns how many tokens are accepted and weighs them against what a round costs on the device at hand.
+
+    Its random stream is its own, apart from torch's and from that of token sampling.
+    """
+
+    forgetting: float = tunable(
+        0.97, low=0.95, high=1.0, ge=0.5, le=1.0, why="share of the evidence kept from round to round (g)"
+    )
+    seed: int = Field(0, ge=0, description="of the rule's own random stream")
+    costs: RoundCosts | None = Field(
+        None, description="measured on the device at hand; the decoder measures them if the profile has none"
+    )
+
+    def with_costs(self, costs: RoundCosts) -> Self:
+        """The same rule for a device with these costs."""
+        return self.model_copy(update={"costs": costs})
+
+    def known_costs(self) -> RoundCosts:
+        """The costs; `ValueError` if they have not been measured yet."""
+        if self.costs is None:
+            raise ValueError(
+                f"the rule {self.rule!r} has no costs: give them by with_costs(decoding.round_costs.measure_round_costs(...)), "
+                "or decode through decoding.decoder.Decoder, which measures them"
+            )
+        return self.costs
+
+    def memory(self, num_drafted: int) -> float:
+        """Share of the evidence kept over a round that drafted `num_drafted` tokens; a round without any ages it less."""
+        return self.forgetting if num_drafted else self.forgetting**IDLE_AGEING
+
+
+def _is_tunable(field: FieldInfo) -> bool:
+    return isinstance(field.json_schema_extra, dict) and "search" in field.json_schema_extra

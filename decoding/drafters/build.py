@@ -28,8 +28,7 @@ def build_drafter(
         return LayerSkipDrafter(target, draft, prefix_reuse=prefix_reuse)
     target.check_exit_layer(draft.exit_layer)
     if draft.head is None:
-        behind = LayerSkip.blocks(tuple(range(draft.exit_layer, target.num_layers)))
-        return LayerSkipDrafter(target, behind, prefix_reuse=prefix_reuse)
+        return LayerSkipDrafter(target, draft.as_layer_skip(target.num_layers), prefix_reuse=prefix_reuse)
     if heads is None:
         raise ExitHeadError(f"where is the exit head {draft.head}? give the folder that it lies in")
     return EarlyExitDrafter(target, draft.exit_layer, heads.get(draft), prefix_reuse=prefix_reuse)

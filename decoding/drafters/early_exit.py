@@ -27,7 +27,7 @@ class EarlyExitDrafter:
     def __init__(self, target: Target, exit_layer: int, head: nn.Module, *, prefix_reuse: bool = True) -> None:
         self._exit = target.exit_view(exit_layer, head)
         self._whole = target.tapped_view(exit_layer)
-        self._resume = target.resume_view(exit_layer) if prefix_reuse else None
+        self._resume = target.resume_view(exit_layer, keep_states=True) if prefix_reuse else None
 
     def prefill(self, text: Text, cache: KVCache) -> Tensor:
         """The target's pass over the prompt, and the head's over the states that it leaves at the exit."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 
 import pytest
 import torch
@@ -12,11 +13,15 @@ from decoding.draft_length import (
     RULES,
     AdaEdl,
     AnyRule,
+    BetaThompson,
+    CalibratedThompson,
     Controller,
+    CostAwareRule,
     Decision,
     DraftDistribution,
     DraftLengthRule,
     Fixed,
+    RoundCosts,
     TopProbability,
 )
 from decoding.draft_length.ada_edl import AdaEdlController
@@ -29,6 +34,21 @@ def distribution(*probabilities: float) -> DraftDistribution:
 
 def uniform(count: int) -> DraftDistribution:
     return distribution(*[1 / count] * count)
+
+
+CHEAP = RoundCosts(draft_step=0.01, verify=(1.0, 1.0))
+
+
+def rule_of(name: str, **settings: int) -> DraftLengthRule:
+    """A rule that is ready to steer, by the name it is registered under."""
+    rule = RULES[name](**settings)
+    return rule.with_costs(CHEAP) if isinstance(rule, CostAwareRule) else rule
+
+
+def state_of(controller: Controller) -> dict[str, object]:
+    """All that a controller holds; random streams by the state they are in."""
+    state = vars(controller)
+    return {name: value.getstate() if isinstance(value, random.Random) else value for name, value in state.items()}
 
 
 # --- what a distribution tells -------------------------------------------------------------------------------------------
@@ -58,6 +78,16 @@ def test_facts_of_half_precision_scores_are_computed_in_single() -> None:
 
 # --- what every rule must do ---------------------------------------------------------------------------------------------
 
+NOTHING_TO_LEARN = ("fixed", "top_probability")
+DESCRIPTIONS = {
+    "fixed": "fixed (max_tokens 8)",
+    "top_probability": "top_probability (max_tokens 8, threshold 0.6)",
+    "ada_edl": "ada_edl (max_tokens 8, initial_threshold 0.4, gamma 0.2, target_acceptance 0.9, step 0.01, "
+    "acceptance_decay 0.5, threshold_decay 0.9)",
+    "beta_thompson": "beta_thompson (max_tokens 8, forgetting 0.97)",
+    "calibrated_thompson": "calibrated_thompson (max_tokens 8, forgetting 0.97)",
+}
+
 
 @pytest.mark.parametrize("name", RULES)
 class TestEveryRule:
@@ -77,21 +107,31 @@ class TestEveryRule:
         with pytest.raises(ValidationError, match="max_tokens"):
             RULES[name](max_tokens=max_tokens)
 
-    def test_its_controller_drafts_no_more_than_that(self, name: str) -> None:
-        controller = RULES[name](max_tokens=5).controller()
-        assert (controller.max_tokens, controller.limit()) == (5, 5)
+    def test_its_controller_drafts_that_many_and_no_more(self, name: str) -> None:
+        controller = rule_of(name, max_tokens=5).controller()
+        limits = []
+        for _ in range(100):
+            limits.append(controller.limit())
+            controller.observe(limits[-1], limits[-1])
+        assert controller.max_tokens == max(limits) == 5
+        assert min(limits) >= 0
 
     def test_its_controllers_share_no_state(self, name: str) -> None:
-        rule = RULES[name]()
+        rule = rule_of(name)
         told, fresh = rule.controller(), rule.controller()
         for _ in range(300):
+            told.limit()
+            told.decide(0, distribution(0.5, 0.5))
             told.observe(num_drafted=4, num_accepted=0)
-        assert vars(fresh) == vars(rule.controller())
+        assert state_of(fresh) == state_of(rule.controller())
 
     def test_it_goes_on_behind_a_certain_token_whatever_came_before(self, name: str) -> None:
-        controller = RULES[name]().controller()
+        controller = rule_of(name).controller()
         for outcome in [(4, 0), (4, 4), (1, 1), (0, 0)] * 50:
+            controller.limit()
+            controller.decide(0, uniform(2))
             controller.observe(*outcome)
+            controller.limit()
             assert controller.decide(2, distribution(0.0, 1.0, 0.0)) is Decision.CONTINUE
 
     def test_range_worth_searching_lies_within_the_allowed(self, name: str) -> None:
@@ -107,6 +147,22 @@ class TestEveryRule:
 
     def test_state_is_of_one_text_unless_asked(self, name: str) -> None:
         assert not RULES[name]().persistent
+
+    def test_what_its_controller_has_learnt_is_a_rule_of_the_same_kind_or_nothing(self, name: str) -> None:
+        rule = rule_of(name)
+        controller = rule.controller()
+        for _ in range(20):
+            controller.decide(0, distribution(0.97, 0.03))
+            controller.observe(num_drafted=4, num_accepted=0)
+        learnt = controller.learnt()
+        assert (learnt is None) == (name in NOTHING_TO_LEARN)
+        if learnt is not None:
+            assert type(learnt) is type(rule)
+            assert learnt != rule
+            assert TypeAdapter(AnyRule).validate_python(learnt.model_dump(mode="json")) == learnt
+
+    def test_its_description_is_its_name_and_what_is_worth_searching(self, name: str) -> None:
+        assert rule_of(name).describe() == DESCRIPTIONS[name]
 
 
 def test_base_controller_always_goes_on() -> None:
@@ -233,6 +289,13 @@ def test_threshold_decides_the_next_round() -> None:
     assert controller.decide(1, uniform(4)) is Decision.LAST
 
 
+def test_threshold_reached_is_where_a_rule_that_has_learnt_starts() -> None:
+    controller = ada_edl(max_tokens=4, initial_threshold=0.4, step=0.5, threshold_decay=0.0)
+    controller.observe(4, 0)
+    assert controller.learnt() == AdaEdl(max_tokens=4, initial_threshold=0.9, step=0.5, threshold_decay=0.0)
+    assert controller.learnt().controller().threshold == pytest.approx(0.9)
+
+
 @pytest.mark.parametrize(
     "settings",
     [{"initial_threshold": 0.99}, {"gamma": -0.1}, {"step": 1.5}, {"target_acceptance": 1.1}, {"threshold_decay": -1}],
@@ -240,6 +303,55 @@ def test_threshold_decides_the_next_round() -> None:
 def test_parameters_out_of_range_are_refused(settings: dict[str, float]) -> None:
     with pytest.raises(ValidationError, match=next(iter(settings))):
         AdaEdl(**settings)
+
+
+# --- rules that know what a round costs ---------------------------------------------------------------------------------
+
+
+def test_cost_of_a_round_is_its_draft_passes_and_its_verification() -> None:
+    costs = RoundCosts(draft_step=0.3, verify=(1.0, 1.2, 1.5))
+    assert [costs.of(length) for length in range(3)] == pytest.approx([1.0, 1.5, 2.1])
+
+
+@pytest.mark.parametrize(
+    ("verify", "beyond"),
+    [
+        ((1.0, 1.2, 1.5), 2.1),  # 1.5 + 2 * (1.5 - 1.2)
+        ((1.0, 1.4, 1.3), 1.3),  # a last step that falls is not carried on
+    ],
+)
+def test_verification_wider_than_those_measured_is_extrapolated(verify: tuple[float, ...], beyond: float) -> None:
+    assert RoundCosts(draft_step=0.25, verify=verify).of(4) == pytest.approx(beyond + 4 * 0.25)
+
+
+def test_round_drafts_no_negative_number_of_tokens() -> None:
+    with pytest.raises(ValueError, match="0 tokens or more, got -1"):
+        CHEAP.of(-1)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"draft_step": 0.0, "verify": (1.0, 1.1)}, "draft_step\n.*greater than 0"),
+        ({"draft_step": math.inf, "verify": (1.0, 1.1)}, "draft_step\n.*finite"),
+        ({"draft_step": 0.1, "verify": (1.0,)}, "verify\n.*at least 2"),
+        ({"draft_step": 0.1, "verify": (1.0, -1.0)}, "verify.1\n.*greater than 0"),
+        ({"draft_step": 0.1, "verify": (1.0, math.nan)}, "verify.1\n.*finite"),
+    ],
+)
+def test_costs_are_positive_and_finite(settings: dict[str, object], message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
+        RoundCosts(**settings)
+
+
+@pytest.mark.parametrize("rule", [BetaThompson(), CalibratedThompson()])
+def test_rule_without_costs_has_no_controller(rule: CostAwareRule) -> None:
+    with pytest.raises(ValueError, match=f"the rule '{rule.rule}' has no costs"):
+        rule.controller()
+    ready = rule.with_costs(CHEAP)
+    assert rule.costs is None
+    assert ready == rule.model_copy(update={"costs": CHEAP})
+    ready.controller()
 
 
 def test_rules_are_told_apart_by_name() -> None:

@@ -10,7 +10,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from decoding import exit_head
 from decoding.errors import ExitHeadError
 from decoding.exit_head import (
     METADATA_KEY,
@@ -136,7 +135,7 @@ def test_full_disk_leaves_nothing_half_written(target: Target, path: Path, monke
     def full(descriptor: int) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(exit_head.os, "fsync", full)
+    monkeypatch.setattr("os.fsync", full)
     with pytest.raises(ExitHeadError, match=r"cannot write the exit head .*: No space left on device"):
         save_exit_head(path, target.new_exit_head(), facts_of(target, 3))
     assert path.read_bytes() == before

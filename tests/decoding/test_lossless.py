@@ -24,11 +24,14 @@ from transformers.generation import (
 from decoding.decode import Request, autoregressive, speculative
 from decoding.draft_length import (
     AdaEdl,
+    BetaThompson,
+    CalibratedThompson,
     Controller,
     Decision,
     DraftDistribution,
     DraftLengthRule,
     Fixed,
+    RoundCosts,
     TopProbability,
 )
 from decoding.drafters.layer_skip import LayerSkipDrafter
@@ -54,6 +57,7 @@ SKIPS = {
     "everything": LayerSkip.blocks(EVERY_LAYER),
     "nothing": LayerSkip(),
 }
+COSTS = RoundCosts(draft_step=0.3, verify=(1.0, 1.05))
 RULES: dict[str, DraftLengthRule] = {
     "fixed 1": Fixed(max_tokens=1),
     "fixed 3": Fixed(max_tokens=3),
@@ -61,6 +65,8 @@ RULES: dict[str, DraftLengthRule] = {
     "top probability": TopProbability(max_tokens=6, threshold=0.5),
     "AdaEDL, last kept": AdaEdl(max_tokens=6, gamma=0.3, initial_threshold=0.5, step=0.2, keep_last=True),
     "AdaEDL, last dropped": AdaEdl(max_tokens=6, gamma=0.3, initial_threshold=0.5, step=0.2, keep_last=False),
+    "Beta-Thompson": BetaThompson(max_tokens=6, costs=COSTS),
+    "calibrated Thompson": CalibratedThompson(max_tokens=6, costs=COSTS),
 }
 # One that keeps the token of its last pass and one that drops it: without prefix reuse, and for families not promised.
 TWO_RULES = ("fixed 3", "AdaEDL, last dropped")
@@ -214,6 +220,21 @@ def test_controller_of_an_earlier_text_may_steer_the_next() -> None:
         assert generation.tokens == write_plainly(target, request).tokens
         thresholds.append(controller.threshold)
     assert len(set(thresholds)) > 1
+
+
+@pytest.mark.parametrize("rule", ["Beta-Thompson", "calibrated Thompson"])
+def test_thompson_controller_kept_from_text_to_text_drafts_more_and_less_and_leaves_the_texts_as_they_are(
+    rule: str,
+) -> None:
+    target = target_of("llama")
+    controller = RULES[rule].controller()
+    lengths = set()
+    for seed in range(4):
+        request = Request(some_tokens(5, seed), Ending(2 * NUM_NEW_TOKENS))
+        generation = write(target, SKIPS["last block"], controller, request)
+        assert generation.tokens == write_plainly(target, request).tokens
+        lengths |= {step.num_drafted for step in generation.rounds}
+    assert {0, 1, 2} <= lengths
 
 
 # --- where a text ends --------------------------------------------------------------------------------------------------

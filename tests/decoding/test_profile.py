@@ -169,11 +169,10 @@ def test_a_disk_that_fills_up_while_writing_costs_nothing(tmp_path: Path, monkey
     _profile().save(path)
     before = path.read_text()
 
-    def half(self: Path, text: str, **kwargs: Any) -> None:
-        self.write_bytes(text[: len(text) // 2].encode())
+    def full(descriptor: int) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(Path, "write_text", half)
+    monkeypatch.setattr("os.fsync", full)
     with pytest.raises(ProfileError, match=r"cannot write the profile .*No space left"):
         _profile(name="other").save(path)
     assert path.read_text() == before

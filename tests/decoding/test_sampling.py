@@ -18,7 +18,7 @@ from transformers.generation import RepetitionPenaltyLogitsProcessor, Temperatur
 
 from decoding.acceptance import Acceptance, Sampling, accept_sampled
 from decoding.decode import Request, autoregressive, speculative
-from decoding.draft_length import AdaEdl, DraftLengthRule, Fixed
+from decoding.draft_length import AdaEdl, BetaThompson, CalibratedThompson, DraftLengthRule, Fixed, RoundCosts
 from decoding.drafters.layer_skip import LayerSkipDrafter
 from decoding.profile import LayerSkip
 from decoding.rounds import Prefill, Round
@@ -189,6 +189,7 @@ def many_texts(processors: str, rule: DraftLengthRule, skip: LayerSkip, acceptan
     return Counter(first_tokens(speculative(tiny_target(), drafter, controller, request)) for _ in range(NUM_TEXTS))
 
 
+COSTS = RoundCosts(draft_step=0.1, verify=(1.0, 1.02))
 CASES: Sequence[tuple[str, DraftLengthRule, LayerSkip]] = [
     ("temperature", Fixed(max_tokens=3), LayerSkip.blocks((0, 1))),
     (
@@ -196,10 +197,14 @@ CASES: Sequence[tuple[str, DraftLengthRule, LayerSkip]] = [
         AdaEdl(max_tokens=3, initial_threshold=0.4, step=0.2, keep_last=False),
         LayerSkip(skip_attention=(0, 1)),
     ),
+    ("temperature", BetaThompson(max_tokens=3, costs=COSTS), LayerSkip(skip_attention=(0, 1))),
+    ("temperature", CalibratedThompson(max_tokens=3, costs=COSTS), LayerSkip(skip_attention=(0, 1))),
 ]
 
 
-@pytest.mark.parametrize(("processors", "rule", "skip"), CASES, ids=["fixed", "AdaEDL"])
+@pytest.mark.parametrize(
+    ("processors", "rule", "skip"), CASES, ids=["fixed", "AdaEDL", "Beta-Thompson", "calibrated Thompson"]
+)
 def test_sampled_texts_are_distributed_as_the_model(processors: str, rule: DraftLengthRule, skip: LayerSkip) -> None:
     generator = torch.Generator().manual_seed(7)
     counts = many_texts(processors, rule, skip, Sampling(generator))

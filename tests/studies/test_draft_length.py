@@ -8,11 +8,14 @@ import optuna
 import pytest
 from pydantic import ValidationError
 
+from decoding.documents import validate
 from decoding.draft_length import RULES, AdaEdl, TopProbability
-from decoding.profile import LayerSkip
+from decoding.errors import SdtuneError
+from decoding.profile import EarlyExit, LayerSkip
 from studies import STUDIES
 from studies.contract import Problem, TrialRecord
-from studies.draft_length import DraftLength, DraftLengthSettings, search_ranges
+from studies.draft_length import DraftLength, DraftLengthSettings
+from studies.rule_space import search_ranges
 from tests.records import record
 from tests.tiny import tiny_target
 
@@ -98,3 +101,40 @@ def test_the_space_names_the_drafts_so_another_draft_is_another_study() -> None:
 
 def test_the_registry_names_every_study_by_its_own_name() -> None:
     assert all(study.name == name for name, study in STUDIES.items())
+
+
+@pytest.mark.parametrize(
+    ("draft", "meant"),
+    [
+        ({"skip_attention": [5]}, LayerSkip(skip_attention=(5,))),
+        ({"exit_layer": 3}, EarlyExit(exit_layer=3)),
+        ({"kind": "early_exit", "exit_layer": 3}, EarlyExit(exit_layer=3)),
+        (EarlyExit(exit_layer=3), EarlyExit(exit_layer=3)),
+        (None, None),
+    ],
+)
+def test_kind_of_a_given_draft_may_be_left_out(draft: Any, meant: Any) -> None:
+    assert DraftLengthSettings(draft=draft).draft == meant
+
+
+@pytest.mark.parametrize(
+    ("draft", "message"),
+    [
+        ({"skip_atention": [5]}, "unknown key 'draft.skip_atention'; did you mean 'skip_attention'"),
+        ({"exit_layer": 3, "heads": "h"}, "unknown key 'draft.heads'; did you mean 'head'"),
+        ({"kind": "none"}, "draft.kind: unknown value 'none'; valid: early_exit, layer_skip"),
+        ({"exit_layer": 0}, "draft.exit_layer: input should be greater than or equal to 1"),
+    ],
+)
+def test_wrong_draft_is_one_line_that_says_what_would_be_right(draft: Any, message: str) -> None:
+    with pytest.raises(SdtuneError, match=message):
+        validate(DraftLengthSettings, {"draft": draft}, source="studies.draft_length", error=SdtuneError)
+
+
+@pytest.mark.parametrize("draft", [{"exit_layer": 6}, {"skip_mlp": [6]}])
+def test_given_draft_of_layers_that_the_model_does_not_have_is_refused(draft: Any) -> None:
+    target = tiny_target(6)
+    with pytest.raises(ValueError, match="6"):
+        DraftLength.check(DraftLengthSettings(draft=draft), target)
+    for fine in ({"exit_layer": 5}, {"skip_mlp": [5]}, None):
+        DraftLength.check(DraftLengthSettings(draft=fine), target)

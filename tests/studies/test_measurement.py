@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from studies.measurement import Measurement, pooled
+from studies.measurement import Measurement, pooled, ratio_interval
 from tests.records import measurement, sample
 
 
@@ -64,3 +64,29 @@ def test_a_text_that_is_neither_identical_nor_a_tie_is_not_lossless() -> None:
 
 def test_pooling_keeps_every_sample() -> None:
     assert len(pooled([measurement([1.0, 2.0]), measurement([3.0])]).samples) == 3
+
+
+def test_ratio_of_two_measurements_is_of_their_seconds_per_token_on_the_same_prompts() -> None:
+    # 0.1 s a token against 0.2 and 0.4, whatever plain decoding took beside each.
+    ahead = Measurement(samples=(sample(1.0, 0), sample(3.0, 1)))
+    behind = Measurement(
+        samples=(sample(5.0, 0, draft_seconds=2.0), sample(1.0, 1, draft_seconds=8.0, draft_tokens=20))
+    )
+    interval = ratio_interval(ahead, behind)
+    assert interval.value == pytest.approx((0.2 + 0.4) / (0.1 + 0.1))
+    assert interval.ci95 == pytest.approx((2.0, 4.0))
+    assert ratio_interval(behind, ahead).value == pytest.approx(1 / 3)
+
+
+def test_ratio_to_itself_is_one() -> None:
+    measured = measurement([1.1, 1.3, 0.9])
+    assert ratio_interval(measured, measured).ci95 == pytest.approx((1.0, 1.0))
+
+
+@pytest.mark.parametrize("behind", [[1], [0], [1, 0], [0, 2], [0, 1, 2]])
+def test_ratio_needs_the_same_prompts_in_the_same_order(behind: list[int]) -> None:
+    both = [Measurement(samples=tuple(sample(1.0, prompt) for prompt in prompts)) for prompts in ([0, 1], behind)]
+    with pytest.raises(ValueError, match="the same 2 or more prompts in the same order"):
+        ratio_interval(*both)
+    with pytest.raises(ValueError, match="the same 2 or more prompts in the same order"):
+        ratio_interval(both[1], both[0])

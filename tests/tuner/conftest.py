@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
+from transformers import AutoModelForCausalLM
 
+from decoding.round_costs import measure_round_costs
+from decoding.target import Target
 from tests.tiny import save_tiny_checkpoint, write_tiny_prompts
 from tuner.cli import main
 from tuner.tracking import DatasetInput, Tracker
@@ -17,6 +21,12 @@ from tuner.tracking import DatasetInput, Tracker
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tiny_checkpoint(tmp_path_factory.mktemp("model") / "tiny")
+
+
+@pytest.fixture(scope="session")
+def target(checkpoint: Path) -> Target:
+    """The model of the checkpoint."""
+    return Target(AutoModelForCausalLM.from_pretrained(checkpoint).eval())
 
 
 @pytest.fixture(scope="session")
@@ -42,6 +52,9 @@ def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, _tracking_templat
     # The libraries read HF_HUB_OFFLINE once, when they are imported.
     monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    for user in ("decoding.decoder", "studies.exit_forecast"):
+        # Two sweeps: nothing here depends on what a round costs.
+        monkeypatch.setattr(f"{user}.measure_round_costs", partial(measure_round_costs, budget_seconds=0.0))
     return here
 
 
@@ -51,17 +64,18 @@ SearchCommand = Callable[..., Result]
 @pytest.fixture
 def run_search(workplace: Path, checkpoint: Path, prompts_file: Path) -> SearchCommand:
     """`sdtune search` on the tiny model; keyword arguments override or (None) remove flags."""
+    small = _small_config(workplace.parent)
 
-    def run(**changes: str | None) -> Result:
+    def run(*switches: str, **changes: str | None) -> Result:
         flags: dict[str, str | None] = {
             "model": str(checkpoint),
             "dataset": str(prompts_file),
-            "config": str(_small_config(workplace.parent)),
+            "config": str(small),
             "tracking-uri": f"sqlite:///{workplace.parent / 'mlflow.db'}",
             **{key.replace("_", "-"): value for key, value in changes.items()},
         }
         arguments = [part for key, value in flags.items() if value is not None for part in (f"--{key}", value)]
-        return CliRunner().invoke(main, ["search", *arguments])
+        return CliRunner().invoke(main, ["search", *arguments, *switches])
 
     return run
 
@@ -70,6 +84,6 @@ def _small_config(folder: Path) -> Path:
     path = folder / "small.yaml"
     path.write_text(
         "max_new_tokens: 12\ntuning_prompts: 8\nheld_out_prompts: 6\nprompts_per_trial: 4\ntrials: 3\nfinalists: 2\n"
-        "group_column: file\nexperiment: tiny\n"
+        "group_column: file\nexperiment: tiny\ndistill: never\n"
     )
     return path

@@ -42,6 +42,7 @@ def _refused(result: Result, *words: str) -> None:
         ({"out": "no/such/folder/profile.yaml"}, ["no/such/folder", "cannot write"]),
         ({"out": "."}, ["is a folder"]),
         ({"config": "nowhere.yaml"}, ["no such configuration"]),
+        ({"distill": "sometimes"}, ["distill", "'auto' or 'never'", "sometimes"]),
         ({"storage": "sqlite:////dev/null/trials.db"}, ["cannot open the storage"]),
         ({"tracking_uri": "sqlite:////dev/null/mlflow.db"}, ["cannot use the MLflow store"]),
     ],

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from tuner.config import SearchConfig, load_config, parse_duration
+from decoding.documents import parse_duration
+from tuner.config import SearchConfig, load_config
 from tuner.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]

@@ -3,16 +3,27 @@
 from __future__ import annotations
 
 import gc
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from decoding.decoder import Decoder
-from decoding.draft_length import AdaEdl, Fixed, TopProbability
-from decoding.profile import LayerSkip, PlainDecoding
+from decoding.draft_length import (
+    AdaEdl,
+    BetaThompson,
+    CalibratedThompson,
+    CostAwareRule,
+    Fixed,
+    RoundCosts,
+    TopProbability,
+)
+from decoding.exit_head import ExitHeads
+from decoding.profile import EarlyExit, LayerSkip, PlainDecoding
 from studies.contract import Candidate
 from studies.measurement import Measurement
+from tests.heads import write_heads
 from tests.records import candidate
 from tests.tiny import tiny_target
 from tuner.errors import DatasetError
@@ -118,8 +129,103 @@ def test_prompts_whose_text_ends_at_once_are_left_out() -> None:
     assert set(bench.prompts) <= {PROMPTS[place] for place in range(5)}
     assert {PROMPTS[place] for place in kept(ends_some)} <= set(bench.prompts)
     assert bench.num_too_short == 5 - len(bench.prompts) > 0
+    assert [PROMPTS[row] for row in bench.rows] == bench.prompts
 
 
 def test_prompts_that_all_end_at_once_are_refused() -> None:
     with pytest.raises(DatasetError, match="5 of 5 prompts end within 8 tokens"):
         _bench(eos_token_ids=frozenset(range(64)))
+
+
+@pytest.fixture
+def timed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Measured costs are made up; the longest drafts that they were asked for, in order."""
+    asked: list[int] = []
+
+    def costs(target: Any, drafter: Any, max_tokens: int) -> RoundCosts:
+        asked.append(max_tokens)
+        return RoundCosts(draft_step=0.1 * len(asked), verify=(1.0,) * (max_tokens + 1))
+
+    monkeypatch.setattr("decoding.decoder.measure_round_costs", costs)
+    return asked
+
+
+def test_costs_of_a_draft_are_measured_once_for_all_rules_that_weigh_them(timed: list[int]) -> None:
+    bench = _bench(max_new_tokens=10)
+    for rule in (BetaThompson(max_tokens=6), CalibratedThompson(max_tokens=6), BetaThompson(max_tokens=3), Fixed()):
+        bench.measure(candidate((1, 3), rule), range(2))
+    assert timed == [6]
+    bench.measure(candidate((1, 3), BetaThompson(max_tokens=9)), range(2))
+    bench.measure(candidate((2,), BetaThompson(max_tokens=6)), range(2))
+    assert timed == [6, 9, 6], "for longer drafts, and for another draft"
+
+
+def test_costs_that_a_rule_brings_along_are_its_own_alone(timed: list[int]) -> None:
+    bench = _bench(max_new_tokens=10)
+    foreign = RoundCosts(draft_step=7.0, verify=(1.0,) * 9)
+    bench.measure(candidate((1, 3), BetaThompson(costs=foreign)), range(2))
+    learnt = bench.learn(candidate((1, 3), BetaThompson()), range(2)).draft_length
+    assert isinstance(learnt, CostAwareRule)
+    assert learnt.known_costs().draft_step == pytest.approx(0.1)
+
+
+@pytest.mark.parametrize("rule", [BetaThompson(max_tokens=4), CalibratedThompson(max_tokens=4, persistent=True)])
+def test_rule_that_weighs_costs_is_taught(timed: list[int], rule: CostAwareRule) -> None:
+    taught = _bench().learn(candidate((1, 3), rule), range(3))
+    assert taught.draft == candidate((1, 3)).draft
+    learnt = taught.draft_length
+    assert isinstance(learnt, CostAwareRule)
+    assert learnt.costs == RoundCosts(draft_step=0.1, verify=(1.0,) * 5)
+    assert learnt.model_dump(exclude={"costs", "prior", "gain"}) == rule.model_dump(exclude={"costs", "prior", "gain"})
+    assert learnt.model_dump(include={"prior"}) != rule.model_dump(include={"prior"})
+
+
+def test_other_rules_are_not_taught(timed: list[int]) -> None:
+    bench = _bench()
+    for wanted in (*CANDIDATES, Candidate(draft=PlainDecoding(), draft_length=Fixed())):
+        assert bench.learn(wanted, range(3)) == wanted
+    assert timed == []
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_candidates_side_by_side_write_what_they_write_alone(temperature: float) -> None:
+    bench = _bench(temperature=temperature)
+    together = bench.side_by_side(CANDIDATES[:3], [3, 0, 4, 1])
+    alone = [bench.measure(wanted, [3, 0, 4, 1]) for wanted in CANDIDATES[:3]]
+    assert [_facts(measured) for measured in together] == [_facts(measured) for measured in alone]
+    assert all(measured.num_identical == 4 for measured in together)
+
+
+def test_side_by_side_plain_decoding_is_timed_once_a_prompt_and_everybody_goes_first_in_turn(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    bench = _bench(max_new_tokens=10)
+    order: list[tuple[int, Any]] = []
+    timed = Bench._timed
+
+    def spy(self: Bench, decoder: Decoder, place: int) -> Any:
+        order.append((place, "plain" if decoder is self._plain else decoder.rule.max_tokens))
+        return timed(self, decoder, place)
+
+    monkeypatch.setattr(Bench, "_timed", spy)
+    seen: list[int] = []
+    pair = [candidate((1,), Fixed(max_tokens=2)), candidate((1,), Fixed(max_tokens=3))]
+    first, second = bench.side_by_side(pair, range(3), on_sample=lambda sample: seen.append(sample.prompt))
+    assert order == [
+        *[(0, "plain"), (0, 2), (0, 3)],
+        *[(1, 2), (1, 3), (1, "plain")],
+        *[(2, 3), (2, "plain"), (2, 2)],
+    ]
+    assert seen == [0, 0, 1, 1, 2, 2]
+    assert [s.plain_seconds for s in first.samples] == [s.plain_seconds for s in second.samples]
+
+
+def test_heads_of_the_bench_are_drafted_with(tmp_path: Path) -> None:
+    target = tiny_target()
+    draft = write_heads(target, tmp_path, [5])[5]
+    bench = Bench(target, PROMPTS, max_new_tokens=16, heads=ExitHeads(target, tmp_path))
+    measured = bench.measure(Candidate(draft=draft, draft_length=Fixed(max_tokens=3)), range(5))
+    assert measured.acceptance_rate == 1.0, "the last block behind all others is the model itself"
+    without = Candidate(draft=EarlyExit(exit_layer=5), draft_length=Fixed(max_tokens=3))
+    assert bench.measure(without, range(5)).acceptance_rate < 1.0
+    assert measured.num_identical == 5

@@ -430,6 +430,50 @@ class TestDraw:
         assert "got 0 and 2" in refusal(prompts_file(tmp_path), tokenizer, num_tuning=0)
 
 
+class TestSpare:
+    """Rows beyond the two parts, for heads to learn from."""
+
+    @pytest.mark.parametrize("seed", range(5))
+    def test_the_parts_are_the_same_with_and_without(self, seed: int, tmp_path: Path, tokenizer: Any) -> None:
+        path = prompts_file(tmp_path)
+        without, some, all_of_them = (load(path, tokenizer, 4, 5, seed=seed, num_spare=spare) for spare in (0, 3, 100))
+        assert without.spare == ()
+        for more in (some, all_of_them):
+            assert (more.tuning, more.held_out, more.fingerprint) == (
+                without.tuning,
+                without.held_out,
+                without.fingerprint,
+            )
+        assert some.spare == all_of_them.spare[:3]
+        rows = [prompt.row for prompt in (*all_of_them.tuning, *all_of_them.held_out, *all_of_them.spare)]
+        assert sorted(rows) == list(range(20))
+
+    @pytest.mark.parametrize("seed", range(5))
+    def test_none_is_of_a_group_that_is_held_out(self, seed: int, tmp_path: Path, tokenizer: Any) -> None:
+        rows = [{"prompt": f"number {number}", "file": number % 12} for number in range(40)]
+        path = write_jsonl(tmp_path / "a.jsonl", rows)
+        prompts = load(path, tokenizer, 6, 6, seed=seed, num_spare=100, group_column="file")
+        held_out = {rows[prompt.row]["file"] for prompt in prompts.held_out}
+        expected = {index for index, row in enumerate(rows) if row["file"] not in held_out}
+        assert {prompt.row for prompt in (*prompts.tuning, *prompts.spare)} == expected
+        assert prompts == load(path, tokenizer, 6, 6, seed=seed, num_spare=100, group_column="file")
+
+    def test_no_text_of_the_parts_comes_again(self, tmp_path: Path, tokenizer: Any) -> None:
+        path = prompts_file(tmp_path, [*"abcde", *"abcde", "", "abcde"])
+        prompts = load(path, tokenizer, 2, 2, num_spare=100)
+        assert len(prompts.spare) == 2
+        assert len(set(texts(prompts)) | {prompt.text for prompt in prompts.spare}) == 6
+
+    def test_those_that_do_not_fit_are_passed_over(self, tmp_path: Path, tokenizer: Any) -> None:
+        short = prompts_file(tmp_path, list("abcd"))
+        parts = load(short, tokenizer, 1, 1)
+        drawn = {prompt.row for prompt in (*parts.tuning, *parts.held_out)}
+        longer = ["x" * 600 if row == min(set(range(4)) - drawn) else letter for row, letter in enumerate("abcd")]
+        prompts = load(prompts_file(tmp_path, longer), tokenizer, 1, 1, num_spare=5)
+        assert prompts.fingerprint == parts.fingerprint
+        assert [len(prompt.text) for prompt in prompts.spare] == [1]
+
+
 class TestTokens:
     def test_special_tokens_as_the_tokenizer_gives_them(self, tmp_path: Path, tokenizer: Any) -> None:
         prompt = load(prompts_file(tmp_path), tokenizer).tuning[0]

@@ -10,11 +10,12 @@ from matplotlib.figure import Figure
 from matplotlib.image import imread
 from rich.console import Console, RenderableType
 
-from decoding.draft_length import AdaEdl
+from decoding.draft_length import AdaEdl, BetaThompson, DraftLengthRule, Fixed, RoundCosts
 from decoding.probe import Capabilities
 from decoding.profile import (
     DatasetFacts,
     DraftProfile,
+    EarlyExit,
     Exactness,
     Interval,
     LayerSkip,
@@ -25,13 +26,17 @@ from decoding.profile import (
     SearchCost,
     Target,
 )
-from studies.contract import TrialState
-from tests.records import candidate, measurement, record
+from studies.contract import Candidate, TrialState
+from studies.measurement import Measurement
+from tests.records import candidate, measurement, record, sample
+from tuner.columns import trial_params
+from tuner.compare_rules import Comparison, Entry, Kind
 from tuner.report import (
     ResultRow,
     capabilities_panel,
     profile_panel,
     results_table,
+    rules_table,
     skipped_layers_picture,
     speedup_picture,
     trials_csv,
@@ -187,3 +192,72 @@ def test_a_supported_and_a_refused_model_are_told_apart() -> None:
     assert "3 of 4 can be skipped: 0,1,3" in _text(capabilities_panel(fit))
     text = _text(capabilities_panel(Capabilities("Mamba", refusal="it keeps a recurrent state")))
     assert "cannot be tuned: it keeps a recurrent state" in text
+
+
+HEAD = EarlyExit(exit_layer=4, head="demo.exit_head_4.safetensors", head_sha256="a" * 64)
+
+
+def test_columns_of_an_exit_say_where_and_with_what_head() -> None:
+    params = trial_params(record(candidate=Candidate(draft=HEAD, draft_length=Fixed())))
+    assert (params["kind"], params["exit_layer"], params["exit_head"]) == ("early_exit", 4, "block")
+    without = trial_params(record(candidate=Candidate(draft=EarlyExit(exit_layer=4), draft_length=Fixed())))
+    assert without["exit_head"] == "none"
+
+
+@pytest.mark.parametrize("costs", [None, RoundCosts(draft_step=0.2, verify=(1.0, 1.1))])
+def test_columns_of_a_learning_rule_are_its_settings_and_not_what_it_learnt(costs: RoundCosts | None) -> None:
+    params = trial_params(record(candidate=candidate((1,), BetaThompson(costs=costs, forgetting=0.96))))
+    assert params["rule.forgetting"] == 0.96
+    assert not {"rule.costs", "rule.prior"} & set(params)
+
+
+def test_blocks_behind_an_exit_are_drawn_as_left_out_and_plain_decoding_not_at_all(
+    tmp_path: Path, drawn: list[Figure]
+) -> None:
+    plain = Candidate(draft=PlainDecoding(), draft_length=Fixed())
+    records = [
+        record(1.4, number=0, candidate=Candidate(draft=HEAD, draft_length=Fixed()), study="exit_layer"),
+        record(1.0, number=1, candidate=plain, study="exit_layer"),
+        record(1.1, number=0, blocks=(1, 5), study="conf_layers"),
+    ]
+    skipped_layers_picture(records, 6, tmp_path / "layers.png")
+    (axes,) = drawn[0].axes
+    grid = axes.images[0].get_array()
+    assert grid is not None
+    assert grid[:, 0].tolist() == [0, 0, 0, 0, 3, 3]
+    assert grid[:, 1].tolist() == [0, 3, 0, 0, 0, 3]
+    assert [label.get_text() for label in axes.get_xticklabels()] == ["0", "0"]
+
+
+def test_profile_of_an_exit_shows_head_layers_and_what_distilling_took() -> None:
+    profile = _profile()
+    assert profile.measured is not None
+    cost = SearchCost(trials=64, seconds=412.0, distillation_seconds=90.0)
+    measured = profile.measured.model_copy(update={"search": cost})
+    text = _text(profile_panel(profile.model_copy(update={"draft": HEAD, "measured": measured})))
+    for words in ("exit at 4, trained head", "demo.exit_head_4.safetensors", "412 s; 90 s to distil exit heads"):
+        assert words in text
+    assert "attention ####........" in text
+    text = _text(profile_panel(profile.model_copy(update={"draft": EarlyExit(exit_layer=4)})))
+    assert "exit at 4, no head" in text
+    assert "distil" not in text
+
+
+def _entry(rule: DraftLengthRule, label: str, seconds: tuple[float, ...]) -> Entry:
+    samples = (sample(1.0, prompt, draft_seconds=taken) for prompt, taken in enumerate(seconds))
+    return Entry(label, rule, Measurement(samples=tuple(samples)))
+
+
+def test_table_of_rules_marks_the_best_fixed_length_and_cuts_nothing_in_a_narrow_terminal() -> None:
+    entries = (
+        _entry(Fixed(max_tokens=1), "fixed 1", (0.5, 0.5, 1.0, 1.0)),
+        _entry(Fixed(max_tokens=2), "fixed 2", (0.8, 0.8, 0.4, 0.4)),
+        _entry(AdaEdl(), "ada_edl", (0.5, 0.5, 0.4, 0.4)),
+    )
+    kinds = (Kind("questions-of-school-children", (), (0, 1)), Kind("code", (), (2, 3)))
+    text = _text(rules_table(Comparison(HEAD, kinds, entries, {})))
+    assert "…" not in text
+    cells = " ".join(text.split())
+    for figures in ("2.00", "[2.00, 2.00]*", "2.50", "[2.50, 2.50]*", "1.67", "1.33", "4/4", "exit at 4, trained head"):
+        assert figures in cells
+    assert cells.count("]*") == 3

@@ -108,7 +108,8 @@ def test_everything_is_in_mlflow(run_search: SearchCommand, workplace: Path) -> 
     assert parent.inputs.dataset_inputs[0].dataset.name.endswith("prompts.jsonl")
     assert len(nested) == len(_records(workplace))
     for run in nested:
-        assert {"study", "kind", "rule", "skip_attention"} <= set(run.data.params)
+        of_kind = {"layer_skip": {"skip_attention"}, "early_exit": {"exit_layer", "exit_head"}, "none": set()}
+        assert {"study", "kind", "rule"} | of_kind[run.data.params["kind"]] <= set(run.data.params)
         assert run.data.tags["state"] in {"COMPLETE", "PRUNED", "FAIL"}
         assert {"speedup", "tokens_per_second", "acceptance_rate", "tokens_per_round", "exact"} <= set(run.data.metrics)
     folder = Path(parent.info.artifact_uri.removeprefix("file://"))
@@ -199,7 +200,7 @@ def test_a_draft_that_changes_the_text_is_never_chosen(
 
     monkeypatch.setattr("decoding.probe.compare", lambda *args: type("Same", (), {"is_lossless": True}))
     monkeypatch.setattr(Greedy, "accept", accept_everything)
-    result = run_search()
+    result = run_search(study="conf_layers")
     assert result.exit_code == 2
     assert "no candidate could be measured" in result.stderr
     assert "not that of plain decoding" in result.stderr

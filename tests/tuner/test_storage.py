@@ -134,3 +134,67 @@ def test_notes_beside_the_trials_are_kept(tmp_path: Path) -> None:
     assert store.noted("run") is None
     store.open(OneCandidate(), IDENTITY).note("run", "abc")
     assert _store(tmp_path).noted("run") == "abc"
+
+
+class Keeping(OneCandidate):
+    """Keeps something of its making, and begins with two starts."""
+
+    def __init__(self, kept: Any = None, first: int = 0) -> None:
+        super().__init__()
+        self._kept = kept
+        self._first = first
+
+    def keep(self) -> Any:
+        return self._kept
+
+    def starts(self) -> list[dict[str, Any]]:
+        return [{"place": self._first}, {"place": self._first + 1}]
+
+    def propose(self, trial: optuna.Trial) -> tuple[Candidate, dict[str, Any]]:
+        return candidate((trial.suggest_int("place", 0, 99),)), {}
+
+
+def test_what_a_study_keeps_when_it_is_made_is_what_later_ones_get(tmp_path: Path) -> None:
+    store = _store(tmp_path)
+    assert store.kept("one_candidate") is None
+    store.open(Keeping([{"exit": 3, "speedup": 1.25}]), IDENTITY, preparation_seconds=5.0)
+    store.open(Keeping("something else"), IDENTITY, preparation_seconds=7.0)
+    again = _store(tmp_path)
+    assert again.kept("one_candidate") == [{"exit": 3, "speedup": 1.25}]
+    assert again.kept("another") is None
+    assert StudyStore(sqlite_url(tmp_path / "trials.db"), "other").kept("one_candidate") is None
+    assert again.spent_seconds() == 5.0, "what the study took when it was made"
+
+
+def test_time_spent_is_that_of_trials_and_of_preparing_the_studies_asked_for(tmp_path: Path) -> None:
+    store = _store(tmp_path)
+    stored = store.open(Keeping(), IDENTITY, preparation_seconds=5.0)
+    stored.finish(stored.ask(), record(1.25, seconds=2.0))
+    stored.finish(stored.ask(), record(None, seconds=0.5))
+    assert store.spent_seconds() == store.spent_seconds(["one_candidate"]) == 7.5
+    assert store.spent_seconds(["conf_layers"]) == 0.0
+
+
+@pytest.mark.parametrize("killed_at", ["enqueue_trial", "set_user_attr"])
+def test_study_whose_making_was_cut_short_is_made_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, killed_at: str
+) -> None:
+    honest = getattr(optuna.Study, killed_at)
+    calls = iter(range(9))
+
+    def killed(*args: Any, **kwargs: Any) -> Any:
+        if next(calls) == 1:
+            raise KeyboardInterrupt
+        return honest(*args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(optuna.Study, killed_at, killed)
+        with pytest.raises(KeyboardInterrupt):
+            _store(tmp_path).open(Keeping("lost", first=50), IDENTITY)
+    assert _store(tmp_path).kept("one_candidate") is None
+    study = Keeping("made anew")
+    stored = _store(tmp_path).open(study, IDENTITY)
+    assert _store(tmp_path).kept("one_candidate") == "made anew"
+    assert [study.propose(stored.ask())[0] for _ in range(2)] == [candidate((0,)), candidate((1,))]
+    trials = optuna.load_study(study_name="experiment/one_candidate", storage=stored.url).trials
+    assert len(trials) == 2, "no start of the lost one is left"

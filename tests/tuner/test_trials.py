@@ -14,7 +14,7 @@ from studies.contract import Candidate, Study, TrialRecord, TrialState
 from studies.measurement import Measurement, PromptSample
 from tests.records import candidate, sample
 from tuner.storage import StudyStore, sqlite_url
-from tuner.trials import Budget, run_study
+from tuner.trials import LESSON, Budget, run_study
 
 PLACES = range(6)
 
@@ -48,6 +48,11 @@ class FakeBench:
     def __init__(self, answer: Callable[[Candidate, int], PromptSample]) -> None:
         self._answer = answer
         self.measured: list[tuple[int, ...]] = []
+        self.lessons: list[tuple[int, ...]] = []
+
+    def learn(self, wanted: Candidate, places: Sequence[int]) -> Candidate:
+        self.lessons.append(tuple(places))
+        return wanted.with_rule(wanted.draft_length.model_copy(update={"persistent": True}))
 
     def measure(
         self, wanted: Candidate, places: Sequence[int], on_sample: Callable[[PromptSample], None]
@@ -71,6 +76,20 @@ def _run(
 
 def _by_first_block(wanted: Candidate, place: int) -> PromptSample:
     return sample(1.0 + wanted.draft.skip_attention[0] / 10 + place / 1000, place)
+
+
+def test_a_rule_is_taught_before_its_trial_which_is_recorded_as_proposed(tmp_path: Path) -> None:
+    measured: list[bool] = []
+
+    def answer(wanted: Candidate, place: int) -> PromptSample:
+        measured.append(wanted.draft_length.persistent)
+        return sample(1.2, place)
+
+    bench = FakeBench(answer)
+    records, _, _ = _run(tmp_path, [[3]], bench)
+    assert bench.lessons == [tuple(PLACES[:LESSON])]
+    assert all(measured), "what was taught is what is measured"
+    assert not records[0].candidate.draft_length.persistent
 
 
 def test_every_trial_is_measured_recorded_and_told(tmp_path: Path) -> None:

@@ -1,0 +1,34 @@
+"""What a round costs on the device at hand, in units of one plain pass of the target: cost-aware rules weigh tokens against it."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import Field
+
+from decoding.documents import Document
+
+Cost = Annotated[float, Field(gt=0.0, allow_inf_nan=False)]
+
+
+class RoundCosts(Document):
+    """Times of a round over the time of one plain one-token target pass: n draft passes, then the verification of n tokens."""
+
+    draft_step: Cost = Field(description="one draft pass")
+    verify: tuple[Cost, ...] = Field(
+        min_length=2, description="verify[n]: the target's pass over the last token and n drafts; verify[0] is about 1"
+    )
+
+    def of(self, num_drafted: int) -> float:
+        """Cost of a round that drafts `num_drafted` tokens; `ValueError` if that is negative."""
+        if num_drafted < 0:
+            raise ValueError(f"a round drafts 0 tokens or more, got {num_drafted}")
+        return self._verify_cost(num_drafted) + num_drafted * self.draft_step
+
+    def _verify_cost(self, num_drafted: int) -> float:
+        beyond = num_drafted - (len(self.verify) - 1)
+        if beyond <= 0:
+            return self.verify[num_drafted]
+        # A last step that falls is noise of the measurement: carried on, it would make long drafts free.
+        step = max(self.verify[-1] - self.verify[-2], 0.0)
+        return self.verify[-1] + beyond * step

@@ -1,0 +1,136 @@
+"""What every exit of a model would do on the target's own texts: predicted from one teacher-forced pass and measured costs.
+
+Our formulation: EESD (arXiv 2406.03853) is known to us by its abstract. The forecast orders the exits; which one is best is
+for real decoding to say.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import numpy as np
+import torch
+from torch import nn
+
+from decoding.documents import Document
+from decoding.draft_length import AnyRule, DraftLengthRule, Fixed, RoundCosts, TopProbability
+from decoding.drafters.build import build_drafter
+from decoding.exit_head import MOST_LOADED, ExitHeads
+from decoding.profile import EarlyExit
+from decoding.round_costs import measure_round_costs
+from decoding.target import Target
+from studies.contract import Problem
+from studies.replay import Recording, replay
+
+TIMED_EXITS = 3
+"""Exits whose costs are measured; those between are interpolated, as every block costs the same."""
+
+THRESHOLDS = (0.3, 0.4, 0.5, 0.6, 0.7, 0.8)
+
+
+class ExitForecast(Document):
+    """A prediction, on tuning prompts: never to be reported as a measurement."""
+
+    draft: EarlyExit
+    agreement: float
+    """Share of positions at which a draft would have been accepted."""
+    acceptance: float
+    """Mean over positions of sum over v of min(p, q), the exact sampling acceptance."""
+    rule: AnyRule
+    """The rule that would do best with it, of a few fixed lengths and top-probability thresholds."""
+    speedup: float
+    """Predicted, with that rule."""
+
+
+def forecast_exits(problem: Problem, drafts: Sequence[EarlyExit], max_tokens: int) -> list[ExitForecast]:
+    """A forecast for each of `drafts`, the best first. Needs a text of at least two tokens."""
+    recordings = _record(problem, drafts)
+    costs = _costs(problem.target, drafts, problem.heads, max_tokens, prefix_reuse=problem.prefix_reuse)
+    forecasts = []
+    for draft in drafts:
+        speedups = {rule: replay(rule, recordings[draft], costs[draft]).speedup for rule in _rules(max_tokens)}
+        rule = max(speedups, key=lambda rule: speedups[rule])
+        forecasts.append(
+            ExitForecast(
+                draft=draft,
+                agreement=float(np.mean([recording.agreement for recording in recordings[draft]])),
+                acceptance=float(np.mean([recording.acceptance for recording in recordings[draft]])),
+                rule=rule,
+                speedup=speedups[rule],
+            )
+        )
+    return sorted(forecasts, key=lambda forecast: -forecast.speedup)
+
+
+def _rules(max_tokens: int) -> list[DraftLengthRule]:
+    fixed: list[DraftLengthRule] = [Fixed(max_tokens=length) for length in range(1, max_tokens + 1)]
+    return [*fixed, *(TopProbability(max_tokens=max_tokens, threshold=threshold) for threshold in THRESHOLDS)]
+
+
+def _record(problem: Problem, drafts: Sequence[EarlyExit]) -> dict[EarlyExit, list[Recording]]:
+    """Each draft's recording of every text; no more heads at a time than are kept in memory, or each text would read them anew."""
+    without = [draft for draft in drafts if draft.head is None]
+    with_head = [draft for draft in drafts if draft.head is not None]
+    groups = [without, *(with_head[first : first + MOST_LOADED] for first in range(0, len(with_head), MOST_LOADED))]
+    recordings: dict[EarlyExit, list[Recording]] = {}
+    for group in filter(None, groups):
+        recordings |= _record_together(problem, group)
+    return recordings
+
+
+@torch.inference_mode()
+def _record_together(problem: Problem, drafts: Sequence[EarlyExit]) -> dict[EarlyExit, list[Recording]]:
+    """One pass of the target over a text gives the states of all its exits."""
+    target = problem.target
+    exit_layers = sorted({draft.exit_layer for draft in drafts})
+    recordings: dict[EarlyExit, list[Recording]] = {draft: [] for draft in drafts}
+    for prompt, continuation in zip(problem.prompts, problem.continuations, strict=True):
+        if len(continuation) < 2:  # the first token is the prefill's
+            continue
+        token_ids = torch.tensor([[*prompt, *continuation[:-1]]], device=target.device)
+        states, logits = target.exit_states(token_ids, exit_layers, first=len(prompt))
+        for draft in drafts:
+            head = _head(problem.heads, draft)
+            drafted = target.exit_logits(token_ids, states[draft.exit_layer], head, first=len(prompt))
+            seed = problem.seed + len(recordings[draft])
+            recordings[draft].append(Recording.of(logits[0], drafted[0], temperature=problem.temperature, seed=seed))
+    return recordings
+
+
+def _head(heads: ExitHeads | None, draft: EarlyExit) -> nn.Module | None:
+    if draft.head is None:
+        return None
+    assert heads is not None, "a draft with a head comes with the folder of heads"
+    return heads.get(draft)
+
+
+def _costs(
+    target: Target, drafts: Sequence[EarlyExit], heads: ExitHeads | None, max_tokens: int, *, prefix_reuse: bool
+) -> dict[EarlyExit, RoundCosts]:
+    costs: dict[EarlyExit, RoundCosts] = {}
+    for group in _by_kind(drafts):
+        places = np.linspace(0, len(group) - 1, min(TIMED_EXITS, len(group))).round().astype(int)
+        timed: dict[int, RoundCosts] = {}
+        for draft in (group[place] for place in places):
+            drafter = build_drafter(target, draft, prefix_reuse=prefix_reuse, heads=heads)
+            assert drafter is not None, "an early exit drafts"
+            timed[draft.exit_layer] = measure_round_costs(target, drafter, max_tokens)
+        costs |= {draft: _interpolate(timed, draft.exit_layer) for draft in group}
+    return costs
+
+
+def _by_kind(drafts: Sequence[EarlyExit]) -> Iterator[list[EarlyExit]]:
+    """Those without a head and those with one, by exit layer."""
+    for has_head in (False, True):
+        group = [draft for draft in drafts if (draft.head is not None) == has_head]
+        if group:
+            yield sorted(group, key=lambda draft: draft.exit_layer)
+
+
+def _interpolate(timed: Mapping[int, RoundCosts], exit_layer: int) -> RoundCosts:
+    layers = sorted(timed)
+    between = [np.interp(exit_layer, layers, [timed[layer].draft_step for layer in layers])]
+    widths = range(len(timed[layers[0]].verify))
+    between += [np.interp(exit_layer, layers, [timed[layer].verify[width] for layer in layers]) for width in widths]
+    draft_step, *verify = (float(value) for value in between)
+    return RoundCosts(draft_step=draft_step, verify=tuple(verify))

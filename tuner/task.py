@@ -1,0 +1,127 @@
+"""What a search works on: model, prompts and exit heads, loaded and checked before anything is run or written."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from decoding.errors import ProfileError, SdtuneError, UnsupportedModelError
+from decoding.exit_head import ExitHeads, head_name
+from decoding.fingerprint import Fingerprint, fingerprint
+from decoding.probe import probe
+from decoding.target import Target
+from studies import STUDIES
+from tuner.config import SearchConfig
+from tuner.distill import check_folder
+from tuner.environment import device_name
+from tuner.errors import ConfigError
+from tuner.heads import FoundHead, find_heads, missing_heads
+from tuner.loading import Loaded, load
+from tuner.prompts import PromptSet, load_prompts
+from tuner.watcher import Progress
+
+
+@dataclass(frozen=True)
+class Task:
+    """Everything a search needs, loaded and checked, nothing written yet."""
+
+    config: SearchConfig
+    loaded: Loaded
+    target: Target
+    prompts: PromptSet
+    identity: Mapping[str, Any]
+    """What makes a stored study resumable: model, data and how they are decoded."""
+    model: Fingerprint
+    heads: Mapping[int, FoundHead]
+    """The exit heads that the studies want and that are there, by exit layer."""
+    missing_heads: tuple[int, ...]
+    """The exits whose head is wanted and is not there yet."""
+
+    @cached_property
+    def exit_heads(self) -> ExitHeads:
+        """Where drafts find their heads: one for the whole search, so that few are in memory."""
+        return ExitHeads(self.target, self.config.heads)
+
+
+def prepare(config: SearchConfig, progress: Progress) -> Task:
+    """Load model and prompts and check all that can be checked before anything is run or written."""
+    check_writable(config.out)
+    progress.stage(f"loading {config.model}")
+    loaded = load(config.model, revision=config.revision, dtype=config.dtype, device=config.device)
+    capabilities = probe(loaded.model)
+    if capabilities.refusal:
+        raise UnsupportedModelError(capabilities.refusal)
+    if config.prefix_reuse and not capabilities.prefix_reuse:
+        progress.say("this model cannot be verified from the middle: prefix reuse is off")
+        config = config.model_copy(update={"prefix_reuse": False})
+    target = Target(loaded.model)
+    wanted = _wanted_heads(config, target)
+    may_distil = _may_distil(config, wanted)
+    if may_distil:
+        check_folder(config.heads)
+    prompts = load_prompts(
+        config.dataset,
+        loaded.tokenizer,
+        num_tuning=config.tuning_prompts,
+        num_held_out=config.held_out_prompts,
+        num_spare=config.distillation.prompts - config.tuning_prompts if may_distil else 0,
+        max_new_tokens=config.max_new_tokens,
+        context_length=target.context_length,
+        seed=config.seed,
+        prompt_column=config.prompt_column,
+        group_column=config.group_column,
+        chat_template=config.chat_template,
+        max_prompt_tokens=config.max_prompt_tokens,
+    )
+    model = fingerprint(loaded.model)
+    heads = find_heads(config.heads, wanted, model, prompts.held_out)
+    identity = {
+        "model": list(vars(model).values()),
+        "data": prompts.fingerprint,
+        "device": device_name(target.device),
+        "precision": str(target.dtype),
+        "decoding": {
+            "max_new_tokens": config.max_new_tokens,
+            "temperature": config.temperature,
+            "prompts_per_trial": config.prompts_per_trial,
+            "prefix_reuse": config.prefix_reuse,
+        },
+    }
+    return Task(config, loaded, target, prompts, identity, model, heads, missing_heads(wanted, heads))
+
+
+def _wanted_heads(config: SearchConfig, target: Target) -> tuple[int, ...]:
+    """The exits for which any of the studies wants a head. Raises `ConfigError` for settings that the model does not fit."""
+    wanted: set[int] = set()
+    for name in config.study:
+        settings = config.study_settings(name)
+        try:
+            STUDIES[name].check(settings, target)
+        except ValueError as cause:
+            raise ConfigError(f"studies.{name}: {cause}") from None
+        wanted.update(STUDIES[name].wanted_heads(settings, target.num_layers))
+    return tuple(sorted(wanted))
+
+
+def _may_distil(config: SearchConfig, wanted: Iterable[int]) -> bool:
+    """Whether heads are to be made, so that further prompts are needed to train on."""
+    return config.distill == "auto" and any(not (config.heads / head_name(layer)).exists() for layer in wanted)
+
+
+def check_writable(
+    out: Path, *, what: str = "the profile", name: str = "profile.yaml", error: type[SdtuneError] = ProfileError
+) -> None:
+    """Raise `error` if `what` could not be written to `out`; `name` is a usual one for such a file."""
+    if out.is_dir():
+        raise error(f"cannot write {what} {out}: it is a folder; name a file such as {out / name}")
+    if not out.parent.is_dir():
+        raise error(f"cannot write {what} {out}: there is no folder {out.parent}")
+    try:
+        with (out.parent / f".{out.name}.check").open("w"):
+            pass
+        (out.parent / f".{out.name}.check").unlink()
+    except OSError as cause:
+        raise error(f"cannot write {what} {out}: {cause.strerror}") from None
