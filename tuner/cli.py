@@ -169,7 +169,7 @@ def search(config_file: Path | None, dry_run: bool, study: tuple[str, ...], **fl
 )
 @click.option("--steps", type=int, metavar="N", help="Training steps.  [default: 600]")
 @click.option("--timeout", metavar="DURATION", help="Training time, e.g. 10m; the schedule is compressed to fit.")
-@click.option("--batch-size", type=int, metavar="N", help="Texts a step.  [default: 8]")
+@click.option("--batch-size", type=int, metavar="N", help="Texts a step.  [default: 4]")
 @click.option("--learning-rate", type=float, metavar="R", help="At its height.  [default: 1 / hidden size]")
 @click.option("--samples", type=int, metavar="N", help="Texts written from each prompt.  [default: 8]")
 @click.option("--response-tokens", type=int, metavar="N", help="Tokens of a text at most.  [default: 64]")

@@ -65,11 +65,14 @@ def missing_heads(exit_layers: Iterable[int], found: Mapping[int, FoundHead]) ->
 def place_beside(draft: EarlyExit, heads: Path, profile: Path) -> EarlyExit:
     """Copy the head of `draft` from the folder `heads` to beside `profile`, named after it; the draft as the profile has it.
 
+    A piece of its hash in the name keeps what is done to other heads, before or after, from harming this profile or an older one.
+
     Raises `ExitHeadError` if it cannot be read or written, or is not the one that was measured any more.
     """
-    if draft.head is None or draft.head_sha256 is None or heads.resolve() == profile.parent.resolve():
+    if draft.head is None or draft.head_sha256 is None:
         return draft
-    name = f"{profile.stem}.{draft.head}"
+    head = Path(draft.head)
+    name = f"{profile.stem}.{head.stem}.{draft.head_sha256[:8]}{head.suffix}"
     check_head_file(heads / draft.head, draft.head_sha256)
     try:
         content = (heads / draft.head).read_bytes()

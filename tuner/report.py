@@ -82,7 +82,7 @@ def rules_table(comparison: Comparison) -> RenderableType:
     )
     table.add_column("rule", no_wrap=True)
     for heading in (*columns, f"over best fixed ({columns[-1]})", "identical"):
-        table.add_column(heading, justify="right", overflow="fold")  # wrapped where it is narrow: a figure that is cut is none
+        table.add_column(heading, justify="right", overflow="fold")  # a figure that is cut is none
     for entry in comparison.entries:
         cells = []
         for column, places in comparison.columns.items():

@@ -20,7 +20,9 @@ from tuner.measure import Bench
 from tuner.storage import StoredStudy
 
 LESSON = 3
-"""Prompts that teach a rule that learns before its trial."""
+"""Prompts that teach a rule that learns before its trial: the first of those it is measured on, which flatters it a little.
+
+Trials choose finalists; race and confirmation measure on prompts that taught nothing."""
 
 OnRecord = Callable[[TrialRecord], None]
 

@@ -24,7 +24,7 @@ class DistillSettings(Document):
     timeout: Duration | None = Field(
         None, description="training time (90s, 10m, 1h), resumed runs included; the schedule is compressed to fit"
     )
-    batch_size: int = Field(8, ge=1, description="texts a training step")
+    batch_size: int = Field(4, ge=1, description="texts a training step")
     writing_batch_size: int = Field(32, ge=1, description="texts written at a time")
     learning_rate: float | None = Field(
         None, gt=0.0, description="at its height, behind the warm-up; default: 1 over the hidden size"

@@ -52,8 +52,8 @@ RECORDS = [
 ]
 
 
-def _text(renderable: RenderableType) -> str:
-    console = Console(width=80, no_color=True, record=True, file=Path("/dev/null").open("w"))  # noqa: SIM115
+def _text(renderable: RenderableType, width: int = 80) -> str:
+    console = Console(width=width, no_color=True, record=True, file=Path("/dev/null").open("w"))  # noqa: SIM115
     console.print(renderable)
     console.file.close()
     return console.export_text()
@@ -255,9 +255,12 @@ def test_table_of_rules_marks_the_best_fixed_length_and_cuts_nothing_in_a_narrow
         _entry(AdaEdl(), "ada_edl", (0.5, 0.5, 0.4, 0.4)),
     )
     kinds = (Kind("questions-of-school-children", (), (0, 1)), Kind("code", (), (2, 3)))
-    text = _text(rules_table(Comparison(HEAD, kinds, entries, {})))
-    assert "…" not in text
-    cells = " ".join(text.split())
-    for figures in ("2.00", "[2.00, 2.00]*", "2.50", "[2.50, 2.50]*", "1.67", "1.33", "4/4", "exit at 4, trained head"):
-        assert figures in cells
-    assert cells.count("]*") == 3
+    table = rules_table(Comparison(HEAD, kinds, entries, {}))
+    wide = [" ".join(line.split()) for line in _text(table, 160).splitlines()]
+    assert "fixed 1 2.00 [2.00, 2.00]* 1.00 [1.00, 1.00] 1.33 [1.00, 2.00] 0.80 [0.40, 1.60] 4/4" in wide
+    assert "fixed 2 1.25 [1.25, 1.25] 2.50 [2.50, 2.50]* 1.67 [1.25, 2.50]* 1.00 [1.00, 1.00] 4/4" in wide
+    assert "ada_edl 2.00 [2.00, 2.00] 2.50 [2.50, 2.50] 2.22 [2.00, 2.50] 1.33 [1.00, 1.60] 4/4" in wide
+    assert "draft exit at 4, trained head" in wide
+    narrow = _text(table)
+    assert "…" not in narrow
+    assert all(narrow.count(mark) == " ".join(wide).count(mark) for mark in "0123456789[]*/")
