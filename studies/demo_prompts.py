@@ -1,6 +1,7 @@
 """The demo model's prompts: beginnings of functions, classes and files, cut from source files the model never saw.
 
-Run as `python -m studies.demo_prompts`. Deterministic: the same files, tokenizer and seed give the same prompts.
+Run as `python -m studies.demo_prompts`; with `--part training` it cuts prompts for exit heads to learn from, out of files that the
+model was trained on. Deterministic: the same files, tokenizer and seed give the same prompts.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import click
 from rich.console import Console
 from transformers import PreTrainedTokenizerFast
 
-from studies.demo_model import read_source, standard_library, write_atomically
+from studies.demo_model import library_corpus, read_source, standard_library, write_atomically
 
 DEFINITION = re.compile(r"^ *(?:async def|def|class) ", re.MULTILINE)
 LINE_END = re.compile(r"(?<=[^\n])\n")  # not of an empty line
@@ -111,6 +112,14 @@ def build_prompts(root: Path, files: Sequence[str], count: CountTokens, num_prom
     return choose(by_file, num_prompts, cut.seed)
 
 
+def seen_files(unseen: Sequence[str], num_prompts: int) -> list[str]:
+    """Enough of the files that the model was trained on for that many prompts, chosen at random."""
+    corpus = library_corpus("library")
+    names = [path.relative_to(corpus.root).as_posix() for path in corpus.training_files]
+    seen = sorted(set(names) - set(unseen))
+    return random.Random(0).sample(seen, min(len(seen), max(1, num_prompts // 4)))
+
+
 @click.command(context_settings={"show_default": True})
 @click.option(
     "--model",
@@ -121,16 +130,30 @@ def build_prompts(root: Path, files: Sequence[str], count: CountTokens, num_prom
 @click.option(
     "--held-out", type=click.Path(path_type=Path, exists=True), default=Path("configs/demo/held_out_files.json")
 )
+@click.option(
+    "--part",
+    type=click.Choice(["held-out", "training"]),
+    default="held-out",
+    help="Files to cut from: unseen, or seen.",
+)
 @click.option("--out", type=click.Path(path_type=Path), default=Path("configs/demo/prompts.jsonl"))
 @click.option("--num-prompts", type=click.IntRange(1), default=120)
+@click.option("--shortest", type=click.IntRange(1), default=Cut.shortest, help="Tokens of a prompt at least.")
+@click.option("--longest", type=click.IntRange(1), default=Cut.longest, help="Tokens of a prompt at most.")
 @click.option("--seed", type=int, default=Cut.seed)
-def main(model: Path, held_out: Path, out: Path, num_prompts: int, seed: int) -> None:
-    """Cut the demo prompts from the held-out files of the running interpreter's standard library."""
+def main(
+    model: Path, held_out: Path, part: str, out: Path, num_prompts: int, shortest: int, longest: int, seed: int
+) -> None:
+    """Cut the demo prompts from files of the running interpreter's standard library."""
     tokenizer = PreTrainedTokenizerFast.from_pretrained(model)
-    files = [name for name in json.loads(held_out.read_text(encoding="utf-8")) if name not in NEARLY_SEEN]
+    unseen = json.loads(held_out.read_text(encoding="utf-8"))
+    files = (
+        [name for name in unseen if name not in NEARLY_SEEN] if part == "held-out" else seen_files(unseen, num_prompts)
+    )
     try:
+        cut = Cut(seed=seed, shortest=shortest, longest=longest)
         prompts = build_prompts(
-            standard_library(), files, lambda text: len(tokenizer(text)["input_ids"]), num_prompts, Cut(seed=seed)
+            standard_library(), files, lambda text: len(tokenizer(text)["input_ids"]), num_prompts, cut
         )
     except ValueError as error:
         raise click.ClickException(str(error)) from None

@@ -1,7 +1,7 @@
 """One distillation, from configuration to exit heads: texts by the target, training, figures, files.
 
 Reads top to bottom in the order things happen. How texts are written, heads trained and exits judged stands in
-`decoding.distillation`. A search that misses heads calls `distil`, the command `distil_and_track`.
+`decoding.distillation`. The command `sdtune distill` and a search that misses heads both run it.
 """
 
 from __future__ import annotations
@@ -39,10 +39,12 @@ from tuner.config import SearchConfig
 from tuner.distill_report import loss_curve_csv
 from tuner.environment import device_name, git_revision, versions
 from tuner.loading import Loaded, load
-from tuner.prompts import PromptSet, load_prompts
+from tuner.prompts import Prompt, PromptSet, load_prompts
 from tuner.tracking import DatasetInput, Tracker
 from tuner.watcher import Progress
 
+FEWEST_SPARE = 32
+"""Prompts that are worth learning from without the tuning ones."""
 FEWEST_LEARNT_TOKENS = 500
 FEWEST_JUDGED_TOKENS = 50
 CURVE = "training_curve.csv"
@@ -63,7 +65,9 @@ class Distillation:
     loaded: Loaded
     target: Target
     prompts: PromptSet
-    """Heads learn from the tuning and the spare ones and are judged on the held-out ones."""
+    """Of the search; heads are judged on the held-out ones."""
+    lessons: tuple[Prompt, ...]
+    """The prompts that heads learn from."""
     settings: DistillSettings
     folder: Path
     """Where heads, texts and checkpoint lie."""
@@ -93,9 +97,8 @@ class Distillation:
     def learning(self) -> Writing:
         """The texts to learn from."""
         settings = self.settings
-        prompts = (*self.prompts.tuning, *self.prompts.spare)[: settings.prompts]
         return Writing(
-            prompts=tuple(prompt.token_ids for prompt in prompts),
+            prompts=tuple(prompt.token_ids for prompt in self.lessons),
             samples=settings.samples_per_prompt,
             temperature=settings.temperature,
             response_tokens=settings.response_tokens,
@@ -165,7 +168,7 @@ def prepare(config: SearchConfig, progress: Progress) -> Distillation:
         loaded.tokenizer,
         num_tuning=config.tuning_prompts,
         num_held_out=config.held_out_prompts,
-        num_spare=config.distillation.prompts - config.tuning_prompts,
+        num_spare=num_spare(config),
         max_new_tokens=config.max_new_tokens,
         context_length=target.context_length,
         seed=config.seed,
@@ -174,7 +177,55 @@ def prepare(config: SearchConfig, progress: Progress) -> Distillation:
         chat_template=config.chat_template,
         max_prompt_tokens=config.max_prompt_tokens,
     )
-    return Distillation(loaded, target, prompts, config.distillation, config.heads, config.seed, config.temperature)
+    return of_search(config, loaded, target, prompts, progress)
+
+
+def num_spare(config: SearchConfig) -> int:
+    """How many spare rows of its dataset a distillation may ask for."""
+    return 0 if config.distillation.lessons else config.distillation.prompts
+
+
+def of_search(
+    config: SearchConfig, loaded: Loaded, target: Target, prompts: PromptSet, progress: Progress
+) -> Distillation:
+    """The distillation for a search whose model and `prompts`, spare ones among them, are loaded."""
+    lessons = _lessons(config, loaded, target, prompts, progress)
+    return Distillation(
+        loaded, target, prompts, lessons, config.distillation, config.heads, config.seed, config.temperature
+    )
+
+
+def _lessons(
+    config: SearchConfig, loaded: Loaded, target: Target, prompts: PromptSet, progress: Progress
+) -> tuple[Prompt, ...]:
+    """Prompts to learn from: of a dataset of their own, or the spare ones; held-out ones never, tuning ones for want of others.
+
+    A head is right more often behind prompts it has learnt from, and would win trials that it loses elsewhere.
+    """
+    settings = config.distillation
+    if settings.lessons is not None:
+        found = load_prompts(
+            settings.lessons,
+            loaded.tokenizer,
+            num_tuning=1,
+            num_held_out=0,
+            num_spare=settings.prompts - 1,
+            max_new_tokens=settings.response_tokens,
+            context_length=target.context_length,
+            seed=config.seed,
+            prompt_column=settings.lessons_column,
+            chat_template=config.chat_template,
+            max_prompt_tokens=config.max_prompt_tokens,
+        )
+        known = {prompt.token_ids for prompt in (*prompts.tuning, *prompts.held_out)}
+        return tuple(prompt for prompt in (*found.tuning, *found.spare) if prompt.token_ids not in known)
+    if len(prompts.spare) >= FEWEST_SPARE:
+        return prompts.spare[: settings.prompts]
+    progress.say(
+        f"{len(prompts.spare)} prompts are in neither part of {prompts.name}, too few to learn from: heads learn from the tuning "
+        "prompts too, on which trials will flatter them; --lessons names a dataset for them"
+    )
+    return (*prompts.spare, *prompts.tuning)[: settings.prompts]
 
 
 def check_folder(folder: Path) -> None:
@@ -338,7 +389,7 @@ def _facts(
     """What the file of a head says of it."""
     training = HeadTraining(
         model=work.loaded.name,
-        dataset=work.prompts.name,
+        dataset=work.settings.lessons or work.prompts.name,
         prompts_sha256=tuple(prompt_sha256(prompt) for prompt in work.learning.prompts),
         num_texts=len(texts),
         num_tokens=_num_tokens(texts),

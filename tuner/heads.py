@@ -82,9 +82,19 @@ def place_beside(draft: EarlyExit, heads: Path, profile: Path) -> EarlyExit:
     return draft.model_copy(update={"head": name})
 
 
+def num_learnt_from(heads: Iterable[FoundHead], prompts: Sequence[Prompt]) -> int:
+    """How many of `prompts` any of the heads was trained on."""
+    learnt = {sha256 for head in heads for sha256 in _lessons(head.facts)}
+    return sum(prompt_sha256(prompt.token_ids) in learnt for prompt in prompts)
+
+
+def _lessons(facts: HeadFacts) -> frozenset[str]:
+    return frozenset(facts.training.prompts_sha256 if facts.training else ())
+
+
 def _refuse_if_trained_on(held_out: Sequence[Prompt], path: Path, facts: HeadFacts) -> None:
-    seen = set(facts.training.prompts_sha256) if facts.training else set()
-    num_seen = sum(prompt_sha256(prompt.token_ids) in seen for prompt in held_out)
+    lessons = _lessons(facts)
+    num_seen = sum(prompt_sha256(prompt.token_ids) in lessons for prompt in held_out)
     if num_seen:
         raise ExitHeadError(
             f"the exit head {path} was trained on {num_seen} of the {len(held_out)} held-out prompts: distil with the same "

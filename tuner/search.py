@@ -15,7 +15,7 @@ from decoding.profile import PlainDecoding, compact_indices
 from studies import STUDIES
 from studies.contract import Problem, Study, TrialRecord, TrialState, best_trials
 from tuner.config import SearchConfig
-from tuner.distill import Distillation, distil_and_track
+from tuner.distill import distil_and_track, of_search
 from tuner.environment import device_name, git_revision, versions
 from tuner.errors import SearchError, TrackingError
 from tuner.heads import FoundHead, find_heads
@@ -101,9 +101,7 @@ def _provide_heads(task: Task, progress: Progress) -> dict[int, FoundHead]:
         )
     if not task.missing_heads or config.distill == "never":
         return dict(task.heads)
-    work = Distillation(
-        task.loaded, task.target, task.prompts, config.distillation, config.heads, config.seed, config.temperature
-    )
+    work = of_search(config, task.loaded, task.target, task.prompts, progress)
     progress.say(f"distilling exit heads for exit {compact_indices(task.missing_heads)} into {config.heads} first")
     distil_and_track(work, task.missing_heads, config, progress)
     return find_heads(config.heads, [*task.heads, *task.missing_heads], task.model, task.prompts.held_out)

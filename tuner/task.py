@@ -15,10 +15,10 @@ from decoding.probe import probe
 from decoding.target import Target
 from studies import STUDIES
 from tuner.config import SearchConfig
-from tuner.distill import check_folder
+from tuner.distill import check_folder, num_spare
 from tuner.environment import device_name
 from tuner.errors import ConfigError
-from tuner.heads import FoundHead, find_heads, missing_heads
+from tuner.heads import FoundHead, find_heads, missing_heads, num_learnt_from
 from tuner.loading import Loaded, load
 from tuner.prompts import PromptSet, load_prompts
 from tuner.watcher import Progress
@@ -67,7 +67,7 @@ def prepare(config: SearchConfig, progress: Progress) -> Task:
         loaded.tokenizer,
         num_tuning=config.tuning_prompts,
         num_held_out=config.held_out_prompts,
-        num_spare=config.distillation.prompts - config.tuning_prompts if may_distil else 0,
+        num_spare=num_spare(config) if may_distil else 0,
         max_new_tokens=config.max_new_tokens,
         context_length=target.context_length,
         seed=config.seed,
@@ -78,6 +78,11 @@ def prepare(config: SearchConfig, progress: Progress) -> Task:
     )
     model = fingerprint(loaded.model)
     heads = find_heads(config.heads, wanted, model, prompts.held_out)
+    if num_learnt := num_learnt_from(heads.values(), prompts.tuning):
+        progress.say(
+            f"the exit heads in {config.heads} have learnt from {num_learnt} of the {len(prompts.tuning)} tuning prompts: trials "
+            "flatter them (the held-out figures do not)"
+        )
     identity = {
         "model": list(vars(model).values()),
         "data": prompts.fingerprint,

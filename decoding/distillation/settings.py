@@ -16,7 +16,12 @@ class DistillSettings(Document):
     exit_layers: Layers | None = Field(
         None, min_length=1, description="exits to train heads for, in one pass; default: spread over the first half"
     )
-    prompts: int = Field(512, ge=1, description="prompts to write texts from at most: tuning prompts, then spare rows")
+    lessons: str | None = Field(
+        None,
+        description="dataset of prompts to learn from; default: rows of the search's that are in neither of its parts",
+    )
+    lessons_column: str | None = Field(None, description="column of the prompts in the dataset of `lessons`")
+    prompts: int = Field(1024, ge=1, description="prompts to write texts from at most")
     samples: int = Field(8, ge=1, description="texts written from each prompt; one if the temperature is 0")
     temperature: float = Field(1.0, ge=0.0, description="at which the texts are written; 0 is greedy")
     response_tokens: int = Field(64, ge=1, description="most tokens of a text behind its prompt")

@@ -35,7 +35,7 @@ def arguments(workplace: Path, checkpoint: Path, prompts_file: Path) -> dict[str
     config.write_text(
         "max_new_tokens: 12\ntuning_prompts: 6\nheld_out_prompts: 6\nprompts_per_trial: 4\ntimeout: 90s\nout: profile.yaml\n"
         "group_column: file\nexperiment: tiny\nheads: heads\nstudies: {draft_length: {max_tokens: 8}}\n"
-        "distillation: {steps: 12, samples: 4, response_tokens: 12, checkpoint_every: 4, learning_rate: 0.01}\n"
+        "distillation: {steps: 12, samples: 4, response_tokens: 12, checkpoint_every: 4, learning_rate: 0.01, batch_size: 8}\n"
     )
     return {
         "config": str(config),
