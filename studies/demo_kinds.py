@@ -1,8 +1,8 @@
-"""Two further kinds of prompts for the demo model, on which the same draft is right more or less often than on its own code.
+"""Further kinds of prompts for the demo model, on which the same draft is right more or less often than on its own code.
 
 `prose` is cut from the running interpreter's documentation topics, which the model never saw; `tables` are seeded columns of
-numbers. Run as `python -m studies.demo_kinds`; a draft-length rule that adapts can be compared on a mixture of them with
-`sdtune compare-rules`. Deterministic: the same interpreter and seed give the same prompts.
+numbers; `asserts` are the monotonous checks of a test. Run as `python -m studies.demo_kinds`; a draft-length rule that adapts can
+be compared on a mixture of them with `sdtune compare-rules`. Deterministic: the same interpreter and seed give the same prompts.
 """
 
 from __future__ import annotations
@@ -52,14 +52,29 @@ def tables(num_prompts: int, seed: int) -> list[str]:
     return prompts
 
 
+def asserts(num_prompts: int, seed: int) -> list[str]:
+    """Checks of a function with a random name on the numbers from 0 on, which it multiplies."""
+    generator = random.Random(seed)
+    prompts = []
+    for _ in range(num_prompts):
+        name = "".join(generator.choices("abcdefghijklmnopqrstuvwxyz", k=generator.randint(1, 8)))
+        factor = generator.randint(1, 99)
+        prompts.append("\n".join(f"        self.assertEqual({name}({n}), {n * factor})" for n in range(NUM_ROWS // 2)))
+    return prompts
+
+
 @click.command(context_settings={"show_default": True})
 @click.option("--out", type=click.Path(path_type=Path), default=Path("configs/demo"), help="Folder to write into.")
 @click.option("--num-prompts", type=click.IntRange(1), default=32, help="Of each kind.")
 @click.option("--seed", type=int, default=0)
 def main(out: Path, num_prompts: int, seed: int) -> None:
-    """Write prose.jsonl and tables.jsonl."""
+    """Write prose.jsonl, tables.jsonl and asserts.jsonl."""
     try:
-        kinds = {"prose": prose(num_prompts, seed), "tables": tables(num_prompts, seed)}
+        kinds = {
+            "prose": prose(num_prompts, seed),
+            "tables": tables(num_prompts, seed),
+            "asserts": asserts(num_prompts, seed),
+        }
     except ValueError as error:
         raise click.ClickException(str(error)) from None
     for kind, prompts in kinds.items():
