@@ -19,7 +19,7 @@ from studies.contract import TrialRecord, TrialState
 
 
 class TerminalProgress:
-    """A `tuner.search.Progress` on a rich console. Use as a context manager."""
+    """A `tuner.watcher.Progress` on a rich console. Use as a context manager."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
