@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Annotated, Any, ClassVar
 
 import optuna
-from pydantic import BeforeValidator, Field, field_validator
+from pydantic import BeforeValidator, Field
 
 from decoding.documents import Document
 from decoding.draft_length import RULES
@@ -13,7 +13,7 @@ from decoding.drafters.build import build_drafter
 from decoding.profile import EarlyExit, LayerSkip, PlainDecoding
 from decoding.target import Target
 from studies.contract import Candidate, Problem, Study, TrialRecord, best_trials
-from studies.rule_space import check_rules, rule_parameters, rule_sampler, suggest_rule
+from studies.rule_space import RuleNames, rule_parameters, rule_sampler, suggest_rule
 
 
 def _name_kind(draft: Any) -> Any:
@@ -32,17 +32,12 @@ GivenDraft = Annotated[
 class DraftLengthSettings(Document):
     """The settings of the draft-length search."""
 
-    rules: tuple[str, ...] = Field(tuple(RULES), min_length=1, description="rules to choose among")
+    rules: RuleNames = Field(tuple(RULES), description="rules to choose among")
     num_drafts: int = Field(2, ge=1, description="how many of the best drafts found before to search with")
     draft: GivenDraft = Field(None, description="search for this draft instead of those found before")
     max_tokens: int = Field(16, ge=1, le=64, description="longest draft to consider (K)")
     max_trials: int = Field(40, ge=1, description="trials at most")
     patience: int = Field(15, ge=1, description="trials without a better speed-up after which the search ends")
-
-    @field_validator("rules")
-    @classmethod
-    def _rules_exist(cls, rules: tuple[str, ...]) -> tuple[str, ...]:
-        return check_rules(rules)
 
 
 class DraftLength(Study):

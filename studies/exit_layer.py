@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any, ClassVar, Literal
 
 import optuna
-from pydantic import Field, TypeAdapter, field_validator
+from pydantic import Field, TypeAdapter
 
 from decoding.distillation.settings import default_exit_layers
 from decoding.documents import Document
@@ -18,7 +18,7 @@ from decoding.profile import EarlyExit, Layers, PlainDecoding
 from decoding.target import Target
 from studies.contract import Candidate, Problem, Study, TrialRecord
 from studies.exit_forecast import ExitForecast, forecast_exits
-from studies.rule_space import check_rules, rule_parameters, rule_sampler, suggest_rule
+from studies.rule_space import RuleNames, rule_parameters, rule_sampler, suggest_rule
 
 NOTHING = "draft nothing"
 """The choice beside the exits."""
@@ -33,16 +33,11 @@ class ExitLayerSettings(Document):
     heads: tuple[Literal["none", "block"], ...] = Field(
         ("none", "block"), min_length=1, description="without a head, with a distilled one"
     )
-    rules: tuple[str, ...] = Field(tuple(RULES), min_length=1, description="draft-length rules to choose among")
+    rules: RuleNames = Field(tuple(RULES), description="draft-length rules to choose among")
     max_tokens: int = Field(12, ge=1, le=64, description="longest draft to consider (K)")
     num_promising: int = Field(4, ge=1, description="exits of the best forecasts to measure, each with its neighbours")
     max_trials: int = Field(40, ge=1, description="trials at most")
     patience: int = Field(15, ge=1, description="trials without a better speed-up after which the search ends")
-
-    @field_validator("rules")
-    @classmethod
-    def _rules_exist(cls, rules: tuple[str, ...]) -> tuple[str, ...]:
-        return check_rules(rules)
 
 
 class ExitLayer(Study):

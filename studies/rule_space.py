@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import optuna
+from pydantic import AfterValidator, Field
 
 from decoding.documents import suggest
 from decoding.draft_length import RULES, DraftLengthRule
@@ -60,3 +61,7 @@ def check_rules(rules: tuple[str, ...]) -> tuple[str, ...]:
         if rule not in RULES:
             raise ValueError(f"unknown rule {rule!r}; {suggest(rule, RULES)}")
     return rules
+
+
+RuleNames = Annotated[tuple[str, ...], Field(min_length=1), AfterValidator(check_rules)]
+"""The key of a study's settings that names the rules to choose among."""

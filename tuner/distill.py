@@ -39,7 +39,7 @@ from tuner.config import SearchConfig
 from tuner.distill_report import loss_curve_csv
 from tuner.environment import device_name, git_revision, versions
 from tuner.loading import Loaded, load
-from tuner.prompts import Prompt, PromptSet, load_prompts
+from tuner.prompts import Prompt, PromptSet, load_prompts, search_prompts
 from tuner.tracking import DatasetInput, Tracker
 from tuner.watcher import Progress
 
@@ -163,20 +163,7 @@ def prepare(config: SearchConfig, progress: Progress) -> Distillation:
     progress.stage(f"loading {config.model}")
     loaded = load(config.model, revision=config.revision, dtype=config.dtype, device=config.device)
     target = Target(loaded.model)
-    prompts = load_prompts(
-        config.dataset,
-        loaded.tokenizer,
-        num_tuning=config.tuning_prompts,
-        num_held_out=config.held_out_prompts,
-        num_spare=num_spare(config),
-        max_new_tokens=config.max_new_tokens,
-        context_length=target.context_length,
-        seed=config.seed,
-        prompt_column=config.prompt_column,
-        group_column=config.group_column,
-        chat_template=config.chat_template,
-        max_prompt_tokens=config.max_prompt_tokens,
-    )
+    prompts = search_prompts(config, loaded.tokenizer, target.context_length, num_spare=num_spare(config))
     return of_search(config, loaded, target, prompts, progress)
 
 

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+from tuner.config import SearchConfig
 from tuner.datasets import Column, Table, Template, open_table
 from tuner.errors import DatasetError
 
@@ -93,6 +94,29 @@ def load_prompts(
     groups = _groups(table, group_column)
     parts = _draw(reader, groups, group_column, (num_tuning, num_held_out), seed)
     return parts if num_spare < 1 else replace(parts, spare=tuple(_spare(reader, groups, parts, num_spare, seed)))
+
+
+def search_prompts(
+    config: SearchConfig, tokenizer: Any, context_length: int | None, *, num_spare: int = 0
+) -> PromptSet:
+    """The prompts of a search as its configuration says; see `load_prompts`.
+
+    A distillation draws them here too: it keeps off the held-out prompts because both have the same ones.
+    """
+    return load_prompts(
+        config.dataset,
+        tokenizer,
+        num_tuning=config.tuning_prompts,
+        num_held_out=config.held_out_prompts,
+        num_spare=num_spare,
+        max_new_tokens=config.max_new_tokens,
+        context_length=context_length,
+        seed=config.seed,
+        prompt_column=config.prompt_column,
+        group_column=config.group_column,
+        chat_template=config.chat_template,
+        max_prompt_tokens=config.max_prompt_tokens,
+    )
 
 
 def encode_prompt(text: str, tokenizer: Any, *, chat_template: bool = True) -> list[int]:

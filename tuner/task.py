@@ -20,7 +20,7 @@ from tuner.environment import device_name
 from tuner.errors import ConfigError
 from tuner.heads import FoundHead, find_heads, missing_heads, num_learnt_from
 from tuner.loading import Loaded, load
-from tuner.prompts import PromptSet, load_prompts
+from tuner.prompts import PromptSet, search_prompts
 from tuner.watcher import Progress
 
 
@@ -62,20 +62,8 @@ def prepare(config: SearchConfig, progress: Progress) -> Task:
     may_distil = _may_distil(config, wanted)
     if may_distil:
         check_folder(config.heads)
-    prompts = load_prompts(
-        config.dataset,
-        loaded.tokenizer,
-        num_tuning=config.tuning_prompts,
-        num_held_out=config.held_out_prompts,
-        num_spare=num_spare(config) if may_distil else 0,
-        max_new_tokens=config.max_new_tokens,
-        context_length=target.context_length,
-        seed=config.seed,
-        prompt_column=config.prompt_column,
-        group_column=config.group_column,
-        chat_template=config.chat_template,
-        max_prompt_tokens=config.max_prompt_tokens,
-    )
+    spare = num_spare(config) if may_distil else 0
+    prompts = search_prompts(config, loaded.tokenizer, target.context_length, num_spare=spare)
     model = fingerprint(loaded.model)
     heads = find_heads(config.heads, wanted, model, prompts.held_out)
     if num_learnt := num_learnt_from(heads.values(), prompts.tuning):
