@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache
 
-from decoding.cache import KVCache
+from decoding.cache import KVCache, RoundsCache
 from decoding.errors import UnsupportedModelError
 
 
@@ -227,6 +227,14 @@ class DraftView:
     def forward(self, token_ids: Tensor, cache: KVCache, start: int) -> Tensor:
         """Logits [1, vocabulary] behind the last of `token_ids` [1, width]."""
         return _run(self._view, token_ids, cache, start, last_only=True)
+
+    def rounds(self, token_ids: Tensor, cache: RoundsCache) -> Tensor:
+        """Many rounds at once, the drafted tokens being given: logits [rounds, depth, vocabulary] of `token_ids` [rounds, depth].
+
+        Row r stands at the positions from `cache.starts[r]` on: its logits are those that the draft would compute in a round
+        that begins there and drafts just these tokens.
+        """
+        return _run_rounds(self._view, token_ids, cache)
 
     def take_states(self) -> list[Tensor]:
         """The boundary states [.., width, hidden] of each pass since the last call."""
@@ -519,6 +527,19 @@ def _run_whole(view: nn.Module, token_ids: Tensor, first: int) -> Tensor:
     num_kept = token_ids.shape[1] - first
     logits = view(input_ids=token_ids, use_cache=False, logits_to_keep=num_kept).logits
     return logits[:, -num_kept:]
+
+
+def _run_rounds(view: nn.Module, token_ids: Tensor, cache: RoundsCache) -> Tensor:
+    """One forward pass over rounds that begin at different places, laid out as a batch that is padded on the left."""
+    device = token_ids.device
+    output = view(
+        input_ids=token_ids,
+        position_ids=cache.positions(device),
+        attention_mask=cache.attention_mask(device),
+        past_key_values=cache,
+        use_cache=True,
+    )
+    return output.logits
 
 
 def _last_position(value: Any, width: int) -> Any:

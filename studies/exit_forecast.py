@@ -9,18 +9,17 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
-import torch
-from torch import nn
 
 from decoding.documents import Document
 from decoding.draft_length import AnyRule, DraftLengthRule, Fixed, RoundCosts, TopProbability
 from decoding.drafters.build import build_drafter
-from decoding.exit_head import MOST_LOADED, ExitHeads
+from decoding.exit_head import ExitHeads
 from decoding.profile import EarlyExit
 from decoding.round_costs import measure_round_costs
 from decoding.target import Target
 from studies.contract import Problem
-from studies.replay import Recording, replay
+from studies.replay import replay
+from studies.survey import Survey
 
 TIMED_EXITS = 3
 """Exits whose costs are measured; those between are interpolated, as every block costs the same."""
@@ -44,7 +43,15 @@ class ExitForecast(Document):
 
 def forecast_exits(problem: Problem, drafts: Sequence[EarlyExit], max_tokens: int) -> list[ExitForecast]:
     """A forecast for each of `drafts`, the best first. Needs a text of at least two tokens."""
-    recordings = _record(problem, drafts)
+    survey = Survey(
+        problem.target,
+        problem.prompts,
+        problem.continuations,
+        temperature=problem.temperature,
+        seed=problem.seed,
+        heads=problem.heads,
+    )
+    recordings = dict(zip(drafts, survey.record_all(drafts), strict=True))
     costs = _costs(problem.target, drafts, problem.heads, max_tokens, prefix_reuse=problem.prefix_reuse)
     forecasts = []
     for draft in drafts:
@@ -65,43 +72,6 @@ def forecast_exits(problem: Problem, drafts: Sequence[EarlyExit], max_tokens: in
 def _rules(max_tokens: int) -> list[DraftLengthRule]:
     fixed: list[DraftLengthRule] = [Fixed(max_tokens=length) for length in range(1, max_tokens + 1)]
     return [*fixed, *(TopProbability(max_tokens=max_tokens, threshold=threshold) for threshold in THRESHOLDS)]
-
-
-def _record(problem: Problem, drafts: Sequence[EarlyExit]) -> dict[EarlyExit, list[Recording]]:
-    """Each draft's recording of every text; no more heads at a time than are kept in memory, or each text would read them anew."""
-    without = [draft for draft in drafts if draft.head is None]
-    with_head = [draft for draft in drafts if draft.head is not None]
-    groups = [without, *(with_head[first : first + MOST_LOADED] for first in range(0, len(with_head), MOST_LOADED))]
-    recordings: dict[EarlyExit, list[Recording]] = {}
-    for group in filter(None, groups):
-        recordings |= _record_together(problem, group)
-    return recordings
-
-
-@torch.inference_mode()
-def _record_together(problem: Problem, drafts: Sequence[EarlyExit]) -> dict[EarlyExit, list[Recording]]:
-    """One pass of the target over a text gives the states of all its exits."""
-    target = problem.target
-    exit_layers = sorted({draft.exit_layer for draft in drafts})
-    recordings: dict[EarlyExit, list[Recording]] = {draft: [] for draft in drafts}
-    for prompt, continuation in zip(problem.prompts, problem.continuations, strict=True):
-        if len(continuation) < 2:  # the first token is the prefill's
-            continue
-        token_ids = torch.tensor([[*prompt, *continuation[:-1]]], device=target.device)
-        states, logits = target.exit_states(token_ids, exit_layers, first=len(prompt))
-        for draft in drafts:
-            head = _head(problem.heads, draft)
-            drafted = target.exit_logits(token_ids, states[draft.exit_layer], head, first=len(prompt))
-            seed = problem.seed + len(recordings[draft])
-            recordings[draft].append(Recording.of(logits[0], drafted[0], temperature=problem.temperature, seed=seed))
-    return recordings
-
-
-def _head(heads: ExitHeads | None, draft: EarlyExit) -> nn.Module | None:
-    if draft.head is None:
-        return None
-    assert heads is not None, "a draft with a head comes with the folder of heads"
-    return heads.get(draft)
 
 
 def _costs(

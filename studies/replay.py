@@ -28,6 +28,28 @@ class _Seen:
 
 
 @dataclass(frozen=True)
+class TargetText:
+    """What the target says at each position of a text, kept to be compared with many drafts."""
+
+    probabilities: Tensor
+    """[positions, vocabulary], at the temperature of the search, or at 1 if it is greedy."""
+    likeliest: Tensor
+    """[positions]"""
+
+    @classmethod
+    def of(cls, logits: Tensor, *, temperature: float = 0.0) -> TargetText:
+        """From the target's logits [positions, vocabulary]. Raises ValueError if there are no positions."""
+        if not len(logits):
+            raise ValueError("a recording needs a text of at least one token behind the prefill's")
+        return cls(torch.softmax(logits.float() / (temperature or 1.0), dim=-1), logits.argmax(dim=-1))
+
+    @property
+    def num_positions(self) -> int:
+        """Tokens that a draft would have to foretell."""
+        return len(self.likeliest)
+
+
+@dataclass(frozen=True)
 class Recording:
     """One text as a draft saw it, from the token behind the prefill's on; one entry for each position."""
 
@@ -44,21 +66,23 @@ class Recording:
 
     @classmethod
     def of(cls, target: Tensor, draft: Tensor, *, temperature: float = 0.0, seed: int = 0) -> Recording:
-        """From the logits [positions, vocabulary] of the target and of the draft at the same positions of a text.
+        """From the logits [positions, vocabulary] of the target and of the draft at the same positions of a text; see `against`."""
+        return cls.against(TargetText.of(target, temperature=temperature), draft, temperature=temperature, seed=seed)
+
+    @classmethod
+    def against(cls, target: TargetText, draft: Tensor, *, temperature: float = 0.0, seed: int = 0) -> Recording:
+        """A draft by its logits [positions, vocabulary] on a text of the target, at the same temperature.
 
         Greedy drafts match where both have the same likeliest token; at a temperature, with probability sum over v of min(p, q),
-        drawn once with `seed`. Raises ValueError if there are no positions.
+        drawn once with `seed`: two drafts with the same seed meet the same luck.
         """
-        if not len(target):
-            raise ValueError("a recording needs a text of at least one token behind the prefill's")
-        scale = temperature or 1.0
-        p, q = (torch.softmax(logits.float() / scale, dim=-1) for logits in (target, draft))
-        overlap = torch.minimum(p, q).sum(dim=-1)
+        q = torch.softmax(draft.float() / (temperature or 1.0), dim=-1)
+        overlap = torch.minimum(target.probabilities, q).sum(dim=-1)
         if temperature:
             draws = torch.rand(len(overlap), generator=torch.Generator().manual_seed(seed))
             matches = draws < overlap.cpu()
         else:
-            matches = target.argmax(dim=-1) == draft.argmax(dim=-1)
+            matches = target.likeliest == draft.argmax(dim=-1)
         entropy = torch.special.entr(q).sum(dim=-1)
         seen = zip(q.amax(dim=-1).tolist(), entropy.tolist(), strict=True)
         return cls(tuple(matches.tolist()), tuple(_Seen(*pair) for pair in seen), float(overlap.mean()))

@@ -1,0 +1,149 @@
+"""What drafts would do on texts that the target has written: recorded in a pass or two each, without decoding.
+
+Our formulation. The target reads every text once. A draft that skips sublayers is then run over rounds that begin every few
+tokens of the texts, all at once and with the text's own tokens for drafts: each round finds the target's keys and values in
+front of it and the draft's own within it, as in decoding. SWIFT (arXiv 2410.06916) rates a skip set by one pass in which the
+draft reads its own keys and values throughout, which decoding never does. Early exits are recorded from the states that the
+target's pass leaves: in the blocks they run, draft and target are the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor, nn
+
+from decoding.cache import RoundsCache
+from decoding.exit_head import ExitHeads
+from decoding.profile import EarlyExit, LayerSkip
+from decoding.target import Target
+from studies.replay import Recording, TargetText
+
+DEPTH = 4
+"""Tokens of a recorded round: about what drafts come to, so that the draft reads as much of its own as it would."""
+
+SurveyedDraft = LayerSkip | EarlyExit
+
+
+@dataclass(frozen=True)
+class _Read:
+    """A text that the target has read: all its tokens but the last, which nothing follows."""
+
+    token_ids: Tensor
+    """[1, length]"""
+    first: int
+    """Place of the prefill's token: from there on a draft would have drafted the next one."""
+    target: TargetText
+
+
+class Survey:
+    """The texts of a search as drafts would see them. A draft is recorded once and remembered.
+
+    `prompts` and `continuations` are token ids; a continuation begins with the prefill's token, and those of a single token are
+    passed over. ValueError if none is left. `heads` holds the exit heads of drafts that have one.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        prompts: Sequence[Sequence[int]],
+        continuations: Sequence[Sequence[int]],
+        *,
+        temperature: float = 0.0,
+        seed: int = 0,
+        heads: ExitHeads | None = None,
+        depth: int = DEPTH,
+    ) -> None:
+        self.target = target
+        self._temperature, self._seed, self._heads, self._depth = temperature, seed, heads, depth
+        self._recordings: dict[SurveyedDraft, list[Recording]] = {}
+        self._states: dict[int, list[Tensor]] = {}
+        texts = [(p, c) for p, c in zip(prompts, continuations, strict=True) if len(c) > 1]
+        if not texts:
+            raise ValueError("a survey needs a text of at least two tokens behind its prompt")
+        with torch.inference_mode():
+            self._texts = [self._read(prompt, continuation) for prompt, continuation in texts]
+
+    @property
+    def num_positions(self) -> int:
+        """Tokens that every draft is asked for."""
+        return sum(text.target.num_positions for text in self._texts)
+
+    @property
+    def mean_context(self) -> float:
+        """Tokens in front of a recorded position, on average."""
+        return sum(text.token_ids.shape[1] - text.target.num_positions / 2 for text in self._texts) / len(self._texts)
+
+    def record(self, draft: SurveyedDraft) -> list[Recording]:
+        """The draft on each of the texts."""
+        return self.record_all([draft])[0]
+
+    @torch.inference_mode()
+    def record_all(self, drafts: Iterable[SurveyedDraft]) -> list[list[Recording]]:
+        """Each draft on each of the texts; exits together, as one pass over a text gives the states of all."""
+        drafts = list(drafts)
+        missing = [draft for draft in dict.fromkeys(drafts) if draft not in self._recordings]
+        self._keep_states(draft.exit_layer for draft in missing if isinstance(draft, EarlyExit))
+        for draft in missing:
+            logits = self._exit(draft) if isinstance(draft, EarlyExit) else self._skip(draft)
+            self._recordings[draft] = [
+                Recording.against(text.target, drafted, temperature=self._temperature, seed=self._seed + index)
+                for index, (text, drafted) in enumerate(zip(self._texts, logits, strict=True))
+            ]
+        return [self._recordings[draft] for draft in drafts]
+
+    def _read(self, prompt: Sequence[int], continuation: Sequence[int]) -> _Read:
+        token_ids = torch.tensor([[*prompt, *continuation[:-1]]], device=self.target.device)
+        _, logits = self.target.exit_states(token_ids, (), first=len(prompt))
+        return _Read(token_ids, len(prompt), TargetText.of(logits[0], temperature=self._temperature))
+
+    def _keep_states(self, exit_layers: Iterable[int]) -> None:
+        wanted = sorted(set(exit_layers) - self._states.keys())
+        if not wanted:
+            return
+        passes = [self.target.exit_states(text.token_ids, wanted, first=text.first)[0] for text in self._texts]
+        self._states |= {layer: [states[layer] for states in passes] for layer in wanted}
+
+    def _exit(self, draft: EarlyExit) -> list[Tensor]:
+        """Logits [positions, vocabulary] of an exit on each text."""
+        head = self._head(draft)
+        return [
+            self.target.exit_logits(text.token_ids, states, head, first=text.first)[0]
+            for text, states in zip(self._texts, self._states[draft.exit_layer], strict=True)
+        ]
+
+    def _head(self, draft: EarlyExit) -> nn.Module | None:
+        if draft.head is None:
+            return None
+        assert self._heads is not None, "a draft with a head comes with the folder of heads"
+        return self._heads.get(draft)
+
+    def _skip(self, draft: LayerSkip) -> list[Tensor]:
+        """Logits [positions, vocabulary] of a draft without some sublayers, on each text."""
+        cache, token_ids = self._rounds
+        view = self.target.draft_view(draft.skip_attention, draft.skip_mlp, keep_boundary=False)
+        logits = view.rounds(token_ids, cache)
+        logits_of_texts, row = [], 0
+        for text in self._texts:
+            num_rounds = -(-text.target.num_positions // self._depth)
+            logits_of_texts.append(logits[row : row + num_rounds].flatten(0, 1)[: text.target.num_positions])
+            row += num_rounds
+        return logits_of_texts
+
+    @cached_property
+    def _rounds(self) -> tuple[RoundsCache, Tensor]:
+        """The rounds that begin every `depth` tokens of every text, and their tokens [rounds, depth]."""
+        rounds, rows = [], []
+        for text in self._texts:
+            length = text.token_ids.shape[1]
+            cache = self.target.new_cache(length)
+            self.target.forward(text.token_ids, cache, 0, last_only=True)
+            for start in range(text.first, length, self._depth):
+                rounds.append((cache, start))
+                row = text.token_ids[0, start : start + self._depth]
+                # The last round of a text may be short: what stands behind a position does not change it.
+                rows.append(nn.functional.pad(row, (0, self._depth - len(row))))
+        return RoundsCache(rounds, self._depth), torch.stack(rows)
