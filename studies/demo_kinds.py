@@ -1,8 +1,9 @@
 """Further kinds of prompts for the demo model, on which the same draft is right more or less often than on its own code.
 
 `prose` is cut from the running interpreter's documentation topics, which the model never saw; `tables` are seeded columns of
-numbers; `asserts` are the monotonous checks of a test. Run as `python -m studies.demo_kinds`; a draft-length rule that adapts can
-be compared on a mixture of them with `sdtune compare-rules`. Deterministic: the same interpreter and seed give the same prompts.
+numbers; `asserts` are the monotonous checks of a test; `fills` are arrays of one constant. Run as `python -m studies.demo_kinds`;
+a draft-length rule that adapts can be compared on a mixture of them with `sdtune compare-rules`. Deterministic: the same
+interpreter and seed give the same prompts.
 """
 
 from __future__ import annotations
@@ -63,17 +64,30 @@ def asserts(num_prompts: int, seed: int) -> list[str]:
     return prompts
 
 
+def fills(num_prompts: int, seed: int) -> list[str]:
+    """Arrays initialised to one constant, each with a name, a constant and a number of columns of its own."""
+    generator = random.Random(seed)
+    prompts = []
+    for _ in range(num_prompts):
+        name = "".join(generator.choices("abcdefghijklmnopqrstuvwxyz", k=generator.randint(1, 8)))
+        constant = generator.choice(["0", "0.0", "None", "False", "-1", "0x00", "''", str(generator.randrange(100))])
+        row = "    " + f"{constant}, " * generator.randint(4, 12)
+        prompts.append("\n".join([f"{name} = [", *[row.rstrip()] * (NUM_ROWS // 2)]))
+    return prompts
+
+
 @click.command(context_settings={"show_default": True})
 @click.option("--out", type=click.Path(path_type=Path), default=Path("configs/demo"), help="Folder to write into.")
 @click.option("--num-prompts", type=click.IntRange(1), default=32, help="Of each kind.")
 @click.option("--seed", type=int, default=0)
 def main(out: Path, num_prompts: int, seed: int) -> None:
-    """Write prose.jsonl, tables.jsonl and asserts.jsonl."""
+    """Write prose.jsonl, tables.jsonl, asserts.jsonl and fills.jsonl."""
     try:
         kinds = {
             "prose": prose(num_prompts, seed),
             "tables": tables(num_prompts, seed),
             "asserts": asserts(num_prompts, seed),
+            "fills": fills(num_prompts, seed),
         }
     except ValueError as error:
         raise click.ClickException(str(error)) from None
