@@ -18,8 +18,7 @@ def accept_greedy(drafted: Tensor, choices: Tensor) -> tuple[int, int]:
     Returns how many are accepted and the token that follows them: the correction, or the bonus if all were.
     """
     num_drafted = drafted.shape[0]
-    agrees = (drafted == choices[:num_drafted]).tolist()
-    num_accepted = agrees.index(False) if False in agrees else num_drafted
+    num_accepted = _num_leading(drafted == choices[:num_drafted])
     return num_accepted, int(choices[num_accepted])
 
 
@@ -36,14 +35,42 @@ def accept_sampled(
     rows = torch.arange(num_drafted, device=drafted.device)
     p, q = target_probabilities[rows, drafted], draft_probabilities[rows, drafted]
     draws = torch.rand(num_drafted, device=drafted.device, generator=generator)
-    agrees = (draws * q < p).tolist()
-    num_accepted = agrees.index(False) if False in agrees else num_drafted
+    num_accepted = _num_leading(draws * q < p)
     rest = target_probabilities[num_accepted]
     if num_accepted < num_drafted:
-        residual = (rest - draft_probabilities[num_accepted]).clamp_min(0.0)
-        # Rounding can leave nothing of a residual that is tiny: then p and q are equal, and p is what to sample.
-        rest = torch.where(residual.sum() > 0, residual, rest)
+        rest = _unless_empty((rest - draft_probabilities[num_accepted]).clamp_min(0.0), rest)
     return num_accepted, int(torch.multinomial(rest, 1, generator=generator))
+
+
+def accept_certain(
+    drafted: Tensor, target_probabilities: Tensor, generator: torch.Generator | None = None
+) -> tuple[int, int]:
+    """`accept_sampled` for drafts that were not sampled: the distribution of each is one point, and need not be written down.
+
+    `drafted` [k] token ids, `target_probabilities` [k + 1, vocabulary]. Accept draft x with probability p(x); at the first
+    rejection sample from p without x, normalised; after full acceptance from p. Returns as `accept_sampled` does.
+    """
+    num_drafted = drafted.shape[0]
+    p = target_probabilities[torch.arange(num_drafted, device=drafted.device), drafted]
+    draws = torch.rand(num_drafted, device=drafted.device, generator=generator)
+    num_accepted = _num_leading(draws < p)
+    rest = target_probabilities[num_accepted]
+    if num_accepted < num_drafted:
+        rest = _unless_empty(rest.index_fill(0, drafted[num_accepted : num_accepted + 1], 0.0), rest)
+    return num_accepted, int(torch.multinomial(rest, 1, generator=generator))
+
+
+def _num_leading(agrees: Tensor) -> int:
+    """How many values are true before the first that is not."""
+    values: list[bool] = agrees.tolist()
+    return values.index(False) if False in values else len(values)
+
+
+def _unless_empty(residual: Tensor, target: Tensor) -> Tensor:
+    """The residual; or the target's distribution where rounding leaves nothing of a residual that is tiny: then the two
+    distributions are equal, and the target's is what to sample.
+    """
+    return torch.where(residual.sum() > 0, residual, target)
 
 
 class Acceptance(Protocol):
@@ -53,7 +80,10 @@ class Acceptance(Protocol):
         """A token id [1] from `scores` [vocabulary], and the probabilities it was sampled from, if it was."""
 
     def accept(self, drafted: Tensor, probabilities: Tensor | None, scores: Tensor) -> tuple[int, int]:
-        """Judge `drafted` [k], sampled from `probabilities` [k, vocabulary], by the target's `scores` [k + 1, vocabulary]."""
+        """Judge `drafted` [k] by the target's `scores` [k + 1, vocabulary].
+
+        They were sampled from `probabilities` [k, vocabulary], or not sampled at all if that is None.
+        """
 
 
 class Greedy:
@@ -80,7 +110,8 @@ class Sampling:
         return torch.multinomial(probabilities, 1, generator=self._generator), probabilities
 
     def accept(self, drafted: Tensor, probabilities: Tensor | None, scores: Tensor) -> tuple[int, int]:
-        """See `accept_sampled`; without a draft, sample from the target."""
+        """See `accept_sampled`, and `accept_certain` for drafts that were not sampled; without any, sample from the target."""
         target = torch.softmax(scores.float(), dim=-1)
-        draft = target[:0] if probabilities is None else probabilities
-        return accept_sampled(drafted, draft, target, self._generator)
+        if probabilities is None:
+            return accept_certain(drafted, target, self._generator)
+        return accept_sampled(drafted, probabilities, target, self._generator)

@@ -58,7 +58,7 @@ def speculative(
 ) -> Iterator[Prefill | Round]:
     """Speculative decoding: the same text as `autoregressive` (or the same distribution), more than one token a round.
 
-    Yields the prefill first. `controller` learns from every round; give a fresh one to start afresh.
+    Yields the prefill first. `controller` learns from every round that it steers; give a fresh one to start afresh.
     """
     text, cache = _begin(target, request, most_drafted=controller.max_tokens)
     prefill, ended = _prefill(lambda: drafter.prefill(text, cache), request, text, cache)
@@ -78,13 +78,15 @@ def speculative(
         proposal = [*drafted[:num_accepted].tolist(), token]
         cache.roll_back(text.length + num_accepted)
         tokens, ended = request.ending.append(text, proposal)
-        controller.observe(draft.num_tokens, num_accepted)
+        if draft.steered:
+            controller.observe(draft.num_tokens, num_accepted)
         yield Round(
             tokens,
             num_drafted=draft.num_tokens,
             num_accepted=num_accepted,
             seconds=time.perf_counter() - start,
             draft_seconds=drafted_at - start,
+            looked_up=draft.looked_up,
         )
 
 

@@ -9,7 +9,7 @@ from decoding.decode import Request, autoregressive, speculative
 from decoding.draft_length import Controller, CostAwareRule, DraftLengthRule, Fixed
 from decoding.drafters.build import build_drafter
 from decoding.exit_head import ExitHeads
-from decoding.profile import EarlyExit, LayerSkip, PlainDecoding
+from decoding.profile import Draft, PlainDecoding
 from decoding.round_costs import measure_round_costs
 from decoding.rounds import Generation, Prefill, Round
 from decoding.target import Target
@@ -21,7 +21,7 @@ class Decoder:
     def __init__(
         self,
         target: Target,
-        draft: LayerSkip | EarlyExit | PlainDecoding,
+        draft: Draft,
         rule: DraftLengthRule,
         *,
         prefix_reuse: bool = True,

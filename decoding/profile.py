@@ -18,6 +18,9 @@ from decoding.files import write_whole
 
 SCHEMA = "sdtune/v1"
 
+# Longer ones hardly ever repeat, and each length costs an index of the text.
+LONGEST_NGRAM = 32
+
 # Far more layers than any model has: a slip such as 12-1500000000 is refused before it is spelt out.
 MOST_LAYERS = 10_000
 
@@ -81,12 +84,67 @@ class Target(Document):
     tokenizer_sha256: str | None = None
 
 
+MaxNgram = Annotated[int, Field(ge=1, le=LONGEST_NGRAM, description="most tokens at the end of the text to look up")]
+MinNgram = Annotated[int, Field(ge=1, le=LONGEST_NGRAM, description="fewest; the longest that are found count")]
+
+
+class Lookup(Document):
+    """Prompt lookup in front of another draft: where the end of the text stands in it before, what followed is copied."""
+
+    max_ngram: MaxNgram = 3
+    min_ngram: MinNgram = 1
+    max_tokens: int = Field(10, ge=1, le=64, description="tokens copied; the draft-length rule is not asked")
+
+    @model_validator(mode="after")
+    def _ngrams_are_ordered(self) -> Lookup:
+        _check_ngrams(self.max_ngram, self.min_ngram)
+        return self
+
+    def describe(self) -> str:
+        """One short phrase for tables."""
+        return f"lookup ({self.max_ngram}-{self.min_ngram}, {self.max_tokens})"
+
+
+class PromptLookup(Document):
+    """Draft by prompt lookup alone: no model drafts, and the draft-length rule says how many tokens are copied."""
+
+    kind: Literal["prompt_lookup"] = "prompt_lookup"
+    max_ngram: MaxNgram = 3
+    min_ngram: MinNgram = 1
+
+    @model_validator(mode="after")
+    def _ngrams_are_ordered(self) -> PromptLookup:
+        _check_ngrams(self.max_ngram, self.min_ngram)
+        return self
+
+    def describe(self) -> str:
+        """One short phrase for tables."""
+        return f"prompt lookup ({self.max_ngram}-{self.min_ngram})"
+
+
+def _check_ngrams(max_ngram: int, min_ngram: int) -> None:
+    if min_ngram > max_ngram:
+        raise ValueError(f"min_ngram must be at most max_ngram, got {min_ngram} and {max_ngram}")
+
+
+# Left out of a document that has none, as of those written before there was any.
+LookupInFront = Annotated[
+    Lookup | None,
+    Field(exclude_if=lambda lookup: lookup is None, description="prompt lookup, tried before the model drafts"),
+]
+
+
+def _behind(lookup: Lookup | None, draft: str) -> str:
+    return f"{lookup.describe()}, then {draft}" if lookup else draft
+
+
 class LayerSkip(Document):
     """Draft with these attention and MLP sublayers left out (0-based block indices)."""
 
     kind: Literal["layer_skip"] = "layer_skip"
     skip_attention: Layers = ()
     skip_mlp: Layers = ()
+    lookup: LookupInFront = None
 
     @classmethod
     def blocks(cls, indices: list[int] | tuple[int, ...]) -> LayerSkip:
@@ -101,8 +159,9 @@ class LayerSkip(Document):
     def describe(self) -> str:
         """One short phrase for tables."""
         if self.skip_attention == self.skip_mlp:
-            return f"skip {compact_indices(self.skip_attention)}"
-        return f"skip attention {compact_indices(self.skip_attention)}, MLP {compact_indices(self.skip_mlp)}"
+            return _behind(self.lookup, f"skip {compact_indices(self.skip_attention)}")
+        skipped = f"skip attention {compact_indices(self.skip_attention)}, MLP {compact_indices(self.skip_mlp)}"
+        return _behind(self.lookup, skipped)
 
 
 class EarlyExit(Document):
@@ -112,6 +171,7 @@ class EarlyExit(Document):
     exit_layer: int = Field(ge=1, description="how many of the target's blocks the draft runs (N)")
     head: str | None = Field(None, description="file of the exit head, beside the profile")
     head_sha256: str | None = None
+    lookup: LookupInFront = None
 
     @field_validator("head")
     @classmethod
@@ -127,12 +187,12 @@ class EarlyExit(Document):
         return self
 
     def as_layer_skip(self, num_layers: int) -> LayerSkip:
-        """The blocks of a target with `num_layers` that the draft leaves out; what its head does is not in it."""
+        """The blocks of a target with `num_layers` that the draft leaves out; neither its head nor its lookup is in it."""
         return LayerSkip.blocks(tuple(range(self.exit_layer, num_layers)))
 
     def describe(self) -> str:
         """One short phrase for tables."""
-        return f"exit at {self.exit_layer}, {'trained head' if self.head else 'no head'}"
+        return _behind(self.lookup, f"exit at {self.exit_layer}, {'trained head' if self.head else 'no head'}")
 
 
 class PlainDecoding(Document):
@@ -145,7 +205,7 @@ class PlainDecoding(Document):
         return "plain decoding"
 
 
-Draft = Annotated[LayerSkip | EarlyExit | PlainDecoding, Field(discriminator="kind")]
+Draft = Annotated[LayerSkip | EarlyExit | PromptLookup | PlainDecoding, Field(discriminator="kind")]
 
 
 class Decoding(Document):

@@ -31,6 +31,8 @@ class Round:
     num_accepted: int
     seconds: float
     draft_seconds: float
+    looked_up: bool = False
+    """Whether the drafts were copied from the text (prompt lookup), not computed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +63,11 @@ class Generation:
     def num_drafted(self) -> int:
         """Tokens proposed by the draft."""
         return sum(step.num_drafted for step in self.rounds)
+
+    @property
+    def num_looked_up(self) -> int:
+        """The part of `num_drafted` that was copied from the text."""
+        return sum(step.num_drafted for step in self.rounds if step.looked_up)
 
     @property
     def num_accepted(self) -> int:

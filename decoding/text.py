@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from decoding.ngrams import NgramIndex
+
 LogitsProcessor = Callable[[Tensor, Tensor], Tensor]
 """transformers' form: (token ids [1, length], scores [1, vocabulary]) -> scores [1, vocabulary]."""
 
@@ -16,18 +18,34 @@ StoppingCriterion = Callable[..., Tensor | bool]
 
 
 class Text:
-    """Token ids in a preallocated buffer. The first `length` are the text; drafts are written behind it until they are judged."""
+    """Token ids in a preallocated buffer. The first `length` are the text; drafts are written behind it until they are judged.
+
+    The text, without drafts, is kept on the host too, as every token of it passes there.
+    """
 
     def __init__(self, prompt: Sequence[int], capacity: int, device: torch.device) -> None:
         self._buffer = torch.zeros((1, capacity), dtype=torch.long, device=device)
         self._buffer[0, : len(prompt)] = torch.tensor(prompt, dtype=torch.long, device=device)
         self.prompt_length = len(prompt)
         self.length = len(prompt)
+        self._token_ids = list(prompt)
+        self._ngrams: dict[int, NgramIndex] = {}
 
     @property
     def num_generated(self) -> int:
         """Tokens behind the prompt."""
         return self.length - self.prompt_length
+
+    @property
+    def token_ids(self) -> Sequence[int]:
+        """The text's token ids on the host, drafts not included."""
+        return self._token_ids
+
+    def ngrams(self, length: int) -> NgramIndex:
+        """The index of the text's n-grams of `length` tokens, made when first asked for; drafts are never in it."""
+        if length not in self._ngrams:
+            self._ngrams[length] = NgramIndex(self._token_ids, length)
+        return self._ngrams[length]
 
     def span(self, start: int, stop: int) -> Tensor:
         """Token ids [1, stop - start], drafts included; a view, not a copy."""
@@ -37,11 +55,19 @@ class Text:
         """Put the draft's `token` [1] at place `index` behind the text."""
         self._buffer[:, self.length + index] = token
 
+    def write_drafts(self, tokens: Sequence[int]) -> None:
+        """Put drafts that are known on the host behind the text, all at once."""
+        self._write(tokens)
+
     def append(self, tokens: Sequence[int]) -> None:
         """Make the text longer by verified tokens."""
+        self._write(tokens)
+        self._token_ids += tokens
+        self.length += len(tokens)
+
+    def _write(self, tokens: Sequence[int]) -> None:
         end = self.length + len(tokens)
         self._buffer[0, self.length : end] = torch.tensor(tokens, dtype=torch.long, device=self._buffer.device)
-        self.length = end
 
 
 @dataclass(frozen=True)

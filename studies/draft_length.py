@@ -10,21 +10,23 @@ from pydantic import BeforeValidator, Field
 from decoding.documents import Document
 from decoding.draft_length import RULES
 from decoding.drafters.build import build_drafter
-from decoding.profile import EarlyExit, LayerSkip, PlainDecoding
+from decoding.profile import EarlyExit, LayerSkip, PlainDecoding, PromptLookup
 from decoding.target import Target
 from studies.contract import Candidate, Problem, Study, TrialRecord, best_trials
 from studies.rule_space import RuleNames, rule_parameters, rule_sampler, suggest_rule
 
 
 def _name_kind(draft: Any) -> Any:
-    """The kind of a draft may be left out: an exit layer tells the two apart."""
+    """The kind of a draft may be left out: a key that only one has tells them apart."""
     if isinstance(draft, dict) and "kind" not in draft:
-        return {"kind": "early_exit" if "exit_layer" in draft else "layer_skip", **draft}
+        if "exit_layer" in draft:
+            return {"kind": "early_exit", **draft}
+        return {"kind": "prompt_lookup" if {"max_ngram", "min_ngram"} & draft.keys() else "layer_skip", **draft}
     return draft
 
 
 GivenDraft = Annotated[
-    Annotated[LayerSkip | EarlyExit, Field(discriminator="kind")] | None,
+    Annotated[LayerSkip | EarlyExit | PromptLookup, Field(discriminator="kind")] | None,
     BeforeValidator(_name_kind),
 ]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from decoding.profile import EarlyExit, LayerSkip, compact_indices
+from decoding.profile import EarlyExit, LayerSkip, PromptLookup, compact_indices
 from studies.contract import TrialRecord
 
 
@@ -20,6 +20,10 @@ def trial_params(record: TrialRecord) -> dict[str, Any]:
         }
     if isinstance(draft, EarlyExit):
         params |= {"exit_layer": draft.exit_layer, "exit_head": "block" if draft.head else "none"}
+    if isinstance(draft, LayerSkip | EarlyExit) and draft.lookup is not None:
+        params |= {f"lookup.{key}": value for key, value in draft.lookup.model_dump().items()}
+    if isinstance(draft, PromptLookup):
+        params |= {f"lookup.{key}": value for key, value in draft.model_dump(exclude={"kind"}).items()}
     params |= {f"rule.{key}": value for key, value in rule.model_dump(exclude={"rule"}).items()}
     # Costs and priors of a learning rule stand in the artefact `candidate.yaml`, whole.
     params = {key: value for key, value in params.items() if isinstance(value, str | int | float | bool)}

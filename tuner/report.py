@@ -113,6 +113,7 @@ def profile_panel(profile: DraftProfile) -> RenderableType:
         facts.add_row("", _strip(skip, target.num_layers))
         if isinstance(profile.draft, EarlyExit) and profile.draft.head is not None:
             facts.add_row("head", profile.draft.head)
+    if profile.draft.kind != "none":
         facts.add_row("stops", profile.draft_length.describe())
     facts.add_row("decoding", f"temperature {profile.decoding.temperature:g}, runner {profile.decoding.runner}")
     if (measured := profile.measured) is None:
@@ -282,7 +283,7 @@ def _facts() -> Table:
 
 
 def _left_out(draft: Draft, num_layers: int) -> LayerSkip | None:
-    """What a draft leaves out of the target's layers; None if it drafts nothing."""
+    """What a draft leaves out of the target's layers; None if it runs none of them."""
     if isinstance(draft, EarlyExit):
         return draft.as_layer_skip(num_layers)
     return draft if isinstance(draft, LayerSkip) else None

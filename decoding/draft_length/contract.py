@@ -66,7 +66,8 @@ class Controller:
     """The state of a rule while it steers one text; the base class drafts up to `max_tokens` every round.
 
     The drafter calls `limit` once a round and `decide` once for each distribution; the loop calls `observe` after the
-    verification. A controller must not touch the model, the cache or the sampling's random stream.
+    verification. It is neither asked about a round that a prompt lookup in front of the draft has drafted, nor told of it. A
+    controller must not touch the model, the cache or the sampling's random stream.
     """
 
     def __init__(self, max_tokens: int) -> None:

@@ -23,9 +23,10 @@ class RoundCosts(Document):
         """Cost of a round that drafts `num_drafted` tokens; `ValueError` if that is negative."""
         if num_drafted < 0:
             raise ValueError(f"a round drafts 0 tokens or more, got {num_drafted}")
-        return self._verify_cost(num_drafted) + num_drafted * self.draft_step
+        return self.verify_cost(num_drafted) + num_drafted * self.draft_step
 
-    def _verify_cost(self, num_drafted: int) -> float:
+    def verify_cost(self, num_drafted: int) -> float:
+        """Cost of the pass that verifies `num_drafted` tokens; beyond those measured, on the last step's straight line."""
         beyond = num_drafted - (len(self.verify) - 1)
         if beyond <= 0:
             return self.verify[num_drafted]

@@ -5,15 +5,17 @@ from __future__ import annotations
 from decoding.drafters.contract import Drafter
 from decoding.drafters.early_exit import EarlyExitDrafter
 from decoding.drafters.layer_skip import LayerSkipDrafter
+from decoding.drafters.lookup_first import LookupFirst
+from decoding.drafters.prompt_lookup import PromptLookupDrafter
 from decoding.errors import ExitHeadError
 from decoding.exit_head import ExitHeads
-from decoding.profile import EarlyExit, LayerSkip, PlainDecoding
+from decoding.profile import Draft, EarlyExit, LayerSkip, PlainDecoding, PromptLookup
 from decoding.target import Target
 
 
 def build_drafter(
     target: Target,
-    draft: LayerSkip | EarlyExit | PlainDecoding,
+    draft: Draft,
     *,
     prefix_reuse: bool = True,
     heads: ExitHeads | None = None,
@@ -24,6 +26,16 @@ def build_drafter(
     """
     if isinstance(draft, PlainDecoding):
         return None
+    if isinstance(draft, PromptLookup):
+        return PromptLookupDrafter(target, draft)
+    drafter = _model_drafter(target, draft, prefix_reuse=prefix_reuse, heads=heads)
+    return drafter if draft.lookup is None else LookupFirst(drafter, draft.lookup)
+
+
+def _model_drafter(
+    target: Target, draft: LayerSkip | EarlyExit, *, prefix_reuse: bool, heads: ExitHeads | None
+) -> Drafter:
+    """The drafter that runs a part of the model, without the lookup that may stand in front of it."""
     if isinstance(draft, LayerSkip):
         return LayerSkipDrafter(target, draft, prefix_reuse=prefix_reuse)
     target.check_exit_layer(draft.exit_layer)

@@ -19,14 +19,20 @@ class Draft:
 
     num_tokens: int
     probabilities: Tensor | None
-    """[num_tokens, vocabulary] each token was sampled from; None when decoding is greedy or nothing was drafted."""
+    """[num_tokens, vocabulary] each token was sampled from; None when none was sampled: decoding is greedy, or the tokens were
+    looked up, or nothing was drafted."""
     states: Tensor | None = None
     """Boundary states [.., num_tokens or num_tokens + 1, hidden] for prefix reuse, or None to verify from the first block."""
+    looked_up: bool = False
+    """Whether the tokens were copied from the text, not computed."""
+    steered: bool = True
+    """Whether the controller was asked about this round; then, and only then, it is told what came of it."""
 
 
 class Drafter(Protocol):
-    """Proposes tokens for `decoding.decode.speculative`. What it must remember of a text from round to round it keeps in the
-    text's cache, so that one drafter serves any number of texts.
+    """Proposes tokens for `decoding.decode.speculative`. What it must remember of a text from round to round it keeps with
+    the text (an index of its n-grams) or in the text's cache (the branch of an exit head), so that one drafter serves any number
+    of texts.
     """
 
     def prefill(self, text: Text, cache: KVCache) -> Tensor:
@@ -35,7 +41,10 @@ class Drafter(Protocol):
     def draft(
         self, text: Text, cache: KVCache, controller: Controller, shaping: Shaping, acceptance: Acceptance, limit: int
     ) -> Draft:
-        """Write at most `limit` tokens behind the text, as `controller` allows; must leave `cache.length` as it is."""
+        """Write at most `limit` tokens behind the text; must leave `cache.length` as it is.
+
+        As many as `controller` allows, or as the drafter itself will, and then the draft is not `steered`.
+        """
 
     def verify(self, text: Text, cache: KVCache, draft: Draft) -> Tensor:
         """The target's logits [num_tokens + 1, vocabulary] behind the text's last token and behind each draft."""

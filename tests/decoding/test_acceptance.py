@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from decoding.acceptance import Greedy, Sampling, accept_greedy, accept_sampled
+from decoding.acceptance import Greedy, Sampling, accept_certain, accept_greedy, accept_sampled
 
 
 def ids(*tokens: int) -> Tensor:
@@ -83,6 +83,33 @@ def test_residual_that_rounding_leaves_empty_is_sampled_from_the_target(monkeypa
     assert token in (0, 1)
 
 
+def test_certain_drafts_are_judged_as_those_sampled_from_one_point() -> None:
+    p = torch.softmax(torch.randn(4, 6, generator=torch.Generator().manual_seed(1)), dim=-1)
+    drafted = ids(0, 3, 3)
+    points = torch.nn.functional.one_hot(drafted, 6).float()
+    outcomes = set()
+    for seed in range(300):
+        judged = accept_certain(drafted, p, torch.Generator().manual_seed(seed))
+        assert judged == accept_sampled(drafted, points, p, torch.Generator().manual_seed(seed))
+        outcomes.add(judged)
+    assert {num_accepted for num_accepted, _ in outcomes} >= {0, 1}
+    assert not {(0, 0), (1, 3), (2, 3)} & outcomes, "a rejected draft does not come back"
+
+
+def test_certain_draft_of_a_target_that_is_certain_too_is_accepted_or_written_all_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    p = rows([0.0, 1.0], [1.0, 0.0])
+    assert accept_certain(ids(1), p) == (1, 0)
+    assert accept_certain(ids(0), p) == (0, 1)
+    monkeypatch.setattr(torch, "rand", lambda *size, **settings: torch.ones(*size))
+    assert accept_certain(ids(1), p) == (0, 1)  # of the residual nothing is left: the target's token, not an error
+
+
+def test_nothing_drafted_for_certain_samples_from_the_target() -> None:
+    assert accept_certain(ids(), rows([0.0, 1.0, 0.0])) == (0, 1)
+
+
 def test_equal_streams_judge_alike() -> None:
     q, p = rows([0.5, 0.5], [0.9, 0.1]), rows([0.3, 0.7], [0.4, 0.6], [0.5, 0.5])
     judged = [
@@ -106,6 +133,12 @@ def test_sampling_never_draws_what_a_processor_removed() -> None:
     assert {int(sampling.choose(scores)[0]) for _ in range(200)} == {0, 2}
     outcomes = {sampling.accept(ids(0), rows([1.0, 0.0, 0.0]), scores.repeat(2, 1))[1] for _ in range(200)}
     assert outcomes == {0, 2}
+
+
+def test_sampling_takes_drafts_without_probabilities_for_certain() -> None:
+    scores = torch.tensor([[0.0, float("-inf")], [float("-inf"), 0.0]])
+    assert Sampling().accept(ids(0), None, scores) == (1, 1)
+    assert Sampling().accept(ids(1), None, scores) == (0, 0)
 
 
 def test_sampling_without_a_draft_samples_from_the_target() -> None:

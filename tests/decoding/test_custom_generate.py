@@ -18,11 +18,21 @@ from transformers.generation import GenerateDecoderOnlyOutput, StoppingCriteria,
 
 import decoding.target
 from decoding.deploy import ProfileDecoder, custom_generate, load_decoder
-from decoding.draft_length import AdaEdl, DraftLengthRule, Fixed, TopProbability
+from decoding.draft_length import AdaEdl, CalibratedThompson, DraftLengthRule, Fixed, TopProbability
 from decoding.errors import ExitHeadError, ProfileError, TargetMismatchError, UnsupportedRequestError
 from decoding.exit_head import HeadFacts, save_exit_head
 from decoding.fingerprint import fingerprint
-from decoding.profile import Decoding, DraftProfile, EarlyExit, LayerSkip, PlainDecoding, Target
+from decoding.profile import (
+    Decoding,
+    Draft,
+    DraftProfile,
+    EarlyExit,
+    LayerSkip,
+    Lookup,
+    PlainDecoding,
+    PromptLookup,
+    Target,
+)
 from decoding.target import ResumeView
 from tests.decoding.families import target_of
 from tests.tiny import tiny_llama
@@ -416,6 +426,33 @@ def test_exit_with_its_head_beside_the_profile(model: LlamaForCausalLM, tmp_path
     profile = DraftProfile.load(tmp_path / "profile.yaml")
     given = load_decoder(profile, folder=tmp_path)
     assert torch.equal(model.generate(PROMPT, max_new_tokens=30, do_sample=False, custom_generate=given), expected)
+
+
+@pytest.mark.parametrize(
+    "draft",
+    [
+        PromptLookup(),
+        LayerSkip(skip_attention=(3, 4), skip_mlp=(3, 4), lookup=Lookup()),
+        EarlyExit(exit_layer=4, lookup=Lookup(min_ngram=2, max_tokens=4)),
+    ],
+    ids=lambda draft: draft.describe(),
+)
+@pytest.mark.parametrize("rule", [Fixed(max_tokens=4), CalibratedThompson(max_tokens=6, persistent=True)])
+def test_profile_with_a_lookup_writes_the_text_of_generate(
+    model: LlamaForCausalLM, tmp_path: Path, draft: Draft, rule: DraftLengthRule
+) -> None:
+    path = tmp_path / "profile.yaml"
+    _profile(model, rule).model_copy(update={"draft": draft}).save(path)
+    decoder = load_decoder(path)
+    expected = model.generate(PROMPT, max_new_tokens=40, do_sample=False)
+    for _ in range(2):
+        text = model.generate(PROMPT, max_new_tokens=40, do_sample=False, custom_generate=decoder)
+        assert torch.equal(text, expected)
+        assert decoder.last_generation is not None
+        copies = [step for step in decoder.last_generation.rounds if step.looked_up]
+        assert sum(step.num_accepted for step in copies) > 2
+    sampled = model.generate(PROMPT, max_new_tokens=12, do_sample=True, custom_generate=decoder)
+    assert sampled.shape == (1, PROMPT.shape[1] + 12)
 
 
 def test_head_that_is_missing_or_another_one_is_refused_when_the_profile_is_loaded(

@@ -21,9 +21,11 @@ from decoding.draft_length import (
     TopProbability,
 )
 from decoding.drafters.build import build_drafter
+from decoding.drafters.contract import Drafter
 from decoding.drafters.early_exit import EarlyExitDrafter
+from decoding.drafters.lookup_first import LookupFirst
 from decoding.errors import ExitHeadError
-from decoding.profile import EarlyExit, PlainDecoding
+from decoding.profile import EarlyExit, Lookup, PlainDecoding
 from decoding.rounds import Generation
 from decoding.target import Target
 from decoding.text import Ending, Shaping, Text
@@ -71,7 +73,7 @@ def plain(target: Target, request: Request) -> tuple[int, ...]:
     return Generation.collect(autoregressive(target, request)).tokens
 
 
-def write(target: Target, drafter: EarlyExitDrafter, controller: Controller, request: Request) -> Generation:
+def write(target: Target, drafter: Drafter, controller: Controller, request: Request) -> Generation:
     return Generation.collect(speculative(target, drafter, controller, request))
 
 
@@ -87,7 +89,8 @@ def test_text_of_an_exit_with_a_head_is_the_plain_text(family: str, exit_layer: 
         for name in RULES if prefix_reuse and family in PROMISED else ["fixed 4", "AdaEDL, last dropped"]:
             generation = write(target, drafter, RULES[name].controller(), request)
             assert generation.tokens == expected, f"{name}, prefix reuse {prefix_reuse}"
-        assert write(target, drafter, AnyLength(exit_layer), request).tokens == expected
+        for each in (drafter, LookupFirst(drafter, Lookup(max_tokens=3))):
+            assert write(target, each, AnyLength(exit_layer), request).tokens == expected
 
 
 @pytest.mark.parametrize("prefix_reuse", [True, False])

@@ -34,8 +34,9 @@ from decoding.draft_length import (
     RoundCosts,
     TopProbability,
 )
+from decoding.drafters.build import build_drafter
 from decoding.drafters.layer_skip import LayerSkipDrafter
-from decoding.profile import LayerSkip
+from decoding.profile import Draft, EarlyExit, LayerSkip, Lookup, PromptLookup
 from decoding.rounds import Generation
 from decoding.target import Target
 from decoding.text import Ending, Shaping
@@ -57,6 +58,13 @@ SKIPS = {
     "everything": LayerSkip.blocks(EVERY_LAYER),
     "nothing": LayerSkip(),
 }
+LOOKUPS: dict[str, Draft] = {
+    "lookup": PromptLookup(),
+    "lookup, then blocks": LayerSkip(skip_attention=(2, 3), skip_mlp=(2, 3), lookup=Lookup(max_tokens=4)),
+    "lookup, then mlp": LayerSkip(skip_mlp=(0, 4), lookup=Lookup(max_ngram=2, max_tokens=2)),
+    "lookup, then exit": EarlyExit(exit_layer=3, lookup=Lookup(min_ngram=2)),
+}
+DRAFTS: dict[str, Draft] = {**SKIPS, **LOOKUPS}
 COSTS = RoundCosts(draft_step=0.3, verify=(1.0, 1.05))
 RULES: dict[str, DraftLengthRule] = {
     "fixed 1": Fixed(max_tokens=1),
@@ -85,14 +93,21 @@ def write_plainly(target: Target, request: Request) -> Generation:
 
 
 def write(
-    target: Target, skip: LayerSkip, rule: DraftLengthRule | Controller, request: Request, *, prefix_reuse: bool = True
+    target: Target, draft: Draft, rule: DraftLengthRule | Controller, request: Request, *, prefix_reuse: bool = True
 ) -> Generation:
     """Decode speculatively, and check that the facts of every round add up."""
-    drafter = LayerSkipDrafter(target, skip, prefix_reuse=prefix_reuse)
+    drafter = build_drafter(target, draft, prefix_reuse=prefix_reuse)
+    assert drafter is not None
     controller = rule.controller() if isinstance(rule, DraftLengthRule) else rule
     generation = Generation.collect(speculative(target, drafter, controller, request))
-    check_facts(generation, request, controller.max_tokens)
+    lookup = draft.lookup if isinstance(draft, LayerSkip | EarlyExit) else None
+    check_facts(generation, request, max(controller.max_tokens, lookup.max_tokens if lookup else 0))
     return generation
+
+
+def has_prefix(draft: Draft) -> bool:
+    """Whether there are blocks in front that the verification need not compute again."""
+    return isinstance(draft, EarlyExit) or (isinstance(draft, LayerSkip) and bool(draft.first_skipped))
 
 
 def check_facts(generation: Generation, request: Request, most_drafted: int) -> None:
@@ -120,18 +135,18 @@ def stock_text(target: Target, prompt: Sequence[int], **settings: Any) -> tuple[
 # --- the grid ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("skip", SKIPS)
+@pytest.mark.parametrize("draft", DRAFTS)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_speculative_text_is_the_plain_text(family: str, skip: str) -> None:
+def test_speculative_text_is_the_plain_text(family: str, draft: str) -> None:
     target = target_of(family)
     cases = [(rule, True) for rule in (RULES if family in PROMISED else TWO_RULES)]
-    if SKIPS[skip].first_skipped:  # else there is no prefix to reuse
+    if has_prefix(DRAFTS[draft]):
         cases += [(rule, False) for rule in TWO_RULES]
-    prompts = [*PROMPTS][:: 1 if list(SKIPS).index(skip) % 2 else -1]  # in turns, every kind of draft with both
+    prompts = [*PROMPTS][:: 1 if list(DRAFTS).index(draft) % 2 else -1]  # in turns, every kind of draft with both
     for number, (rule, prefix_reuse) in enumerate(cases):
         prompt = prompts[number % 2]
         request = Request(PROMPTS[prompt], Ending(NUM_NEW_TOKENS))
-        generation = write(target, SKIPS[skip], RULES[rule], request, prefix_reuse=prefix_reuse)
+        generation = write(target, DRAFTS[draft], RULES[rule], request, prefix_reuse=prefix_reuse)
         assert generation.tokens == plain_text(family, prompt), f"{rule}, {prompt}, prefix reuse {prefix_reuse}"
 
 
@@ -151,14 +166,24 @@ def test_grid_has_drafts_that_are_right_sometimes_but_not_always(family: str) ->
     assert len(set(generation.tokens)) > 5
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_grid_has_copies_that_are_right_sometimes_but_not_always(family: str) -> None:
+    request = Request(PROMPTS["several tokens"], Ending(6 * NUM_NEW_TOKENS))
+    generations = [write(target_of(family), draft, Fixed(max_tokens=3), request) for draft in LOOKUPS.values()]
+    assert all(generation.num_looked_up > 0 for generation in generations)
+    copies = [step for generation in generations for step in generation.rounds if step.looked_up]
+    assert 0.01 < sum(step.num_accepted for step in copies) / sum(step.num_drafted for step in copies) < 0.95
+    assert len({step.num_accepted for step in copies}) >= 2, "rounds that accept none and some of a copy"
+
+
 @pytest.mark.parametrize("family", ["mistral", "gemma2", "gemma3", "gpt_oss"])
-@pytest.mark.parametrize("skip", ["attention", "last block"])
-def test_text_many_windows_long_is_the_plain_text(family: str, skip: str) -> None:
+@pytest.mark.parametrize("draft", ["attention", "last block", "lookup", "lookup, then blocks"])
+def test_text_many_windows_long_is_the_plain_text(family: str, draft: str) -> None:
     target = target_of(family)
     request = Request(some_tokens(3 * WINDOW), Ending(8 * WINDOW))
     plain = write_plainly(target, request).tokens
     assert plain == stock_text(target, request.prompt, max_new_tokens=8 * WINDOW)
-    assert write(target, SKIPS[skip], Fixed(max_tokens=2 * WINDOW), request).tokens == plain
+    assert write(target, DRAFTS[draft], Fixed(max_tokens=2 * WINDOW), request).tokens == plain
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "gemma2", "gpt_neox_parallel"])
@@ -167,8 +192,8 @@ def test_eager_attention_writes_the_plain_text_too(family: str) -> None:
     request = Request(PROMPTS["several tokens"], Ending(NUM_NEW_TOKENS))
     plain = write_plainly(target, request).tokens
     assert target.config._attn_implementation == "eager"
-    for skip in SKIPS.values():
-        assert write(target, skip, Fixed(max_tokens=4), request).tokens == plain
+    for draft in DRAFTS.values():
+        assert write(target, draft, Fixed(max_tokens=4), request).tokens == plain
 
 
 # --- rules --------------------------------------------------------------------------------------------------------------
@@ -189,13 +214,13 @@ class ScriptedController(Controller):
 
 
 @pytest.mark.parametrize("prefix_reuse", [True, False])
-@pytest.mark.parametrize("skip", ["blocks", "mixed", "first attention", "nothing"])
-def test_any_decisions_of_a_rule_leave_the_text_as_it_is(skip: str, prefix_reuse: bool) -> None:
+@pytest.mark.parametrize("draft", ["blocks", "mixed", "first attention", "nothing", "lookup, then blocks"])
+def test_any_decisions_of_a_rule_leave_the_text_as_it_is(draft: str, prefix_reuse: bool) -> None:
     request = Request(PROMPTS["several tokens"], Ending(4 * NUM_NEW_TOKENS))
     target = target_of("llama")
     plain = write_plainly(target, request).tokens
     for seed in range(5):
-        generation = write(target, SKIPS[skip], ScriptedController(seed), request, prefix_reuse=prefix_reuse)
+        generation = write(target, DRAFTS[draft], ScriptedController(seed), request, prefix_reuse=prefix_reuse)
         assert generation.tokens == plain
         assert {step.num_drafted for step in generation.rounds} >= {0, 1, 2}
 
@@ -285,8 +310,8 @@ class Watching:
         return torch.tensor([self.seen[-1][-1] == self.token])
 
 
-@pytest.mark.parametrize("skip", ["blocks", "nothing"])
-def test_stopping_criteria_see_every_single_token_as_in_generate(skip: str) -> None:
+@pytest.mark.parametrize("draft", ["blocks", "nothing", "lookup"])
+def test_stopping_criteria_see_every_single_token_as_in_generate(draft: str) -> None:
     target, prompt = target_of("llama"), PROMPTS["several tokens"]
     whole = plain_text("llama", "several tokens")
     for place in (0, 1, 5, 9, NUM_NEW_TOKENS - 1):
@@ -297,7 +322,7 @@ def test_stopping_criteria_see_every_single_token_as_in_generate(skip: str) -> N
         )
         assert write_plainly(target, request).tokens == expected
         request = replace(request, ending=replace(request.ending, criteria=drafted))
-        assert write(target, SKIPS[skip], Fixed(max_tokens=6), request).tokens == expected
+        assert write(target, DRAFTS[draft], Fixed(max_tokens=6), request).tokens == expected
         assert [each.seen for each in drafted] == [each.seen for each in plain] == [each.seen for each in stock]
         assert [len(text) - len(prompt) for text in drafted[0].seen] == list(range(1, len(expected) + 1))
 
@@ -337,9 +362,9 @@ def test_logits_processors_shape_the_text_as_in_generate(family: str, processors
         logits_processor=LogitsProcessorList(PROCESSORS[processors]),
     )
     assert write_plainly(target, request).tokens == expected
-    for skip in ("blocks", "mixed"):
+    for draft in ("blocks", "mixed", "lookup", "lookup, then exit"):
         for rule in TWO_RULES:
-            assert write(target, SKIPS[skip], RULES[rule], request).tokens == expected
+            assert write(target, DRAFTS[draft], RULES[rule], request).tokens == expected
 
 
 def test_processors_that_change_the_text_are_among_those_tried() -> None:
@@ -385,13 +410,16 @@ ROPES = {
 def test_text_that_outgrows_its_rotary_frequencies_is_the_plain_text(rope: str) -> None:
     family, settings = ROPES[rope]
     target = Target(build(family, **settings))
+    num_looked_up = 0
     for seed in range(4):
         request = Request(some_tokens(7, seed), Ending(3 * NUM_NEW_TOKENS))
         plain = write_plainly(target, request).tokens
-        for skip in ("blocks", "nothing"):
-            generation = write(target, SKIPS[skip], Fixed(max_tokens=8), request)
+        for draft in ("blocks", "nothing", *LOOKUPS):
+            generation = write(target, DRAFTS[draft], Fixed(max_tokens=8), request)
             assert generation.tokens == plain
-            assert generation.num_accepted > 0
+            assert generation.num_accepted > 0 or draft == "lookup"
+            num_looked_up += generation.num_looked_up
+    assert num_looked_up > 50
 
 
 # --- one text after another ---------------------------------------------------------------------------------------------

@@ -17,10 +17,13 @@ from decoding.documents import dump
 from decoding.draft_length import RULES
 from decoding.errors import ProfileError
 from decoding.profile import (
+    Draft,
     DraftProfile,
     EarlyExit,
     LayerSkip,
+    Lookup,
     PlainDecoding,
+    PromptLookup,
     Target,
     compact_indices,
     format_indices,
@@ -223,6 +226,76 @@ def test_an_exit_is_saved_with_its_head_and_loaded(tmp_path: Path) -> None:
 def test_a_wrong_exit_is_refused(tmp_path: Path, draft: dict[str, Any], message: str) -> None:
     data = yaml.safe_load(dump(_profile()))
     (tmp_path / "p.yaml").write_text(yaml.safe_dump({**data, "draft": {"kind": "early_exit", **draft}}))
+    with pytest.raises(ProfileError, match=re.escape(message)):
+        DraftProfile.load(tmp_path / "p.yaml")
+
+
+LOOKUPS: list[Draft] = [
+    PromptLookup(),
+    PromptLookup(max_ngram=2, min_ngram=2),
+    LayerSkip(skip_mlp=(3,), lookup=Lookup(max_ngram=4, min_ngram=2, max_tokens=12)),
+    EarlyExit(exit_layer=6, lookup=Lookup()),
+    EarlyExit(exit_layer=6, head="h.safetensors", head_sha256="ab", lookup=Lookup(max_tokens=1)),
+]
+
+
+@pytest.mark.parametrize("draft", LOOKUPS, ids=lambda draft: draft.describe())
+def test_a_lookup_is_saved_loaded_and_in_the_schema(tmp_path: Path, draft: Draft) -> None:
+    profile = _profile(draft=draft)
+    profile.save(tmp_path / "p.yaml")
+    assert DraftProfile.load(tmp_path / "p.yaml") == profile
+    jsonschema.validate(profile.model_dump(mode="json", by_alias=True), DraftProfile.json_schema())
+
+
+@pytest.mark.parametrize(
+    ("draft", "words"),
+    [
+        (LOOKUPS[0], "prompt lookup (3-1)"),
+        (LOOKUPS[2], "lookup (4-2, 12), then skip attention -, MLP 3"),
+        (LayerSkip.blocks([3]).model_copy(update={"lookup": Lookup()}), "lookup (3-1, 10), then skip 3"),
+        (LOOKUPS[3], "lookup (3-1, 10), then exit at 6, no head"),
+        (LOOKUPS[4], "lookup (3-1, 1), then exit at 6, trained head"),
+    ],
+)
+def test_a_lookup_is_named_before_what_it_stands_in_front_of(draft: Draft, words: str) -> None:
+    assert draft.describe() == words
+
+
+def test_a_draft_without_a_lookup_is_written_as_before_there_was_any() -> None:
+    assert LayerSkip(skip_mlp=(3,)).model_dump(mode="json") == {
+        "kind": "layer_skip",
+        "skip_attention": [],
+        "skip_mlp": [3],
+    }
+    assert "lookup" not in EarlyExit(exit_layer=6).model_dump_json()
+    assert EarlyExit.model_validate({"exit_layer": 6, "lookup": None}) == EarlyExit(exit_layer=6)
+
+
+@pytest.mark.parametrize(
+    ("draft", "message"),
+    [
+        ({"kind": "prompt_lookup", "max_ngram": 2, "min_ngram": 3}, "min_ngram must be at most max_ngram, got 3 and 2"),
+        ({"kind": "prompt_lookup", "min_ngram": 0}, "draft.min_ngram: input should be greater than or equal to 1"),
+        ({"kind": "prompt_lookup", "max_ngram": 33}, "draft.max_ngram: input should be less than or equal to 32"),
+        ({"kind": "prompt_lookup", "max_tokens": 4}, "unknown key 'draft.max_tokens'"),
+        ({"kind": "prompt_lookup", "max_ngrm": 4}, "unknown key 'draft.max_ngrm'; did you mean 'max_ngram'"),
+        ({"kind": "prompt_lokup"}, "unknown value 'prompt_lokup'; did you mean 'prompt_lookup'"),
+        (
+            {"kind": "early_exit", "exit_layer": 3, "lookup": {"min_ngram": 4}},
+            "draft.lookup: min_ngram must be at most",
+        ),
+        ({"kind": "layer_skip", "lookup": {"max_tokens": 65}}, "draft.lookup.max_tokens: input should be less than"),
+        (
+            {"kind": "layer_skip", "lookup": {"tokens": 5}},
+            "unknown key 'draft.lookup.tokens'; did you mean 'max_tokens'",
+        ),
+        ({"kind": "layer_skip", "lookup": True}, "draft.lookup: input should be a valid dictionary"),
+        ({"kind": "none", "lookup": {}}, "unknown key 'draft.lookup'"),
+    ],
+)
+def test_a_wrong_lookup_is_refused(tmp_path: Path, draft: dict[str, Any], message: str) -> None:
+    data = yaml.safe_load(dump(_profile()))
+    (tmp_path / "p.yaml").write_text(yaml.safe_dump({**data, "draft": draft}))
     with pytest.raises(ProfileError, match=re.escape(message)):
         DraftProfile.load(tmp_path / "p.yaml")
 

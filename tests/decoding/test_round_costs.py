@@ -25,7 +25,10 @@ from decoding.draft_length import (
 )
 from decoding.drafters.contract import Draft, Drafter
 from decoding.drafters.layer_skip import LayerSkipDrafter
-from decoding.profile import LayerSkip, PlainDecoding
+from decoding.drafters.lookup_first import LookupFirst
+from decoding.drafters.prompt_lookup import PromptLookupDrafter
+from decoding.profile import Draft as ProfileDraft
+from decoding.profile import LayerSkip, Lookup, PlainDecoding, PromptLookup
 from decoding.round_costs import LEAST_COST, MOST_SWEEPS, measure_round_costs
 from decoding.target import Target
 from decoding.text import Ending, Shaping, Text
@@ -196,6 +199,29 @@ def test_real_drafter_is_measured_and_left_as_it_was(prefix_reuse: bool) -> None
     assert torch.equal(torch.get_rng_state(), before)
 
 
+@pytest.mark.parametrize("lookup", [PromptLookup(), PromptLookup(max_ngram=32, min_ngram=32)])
+def test_copies_are_measured_to_the_longest_behind_a_prompt_that_repeats_itself(lookup: PromptLookup) -> None:
+    target = tiny_target()
+    costs = measure_round_costs(target, PromptLookupDrafter(target, lookup), 9, budget_seconds=0.0)
+    assert len(costs.verify) == 10
+    assert LEAST_COST <= costs.draft_step < costs.verify[0]
+
+
+@pytest.mark.parametrize(("context_length", "longest"), [(256, 8), (12, 8), (3, 1)])
+def test_copies_are_measured_in_a_short_context_too(context_length: int, longest: int) -> None:
+    target = tiny_target()
+    target.config.max_position_embeddings = context_length
+    drafter = PromptLookupDrafter(target, PromptLookup())
+    costs = measure_round_costs(target, drafter, 8, budget_seconds=0.0)
+    assert len(costs.verify) == longest + 1
+
+
+def test_of_a_lookup_in_front_nothing_is_measured() -> None:
+    clock = Clock()
+    drafter = LookupFirst(TimedDrafter(clock), Lookup())
+    assert measure_round_costs(TimedTarget(clock), drafter, 9, clock=clock) == measure(9)
+
+
 # --- the decoder that asks for it -----------------------------------------------------------------------------------------
 
 MEASURED = RoundCosts(draft_step=0.2, verify=(1.0, 1.1))
@@ -240,7 +266,7 @@ def test_costs_are_measured_once_at_the_first_text(
     ],
 )
 def test_nothing_is_measured_that_is_known_or_not_needed(
-    draft: LayerSkip | PlainDecoding, rule: DraftLengthRule, measurements: list[int]
+    draft: ProfileDraft, rule: DraftLengthRule, measurements: list[int]
 ) -> None:
     decoder = Decoder(tiny_target(), draft, rule)
     decoder.generate(REQUEST)

@@ -37,6 +37,13 @@ def test_rates_are_of_the_decode_phase_alone() -> None:
 def test_counts_are_summed_over_the_rounds() -> None:
     assert (GENERATION.num_drafted, GENERATION.num_accepted) == (8, 4)
     assert GENERATION.accepted_lengths == {2: 2, 0: 1}
+    assert GENERATION.num_looked_up == 0
+
+
+def test_copies_are_counted_among_the_drafts() -> None:
+    copy = Round((8, 9), num_drafted=5, num_accepted=1, seconds=0.25, draft_seconds=0.0, looked_up=True)
+    generation = Generation(GENERATION.prefill, (*GENERATION.rounds, copy))
+    assert (generation.num_drafted, generation.num_looked_up, generation.num_accepted) == (13, 5, 5)
 
 
 def test_text_of_one_token_has_no_rounds() -> None:

@@ -16,11 +16,12 @@ from scipy import stats
 from torch import Tensor
 from transformers.generation import RepetitionPenaltyLogitsProcessor, TemperatureLogitsWarper, TopKLogitsWarper
 
-from decoding.acceptance import Acceptance, Sampling, accept_sampled
+from decoding.acceptance import Acceptance, Sampling, accept_certain, accept_sampled
 from decoding.decode import Request, autoregressive, speculative
 from decoding.draft_length import AdaEdl, BetaThompson, CalibratedThompson, DraftLengthRule, Fixed, RoundCosts
+from decoding.drafters.build import build_drafter
 from decoding.drafters.layer_skip import LayerSkipDrafter
-from decoding.profile import LayerSkip
+from decoding.profile import Draft, EarlyExit, LayerSkip, Lookup, PromptLookup
 from decoding.rounds import Prefill, Round
 from decoding.target import Target
 from decoding.text import Ending, LogitsProcessor, Shaping
@@ -98,6 +99,22 @@ EXPECTED_PAIRS = {
 @pytest.mark.parametrize("num_drafted", [1, 2])
 def test_speculative_sampling_is_distributed_as_the_target(num_drafted: int) -> None:
     assert p_value(first_two_tokens(accept_sampled, num_drafted, seed=1), EXPECTED_PAIRS) > ALPHA
+
+
+def test_drafts_that_are_certain_need_no_distribution_written_down() -> None:
+    """Deterministic drafts: each the likeliest token of the draft's distribution, given those before it."""
+    generator = torch.Generator().manual_seed(2)
+    first = int(DRAFT[0].argmax())
+    drafted = torch.tensor([first, int(DRAFT[1][first].argmax())])
+    p = torch.stack([TARGET[0], TARGET[1][first], TARGET[2][first, drafted[1]]])
+    counts: Counter[Outcome] = Counter()
+    for _ in range(NUM_ROUNDS):
+        num_accepted, token = accept_certain(drafted, p, generator)
+        text = [*drafted[:num_accepted].tolist(), token]
+        if len(text) == 1:
+            text.append(draw(TARGET[1][text[0]], generator))
+        counts[tuple(text[:2])] += 1
+    assert p_value(counts, EXPECTED_PAIRS) > ALPHA
 
 
 def reject_to_target(drafted: Tensor, q: Tensor, p: Tensor, generator: torch.Generator) -> tuple[int, int]:
@@ -182,15 +199,16 @@ def request_for(processors: str, acceptance: Acceptance) -> Request:
     return Request(PROMPT, Ending(NUM_TOKENS + 4), acceptance, Shaping(PROCESSORS[processors]))
 
 
-def many_texts(processors: str, rule: DraftLengthRule, skip: LayerSkip, acceptance: Acceptance) -> Counter[Outcome]:
-    drafter = LayerSkipDrafter(tiny_target(), skip)
+def many_texts(processors: str, rule: DraftLengthRule, draft: Draft, acceptance: Acceptance) -> Counter[Outcome]:
+    drafter = build_drafter(tiny_target(), draft)
+    assert drafter is not None
     request = request_for(processors, acceptance)
     controller = rule.controller()
     return Counter(first_tokens(speculative(tiny_target(), drafter, controller, request)) for _ in range(NUM_TEXTS))
 
 
 COSTS = RoundCosts(draft_step=0.1, verify=(1.0, 1.02))
-CASES: Sequence[tuple[str, DraftLengthRule, LayerSkip]] = [
+CASES: Sequence[tuple[str, DraftLengthRule, Draft]] = [
     ("temperature", Fixed(max_tokens=3), LayerSkip.blocks((0, 1))),
     (
         "temperature, penalty and top-k",
@@ -199,15 +217,34 @@ CASES: Sequence[tuple[str, DraftLengthRule, LayerSkip]] = [
     ),
     ("temperature", BetaThompson(max_tokens=3, costs=COSTS), LayerSkip(skip_attention=(0, 1))),
     ("temperature", CalibratedThompson(max_tokens=3, costs=COSTS), LayerSkip(skip_attention=(0, 1))),
+    ("temperature", Fixed(max_tokens=3), PromptLookup()),
+    ("temperature", BetaThompson(max_tokens=3, costs=COSTS), PromptLookup(max_ngram=1)),
+    (
+        "temperature, penalty and top-k",
+        Fixed(max_tokens=2),
+        LayerSkip(skip_attention=(0, 1), lookup=Lookup(max_ngram=2, max_tokens=2)),
+    ),
+    ("temperature", Fixed(max_tokens=3), EarlyExit(exit_layer=1, lookup=Lookup(max_tokens=3))),
 ]
 
 
 @pytest.mark.parametrize(
-    ("processors", "rule", "skip"), CASES, ids=["fixed", "AdaEDL", "Beta-Thompson", "calibrated Thompson"]
+    ("processors", "rule", "draft"),
+    CASES,
+    ids=[
+        "fixed",
+        "AdaEDL",
+        "Beta-Thompson",
+        "calibrated Thompson",
+        "lookup",
+        "lookup and Beta-Thompson",
+        "lookup, then skip",
+        "lookup, then exit",
+    ],
 )
-def test_sampled_texts_are_distributed_as_the_model(processors: str, rule: DraftLengthRule, skip: LayerSkip) -> None:
+def test_sampled_texts_are_distributed_as_the_model(processors: str, rule: DraftLengthRule, draft: Draft) -> None:
     generator = torch.Generator().manual_seed(7)
-    counts = many_texts(processors, rule, skip, Sampling(generator))
+    counts = many_texts(processors, rule, draft, Sampling(generator))
     assert p_value(counts, exact_distribution(processors)) > ALPHA
 
 
@@ -232,9 +269,30 @@ class WrongSampling(Sampling):
 
 @pytest.mark.parametrize("judge", [reject_to_target, accept_by_target_alone], ids=lambda judge: judge.__name__)
 def test_texts_of_a_wrong_acceptance_fail_the_same_test(judge: Judge) -> None:
-    processors, rule, skip = CASES[0]
+    processors, rule, draft = CASES[0]
     wrong = WrongSampling(judge, torch.Generator().manual_seed(7))
-    assert p_value(many_texts(processors, rule, skip, wrong), exact_distribution(processors)) < 1e-6
+    assert p_value(many_texts(processors, rule, draft, wrong), exact_distribution(processors)) < 1e-6
+
+
+class TrustingCopies(Sampling):
+    """Wrong: it accepts whatever was looked up."""
+
+    def accept(self, drafted: Tensor, probabilities: Tensor | None, scores: Tensor) -> tuple[int, int]:
+        return len(drafted), super().accept(drafted[:0], None, scores[-1:])[1]
+
+
+class RepeatingCopies(Sampling):
+    """Wrong: after a rejection it samples from the whole target, the rejected copy among it."""
+
+    def accept(self, drafted: Tensor, probabilities: Tensor | None, scores: Tensor) -> tuple[int, int]:
+        num_accepted, _ = super().accept(drafted, probabilities, scores)
+        return num_accepted, super().accept(drafted[:0], None, scores[num_accepted:])[1]
+
+
+@pytest.mark.parametrize("wrong", [TrustingCopies, RepeatingCopies])
+def test_texts_of_a_wrong_acceptance_of_copies_fail_the_same_test(wrong: type[Sampling]) -> None:
+    counts = many_texts("temperature", Fixed(max_tokens=3), PromptLookup(), wrong(torch.Generator().manual_seed(7)))
+    assert p_value(counts, exact_distribution("temperature")) < 1e-6
 
 
 def test_seeded_texts_are_the_same_at_every_run() -> None:

@@ -35,6 +35,38 @@ def test_drafts_lie_behind_the_text_until_tokens_are_appended() -> None:
     assert text.span(0, text.length).tolist() == [[5, 6, 1, 9]]
 
 
+def test_drafts_known_on_the_host_are_written_at_once() -> None:
+    text = text_of(5, 6)
+    text.write_drafts([1, 2, 3])
+    assert (text.length, text.span(2, 5).tolist()) == (2, [[1, 2, 3]])
+
+
+def test_tokens_on_the_host_are_those_of_the_text_without_drafts() -> None:
+    text = text_of(5, 6)
+    assert list(text.token_ids) == [5, 6]
+    text.write_drafts([1, 2])
+    assert list(text.token_ids) == [5, 6]
+    text.append([1, 9])
+    text.append((4,))
+    assert list(text.token_ids) == text.span(0, text.length)[0].tolist() == [5, 6, 1, 9, 4]
+
+
+def test_ngrams_are_indexed_once_a_length_and_grow_with_the_text() -> None:
+    text = text_of(5, 6, 5)
+    assert text.ngrams(1) is text.ngrams(1) is not text.ngrams(2)
+    assert (text.ngrams(1).find_last(), text.ngrams(2).find_last()) == (1, None)
+    text.write_drafts([6])
+    assert text.ngrams(1).find_last() == 1
+    text.append([6])
+    assert (text.ngrams(1).find_last(), text.ngrams(2).find_last()) == (2, 2)
+
+
+def test_prompt_given_is_not_changed() -> None:
+    prompt = [5, 6]
+    Text(prompt, 8, CPU).append([7])
+    assert prompt == [5, 6]
+
+
 def test_span_is_a_view_of_the_buffer() -> None:
     text = text_of(5, 6)
     assert text.span(1, 2).data_ptr() == text.span(0, 2).data_ptr() + text.span(0, 2).element_size()

@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from decoding.documents import validate
 from decoding.draft_length import RULES, AdaEdl, TopProbability
 from decoding.errors import SdtuneError
-from decoding.profile import EarlyExit, LayerSkip
+from decoding.profile import EarlyExit, LayerSkip, Lookup, PromptLookup
 from studies import STUDIES
 from studies.contract import Problem, TrialRecord
 from studies.draft_length import DraftLength, DraftLengthSettings
@@ -110,6 +110,9 @@ def test_the_registry_names_every_study_by_its_own_name() -> None:
         ({"exit_layer": 3}, EarlyExit(exit_layer=3)),
         ({"kind": "early_exit", "exit_layer": 3}, EarlyExit(exit_layer=3)),
         (EarlyExit(exit_layer=3), EarlyExit(exit_layer=3)),
+        ({"max_ngram": 4}, PromptLookup(max_ngram=4)),
+        ({"min_ngram": 2}, PromptLookup(min_ngram=2)),
+        ({"skip_mlp": [5], "lookup": {"min_ngram": 2}}, LayerSkip(skip_mlp=(5,), lookup=Lookup(min_ngram=2))),
         (None, None),
     ],
 )
@@ -122,7 +125,7 @@ def test_kind_of_a_given_draft_may_be_left_out(draft: Any, meant: Any) -> None:
     [
         ({"skip_atention": [5]}, "unknown key 'draft.skip_atention'; did you mean 'skip_attention'"),
         ({"exit_layer": 3, "heads": "h"}, "unknown key 'draft.heads'; did you mean 'head'"),
-        ({"kind": "none"}, "draft.kind: unknown value 'none'; valid: early_exit, layer_skip"),
+        ({"kind": "none"}, "draft.kind: unknown value 'none'; valid: early_exit, layer_skip, prompt_lookup"),
         ({"exit_layer": 0}, "draft.exit_layer: input should be greater than or equal to 1"),
     ],
 )

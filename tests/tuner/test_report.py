@@ -19,8 +19,10 @@ from decoding.profile import (
     Exactness,
     Interval,
     LayerSkip,
+    Lookup,
     Measured,
     PlainDecoding,
+    PromptLookup,
     Provenance,
     Rates,
     SearchCost,
@@ -204,6 +206,16 @@ def test_columns_of_an_exit_say_where_and_with_what_head() -> None:
     assert without["exit_head"] == "none"
 
 
+def test_columns_of_a_lookup_are_its_settings_wherever_it_stands() -> None:
+    alone = trial_params(record(candidate=Candidate(draft=PromptLookup(max_ngram=4), draft_length=Fixed())))
+    assert (alone["kind"], alone["lookup.max_ngram"], alone["lookup.min_ngram"]) == ("prompt_lookup", 4, 1)
+    draft = LayerSkip(skip_mlp=(3,), lookup=Lookup(min_ngram=2, max_tokens=7))
+    first = trial_params(record(candidate=Candidate(draft=draft, draft_length=Fixed())))
+    assert (first["kind"], first["lookup.min_ngram"], first["lookup.max_tokens"]) == ("layer_skip", 2, 7)
+    without = trial_params(record(candidate=Candidate(draft=HEAD, draft_length=Fixed())))
+    assert not [key for key in without if key.startswith("lookup")]
+
+
 @pytest.mark.parametrize("costs", [None, RoundCosts(draft_step=0.2, verify=(1.0, 1.1))])
 def test_columns_of_a_learning_rule_are_its_settings_and_not_what_it_learnt(costs: RoundCosts | None) -> None:
     params = trial_params(record(candidate=candidate((1,), BetaThompson(costs=costs, forgetting=0.96))))
@@ -241,6 +253,18 @@ def test_profile_of_an_exit_shows_head_layers_and_what_distilling_took() -> None
     text = _text(profile_panel(profile.model_copy(update={"draft": EarlyExit(exit_layer=4)})))
     assert "exit at 4, no head" in text
     assert "distil" not in text
+
+
+def test_profile_with_a_lookup_shows_it_and_what_stops_it() -> None:
+    profile = _profile()
+    text = _text(profile_panel(profile.model_copy(update={"draft": PromptLookup(min_ngram=2)})))
+    assert "prompt lookup (3-2)" in text
+    assert "ada_edl" in text
+    assert "####" not in text, "it leaves nothing out of the model, which drafts nothing"
+    draft = EarlyExit(exit_layer=4, lookup=Lookup())
+    text = _text(profile_panel(profile.model_copy(update={"draft": draft})))
+    assert "lookup (3-1, 10), then exit at 4, no head" in text
+    assert "attention ####........" in text
 
 
 def _entry(rule: DraftLengthRule, label: str, seconds: tuple[float, ...]) -> Entry:
