@@ -9,11 +9,16 @@ from studies.conf_layers import ConfLayers
 from studies.contract import Study
 from studies.draft_length import DraftLength
 from studies.exit_layer import ExitLayer
+from studies.skip_sets import SkipSets
 
 STUDIES: dict[str, type[Study]] = {
     "conf_layers": ConfLayers,
     "exit_layer": ExitLayer,
     "draft_length": DraftLength,
+    "skip_sets": SkipSets,
 }
 
-__all__ = ["STUDIES"]
+DEFAULT_STUDIES = ("conf_layers", "exit_layer", "draft_length")
+"""What a search runs unless it is told otherwise: rivals are asked for by name."""
+
+__all__ = ["DEFAULT_STUDIES", "STUDIES"]

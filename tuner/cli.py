@@ -66,7 +66,12 @@ def main() -> None:
 @click.option(
     "--dataset", help="Prompts: .jsonl, .json, .csv, .parquet, .txt, a saved datasets folder, a hub id, or a preset."
 )
-@click.option("--study", multiple=True, metavar="NAME", help="Searches to run, in order; repeatable. [default: all]")
+@click.option(
+    "--study",
+    multiple=True,
+    metavar="NAME",
+    help="Searches to run, in order; repeatable.  [default: conf_layers, exit_layer, draft_length]",
+)
 @click.option("--trials", type=int, metavar="N", help="Trials of each study at most.")
 @click.option(
     "--timeout", metavar="DURATION", help="Search time over all studies, e.g. 90s, 10m, 1h; resumed runs included."

@@ -11,7 +11,7 @@ from pydantic import Field, field_validator, model_validator
 
 from decoding.distillation.settings import DistillSettings
 from decoding.documents import Document, Duration, read_mapping, suggest, validate
-from studies import STUDIES
+from studies import DEFAULT_STUDIES, STUDIES
 from tuner.errors import ConfigError
 
 
@@ -29,7 +29,7 @@ class SearchConfig(Document):
     max_prompt_tokens: int | None = Field(
         None, ge=1, description="cut longer prompts from the left; without it they are an error"
     )
-    study: tuple[str, ...] = Field(tuple(STUDIES), min_length=1, description="searches to run, in order")
+    study: tuple[str, ...] = Field(DEFAULT_STUDIES, min_length=1, description="searches to run, in order")
     trials: int | None = Field(None, ge=1, description="trials of each study at most")
     timeout: Duration | None = Field(
         None, description="search time over all studies (90s, 10m, 1h), resumed runs included"

@@ -58,14 +58,19 @@ def run_study(
     records = stored.records()
     for record in records:
         study.observe(record)
+    learning = 0.0
     while (ended := study.finished() or budget.exhausted(len(records))) is None:
+        # A trial is on disk before the study learns of it: what that takes counts with the trial it leads to.
+        start = time.perf_counter() - learning
         trial = stored.ask()
         candidate, notes = study.propose(trial)
-        record = _run_trial(study.name, trial, candidate, notes, records, bench, places)
+        record = _run_trial(study.name, trial, candidate, notes, records, bench, places, start)
         stored.finish(trial, record)
         records.append(record)
         budget.spent_seconds += record.seconds
+        told = time.perf_counter()
         study.observe(record)
+        learning = time.perf_counter() - told
         on_record(record)
     return records, ended
 
@@ -78,13 +83,20 @@ def _run_trial(
     earlier: Sequence[TrialRecord],
     bench: Bench,
     places: Sequence[int],
+    start: float,
 ) -> TrialRecord:
-    start = time.perf_counter()
+    """Measure a candidate; its seconds run from `start`, where the study began to think of it."""
     facts: dict[str, Any] = {"study": study, "number": trial.number, "candidate": candidate, "notes": notes}
     if known := _measured_before(candidate, earlier):
         for sample in known.measurement.samples if known.measurement else ():
             trial.report(sample.ratio, step=sample.prompt)
-        return TrialRecord(**facts, state=known.state, measurement=known.measurement, repeat_of=known.number)
+        return TrialRecord(
+            **facts,
+            state=known.state,
+            measurement=known.measurement,
+            repeat_of=known.number,
+            seconds=time.perf_counter() - start,
+        )
     samples: list[PromptSample] = []
 
     def watch(sample: PromptSample) -> None:

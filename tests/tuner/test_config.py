@@ -6,8 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
 from decoding.documents import parse_duration
+from studies import DEFAULT_STUDIES, STUDIES
+from tuner.cli import main
 from tuner.config import SearchConfig, load_config
 from tuner.errors import ConfigError
 
@@ -88,3 +91,15 @@ def test_every_shipped_configuration_loads(path: Path) -> None:
 
 def test_the_experiment_is_named_after_model_and_dataset() -> None:
     assert SearchConfig(model="meta/Llama-8B", dataset="data/code.jsonl").resolved_experiment() == "Llama-8B-code"
+
+
+def test_rivals_are_searched_only_when_asked_for() -> None:
+    assert SearchConfig(**GIVEN).study == DEFAULT_STUDIES
+    assert set(STUDIES) - set(DEFAULT_STUDIES) >= {"skip_sets"}
+    shown = " ".join(CliRunner().invoke(main, ["search", "--help"]).stdout.split())
+    assert f"[default: {', '.join(DEFAULT_STUDIES)}]" in shown
+    asked = load_config(None, {**GIVEN, "study": ("skip_sets",), "studies": {"skip_sets": {"method": "tpe"}}})
+    assert asked.study == ("skip_sets",)
+    assert asked.study_settings("skip_sets").method == "tpe"
+    with pytest.raises(ConfigError, match=r"studies\.skip_sets: method: .* 'draft_verify' or 'tpe' \(got 'swft'\)"):
+        load_config(None, {**GIVEN, "studies": {"skip_sets": {"method": "swft"}}})

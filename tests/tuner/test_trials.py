@@ -198,3 +198,44 @@ def test_no_trial_begins_when_the_seconds_are_spent(tmp_path: Path) -> None:
     records, ended, _ = _run(tmp_path, [[3]], bench, Budget(None, 10.0, spent_seconds=10.0))
     assert records == []
     assert ended == "its share of the search time is spent"
+
+
+class Clock:
+    """Stands in for the module `time`; work moves it on."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+
+def test_seconds_of_a_trial_are_those_of_thinking_and_of_measuring(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = Clock()
+
+    class Thinking(Scripted):
+        def propose(self, trial: optuna.Trial) -> tuple[Candidate, dict[str, Any]]:
+            clock.now += 2.0
+            return super().propose(trial)
+
+        def observe(self, record: TrialRecord) -> None:
+            clock.now += 0.5
+            super().observe(record)
+
+    def answer(wanted: Candidate, place: int) -> PromptSample:
+        clock.now += 10.0
+        return sample(1.2, place)
+
+    def show(record: TrialRecord) -> None:
+        clock.now += 1000.0
+
+    monkeypatch.setattr("tuner.trials.time", clock)
+    stored = StudyStore(sqlite_url(tmp_path / "trials.db"), "e").open(study := Thinking([[3], [4], [3]]), {})
+    budget = Budget(None, None)
+    records, _ = run_study(study, stored, FakeBench(answer), PLACES, budget, show)  # type: ignore[arg-type]
+    # Learning from a trial comes behind it: its half second is in the next. What was met before is not measured again.
+    assert [record.seconds for record in records] == [62.0, 62.5, 2.5]
+    assert budget.spent_seconds == 127.0
+    assert stored.records() == records
