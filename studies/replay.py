@@ -9,14 +9,15 @@ A replay is a prediction: it may choose what to measure, and is never reported a
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import cast
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
 
 from decoding.draft_length import Controller, CostAwareRule, Decision, DraftDistribution, DraftLengthRule, RoundCosts
+from decoding.drafters.prompt_lookup import length_allowed
 
 
 @dataclass(frozen=True)
@@ -88,11 +89,18 @@ class Recording:
         return cls(tuple(matches.tolist()), tuple(_Seen(*pair) for pair in seen), float(overlap.mean()))
 
 
+Copies = Sequence[int | None]
+"""What prompt lookup would do in a round that begins at each position of a text: how many of the tokens it copies are right, as
+far as it was looked, or None where there is nothing to copy."""
+
+
 @dataclass(frozen=True)
 class Replayed:
-    """Tokens of a replay, and what they would cost in plain passes of the target."""
+    """Tokens, rounds and draft passes of a replay, and what they would cost in plain passes of the target."""
 
     tokens: int
+    rounds: int
+    draft_passes: int
     cost: float
 
     @property
@@ -101,22 +109,73 @@ class Replayed:
         return self.tokens / self.cost
 
 
-def replay(rule: DraftLengthRule, recordings: Iterable[Recording], costs: RoundCosts) -> Replayed:
-    """Let `rule` steer over the recorded texts, each with a fresh controller unless it is persistent."""
+@dataclass(frozen=True)
+class LookupReplay:
+    """Prompt lookup in front of a draft: what it would copy on each text, how many tokens at a time, and what verifying n costs."""
+
+    copies: Sequence[Copies]
+    max_tokens: int
+    verify: RoundCosts
+    """Of passes through the whole target; its draft step is not counted."""
+
+
+def replay(
+    rule: DraftLengthRule, recordings: Sequence[Recording], costs: RoundCosts, lookup: LookupReplay | None = None
+) -> Replayed:
+    """Let `rule` steer over the recorded texts, each with a fresh controller unless it is persistent.
+
+    Rounds that `lookup` drafts are none of the rule's.
+    """
     if isinstance(rule, CostAwareRule):
         rule = rule.with_costs(costs)
     kept = rule.controller() if rule.persistent else None
-    tokens, cost = 0, 0.0
-    for recording in recordings:
-        cost += _replay_text(kept or rule.controller(), recording, costs)
+    tokens = rounds = passes = 0
+    cost = 0.0
+    for index, recording in enumerate(recordings):
+        for step in _rounds(kept or rule.controller(), recording, lookup, index):
+            rounds += 1
+            passes += step.num_passes
+            if step.looked_up and lookup is not None:
+                cost += lookup.verify.verify_cost(step.num_drafted)
+            else:
+                cost += costs.of(step.num_drafted) + (step.num_passes - step.num_drafted) * costs.draft_step
         tokens += len(recording.matches)
-    return Replayed(tokens, cost)
+    return Replayed(tokens, rounds, passes, cost)
 
 
-def _replay_text(controller: Controller, recording: Recording, costs: RoundCosts) -> float:
-    place, end, cost = 0, len(recording.matches), 0.0
+def replay_copies(rule: DraftLengthRule, copies: Sequence[Copies], costs: RoundCosts) -> Replayed:
+    """Prompt lookup alone, with `rule` deciding how many tokens are copied; `costs` are those of the whole target's passes."""
+    if isinstance(rule, CostAwareRule):
+        rule = rule.with_costs(costs)
+    kept = rule.controller() if rule.persistent else None
+    tokens = rounds = 0
+    cost = 0.0
+    for text in copies:
+        for num_drafted in _copied_rounds(kept or rule.controller(), text):
+            rounds += 1
+            cost += costs.of(num_drafted)
+        tokens += len(text)
+    return Replayed(tokens, rounds, 0, cost)
+
+
+class _Step(NamedTuple):
+    """One round: tokens drafted, and draft passes run, one more if the last was not drawn from."""
+
+    num_drafted: int
+    num_passes: int
+    looked_up: bool = False
+
+
+def _rounds(controller: Controller, recording: Recording, lookup: LookupReplay | None, text: int) -> Iterator[_Step]:
+    place, end = 0, len(recording.matches)
     while place < end:
-        limit = min(controller.limit(), end - place - 1)  # the last token of a text is the target's
+        room = end - place - 1  # the last token of a text is the target's
+        if lookup is not None and room and (num_right := lookup.copies[text][place]) is not None:
+            num_copied = min(lookup.max_tokens, room)
+            yield _Step(num_copied, 0, looked_up=True)
+            place += min(num_right, num_copied) + 1
+            continue
+        limit = min(controller.limit(), room)
         num_drafted = num_passes = 0
         decision = Decision.CONTINUE
         while num_drafted < limit and decision is Decision.CONTINUE:
@@ -126,6 +185,22 @@ def _replay_text(controller: Controller, recording: Recording, costs: RoundCosts
         drafted = recording.matches[place : place + num_drafted]
         num_accepted = drafted.index(False) if False in drafted else num_drafted
         controller.observe(num_drafted, num_accepted)
-        cost += costs.of(num_drafted) + (num_passes - num_drafted) * costs.draft_step
+        yield _Step(num_drafted, num_passes)
         place += num_accepted + 1
-    return cost
+
+
+def _copied_rounds(controller: Controller, copies: Copies) -> Iterator[int]:
+    """Tokens drafted in each round of one text."""
+    place, end = 0, len(copies)
+    while place < end:
+        room = end - place - 1
+        num_right = copies[place] if room else None
+        if num_right is None:
+            yield 0
+            place += 1
+            continue
+        num_drafted = length_allowed(controller, room)
+        num_accepted = min(num_right, num_drafted)
+        controller.observe(num_drafted, num_accepted)
+        yield num_drafted
+        place += num_accepted + 1

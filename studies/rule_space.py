@@ -5,10 +5,12 @@ A rule declares beside each parameter the range worth searching, so a new one is
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Sequence
 from typing import Annotated, Any
 
+import numpy as np
 import optuna
 from pydantic import AfterValidator, Field
 
@@ -42,6 +44,32 @@ def rule_parameters(rule: DraftLengthRule, max_tokens: int) -> dict[str, Any]:
     ranges = search_ranges(type(rule), max_tokens)
     clipped = {field: min(max(getattr(rule, field), low), high) for field, (low, high, _) in ranges.items()}
     return {"rule": rule.rule, **{f"{rule.rule}.{field}": value for field, value in clipped.items()}}
+
+
+def draw_rule(name: str, max_tokens: int, stream: np.random.Generator) -> DraftLengthRule:
+    """A rule with parameters drawn evenly from the ranges that are searched."""
+    return _rule_at(
+        name, max_tokens, {field: float(stream.random()) for field in search_ranges(RULES[name], max_tokens)}
+    )
+
+
+def near_rule(rule: DraftLengthRule, max_tokens: int, nearness: float, stream: np.random.Generator) -> DraftLengthRule:
+    """The rule with its parameters moved at random, by a standard deviation of `nearness` of the range that is searched."""
+    places = {}
+    for field, (low, high, log) in search_ranges(type(rule), max_tokens).items():
+        value = getattr(rule, field)
+        place = math.log(value / low) / math.log(high / low) if log else (value - low) / ((high - low) or 1.0)
+        places[field] = float(np.clip(place + stream.normal(0.0, nearness), 0.0, 1.0))
+    return _rule_at(rule.rule, max_tokens, places)
+
+
+def _rule_at(name: str, max_tokens: int, places: dict[str, float]) -> DraftLengthRule:
+    """The rule whose parameters lie at these places, 0 to 1, of their ranges."""
+    values: dict[str, float] = {}
+    for field, (low, high, log) in search_ranges(RULES[name], max_tokens).items():
+        value = low * (high / low) ** places[field] if log else low + (high - low) * places[field]
+        values[field] = round(value) if field == "max_tokens" else value
+    return RULES[name](rule=name, **values)
 
 
 def search_ranges(rule: type[DraftLengthRule], max_tokens: int) -> dict[str, tuple[float, float, bool]]:

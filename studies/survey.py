@@ -17,10 +17,12 @@ import torch
 from torch import Tensor, nn
 
 from decoding.cache import RoundsCache
+from decoding.drafters.prompt_lookup import copied, find_copy
 from decoding.exit_head import ExitHeads
-from decoding.profile import EarlyExit, LayerSkip
+from decoding.profile import EarlyExit, LayerSkip, Lookup, PromptLookup
 from decoding.target import Target
-from studies.replay import Recording, TargetText
+from decoding.text import Text
+from studies.replay import Copies, Recording, TargetText
 
 DEPTH = 4
 """Tokens of a recorded round: about what drafts come to, so that the draft reads as much of its own as it would."""
@@ -36,6 +38,7 @@ class _Read:
     """[1, length]"""
     first: int
     """Place of the prefill's token: from there on a draft would have drafted the next one."""
+    continuation: tuple[int, ...]
     target: TargetText
 
 
@@ -95,10 +98,16 @@ class Survey:
             ]
         return [self._recordings[draft] for draft in drafts]
 
+    def copies(self, lookup: PromptLookup | Lookup, most: int) -> list[Copies]:
+        """What prompt lookup would copy in a round behind each position of each text, looked at as far as `most` tokens."""
+        return [_copies(text, lookup, most) for text in self._texts]
+
     def _read(self, prompt: Sequence[int], continuation: Sequence[int]) -> _Read:
         token_ids = torch.tensor([[*prompt, *continuation[:-1]]], device=self.target.device)
         _, logits = self.target.exit_states(token_ids, (), first=len(prompt))
-        return _Read(token_ids, len(prompt), TargetText.of(logits[0], temperature=self._temperature))
+        return _Read(
+            token_ids, len(prompt), tuple(continuation), TargetText.of(logits[0], temperature=self._temperature)
+        )
 
     def _keep_states(self, exit_layers: Iterable[int]) -> None:
         wanted = sorted(set(exit_layers) - self._states.keys())
@@ -147,3 +156,19 @@ class Survey:
                 # The last round of a text may be short: what stands behind a position does not change it.
                 rows.append(nn.functional.pad(row, (0, self._depth - len(row))))
         return RoundsCache(rounds, self._depth), torch.stack(rows)
+
+
+def _copies(text: _Read, lookup: PromptLookup | Lookup, most: int) -> Copies:
+    prompt = text.token_ids[0, : text.first].tolist()
+    held = Text(prompt, text.token_ids.shape[1] + 1, torch.device("cpu"))
+    copies: list[int | None] = []
+    for place, token in enumerate(text.continuation[:-1]):
+        held.append([token])
+        found = find_copy(held, lookup)
+        if found is None:
+            copies.append(None)
+            continue
+        behind = text.continuation[place + 1 : place + 1 + most]
+        agrees = [one == other for one, other in zip(copied(held.token_ids, found, len(behind)), behind, strict=True)]
+        copies.append(agrees.index(False) if False in agrees else len(agrees))
+    return copies

@@ -1,0 +1,70 @@
+"""Replays of prompt lookup: the rounds of real decoding, from the text alone."""
+
+from __future__ import annotations
+
+import pytest
+
+from decoding.decode import Request
+from decoding.decoder import Decoder, plain_decoder
+from decoding.draft_length import BetaThompson, DraftLengthRule, Fixed, RoundCosts, TopProbability
+from decoding.profile import EarlyExit, LayerSkip, Lookup, PromptLookup
+from decoding.target import Target
+from decoding.text import Ending
+from studies.replay import LookupReplay, replay, replay_copies
+from studies.survey import Survey
+from tests.tiny import tiny_target
+
+NUM_LAYERS = 6
+PROMPTS = ((3, 9, 27, 3, 9, 27, 3, 9), (8, 2, 31, 8, 2, 44, 8, 2), (5, 6, 7, 9))
+COSTS = RoundCosts(draft_step=0.25, verify=(1.0, 1.1, 1.3))
+WHOLE = RoundCosts(draft_step=0.001, verify=(1.0, 1.2, 1.4))
+
+
+@pytest.fixture(scope="module")
+def target() -> Target:
+    return tiny_target(NUM_LAYERS)
+
+
+@pytest.fixture(scope="module")
+def texts(target: Target) -> list[tuple[int, ...]]:
+    return [plain_decoder(target).generate(Request(prompt, Ending(40))).tokens for prompt in PROMPTS]
+
+
+@pytest.mark.parametrize("draft", [LayerSkip.blocks([2, 4]), EarlyExit(exit_layer=3)], ids=lambda draft: draft.kind)
+@pytest.mark.parametrize("front", [Lookup(max_tokens=3), Lookup(max_ngram=4, min_ngram=2, max_tokens=6)])
+def test_rounds_with_a_lookup_in_front_are_those_of_decoding(
+    target: Target, texts: list[tuple[int, ...]], draft: LayerSkip | EarlyExit, front: Lookup
+) -> None:
+    survey = Survey(target, PROMPTS, texts, depth=2)
+    rule = Fixed(max_tokens=2)
+    decoder = Decoder(target, draft.model_copy(update={"lookup": front}), rule)
+    decoded = [decoder.generate(Request(prompt, Ending(40))) for prompt in PROMPTS]
+    lookup = LookupReplay(survey.copies(front, front.max_tokens), front.max_tokens, WHOLE)
+    replayed = replay(rule, survey.record(draft), COSTS, lookup)
+    rounds = [step for each in decoded for step in each.rounds]
+    assert any(step.looked_up and step.num_accepted for step in rounds)
+    assert any(step.num_drafted and not step.looked_up for step in rounds)
+    assert replayed.rounds == len(rounds)
+    assert replayed.draft_passes == sum(step.num_drafted for step in rounds if not step.looked_up)
+    cost = sum(WHOLE.verify_cost(step.num_drafted) if step.looked_up else COSTS.of(step.num_drafted) for step in rounds)
+    assert replayed.cost == pytest.approx(cost)
+    assert replayed.tokens == sum(each.num_decoded for each in decoded)
+
+
+@pytest.mark.parametrize(
+    "rule", [Fixed(max_tokens=4), TopProbability(max_tokens=6), BetaThompson(max_tokens=5)], ids=lambda rule: rule.rule
+)
+def test_rounds_of_a_lookup_alone_are_those_of_decoding(
+    target: Target, texts: list[tuple[int, ...]], rule: DraftLengthRule
+) -> None:
+    survey = Survey(target, PROMPTS, texts)
+    draft = PromptLookup(max_ngram=2)
+    real = rule.with_costs(WHOLE) if isinstance(rule, BetaThompson) else rule
+    rounds = [
+        step for prompt in PROMPTS for step in Decoder(target, draft, real).generate(Request(prompt, Ending(40))).rounds
+    ]
+    assert any(step.num_accepted > 1 for step in rounds)
+    replayed = replay_copies(rule, survey.copies(draft, rule.max_tokens), WHOLE)
+    assert replayed.rounds == len(rounds)
+    assert replayed.cost == pytest.approx(sum(WHOLE.of(step.num_drafted) for step in rounds))
+    assert replayed.draft_passes == 0
