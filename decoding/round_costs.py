@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import statistics
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
@@ -18,7 +19,7 @@ from decoding.text import Shaping, Text
 
 # Costs bend at the first few tokens and at powers of two; in between, a straight line does.
 WIDTHS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
-FEWEST_SWEEPS, MOST_SWEEPS = 2, 20
+FEWEST_SWEEPS, MOST_SWEEPS = 5, 20
 LEAST_COST = 1e-4  # of a plain pass: what a pass is taken to cost that was too short for the clock
 
 Clock = Callable[[], float]
@@ -31,7 +32,7 @@ def measure_round_costs(
     max_tokens: int,
     *,
     prompt_length: int = 64,
-    budget_seconds: float = 0.4,
+    budget_seconds: float = 0.8,
     seed: int = 0,
     clock: Clock = time.perf_counter,
 ) -> RoundCosts:
@@ -40,8 +41,12 @@ def measure_round_costs(
     The prompt is one passage twice over, so that a drafter that copies has something to copy. Costs are for the rule that weighs
     them: of a lookup in front of another drafter nothing is measured, as no rule steers it.
 
-    A sweep goes through all of `WIDTHS`, and sweeps are repeated, at least twice, until `budget_seconds` are spent. The fastest
-    pass of each kind counts: what is cold or disturbed takes longer, never less. Lengths between the widths are interpolated.
+    A sweep goes through all of `WIDTHS`, each round between two plain steps, as decoding goes from one to the other: the same
+    pass again and again would find the processor's caches as it left them, and take some per cent less than it does in use.
+    Sweeps are repeated, at least five times, until `budget_seconds` are spent; each width counts with the median of what it took
+    over the plain steps beside it. What the first step of a draft takes more than the others is counted to the verification.
+    Lengths between the widths are interpolated.
+
     Where the context is short, the prompt gives way to the drafts, and they to the context. `seed` is that of the prompt;
     `clock` gives seconds.
 
@@ -58,13 +63,14 @@ def measure_round_costs(
     return _costs(sweeps)
 
 
-@dataclass
-class _Sweep:
-    """Seconds of one pass of each kind; drafts and verifications by the number of tokens drafted."""
+@dataclass(frozen=True)
+class _Timed:
+    """Seconds of one round, and of the plain steps beside it."""
 
+    num_drafted: int
+    draft: float
+    verify: float
     plain: float
-    draft: dict[int, float] = field(default_factory=dict)
-    verify: dict[int, float] = field(default_factory=dict)
 
 
 class _Bench:
@@ -87,21 +93,33 @@ class _Bench:
         self._cache.length = self._text.length
         self._text.append([last])
 
-    def sweep(self) -> _Sweep:
-        """Time a plain pass, then a draft and its verification of every width, all from the same state."""
-        text, cache = self._text, self._cache
-        start = self._now()
-        self._target.forward(text.span(cache.length, text.length), cache, cache.length, last_only=True)
-        sweep = _Sweep(plain=self._now() - start)
+    def sweep(self) -> list[_Timed]:
+        """A round of every width from the same state, plain steps between them."""
+        plain = [self._plain_step()]
+        rounds = []
         for width in self._widths:
-            start = self._now()
-            draft = self._drafter.draft(text, cache, Controller(width), Shaping(), Greedy(), width)
-            drafted = self._now()
-            self._drafter.verify(text, cache, draft)
-            verified = self._now()
-            cache.roll_back(text.length - 1)
-            sweep.draft[draft.num_tokens], sweep.verify[draft.num_tokens] = drafted - start, verified - drafted
-        return sweep
+            rounds.append(self._round(width))
+            plain.append(self._plain_step())
+        beside = [(before + after) / 2 for before, after in pairwise(plain)]
+        return [_Timed(*each, seconds) for each, seconds in zip(rounds, beside, strict=True)]
+
+    def _plain_step(self) -> float:
+        text, cache, greedy = self._text, self._cache, Greedy()
+        start = self._now()
+        logits = self._target.forward(text.span(cache.length, text.length), cache, cache.length, last_only=True)
+        int(greedy.choose(Shaping().one(text, 0, logits))[0])
+        return self._now() - start
+
+    def _round(self, width: int) -> tuple[int, float, float]:
+        """Tokens drafted, and seconds to draft them and to verify them; nothing of it stays in the text."""
+        text, cache, greedy = self._text, self._cache, Greedy()
+        start = self._now()
+        draft = self._drafter.draft(text, cache, Controller(width), Shaping(), greedy, width)
+        drafted_at = self._now()
+        scores = Shaping().all(text, self._drafter.verify(text, cache, draft))
+        greedy.accept(text.span(text.length, text.length + draft.num_tokens)[0], draft.probabilities, scores)
+        cache.roll_back(text.length - 1)
+        return draft.num_tokens, drafted_at - start, self._now() - drafted_at
 
     def _now(self) -> float:
         if self._target.device.type == "cuda":
@@ -109,41 +127,46 @@ class _Bench:
         return self._clock()
 
 
-def _costs(sweeps: list[_Sweep]) -> RoundCosts:
-    draft = _fastest([sweep.draft for sweep in sweeps])
-    verify = _rising(_fastest([sweep.verify for sweep in sweeps]))
-    plain = min(*(sweep.plain for sweep in sweeps), *verify.values())
-    steps = [seconds / width for width, seconds in draft.items() if width]
-    if not steps:
+def _costs(sweeps: list[list[_Timed]]) -> RoundCosts:
+    rounds = [each for sweep in sweeps for each in sweep]
+    draft = _medians((each.num_drafted, _ratio(each.draft, each.plain)) for each in rounds)
+    verify = _medians((each.num_drafted, _ratio(each.verify, each.plain)) for each in rounds)
+    longest = max(draft)
+    if not longest:
         raise ValueError(
             "not a single token was drafted: the drafter proposes none, or the context has no room for one"
         )
-    return RoundCosts(
-        draft_step=_cost(min(steps), plain),
-        verify=tuple(_cost(seconds, plain) for seconds in _interpolated(verify)),
-    )
+    step = draft[longest] / longest
+    extra = {width: verify[width] + max(draft[width] - width * step, 0.0) for width in verify}
+    return RoundCosts(draft_step=_cost(step), verify=tuple(map(_cost, _interpolated(_rising(extra)))))
 
 
-def _fastest(sweeps: list[dict[int, float]]) -> dict[int, float]:
-    """The least seconds of each width, ascending."""
-    widths = sorted(set().union(*sweeps))
-    return {width: min(sweep[width] for sweep in sweeps if width in sweep) for width in widths}
+def _medians(values: Iterable[tuple[int, float]]) -> dict[int, float]:
+    """The median of each width's values, by ascending width."""
+    by_width: dict[int, list[float]] = {}
+    for width, value in values:
+        by_width.setdefault(width, []).append(value)
+    return {width: statistics.median(by_width[width]) for width in sorted(by_width)}
 
 
-def _rising(seconds: dict[int, float]) -> dict[int, float]:
+def _ratio(seconds: float, plain: float) -> float:
+    return seconds / plain if plain else 1.0  # a clock that stands still tells nothing apart
+
+
+def _rising(values: dict[int, float]) -> dict[int, float]:
     """No width slower than a wider one, which has more to compute: a pass that seemed so was disturbed."""
-    return {width: min(value for wider, value in seconds.items() if wider >= width) for width in seconds}
+    return {width: min(value for wider, value in values.items() if wider >= width) for width in values}
 
 
-def _interpolated(seconds: dict[int, float]) -> list[float]:
+def _interpolated(at: dict[int, float]) -> list[float]:
     """Values at 0, 1, 2 ... up to the last width, on straight lines between those given."""
-    values = [seconds[0]]
-    for low, high in pairwise(seconds):
-        slope = (seconds[high] - seconds[low]) / (high - low)
-        values += [seconds[low] + slope * (width - low) for width in range(low + 1, high + 1)]
+    values = [at[0]]
+    for low, high in pairwise(at):
+        slope = (at[high] - at[low]) / (high - low)
+        values += [at[low] + slope * (width - low) for width in range(low + 1, high + 1)]
     return values
 
 
-def _cost(seconds: float, plain: float) -> float:
-    """In units of the plain pass, to the four digits that a measurement is worth at most."""
-    return max(round(seconds / plain, 4), LEAST_COST) if plain else 1.0  # a clock that stands still tells nothing apart
+def _cost(ratio: float) -> float:
+    """To the four digits that a measurement is worth at most."""
+    return max(round(ratio, 4), LEAST_COST)

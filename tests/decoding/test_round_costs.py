@@ -53,6 +53,8 @@ class TimedDrafter:
 
     clock: Clock
     draft_seconds: float = 0.5
+    first_seconds: float = 0.0
+    """What the first step of a draft takes more."""
     verify_seconds: tuple[float, ...] = tuple(2.0 + 0.1 * width**2 for width in range(65))
     most: int = 64
     disturbed: dict[tuple[int, int], float] = field(default_factory=dict)
@@ -71,7 +73,7 @@ class TimedDrafter:
         self.places.add((cache.length, text.length))
         self.asked.append(limit)
         drafted = min(limit, self.most)
-        self.clock.seconds += drafted * self.draft_seconds
+        self.clock.seconds += drafted * self.draft_seconds + (self.first_seconds if drafted else 0.0)
         return Draft(drafted, None)
 
     def verify(self, text: Text, cache: KVCache, draft: Draft) -> Tensor:
@@ -87,10 +89,11 @@ class TimedTarget(Target):
     def __init__(self, clock: Clock) -> None:
         super().__init__(tiny_target().model)
         self._clock = clock
+        self.plain_seconds = 2.0
 
     def forward(self, token_ids: Tensor, cache: KVCache, start: int, *, last_only: bool = False) -> Tensor:
         assert token_ids.shape == (1, 1)
-        self._clock.seconds += 2.0
+        self._clock.seconds += self.plain_seconds
         return torch.zeros(1, 2)
 
 
@@ -112,7 +115,7 @@ def test_every_length_up_to_the_longest_has_a_cost(max_tokens: int) -> None:
 
 
 def test_disturbed_passes_do_not_count() -> None:
-    assert measure(8, disturbed={(0, 2): 50.0, (1, 4): 50.0, (1, 0): 50.0}) == measure(8)
+    assert measure(8, disturbed={(0, 2): 50.0, (1, 2): 50.0, (1, 4): 50.0, (4, 0): 50.0}) == measure(8)
 
 
 def test_pass_that_was_always_disturbed_costs_no_more_than_a_wider_one() -> None:
@@ -130,17 +133,34 @@ def test_clock_that_stands_still_makes_all_passes_alike_and_ends() -> None:
     clock = Clock()
     drafter = TimedDrafter(Clock())
     costs = measure_round_costs(TimedTarget(Clock()), drafter, 2, clock=clock)
-    assert costs == RoundCosts(draft_step=1.0, verify=(1.0, 1.0, 1.0))
+    assert costs == RoundCosts(draft_step=0.5, verify=(1.0, 1.0, 1.0))  # a draft of two as long as one of one
     assert drafter.asked == [0, 1, 2] * MOST_SWEEPS
 
 
-@pytest.mark.parametrize(("budget_seconds", "num_sweeps"), [(0.0, 2), (1028.0, 2), (1029.0, 3), (1e9, MOST_SWEEPS)])
+@pytest.mark.parametrize(("budget_seconds", "num_sweeps"), [(0.0, 5), (1112.0, 5), (1113.0, 6), (1e9, MOST_SWEEPS)])
 def test_sweeps_are_repeated_until_the_time_is_spent(budget_seconds: float, num_sweeps: int) -> None:
     clock = Clock()
     drafter = TimedDrafter(clock)
-    # Reading the prompt takes 1000 s, a sweep 2 s for the plain pass, 3 s to draft and 9.4 s to verify: two end at 1028.8 s.
+    # Reading the prompt takes 1000 s, a sweep 10 s for five plain steps, 3 s to draft and 9.4 s to verify: five end at 1112 s.
     measure_round_costs(TimedTarget(clock), drafter, 3, budget_seconds=budget_seconds, clock=clock)
     assert drafter.asked == [0, 1, 2, 3] * num_sweeps
+
+
+def test_load_that_slows_everything_alike_changes_nothing() -> None:
+    clock = Clock()
+    drafter = TimedDrafter(clock, draft_seconds=1.5, verify_seconds=tuple(3 * (2.0 + 0.1 * n**2) for n in range(65)))
+    target = TimedTarget(clock)
+    target.plain_seconds = 6.0
+    assert measure_round_costs(target, drafter, 9, clock=clock) == measure(9)
+
+
+def test_what_the_first_step_of_a_draft_takes_more_is_counted_to_the_verification() -> None:
+    costs, even = measure(4, first_seconds=0.6), measure(4)
+    for num_drafted in range(1, 5):
+        # 0.5 s a step and 0.6 s more for the first, of 2 s for a plain one.
+        assert costs.of(num_drafted) == pytest.approx(even.of(num_drafted) + 0.3, abs=2e-4)
+    assert costs.of(0) == even.of(0)
+    assert costs.draft_step == pytest.approx(0.25 + 0.3 / 4)
 
 
 def test_every_draft_begins_behind_the_same_text() -> None:
