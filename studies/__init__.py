@@ -9,12 +9,16 @@ from studies.conf_layers import ConfLayers
 from studies.contract import Study
 from studies.draft_length import DraftLength
 from studies.exit_layer import ExitLayer
+from studies.joint import Joint
+from studies.predicted import Predicted
 from studies.skip_sets import SkipSets
 
 STUDIES: dict[str, type[Study]] = {
     "conf_layers": ConfLayers,
     "exit_layer": ExitLayer,
     "draft_length": DraftLength,
+    "predicted": Predicted,
+    "joint": Joint,
     "skip_sets": SkipSets,
 }
 

@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import optuna
 from pydantic import Field
@@ -22,6 +22,9 @@ from decoding.exit_head import ExitHeads
 from decoding.profile import Draft, EarlyExit
 from decoding.target import Target
 from studies.measurement import Measurement
+
+if TYPE_CHECKING:
+    from studies.cost_table import CostTable
 
 
 class Candidate(Document):
@@ -61,6 +64,7 @@ class TrialRecord(Document):
     reason: str | None = None
     """Why it was pruned or failed."""
     seconds: float = 0.0
+    """Of learning from the trial before, proposing and measuring: what the search spent on this one."""
     notes: dict[str, Any] = Field(default_factory=dict)
     """What the study wants to remember of it (told back on resume), and what a reviewer may want to sort by."""
 
@@ -87,6 +91,10 @@ class Problem:
     """The early exits that have a head, by exit layer."""
     heads: ExitHeads | None = None
     """Where those heads are."""
+    costs: Callable[[int], CostTable] | None = None
+    """Gives what passes of the model cost on this device, for drafts of up to so many tokens: measured when first asked."""
+    seconds: float | None = None
+    """Search time that this study may use, its preparation included; None if it is not limited."""
     kept: Any = None
     """What this study gave to `keep` when it was first made, or None if it has just been made."""
 

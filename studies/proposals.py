@@ -8,7 +8,8 @@ best sets found by leaving out one item more, taking one back, or swapping two.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from decoding.profile import EarlyExit
@@ -29,24 +30,23 @@ LEAST_AGREEMENT = 1e-3
 """What an agreement of nothing counts as in the harm of an item."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class Effort:
-    """How many drafts may still be foretold."""
+    """How many drafts may be looked at, about, and until when; single sublayers and exits are always looked at."""
 
-    predictor: Predictor
     most: int
+    until: float = math.inf
+    """In seconds of `clock`."""
+    clock: Callable[[], float] = time.perf_counter
 
-    @property
-    def is_spent(self) -> bool:
+    def is_spent(self, predictor: Predictor) -> bool:
         """Whether no further draft may be looked at."""
-        return self.predictor.num_drafts >= self.most
+        return predictor.num_drafts >= self.most or self.clock() >= self.until
 
 
-def propose_skip_sets(space: SkipSpace, predictor: Predictor, *, most: int) -> list[Prediction]:
-    """All skip sets looked at in a search that looks at no more than about `most`, the best first; the empty one is not a draft.
-
-    Single sublayers and exits are always looked at, however small `most` is."""
-    search = _Search(space, predictor, Effort(predictor, most))
+def propose_skip_sets(space: SkipSpace, predictor: Predictor, effort: Effort) -> list[Prediction]:
+    """All skip sets that a search looked at, the best first; the empty one is not a draft."""
+    search = _Search(space, predictor, effort)
     search.look_at_single_items()
     search.look_at_exits()
     search.look_at_knapsacks()
@@ -85,7 +85,7 @@ class _Search:
 
     def look_at_knapsacks(self) -> None:
         for chosen in knapsacks(self._harms(), self._savings(), CAPACITIES):
-            if self._effort.is_spent:
+            if self._effort.is_spent(self._predictor):
                 return
             self.look(chosen)
 
@@ -103,7 +103,7 @@ class _Search:
         """Add the best item again and again, `BEAM` sets side by side, until that has not helped for a while."""
         beam: list[SkipSet] = [frozenset()]
         best, idle = self.look(frozenset()).speedup, 0
-        while beam and idle < IDLE_STEPS and not self._effort.is_spent:
+        while beam and idle < IDLE_STEPS and not self._effort.is_spent(self._predictor):
             grown = {more for chosen in beam for more in self._tries(chosen)}
             beam = sorted(grown, key=lambda chosen: -self.look(chosen).speedup)[:BEAM]
             reached = self.look(beam[0]).speedup if beam else 0.0
@@ -132,7 +132,7 @@ class _Search:
         """The first move from a set that makes it faster, or None."""
         least = self.look(chosen).speedup * (1 + LEAST_GAIN)
         for moved in self._moves(chosen):
-            if self._effort.is_spent:
+            if self._effort.is_spent(self._predictor):
                 return None
             if self.look(moved).speedup > least:
                 return moved

@@ -1,38 +1,36 @@
 """One search, from configuration to profile: exit heads, studies, race of the finalists, held-out confirmation, profile.
 
 Reads top to bottom in the order things happen. What is loaded stands in `tuner.task`, what is tried is decided in `studies`, how
-a trial runs in `tuner.trials`, how it is measured in `tuner.measure`, what is made of it in `tuner.outcome`; this file only
-passes one's results to the next.
+a trial runs in `tuner.trials`, how it is measured in `tuner.measure`, who wins in `tuner.decision`, what is made of it in
+`tuner.outcome`; this file only passes one's results to the next.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from decoding.profile import PlainDecoding, compact_indices
+from decoding.profile import compact_indices
 from studies import STUDIES
-from studies.contract import Problem, Study, TrialRecord, TrialState, best_trials
+from studies.contract import TrialRecord, best_trials
 from tuner.config import SearchConfig
+from tuner.decision import confirm, race_best
 from tuner.distill import distil_and_track, of_search
 from tuner.environment import device_name, git_revision, versions
 from tuner.errors import SearchError, TrackingError
 from tuner.heads import FoundHead, find_heads
-from tuner.loading import eos_token_ids
 from tuner.measure import Bench
-from tuner.outcome import Confirmed, Cost, SearchResult, conclude, save_best_so_far, track_result
-from tuner.prompts import Prompt
-from tuner.race import Finalist, race
+from tuner.outcome import Cost, SearchResult, conclude, save_best_so_far, track_result
+from tuner.problem import build_problem
+from tuner.race import Finalist
 from tuner.storage import StudyStore
-from tuner.task import Task
+from tuner.task import Task, open_bench
 from tuner.tracking import DatasetInput, Tracker
 from tuner.trials import Budget, run_study
 from tuner.watcher import Progress
 
 RUN_ID = "mlflow_run_id"
-REFERENCE_RULES = ("ada_edl",)
-"""Published rules that stand in the final table whether they came far or not."""
 
 
 class InterruptedSearchError(SearchError):
@@ -57,11 +55,11 @@ def search(task: Task, progress: Progress) -> SearchResult:
     records: list[TrialRecord] = []
     try:
         heads = _provide_heads(task, progress)
-        tuning = _bench(task, task.prompts.tuning, "decoding the tuning prompts plainly", progress)
+        tuning = open_bench(task, task.prompts.tuning, "decoding the tuning prompts plainly", progress)
         ended = _run_studies(task, heads, store, tracker, tuning, records, progress)
         finalists = _race(task, tuning, records, ended, progress)
-        held_out = _bench(task, task.prompts.held_out, "decoding the held-out prompts plainly", progress)
-        confirmed = _confirm(finalists, records, held_out, progress)
+        held_out = open_bench(task, task.prompts.held_out, "decoding the held-out prompts plainly", progress)
+        confirmed = confirm(finalists, records, held_out, progress)
         cost = Cost(len(records), store.spent_seconds(config.study), _distillation_seconds(heads))
         result = conclude(task, finalists[0], confirmed, held_out, ended, cost, tracker.run_id)
         result.profile.save(config.out)
@@ -107,24 +105,6 @@ def _provide_heads(task: Task, progress: Progress) -> dict[int, FoundHead]:
     return find_heads(config.heads, [*task.heads, *task.missing_heads], task.model, task.prompts.held_out)
 
 
-def _bench(task: Task, prompts: Sequence[Prompt], stage: str, progress: Progress) -> Bench:
-    progress.stage(stage, len(prompts))
-    bench = Bench(
-        task.target,
-        [prompt.token_ids for prompt in prompts],
-        max_new_tokens=task.config.max_new_tokens,
-        temperature=task.config.temperature,
-        eos_token_ids=eos_token_ids(task.loaded.model),
-        prefix_reuse=task.config.prefix_reuse,
-        heads=task.exit_heads,
-        seed=task.config.seed,
-        on_progress=progress.advance,
-    )
-    if bench.num_too_short:
-        progress.say(f"{bench.num_too_short} of {len(prompts)} prompts end too soon to measure and are left out")
-    return bench
-
-
 def _run_studies(
     task: Task,
     heads: Mapping[int, FoundHead],
@@ -141,10 +121,13 @@ def _run_studies(
     for place, name in enumerate(config.study):
         progress.stage(f"{name}: preparing")
         start = time.perf_counter()
-        study = _create_study(name, task, heads, bench, records, store.kept(name))
+        left = len(config.study) - place
+        share = _share_of_time(config, store.spent_seconds(), left)
+        problem = build_problem(task, heads, bench, records, store.kept(name), share, progress)
+        study = STUDIES[name].create(problem, config.study_settings(name))
         stored = store.open(study, task.identity, preparation_seconds=time.perf_counter() - start)
         stored.note(RUN_ID, tracker.run_id)
-        share = _share_of_time(config, store.spent_seconds(), len(config.study) - place)
+        share = _share_of_time(config, store.spent_seconds(), left)
         if earlier := stored.records():
             progress.say(f"{name}: {len(earlier)} finished trials found in {store.url}, going on from there")
         records.extend(earlier)
@@ -170,27 +153,6 @@ def _share_of_time(config: SearchConfig, spent_seconds: float, studies_left: int
     return None if config.timeout is None else max(0.0, config.timeout - spent_seconds) / studies_left
 
 
-def _create_study(
-    name: str, task: Task, heads: Mapping[int, FoundHead], bench: Bench, records: Iterable[TrialRecord], kept: object
-) -> Study:
-    earlier: dict[str, list[TrialRecord]] = {}
-    for record in records:
-        earlier.setdefault(record.study, []).append(record)
-    problem = Problem(
-        target=task.target,
-        prompts=tuple(bench.prompts),
-        continuations=tuple(bench.greedy_texts),
-        earlier=earlier,
-        seed=task.config.seed,
-        temperature=task.config.temperature,
-        prefix_reuse=task.config.prefix_reuse,
-        head_drafts={exit_layer: head.draft for exit_layer, head in heads.items()},
-        heads=task.exit_heads,
-        kept=kept,
-    )
-    return STUDIES[name].create(problem, task.config.study_settings(name))
-
-
 def _expected_trials(task: Task, name: str) -> int | None:
     """The most trials a study may run, for the progress bar."""
     settings = task.config.study_settings(name)
@@ -201,64 +163,13 @@ def _expected_trials(task: Task, name: str) -> int | None:
 def _race(
     task: Task, bench: Bench, records: Sequence[TrialRecord], ended: Mapping[str, str], progress: Progress
 ) -> list[Finalist]:
-    """The best trials of all studies together, and the best of each, on the tuning prompts no trial has seen.
-
-    A rule that learns goes in with what it learns from the prompts of the trials.
-    """
-    best_of_each = [best for name in ended for best in best_trials((r for r in records if r.study == name), 1)]
-    finalists = list(
-        {r.candidate.key: r for r in [*best_trials(records, task.config.finalists), *best_of_each]}.values()
-    )
+    """The finalists, the fastest first. Raises `SearchError` if no trial could be measured."""
+    finalists = race_best(records, ended, bench, task.config, progress)
     if not finalists:
         failures = [f"the last trial said: {record.reason}" for record in records if record.reason][-1:]
         why = "; ".join(failures or [f"{name}: {reason}" for name, reason in ended.items()])
         raise SearchError(f"no candidate could be measured in {len(records)} trials; {why}")
-    of_trials = range(min(task.config.prompts_per_trial, len(bench.prompts)))
-    unseen = range(len(of_trials), len(bench.prompts))
-    places = unseen if len(unseen) >= 2 else range(len(bench.prompts))
-    progress.stage("race of the finalists", len(places) * len(finalists))
-    taught = [r.model_copy(update={"candidate": bench.learn(r.candidate, of_trials)}) for r in finalists]
-    return race(taught, bench, places, on_lap=progress.advance)
-
-
-def _confirm(
-    finalists: Sequence[Finalist], records: Sequence[TrialRecord], bench: Bench, progress: Progress
-) -> list[Confirmed]:
-    """The winner of the race, the best finalist of each study, and the best trial with each reference rule, on held-out prompts."""
-    chosen: dict[str, tuple[str, TrialRecord]] = {}
-    for label, trial in [*_best_of_studies(finalists), *_references(records)]:
-        chosen.setdefault(trial.candidate.key, (label, trial))
-    places = range(len(bench.prompts))
-    progress.stage("confirmation on held-out prompts", len(places) * len(chosen))
-    return [
-        Confirmed(label, trial, bench.measure(trial.candidate, places, on_sample=lambda _: progress.advance()))
-        for label, trial in chosen.values()
-    ]
-
-
-def _best_of_studies(finalists: Sequence[Finalist]) -> list[tuple[str, TrialRecord]]:
-    """The first finalist of each study, the winner first; what several of a study have in common is its name."""
-    best: dict[str, TrialRecord] = {}
-    for finalist in finalists:
-        best.setdefault(finalist.trial.study, finalist.trial)
-    return list(best.items())
-
-
-def _references(records: Sequence[TrialRecord]) -> list[tuple[str, TrialRecord]]:
-    """The best trial with each reference rule, also one that was given up early: not to win, but to be seen."""
-    references = []
-    for rule in REFERENCE_RULES:
-        tried = [
-            (record.measurement.speedup, record)
-            for record in records
-            if record.candidate.draft_length.rule == rule
-            and not isinstance(record.candidate.draft, PlainDecoding)
-            and record.state is not TrialState.FAIL
-            and record.measurement is not None
-        ]
-        if tried:
-            references.append((f"best {rule}", max(tried, key=lambda pair: pair[0])[1]))
-    return references
+    return finalists
 
 
 def _distillation_seconds(heads: Mapping[int, FoundHead]) -> float:

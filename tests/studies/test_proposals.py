@@ -13,7 +13,7 @@ import pytest
 from decoding.draft_length import Fixed, RoundCosts
 from decoding.profile import LayerSkip
 from studies.prediction import Prediction
-from studies.proposals import knapsacks, propose_skip_sets
+from studies.proposals import Effort, knapsacks, propose_skip_sets
 from studies.replay import Replayed
 from studies.skip_space import SkipSpace
 from tests.tiny import tiny_target
@@ -69,14 +69,14 @@ def test_items_are_the_sublayers_and_sets_of_them_are_drafts(space: SkipSpace) -
 
 def test_what_can_be_left_out_without_harm_is_found(space: SkipSpace) -> None:
     harmless = [("attention", 1), ("attention", 3), ("mlp", 2), ("mlp", 3), ("attention", 5)]
-    best = propose_skip_sets(space, MadeUp(everywhere(0.3, harmless)), most=200)[0]  # type: ignore[arg-type]
+    best = propose_skip_sets(space, MadeUp(everywhere(0.3, harmless)), Effort(200))[0]  # type: ignore[arg-type]
     assert set(sublayers(best.draft)) == set(harmless)  # type: ignore[arg-type]
 
 
 def test_best_of_all_sets_is_found_where_harms_differ(space: SkipSpace) -> None:
     harm = {(kind, i): 0.02 + 0.031 * ((7 * i + 5 * (kind == "mlp")) % 11) for kind, i in everywhere(0)}
     predictor = MadeUp(harm)
-    best = propose_skip_sets(space, predictor, most=300)[0]  # type: ignore[arg-type]
+    best = propose_skip_sets(space, predictor, Effort(300))[0]  # type: ignore[arg-type]
     rated = MadeUp(harm)
     exhaustive = max(
         rated.best(space.draft(chosen)).speedup for size in range(1, 13) for chosen in combinations(range(12), size)
@@ -86,7 +86,7 @@ def test_best_of_all_sets_is_found_where_harms_differ(space: SkipSpace) -> None:
 
 def test_effort_is_bounded_and_the_best_come_first(space: SkipSpace) -> None:
     predictor = MadeUp(everywhere(0.1, [("mlp", 2)]))
-    found = propose_skip_sets(space, predictor, most=60)  # type: ignore[arg-type]
+    found = propose_skip_sets(space, predictor, Effort(60))  # type: ignore[arg-type]
     assert predictor.num_drafts <= 60 + 12
     assert [each.speedup for each in found] == sorted((each.speedup for each in found), reverse=True)
     assert len({each.draft for each in found}) == len(found)

@@ -1,0 +1,199 @@
+"""Searches by prediction: what they pool, what they measure first, how trials correct them, and that they resume as they were."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import optuna
+import pytest
+
+from decoding.decode import Request
+from decoding.decoder import plain_decoder
+from decoding.draft_length import RULES
+from decoding.exit_head import ExitHeads
+from decoding.profile import EarlyExit, LayerSkip, PromptLookup
+from decoding.text import Ending
+from studies.contract import Candidate, Problem, Study, TrialRecord, TrialState
+from studies.joint import Joint, JointSettings
+from studies.predicted import Predicted, PredictedSettings
+from studies.skip_space import SkipSpace
+from tests.costs import made_up_costs
+from tests.heads import write_heads
+from tests.records import measurement
+from tests.tiny import tiny_target
+
+NUM_LAYERS = 6
+SMALL: dict[str, Any] = {"num_surveyed": 40, "max_tokens": 6}
+
+
+@pytest.fixture(scope="module")
+def problem() -> Problem:
+    target = tiny_target(NUM_LAYERS)
+    prompts = tuple(tuple((seed * 11 + place * 5) % 60 + 2 for place in range(5 + seed)) for seed in range(5))
+    texts = tuple(plain_decoder(target).generate(Request(prompt, Ending(24))).tokens for prompt in prompts)
+    return Problem(target, prompts, texts, earlier={}, seed=0, costs=lambda most: made_up_costs(target, most))
+
+
+@pytest.fixture(scope="module")
+def with_heads(problem: Problem, tmp_path_factory: pytest.TempPathFactory) -> Problem:
+    folder: Path = tmp_path_factory.mktemp("heads")
+    drafts = write_heads(problem.target, folder, [2, 4])
+    return replace(problem, head_drafts=drafts, heads=ExitHeads(problem.target, folder))
+
+
+def run(study: Study, trials: int, speed: Callable[[Candidate, dict[str, Any]], float]) -> list[TrialRecord]:
+    """Trials whose speed-up is made up, each told to the study before the next is asked for."""
+    stored = optuna.create_study(sampler=study.sampler(), direction="maximize")
+    records = []
+    for number in range(trials):
+        trial = stored.ask()
+        candidate, notes = study.propose(trial)
+        speedup = speed(candidate, notes)
+        record = TrialRecord(
+            study=study.name,
+            number=number,
+            state=TrialState.COMPLETE,
+            candidate=candidate,
+            measurement=measurement([speedup] * 4),
+            notes=notes,
+        )
+        stored.tell(trial, speedup)
+        study.observe(record)
+        records.append(record)
+    return records
+
+
+def as_predicted(candidate: Candidate, notes: dict[str, Any]) -> float:
+    return float(notes["predicted_speedup"])
+
+
+def test_best_prediction_is_measured_first_and_no_candidate_twice(problem: Problem) -> None:
+    study = Predicted.create(problem, PredictedSettings(**SMALL))
+    records = run(study, 8, as_predicted)
+    predicted = [record.notes["predicted_speedup"] for record in records]
+    assert predicted[0] >= max(predicted) * 0.97, "the first is the best, but for what its spread adds"
+    assert len({record.candidate.key for record in records}) == 8
+    assert all(isinstance(record.candidate.draft, LayerSkip) for record in records)
+
+
+def test_first_choice_beats_what_usual_searches_would_try_first(problem: Problem) -> None:
+    study = Predicted.create(problem, PredictedSettings(**SMALL))
+    first = run(study, 1, as_predicted)[0].notes["predicted_speedup"]
+    odd = Predicted.create(
+        replace(problem, kept={**study.keep(), "pool": [LayerSkip.blocks((1, 3)).model_dump(mode="json")]}),
+        PredictedSettings(**SMALL),
+    )
+    assert first > run(odd, 1, as_predicted)[0].notes["predicted_speedup"]
+
+
+def test_trials_correct_the_predictions(problem: Problem) -> None:
+    study = Predicted.create(problem, PredictedSettings(**SMALL))
+    records = run(study, 6, lambda candidate, notes: 0.8 * as_predicted(candidate, notes))
+    last = records[-1].notes
+    assert last["corrected_speedup"] == pytest.approx(0.8 * last["predicted_speedup"], rel=0.03)
+    assert "predictions were off by 20% at the median of 6 trials" in study.remarks()
+
+
+def test_drafts_that_disappoint_are_left_for_others(problem: Problem) -> None:
+    study = Predicted.create(problem, PredictedSettings(**SMALL, patience=30))
+    favourite = run(Predicted.create(problem, PredictedSettings(**SMALL)), 1, as_predicted)[0].candidate.draft
+
+    def speed(candidate: Candidate, notes: dict[str, Any]) -> float:
+        return as_predicted(candidate, notes) * (0.6 if candidate.draft == favourite else 1.0)
+
+    records = run(study, 10, speed)
+    assert records[0].candidate.draft == favourite
+    assert sum(record.candidate.draft == favourite for record in records) < 8
+
+
+def test_it_ends_when_nothing_is_within_reach_or_nothing_gets_better(problem: Problem) -> None:
+    settings = PredictedSettings(**SMALL, patience=4)
+    study = Predicted.create(problem, settings)
+    assert study.finished() is None
+    run(study, 6, lambda candidate, notes: 3.0)
+    ended = study.finished()
+    assert ended is not None
+    assert "no better candidate in 5 trials" in ended
+    reached = Predicted.create(problem, PredictedSettings(**SMALL, patience=99))
+    run(reached, 6, lambda candidate, notes: 9.0 if notes["corrected_speedup"] < 5 else 1.0)
+    run_out = Predicted.create(problem, PredictedSettings(**SMALL, max_trials=3))
+    run(run_out, 3, as_predicted)
+    assert run_out.finished() == "3 trials done"
+
+
+def test_nothing_within_reach_ends_it(problem: Problem) -> None:
+    study = Predicted.create(problem, PredictedSettings(**SMALL, patience=99))
+    speeds = iter([3.0, *[0.5] * 9])
+    run(study, 8, lambda candidate, notes: next(speeds))
+    assert study.finished() == "nothing is left that could be hoped to beat 3.00x"
+
+
+def test_resumed_search_goes_on_as_it_would_have(problem: Problem) -> None:
+    settings = PredictedSettings(**SMALL)
+    study = Predicted.create(problem, settings)
+    records = run(study, 7, as_predicted)
+    again = Predicted.create(replace(problem, kept=study.keep(), costs=None), settings)
+    for record in records[:4]:
+        again.observe(record)
+    following = run(again, 3, as_predicted)
+    assert [each.candidate for each in following] == [each.candidate for each in records[4:]]
+
+
+def test_rules_asked_for_are_the_only_ones(problem: Problem) -> None:
+    study = Predicted.create(problem, PredictedSettings(**SMALL, rules=("ada_edl", "fixed")))
+    records = run(study, 8, as_predicted)
+    assert {record.candidate.draft_length.rule for record in records} <= {"ada_edl", "fixed"}
+    everything = run(Predicted.create(problem, PredictedSettings(**SMALL, patience=99)), 20, as_predicted)
+    assert len({record.candidate.draft_length.rule for record in everything}) >= 3 <= len(RULES)
+
+
+def test_costs_are_needed(problem: Problem) -> None:
+    with pytest.raises(ValueError, match="needs to know what passes of the model cost"):
+        Predicted.create(replace(problem, costs=None), PredictedSettings())
+
+
+def test_time_to_prepare_is_limited_by_the_search_time(problem: Problem) -> None:
+    study = Predicted.create(replace(problem, seconds=0.0), PredictedSettings(num_surveyed=10_000, max_tokens=6))
+    looked_at = study._search._predictor.num_drafts  # type: ignore[attr-defined]
+    items, exits = len(SkipSpace.of(problem.target).items), NUM_LAYERS - 1
+    assert looked_at <= items + exits + 20
+
+
+def test_joint_pool_holds_every_kind(with_heads: Problem) -> None:
+    study = Joint.create(with_heads, JointSettings(**SMALL, num_drafts=3, num_heads=1, num_lookups=2))
+    pool = study._pool
+    plain = [draft for draft in pool if not isinstance(draft, PromptLookup) and draft.lookup is None]
+    assert sum(isinstance(draft, LayerSkip) for draft in plain) == 3
+    assert sum(isinstance(draft, EarlyExit) and draft.head is not None for draft in plain) == 1
+    assert sum(isinstance(draft, PromptLookup) for draft in pool) == 2
+    assert sum(not isinstance(draft, PromptLookup) and draft.lookup is not None for draft in pool) == 2
+    assert len(run(study, 5, as_predicted)) == 5
+
+
+@pytest.mark.parametrize("kind", ["skip_set", "exit_head", "lookup"])
+def test_joint_searches_the_kinds_that_are_asked_for(with_heads: Problem, kind: Any) -> None:
+    study = Joint.create(with_heads, JointSettings(**SMALL, kinds=(kind,), exit_layers=(2, 4)))
+    kinds = {
+        "skip_set": lambda draft: isinstance(draft, LayerSkip),
+        "exit_head": lambda draft: isinstance(draft, EarlyExit) and draft.head is not None,
+        "lookup": lambda draft: isinstance(draft, PromptLookup),
+    }
+    assert study._pool
+    assert all(kinds[kind](draft) for draft in study._pool)
+    wanted = Joint.wanted_heads(JointSettings(kinds=(kind,), exit_layers=(2, 4)), NUM_LAYERS)
+    assert wanted == ((2, 4) if kind == "exit_head" else ())
+
+
+def test_joint_without_any_draft_ends_at_once(problem: Problem) -> None:
+    study = Joint.create(problem, JointSettings(**SMALL, kinds=("exit_head",)))
+    assert study.finished() == "there is no draft to search: no exit head was found, and no other kind is asked for"
+    assert study.remarks() == []
+
+
+def test_exit_that_the_model_does_not_have_is_refused(problem: Problem) -> None:
+    Joint.check(JointSettings(exit_layers=(1, 5)), problem.target)
+    with pytest.raises(ValueError, match="got 6"):
+        Joint.check(JointSettings(exit_layers=(6,)), problem.target)

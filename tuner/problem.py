@@ -1,0 +1,56 @@
+"""The problem that a study is given: what of a task it may know, and how it gets to know the costs of this device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from studies.contract import Problem, TrialRecord
+from studies.cost_table import CostTable
+from tuner.cost import measure_cost_table
+from tuner.heads import FoundHead
+from tuner.measure import Bench
+from tuner.task import Task
+from tuner.watcher import Progress
+
+
+def build_problem(
+    task: Task,
+    heads: Mapping[int, FoundHead],
+    bench: Bench,
+    records: Iterable[TrialRecord],
+    kept: object,
+    seconds: float | None,
+    progress: Progress,
+) -> Problem:
+    """The problem of a study that runs on the tuning prompts of `bench`, behind those that left `records`.
+
+    `kept` is what it gave to keep if it is resumed, `seconds` the search time that it may use.
+    """
+    earlier: dict[str, list[TrialRecord]] = {}
+    for record in records:
+        earlier.setdefault(record.study, []).append(record)
+
+    def costs(max_tokens: int) -> CostTable:
+        progress.say("measuring what passes of the model cost")
+        return measure_cost_table(task.target, max_tokens=max_tokens, contexts=_contexts(bench), seed=task.config.seed)
+
+    return Problem(
+        target=task.target,
+        prompts=tuple(bench.prompts),
+        continuations=tuple(bench.greedy_texts),
+        earlier=earlier,
+        seed=task.config.seed,
+        temperature=task.config.temperature,
+        prefix_reuse=task.config.prefix_reuse,
+        head_drafts={exit_layer: head.draft for exit_layer, head in heads.items()},
+        heads=task.exit_heads,
+        costs=costs,
+        seconds=seconds,
+        kept=kept,
+    )
+
+
+def _contexts(bench: Bench) -> tuple[int, ...]:
+    """The shortest and the longest text that decoding will have in front of it."""
+    lengths = [len(prompt) for prompt in bench.prompts]
+    return tuple(sorted({min(lengths), max(lengths) + bench.max_new_tokens}))
