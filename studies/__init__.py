@@ -22,7 +22,7 @@ STUDIES: dict[str, type[Study]] = {
     "skip_sets": SkipSets,
 }
 
-DEFAULT_STUDIES = ("conf_layers", "exit_layer", "draft_length")
-"""What a search runs unless it is told otherwise: rivals are asked for by name."""
+DEFAULT_STUDIES = ("joint",)
+"""What a search runs unless it is told otherwise: all kinds of drafts under one budget. Others are asked for by name."""
 
 __all__ = ["DEFAULT_STUDIES", "STUDIES"]

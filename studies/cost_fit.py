@@ -13,6 +13,8 @@ from studies.cost_terms import Pass, Terms, Vector
 REWEIGHTINGS = 6
 TOLERANCE = 0.02
 """Relative error up to which all passes weigh the same; beyond, a pass weighs as the error is absolute, not squared (Huber)."""
+TIE = 1e-3
+"""Weight of taking kinds of blocks for alike where nothing tells them apart; a timed pass weighs about 1."""
 SHORTEST = 1e-6
 """Of the median pass: no shorter one weighs more."""
 MOST_STEPS = 50
@@ -32,7 +34,7 @@ def fit_costs(terms: Terms, timed: Mapping[Pass, float], held_out: Mapping[Pass,
     unit = float(np.median(list(timed.values()))) or 1.0
     seconds = np.fromiter(timed.values(), dtype=float) / unit
     per_step = _per_step(terms, np.stack([terms.amounts(each) for each in timed]))
-    steps = _robust(per_step, seconds)
+    steps = _robust(per_step, seconds, _ties(terms))
     values = _risen(terms, steps) * unit
     return CostTable(
         kinds=terms.kinds,
@@ -43,13 +45,21 @@ def fit_costs(terms: Terms, timed: Mapping[Pass, float], held_out: Mapping[Pass,
     )
 
 
-def _robust(per_step: Vector, seconds: Vector) -> Vector:
+def _ties(terms: Terms) -> Vector:
+    """Rows, to be zero, that hold the kinds of blocks together: few passes tell apart what each costs over several tokens."""
+    places = terms.split(np.arange(terms.length, dtype=float))["wider"].astype(int)
+    rows = np.eye(terms.length)[places]
+    return TIE * (rows - rows.mean(axis=0)).reshape(-1, terms.length) if rows.size else np.zeros((0, terms.length))
+
+
+def _robust(per_step: Vector, seconds: Vector, ties: Vector) -> Vector:
     """Steps that explain the seconds with the least relative errors; large ones, of disturbed passes, weigh less and less."""
     scale = 1.0 / np.maximum(seconds, SHORTEST)
     weights = np.ones_like(seconds)
     for _ in range(REWEIGHTINGS):
         row_scale = scale * np.sqrt(weights)
-        steps, _ = nnls(per_step * row_scale[:, None], seconds * row_scale, maxiter=MOST_STEPS * per_step.shape[1])
+        rows = np.concatenate([per_step * row_scale[:, None], ties])
+        steps, _ = nnls(rows, np.append(seconds * row_scale, np.zeros(len(ties))), maxiter=MOST_STEPS * rows.shape[1])
         weights = 1.0 / np.maximum(np.abs(per_step @ steps - seconds) * scale / TOLERANCE, 1.0)
     return np.asarray(steps)
 

@@ -135,14 +135,15 @@ class CostTable(Document):
         """One line for the console."""
         context = self.contexts[len(self.contexts) // 2]
         shown = {"a pass takes": self.plain_seconds(context=context), "a block": self._mean_block_seconds(context)}
-        for name, kind, kinds in (("attention", "attention", self.kinds.attention), ("MLP", "mlp", self.kinds.mlp)):
-            seconds = [
-                self.sublayer_seconds(index, "attention" if kind == "attention" else "mlp", context=context)
-                for index, number in enumerate(kinds)
-                if number is not None
-            ]
-            if seconds:
-                shown[name] = float(np.mean(seconds))
+        parts: tuple[tuple[str, SublayerKind, tuple[int | None, ...]], ...] = (
+            ("attention", "attention", self.kinds.attention),
+            ("MLP", "mlp", self.kinds.mlp),
+        )
+        for name, kind, kinds in parts:
+            places = [index for index, number in enumerate(kinds) if number is not None]
+            if places:
+                each = [self.sublayer_seconds(index, kind, context=context) for index in places]
+                shown[name] = float(np.mean(each))
         times = ", ".join(f"{name} {1000 * seconds:.3g} ms" for name, seconds in shown.items())
         error = self.error
         return (

@@ -70,7 +70,8 @@ def main() -> None:
     "--study",
     multiple=True,
     metavar="NAME",
-    help="Searches to run, in order; repeatable.  [default: conf_layers, exit_layer, draft_length]",
+    help="Searches to run, in order; repeatable: joint, predicted, exit_layer, draft_length, conf_layers, skip_sets.  "
+    "[default: joint]",
 )
 @click.option("--trials", type=int, metavar="N", help="Trials of each study at most.")
 @click.option(

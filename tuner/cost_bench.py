@@ -24,7 +24,7 @@ MOST_STEPS = 8
 class PassTimer:
     """Seconds of a pass, each from the same state behind a prompt of random tokens. Views and prompts are kept for the next time.
 
-    `most_tokens` are the most positions of a pass. Call within `torch.inference_mode`.
+    `most_tokens`, at least 2, are the most positions of a pass. Call within `torch.inference_mode`.
     """
 
     def __init__(self, target: Target, *, most_tokens: int, seed: int, clock: Clock) -> None:
@@ -53,7 +53,7 @@ class PassTimer:
     def _draft(self, skip: LayerSkip, place: _Place) -> float:
         drafter, num_sublayers = self._drafter(skip), 2 * self._target.num_layers
         run = num_sublayers - len(skip.skip_attention) - len(skip.skip_mlp)
-        steps = min(round(num_sublayers / max(run, 1)), MOST_STEPS, self._room)
+        steps = min(round(num_sublayers / max(run, 1)), MOST_STEPS, self._room - 1)
         start = self._now()
         drafter.draft(place.text, place.cache, Controller(steps), Shaping(), Greedy(), steps)
         return (self._now() - start) / steps

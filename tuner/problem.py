@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 
 from studies.contract import Problem, TrialRecord
 from studies.cost_table import CostTable
-from tuner.cost import measure_cost_table
+from tuner.cost_cache import cost_table
 from tuner.heads import FoundHead
 from tuner.measure import Bench
 from tuner.task import Task
@@ -21,18 +22,29 @@ def build_problem(
     kept: object,
     seconds: float | None,
     progress: Progress,
+    *,
+    costs_folder: Path | None = None,
 ) -> Problem:
     """The problem of a study that runs on the tuning prompts of `bench`, behind those that left `records`.
 
-    `kept` is what it gave to keep if it is resumed, `seconds` the search time that it may use.
+    `kept` is what it gave to keep if it is resumed, `seconds` the search time that it may use, `costs_folder` where measured costs
+    are kept if not where all are.
     """
     earlier: dict[str, list[TrialRecord]] = {}
     for record in records:
         earlier.setdefault(record.study, []).append(record)
 
     def costs(max_tokens: int) -> CostTable:
-        progress.say("measuring what passes of the model cost")
-        return measure_cost_table(task.target, max_tokens=max_tokens, contexts=_contexts(bench), seed=task.config.seed)
+        table = cost_table(
+            task.target,
+            max_tokens=max_tokens,
+            contexts=_contexts(bench),
+            progress=progress,
+            folder=costs_folder,
+            seed=task.config.seed,
+        )
+        progress.say(table.describe())
+        return table
 
     return Problem(
         target=task.target,

@@ -49,6 +49,7 @@ def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, _tracking_templat
     here = tmp_path / "here"
     here.mkdir()
     monkeypatch.chdir(here)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     # The libraries read HF_HUB_OFFLINE once, when they are imported.
     monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
@@ -84,6 +85,6 @@ def _small_config(folder: Path) -> Path:
     path = folder / "small.yaml"
     path.write_text(
         "max_new_tokens: 12\ntuning_prompts: 8\nheld_out_prompts: 6\nprompts_per_trial: 4\ntrials: 3\nfinalists: 2\n"
-        "group_column: file\nexperiment: tiny\ndistill: never\n"
+        "group_column: file\nexperiment: tiny\ndistill: never\nstudy: [conf_layers, exit_layer, draft_length]\n"
     )
     return path

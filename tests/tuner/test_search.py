@@ -217,7 +217,7 @@ def test_a_dry_run_writes_nothing(
     result = CliRunner().invoke(main, arguments)
     assert result.exit_code == 0, result.output
     assert "nothing was written" in result.stdout
-    assert "conf_layers" in result.stdout
+    assert "joint" in result.stdout
     assert list(workplace.iterdir()) == []
 
 
