@@ -121,6 +121,10 @@ class Target:
         """The model from block `boundary` on, the states in front of it being known; `keep_states` records those of each pass."""
         return ResumeView(self, boundary, keep_states=keep_states)
 
+    def block_view(self, index: int) -> BlockView:
+        """Block `index` by itself."""
+        return BlockView(self, index)
+
     def tapped_view(self, boundary: int) -> TappedView:
         """The whole model, which also gives the states in front of block `boundary`."""
         return TappedView(self, boundary)
@@ -241,6 +245,39 @@ class DraftView:
         states = list(self._states)
         self._states.clear()
         return states
+
+
+class BlockView:
+    """One block of the target by itself, in many rounds at once."""
+
+    def __init__(self, target: Target, index: int) -> None:
+        _check_indices(frozenset([index]), target.num_layers)
+        anatomy, blocks = target.anatomy, list(target.blocks)
+        self._outputs: list[Tensor] = []
+        self._given = _Resume(blocks[index])
+        around = [_Identity(block, anatomy.block_outputs) for block in blocks]
+        self._on_given = _with_blocks(
+            target.model, anatomy.path, [*around[:index], _Tap(self._given, self._outputs), *around[index + 1 :]]
+        )
+        self._on_tokens = _with_blocks(
+            target.model, anatomy.path, [*around[:index], _Tap(blocks[index], self._outputs), *around[index + 1 :]]
+        )
+
+    def rounds(self, token_ids: Tensor, cache: RoundsCache, states: Tensor | None) -> Tensor:
+        """What comes out of the block, [.., rounds, depth, hidden], given the `states` that go in, or None for the embeddings.
+
+        `token_ids` [rounds, depth] stand at the positions of `cache`, whose keys and values the block reads.
+        """
+        self._outputs.clear()
+        if states is None:
+            _run_rounds(self._on_tokens, token_ids, cache, last_only=True)
+            return self._outputs.pop()
+        self._given.states = states
+        try:
+            _run_rounds(self._on_given, token_ids, cache, last_only=True)
+        finally:
+            self._given.states = None
+        return self._outputs.pop()
 
 
 class ResumeView:
@@ -529,7 +566,7 @@ def _run_whole(view: nn.Module, token_ids: Tensor, first: int) -> Tensor:
     return logits[:, -num_kept:]
 
 
-def _run_rounds(view: nn.Module, token_ids: Tensor, cache: RoundsCache) -> Tensor:
+def _run_rounds(view: nn.Module, token_ids: Tensor, cache: RoundsCache, *, last_only: bool = False) -> Tensor:
     """One forward pass over rounds that begin at different places, laid out as a batch that is padded on the left."""
     device = token_ids.device
     output = view(
@@ -538,6 +575,7 @@ def _run_rounds(view: nn.Module, token_ids: Tensor, cache: RoundsCache) -> Tenso
         attention_mask=cache.attention_mask(device),
         past_key_values=cache,
         use_cache=True,
+        logits_to_keep=1 if last_only else 0,
     )
     return output.logits
 

@@ -1,7 +1,8 @@
 """Proposals of skip sets: moves over sublayers, judged by prediction alone (our formulation).
 
-A search begins with what each single skip would do, each exit would do, and what a knapsack makes of the first (KnapSpec,
-arXiv 2602.20217, has the idea of sublayers as items with measured costs); then it grows a set item by item, and improves the
+A search begins with what each single skip would do, each exit would do, what a knapsack makes of the first (KnapSpec,
+arXiv 2602.20217, has the idea of sublayers as items with measured costs), and what stays closest to the target's hidden states
+(`studies.cosine`, CLaSp's idea); then it grows a set item by item, and improves the
 best sets found by leaving out one item more, taking one back, or swapping two.
 """
 
@@ -12,7 +13,8 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from decoding.profile import EarlyExit
+from decoding.profile import EarlyExit, LayerSkip
+from studies.cosine import cosine_skips
 from studies.prediction import Prediction, Predictor
 from studies.skip_space import SkipSet, SkipSpace
 
@@ -26,6 +28,8 @@ IDLE_STEPS = 4
 """Steps that a growing set may get slower in before it is given up."""
 CAPACITIES = 16
 """Steps of saved time for which the knapsack finds the least harmful set."""
+COSINE_SHARES = 12
+"""The cosine search proposes a set for each twelfth of the blocks."""
 LEAST_AGREEMENT = 1e-3
 """What an agreement of nothing counts as in the harm of an item."""
 
@@ -50,6 +54,7 @@ def propose_skip_sets(space: SkipSpace, predictor: Predictor, effort: Effort) ->
     search.look_at_single_items()
     search.look_at_exits()
     search.look_at_knapsacks()
+    search.look_at_cosines()
     search.grow()
     search.improve(count=3)
     return search.best_first()
@@ -84,7 +89,16 @@ class _Search:
             self.look(self._space.places(EarlyExit(exit_layer=exit_layer).as_layer_skip(num_layers)))
 
     def look_at_knapsacks(self) -> None:
-        for chosen in knapsacks(self._harms(), self._savings(), CAPACITIES):
+        self._look_at_all(knapsacks(self._harms(), self._savings(), CAPACITIES))
+
+    def look_at_cosines(self) -> None:
+        num_layers = self._predictor.survey.target.num_layers
+        wanted = {round(num_layers * share / COSINE_SHARES) for share in range(1, COSINE_SHARES)}
+        skips = cosine_skips(self._predictor.survey, sorted(wanted - {0}))
+        self._look_at_all(self._space.places(LayerSkip.blocks(blocks)) for blocks in skips)
+
+    def _look_at_all(self, sets: Iterable[SkipSet]) -> None:
+        for chosen in sets:
             if self._effort.is_spent(self._predictor):
                 return
             self.look(chosen)

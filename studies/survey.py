@@ -132,7 +132,7 @@ class Survey:
 
     def _skip(self, draft: LayerSkip) -> list[Tensor]:
         """Logits [positions, vocabulary] of a draft without some sublayers, on each text."""
-        cache, token_ids = self._rounds
+        cache, token_ids = self.rounds
         view = self.target.draft_view(draft.skip_attention, draft.skip_mlp, keep_boundary=False)
         logits = view.rounds(token_ids, cache)
         logits_of_texts, row = [], 0
@@ -143,7 +143,7 @@ class Survey:
         return logits_of_texts
 
     @cached_property
-    def _rounds(self) -> tuple[RoundsCache, Tensor]:
+    def rounds(self) -> tuple[RoundsCache, Tensor]:
         """The rounds that begin every `depth` tokens of every text, and their tokens [rounds, depth]."""
         rounds, rows = [], []
         for text in self._texts:

@@ -55,6 +55,12 @@ def everywhere(harm: float, but: Iterable[tuple[str, int]] = (), less: float = 0
     return {sublayer: less if sublayer in set(but) else harm for sublayer in all_of_them}
 
 
+@pytest.fixture(autouse=True)
+def _no_cosines(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Made-up predictions have no states."""
+    monkeypatch.setattr("studies.proposals.cosine_skips", lambda survey, counts: [(1, 2)])
+
+
 @pytest.fixture(scope="module")
 def space() -> SkipSpace:
     return SkipSpace.of(tiny_target(NUM_LAYERS))
