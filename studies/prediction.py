@@ -42,6 +42,8 @@ class Prediction:
     replayed: Replayed
     agreement: float
     """Share of positions at which a one-token draft would have been accepted."""
+    acceptance: float
+    """Mean over positions of sum over v of min(p, q): how near the draft's distribution is to the target's, greedy or not."""
 
     @property
     def speedup(self) -> float:
@@ -82,7 +84,8 @@ class Predictor:
         """One draft with one rule."""
         if isinstance(draft, PromptLookup):
             copies = self._copies_of(draft, rule.max_tokens)
-            return Prediction(draft, rule, replay_copies(rule, copies, self.whole), _share_right(copies))
+            right = _share_right(copies)
+            return Prediction(draft, rule, replay_copies(rule, copies, self.whole), right, right)
         recordings = self.survey.record(_without_lookup(draft))
         lookup = None
         if draft.lookup is not None:
@@ -90,7 +93,9 @@ class Predictor:
             lookup = LookupReplay(copies, draft.lookup.max_tokens, self.whole)
         tested = sum(len(recording.matches) for recording in recordings)
         agreed = sum(sum(recording.matches) for recording in recordings)
-        return Prediction(draft, rule, replay(rule, recordings, self.costs(draft), lookup), agreed / tested)
+        overlap = sum(recording.acceptance * len(recording.matches) for recording in recordings)
+        replayed = replay(rule, recordings, self.costs(draft), lookup)
+        return Prediction(draft, rule, replayed, agreed / tested, overlap / tested)
 
     def predict_all(self, draft: Drafting, rules: Iterable[DraftLengthRule]) -> list[Prediction]:
         """One draft with many rules, the best first."""

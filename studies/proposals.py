@@ -26,12 +26,16 @@ BEAM = 2
 """Sets that grow side by side."""
 IDLE_STEPS = 4
 """Steps that a growing set may get slower in before it is given up."""
-CAPACITIES = 16
+CAPACITIES = 8
 """Steps of saved time for which the knapsack finds the least harmful set."""
 COSINE_SHARES = 12
 """The cosine search proposes a set for each twelfth of the blocks."""
-LEAST_AGREEMENT = 1e-3
-"""What an agreement of nothing counts as in the harm of an item."""
+PREFIXES = 12
+"""Counts at which the search along the order of harm begins."""
+LEAST_ACCEPTANCE = 1e-3
+"""What an acceptance of nothing counts as in the harm of an item."""
+LEAST_SAVING = 1e-6
+"""Share of a whole step that an item saves at least: a measured saving of nothing cannot be divided by."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +57,7 @@ def propose_skip_sets(space: SkipSpace, predictor: Predictor, effort: Effort) ->
     search = _Search(space, predictor, effort)
     search.look_at_single_items()
     search.look_at_exits()
+    search.look_at_prefixes()
     search.look_at_knapsacks()
     search.look_at_cosines()
     search.grow()
@@ -103,15 +108,29 @@ class _Search:
                 return
             self.look(chosen)
 
+    def look_at_prefixes(self) -> None:
+        """The first so many items in the order of harm for what they save: a few counts, then ever nearer to the best of them."""
+        harms, savings = self._harms(), self._savings()
+        order = sorted(range(len(harms)), key=lambda place: harms[place] / savings[place])
+        step = max(len(order) // PREFIXES, 1)
+        counts = list(range(step, len(order), step))
+        while not self._effort.is_spent(self._predictor):
+            best = max(counts, key=lambda count: self.look(frozenset(order[:count])).speedup)
+            if step == 1:
+                return
+            step = -(-step // 2)
+            counts = [count for count in (best - step, best, best + step) if 0 < count < len(order)]
+
     def _harms(self) -> list[float]:
-        """-log of the agreement with one item left out: harms of items that err independently add up."""
+        """-log of the acceptance with one item left out: harms of items that err independently add up."""
         singles = [self.look(frozenset([place])) for place in range(len(self._space.items))]
-        return [-math.log(max(single.agreement, LEAST_AGREEMENT)) for single in singles]
+        return [-math.log(min(max(single.acceptance, LEAST_ACCEPTANCE), 1.0)) for single in singles]
 
     def _savings(self) -> list[float]:
         """What each item takes off a draft step."""
         whole = self._predictor.costs(self._space.draft(())).draft_step
-        return [whole - self._predictor.costs(item).draft_step for item in self._space.items]
+        saved = [whole - self._predictor.costs(item).draft_step for item in self._space.items]
+        return [max(saving, LEAST_SAVING * whole) for saving in saved]
 
     def grow(self) -> None:
         """Add the best item again and again, `BEAM` sets side by side, until that has not helped for a while."""

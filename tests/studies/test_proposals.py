@@ -40,7 +40,7 @@ class MadeUp:
             agreement *= 1 - self.harm[sublayer]
         cost = 1000 * (1 + self.costs(draft).draft_step) / (1 + agreement)
         replayed = Replayed(tokens=1000, rounds=500, draft_passes=500, cost=cost)
-        return Prediction(draft, Fixed(max_tokens=1), replayed, agreement)
+        return Prediction(draft, Fixed(max_tokens=1), replayed, agreement, agreement)
 
     def costs(self, draft: LayerSkip) -> RoundCosts:
         return RoundCosts(draft_step=1.0 - 0.07 * len(sublayers(draft)), verify=(1.0, 1.0))
@@ -113,3 +113,12 @@ def test_knapsacks_do_the_least_harm_for_what_they_save(seed: int) -> None:
 def test_knapsacks_save_more_and_more() -> None:
     chosen = knapsacks([0.5, 0.1, 0.9, 0.2], [1.0, 1.0, 1.0, 1.0], 8)
     assert [sorted(each) for each in chosen] == [[1], [1, 3], [0, 1, 3]]
+
+
+@pytest.mark.parametrize("num_harmless", [1, 4, 7, 11])
+def test_along_the_order_of_harm_the_best_count_is_found(space: SkipSpace, num_harmless: int) -> None:
+    sublayers_of_all = list(everywhere(0))
+    harmless = sublayers_of_all[::2][:num_harmless] + sublayers_of_all[1::2][: max(num_harmless - 6, 0)]
+    predictor = MadeUp(everywhere(0.4, harmless[:num_harmless]))
+    found = propose_skip_sets(space, predictor, Effort(12 + NUM_LAYERS + 12))  # type: ignore[arg-type]
+    assert set(sublayers(found[0].draft)) == set(harmless[:num_harmless])  # type: ignore[arg-type]

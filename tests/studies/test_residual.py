@@ -20,7 +20,7 @@ def prediction(speedup: float, tokens_per_round: float = 2.0, passes_per_round: 
         draft_passes=round(1000 * passes_per_round),
         cost=1000 * tokens_per_round / speedup,
     )
-    return Prediction(LayerSkip.blocks((1,)), Fixed(), replayed, agreement=0.8)
+    return Prediction(LayerSkip.blocks((1,)), Fixed(), replayed, agreement=0.8, acceptance=0.8)
 
 
 def test_nothing_is_corrected_before_a_trial() -> None:
