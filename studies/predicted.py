@@ -40,6 +40,7 @@ class PredictedSettings(Document):
     num_surveyed: int | None = Field(
         None, ge=1, description="drafts to rate, about; default: 3 for each sublayer of the model, at least 160"
     )
+    whole_blocks: bool = Field(False, description="leave out whole blocks only, not attention and MLP apart")
     num_drafts: int = Field(8, ge=1, description="best unlike skip sets to measure, each with the rules that suit it")
     max_trials: int = Field(24, ge=1, description="trials at most")
     patience: int = Field(8, ge=1, description="trials without a better speed-up after which the search ends")
@@ -110,7 +111,7 @@ class Predicted(Study):
 
 def skip_sets(problem: Problem, settings: Any, predictor: Predictor) -> list[Drafting]:
     """The best unlike skip sets, found in no more than `PREPARING` of the search time."""
-    space = SkipSpace.of(problem.target)
+    space = SkipSpace.of(problem.target, whole_blocks=settings.whole_blocks)
     most = settings.num_surveyed or max(FEWEST_SURVEYED, SURVEYED_PER_ITEM * len(space.items))
     until = math.inf if problem.seconds is None else time.perf_counter() + PREPARING * problem.seconds
     return unlike(

@@ -19,11 +19,11 @@ class SkipSpace:
     items: tuple[LayerSkip, ...]
 
     @classmethod
-    def of(cls, target: Target) -> SkipSpace:
-        """All items of a model, from the first block to the last."""
+    def of(cls, target: Target, *, whole_blocks: bool = False) -> SkipSpace:
+        """All items of a model, from the first block to the last; `whole_blocks` leaves out blocks as wholes only."""
         items: list[LayerSkip] = []
         for index, parts in enumerate(zip(target.anatomy.attention, target.anatomy.mlp, strict=True)):
-            if None in parts:
+            if whole_blocks or None in parts:
                 items.append(LayerSkip.blocks((index,)))
             else:
                 items += [LayerSkip(skip_attention=(index,)), LayerSkip(skip_mlp=(index,))]

@@ -51,6 +51,7 @@ def main() -> None:
       sdtune distill --model M --dataset D       train exit heads for it beforehand
       sdtune show profile.yaml                   what was found
       sdtune generate --profile profile.yaml --prompt TEXT --compare
+      sdtune compare-rules, compare-searches     which rule, which search is better here?
 
     In production: model.generate(**inputs, custom_generate=load_decoder("profile.yaml")) with load_decoder from
     decoding.deploy.
@@ -354,6 +355,359 @@ def compare_rules(
     if out is not None:
         write_json(comparison, out, [Path(sys.argv[0]).name, *sys.argv[1:]])
     Console(width=max(Console().width, 80 + 20 * len(comparison.columns))).print(rules_table(comparison))
+
+
+def _of_a_check(command: CommandT) -> CommandT:
+    """The options that the checks share with the search: the same configuration file, and what is most often changed in it."""
+    options = [
+        click.option(
+            "--config",
+            "config_file",
+            type=click.Path(path_type=Path),
+            help="The YAML file of the search: model, prompts, heads, seed; flags win.",
+        ),
+        click.option("--model", help="Folder or hub id of a causal language model."),
+        click.option("--dataset", help="Prompts, as in `sdtune search`."),
+        click.option(
+            "--heads", type=click.Path(path_type=Path), metavar="DIR", help="Folder of exit heads; none are made."
+        ),
+        click.option(
+            "--max-new-tokens", type=int, metavar="N", help="Tokens to generate from each prompt.  [default: 64]"
+        ),
+        click.option("--tuning-prompts", type=int, metavar="N", help="As in the search.  [default: 24]"),
+        click.option("--held-out-prompts", type=int, metavar="N", help="As in the search.  [default: 24]"),
+        click.option("--temperature", type=float, metavar="T", help="0 is greedy.  [default: 0]"),
+        click.option("--dtype", metavar="TYPE", help="auto, float32, bfloat16 or float16.  [default: auto]"),
+        click.option("--device", metavar="DEVICE", help="auto, cpu, cuda, cuda:1 ...  [default: auto]"),
+        click.option("--threads", type=int, metavar="N", help="CPU threads for torch."),
+        click.option("--seed", type=int, metavar="N", help="Seed of the split and of all draws.  [default: 0]"),
+    ]
+    for option in reversed(options):
+        command = option(command)
+    return command
+
+
+@main.command("check-planted")
+@click.option(
+    "--seeds", type=click.IntRange(min=0), default=10, show_default=True, help="Small problems; 0 leaves them out."
+)
+@click.option(
+    "--layers",
+    multiple=True,
+    type=click.IntRange(min=4),
+    default=(32, 80),
+    show_default=True,
+    metavar="N",
+    help="Sizes of the large problems; repeatable.",
+)
+@click.option(
+    "--large-seeds", type=click.IntRange(min=0), default=2, show_default=True, help="Large problems of each size."
+)
+@click.option("--threads", type=click.IntRange(min=1), metavar="N", help="CPU threads for torch.")
+@click.option("--out", type=click.Path(path_type=Path), help="Also write all figures here, as JSON.")
+def check_planted(seeds: int, layers: tuple[int, ...], large_seeds: int, threads: int | None, out: Path | None) -> None:
+    """Do the searches find what was planted? Random models in which it is known what can be skipped.
+
+    Small ones, of 12 blocks: predicted and joint against the best of all sets of blocks, by real decoding that is priced from a
+    table, so that the best is known. Large ones: how many of the planted sublayers the best proposal leaves out.
+
+    \b
+    Example:
+      sdtune check-planted --seeds 3 --threads 1
+    """
+    from tuner.check_planted import find_best_of_all, recover, results_table, write_results
+    from tuner.errors import SearchError
+    from tuner.progress import TerminalProgress
+    from tuner.task import check_writable
+
+    if out is not None:
+        check_writable(out, what="the results", name="planted.json", error=SearchError)
+    _quieten_optuna()
+    _use_threads(threads)
+    with TerminalProgress(Console(stderr=True)) as progress:
+        found = find_best_of_all(range(seeds), progress)
+        recovered = recover(layers, range(large_seeds), progress)
+    if out is not None:
+        write_results(found, recovered, out)
+    Console(width=max(Console().width, 100)).print(results_table(found, recovered))
+
+
+@main.command("check-predictions")
+@_of_a_check
+@click.option(
+    "--configurations",
+    type=click.IntRange(min=2),
+    default=60,
+    show_default=True,
+    metavar="N",
+    help="Random configurations to foretell and to decode with.",
+)
+@click.option(
+    "--prompts",
+    "num_prompts",
+    type=click.IntRange(min=2),
+    default=16,
+    show_default=True,
+    metavar="N",
+    help="Tuning prompts that they are foretold and decoded on, at most.",
+)
+@click.option("--max-tokens", type=click.IntRange(1, 64), default=12, show_default=True, help="Longest draft (K).")
+@click.option(
+    "--drafts",
+    "num_drafts",
+    type=click.IntRange(min=0),
+    default=3,
+    show_default=True,
+    metavar="N",
+    help="Drafts to tune every rule for, both ways; 0 leaves that half out.",
+)
+@click.option(
+    "--replays", "num_replays", type=click.IntRange(min=1), default=300, show_default=True, help="Settings to replay."
+)
+@click.option(
+    "--trials",
+    "num_trials",
+    type=click.IntRange(min=1),
+    default=12,
+    show_default=True,
+    help="Settings to decode with instead.",
+)
+@click.option(
+    "--out",
+    type=click.Path(path_type=Path),
+    default=Path("check_predictions"),
+    show_default=True,
+    metavar="DIR",
+    help="Folder of the results.",
+)
+def check_predictions(config_file: Path | None, out: Path, **options: Any) -> None:
+    """How good are predicted speed-ups? Compares them with real decoding.
+
+    First, random configurations: skip sets, exits without and with the heads that are there, prompt lookup, each with a random
+    draft-length rule. All are foretold from one reading of the texts and a table of costs, then decoded with on the same
+    texts. Shown are the rank correlation, the errors, and the bias: overall, by kind of draft and of rule, and with the
+    correction that a search would learn on the way (from all the other configurations).
+
+    Second, tuning: for some drafts, the best parameters of every rule by replay alone against the best by real trials of
+    Optuna, side by side on held-out prompts, with the seconds that each took.
+
+    \b
+    Writes DIR/predictions.json (all figures), .txt (the tables), .csv (a line for each configuration), .png (a picture).
+    It takes long: on the demo about twenty minutes for the first half and half an hour for the second.
+
+    \b
+    Examples:
+      sdtune check-predictions --config configs/demo.yaml
+      sdtune check-predictions --config configs/demo.yaml --configurations 20 --drafts 0
+    """
+    from tuner.check_predictions_command import run_and_write
+    from tuner.config import load_config
+    from tuner.progress import TerminalProgress
+
+    how = {
+        name: options.pop(name)
+        for name in ("configurations", "num_prompts", "max_tokens", "num_drafts", "num_replays", "num_trials")
+    }
+    config = load_config(config_file, options)
+    _quieten_optuna()
+    _use_threads(config.threads)
+    with TerminalProgress(Console(stderr=True)) as progress:
+        shown = run_and_write(config, out, progress=progress, **how)
+    _print_results(shown, out)
+
+
+@main.command("check-integrity")
+@_of_a_check
+@click.option(
+    "--family",
+    multiple=True,
+    metavar="NAME",
+    help="Candidates that cannot win: disguised, idle or whole; repeatable.  [default: all]",
+)
+@click.option(
+    "--copies",
+    type=click.IntRange(1, 64),
+    default=8,
+    show_default=True,
+    metavar="N",
+    help="Equal candidates to choose the best of.",
+)
+@click.option(
+    "--runs", type=click.IntRange(min=1), metavar="N", help="Searches of each family.  [default: 400, or 40 if --fresh]"
+)
+@click.option(
+    "--repetitions",
+    type=click.IntRange(min=2),
+    default=5,
+    show_default=True,
+    metavar="N",
+    help="Times that each prompt is decoded for the bank that runs draw from.",
+)
+@click.option("--fresh", is_flag=True, help="Decode anew in every run instead of drawing from a bank: takes hours.")
+@click.option(
+    "--configurations",
+    type=click.IntRange(min=0),
+    default=30,
+    show_default=True,
+    metavar="N",
+    help="Random configurations whose intervals are checked; 0 leaves that half out.",
+)
+@click.option(
+    "--passes",
+    type=click.IntRange(min=3),
+    default=5,
+    show_default=True,
+    metavar="N",
+    help="Times that all prompts are decoded with each of them.",
+)
+@click.option("--max-tokens", type=click.IntRange(1, 64), default=8, show_default=True, help="Their longest draft (K).")
+@click.option(
+    "--out",
+    type=click.Path(path_type=Path),
+    default=Path("check_integrity"),
+    show_default=True,
+    metavar="DIR",
+    help="Folder of the results.",
+)
+def check_integrity(config_file: Path | None, out: Path, runs: int | None, fresh: bool, **options: Any) -> None:
+    """Does the tuner claim what is not there?
+
+    First, searches among candidates that cannot win: plain decoding under other names (disguised), a rule that never drafts
+    (idle), the whole model as its own draft (whole). Trials, race, confirmation and verdict are those of a search; how many
+    of the runs claim a speed-up? Every prompt is decoded several times once, and the runs draw prompts and repetitions from
+    that bank; with --fresh each run decodes for itself.
+
+    Second, do intervals hold what they are of? Random configurations are decoded over all prompts in several passes. From each
+    pass usual confirmations are drawn (24 prompts): does their 95 % interval hold the speed-up of all samples they do not use?
+
+    \b
+    Writes DIR/integrity.json (all figures and samples) and .txt (the tables).
+    It takes long: on the demo about half an hour for the first half and two hours for the second.
+
+    \b
+    Examples:
+      sdtune check-integrity --config configs/demo.yaml
+      sdtune check-integrity --config configs/demo.yaml --family disguised --fresh --runs 40 --configurations 0
+    """
+    from tuner.check_integrity_command import run_and_write
+    from tuner.config import load_config
+    from tuner.progress import TerminalProgress
+
+    names = ("family", "copies", "repetitions", "configurations", "passes", "max_tokens")
+    how = {name: options.pop(name) for name in names}
+    config = load_config(config_file, options)
+    _use_threads(config.threads)
+    num_runs = runs if runs is not None else (40 if fresh else 400)
+    with TerminalProgress(Console(stderr=True)) as progress:
+        shown = run_and_write(config, out, runs=num_runs, fresh=fresh, progress=progress, **how)
+    _print_results(shown, out)
+
+
+def _print_results(shown: Any, out: Path) -> None:
+    console = Console(width=max(Console().width, 110))
+    console.print(shown, highlight=False)
+    console.print(f"results  {out}", soft_wrap=True, highlight=False)
+
+
+@main.command("compare-searches")
+@click.option(
+    "--config",
+    "config_file",
+    type=click.Path(path_type=Path),
+    help="The YAML file of `sdtune search`: problem and settings of the studies; flags win.",
+)
+@click.option("--model", help="Folder or hub id of a causal language model.")
+@click.option("--dataset", help="Prompts, as in `sdtune search`.")
+@click.option(
+    "--search",
+    "searches",
+    multiple=True,
+    metavar="NAME",
+    help="Searches to compare: joint, predicted, conf_layers, exit_layer, swift, swift_batched, draft_verify, tpe, random, "
+    "odd_layers; repeatable.  [default: all]",
+)
+@click.option(
+    "--seeds", type=click.IntRange(min=1), default=3, show_default=True, metavar="N", help="Runs of each search."
+)
+@click.option(
+    "--budget", metavar="DURATION", help="Of each run, e.g. 90s, 10m.  [default: 120s, unless another limit is given]"
+)
+@click.option("--budget-tokens", type=int, metavar="N", help="Tokens decoded in measuring, of each run.")
+@click.option("--budget-trials", type=int, metavar="N", help="Trials of each run.")
+@click.option("--tuning-prompts", type=int, metavar="N", help="Prompts to search on.  [default: 24]")
+@click.option("--held-out-prompts", type=int, metavar="N", help="Prompts to compare on.  [default: 24]")
+@click.option(
+    "--heads", type=click.Path(path_type=Path), metavar="DIR", help="Folder of exit heads, taken as they are."
+)
+@click.option("--device", metavar="DEVICE", help="auto, cpu, cuda, cuda:1 ...  [default: auto]")
+@click.option("--threads", type=int, metavar="N", help="CPU threads for torch; small models gain nothing from many.")
+@click.option(
+    "--seed", type=int, metavar="N", help="Seed of the split, and the first of the runs' seeds.  [default: 0]"
+)
+@click.option(
+    "--out",
+    type=click.Path(path_type=Path),
+    default="searches",
+    show_default=True,
+    metavar="DIR",
+    help="Folder of trials, samples and report.",
+)
+def compare_searches(
+    config_file: Path | None,
+    searches: tuple[str, ...],
+    seeds: int,
+    budget: str | None,
+    budget_tokens: int | None,
+    budget_trials: int | None,
+    out: Path,
+    **flags: Any,
+) -> None:
+    """Compare searches: the same problem, the same budget, several seeds.
+
+    Each search runs as in `sdtune search`, until its budget is spent or it says that it is finished. A seed orders the tuning
+    prompts and seeds the sampler. Then whatever was the best so far of any search, at any time, is decoded on held-out prompts,
+    all side by side: the figures are what was truly found, not what a search believed. What a search does before its first
+    trial counts as well.
+
+    \b
+    A search is a study with its settings (`studies:` in the file), or a method of the study skip_sets:
+      joint, predicted, conf_layers, exit_layer      by their own names
+      swift, draft_verify, tpe, random, odd_layers   skip_sets with this method
+      swift_batched                                  swift, measuring after every 100 candidates only
+
+    DIR then holds searches.csv (a line a trial), searches.png (speed-up against what was spent) and searches.json
+    (everything). Trials and samples are on disk there: the same command again goes on where it stopped, and one with more seeds,
+    searches, tokens or trials runs only what is missing. Another DURATION needs another DIR, as searches may plan by it.
+
+    \b
+    Example:
+      sdtune compare-searches --config configs/demo.yaml --search joint --search swift --budget 60s
+    """
+    from decoding.documents import validate
+    from tuner.compare_searches import compare_searches as run_comparison
+    from tuner.config import load_config
+    from tuner.errors import ConfigError
+    from tuner.progress import TerminalProgress
+    from tuner.search_report import searches_table, write_report
+    from tuner.search_runs import Limits
+
+    config = load_config(config_file, flags)
+    given = {"seconds": budget, "tokens": budget_tokens, "trials": budget_trials}
+    if all(limit is None for limit in given.values()):
+        given["seconds"] = "120s"
+    limits = validate(Limits, given, source="budget", error=ConfigError)
+    _quieten_optuna()
+    _use_threads(config.threads)
+    with TerminalProgress(Console(stderr=True)) as progress:
+        try:
+            found = run_comparison(config, searches, num_seeds=seeds, limits=limits, out=out, progress=progress)
+        except KeyboardInterrupt:
+            click.echo("sdtune: stopped; the same command again goes on", err=True)
+            raise
+    write_report(found, out, [Path(sys.argv[0]).name, *sys.argv[1:]])
+    results = Console(width=max(Console().width, 130))
+    results.print(searches_table(found))
+    results.print(f"report   {out}: searches.csv, searches.json, searches.png", soft_wrap=True, highlight=False)
 
 
 def _use_threads(threads: int | None) -> None:

@@ -5,6 +5,7 @@ Only `Bench` looks at a clock's results; it decides nothing. Warm-up, interleavi
 
 from __future__ import annotations
 
+import copy
 import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -78,6 +79,15 @@ class Bench:
                 f"{self.num_too_short} of {len(prompts)} prompts end within {FEWEST_DECODED} tokens of plain decoding: give "
                 "prompts that the model continues at greater length"
             )
+
+    def reordered(self, order: Sequence[int]) -> Bench:
+        """A bench of these prompts in another order, that knows nothing yet of what drafts cost."""
+        other = copy.copy(self)
+        other._costs = {}
+        other.prompts = [self.prompts[place] for place in order]
+        other.greedy_texts = [self.greedy_texts[place] for place in order]
+        other.rows = [self.rows[place] for place in order]
+        return other
 
     def measure(
         self, candidate: Candidate, places: Sequence[int], on_sample: OnSample = lambda sample: None

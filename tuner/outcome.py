@@ -27,6 +27,7 @@ from decoding.profile import (
 from decoding.profile import Target as ProfileTarget
 from studies.contract import TrialRecord, best_trials
 from studies.measurement import Measurement
+from tuner.decision import Confirmed, claims_speedup
 from tuner.environment import device_name, git_revision, versions
 from tuner.heads import place_beside
 from tuner.measure import Bench
@@ -45,15 +46,6 @@ class Cost:
     """Of all trials and of preparing the studies."""
     distillation_seconds: float
     """Of writing texts and training the exit heads that the studies drafted with, in whichever run that was."""
-
-
-@dataclass(frozen=True)
-class Confirmed:
-    """A candidate on the held-out prompts, and its line in the final table."""
-
-    label: str
-    trial: TrialRecord
-    measurement: Measurement
 
 
 @dataclass(frozen=True)
@@ -87,8 +79,7 @@ def conclude(
     trial = winner.trial
     measurement = next(each.measurement for each in confirmed if each.trial.candidate.key == trial.candidate.key)
     interval = measurement.speedup_interval()
-    drafts = not isinstance(trial.candidate.draft, PlainDecoding)
-    wins = drafts and interval.ci95[0] > 1.0 and measurement.is_lossless and winner.measurement.is_lossless
+    wins = claims_speedup(trial.candidate, winner.measurement, measurement)
     profile = DraftProfile(
         name=f"{task.config.resolved_experiment()}-{trial.study.replace('_', '-') if wins else 'plain'}",
         target=_profile_target(task),

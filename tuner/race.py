@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import numpy as np
 from scipy import stats
 
-from studies.contract import TrialRecord
-from studies.measurement import Measurement, pooled
-from tuner.measure import Bench
+from studies.contract import Candidate, TrialRecord
+from studies.measurement import Measurement, PromptSample, pooled
 
 LAP = 4
 """Prompts between two looks at who is behind."""
@@ -21,6 +21,22 @@ FEWEST_TO_JUDGE = 8
 """Prompts before the first look."""
 DROP_AT_P = 0.05
 """A finalist drops out when a paired t-test of the log ratios against the leader is below this."""
+
+
+class Measuring(Protocol):
+    """Measures candidates, as `tuner.measure.Bench` does."""
+
+    @property
+    def prompts(self) -> Sequence[Any]:
+        """What can be measured on; places count in it."""
+
+    def measure(
+        self, candidate: Candidate, places: Sequence[int], on_sample: Callable[[PromptSample], None] = ...
+    ) -> Measurement:
+        """A candidate on the prompts at these places; `on_sample` sees each sample."""
+
+    def learn(self, candidate: Candidate, places: Sequence[int]) -> Candidate:
+        """The candidate with what its rule learns from the prompts at these places."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +54,7 @@ class Finalist:
 
 def race(
     trials: Sequence[TrialRecord],
-    bench: Bench,
+    bench: Measuring,
     places: Sequence[int],
     on_lap: Callable[[int], None] = lambda done: None,
 ) -> list[Finalist]:

@@ -67,9 +67,13 @@ class StudyStore:
 
     def kept(self, study: str) -> Any:
         """What a stored study gave to keep when it was first made, or None if there is none of that name."""
-        name = f"{self.experiment}/{study}"
-        stored = next((each for each in self._studies() if each.study_name == name), None)
-        return None if stored is None or IDENTITY not in stored.user_attrs else stored.user_attrs.get(KEPT)
+        stored = self._whole(study)
+        return None if stored is None else stored.user_attrs.get(KEPT)
+
+    def find(self, study: str) -> StoredStudy | None:
+        """A stored study to read, whatever it was a search over, or None if there is none of that name."""
+        stored = self._whole(study)
+        return None if stored is None else StoredStudy(stored, self.url)
 
     def noted(self, key: str) -> Any:
         """What a study of this experiment was told to remember under `key`, or None."""
@@ -89,6 +93,11 @@ class StudyStore:
         for name in optuna.get_all_study_names(self._storage):
             if name.startswith(f"{self.experiment}/"):
                 yield optuna.load_study(study_name=name, storage=self._storage)
+
+    def _whole(self, study: str) -> optuna.Study | None:
+        """The study of that name, unless its making was cut short."""
+        name = f"{self.experiment}/{study}"
+        return next((each for each in self._studies() if each.study_name == name and IDENTITY in each.user_attrs), None)
 
     def _discard_half_made(self, name: str) -> None:
         """Remove a study whose making was cut short by a kill: it has no trials yet, and is made anew."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -19,8 +19,9 @@ from tuner.distill import check_folder, num_spare
 from tuner.environment import device_name
 from tuner.errors import ConfigError
 from tuner.heads import FoundHead, find_heads, missing_heads, num_learnt_from
-from tuner.loading import Loaded, load
-from tuner.prompts import PromptSet, search_prompts
+from tuner.loading import Loaded, eos_token_ids, load
+from tuner.measure import Bench
+from tuner.prompts import Prompt, PromptSet, search_prompts
 from tuner.watcher import Progress
 
 
@@ -102,6 +103,25 @@ def _wanted_heads(config: SearchConfig, target: Target) -> tuple[int, ...]:
 def _may_distil(config: SearchConfig, wanted: Iterable[int]) -> bool:
     """Whether heads are to be made, so that further prompts are needed to train on."""
     return config.distill == "auto" and any(not (config.heads / head_name(layer)).exists() for layer in wanted)
+
+
+def open_bench(task: Task, prompts: Sequence[Prompt], stage: str, progress: Progress) -> Bench:
+    """Decode these prompts plainly and give the bench to measure on; `stage` says which they are."""
+    progress.stage(stage, len(prompts))
+    bench = Bench(
+        task.target,
+        [prompt.token_ids for prompt in prompts],
+        max_new_tokens=task.config.max_new_tokens,
+        temperature=task.config.temperature,
+        eos_token_ids=eos_token_ids(task.loaded.model),
+        prefix_reuse=task.config.prefix_reuse,
+        heads=task.exit_heads,
+        seed=task.config.seed,
+        on_progress=progress.advance,
+    )
+    if bench.num_too_short:
+        progress.say(f"{bench.num_too_short} of {len(prompts)} prompts end too soon to measure and are left out")
+    return bench
 
 
 def check_writable(

@@ -58,10 +58,8 @@ def run_study(
     records = stored.records()
     for record in records:
         study.observe(record)
-    learning = 0.0
+    start = time.perf_counter()
     while (ended := study.finished() or budget.exhausted(len(records))) is None:
-        # A trial is on disk before the study learns of it: what that takes counts with the trial it leads to.
-        start = time.perf_counter() - learning
         trial = stored.ask()
         candidate, notes = study.propose(trial)
         record = _run_trial(study.name, trial, candidate, notes, records, bench, places, start)
@@ -72,6 +70,9 @@ def run_study(
         study.observe(record)
         learning = time.perf_counter() - told
         on_record(record)
+        # A trial is on disk before the study learns of it: what that takes, and what it takes to see whether to go on (a study
+        # may choose what comes next to tell), counts with the trial it leads to.
+        start = time.perf_counter() - learning
     return records, ended
 
 

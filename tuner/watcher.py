@@ -24,3 +24,22 @@ class Progress(Protocol):
 
     def say(self, line: str) -> None:
         """Something worth a line of its own."""
+
+
+class Unwatched:
+    """Nobody is watching."""
+
+    def stage(self, name: str, total: int | None = None) -> None:
+        """Nothing."""
+
+    def advance(self, steps: int = 1) -> None:
+        """Nothing."""
+
+    def trial(self, record: TrialRecord, best: TrialRecord | None) -> None:
+        """Nothing."""
+
+    def show(self, text: str) -> None:
+        """Nothing."""
+
+    def say(self, line: str) -> None:
+        """Nothing."""

@@ -13,7 +13,7 @@ from studies.replay import Replayed
 
 def foretold(speedup: float) -> Prediction:
     replayed = Replayed(tokens=100, rounds=50, draft_passes=100, cost=100 / speedup)
-    return Prediction(LayerSkip(), Fixed(), replayed, agreement=0.5)
+    return Prediction(LayerSkip(), Fixed(), replayed, agreement=0.5, acceptance=0.5)
 
 
 def test_accuracy_of_known_pairs() -> None:

@@ -73,6 +73,13 @@ def test_items_are_the_sublayers_and_sets_of_them_are_drafts(space: SkipSpace) -
     assert space.draft(()) == LayerSkip()
 
 
+def test_items_may_be_whole_blocks() -> None:
+    space = SkipSpace.of(tiny_target(NUM_LAYERS), whole_blocks=True)
+    assert space.items == tuple(LayerSkip.blocks((index,)) for index in range(NUM_LAYERS))
+    with pytest.raises(ValueError, match="not made of whole items"):
+        space.places(LayerSkip(skip_attention=(1,)))
+
+
 def test_what_can_be_left_out_without_harm_is_found(space: SkipSpace) -> None:
     harmless = [("attention", 1), ("attention", 3), ("mlp", 2), ("mlp", 3), ("attention", 5)]
     best = propose_skip_sets(space, MadeUp(everywhere(0.3, harmless)), Effort(200))[0]  # type: ignore[arg-type]

@@ -24,7 +24,7 @@ class MadeUp:
         self.asked.append(rule)
         threshold = rule.threshold if isinstance(rule, TopProbability) else 0.37
         cost = 50 * (1 + (threshold - 0.37) ** 2 + 0.1 * abs(rule.max_tokens - 4))
-        return Prediction(draft, rule, Replayed(100, 50, 100, cost), agreement=0.5)
+        return Prediction(draft, rule, Replayed(100, 50, 100, cost), agreement=0.5, acceptance=0.5)
 
 
 def test_the_best_setting_is_found_nearly_exactly() -> None:

@@ -160,6 +160,18 @@ def test_costs_of_a_draft_are_measured_once_for_all_rules_that_weigh_them(timed:
     assert timed == [6, 9, 6], "for longer drafts, and for another draft"
 
 
+def test_the_same_prompts_in_another_order_know_nothing_of_costs(timed: list[int]) -> None:
+    bench = _bench(max_new_tokens=10)
+    bench.measure(candidate((1, 3), BetaThompson(max_tokens=6)), range(2))
+    other = bench.reordered([4, 0, 1, 3, 2])
+    assert other.prompts == [bench.prompts[place] for place in (4, 0, 1, 3, 2)]
+    assert other.rows == [4, 0, 1, 3, 2]
+    measured = other.measure(candidate((1, 3), BetaThompson(max_tokens=6)), range(5))
+    assert measured.num_identical == 5, "each text beside its prompt"
+    assert timed == [6, 6]
+    assert bench.rows == [0, 1, 2, 3, 4]
+
+
 def test_costs_that_a_rule_brings_along_are_its_own_alone(timed: list[int]) -> None:
     bench = _bench(max_new_tokens=10)
     foreign = RoundCosts(draft_step=7.0, verify=(1.0,) * 9)

@@ -136,6 +136,16 @@ def test_notes_beside_the_trials_are_kept(tmp_path: Path) -> None:
     assert _store(tmp_path).noted("run") == "abc"
 
 
+def test_a_study_is_found_to_read_whatever_it_was_a_search_over(tmp_path: Path) -> None:
+    assert _store(tmp_path).find("one_candidate") is None
+    stored = _store(tmp_path).open(OneCandidate(), IDENTITY)
+    stored.finish(stored.ask(), made := record(1.25))
+    found = _store(tmp_path).find("one_candidate")
+    assert found is not None
+    assert found.records() == [made]
+    assert _store(tmp_path).find("one") is None
+
+
 class Keeping(OneCandidate):
     """Keeps something of its making, and begins with two starts."""
 

@@ -224,6 +224,10 @@ def test_seconds_of_a_trial_are_those_of_thinking_and_of_measuring(
             clock.now += 0.5
             super().observe(record)
 
+        def finished(self) -> str | None:
+            clock.now += 0.25
+            return super().finished()
+
     def answer(wanted: Candidate, place: int) -> PromptSample:
         clock.now += 10.0
         return sample(1.2, place)
@@ -235,7 +239,8 @@ def test_seconds_of_a_trial_are_those_of_thinking_and_of_measuring(
     stored = StudyStore(sqlite_url(tmp_path / "trials.db"), "e").open(study := Thinking([[3], [4], [3]]), {})
     budget = Budget(None, None)
     records, _ = run_study(study, stored, FakeBench(answer), PLACES, budget, show)  # type: ignore[arg-type]
-    # Learning from a trial comes behind it: its half second is in the next. What was met before is not measured again.
-    assert [record.seconds for record in records] == [62.0, 62.5, 2.5]
-    assert budget.spent_seconds == 127.0
+    # Learning from a trial comes behind it: its half second is in the next, as is seeing whether to go on. What was met before is
+    # not measured again.
+    assert [record.seconds for record in records] == [62.25, 62.75, 2.75]
+    assert budget.spent_seconds == 127.75
     assert stored.records() == records
