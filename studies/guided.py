@@ -62,6 +62,7 @@ class GuidedSearch:
         self._residual = Residual()
         self._known: set[str] = set()
         self._behaviours: set[tuple[Drafting, object]] = set()
+        self._complete: list[Prediction] = []
         self._best: TrialRecord | None = None
         self._num_trials = self._last_improvement = 0
         self._next: tuple[int, Choice | None] | None = None
@@ -95,7 +96,10 @@ class GuidedSearch:
             return
         if len(measurement.samples) >= FEWEST_SAMPLES:
             self._residual.learn(prediction, measurement.speedup)
-        if record.speedup is not None and record.speedup > self._best_speedup:
+        if record.speedup is None:
+            return
+        self._complete.append(prediction)
+        if record.speedup > self._best_speedup:
             self._best, self._last_improvement = record, self._num_trials
 
     def finished(self) -> str | None:
@@ -105,9 +109,13 @@ class GuidedSearch:
         choice = self.choose()
         if choice is None:
             return "all candidates are measured"
-        if self._num_trials >= FEWEST_TRIALS and choice.within_reach < self._best_speedup:
-            return f"nothing is left that could be hoped to beat {self._best_speedup:.2f}x"
+        if self._num_trials >= FEWEST_TRIALS and choice.within_reach < (best := self._expected_of_best()):
+            return f"nothing is left that could be hoped to beat {best:.2f}x"
         return None
+
+    def _expected_of_best(self) -> float:
+        """The speed-up to expect of the best candidate measured: less than was measured, as the best of many was lucky too."""
+        return float(np.max(self._residual.corrected(self._complete)[0])) if self._complete else 0.0
 
     def remarks(self) -> list[str]:
         """How good the predictions were, and what more trials might gain."""
@@ -116,7 +124,7 @@ class GuidedSearch:
             errors = [abs(measured / predicted - 1) for predicted, measured in self._residual.pairs]
             said.append(f"predictions were off by {np.median(errors):.0%} at the median of {len(errors)} trials")
         choice = self.choose()
-        if choice is not None and choice.corrected > self._best_speedup > 0:
+        if choice is not None and choice.corrected > self._expected_of_best() > 0:
             rule = choice.prediction.rule.describe()
             said.append(
                 f"the best that was not measured is expected at {choice.corrected:.2f}x on the tuning prompts: "

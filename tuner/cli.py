@@ -52,6 +52,7 @@ def main() -> None:
       sdtune show profile.yaml                   what was found
       sdtune generate --profile profile.yaml --prompt TEXT --compare
       sdtune compare-rules, compare-searches     which rule, which search is better here?
+      sdtune check-predictions, check-integrity, check-planted     can the tuner be trusted?
 
     In production: model.generate(**inputs, custom_generate=load_decoder("profile.yaml")) with load_decoder from
     decoding.deploy.
