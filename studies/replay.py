@@ -79,14 +79,16 @@ class Recording:
         """
         q = torch.softmax(draft.float() / (temperature or 1.0), dim=-1)
         overlap = torch.minimum(target.probabilities, q).sum(dim=-1)
-        if temperature:
-            draws = torch.rand(len(overlap), generator=torch.Generator().manual_seed(seed))
-            matches = draws < overlap.cpu()
-        else:
-            matches = target.likeliest == draft.argmax(dim=-1)
+        greedy = target.likeliest == draft.argmax(dim=-1)
+        matches = draws(len(overlap), seed) < overlap.cpu() if temperature else greedy
         entropy = torch.special.entr(q).sum(dim=-1)
         seen = zip(q.amax(dim=-1).tolist(), entropy.tolist(), strict=True)
         return cls(tuple(matches.tolist()), tuple(_Seen(*pair) for pair in seen), float(overlap.mean()))
+
+
+def draws(count: int, seed: int) -> Tensor:
+    """The luck of each position of a text, [count] in [0, 1): the same for all drafts that are compared on it."""
+    return torch.rand(count, generator=torch.Generator().manual_seed(seed))
 
 
 Copies = Sequence[int | None]

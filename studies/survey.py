@@ -22,7 +22,7 @@ from decoding.exit_head import ExitHeads
 from decoding.profile import EarlyExit, LayerSkip, Lookup, PromptLookup
 from decoding.target import Target
 from decoding.text import Text
-from studies.replay import Copies, Recording, TargetText
+from studies.replay import Copies, Recording, TargetText, draws
 
 DEPTH = 4
 """Tokens of a recorded round: about what drafts come to, so that the draft reads as much of its own as it would."""
@@ -100,7 +100,17 @@ class Survey:
 
     def copies(self, lookup: PromptLookup | Lookup, most: int) -> list[Copies]:
         """What prompt lookup would copy in a round behind each position of each text, looked at as far as `most` tokens."""
-        return [_copies(text, lookup, most) for text in self._texts]
+        return [_copies(text, self._accepted(index), lookup, most) for index, text in enumerate(self._texts)]
+
+    def _accepted(self, index: int) -> list[bool]:
+        """Whether the text's token at each position would be accepted if it were copied: always if greedy, else as it is likely."""
+        text = self._texts[index]
+        if not self._temperature:
+            return [True] * text.target.num_positions
+        written = torch.tensor(text.continuation[1:], device=text.target.probabilities.device)
+        p = text.target.probabilities.gather(1, written[:, None])[:, 0]
+        luck = draws(len(p), self._seed + index)
+        return (luck < p.cpu()).tolist()
 
     def _read(self, prompt: Sequence[int], continuation: Sequence[int]) -> _Read:
         token_ids = torch.tensor([[*prompt, *continuation[:-1]]], device=self.target.device)
@@ -158,7 +168,7 @@ class Survey:
         return RoundsCache(rounds, self._depth), torch.stack(rows)
 
 
-def _copies(text: _Read, lookup: PromptLookup | Lookup, most: int) -> Copies:
+def _copies(text: _Read, accepted: Sequence[bool], lookup: PromptLookup | Lookup, most: int) -> Copies:
     prompt = text.token_ids[0, : text.first].tolist()
     held = Text(prompt, text.token_ids.shape[1] + 1, torch.device("cpu"))
     copies: list[int | None] = []
@@ -169,6 +179,7 @@ def _copies(text: _Read, lookup: PromptLookup | Lookup, most: int) -> Copies:
             copies.append(None)
             continue
         behind = text.continuation[place + 1 : place + 1 + most]
-        agrees = [one == other for one, other in zip(copied(held.token_ids, found, len(behind)), behind, strict=True)]
+        drafted = zip(copied(held.token_ids, found, len(behind)), behind, accepted[place:], strict=False)
+        agrees = [one == other and lucky for one, other, lucky in drafted]
         copies.append(agrees.index(False) if False in agrees else len(agrees))
     return copies

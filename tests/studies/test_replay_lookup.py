@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from decoding.decode import Request
 from decoding.decoder import Decoder, plain_decoder
@@ -68,3 +69,23 @@ def test_rounds_of_a_lookup_alone_are_those_of_decoding(
     assert replayed.rounds == len(rounds)
     assert replayed.cost == pytest.approx(sum(WHOLE.of(step.num_drafted) for step in rounds))
     assert replayed.draft_passes == 0
+
+
+def test_sampled_copies_are_accepted_as_often_as_their_tokens_are_likely(
+    target: Target, texts: list[tuple[int, ...]]
+) -> None:
+    draft = PromptLookup(max_ngram=2)
+    greedy, *sampled = (
+        [num for text in Survey(target, PROMPTS, texts, temperature=t, seed=seed).copies(draft, 1) for num in text]
+        for t, seed in [(0.0, 0), *((2.0, seed) for seed in range(60))]
+    )
+    where_right = [place for place, num in enumerate(greedy) if num]
+    assert where_right
+    assert all(not each[place] for each in sampled for place in range(len(greedy)) if place not in where_right)
+    share = sum(bool(each[place]) for each in sampled for place in where_right) / (len(sampled) * len(where_right))
+    expected = []
+    with torch.inference_mode():
+        for prompt, text in zip(PROMPTS, texts, strict=True):
+            logits = target.model(torch.tensor([[*prompt, *text[:-1]]])).logits[0, len(prompt) :]
+            expected += torch.softmax(logits / 2.0, -1).gather(1, torch.tensor(text[1:])[:, None])[:, 0].tolist()
+    assert share == pytest.approx(sum(expected[place] for place in where_right) / len(where_right), abs=0.04)
