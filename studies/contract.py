@@ -11,6 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import optuna
@@ -140,6 +141,11 @@ class Study(ABC):
         computed again to the same result."""
         return None
 
+    def expected(self) -> Mapping[str, float]:
+        """By a candidate's key, the speed-up to expect of it, from a study that knows better than what a trial's few prompts
+        showed; none from others, whose measurements stand."""
+        return {}
+
     def remarks(self) -> list[str]:
         """What a user should know of where the best trial lies, once the study has ended."""
         return []
@@ -154,11 +160,16 @@ class Study(ABC):
 
 
 def best_trials(
-    records: Iterable[TrialRecord], count: int, *, same: Callable[[Candidate], str] = lambda candidate: candidate.key
+    records: Iterable[TrialRecord],
+    count: int,
+    *,
+    expected: Mapping[str, float] = MappingProxyType({}),
+    same: Callable[[Candidate], str] = lambda candidate: candidate.key,
 ) -> list[TrialRecord]:
-    """The `count` best complete trials by measured speed-up, those with the same value of `same` once."""
+    """The `count` best complete trials by the speed-up `expected` of a candidate's key, or measured where none is; those with the
+    same value of `same` once."""
     measured = [r for r in records if r.state is TrialState.COMPLETE and r.measurement and r.repeat_of is None]
     best: dict[str, TrialRecord] = {}
-    for record in sorted(measured, key=lambda r: -(r.speedup or 0.0)):
+    for record in sorted(measured, key=lambda r: -expected.get(r.candidate.key, r.speedup or 0.0)):
         best.setdefault(same(record.candidate), record)
     return list(best.values())[:count]

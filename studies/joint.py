@@ -1,7 +1,9 @@
 """All there is to choose, under one budget (our formulation): skip sets, exits with a head or without, prompt lookup, and both.
 
 Each kind is rated by prediction, the best of each go into one pool, and a guided search measures what promises most, whatever
-its kind. Kinds are not given shares of the budget: one that is foretold to lose, and does so when first measured, is left alone.
+its kind. Exits and lookups are foretold within seconds, from one pass over the texts, and are what a search begins with; skip sets
+join as they are found. Kinds are not given shares of the budget: one that is foretold to lose, and does so when first measured,
+is left alone.
 """
 
 from __future__ import annotations
@@ -12,11 +14,10 @@ from pydantic import Field
 
 from decoding.distillation.settings import default_exit_layers
 from decoding.documents import Document
-from decoding.profile import Layers
+from decoding.profile import EarlyExit, Layers
 from decoding.target import Target
-from studies.contract import Problem
-from studies.pools import best_of, lookups
-from studies.predicted import Predicted, PredictedSettings, skip_sets
+from studies.pools import best_of, lookups, lookups_before
+from studies.predicted import Predicted, PredictedSettings
 from studies.prediction import Drafting, Predictor
 
 Kind = Literal["skip_set", "exit_head", "lookup"]
@@ -34,8 +35,8 @@ class JointSettings(PredictedSettings):
     exit_layers: Layers | None = Field(
         None, min_length=1, description="exits to consider with a head; default: up to 12 of the model's"
     )
-    num_heads: int = Field(3, ge=1, description="exits with a head in the pool")
-    num_lookups: int = Field(3, ge=1, description="lookups in the pool, alone and in front of a draft")
+    num_exits: int = Field(3, ge=1, description="exits in the pool, as many with a head as without")
+    num_lookups: int = Field(3, ge=1, description="lookups in the pool, alone and in front of the best exits")
 
 
 class Joint(Predicted):
@@ -62,18 +63,28 @@ class Joint(Predicted):
         heads = self._problem.head_drafts.values()
         return {**super().space(), "head_files": {draft.head: draft.head_sha256 for draft in heads}}
 
-    @classmethod
-    def _find_pool(cls, problem: Problem, settings: Any, predictor: Predictor) -> list[Drafting]:
-        """The best of each kind; lookups are put in front of the best of the others."""
-        num_layers = problem.target.num_layers
-        pool: list[Drafting] = []
+    @property
+    def _rates_skip_sets(self) -> bool:
+        return "skip_set" in self._settings.kinds
+
+    def _first_drafts(self, predictor: Predictor) -> list[Drafting]:
+        """The best of each kind that a pass over the texts foretells at once; lookups are put in front of the best others."""
+        settings, num_layers = self._settings, self._problem.target.num_layers
+        groups: list[list[EarlyExit]] = []
         if "skip_set" in settings.kinds:
-            pool += skip_sets(problem, settings, predictor)
+            groups.append([EarlyExit(exit_layer=layer) for layer in range(1, num_layers)])
         if "exit_head" in settings.kinds:
-            wanted = cls.wanted_heads(settings, num_layers)
-            heads = [draft for layer, draft in problem.head_drafts.items() if layer in wanted]
-            pool += best_of(predictor.best_first(heads), settings.num_heads)
-        pool = best_of(predictor.best_first(pool), len(pool))
+            wanted = self.wanted_heads(settings, num_layers)
+            groups.append([draft for layer, draft in self._problem.head_drafts.items() if layer in wanted])
+        predictor.survey.record_all([draft for group in groups for draft in group])
+        best = [each for group in groups for each in predictor.best_first(group)[: settings.num_exits]]
+        pool = best_of(best, len(best))
         if "lookup" in settings.kinds:
-            pool += lookups(predictor, pool, settings.num_lookups)
+            pool += [*lookups(predictor, settings.num_lookups), *lookups_before(predictor, pool, settings.num_lookups)]
         return pool
+
+    def _with_company(self, draft: Drafting) -> list[Drafting]:
+        """A skip set comes with the best lookup in front of it, if the pool has lookups at all."""
+        if "lookup" not in self._settings.kinds:
+            return [draft]
+        return [draft, *lookups_before(self._search.predictor, [draft], 1)]

@@ -13,8 +13,8 @@ from studies.prediction import Drafting, Prediction, Predictor
 
 DISTANCE = 3
 """Sublayers in which two skip sets of a pool differ at least."""
-MAX_NGRAMS = (2, 3, 5)
-MIN_NGRAMS = (1, 2, 3)
+NGRAMS = tuple((most, fewest) for most in (2, 3, 5) for fewest in (1, 2, 3) if fewest <= most)
+"""Longest and shortest n-gram that a lookup compares."""
 COPIED = (2, 4, 8)
 """Tokens that a lookup in front of a draft may copy."""
 LOOKED_BEHIND = 2
@@ -37,12 +37,16 @@ def unlike(predictions: Iterable[Prediction], count: int, num_layers: int, dista
     return chosen
 
 
-def lookups(predictor: Predictor, behind: Sequence[Drafting], count: int) -> list[Drafting]:
-    """The `count` best prompt lookups, and the `count` best in front of the first drafts of `behind`."""
-    ngrams = [(most, fewest) for most in MAX_NGRAMS for fewest in MIN_NGRAMS if fewest <= most]
-    alone = [PromptLookup(max_ngram=most, min_ngram=fewest) for most, fewest in ngrams]
+def lookups(predictor: Predictor, count: int) -> list[Drafting]:
+    """The `count` best prompt lookups."""
+    alone = [PromptLookup(max_ngram=most, min_ngram=fewest) for most, fewest in NGRAMS]
+    return best_of(predictor.best_first(alone), count)
+
+
+def lookups_before(predictor: Predictor, behind: Sequence[Drafting], count: int) -> list[Drafting]:
+    """The `count` best lookups in front of the first drafts of `behind`."""
     fronts = [
-        Lookup(max_ngram=most, min_ngram=fewest, max_tokens=copied) for most, fewest in ngrams for copied in COPIED
+        Lookup(max_ngram=most, min_ngram=fewest, max_tokens=copied) for most, fewest in NGRAMS for copied in COPIED
     ]
     in_front: list[Drafting] = [
         draft.model_copy(update={"lookup": front})
@@ -50,7 +54,12 @@ def lookups(predictor: Predictor, behind: Sequence[Drafting], count: int) -> lis
         if not isinstance(draft, PromptLookup)
         for front in fronts
     ]
-    return [*best_of(predictor.best_first(alone), count), *best_of(predictor.best_first(in_front), count)]
+    return best_of(predictor.best_first(in_front), count)
+
+
+def is_same(one: Drafting, other: Drafting, num_layers: int) -> bool:
+    """Whether two drafts leave out the same, an exit without a head being a skip set too."""
+    return _distance(one, other, num_layers) == 0
 
 
 def _distance(one: Drafting, other: Drafting, num_layers: int) -> float:

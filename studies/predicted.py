@@ -1,13 +1,17 @@
 """Skip sets by prediction (our formulation): hundreds are rated without decoding, the best few measured, each corrects the rest.
 
-`studies.proposals` finds the sets by moves over single sublayers, `studies.guided` says which of them to measure with which
-draft-length rule.
+`studies.proposals` finds the sets by moves over single sublayers, rated on a few texts; the best of them are foretold again on
+more, and `studies.guided` says which to measure with which draft-length rule. A search without a time limit rates all it wants
+to before its first trial, as trials are what is dear. One with a limit measures what promises most as soon as anything does, and
+goes on rating between its trials for as long as these have taken, so that it has something to show at any time.
 """
 
 from __future__ import annotations
 
 import math
 import time
+from collections.abc import Iterable, Iterator, Mapping
+from functools import cached_property
 from typing import Any, ClassVar
 
 import optuna
@@ -19,9 +23,9 @@ from decoding.profile import Draft
 from studies.contract import Candidate, Problem, Study, TrialRecord
 from studies.cost_table import CostTable
 from studies.guided import GuidedSearch
-from studies.pools import unlike
-from studies.prediction import Drafting, Predictor
-from studies.proposals import Effort, propose_skip_sets
+from studies.pools import is_same, unlike
+from studies.prediction import Drafting, Prediction, Predictor
+from studies.proposals import Proposals
 from studies.rule_space import RuleNames
 from studies.skip_space import SkipSpace
 from studies.survey import Survey
@@ -29,6 +33,10 @@ from studies.survey import Survey
 FEWEST_SURVEYED, SURVEYED_PER_ITEM = 160, 3
 PREPARING = 0.3
 """Share of the search time after which no further draft is rated."""
+NEAR_THE_BEST = 0.85
+"""Of the best speed-up foretold so far, what a set must be rated at to be foretold on more texts."""
+JOINED, RATED_ALL = "joined", "rated_all"
+"""Notes of a trial: the drafts that joined the pool before it, and whether all skip sets were rated by then."""
 
 
 class PredictedSettings(Document):
@@ -36,14 +44,19 @@ class PredictedSettings(Document):
 
     rules: RuleNames = Field(tuple(RULES), description="draft-length rules to choose among")
     max_tokens: int = Field(12, ge=1, le=64, description="longest draft to consider (K)")
-    survey_tokens: int = Field(256, ge=1, description="tokens of the tuning texts that drafts are rated on")
+    survey_tokens: int = Field(256, ge=1, description="tokens of the tuning texts that skip sets are rated on")
+    pool_tokens: int = Field(
+        1024,
+        ge=1,
+        description="tokens of the tuning texts that what is measured is foretold on, with those of the survey",
+    )
     num_surveyed: int | None = Field(
-        None, ge=1, description="drafts to rate, about; default: 3 for each sublayer of the model, at least 160"
+        None, ge=1, description="skip sets to rate, about; default: 3 for each sublayer of the model, at least 160"
     )
     whole_blocks: bool = Field(False, description="leave out whole blocks only, not attention and MLP apart")
     num_drafts: int = Field(8, ge=1, description="best unlike skip sets to measure, each with the rules that suit it")
     max_trials: int = Field(24, ge=1, description="trials at most")
-    patience: int = Field(8, ge=1, description="trials without a better speed-up after which the search ends")
+    patience: int = Field(8, ge=1, description="trials without a better draft after which the search ends")
 
 
 class Predicted(Study):
@@ -52,32 +65,41 @@ class Predicted(Study):
     name: ClassVar[str] = "predicted"
     Settings: ClassVar[type[Document]] = PredictedSettings
 
-    def __init__(self, problem: Problem, settings: Any, pool: list[Drafting], costs: CostTable) -> None:
-        self._problem, self._settings, self._pool, self._costs = problem, settings, pool, costs
-        predictor = _predictor(problem, settings, costs)
-        labelled = {f"{place}: {draft.describe()}": draft for place, draft in enumerate(pool)}
-        self._search = GuidedSearch(labelled, predictor, settings.rules, seed=problem.seed, patience=settings.patience)
-        self._num_trials = 0
+    def __init__(self, problem: Problem, settings: Any, costs: CostTable, kept: Mapping[str, Any] | None) -> None:
+        self._problem, self._settings, self._costs = problem, settings, costs
+        predictor = _predictor(problem, settings, costs, max(settings.survey_tokens, settings.pool_tokens))
+        self._search = GuidedSearch((), predictor, settings.rules, seed=problem.seed, patience=settings.patience)
+        self._num_trials, self._measured_seconds = 0, 0.0
+        self._rating, self._rated_seconds = _Rating(problem, settings, costs), 0.0
+        if not self._rates_skip_sets:
+            self._rating.is_over = True
+        self._thought_of: int | None = None
+        self._joined: list[Drafting] = []
+        if kept is None:
+            self._search.add(self._first_drafts(predictor))
+            self._think()
+        else:
+            self._search.add(_POOL.validate_python(kept["pool"]))
+            self._rating.is_over |= kept[RATED_ALL]
+        self._first_pool, self._first_rated_all = list(self._search.pool), self._rating.is_over
+        self._joined.clear()
 
     @classmethod
     def create(cls, problem: Problem, settings: Any) -> Predicted:
-        """Rate drafts until the pool is found, or take the pool that was kept. ValueError if costs cannot be measured."""
+        """Rate drafts until there is something to measure, or take up what was kept. ValueError if costs cannot be measured."""
         if problem.kept is not None:
-            pool = _POOL.validate_python(problem.kept["pool"])
-            return cls(problem, settings, pool, CostTable.model_validate(problem.kept["costs"]))
+            return cls(problem, settings, CostTable.model_validate(problem.kept["costs"]), problem.kept)
         if problem.costs is None:
             raise ValueError(f"the study {cls.name} needs to know what passes of the model cost")
-        costs = problem.costs(settings.max_tokens)
-        return cls(problem, settings, cls._find_pool(problem, settings, _predictor(problem, settings, costs)), costs)
-
-    @classmethod
-    def _find_pool(cls, problem: Problem, settings: Any, predictor: Predictor) -> list[Drafting]:
-        """The drafts to measure, the best first."""
-        return skip_sets(problem, settings, predictor)
+        return cls(problem, settings, problem.costs(settings.max_tokens), None)
 
     def keep(self) -> Any:
-        """The pool and the costs: another measurement of these would rate the drafts otherwise."""
-        return {"pool": _POOL.dump_python(self._pool, mode="json"), "costs": self._costs.model_dump(mode="json")}
+        """The first pool and the costs: another measurement of these would rate the drafts otherwise."""
+        return {
+            "pool": _dumped(self._first_pool),
+            RATED_ALL: self._first_rated_all,
+            "costs": self._costs.model_dump(mode="json"),
+        }
 
     def sampler(self) -> optuna.samplers.BaseSampler:
         """Every parameter as the guided search chose it."""
@@ -89,43 +111,141 @@ class Predicted(Study):
 
     def propose(self, trial: optuna.Trial) -> tuple[Candidate, dict[str, Any]]:
         """The candidate of the highest upper bound, with what is foretold of it."""
-        return self._search.propose(trial)
+        self._think()
+        candidate, notes = self._search.propose(trial)
+        return candidate, {**notes, JOINED: _dumped(self._joined), RATED_ALL: self._rating.is_over}
 
     def observe(self, record: TrialRecord) -> None:
         """Correct the predictions."""
+        self._search.add(_POOL.validate_python(record.notes[JOINED]))
+        self._rating.is_over |= record.notes[RATED_ALL]
+        self._joined.clear()
         self._num_trials += 1
+        if record.measurement is not None and record.repeat_of is None:
+            samples = record.measurement.samples
+            self._measured_seconds += sum(sample.plain_seconds + sample.draft_seconds for sample in samples)
         self._search.observe(record)
 
     def finished(self) -> str | None:
-        """No draft to search, the trial limit, or what the guided search says."""
-        if not self._pool:
-            return "there is no draft to search: no exit head was found, and no other kind is asked for"
+        """No draft to search, the trial limit, or what the guided search says when nothing is left to rate."""
         if self._num_trials >= self._settings.max_trials:
             return f"{self._num_trials} trials done"
-        return self._search.finished()
+        self._think()
+        ended = self._search.finished()
+        if ended is not None and self._rate(math.inf):
+            ended = self._search.finished()
+        if not self._search.pool:
+            return "there is no draft to search: no exit head was found, and no other kind is asked for"
+        return ended
+
+    def expected(self) -> dict[str, float]:
+        """By what the guided search expects: trials decode few prompts, and flatter whatever does best on them."""
+        return self._search.expected()
 
     def remarks(self) -> list[str]:
         """How good the predictions were, and what more trials might gain."""
-        return self._search.remarks()
+        return self._search.remarks() if self._search.pool else []
+
+    @property
+    def _rates_skip_sets(self) -> bool:
+        return True
+
+    def _first_drafts(self, predictor: Predictor) -> list[Drafting]:
+        """What can be foretold at once, the best first: nothing, as skip sets have to be looked for."""
+        return []
+
+    def _with_company(self, draft: Drafting) -> list[Drafting]:
+        """A skip set that joins the pool, and what joins with it."""
+        return [draft]
+
+    def _think(self) -> None:
+        """Once before each trial, rate skip sets for as long as has been measured; without a time limit, to the end."""
+        if self._thought_of != self._num_trials:
+            self._thought_of = self._num_trials
+            self._rate(math.inf if self._problem.seconds is None else self._measured_seconds)
+
+    def _rate(self, seconds: float) -> bool:
+        """Rate skip sets until that has taken so long in all, or its share of the search time; whether any was rated.
+
+        A pool that is empty must have something first, whatever the time.
+        """
+        if self._problem.seconds is not None:
+            seconds = min(seconds, PREPARING * self._problem.seconds)
+        before = self._rating.num_rated
+        must_begin = not self._search.pool and not self._rating.is_under_way
+        while (must_begin and not self._rating.is_under_way) or self._rated_seconds < seconds:
+            start = time.perf_counter()
+            self._rating.go_on()
+            self._rated_seconds += time.perf_counter() - start
+            if self._rating.is_over:
+                break
+        if self._rating.num_rated > before and self._rating.is_under_way:
+            self._take_best()
+        return self._rating.num_rated > before
+
+    def _take_best(self) -> None:
+        """The best unlike sets join the pool, unless what is there is foretold to be far ahead of them."""
+        predictor = self._search.predictor
+        best_of_pool = max((predictor.best(draft).speedup for draft in self._search.pool), default=0.0)
+        rated = self._rating.best_first()
+        speedups = {prediction.draft: prediction.speedup for prediction in rated}
+        num_layers = self._problem.target.num_layers
+        for draft in unlike(rated, self._settings.num_drafts, num_layers):
+            is_known = any(is_same(draft, other, num_layers) for other in self._search.pool)
+            if not is_known and speedups[draft] >= NEAR_THE_BEST * best_of_pool:
+                self._joined += self._search.add(self._with_company(draft))
 
 
-def skip_sets(problem: Problem, settings: Any, predictor: Predictor) -> list[Drafting]:
-    """The best unlike skip sets, found in no more than `PREPARING` of the search time."""
-    space = SkipSpace.of(problem.target, whole_blocks=settings.whole_blocks)
-    most = settings.num_surveyed or max(FEWEST_SURVEYED, SURVEYED_PER_ITEM * len(space.items))
-    until = math.inf if problem.seconds is None else time.perf_counter() + PREPARING * problem.seconds
-    return unlike(
-        propose_skip_sets(space, predictor, Effort(most, until)), settings.num_drafts, problem.target.num_layers
-    )
+class _Rating:
+    """Skip sets rated one by one on a few texts; what that needs is made when the first is asked for."""
+
+    def __init__(self, problem: Problem, settings: Any, costs: CostTable) -> None:
+        self._problem, self._settings, self._costs = problem, settings, costs
+        self._proposals: Proposals | None = None
+        self._rated: Iterator[Prediction] = iter(())
+        self.num_rated = 0
+        self.is_over = False
+        """Nothing is left to rate, or as many are rated as were asked for."""
+
+    @property
+    def is_under_way(self) -> bool:
+        """What is best so far is worth measuring."""
+        return self._proposals is not None and (self._proposals.is_under_way or self.is_over)
+
+    def go_on(self) -> None:
+        """Rate another set."""
+        if self.is_over:
+            return
+        settings = self._settings
+        if self._proposals is None:
+            predictor = _predictor(self._problem, settings, self._costs, settings.survey_tokens)
+            self._proposals = Proposals(self._space, predictor)
+            self._rated = self._proposals.rate()
+        most = settings.num_surveyed or max(FEWEST_SURVEYED, SURVEYED_PER_ITEM * len(self._space.items))
+        self.is_over = next(self._rated, None) is None
+        self.num_rated += not self.is_over
+        self.is_over |= self._proposals.is_under_way and self.num_rated >= most
+
+    def best_first(self) -> list[Prediction]:
+        """All sets rated so far."""
+        return [] if self._proposals is None else self._proposals.best_first()
+
+    @cached_property
+    def _space(self) -> SkipSpace:
+        return SkipSpace.of(self._problem.target, whole_blocks=self._settings.whole_blocks)
 
 
 _POOL: TypeAdapter[list[Any]] = TypeAdapter(list[Draft])
 
 
-def _predictor(problem: Problem, settings: Any, costs: CostTable) -> Predictor:
+def _dumped(drafts: Iterable[Drafting]) -> Any:
+    return _POOL.dump_python(list(drafts), mode="json")
+
+
+def _predictor(problem: Problem, settings: Any, costs: CostTable, num_tokens: int) -> Predictor:
     survey = Survey(
         problem.target,
-        *_some_texts(problem, settings.survey_tokens),
+        *_some_texts(problem, num_tokens),
         temperature=problem.temperature,
         seed=problem.seed,
         heads=problem.heads,
@@ -134,7 +254,7 @@ def _predictor(problem: Problem, settings: Any, costs: CostTable) -> Predictor:
 
 
 def _some_texts(problem: Problem, num_tokens: int) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
-    """As many of the tuning texts as hold `num_tokens`, whole ones, at least one."""
+    """The first tuning texts, as many whole ones as hold `num_tokens`, at least one."""
     prompts: list[tuple[int, ...]] = []
     continuations: list[tuple[int, ...]] = []
     for prompt, continuation in zip(problem.prompts, problem.continuations, strict=True):

@@ -60,6 +60,7 @@ class Predictor:
         self._table, self._prefix_reuse = costs, prefix_reuse
         self._costs: dict[SurveyedDraft, RoundCosts] = {}
         self._best: dict[Drafting, Prediction] = {}
+        self._known: dict[tuple[Drafting, DraftLengthRule], Prediction] = {}
         self._copies: dict[Lookup | PromptLookup, list[Copies]] = {}
 
     @property
@@ -82,6 +83,11 @@ class Predictor:
 
     def predict(self, draft: Drafting, rule: DraftLengthRule) -> Prediction:
         """One draft with one rule."""
+        if (draft, rule) not in self._known:
+            self._known[draft, rule] = self._predict(draft, rule)
+        return self._known[draft, rule]
+
+    def _predict(self, draft: Drafting, rule: DraftLengthRule) -> Prediction:
         if isinstance(draft, PromptLookup):
             copies = self._copies_of(draft, rule.max_tokens)
             right = _share_right(copies)

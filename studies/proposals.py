@@ -4,14 +4,14 @@ A search begins with what each single skip would do, each exit would do, what a 
 arXiv 2602.20217, has the idea of sublayers as items with measured costs), and what stays closest to the target's hidden states
 (`studies.cosine`, CLaSp's idea); then it grows a set item by item, and improves the
 best sets found by leaving out one item more, taking one back, or swapping two.
+
+It rates one set at a time and may be stopped after any: each step yields the sets it wants to know, and goes on when they are.
 """
 
 from __future__ import annotations
 
 import math
-import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
 
 from decoding.profile import EarlyExit, LayerSkip
 from studies.cosine import cosine_skips
@@ -38,84 +38,75 @@ LEAST_SAVING = 1e-6
 """Share of a whole step that an item saves at least: a measured saving of nothing cannot be divided by."""
 
 
-@dataclass(frozen=True)
-class Effort:
-    """How many drafts may be looked at, about, and until when; single sublayers and exits are always looked at."""
-
-    most: int
-    until: float = math.inf
-    """In seconds of `clock`."""
-    clock: Callable[[], float] = time.perf_counter
-
-    def is_spent(self, predictor: Predictor) -> bool:
-        """Whether no further draft may be looked at."""
-        return predictor.num_drafts >= self.most or self.clock() >= self.until
+def propose_skip_sets(space: SkipSpace, predictor: Predictor, most: int) -> list[Prediction]:
+    """The skip sets that a search rates, the best first: `most` of them, but not fewer than it begins with."""
+    proposals = Proposals(space, predictor)
+    for count, _ in enumerate(proposals.rate(), 1):
+        if proposals.is_under_way and count >= most:
+            break
+    return proposals.best_first()
 
 
-def propose_skip_sets(space: SkipSpace, predictor: Predictor, effort: Effort) -> list[Prediction]:
-    """All skip sets that a search looked at, the best first; the empty one is not a draft."""
-    search = _Search(space, predictor, effort)
-    search.look_at_single_items()
-    search.look_at_exits()
-    search.look_at_prefixes()
-    search.look_at_knapsacks()
-    search.look_at_cosines()
-    search.grow()
-    search.improve(count=3)
-    return search.best_first()
+class Proposals:
+    """A search for skip sets, and all sets that it has rated so far."""
 
-
-class _Search:
-    """All sets looked at so far."""
-
-    def __init__(self, space: SkipSpace, predictor: Predictor, effort: Effort) -> None:
-        self._space, self._predictor, self._effort = space, predictor, effort
-        self._seen: dict[SkipSet, Prediction] = {}
+    def __init__(self, space: SkipSpace, predictor: Predictor) -> None:
+        self._space, self._predictor = space, predictor
+        self._rated: dict[SkipSet, Prediction] = {}
         self._gains: dict[int, float] = {}
         """What leaving an item out did to the speed-up when last tried, as a factor."""
+        self.is_under_way = False
+        """Single items, exits, the order of harm and the knapsacks are rated: what is best so far is worth measuring."""
+
+    def rate(self) -> Iterator[Prediction]:
+        """Rate one set after another until no move helps; each of them when it has just been rated."""
+        for chosen in self._wanted():
+            if chosen not in self._rated:
+                self._rated[chosen] = self._predictor.best(self._space.draft(chosen))
+                yield self._rated[chosen]
 
     def best_first(self) -> list[Prediction]:
-        drafts = (prediction for chosen, prediction in self._seen.items() if chosen)
+        """All that are rated, the best first; the empty set is not a draft."""
+        drafts = (prediction for chosen, prediction in self._rated.items() if chosen)
         return sorted(drafts, key=lambda prediction: -prediction.speedup)
 
-    def look(self, chosen: SkipSet) -> Prediction:
-        if chosen not in self._seen:
-            self._seen[chosen] = self._predictor.best(self._space.draft(chosen))
-        return self._seen[chosen]
+    def _wanted(self) -> Iterator[SkipSet]:
+        """The sets to rate. Whoever wants one finds it in `_rated` when asked for the next."""
+        yield from self._single_items()
+        yield from self._exits()
+        yield from self._prefixes()
+        yield from knapsacks(self._harms(), self._savings(), CAPACITIES)
+        self.is_under_way = True
+        yield from self._cosines()
+        yield from self._grown()
+        yield from self._improved(count=3)
 
-    def look_at_single_items(self) -> None:
-        nothing = self.look(frozenset())
+    def _single_items(self) -> Iterator[SkipSet]:
+        yield frozenset()
         for place in range(len(self._space.items)):
-            self._gains[place] = self.look(frozenset([place])).speedup / nothing.speedup
+            yield frozenset([place])
+            self._gains[place] = self._speedup(frozenset([place])) / self._speedup(frozenset())
 
-    def look_at_exits(self) -> None:
+    def _exits(self) -> Iterator[SkipSet]:
         num_layers = self._predictor.survey.target.num_layers
         for exit_layer in range(1, num_layers):
-            self.look(self._space.places(EarlyExit(exit_layer=exit_layer).as_layer_skip(num_layers)))
+            yield self._space.places(EarlyExit(exit_layer=exit_layer).as_layer_skip(num_layers))
 
-    def look_at_knapsacks(self) -> None:
-        self._look_at_all(knapsacks(self._harms(), self._savings(), CAPACITIES))
-
-    def look_at_cosines(self) -> None:
+    def _cosines(self) -> Iterator[SkipSet]:
         num_layers = self._predictor.survey.target.num_layers
         wanted = {round(num_layers * share / COSINE_SHARES) for share in range(1, COSINE_SHARES)}
-        skips = cosine_skips(self._predictor.survey, sorted(wanted - {0}))
-        self._look_at_all(self._space.places(LayerSkip.blocks(blocks)) for blocks in skips)
+        for blocks in cosine_skips(self._predictor.survey, sorted(wanted - {0})):
+            yield self._space.places(LayerSkip.blocks(blocks))
 
-    def _look_at_all(self, sets: Iterable[SkipSet]) -> None:
-        for chosen in sets:
-            if self._effort.is_spent(self._predictor):
-                return
-            self.look(chosen)
-
-    def look_at_prefixes(self) -> None:
+    def _prefixes(self) -> Iterator[SkipSet]:
         """The first so many items in the order of harm for what they save: a few counts, then ever nearer to the best of them."""
         harms, savings = self._harms(), self._savings()
         order = sorted(range(len(harms)), key=lambda place: harms[place] / savings[place])
         step = max(len(order) // PREFIXES, 1)
         counts = list(range(step, len(order), step))
-        while not self._effort.is_spent(self._predictor):
-            best = max(counts, key=lambda count: self.look(frozenset(order[:count])).speedup)
+        while True:
+            yield from (frozenset(order[:count]) for count in counts)
+            best = max(counts, key=lambda count: self._speedup(frozenset(order[:count])))
             if step == 1:
                 return
             step = -(-step // 2)
@@ -123,7 +114,7 @@ class _Search:
 
     def _harms(self) -> list[float]:
         """-log of the acceptance with one item left out: harms of items that err independently add up."""
-        singles = [self.look(frozenset([place])) for place in range(len(self._space.items))]
+        singles = [self._rated[frozenset([place])] for place in range(len(self._space.items))]
         return [-math.log(min(max(single.acceptance, LEAST_ACCEPTANCE), 1.0)) for single in singles]
 
     def _savings(self) -> list[float]:
@@ -132,53 +123,52 @@ class _Search:
         saved = [whole - self._predictor.costs(item).draft_step for item in self._space.items]
         return [max(saving, LEAST_SAVING * whole) for saving in saved]
 
-    def grow(self) -> None:
+    def _grown(self) -> Iterator[SkipSet]:
         """Add the best item again and again, `BEAM` sets side by side, until that has not helped for a while."""
         beam: list[SkipSet] = [frozenset()]
-        best, idle = self.look(frozenset()).speedup, 0
-        while beam and idle < IDLE_STEPS and not self._effort.is_spent(self._predictor):
-            grown = {more for chosen in beam for more in self._tries(chosen)}
-            beam = sorted(grown, key=lambda chosen: -self.look(chosen).speedup)[:BEAM]
-            reached = self.look(beam[0]).speedup if beam else 0.0
+        best, idle = self._speedup(frozenset()), 0
+        while beam and idle < IDLE_STEPS:
+            grown: set[SkipSet] = set()
+            for chosen in beam:
+                for place in self._most_promising(chosen)[:BRANCHES]:
+                    more = chosen | {place}
+                    yield more
+                    self._gains[place] = self._speedup(more) / self._speedup(chosen)
+                    grown.add(more)
+            beam = sorted(grown, key=lambda chosen: -self._speedup(chosen))[:BEAM]
+            reached = self._speedup(beam[0]) if beam else 0.0
             idle = 0 if reached > best * (1 + LEAST_GAIN) else idle + 1
             best = max(best, reached)
 
-    def _tries(self, chosen: SkipSet) -> list[SkipSet]:
-        """The set with one of the most promising items more, each looked at."""
-        before = self.look(chosen).speedup
-        free = sorted(set(range(len(self._space.items))) - chosen, key=lambda place: -self._gains[place])
-        tries = []
-        for place in free[:BRANCHES]:
-            tries.append(chosen | {place})
-            self._gains[place] = self.look(tries[-1]).speedup / before
-        return tries
-
-    def improve(self, count: int) -> None:
+    def _improved(self, count: int) -> Iterator[SkipSet]:
         """Climb from each of the `count` best sets as long as a move helps."""
-        starts = sorted(self._seen, key=lambda chosen: -self._seen[chosen].speedup)[:count]
+        starts = sorted(self._rated, key=lambda chosen: -self._speedup(chosen))[:count]
         for start in starts:
             chosen: SkipSet | None = start
             while chosen is not None:
-                chosen = self._better(chosen)
-
-    def _better(self, chosen: SkipSet) -> SkipSet | None:
-        """The first move from a set that makes it faster, or None."""
-        least = self.look(chosen).speedup * (1 + LEAST_GAIN)
-        for moved in self._moves(chosen):
-            if self._effort.is_spent(self._predictor):
-                return None
-            if self.look(moved).speedup > least:
-                return moved
-        return None
+                least, better = self._speedup(chosen) * (1 + LEAST_GAIN), None
+                for moved in self._moves(chosen):
+                    yield moved
+                    if self._speedup(moved) > least:
+                        better = moved
+                        break
+                chosen = better
 
     def _moves(self, chosen: SkipSet) -> Iterator[SkipSet]:
         """One item more, the most promising first; one less, the most doubtful first; then the best of both at once."""
-        add = sorted(set(range(len(self._space.items))) - chosen, key=lambda place: -self._gains[place])
+        add = self._most_promising(chosen)
         take = sorted(chosen, key=lambda place: self._gains[place])
         for pair in range(max(len(add), len(take))):
             yield from (chosen | {place} for place in add[pair : pair + 1])
             yield from (chosen - {place} for place in take[pair : pair + 1])
         yield from ((chosen | {more}) - {less} for more in add[:BRANCHES] for less in take[:BRANCHES])
+
+    def _most_promising(self, chosen: SkipSet) -> list[int]:
+        """The items that a set does not hold, those first that did best when last tried."""
+        return sorted(set(range(len(self._space.items))) - chosen, key=lambda place: -self._gains[place])
+
+    def _speedup(self, chosen: SkipSet) -> float:
+        return self._rated[chosen].speedup
 
 
 def knapsacks(harms: Sequence[float], savings: Sequence[float], num_capacities: int) -> list[SkipSet]:

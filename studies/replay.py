@@ -104,11 +104,17 @@ class Replayed:
     rounds: int
     draft_passes: int
     cost: float
+    costs_per_token: tuple[float, ...] = ()
+    """Of each text."""
 
     @property
     def speedup(self) -> float:
         """Predicted speed-up over plain decoding, whose tokens cost 1 each."""
         return self.tokens / self.cost
+
+    def speedup_on(self, texts: Sequence[int]) -> float:
+        """The same for some of the texts, each weighing the same, as a measurement has it."""
+        return len(texts) / sum(self.costs_per_token[text] for text in texts)
 
 
 @dataclass(frozen=True)
@@ -132,8 +138,9 @@ def replay(
         rule = rule.with_costs(costs)
     kept = rule.controller() if rule.persistent else None
     tokens = rounds = passes = 0
-    cost = 0.0
+    costs_of_texts = []
     for index, recording in enumerate(recordings):
+        cost = 0.0
         for step in _rounds(kept or rule.controller(), recording, lookup, index):
             rounds += 1
             passes += step.num_passes
@@ -142,7 +149,9 @@ def replay(
             else:
                 cost += costs.of(step.num_drafted) + (step.num_passes - step.num_drafted) * costs.draft_step
         tokens += len(recording.matches)
-    return Replayed(tokens, rounds, passes, cost)
+        costs_of_texts.append(cost)
+    per_token = [cost / len(each.matches) for cost, each in zip(costs_of_texts, recordings, strict=True)]
+    return Replayed(tokens, rounds, passes, sum(costs_of_texts), tuple(per_token))
 
 
 def replay_copies(rule: DraftLengthRule, copies: Sequence[Copies], costs: RoundCosts) -> Replayed:
@@ -151,13 +160,16 @@ def replay_copies(rule: DraftLengthRule, copies: Sequence[Copies], costs: RoundC
         rule = rule.with_costs(costs)
     kept = rule.controller() if rule.persistent else None
     tokens = rounds = 0
-    cost = 0.0
+    costs_of_texts = []
     for text in copies:
+        cost = 0.0
         for num_drafted in _copied_rounds(kept or rule.controller(), text):
             rounds += 1
             cost += costs.of(num_drafted)
         tokens += len(text)
-    return Replayed(tokens, rounds, 0, cost)
+        costs_of_texts.append(cost)
+    per_token = [cost / len(text) for cost, text in zip(costs_of_texts, copies, strict=True)]
+    return Replayed(tokens, rounds, 0, sum(costs_of_texts), tuple(per_token))
 
 
 class _Step(NamedTuple):

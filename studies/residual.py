@@ -36,10 +36,11 @@ class Residual:
         """The speed-up predicted and the one measured of each trial, in the order they were learnt."""
         return tuple(self._pairs)
 
-    def learn(self, prediction: Prediction, measured: float) -> None:
-        """Take in a trial: what was foretold, and the speed-up that was measured."""
+    def learn(self, prediction: Prediction, measured: float, predicted: float | None = None) -> None:
+        """Take in a trial and the speed-up that was measured; `predicted` is what was foretold for the prompts it was measured
+        on, if those are not all the prediction is of."""
         self._inputs.append(_features(prediction))
-        self._pairs.append((prediction.speedup, measured))
+        self._pairs.append((prediction.speedup if predicted is None else predicted, measured))
         errors = [math.log(measured / predicted) for predicted, measured in self._pairs]
         self._process.fit(np.array(self._inputs), np.array(errors))
 

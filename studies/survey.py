@@ -64,11 +64,13 @@ class Survey:
         self._temperature, self._seed, self._heads, self._depth = temperature, seed, heads, depth
         self._recordings: dict[SurveyedDraft, list[Recording]] = {}
         self._states: dict[int, list[Tensor]] = {}
-        texts = [(p, c) for p, c in zip(prompts, continuations, strict=True) if len(c) > 1]
-        if not texts:
+        given = list(zip(prompts, continuations, strict=True))
+        self.places = tuple(place for place, (_, continuation) in enumerate(given) if len(continuation) > 1)
+        """Which of the texts given are read."""
+        if not self.places:
             raise ValueError("a survey needs a text of at least two tokens behind its prompt")
         with torch.inference_mode():
-            self._texts = [self._read(prompt, continuation) for prompt, continuation in texts]
+            self._texts = [self._read(*given[place]) for place in self.places]
 
     @property
     def num_positions(self) -> int:

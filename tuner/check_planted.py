@@ -30,7 +30,7 @@ from studies.cost_terms import DraftStep, Pass
 from studies.measurement import Measurement
 from studies.planted import plant, planted, prompts
 from studies.prediction import Predictor
-from studies.proposals import Effort, propose_skip_sets
+from studies.proposals import propose_skip_sets
 from studies.skip_space import SkipSpace
 from studies.survey import Survey
 from tuner.cost import Timer, measure_cost_table
@@ -151,7 +151,7 @@ def recover(sizes: Iterable[int], seeds: Sequence[int], progress: Progress) -> l
             survey = Survey(target, bench.prompts, bench.greedy_texts)
             predictor = Predictor(survey, bench.table, max_tokens=MAX_TOKENS, prefix_reuse=False)
             space = SkipSpace.of(target)
-            best = propose_skip_sets(space, predictor, Effort(max(160, 3 * len(space.items))))[0]
+            best = propose_skip_sets(space, predictor, max(160, 3 * len(space.items)))[0]
             assert isinstance(best.draft, LayerSkip), "proposals of skip sets are skip sets"
             known, chosen = space.places(problem.redundant), space.places(best.draft)
             recovered.append(
@@ -257,6 +257,6 @@ def _search(name: str, bench: PricedBench, target: Target, seed: int, progress: 
     with TemporaryDirectory() as folder:
         stored = StudyStore(sqlite_url(Path(folder) / "trials.db"), "planted").open(study, {})
         records, _ = run_study(study, stored, bench, range(len(bench.prompts)), Budget(None, None), lambda record: None)
-    best = best_trials(records, 1)
+    best = best_trials(records, 1, expected=study.expected())
     drafted = [r for r in records if not isinstance(r.candidate.draft, PlainDecoding) and r.repeat_of is None]
     return (best[0].speedup or 0.0) if best else 0.0, len(drafted)

@@ -21,7 +21,7 @@ from decoding.profile import Draft, EarlyExit, Interval, LayerSkip
 from studies.contract import Candidate
 from studies.measurement import Measurement, ratio_interval
 from studies.prediction import Drafting, Predictor
-from studies.proposals import Effort, propose_skip_sets
+from studies.proposals import propose_skip_sets
 from studies.replay_tuning import tune_by_replay
 from studies.rule_space import rule_parameters, rule_sampler, suggest_rule
 from studies.skip_space import SkipSpace
@@ -80,7 +80,7 @@ def drafts_to_tune(task: Task, predictor: Predictor, heads: Iterable[EarlyExit],
     layers = range(1, task.target.num_layers)
     exits = predictor.best_first(EarlyExit(exit_layer=layer) for layer in layers)
     as_exits = {EarlyExit(exit_layer=layer).as_layer_skip(task.target.num_layers) for layer in layers}
-    found = propose_skip_sets(SkipSpace.of(task.target), predictor, Effort(SKIP_SETS))
+    found = propose_skip_sets(SkipSpace.of(task.target), predictor, SKIP_SETS)
     skips = [each for each in found if isinstance(each.draft, LayerSkip) and each.draft not in as_exits]
     ranked = [exits, skips, predictor.best_first(heads)]
     longest = max(len(each) for each in ranked)

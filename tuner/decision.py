@@ -5,8 +5,9 @@ A search decides here, and `sdtune check-integrity` puts the very same decision 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from decoding.profile import PlainDecoding
 from studies.contract import Candidate, TrialRecord, TrialState, best_trials
@@ -37,15 +38,22 @@ def claims_speedup(candidate: Candidate, raced: Measurement, confirmed: Measurem
 
 
 def race_best(
-    records: Sequence[TrialRecord], studies: Iterable[str], bench: Measuring, config: SearchConfig, progress: Progress
+    records: Sequence[TrialRecord],
+    studies: Iterable[str],
+    bench: Measuring,
+    config: SearchConfig,
+    progress: Progress,
+    expected: Mapping[str, float] = MappingProxyType({}),
 ) -> list[Finalist]:
     """The best trials of all studies together, and the best of each, on the tuning prompts no trial has seen; none if no trial is
-    complete.
+    complete. The best are those of which most is `expected` (`Study.expected`).
 
     A rule that learns goes in with what it learns from the prompts of the trials.
     """
-    best_of_each = [best for name in studies for best in best_trials((r for r in records if r.study == name), 1)]
-    finalists = {r.candidate.key: r for r in [*best_trials(records, config.finalists), *best_of_each]}
+    of_studies = [[record for record in records if record.study == name] for name in studies]
+    best_of_each = [best for of_study in of_studies for best in best_trials(of_study, 1, expected=expected)]
+    best_of_all = best_trials(records, config.finalists, expected=expected)
+    finalists = {record.candidate.key: record for record in [*best_of_all, *best_of_each]}
     of_trials = range(min(config.prompts_per_trial, len(bench.prompts)))
     unseen = range(len(of_trials), len(bench.prompts))
     places = unseen if len(unseen) >= 2 else range(len(bench.prompts))

@@ -56,8 +56,8 @@ def search(task: Task, progress: Progress) -> SearchResult:
     try:
         heads = _provide_heads(task, progress)
         tuning = open_bench(task, task.prompts.tuning, "decoding the tuning prompts plainly", progress)
-        ended = _run_studies(task, heads, store, tracker, tuning, records, progress)
-        finalists = _race(task, tuning, records, ended, progress)
+        ended, expected = _run_studies(task, heads, store, tracker, tuning, records, progress)
+        finalists = _race(task, tuning, records, ended, expected, progress)
         held_out = open_bench(task, task.prompts.held_out, "decoding the held-out prompts plainly", progress)
         confirmed = confirm(finalists, records, held_out, progress)
         cost = Cost(len(records), store.spent_seconds(config.study), _distillation_seconds(heads))
@@ -113,11 +113,13 @@ def _run_studies(
     bench: Bench,
     records: list[TrialRecord],
     progress: Progress,
-) -> dict[str, str]:
-    """Run the asked studies in order, each knowing the trials of those before it; fills `records`, returns why each ended."""
+) -> tuple[dict[str, str], dict[str, float]]:
+    """Run the asked studies in order, each knowing the trials of those before it; fills `records`, returns why each ended, and
+    what they expect of candidates, by their keys."""
     config = task.config
     places = range(min(config.prompts_per_trial, len(bench.prompts)))
-    ended = {}
+    ended: dict[str, str] = {}
+    expected: dict[str, float] = {}
     for place, name in enumerate(config.study):
         progress.stage(f"{name}: preparing")
         start = time.perf_counter()
@@ -144,8 +146,9 @@ def _run_studies(
 
         _, why = run_study(study, stored, bench, places, Budget(config.trials, share), keep)
         ended[name] = "; ".join([why, *study.remarks()])
+        expected |= study.expected()
         progress.say(f"{name}: {ended[name]}")
-    return ended
+    return ended, expected
 
 
 def _share_of_time(config: SearchConfig, spent_seconds: float, studies_left: int) -> float | None:
@@ -161,10 +164,15 @@ def _expected_trials(task: Task, name: str) -> int | None:
 
 
 def _race(
-    task: Task, bench: Bench, records: Sequence[TrialRecord], ended: Mapping[str, str], progress: Progress
+    task: Task,
+    bench: Bench,
+    records: Sequence[TrialRecord],
+    ended: Mapping[str, str],
+    expected: Mapping[str, float],
+    progress: Progress,
 ) -> list[Finalist]:
     """The finalists, the fastest first. Raises `SearchError` if no trial could be measured."""
-    finalists = race_best(records, ended, bench, task.config, progress)
+    finalists = race_best(records, ended, bench, task.config, progress, expected)
     if not finalists:
         failures = [f"the last trial said: {record.reason}" for record in records if record.reason][-1:]
         why = "; ".join(failures or [f"{name}: {reason}" for name, reason in ended.items()])

@@ -6,7 +6,7 @@ A run goes on where it was stopped, and what it had spent before counts. One who
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -26,7 +26,7 @@ from tuner.task import Task
 from tuner.trials import Budget, run_study
 from tuner.watcher import Progress
 
-ENDED = "ended"
+ENDED, INCUMBENTS = "ended", "incumbents"
 
 
 class Limits(Document):
@@ -54,7 +54,7 @@ class Point:
     tokens: int
     trial: TrialRecord
     incumbent: TrialRecord | None
-    """The best complete trial so far by its own measurement on tuning prompts; None: plain decoding, no trial being faster."""
+    """The best complete trial so far, as the search saw it then; None: plain decoding, no trial being faster."""
 
 
 @dataclass(frozen=True)
@@ -70,18 +70,25 @@ class Run:
     ended_itself: bool
     """It said that it was finished, before its budget was spent."""
     remarks: tuple[str, ...] = ()
+    incumbents: tuple[int | None, ...] | None = None
+    """Behind each trial, the place among the records of the best one, or None for plain decoding; if not given, it is the one
+    that measured best."""
 
     def points(self) -> list[Point]:
         """The run after each of its trials, the first first."""
         found: list[Point] = []
-        seconds, tokens, best, speedup = self.preparation_seconds, 0, None, 1.0
-        for record in self.records:
+        seconds, tokens = self.preparation_seconds, 0
+        for place, record in enumerate(self.records):
             seconds += record.seconds
             tokens += decoded_tokens(record)
-            if record.speedup is not None and record.speedup > speedup:
-                best, speedup = record, record.speedup
-            found.append(Point(seconds, tokens, record, best))
+            found.append(Point(seconds, tokens, record, self._incumbent(place)))
         return found
+
+    def _incumbent(self, last: int) -> TrialRecord | None:
+        if self.incumbents is None:
+            return _best(self.records[: last + 1], {})
+        place = self.incumbents[last]
+        return None if place is None else self.records[place]
 
     def within(self, limits: Limits) -> list[Point]:
         """The trials that had ended within the budget: one that was begun within it may have ended beyond."""
@@ -99,6 +106,13 @@ class Run:
         if limits.tokens is not None:
             tokens = min(last.tokens if last else tokens, limits.tokens)
         return seconds, tokens
+
+
+def _best(records: Sequence[TrialRecord], expected: Mapping[str, float]) -> TrialRecord | None:
+    """The trial of which most is expected, or None if that is no more than of plain decoding."""
+    best = best_trials(records, 1, expected=expected)
+    is_faster = bool(best) and expected.get(best[0].candidate.key, best[0].speedup or 0.0) > 1.0
+    return best[0] if is_faster else None
 
 
 def decoded_tokens(record: TrialRecord) -> int:
@@ -187,10 +201,14 @@ class Runner:
             self.progress.say(f"{rival.name}, seed {seed}: {len(known)} finished trials found, going on from there")
             self.progress.advance(len(known))
         budget = _Spending.of(self.limits, known, preparation)
+        incumbents = _padded(stored.noted(INCUMBENTS), len(known))
 
         def keep(record: TrialRecord) -> None:
             known.append(record)
             budget.spent_tokens += decoded_tokens(record)
+            incumbent = _best(known, study.expected())
+            incumbents.append(None if incumbent is None else known.index(incumbent))
+            stored.note(INCUMBENTS, incumbents)
             best = best_trials(known, 1)
             self.progress.trial(record, best[0] if best else None)
 
@@ -199,7 +217,7 @@ class Runner:
         itself = why != budget.exhausted(len(records))
         remarks = tuple(study.remarks())
         stored.note(ENDED, {"settings": _plain(rival), "why": why, "itself": itself, "remarks": remarks})
-        return Run(rival.name, seed, preparation, tuple(records), why, itself, remarks)
+        return Run(rival.name, seed, preparation, tuple(records), why, itself, remarks, tuple(incumbents))
 
     def _run_before(self, store: StudyStore, rival: Rival, seed: int) -> Run | None:
         """A run of an earlier comparison for which nothing is left to do."""
@@ -212,7 +230,15 @@ class Runner:
         why = noted["why"] if itself else budget.exhausted(len(records))
         if why is None:
             return None
-        return Run(rival.name, seed, preparation, records, why, itself, tuple(noted["remarks"]))
+        incumbents = tuple(_padded(store.noted(INCUMBENTS), len(records)))
+        return Run(rival.name, seed, preparation, records, why, itself, tuple(noted["remarks"]), incumbents)
+
+
+def _padded(incumbents: Sequence[int | None] | None, count: int) -> list[int | None]:
+    """The incumbents noted; a run killed right behind a trial lacks the last, for which the one before it stands."""
+    noted = list(incumbents or ())
+    last = noted[-1] if noted else None
+    return [*noted, *[last] * (count - len(noted))]
 
 
 def _plain(rival: Rival) -> object:

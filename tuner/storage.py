@@ -161,6 +161,10 @@ class StoredStudy:
         """Remember something beside the trials."""
         self._study.set_user_attr(key, value)
 
+    def noted(self, key: str) -> Any:
+        """What this study was told to remember under `key`, or None."""
+        return self._study.user_attrs.get(key)
+
 
 def sqlite_url(path: Path) -> str:
     """The storage URL of a SQLite file."""

@@ -59,7 +59,8 @@ def run_study(
     for record in records:
         study.observe(record)
     start = time.perf_counter()
-    while (ended := study.finished() or budget.exhausted(len(records))) is None:
+    # The budget first: a study may think long before it says whether it goes on.
+    while (ended := budget.exhausted(len(records)) or study.finished()) is None:
         trial = stored.ask()
         candidate, notes = study.propose(trial)
         record = _run_trial(study.name, trial, candidate, notes, records, bench, places, start)

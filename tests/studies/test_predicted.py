@@ -16,7 +16,7 @@ from decoding.draft_length import RULES
 from decoding.exit_head import ExitHeads
 from decoding.profile import EarlyExit, LayerSkip, PromptLookup
 from decoding.text import Ending
-from studies.contract import Candidate, Problem, Study, TrialRecord, TrialState
+from studies.contract import Candidate, Problem, Study, TrialRecord, TrialState, best_trials
 from studies.joint import Joint, JointSettings
 from studies.predicted import Predicted, PredictedSettings
 from studies.skip_space import SkipSpace
@@ -57,7 +57,7 @@ def run(study: Study, trials: int, speed: Callable[[Candidate, dict[str, Any]], 
             number=number,
             state=TrialState.COMPLETE,
             candidate=candidate,
-            measurement=measurement([speedup] * 4),
+            measurement=measurement([speedup] * 5),
             notes=notes,
         )
         stored.tell(trial, speedup)
@@ -158,21 +158,68 @@ def test_costs_are_needed(problem: Problem) -> None:
         Predicted.create(replace(problem, costs=None), PredictedSettings())
 
 
-def test_time_to_prepare_is_limited_by_the_search_time(problem: Problem) -> None:
-    study = Predicted.create(replace(problem, seconds=0.0), PredictedSettings(num_surveyed=10_000, max_tokens=6))
-    looked_at = study._search._predictor.num_drafts  # type: ignore[attr-defined]
+def test_time_to_rate_is_limited_by_the_search_time(problem: Problem) -> None:
+    settings = PredictedSettings(num_surveyed=10_000, max_tokens=6)
+    study = Predicted.create(replace(problem, seconds=0.0), settings)
     items, exits = len(SkipSpace.of(problem.target).items), NUM_LAYERS - 1
-    assert looked_at <= items + exits + 20
+    assert study._search.pool, "there is something to measure whatever the time"
+    assert study._rating.num_rated <= items + exits + 20
+    assert study._rating.num_rated < Predicted.create(problem, settings)._rating.num_rated
+
+
+def test_with_a_time_limit_rating_goes_on_between_trials(with_heads: Problem) -> None:
+    study = Joint.create(replace(with_heads, seconds=1e6), JointSettings(**SMALL, patience=30))
+    assert study._search.pool
+    assert not any(isinstance(draft, LayerSkip) for draft in study._search.pool), "skip sets take time to be found"
+    assert study._rating.num_rated == 0
+    # Two plain and two drafted seconds for each prompt: more than rating everything takes here.
+    records = run(study, 3, as_predicted)
+    assert study._rating.is_over
+    joined = [draft for record in records for draft in record.notes["joined"]]
+    assert any(draft["kind"] == "layer_skip" for draft in joined)
+    assert [record.notes["rated_all"] for record in records] == [False, True, True]
+
+
+def test_resumed_search_knows_the_drafts_that_joined(with_heads: Problem) -> None:
+    limited, settings = replace(with_heads, seconds=1e6), JointSettings(**SMALL, patience=30)
+    study = Joint.create(limited, settings)
+    records = run(study, 5, as_predicted)
+    again = Joint.create(replace(limited, kept=study.keep(), costs=None), settings)
+    for record in records[:3]:
+        again.observe(record)
+    following = run(again, 2, as_predicted)
+    assert again._search.pool == study._search.pool
+    assert [each.candidate for each in following] == [each.candidate for each in records[3:]]
+
+
+def test_the_best_is_what_is_expected_not_what_a_trial_measured(problem: Problem) -> None:
+    study = Predicted.create(problem, PredictedSettings(**SMALL, patience=30))
+    lucky = 3
+
+    def speed(candidate: Candidate, notes: dict[str, Any]) -> float:
+        number = len(study.expected())
+        return as_predicted(candidate, notes) * (1.1 if number == lucky else 1.0)
+
+    records = run(study, 8, speed)
+    expected = study.expected()
+    assert set(expected) == {record.candidate.key for record in records}
+    measured, believed = records[lucky].speedup or 0.0, expected[records[lucky].candidate.key]
+    assert believed < measured * 0.99, "one trial in eight is not taken at its word"
+    assert best_trials(records, 1, expected=expected)[0].candidate.key == max(expected, key=lambda key: expected[key])
 
 
 def test_joint_pool_holds_every_kind(with_heads: Problem) -> None:
-    study = Joint.create(with_heads, JointSettings(**SMALL, num_drafts=3, num_heads=1, num_lookups=2))
-    pool = study._pool
+    study = Joint.create(with_heads, JointSettings(**SMALL, num_drafts=3, num_exits=1, num_lookups=2))
+    pool = study._search.pool
     plain = [draft for draft in pool if not isinstance(draft, PromptLookup) and draft.lookup is None]
-    assert sum(isinstance(draft, LayerSkip) for draft in plain) == 3
+    skips = [draft for draft in plain if isinstance(draft, LayerSkip)]
+    assert 2 <= len(skips) <= 3, "the exit in the pool is one of the best three skip sets, or it is not"
     assert sum(isinstance(draft, EarlyExit) and draft.head is not None for draft in plain) == 1
+    assert sum(isinstance(draft, EarlyExit) and draft.head is None for draft in plain) == 1
     assert sum(isinstance(draft, PromptLookup) for draft in pool) == 2
-    assert sum(not isinstance(draft, PromptLookup) and draft.lookup is not None for draft in pool) == 2
+    in_front = [draft for draft in pool if not isinstance(draft, PromptLookup) and draft.lookup is not None]
+    assert sum(isinstance(draft, EarlyExit) for draft in in_front) == 2
+    assert sum(isinstance(draft, LayerSkip) for draft in in_front) == len(skips), "each skip set comes with one"
     assert len(run(study, 5, as_predicted)) == 5
 
 
@@ -180,12 +227,12 @@ def test_joint_pool_holds_every_kind(with_heads: Problem) -> None:
 def test_joint_searches_the_kinds_that_are_asked_for(with_heads: Problem, kind: Any) -> None:
     study = Joint.create(with_heads, JointSettings(**SMALL, kinds=(kind,), exit_layers=(2, 4)))
     kinds = {
-        "skip_set": lambda draft: isinstance(draft, LayerSkip),
+        "skip_set": lambda draft: isinstance(draft, LayerSkip) or draft.head is None,
         "exit_head": lambda draft: isinstance(draft, EarlyExit) and draft.head is not None,
         "lookup": lambda draft: isinstance(draft, PromptLookup),
     }
-    assert study._pool
-    assert all(kinds[kind](draft) for draft in study._pool)
+    assert study._search.pool
+    assert all(kinds[kind](draft) for draft in study._search.pool)
     wanted = Joint.wanted_heads(JointSettings(kinds=(kind,), exit_layers=(2, 4)), NUM_LAYERS)
     assert wanted == ((2, 4) if kind == "exit_head" else ())
 

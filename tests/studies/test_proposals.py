@@ -13,7 +13,7 @@ import pytest
 from decoding.draft_length import Fixed, RoundCosts
 from decoding.profile import LayerSkip
 from studies.prediction import Prediction
-from studies.proposals import Effort, knapsacks, propose_skip_sets
+from studies.proposals import Proposals, knapsacks, propose_skip_sets
 from studies.replay import Replayed
 from studies.skip_space import SkipSpace
 from tests.tiny import tiny_target
@@ -82,14 +82,14 @@ def test_items_may_be_whole_blocks() -> None:
 
 def test_what_can_be_left_out_without_harm_is_found(space: SkipSpace) -> None:
     harmless = [("attention", 1), ("attention", 3), ("mlp", 2), ("mlp", 3), ("attention", 5)]
-    best = propose_skip_sets(space, MadeUp(everywhere(0.3, harmless)), Effort(200))[0]  # type: ignore[arg-type]
+    best = propose_skip_sets(space, MadeUp(everywhere(0.3, harmless)), 200)[0]  # type: ignore[arg-type]
     assert set(sublayers(best.draft)) == set(harmless)  # type: ignore[arg-type]
 
 
 def test_best_of_all_sets_is_found_where_harms_differ(space: SkipSpace) -> None:
     harm = {(kind, i): 0.02 + 0.031 * ((7 * i + 5 * (kind == "mlp")) % 11) for kind, i in everywhere(0)}
     predictor = MadeUp(harm)
-    best = propose_skip_sets(space, predictor, Effort(300))[0]  # type: ignore[arg-type]
+    best = propose_skip_sets(space, predictor, 300)[0]  # type: ignore[arg-type]
     rated = MadeUp(harm)
     exhaustive = max(
         rated.best(space.draft(chosen)).speedup for size in range(1, 13) for chosen in combinations(range(12), size)
@@ -99,8 +99,8 @@ def test_best_of_all_sets_is_found_where_harms_differ(space: SkipSpace) -> None:
 
 def test_effort_is_bounded_and_the_best_come_first(space: SkipSpace) -> None:
     predictor = MadeUp(everywhere(0.1, [("mlp", 2)]))
-    found = propose_skip_sets(space, predictor, Effort(60))  # type: ignore[arg-type]
-    assert predictor.num_drafts <= 60 + 12
+    found = propose_skip_sets(space, predictor, 60)  # type: ignore[arg-type]
+    assert predictor.num_drafts == 60
     assert [each.speedup for each in found] == sorted((each.speedup for each in found), reverse=True)
     assert len({each.draft for each in found}) == len(found)
     assert LayerSkip() not in {each.draft for each in found}
@@ -127,5 +127,17 @@ def test_along_the_order_of_harm_the_best_count_is_found(space: SkipSpace, num_h
     sublayers_of_all = list(everywhere(0))
     harmless = sublayers_of_all[::2][:num_harmless] + sublayers_of_all[1::2][: max(num_harmless - 6, 0)]
     predictor = MadeUp(everywhere(0.4, harmless[:num_harmless]))
-    found = propose_skip_sets(space, predictor, Effort(12 + NUM_LAYERS + 12))  # type: ignore[arg-type]
+    found = propose_skip_sets(space, predictor, 12 + NUM_LAYERS + 12)  # type: ignore[arg-type]
     assert set(sublayers(found[0].draft)) == set(harmless[:num_harmless])  # type: ignore[arg-type]
+
+
+def test_rating_may_stop_after_any_set_and_go_on(space: SkipSpace) -> None:
+    harm = everywhere(0.3, [("attention", 1), ("mlp", 2), ("mlp", 3)])
+    in_one_go = [prediction.draft for prediction in Proposals(space, MadeUp(harm)).rate()]  # type: ignore[arg-type]
+    proposals = Proposals(space, MadeUp(harm))  # type: ignore[arg-type]
+    rating = proposals.rate()
+    begun = [next(rating).draft for _ in range(2 * NUM_LAYERS)]
+    assert not proposals.is_under_way, "the last of the single items is not rated yet"
+    assert len(proposals.best_first()) == 2 * NUM_LAYERS - 1, "all but the empty set"
+    assert begun + [prediction.draft for prediction in rating] == in_one_go
+    assert proposals.is_under_way

@@ -313,7 +313,7 @@ def test_what_cannot_be_compared_is_one_line(
 
 
 def test_names_stand_for_studies_with_settings() -> None:
-    given = {"skip_sets": {"skip_ratio": 0.3, "swift": {"window": 8, "round_length": 7}}, "joint": {"num_heads": 1}}
+    given = {"skip_sets": {"skip_ratio": 0.3, "swift": {"window": 8, "round_length": 7}}, "joint": {"num_exits": 1}}
     config = SearchConfig(model="m", dataset="d", studies=given)
     found = {rival.name: rival for rival in rivals(["swift_batched", "swift", "joint", "swift"], config)}
     assert list(found) == ["swift_batched", "swift", "joint"]
@@ -322,7 +322,7 @@ def test_names_stand_for_studies_with_settings() -> None:
     assert (batched["skip_ratio"], batched["swift"]["window"]) == (0.3, 8)
     assert (batched["swift"]["round_length"], batched["swift"]["until_better"]) == (100, False)
     assert (plain["swift"]["round_length"], plain["swift"]["until_better"]) == (7, True)
-    assert found["joint"].settings.model_dump()["num_heads"] == 1
+    assert found["joint"].settings.model_dump()["num_exits"] == 1
     everything = rivals([], config)
     assert [rival.name for rival in everything] == list(SEARCHES)
     assert everything[0].name == "joint"
