@@ -22,7 +22,7 @@ from decoding.draft_length import AnyRule, DraftLengthRule
 from decoding.exit_head import ExitHeads
 from decoding.profile import Draft, EarlyExit
 from decoding.target import Target
-from studies.measurement import Measurement
+from studies.measurement import Measurement, pooled
 
 if TYPE_CHECKING:
     from studies.cost_table import CostTable
@@ -167,9 +167,22 @@ def best_trials(
     same: Callable[[Candidate], str] = lambda candidate: candidate.key,
 ) -> list[TrialRecord]:
     """The `count` best complete trials by the speed-up `expected` of a candidate's key, or measured where none is; those with the
-    same value of `same` once."""
-    measured = [r for r in records if r.state is TrialState.COMPLETE and r.measurement and r.repeat_of is None]
+    same value of `same` once. Trials of one candidate, by several studies, pool what they measured and stand as the first."""
+    of_candidates: dict[str, list[TrialRecord]] = {}
+    for record in records:
+        if record.state is TrialState.COMPLETE and record.measurement and record.repeat_of is None:
+            of_candidates.setdefault(record.candidate.key, []).append(record)
     best: dict[str, TrialRecord] = {}
-    for record in sorted(measured, key=lambda r: -expected.get(r.candidate.key, r.speedup or 0.0)):
+    for record in sorted(
+        map(_together, of_candidates.values()), key=lambda r: -expected.get(r.candidate.key, r.speedup or 0.0)
+    ):
         best.setdefault(same(record.candidate), record)
     return list(best.values())[:count]
+
+
+def _together(trials: Sequence[TrialRecord]) -> TrialRecord:
+    """The first of the trials of one candidate, with the samples of all."""
+    if len(trials) == 1:
+        return trials[0]
+    measurement = pooled([trial.measurement for trial in trials if trial.measurement is not None])
+    return trials[0].model_copy(update={"measurement": measurement})

@@ -18,7 +18,7 @@ from decoding.profile import EarlyExit, Layers
 from decoding.target import Target
 from studies.pools import best_of, lookups, lookups_before
 from studies.predicted import Predicted, PredictedSettings
-from studies.prediction import Drafting, Predictor
+from studies.prediction import Drafting
 
 Kind = Literal["skip_set", "exit_head", "lookup"]
 
@@ -67,9 +67,9 @@ class Joint(Predicted):
     def _rates_skip_sets(self) -> bool:
         return "skip_set" in self._settings.kinds
 
-    def _first_drafts(self, predictor: Predictor) -> list[Drafting]:
+    def _first_drafts(self) -> list[Drafting]:
         """The best of each kind that a pass over the texts foretells at once; lookups are put in front of the best others."""
-        settings, num_layers = self._settings, self._problem.target.num_layers
+        settings, predictor, num_layers = self._settings, self._predictor, self._problem.target.num_layers
         groups: list[list[EarlyExit]] = []
         if "skip_set" in settings.kinds:
             groups.append([EarlyExit(exit_layer=layer) for layer in range(1, num_layers)])
@@ -87,4 +87,4 @@ class Joint(Predicted):
         """A skip set comes with the best lookup in front of it, if the pool has lookups at all."""
         if "lookup" not in self._settings.kinds:
             return [draft]
-        return [draft, *lookups_before(self._search.predictor, [draft], 1)]
+        return [draft, *lookups_before(self._predictor, [draft], 1)]

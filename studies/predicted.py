@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Iterator, Mapping
-from functools import cached_property
+from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar
 
 import optuna
@@ -20,6 +19,7 @@ from pydantic import Field, TypeAdapter
 from decoding.documents import Document
 from decoding.draft_length import RULES
 from decoding.profile import Draft
+from decoding.target import Target
 from studies.contract import Candidate, Problem, Study, TrialRecord
 from studies.cost_table import CostTable
 from studies.guided import GuidedSearch
@@ -67,16 +67,18 @@ class Predicted(Study):
 
     def __init__(self, problem: Problem, settings: Any, costs: CostTable, kept: Mapping[str, Any] | None) -> None:
         self._problem, self._settings, self._costs = problem, settings, costs
-        predictor = _predictor(problem, settings, costs, max(settings.survey_tokens, settings.pool_tokens))
-        self._search = GuidedSearch((), predictor, settings.rules, seed=problem.seed, patience=settings.patience)
+        self._predictor = _predictor(problem, settings, costs, settings.survey_tokens)
+        """Of all that is rated; what comes into the pool is foretold again on more texts."""
+        of_pool = _predictor(problem, settings, costs, max(settings.survey_tokens, settings.pool_tokens))
+        self._search = GuidedSearch((), of_pool, settings.rules, seed=problem.seed, patience=settings.patience)
         self._num_trials, self._measured_seconds = 0, 0.0
-        self._rating, self._rated_seconds = _Rating(problem, settings, costs), 0.0
+        self._rating, self._rated_seconds = _Rating(problem.target, settings, self._predictor), 0.0
         if not self._rates_skip_sets:
             self._rating.is_over = True
         self._thought_of: int | None = None
         self._joined: list[Drafting] = []
         if kept is None:
-            self._search.add(self._first_drafts(predictor))
+            self._search.add(self._first_drafts())
             self._think()
         else:
             self._search.add(_POOL.validate_python(kept["pool"]))
@@ -150,7 +152,7 @@ class Predicted(Study):
     def _rates_skip_sets(self) -> bool:
         return True
 
-    def _first_drafts(self, predictor: Predictor) -> list[Drafting]:
+    def _first_drafts(self) -> list[Drafting]:
         """What can be foretold at once, the best first: nothing, as skip sets have to be looked for."""
         return []
 
@@ -185,8 +187,7 @@ class Predicted(Study):
 
     def _take_best(self) -> None:
         """The best unlike sets join the pool, unless what is there is foretold to be far ahead of them."""
-        predictor = self._search.predictor
-        best_of_pool = max((predictor.best(draft).speedup for draft in self._search.pool), default=0.0)
+        best_of_pool = max((self._predictor.best(draft).speedup for draft in self._search.pool), default=0.0)
         rated = self._rating.best_first()
         speedups = {prediction.draft: prediction.speedup for prediction in rated}
         num_layers = self._problem.target.num_layers
@@ -197,12 +198,13 @@ class Predicted(Study):
 
 
 class _Rating:
-    """Skip sets rated one by one on a few texts; what that needs is made when the first is asked for."""
+    """Skip sets rated one by one, as many as the settings say."""
 
-    def __init__(self, problem: Problem, settings: Any, costs: CostTable) -> None:
-        self._problem, self._settings, self._costs = problem, settings, costs
-        self._proposals: Proposals | None = None
-        self._rated: Iterator[Prediction] = iter(())
+    def __init__(self, target: Target, settings: Any, predictor: Predictor) -> None:
+        space = SkipSpace.of(target, whole_blocks=settings.whole_blocks)
+        self._most = settings.num_surveyed or max(FEWEST_SURVEYED, SURVEYED_PER_ITEM * len(space.items))
+        self._proposals = Proposals(space, predictor)
+        self._rated = self._proposals.rate()
         self.num_rated = 0
         self.is_over = False
         """Nothing is left to rate, or as many are rated as were asked for."""
@@ -210,29 +212,19 @@ class _Rating:
     @property
     def is_under_way(self) -> bool:
         """What is best so far is worth measuring."""
-        return self._proposals is not None and (self._proposals.is_under_way or self.is_over)
+        return self._proposals.is_under_way or self.is_over
 
     def go_on(self) -> None:
         """Rate another set."""
         if self.is_over:
             return
-        settings = self._settings
-        if self._proposals is None:
-            predictor = _predictor(self._problem, settings, self._costs, settings.survey_tokens)
-            self._proposals = Proposals(self._space, predictor)
-            self._rated = self._proposals.rate()
-        most = settings.num_surveyed or max(FEWEST_SURVEYED, SURVEYED_PER_ITEM * len(self._space.items))
         self.is_over = next(self._rated, None) is None
         self.num_rated += not self.is_over
-        self.is_over |= self._proposals.is_under_way and self.num_rated >= most
+        self.is_over |= self._proposals.is_under_way and self.num_rated >= self._most
 
     def best_first(self) -> list[Prediction]:
         """All sets rated so far."""
-        return [] if self._proposals is None else self._proposals.best_first()
-
-    @cached_property
-    def _space(self) -> SkipSpace:
-        return SkipSpace.of(self._problem.target, whole_blocks=self._settings.whole_blocks)
+        return self._proposals.best_first()
 
 
 _POOL: TypeAdapter[list[Any]] = TypeAdapter(list[Draft])

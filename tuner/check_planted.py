@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from itertools import combinations
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import torch
 from rich.console import Group
 from rich.table import Table
 
@@ -53,6 +54,18 @@ ENOUGH, LITTLE = 0.98, 0.03
 """What a search should find of the best speed-up, in what share of the exhaustive search's evaluations."""
 NUM_REFINED = 20
 """The best sets of the exhaustive search, which are decoded with at every length."""
+
+
+_PROBLEM = {
+    "max_tokens": MAX_TOKENS,
+    "redundant": NUM_REDUNDANT,
+    "grey": NUM_GREY,
+    "prompts": [NUM_PROMPTS, PROMPT_LENGTH, NUM_TOKENS],
+    "costs": [ENDS, WIDENING],
+    "refined": NUM_REFINED,
+    "torch": torch.__version__,
+}
+"""What the optimum of a seed depends on."""
 
 
 @dataclass(frozen=True)
@@ -124,17 +137,39 @@ class PricedBench(Bench):
         )
 
 
-def find_best_of_all(seeds: Iterable[int], progress: Progress, searches: Sequence[str] = SEARCHES) -> list[Found]:
-    """12 blocks, 4 of them redundant: each search against the best of all 1,023 sets of the 10 blocks between first and last."""
+@dataclass(frozen=True)
+class Optimum:
+    """The best that an exhaustive search has found of the small problem of a seed."""
+
+    seed: int
+    best: float
+    num_candidates: int
+
+
+def find_best_of_all(
+    seeds: Iterable[int],
+    progress: Progress,
+    searches: Sequence[str] = SEARCHES,
+    *,
+    optima: Sequence[Optimum] = (),
+    on_optimum: Callable[[Optimum], None] = lambda optimum: None,
+) -> list[Found]:
+    """12 blocks, 4 of them redundant: each search against the best of all 1,023 sets of the 10 blocks between first and last.
+
+    That takes minutes for each seed: those of `optima` are taken as known, `on_optimum` is told of the others.
+    """
     found = []
+    known = {optimum.seed: optimum for optimum in optima}
     for seed in seeds:
         redundant, grey = _drawn_blocks(12, seed)
         target = Target(plant(12, redundant, redundant, grey_attention=grey, grey_mlp=grey, seed=seed))
         bench = _bench(target, seed)
-        best, num_candidates = _exhaustive(bench, seed, progress)
+        if (optimum := known.get(seed)) is None:
+            optimum = Optimum(seed, *_exhaustive(bench, seed, progress))
+            on_optimum(optimum)
         for name in searches:
             speedup, evaluations = _search(name, bench, target, seed, progress)
-            found.append(Found(seed, name, speedup, best, evaluations, num_candidates))
+            found.append(Found(seed, name, speedup, optimum.best, evaluations, optimum.num_candidates))
             progress.say(f"seed {seed}: {name} found {found[-1].share:.1%} of the best in {evaluations} evaluations")
     return found
 
@@ -182,11 +217,30 @@ def results_table(found: Sequence[Found], recovered: Sequence[Recovered]) -> Gro
     return Group(*([small] if found else []), *([large] if recovered else []))
 
 
-def write_results(found: Sequence[Found], recovered: Sequence[Recovered], path: Path) -> None:
+def known_optima(path: Path) -> list[Optimum]:
+    """The optima that a file of results holds of the very same problems; none if there is no such file. `SearchError` if it
+    cannot be read."""
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+        optima = [Optimum(**each) for each in document["optima"]]
+        return optima if document["problem"] == _PROBLEM else []
+    except FileNotFoundError:
+        return []
+    except OSError as cause:
+        raise SearchError(f"cannot read {path}: {cause.strerror}") from None
+    except (ValueError, LookupError, TypeError):
+        raise SearchError(f"{path} does not hold the results of check-planted: give another --out") from None
+
+
+def write_results(
+    found: Sequence[Found], recovered: Sequence[Recovered], path: Path, optima: Sequence[Optimum] = ()
+) -> None:
     """All figures, whole or not at all."""
     document = {
         "note": "real decoding of random models, priced by a fixed table of costs: a check of the searches, not a speed-up",
         "versions": versions(),
+        "problem": _PROBLEM,
+        "optima": [asdict(each) for each in optima],
         "small": [{**asdict(each), "share": each.share, "effort": each.effort} for each in found],
         "large": [asdict(each) for each in recovered],
     }

@@ -412,24 +412,33 @@ def check_planted(seeds: int, layers: tuple[int, ...], large_seeds: int, threads
     Small ones, of 12 blocks: predicted and joint against the best of all sets of blocks, by real decoding that is priced from a
     table, so that the best is known. Large ones: how many of the planted sublayers the best proposal leaves out.
 
+    The best of a seed takes minutes to find. Those that --out holds already are not looked for again.
+
     \b
     Example:
       sdtune check-planted --seeds 3 --threads 1
     """
-    from tuner.check_planted import find_best_of_all, recover, results_table, write_results
+    from tuner.check_planted import Optimum, find_best_of_all, known_optima, recover, results_table, write_results
     from tuner.errors import SearchError
     from tuner.progress import TerminalProgress
     from tuner.task import check_writable
 
     if out is not None:
         check_writable(out, what="the results", name="planted.json", error=SearchError)
+    optima = known_optima(out) if out is not None else []
+
+    def keep(optimum: Optimum) -> None:
+        optima.append(optimum)
+        if out is not None:
+            write_results([], [], out, optima)
+
     _quieten_optuna()
     _use_threads(threads)
     with TerminalProgress(Console(stderr=True)) as progress:
-        found = find_best_of_all(range(seeds), progress)
+        found = find_best_of_all(range(seeds), progress, optima=tuple(optima), on_optimum=keep)
         recovered = recover(layers, range(large_seeds), progress)
     if out is not None:
-        write_results(found, recovered, out)
+        write_results(found, recovered, out, optima)
     Console(width=max(Console().width, 100)).print(results_table(found, recovered))
 
 

@@ -14,7 +14,17 @@ from decoding.profile import LayerSkip
 from decoding.target import Target
 from studies.contract import Candidate
 from studies.planted import plant
-from tuner.check_planted import Found, Recovered, find_best_of_all, recover, results_table, write_results
+from tuner.check_planted import (
+    Found,
+    Optimum,
+    Recovered,
+    find_best_of_all,
+    known_optima,
+    recover,
+    results_table,
+    write_results,
+)
+from tuner.errors import SearchError
 from tuner.watcher import Unwatched
 
 
@@ -45,10 +55,26 @@ def test_same_setting_costs_the_same_each_time(bench: check.PricedBench) -> None
 def test_searches_are_held_against_the_best_of_all_sets(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(check, "combinations", lambda inner, size: [(3, 5), (2, 4)] if size == 2 else [(1,)])
     monkeypatch.setattr(check, "NUM_REFINED", 1)
-    (found,) = find_best_of_all([0], Unwatched(), ["predicted"])
+    optima: list[Optimum] = []
+    (found,) = find_best_of_all([0], Unwatched(), ["predicted"], on_optimum=optima.append)
+    assert optima == [Optimum(0, found.best, 6)]
     assert found.num_candidates == 3 + 3
     assert found.share > 0.98
     assert 0 < found.evaluations <= 24
+
+
+def test_known_best_is_not_looked_for_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    path = tmp_path / "planted.json"
+    assert known_optima(path) == []
+    write_results([], [], path, [Optimum(0, 1.25, 1083)])
+    monkeypatch.setattr(check, "_exhaustive", None)
+    (found,) = find_best_of_all([0], Unwatched(), ["predicted"], optima=known_optima(path))
+    assert (found.best, found.num_candidates) == (1.25, 1083)
+    monkeypatch.setattr(check, "_PROBLEM", {"max_tokens": 5})
+    assert known_optima(path) == [], "of another problem"
+    path.write_text("[]")
+    with pytest.raises(SearchError, match="does not hold the results"):
+        known_optima(path)
 
 
 def test_planted_sublayers_are_recovered() -> None:
