@@ -18,7 +18,9 @@ from tuner.cost_bench import PassTimer
 WIDTHS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 11, 13, 17, 25, 33, 49)
 """Costs bend at the first few tokens and behind powers of two; in between, a straight line does."""
 BUDGET_SECONDS = 3.0
-FEWEST_SWEEPS, MOST_SWEEPS = 3, 24
+FEWEST_SWEEPS, MOST_SWEEPS = 2, 24
+"""The first pass of a shape may be slow, so that one sweep does not do; passes so long that two spend the budget are hardly
+disturbed."""
 GOOD_ERROR = 0.04
 """Median error on held-out passes above which the machine is taken to be disturbed, and measured for longer."""
 PATIENCE = 2

@@ -11,6 +11,7 @@ import pytest
 from decoding.profile import DraftProfile, LayerSkip, PlainDecoding, PromptLookup
 from studies.contract import TrialRecord
 from studies.joint import Joint
+from studies.proposals import Proposals
 from tests.tuner.conftest import SearchCommand
 from tuner.storage import RECORD
 
@@ -46,10 +47,11 @@ def test_stopped_search_goes_on_with_the_pool_it_had(run_joint: SearchCommand, m
     assert run_joint("--trials", "2").exit_code == 0
     before = records("sqlite:///sdtune.db")
 
-    def find_pool(*args: Any) -> Any:
-        raise AssertionError("the pool is kept")
+    def again(*args: Any) -> Any:
+        raise AssertionError("all was rated, and the pool is kept")
 
-    monkeypatch.setattr(Joint, "_find_pool", find_pool)
+    monkeypatch.setattr(Joint, "_first_drafts", again)
+    monkeypatch.setattr(Proposals, "_wanted", again)
     result = run_joint("--trials", "4")
     assert result.exit_code == 0, result.output
     after = records("sqlite:///sdtune.db")
