@@ -11,13 +11,13 @@ from typing import Any, ClassVar, Literal
 import optuna
 from pydantic import Field, TypeAdapter
 
-from decoding.distillation.settings import default_exit_layers
 from decoding.documents import Document
 from decoding.draft_length import RULES, Fixed
 from decoding.profile import EarlyExit, Layers, PlainDecoding
 from decoding.target import Target
 from studies.contract import Candidate, Problem, Study, TrialRecord
 from studies.exit_forecast import ExitForecast, forecast_exits
+from studies.exits import check_exits, exits_with_head
 from studies.rule_space import RuleNames, rule_parameters, rule_sampler, suggest_rule
 
 NOTHING = "draft nothing"
@@ -66,15 +66,12 @@ class ExitLayer(Study):
     @classmethod
     def check(cls, settings: Any, target: Target) -> None:
         """Raise ValueError for an exit that the model does not have."""
-        for exit_layer in settings.exit_layers or ():
-            target.check_exit_layer(exit_layer)
+        check_exits(settings.exit_layers, target)
 
     @classmethod
     def wanted_heads(cls, settings: Any, num_layers: int) -> tuple[int, ...]:
         """The exits to have a distilled head for."""
-        if "block" not in settings.heads:
-            return ()
-        return tuple(settings.exit_layers or default_exit_layers(num_layers))
+        return () if "block" not in settings.heads else exits_with_head(settings.exit_layers, num_layers)
 
     def keep(self) -> Any:
         """The forecasts: their costs are measured, so a second forecast might have another order."""

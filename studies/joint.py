@@ -12,10 +12,10 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
-from decoding.distillation.settings import default_exit_layers
 from decoding.documents import Document
 from decoding.profile import EarlyExit, Layers
 from decoding.target import Target
+from studies.exits import check_exits, exits_with_head
 from studies.pools import best_of, lookups, lookups_before
 from studies.predicted import Predicted, PredictedSettings
 from studies.prediction import Drafting
@@ -48,15 +48,12 @@ class Joint(Predicted):
     @classmethod
     def check(cls, settings: Any, target: Target) -> None:
         """Raise ValueError for an exit that the model does not have."""
-        for exit_layer in settings.exit_layers or ():
-            target.check_exit_layer(exit_layer)
+        check_exits(settings.exit_layers, target)
 
     @classmethod
     def wanted_heads(cls, settings: Any, num_layers: int) -> tuple[int, ...]:
         """The exits to have a distilled head for."""
-        if "exit_head" not in settings.kinds:
-            return ()
-        return tuple(settings.exit_layers or default_exit_layers(num_layers))
+        return () if "exit_head" not in settings.kinds else exits_with_head(settings.exit_layers, num_layers)
 
     def space(self) -> dict[str, Any]:
         """The settings and the heads that are there now; another limit or patience is the same search, going on longer."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Sequence
 
+import numpy as np
 import torch
 
 from decoding.round_costs import Clock
@@ -12,7 +13,7 @@ from decoding.target import Target
 from studies.cost_fit import fit_costs
 from studies.cost_plan import plan_passes
 from studies.cost_table import CostTable
-from studies.cost_terms import BlockKinds, Pass, Terms
+from studies.cost_terms import BlockKinds, Pass, Terms, Verification
 from tuner.cost_bench import PassTimer
 
 WIDTHS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 11, 13, 17, 25, 33, 49)
@@ -23,6 +24,8 @@ FEWEST_SWEEPS, MOST_SWEEPS = 2, 24
 disturbed."""
 GOOD_ERROR = 0.04
 """Median error on held-out passes above which the machine is taken to be disturbed, and measured for longer."""
+BESIDE_PLAIN = 2
+"""Passes between two plain ones."""
 PATIENCE = 2
 """How many times the fewest sweeps and the budget may be spent on that."""
 
@@ -44,9 +47,10 @@ def measure_cost_table(
     """Time the passes of `studies.cost_plan` for drafts of up to `max_tokens` tokens behind `contexts` tokens, and fit.
 
     Sweeps through all passes are repeated, at least `FEWEST_SWEEPS` times, until `budget_seconds` are spent, and up to `PATIENCE`
-    times as long while held-out passes are not predicted well. The fastest pass of each kind counts: what is cold or disturbed
-    takes longer, never less. `seed` draws what is left out, and the tokens; `clock` gives seconds; `timer` stands in for
-    running the passes.
+    times as long while held-out passes are not predicted well. A plain pass is timed before and behind every two, and the median
+    of a pass's ratios to those beside it counts: a shared machine is slower for seconds on end, by half as much again where
+    memory is the limit, and what all take alike then would else be taken for a difference. `seed` draws what is left out, and
+    the tokens; `clock` gives seconds; `timer` stands in for running the passes.
 
     ValueError if `max_tokens` or a context is below 1, no context is given, or the model's context has no room for two tokens.
     """
@@ -54,17 +58,41 @@ def measure_cost_table(
     fitted, held_out = plan_passes(terms, seed)
     start = clock()
     timer = timer or PassTimer(target, most_tokens=terms.widths[-1], seed=seed, clock=clock)
-    least = dict.fromkeys([*fitted, *held_out], float("inf"))
+    times = _Times(timer, plain=Verification(1, terms.contexts[0]), passes=[*fitted, *held_out])
     for patience in range(1, PATIENCE + 1):
         num_sweeps = 0
         while num_sweeps < FEWEST_SWEEPS or (clock() - start < patience * budget_seconds and num_sweeps < MOST_SWEEPS):
-            for each in least:
-                least[each] = min(least[each], timer(each))
+            times.sweep()
             num_sweeps += 1
-        table = fit_costs(terms, {each: least[each] for each in fitted}, {each: least[each] for each in held_out})
+        table = fit_costs(terms, times.seconds(fitted), times.seconds(held_out))
         if table.error.median <= GOOD_ERROR:
             break
     return table
+
+
+class _Times:
+    """What passes take, each in turn with plain ones."""
+
+    def __init__(self, timer: Timer, plain: Pass, passes: Sequence[Pass]) -> None:
+        self._timer, self._plain = timer, plain
+        self._ratios: dict[Pass, list[float]] = {each: [] for each in passes}
+        self._plain_seconds: list[float] = []
+
+    def sweep(self) -> None:
+        """Time all of them once."""
+        passes = list(self._ratios)
+        before = self._timer(self._plain)
+        for start in range(0, len(passes), BESIDE_PLAIN):
+            taken = {each: self._timer(each) for each in passes[start : start + BESIDE_PLAIN]}
+            behind = self._timer(self._plain)
+            for each, seconds in taken.items():
+                self._ratios[each].append(2 * seconds / (before + behind))
+            self._plain_seconds.append(before := behind)
+
+    def seconds(self, passes: Iterable[Pass]) -> dict[Pass, float]:
+        """Of each: the median of its ratios to plain passes beside it, times what plain passes took."""
+        plain = float(np.median(self._plain_seconds))
+        return {each: plain * float(np.median(self._ratios[each])) for each in passes}
 
 
 def resolve_terms(target: Target, *, max_tokens: int, contexts: Iterable[int]) -> Terms:

@@ -74,7 +74,7 @@ def test_ratio_of_two_measurements_is_of_their_seconds_per_token_on_the_same_pro
     )
     interval = ratio_interval(ahead, behind)
     assert interval.value == pytest.approx((0.2 + 0.4) / (0.1 + 0.1))
-    # In logarithms: the prompts weigh in with -1/3 and 1/3, which is a standard error of 1/3; t is 12.706 with one degree of freedom.
+    # In logarithms: the prompts weigh in with -1/3 and 1/3, which is a standard error of 1/3; t is 12.706 there.
     assert np.log(interval.ci95) == pytest.approx(np.log(3.0) + np.array([-1.0, 1.0]) * 12.7062 / 3, rel=1e-4)
     assert ratio_interval(behind, ahead).value == pytest.approx(1 / 3)
 
