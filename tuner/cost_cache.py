@@ -22,6 +22,8 @@ from tuner.errors import StorageError
 from tuner.watcher import Progress
 
 RUNNER = "eager"
+METHOD = 2
+"""Counts the ways of measuring: a table that was measured otherwise is measured again."""
 DECIDING_PACKAGES = ("sdtune", "torch", "transformers")
 
 
@@ -36,6 +38,7 @@ class CostKey(Document):
     attention: str | None
     """transformers' name of the attention kernel."""
     runner: str
+    method: int
     versions: dict[str, str]
 
     @classmethod
@@ -50,6 +53,7 @@ class CostKey(Document):
             threads=torch.get_num_threads(),
             attention=getattr(target.config, "_attn_implementation", None),
             runner=RUNNER,
+            method=METHOD,
             versions={package: installed[package] for package in DECIDING_PACKAGES},
         )
 

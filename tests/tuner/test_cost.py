@@ -112,7 +112,7 @@ def test_machine_that_is_slower_for_a_while_slows_all_alike() -> None:
     table = measure(timer, clock=clock, budget_seconds=0.0)
     assert table.error.median < 0.01, "but for the few passes at which it changes"
     costs = table.round_costs(LayerSkip(skip_mlp=(3,)), 4, context=20, prefix_reuse=False)
-    assert costs.draft_step == pytest.approx(31 / 34, rel=0.02)
+    assert costs.draft_step == pytest.approx(31 / 34, rel=0.03)
 
 
 def test_sweeps_are_repeated_until_the_time_is_spent() -> None:
