@@ -18,10 +18,10 @@ import optuna
 from optuna.distributions import BaseDistribution
 
 from decoding.draft_length import RULES, DraftLengthRule
-from decoding.profile import PlainDecoding
+from decoding.profile import PlainDecoding, PromptLookup
 from studies.contract import Candidate, TrialRecord, TrialState
 from studies.measurement import Measurement
-from studies.prediction import Drafting, Prediction, Predictor, usual_rules
+from studies.prediction import Drafting, Prediction, Predictor, part_of_model, usual_rules
 from studies.residual import Residual
 from studies.rule_space import draw_rule, near_rule, rule_parameters, suggest_rule
 
@@ -186,6 +186,9 @@ class GuidedSearch:
         usual_rules_asked = [each for each in usual_rules(most) if each.rule in self._rules]
         defaults = [self._within(RULES[name](rule=name)) for name in self._rules]
         on_each = []
+        self.predictor.survey.record_all(
+            part_of_model(draft) for draft in self.pool if not isinstance(draft, PromptLookup)
+        )
         for draft in self.pool:
             usual = self.predictor.predict_all(draft, usual_rules_asked)[:USUAL]
             on_each.append(

@@ -8,6 +8,7 @@ is left alone.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any, ClassVar, Literal
 
 from pydantic import Field
@@ -64,17 +65,24 @@ class Joint(Predicted):
     def _rates_skip_sets(self) -> bool:
         return "skip_set" in self._settings.kinds
 
+    def _exits_rated(self) -> Collection[int]:
+        return {exit_layer for group in self._exits() for exit_layer in (draft.exit_layer for draft in group)}
+
+    def _exits(self) -> list[list[EarlyExit]]:
+        """The exits to consider without a head, and those with one."""
+        groups: list[list[EarlyExit]] = []
+        num_layers = self._problem.target.num_layers
+        if "skip_set" in self._settings.kinds:
+            groups.append([EarlyExit(exit_layer=layer) for layer in range(1, num_layers)])
+        if "exit_head" in self._settings.kinds:
+            wanted = self.wanted_heads(self._settings, num_layers)
+            groups.append([draft for layer, draft in self._problem.head_drafts.items() if layer in wanted])
+        return groups
+
     def _first_drafts(self) -> list[Drafting]:
         """The best of each kind that a pass over the texts foretells at once; lookups are put in front of the best others."""
-        settings, predictor, num_layers = self._settings, self._predictor, self._problem.target.num_layers
-        groups: list[list[EarlyExit]] = []
-        if "skip_set" in settings.kinds:
-            groups.append([EarlyExit(exit_layer=layer) for layer in range(1, num_layers)])
-        if "exit_head" in settings.kinds:
-            wanted = self.wanted_heads(settings, num_layers)
-            groups.append([draft for layer, draft in self._problem.head_drafts.items() if layer in wanted])
-        predictor.survey.record_all([draft for group in groups for draft in group])
-        best = [each for group in groups for each in predictor.best_first(group)[: settings.num_exits]]
+        settings, predictor = self._settings, self._predictor
+        best = [each for group in self._exits() for each in predictor.best_first(group)[: settings.num_exits]]
         pool = best_of(best, len(best))
         if "lookup" in settings.kinds:
             pool += [*lookups(predictor, settings.num_lookups), *lookups_before(predictor, pool, settings.num_lookups)]

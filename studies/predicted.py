@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any, ClassVar
 
 import optuna
@@ -18,7 +18,7 @@ from pydantic import Field, TypeAdapter
 
 from decoding.documents import Document
 from decoding.draft_length import RULES
-from decoding.profile import Draft
+from decoding.profile import Draft, EarlyExit
 from decoding.target import Target
 from studies.contract import Candidate, Problem, Study, TrialRecord
 from studies.cost_table import CostTable
@@ -46,7 +46,7 @@ class PredictedSettings(Document):
     max_tokens: int = Field(12, ge=1, le=64, description="longest draft to consider (K)")
     survey_tokens: int = Field(256, ge=1, description="tokens of the tuning texts that skip sets are rated on")
     pool_tokens: int = Field(
-        1024,
+        512,
         ge=1,
         description="tokens of the tuning texts that what is measured is foretold on, with those of the survey",
     )
@@ -67,22 +67,19 @@ class Predicted(Study):
 
     def __init__(self, problem: Problem, settings: Any, costs: CostTable, kept: Mapping[str, Any] | None) -> None:
         self._problem, self._settings, self._costs = problem, settings, costs
-        self._predictor = _predictor(problem, settings, costs, settings.survey_tokens)
+        self._predictor = _predictor(problem, settings, costs, settings.survey_tokens, self._exits_rated())
         """Of all that is rated; what comes into the pool is foretold again on more texts."""
-        of_pool = _predictor(problem, settings, costs, max(settings.survey_tokens, settings.pool_tokens))
-        self._search = GuidedSearch((), of_pool, settings.rules, seed=problem.seed, patience=settings.patience)
         self._num_trials, self._measured_seconds = 0, 0.0
         self._rating, self._rated_seconds = _Rating(problem.target, settings, self._predictor), 0.0
-        if not self._rates_skip_sets:
-            self._rating.is_over = True
+        self._rating.is_over = not self._rates_skip_sets or (kept is not None and kept[RATED_ALL])
         self._thought_of: int | None = None
         self._joined: list[Drafting] = []
+        pool = self._first_drafts() if kept is None else _POOL.validate_python(kept["pool"])
+        exits = [draft.exit_layer for draft in pool if isinstance(draft, EarlyExit)]
+        of_pool = _predictor(problem, settings, costs, max(settings.survey_tokens, settings.pool_tokens), exits)
+        self._search = GuidedSearch(pool, of_pool, settings.rules, seed=problem.seed, patience=settings.patience)
         if kept is None:
-            self._search.add(self._first_drafts())
             self._think()
-        else:
-            self._search.add(_POOL.validate_python(kept["pool"]))
-            self._rating.is_over |= kept[RATED_ALL]
         self._first_pool, self._first_rated_all = list(self._search.pool), self._rating.is_over
         self._joined.clear()
 
@@ -151,6 +148,10 @@ class Predicted(Study):
     @property
     def _rates_skip_sets(self) -> bool:
         return True
+
+    def _exits_rated(self) -> Collection[int]:
+        """The exits that `_first_drafts` will rate."""
+        return ()
 
     def _first_drafts(self) -> list[Drafting]:
         """What can be foretold at once, the best first: nothing, as skip sets have to be looked for."""
@@ -234,13 +235,14 @@ def _dumped(drafts: Iterable[Drafting]) -> Any:
     return _POOL.dump_python(list(drafts), mode="json")
 
 
-def _predictor(problem: Problem, settings: Any, costs: CostTable, num_tokens: int) -> Predictor:
+def _predictor(problem: Problem, settings: Any, costs: CostTable, num_tokens: int, exits: Iterable[int]) -> Predictor:
     survey = Survey(
         problem.target,
         *_some_texts(problem, num_tokens),
         temperature=problem.temperature,
         seed=problem.seed,
         heads=problem.heads,
+        exits=exits,
     )
     return Predictor(survey, costs, max_tokens=settings.max_tokens, prefix_reuse=problem.prefix_reuse)
 

@@ -70,7 +70,7 @@ class Predictor:
 
     def costs(self, draft: SurveyedDraft) -> RoundCosts:
         """What the rounds of a model's draft cost; a lookup in front of it does not count."""
-        draft = _without_lookup(draft)
+        draft = part_of_model(draft)
         if draft not in self._costs:
             self._costs[draft] = self._round_costs(draft, prefix_reuse=self._prefix_reuse)
         return self._costs[draft]
@@ -92,7 +92,7 @@ class Predictor:
             copies = self._copies_of(draft, rule.max_tokens)
             right = _share_right(copies)
             return Prediction(draft, rule, replay_copies(rule, copies, self.whole), right, right)
-        recordings = self.survey.record(_without_lookup(draft))
+        recordings = self.survey.record(part_of_model(draft))
         lookup = None
         if draft.lookup is not None:
             copies = self._copies_of(draft.lookup, draft.lookup.max_tokens)
@@ -133,7 +133,8 @@ def _share_right(copies: Sequence[Copies]) -> float:
     return sum(bool(num_right) for text in copies for num_right in text) / sum(len(text) for text in copies)
 
 
-def _without_lookup(draft: SurveyedDraft) -> SurveyedDraft:
+def part_of_model(draft: SurveyedDraft) -> SurveyedDraft:
+    """The draft without the lookup in front of it."""
     return draft.model_copy(update={"lookup": None}) if draft.lookup is not None else draft
 
 

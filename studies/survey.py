@@ -9,7 +9,7 @@ target's pass leaves: in the blocks they run, draft and target are the same.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -46,7 +46,8 @@ class Survey:
     """The texts of a search as drafts would see them. A draft is recorded once and remembered.
 
     `prompts` and `continuations` are token ids; a continuation begins with the prefill's token, and those of a single token are
-    passed over. ValueError if none is left. `heads` holds the exit heads of drafts that have one.
+    passed over. ValueError if none is left. `heads` holds the exit heads of drafts that have one; of `exits` it is known at once
+    that they will be asked for, which spares another pass over the texts.
     """
 
     def __init__(
@@ -59,18 +60,21 @@ class Survey:
         seed: int = 0,
         heads: ExitHeads | None = None,
         depth: int = DEPTH,
+        exits: Iterable[int] = (),
     ) -> None:
         self.target = target
         self._temperature, self._seed, self._heads, self._depth = temperature, seed, heads, depth
         self._recordings: dict[SurveyedDraft, list[Recording]] = {}
-        self._states: dict[int, list[Tensor]] = {}
         given = list(zip(prompts, continuations, strict=True))
         self.places = tuple(place for place, (_, continuation) in enumerate(given) if len(continuation) > 1)
         """Which of the texts given are read."""
         if not self.places:
             raise ValueError("a survey needs a text of at least two tokens behind its prompt")
+        wanted = sorted(set(exits))
         with torch.inference_mode():
-            self._texts = [self._read(*given[place]) for place in self.places]
+            read = [self._read(*given[place], wanted) for place in self.places]
+        self._texts = [text for text, _ in read]
+        self._states = {layer: [states[layer] for _, states in read] for layer in wanted}
 
     @property
     def num_positions(self) -> int:
@@ -114,12 +118,13 @@ class Survey:
         luck = draws(len(p), self._seed + index)
         return (luck < p.cpu()).tolist()
 
-    def _read(self, prompt: Sequence[int], continuation: Sequence[int]) -> _Read:
+    def _read(
+        self, prompt: Sequence[int], continuation: Sequence[int], exits: Sequence[int]
+    ) -> tuple[_Read, Mapping[int, Tensor]]:
         token_ids = torch.tensor([[*prompt, *continuation[:-1]]], device=self.target.device)
-        _, logits = self.target.exit_states(token_ids, (), first=len(prompt))
-        return _Read(
-            token_ids, len(prompt), tuple(continuation), TargetText.of(logits[0], temperature=self._temperature)
-        )
+        states, logits = self.target.exit_states(token_ids, exits, first=len(prompt))
+        said = TargetText.of(logits[0], temperature=self._temperature)
+        return _Read(token_ids, len(prompt), tuple(continuation), said), states
 
     def _keep_states(self, exit_layers: Iterable[int]) -> None:
         wanted = sorted(set(exit_layers) - self._states.keys())
