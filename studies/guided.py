@@ -77,9 +77,11 @@ class GuidedSearch:
         self.add(pool)
 
     def add(self, drafts: Iterable[Drafting]) -> list[Drafting]:
-        """Put drafts into the pool, behind those that are there; returns those that were not."""
+        """Put drafts into the pool, behind those that are there; returns those that were not. Patience begins anew for them."""
         added = [draft for draft in dict.fromkeys(drafts) if draft not in self.pool]
         self.pool += added
+        if added:
+            self._last_improvement = self._num_trials
         return added
 
     def sampler(self) -> optuna.samplers.BaseSampler:

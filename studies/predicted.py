@@ -33,8 +33,9 @@ from studies.survey import Survey
 FEWEST_SURVEYED, SURVEYED_PER_ITEM = 160, 3
 PREPARING = 0.3
 """Share of the search time after which no further draft is rated."""
-NEAR_THE_BEST = 0.85
-"""Of the best speed-up foretold so far, what a set must be rated at to be foretold on more texts."""
+NEAR_THE_BEST, HOPELESS = 0.85, 0.75
+"""Of the best speed-up foretold so far, what a set must be rated at to be foretold on more texts; and what the best set must come
+to for more sets to be rated, once the search for them is under way: moves win some per cent, not a third."""
 JOINED, RATED_ALL = "joined", "rated_all"
 """Notes of a trial: the drafts that joined the pool before it, and whether all skip sets were rated by then."""
 
@@ -179,6 +180,7 @@ class Predicted(Study):
         while (must_begin and not self._rating.is_under_way) or self._rated_seconds < seconds:
             start = time.perf_counter()
             self._rating.go_on()
+            self._rating.is_over |= self._rating.is_under_way and self._is_hopeless()
             self._rated_seconds += time.perf_counter() - start
             if self._rating.is_over:
                 break
@@ -186,9 +188,17 @@ class Predicted(Study):
             self._take_best()
         return self._rating.num_rated > before
 
+    def _best_of_pool(self) -> float:
+        """The best speed-up foretold of the pool, on the texts that all are rated on."""
+        return max((self._predictor.best(draft).speedup for draft in self._search.pool), default=0.0)
+
+    def _is_hopeless(self) -> bool:
+        rated = self._rating.best_first()
+        return not rated or rated[0].speedup < HOPELESS * self._best_of_pool()
+
     def _take_best(self) -> None:
         """The best unlike sets join the pool, unless what is there is foretold to be far ahead of them."""
-        best_of_pool = max((self._predictor.best(draft).speedup for draft in self._search.pool), default=0.0)
+        best_of_pool = self._best_of_pool()
         rated = self._rating.best_first()
         speedups = {prediction.draft: prediction.speedup for prediction in rated}
         num_layers = self._problem.target.num_layers

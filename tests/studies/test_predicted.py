@@ -192,6 +192,25 @@ def test_resumed_search_knows_the_drafts_that_joined(with_heads: Problem) -> Non
     assert [each.candidate for each in following] == [each.candidate for each in records[3:]]
 
 
+def test_rating_ends_where_skip_sets_are_far_behind(problem: Problem) -> None:
+    """Texts that repeat themselves are copied nearly for nothing: no skip set of this model comes near."""
+    loop = tuple(place % 6 + 2 for place in range(40))
+    repeating = replace(problem, prompts=(loop[:16],), continuations=(loop[16:],))
+    whole = Predicted.create(repeating, PredictedSettings(**SMALL))._rating.num_rated
+    study = Joint.create(repeating, JointSettings(**SMALL, kinds=("skip_set", "lookup")))
+    assert study._rating.is_over
+    assert study._rating.num_rated < whole
+    assert not any(isinstance(draft, LayerSkip) for draft in study._search.pool)
+
+
+def test_patience_begins_anew_for_drafts_that_join(problem: Problem) -> None:
+    study = Predicted.create(problem, PredictedSettings(**SMALL, patience=3))
+    run(study, 5, lambda candidate, notes: 3.0)
+    assert study._search.finished() == "no better candidate in 4 trials"
+    study._search.add([LayerSkip(skip_attention=(1,))])
+    assert study._search.finished() is None
+
+
 def test_the_best_is_what_is_expected_not_what_a_trial_measured(problem: Problem) -> None:
     study = Predicted.create(problem, PredictedSettings(**SMALL, patience=30))
     lucky = 3
