@@ -11,11 +11,11 @@ from collections.abc import Collection
 import torch
 from torch import Tensor
 
-from studies.survey import Survey
+from studies.survey import JoinedSurvey, Survey
 
 
 @torch.inference_mode()
-def cosine_skips(survey: Survey, counts: Collection[int]) -> list[tuple[int, ...]]:
+def cosine_skips(survey: Survey | JoinedSurvey, counts: Collection[int]) -> list[tuple[int, ...]]:
     """For each of `counts` the blocks to skip, ascending; counts that the model has too few blocks for are left out.
 
     With `states[j]` the best states behind the blocks so far of which j were skipped, the next block is either run on `states[j]`

@@ -13,6 +13,7 @@ import time
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any, ClassVar
 
+import numpy as np
 import optuna
 from pydantic import Field, TypeAdapter
 
@@ -28,7 +29,7 @@ from studies.prediction import Drafting, Prediction, Predictor
 from studies.proposals import Proposals
 from studies.rule_space import RuleNames
 from studies.skip_space import SkipSpace
-from studies.survey import Survey
+from studies.survey import JoinedSurvey, Survey
 
 FEWEST_SURVEYED, SURVEYED_PER_ITEM = 160, 3
 PREPARING = 0.3
@@ -68,16 +69,16 @@ class Predicted(Study):
 
     def __init__(self, problem: Problem, settings: Any, costs: CostTable, kept: Mapping[str, Any] | None) -> None:
         self._problem, self._settings, self._costs = problem, settings, costs
-        self._predictor = _predictor(problem, settings, costs, settings.survey_tokens, self._exits_rated())
-        """Of all that is rated; what comes into the pool is foretold again on more texts."""
+        survey = _survey(problem, self._texts(0, settings.survey_tokens), self._exits_rated())
+        self._predictor = self._foretelling(survey)
+        """Of all that is rated; what comes into the pool is foretold on more texts."""
         self._num_trials, self._measured_seconds = 0, 0.0
         self._rating, self._rated_seconds = _Rating(problem.target, settings, self._predictor), 0.0
         self._rating.is_over = not self._rates_skip_sets or (kept is not None and kept[RATED_ALL])
         self._thought_of: int | None = None
         self._joined: list[Drafting] = []
         pool = self._first_drafts() if kept is None else _POOL.validate_python(kept["pool"])
-        exits = [draft.exit_layer for draft in pool if isinstance(draft, EarlyExit)]
-        of_pool = _predictor(problem, settings, costs, max(settings.survey_tokens, settings.pool_tokens), exits)
+        of_pool = self._foretelling(self._with_more_texts(survey, pool))
         self._search = GuidedSearch(pool, of_pool, settings.rules, seed=problem.seed, patience=settings.patience)
         if kept is None:
             self._think()
@@ -162,6 +163,24 @@ class Predicted(Study):
         """A skip set that joins the pool, and what joins with it."""
         return [draft]
 
+    def _texts(self, start: int, num_tokens: int) -> slice:
+        """The tuning texts from `start` on that hold `num_tokens` together with those in front: whole ones, at least one in all."""
+        lengths = np.cumsum([len(continuation) for continuation in self._problem.continuations])
+        return slice(start, min(max(start, int(np.searchsorted(lengths, num_tokens)) + 1), len(lengths)))
+
+    def _with_more_texts(self, survey: Survey, pool: Iterable[Drafting]) -> Survey | JoinedSurvey:
+        """The survey with as many texts more as the pool is to be foretold on; the exits in the pool are known at once."""
+        num_given = self._texts(0, self._settings.survey_tokens).stop
+        more = self._texts(num_given, self._settings.pool_tokens)
+        if not any(len(continuation) > 1 for continuation in self._problem.continuations[more]):
+            return survey
+        exits = [draft.exit_layer for draft in pool if isinstance(draft, EarlyExit)]
+        return JoinedSurvey(survey, _survey(self._problem, more, exits), num_given)
+
+    def _foretelling(self, survey: Survey | JoinedSurvey) -> Predictor:
+        settings = self._settings
+        return Predictor(survey, self._costs, max_tokens=settings.max_tokens, prefix_reuse=self._problem.prefix_reuse)
+
     def _think(self) -> None:
         """Once before each trial, rate skip sets for as long as has been measured; without a time limit, to the end."""
         if self._thought_of != self._num_trials:
@@ -245,24 +264,13 @@ def _dumped(drafts: Iterable[Drafting]) -> Any:
     return _POOL.dump_python(list(drafts), mode="json")
 
 
-def _predictor(problem: Problem, settings: Any, costs: CostTable, num_tokens: int, exits: Iterable[int]) -> Predictor:
-    survey = Survey(
+def _survey(problem: Problem, texts: slice, exits: Iterable[int]) -> Survey:
+    return Survey(
         problem.target,
-        *_some_texts(problem, num_tokens),
+        problem.prompts[texts],
+        problem.continuations[texts],
         temperature=problem.temperature,
-        seed=problem.seed,
+        seed=problem.seed + texts.start,
         heads=problem.heads,
         exits=exits,
     )
-    return Predictor(survey, costs, max_tokens=settings.max_tokens, prefix_reuse=problem.prefix_reuse)
-
-
-def _some_texts(problem: Problem, num_tokens: int) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
-    """The first tuning texts, as many whole ones as hold `num_tokens`, at least one."""
-    prompts: list[tuple[int, ...]] = []
-    continuations: list[tuple[int, ...]] = []
-    for prompt, continuation in zip(problem.prompts, problem.continuations, strict=True):
-        if sum(map(len, continuations)) < num_tokens:
-            prompts.append(prompt)
-            continuations.append(continuation)
-    return prompts, continuations

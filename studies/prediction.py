@@ -14,7 +14,7 @@ from typing import Protocol
 from decoding.draft_length import DraftLengthRule, Fixed, RoundCosts, TopProbability
 from decoding.profile import EarlyExit, LayerSkip, Lookup, PromptLookup
 from studies.replay import Copies, LookupReplay, Replayed, replay, replay_copies
-from studies.survey import Survey, SurveyedDraft
+from studies.survey import JoinedSurvey, Survey, SurveyedDraft
 
 LENGTHS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16)
 THRESHOLDS = (0.3, 0.4, 0.5, 0.6, 0.7, 0.8)
@@ -54,7 +54,9 @@ class Prediction:
 class Predictor:
     """Foretells speed-ups on the texts of a survey; what is known of a draft is remembered."""
 
-    def __init__(self, survey: Survey, costs: Costs, *, max_tokens: int, prefix_reuse: bool = True) -> None:
+    def __init__(
+        self, survey: Survey | JoinedSurvey, costs: Costs, *, max_tokens: int, prefix_reuse: bool = True
+    ) -> None:
         self.survey = survey
         self.max_tokens = max_tokens
         self._table, self._prefix_reuse = costs, prefix_reuse

@@ -175,6 +175,43 @@ class Survey:
         return RoundsCache(rounds, self._depth), torch.stack(rows)
 
 
+class JoinedSurvey:
+    """Two surveys as one, the texts of the first in front: what either has read and recorded is not read and recorded again.
+
+    `places` count in the texts given to both, `num_given` being those given to the first.
+    """
+
+    def __init__(self, first: Survey, second: Survey, num_given: int) -> None:
+        self.target = first.target
+        self.places = (*first.places, *(num_given + place for place in second.places))
+        self._first, self._second = first, second
+
+    @property
+    def mean_context(self) -> float:
+        """See `Survey.mean_context`."""
+        parts = (self._first, self._second)
+        return sum(part.mean_context * len(part.places) for part in parts) / len(self.places)
+
+    @property
+    def rounds(self) -> tuple[RoundsCache, Tensor]:
+        """Those of the first texts: enough to compare states on."""
+        return self._first.rounds
+
+    def record(self, draft: SurveyedDraft) -> list[Recording]:
+        """See `Survey.record`."""
+        return self.record_all([draft])[0]
+
+    def record_all(self, drafts: Iterable[SurveyedDraft]) -> list[list[Recording]]:
+        """See `Survey.record_all`."""
+        drafts = list(drafts)
+        both = zip(self._first.record_all(drafts), self._second.record_all(drafts), strict=True)
+        return [[*one, *other] for one, other in both]
+
+    def copies(self, lookup: PromptLookup | Lookup, most: int) -> list[Copies]:
+        """See `Survey.copies`."""
+        return [*self._first.copies(lookup, most), *self._second.copies(lookup, most)]
+
+
 def _copies(text: _Read, accepted: Sequence[bool], lookup: PromptLookup | Lookup, most: int) -> Copies:
     prompt = text.token_ids[0, : text.first].tolist()
     held = Text(prompt, text.token_ids.shape[1] + 1, torch.device("cpu"))

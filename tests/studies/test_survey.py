@@ -15,10 +15,10 @@ from decoding.decoder import plain_decoder
 from decoding.draft_length import Controller
 from decoding.drafters.layer_skip import LayerSkipDrafter
 from decoding.exit_head import ExitHeads
-from decoding.profile import EarlyExit, LayerSkip
+from decoding.profile import EarlyExit, LayerSkip, PromptLookup
 from decoding.target import DraftView, Target
 from decoding.text import Ending, Shaping, Text
-from studies.survey import Survey
+from studies.survey import JoinedSurvey, Survey
 from tests.heads import write_heads
 from tests.tiny import tiny_target
 
@@ -127,3 +127,23 @@ def test_positions_and_context_are_those_of_the_texts(target: Target, texts: lis
 def test_texts_of_a_single_token_are_refused(target: Target) -> None:
     with pytest.raises(ValueError, match="at least two tokens"):
         Survey(target, [(5, 6)], [(7,)])
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_two_surveys_joined_are_one_of_all_texts(target: Target, temperature: float) -> None:
+    prompts = (*PROMPTS, (9, 9, 1))
+    texts = [plain_decoder(target).generate(Request(prompt, Ending(12))).tokens for prompt in prompts]
+    texts[1] = texts[1][:1]
+    whole = Survey(target, prompts, texts, temperature=temperature, seed=3)
+    # The second text is passed over: the first of the other survey is the second of all that are read.
+    first = Survey(target, prompts[:2], texts[:2], temperature=temperature, seed=3, exits=[2])
+    joined = JoinedSurvey(
+        first, Survey(target, prompts[2:], texts[2:], temperature=temperature, seed=3 + 1, exits=[2]), num_given=2
+    )
+    assert joined.places == whole.places == (0, 2, 3)
+    assert joined.mean_context == pytest.approx(whole.mean_context)
+    for draft in (SKIPS[1], EarlyExit(exit_layer=2), EarlyExit(exit_layer=4)):
+        assert [r.matches for r in joined.record(draft)] == [r.matches for r in whole.record(draft)]
+        assert joined.record(draft)[0] is first.record(draft)[0]
+    lookup = PromptLookup(max_ngram=2, min_ngram=1)
+    assert joined.copies(lookup, 4) == whole.copies(lookup, 4)
