@@ -207,7 +207,9 @@ def skipped_layers_picture(records: Sequence[TrialRecord], num_layers: int, path
     axes.imshow(grid, cmap=ListedColormap(colours), vmin=0, vmax=3, aspect="auto", interpolation="none", origin="lower")
     title = "Layers left out of the draft"
     for best in best_trials(shown, 1):
-        column = next(place for place, record in enumerate(shown) if record is best)
+        column = next(
+            place for place, record in enumerate(shown) if (record.study, record.number) == (best.study, best.number)
+        )
         axes.add_patch(Rectangle((column - 0.5, -0.5), 1, num_layers, fill=False, edgecolor="#d55e00", linewidth=2))
         title += f"; framed: {best.study}/{best.number}, {best.speedup:.2f}x"
     axes.set(xlabel="trial", ylabel="layer")

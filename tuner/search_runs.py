@@ -207,7 +207,8 @@ class Runner:
             known.append(record)
             budget.spent_tokens += decoded_tokens(record)
             incumbent = _best(known, study.expected())
-            incumbents.append(None if incumbent is None else known.index(incumbent))
+            numbers = [each.number for each in known]
+            incumbents.append(None if incumbent is None else numbers.index(incumbent.number))
             stored.note(INCUMBENTS, incumbents)
             best = best_trials(known, 1)
             self.progress.trial(record, best[0] if best else None)

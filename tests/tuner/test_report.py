@@ -123,7 +123,7 @@ def test_the_final_table_fits_80_columns_with_interval_and_exactness() -> None:
         ResultRow("conf_layers", "skip 2,3", measurement([1.2, 1.4, 1.3])),
     ]
     text = _text(results_table(rows))
-    assert "1.30 [1.20, 1.40]" in text
+    assert "1.30 [1.07, 1.57]" in text
     assert "3/3" in text
     assert "80%" in text
     assert "…" not in text
@@ -281,9 +281,9 @@ def test_table_of_rules_marks_the_best_fixed_length_and_cuts_nothing_in_a_narrow
     kinds = (Kind("questions-of-school-children", (), (0, 1)), Kind("code", (), (2, 3)))
     table = rules_table(Comparison(HEAD, kinds, entries, {}))
     wide = [" ".join(line.split()) for line in _text(table, 160).splitlines()]
-    assert "fixed 1 2.00 [2.00, 2.00]* 1.00 [1.00, 1.00] 1.33 [1.00, 2.00] 0.80 [0.40, 1.60] 4/4" in wide
-    assert "fixed 2 1.25 [1.25, 1.25] 2.50 [2.50, 2.50]* 1.67 [1.25, 2.50]* 1.00 [1.00, 1.00] 4/4" in wide
-    assert "ada_edl 2.00 [2.00, 2.00] 2.50 [2.50, 2.50] 2.22 [2.00, 2.50] 1.33 [1.00, 1.60] 4/4" in wide
+    assert "fixed 1 2.00 [2.00, 2.00]* 1.00 [1.00, 1.00] 1.33 [0.72, 2.46] 0.80 [0.24, 2.72] 4/4" in wide
+    assert "fixed 2 1.25 [1.25, 1.25] 2.50 [2.50, 2.50]* 1.67 [0.90, 3.07]* 1.00 [1.00, 1.00] 4/4" in wide
+    assert "ada_edl 2.00 [2.00, 2.00] 2.50 [2.50, 2.50] 2.22 [1.81, 2.73] 1.33 [0.89, 2.01] 4/4" in wide
     assert "draft exit at 4, trained head" in wide
     narrow = _text(table)
     assert "…" not in narrow
