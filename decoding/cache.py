@@ -16,11 +16,48 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 
 @dataclass(slots=True)
-class _Window:
-    """The positions the current forward pass covers."""
+class Window:
+    """The positions the current forward pass covers. All layers of a cache, and its branch, share one.
+
+    A pass of fixed shapes (`decoding.runners.static`) says where it writes in tensors, so that the same computation serves every
+    place in the text; `slots` is None in a pass that says it in numbers.
+    """
 
     start: int = 0
     end: int = 0
+    slots: Tensor | None = None
+    """[width] places to write, those of padding among them."""
+    last: Tensor | None = None
+    """[1]: which of these is the last that is no padding."""
+    last_slot: Tensor | None = None
+    """[1]: the place of that one."""
+    bucket: int = 0
+    """How many places such a pass reads, from the first on."""
+    masks: tuple[Tensor, ...] = ()
+    """[1, 1, width, bucket] each: where the layers of each kind look in such a pass."""
+
+    def mask(self, kind: int, width: int) -> Tensor:
+        """The mask of one kind of layers for all positions of the pass, or, if `width` is 1, for its last."""
+        mask = self.masks[kind]
+        if mask.shape[-2] == width:
+            return mask
+        assert self.last is not None, "it is set for the duration of a pass"
+        return mask.index_select(2, self.last)
+
+
+class Slot:
+    """Keys and values [1, heads, bucket, size] of one layer, as a pass of fixed shapes reads and writes them."""
+
+    def __init__(self, slots: Tensor, keys: Tensor, values: Tensor) -> None:
+        self.slots, self.keys, self.values = slots, keys, values
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
+        """Write those of this pass, give all."""
+        self.keys.index_copy_(2, self.slots, key_states)
+        self.values.index_copy_(2, self.slots, value_states)
+        return self.keys, self.values
 
 
 class _CacheLayer(CacheLayerMixin):
@@ -32,10 +69,11 @@ class _CacheLayer(CacheLayerMixin):
     is_croppable = True
     is_sliding = False
 
-    def __init__(self, window: _Window, capacity: int) -> None:
+    def __init__(self, window: Window, capacity: int) -> None:
         super().__init__()
         self._window = window
         self._capacity = capacity
+        self._read: dict[int, tuple[Tensor, Tensor]] = {}
         self.num_updates = 0
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -56,6 +94,15 @@ class _CacheLayer(CacheLayerMixin):
         self.num_updates += 1
         return self.keys[:, :, :end], self.values[:, :, :end]
 
+    def slot(self, width: int) -> Slot:
+        """The layer for `width` positions of a pass of fixed shapes: all, or the last. Something must have been written before."""
+        window = self._window
+        if window.bucket not in self._read:
+            self._read[window.bucket] = self.keys[:, :, : window.bucket], self.values[:, :, : window.bucket]
+        assert window.slots is not None and window.last_slot is not None, "they are set for the duration of a pass"  # noqa: PT018
+        slots = window.slots if width == window.slots.shape[0] else window.last_slot
+        return Slot(slots, *self._read[window.bucket])
+
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self._window.start + query_length, 0
 
@@ -66,28 +113,53 @@ class _CacheLayer(CacheLayerMixin):
         return self._capacity
 
 
-class KVCache(Cache):
-    """A cache for one text of at most `capacity` tokens; `length` is the number of positions that hold verified tokens."""
+class Storage:
+    """The memory of a cache, layer by layer. It outlives its text where passes of fixed addresses are bound to it."""
 
-    def __init__(self, num_layers: int, capacity: int, window: _Window | None = None) -> None:
-        self._window = window or _Window()
+    def __init__(self, num_layers: int, capacity: int, window: Window | None = None) -> None:
+        self.window = window or Window()
+        self.capacity = capacity
+        self.layers = [_CacheLayer(self.window, capacity) for _ in range(num_layers)]
+        self._branch: Storage | None = None
+
+    @property
+    def branch(self) -> Storage:
+        """The memory of an exit head on the same text, made when first asked for."""
+        if self._branch is None:
+            self._branch = Storage(len(self.layers), self.capacity, self.window)
+        return self._branch
+
+
+class KVCache(Cache):
+    """A cache for one text of at most `capacity` tokens; `length` is the number of positions that hold verified tokens.
+
+    It lies in `storage`, which may be larger and have served other texts.
+    """
+
+    def __init__(self, num_layers: int, capacity: int, storage: Storage | None = None) -> None:
+        self.storage = storage or Storage(num_layers, capacity)
+        self.window = self.storage.window
         self._branch: BranchCache | None = None
         self.capacity = capacity
         self.length = 0
-        super().__init__(layers=[_CacheLayer(self._window, capacity) for _ in range(num_layers)])
+        super().__init__(layers=list(self.storage.layers))
 
     @property
     def branch(self) -> BranchCache:
         """The keys and values of an exit head on the same text, made when first asked for."""
         if self._branch is None:
-            self._branch = BranchCache(len(self.layers), self.capacity, self._window)
+            self._branch = BranchCache(len(self.layers), self.capacity, self.storage.branch)
         return self._branch
+
+    def slot(self, index: int, width: int) -> Slot:
+        """Layer `index` for `width` positions of a pass of fixed shapes: all of them, or the last."""
+        return self.storage.layers[index].slot(width)
 
     def cover(self, start: int, width: int) -> None:
         """Set the positions `[start, start + width)` that the next forward pass writes."""
         if start + width > self.capacity:
             raise ValueError(f"the cache holds {self.capacity} positions, a pass wants position {start + width - 1}")
-        self._window.start, self._window.end = start, start + width
+        self.window.start, self.window.end = start, start + width
 
     def roll_back(self, length: int) -> None:
         """Forget everything behind the first `length` positions, in every layer and in the branch."""
@@ -108,8 +180,8 @@ class BranchCache(KVCache):
     that the stack has computed and the head has not seen yet.
     """
 
-    def __init__(self, num_layers: int, capacity: int, window: _Window) -> None:
-        super().__init__(num_layers, capacity, window)
+    def __init__(self, num_layers: int, capacity: int, storage: Storage) -> None:
+        super().__init__(num_layers, capacity, storage)
         self.pending: Tensor | None = None
         """[.., positions, hidden], or None if the head has seen all."""
 
@@ -209,4 +281,5 @@ class RoundsCache(Cache):
 
 def _allocate(states: Tensor, capacity: int) -> Tensor:
     batch, heads, _, size = states.shape
-    return torch.empty((batch, heads, capacity, size), dtype=states.dtype, device=states.device)
+    # A pass of fixed shapes reads places that nothing was written to: hidden by its mask, but not if they are no numbers.
+    return torch.zeros((batch, heads, capacity, size), dtype=states.dtype, device=states.device)

@@ -17,6 +17,10 @@ class UnsupportedModelError(SdtuneError):
     """A model whose layers cannot be skipped, or whose cache cannot be rolled back."""
 
 
+class UnsupportedRunnerError(SdtuneError):
+    """A runner that this model cannot be run by, or that there is none of."""
+
+
 class UnsupportedRequestError(SdtuneError):
     """A way of generating that the decoder does not offer, such as beams or several prompts at once."""
 

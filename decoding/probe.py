@@ -20,7 +20,7 @@ from decoding.draft_length import Fixed
 from decoding.errors import UnsupportedModelError
 from decoding.exactness import compare
 from decoding.profile import LayerSkip
-from decoding.target import Target
+from decoding.target import Target, agree
 from decoding.text import Ending
 
 CONTEXT_TOKENS = 12
@@ -111,7 +111,7 @@ def _check_cache(target: Target, ids: Tensor) -> None:
     cache = target.new_cache(2 * CONTEXT_TOKENS)
     target.forward(ids[:, :half], cache, 0)
     in_parts = target.forward(ids[:, half:], cache, half)
-    if not _agree(in_parts, whole[half:]):
+    if not agree(in_parts, whole[half:]):
         raise UnsupportedModelError(
             f"{type(target.model).__name__} gives other logits from a cache than from one pass: it keeps state outside the cache, "
             "or a token sees those behind it"
@@ -122,7 +122,7 @@ def _check_cache(target: Target, ids: Tensor) -> None:
 def _forget_and_repeat(target: Target, ids: Tensor, whole: Tensor, cache: KVCache, half: int) -> None:
     target.forward(ids.flip(1)[:, :half], cache, half)  # tokens that will be rejected
     cache.roll_back(half)
-    if not _agree(target.forward(ids[:, half:], cache, half), whole[half:]):
+    if not agree(target.forward(ids[:, half:], cache, half), whole[half:]):
         raise UnsupportedModelError(
             f"the cache of {type(target.model).__name__} does not roll back: after a rejected draft its logits are different"
         )
@@ -152,12 +152,6 @@ def _can_resume(target: Target, ids: Tensor) -> bool:
             resumed = target.resume_view(boundary).forward(ids[:, half:], cache, half, states)
         except (RuntimeError, TypeError, IndexError):
             return False  # a family whose blocks cannot be run on part of a pass: it verifies whole
-        if not _agree(resumed, target.forward(ids, target.new_cache(CONTEXT_TOKENS), 0)[half:]):
+        if not agree(resumed, target.forward(ids, target.new_cache(CONTEXT_TOKENS), 0)[half:]):
             return False
     return True
-
-
-def _agree(a: Tensor, b: Tensor) -> bool:
-    """Equal up to the rounding of the model's precision."""
-    tolerance = 1e-4 if a.dtype == torch.float32 else 0.08
-    return bool((a.float() - b.float()).abs().max() <= tolerance * b.float().abs().max().clamp_min(1e-6))

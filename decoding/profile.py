@@ -213,7 +213,9 @@ class Decoding(Document):
 
     temperature: float = Field(0.0, ge=0.0, description="0 is greedy")
     prefix_reuse: bool = Field(True, description="verify only from the first block the draft computes otherwise")
-    runner: Literal["eager"] = "eager"
+    runner: Literal["eager", "static"] = Field(
+        "eager", description="how passes are executed: as they are, or in fixed shapes, compiled and recorded"
+    )
 
 
 class Interval(Document):

@@ -74,6 +74,7 @@ def facts_of(task: Task) -> dict[str, Any]:
         "max_new_tokens": config.max_new_tokens,
         "temperature": config.temperature,
         "prefix_reuse": config.prefix_reuse,
+        "runner": task.target.runner.name,
         "seed": config.seed,
         "device": device_name(task.target.device),
         "dtype": str(task.target.dtype).removeprefix("torch."),

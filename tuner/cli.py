@@ -21,6 +21,13 @@ CommandT = TypeVar("CommandT", bound=Callable[..., Any])
 EXIT_BAD_INPUT = 2
 EXIT_INTERRUPTED = 130
 
+RUNNER_OPTION = click.option(
+    "--runner",
+    type=click.Choice(["auto", "eager", "static"]),
+    help="How passes are executed: eager as they are; static in fixed shapes, compiled (CUDA graphs on a GPU); auto times both "
+    "and takes the faster.  [default: eager]",
+)
+
 
 class _Group(click.Group):
     """Turns errors of ours into one line and a status."""
@@ -90,6 +97,7 @@ def main() -> None:
 @click.option("--temperature", type=float, metavar="T", help="0 is greedy.  [default: 0]")
 @click.option("--dtype", metavar="TYPE", help="auto, float32, bfloat16 or float16.  [default: auto]")
 @click.option("--device", metavar="DEVICE", help="auto, cpu, cuda, cuda:1 ...  [default: auto]")
+@RUNNER_OPTION
 @click.option("--threads", type=int, metavar="N", help="CPU threads for torch; small models gain nothing from many.")
 @click.option(
     "--heads",
@@ -380,6 +388,7 @@ def _of_a_check(command: CommandT) -> CommandT:
         click.option("--temperature", type=float, metavar="T", help="0 is greedy.  [default: 0]"),
         click.option("--dtype", metavar="TYPE", help="auto, float32, bfloat16 or float16.  [default: auto]"),
         click.option("--device", metavar="DEVICE", help="auto, cpu, cuda, cuda:1 ...  [default: auto]"),
+        RUNNER_OPTION,
         click.option("--threads", type=int, metavar="N", help="CPU threads for torch."),
         click.option("--seed", type=int, metavar="N", help="Seed of the split and of all draws.  [default: 0]"),
     ]
@@ -650,6 +659,7 @@ def _print_results(shown: Any, out: Path) -> None:
     "--heads", type=click.Path(path_type=Path), metavar="DIR", help="Folder of exit heads, taken as they are."
 )
 @click.option("--device", metavar="DEVICE", help="auto, cpu, cuda, cuda:1 ...  [default: auto]")
+@RUNNER_OPTION
 @click.option("--threads", type=int, metavar="N", help="CPU threads for torch; small models gain nothing from many.")
 @click.option(
     "--seed", type=int, metavar="N", help="Seed of the split, and the first of the runs' seeds.  [default: 0]"

@@ -47,6 +47,10 @@ class SearchConfig(Document):
     threads: int | None = Field(
         None, ge=1, description="CPU threads for torch; small models gain nothing from more than one"
     )
+    runner: Literal["auto", "eager", "static"] = Field(
+        "eager",
+        description="how passes are executed: as they are, in fixed shapes and compiled, or whichever is faster",
+    )
     prefix_reuse: bool = Field(True, description="verify only from the first block that the draft computes otherwise")
     heads: Path = Field(Path("exit_heads"), description="folder of the exit heads; missing ones are distilled into it")
     distill: Literal["auto", "never"] = Field(

@@ -21,7 +21,6 @@ from tuner.environment import device_name, versions
 from tuner.errors import StorageError
 from tuner.watcher import Progress
 
-RUNNER = "eager"
 METHOD = 2
 """Counts the ways of measuring: a table that was measured otherwise is measured again."""
 DECIDING_PACKAGES = ("sdtune", "torch", "transformers")
@@ -52,7 +51,7 @@ class CostKey(Document):
             device=device_name(target.device),
             threads=torch.get_num_threads(),
             attention=getattr(target.config, "_attn_implementation", None),
-            runner=RUNNER,
+            runner=target.runner.name,
             method=METHOD,
             versions={package: installed[package] for package in DECIDING_PACKAGES},
         )

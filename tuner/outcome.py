@@ -85,7 +85,7 @@ def conclude(
         target=_profile_target(task),
         draft=_placed(task, trial.candidate.draft, task.config.out) if wins else PlainDecoding(),
         draft_length=trial.candidate.draft_length if wins else Fixed(),
-        decoding=Decoding(temperature=task.config.temperature, prefix_reuse=task.config.prefix_reuse),
+        decoding=_decoding(task),
         measured=_measured(task, measurement, interval, held_out, cost) if wins else None,
         provenance=Provenance(
             created=datetime.now(UTC).isoformat(timespec="seconds"),
@@ -134,6 +134,14 @@ def _measured(task: Task, measurement: Measurement, interval: Interval, bench: B
     )
 
 
+def _decoding(task: Task) -> Decoding:
+    return Decoding(
+        temperature=task.config.temperature,
+        prefix_reuse=task.config.prefix_reuse,
+        runner="static" if task.target.runner.name == "static" else "eager",
+    )
+
+
 def _profile_target(task: Task) -> ProfileTarget:
     return ProfileTarget(
         model=task.loaded.name,
@@ -159,7 +167,7 @@ def save_best_so_far(task: Task, records: Iterable[TrialRecord]) -> tuple[TrialR
         target=_profile_target(task),
         draft=_placed(task, best.candidate.draft, out),
         draft_length=best.candidate.draft_length,
-        decoding=Decoding(temperature=task.config.temperature, prefix_reuse=task.config.prefix_reuse),
+        decoding=_decoding(task),
     ).save(out)
     return best, out
 

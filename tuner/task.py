@@ -8,10 +8,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from transformers import PreTrainedModel
+
 from decoding.errors import ProfileError, SdtuneError, UnsupportedModelError
 from decoding.exit_head import ExitHeads, head_name
 from decoding.fingerprint import Fingerprint, fingerprint
 from decoding.probe import probe
+from decoding.runner_choice import choose_runner
 from decoding.target import Target
 from studies import STUDIES
 from tuner.config import SearchConfig
@@ -58,7 +61,7 @@ def prepare(config: SearchConfig, progress: Progress) -> Task:
     if config.prefix_reuse and not capabilities.prefix_reuse:
         progress.say("this model cannot be verified from the middle: prefix reuse is off")
         config = config.model_copy(update={"prefix_reuse": False})
-    target = Target(loaded.model)
+    target = choose_target(loaded.model, config.runner, progress)
     wanted = _wanted_heads(config, target)
     may_distil = _may_distil(config, wanted)
     if may_distil:
@@ -82,9 +85,26 @@ def prepare(config: SearchConfig, progress: Progress) -> Task:
             "temperature": config.temperature,
             "prompts_per_trial": config.prompts_per_trial,
             "prefix_reuse": config.prefix_reuse,
+            **runner_identity(target),
         },
     }
     return Task(config, loaded, target, prompts, identity, model, heads, missing_heads(wanted, heads))
+
+
+def choose_target(model: PreTrainedModel, runner: str, progress: Progress) -> Target:
+    """The model by the runner asked for, or by the faster one. Says what was chosen, and that compiling takes its time."""
+    if runner == "eager":
+        return Target(model)
+    progress.stage(f"making the model ready for fixed shapes (runner {runner})")
+    choice = choose_runner(model, runner)
+    if runner == "auto":
+        progress.say(f"runner {choice.target.runner.name}: {choice.reason}")
+    return choice.target
+
+
+def runner_identity(target: Target) -> dict[str, str]:
+    """The runner as part of what makes a stored study resumable; studies from before there was another than eager name none."""
+    return {} if target.runner.name == "eager" else {"runner": target.runner.name}
 
 
 def _wanted_heads(config: SearchConfig, target: Target) -> tuple[int, ...]:

@@ -26,7 +26,7 @@ from transformers.generation import (
 from decoding.acceptance import Greedy, Sampling
 from decoding.decode import Request
 from decoding.decoder import Decoder
-from decoding.errors import ExitHeadError, TargetMismatchError, UnsupportedRequestError
+from decoding.errors import ExitHeadError, TargetMismatchError, UnsupportedRequestError, UnsupportedRunnerError
 from decoding.exit_head import ExitHeads, check_head_file
 from decoding.fingerprint import fingerprint
 from decoding.profile import DraftProfile, EarlyExit
@@ -109,7 +109,7 @@ class ProfileDecoder:
         """The profile applied to `model`; checked and built once, and again if another model comes."""
         if self._decoder is None or self._decoder.target.model is not model:
             check_target(self.profile, model, strict=self.strict)
-            profile, target = self.profile, Target(model)
+            profile, target = self.profile, _target_of(self.profile, model)
             self._decoder = Decoder(
                 target,
                 profile.draft,
@@ -139,6 +139,17 @@ def check_target(profile: DraftProfile, model: PreTrainedModel, *, strict: bool 
     if (layers := model.config.get_text_config().num_hidden_layers) != expected.num_layers:
         raise TargetMismatchError(f"{message} (its {layers} layers cannot take this draft, strict or not)")
     warnings.warn(message, stacklevel=3)
+
+
+def _target_of(profile: DraftProfile, model: PreTrainedModel) -> Target:
+    """The model by the profile's runner, or, with a warning, by the one that runs any."""
+    try:
+        return Target(model, profile.decoding.runner)
+    except UnsupportedRunnerError as cause:
+        warnings.warn(
+            f"{cause}; it is run as it is, and may be slower than profile {profile.name!r} says", stacklevel=4
+        )
+        return Target(model)
 
 
 def _checked_heads_folder(profile: DraftProfile, folder: str | Path | None) -> Path | None:

@@ -1,0 +1,79 @@
+"""The contract of a runner: how one forward pass of the model, or of a part of it, is executed.
+
+A runner knows shapes, places in the cache and devices. What is computed is the part's business: a runner calls `compute` with
+tensors, again and again, and may pad them, record what happens and play it back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+
+from decoding.cache import KVCache
+
+BlockCall = Callable[[nn.Module, Tensor, tuple[Any, ...], dict[str, Any]], Any]
+"""Runs a block on hidden states [.., width, hidden] and whatever else the model hands its blocks."""
+
+
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """What a pass is computed from."""
+
+    token_ids: Tensor
+    """[1, width]."""
+    positions: Tensor
+    """[1, width]: their places in the text."""
+    cache: KVCache
+    logits_to_keep: int | Tensor
+    """How many positions from the end get logits (0 is all), or [n] which."""
+    states: Tensor | None = None
+    """Known states [.., width or width - 1, hidden] that a part resumes from."""
+    last: Tensor | None = None
+    """[1]: which position is the last that is no padding; None if none is padding."""
+    masks: tuple[Tensor, ...] = ()
+    """[1, 1, width, places] each: what the layers of each kind may look at; empty if the model makes its own."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outputs:
+    """What comes of a pass: logits [width or fewer, vocabulary], and the states [.., width, hidden] at the part's tap, if any."""
+
+    logits: Tensor
+    states: Tensor | None
+
+
+class Part(Protocol):
+    """The model, or a part of it, as a function of tensors that can be run by itself. Runners ask for nothing else."""
+
+    def compute(self, inputs: Inputs) -> Outputs:
+        """One pass. Writes the cache where its window says."""
+
+
+class Runner(Protocol):
+    """Executes the passes of one model's parts."""
+
+    @property
+    def name(self) -> str:
+        """Its name in `decoding.runners.RUNNERS`."""
+
+    @property
+    def block_call(self) -> BlockCall | None:
+        """How a block is called in passes of fixed shapes; None if there are no such passes."""
+
+    def new_cache(self, num_layers: int, capacity: int) -> KVCache:
+        """An empty cache for one text of at most `capacity` tokens."""
+
+    def run(
+        self,
+        part: Part,
+        token_ids: Tensor,
+        cache: KVCache,
+        start: int,
+        *,
+        last_only: bool = False,
+        states: Tensor | None = None,
+    ) -> Outputs:
+        """Run `part` on `token_ids` [1, width] at positions from `start`; logits of the last position alone if `last_only`."""

@@ -1,0 +1,168 @@
+"""Runs passes in a few fixed shapes, in fixed memory: what is compiled and recorded (CUDA graphs) once is used again and again.
+
+A pass of `width` positions is padded on the right to the next bucket; it writes its keys and values, the padding's too, at the
+places of its positions, and reads a bucket of places under a mask. What padding has written lies behind the text, is hidden, and is
+overwritten later. Where a pass stands is a tensor, so that a recording serves every place in the text.
+
+The prompt, and what is wider than the widest bucket, is run as it is. On a CPU nothing is recorded; all else is the same.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from decoding.cache import KVCache, Storage
+from decoding.runners.buckets import CPU_BUCKETS, GPU_BUCKETS, Buckets
+from decoding.runners.compilation import CompiledBlocks, call_block, compiling
+from decoding.runners.contract import BlockCall, Inputs, Outputs, Part
+from decoding.runners.eager import EagerRunner
+from decoding.runners.graphs import record
+from decoding.runners.masks import MaskKinds
+
+Run = Callable[[], Outputs]
+
+
+class StaticRunner:
+    """Fixed shapes for the passes of one model on one device. One pass at a time."""
+
+    name = "static"
+
+    def __init__(
+        self, mask_kinds: MaskKinds, device: torch.device, *, compiled: bool = True, buckets: Buckets | None = None
+    ) -> None:
+        self.block_call: BlockCall = CompiledBlocks() if compiled else call_block
+        self.buckets = buckets or (GPU_BUCKETS if device.type == "cuda" else CPU_BUCKETS)
+        self._mask_kinds = mask_kinds
+        self._device = device
+        self._as_they_are = EagerRunner()
+        self._pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
+        self._free: list[Storage] = []
+        self._inputs: dict[int, _Buffers] = {}
+        # Recordings go with the part that they are of, and are bound to the memory that they read.
+        self._prepared: weakref.WeakKeyDictionary[Part, dict[tuple[_Shape, int], Run]] = weakref.WeakKeyDictionary()
+
+    def new_cache(self, num_layers: int, capacity: int) -> KVCache:
+        """An empty cache with room for padding, in memory that an earlier text has left if there is some of the size."""
+        places = self.buckets.capacity(capacity)
+        free = (
+            place
+            for place, storage in enumerate(self._free)
+            if len(storage.layers) == num_layers and storage.capacity >= places
+        )
+        fitting = next(free, None)
+        storage = Storage(num_layers, places) if fitting is None else self._free.pop(fitting)
+        cache = KVCache(num_layers, capacity, storage)
+        weakref.finalize(cache, self._free.append, storage).atexit = False
+        return cache
+
+    def run(
+        self,
+        part: Part,
+        token_ids: Tensor,
+        cache: KVCache,
+        start: int,
+        *,
+        last_only: bool = False,
+        states: Tensor | None = None,
+    ) -> Outputs:
+        """See `Runner.run`. The outputs are the caller's own: no later pass changes them."""
+        width = token_ids.shape[1]
+        if start == 0 or width > self.buckets.widest:
+            return self._as_they_are.run(part, token_ids, cache, start, last_only=last_only, states=states)
+        cache.cover(start, width)
+        bucket = self.buckets.width(width)
+        self._buffers(bucket).fill(token_ids, start, states)
+        shape = _Shape(bucket, self.buckets.reach(start + bucket), last_only and bucket > 1, states is not None)
+        outputs = self._prepared_pass(part, cache, shape)()
+        kept = None if outputs.states is None else outputs.states[..., :width, :].clone()
+        return Outputs(outputs.logits[:width], kept)
+
+    def _buffers(self, width: int) -> _Buffers:
+        if width not in self._inputs:
+            self._inputs[width] = _Buffers(width, self._device)
+        return self._inputs[width]
+
+    def _prepared_pass(self, part: Part, cache: KVCache, shape: _Shape) -> Run:
+        known = self._prepared.setdefault(part, {})
+        key = (shape, id(cache.storage))
+        if key not in known:
+            known[key] = self._prepare(part, cache, shape)
+        return known[key]
+
+    def _prepare(self, part: Part, cache: KVCache, shape: _Shape) -> Run:
+        """The pass of this shape, compiled and recorded; it has then run, which writes nothing but what it is about to write."""
+        storage = cache.storage
+        whole = KVCache(len(storage.layers), storage.capacity, storage)
+        weak = weakref.ref(part)
+
+        def run() -> Outputs:
+            alive = weak()
+            assert alive is not None, "a part takes its recordings along"
+            return self._compute(alive, whole, shape)
+
+        with compiling():
+            run()
+        return record(run, self._pool) if self._device.type == "cuda" else run
+
+    def _compute(self, part: Part, cache: KVCache, shape: _Shape) -> Outputs:
+        window, buffers = cache.window, self._buffers(shape.width)
+        slots, last = buffers.slots(), buffers.last
+        window.slots, window.last, window.last_slot = slots, last, slots.index_select(0, last)
+        window.bucket = shape.places
+        window.masks = self._mask_kinds.masks(slots, shape.places)
+        try:
+            return part.compute(
+                Inputs(
+                    token_ids=buffers.token_ids,
+                    positions=torch.minimum(slots, window.last_slot)[None],  # padding stands where the last token does
+                    cache=cache,
+                    logits_to_keep=last if shape.last_only else 0,
+                    states=buffers.states if shape.resumes else None,
+                    last=last,
+                    masks=window.masks,
+                )
+            )
+        finally:
+            window.slots = window.last = window.last_slot = None
+            window.masks = ()
+
+
+@dataclass(frozen=True)
+class _Shape:
+    """All that makes a pass of one part in one memory another computation."""
+
+    width: int
+    places: int
+    last_only: bool
+    resumes: bool
+
+
+class _Buffers:
+    """Where the passes of one width find their inputs."""
+
+    def __init__(self, width: int, device: torch.device) -> None:
+        self.token_ids = torch.zeros((1, width), dtype=torch.long, device=device)
+        self.last = torch.zeros(1, dtype=torch.long, device=device)
+        self.states: Tensor | None = None
+        self._start = torch.zeros(1, dtype=torch.long, device=device)
+        self._steps = torch.arange(width, device=device)
+
+    def fill(self, token_ids: Tensor, start: int, states: Tensor | None) -> None:
+        """Take what a pass is given; what padding finds is what passes before it have left."""
+        width = token_ids.shape[1]
+        self.token_ids[:, :width] = token_ids
+        self._start.fill_(start)
+        self.last.fill_(width - 1)
+        if states is not None:
+            if self.states is None:
+                self.states = states.new_zeros((*states.shape[:-2], self._steps.shape[0], states.shape[-1]))
+            self.states[..., : states.shape[-2], :] = states
+
+    def slots(self) -> Tensor:
+        """[width]: the places that the pass writes."""
+        return self._start + self._steps

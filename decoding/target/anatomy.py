@@ -1,0 +1,187 @@
+"""What a loaded decoder is made of, found by looking at it and running two tokens through it."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.cache_utils import DynamicCache
+
+from decoding.cache import KVCache
+from decoding.errors import UnsupportedModelError, UnsupportedRunnerError
+from decoding.runners.masks import MaskKinds
+from decoding.target.stand_ins import first_of
+
+
+@dataclass(frozen=True)
+class Sublayer:
+    """A branch of a block: the name of its module, and how many values the module returns (0 for a bare tensor)."""
+
+    name: str
+    num_outputs: int
+
+
+@dataclass(frozen=True)
+class Anatomy:
+    """What one forward pass showed of the model: where its blocks are and what stands in them."""
+
+    path: tuple[str, ...]
+    """Attribute names from the model to its list of blocks."""
+    block_outputs: int
+    """How many values a block returns (0 for a bare tensor)."""
+    attention: tuple[Sublayer | None, ...]
+    """Per block, the module that was handed the cache."""
+    mlp: tuple[Sublayer | None, ...]
+    """Per block, the heaviest other module that keeps the shape of the hidden states."""
+
+
+@dataclass(frozen=True)
+class RopeChange:
+    """Where the frequencies of a rotary embedding begin to depend on the length of the text, and whether they change but once."""
+
+    position: int
+    once: bool
+
+
+def refuse_recurrent_state(config: Any) -> None:
+    """Raise if the family's own cache cannot be rolled back: `crop` would return without an error and corrupt the output."""
+    layers = DynamicCache(config=config).layers
+    kinds = [
+        type(layer).__name__ for layer in layers if not layer.is_croppable and not getattr(layer, "is_sliding", False)
+    ]
+    if kinds:
+        raise UnsupportedModelError(
+            f"{config.model_type} keeps a recurrent state in {len(kinds)} of {len(layers)} layers ({kinds[0]}), which cannot be "
+            "rolled back after a rejected draft: only models whose whole state is a key-value cache can decode speculatively"
+        )
+
+
+def examine(model: PreTrainedModel, config: Any) -> Anatomy:
+    """Run two tokens through the model and watch what its blocks are handed and return."""
+    path = _find_blocks(model, config.num_hidden_layers)
+    blocks = follow(model, path)
+    cache = KVCache(len(blocks), capacity=2)
+    outputs: list[int] = []
+    children: list[list[tuple[str, Sublayer, bool, bool]]] = [[] for _ in blocks]
+
+    def watch_block(module: nn.Module, args: Any, output: Any) -> None:
+        outputs.append(_num_outputs(output))
+
+    def watch_child(index: int, name: str, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+        takes_cache = any(value is cache for value in (*args, *kwargs.values()))
+        given = args[0] if args else kwargs.get("hidden_states")
+        first = first_of(output)
+        keeps_shape = isinstance(given, Tensor) and isinstance(first, Tensor) and given.shape == first.shape
+        children[index].append((name, Sublayer(name, _num_outputs(output)), takes_cache, keeps_shape))
+
+    handles = []
+    try:
+        for index, block in enumerate(blocks):
+            handles.append(block.register_forward_hook(watch_block))
+            for name, child in block.named_children():
+                hook = functools.partial(watch_child, index, name)
+                handles.append(child.register_forward_hook(hook, with_kwargs=True))
+        with torch.inference_mode():
+            _run_two_tokens(model, cache)
+    except (TypeError, ValueError, LookupError, AttributeError, RuntimeError, NotImplementedError) as cause:
+        reason = " ".join(str(cause).split())
+        raise UnsupportedModelError(
+            f"{type(model).__name__} does not run on a key-value cache of ours: {reason}"
+        ) from cause
+    finally:
+        for handle in handles:
+            handle.remove()
+    stateful = [index for index, updates in enumerate(cache.updates_per_layer) if updates != 1]
+    if stateful:
+        raise UnsupportedModelError(
+            f"layer {stateful[0]} of {type(model).__name__} wrote its keys and values {cache.updates_per_layer[stateful[0]]} "
+            "times in one pass instead of once: it keeps its state elsewhere or shares another layer's, and could not be "
+            "rolled back after a rejected draft"
+        )
+    attention, mlp = [], []
+    for block, seen in zip(blocks, children, strict=True):
+        attention.append(next((sublayer for _, sublayer, takes_cache, _ in seen if takes_cache), None))
+        others = [sublayer for _, sublayer, takes_cache, keeps_shape in seen if keeps_shape and not takes_cache]
+        heaviest = max(others, key=lambda sublayer: _num_weights(getattr(block, sublayer.name)), default=None)
+        # A norm keeps the shape too: an MLP holds matrices.
+        is_mlp = heaviest is not None and any(p.ndim > 1 for p in getattr(block, heaviest.name).parameters())
+        mlp.append(heaviest if is_mlp else None)
+    return Anatomy(path=path, block_outputs=outputs[0], attention=tuple(attention), mlp=tuple(mlp))
+
+
+def _run_two_tokens(model: PreTrainedModel, cache: KVCache) -> Tensor:
+    device = model.get_input_embeddings().weight.device
+    cache.cover(0, 2)
+    output = model(
+        input_ids=torch.zeros((1, 2), dtype=torch.long, device=device),
+        position_ids=torch.arange(2, device=device)[None],
+        past_key_values=cache,
+        use_cache=True,
+        logits_to_keep=1,
+    )
+    return output.logits
+
+
+def _find_blocks(model: PreTrainedModel, num_layers: int) -> tuple[str, ...]:
+    """The attribute path of the list of blocks: the outermost ModuleList as long as the configuration says."""
+    paths: list[list[str]] = [
+        name.split(".")
+        for name, module in model.named_modules()
+        if isinstance(module, nn.ModuleList) and len(module) == num_layers
+    ]
+    if not paths:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} has no list of {num_layers} decoder blocks, as its configuration would have it"
+        )
+    outermost = min(paths, key=len)
+    return tuple(outermost)
+
+
+def find_rope_change(config: Any) -> RopeChange | None:
+    """The first position where a rotary embedding begins to look at the length of the text, if there is one."""
+    parameters = getattr(config, "rope_parameters", None) or {}
+    per_layer_type = [rope for rope in parameters.values() if isinstance(rope, dict)]
+    changes = []
+    for rope in per_layer_type or [parameters]:
+        kind = rope.get("rope_type", "default")
+        if kind == "longrope":
+            changes.append(RopeChange(rope["original_max_position_embeddings"], once=True))
+        elif "dynamic" in kind:
+            changes.append(RopeChange(config.max_position_embeddings, once=False))
+    return min(changes, key=lambda change: change.position, default=None)
+
+
+def follow(model: Any, path: tuple[str, ...]) -> nn.ModuleList:
+    """The list of blocks at `path` of a model."""
+    return functools.reduce(getattr, path, model)
+
+
+def _num_outputs(output: Any) -> int:
+    return len(output) if isinstance(output, tuple) else 0
+
+
+def _num_weights(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def find_mask_kinds(config: Any, dtype: torch.dtype) -> MaskKinds:
+    """How far each layer looks back, by the rule by which transformers makes masks.
+
+    Raises `UnsupportedRunnerError` for layers that look at something else, and for attention that takes no such masks.
+    """
+    implementation = config._attn_implementation
+    if implementation not in ("sdpa", "eager"):
+        raise UnsupportedRunnerError(
+            f"attention {implementation!r} takes no masks of fixed shape: load the model with sdpa"
+        )
+    window = getattr(config, "sliding_window", None)
+    default = "full_attention" if window is None else "sliding_attention"
+    kinds = getattr(config, "layer_types", None) or [default] * config.num_hidden_layers
+    if strange := sorted({*kinds} - {"full_attention", "sliding_attention"}):
+        raise UnsupportedRunnerError(f"layers of {strange[0]!r} have masks of their own")
+    windows = tuple(window if kind == "sliding_attention" else None for kind in kinds)
+    return MaskKinds(windows, additive=dtype if implementation == "eager" else None)

@@ -1,0 +1,140 @@
+"""The model, or a part of it, as a function: a shallow copy that has other modules at some indices of its list of blocks.
+
+Weights are shared, the list keeps its length (families index masks and caches by it), and the loaded model itself is never
+changed, so a part leaves nothing behind when it is dropped.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from decoding.cache import RoundsCache
+from decoding.errors import UnsupportedModelError
+from decoding.runners.contract import Inputs, Outputs
+from decoding.target.anatomy import Anatomy
+from decoding.target.stand_ins import FixedShapes, Identity, Pass, Zero
+
+
+class ModelPart:
+    """A model with `blocks` in the place of its own, whose stand-ins share `current`, as runners run it (`runners.Part`).
+
+    It gives the states that a tap has recorded, or those that it resumed from, the appended one among them.
+    """
+
+    def __init__(
+        self, model: nn.Module, path: tuple[str, ...], blocks: Sequence[nn.Module], current: Pass | None = None
+    ) -> None:
+        self._module = with_blocks(model, path, blocks)
+        self._current = current or Pass()
+
+    def compute(self, inputs: Inputs) -> Outputs:
+        """See `runners.Part`."""
+        current = self._current
+        current.width, current.last, current.states = inputs.token_ids.shape[1], inputs.last, inputs.states
+        current.tapped.clear()
+        masks = {"attention_mask": inputs.masks[0]} if inputs.masks else {}
+        try:
+            output = self._module(
+                input_ids=inputs.token_ids,
+                position_ids=inputs.positions,
+                past_key_values=inputs.cache,
+                use_cache=True,
+                logits_to_keep=inputs.logits_to_keep,
+                **masks,
+            )
+            states = current.tapped[-1] if current.tapped else current.states
+        finally:
+            current.states = None
+            current.tapped.clear()
+        return Outputs(_kept(output.logits[0], inputs.logits_to_keep), states)
+
+    def rounds(
+        self, token_ids: Tensor, cache: RoundsCache, *, last_only: bool = False, states: Tensor | None = None
+    ) -> Outputs:
+        """Rounds that begin at different places, as a batch padded on the left: logits [rounds, depth or 1, vocabulary]."""
+        current, device = self._current, token_ids.device
+        current.width, current.last, current.states = token_ids.shape[1], None, states
+        current.tapped.clear()
+        try:
+            output = self._module(
+                input_ids=token_ids,
+                position_ids=cache.positions(device),
+                attention_mask=cache.attention_mask(device),
+                past_key_values=cache,
+                use_cache=True,
+                logits_to_keep=1 if last_only else 0,
+            )
+            return Outputs(output.logits, current.tapped[-1] if current.tapped else None)
+        finally:
+            current.states = None
+            current.tapped.clear()
+
+
+def _kept(logits: Tensor, wanted: int | Tensor) -> Tensor:
+    """The logits asked for; not every family knows `logits_to_keep`."""
+    if isinstance(wanted, Tensor):
+        return logits if logits.shape[0] == wanted.shape[0] else logits.index_select(0, wanted)
+    return logits[-wanted:] if wanted else logits
+
+
+def run_whole(view: nn.Module, token_ids: Tensor, first: int) -> Tensor:
+    """One forward pass over whole texts [batch, length] without a cache; logits [batch, length - first, vocabulary]."""
+    num_kept = token_ids.shape[1] - first
+    logits = view(input_ids=token_ids, use_cache=False, logits_to_keep=num_kept).logits
+    return logits[:, -num_kept:]
+
+
+def without(block: nn.Module, index: int, anatomy: Anatomy, skip_attention: bool, skip_mlp: bool) -> nn.Module:
+    """The block itself, an identity in its place, or a copy with one branch silenced."""
+    if not skip_attention and not skip_mlp:
+        return block
+    if skip_attention and skip_mlp:
+        return Identity(block, anatomy.block_outputs)
+    if isinstance(block, FixedShapes):
+        return block.around(without(block.block, index, anatomy, skip_attention, skip_mlp))
+    sublayer = (anatomy.attention if skip_attention else anatomy.mlp)[index]
+    if sublayer is None:
+        kind = "attention" if skip_attention else "MLP"
+        raise UnsupportedModelError(f"block {index} has no separate {kind} module: only the whole block can be skipped")
+    partial = _shallow_copy(block)
+    setattr(partial, sublayer.name, Zero(getattr(block, sublayer.name), sublayer.num_outputs))
+    return partial
+
+
+def with_blocks(model: nn.Module, path: tuple[str, ...], blocks: Sequence[nn.Module]) -> nn.Module:
+    """A shallow copy of `model` with `blocks` as its list of blocks; containers on the way are copied, all else is shared."""
+    view = _shallow_copy(model)
+    container = view
+    for name in path[:-1]:
+        child = _shallow_copy(getattr(container, name))
+        setattr(container, name, child)
+        container = child
+    setattr(container, path[-1], _Blocks(blocks))
+    return view
+
+
+class _Blocks(nn.ModuleList):
+    """A list of blocks that is its own full slice: some families slice the list at every pass, which copies it otherwise."""
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice) and index.indices(len(self)) == (0, len(self), 1):
+            return self
+        return super().__getitem__(index)
+
+
+def _shallow_copy(module: nn.Module) -> nn.Module:
+    """A module of the same class that shares everything but its table of children."""
+    twin = copy.copy(module)
+    twin.__dict__["_modules"] = dict(module._modules)
+    hooked = module.__dict__.get("forward")
+    if isinstance(hooked, functools.partial) and hooked.args[:1] == (module,):
+        # accelerate replaces `forward` by a partial that holds the module (device_map): let it hold the copy instead.
+        twin.__dict__["forward"] = functools.partial(hooked.func, twin, *hooked.args[1:], **hooked.keywords)
+        if "_old_forward" in twin.__dict__:
+            twin.__dict__["_old_forward"] = type(module).forward.__get__(twin)
+    return twin

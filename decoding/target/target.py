@@ -1,0 +1,233 @@
+"""A loaded causal language model: what it can be asked for, whole or in part."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from decoding.cache import KVCache
+from decoding.errors import UnsupportedModelError, UnsupportedRunnerError
+from decoding.runners import EagerRunner, MaskKinds, Runner, RunnerFactory, build_runner
+from decoding.target.anatomy import examine, find_mask_kinds, find_rope_change, follow, refuse_recurrent_state
+from decoding.target.parts import ModelPart, run_whole, with_blocks
+from decoding.target.stand_ins import Emit, FixedShapes, Head, Identity, Pass, Tap, first_of
+from decoding.target.views import BlockView, DraftView, ExitView, ResumeView, TappedView
+
+CHECKED_TOKENS = 12
+"""Length of the text on which a runner is compared with running things as they are."""
+
+
+class Target:
+    """A loaded causal language model, ready to be run whole or in part. One text at a time.
+
+    `runner` is the name of one of `decoding.runners.RUNNERS`, or makes one. Raises `UnsupportedModelError` if no stack of blocks is
+    found or a block keeps state outside the KV cache, and `UnsupportedRunnerError` if the model cannot be run by this runner.
+    """
+
+    def __init__(self, model: PreTrainedModel, runner: str | RunnerFactory = "eager") -> None:
+        self.model = model.eval()
+        self.config: Any = model.config.get_text_config()
+        refuse_recurrent_state(self.config)
+        self.anatomy = examine(model, self.config)
+        self._rope_change = find_rope_change(self.config)
+        self._mask_kinds: MaskKinds | None = None
+        self.runner: Runner = self._build_runner(runner)
+        self.stack = [self.in_place(block, index) for index, block in enumerate(self.blocks)]
+        self._whole = self.part(self.stack)
+        if self.runner.block_call is not None:
+            self._check_runner()
+
+    def _build_runner(self, runner: str | RunnerFactory) -> Runner:
+        if runner == "eager":
+            return EagerRunner()
+        self._mask_kinds = find_mask_kinds(self.config, self.dtype)
+        if isinstance(runner, str):
+            return build_runner(runner, self._mask_kinds, self.device)
+        return runner(self._mask_kinds, self.device)
+
+    def part(self, blocks: Sequence[nn.Module], current: Pass | None = None) -> ModelPart:
+        """The model with `blocks` in the place of its own; `current` is what stand-ins among them share."""
+        return ModelPart(self.model, self.anatomy.path, blocks, current)
+
+    def in_place(self, block: nn.Module, index: int) -> nn.Module:
+        """`block` at the place of the model's block `index`, as this target's runner calls it."""
+        if self.runner.block_call is None or self._mask_kinds is None:
+            return block
+        return FixedShapes(block, index, self._mask_kinds, self.runner.block_call)
+
+    @torch.inference_mode()
+    def _check_runner(self) -> None:
+        """Raise `UnsupportedRunnerError` unless passes by the runner give what passes without it give; it compiles meanwhile."""
+        token_ids = torch.arange(CHECKED_TOKENS, device=self.device)[None] % self.config.vocab_size
+        expected = Target(self.model).forward(token_ids, KVCache(self.num_layers, CHECKED_TOKENS), 0)
+        cache, half = self.new_cache(CHECKED_TOKENS), CHECKED_TOKENS // 2
+        self.forward(token_ids[:, :half], cache, 0)
+        try:
+            several = self.forward(token_ids[:, half:-1], cache, half)
+            one = self.forward(token_ids[:, -1:], cache, CHECKED_TOKENS - 1)
+        except (RuntimeError, TypeError, ValueError, LookupError, AttributeError) as cause:
+            reason = " ".join(str(cause).split())
+            raise UnsupportedRunnerError(
+                f"{type(self.model).__name__} does not run by the runner {self.runner.name!r}: {reason}"
+            ) from cause
+        if not agree(torch.cat([several, one]), expected[half:]):
+            raise UnsupportedRunnerError(
+                f"{type(self.model).__name__} gives other logits by the runner {self.runner.name!r} than without it"
+            )
+
+    @property
+    def blocks(self) -> nn.ModuleList:
+        """The model's own decoder blocks."""
+        return follow(self.model, self.anatomy.path)
+
+    @property
+    def num_layers(self) -> int:
+        """Number of decoder blocks."""
+        return len(self.blocks)
+
+    @property
+    def device(self) -> torch.device:
+        """Where token ids must be."""
+        return self.model.get_input_embeddings().weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type the weights compute in."""
+        return self.model.dtype
+
+    @property
+    def context_length(self) -> int | None:
+        """Most positions the model was made for, if its configuration says so."""
+        return getattr(self.config, "max_position_embeddings", None)
+
+    def widest_pass(self, start: int) -> int | None:
+        """Most positions a pass from `start` may cover and still compute what one-token passes would; None if any number.
+
+        A `longrope` or `dynamic` rotary embedding picks the frequencies of a whole pass by its last position: a pass must not
+        straddle the position where they change, and behind it those of a dynamic one change with every token.
+        """
+        change = self._rope_change
+        if change is None:
+            return None
+        if start < change.position:
+            return change.position - start
+        return None if change.once else 1
+
+    def new_cache(self, capacity: int) -> KVCache:
+        """An empty cache for one text of at most `capacity` tokens."""
+        return self.runner.new_cache(self.num_layers, capacity)
+
+    def forward(self, token_ids: Tensor, cache: KVCache, start: int, *, last_only: bool = False) -> Tensor:
+        """The whole model on `token_ids` [1, width] at positions from `start`: logits [width (1 if `last_only`), vocabulary]."""
+        return self.runner.run(self._whole, token_ids, cache, start, last_only=last_only).logits
+
+    def draft_view(self, skip_attention: Sequence[int], skip_mlp: Sequence[int], *, keep_boundary: bool) -> DraftView:
+        """The model without these sublayers; `keep_boundary` records the states in front of the first block that has a skip."""
+        return DraftView(self, frozenset(skip_attention), frozenset(skip_mlp), keep_boundary=keep_boundary)
+
+    def resume_view(self, boundary: int, *, keep_states: bool = False) -> ResumeView:
+        """The model from block `boundary` on, the states in front of it being known; `keep_states` records those of each pass."""
+        return ResumeView(self, boundary, keep_states=keep_states)
+
+    def block_view(self, index: int) -> BlockView:
+        """Block `index` by itself."""
+        return BlockView(self, index)
+
+    def tapped_view(self, boundary: int) -> TappedView:
+        """The whole model, which also gives the states in front of block `boundary`."""
+        return TappedView(self, boundary)
+
+    def exit_view(self, exit_layer: int, head: nn.Module) -> ExitView:
+        """The first `exit_layer` blocks, `head` in the place of the others, and the model's own final norm and LM head."""
+        return ExitView(self, exit_layer, head)
+
+    def new_exit_head(self) -> nn.Module:
+        """A block of the model's own class for an early exit, a copy of the last one, on its device and in its precision."""
+        head = copy.deepcopy(self.blocks[-1])
+        return head.requires_grad_(True).eval()
+
+    def exit_states(
+        self, token_ids: Tensor, exit_layers: Sequence[int], *, first: int = 0
+    ) -> tuple[dict[int, Tensor], Tensor]:
+        """One pass over `token_ids` [batch, length] without a cache: the states [batch, length, hidden] behind the first N blocks
+        for each N of `exit_layers`, and the model's logits [batch, length - first, vocabulary] from position `first` on.
+
+        Texts shorter than the longest are padded on the right: what stands behind a position does not change it.
+        """
+        for exit_layer in exit_layers:
+            self.check_exit_layer(exit_layer)
+        states: dict[int, list[Tensor]] = {exit_layer: [] for exit_layer in exit_layers}
+        blocks = [
+            Tap(block, states[index + 1]) if index + 1 in states else block for index, block in enumerate(self.blocks)
+        ]
+        view = with_blocks(self.model, self.anatomy.path, blocks)
+        logits = run_whole(view, token_ids, first)
+        return {exit_layer: kept[0] for exit_layer, kept in states.items()}, logits
+
+    def exit_logits(self, token_ids: Tensor, states: Tensor, head: nn.Module | None, *, first: int = 0) -> Tensor:
+        """Logits [batch, length - first, vocabulary] of an exit from position `first` on, given its `states`
+        [batch, length, hidden] of `token_ids` [batch, length].
+
+        `head` is a block of `new_exit_head`, through whose weights gradients flow, or None for the states as they are.
+        """
+        emit = Emit(self.blocks[0], self.anatomy.block_outputs)
+        emit.states = states
+        blocks = [emit, *(Identity(block, self.anatomy.block_outputs) for block in list(self.blocks)[1:])]
+        if head is not None:
+            blocks[-1] = Head(head)
+        return run_whole(with_blocks(self.model, self.anatomy.path, blocks), token_ids, first)
+
+    def check_exit_layer(self, exit_layer: int) -> None:
+        """Raise ValueError unless the model can exit behind its first `exit_layer` blocks."""
+        if not 0 < exit_layer < self.num_layers:
+            raise ValueError(
+                f"a draft exits behind the first 1 to {self.num_layers - 1} of {self.num_layers} layers, got {exit_layer}"
+            )
+
+    def sublayer_outputs(self, token_ids: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Attention and MLP outputs of every block, each [width, hidden], before the residual add; one pass, no cache kept."""
+        outputs: list[dict[str, Tensor]] = [{} for _ in self.blocks]
+        handles = []
+        try:
+            for index, block in enumerate(self.blocks):
+                for kind, parts in (("attention", self.anatomy.attention), ("mlp", self.anatomy.mlp)):
+                    part = parts[index]
+                    if part is None:
+                        raise UnsupportedModelError(
+                            f"block {index} has no separate {kind} module whose output could be read"
+                        )
+                    hook = functools.partial(_record_output, outputs[index], kind)
+                    handles.append(getattr(block, part.name).register_forward_hook(hook))
+            self.forward(token_ids, self.new_cache(token_ids.shape[1]), 0, last_only=True)
+        finally:
+            for handle in handles:
+                handle.remove()
+        return [(out["attention"][0], out["mlp"][0]) for out in outputs]
+
+    def logit_lens(self, token_ids: Tensor) -> Iterator[Tensor]:
+        """Logits [width, vocabulary] read off behind each block in turn, through the model's own final norm and head."""
+        states: list[Tensor] = []
+        runner, cache = EagerRunner(), KVCache(self.num_layers, token_ids.shape[1])
+        runner.run(self.part([Tap(block, states) for block in self.blocks]), token_ids, cache, 0, last_only=True)
+        emit = Emit(self.blocks[0], self.anatomy.block_outputs)
+        rest = [Identity(block, self.anatomy.block_outputs) for block in list(self.blocks)[1:]]
+        view = self.part([emit, *rest])
+        for state in states:
+            emit.states = state
+            yield runner.run(view, token_ids, cache, 0).logits
+
+
+def agree(a: Tensor, b: Tensor) -> bool:
+    """Whether two computations of the same logits are equal up to the rounding of their precision."""
+    tolerance = 1e-4 if a.dtype == torch.float32 else 0.08
+    return bool((a.float() - b.float()).abs().max() <= tolerance * b.float().abs().max().clamp_min(1e-6))
+
+
+def _record_output(outputs: dict[str, Tensor], kind: str, module: nn.Module, args: Any, output: Any) -> None:
+    outputs[kind] = first_of(output)

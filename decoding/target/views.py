@@ -1,0 +1,178 @@
+"""Views of the target: parts of it that draft, that resume behind a known prefix, or that show states on the way."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torch import Tensor, nn
+
+from decoding.cache import KVCache, RoundsCache
+from decoding.target.parts import ModelPart, without
+from decoding.target.stand_ins import Head, Identity, LastPosition, Pass, Resume, Tap
+
+if TYPE_CHECKING:
+    from decoding.target.target import Target
+
+
+class DraftView:
+    """The target with sublayers left out. `boundary` is the first block that differs from the target's (None if none does)."""
+
+    def __init__(
+        self, target: Target, skip_attention: frozenset[int], skip_mlp: frozenset[int], *, keep_boundary: bool
+    ) -> None:
+        _check_indices(skip_attention | skip_mlp, target.num_layers)
+        self.boundary = min(skip_attention | skip_mlp, default=None)
+        self._runner = target.runner
+        self._states: list[Tensor] = []
+        blocks: list[nn.Module] = [
+            without(block, index, target.anatomy, index in skip_attention, index in skip_mlp)
+            for index, block in enumerate(target.stack)
+        ]
+        self.keeps_boundary = keep_boundary and bool(self.boundary)
+        current = Pass()
+        if self.boundary and self.keeps_boundary:
+            blocks[self.boundary - 1] = Tap(blocks[self.boundary - 1], current.tapped)
+        self._part = target.part(blocks, current)
+
+    def forward(self, token_ids: Tensor, cache: KVCache, start: int) -> Tensor:
+        """Logits [1, vocabulary] behind the last of `token_ids` [1, width]."""
+        outputs = self._runner.run(self._part, token_ids, cache, start, last_only=True)
+        if outputs.states is not None:
+            self._states.append(outputs.states)
+        return outputs.logits
+
+    def rounds(self, token_ids: Tensor, cache: RoundsCache) -> Tensor:
+        """Many rounds at once, the drafted tokens being given: logits [rounds, depth, vocabulary] of `token_ids` [rounds, depth].
+
+        Row r stands at the positions from `cache.starts[r]` on: its logits are those that the draft would compute in a round
+        that begins there and drafts just these tokens.
+        """
+        return self._part.rounds(token_ids, cache).logits
+
+    def take_states(self) -> list[Tensor]:
+        """The boundary states [.., width, hidden] of each pass since the last call."""
+        states = list(self._states)
+        self._states.clear()
+        return states
+
+
+class BlockView:
+    """One block of the target by itself, in many rounds at once."""
+
+    def __init__(self, target: Target, index: int) -> None:
+        _check_indices(frozenset([index]), target.num_layers)
+        blocks = target.stack
+        around = [Identity(block, target.anatomy.block_outputs) for block in blocks]
+
+        def by_itself(block: nn.Module, current: Pass) -> ModelPart:
+            tap = Tap(block, current.tapped)
+            return target.part([*around[:index], tap, *around[index + 1 :]], current)
+
+        given = Pass()
+        self._on_given = by_itself(Resume(blocks[index], given), given)
+        self._on_tokens = by_itself(blocks[index], Pass())
+
+    def rounds(self, token_ids: Tensor, cache: RoundsCache, states: Tensor | None) -> Tensor:
+        """What comes out of the block, [.., rounds, depth, hidden], given the `states` that go in, or None for the embeddings.
+
+        `token_ids` [rounds, depth] stand at the positions of `cache`, whose keys and values the block reads.
+        """
+        part = self._on_tokens if states is None else self._on_given
+        output = part.rounds(token_ids, cache, last_only=True, states=states).states
+        assert output is not None, "the block is tapped"
+        return output
+
+
+class ResumeView:
+    """The target from a boundary on. The blocks in front of it compute the last position alone, or nothing if that is known."""
+
+    def __init__(self, target: Target, boundary: int, *, keep_states: bool) -> None:
+        if not 0 < boundary < target.num_layers:
+            raise ValueError(f"a pass resumes at block 1 to {target.num_layers - 1}, got {boundary}")
+        self._runner, self.boundary = target.runner, boundary
+        self._keeps_states, self._states = keep_states, list[Tensor]()
+        front, first, behind = target.stack[:boundary], target.stack[boundary], target.stack[boundary + 1 :]
+        known, last = Pass(), Pass()
+        passed_by = [Identity(block, target.anatomy.block_outputs) for block in front]
+        narrowed = [LastPosition(block, last) for block in front]
+        self._from_known = target.part([*passed_by, Resume(first, known), *behind], known)
+        self._from_last = target.part([*narrowed, Resume(first, last, appends=True), *behind], last)
+
+    def forward(self, token_ids: Tensor, cache: KVCache, start: int, states: Tensor) -> Tensor:
+        """Logits [width, vocabulary] of `token_ids` [1, width], given the boundary `states` of all, or of all but the last."""
+        width, known = token_ids.shape[1], states.shape[-2]
+        if known not in (width, width - 1):
+            raise ValueError(
+                f"boundary states are known for {known} of {width} positions; all or all but the last are needed"
+            )
+        part = self._from_known if known == width else self._from_last
+        outputs = self._runner.run(part, token_ids, cache, start, states=states)
+        if self._keeps_states and outputs.states is not None:
+            self._states = [outputs.states]
+        return outputs.logits
+
+    def take_states(self) -> Tensor:
+        """The boundary states [.., width, hidden] of the latest pass, that of its last position among them; they are let go."""
+        return self._states.pop()
+
+
+class TappedView:
+    """The whole model, recording the states in front of a boundary."""
+
+    def __init__(self, target: Target, boundary: int) -> None:
+        self._runner, current, blocks = target.runner, Pass(), list(target.stack)
+        blocks[boundary - 1] = Tap(blocks[boundary - 1], current.tapped)
+        self._part = target.part(blocks, current)
+
+    def forward(
+        self, token_ids: Tensor, cache: KVCache, start: int, *, last_only: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        """Logits [width (1 if `last_only`), vocabulary] of `token_ids` [1, width], and the boundary states [.., width, hidden]."""
+        outputs = self._runner.run(self._part, token_ids, cache, start, last_only=last_only)
+        assert outputs.states is not None, "the boundary is tapped"
+        return outputs.logits, outputs.states
+
+
+class ExitView:
+    """The first `exit_layer` blocks, then a head with keys and values of its own in the cache's branch (EESD, arXiv 2406.03853).
+
+    The head stands at the last index, so that it is handed the mask and rotary embeddings of the block it was copied from.
+    """
+
+    def __init__(self, target: Target, exit_layer: int, head: nn.Module) -> None:
+        target.check_exit_layer(exit_layer)
+        self._runner = target.runner
+        head = target.in_place(head, target.num_layers - 1)
+        passed_by = [Identity(block, target.anatomy.block_outputs) for block in target.stack]
+        between = passed_by[exit_layer:-1]
+
+        def first_blocks(current: Pass) -> list[nn.Module]:
+            exit_block = Tap(target.stack[exit_layer - 1], current.tapped)
+            return [*target.stack[: exit_layer - 1], exit_block]
+
+        step, pending, fill = Pass(), Pass(), Pass()
+        narrowed = [LastPosition(block, pending) for block in first_blocks(pending)]
+        catch_up = Resume(Head(head), pending, appends=True)
+        self._step = target.part([*first_blocks(step), *between, Head(head)], step)
+        self._from_pending = target.part([*narrowed, *between, catch_up], pending)
+        self._head_only = target.part([*passed_by[:-1], Resume(Head(head), fill)], fill)
+
+    def forward(self, token_ids: Tensor, cache: KVCache, start: int, pending: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Logits [1, vocabulary] behind the last of `token_ids` [1, width], and its state [.., 1, hidden] at the exit.
+
+        The blocks run on the last token alone; the head also on the `pending` states [.., width - 1, hidden] of those before.
+        """
+        part = self._step if pending is None else self._from_pending
+        outputs = self._runner.run(part, token_ids, cache, start, last_only=True, states=pending)
+        assert outputs.states is not None, "the exit is tapped"
+        return outputs.logits, outputs.states
+
+    def fill(self, token_ids: Tensor, cache: KVCache, start: int, states: Tensor) -> None:
+        """Run the head alone on the `states` [.., width, hidden] of `token_ids` [1, width], for its keys and values."""
+        self._runner.run(self._head_only, token_ids, cache, start, last_only=True, states=states)
+
+
+def _check_indices(indices: frozenset[int], num_layers: int) -> None:
+    wrong = sorted(index for index in indices if not 0 <= index < num_layers)
+    if wrong:
+        raise ValueError(f"the model has layers 0 to {num_layers - 1}, got {wrong[0]}")

@@ -1,0 +1,36 @@
+"""Shapes that others are padded to."""
+
+from __future__ import annotations
+
+import pytest
+
+from decoding.runners.buckets import CPU_BUCKETS, GPU_BUCKETS, Buckets
+
+SMALL = Buckets(widths=(1, 2, 5), places=8)
+
+
+def test_width_is_the_narrowest_that_is_wide_enough() -> None:
+    assert [SMALL.width(width) for width in range(1, 6)] == [1, 2, 5, 5, 5]
+    assert SMALL.widest == 5
+
+
+def test_reach_holds_what_is_asked_in_few_steps() -> None:
+    reaches = [SMALL.reach(end) for end in range(1, 4000)]
+    assert all(reach >= end for end, reach in enumerate(reaches, start=1))
+    assert all(reach % SMALL.places == 0 for reach in reaches)
+    assert reaches == sorted(reaches)
+    assert len(set(reaches)) < 30
+    assert all(reach <= max(SMALL.places, 1.25 * end + SMALL.places) for end, reach in enumerate(reaches, start=1))
+
+
+@pytest.mark.parametrize("buckets", [SMALL, CPU_BUCKETS, GPU_BUCKETS])
+def test_cache_has_room_for_the_padding_of_a_pass_at_its_end(buckets: Buckets) -> None:
+    for capacity in (1, 7, 64, 255, 256, 1000):
+        room = buckets.capacity(capacity)
+        for width in range(1, min(capacity, buckets.widest) + 1):
+            assert buckets.reach(capacity - width + buckets.width(width)) <= room
+
+
+@pytest.mark.parametrize("buckets", [CPU_BUCKETS, GPU_BUCKETS])
+def test_every_draft_of_a_rule_fits(buckets: Buckets) -> None:
+    assert buckets.widest >= 65  # the last token of the text and 64 drafts

@@ -1,0 +1,294 @@
+"""Passes of fixed shapes: the same text, whatever is padded; memory that serves one text after another; one compiled block."""
+
+from __future__ import annotations
+
+import functools
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from decoding.decode import Request, autoregressive, speculative
+from decoding.draft_length import AdaEdl, DraftLengthRule, Fixed
+from decoding.drafters.early_exit import EarlyExitDrafter
+from decoding.errors import UnsupportedRunnerError
+from decoding.profile import Draft, LayerSkip, Lookup
+from decoding.rounds import Generation
+from decoding.runners import RUNNERS, MaskKinds, Runner, StaticRunner, compilation
+from decoding.runners.buckets import CPU_BUCKETS, GPU_BUCKETS, Buckets
+from decoding.runners.compilation import CompiledBlocks, call_block
+from decoding.runners.contract import BlockCall
+from decoding.target import Target
+from decoding.text import Ending
+from tests.decoding.families import NUM_LAYERS, SUPPORTED, WINDOW, build, some_tokens
+from tests.decoding.test_lossless import RULES, SKIPS, plain_text, write
+
+PROMPT = some_tokens(9)
+NUM_NEW_TOKENS = 24
+FAMILIES = [family for family in SUPPORTED if family != "bloom"]
+EVERYTHING_PADDED = Buckets(widths=(16,), places=32)
+BUCKETS = {"exact widths": CPU_BUCKETS, "padded widths": GPU_BUCKETS, "one width": EVERYTHING_PADDED}
+DRAFTS: dict[str, Draft] = {
+    "mixed": SKIPS["mixed"],
+    "first mlp": SKIPS["first mlp"],
+    "last block": SKIPS["last block"],
+    "lookup, then attention": LayerSkip(skip_attention=(1, 3), lookup=Lookup(max_tokens=4)),
+}
+DROPS_LAST = RULES["AdaEDL, last dropped"]
+
+
+def unwrapped(buckets: Buckets = CPU_BUCKETS) -> Callable[[MaskKinds, torch.device], Runner]:
+    """Runners of fixed shapes that compile nothing."""
+    return functools.partial(StaticRunner, compiled=False, buckets=buckets)
+
+
+@functools.cache
+def static_target(family: str, buckets: str = "padded widths") -> Target:
+    return Target(build(family), unwrapped(BUCKETS[buckets]))
+
+
+def plainly(target: Target, request: Request) -> tuple[int, ...]:
+    return Generation.collect(autoregressive(target, request)).tokens
+
+
+# --- the same text ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("draft", DRAFTS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_drafted_text_is_that_of_shapes_as_they_are(family: str, draft: str) -> None:
+    request = Request(PROMPT, Ending(NUM_NEW_TOKENS))
+    expected = plainly(Target(build(family)), request)
+    for number, buckets in enumerate(BUCKETS):
+        rule = (RULES["fixed 3"], DROPS_LAST)[number % 2]
+        generation = write(static_target(family, buckets), DRAFTS[draft], rule, request, prefix_reuse=number < 2)
+        assert generation.tokens == expected, buckets
+
+
+@pytest.mark.parametrize("buckets", BUCKETS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_plain_text_is_that_of_shapes_as_they_are(family: str, buckets: str) -> None:
+    for prompt in ("one token", "several tokens"):
+        length = len(plain_text(family, prompt))
+        request = Request(some_tokens(1 if prompt == "one token" else 9), Ending(length))
+        assert plainly(static_target(family, buckets), request) == plain_text(family, prompt)
+
+
+@pytest.mark.parametrize("rule", [Fixed(max_tokens=3), AdaEdl(max_tokens=6, initial_threshold=0.5, keep_last=False)])
+@pytest.mark.parametrize("prefix_reuse", [True, False])
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2", "gemma3n"])
+def test_exit_with_a_head_writes_the_same_text(family: str, prefix_reuse: bool, rule: DraftLengthRule) -> None:
+    request = Request(PROMPT, Ending(NUM_NEW_TOKENS))
+    for buckets in BUCKETS:
+        target = static_target(family, buckets)
+        drafter = EarlyExitDrafter(target, NUM_LAYERS - 2, target.new_exit_head(), prefix_reuse=prefix_reuse)
+        generation = Generation.collect(speculative(target, drafter, rule.controller(), request))
+        assert generation.tokens == plainly(target, request)
+        assert generation.num_drafted > 0
+
+
+def test_head_drafts_what_it_drafts_in_shapes_as_they_are() -> None:
+    """Its keys and values are right too: the same drafts are accepted, round by round."""
+    request, lengths = Request(PROMPT, Ending(3 * NUM_NEW_TOKENS)), []
+    for target in (Target(build("llama")), static_target("llama", "one width")):
+        drafter = EarlyExitDrafter(target, 3, target.new_exit_head())
+        generation = Generation.collect(speculative(target, drafter, Fixed(max_tokens=4).controller(), request))
+        lengths.append([step.num_accepted for step in generation.rounds])
+    assert lengths[0] == lengths[1]
+    assert len(set(lengths[0])) > 2
+
+
+@pytest.mark.parametrize("family", ["mistral", "gemma2", "gemma3", "gpt_oss"])
+def test_text_many_windows_long_is_the_same(family: str) -> None:
+    request = Request(some_tokens(3 * WINDOW), Ending(8 * WINDOW))
+    expected = plainly(Target(build(family)), request)
+    target = static_target(family)
+    assert plainly(target, request) == expected
+    assert write(target, SKIPS["last block"], Fixed(max_tokens=2 * WINDOW), request).tokens == expected
+
+
+def test_eager_attention_is_given_masks_of_its_form() -> None:
+    request = Request(PROMPT, Ending(NUM_NEW_TOKENS))
+    model = build("llama", attn_implementation="eager")
+    assert plainly(Target(model, unwrapped()), request) == plainly(Target(model), request)
+
+
+# --- memory -----------------------------------------------------------------------------------------------------------
+
+
+def test_memory_of_a_text_that_is_done_serves_the_next() -> None:
+    target = Target(build("llama"), unwrapped())
+    first, second = target.new_cache(20), target.new_cache(20)
+    assert first.storage is not second.storage, "two texts at a time do not share"
+    left = first.storage
+    del first
+    gc.collect()
+    assert target.new_cache(30).storage is left
+    long = target.new_cache(1000)
+    assert long.storage.capacity >= 1000 + CPU_BUCKETS.widest
+
+
+def test_what_another_text_has_left_is_not_seen() -> None:
+    target, request = static_target("llama"), Request(PROMPT, Ending(NUM_NEW_TOKENS))
+    expected = plainly(target, request)
+    plainly(target, Request(some_tokens(30, seed=1), Ending(30)))
+    assert plainly(target, request) == expected
+
+
+def test_outputs_are_the_callers_own() -> None:
+    target = static_target("llama", "one width")
+    cache, ids = target.new_cache(16), torch.tensor([some_tokens(12)])
+    with torch.inference_mode():
+        target.forward(ids[:, :8], cache, 0)
+        tapped = target.tapped_view(2)
+        logits, states = tapped.forward(ids[:, 8:10], cache, 8)
+        kept = logits.clone(), states.clone()
+        tapped.forward(ids[:, 10:12], cache, 10)
+    assert torch.equal(logits, kept[0])
+    assert torch.equal(states, kept[1])
+    assert states.shape[-2] == 2
+
+
+def test_prepared_passes_go_with_the_view_they_are_of() -> None:
+    target = Target(build("llama"), unwrapped())
+    runner = target.runner
+    assert isinstance(runner, StaticRunner)
+    before = len(runner._prepared)
+    write(target, SKIPS["mixed"], Fixed(max_tokens=3), Request(PROMPT, Ending(8)))
+    gc.collect()
+    assert len(runner._prepared) == before
+
+
+# --- what cannot be run so --------------------------------------------------------------------------------------------
+
+
+def test_family_that_masks_in_its_own_way_is_refused_in_one_line() -> None:
+    with pytest.raises(UnsupportedRunnerError, match="BloomForCausalLM does not run by the runner 'static'"):
+        Target(build("bloom"), unwrapped())
+
+
+def test_attention_that_takes_no_masks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build("llama")
+    anatomy = Target(model).anatomy
+    monkeypatch.setattr(model.config, "_attn_implementation", "flash_attention_2")
+    monkeypatch.setattr("decoding.target.target.examine", lambda model, config: anatomy)  # there is no such kernel here
+    with pytest.raises(UnsupportedRunnerError, match="'flash_attention_2' takes no masks of fixed shape"):
+        Target(model, "static")
+
+
+def test_wrong_logits_are_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    def all_seen(self: MaskKinds, slots: Tensor, places: int) -> tuple[Tensor, ...]:
+        return (torch.ones((1, 1, slots.shape[0], places), dtype=torch.bool),)
+
+    monkeypatch.setattr(MaskKinds, "masks", all_seen)
+    with pytest.raises(UnsupportedRunnerError, match="gives other logits by the runner 'static' than without it"):
+        Target(build("llama"), unwrapped())
+
+
+def test_unknown_runner_is_refused_with_those_that_there_are() -> None:
+    assert set(RUNNERS) == {"eager", "static"}
+    with pytest.raises(UnsupportedRunnerError, match="no runner 'fast': there are eager, static"):
+        Target(build("llama"), "fast")
+
+
+# --- compilation ------------------------------------------------------------------------------------------------------
+
+
+class Counting:
+    """`torch.compile` with a compiler that counts the graphs it is given and runs them as they are."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.num_graphs = 0
+        genuine = torch.compile
+
+        def compile_(function: Any, *, options: object, **settings: Any) -> BlockCall:
+            return genuine(function, backend=self._take, **settings)
+
+        monkeypatch.setattr(torch, "compile", compile_)
+
+    def _take(self, graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
+        self.num_graphs += 1
+        return graph.forward
+
+
+@pytest.fixture
+def graphs(monkeypatch: pytest.MonkeyPatch) -> Counting:
+    return Counting(monkeypatch)
+
+
+def test_a_new_candidate_compiles_nothing(graphs: Counting) -> None:
+    target = Target(build("llama"), "static")
+    assert graphs.num_graphs == 2, "one position, several: for all layers"
+    request = Request(PROMPT, Ending(NUM_NEW_TOKENS))
+    expected = plain_text("llama", "several tokens")
+
+    def check(skip: LayerSkip) -> None:
+        generation = write(target, skip, Fixed(max_tokens=3), request)
+        assert generation.tokens[: len(expected)] == expected
+
+    check(LayerSkip.blocks((2, 3)))
+    assert graphs.num_graphs == 2, "whole blocks are left out"
+    check(LayerSkip(skip_attention=(1, 3), skip_mlp=(2,)))
+    known = graphs.num_graphs
+    assert known <= 6, "blocks without one of their sublayers are others"
+    for skip in (
+        LayerSkip(skip_attention=(2,)),
+        LayerSkip(skip_mlp=(1, 4)),
+        LayerSkip(skip_attention=(4,), skip_mlp=(3,)),
+    ):
+        check(skip)
+    longer = Request(some_tokens(40), Ending(90))
+    assert plainly(target, longer) == plainly(Target(build("llama")), longer)
+    assert graphs.num_graphs == known
+
+
+def test_block_that_cannot_be_compiled_runs_as_it_is_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(graph: object, inputs: object) -> None:
+        raise RuntimeError("no compiler on this machine")
+
+    genuine = torch.compile
+    monkeypatch.setattr(
+        torch, "compile", lambda function, options, **settings: genuine(function, backend=broken, **settings)
+    )
+    with pytest.warns(UserWarning, match=r"the layers run uncompiled, .*no compiler on this machine"):
+        target = Target(build("llama"), "static")
+    assert isinstance(target.runner.block_call, CompiledBlocks)
+    assert target.runner.block_call.problem is not None
+    assert plainly(target, Request(PROMPT, Ending(16))) == plain_text("llama", "several tokens")
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, of what its compiler imports
+def test_real_compiler_gives_the_same_text() -> None:
+    if compilation_is_impossible():
+        pytest.skip("no C++ compiler on this machine")
+    target = Target(build("llama"), "static")
+    assert isinstance(target.runner.block_call, CompiledBlocks)
+    assert target.runner.block_call.problem is None
+    request = Request(PROMPT, Ending(16))
+    assert write(target, SKIPS["last block"], Fixed(max_tokens=3), request).tokens == plain_text(
+        "llama", "several tokens"
+    )
+
+
+def compilation_is_impossible() -> bool:
+    from torch._inductor.cpp_builder import get_cpp_compiler
+    from torch._inductor.exc import InvalidCxxCompiler
+
+    try:
+        get_cpp_compiler()
+    except InvalidCxxCompiler:
+        return True
+    return False
+
+
+def test_errors_of_the_block_itself_are_not_taken_for_the_compilers() -> None:
+    class Block(nn.Module):
+        def forward(self, hidden_states: Tensor) -> Tensor:
+            return hidden_states @ torch.zeros(3, 3)
+
+    with pytest.raises(RuntimeError, match="cannot be multiplied"):
+        call_block(Block(), torch.zeros(1, 2), (), {})
+    assert issubclass(compilation._compiler_errors()[0], RuntimeError)
