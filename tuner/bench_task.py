@@ -1,4 +1,4 @@
-"""What `sdtune bench` works on: a profile on its model, prompts it was not tuned on, and others to choose by; loaded and checked."""
+"""What `sdtune bench` works on, loaded and checked: a profile on its model, held-out prompts, and others to choose by."""
 
 from __future__ import annotations
 

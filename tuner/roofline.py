@@ -93,10 +93,10 @@ def measure_bandwidth(
 def reading(target: Target, contexts: Sequence[float]) -> Reading:
     """What a pass of one token reads of the model and of its cache, on average over `contexts` (positions, each at least 1).
 
-    Weights are those of the modules that such a pass runs, found by running one. Of an embedding it reads one row, which
-    is not counted; the same table counts where it is the output layer too. Of a stack of experts (weights of three dimensions) it reads
-    those that the configuration routes a token to. Keys and values are counted in the type of the cache, as far back as a
-    layer's window reaches.
+    Weights are those of the modules that such a pass runs, found by running one. Of an embedding it reads one row, which is not
+    counted; the same table counts where it is the output layer too. Of a stack of experts (weights of three dimensions) it
+    reads those that the configuration routes a token to. Keys and values are counted in the type of the cache, as far back
+    as a layer's window reaches.
     """
     weights, experts, per_position = _one_pass(target)
     windows = [_window(target.config, index) for index in range(len(per_position))]

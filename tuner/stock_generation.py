@@ -120,7 +120,7 @@ class EarlyExitGeneration(StockGeneration):
             config.num_hidden_layers = num_layers
 
 
-class _Streamer(BaseStreamer):  # type: ignore[misc]
+class _Streamer(BaseStreamer):
     """Hands over what is generated, and drops the prompt, which comes first."""
 
     def __init__(self, watch: Stopwatch) -> None:
