@@ -40,16 +40,17 @@ def run_and_write(config: BenchConfig, profile: Path, out: Path, *, progress: Pr
 
 
 def run_bench(task: BenchTask, progress: Progress) -> BenchResult:
-    """Let everybody in, warm them up, and hold the contest on the prompts to be measured.
+    """Let everybody in, warm them up, and hold the contest on the prompts to be measured; memory is read before and after.
 
     Raises `DatasetError` if too few of the prompts are continued at a length worth measuring.
     """
+    device = task.target.device
     progress.stage("measuring how fast memory is read")
-    bandwidth = measure_bandwidth(task.target.device)
+    before = measure_bandwidth(device)
     prompts = token_ids(task.measured)
     progress.stage("contenders choose on tuning prompts")
     contenders, left_out = enter(task.names, _setting(task, progress))
-    contest = Contest(contenders, task.target.device, needed=ALWAYS)
+    contest = Contest(contenders, device, needed=ALWAYS)
     by_length = sorted(prompts, key=len)
     progress.stage("warming up")
     contest.warm_up([by_length[-1], by_length[0]])
@@ -61,6 +62,7 @@ def run_bench(task: BenchTask, progress: Progress) -> BenchResult:
     ]
     kept, uncounted, counted = comparable(entries)
     contexts = mean_context(kept[PLAIN].samples, counted)
+    bandwidth = before.and_also(measure_bandwidth(device, buffer_bytes=before.buffer_bytes))
     roofline = Roofline(bandwidth=bandwidth, reading=reading(task.target, contexts))
     return BenchResult(
         entries=kept,

@@ -137,5 +137,5 @@ def bench_picture(result: BenchResult, file: IO[bytes]) -> None:
     axes.axvline(bound, color="#009e73", linestyle="--", label=f"roofline of one token a pass, {bound:.0f}")
     axes.set_xlabel("decoded tokens per second, 95 % intervals over prompts")
     axes.set_title(f"{result.facts['profile']} on {result.facts['device']}, {result.facts['dtype']}", fontsize="medium")
-    axes.legend(loc="lower right", frameon=False)
+    figure.legend(loc="outside lower right", frameon=False)
     figure.savefig(file, dpi=130)

@@ -35,6 +35,11 @@ class Bandwidth(Document):
         """Of the median read."""
         return self.buffer_bytes / median(self.seconds)
 
+    def and_also(self, other: Bandwidth) -> Bandwidth:
+        """This and the reads of another time, of a buffer as large."""
+        assert self.buffer_bytes == other.buffer_bytes, "seconds of reads of different sizes are not comparable"
+        return Bandwidth(buffer_bytes=self.buffer_bytes, seconds=(*self.seconds, *other.seconds))
+
 
 class Reading(Document):
     """Bytes that a pass of one token must read."""
