@@ -36,6 +36,13 @@ def prepare_check(config: SearchConfig, out: Path, progress: Progress) -> Task:
     That is made when the first result is written. Raises `ConfigError` if nothing could be written there, and what
     `tuner.task.prepare` raises.
     """
+    place = check_results_folder(out)
+    # Heads are taken as they are, and no profile is written: a place is named where one could be.
+    return prepare(config.model_copy(update={"distill": "never", "out": place / "profile.yaml"}), progress)
+
+
+def check_results_folder(out: Path) -> Path:
+    """Raise `ConfigError` if results could not be written into the folder `out`; where that is or will be made."""
     if out.exists() and not out.is_dir():
         raise ConfigError(f"cannot write results into {out}: it is a file; name a folder")
     place = out if out.is_dir() else out.parent
@@ -44,8 +51,7 @@ def prepare_check(config: SearchConfig, out: Path, progress: Progress) -> Task:
             pass
     except OSError as cause:
         raise ConfigError(f"cannot write results into {out}: {place}: {cause.strerror}") from None
-    # Heads are taken as they are, and no profile is written: a place is named where one could be.
-    return prepare(config.model_copy(update={"distill": "never", "out": place / "profile.yaml"}), progress)
+    return place
 
 
 def head_drafts(task: Task) -> dict[int, EarlyExit]:
@@ -68,8 +74,8 @@ def facts_of(task: Task) -> dict[str, Any]:
     """What a reader must know to place the figures of a check. Models and data are named by their last part, wherever they lie."""
     config = task.config
     return {
-        "model": _name(config.model),
-        "dataset": _name(config.dataset),
+        "model": public_name(config.model),
+        "dataset": public_name(config.dataset),
         "prompts": task.prompts.fingerprint,
         "max_new_tokens": config.max_new_tokens,
         "temperature": config.temperature,
@@ -82,7 +88,8 @@ def facts_of(task: Task) -> dict[str, Any]:
     }
 
 
-def _name(place: str) -> str:
+def public_name(place: str) -> str:
+    """The last part of an absolute path, anything else as it is: where things lie on this machine is nobody's business."""
     return Path(place).name if Path(place).is_absolute() else place
 
 
@@ -91,10 +98,10 @@ def write_json(out: Path, name: str, document: Mapping[str, Any]) -> None:
     write_result(out, f"{name}.json", json.dumps(document, indent=1))
 
 
-def write_text(out: Path, name: str, *shown: RenderableType) -> None:
-    """What the command shows at its end, as plain text; `ConfigError` if that fails."""
+def write_text(out: Path, name: str, *shown: RenderableType, width: int = TEXT_WIDTH) -> None:
+    """What the command shows at its end, as plain text of `width` columns; `ConfigError` if that fails."""
     text = io.StringIO()
-    console = Console(width=TEXT_WIDTH, color_system=None, file=text)
+    console = Console(width=width, color_system=None, file=text)
     for each in shown:
         console.print(each, highlight=False)
     lines = [line.rstrip() for line in text.getvalue().splitlines()]

@@ -58,6 +58,7 @@ def main() -> None:
       sdtune distill --model M --dataset D       train exit heads for it beforehand
       sdtune show profile.yaml                   what was found
       sdtune generate --profile profile.yaml --prompt TEXT --compare
+      sdtune bench --profile profile.yaml --dataset D     is it faster than what you would use instead?
       sdtune compare-rules, compare-searches     which rule, which search is better here?
       sdtune check-predictions, check-integrity, check-planted     can the tuner be trusted?
 
@@ -304,6 +305,94 @@ def generate(profile: Path, prompt: str, threads: int | None, **options: Any) ->
 
     _use_threads(threads)
     run_generate(profile, prompt, **options)
+
+
+@main.command()
+@click.option("--profile", required=True, type=click.Path(path_type=Path), help="The profile to put to the test.")
+@click.option("--dataset", required=True, help="Prompts, as in `sdtune search`: those it held out are measured.")
+@click.option(
+    "--against",
+    metavar="LIST",
+    help="Whom to compare with, e.g. hf,hf-early-exit: hf, hf-early-exit, hf-prompt-lookup, hf-static; plain is always there.  "
+    "[default: all, hf-static on CUDA only]",
+)
+@click.option("--model", help="Folder or hub id; default: the one the profile names.")
+@click.option(
+    "--context", type=click.IntRange(min=1), metavar="N", help="Make prompts N tokens long.  [default: as they are]"
+)
+@click.option(
+    "--max-new-tokens", type=click.IntRange(min=9), metavar="N", help="Tokens to generate.  [default: the profile's]"
+)
+@click.option("--prompts", type=click.IntRange(min=2), metavar="N", help="Held-out prompts to measure.  [default: all]")
+@click.option(
+    "--repeats",
+    type=click.IntRange(min=1),
+    default=1,
+    show_default=True,
+    metavar="N",
+    help="Times that all prompts are decoded.",
+)
+@click.option("--prompt-column", metavar="C", help="As in the search.  [default: guessed]")
+@click.option("--group-column", metavar="C", help="As in the search.")
+@click.option("--chat-template/--no-chat-template", default=True, help="As in the search.")
+@click.option("--max-prompt-tokens", type=click.IntRange(min=1), metavar="N", help="As in the search.")
+@click.option(
+    "--tuning-prompts", type=click.IntRange(min=1), metavar="N", help="As in the search.  [default: the profile's]"
+)
+@click.option(
+    "--held-out-prompts", type=click.IntRange(min=2), metavar="N", help="As in the search.  [default: the profile's]"
+)
+@click.option("--seed", type=int, default=0, show_default=True, metavar="N", help="As in the search.")
+@click.option("--dtype", help="Default: the profile's.")
+@click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda, cuda:1 ...")
+@click.option("--threads", type=click.IntRange(min=1), metavar="N", help="CPU threads for torch.")
+@click.option(
+    "--out",
+    type=click.Path(path_type=Path),
+    default=Path("bench"),
+    show_default=True,
+    metavar="DIR",
+    help="Folder of the results.",
+)
+def bench(profile: Path, against: str | None, threads: int | None, out: Path, **options: Any) -> None:
+    """Compare a profile with what you would use instead.
+
+    All decode the same held-out prompts greedily in one process, in turns, by one stopwatch; prefill and decode phase are timed
+    apart. Shown are decoded tokens per second, the speed-up over plain decoding and of the profile over each, and whose text is
+    that of plain decoding.
+
+    \b
+      profile            as `load_decoder` would run it; always there
+      plain              our own loop, one token a pass; always there, the reference
+      hf                 transformers' generate, greedy, with its default cache
+      hf-early-exit      generate(assistant_early_exit=N) with the N that is fastest on tuning prompts
+      hf-prompt-lookup   generate(prompt_lookup_num_tokens=10)
+      hf-static          generate(cache_implementation="static"), which transformers compiles on CUDA
+      roofline           the most that one token a pass allows: bytes to be read over measured memory bandwidth
+
+    What this model or device cannot run is left out, and the table says why. The profile records the numbers of prompts and
+    a fingerprint: with columns and seed as in the search, the prompts are those that it held out, and the table says whether
+    they are. With --context, other rows that are not held out stand in front of each prompt, and what is too long is cut from
+    the left.
+
+    Writes DIR/bench.json (all figures and samples), .txt (the table), .png (a picture).
+
+    \b
+    Examples:
+      sdtune bench --profile profile.yaml --dataset configs/demo/prompts.jsonl --group-column file
+      sdtune bench --profile llama-code.yaml --dataset humaneval --against hf,hf-static --context 4096
+    """
+    from tuner.bench_command import run_and_write
+    from tuner.bench_report import TABLE_WIDTH
+    from tuner.bench_task import BenchConfig
+    from tuner.progress import TerminalProgress
+
+    _use_threads(threads)
+    names = None if against is None else tuple(name.strip() for name in against.split(","))
+    config = BenchConfig(against=names, **options)
+    with TerminalProgress(Console(stderr=True)) as progress:
+        shown = run_and_write(config, profile, out, progress=progress)
+    _print_results(shown, out, TABLE_WIDTH)
 
 
 @main.command("compare-rules")
@@ -622,8 +711,8 @@ def check_integrity(config_file: Path | None, out: Path, runs: int | None, fresh
     _print_results(shown, out)
 
 
-def _print_results(shown: Any, out: Path) -> None:
-    console = Console(width=max(Console().width, 110))
+def _print_results(shown: Any, out: Path, width: int = 110) -> None:
+    console = Console(width=max(Console().width, width))
     console.print(shown, highlight=False)
     console.print(f"results  {out}", soft_wrap=True, highlight=False)
 

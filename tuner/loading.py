@@ -36,7 +36,7 @@ def load(name: str, *, revision: str | None = None, dtype: str = "auto", device:
     if Path(name).exists() and not (Path(name) / "config.json").exists():
         raise ConfigError(f"{name} is no model: a folder with a config.json is needed, as `save_pretrained` writes it")
     wanted = DTYPES.get(dtype) or (torch.float32 if place.type == "cpu" else "auto")
-    with _quiet():
+    with quiet():
         try:
             tokenizer = AutoTokenizer.from_pretrained(name, revision=revision)
             model = AutoModelForCausalLM.from_pretrained(name, revision=revision, dtype=wanted)
@@ -71,8 +71,8 @@ def eos_token_ids(model: PreTrainedModel) -> frozenset[int]:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
-    """No progress bars and notes of transformers while loading; its settings are put back."""
+def quiet() -> Iterator[None]:
+    """No progress bars and notes of transformers; its settings are put back."""
     verbosity = transformers_logging.get_verbosity()
     had_bars = transformers_logging.is_progress_bar_enabled()
     transformers_logging.set_verbosity_error()

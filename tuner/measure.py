@@ -95,7 +95,7 @@ class Bench:
         """Decode the prompts at `places` with the candidate and plainly, in turn; `on_sample` sees each and may raise to stop."""
         decoder = self._decoder(candidate)
         samples = []
-        with _undisturbed():
+        with undisturbed():
             self._warm_up(decoder, places[0])
             for turn, place in enumerate(places):
                 samples.append(self._sample(decoder, place, plain_first=turn % 2 == 0))
@@ -145,7 +145,7 @@ class Bench:
         decoders = [self._decoder(candidate) for candidate in candidates]
         samples: list[list[PromptSample]] = [[] for _ in decoders]
         order = [self._plain, *decoders]
-        with _undisturbed():
+        with undisturbed():
             for decoder in decoders:
                 self._warm_up(decoder, places[0])
             for turn, place in enumerate(places):
@@ -180,7 +180,7 @@ class Bench:
 
     def _timed(self, decoder: Decoder, place: int) -> Generation:
         """A generation whose times are whole: every round ends by reading its tokens, so no work is left on the device."""
-        _synchronize(self.target.device)
+        synchronize(self.target.device)
         return decoder.generate(self._request(self.prompts[place]))
 
     def _greedy_tokens(self, decoder: Decoder, place: int, drafted: Generation) -> tuple[int, ...]:
@@ -197,7 +197,7 @@ class Bench:
 
 
 @contextmanager
-def _undisturbed() -> Iterator[None]:
+def undisturbed() -> Iterator[None]:
     """No garbage collection in the middle of a measurement."""
     was_enabled = gc.isenabled()
     gc.disable()
@@ -208,6 +208,7 @@ def _undisturbed() -> Iterator[None]:
             gc.enable()
 
 
-def _synchronize(device: torch.device) -> None:
+def synchronize(device: torch.device) -> None:
+    """Wait until the device has done all it was given: a clock read then belongs to what follows."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)

@@ -6,7 +6,7 @@ import hashlib
 import json
 import random
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -143,6 +143,22 @@ def encode_prompt(text: str, tokenizer: Any, *, chat_template: bool = True) -> l
     return list(tokenizer(rendered, add_special_tokens=False, verbose=False)["input_ids"])
 
 
+def cut_from_left(text: str, longest: int, encode: Callable[[str], list[int]]) -> tuple[str, list[int]] | None:
+    """The longest end of `text` found by bisection that `encode` makes at most `longest` tokens of, and these; None if none is.
+
+    Whole characters are cut, so that special tokens and a chat template stay whole: there may be a token or two fewer.
+    """
+    too_early, start, fitting = 0, len(text), None
+    while start - too_early > 1:
+        middle = (too_early + start) // 2
+        token_ids = encode(text[middle:])
+        if len(token_ids) <= longest:
+            start, fitting = middle, token_ids
+        else:
+            too_early = middle
+    return None if fitting is None else (text[start:], fitting)
+
+
 @dataclass(frozen=True)
 class _Limits:
     """How long a prompt may be. Raises `DatasetError` if they contradict each other."""
@@ -215,20 +231,12 @@ class _Reader:
         return encode_prompt(text, self.tokenizer, chat_template=self.chat_template)
 
     def _cut(self, text: str, longest: int) -> tuple[str, list[int]]:
-        """The longest end of `text` found by bisection that makes at most `longest` tokens."""
-        too_early, start, fitting = 0, len(text), None
-        while start - too_early > 1:
-            middle = (too_early + start) // 2
-            token_ids = self._encode(text[middle:])
-            if len(token_ids) <= longest:
-                start, fitting = middle, token_ids
-            else:
-                too_early = middle
-        if fitting is None:
+        found = cut_from_left(text, longest, self._encode)
+        if found is None:
             raise DatasetError(
                 f"max_prompt_tokens: {longest} leaves no room for text beside special tokens and chat template"
             )
-        return text[start:], fitting
+        return found
 
 
 def _one_column(table: Table, prompt_column: str | None) -> Template:

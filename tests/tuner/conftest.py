@@ -6,11 +6,16 @@ import shutil
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
 from transformers import AutoModelForCausalLM
 
+from decoding.draft_length import DraftLengthRule, Fixed
+from decoding.fingerprint import fingerprint
+from decoding.profile import Draft, DraftProfile
+from decoding.profile import Target as ProfileTarget
 from decoding.round_costs import measure_round_costs
 from decoding.target import Target
 from tests.tiny import save_tiny_checkpoint, write_tiny_prompts
@@ -57,6 +62,28 @@ def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, _tracking_templat
         # Two sweeps: nothing here depends on what a round costs.
         monkeypatch.setattr(f"{user}.measure_round_costs", partial(measure_round_costs, budget_seconds=0.0))
     return here
+
+
+@pytest.fixture
+def write_profile(workplace: Path, target: Target, checkpoint: Path) -> Callable[..., Path]:
+    """A profile of the tiny model in the current folder; `parts` are others of its keys."""
+
+    def write(draft: Draft, rule: DraftLengthRule = Fixed(), name: str = "p.yaml", **parts: Any) -> Path:  # noqa: B008 - frozen
+        model = fingerprint(target.model)
+        facts = {"config_sha256": model.config_sha256, "weights_sha256": model.weights_sha256}
+        profile = DraftProfile(
+            name="p",
+            target=ProfileTarget(
+                model=str(checkpoint), architecture="LlamaForCausalLM", num_layers=6, dtype="float32", **facts
+            ),
+            draft=draft,
+            draft_length=rule,
+            **parts,
+        )
+        profile.save(workplace / name)
+        return workplace / name
+
+    return write
 
 
 SearchCommand = Callable[..., Result]

@@ -12,9 +12,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from decoding.draft_length import AdaEdl, DraftLengthRule, Fixed, RoundCosts
-from decoding.fingerprint import fingerprint
-from decoding.profile import Draft, DraftProfile, LayerSkip, PlainDecoding
-from decoding.profile import Target as ProfileTarget
+from decoding.profile import LayerSkip, PlainDecoding
 from decoding.target import Target
 from studies.measurement import Measurement
 from tests.heads import write_heads
@@ -31,27 +29,6 @@ LABELS = [
     "the profile's own",
 ]
 Compare = Callable[..., Result]
-
-
-@pytest.fixture
-def write_profile(workplace: Path, target: Target, checkpoint: Path) -> Callable[..., Path]:
-    """A profile of the tiny model in the current folder."""
-
-    def write(draft: Draft, rule: DraftLengthRule = Fixed(), name: str = "p.yaml") -> Path:  # noqa: B008 - frozen
-        model = fingerprint(target.model)
-        facts = {"config_sha256": model.config_sha256, "weights_sha256": model.weights_sha256}
-        profile = DraftProfile(
-            name="p",
-            target=ProfileTarget(
-                model=str(checkpoint), architecture="LlamaForCausalLM", num_layers=6, dtype="float32", **facts
-            ),
-            draft=draft,
-            draft_length=rule,
-        )
-        profile.save(workplace / name)
-        return workplace / name
-
-    return write
 
 
 @pytest.fixture

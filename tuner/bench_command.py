@@ -1,0 +1,145 @@
+"""`sdtune bench` from its settings to its results on disk."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rich.console import RenderableType
+
+from decoding.exactness import compare
+from tuner.bench_report import TABLE_WIDTH, bench_json, bench_picture, bench_table
+from tuner.bench_result import BenchResult, Entry, TextSample, comparable, mean_context
+from tuner.bench_task import BenchConfig, BenchTask, prepare_bench, token_ids
+from tuner.check_task import check_results_folder, public_name, write_json, write_result, write_text
+from tuner.contenders import ALWAYS, PLAIN, Setting, enter
+from tuner.contest import Contest, Writing
+from tuner.environment import device_name, versions
+from tuner.roofline import Roofline, measure_bandwidth, reading
+from tuner.watcher import Progress
+
+NAME = "bench"
+
+
+def run_and_write(config: BenchConfig, profile: Path, out: Path, *, progress: Progress) -> RenderableType:
+    """Measure the profile against the others and write `bench.json`, `.txt` and `.png` into the folder `out`; the table.
+
+    Raises errors of ours for what the user can put right.
+    """
+    check_results_folder(out)
+    result = run_bench(prepare_bench(config, profile, progress), progress)
+    shown = bench_table(result)
+    picture = io.BytesIO()
+    bench_picture(result, picture)
+    write_result(out, f"{NAME}.png", picture.getvalue())
+    write_text(out, NAME, shown, width=TABLE_WIDTH)
+    write_json(out, NAME, bench_json(result))
+    return shown
+
+
+def run_bench(task: BenchTask, progress: Progress) -> BenchResult:
+    """Let everybody in, warm them up, and hold the contest on the prompts to be measured; memory is read before and after.
+
+    Raises `DatasetError` if too few of the prompts are continued at a length worth measuring.
+    """
+    device = task.target.device
+    progress.stage("measuring how fast memory is read")
+    before = measure_bandwidth(device)
+    prompts = token_ids(task.measured)
+    progress.stage("contenders choose on tuning prompts")
+    contenders, left_out = enter(task.names, _setting(task, progress))
+    contest = Contest(contenders, device, needed=ALWAYS)
+    by_length = sorted(prompts, key=len)
+    progress.stage("warming up")
+    contest.warm_up([by_length[-1], by_length[0]])
+    samples = _hold(contest, task, progress)
+    left_out |= contest.left_out
+    entries = [
+        Entry(name, each.describe(), dict(each.settings), tuple(samples[name]))
+        for name, each in contest.running.items()
+    ]
+    kept, uncounted, counted = comparable(entries)
+    contexts = mean_context(kept[PLAIN].samples, counted)
+    bandwidth = before.and_also(measure_bandwidth(device, buffer_bytes=before.buffer_bytes))
+    roofline = Roofline(bandwidth=bandwidth, reading=reading(task.target, contexts))
+    return BenchResult(
+        entries=kept,
+        left_out={**left_out, **uncounted},
+        counted=counted,
+        num_prompts=len(prompts),
+        roofline=roofline,
+        facts=_facts(task),
+        remarks=_remarks(task, len(prompts) - len(counted)),
+    )
+
+
+def _setting(task: BenchTask, progress: Progress) -> Setting:
+    return Setting(
+        profile=task.profile,
+        decoder=task.decoder,
+        eos_token_ids=task.eos_token_ids,
+        tuning_prompts=token_ids(task.choosing),
+        max_new_tokens=task.max_new_tokens,
+        longest_prompt=max(len(prompt.token_ids) for prompt in task.measured),
+        on_text=progress.advance,
+    )
+
+
+def _hold(contest: Contest, task: BenchTask, progress: Progress) -> dict[str, list[TextSample]]:
+    """All samples by contender; texts are compared with the first that plain decoding wrote of the prompt."""
+    prompts = token_ids(task.measured)
+    samples: dict[str, list[TextSample]] = {name: [] for name in contest.running}
+    plain: dict[int, tuple[int, ...]] = {}
+
+    def note(place: int, repeat: int, texts: Mapping[str, Writing]) -> None:
+        reference = plain.setdefault(place, texts[PLAIN].tokens)
+        for name, text in texts.items():
+            comparison = compare(task.target, prompts[place], reference, text.tokens)
+            samples[name].append(TextSample.of(place, repeat, len(prompts[place]), text, comparison))
+        progress.advance()
+
+    repeats = task.config.repeats
+    progress.stage("everybody continues every prompt", len(prompts) * repeats)
+    contest.hold(prompts, max_new_tokens=task.max_new_tokens, repeats=repeats, on_texts=note)
+    return samples
+
+
+def _facts(task: BenchTask) -> dict[str, Any]:
+    config, profile = task.config, task.profile
+    return {
+        "profile": profile.name,
+        "model": public_name(task.loaded.name),
+        "dataset": public_name(config.dataset),
+        "dataset_fingerprint": task.dataset_fingerprint,
+        "split": task.split,
+        "context": config.context,
+        "max_new_tokens": task.max_new_tokens,
+        "temperature": 0.0,
+        "repeats": config.repeats,
+        "seed": config.seed,
+        "prompt_column": config.prompt_column,
+        "group_column": config.group_column,
+        "chat_template": config.chat_template,
+        "max_prompt_tokens": config.max_prompt_tokens,
+        "eos_token_ids": sorted(task.eos_token_ids),
+        "tuning_rows": [prompt.row for prompt in task.choosing],
+        "rows": [prompt.row for prompt in task.measured],
+        "device": device_name(task.target.device),
+        "dtype": str(task.target.dtype).removeprefix("torch."),
+        "versions": versions(),
+    }
+
+
+def _remarks(task: BenchTask, num_uncounted: int) -> tuple[str, ...]:
+    remarks = []
+    if (temperature := task.profile.decoding.temperature) > 0:
+        remarks.append(
+            f"greedy for everybody, so that texts can be compared; the profile was tuned at temperature {temperature:g}"
+        )
+    if num_uncounted:
+        remarks.append(
+            f"{num_uncounted} prompts do not count in the rates: somebody decoded too few tokens behind the prefill"
+        )
+    return tuple(remarks)
