@@ -91,6 +91,8 @@ def speculative(
 
 
 def _begin(target: Target, request: Request, most_drafted: int = 0) -> tuple[Text, KVCache]:
+    if target.runner.exact_width is not None:
+        most_drafted = target.runner.exact_width  # plain or not: how much is read is part of the shape of a pass
     capacity = len(request.prompt) + request.ending.max_new_tokens + most_drafted + 1
     return Text(request.prompt, capacity, target.device), target.new_cache(capacity)
 

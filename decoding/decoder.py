@@ -29,6 +29,8 @@ class Decoder:
     ) -> None:
         self.target = target
         self._rule = rule
+        # A prefix that the draft has computed, a token at a time, has not the bits of the wide passes of bit-exact mode.
+        prefix_reuse = prefix_reuse and target.runner.exact_width is None
         self._drafter = build_drafter(target, draft, prefix_reuse=prefix_reuse, heads=heads)
         self._kept: Controller | None = None
 

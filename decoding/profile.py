@@ -208,6 +208,9 @@ class PlainDecoding(Document):
 Draft = Annotated[LayerSkip | EarlyExit | PromptLookup | PlainDecoding, Field(discriminator="kind")]
 
 
+ExactWidth = Annotated[int, Field(ge=2, le=65)]
+
+
 class Decoding(Document):
     """How the profile was measured to decode; `generate`'s own arguments win over the temperature."""
 
@@ -216,6 +219,17 @@ class Decoding(Document):
     runner: Literal["eager", "static"] = Field(
         "eager", description="how passes are executed: as they are, or in fixed shapes, compiled and recorded"
     )
+    exact_width: ExactWidth | None = Field(
+        None,
+        exclude_if=lambda width: width is None,
+        description="bit-exact mode of the static runner: on how many positions every pass of the whole model runs",
+    )
+
+    @model_validator(mode="after")
+    def _mode_is_the_static_runners(self) -> Decoding:
+        if self.exact_width is not None and self.runner != "static":
+            raise ValueError(f"the bit-exact mode (exact_width) is the static runner's, got runner {self.runner!r}")
+        return self
 
 
 class Interval(Document):

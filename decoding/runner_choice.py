@@ -29,11 +29,18 @@ class Choice:
     reason: str
 
 
-def choose_runner(model: PreTrainedModel, name: str, *, clock: Clock = time.perf_counter) -> Choice:
+def choose_runner(
+    model: PreTrainedModel, name: str, *, exact_width: int | None = None, clock: Clock = time.perf_counter
+) -> Choice:
     """`model` by the runner `name`; if that is `auto`, by the faster one, or by `eager` if the model cannot be run otherwise.
 
-    Raises `UnsupportedRunnerError` for a runner by name that cannot run the model, or that there is none of.
+    `exact_width` asks for the bit-exact mode (see `Target`), which the static runner alone has. Raises `UnsupportedRunnerError` for
+    a runner by name that cannot run the model, or that there is none of.
     """
+    if exact_width is not None:
+        return Choice(
+            Target(model, "static" if name == "auto" else name, exact_width=exact_width), "it has a bit-exact mode"
+        )
     if name != "auto":
         return Choice(Target(model, name), "as asked")
     eager = Target(model)

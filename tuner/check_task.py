@@ -81,6 +81,7 @@ def facts_of(task: Task) -> dict[str, Any]:
         "temperature": config.temperature,
         "prefix_reuse": config.prefix_reuse,
         "runner": task.target.runner.name,
+        "exact_width": task.target.runner.exact_width,
         "seed": config.seed,
         "device": device_name(task.target.device),
         "dtype": str(task.target.dtype).removeprefix("torch."),

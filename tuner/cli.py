@@ -99,6 +99,13 @@ def main() -> None:
 @click.option("--dtype", metavar="TYPE", help="auto, float32, bfloat16 or float16.  [default: auto]")
 @click.option("--device", metavar="DEVICE", help="auto, cpu, cuda, cuda:1 ...  [default: auto]")
 @RUNNER_OPTION
+@click.option(
+    "--exact",
+    type=click.Choice(["tokens", "bitwise"]),
+    help="How drafted text equals plain text: token for token, up to numerical ties in low precision, or bit for bit, by running "
+    "every pass of the whole model at one width.  [default: tokens]",
+)
+@click.option("--exact-width", type=int, metavar="N", help="That width: longest draft and one more.  [default: 8]")
 @click.option("--threads", type=int, metavar="N", help="CPU threads for torch; small models gain nothing from many.")
 @click.option(
     "--heads",

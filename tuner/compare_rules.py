@@ -110,7 +110,7 @@ def compare_rules(
         model or profile.target.model, revision=profile.target.revision, dtype=profile.target.dtype, device=device
     )
     check_target(profile, loaded.model)
-    target = Target(loaded.model, profile.decoding.runner)
+    target = Target(loaded.model, profile.decoding.runner, exact_width=profile.decoding.exact_width)
     heads = ExitHeads(target, profile_path.parent)
     if isinstance(profile.draft, EarlyExit) and profile.draft.head is not None:
         heads.get(profile.draft)  # a head that is missing is told before anything is run

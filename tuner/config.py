@@ -51,6 +51,11 @@ class SearchConfig(Document):
         "eager",
         description="how passes are executed: as they are, in fixed shapes and compiled, or whichever is faster",
     )
+    exact: Literal["tokens", "bitwise"] = Field(
+        "tokens",
+        description="drafted text is plain text: token for token up to numerical ties, or bit for bit in a mode of fixed widths",
+    )
+    exact_width: int = Field(8, ge=2, le=65, description="positions of every pass of the whole model in that mode")
     prefix_reuse: bool = Field(True, description="verify only from the first block that the draft computes otherwise")
     heads: Path = Field(Path("exit_heads"), description="folder of the exit heads; missing ones are distilled into it")
     distill: Literal["auto", "never"] = Field(
@@ -80,11 +85,18 @@ class SearchConfig(Document):
             if name not in STUDIES:
                 raise ValueError(f"studies: unknown study {name!r}; {suggest(name, STUDIES)}")
             self._validated(name, settings)
+        if self.exact == "bitwise" and self.runner == "eager" and "runner" in self.model_fields_set:
+            raise ValueError("exact: bitwise is a mode of the static runner: give --runner static or auto, not eager")
         if self.prompts_per_trial > self.tuning_prompts:
             raise ValueError(
                 f"a trial decodes {self.prompts_per_trial} prompts, but there are only {self.tuning_prompts} tuning prompts"
             )
         return self
+
+    @property
+    def bitwise_width(self) -> int | None:
+        """The width of the bit-exact mode if that was asked for."""
+        return self.exact_width if self.exact == "bitwise" else None
 
     def study_settings(self, name: str) -> Any:
         """The settings of one study, its defaults filled in."""

@@ -51,7 +51,7 @@ class CostKey(Document):
             device=device_name(target.device),
             threads=torch.get_num_threads(),
             attention=getattr(target.config, "_attn_implementation", None),
-            runner=target.runner.name,
+            runner=_runner_name(target),
             method=METHOD,
             versions={package: installed[package] for package in DECIDING_PACKAGES},
         )
@@ -60,6 +60,11 @@ class CostKey(Document):
     def file_name(self) -> str:
         """Another name for another key."""
         return f"{hash_json(self.model_dump())[:32]}.json"
+
+
+def _runner_name(target: Target) -> str:
+    exact_width = target.runner.exact_width
+    return target.runner.name if exact_width is None else f"{target.runner.name}, bit-exact at {exact_width}"
 
 
 class StoredCosts(Document):

@@ -139,6 +139,7 @@ def _decoding(task: Task) -> Decoding:
         temperature=task.config.temperature,
         prefix_reuse=task.config.prefix_reuse,
         runner="static" if task.target.runner.name == "static" else "eager",
+        exact_width=task.target.runner.exact_width,
     )
 
 

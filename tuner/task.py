@@ -61,7 +61,10 @@ def prepare(config: SearchConfig, progress: Progress) -> Task:
     if config.prefix_reuse and not capabilities.prefix_reuse:
         progress.say("this model cannot be verified from the middle: prefix reuse is off")
         config = config.model_copy(update={"prefix_reuse": False})
-    target = choose_target(loaded.model, config.runner, progress)
+    if config.bitwise_width is not None and config.prefix_reuse:
+        progress.say("bit-exact mode verifies from the first block: prefix reuse is off")
+        config = config.model_copy(update={"prefix_reuse": False})
+    target = choose_target(loaded.model, config.runner, progress, exact_width=config.bitwise_width)
     wanted = _wanted_heads(config, target)
     may_distil = _may_distil(config, wanted)
     if may_distil:
@@ -91,20 +94,24 @@ def prepare(config: SearchConfig, progress: Progress) -> Task:
     return Task(config, loaded, target, prompts, identity, model, heads, missing_heads(wanted, heads))
 
 
-def choose_target(model: PreTrainedModel, runner: str, progress: Progress) -> Target:
+def choose_target(model: PreTrainedModel, runner: str, progress: Progress, *, exact_width: int | None = None) -> Target:
     """The model by the runner asked for, or by the faster one. Says what was chosen, and that compiling takes its time."""
+    if exact_width is not None:
+        runner = "static"
     if runner == "eager":
         return Target(model)
     progress.stage(f"making the model ready for fixed shapes (runner {runner})")
-    choice = choose_runner(model, runner)
+    choice = choose_runner(model, runner, exact_width=exact_width)
     if runner == "auto":
         progress.say(f"runner {choice.target.runner.name}: {choice.reason}")
     return choice.target
 
 
-def runner_identity(target: Target) -> dict[str, str]:
+def runner_identity(target: Target) -> dict[str, Any]:
     """The runner as part of what makes a stored study resumable; studies from before there was another than eager name none."""
-    return {} if target.runner.name == "eager" else {"runner": target.runner.name}
+    if target.runner.name == "eager":
+        return {}
+    return {"runner": target.runner.name, "exact_width": target.runner.exact_width}
 
 
 def _wanted_heads(config: SearchConfig, target: Target) -> tuple[int, ...]:

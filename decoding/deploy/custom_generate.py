@@ -142,10 +142,12 @@ def check_target(profile: DraftProfile, model: PreTrainedModel, *, strict: bool 
 
 
 def _target_of(profile: DraftProfile, model: PreTrainedModel) -> Target:
-    """The model by the profile's runner, or, with a warning, by the one that runs any."""
+    """The model by the profile's runner, or, with a warning, by the one that runs any; a bit-exact mode is not given up."""
     try:
-        return Target(model, profile.decoding.runner)
+        return Target(model, profile.decoding.runner, exact_width=profile.decoding.exact_width)
     except UnsupportedRunnerError as cause:
+        if profile.decoding.exact_width is not None:
+            raise
         warnings.warn(
             f"{cause}; it is run as it is, and may be slower than profile {profile.name!r} says", stacklevel=4
         )

@@ -20,8 +20,15 @@ RunnerFactory = Callable[[MaskKinds, torch.device], Runner]
 RUNNERS: dict[str, RunnerFactory] = {"eager": lambda mask_kinds, device: EagerRunner(), "static": StaticRunner}
 
 
-def build_runner(name: str, mask_kinds: MaskKinds, device: torch.device) -> Runner:
-    """The runner of this name. `UnsupportedRunnerError` lists those that there are."""
+def build_runner(name: str, mask_kinds: MaskKinds, device: torch.device, exact_width: int | None = None) -> Runner:
+    """The runner of this name, in bit-exact mode if `exact_width` is given.
+
+    `UnsupportedRunnerError` lists those that there are, or says that one of them has no such mode.
+    """
     if name not in RUNNERS:
         raise UnsupportedRunnerError(f"no runner {name!r}: there are {', '.join(sorted(RUNNERS))}")
-    return RUNNERS[name](mask_kinds, device)
+    if exact_width is None:
+        return RUNNERS[name](mask_kinds, device)
+    if name != StaticRunner.name:
+        raise UnsupportedRunnerError(f"the runner {name!r} has no bit-exact mode: {StaticRunner.name!r} has")
+    return StaticRunner(mask_kinds, device, exact_width=exact_width)

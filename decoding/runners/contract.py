@@ -48,6 +48,10 @@ class Outputs:
 class Part(Protocol):
     """The model, or a part of it, as a function of tensors that can be run by itself. Runners ask for nothing else."""
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether nothing of the model is left out: what it computes decides about the text."""
+
     def compute(self, inputs: Inputs) -> Outputs:
         """One pass. Writes the cache where its window says."""
 
@@ -58,6 +62,10 @@ class Runner(Protocol):
     @property
     def name(self) -> str:
         """Its name in `decoding.runners.RUNNERS`."""
+
+    @property
+    def exact_width(self) -> int | None:
+        """Bit-exact mode: on how many positions every pass of the whole model runs behind the prompt; None in the ordinary one."""
 
     @property
     def block_call(self) -> BlockCall | None:

@@ -14,6 +14,7 @@ class EagerRunner:
 
     name = "eager"
     block_call = None
+    exact_width = None
 
     def new_cache(self, num_layers: int, capacity: int) -> KVCache:
         """A cache of just this capacity."""

@@ -33,8 +33,15 @@ class StaticRunner:
     name = "static"
 
     def __init__(
-        self, mask_kinds: MaskKinds, device: torch.device, *, compiled: bool = True, buckets: Buckets | None = None
+        self,
+        mask_kinds: MaskKinds,
+        device: torch.device,
+        *,
+        compiled: bool = True,
+        buckets: Buckets | None = None,
+        exact_width: int | None = None,
     ) -> None:
+        self.exact_width = exact_width
         self.block_call: BlockCall = CompiledBlocks() if compiled else call_block
         self.buckets = buckets or (GPU_BUCKETS if device.type == "cuda" else CPU_BUCKETS)
         self._mask_kinds = mask_kinds
@@ -72,15 +79,24 @@ class StaticRunner:
     ) -> Outputs:
         """See `Runner.run`. The outputs are the caller's own: no later pass changes them."""
         width = token_ids.shape[1]
-        if start == 0 or width > self.buckets.widest:
+        exact_width = self.exact_width if part.is_whole else None
+        if start == 0 or width > (exact_width or self.buckets.widest):
             return self._as_they_are.run(part, token_ids, cache, start, last_only=last_only, states=states)
         cache.cover(start, width)
-        bucket = self.buckets.width(width)
-        self._buffers(bucket).fill(token_ids, start, states)
-        shape = _Shape(bucket, self.buckets.reach(start + bucket), last_only and bucket > 1, states is not None)
+        shape = self._exact_shape(cache, exact_width) if exact_width else self._shape(start, width, last_only, states)
+        self._buffers(shape.width).fill(token_ids, start, states)
         outputs = self._prepared_pass(part, cache, shape)()
+        logits = outputs.logits if shape.last_only else outputs.logits[:width]
         kept = None if outputs.states is None else outputs.states[..., :width, :].clone()
-        return Outputs(outputs.logits[:width], kept)
+        return Outputs(logits[-1:] if last_only else logits, kept)
+
+    def _shape(self, start: int, width: int, last_only: bool, states: Tensor | None) -> _Shape:
+        bucket = self.buckets.width(width)
+        return _Shape(bucket, self.buckets.reach(start + bucket), last_only and bucket > 1, states is not None)
+
+    def _exact_shape(self, cache: KVCache, width: int) -> _Shape:
+        """One for all passes over a text: kernels are picked by shape, down to the number of rows whose logits are computed."""
+        return _Shape(width, self.buckets.capacity(cache.capacity), last_only=False, resumes=False)
 
     def _buffers(self, width: int) -> _Buffers:
         if width not in self._inputs:

@@ -1,7 +1,8 @@
 """The only place that knows transformers' internals: finds the layer stack of a loaded decoder and makes views of it."""
 
 from decoding.target.anatomy import Anatomy, RopeChange, Sublayer
-from decoding.target.target import Target, agree
+from decoding.target.runner_check import agree
+from decoding.target.target import Target
 from decoding.target.views import BlockView, DraftView, ExitView, ResumeView, TappedView
 
 __all__ = [

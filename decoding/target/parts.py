@@ -27,8 +27,15 @@ class ModelPart:
     """
 
     def __init__(
-        self, model: nn.Module, path: tuple[str, ...], blocks: Sequence[nn.Module], current: Pass | None = None
+        self,
+        model: nn.Module,
+        path: tuple[str, ...],
+        blocks: Sequence[nn.Module],
+        current: Pass | None = None,
+        *,
+        is_whole: bool = False,
     ) -> None:
+        self.is_whole = is_whole
         self._module = with_blocks(model, path, blocks)
         self._current = current or Pass()
 

@@ -12,74 +12,58 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from decoding.cache import KVCache
-from decoding.errors import UnsupportedModelError, UnsupportedRunnerError
+from decoding.errors import UnsupportedModelError
 from decoding.runners import EagerRunner, MaskKinds, Runner, RunnerFactory, build_runner
 from decoding.target.anatomy import examine, find_mask_kinds, find_rope_change, follow, refuse_recurrent_state
 from decoding.target.parts import ModelPart, run_whole, with_blocks
+from decoding.target.runner_check import check_runner
 from decoding.target.stand_ins import Emit, FixedShapes, Head, Identity, Pass, Tap, first_of
 from decoding.target.views import BlockView, DraftView, ExitView, ResumeView, TappedView
-
-CHECKED_TOKENS = 12
-"""Length of the text on which a runner is compared with running things as they are."""
 
 
 class Target:
     """A loaded causal language model, ready to be run whole or in part. One text at a time.
 
-    `runner` is the name of one of `decoding.runners.RUNNERS`, or makes one. Raises `UnsupportedModelError` if no stack of blocks is
-    found or a block keeps state outside the KV cache, and `UnsupportedRunnerError` if the model cannot be run by this runner.
+    `runner` is the name of one of `decoding.runners.RUNNERS`, or makes one. `exact_width` turns on its bit-exact mode: behind the
+    prompt every pass of the whole model runs on that many positions, padded, so that a token's logits have the same bits whatever
+    stands beside it, and drafted text equals plain text of this mode bit for bit (the idea of LLM-42, arXiv 2601.17768).
+
+    Raises `UnsupportedModelError` if no stack of blocks is found or a block keeps state outside the KV cache, and
+    `UnsupportedRunnerError` if the model cannot be run by this runner, or in this mode.
     """
 
-    def __init__(self, model: PreTrainedModel, runner: str | RunnerFactory = "eager") -> None:
+    def __init__(
+        self, model: PreTrainedModel, runner: str | RunnerFactory = "eager", *, exact_width: int | None = None
+    ) -> None:
         self.model = model.eval()
         self.config: Any = model.config.get_text_config()
         refuse_recurrent_state(self.config)
         self.anatomy = examine(model, self.config)
         self._rope_change = find_rope_change(self.config)
         self._mask_kinds: MaskKinds | None = None
-        self.runner: Runner = self._build_runner(runner)
+        self.runner: Runner = self._build_runner(runner, exact_width)
         self.stack = [self.in_place(block, index) for index, block in enumerate(self.blocks)]
-        self._whole = self.part(self.stack)
+        self._whole = self.part(self.stack, is_whole=True)
         if self.runner.block_call is not None:
-            self._check_runner()
+            check_runner(self, Target(model))
 
-    def _build_runner(self, runner: str | RunnerFactory) -> Runner:
-        if runner == "eager":
+    def _build_runner(self, runner: str | RunnerFactory, exact_width: int | None) -> Runner:
+        if runner == "eager" and exact_width is None:
             return EagerRunner()
         self._mask_kinds = find_mask_kinds(self.config, self.dtype)
         if isinstance(runner, str):
-            return build_runner(runner, self._mask_kinds, self.device)
+            return build_runner(runner, self._mask_kinds, self.device, exact_width)
         return runner(self._mask_kinds, self.device)
 
-    def part(self, blocks: Sequence[nn.Module], current: Pass | None = None) -> ModelPart:
+    def part(self, blocks: Sequence[nn.Module], current: Pass | None = None, *, is_whole: bool = False) -> ModelPart:
         """The model with `blocks` in the place of its own; `current` is what stand-ins among them share."""
-        return ModelPart(self.model, self.anatomy.path, blocks, current)
+        return ModelPart(self.model, self.anatomy.path, blocks, current, is_whole=is_whole)
 
     def in_place(self, block: nn.Module, index: int) -> nn.Module:
         """`block` at the place of the model's block `index`, as this target's runner calls it."""
         if self.runner.block_call is None or self._mask_kinds is None:
             return block
         return FixedShapes(block, index, self._mask_kinds, self.runner.block_call)
-
-    @torch.inference_mode()
-    def _check_runner(self) -> None:
-        """Raise `UnsupportedRunnerError` unless passes by the runner give what passes without it give; it compiles meanwhile."""
-        token_ids = torch.arange(CHECKED_TOKENS, device=self.device)[None] % self.config.vocab_size
-        expected = Target(self.model).forward(token_ids, KVCache(self.num_layers, CHECKED_TOKENS), 0)
-        cache, half = self.new_cache(CHECKED_TOKENS), CHECKED_TOKENS // 2
-        self.forward(token_ids[:, :half], cache, 0)
-        try:
-            several = self.forward(token_ids[:, half:-1], cache, half)
-            one = self.forward(token_ids[:, -1:], cache, CHECKED_TOKENS - 1)
-        except (RuntimeError, TypeError, ValueError, LookupError, AttributeError) as cause:
-            reason = " ".join(str(cause).split())
-            raise UnsupportedRunnerError(
-                f"{type(self.model).__name__} does not run by the runner {self.runner.name!r}: {reason}"
-            ) from cause
-        if not agree(torch.cat([several, one]), expected[half:]):
-            raise UnsupportedRunnerError(
-                f"{type(self.model).__name__} gives other logits by the runner {self.runner.name!r} than without it"
-            )
 
     @property
     def blocks(self) -> nn.ModuleList:
@@ -109,15 +93,17 @@ class Target:
     def widest_pass(self, start: int) -> int | None:
         """Most positions a pass from `start` may cover and still compute what one-token passes would; None if any number.
 
+        In bit-exact mode passes are of one width, and those of fewer positions are padded to it.
         A `longrope` or `dynamic` rotary embedding picks the frequencies of a whole pass by its last position: a pass must not
         straddle the position where they change, and behind it those of a dynamic one change with every token.
         """
-        change = self._rope_change
-        if change is None:
-            return None
-        if start < change.position:
-            return change.position - start
-        return None if change.once else 1
+        widest = [self.runner.exact_width] if self.runner.exact_width is not None else []
+        if (change := self._rope_change) is not None:
+            if start < change.position:
+                widest.append(change.position - start)
+            elif not change.once:
+                widest.append(1)
+        return min(widest, default=None)
 
     def new_cache(self, capacity: int) -> KVCache:
         """An empty cache for one text of at most `capacity` tokens."""
@@ -221,12 +207,6 @@ class Target:
         for state in states:
             emit.states = state
             yield runner.run(view, token_ids, cache, 0).logits
-
-
-def agree(a: Tensor, b: Tensor) -> bool:
-    """Whether two computations of the same logits are equal up to the rounding of their precision."""
-    tolerance = 1e-4 if a.dtype == torch.float32 else 0.08
-    return bool((a.float() - b.float()).abs().max() <= tolerance * b.float().abs().max().clamp_min(1e-6))
 
 
 def _record_output(outputs: dict[str, Tensor], kind: str, module: nn.Module, args: Any, output: Any) -> None:

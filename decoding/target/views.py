@@ -122,7 +122,7 @@ class TappedView:
     def __init__(self, target: Target, boundary: int) -> None:
         self._runner, current, blocks = target.runner, Pass(), list(target.stack)
         blocks[boundary - 1] = Tap(blocks[boundary - 1], current.tapped)
-        self._part = target.part(blocks, current)
+        self._part = target.part(blocks, current, is_whole=True)
 
     def forward(
         self, token_ids: Tensor, cache: KVCache, start: int, *, last_only: bool = False

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -12,17 +13,20 @@ import torch
 from torch import Tensor, nn
 
 from decoding.decode import Request, autoregressive, speculative
+from decoding.decoder import Decoder
 from decoding.draft_length import AdaEdl, DraftLengthRule, Fixed
+from decoding.drafters.build import build_drafter
 from decoding.drafters.early_exit import EarlyExitDrafter
 from decoding.errors import UnsupportedRunnerError
+from decoding.exactness import compare
 from decoding.profile import Draft, LayerSkip, Lookup
 from decoding.rounds import Generation
-from decoding.runners import RUNNERS, MaskKinds, Runner, StaticRunner, compilation
+from decoding.runners import RUNNERS, MaskKinds, Outputs, Runner, StaticRunner, compilation
 from decoding.runners.buckets import CPU_BUCKETS, GPU_BUCKETS, Buckets
 from decoding.runners.compilation import CompiledBlocks, call_block
 from decoding.runners.contract import BlockCall
 from decoding.target import Target
-from decoding.text import Ending
+from decoding.text import Ending, Text
 from tests.decoding.families import NUM_LAYERS, SUPPORTED, WINDOW, build, some_tokens
 from tests.decoding.test_lossless import RULES, SKIPS, plain_text, write
 
@@ -292,3 +296,101 @@ def test_errors_of_the_block_itself_are_not_taken_for_the_compilers() -> None:
     with pytest.raises(RuntimeError, match="cannot be multiplied"):
         call_block(Block(), torch.zeros(1, 2), (), {})
     assert issubclass(compilation._compiler_errors()[0], RuntimeError)
+
+
+# --- bit-exact mode ---------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def exact_target(family: str, dtype: torch.dtype) -> Target:
+    return Target(build(family).to(dtype), functools.partial(StaticRunner, compiled=False, exact_width=8))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", ["llama", "gemma2", "qwen3", "gpt2"])
+def test_logits_of_the_verification_have_the_bits_of_plain_decoding(
+    family: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, request = exact_target(family, dtype), Request(PROMPT, Ending(40))
+    seen: dict[tuple[int, ...], list[Tensor]] = {}
+    honest = Target.forward
+
+    def forward(self: Target, token_ids: Tensor, cache: Any, start: int, *, last_only: bool = False) -> Tensor:
+        logits = honest(self, token_ids, cache, start, last_only=last_only)
+        if start:
+            known = tuple(text.span(0, start)[0].tolist())
+            for row in range(logits.shape[0]):
+                place = len(token_ids[0]) - logits.shape[0] + row + 1
+                seen.setdefault((*known, *token_ids[0, :place].tolist()), []).append(logits[row].clone())
+        return logits
+
+    monkeypatch.setattr(Target, "forward", forward)
+    texts = []
+    for draft in (None, SKIPS["last block"], DRAFTS["lookup, then attention"]):
+        steps = autoregressive(target, request)
+        if draft is not None:
+            drafter = build_drafter(target, draft, prefix_reuse=False)
+            assert drafter is not None
+            steps = speculative(target, drafter, Fixed(max_tokens=12).controller(), request)
+        with remembered(monkeypatch) as made:
+            first = next(steps)
+            text = made[-1]
+            texts.append(Generation.collect([first, *steps]).tokens)
+    assert texts[0] == texts[1] == texts[2]
+    compared = [rows for rows in seen.values() if len(rows) > 1]
+    assert len(compared) >= 39, "each token's logits by plain and by drafted decoding"
+    assert all(torch.equal(row, rows[0]) for rows in compared for row in rows)
+
+
+@contextmanager
+def remembered(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Text]]:
+    """The texts that are begun meanwhile."""
+    made: list[Text] = []
+
+    class Remembered(Text):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            made.append(self)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("decoding.decode.Text", Remembered)
+        yield made
+
+
+def test_bit_exact_mode_bounds_a_draft_and_verifies_from_the_first_block() -> None:
+    target = exact_target("llama", torch.float32)
+    decoder = Decoder(target, SKIPS["last block"], Fixed(max_tokens=12))
+    generation = decoder.generate(Request(PROMPT, Ending(40)))
+    assert max(step.num_drafted for step in generation.rounds) == 7
+    assert target.widest_pass(5) == 8
+
+
+def test_ties_are_no_excuse_in_bit_exact_mode() -> None:
+    target = exact_target("llama", torch.bfloat16)
+    plain = plainly(target, Request(PROMPT, Ending(8)))
+    other = (*plain[:4], (plain[4] + 1) % 96, *plain[5:])
+    assert not compare(target, PROMPT, plain, other).is_lossless
+
+
+def test_model_whose_bits_depend_on_the_place_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    honest = StaticRunner.run
+
+    def run(self: StaticRunner, part: Any, token_ids: Tensor, *args: Any, **settings: Any) -> Outputs:
+        outputs = honest(self, part, token_ids, *args, **settings)
+        return Outputs(outputs.logits * (1 + 1e-6 * torch.arange(outputs.logits.shape[0])[:, None]), outputs.states)
+
+    monkeypatch.setattr(StaticRunner, "run", run)
+    with pytest.raises(
+        UnsupportedRunnerError, match="LlamaForCausalLM in float32 has no bit-exact mode on this device"
+    ):
+        Target(build("llama"), functools.partial(StaticRunner, compiled=False, exact_width=4))
+
+
+def test_experts_that_take_rows_together_have_no_bit_exact_mode() -> None:
+    with pytest.raises(UnsupportedRunnerError, match="MixtralForCausalLM in float32 has no bit-exact mode"):
+        exact_target("mixtral", torch.float32)
+
+
+def test_bit_exact_mode_is_the_static_runners() -> None:
+    with pytest.raises(UnsupportedRunnerError, match="the runner 'eager' has no bit-exact mode: 'static' has"):
+        Target(build("llama"), exact_width=4)

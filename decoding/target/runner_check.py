@@ -1,0 +1,69 @@
+"""Whether a runner computes what the model computes without it: found out when a target is made, on a few tokens."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from decoding.errors import UnsupportedRunnerError
+
+if TYPE_CHECKING:
+    from decoding.target.target import Target
+
+PROMPT_TOKENS = 6
+TOKENS_BEHIND = 6
+
+
+@torch.inference_mode()
+def check_runner(target: Target, eager: Target) -> None:
+    """Raise `UnsupportedRunnerError` unless `target` gives what the same model gives as it is; what it compiles is compiled then.
+
+    In bit-exact mode, also unless every token gets the same bits at every place of a pass.
+    """
+    token_ids = torch.arange(PROMPT_TOKENS + TOKENS_BEHIND, device=target.device)[None] % target.config.vocab_size
+    expected = _logits(eager, token_ids, [TOKENS_BEHIND - 1, 1])
+    try:
+        found = _logits(target, token_ids, [TOKENS_BEHIND - 1, 1])
+    except (RuntimeError, TypeError, ValueError, LookupError, AttributeError) as cause:
+        reason = " ".join(str(cause).split())
+        raise UnsupportedRunnerError(
+            f"{type(target.model).__name__} does not run by the runner {target.runner.name!r}: {reason}"
+        ) from cause
+    if not agree(found, expected):
+        raise UnsupportedRunnerError(
+            f"{type(target.model).__name__} gives other logits by the runner {target.runner.name!r} than without it"
+        )
+    if target.runner.exact_width is not None:
+        _check_exactness(target, target.runner.exact_width)
+
+
+def _check_exactness(target: Target, width: int) -> None:
+    stream = torch.Generator().manual_seed(0)
+    token_ids = torch.randint(target.config.vocab_size, (1, PROMPT_TOKENS + width), generator=stream).to(target.device)
+    at_once = _logits(target, token_ids, [width])
+    for first in range(1, width):
+        if not torch.equal(_logits(target, token_ids, [first, width - first]), at_once):
+            dtype = str(target.dtype).removeprefix("torch.")
+            raise UnsupportedRunnerError(
+                f"{type(target.model).__name__} in {dtype} has no bit-exact mode on this device: what it computes of a token "
+                "depends on its place in a pass"
+            )
+
+
+def _logits(target: Target, token_ids: Tensor, widths: list[int]) -> Tensor:
+    """Logits of the tokens behind the prompt, in passes of these widths."""
+    cache, start = target.new_cache(token_ids.shape[1]), PROMPT_TOKENS
+    target.forward(token_ids[:, :start], cache, 0)
+    parts = []
+    for width in widths:
+        parts.append(target.forward(token_ids[:, start : start + width], cache, start))
+        start += width
+    return torch.cat(parts)
+
+
+def agree(a: Tensor, b: Tensor) -> bool:
+    """Whether two computations of the same logits are equal up to the rounding of their precision."""
+    tolerance = 1e-4 if a.dtype == torch.float32 else 0.08
+    return bool((a.float() - b.float()).abs().max() <= tolerance * b.float().abs().max().clamp_min(1e-6))
