@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import io
 from collections.abc import Mapping
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any
 
 from rich.console import RenderableType
 
-from decoding.exactness import compare
+from decoding.exactness import Comparison, compare
 from tuner.bench_report import TABLE_WIDTH, bench_json, bench_picture, bench_table
 from tuner.bench_result import BenchResult, Entry, TextSample, comparable, mean_context
 from tuner.bench_task import BenchConfig, BenchTask, prepare_bench, token_ids
@@ -17,6 +18,7 @@ from tuner.check_task import check_results_folder, public_name, write_json, writ
 from tuner.contenders import ALWAYS, PLAIN, Setting, enter
 from tuner.contest import Contest, Writing
 from tuner.environment import device_name, versions
+from tuner.own_decoding import profile_by
 from tuner.roofline import Roofline, measure_bandwidth, reading
 from tuner.watcher import Progress
 
@@ -79,6 +81,7 @@ def _setting(task: BenchTask, progress: Progress) -> Setting:
     return Setting(
         profile=task.profile,
         decoder=task.decoder,
+        in_mode=functools.cache(lambda mode: task.deploy(profile_by(mode, task.profile))),
         eos_token_ids=task.eos_token_ids,
         tuning_prompts=token_ids(task.choosing),
         max_new_tokens=task.max_new_tokens,
@@ -88,15 +91,22 @@ def _setting(task: BenchTask, progress: Progress) -> Setting:
 
 
 def _hold(contest: Contest, task: BenchTask, progress: Progress) -> dict[str, list[TextSample]]:
-    """All samples by contender; texts are compared with the first that plain decoding wrote of the prompt."""
+    """All samples by contender; texts are compared with the first that the one they should be like wrote of the prompt."""
     prompts = token_ids(task.measured)
     samples: dict[str, list[TextSample]] = {name: [] for name in contest.running}
-    plain: dict[int, tuple[int, ...]] = {}
+    same_as = {name: each.same_as for name, each in contest.running.items()}
+    written: dict[tuple[str, int], tuple[int, ...]] = {}
+
+    def compared(name: str, place: int, tokens: tuple[int, ...]) -> Comparison:
+        if (other := same_as[name]) is not None:
+            return Comparison(identical=written.get((other, place)) == tokens)
+        return compare(task.target, prompts[place], written[PLAIN, place], tokens)
 
     def note(place: int, repeat: int, texts: Mapping[str, Writing]) -> None:
-        reference = plain.setdefault(place, texts[PLAIN].tokens)
         for name, text in texts.items():
-            comparison = compare(task.target, prompts[place], reference, text.tokens)
+            written.setdefault((name, place), text.tokens)
+        for name, text in texts.items():
+            comparison = compared(name, place, text.tokens)
             samples[name].append(TextSample.of(place, repeat, len(prompts[place]), text, comparison))
         progress.advance()
 
@@ -117,6 +127,8 @@ def _facts(task: BenchTask) -> dict[str, Any]:
         "context": config.context,
         "max_new_tokens": task.max_new_tokens,
         "temperature": 0.0,
+        "runner": task.target.runner.name,
+        "exact_width": task.target.runner.exact_width,
         "repeats": config.repeats,
         "seed": config.seed,
         "prompt_column": config.prompt_column,

@@ -14,6 +14,7 @@ from decoding.target import Target
 from tuner.contenders import check_names, default_names
 from tuner.errors import ConfigError
 from tuner.loading import Loaded, eos_token_ids, load, resolve_device
+from tuner.own_decoding import profile_by
 from tuner.prompt_length import at_length
 from tuner.prompts import Prompt, PromptSet, load_prompts
 from tuner.watcher import Progress
@@ -35,6 +36,7 @@ class BenchConfig(Document):
     model: str | None = None
     dtype: str | None = None
     device: str = "auto"
+    runner: str | None = None
     context: int | None = None
     max_new_tokens: int | None = None
     prompts: int | None = None
@@ -59,12 +61,18 @@ class BenchTask:
     loaded: Loaded
     decoder: Decoder
     """The profile on the model, as deployed."""
+    folder: Path
+    """Where the profile's exit head lies."""
     max_new_tokens: int
     dataset_fingerprint: str
     split: str
     """What is known of whether the profile was tuned on the prompts, in words."""
     choosing: tuple[Prompt, ...]
     measured: tuple[Prompt, ...]
+
+    def deploy(self, profile: DraftProfile) -> Decoder:
+        """The decoder of another profile on the same model."""
+        return load_decoder(profile, folder=self.folder).decoder_for(self.loaded.model)
 
     @property
     def target(self) -> Target:
@@ -81,6 +89,8 @@ def prepare_bench(config: BenchConfig, profile_path: Path, progress: Progress) -
     """Load and check profile, exit head, model and prompts. Raises errors of ours for what the user can put right."""
     names = check_names(config.against) if config.against is not None else default_names(resolve_device(config.device))
     profile = DraftProfile.load(profile_path)
+    if config.runner is not None:
+        profile = profile_by(config.runner, profile)
     deployed = load_decoder(profile, folder=profile_path.parent)
     model = config.model or profile.target.model
     progress.stage(f"loading {model}")
@@ -108,7 +118,17 @@ def prepare_bench(config: BenchConfig, profile_path: Path, progress: Progress) -
             for part in (choosing, measured)
         )
     return BenchTask(
-        config, names, profile, loaded, decoder, max_new_tokens, found.fingerprint, split, choosing, measured
+        config,
+        names,
+        profile,
+        loaded,
+        decoder,
+        profile_path.parent,
+        max_new_tokens,
+        found.fingerprint,
+        split,
+        choosing,
+        measured,
     )
 
 

@@ -320,8 +320,13 @@ def generate(profile: Path, prompt: str, threads: int | None, **options: Any) ->
 @click.option(
     "--against",
     metavar="LIST",
-    help="Whom to compare with, e.g. hf,hf-early-exit: hf, hf-early-exit, hf-prompt-lookup, hf-static; plain is always there.  "
-    "[default: all, hf-static on CUDA only]",
+    help="Whom to compare with, e.g. hf,hf-early-exit: hf, hf-early-exit, hf-prompt-lookup, hf-static, and plain or profile by "
+    "another runner, e.g. plain-static,profile-bitwise; plain is always there.  [default: all hf, hf-static on CUDA only]",
+)
+@click.option(
+    "--runner",
+    type=click.Choice(["eager", "static", "bitwise"]),
+    help="How profile and plain are run; bitwise is static in bit-exact mode.  [default: as the profile says]",
 )
 @click.option("--model", help="Folder or hub id; default: the one the profile names.")
 @click.option(
@@ -375,6 +380,7 @@ def bench(profile: Path, against: str | None, threads: int | None, out: Path, **
       hf-early-exit      generate(assistant_early_exit=N) with the N that is fastest on tuning prompts
       hf-prompt-lookup   generate(prompt_lookup_num_tokens=10)
       hf-static          generate(cache_implementation="static"), which transformers compiles on CUDA
+      plain-eager, profile-static, profile-bitwise ...     plain or the profile by another of our runners
       roofline           the most that one token a pass allows: bytes to be read over measured memory bandwidth
 
     What this model or device cannot run is left out, and the table says why. The profile records the numbers of prompts and

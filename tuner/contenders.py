@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
-from decoding.decode import Request
 from decoding.decoder import Decoder, plain_decoder
 from decoding.documents import suggest
 from decoding.profile import DraftProfile, PlainDecoding
-from decoding.rounds import Prefill
 from decoding.target import Target
-from decoding.text import Ending
-from tuner.contest import Contender, Stopwatch, reason_of
+from tuner.contest import Contender, reason_of
 from tuner.errors import ConfigError
+from tuner.own_decoding import MODES, OwnDecoding, profile_by
 from tuner.stock_generation import LOOKUP_TOKENS, StockGeneration, fastest_exit
 
 PROFILE, PLAIN = "profile", "plain"
@@ -37,6 +34,8 @@ class Setting:
     max_new_tokens: int
     longest_prompt: int
     """Tokens of the longest prompt that will be measured."""
+    in_mode: Callable[[str], Decoder]
+    """The profile on the model in one of `own_decoding.MODES`, made when first asked for."""
     on_text: Callable[[], None] = lambda: None
     """Called for each text that is written in choosing."""
 
@@ -46,25 +45,26 @@ class Setting:
         return self.decoder.target
 
 
-class OwnDecoding:
-    """A decoder of ours, with our own loop and cache."""
+@dataclass(frozen=True)
+class _Own:
+    """The profile or plain decoding by one of our runners, whichever the profile names."""
 
-    def __init__(
-        self, decoder: Decoder, eos_token_ids: frozenset[int], description: str, settings: Mapping[str, Any]
-    ) -> None:
-        self._decoder = decoder
-        self._eos = eos_token_ids
-        self._description = description
-        self.settings = settings
+    mode: str
+    is_plain: bool
 
-    def describe(self) -> str:
-        """What it is, for the table."""
-        return self._description
+    def __call__(self, setting: Setting) -> Contender:
+        decoder, eos = setting.in_mode(self.mode), setting.eos_token_ids
+        same_as = f"{PLAIN}-{self.mode}" if self.mode == "bitwise" and not self.is_plain else None
+        if self.is_plain:
+            return OwnDecoding(plain_decoder(decoder.target), eos, f"plain, {self._how(decoder)}", {})
+        settings = {"decoding": profile_by(self.mode, setting.profile).decoding.model_dump(mode="json")}
+        return OwnDecoding(decoder, eos, f"profile, {self._how(decoder)}", settings, same_as=same_as)
 
-    def write(self, prompt: Sequence[int], max_new_tokens: int, watch: Stopwatch) -> None:
-        """See `Contender.write`."""
-        for step in self._decoder.steps(Request(prompt, Ending(max_new_tokens, self._eos))):
-            watch.put((step.token,) if isinstance(step, Prefill) else step.tokens)
+    def _how(self, decoder: Decoder) -> str:
+        exact_width = decoder.target.runner.exact_width
+        if exact_width is None:
+            return f"by the {decoder.target.runner.name} runner"
+        return f"in bit-exact mode: every pass of the whole model runs on {exact_width} positions"
 
 
 def _profile(setting: Setting) -> Contender:
@@ -122,6 +122,7 @@ Factory = Callable[[Setting], Contender]
 CONTENDERS: dict[str, Factory] = {
     PROFILE: _profile,
     PLAIN: _plain,
+    **{f"{who}-{mode}": _Own(mode, who == PLAIN) for mode in MODES for who in (PLAIN, PROFILE)},
     "hf": _stock,
     "hf-early-exit": _stock_early_exit,
     "hf-prompt-lookup": _stock_prompt_lookup,
@@ -130,16 +131,21 @@ CONTENDERS: dict[str, Factory] = {
 
 
 def default_names(device: torch.device) -> tuple[str, ...]:
-    """Whom to compare with if nothing is asked: all, but a static cache only where transformers compiles for it."""
-    return tuple(name for name in CONTENDERS if name != "hf-static" or device.type == "cuda")
+    """Whom to compare with if nothing is asked: all of transformers' ways, but a static cache only where it compiles for it."""
+    stock = tuple(name for name in CONTENDERS if name.startswith("hf"))
+    return (*ALWAYS, *(name for name in stock if name != "hf-static" or device.type == "cuda"))
 
 
 def check_names(names: Sequence[str]) -> tuple[str, ...]:
-    """The names asked for, those that are always there first; `ConfigError` for an unknown one."""
+    """The names asked for and those whose text they are compared with, those that are always there first.
+
+    `ConfigError` for an unknown one.
+    """
     for name in names:
         if name not in CONTENDERS:
             raise ConfigError(f"unknown contender {name!r}; {suggest(name, CONTENDERS)}")
-    return tuple(dict.fromkeys([*ALWAYS, *names]))
+    needed = [f"{PLAIN}-bitwise" for name in names if name == f"{PROFILE}-bitwise"]
+    return tuple(dict.fromkeys([*ALWAYS, *needed, *names]))
 
 
 def enter(names: Sequence[str], setting: Setting) -> tuple[dict[str, Contender], dict[str, str]]:

@@ -83,6 +83,10 @@ class Contender(Protocol):
     def settings(self) -> Mapping[str, Any]:
         """What a reader needs to repeat it: plain data for JSON."""
 
+    @property
+    def same_as(self) -> str | None:
+        """Whose text it writes to the last token, ties being no excuse; None: plain decoding's, up to numerical ties."""
+
     def describe(self) -> str:
         """One line for the table."""
 

@@ -46,6 +46,8 @@ class StockGeneration:
         self._description = description
         self._options = dict(options or {})
 
+    same_as: str | None = None
+
     @property
     def settings(self) -> Mapping[str, Any]:
         """The options, and the model's own settings that it drafts by (null: the default of transformers)."""

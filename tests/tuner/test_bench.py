@@ -27,10 +27,13 @@ from tuner.cli import main
 from tuner.contenders import CONTENDERS, default_names
 from tuner.contest import Stopwatch, Writing
 from tuner.errors import DatasetError
+from tuner.own_decoding import MODES, OwnDecoding
 from tuner.prompts import load_prompts
 from tuner.roofline import Bandwidth, Reading, Roofline
 
 SIZES = {"tuning-prompts": 4, "held-out-prompts": 3}
+OTHER_RUNNERS = [f"{who}-{mode}" for mode in MODES for who in ("plain", "profile")]
+NOT_BY_OTHER_RUNNERS = [name for name in CONTENDERS if name not in OTHER_RUNNERS]
 RunBench = Callable[..., Result]
 WriteProfile = Callable[..., Path]
 
@@ -93,10 +96,10 @@ def test_all_contenders_write_plain_decodings_text_and_all_is_kept(
     workplace: Path, target: Target, code: Path, write_profile: WriteProfile, bench: RunBench
 ) -> None:
     profile = write_profile(write_heads(target, workplace, [4])[4], AdaEdl(initial_threshold=0.7, max_tokens=3))
-    result = bench(profile, code, against=",".join(CONTENDERS), repeats=2)
+    result = bench(profile, code, against=",".join(NOT_BY_OTHER_RUNNERS), repeats=2)
     assert result.exit_code == 0, result.output
     found = results(workplace)
-    assert list(found["contenders"]) == list(found["samples"]) == list(CONTENDERS)
+    assert list(found["contenders"]) == list(found["samples"]) == NOT_BY_OTHER_RUNNERS
     assert found["left_out"] == {}
     for name, figures in found["contenders"].items():
         samples = found["samples"][name]
@@ -129,7 +132,7 @@ def test_all_contenders_write_plain_decodings_text_and_all_is_kept(
     assert {"torch", "transformers", "sdtune"} <= set(found["versions"])
     assert str(workplace.parent) not in (workplace / "b" / "bench.json").read_text(), "no folder of this machine"
     table = (workplace / "b" / "bench.txt").read_text()
-    for word in (*CONTENDERS, "roofline", "over plain", "profile over it", "6/6", "exit at 4, trained head", "100%"):
+    for word in (*NOT_BY_OTHER_RUNNERS, "roofline", "over plain", "profile over it", "6/6", "exit at 4, trained head", "100%"):
         assert word in table
         assert word in result.stdout
     assert "…" not in table
@@ -139,10 +142,10 @@ def test_all_contenders_write_plain_decodings_text_and_all_is_kept(
 def test_without_a_list_the_static_cache_is_only_for_accelerators(
     workplace: Path, code: Path, write_profile: WriteProfile, bench: RunBench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert default_names(torch.device("cuda")) == tuple(CONTENDERS)
+    assert list(default_names(torch.device("cuda"))) == NOT_BY_OTHER_RUNNERS
     monkeypatch.setitem(CONTENDERS, "hf-early-exit", CONTENDERS["hf"])  # it would choose for seconds
     assert bench(write_profile(LayerSkip.blocks((3,))), code).exit_code == 0
-    assert list(results(workplace)["contenders"]) == [name for name in CONTENDERS if name != "hf-static"]
+    assert list(results(workplace)["contenders"]) == [name for name in NOT_BY_OTHER_RUNNERS if name != "hf-static"]
 
 
 def test_the_held_out_prompts_of_the_profiles_search_are_measured_and_it_is_said_whether_they_are(
@@ -212,6 +215,7 @@ def test_another_text_is_told_apart(
 ) -> None:
     class Wrong:
         settings: Mapping[str, Any] = {}
+        same_as: str | None = None
 
         def __init__(self, honest: Any) -> None:
             self._honest = honest
@@ -382,3 +386,49 @@ def test_table_and_picture() -> None:
     picture = io.BytesIO()
     bench_picture(result, picture)
     assert picture.getvalue().startswith(b"\x89PNG")
+
+
+# --- by our other runners ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("uncompiled")
+def test_every_runner_of_ours_can_be_put_beside(
+    workplace: Path, code: Path, write_profile: WriteProfile, bench: RunBench
+) -> None:
+    result = bench(write_profile(LayerSkip.blocks((3, 4)), Fixed(max_tokens=12)), code, against=",".join(OTHER_RUNNERS))
+    assert result.exit_code == 0, result.output
+    found = results(workplace)
+    assert set(found["contenders"]) == {"profile", "plain", *OTHER_RUNNERS}
+    assert all(figures["identical"] == figures["texts"] for figures in found["contenders"].values())
+    assert found["contenders"]["profile-bitwise"]["settings"]["decoding"]["exact_width"] == 8
+    drafted = found["contenders"]["profile-static"]["tokens_per_pass"]
+    assert found["contenders"]["profile-bitwise"]["tokens_per_pass"] < drafted, "its drafts are shorter"
+    assert "bit-exact mode: every pass of the whole model runs on 8 positions" in flat(result.output)
+
+
+@pytest.mark.usefixtures("uncompiled")
+def test_bit_exact_text_is_compared_with_that_of_its_own_mode_to_the_last_token(
+    workplace: Path, code: Path, write_profile: WriteProfile, bench: RunBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    honest = OwnDecoding.write
+
+    def write(self: OwnDecoding, prompt: Sequence[int], max_new_tokens: int, watch: Stopwatch) -> None:
+        other = [*prompt[:-1], prompt[-1] ^ 1] if "plain, in bit-exact" in self.describe() else prompt
+        honest(self, other, max_new_tokens, watch)
+
+    monkeypatch.setattr(OwnDecoding, "write", write)
+    assert bench(write_profile(LayerSkip.blocks((3, 4))), code, against="profile-bitwise").exit_code == 0
+    figures = results(workplace)["contenders"]
+    assert list(figures) == ["profile", "plain", "plain-bitwise", "profile-bitwise"]
+    assert (figures["profile-bitwise"]["identical"], figures["profile-bitwise"]["ties"]) == (0, 0)
+    assert figures["plain"]["identical"] == 3
+
+
+@pytest.mark.usefixtures("uncompiled")
+def test_profile_and_plain_are_run_as_asked(
+    workplace: Path, code: Path, write_profile: WriteProfile, bench: RunBench
+) -> None:
+    assert bench(write_profile(LayerSkip.blocks((3, 4))), code, against="plain-eager", runner="static").exit_code == 0
+    found = results(workplace)
+    assert (found["runner"], found["exact_width"]) == ("static", None)
+    assert all(figures["identical"] == 3 for figures in found["contenders"].values())
