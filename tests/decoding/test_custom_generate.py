@@ -19,7 +19,13 @@ from transformers.generation import GenerateDecoderOnlyOutput, StoppingCriteria,
 import decoding.target
 from decoding.deploy import ProfileDecoder, custom_generate, load_decoder
 from decoding.draft_length import AdaEdl, CalibratedThompson, DraftLengthRule, Fixed, TopProbability
-from decoding.errors import ExitHeadError, ProfileError, TargetMismatchError, UnsupportedRequestError
+from decoding.errors import (
+    ExitHeadError,
+    ProfileError,
+    TargetMismatchError,
+    UnsupportedRequestError,
+    UnsupportedRunnerError,
+)
 from decoding.exit_head import HeadFacts, save_exit_head
 from decoding.fingerprint import fingerprint
 from decoding.profile import (
@@ -33,8 +39,9 @@ from decoding.profile import (
     PromptLookup,
     Target,
 )
+from decoding.runners.compilation import call_block
 from decoding.target import ResumeView
-from tests.decoding.families import target_of
+from tests.decoding.families import build, target_of
 from tests.tiny import tiny_llama
 
 PROMPT = torch.tensor([[5, 17, 33, 8]])
@@ -475,3 +482,43 @@ def test_head_of_another_target_is_refused_strict_or_not(model: LlamaForCausalLM
     decoder = load_decoder(_exit_profile(model, tmp_path, head_of=tiny_llama(seed=1)), strict=strict)
     with pytest.raises(ExitHeadError, match="belongs to another model"):
         model.generate(PROMPT, max_new_tokens=8, do_sample=False, custom_generate=decoder)
+
+
+# --- runners ----------------------------------------------------------------------------------------------------------
+
+
+def _by(profile: DraftProfile, **decoding: Any) -> DraftProfile:
+    return profile.model_copy(update={"decoding": Decoding(**decoding)})
+
+
+@pytest.fixture
+def uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The static runner without its compiler, which takes half a minute."""
+    monkeypatch.setattr("decoding.runners.static.CompiledBlocks", lambda: call_block)
+
+
+@pytest.mark.usefixtures("uncompiled")
+@pytest.mark.parametrize("exact_width", [None, 4])
+def test_runner_and_mode_are_as_the_profile_says(model: LlamaForCausalLM, exact_width: int | None) -> None:
+    decoder = load_decoder(_by(_profile(model), runner="static", exact_width=exact_width))
+    drafted = model.generate(PROMPT, max_new_tokens=20, do_sample=False, custom_generate=decoder)
+    assert torch.equal(drafted, model.generate(PROMPT, max_new_tokens=20, do_sample=False))
+    runner = decoder.decoder_for(model).target.runner
+    assert (runner.name, runner.exact_width) == ("static", exact_width)
+    assert decoder.last_generation is not None
+    assert decoder.last_generation.num_accepted > 0
+
+
+@pytest.mark.usefixtures("uncompiled")
+def test_model_that_the_runner_cannot_run_is_run_as_it_is_with_a_warning() -> None:
+    bloom = build("bloom")
+    profile = _profile(bloom)
+    with pytest.warns(
+        UserWarning, match=r"does not run by the runner 'static'.* may be slower than profile 'tiny' says"
+    ):
+        decoder = load_decoder(_by(profile, runner="static")).decoder_for(bloom)
+    assert decoder.target.runner.name == "eager"
+    with pytest.raises(
+        UnsupportedRunnerError, match="does not run by the runner 'static'"
+    ):  # never less exact than promised
+        load_decoder(_by(profile, runner="static", exact_width=4)).decoder_for(bloom)

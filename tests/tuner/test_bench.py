@@ -132,7 +132,15 @@ def test_all_contenders_write_plain_decodings_text_and_all_is_kept(
     assert {"torch", "transformers", "sdtune"} <= set(found["versions"])
     assert str(workplace.parent) not in (workplace / "b" / "bench.json").read_text(), "no folder of this machine"
     table = (workplace / "b" / "bench.txt").read_text()
-    for word in (*NOT_BY_OTHER_RUNNERS, "roofline", "over plain", "profile over it", "6/6", "exit at 4, trained head", "100%"):
+    for word in (
+        *NOT_BY_OTHER_RUNNERS,
+        "roofline",
+        "over plain",
+        "profile over it",
+        "6/6",
+        "exit at 4, trained head",
+        "100%",
+    ):
         assert word in table
         assert word in result.stdout
     assert "…" not in table

@@ -221,6 +221,38 @@ def test_a_dry_run_writes_nothing(
     assert list(workplace.iterdir()) == []
 
 
+@pytest.mark.usefixtures("rigged", "uncompiled")
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ({"runner": "static"}, ("static", None)),
+        ({"exact": "bitwise", "exact_width": "4"}, ("static", 4)),
+    ],
+)
+def test_runner_of_the_search_is_that_of_the_profile(
+    run_search: SearchCommand,
+    workplace: Path,
+    checkpoint: Path,
+    flags: dict[str, str],
+    expected: tuple[str, int | None],
+) -> None:
+    result = run_search(**flags)
+    assert result.exit_code == 0, result.output
+    profile = DraftProfile.load(workplace / "profile.yaml")
+    assert (profile.decoding.runner, profile.decoding.exact_width) == expected
+    assert profile.measured is not None
+    assert profile.measured.exact.identical == profile.measured.exact.prompts
+    model = AutoModelForCausalLM.from_pretrained(checkpoint)
+    target = load_decoder(workplace / "profile.yaml").decoder_for(model).target
+    assert (target.runner.name, target.runner.exact_width) == expected
+
+
+def test_bit_exact_mode_by_the_runner_that_has_none_is_refused(run_search: SearchCommand) -> None:
+    result = run_search(exact="bitwise", runner="eager")
+    assert result.exit_code == 2
+    assert "exact: bitwise is a mode of the static runner" in result.stderr
+
+
 def test_sampling_is_tuned_too(run_search: SearchCommand) -> None:
     result = run_search(temperature="0.8", study="conf_layers", trials="2")
     assert result.exit_code == 0, result.output

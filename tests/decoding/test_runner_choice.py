@@ -1,0 +1,74 @@
+"""Which runner is taken, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from decoding.cache import KVCache
+from decoding.errors import UnsupportedRunnerError
+from decoding.runner_choice import NUM_SWEEPS, choose_runner
+from decoding.runners.compilation import call_block
+from decoding.target import Target
+from tests.decoding.families import build
+from tests.tiny import tiny_llama
+
+
+@pytest.fixture(autouse=True)
+def uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The static runner without its compiler, which takes half a minute."""
+    monkeypatch.setattr("decoding.runners.static.CompiledBlocks", lambda: call_block)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
+    """Seconds by runner that a pass takes; `now` is what the clock shows."""
+    seconds = {"eager": 1.0, "static": 1.0, "now": 0.0}
+    honest = Target.forward
+
+    def forward(self: Target, token_ids: torch.Tensor, cache: KVCache, start: int, **settings: bool) -> torch.Tensor:
+        seconds["now"] += seconds[self.runner.name]
+        return honest(self, token_ids, cache, start, **settings)
+
+    monkeypatch.setattr(Target, "forward", forward)
+    return seconds
+
+
+@pytest.mark.parametrize(("static", "chosen"), [(0.5, "static"), (2.0, "eager")])
+def test_auto_takes_the_one_that_was_faster(clock: dict[str, float], static: float, chosen: str) -> None:
+    clock["static"] = static
+    choice = choose_runner(tiny_llama(), "auto", clock=lambda: clock["now"])
+    assert choice.target.runner.name == chosen
+    assert f"{1 / static:.2f} times as fast as eager" in choice.reason
+
+
+def test_a_disturbed_sweep_does_not_decide(clock: dict[str, float]) -> None:
+    clock["static"] = 0.5
+    jumps: Iterator[float] = iter([0.0] * 10 + [1e6] * 3 + [0.0] * (8 * NUM_SWEEPS))
+
+    def disturbed() -> float:
+        clock["now"] += next(jumps)
+        return clock["now"]
+
+    assert choose_runner(tiny_llama(), "auto", clock=disturbed).target.runner.name == "static"
+
+
+def test_auto_says_why_a_model_is_run_as_it_is() -> None:
+    choice = choose_runner(build("bloom"), "auto")
+    assert choice.target.runner.name == "eager"
+    assert "BloomForCausalLM does not run by the runner 'static'" in choice.reason
+
+
+def test_by_name_it_is_that_one_or_an_error() -> None:
+    assert choose_runner(tiny_llama(), "eager").target.runner.name == "eager"
+    assert choose_runner(tiny_llama(), "static").target.runner.name == "static"
+    with pytest.raises(UnsupportedRunnerError, match="does not run by the runner 'static'"):
+        choose_runner(build("bloom"), "static")
+
+
+def test_bit_exact_mode_decides_for_the_runner_that_has_it() -> None:
+    assert choose_runner(tiny_llama(), "auto", exact_width=4).target.runner.exact_width == 4
+    with pytest.raises(UnsupportedRunnerError, match="has no bit-exact mode"):
+        choose_runner(tiny_llama(), "eager", exact_width=4)
