@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import functools
 import io
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from rich.console import RenderableType
 
 from decoding.exactness import Comparison, compare
+from decoding.profile import PlainDecoding
+from tuner.accounting import Account, longest_draft, take_account
 from tuner.bench_report import TABLE_WIDTH, bench_json, bench_picture, bench_table
 from tuner.bench_result import BenchResult, Entry, TextSample, comparable, mean_context
 from tuner.bench_task import BenchConfig, BenchTask, prepare_bench, token_ids
 from tuner.check_task import check_results_folder, public_name, write_json, write_result, write_text
 from tuner.contenders import ALWAYS, PLAIN, Setting, enter
 from tuner.contest import Contest, Writing
+from tuner.cost import measure_cost_table
 from tuner.environment import device_name, versions
 from tuner.own_decoding import profile_by
 from tuner.roofline import Roofline, measure_bandwidth, reading
@@ -58,6 +61,7 @@ def run_bench(task: BenchTask, progress: Progress) -> BenchResult:
     contest.warm_up([by_length[-1], by_length[0]])
     samples = _hold(contest, task, progress)
     left_out |= contest.left_out
+    account = _account(task, prompts, progress)
     entries = [
         Entry(name, each.describe(), dict(each.settings), tuple(samples[name]))
         for name, each in contest.running.items()
@@ -72,6 +76,7 @@ def run_bench(task: BenchTask, progress: Progress) -> BenchResult:
         counted=counted,
         num_prompts=len(prompts),
         roofline=roofline,
+        account=account,
         facts=_facts(task),
         remarks=_remarks(task, len(prompts) - len(counted)),
     )
@@ -114,6 +119,30 @@ def _hold(contest: Contest, task: BenchTask, progress: Progress) -> dict[str, li
     progress.stage("everybody continues every prompt", len(prompts) * repeats)
     contest.hold(prompts, max_new_tokens=task.max_new_tokens, repeats=repeats, on_texts=note)
     return samples
+
+
+def _account(task: BenchTask, prompts: Sequence[Sequence[int]], progress: Progress) -> Account | None:
+    """Where the profile's time goes; None where a pass does not wait for its end, or if the profile drafts nothing."""
+    draft, target = task.profile.draft, task.target
+    if target.device.type != "cpu" or isinstance(draft, PlainDecoding):
+        return None
+    progress.stage("measuring what passes of the model cost")
+    most_drafted = longest_draft(draft, task.profile.draft_length.max_tokens)
+    lengths = [len(prompt) for prompt in prompts]
+    table = measure_cost_table(
+        target, max_tokens=most_drafted, contexts=[min(lengths), max(lengths) + task.max_new_tokens]
+    )
+    progress.stage("accounting for the profile's time", len(prompts))
+    return take_account(
+        task.decoder,
+        draft,
+        table,
+        prompts,
+        max_new_tokens=task.max_new_tokens,
+        eos_token_ids=task.eos_token_ids,
+        prefix_reuse=task.profile.decoding.prefix_reuse and target.runner.exact_width is None,
+        on_text=progress.advance,
+    )
 
 
 def _facts(task: BenchTask) -> dict[str, Any]:

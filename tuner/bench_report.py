@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from decoding.profile import Interval
+from tuner.accounting import Account
 from tuner.bench_result import BenchResult, Entry, mean_prompt_tokens
 from tuner.contenders import PLAIN, PROFILE
 
@@ -68,6 +69,8 @@ def _legend(result: BenchResult) -> Iterator[tuple[str, str]]:
     yield ROOFLINE, _describe_roofline(result)
     for name, reason in result.left_out.items():
         yield name, f"left out: {reason}"
+    if result.account is not None:
+        yield "its time", _describe_account(result.account)
     yield "prompts", result.facts["split"]
     yield "device", f"{result.facts['device']}, {result.facts['dtype']}"
     for remark in result.remarks:
@@ -84,6 +87,14 @@ def _describe_roofline(result: BenchResult) -> str:
     )
 
 
+def _describe_account(account: Account) -> str:
+    return (
+        f"{account.bookkeeping:.1%} of the profile's is outside the model's passes; it is {account.speedup:.2f} times as fast "
+        f"as plain, where its rounds should give {account.expected_speedup:.2f} by what passes cost "
+        f"({account.speedup / account.expected_speedup:.0%} of that)"
+    )
+
+
 def bench_json(result: BenchResult) -> dict[str, Any]:
     """All figures with their intervals, every sample, the bound and what it is made of, device and versions."""
     return {
@@ -97,12 +108,24 @@ def bench_json(result: BenchResult) -> dict[str, Any]:
             "bytes_per_token": result.roofline.reading.total,
             **result.roofline.model_dump(mode="json"),
         },
+        "account": _account_figures(result.account),
         "contenders": {name: _figures(result, entry) for name, entry in result.entries.items()},
         "left_out": result.left_out,
         "samples": {
             name: [sample.model_dump(mode="json") for sample in entry.samples] for name, entry in result.entries.items()
         },
     }
+
+
+def _account_figures(account: Account | None) -> dict[str, float] | None:
+    if account is None:
+        return None
+    derived = {
+        "bookkeeping": account.bookkeeping,
+        "speedup": account.speedup,
+        "expected_speedup": account.expected_speedup,
+    }
+    return {**account.model_dump(), **derived}
 
 
 def _figures(result: BenchResult, entry: Entry) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from decoding.documents import Document
 from decoding.exactness import Comparison
 from decoding.profile import Interval
 from studies.measurement import paired_interval
+from tuner.accounting import Account
 from tuner.contenders import PLAIN, PROFILE
 from tuner.contest import Writing
 from tuner.errors import DatasetError
@@ -110,6 +111,8 @@ class BenchResult:
     counted: tuple[int, ...]
     num_prompts: int
     roofline: Roofline
+    account: Account | None
+    """Where the profile's time goes."""
     facts: dict[str, Any]
     """Task, device and versions: plain data."""
     remarks: tuple[str, ...] = ()

@@ -21,6 +21,7 @@ from studies.measurement import Measurement
 from tests.heads import write_heads
 from tests.records import sample
 from tests.tiny import save_tiny_checkpoint, write_tiny_prompts
+from tuner.accounting import Account
 from tuner.bench_report import bench_picture, bench_table
 from tuner.bench_result import BenchResult, Entry, TextSample, comparable, mean_context
 from tuner.cli import main
@@ -101,6 +102,8 @@ def test_all_contenders_write_plain_decodings_text_and_all_is_kept(
     found = results(workplace)
     assert list(found["contenders"]) == list(found["samples"]) == NOT_BY_OTHER_RUNNERS
     assert found["left_out"] == {}
+    assert 0 < found["account"]["bookkeeping"] < 1
+    assert found["account"]["profile_tokens"] == found["account"]["plain_tokens"] == 3 * 39
     for name, figures in found["contenders"].items():
         samples = found["samples"][name]
         assert [(each["prompt"], each["repeat"]) for each in samples] == [(p, r) for r in (0, 1) for p in (0, 1, 2)]
@@ -331,7 +334,15 @@ def made_up(**entries: Sequence[TextSample]) -> BenchResult:
         reading=Reading(weights=4, keys_and_values=1.0, mean_context=1.0),
     )
     facts = {"split": "held out", "device": "a device", "dtype": "bfloat16", "profile": "p"}
-    return BenchResult(named, {"hf-static": "RuntimeError: no"}, (0, 1, 2), 4, roofline, facts, ("a note",))
+    account = Account(
+        plain_seconds=9.0,
+        plain_tokens=90,
+        profile_seconds=5.0,
+        profile_tokens=100,
+        pass_seconds=4.8,
+        expected_passes=50.0,
+    )
+    return BenchResult(named, {"hf-static": "RuntimeError: no"}, (0, 1, 2), 4, roofline, account, facts, ("a note",))
 
 
 def test_a_text_is_kept_as_it_came() -> None:
@@ -390,6 +401,9 @@ def test_table_and_picture() -> None:
     assert "500.0" in hf, "milliseconds of prefill"
     assert next(line for line in lines if line.startswith(" roofline")).split()[1:] == ["20.0", "6.00", "1.00", "100%"]
     assert any("left out: RuntimeError: no" in line for line in lines)
+    said = flat(console.getvalue())
+    assert "4.0% of the profile's is outside the model's passes; it is 2.00 times as fast as plain" in said
+    assert "its rounds should give 2.00 by what passes cost (100% of that)" in said
     assert any("a note" in line for line in lines)
     picture = io.BytesIO()
     bench_picture(result, picture)
