@@ -1,0 +1,63 @@
+"""A prompt that is read in pieces is the prompt that is read at once."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from decoding.decode import Request, autoregressive, speculative
+from decoding.draft_length import Fixed
+from decoding.drafters.early_exit import EarlyExitDrafter
+from decoding.rounds import Generation
+from decoding.runners.contract import Inputs, Outputs
+from decoding.target.parts import ModelPart
+from decoding.text import Ending
+from tests.decoding.families import SUPPORTED, some_tokens, target_of
+
+PROMPT = some_tokens(23)
+
+
+@pytest.fixture
+def pieces(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Passes of five positions at most; their widths."""
+    widths: list[int] = []
+    honest = ModelPart.compute
+
+    def compute(self: ModelPart, inputs: Inputs) -> Outputs:
+        widths.append(inputs.token_ids.shape[1])
+        return honest(self, inputs)
+
+    monkeypatch.setattr(ModelPart, "compute", compute)
+    monkeypatch.setattr("decoding.runners.eager.LONGEST_PASS", 5)
+    return widths
+
+
+@pytest.mark.parametrize("family", SUPPORTED)
+def test_pieces_give_the_logits_of_the_whole(family: str, monkeypatch: pytest.MonkeyPatch, pieces: list[int]) -> None:
+    target, ids = target_of(family), torch.tensor([PROMPT])
+    with torch.inference_mode():
+        found = target.forward(ids, target.new_cache(len(PROMPT)), 0, last_only=True)
+        assert pieces == [5, 5, 5, 5, 3]
+        monkeypatch.setattr("decoding.runners.eager.LONGEST_PASS", 100)
+        whole = target.forward(ids, target.new_cache(len(PROMPT)), 0, last_only=True)
+    assert torch.allclose(found, whole, atol=1e-4)
+
+
+def test_head_reads_the_prompt_in_pieces_too(monkeypatch: pytest.MonkeyPatch, pieces: list[int]) -> None:
+    target, texts = target_of("llama"), []
+    drafter = EarlyExitDrafter(target, 3, target.new_exit_head())
+    for longest in (5, 100):
+        monkeypatch.setattr("decoding.runners.eager.LONGEST_PASS", longest)
+        request = Request(PROMPT, Ending(20))
+        generation = Generation.collect(speculative(target, drafter, Fixed(max_tokens=3).controller(), request))
+        texts.append([(step.tokens, step.num_accepted) for step in generation.rounds])
+        assert generation.tokens == Generation.collect(autoregressive(target, request)).tokens
+    assert texts[0] == texts[1]
+    assert pieces[:10] == [5, 5, 5, 5, 3] * 2
+
+
+def test_passes_whose_logits_are_all_wanted_are_whole(pieces: list[int]) -> None:
+    target = target_of("llama")
+    with torch.inference_mode():
+        assert target.forward(torch.tensor([PROMPT]), target.new_cache(len(PROMPT)), 0).shape[0] == len(PROMPT)
+    assert pieces == [len(PROMPT)]
