@@ -1,0 +1,96 @@
+"""The benchmark of one GPU, without one: its steps are commands that there are, and what becomes of each is told."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from decoding.runners import StaticRunner
+from decoding.target import Target
+from studies.widen import main as widen
+from tests.tiny import tiny_llama
+from tuner.cli import main
+from tuner.gpu_benchmark import Done, Step, figures, plan, run_all, run_step, table
+from tuner.readiness import measure_readiness
+
+BENCH: dict[str, Any] = {
+    "device": "a device",
+    "dtype": "bfloat16",
+    "runner": "static",
+    "roofline": {"tokens_per_second": 300.0},
+    "left_out": {},
+    "contenders": {
+        "plain": {
+            "tokens_per_second": {"value": 200.0, "ci95": [190.0, 210.0]},
+            "over_plain": {"value": 1.0, "ci95": [1.0, 1.0]},
+            "share_of_roofline": 0.8,
+            "identical": 15,
+            "ties": 1,
+            "texts": 16,
+        }
+    },
+}
+
+
+def test_every_step_is_a_command_with_flags_that_it_has(tmp_path: Path) -> None:
+    steps = plan(tmp_path, "cuda", "8b", 120)
+    assert sum(step.timeout for step in steps) < 1000
+    commands = 0
+    for step in steps:
+        module, *arguments = step.arguments
+        if module == "tuner.cli":
+            main.commands[arguments[0]].make_context(arguments[0], arguments[1:])
+            commands += 1
+        elif module == "studies.widen":
+            widen.make_context(module, arguments)
+            commands += 1
+    assert commands == len(steps) - 1
+
+
+def test_a_step_that_fails_is_told_and_the_others_still_run(tmp_path: Path) -> None:
+    steps = [Step("one", ("a",), 1), Step("two", ("b",), 1)]
+
+    def run(step: Step, out: Path) -> Done:
+        if step.name == "two":
+            (out / "bfloat16").mkdir()
+            (out / "bfloat16" / "bench.json").write_text(json.dumps(BENCH))
+        return Done(step.name, step.name == "two", 2.0, "out of memory")
+
+    done = run_all(steps, tmp_path, run)
+    written = json.loads((tmp_path / "gpu_benchmark.json").read_text())
+    assert [(each["name"], each["ok"]) for each in written["steps"]] == [("one", False), ("two", True)]
+    assert written["figures"]["bfloat16"]["contenders"]["plain"]["identical"] == 15
+    shown = io.StringIO()
+    Console(file=shown, width=140).print(table(done, figures(tmp_path)))
+    assert "FAILED: one" in shown.getvalue()
+    assert "out of memory" in shown.getvalue()
+    assert "15/16 + 1 ties" in shown.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "ok", "said"),
+    [
+        (("timeit", "-n", "1", "-r", "1", "print(6 * 7)"), True, "loop"),
+        (("timeit", "-n", "1", "-r", "1", "raise ValueError('no such device')"), False, "no such device"),
+        (("timeit", "-n", "1", "-r", "1", "import time; time.sleep(60)"), False, "given up after 2 s"),
+    ],
+)
+def test_a_step_is_run_in_a_process_of_its_own(tmp_path: Path, arguments: tuple[str, ...], ok: bool, said: str) -> None:
+    done = run_step(Step("a step", arguments, timeout=2), tmp_path)
+    assert done.ok is ok
+    assert said in done.said
+    assert (tmp_path / "a_step.log").exists()
+
+
+def test_readiness_is_of_candidates_that_differ() -> None:
+    target = Target(tiny_llama(6), lambda kinds, device: StaticRunner(kinds, device, compiled=False))
+    measured = measure_readiness(target, num_candidates=3)
+    assert len({each["draft"] for each in measured}) == 3
+    for each in measured:
+        assert each["switch_seconds"] == pytest.approx(each["first_seconds"] - each["second_seconds"])
+        assert each["second_seconds"] > 0
