@@ -18,13 +18,15 @@ from torch import Tensor
 
 from decoding.cache import KVCache, Storage
 from decoding.runners.buckets import CPU_BUCKETS, GPU_BUCKETS, Buckets
-from decoding.runners.compilation import CompiledBlocks, call_block, compiling
+from decoding.runners.compilation import CompiledBlocks, as_prepared, call_block, compiling
 from decoding.runners.contract import BlockCall, Inputs, Outputs, Part
 from decoding.runners.eager import EagerRunner
 from decoding.runners.graphs import record
 from decoding.runners.masks import MaskKinds
 
 Run = Callable[[], Outputs]
+_Key = tuple["_Shape", int, bool, bool]
+"""Shape and memory of a pass, and torch's modes."""
 
 
 class StaticRunner:
@@ -51,7 +53,7 @@ class StaticRunner:
         self._free: list[Storage] = []
         self._inputs: dict[int, _Buffers] = {}
         # Recordings go with the part that they are of, and are bound to the memory that they read.
-        self._prepared: weakref.WeakKeyDictionary[Part, dict[tuple[_Shape, int], Run]] = weakref.WeakKeyDictionary()
+        self._prepared: weakref.WeakKeyDictionary[Part, dict[_Key, Run]] = weakref.WeakKeyDictionary()
 
     def new_cache(self, num_layers: int, capacity: int) -> KVCache:
         """An empty cache with room for padding, in memory that an earlier text has left if there is some of the size."""
@@ -105,7 +107,7 @@ class StaticRunner:
 
     def _prepared_pass(self, part: Part, cache: KVCache, shape: _Shape) -> Run:
         known = self._prepared.setdefault(part, {})
-        key = (shape, id(cache.storage))
+        key = (shape, id(cache.storage), torch.is_grad_enabled(), torch.is_inference_mode_enabled())
         if key not in known:
             known[key] = self._prepare(part, cache, shape)
         return known[key]
@@ -123,7 +125,9 @@ class StaticRunner:
 
         with compiling():
             run()
-        return record(run, self._pool) if self._device.type == "cuda" else run
+        if self._device.type == "cuda":
+            return record(run, self._pool)
+        return as_prepared(run) if isinstance(self.block_call, CompiledBlocks) else run
 
     def _compute(self, part: Part, cache: KVCache, shape: _Shape) -> Outputs:
         window, buffers = cache.window, self._buffers(shape.width)
