@@ -6,6 +6,7 @@ two graphs, those of skipped sublayers two more each, and a new skip set none. C
 
 from __future__ import annotations
 
+import importlib
 import types
 import warnings
 from collections.abc import Callable, Iterator
@@ -54,7 +55,10 @@ class CompiledBlocks:
 def compiling() -> Iterator[None]:
     """The settings under which blocks are compiled: a first pass of a kind goes under this, later ones need not."""
     # A layer's index is an attribute of its modules: taken for a constant, every layer would be compiled by itself.
-    with torch._dynamo.config.patch(allow_unspec_int_on_nn_module=True, recompile_limit=MOST_GRAPHS):
+    dynamo = torch._dynamo.config.patch(allow_unspec_int_on_nn_module=True, recompile_limit=MOST_GRAPHS)
+    # Sizes that happen to be equal, as of heads and of positions, would be taken to be equal always.
+    shapes = importlib.import_module("torch.fx.experimental._config").patch(use_duck_shape=False)
+    with dynamo, shapes:
         yield
 
 

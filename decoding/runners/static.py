@@ -56,18 +56,28 @@ class StaticRunner:
         self._prepared: weakref.WeakKeyDictionary[Part, dict[_Key, Run]] = weakref.WeakKeyDictionary()
 
     def new_cache(self, num_layers: int, capacity: int) -> KVCache:
-        """An empty cache with room for padding, in memory that an earlier text has left if there is some of the size."""
-        places = self.buckets.capacity(capacity)
-        free = (
-            place
-            for place, storage in enumerate(self._free)
-            if len(storage.layers) == num_layers and storage.capacity >= places
-        )
-        fitting = next(free, None)
-        storage = Storage(num_layers, places) if fitting is None else self._free.pop(fitting)
+        """An empty cache with room for padding, in memory that an earlier text has left if there is enough of it."""
+        storage = self._take(num_layers, self.buckets.capacity(capacity))
         cache = KVCache(num_layers, capacity, storage)
         weakref.finalize(cache, self._free.append, storage).atexit = False
         return cache
+
+    def _take(self, num_layers: int, places: int) -> Storage:
+        for storage in self._free:
+            if len(storage.layers) == num_layers and storage.capacity >= places:
+                self._free.remove(storage)
+                return storage
+        # What was free is too small for this text. The new one will do for those too: so the sizes that there are stay few.
+        for small in self._free:
+            self._forget(small)
+        self._free.clear()
+        return Storage(num_layers, places)
+
+    def _forget(self, storage: Storage) -> None:
+        """Let go of the recordings that are bound to this memory."""
+        for known in self._prepared.values():
+            for key in [key for key in known if key[1] == id(storage)]:
+                del known[key]
 
     def run(
         self,

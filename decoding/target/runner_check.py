@@ -18,7 +18,7 @@ TOKENS_BEHIND = 6
 
 @torch.inference_mode()
 def check_runner(target: Target, eager: Target) -> None:
-    """Raise `UnsupportedRunnerError` unless `target` gives what the same model gives as it is; what it compiles is compiled then.
+    """Raise `UnsupportedRunnerError` unless `target` gives what the same model gives as it is; it compiles all there is to compile.
 
     In bit-exact mode, also unless every token gets the same bits at every place of a pass.
     """
@@ -37,6 +37,17 @@ def check_runner(target: Target, eager: Target) -> None:
         )
     if target.runner.exact_width is not None:
         _check_exactness(target, target.runner.exact_width)
+    _draft_once(target, token_ids)
+
+
+def _draft_once(target: Target, token_ids: Tensor) -> None:
+    """Run a view that lacks an attention and an MLP, so that blocks of that kind are compiled before a search times one."""
+    parts = target.anatomy.attention, target.anatomy.mlp
+    attention, mlp = ([index for index, part in enumerate(kind) if part is not None] for kind in parts)
+    cache = target.new_cache(token_ids.shape[1])
+    target.forward(token_ids[:, :PROMPT_TOKENS], cache, 0)
+    view = target.draft_view(attention[:1], mlp[1:2], keep_boundary=False)
+    view.forward(token_ids[:, PROMPT_TOKENS : PROMPT_TOKENS + 1], cache, PROMPT_TOKENS)
 
 
 def _check_exactness(target: Target, width: int) -> None:

@@ -135,6 +135,22 @@ def test_memory_of_a_text_that_is_done_serves_the_next() -> None:
     assert long.storage.capacity >= 1000 + CPU_BUCKETS.widest
 
 
+def test_memory_that_is_too_small_is_let_go_with_what_is_bound_to_it() -> None:
+    target = Target(build("llama"), unwrapped())
+    runner = target.runner
+    assert isinstance(runner, StaticRunner)
+    plainly(target, Request(PROMPT, Ending(8)))
+    (prepared,) = runner._prepared.values()
+    (small,) = {key[1] for key in prepared}
+    long = Request(some_tokens(200), Ending(8))
+    assert plainly(target, long) == plainly(Target(build("llama")), long)
+    assert small not in {key[1] for key in prepared}
+    assert len({key[1] for key in prepared}) == len(runner._free) == 1
+    sizes = [storage.capacity for storage in runner._free]
+    plainly(target, Request(PROMPT, Ending(8)))
+    assert [storage.capacity for storage in runner._free] == sizes, "the larger one serves short texts too"
+
+
 def test_what_another_text_has_left_is_not_seen() -> None:
     target, request = static_target("llama"), Request(PROMPT, Ending(NUM_NEW_TOKENS))
     expected = plainly(target, request)
@@ -225,7 +241,8 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> Counting:
 
 def test_a_new_candidate_compiles_nothing(graphs: Counting) -> None:
     target = Target(build("llama"), "static")
-    assert graphs.num_graphs == 2, "one position, several: for all layers"
+    known = graphs.num_graphs
+    assert known == 4, "one position, several, one without attention, one without MLP: for all layers"
     request = Request(PROMPT, Ending(NUM_NEW_TOKENS))
     expected = plain_text("llama", "several tokens")
 
@@ -233,17 +250,19 @@ def test_a_new_candidate_compiles_nothing(graphs: Counting) -> None:
         generation = write(target, skip, Fixed(max_tokens=3), request)
         assert generation.tokens[: len(expected)] == expected
 
-    check(LayerSkip.blocks((2, 3)))
-    assert graphs.num_graphs == 2, "whole blocks are left out"
-    check(LayerSkip(skip_attention=(1, 3), skip_mlp=(2,)))
-    known = graphs.num_graphs
-    assert known <= 6, "blocks without one of their sublayers are others"
     for skip in (
+        LayerSkip.blocks((2, 3)),
+        LayerSkip(skip_attention=(1, 3), skip_mlp=(2,)),
         LayerSkip(skip_attention=(2,)),
         LayerSkip(skip_mlp=(1, 4)),
         LayerSkip(skip_attention=(4,), skip_mlp=(3,)),
     ):
         check(skip)
+    with torch.inference_mode():
+        for width in range(2, 40):  # that of heads, of their size, of the states ... among them
+            cache, ids = target.new_cache(50), torch.tensor([some_tokens(4 + width)])
+            target.forward(ids[:, :4], cache, 0)
+            target.forward(ids[:, 4:], cache, 4)
     longer = Request(some_tokens(40), Ending(90))
     assert plainly(target, longer) == plainly(Target(build("llama")), longer)
     assert graphs.num_graphs == known
