@@ -137,7 +137,7 @@ class StaticRunner:
             run()
         if self._device.type == "cuda":
             return record(run, self._pool)
-        return as_prepared(run) if isinstance(self.block_call, CompiledBlocks) else run
+        return run if self.block_call is call_block else as_prepared(run)
 
     def _compute(self, part: Part, cache: KVCache, shape: _Shape) -> Outputs:
         window, buffers = cache.window, self._buffers(shape.width)
