@@ -97,7 +97,7 @@ class StaticRunner:
         cache.cover(start, width)
         shape = self._exact_shape(cache, exact_width) if exact_width else self._shape(start, width, last_only, states)
         self._buffers(shape.width).fill(token_ids, start, states)
-        outputs = self._prepared_pass(part, cache, shape)()
+        outputs = self._pass(part, cache, shape)
         logits = outputs.logits if shape.last_only else outputs.logits[:width]
         kept = None if outputs.states is None else outputs.states[..., :width, :].clone()
         return Outputs(logits[-1:] if last_only else logits, kept)
@@ -115,16 +115,23 @@ class StaticRunner:
             self._inputs[width] = _Buffers(width, self._device)
         return self._inputs[width]
 
-    def _prepared_pass(self, part: Part, cache: KVCache, shape: _Shape) -> Run:
+    def _pass(self, part: Part, cache: KVCache, shape: _Shape) -> Outputs:
+        """Run a pass of this shape, prepared if there was one before: the first compiles what is not, and is recorded."""
         known = self._prepared.setdefault(part, {})
         key = (shape, id(cache.storage), torch.is_grad_enabled(), torch.is_inference_mode_enabled())
-        if key not in known:
-            known[key] = self._prepare(part, cache, shape)
-        return known[key]
+        if key in known:
+            return known[key]()
+        run = self._bound(part, cache.storage, shape)
+        with compiling():
+            outputs = run()
+        if self._device.type == "cuda":
+            known[key] = record(run, self._pool)
+        else:
+            known[key] = run if self.block_call is call_block else as_prepared(run)
+        return outputs
 
-    def _prepare(self, part: Part, cache: KVCache, shape: _Shape) -> Run:
-        """The pass of this shape, compiled and recorded; it has then run, which writes nothing but what it is about to write."""
-        storage = cache.storage
+    def _bound(self, part: Part, storage: Storage, shape: _Shape) -> Run:
+        """The pass, bound to memory but neither to a text nor to keeping its part."""
         whole = KVCache(len(storage.layers), storage.capacity, storage)
         weak = weakref.ref(part)
 
@@ -133,11 +140,7 @@ class StaticRunner:
             assert alive is not None, "a part takes its recordings along"
             return self._compute(alive, whole, shape)
 
-        with compiling():
-            run()
-        if self._device.type == "cuda":
-            return record(run, self._pool)
-        return run if self.block_call is call_block else as_prepared(run)
+        return run
 
     def _compute(self, part: Part, cache: KVCache, shape: _Shape) -> Outputs:
         window, buffers = cache.window, self._buffers(shape.width)
