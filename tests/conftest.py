@@ -1,9 +1,17 @@
-"""One torch thread per test process: several on few cores wait for each other."""
+"""One torch thread per test process: several on few cores wait for each other. And what tests of several packages use."""
 
 import pytest
 import torch
+
+from decoding.runners.compilation import call_block
 
 
 @pytest.fixture(scope="session", autouse=True)
 def _one_thread() -> None:
     torch.set_num_threads(1)
+
+
+@pytest.fixture
+def uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The static runner without its compiler, which takes half a minute."""
+    monkeypatch.setattr("decoding.runners.static.CompiledBlocks", lambda: call_block)

@@ -11,8 +11,12 @@ from pydantic import Field, field_validator, model_validator
 
 from decoding.distillation.settings import DistillSettings
 from decoding.documents import Document, Duration, read_mapping, suggest, validate
+from decoding.profile import ExactWidth
 from studies import DEFAULT_STUDIES, STUDIES
 from tuner.errors import ConfigError
+
+EXACT_WIDTH = 8
+"""Of the bit-exact mode where nothing else is said: drafts of up to seven tokens."""
 
 
 class SearchConfig(Document):
@@ -55,7 +59,7 @@ class SearchConfig(Document):
         "tokens",
         description="drafted text is plain text: token for token up to numerical ties, or bit for bit in a mode of fixed widths",
     )
-    exact_width: int = Field(8, ge=2, le=65, description="positions of every pass of the whole model in that mode")
+    exact_width: ExactWidth = Field(EXACT_WIDTH, description="positions of every pass of the whole model in that mode")
     prefix_reuse: bool = Field(True, description="verify only from the first block that the draft computes otherwise")
     heads: Path = Field(Path("exit_heads"), description="folder of the exit heads; missing ones are distilled into it")
     distill: Literal["auto", "never"] = Field(

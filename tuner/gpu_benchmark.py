@@ -7,7 +7,7 @@ output, `gpu_benchmark.json` with what became of each, and a table, printed last
 1. Losslessness on the demo model in float32 and bfloat16: plain and drafted, eager, static (CUDA graphs) and bit-exact.
 2. The demo model widened to the size of an 8B model, in bfloat16: synthetic, a small trained model at the cost of a large one.
 3. A whole `sdtune search` on it, by the static runner.
-4. The profile found, or the demo's if none was, against what users would take instead, behind prompts of 512 tokens.
+4. The profile that it found against what users would take instead, behind prompts of 512 tokens.
 5. How long a new candidate takes to be ready.
 """
 

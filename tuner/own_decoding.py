@@ -10,10 +10,9 @@ from decoding.decoder import Decoder
 from decoding.profile import Decoding, DraftProfile
 from decoding.rounds import Prefill
 from decoding.text import Ending
+from tuner.config import EXACT_WIDTH
 from tuner.contest import Stopwatch
 
-EXACT_WIDTH = 8
-"""Of the bit-exact mode, where the profile has none; as in a search."""
 MODES: dict[str, dict[str, Any]] = {
     "eager": {"runner": "eager", "exact_width": None},
     "static": {"runner": "static", "exact_width": None},

@@ -115,7 +115,9 @@ def profile_panel(profile: DraftProfile) -> RenderableType:
             facts.add_row("head", profile.draft.head)
     if profile.draft.kind != "none":
         facts.add_row("stops", profile.draft_length.describe())
-    facts.add_row("decoding", f"temperature {profile.decoding.temperature:g}, runner {profile.decoding.runner}")
+    width = profile.decoding.exact_width
+    mode = "" if width is None else f", bit-exact on {width} positions"
+    facts.add_row("decoding", f"temperature {profile.decoding.temperature:g}, runner {profile.decoding.runner}{mode}")
     if (measured := profile.measured) is None:
         facts.add_row(
             "measured",

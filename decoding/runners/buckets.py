@@ -24,7 +24,7 @@ class Buckets:
         return self.widths[bisect_left(self.widths, width)]
 
     def reach(self, end: int) -> int:
-        """How many places to read so that the first `end` are among them: steps double as the text grows, to stay few."""
+        """How many places to read so that the first `end` are among them: steps grow with the text, to stay few."""
         reach = self.places
         while reach < end:
             reach += max(self.places, reach // 4 // self.places * self.places)

@@ -1,7 +1,8 @@
 """Regional compilation: one block is compiled, for all layers and all views of them (`torch.compile`).
 
 Weights are inputs of the compiled code, and so are the shapes but for passes of a single position: a model of equal blocks needs
-two graphs, those of skipped sublayers two more each, and a new skip set none. Compiled code is kept on disk by torch.
+two graphs, blocks without their attention or their MLP, which draft a position at a time, need one more each, and a new skip
+set needs none. Compiled code is kept on disk by torch.
 """
 
 from __future__ import annotations

@@ -26,6 +26,7 @@ def check_runner(target: Target, eager: Target) -> None:
     expected = _logits(eager, token_ids, [TOKENS_BEHIND - 1, 1])
     try:
         found = _logits(target, token_ids, [TOKENS_BEHIND - 1, 1])
+        _draft_once(target, token_ids)
     except (RuntimeError, TypeError, ValueError, LookupError, AttributeError) as cause:
         reason = " ".join(str(cause).split())
         raise UnsupportedRunnerError(
@@ -37,7 +38,6 @@ def check_runner(target: Target, eager: Target) -> None:
         )
     if target.runner.exact_width is not None:
         _check_exactness(target, target.runner.exact_width)
-    _draft_once(target, token_ids)
 
 
 def _draft_once(target: Target, token_ids: Tensor) -> None:

@@ -39,7 +39,6 @@ from decoding.profile import (
     PromptLookup,
     Target,
 )
-from decoding.runners.compilation import call_block
 from decoding.target import ResumeView
 from tests.decoding.families import build, target_of
 from tests.tiny import tiny_llama
@@ -489,12 +488,6 @@ def test_head_of_another_target_is_refused_strict_or_not(model: LlamaForCausalLM
 
 def _by(profile: DraftProfile, **decoding: Any) -> DraftProfile:
     return profile.model_copy(update={"decoding": Decoding(**decoding)})
-
-
-@pytest.fixture
-def uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The static runner without its compiler, which takes half a minute."""
-    monkeypatch.setattr("decoding.runners.static.CompiledBlocks", lambda: call_block)
 
 
 @pytest.mark.usefixtures("uncompiled")

@@ -10,16 +10,11 @@ import torch
 from decoding.cache import KVCache
 from decoding.errors import UnsupportedRunnerError
 from decoding.runner_choice import NUM_SWEEPS, choose_runner
-from decoding.runners.compilation import call_block
 from decoding.target import Target
 from tests.decoding.families import build
 from tests.tiny import tiny_llama
 
-
-@pytest.fixture(autouse=True)
-def uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The static runner without its compiler, which takes half a minute."""
-    monkeypatch.setattr("decoding.runners.static.CompiledBlocks", lambda: call_block)
+pytestmark = pytest.mark.usefixtures("uncompiled")
 
 
 @pytest.fixture

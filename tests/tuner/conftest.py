@@ -17,7 +17,6 @@ from decoding.fingerprint import fingerprint
 from decoding.profile import Draft, DraftProfile
 from decoding.profile import Target as ProfileTarget
 from decoding.round_costs import measure_round_costs
-from decoding.runners.compilation import call_block
 from decoding.target import Target
 from tests.tiny import save_tiny_checkpoint, write_tiny_prompts
 from tuner.cli import main
@@ -116,9 +115,3 @@ def _small_config(folder: Path) -> Path:
         "group_column: file\nexperiment: tiny\ndistill: never\nstudy: [conf_layers, exit_layer, draft_length]\n"
     )
     return path
-
-
-@pytest.fixture
-def uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The static runner without its compiler, which takes half a minute."""
-    monkeypatch.setattr("decoding.runners.static.CompiledBlocks", lambda: call_block)

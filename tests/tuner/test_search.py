@@ -245,6 +245,9 @@ def test_runner_of_the_search_is_that_of_the_profile(
     model = AutoModelForCausalLM.from_pretrained(checkpoint)
     target = load_decoder(workplace / "profile.yaml").decoder_for(model).target
     assert (target.runner.name, target.runner.exact_width) == expected
+    shown = CliRunner().invoke(main, ["show", str(workplace / "profile.yaml")]).output
+    assert "runner static" in shown
+    assert ("bit-exact on 4 positions" in shown) is (expected[1] == 4)
 
 
 def test_bit_exact_mode_by_the_runner_that_has_none_is_refused(run_search: SearchCommand) -> None:
