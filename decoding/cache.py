@@ -7,12 +7,15 @@ share the one window, also those a draft skips: they are behind for a moment, an
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
+
+from decoding.last_position import last_position
 
 
 @dataclass(slots=True)
@@ -26,15 +29,17 @@ class Window:
     start: int = 0
     end: int = 0
     slots: Tensor | None = None
-    """[width] places to write, those of padding among them."""
+    """[width] places to write, those of padding among them; [texts, width] in a pass of several texts."""
     last: Tensor | None = None
-    """[1]: which of these is the last that is no padding."""
+    """[1], or one a text: which of these is the last that is no padding."""
     last_slot: Tensor | None = None
-    """[1]: the place of that one."""
+    """[1], or [texts, 1]: the place of that one."""
     bucket: int = 0
     """How many places such a pass reads, from the first on."""
+    rows: slice = field(default_factory=lambda: slice(None))
+    """Which texts of the memory a pass of several is over."""
     masks: tuple[Tensor, ...] = ()
-    """[1, 1, width, bucket] each: where the layers of each kind look in such a pass."""
+    """[texts, 1, width, bucket] each: where the layers of each kind look in such a pass."""
 
     def mask(self, kind: int, width: int) -> Tensor:
         """The mask of one kind of layers for all positions of the pass, or, if `width` is 1, for its last."""
@@ -42,7 +47,7 @@ class Window:
         if mask.shape[-2] == width:
             return mask
         assert self.last is not None, "it is set for the duration of a pass"
-        return mask.index_select(2, self.last)
+        return last_position(mask, -2, self.last)
 
 
 class Slot:
@@ -60,8 +65,24 @@ class Slot:
         return self.keys, self.values
 
 
+class RowsSlot:
+    """Keys and values [texts, heads, capacity, size] of one layer, as a pass of several texts writes them; it reads `bucket`."""
+
+    def __init__(self, slots: Tensor, keys: Tensor, values: Tensor, bucket: int) -> None:
+        self.slots, self.keys, self.values, self.bucket = slots, keys, values, bucket
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
+        """Write those of this pass, each text's at places of its own, and give all."""
+        places = self.slots[:, None, :, None]
+        self.keys.scatter_(2, places.expand_as(key_states), key_states)
+        self.values.scatter_(2, places.expand_as(value_states), value_states)
+        return self.keys[:, :, : self.bucket], self.values[:, :, : self.bucket]
+
+
 class _CacheLayer(CacheLayerMixin):
-    """Keys and values of one layer, [1, heads, capacity, head size] each, allocated at the first write.
+    """Keys and values of one layer, [texts, heads, capacity, head size] each, allocated at the first write.
 
     Sliding-window layers keep all positions too: their masks hide what is out of the window, and a rollback can bring it back.
     """
@@ -69,16 +90,17 @@ class _CacheLayer(CacheLayerMixin):
     is_croppable = True
     is_sliding = False
 
-    def __init__(self, window: Window, capacity: int) -> None:
+    def __init__(self, window: Window, capacity: int, num_rows: int = 1) -> None:
         super().__init__()
         self._window = window
         self._capacity = capacity
+        self._num_rows = num_rows
         self._read: dict[int, tuple[Tensor, Tensor]] = {}
         self.num_updates = 0
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        self.keys = _allocate(key_states, self._capacity)
-        self.values = _allocate(value_states, self._capacity)
+        self.keys = _allocate(key_states, self._num_rows, self._capacity)
+        self.values = _allocate(value_states, self._num_rows, self._capacity)
         self.is_initialized = True
 
     def update(
@@ -94,13 +116,15 @@ class _CacheLayer(CacheLayerMixin):
         self.num_updates += 1
         return self.keys[:, :, :end], self.values[:, :, :end]
 
-    def slot(self, width: int) -> Slot:
+    def slot(self, width: int) -> Slot | RowsSlot:
         """The layer for `width` positions of a pass of fixed shapes: all, or the last. Something must have been written before."""
         window = self._window
+        assert window.slots is not None and window.last_slot is not None, "they are set for the duration of a pass"  # noqa: PT018
+        slots = window.slots if width == window.slots.shape[-1] else window.last_slot
+        if slots.ndim == 2:
+            return RowsSlot(slots, self.keys[window.rows], self.values[window.rows], window.bucket)
         if window.bucket not in self._read:
             self._read[window.bucket] = self.keys[:, :, : window.bucket], self.values[:, :, : window.bucket]
-        assert window.slots is not None and window.last_slot is not None, "they are set for the duration of a pass"  # noqa: PT018
-        slots = window.slots if width == window.slots.shape[0] else window.last_slot
         return Slot(slots, *self._read[window.bucket])
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
@@ -113,21 +137,51 @@ class _CacheLayer(CacheLayerMixin):
         return self._capacity
 
 
-class Storage:
-    """The memory of a cache, layer by layer. It outlives its text where passes of fixed addresses are bound to it."""
+class _RowLayer(_CacheLayer):
+    """One text's part [1, heads, capacity, head size] of a layer that serves several."""
 
-    def __init__(self, num_layers: int, capacity: int, window: Window | None = None) -> None:
+    def __init__(self, window: Window, capacity: int, shared: _CacheLayer, row: int) -> None:
+        super().__init__(window, capacity)
+        self._shared, self._row = shared, row
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        if not self._shared.is_initialized:
+            self._shared.lazy_initialization(key_states, value_states)
+        own = slice(self._row, self._row + 1)
+        self.keys, self.values = self._shared.keys[own], self._shared.values[own]
+        self.is_initialized = True
+
+
+class Storage:
+    """The memory of a cache, layer by layer, for one text or for several, a row each.
+
+    It outlives its text where passes of fixed addresses are bound to it.
+    """
+
+    def __init__(self, num_layers: int, capacity: int, window: Window | None = None, *, num_rows: int = 1) -> None:
         self.window = window or Window()
         self.capacity = capacity
-        self.layers = [_CacheLayer(self.window, capacity) for _ in range(num_layers)]
+        self.num_rows = num_rows
+        self.layers = [_CacheLayer(self.window, capacity, num_rows) for _ in range(num_layers)]
         self._branch: Storage | None = None
+        self._whole: tuple[Storage, int] | None = None
 
     @property
     def branch(self) -> Storage:
         """The memory of an exit head on the same text, made when first asked for."""
-        if self._branch is None:
-            self._branch = Storage(len(self.layers), self.capacity, self.window)
+        if self._branch is None and self._whole is not None:
+            whole, row = self._whole
+            self._branch = whole.branch.row(row, self.window)
+        elif self._branch is None:
+            self._branch = Storage(len(self.layers), self.capacity, self.window, num_rows=self.num_rows)
         return self._branch
+
+    def row(self, index: int, window: Window | None = None) -> Storage:
+        """The memory of one of the texts, with a window of its own: what is written there is written here."""
+        own = Storage(0, self.capacity, window)
+        own.layers = [_RowLayer(own.window, self.capacity, layer, index) for layer in self.layers]
+        own._whole = self, index
+        return own
 
 
 class KVCache(Cache):
@@ -142,6 +196,8 @@ class KVCache(Cache):
         self._branch: BranchCache | None = None
         self.capacity = capacity
         self.length = 0
+        self.in_step: Callable[..., Any] | None = None
+        """Where the passes of a text go that is written in step with others; see `decoding.batch`."""
         super().__init__(layers=list(self.storage.layers))
 
     @property
@@ -151,7 +207,7 @@ class KVCache(Cache):
             self._branch = BranchCache(len(self.layers), self.capacity, self.storage.branch)
         return self._branch
 
-    def slot(self, index: int, width: int) -> Slot:
+    def slot(self, index: int, width: int) -> Slot | RowsSlot:
         """Layer `index` for `width` positions of a pass of fixed shapes: all of them, or the last."""
         return self.storage.layers[index].slot(width)
 
@@ -279,7 +335,7 @@ class RoundsCache(Cache):
         return torch.tensor(self.starts, device=device)[:, None] + torch.arange(self.depth, device=device)
 
 
-def _allocate(states: Tensor, capacity: int) -> Tensor:
-    batch, heads, _, size = states.shape
+def _allocate(states: Tensor, num_rows: int, capacity: int) -> Tensor:
+    _, heads, _, size = states.shape
     # A pass of fixed shapes reads places that nothing was written to: hidden by its mask, but not if they are no numbers.
-    return torch.zeros((batch, heads, capacity, size), dtype=states.dtype, device=states.device)
+    return torch.zeros((num_rows, heads, capacity, size), dtype=states.dtype, device=states.device)

@@ -36,10 +36,16 @@ class Request:
             raise ValueError("the prompt is empty: at least one token is needed to continue from")
 
 
+NewCache = Callable[[int], KVCache]
+"""An empty cache for a text of at most that many tokens."""
+
+
 @torch.inference_mode()
-def autoregressive(target: Target, request: Request) -> Iterator[Prefill | Round]:
-    """Plain decoding: one token of the target a round. Yields the prefill first."""
-    text, cache = _begin(target, request)
+def autoregressive(target: Target, request: Request, new_cache: NewCache | None = None) -> Iterator[Prefill | Round]:
+    """Plain decoding: one token of the target a round. Yields the prefill first. The text's cache is one of `new_cache`, or of
+    the target's own.
+    """
+    text, cache = _begin(target, request, new_cache)
     prefill, ended = _prefill(lambda: _read_prompt(target, text, cache), request, text, cache)
     yield prefill
     while not ended:
@@ -54,13 +60,17 @@ def autoregressive(target: Target, request: Request) -> Iterator[Prefill | Round
 
 @torch.inference_mode()
 def speculative(
-    target: Target, drafter: Drafter, controller: Controller, request: Request
+    target: Target,
+    drafter: Drafter,
+    controller: Controller,
+    request: Request,
+    new_cache: NewCache | None = None,
 ) -> Iterator[Prefill | Round]:
     """Speculative decoding: the same text as `autoregressive` (or the same distribution), more than one token a round.
 
     Yields the prefill first. `controller` learns from every round that it steers; give a fresh one to start afresh.
     """
-    text, cache = _begin(target, request, most_drafted=controller.max_tokens)
+    text, cache = _begin(target, request, new_cache, most_drafted=controller.max_tokens)
     prefill, ended = _prefill(lambda: drafter.prefill(text, cache), request, text, cache)
     yield prefill
     while not ended:
@@ -90,11 +100,16 @@ def speculative(
         )
 
 
-def _begin(target: Target, request: Request, most_drafted: int = 0) -> tuple[Text, KVCache]:
+def capacity_for(target: Target, request: Request, most_drafted: int) -> int:
+    """The positions that a text may come to have, drafts included."""
     if target.runner.exact_width is not None:
         most_drafted = target.runner.exact_width  # plain or not: how much is read is part of the shape of a pass
-    capacity = len(request.prompt) + request.ending.max_new_tokens + most_drafted + 1
-    return Text(request.prompt, capacity, target.device), target.new_cache(capacity)
+    return len(request.prompt) + request.ending.max_new_tokens + most_drafted + 1
+
+
+def _begin(target: Target, request: Request, new_cache: NewCache | None, most_drafted: int = 0) -> tuple[Text, KVCache]:
+    capacity = capacity_for(target, request, most_drafted)
+    return Text(request.prompt, capacity, target.device), (new_cache or target.new_cache)(capacity)
 
 
 def _read_prompt(target: Target, text: Text, cache: KVCache) -> Tensor:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from functools import cached_property
+import time
+from collections.abc import Iterator, Sequence
+from functools import cached_property, partial
 
-from decoding.decode import Request, autoregressive, speculative
+from decoding.batch import in_step
+from decoding.decode import NewCache, Request, autoregressive, capacity_for, speculative
 from decoding.draft_length import Controller, CostAwareRule, DraftLengthRule, Fixed
 from decoding.drafters.build import build_drafter
 from decoding.exit_head import ExitHeads
 from decoding.profile import Draft, PlainDecoding
 from decoding.round_costs import measure_round_costs
-from decoding.rounds import Generation, Prefill, Round
+from decoding.rounds import BatchGeneration, Generation, Prefill, Round
 from decoding.target import Target
 
 
@@ -32,7 +34,8 @@ class Decoder:
         # A prefix that the draft has computed, a token at a time, has not the bits of the wide passes of bit-exact mode.
         prefix_reuse = prefix_reuse and target.runner.exact_width is None
         self._drafter = build_drafter(target, draft, prefix_reuse=prefix_reuse, heads=heads)
-        self._kept: Controller | None = None
+        self._kept: dict[int, Controller] = {}
+        """By place in the batch: texts in step must not meddle with one another's rounds."""
 
     @cached_property
     def rule(self) -> DraftLengthRule:
@@ -42,25 +45,46 @@ class Decoder:
         return self._rule.with_costs(measure_round_costs(self.target, self._drafter, self._rule.max_tokens))
 
     def learnt(self) -> DraftLengthRule | None:
-        """The rule with what a persistent controller has learnt so far; None if none was kept, or if there is nothing to learn."""
-        return self._kept.learnt() if self._kept is not None else None
+        """The rule with what a persistent controller has learnt so far, in batches that of the first text; None if none was kept,
+        or if there is nothing to learn.
+        """
+        return self._kept[0].learnt() if self._kept else None
 
     def steps(self, request: Request) -> Iterator[Prefill | Round]:
         """Write one text, yielding a record for the prefill and each round as it happens."""
-        if self._drafter is None:
-            return autoregressive(self.target, request)
-        return speculative(self.target, self._drafter, self._controller(), request)
+        return self._loop(request, 0, self.target.new_cache)
+
+    def batch_steps(self, requests: Sequence[Request]) -> Iterator[tuple[int, Prefill | Round]]:
+        """Write several texts in step (`decoding.batch`), yielding their records with the number of each's text."""
+        most_drafted = 0 if self._drafter is None else self._rule.max_tokens
+        capacity = max((capacity_for(self.target, request, most_drafted) for request in requests), default=0)
+        loops = [partial(self._loop, request, row) for row, request in enumerate(requests)]
+        return in_step(self.target, loops, capacity)
 
     def generate(self, request: Request) -> Generation:
         """Write one text to its end."""
         return Generation.collect(self.steps(request))
 
-    def _controller(self) -> Controller:
+    def generate_batch(self, requests: Sequence[Request]) -> BatchGeneration:
+        """Write several texts in step to their ends: each is what `generate` would write."""
+        start = read = time.perf_counter()
+        records: list[list[Prefill | Round]] = [[] for _ in requests]
+        for row, step in self.batch_steps(requests):
+            records[row].append(step)
+            if isinstance(step, Prefill):
+                read = time.perf_counter()
+        generations = tuple(Generation.collect(steps) for steps in records)
+        return BatchGeneration(generations, read - start, time.perf_counter() - read)
+
+    def _loop(self, request: Request, row: int, new_cache: NewCache) -> Iterator[Prefill | Round]:
+        if self._drafter is None:
+            return autoregressive(self.target, request, new_cache)
+        return speculative(self.target, self._drafter, self._controller(row), request, new_cache)
+
+    def _controller(self, row: int) -> Controller:
         if not self.rule.persistent:
             return self.rule.controller()
-        if self._kept is None:
-            self._kept = self.rule.controller()
-        return self._kept
+        return self._kept.setdefault(row, self.rule.controller())
 
 
 def plain_decoder(target: Target) -> Decoder:

@@ -88,3 +88,19 @@ class Generation:
     def accepted_lengths(self) -> Counter[int]:
         """How many rounds accepted 0, 1, 2 ... drafts."""
         return Counter(step.num_accepted for step in self.rounds)
+
+
+@dataclass(frozen=True, slots=True)
+class BatchGeneration:
+    """The decoding of several prompts in step. Here seconds are those of all; in `generations`, what each text has waited."""
+
+    generations: tuple[Generation, ...]
+    prefill_seconds: float
+    """Until the last prompt was read."""
+    decode_seconds: float
+    """From there to the end of the last text."""
+
+    @property
+    def num_decoded(self) -> int:
+        """Tokens produced by the decode phase in all texts."""
+        return sum(generation.num_decoded for generation in self.generations)

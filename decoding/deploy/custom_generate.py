@@ -14,33 +14,19 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.generation import (
-    EosTokenCriteria,
-    GenerateDecoderOnlyOutput,
-    GenerationConfig,
-    MaxLengthCriteria,
-    SynthIDTextWatermarkLogitsProcessor,
-    UnbatchedClassifierFreeGuidanceLogitsProcessor,
-)
+from transformers.generation import GenerateDecoderOnlyOutput, GenerationConfig
 
-from decoding.acceptance import Greedy, Sampling
 from decoding.decode import Request
 from decoding.decoder import Decoder
+from decoding.deploy.requests import requests_of
 from decoding.errors import ExitHeadError, TargetMismatchError, UnsupportedRequestError, UnsupportedRunnerError
 from decoding.exit_head import ExitHeads, check_head_file
 from decoding.fingerprint import fingerprint
 from decoding.profile import DraftProfile, EarlyExit
-from decoding.rounds import Generation, Prefill, Round
+from decoding.rounds import BatchGeneration, Generation, Prefill, Round
 from decoding.target import Target
-from decoding.text import Ending, Shaping
 
 OnTokens = Callable[[tuple[int, ...]], None]
-
-# What `generate` prepares for its own loops and ours makes for itself.
-PREPARED_KWARGS = frozenset({"past_key_values", "position_ids", "logits_to_keep", "use_cache", "token_type_ids"})
-
-# They count their calls or keep a cache of their own, and would take drafts for text.
-STATEFUL_PROCESSORS = (SynthIDTextWatermarkLogitsProcessor, UnbatchedClassifierFreeGuidanceLogitsProcessor)
 
 
 def load_decoder(
@@ -60,13 +46,16 @@ def load_decoder(
 
 
 class ProfileDecoder:
-    """Decodes for `generate` as a profile says; `last_generation` holds the facts of the latest call."""
+    """Decodes for `generate` as a profile says; `last_generation` holds the facts of the latest call, or `last_batch` if that was
+    given several prompts.
+    """
 
     def __init__(self, profile: DraftProfile, *, strict: bool = True, folder: str | Path | None = None) -> None:
         self.profile = profile
         self.strict = strict
         self._heads_folder = _checked_heads_folder(profile, folder)
         self.last_generation: Generation | None = None
+        self.last_batch: BatchGeneration | None = None
         self._decoder: Decoder | None = None
 
     def __call__(
@@ -79,31 +68,35 @@ class ProfileDecoder:
         on_tokens: OnTokens | None = None,
         **kwargs: Any,
     ) -> Tensor | GenerateDecoderOnlyOutput:
-        """Called by `generate`. Returns token ids [1, prompt + generated], or the output object if it was asked for.
+        """Called by `generate`. Returns token ids [texts, prompt + generated], or the output object if it was asked for; behind a
+        text that is shorter than the longest stands the token for padding, as `generate` does it.
 
-        Raises `UnsupportedRequestError` for several prompts at once, beams, a filled cache, inputs other than token ids, or a
-        logits processor that remembers its calls.
+        Several prompts are decoded in step, each as if it were alone (`decoding.batch`). `on_tokens` is for a single one.
+
+        Raises `UnsupportedRequestError` for beams, a filled cache, inputs other than token ids, or a logits processor that
+        remembers its calls.
         """
         config = generation_config or model.generation_config
-        _refuse_unsupported(input_ids, config, kwargs)
-        _refuse_stateful(logits_processor)
-        prompt = _without_padding(input_ids, kwargs.get("attention_mask"))
-        seen = _as_padded(input_ids, len(prompt))
-        request = Request(
-            prompt=prompt,
-            ending=_ending(input_ids.shape[1], config, stopping_criteria, seen),
-            acceptance=Sampling() if config.do_sample else Greedy(),
-            shaping=Shaping(tuple(seen(process) for process in logits_processor)),
-        )
+        requests = requests_of(input_ids, config, logits_processor, stopping_criteria, kwargs)
+        if len(requests) > 1:
+            if on_tokens is not None:
+                raise UnsupportedRequestError(f"on_tokens streams one text, got {len(requests)} prompts in a batch")
+            self.last_generation, self.last_batch = None, self.decoder_for(model).generate_batch(requests)
+            texts = [generation.tokens for generation in self.last_batch.generations]
+        else:
+            self.last_generation, self.last_batch = self._stream(model, requests[0], on_tokens), None
+            texts = [self.last_generation.tokens]
+        generated = _as_rectangle(texts, config).to(dtype=input_ids.dtype, device=input_ids.device)
+        sequences = torch.cat([input_ids, generated], dim=1)
+        return GenerateDecoderOnlyOutput(sequences=sequences) if config.return_dict_in_generate else sequences
+
+    def _stream(self, model: PreTrainedModel, request: Request, on_tokens: OnTokens | None) -> Generation:
         steps: list[Prefill | Round] = []
         for step in self.decoder_for(model).steps(request):
             steps.append(step)
             if on_tokens is not None:
                 on_tokens((step.token,) if isinstance(step, Prefill) else step.tokens)
-        self.last_generation = Generation.collect(steps)
-        generated = torch.tensor([self.last_generation.tokens], dtype=input_ids.dtype, device=input_ids.device)
-        sequences = torch.cat([input_ids, generated], dim=1)
-        return GenerateDecoderOnlyOutput(sequences=sequences) if config.return_dict_in_generate else sequences
+        return Generation.collect(steps)
 
     def decoder_for(self, model: PreTrainedModel) -> Decoder:
         """The profile applied to `model`; checked and built once, and again if another model comes."""
@@ -165,78 +158,12 @@ def _checked_heads_folder(profile: DraftProfile, folder: str | Path | None) -> P
     return Path(folder)
 
 
-def _refuse_unsupported(input_ids: Tensor, config: GenerationConfig, kwargs: dict[str, Any]) -> None:
-    for name, wanted in (("num_beams", 1), ("num_return_sequences", 1)):
-        if (value := getattr(config, name, None)) not in (None, wanted):
-            raise UnsupportedRequestError(f"the decoder needs {name}={wanted}, got {value}")
-    if input_ids.shape[0] != 1:  # beams and several sequences widen the batch too: they are named first
+def _as_rectangle(texts: Sequence[Sequence[int]], config: GenerationConfig) -> Tensor:
+    """Token ids [texts, longest], padded on the right."""
+    longest = max(len(text) for text in texts)
+    padding = config.pad_token_id
+    if padding is None and any(len(text) < longest for text in texts):
         raise UnsupportedRequestError(
-            f"the decoder writes one text at a time, got {input_ids.shape[0]} prompts in a batch"
+            "texts of a batch ended at different lengths and there is no token for padding: set pad_token_id"
         )
-    for name in ("output_scores", "output_logits", "output_attentions", "output_hidden_states"):
-        if getattr(config, name, None):
-            raise UnsupportedRequestError(f"the decoder does not collect scores or states: {name} must be off")
-    cache = kwargs.get("past_key_values")
-    if cache is not None and cache.get_seq_length() > 0:
-        raise UnsupportedRequestError(
-            "the decoder keeps its own cache and cannot continue from a filled past_key_values"
-        )
-    foreign = [
-        key for key, value in kwargs.items() if value is not None and key not in {*PREPARED_KWARGS, "attention_mask"}
-    ]
-    if foreign:
-        raise UnsupportedRequestError(
-            f"the decoder continues token ids alone, it cannot use {', '.join(sorted(foreign))}"
-        )
-
-
-def _refuse_stateful(processors: Sequence[Callable[..., Tensor]]) -> None:
-    for processor in processors:
-        if isinstance(processor, STATEFUL_PROCESSORS):
-            raise UnsupportedRequestError(
-                f"the decoder also asks logits processors about drafts that may be rejected: {type(processor).__name__} "
-                "remembers its calls and cannot be used"
-            )
-
-
-def _without_padding(input_ids: Tensor, attention_mask: Tensor | None) -> list[int]:
-    if attention_mask is None:
-        return input_ids[0].tolist()
-    if not attention_mask[0, -1]:
-        raise UnsupportedRequestError(
-            "the decoder continues the last token of the prompt, but attention_mask hides it: pad on the left"
-        )
-    return input_ids[0][attention_mask[0].bool()].tolist()
-
-
-def _as_padded(input_ids: Tensor, num_prompt: int) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Shows a processor or criterion the text as `generate` does: padding included, of which some count the places."""
-
-    def seen(ask: Callable[..., Any]) -> Callable[..., Any]:
-        if num_prompt == input_ids.shape[1]:
-            return ask
-        return lambda ids, *rest: ask(torch.cat([input_ids.to(ids.device), ids[:, num_prompt:]], dim=1), *rest)
-
-    return seen
-
-
-def _ending(
-    input_length: int,
-    config: GenerationConfig,
-    criteria: Sequence[Any],
-    seen: Callable[[Callable[..., Any]], Callable[..., Any]],
-) -> Ending:
-    """The stock length and end-of-text criteria as numbers (they would be asked for every single token), the others as they are."""
-    lengths = [config.max_length] if config.max_length is not None else []
-    eos: set[int] = set()
-    others = []
-    for criterion in criteria:
-        if type(criterion) is MaxLengthCriteria:
-            lengths.append(criterion.max_length)
-        elif type(criterion) is EosTokenCriteria:
-            eos.update(criterion.eos_token_id.flatten().tolist())
-        else:
-            others.append(seen(criterion))
-    if not lengths:
-        raise UnsupportedRequestError("how long may the text become? pass max_new_tokens or max_length")
-    return Ending(min(lengths) - input_length, frozenset(eos), tuple(others))
+    return torch.tensor([[*text, *[padding] * (longest - len(text))] for text in texts])

@@ -36,14 +36,15 @@ class LayerSkipDrafter:
         self, text: Text, cache: KVCache, controller: Controller, shaping: Shaping, acceptance: Acceptance, limit: int
     ) -> Draft:
         """Draft token by token until the controller or `limit` says stop; one pass of the view for each."""
-        self._view.take_states()  # a round that an error cut short may have left some
+        states = list[Tensor]()
 
         def step(num_drafted: int) -> Tensor:
             position = cache.length + num_drafted
-            return self._view.forward(text.span(position, position + 1), cache, position)
+            logits = self._view.forward(text.span(position, position + 1), cache, position)
+            states.extend(self._view.take_states())  # at once: the next pass may be that of another text
+            return logits
 
         num_drafted, probabilities = propose(step, text, controller, shaping, acceptance, limit)
-        states = self._view.take_states()
         return Draft(num_drafted, probabilities, torch.cat(states, dim=-2) if states else None)
 
     def verify(self, text: Text, cache: KVCache, draft: Draft) -> Tensor:

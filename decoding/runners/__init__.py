@@ -7,17 +7,31 @@ from collections.abc import Callable
 import torch
 
 from decoding.errors import UnsupportedRunnerError
-from decoding.runners.contract import Inputs, Outputs, Part, Runner
+from decoding.runners.contract import Inputs, Outputs, Part, PassOfOne, Runner
 from decoding.runners.eager import EagerRunner
 from decoding.runners.masks import MaskKinds
 from decoding.runners.static import StaticRunner
 
-__all__ = ["RUNNERS", "EagerRunner", "Inputs", "MaskKinds", "Outputs", "Part", "Runner", "StaticRunner", "build_runner"]
+__all__ = [
+    "RUNNERS",
+    "EagerRunner",
+    "Inputs",
+    "MaskKinds",
+    "Outputs",
+    "Part",
+    "PassOfOne",
+    "Runner",
+    "StaticRunner",
+    "build_runner",
+]
 
 RunnerFactory = Callable[[MaskKinds, torch.device], Runner]
 """Makes the runner of a model whose layers look at what the first argument says."""
 
-RUNNERS: dict[str, RunnerFactory] = {"eager": lambda mask_kinds, device: EagerRunner(), "static": StaticRunner}
+RUNNERS: dict[str, RunnerFactory] = {
+    "eager": lambda mask_kinds, device: EagerRunner(mask_kinds),
+    "static": StaticRunner,
+}
 
 
 def build_runner(name: str, mask_kinds: MaskKinds, device: torch.device, exact_width: int | None = None) -> Runner:

@@ -6,13 +6,13 @@ tensors, again and again, and may pad them, record what happens and play it back
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from torch import Tensor, nn
 
-from decoding.cache import KVCache
+from decoding.cache import KVCache, Storage
 
 BlockCall = Callable[[nn.Module, Tensor, tuple[Any, ...], dict[str, Any]], Any]
 """Runs a block on hidden states [.., width, hidden] and whatever else the model hands its blocks."""
@@ -23,18 +23,18 @@ class Inputs:
     """What a pass is computed from."""
 
     token_ids: Tensor
-    """[1, width]."""
+    """[texts, width]."""
     positions: Tensor
-    """[1, width]: their places in the text."""
+    """[texts, width]: their places in the text."""
     cache: KVCache
     logits_to_keep: int | Tensor
     """How many positions from the end get logits (0 is all), or [n] which."""
     states: Tensor | None = None
-    """Known states [.., width or width - 1, hidden] that a part resumes from."""
+    """Known states [.., texts, width or width - 1, hidden] that a part resumes from."""
     last: Tensor | None = None
-    """[1]: which position is the last that is no padding; None if none is padding."""
+    """[1], or one a text: which position is the last that is no padding; None if none is padding."""
     masks: tuple[Tensor, ...] = ()
-    """[1, 1, width, places] each: what the layers of each kind may look at; empty if the model makes its own."""
+    """[texts, 1, width, places] each: what the layers of each kind may look at; empty if the model makes its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +45,23 @@ class Outputs:
     states: Tensor | None
 
 
+@dataclass(frozen=True, slots=True)
+class PassOfOne:
+    """What one text asks for: `Runner.run`, not yet run."""
+
+    token_ids: Tensor
+    """[1, width]."""
+    cache: KVCache
+    start: int
+    last_only: bool
+    states: Tensor | None
+
+    @property
+    def width(self) -> int:
+        """How many positions it covers."""
+        return self.token_ids.shape[1]
+
+
 class Part(Protocol):
     """The model, or a part of it, as a function of tensors that can be run by itself. Runners ask for nothing else."""
 
@@ -52,8 +69,12 @@ class Part(Protocol):
     def is_whole(self) -> bool:
         """Whether nothing of the model is left out: what it computes decides about the text."""
 
+    @property
+    def verifies(self) -> bool:
+        """Whether its logits are those of the whole model, by which drafts are judged."""
+
     def compute(self, inputs: Inputs) -> Outputs:
-        """One pass. Writes the cache where its window says."""
+        """One pass: logits [texts, width or fewer, vocabulary]. Writes the cache where its window says."""
 
 
 class Runner(Protocol):
@@ -85,3 +106,9 @@ class Runner(Protocol):
         states: Tensor | None = None,
     ) -> Outputs:
         """Run `part` on `token_ids` [1, width] at positions from `start`; logits of the last position alone if `last_only`."""
+
+    def run_together(self, part: Part, passes: Mapping[int, PassOfOne], memory: Storage) -> dict[int, Outputs]:
+        """Run `part` once for several texts, each at a place of its own, by their rows in `memory`: what `run` would give each.
+
+        Their caches are these rows of `memory`, to which their prompts have been written.
+        """

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
-from decoding.cache import KVCache
-from decoding.runners.contract import Inputs, Outputs, Part
+from decoding.cache import KVCache, Storage
+from decoding.errors import UnsupportedRunnerError
+from decoding.runners.contract import Inputs, Outputs, Part, PassOfOne
+from decoding.runners.masks import MaskKinds
+from decoding.runners.together import Rows, compute_together, of_one
 
 LONGEST_PASS = 1024
 """Positions of a prompt that are read at once: enough for any device to be busy, few beside what their activations take."""
@@ -18,6 +23,9 @@ class EagerRunner:
     name = "eager"
     block_call = None
     exact_width = None
+
+    def __init__(self, mask_kinds: MaskKinds | None = None) -> None:
+        self._mask_kinds = mask_kinds
 
     def new_cache(self, num_layers: int, capacity: int) -> KVCache:
         """A cache of just this capacity."""
@@ -54,4 +62,10 @@ class EagerRunner:
         width = token_ids.shape[1]
         cache.cover(start, width)
         positions = torch.arange(start, start + width, device=token_ids.device)[None]
-        return part.compute(Inputs(token_ids, positions, cache, int(last_only), states))
+        return of_one(part.compute(Inputs(token_ids, positions, cache, int(last_only), states)))
+
+    def run_together(self, part: Part, passes: Mapping[int, PassOfOne], memory: Storage) -> dict[int, Outputs]:
+        """See `Runner.run_together`. `UnsupportedRunnerError` for a model whose masks are not known."""
+        if self._mask_kinds is None:
+            raise UnsupportedRunnerError("where the layers of this model look is not known: its texts run one by one")
+        return compute_together(part, passes, memory, self._mask_kinds, Rows.of(passes))

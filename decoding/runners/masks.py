@@ -27,15 +27,14 @@ class MaskKinds:
         return self.kinds.index(self.windows[layer])
 
     def masks(self, slots: Tensor, places: int) -> tuple[Tensor, ...]:
-        """One of [1, 1, width, places] for each of `kinds`, for positions that stand at `slots` [width]."""
+        """One of [texts, 1, width, places] for each of `kinds`, for positions that stand at `slots` [width] or [texts, width]."""
         keys = torch.arange(places, device=slots.device)
-        causal = keys <= slots[:, None]
-        return tuple(
-            self._form(causal if window is None else causal & (keys > slots[:, None] - window)) for window in self.kinds
-        )
+        own = slots[..., None]
+        causal = keys <= own
+        return tuple(self._form(causal if window is None else causal & (keys > own - window)) for window in self.kinds)
 
     def _form(self, allowed: Tensor) -> Tensor:
-        if self.additive is None:
-            return allowed[None, None]
-        hidden = torch.full_like(allowed, torch.finfo(self.additive).min, dtype=self.additive)
-        return hidden.masked_fill(allowed, 0.0)[None, None]
+        if self.additive is not None:
+            hidden = torch.full_like(allowed, torch.finfo(self.additive).min, dtype=self.additive)
+            allowed = hidden.masked_fill(allowed, 0.0)
+        return allowed[None, None] if allowed.ndim == 2 else allowed[:, None]

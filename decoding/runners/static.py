@@ -10,19 +10,21 @@ The prompt, and what is wider than the widest bucket, is run as it is. On a CPU 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from decoding.cache import KVCache, Storage
+from decoding.errors import UnsupportedRunnerError
 from decoding.runners.buckets import CPU_BUCKETS, GPU_BUCKETS, Buckets
 from decoding.runners.compilation import CompiledBlocks, as_prepared, call_block, compiling
-from decoding.runners.contract import BlockCall, Inputs, Outputs, Part
+from decoding.runners.contract import BlockCall, Inputs, Outputs, Part, PassOfOne
 from decoding.runners.eager import EagerRunner
 from decoding.runners.graphs import record
 from decoding.runners.masks import MaskKinds
+from decoding.runners.together import Rows, compute_together, of_one
 
 Run = Callable[[], Outputs]
 _Key = tuple["_Shape", int, bool, bool]
@@ -48,7 +50,7 @@ class StaticRunner:
         self.buckets = buckets or (GPU_BUCKETS if device.type == "cuda" else CPU_BUCKETS)
         self._mask_kinds = mask_kinds
         self._device = device
-        self._as_they_are = EagerRunner()
+        self._as_they_are = EagerRunner(mask_kinds)
         self._pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
         self._free: list[Storage] = []
         self._inputs: dict[int, _Buffers] = {}
@@ -97,10 +99,17 @@ class StaticRunner:
         cache.cover(start, width)
         shape = self._exact_shape(cache, exact_width) if exact_width else self._shape(start, width, last_only, states)
         self._buffers(shape.width).fill(token_ids, start, states)
-        outputs = self._pass(part, cache, shape)
+        outputs = of_one(self._pass(part, cache, shape))
         logits = outputs.logits if shape.last_only else outputs.logits[:width]
         kept = None if outputs.states is None else outputs.states[..., :width, :].clone()
         return Outputs(logits[-1:] if last_only else logits, kept)
+
+    def run_together(self, part: Part, passes: Mapping[int, PassOfOne], memory: Storage) -> dict[int, Outputs]:
+        """See `Runner.run_together`. The blocks are compiled as ever; these passes are not recorded."""
+        if self.exact_width is not None:
+            raise UnsupportedRunnerError("in bit-exact mode a pass is of one text")
+        with compiling():
+            return compute_together(part, passes, memory, self._mask_kinds, Rows.of(passes))
 
     def _shape(self, start: int, width: int, last_only: bool, states: Tensor | None) -> _Shape:
         bucket = self.buckets.width(width)

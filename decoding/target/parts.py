@@ -34,8 +34,10 @@ class ModelPart:
         current: Pass | None = None,
         *,
         is_whole: bool = False,
+        verifies: bool = False,
     ) -> None:
         self.is_whole = is_whole
+        self.verifies = verifies or is_whole
         self._module = with_blocks(model, path, blocks)
         self._current = current or Pass()
 
@@ -58,7 +60,7 @@ class ModelPart:
         finally:
             current.states = None
             current.tapped.clear()
-        return Outputs(_kept(output.logits[0], inputs.logits_to_keep), states)
+        return Outputs(_kept(output.logits, inputs.logits_to_keep), states)
 
     def rounds(
         self, token_ids: Tensor, cache: RoundsCache, *, last_only: bool = False, states: Tensor | None = None
@@ -83,10 +85,10 @@ class ModelPart:
 
 
 def _kept(logits: Tensor, wanted: int | Tensor) -> Tensor:
-    """The logits asked for; not every family knows `logits_to_keep`."""
+    """The logits [texts, n, vocabulary] asked for; not every family knows `logits_to_keep`."""
     if isinstance(wanted, Tensor):
-        return logits if logits.shape[0] == wanted.shape[0] else logits.index_select(0, wanted)
-    return logits[-wanted:] if wanted else logits
+        return logits if logits.shape[1] == wanted.shape[0] else logits.index_select(1, wanted)
+    return logits[:, -wanted:] if wanted else logits
 
 
 def run_whole(view: nn.Module, token_ids: Tensor, first: int) -> Tensor:

@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from decoding.cache import KVCache, Storage
 from decoding.errors import UnsupportedRunnerError
+from decoding.runners import EagerRunner, PassOfOne
 
 if TYPE_CHECKING:
     from decoding.target.target import Target
@@ -72,6 +74,32 @@ def _logits(target: Target, token_ids: Tensor, widths: list[int]) -> Tensor:
         parts.append(target.forward(token_ids[:, start : start + width], cache, start))
         start += width
     return torch.cat(parts)
+
+
+@torch.inference_mode()
+def find_difference_together(target: Target) -> str | None:
+    """What keeps texts of the target from sharing a pass; None if two of different lengths get what each gets by itself."""
+    stream = torch.Generator().manual_seed(0)
+    ids = torch.randint(target.config.vocab_size, (2, PROMPT_TOKENS + TOKENS_BEHIND), generator=stream)
+    ids = ids.to(target.device)
+    lengths, widths = (PROMPT_TOKENS, PROMPT_TOKENS - 2), (2, TOKENS_BEHIND - 1)
+    memory = Storage(target.num_layers, 3 * PROMPT_TOKENS + TOKENS_BEHIND, num_rows=2)
+    passes, expected = {}, {}
+    for row, (length, width) in enumerate(zip(lengths, widths, strict=True)):
+        alone = target.new_cache(ids.shape[1])
+        cache = KVCache(target.num_layers, ids.shape[1], memory.row(row))
+        behind = ids[row : row + 1, length : length + width]
+        for each in (alone, cache):
+            EagerRunner().run(target.whole, ids[row : row + 1, :length], each, 0)
+        passes[row] = PassOfOne(behind, cache, length, last_only=False, states=None)
+        expected[row] = target.forward(behind, alone, length)
+    try:
+        found = target.runner.run_together(target.whole, passes, memory)
+    except (RuntimeError, TypeError, ValueError, LookupError, AttributeError) as cause:
+        return f"a pass of several texts fails: {' '.join(str(cause).split())}"
+    if all(agree(found[row].logits, expected[row]) for row in passes):
+        return None
+    return "several texts in one pass get other logits than each by itself"
 
 
 def agree(a: Tensor, b: Tensor) -> bool:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from decoding.cache import KVCache
+from decoding.last_position import last_position, with_last
 from decoding.runners.contract import BlockCall
 from decoding.runners.masks import MaskKinds
 
@@ -57,7 +58,7 @@ class Pass:
     def __init__(self) -> None:
         self.width = 1
         self.last: Tensor | None = None
-        """[1]: the last position that is no padding; None if none is."""
+        """[1], or one a text: the last position that is no padding; None if none is."""
         self.states: Tensor | None = None
         """[.., width or width - 1, hidden]: what a `Resume` resumes from."""
         self.tapped: list[Tensor] = []
@@ -73,7 +74,7 @@ class LastPosition(StandIn):
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         current = self.current
         if hidden_states.shape[-2] > 1:  # the first of them narrows what the others are handed
-            hidden_states = _row(hidden_states, -2, current.last)
+            hidden_states = last_position(hidden_states, -2, current.last)
         narrow = functools.partial(_last_position, width=current.width, last=current.last)
         return self.block(
             hidden_states, *(narrow(value) for value in args), **{name: narrow(value) for name, value in kwargs.items()}
@@ -93,7 +94,7 @@ class Resume(StandIn):
         assert current.states is not None, "a part that resumes is given the states"
         states = current.states.to(hidden_states.device)
         if self.appends:
-            states = _with_last(states, _row(hidden_states, -2, None), current.last)
+            states = _with_last(states, last_position(hidden_states, -2, None), current.last)
         current.states = states
         return self.block(states, *args, **kwargs)
 
@@ -148,7 +149,9 @@ class FixedShapes(StandIn):
         return twin
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        cache = next((value for value in (*args, *kwargs.values()) if isinstance(value, KVCache)), None)
+        cache = kwargs.get("past_key_values")
+        if not isinstance(cache, KVCache):  # families hand it over in their own ways
+            cache = next((value for value in (*args, *kwargs.values()) if isinstance(value, KVCache)), None)
         if cache is None or cache.window.slots is None:
             return self.block(hidden_states, *args, **kwargs)
         # By its index a layer would find its place in a cache that all share, and be compiled by itself for it.
@@ -185,17 +188,12 @@ def _last_position(value: Any, width: int, last: Tensor | None) -> Any:
     if not isinstance(value, Tensor) or value.ndim < 2:
         return value
     if value.dtype in (torch.int32, torch.int64):
-        return _row(value, -1, last) if value.shape[-1] == width else value
-    return _row(value, -2, last) if value.shape[-2] == width else value
-
-
-def _row(value: Tensor, dim: int, index: Tensor | None) -> Tensor:
-    """The row at `index` [1] along `dim`, or the last."""
-    return value.narrow(dim, value.shape[dim] - 1, 1) if index is None else value.index_select(dim, index)
+        return last_position(value, -1, last) if value.shape[-1] == width else value
+    return last_position(value, -2, last) if value.shape[-2] == width else value
 
 
 def _with_last(states: Tensor, last_state: Tensor, last: Tensor | None) -> Tensor:
     """`states` with that of the last position [.., 1, hidden] behind them, or in the place that is kept for it."""
     if last is None:
         return torch.cat([states, last_state], dim=-2)
-    return states.index_copy(states.ndim - 2, last, last_state)
+    return with_last(states, last_state, -2, last)

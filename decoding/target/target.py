@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -12,11 +13,12 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from decoding.cache import KVCache
-from decoding.errors import UnsupportedModelError
-from decoding.runners import EagerRunner, MaskKinds, Runner, RunnerFactory, build_runner
+from decoding.errors import UnsupportedModelError, UnsupportedRunnerError
+from decoding.runners import EagerRunner, MaskKinds, Outputs, Part, PassOfOne, Runner, RunnerFactory, build_runner
+from decoding.runners.compilation import call_block
 from decoding.target.anatomy import examine, find_mask_kinds, find_rope_change, follow, refuse_recurrent_state
 from decoding.target.parts import ModelPart, run_whole, with_blocks
-from decoding.target.runner_check import check_runner
+from decoding.target.runner_check import check_runner, find_difference_together
 from decoding.target.stand_ins import Emit, FixedShapes, Head, Identity, Pass, Tap, first_of
 from decoding.target.views import BlockView, DraftView, ExitView, ResumeView, TappedView
 
@@ -40,30 +42,64 @@ class Target:
         refuse_recurrent_state(self.config)
         self.anatomy = examine(model, self.config)
         self._rope_change = find_rope_change(self.config)
-        self._mask_kinds: MaskKinds | None = None
+        self._mask_kinds, self._alone = _mask_kinds_of(self.config, self.dtype)
         self.runner: Runner = self._build_runner(runner, exact_width)
         self.stack = [self.in_place(block, index) for index, block in enumerate(self.blocks)]
-        self._whole = self.part(self.stack, is_whole=True)
+        self.whole = self.part(self.stack, is_whole=True)
         if self.runner.block_call is not None:
             check_runner(self, Target(model))
 
     def _build_runner(self, runner: str | RunnerFactory, exact_width: int | None) -> Runner:
         if runner == "eager" and exact_width is None:
-            return EagerRunner()
-        self._mask_kinds = find_mask_kinds(self.config, self.dtype)
+            return EagerRunner(self._mask_kinds)
+        if self._mask_kinds is None:
+            raise UnsupportedRunnerError(str(self._alone))
         if isinstance(runner, str):
             return build_runner(runner, self._mask_kinds, self.device, exact_width)
         return runner(self._mask_kinds, self.device)
 
-    def part(self, blocks: Sequence[nn.Module], current: Pass | None = None, *, is_whole: bool = False) -> ModelPart:
+    def part(
+        self,
+        blocks: Sequence[nn.Module],
+        current: Pass | None = None,
+        *,
+        is_whole: bool = False,
+        verifies: bool = False,
+    ) -> ModelPart:
         """The model with `blocks` in the place of its own; `current` is what stand-ins among them share."""
-        return ModelPart(self.model, self.anatomy.path, blocks, current, is_whole=is_whole)
+        return ModelPart(self.model, self.anatomy.path, blocks, current, is_whole=is_whole, verifies=verifies)
 
     def in_place(self, block: nn.Module, index: int) -> nn.Module:
         """`block` at the place of the model's block `index`, as this target's runner calls it."""
-        if self.runner.block_call is None or self._mask_kinds is None:
+        if self._mask_kinds is None:
             return block
-        return FixedShapes(block, index, self._mask_kinds, self.runner.block_call)
+        return FixedShapes(block, index, self._mask_kinds, self.runner.block_call or call_block)
+
+    def run(
+        self,
+        part: Part,
+        token_ids: Tensor,
+        cache: KVCache,
+        start: int,
+        *,
+        last_only: bool = False,
+        states: Tensor | None = None,
+    ) -> Outputs:
+        """See `Runner.run`. The pass of a text that is written in step with others waits for theirs (`decoding.batch`)."""
+        if cache.in_step is not None:
+            return cache.in_step(part, PassOfOne(token_ids, cache, start, last_only, states))
+        return self.runner.run(part, token_ids, cache, start, last_only=last_only, states=states)
+
+    @cached_property
+    def alone(self) -> str | None:
+        """Why texts of this model cannot share passes; None if they can, which is tried out on a few tokens when first asked."""
+        if self._alone is not None:
+            return self._alone
+        if self._rope_change is not None:
+            return "its rotary embedding looks at the length of the text, and those of several differ"
+        if self.runner.exact_width is not None:
+            return "in bit-exact mode a pass is of one text"
+        return find_difference_together(self)
 
     @property
     def blocks(self) -> nn.ModuleList:
@@ -111,7 +147,7 @@ class Target:
 
     def forward(self, token_ids: Tensor, cache: KVCache, start: int, *, last_only: bool = False) -> Tensor:
         """The whole model on `token_ids` [1, width] at positions from `start`: logits [width (1 if `last_only`), vocabulary]."""
-        return self.runner.run(self._whole, token_ids, cache, start, last_only=last_only).logits
+        return self.run(self.whole, token_ids, cache, start, last_only=last_only).logits
 
     def draft_view(self, skip_attention: Sequence[int], skip_mlp: Sequence[int], *, keep_boundary: bool) -> DraftView:
         """The model without these sublayers; `keep_boundary` records the states in front of the first block that has a skip."""
@@ -211,3 +247,11 @@ class Target:
 
 def _record_output(outputs: dict[str, Tensor], kind: str, module: nn.Module, args: Any, output: Any) -> None:
     outputs[kind] = first_of(output)
+
+
+def _mask_kinds_of(config: Any, dtype: torch.dtype) -> tuple[MaskKinds | None, str | None]:
+    """Where the layers look, or why that is not known; passes that leave their masks to the model need not know."""
+    try:
+        return find_mask_kinds(config, dtype), None
+    except UnsupportedRunnerError as cause:
+        return None, str(cause)

@@ -22,7 +22,7 @@ class DraftView:
     ) -> None:
         _check_indices(skip_attention | skip_mlp, target.num_layers)
         self.boundary = min(skip_attention | skip_mlp, default=None)
-        self._runner = target.runner
+        self._run = target.run
         self._states: list[Tensor] = []
         blocks: list[nn.Module] = [
             without(block, index, target.anatomy, index in skip_attention, index in skip_mlp)
@@ -36,7 +36,7 @@ class DraftView:
 
     def forward(self, token_ids: Tensor, cache: KVCache, start: int) -> Tensor:
         """Logits [1, vocabulary] behind the last of `token_ids` [1, width]."""
-        outputs = self._runner.run(self._part, token_ids, cache, start, last_only=True)
+        outputs = self._run(self._part, token_ids, cache, start, last_only=True)
         if outputs.states is not None:
             self._states.append(outputs.states)
         return outputs.logits
@@ -89,14 +89,14 @@ class ResumeView:
     def __init__(self, target: Target, boundary: int, *, keep_states: bool) -> None:
         if not 0 < boundary < target.num_layers:
             raise ValueError(f"a pass resumes at block 1 to {target.num_layers - 1}, got {boundary}")
-        self._runner, self.boundary = target.runner, boundary
+        self._run, self.boundary = target.run, boundary
         self._keeps_states, self._states = keep_states, list[Tensor]()
         front, first, behind = target.stack[:boundary], target.stack[boundary], target.stack[boundary + 1 :]
         known, last = Pass(), Pass()
         passed_by = [Identity(block, target.anatomy.block_outputs) for block in front]
         narrowed = [LastPosition(block, last) for block in front]
-        self._from_known = target.part([*passed_by, Resume(first, known), *behind], known)
-        self._from_last = target.part([*narrowed, Resume(first, last, appends=True), *behind], last)
+        self._from_known = target.part([*passed_by, Resume(first, known), *behind], known, verifies=True)
+        self._from_last = target.part([*narrowed, Resume(first, last, appends=True), *behind], last, verifies=True)
 
     def forward(self, token_ids: Tensor, cache: KVCache, start: int, states: Tensor) -> Tensor:
         """Logits [width, vocabulary] of `token_ids` [1, width], given the boundary `states` of all, or of all but the last."""
@@ -106,7 +106,7 @@ class ResumeView:
                 f"boundary states are known for {known} of {width} positions; all or all but the last are needed"
             )
         part = self._from_known if known == width else self._from_last
-        outputs = self._runner.run(part, token_ids, cache, start, states=states)
+        outputs = self._run(part, token_ids, cache, start, states=states)
         if self._keeps_states and outputs.states is not None:
             self._states = [outputs.states]
         return outputs.logits
@@ -120,7 +120,7 @@ class TappedView:
     """The whole model, recording the states in front of a boundary."""
 
     def __init__(self, target: Target, boundary: int) -> None:
-        self._runner, current, blocks = target.runner, Pass(), list(target.stack)
+        self._run, current, blocks = target.run, Pass(), list(target.stack)
         blocks[boundary - 1] = Tap(blocks[boundary - 1], current.tapped)
         self._part = target.part(blocks, current, is_whole=True)
 
@@ -128,7 +128,7 @@ class TappedView:
         self, token_ids: Tensor, cache: KVCache, start: int, *, last_only: bool = False
     ) -> tuple[Tensor, Tensor]:
         """Logits [width (1 if `last_only`), vocabulary] of `token_ids` [1, width], and the boundary states [.., width, hidden]."""
-        outputs = self._runner.run(self._part, token_ids, cache, start, last_only=last_only)
+        outputs = self._run(self._part, token_ids, cache, start, last_only=last_only)
         assert outputs.states is not None, "the boundary is tapped"
         return outputs.logits, outputs.states
 
@@ -141,7 +141,7 @@ class ExitView:
 
     def __init__(self, target: Target, exit_layer: int, head: nn.Module) -> None:
         target.check_exit_layer(exit_layer)
-        self._runner = target.runner
+        self._run = target.run
         head = target.in_place(head, target.num_layers - 1)
         passed_by = [Identity(block, target.anatomy.block_outputs) for block in target.stack]
         between = passed_by[exit_layer:-1]
@@ -163,13 +163,13 @@ class ExitView:
         The blocks run on the last token alone; the head also on the `pending` states [.., width - 1, hidden] of those before.
         """
         part = self._step if pending is None else self._from_pending
-        outputs = self._runner.run(part, token_ids, cache, start, last_only=True, states=pending)
+        outputs = self._run(part, token_ids, cache, start, last_only=True, states=pending)
         assert outputs.states is not None, "the exit is tapped"
         return outputs.logits, outputs.states
 
     def fill(self, token_ids: Tensor, cache: KVCache, start: int, states: Tensor) -> None:
         """Run the head alone on the `states` [.., width, hidden] of `token_ids` [1, width], for its keys and values."""
-        self._runner.run(self._head_only, token_ids, cache, start, last_only=True, states=states)
+        self._run(self._head_only, token_ids, cache, start, last_only=True, states=states)
 
 
 def _check_indices(indices: frozenset[int], num_layers: int) -> None:

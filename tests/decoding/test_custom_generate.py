@@ -77,8 +77,7 @@ class EndsAtAMultipleOfThree(StoppingCriteria):
     """Ends a text of 12 tokens and more whose sum is a multiple of three."""
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
-        done = input_ids.shape[1] >= 12 and int(input_ids.sum()) % 3 == 0
-        return torch.full((input_ids.shape[0],), done, dtype=torch.bool)
+        return (input_ids.sum(dim=1) % 3 == 0) & (input_ids.shape[1] >= 12)
 
 
 @pytest.mark.parametrize(
@@ -104,6 +103,62 @@ def test_greedy_tokens_are_those_of_generate(
 ) -> None:
     plain = model.generate(PROMPT, do_sample=False, **settings)
     assert torch.equal(plain, model.generate(PROMPT, do_sample=False, custom_generate=decoder, **settings))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"repetition_penalty": 1.4},
+        {"no_repeat_ngram_size": 2},
+        {"min_new_tokens": 10, "eos_token_id": list(range(0, 64, 4))},
+        {"eos_token_id": list(range(0, 64, 4))},
+        {"stopping_criteria": StoppingCriteriaList([EndsAtAMultipleOfThree()]), "eos_token_id": 63},
+        {"return_dict_in_generate": True},
+    ],
+    ids=lambda settings: "-".join(settings) or "nothing",
+)
+def test_prompts_of_a_batch_are_continued_as_by_generate_alone(
+    model: LlamaForCausalLM, decoder: ProfileDecoder, settings: dict[str, Any]
+) -> None:
+    """Row by row: what `generate` itself writes in a batch is subject to the rounding of its left padding."""
+    prompts = [[5, 17, 33, 8], [9], [2, 41, 9, 11, 30, 7, 22]]
+    ids = torch.tensor([[0] * (7 - len(prompt)) + prompt for prompt in prompts])
+    mask = torch.tensor([[0] * (7 - len(prompt)) + [1] * len(prompt) for prompt in prompts])
+    asked = {"do_sample": False, "max_new_tokens": 20, "pad_token_id": 1, **settings}
+    alone = [
+        model.generate(ids[row : row + 1], attention_mask=mask[row : row + 1], **asked) for row in range(len(prompts))
+    ]
+    together = model.generate(ids, attention_mask=mask, custom_generate=decoder, **asked)
+    if settings.get("return_dict_in_generate"):
+        assert isinstance(together, GenerateDecoderOnlyOutput)
+        alone, together = [each.sequences for each in alone], together.sequences
+    assert together.shape[1] == max(each.shape[1] for each in alone)
+    for row, each in enumerate(alone):
+        length = each.shape[1]
+        assert torch.equal(together[row, :length], each[0])
+        assert (together[row, length:] == 1).all()
+    assert decoder.last_generation is None
+    assert decoder.last_batch is not None
+    assert len(decoder.last_batch.generations) == 3
+
+
+def test_several_texts_may_be_sampled_of_one_prompt(model: LlamaForCausalLM, decoder: ProfileDecoder) -> None:
+    torch.manual_seed(0)
+    output = model.generate(
+        PROMPT, do_sample=True, num_return_sequences=4, max_new_tokens=12, custom_generate=decoder, pad_token_id=1
+    )
+    assert output.shape == (4, 16)
+    assert len({tuple(row.tolist()) for row in output}) > 1
+
+
+def test_a_batch_of_texts_that_end_apart_needs_a_token_for_padding(
+    model: LlamaForCausalLM, decoder: ProfileDecoder
+) -> None:
+    ids = torch.tensor([[5, 17, 33, 8], [2, 41, 9, 11]])
+    criteria = StoppingCriteriaList([EndsAtAMultipleOfThree()])
+    with pytest.raises(UnsupportedRequestError, match="set pad_token_id"):
+        model.generate(ids, do_sample=False, max_new_tokens=20, stopping_criteria=criteria, custom_generate=decoder)
 
 
 def test_an_end_of_text_token_ends_the_text_where_plain_decoding_ends(
@@ -242,9 +297,9 @@ def test_the_output_may_be_used_outside_of_inference(model: LlamaForCausalLM, de
 @pytest.mark.parametrize(
     ("inputs", "settings", "words"),
     [
-        (PROMPT.repeat(2, 1), {}, "2 prompts in a batch"),
+        (PROMPT.repeat(2, 1), {"on_tokens": print}, "on_tokens streams one text, got 2 prompts"),
         (PROMPT, {"num_beams": 2}, "num_beams=1, got 2"),
-        (PROMPT, {"num_return_sequences": 2, "do_sample": True}, "num_return_sequences=1, got 2"),
+        (PROMPT, {"num_beams": 2, "num_return_sequences": 2}, "num_beams=1, got 2"),
         (PROMPT, {"guidance_scale": 1.5}, "UnbatchedClassifierFreeGuidanceLogitsProcessor remembers its calls"),
         (
             PROMPT,
@@ -272,7 +327,7 @@ def test_embeddings_in_the_place_of_tokens_are_refused(model: LlamaForCausalLM, 
 def test_a_refused_request_leaves_the_decoder_usable(model: LlamaForCausalLM, decoder: ProfileDecoder) -> None:
     plain = model.generate(PROMPT, max_new_tokens=9, do_sample=False)
     with pytest.raises(UnsupportedRequestError):
-        model.generate(PROMPT.repeat(2, 1), max_new_tokens=9, do_sample=False, custom_generate=decoder)
+        model.generate(PROMPT, num_beams=2, max_new_tokens=9, do_sample=False, custom_generate=decoder)
     assert torch.equal(plain, model.generate(PROMPT, max_new_tokens=9, do_sample=False, custom_generate=decoder))
 
 

@@ -1,0 +1,140 @@
+"""What transformers' `generate` has prepared, as requests of ours: one a row of its batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.generation import (
+    EosTokenCriteria,
+    GenerationConfig,
+    MaxLengthCriteria,
+    SynthIDTextWatermarkLogitsProcessor,
+    UnbatchedClassifierFreeGuidanceLogitsProcessor,
+)
+
+from decoding.acceptance import Greedy, Sampling
+from decoding.decode import Request
+from decoding.errors import UnsupportedRequestError
+from decoding.text import Ending, Shaping
+
+# What `generate` prepares for its own loops and ours makes for itself.
+PREPARED_KWARGS = frozenset({"past_key_values", "position_ids", "logits_to_keep", "use_cache", "token_type_ids"})
+
+# They count their calls or keep a cache of their own, and would take drafts for text.
+STATEFUL_PROCESSORS = (SynthIDTextWatermarkLogitsProcessor, UnbatchedClassifierFreeGuidanceLogitsProcessor)
+
+
+def requests_of(
+    input_ids: Tensor,
+    config: GenerationConfig,
+    processors: Sequence[Callable[..., Tensor]],
+    criteria: Sequence[Callable[..., Any]],
+    kwargs: dict[str, Any],
+) -> list[Request]:
+    """One request for each row of `input_ids` [texts, length], padded on the left where `attention_mask` in `kwargs` says so.
+
+    Raises `UnsupportedRequestError` for beams, a filled
+    cache, inputs other than token ids, or a logits processor that remembers its calls.
+    """
+    _refuse_unsupported(config, kwargs)
+    _refuse_stateful(processors)
+    masks = kwargs.get("attention_mask")
+    requests = []
+    for row in range(input_ids.shape[0]):
+        prompt = _without_padding(input_ids[row], None if masks is None else masks[row])
+        seen = _as_in_batch(input_ids, row, len(prompt))
+        requests.append(
+            Request(
+                prompt=prompt,
+                ending=_ending(input_ids.shape[1], config, criteria, seen),
+                acceptance=Sampling() if config.do_sample else Greedy(),
+                shaping=Shaping(tuple(seen(process) for process in processors)),
+            )
+        )
+    return requests
+
+
+def _refuse_unsupported(config: GenerationConfig, kwargs: dict[str, Any]) -> None:
+    if config.num_beams not in (None, 1):
+        raise UnsupportedRequestError(f"the decoder needs num_beams=1, got {config.num_beams}")
+    for name in ("output_scores", "output_logits", "output_attentions", "output_hidden_states"):
+        if getattr(config, name, None):
+            raise UnsupportedRequestError(f"the decoder does not collect scores or states: {name} must be off")
+    cache = kwargs.get("past_key_values")
+    if cache is not None and cache.get_seq_length() > 0:
+        raise UnsupportedRequestError(
+            "the decoder keeps its own cache and cannot continue from a filled past_key_values"
+        )
+    foreign = [
+        key for key, value in kwargs.items() if value is not None and key not in {*PREPARED_KWARGS, "attention_mask"}
+    ]
+    if foreign:
+        raise UnsupportedRequestError(
+            f"the decoder continues token ids alone, it cannot use {', '.join(sorted(foreign))}"
+        )
+
+
+def _refuse_stateful(processors: Sequence[Callable[..., Tensor]]) -> None:
+    for processor in processors:
+        if isinstance(processor, STATEFUL_PROCESSORS):
+            raise UnsupportedRequestError(
+                f"the decoder also asks logits processors about drafts that may be rejected: {type(processor).__name__} "
+                "remembers its calls and cannot be used"
+            )
+
+
+def _without_padding(padded: Tensor, mask: Tensor | None) -> list[int]:
+    if mask is None:
+        return padded.tolist()
+    if not mask[-1]:
+        raise UnsupportedRequestError(
+            "the decoder continues the last token of the prompt, but attention_mask hides it: pad on the left"
+        )
+    return padded[mask.bool()].tolist()
+
+
+def _as_in_batch(input_ids: Tensor, row: int, num_prompt: int) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Shows a processor or criterion the text of a row as `generate` does: padding included, of which some count the places, and
+    as one of a batch, for whose rows some have a number each; the others are shown as copies of it.
+    """
+    num_rows, length = input_ids.shape
+    if num_rows == 1 and num_prompt == length:
+        return lambda ask: ask
+
+    def widened(values: Any) -> Any:
+        return values.repeat(num_rows, 1) if isinstance(values, Tensor) else values
+
+    def seen(ask: Callable[..., Any]) -> Callable[..., Any]:
+        def shown(ids: Tensor, *rest: Any) -> Any:
+            padded = torch.cat([input_ids[row : row + 1].to(ids.device), ids[:, num_prompt:]], dim=1)
+            answer = ask(widened(padded), *map(widened, rest))
+            return answer[row : row + 1] if isinstance(answer, Tensor) and answer.ndim else answer
+
+        return shown
+
+    return seen
+
+
+def _ending(
+    input_length: int,
+    config: GenerationConfig,
+    criteria: Sequence[Any],
+    seen: Callable[[Callable[..., Any]], Callable[..., Any]],
+) -> Ending:
+    """The stock length and end-of-text criteria as numbers (they would be asked for every single token), the others as they are."""
+    lengths = [config.max_length] if config.max_length is not None else []
+    eos: set[int] = set()
+    others = []
+    for criterion in criteria:
+        if type(criterion) is MaxLengthCriteria:
+            lengths.append(criterion.max_length)
+        elif type(criterion) is EosTokenCriteria:
+            eos.update(criterion.eos_token_id.flatten().tolist())
+        else:
+            others.append(seen(criterion))
+    if not lengths:
+        raise UnsupportedRequestError("how long may the text become? pass max_new_tokens or max_length")
+    return Ending(min(lengths) - input_length, frozenset(eos), tuple(others))
