@@ -8,7 +8,7 @@ share the one window, also those a draft skips: they are behind for a moment, an
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -34,12 +34,10 @@ class Window:
     """[1], or one a text: which of these is the last that is no padding."""
     last_slot: Tensor | None = None
     """[1], or [texts, 1]: the place of that one."""
-    bucket: int = 0
-    """How many places such a pass reads, from the first on."""
-    rows: slice = field(default_factory=lambda: slice(None))
-    """Which texts of the memory a pass of several is over."""
+    rows: slice | None = None
+    """Which texts of the memory such a pass is over; None for its only one."""
     masks: tuple[Tensor, ...] = ()
-    """[texts, 1, width, bucket] each: where the layers of each kind look in such a pass."""
+    """[texts, 1, width, places] each: where the layers of each kind look in such a pass, which reads so many places."""
 
     def mask(self, kind: int, width: int) -> Tensor:
         """The mask of one kind of layers for all positions of the pass, or, if `width` is 1, for its last."""
@@ -51,34 +49,26 @@ class Window:
 
 
 class Slot:
-    """Keys and values [1, heads, bucket, size] of one layer, as a pass of fixed shapes reads and writes them."""
+    """Keys and values [texts, heads, capacity, size] of one layer, as a pass of fixed shapes reads and writes them.
 
-    def __init__(self, slots: Tensor, keys: Tensor, values: Tensor) -> None:
-        self.slots, self.keys, self.values = slots, keys, values
+    `slots` are the places to write, [width] or [texts, width]; as many are read as `extent` is long. (The size of a tensor and
+    not a number: compiled code takes a number for a constant.)
+    """
+
+    def __init__(self, slots: Tensor, keys: Tensor, values: Tensor, extent: Tensor) -> None:
+        self.slots, self.keys, self.values, self.extent = slots, keys, values, extent
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
         """Write those of this pass, give all."""
-        self.keys.index_copy_(2, self.slots, key_states)
-        self.values.index_copy_(2, self.slots, value_states)
-        return self.keys, self.values
-
-
-class RowsSlot:
-    """Keys and values [texts, heads, capacity, size] of one layer, as a pass of several texts writes them; it reads `bucket`."""
-
-    def __init__(self, slots: Tensor, keys: Tensor, values: Tensor, bucket: int) -> None:
-        self.slots, self.keys, self.values, self.bucket = slots, keys, values, bucket
-
-    def update(
-        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
-    ) -> tuple[Tensor, Tensor]:
-        """Write those of this pass, each text's at places of its own, and give all."""
-        places = self.slots[:, None, :, None]
-        self.keys.scatter_(2, places.expand_as(key_states), key_states)
-        self.values.scatter_(2, places.expand_as(value_states), value_states)
-        return self.keys[:, :, : self.bucket], self.values[:, :, : self.bucket]
+        for kept, states in ((self.keys, key_states), (self.values, value_states)):
+            if self.slots.ndim == 1:
+                kept.index_copy_(2, self.slots, states)
+            else:
+                kept.scatter_(2, self.slots[:, None, :, None].expand_as(states), states)
+        places = self.extent.shape[0]
+        return self.keys[:, :, :places], self.values[:, :, :places]
 
 
 class _CacheLayer(CacheLayerMixin):
@@ -95,7 +85,6 @@ class _CacheLayer(CacheLayerMixin):
         self._window = window
         self._capacity = capacity
         self._num_rows = num_rows
-        self._read: dict[int, tuple[Tensor, Tensor]] = {}
         self.num_updates = 0
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -116,16 +105,15 @@ class _CacheLayer(CacheLayerMixin):
         self.num_updates += 1
         return self.keys[:, :, :end], self.values[:, :, :end]
 
-    def slot(self, width: int) -> Slot | RowsSlot:
+    def slot(self, width: int) -> Slot:
         """The layer for `width` positions of a pass of fixed shapes: all, or the last. Something must have been written before."""
         window = self._window
         assert window.slots is not None and window.last_slot is not None, "they are set for the duration of a pass"  # noqa: PT018
         slots = window.slots if width == window.slots.shape[-1] else window.last_slot
-        if slots.ndim == 2:
-            return RowsSlot(slots, self.keys[window.rows], self.values[window.rows], window.bucket)
-        if window.bucket not in self._read:
-            self._read[window.bucket] = self.keys[:, :, : window.bucket], self.values[:, :, : window.bucket]
-        return Slot(slots, *self._read[window.bucket])
+        extent = window.masks[0][0, 0, 0]
+        if window.rows is None:
+            return Slot(slots, self.keys, self.values, extent)
+        return Slot(slots, self.keys[window.rows], self.values[window.rows], extent)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self._window.start + query_length, 0
@@ -207,7 +195,7 @@ class KVCache(Cache):
             self._branch = BranchCache(len(self.layers), self.capacity, self.storage.branch)
         return self._branch
 
-    def slot(self, index: int, width: int) -> Slot | RowsSlot:
+    def slot(self, index: int, width: int) -> Slot:
         """Layer `index` for `width` positions of a pass of fixed shapes: all of them, or the last."""
         return self.storage.layers[index].slot(width)
 

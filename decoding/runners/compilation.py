@@ -1,8 +1,8 @@
 """Regional compilation: one block is compiled, for all layers and all views of them (`torch.compile`).
 
-Weights are inputs of the compiled code, and so are the shapes but for passes of a single position: a model of equal blocks needs
-two graphs, blocks without their attention or their MLP, which draft a position at a time, need one more each, and a new skip
-set needs none. Compiled code is kept on disk by torch.
+Weights are inputs of the compiled code, and so are the sizes that differ from pass to pass: a model of equal blocks needs two
+graphs, for one position and for several; blocks without their attention or their MLP, which draft a position at a time, need one
+more each, and a new skip set needs none. Compiled code is kept on disk by torch.
 """
 
 from __future__ import annotations
@@ -10,14 +10,16 @@ from __future__ import annotations
 import importlib
 import types
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from decoding.cache import Slot
 from decoding.runners.contract import BlockCall, Outputs
+from decoding.runners.one_position import OnePosition
 
 MOST_GRAPHS = 64
 """Compiled variants of the block: (kinds of blocks and of skipped sublayers) x (one position, several)."""
@@ -36,14 +38,18 @@ class CompiledBlocks:
 
     def __init__(self) -> None:
         self.problem: str | None = None
+        self.is_new = False
+        """Whether the coming passes may be of a kind that is not compiled yet."""
         # torch counts the graphs of a piece of code, whoever compiles it: each model gets a piece of its own.
-        own = types.FunctionType(call_block.__code__.replace(), call_block.__globals__)
-        self._compiled: BlockCall = torch.compile(own, dynamic=True, fullgraph=True, options=_options())
+        own = types.FunctionType(_call_block.__code__.replace(), _call_block.__globals__)
+        self._compiled: BlockCall = torch.compile(own, fullgraph=True, options=_options())
 
     def __call__(self, block: nn.Module, hidden_states: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """See `BlockCall`."""
         if self.problem is not None:
             return block(hidden_states, *args, **kwargs)
+        if self.is_new:
+            _mark_what_varies(hidden_states, [*args, *kwargs.values()])
         try:
             return self._compiled(block, hidden_states, args, kwargs)
         except _compiler_errors() as cause:
@@ -52,15 +58,53 @@ class CompiledBlocks:
             return block(hidden_states, *args, **kwargs)
 
 
+def _call_block(block: nn.Module, hidden_states: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What is compiled."""
+    with OnePosition(hidden_states.device):
+        return block(hidden_states, *args, **kwargs)
+
+
+def _mark_what_varies(hidden_states: Tensor, others: Sequence[Any]) -> None:
+    """Tell torch which sizes differ from pass to pass: texts, positions, places. All others are constants of the compiled code:
+    each that is not costs a little in every call.
+    """
+    _mark(hidden_states, [-3, -2])
+    extents = set()
+    for slot in [value for value in others if isinstance(value, Slot)]:
+        extents.add(slot.extent.shape[0])
+        _mark(slot.extent, [0])
+        _mark(slot.slots, range(slot.slots.ndim))
+        for kept in (slot.keys, slot.values):
+            _mark(kept, [0, 2])
+    for value in others:
+        for tensor in value if isinstance(value, tuple) else (value,):
+            if not isinstance(tensor, Tensor) or tensor.ndim < 2:
+                continue
+            if tensor.ndim == 4 and tensor.shape[-3] == 1 and tensor.shape[-1] in extents:
+                _mark(tensor, [0, -2, -1])  # a mask
+            else:
+                _mark(tensor, [0, -1] if tensor.dtype in (torch.int32, torch.int64) else [-3, -2])
+
+
+def _mark(tensor: Tensor, dims: Iterable[int]) -> None:
+    torch._dynamo.maybe_mark_dynamic(tensor, [dim % tensor.ndim for dim in dims if -tensor.ndim <= dim])
+
+
 @contextmanager
-def compiling() -> Iterator[None]:
+def compiling(call: BlockCall) -> Iterator[None]:
     """The settings under which blocks are compiled: a first pass of a kind goes under this, later ones need not."""
+    if isinstance(call, CompiledBlocks):
+        call.is_new = True
     # A layer's index is an attribute of its modules: taken for a constant, every layer would be compiled by itself.
     dynamo = torch._dynamo.config.patch(allow_unspec_int_on_nn_module=True, recompile_limit=MOST_GRAPHS)
     # Sizes that happen to be equal, as of heads and of positions, would be taken to be equal always.
     shapes = importlib.import_module("torch.fx.experimental._config").patch(use_duck_shape=False)
     with dynamo, shapes:
-        yield
+        try:
+            yield
+        finally:
+            if isinstance(call, CompiledBlocks):
+                call.is_new = False
 
 
 def as_prepared(run: Callable[[], Outputs]) -> Callable[[], Outputs]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -56,6 +57,9 @@ class StaticRunner:
         self._inputs: dict[int, _Buffers] = {}
         # Recordings go with the part that they are of, and are bound to the memory that they read.
         self._prepared: weakref.WeakKeyDictionary[Part, dict[_Key, Run]] = weakref.WeakKeyDictionary()
+        self._prepared_together: weakref.WeakKeyDictionary[Part, set[tuple[int | bool, ...]]] = (
+            weakref.WeakKeyDictionary()
+        )
 
     def new_cache(self, num_layers: int, capacity: int) -> KVCache:
         """An empty cache with room for padding, in memory that an earlier text has left if there is enough of it."""
@@ -108,8 +112,13 @@ class StaticRunner:
         """See `Runner.run_together`. The blocks are compiled as ever; these passes are not recorded."""
         if self.exact_width is not None:
             raise UnsupportedRunnerError("in bit-exact mode a pass is of one text")
-        with compiling():
-            return compute_together(part, passes, memory, self._mask_kinds, Rows.of(passes))
+        rows = Rows.of(passes)
+        known = self._prepared_together.setdefault(part, set())
+        key = (rows.num_rows, rows.width, torch.is_grad_enabled(), torch.is_inference_mode_enabled())
+        with nullcontext() if key in known else compiling(self.block_call):
+            outputs = compute_together(part, passes, memory, self._mask_kinds, rows)
+        known.add(key)
+        return outputs
 
     def _shape(self, start: int, width: int, last_only: bool, states: Tensor | None) -> _Shape:
         bucket = self.buckets.width(width)
@@ -131,7 +140,7 @@ class StaticRunner:
         if key in known:
             return known[key]()
         run = self._bound(part, cache.storage, shape)
-        with compiling():
+        with compiling(self.block_call):
             outputs = run()
         if self._device.type == "cuda":
             known[key] = record(run, self._pool)
@@ -155,7 +164,6 @@ class StaticRunner:
         window, buffers = cache.window, self._buffers(shape.width)
         slots, last = buffers.slots(), buffers.last
         window.slots, window.last, window.last_slot = slots, last, slots.index_select(0, last)
-        window.bucket = shape.places
         window.masks = self._mask_kinds.masks(slots, shape.places)
         try:
             return part.compute(

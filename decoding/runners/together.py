@@ -50,7 +50,7 @@ def compute_together(
     cache = KVCache(len(memory.layers), memory.capacity, memory)
     window = memory.window
     window.slots, window.last, window.last_slot = slots, last, slots.gather(1, last[:, None])
-    window.bucket, window.rows = rows.places, slice(rows.first, rows.first + rows.num_rows)
+    window.rows = slice(rows.first, rows.first + rows.num_rows)
     window.start, window.end = max(starts), rows.places
     window.masks = mask_kinds.masks(positions, rows.places)
     try:

@@ -1,0 +1,37 @@
+"""Linear layers on a single position, on a CPU: read the weights at the speed of the memory (our formulation).
+
+A matrix times one vector is bound by reading the matrix. The libraries that torch calls for it read at less than half of the
+speed of a plain sum here (MKL 9 to 11 GB/s in float32, oneDNN 11 to 12 in bfloat16, on an AMD EPYC); the same products written
+as a sum, compiled by inductor, read at 20 to 27. With several positions the libraries are as fast or faster.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+from torch.overrides import TorchFunctionMode
+
+
+class OnePosition(TorchFunctionMode):
+    """Code that is compiled under it has linear layers on one position on a CPU as sums of products."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self._is_cpu = device.type == "cpu"
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Called in the place of each function of torch."""
+        kwargs = kwargs or {}
+        if func is linear and self._is_cpu and args[0].shape[:-1].numel() == 1:
+            return _as_sum(*args, **kwargs)
+        return func(*args, **kwargs)
+
+
+def _as_sum(values: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """`linear` of `values` [.., inputs], a single position; half precision is summed in float32, as the libraries do."""
+    sums = (weight.float() * values.reshape(-1).float()).sum(-1).to(values.dtype)
+    outputs = sums.reshape(*values.shape[:-1], weight.shape[0])
+    return outputs if bias is None else outputs + bias
