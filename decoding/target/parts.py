@@ -110,17 +110,17 @@ def without(block: nn.Module, index: int, anatomy: Anatomy, skip_attention: bool
     if sublayer is None:
         kind = "attention" if skip_attention else "MLP"
         raise UnsupportedModelError(f"block {index} has no separate {kind} module: only the whole block can be skipped")
-    partial = _shallow_copy(block)
+    partial = shallow_copy(block)
     setattr(partial, sublayer.name, Zero(getattr(block, sublayer.name), sublayer.num_outputs))
     return partial
 
 
 def with_blocks(model: nn.Module, path: tuple[str, ...], blocks: Sequence[nn.Module]) -> nn.Module:
     """A shallow copy of `model` with `blocks` as its list of blocks; containers on the way are copied, all else is shared."""
-    view = _shallow_copy(model)
+    view = shallow_copy(model)
     container = view
     for name in path[:-1]:
-        child = _shallow_copy(getattr(container, name))
+        child = shallow_copy(getattr(container, name))
         setattr(container, name, child)
         container = child
     setattr(container, path[-1], _Blocks(blocks))
@@ -136,7 +136,7 @@ class _Blocks(nn.ModuleList):
         return super().__getitem__(index)
 
 
-def _shallow_copy(module: nn.Module) -> nn.Module:
+def shallow_copy(module: nn.Module) -> nn.Module:
     """A module of the same class that shares everything but its table of children."""
     twin = copy.copy(module)
     twin.__dict__["_modules"] = dict(module._modules)

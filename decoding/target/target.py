@@ -17,6 +17,7 @@ from decoding.errors import UnsupportedModelError, UnsupportedRunnerError
 from decoding.runners import EagerRunner, MaskKinds, Outputs, Part, PassOfOne, Runner, RunnerFactory, build_runner
 from decoding.runners.compilation import call_block
 from decoding.target.anatomy import examine, find_mask_kinds, find_rope_change, follow, refuse_recurrent_state
+from decoding.target.attention import with_grouped_attention
 from decoding.target.parts import ModelPart, run_whole, with_blocks
 from decoding.target.runner_check import check_runner, find_difference_together
 from decoding.target.stand_ins import Emit, FixedShapes, Head, Identity, Pass, Tap, first_of
@@ -71,6 +72,7 @@ class Target:
 
     def in_place(self, block: nn.Module, index: int) -> nn.Module:
         """`block` at the place of the model's block `index`, as this target's runner calls it."""
+        block = with_grouped_attention(block, self.anatomy.attention[index])
         if self._mask_kinds is None:
             return block
         return FixedShapes(block, index, self._mask_kinds, self.runner.block_call or call_block)
