@@ -109,7 +109,8 @@ class StaticRunner:
         if self.exact_width is not None:
             raise UnsupportedRunnerError("in bit-exact mode a pass is of one text")
         with compiling():
-            return compute_together(part, passes, memory, self._mask_kinds, Rows.of(passes))
+            # The compiler takes a size of 1 for a constant: the last text of a batch would be compiled for in the middle of it.
+            return compute_together(part, passes, memory, self._mask_kinds, Rows.of(passes, fewest=2))
 
     def _shape(self, start: int, width: int, last_only: bool, states: Tensor | None) -> _Shape:
         bucket = self.buckets.width(width)
