@@ -149,7 +149,7 @@ def _alone(task: BenchTask, prompts: Prompts, progress: Progress) -> Iterator[tu
 
 
 def _is_accounted_for(task: BenchTask) -> bool:
-    """Whether passes wait for their end, are of one text, and draft."""
+    """Whether where the time goes can be told: passes must wait for their end and be of one text, and something must be drafted."""
     drafts = not isinstance(task.profile.draft, PlainDecoding)
     return task.target.device.type == "cpu" and task.config.batch_size == 1 and drafts
 

@@ -26,7 +26,7 @@ OTHERS_COLOUR = "#0072b2"
 def bench_table(result: BenchResult) -> RenderableType:
     """A line a contender, the bound of one-token passes, and those left out; what each is stands below."""
     prompts = f"{len(result.counted)} {units_of(result.batch_size)} of {mean_prompt_tokens(result):.0f} tokens"
-    title = f"Decode phase on {prompts} on average{_side_by_side(result)} (95 % intervals over {_units(result)})"
+    title = f"Decode phase on {prompts} on average (95 % intervals over {_units(result)})"
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("contender", no_wrap=True)
     columns = ("tok/s", "over plain", "profile over it", "prefill ms", "per pass", "roofline", "identical")
@@ -44,10 +44,6 @@ def bench_table(result: BenchResult) -> RenderableType:
     for term, meaning in _legend(result):
         legend.add_row(Text(term), Text(meaning))
     return Group(table, legend)
-
-
-def _side_by_side(result: BenchResult) -> str:
-    return "" if result.batch_size == 1 else f", {result.batch_size} texts side by side"
 
 
 def _units(result: BenchResult) -> str:
@@ -169,7 +165,8 @@ def bench_picture(result: BenchResult, file: IO[bytes]) -> None:
     axes.errorbar([each.value for each in rates], names, xerr=reach, fmt="none", ecolor="black", capsize=3)
     bound = result.roofline.tokens_per_second
     axes.axvline(bound, color="#009e73", linestyle="--", label=f"roofline of one token a pass, {bound:.0f}")
-    axes.set_xlabel(f"decoded tokens per second{_side_by_side(result)}, 95 % intervals over {_units(result)}")
+    texts = "" if result.batch_size == 1 else f" of {result.batch_size} texts side by side"
+    axes.set_xlabel(f"decoded tokens per second{texts}, 95 % intervals over {_units(result)}")
     axes.set_title(f"{result.facts['profile']} on {result.facts['device']}, {result.facts['dtype']}", fontsize="medium")
     figure.legend(loc="outside lower right", frameon=False)
     figure.savefig(file, dpi=130)

@@ -447,7 +447,7 @@ def test_everybody_writes_a_batch_and_each_text_is_that_of_its_prompt_alone(
     assert found["roofline"]["bytes_per_token"] == pytest.approx(read["weights"] / 3 + read["keys_and_values"])
     said = flat(result.stdout)
     assert "2 batches of 3 prompts" in said
-    assert "3 texts side by side (95 % intervals over batches)" in said
+    assert "of 3 texts side by side, tokens and seconds are those of all" in said
     assert "the last 1 prompts are not measured: they make no whole batch of 3" in said
     assert "12/12" in said
     assert "in turns" not in said
@@ -588,7 +588,7 @@ def test_table_and_picture_of_batches() -> None:
 
     Console(file=console, width=120).print(bench_table(result))
     said = flat(console.getvalue())
-    assert "3 batches of 2 prompts of 45 tokens on average, 2 texts side by side (95 % intervals over batches)" in said
+    assert "3 batches of 2 prompts of 45 tokens on average (95 % intervals over batches)" in said
     assert "one token a pass for each of 2 texts: 0.0 MB of weights and 2 times 0.00 MB of keys and values" in said
     assert "6/6" in said
     picture = io.BytesIO()
