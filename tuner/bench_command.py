@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import functools
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from rich.console import RenderableType
 
+from decoding.decode import Request
+from decoding.decoder import plain_decoder
 from decoding.exactness import Comparison, compare
 from decoding.profile import PlainDecoding
+from decoding.text import Ending
 from tuner.accounting import Account, longest_draft, take_account
 from tuner.bench_report import TABLE_WIDTH, bench_json, bench_picture, bench_table
-from tuner.bench_result import BenchResult, Entry, TextSample, comparable, mean_context
+from tuner.bench_result import BenchResult, Entry, TextSample, comparable, mean_context, units_of
 from tuner.bench_task import BenchConfig, BenchTask, prepare_bench, token_ids
 from tuner.check_task import check_results_folder, public_name, write_json, write_result, write_text
 from tuner.contenders import ALWAYS, PLAIN, Setting, enter
-from tuner.contest import Contest, Writing
+from tuner.contest import Batch, Contest, Prompts
 from tuner.cost import measure_cost_table
 from tuner.environment import device_name, versions
 from tuner.own_decoding import profile_by
@@ -56,12 +59,11 @@ def run_bench(task: BenchTask, progress: Progress) -> BenchResult:
     progress.stage("contenders choose on tuning prompts")
     contenders, left_out = enter(task.names, _setting(task, progress))
     contest = Contest(contenders, device, needed=ALWAYS)
-    by_length = sorted(prompts, key=len)
     progress.stage("warming up")
-    contest.warm_up([by_length[-1], by_length[0]])
+    contest.warm_up(_longest_and_shortest(task.batches))
     samples = _hold(contest, task, progress)
-    left_out |= contest.left_out
-    account = _account(task, prompts, progress)
+    left_out = {**task.left_out, **left_out, **contest.left_out}
+    account = _account(task, prompts, progress) if _is_accounted_for(task) else None
     entries = [
         Entry(name, each.describe(), dict(each.settings), tuple(samples[name]))
         for name, each in contest.running.items()
@@ -69,7 +71,8 @@ def run_bench(task: BenchTask, progress: Progress) -> BenchResult:
     kept, uncounted, counted = comparable(entries)
     contexts = mean_context(kept[PLAIN].samples, counted)
     bandwidth = before.and_also(measure_bandwidth(device, buffer_bytes=before.buffer_bytes))
-    roofline = Roofline(bandwidth=bandwidth, reading=reading(task.target, contexts))
+    batch_size = task.config.batch_size
+    roofline = Roofline(bandwidth=bandwidth, reading=reading(task.target, contexts, batch_size=batch_size))
     return BenchResult(
         entries=kept,
         left_out={**left_out, **uncounted},
@@ -78,7 +81,8 @@ def run_bench(task: BenchTask, progress: Progress) -> BenchResult:
         roofline=roofline,
         account=account,
         facts=_facts(task),
-        remarks=_remarks(task, len(prompts) - len(counted)),
+        remarks=_remarks(task, len(task.batches) - len(counted)),
+        batch_size=batch_size,
     )
 
 
@@ -95,37 +99,64 @@ def _setting(task: BenchTask, progress: Progress) -> Setting:
     )
 
 
+def _longest_and_shortest(batches: Sequence[Prompts]) -> list[Prompts]:
+    """The batch with the longest of all prompts, and that with the shortest."""
+    return [max(batches, key=lambda batch: max(map(len, batch))), min(batches, key=lambda batch: min(map(len, batch)))]
+
+
 def _hold(contest: Contest, task: BenchTask, progress: Progress) -> dict[str, list[TextSample]]:
-    """All samples by contender; texts are compared with the first that the one they should be like wrote of the prompt."""
-    prompts = token_ids(task.measured)
+    """All samples by contender; texts are compared with the first that the one they should be like wrote of the prompt.
+
+    Where several are written side by side, that is what plain decoding writes of the prompt alone.
+    """
+    prompts, batch_size = token_ids(task.measured), task.config.batch_size
     samples: dict[str, list[TextSample]] = {name: [] for name in contest.running}
     same_as = {name: each.same_as for name, each in contest.running.items()}
     written: dict[tuple[str, int], tuple[int, ...]] = {}
+    if batch_size > 1:
+        written = {(PLAIN, place): text for place, text in enumerate(_alone(task, prompts, progress))}
 
     def compared(name: str, place: int, tokens: tuple[int, ...]) -> Comparison:
         if (other := same_as[name]) is not None:
             return Comparison(identical=written.get((other, place)) == tokens)
         return compare(task.target, prompts[place], written[PLAIN, place], tokens)
 
-    def note(place: int, repeat: int, texts: Mapping[str, Writing]) -> None:
-        for name, text in texts.items():
-            written.setdefault((name, place), text.tokens)
-        for name, text in texts.items():
-            comparison = compared(name, place, text.tokens)
-            samples[name].append(TextSample.of(place, repeat, len(prompts[place]), text, comparison))
+    def note(number: int, repeat: int, batches: Mapping[str, Batch]) -> None:
+        first = number * batch_size
+        for name, batch in batches.items():
+            for text, each in enumerate(batch.texts):
+                written.setdefault((name, first + text), each.tokens)
+        for name, batch in batches.items():
+            for text, each in enumerate(batch.texts):
+                place = first + text
+                comparison = compared(name, place, each.tokens)
+                samples[name].append(TextSample.of(place, repeat, len(prompts[place]), batch, text, comparison))
         progress.advance()
 
     repeats = task.config.repeats
-    progress.stage("everybody continues every prompt", len(prompts) * repeats)
-    contest.hold(prompts, max_new_tokens=task.max_new_tokens, repeats=repeats, on_texts=note)
+    progress.stage(f"everybody continues all {units_of(batch_size)}", len(task.batches) * repeats)
+    contest.hold(task.batches, max_new_tokens=task.max_new_tokens, repeats=repeats, on_batch=note)
     return samples
 
 
-def _account(task: BenchTask, prompts: Sequence[Sequence[int]], progress: Progress) -> Account | None:
-    """Where the profile's time goes; None where a pass does not wait for its end, or if the profile drafts nothing."""
+def _alone(task: BenchTask, prompts: Prompts, progress: Progress) -> Iterator[tuple[int, ...]]:
+    """What plain decoding writes of each prompt by itself."""
+    plain = plain_decoder(task.target)
+    progress.stage("plain decoding continues each prompt alone", len(prompts))
+    for prompt in prompts:
+        yield plain.generate(Request(prompt, Ending(task.max_new_tokens, task.eos_token_ids))).tokens
+        progress.advance()
+
+
+def _is_accounted_for(task: BenchTask) -> bool:
+    """Whether where the time goes can be told: passes must wait for their end and be of one text, and something must be drafted."""
+    drafts = not isinstance(task.profile.draft, PlainDecoding)
+    return task.target.device.type == "cpu" and task.config.batch_size == 1 and drafts
+
+
+def _account(task: BenchTask, prompts: Prompts, progress: Progress) -> Account:
+    """Where the profile's time goes."""
     draft, target = task.profile.draft, task.target
-    if target.device.type != "cpu" or isinstance(draft, PlainDecoding):
-        return None
     progress.stage("measuring what passes of the model cost")
     most_drafted = longest_draft(draft, task.profile.draft_length.max_tokens)
     lengths = [len(prompt) for prompt in prompts]
@@ -179,8 +210,21 @@ def _remarks(task: BenchTask, num_uncounted: int) -> tuple[str, ...]:
         remarks.append(
             f"greedy for everybody, so that texts can be compared; the profile was tuned at temperature {temperature:g}"
         )
+    batch_size = task.config.batch_size
     if num_uncounted:
         remarks.append(
-            f"{num_uncounted} prompts do not count in the rates: somebody decoded too few tokens behind the prefill"
+            f"{num_uncounted} {units_of(batch_size)} do not count in the rates: somebody decoded too few tokens behind the prefill"
         )
+    if task.num_over:
+        remarks.append(f"the last {task.num_over} prompts are not measured: they make no whole batch of {batch_size}")
+    if batch_size > 1:
+        remarks.append(
+            f"of {batch_size} texts side by side, tokens and seconds are those of all, tokens per pass those of each; identical is "
+            "a text that plain decoding writes of its prompt alone"
+        )
+        remarks.append("where the profile's time goes is told of single texts only (--batch-size 1)")
+        if task.target.alone is not None:
+            remarks.append(
+                f"profile and plain write the texts of a batch in turns, not in shared passes: {task.target.alone}"
+            )
     return tuple(remarks)

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from decoding.profile import Interval
 from tuner.accounting import Account
-from tuner.bench_result import BenchResult, Entry, mean_prompt_tokens
+from tuner.bench_result import BenchResult, Entry, mean_prompt_tokens, units_of
 from tuner.contenders import PLAIN, PROFILE
 
 TABLE_WIDTH = 120
@@ -25,8 +25,8 @@ OTHERS_COLOUR = "#0072b2"
 
 def bench_table(result: BenchResult) -> RenderableType:
     """A line a contender, the bound of one-token passes, and those left out; what each is stands below."""
-    prompts = f"{len(result.counted)} prompts of {mean_prompt_tokens(result):.0f} tokens"
-    title = f"Decode phase on {prompts} on average (95 % intervals over prompts)"
+    prompts = f"{len(result.counted)} {units_of(result.batch_size)} of {mean_prompt_tokens(result):.0f} tokens"
+    title = f"Decode phase on {prompts} on average (95 % intervals over {_units(result)})"
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("contender", no_wrap=True)
     columns = ("tok/s", "over plain", "profile over it", "prefill ms", "per pass", "roofline", "identical")
@@ -44,6 +44,10 @@ def bench_table(result: BenchResult) -> RenderableType:
     for term, meaning in _legend(result):
         legend.add_row(Text(term), Text(meaning))
     return Group(table, legend)
+
+
+def _units(result: BenchResult) -> str:
+    return "prompts" if result.batch_size == 1 else "batches"
 
 
 def _cells(result: BenchResult, entry: Entry) -> tuple[str, ...]:
@@ -80,10 +84,12 @@ def _legend(result: BenchResult) -> Iterator[tuple[str, str]]:
 def _describe_roofline(result: BenchResult) -> str:
     read, bandwidth = result.roofline.reading, result.roofline.bandwidth
     experts = f" ({read.experts[0]} of {read.experts[1]} experts a layer)" if read.experts else ""
+    size = read.batch_size
+    of_texts, times = ("", "") if size == 1 else (f" for each of {size} texts", f"{size} times ")
     return (
-        f"the most of one token a pass: {read.weights / 1e6:.1f} MB of weights{experts} and {read.keys_and_values / 1e6:.2f} MB "
-        f"of keys and values, read at the {bandwidth.bytes_per_second / 1e9:.1f} GB/s measured; several tokens a pass, or a model "
-        "that fits the processor's caches, may be above it"
+        f"the most of one token a pass{of_texts}: {read.weights / 1e6:.1f} MB of weights{experts} and {times}"
+        f"{read.keys_and_values / 1e6:.2f} MB of keys and values, read at the {bandwidth.bytes_per_second / 1e9:.1f} GB/s "
+        "measured; several tokens a pass, or a model that fits the processor's caches, may be above it"
     )
 
 
@@ -99,13 +105,14 @@ def bench_json(result: BenchResult) -> dict[str, Any]:
     """All figures with their intervals, every sample, the bound and what it is made of, device and versions."""
     return {
         **result.facts,
+        "batch_size": result.batch_size,
         "remarks": list(result.remarks),
         "prompts": result.num_prompts,
         "counted": list(result.counted),
         "roofline": {
             "tokens_per_second": result.roofline.tokens_per_second,
             "bytes_per_second": result.roofline.bandwidth.bytes_per_second,
-            "bytes_per_token": result.roofline.reading.total,
+            "bytes_per_token": result.roofline.reading.total / result.batch_size,
             **result.roofline.model_dump(mode="json"),
         },
         "account": _account_figures(result.account),
@@ -158,7 +165,8 @@ def bench_picture(result: BenchResult, file: IO[bytes]) -> None:
     axes.errorbar([each.value for each in rates], names, xerr=reach, fmt="none", ecolor="black", capsize=3)
     bound = result.roofline.tokens_per_second
     axes.axvline(bound, color="#009e73", linestyle="--", label=f"roofline of one token a pass, {bound:.0f}")
-    axes.set_xlabel("decoded tokens per second, 95 % intervals over prompts")
+    texts = "" if result.batch_size == 1 else f" of {result.batch_size} texts side by side"
+    axes.set_xlabel(f"decoded tokens per second{texts}, 95 % intervals over {_units(result)}")
     axes.set_title(f"{result.facts['profile']} on {result.facts['device']}, {result.facts['dtype']}", fontsize="medium")
     figure.legend(loc="outside lower right", frameon=False)
     figure.savefig(file, dpi=130)

@@ -6,12 +6,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from pydantic import Field
+
 from decoding.decoder import Decoder
 from decoding.deploy import load_decoder
 from decoding.documents import Document
 from decoding.profile import DatasetFacts, DraftProfile
 from decoding.target import Target
-from tuner.contenders import check_names, default_names
+from tuner.contenders import check_names, default_names, side_by_side
+from tuner.contest import Prompts
 from tuner.errors import ConfigError
 from tuner.loading import Loaded, eos_token_ids, load, resolve_device
 from tuner.own_decoding import profile_by
@@ -37,6 +40,7 @@ class BenchConfig(Document):
     dtype: str | None = None
     device: str = "auto"
     runner: str | None = None
+    batch_size: int = Field(1, ge=1)
     context: int | None = None
     max_new_tokens: int | None = None
     prompts: int | None = None
@@ -57,6 +61,8 @@ class BenchTask:
     config: BenchConfig
     names: tuple[str, ...]
     """Of all contenders."""
+    left_out: dict[str, str]
+    """The reasons of those that would be there too, were it not for the batch size."""
     profile: DraftProfile
     loaded: Loaded
     decoder: Decoder
@@ -69,6 +75,15 @@ class BenchTask:
     """What is known of whether the profile was tuned on the prompts, in words."""
     choosing: tuple[Prompt, ...]
     measured: tuple[Prompt, ...]
+    """Whole batches, one behind another."""
+    num_over: int
+    """Prompts that are not measured, as they make no whole batch."""
+
+    @property
+    def batches(self) -> list[Prompts]:
+        """The prompts to be measured, as many a batch as are written side by side."""
+        prompts, size = token_ids(self.measured), self.config.batch_size
+        return [prompts[first : first + size] for first in range(0, len(prompts), size)]
 
     def deploy(self, profile: DraftProfile) -> Decoder:
         """The decoder of another profile on the same model."""
@@ -87,10 +102,11 @@ class BenchTask:
 
 def prepare_bench(config: BenchConfig, profile_path: Path, progress: Progress) -> BenchTask:
     """Load and check profile, exit head, model and prompts. Raises errors of ours for what the user can put right."""
-    names = check_names(config.against) if config.against is not None else default_names(resolve_device(config.device))
+    names, left_out = _names(config)
     profile = DraftProfile.load(profile_path)
     if config.runner is not None:
         profile = profile_by(config.runner, profile)
+    _check_mode(config.batch_size, profile)
     deployed = load_decoder(profile, folder=profile_path.parent)
     model = config.model or profile.target.model
     progress.stage(f"loading {model}")
@@ -110,7 +126,8 @@ def prepare_bench(config: BenchConfig, profile_path: Path, progress: Progress) -
             f"--prompts {num_measured} is more than the {len(found.held_out)} that are held out; --held-out-prompts "
             f"{num_measured} holds out more, which are then another split than the profile's"
         )
-    choosing, measured = found.tuning[:CHOOSING_PROMPTS], found.held_out[:num_measured]
+    num_over = _num_over(config.batch_size, num_measured)
+    choosing, measured = found.tuning[:CHOOSING_PROMPTS], found.held_out[: num_measured - num_over]
     if config.context is not None:
         fillers = [*found.tuning, *found.spare]
         choosing, measured = (
@@ -120,6 +137,7 @@ def prepare_bench(config: BenchConfig, profile_path: Path, progress: Progress) -
     return BenchTask(
         config,
         names,
+        left_out,
         profile,
         loaded,
         decoder,
@@ -129,7 +147,32 @@ def prepare_bench(config: BenchConfig, profile_path: Path, progress: Progress) -
         split,
         choosing,
         measured,
+        num_over,
     )
+
+
+def _names(config: BenchConfig) -> tuple[tuple[str, ...], dict[str, str]]:
+    """Of the contenders, and the reasons of those that would be there by default but write one text at a time."""
+    if config.against is not None:
+        return check_names(config.against, config.batch_size), {}
+    return side_by_side(default_names(resolve_device(config.device)), config.batch_size)
+
+
+def _check_mode(batch_size: int, profile: DraftProfile) -> None:
+    if batch_size > 1 and profile.decoding.exact_width is not None:
+        raise ConfigError(
+            f"--batch-size {batch_size} is not for bit-exact mode, which is of one text at a time: give --runner eager or static"
+        )
+
+
+def _num_over(batch_size: int, num_prompts: int) -> int:
+    """Prompts behind the last whole batch; `ConfigError` if there are fewer than two batches."""
+    if num_prompts < 2 * batch_size:
+        raise ConfigError(
+            f"--batch-size {batch_size} makes {num_prompts // batch_size} whole batches of {num_prompts} prompts, and at least 2 "
+            f"are needed: give a smaller --batch-size, or {2 * batch_size} or more prompts (--held-out-prompts, --prompts)"
+        )
+    return num_prompts % batch_size
 
 
 def _check_context(config: BenchConfig, max_new_tokens: int, context_length: int | None) -> None:

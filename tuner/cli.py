@@ -335,6 +335,14 @@ def generate(profile: Path, prompt: str, threads: int | None, **options: Any) ->
 @click.option(
     "--max-new-tokens", type=click.IntRange(min=9), metavar="N", help="Tokens to generate.  [default: the profile's]"
 )
+@click.option(
+    "--batch-size",
+    type=click.IntRange(min=1),
+    default=1,
+    show_default=True,
+    metavar="N",
+    help="Prompts that are continued side by side; the others of an incomplete last batch are left out.",
+)
 @click.option("--prompts", type=click.IntRange(min=2), metavar="N", help="Held-out prompts to measure.  [default: all]")
 @click.option(
     "--repeats",
@@ -386,7 +394,9 @@ def bench(profile: Path, against: str | None, threads: int | None, out: Path, **
     What this model or device cannot run is left out, and the table says why. The profile records the numbers of prompts and
     a fingerprint: with columns and seed as in the search, the prompts are those that it held out, and the table says whether
     they are. With --context, other rows that are not held out stand in front of each prompt, and what is too long is cut from
-    the left.
+    the left. With --batch-size, everybody writes so many texts side by side, in the order of the prompts: tokens are those of all
+    texts, seconds run until the last has ended, and each text is compared with what plain decoding writes of its prompt alone.
+    hf-early-exit, hf-prompt-lookup and bit-exact mode write one text at a time, and are not there then.
 
     Writes DIR/bench.json (all figures and samples), .txt (the table), .png (a picture).
 
@@ -394,6 +404,7 @@ def bench(profile: Path, against: str | None, threads: int | None, out: Path, **
     Examples:
       sdtune bench --profile profile.yaml --dataset configs/demo/prompts.jsonl --group-column file
       sdtune bench --profile llama-code.yaml --dataset humaneval --against hf,hf-static --context 4096
+      sdtune bench --profile llama-code.yaml --dataset humaneval --against plain-static,hf --batch-size 8
     """
     from tuner.bench_command import run_and_write
     from tuner.bench_report import TABLE_WIDTH

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -129,6 +129,15 @@ CONTENDERS: dict[str, Factory] = {
     "hf-static": _stock_static,
 }
 
+_ASSISTED = "transformers does not do it: its assisted generation is of one text at a time"
+_BIT_EXACT = "bit-exact mode is of one text at a time"
+ONE_TEXT_ONLY: Mapping[str, str] = {
+    "hf-early-exit": _ASSISTED,
+    "hf-prompt-lookup": _ASSISTED,
+    **{f"{who}-bitwise": _BIT_EXACT for who in ALWAYS},
+}
+"""Those that cannot write several texts side by side, and why."""
+
 
 def default_names(device: torch.device) -> tuple[str, ...]:
     """Whom to compare with if nothing is asked: all of transformers' ways, but a static cache only where it compiles for it."""
@@ -136,16 +145,24 @@ def default_names(device: torch.device) -> tuple[str, ...]:
     return (*ALWAYS, *(name for name in stock if name != "hf-static" or device.type == "cuda"))
 
 
-def check_names(names: Sequence[str]) -> tuple[str, ...]:
+def check_names(names: Sequence[str], batch_size: int = 1) -> tuple[str, ...]:
     """The names asked for and those whose text they are compared with, those that are always there first.
 
-    `ConfigError` for an unknown one.
+    `ConfigError` for an unknown one, and for one that cannot write `batch_size` texts side by side.
     """
     for name in names:
         if name not in CONTENDERS:
             raise ConfigError(f"unknown contender {name!r}; {suggest(name, CONTENDERS)}")
+        if batch_size > 1 and name in ONE_TEXT_ONLY:
+            raise ConfigError(f"{name} cannot be had with --batch-size {batch_size}: {ONE_TEXT_ONLY[name]}")
     needed = [f"{PLAIN}-bitwise" for name in names if name == f"{PROFILE}-bitwise"]
     return tuple(dict.fromkeys([*ALWAYS, *needed, *names]))
+
+
+def side_by_side(names: Sequence[str], batch_size: int) -> tuple[tuple[str, ...], dict[str, str]]:
+    """Those of `names` that can write `batch_size` texts side by side, and the reasons of the others."""
+    left_out = {name: ONE_TEXT_ONLY[name] for name in names if batch_size > 1 and name in ONE_TEXT_ONLY}
+    return tuple(name for name in names if name not in left_out), left_out
 
 
 def enter(names: Sequence[str], setting: Setting) -> tuple[dict[str, Contender], dict[str, str]]:

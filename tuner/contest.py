@@ -1,4 +1,4 @@
-"""Ways of continuing a prompt, timed side by side: whoever they are, by one stopwatch, in turns, on the same prompts.
+"""Ways of continuing prompts, timed side by side: whoever they are, by one stopwatch, in turns, on the same batches of prompts.
 
 Knows neither what the contenders are nor what their texts are worth: see `tuner.contenders` and `tuner.bench_result`.
 """
@@ -16,33 +16,27 @@ from tuner.measure import WARM_UP_TOKENS, synchronize, undisturbed
 
 
 class Stopwatch:
-    """Notes what a contender writes and when. Made when the text begins; a contender calls `put` and reads no clock itself."""
+    """Notes what a contender writes and when. Made when the batch begins; a contender calls `put` and reads no clock itself."""
 
-    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(self, clock: Callable[[], float] = time.perf_counter, *, num_texts: int = 1) -> None:
         self._clock = clock
-        self._tokens: list[tuple[int, ...]] = []
-        self._seconds: list[float] = []
+        self._noted: list[list[tuple[tuple[int, ...], float]]] = [[] for _ in range(num_texts)]
         self._start = clock()
 
-    def put(self, tokens: Sequence[int]) -> None:
-        """These tokens have just come to the host, the first of all by the pass over the prompt; at least one."""
-        self._seconds.append(self._clock() - self._start)
-        self._tokens.append(tuple(tokens))
+    def put(self, tokens: Sequence[int], text: int = 0) -> None:
+        """These tokens, at least one, of a text (its number) have just come to the host; its first by the pass over its prompt."""
+        self._noted[text].append((tuple(tokens), self._clock() - self._start))
 
-    def writing(self) -> Writing:
-        """What was noted. Raises `ValueError` if there is nothing: a text has one token at least."""
-        if not self._tokens:
+    def batch(self) -> Batch:
+        """What was noted. Raises `ValueError` if there is nothing of a text: each has one token at least."""
+        if not all(self._noted):
             raise ValueError("not a single token was handed over")
-        return Writing(tuple(self._tokens), tuple(self._seconds))
+        return Batch(tuple(Writing(*zip(*noted, strict=True)) for noted in self._noted))
 
 
 @dataclass(frozen=True)
 class Writing:
-    """One text as it came: the tokens of each pass, and the seconds after which they had come.
-
-    Prefill is all up to the first tokens, decoding what is behind them, for everybody. Those that draft before they have read
-    the prompt, as transformers' assisted generation does, may come with several first tokens, which count with the prefill.
-    """
+    """One text as it came: the tokens of each pass, and the seconds after which they had come."""
 
     passes: tuple[tuple[int, ...], ...]
     seconds: tuple[float, ...]
@@ -52,29 +46,49 @@ class Writing:
         """The whole text, without its prompt."""
         return tuple(token for each in self.passes for token in each)
 
+    def passes_from(self, seconds: float) -> tuple[tuple[int, ...], ...]:
+        """The tokens of the passes behind the first that had come at that time or later."""
+        later = zip(self.passes[1:], self.seconds[1:], strict=True)
+        return tuple(tokens for tokens, came in later if came >= seconds)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Texts that were written side by side, in the order of their prompts.
+
+    Prefill is all until each has its first tokens, decoding what is behind them, for everybody. Those that draft before they
+    have read the prompt, as transformers' assisted generation does, may come with several first tokens, which count with the
+    prefill; so does what comes of a text while the prompt of another is still being read.
+    """
+
+    texts: tuple[Writing, ...]
+
     @property
     def prefill_seconds(self) -> float:
-        """Until the first tokens had come."""
-        return self.seconds[0]
+        """Until the first tokens of all texts had come."""
+        return max(text.seconds[0] for text in self.texts)
 
     @property
     def decode_seconds(self) -> float:
-        """From the first tokens to the last."""
-        return self.seconds[-1] - self.seconds[0]
+        """From there to the last token of all."""
+        return max(text.seconds[-1] for text in self.texts) - self.prefill_seconds
+
+    def decoded(self, text: int) -> tuple[tuple[int, ...], ...]:
+        """The tokens that a text got in `decode_seconds`, by pass: a verification each, where there are drafts."""
+        return self.texts[text].passes_from(self.prefill_seconds)
 
     @property
     def num_decoded(self) -> int:
-        """Tokens that came in `decode_seconds`."""
-        return sum(len(each) for each in self.passes[1:])
+        """Tokens of all texts that came in `decode_seconds`."""
+        return sum(len(tokens) for text in range(len(self.texts)) for tokens in self.decoded(text))
 
-    @property
-    def num_passes(self) -> int:
-        """How many times tokens came in `decode_seconds`: the verifications, where there are drafts."""
-        return len(self.passes) - 1
+
+Prompts = Sequence[Sequence[int]]
+"""Token ids of the prompts of one batch."""
 
 
 class Contender(Protocol):
-    """A way of continuing one prompt greedily. It decides how the model is run; the contest what is written, when, and what counts.
+    """A way of continuing prompts greedily. It decides how the model is run; the contest what is written, when, and what counts.
 
     How a model's passes are carried out is a contender's own affair: another way of that is another contender.
     """
@@ -90,15 +104,15 @@ class Contender(Protocol):
     def describe(self) -> str:
         """One line for the table."""
 
-    def write(self, prompt: Sequence[int], max_new_tokens: int, watch: Stopwatch) -> None:
-        """Continue the token ids of `prompt`, handing tokens over as soon as they are on the host, and leave no trace on the model.
+    def write(self, prompts: Prompts, max_new_tokens: int, watch: Stopwatch) -> None:
+        """Continue `prompts` side by side, handing tokens over as soon as they are on the host, and leave no trace on the model.
 
-        The text ends with an end-of-text token of the model or with `max_new_tokens`. May raise anything if it cannot.
+        Each text ends with an end-of-text token of the model or with `max_new_tokens`. May raise anything if it cannot.
         """
 
 
-OnTexts = Callable[[int, int, Mapping[str, Writing]], None]
-"""Told of each prompt once all have continued it: its place, the repeat (from 0), and each contender's writing."""
+OnBatch = Callable[[int, int, Mapping[str, Batch]], None]
+"""Told of each batch once all have continued it: its place, the repeat (from 0), and what each contender wrote."""
 
 
 class Contest:
@@ -115,37 +129,35 @@ class Contest:
         self._device = device
         self._needed = needed
 
-    def warm_up(self, prompts: Sequence[Sequence[int]]) -> None:
-        """Let everybody write a few tokens behind each of these prompts; what is compiled or measured once is so afterwards."""
-        for prompt in prompts:
+    def warm_up(self, batches: Sequence[Prompts]) -> None:
+        """Let everybody write a few tokens behind these prompts; what is compiled or measured once is so afterwards."""
+        for prompts in batches:
             for name in list(self.running):
-                self._time(name, prompt, WARM_UP_TOKENS)
+                self._time(name, prompts, WARM_UP_TOKENS)
 
-    def hold(
-        self, prompts: Sequence[Sequence[int]], *, max_new_tokens: int, repeats: int = 1, on_texts: OnTexts
-    ) -> None:
-        """Everybody continues each prompt, `repeats` times over all of them, in an order that moves on by one with each text.
+    def hold(self, batches: Sequence[Prompts], *, max_new_tokens: int, repeats: int = 1, on_batch: OnBatch) -> None:
+        """Everybody continues each batch, `repeats` times over all of them, in an order that moves on by one with each.
 
-        Differences are then differences on the same text at nearly the same time, and nobody is always first.
+        Differences are then differences on the same texts at nearly the same time, and nobody is always first.
         """
         order, turn = list(self.running), 0
         with undisturbed():
             for repeat in range(repeats):
-                for place, prompt in enumerate(prompts):
+                for place, prompts in enumerate(batches):
                     first = turn % len(order)
                     turn += 1
-                    texts = {}
+                    written = {}
                     for name in [*order[first:], *order[:first]]:
-                        if name in self.running and (text := self._time(name, prompt, max_new_tokens)) is not None:
-                            texts[name] = text
-                    on_texts(place, repeat, texts)
+                        if name in self.running and (batch := self._time(name, prompts, max_new_tokens)) is not None:
+                            written[name] = batch
+                    on_batch(place, repeat, written)
 
-    def _time(self, name: str, prompt: Sequence[int], max_new_tokens: int) -> Writing | None:
+    def _time(self, name: str, prompts: Prompts, max_new_tokens: int) -> Batch | None:
         synchronize(self._device)
-        watch = Stopwatch()
+        watch = Stopwatch(num_texts=len(prompts))
         try:
-            self.running[name].write(prompt, max_new_tokens, watch)
-            return watch.writing()
+            self.running[name].write(prompts, max_new_tokens, watch)
+            return watch.batch()
         except Exception as cause:  # code of others on a model of any family may fail in any way: the reason is shown
             if name in self._needed:
                 raise

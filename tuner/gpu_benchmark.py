@@ -1,14 +1,15 @@
-"""The whole benchmark of one GPU in about ten minutes: `python -m tuner.gpu_benchmark --out DIR`.
+"""The whole benchmark of one GPU in ten minutes: `python -m tuner.gpu_benchmark --out DIR`.
 
 Each step is a command of the tool in a process of its own, as an error of CUDA spoils the process that it happens in; a step that
-fails or takes too long is reported as that, and those that need nothing of it still run. Writes what the steps write, their
-output, `gpu_benchmark.json` with what became of each, and a table, printed last.
+fails or takes too long is reported as that, and those that need nothing of it still run, until the time for all is up. Writes
+what the steps write, their output, `gpu_benchmark.json` with what became of each, and a table, printed last.
 
 1. Losslessness on the demo model in float32 and bfloat16: plain and drafted, eager, static (CUDA graphs) and bit-exact.
 2. The demo model widened to the size of an 8B model, in bfloat16: synthetic, a small trained model at the cost of a large one.
 3. A whole `sdtune search` on it, by the static runner.
 4. The profile that it found against what users would take instead, behind prompts of 512 tokens.
-5. How long a new candidate takes to be ready.
+5. The same with 4 and with 16 texts side by side.
+6. How long a new candidate takes to be ready.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,10 @@ DEMO = Path("configs/demo")
 PROMPTS = str(DEMO / "prompts.jsonl")
 OUR_MODES = "plain-eager,profile-eager,plain-bitwise,profile-bitwise"
 STOCK = "plain-eager,hf,hf-static,hf-early-exit,hf-prompt-lookup"
+STOCK_OF_BATCHES = "plain-eager,profile-eager,hf,hf-static"
+BATCHES = {4: 16, 16: 32}
+"""Batch sizes, and the prompts that are measured with each."""
+TOTAL_SECONDS = 580.0
 
 
 @dataclass(frozen=True)
@@ -78,7 +83,7 @@ def plan(out: Path, device: str, preset: str, search_seconds: int) -> list[Step]
         "never",
     )
     stores = ("--storage", f"sqlite:///{out}/sdtune.db", "--tracking-uri", f"sqlite:///{out}/mlflow.db")
-    sizes = ("--tuning-prompts", "16", "--held-out-prompts", "16", "--max-new-tokens", "48")
+    sizes = ("--tuning-prompts", "16", "--held-out-prompts", str(max(BATCHES.values())), "--max-new-tokens", "48")
     profile = str(out / "profile.yaml")
     return [
         *(
@@ -150,6 +155,27 @@ def plan(out: Path, device: str, preset: str, search_seconds: int) -> list[Step]
             ),
             180,
         ),
+        *(
+            Step(
+                f"bench of {size} texts side by side",
+                bench(
+                    f"widened_bench_batch_{size}",
+                    profile,
+                    "--model",
+                    str(model),
+                    "--context",
+                    "512",
+                    "--batch-size",
+                    str(size),
+                    "--prompts",
+                    str(num_prompts),
+                    "--against",
+                    STOCK_OF_BATCHES,
+                ),
+                90,
+            )
+            for size, num_prompts in BATCHES.items()
+        ),
         Step(
             "readiness",
             ("tuner.readiness", "--model", str(model), "--device", device, "--out", str(out / "readiness.json")),
@@ -182,11 +208,27 @@ def _last_line(log: Path) -> str:
     return lines[-1][:200] if lines else ""
 
 
-def run_all(steps: Sequence[Step], out: Path, run: Run = run_step) -> list[Done]:
-    """All steps in order; the results so far are on disk after each."""
+def run_all(
+    steps: Sequence[Step],
+    out: Path,
+    run: Run = run_step,
+    *,
+    seconds: float = TOTAL_SECONDS,
+    clock: Callable[[], float] = time.perf_counter,
+) -> list[Done]:
+    """All steps in order; the results so far are on disk after each.
+
+    All of them together take at most `seconds`: a step has what is left, where that is less than its own limit, and one
+    for which nothing is left is not run.
+    """
+    end = clock() + seconds
     done: list[Done] = []
     for step in steps:
-        done.append(run(step, out))
+        left = end - clock()
+        if left > 0:
+            done.append(run(replace(step, timeout=min(step.timeout, left)), out))
+        else:
+            done.append(Done(step.name, False, 0.0, f"not run: the {seconds:.0f} s for all steps are up"))
         document = {"versions": versions(), "steps": [asdict(each) for each in done], "figures": figures(out)}
         (out / "gpu_benchmark.json").write_text(json.dumps(document, indent=1))
     return done
@@ -201,6 +243,7 @@ def figures(out: Path) -> dict[str, Any]:
             "device": bench["device"],
             "dtype": bench["dtype"],
             "runner": bench["runner"],
+            "batch_size": bench.get("batch_size", 1),
             "roofline_tokens_per_second": bench["roofline"]["tokens_per_second"],
             "left_out": bench["left_out"],
             "contenders": {
@@ -248,9 +291,11 @@ def main() -> None:
     parser.add_argument("--device", default="cuda", help="cuda, cuda:1, or cpu to try the script")
     parser.add_argument("--preset", default="8b", help="of `python -m studies.widen`: 8b, 250m")
     parser.add_argument("--search-seconds", type=int, default=120, help="of the search")
+    parser.add_argument("--seconds", type=float, default=TOTAL_SECONDS, help="of all steps together")
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
-    done = run_all(plan(arguments.out, arguments.device, arguments.preset, arguments.search_seconds), arguments.out)
+    steps = plan(arguments.out, arguments.device, arguments.preset, arguments.search_seconds)
+    done = run_all(steps, arguments.out, seconds=arguments.seconds)
     Console(width=130).print(table(done, figures(arguments.out)))
     sys.exit(not all(step.ok for step in done))
 

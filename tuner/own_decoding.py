@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from decoding.decode import Request
@@ -11,7 +11,7 @@ from decoding.profile import Decoding, DraftProfile
 from decoding.rounds import Prefill
 from decoding.text import Ending
 from tuner.config import EXACT_WIDTH
-from tuner.contest import Stopwatch
+from tuner.contest import Prompts, Stopwatch
 
 MODES: dict[str, dict[str, Any]] = {
     "eager": {"runner": "eager", "exact_width": None},
@@ -42,10 +42,11 @@ class OwnDecoding:
         """What it is, for the table."""
         return self._description
 
-    def write(self, prompt: Sequence[int], max_new_tokens: int, watch: Stopwatch) -> None:
+    def write(self, prompts: Prompts, max_new_tokens: int, watch: Stopwatch) -> None:
         """See `Contender.write`."""
-        for step in self._decoder.steps(Request(prompt, Ending(max_new_tokens, self._eos))):
-            watch.put((step.token,) if isinstance(step, Prefill) else step.tokens)
+        requests = [Request(prompt, Ending(max_new_tokens, self._eos)) for prompt in prompts]
+        for text, step in self._decoder.batch_steps(requests):
+            watch.put((step.token,) if isinstance(step, Prefill) else step.tokens, text)
 
 
 def profile_by(mode: str, profile: DraftProfile) -> DraftProfile:

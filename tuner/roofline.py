@@ -1,4 +1,4 @@
-"""How fast decoding could be at most with one token a pass: what a pass must read over how fast the device reads.
+"""How fast decoding could be at most with one token a pass and text: what a pass must read over how fast the device reads.
 
 A decoder that gets several tokens out of a pass may be above it, and so may one whose model stays in the processor's caches.
 """
@@ -42,19 +42,21 @@ class Bandwidth(Document):
 
 
 class Reading(Document):
-    """Bytes that a pass of one token must read."""
+    """Bytes that a pass of one token a text must read."""
 
     weights: int
-    keys_and_values: float = Field(description="of the mean context, over all layers")
+    keys_and_values: float = Field(description="of a text with the mean context, over all layers")
     mean_context: float = Field(description="positions, the one being computed among them")
     experts: tuple[int, int] | None = Field(
         None, description="of a mixture: how many a token is computed by, and of how many; only those are counted"
     )
 
+    batch_size: int = Field(1, description="texts of a pass: weights are read once for all of them")
+
     @property
     def total(self) -> float:
-        """All of it."""
-        return self.weights + self.keys_and_values
+        """All of it, for all texts."""
+        return self.weights + self.batch_size * self.keys_and_values
 
 
 class Roofline(Document):
@@ -65,8 +67,8 @@ class Roofline(Document):
 
     @property
     def tokens_per_second(self) -> float:
-        """Most tokens a second of decoding that gets one token out of a pass."""
-        return self.bandwidth.bytes_per_second / self.reading.total
+        """Most tokens a second, of all texts, of decoding that gets one token a text out of a pass."""
+        return self.reading.batch_size * self.bandwidth.bytes_per_second / self.reading.total
 
 
 def measure_bandwidth(
@@ -95,13 +97,15 @@ def measure_bandwidth(
     return Bandwidth(buffer_bytes=buffer.numel() * buffer.element_size(), seconds=tuple(seconds[1:]))
 
 
-def reading(target: Target, contexts: Sequence[float]) -> Reading:
-    """What a pass of one token reads of the model and of its cache, on average over `contexts` (positions, each at least 1).
+def reading(target: Target, contexts: Sequence[float], *, batch_size: int = 1) -> Reading:
+    """What a pass of one token for each of `batch_size` texts reads of the model and of its cache.
+
+    Of the cache, on average over `contexts` (positions, each at least 1).
 
     Weights are those of the modules that such a pass runs, found by running one. Of an embedding it reads one row, which is not
     counted; the same table counts where it is the output layer too. Of a stack of experts (weights of three dimensions) it
-    reads those that the configuration routes a token to. Keys and values are counted in the type of the cache, as far back
-    as a layer's window reaches.
+    reads those that the configuration routes a token to; those of several texts may be the same, so that no more are counted.
+    Keys and values are counted in the type of the cache, as far back as a layer's window reaches.
     """
     weights, experts, per_position = _one_pass(target)
     windows = [_window(target.config, index) for index in range(len(per_position))]
@@ -109,7 +113,13 @@ def reading(target: Target, contexts: Sequence[float]) -> Reading:
         sum(size * min(context, window or context) for size, window in zip(per_position, windows, strict=True))
         for context in contexts
     ]
-    return Reading(weights=weights, keys_and_values=fmean(of_contexts), mean_context=fmean(contexts), experts=experts)
+    return Reading(
+        weights=weights,
+        keys_and_values=fmean(of_contexts),
+        mean_context=fmean(contexts),
+        experts=experts,
+        batch_size=batch_size,
+    )
 
 
 @torch.inference_mode()

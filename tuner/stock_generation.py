@@ -1,12 +1,13 @@
 """transformers' own `generate` as a contender: greedy, streamed into the stopwatch, with one or another option of its own.
 
 As read in transformers 5.23: a streamer is given the prompt first, then the tokens of each pass, one, or several where drafts were
-accepted. Assisted generation drafts before its first pass over the prompt, which verifies these drafts.
+accepted. Assisted generation drafts before its first pass over the prompt, which verifies these drafts; it refuses a batch. Of a
+batch the streamer is given the padded prompts, then a token a text and pass, padding for texts that have ended.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation import BaseStreamer
 
-from tuner.contest import Contest, Stopwatch, Writing
+from tuner.contest import Batch, Contest, Prompts, Stopwatch
 from tuner.loading import quiet
 
 # All that is kept of a model's own settings: marks of text, and how drafts are made. Others would make it another text.
@@ -61,15 +62,15 @@ class StockGeneration:
         """What it is, for the table."""
         return self._description
 
-    def write(self, prompt: Sequence[int], max_new_tokens: int, watch: Stopwatch) -> None:
-        """See `Contender.write`; the model's generation settings are put back."""
-        token_ids = torch.tensor([list(prompt)], device=self._model.device)
+    def write(self, prompts: Prompts, max_new_tokens: int, watch: Stopwatch) -> None:
+        """See `Contender.write`; the model's generation settings are put back. Shorter prompts are padded on the left."""
         with self._greedy():
+            token_ids, mask = _padded(prompts, self._model.generation_config.pad_token_id or 0)
             self._model.generate(
-                token_ids,
-                attention_mask=torch.ones_like(token_ids),
+                token_ids.to(self._model.device),
+                attention_mask=mask.to(self._model.device),
                 max_new_tokens=max_new_tokens,
-                streamer=_Streamer(watch),
+                streamer=_Streamer(watch, len(prompts), self._eos),
                 **self._options,
             )
 
@@ -112,31 +113,46 @@ class EarlyExitGeneration(StockGeneration):
         """The options, and tokens per second of the exits that were tried."""
         return {**super().settings, "tried": {str(exit_layer): rate for exit_layer, rate in self._tried.items()}}
 
-    def write(self, prompt: Sequence[int], max_new_tokens: int, watch: Stopwatch) -> None:
+    def write(self, prompts: Prompts, max_new_tokens: int, watch: Stopwatch) -> None:
         """See `Contender.write`; after an error transformers leaves the number of layers cut short, so that it is put back here."""
         config: Any = self._model.base_model.config
         num_layers = config.num_hidden_layers
         try:
-            super().write(prompt, max_new_tokens, watch)
+            super().write(prompts, max_new_tokens, watch)
         finally:
             config.num_hidden_layers = num_layers
 
 
 class _Streamer(BaseStreamer):
-    """Hands over what is generated, and drops the prompt, which comes first."""
+    """Hands over what is generated, and drops the prompts, which come first, and the padding behind a text that has ended."""
 
-    def __init__(self, watch: Stopwatch) -> None:
+    def __init__(self, watch: Stopwatch, num_texts: int, eos_token_ids: Collection[int]) -> None:
         self._watch = watch
-        self._saw_prompt = False
+        self._eos = frozenset(eos_token_ids)
+        self._writing = list(range(num_texts))
+        self._saw_prompts = False
 
     def put(self, value: Tensor) -> None:
-        """Called by `generate` with token ids on the host: the prompt's [1, length], then those of each pass, [1] or [1, width]."""
-        if self._saw_prompt:
-            self._watch.put(value.flatten().tolist())
-        self._saw_prompt = True
+        """Called by `generate` with token ids on the host: the prompts' [texts, length], then those of each pass, [texts] or, of
+        one text, [1, width].
+        """
+        if self._saw_prompts:
+            passed = value.reshape(-1, 1) if value.ndim == 1 else value
+            for text in self._writing:
+                self._watch.put(passed[text].tolist(), text)
+            self._writing = [text for text in self._writing if self._eos.isdisjoint(passed[text].tolist())]
+        self._saw_prompts = True
 
     def end(self) -> None:
         """Nothing: the last tokens have been handed over."""
+
+
+def _padded(prompts: Prompts, pad_token_id: int) -> tuple[Tensor, Tensor]:
+    """Token ids [texts, length] with the padding on the left, and their attention mask."""
+    longest = max(len(prompt) for prompt in prompts)
+    token_ids = [[pad_token_id] * (longest - len(prompt)) + list(prompt) for prompt in prompts]
+    mask = [[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts]
+    return torch.tensor(token_ids), torch.tensor(mask)
 
 
 def exits_to_try(num_layers: int) -> tuple[int, ...]:
@@ -162,18 +178,19 @@ def fastest_exit(
     if not exits:
         raise ValueError(f"a model of {num_layers} layer has no exit")
     contest = Contest(exits, model.device)
-    contest.warm_up(prompts[:1])
+    one_by_one = [[prompt] for prompt in prompts]
+    contest.warm_up(one_by_one[:1])
     if not contest.running:
         raise ValueError(_reasons(contest))
-    writings: dict[str, list[Writing]] = {name: [] for name in exits}
+    written: dict[str, list[Batch]] = {name: [] for name in exits}
 
-    def note(place: int, repeat: int, texts: Mapping[str, Writing]) -> None:
-        for name, text in texts.items():
-            writings[name].append(text)
+    def note(place: int, repeat: int, batches: Mapping[str, Batch]) -> None:
+        for name, batch in batches.items():
+            written[name].append(batch)
         on_text()
 
-    contest.hold(prompts, max_new_tokens=max_new_tokens, on_texts=note)
-    tried = {int(name): _rate(writings[name]) for name in contest.running}
+    contest.hold(one_by_one, max_new_tokens=max_new_tokens, on_batch=note)
+    tried = {int(name): _rate(written[name]) for name in contest.running}
     if not tried:
         raise ValueError(_reasons(contest))
     return EarlyExitGeneration(model, eos_token_ids, max(tried, key=lambda each: tried[each]), tried)
@@ -183,7 +200,7 @@ def _reasons(contest: Contest) -> str:
     return "no exit runs: " + "; ".join(dict.fromkeys(contest.left_out.values()))
 
 
-def _rate(writings: Sequence[Writing]) -> float:
+def _rate(batches: Sequence[Batch]) -> float:
     """Tokens per second of the decode phase; 0 where all was written with the prefill, of which nothing can be said."""
-    seconds = sum(each.decode_seconds for each in writings)
-    return sum(each.num_decoded for each in writings) / seconds if seconds else 0.0
+    seconds = sum(each.decode_seconds for each in batches)
+    return sum(each.num_decoded for each in batches) / seconds if seconds else 0.0

@@ -112,7 +112,8 @@ class StaticRunner:
         """See `Runner.run_together`. The blocks are compiled as ever; these passes are not recorded."""
         if self.exact_width is not None:
             raise UnsupportedRunnerError("in bit-exact mode a pass is of one text")
-        rows = Rows.of(passes)
+        # The compiler takes a size of 1 for a constant: the last text of a batch would be compiled for in the middle of it.
+        rows = Rows.of(passes, fewest=2)
         known = self._prepared_together.setdefault(part, set())
         key = (rows.num_rows, rows.width, torch.is_grad_enabled(), torch.is_inference_mode_enabled())
         with nullcontext() if key in known else compiling(self.block_call):

@@ -28,11 +28,16 @@ class Rows:
     """How many places of the memory it reads."""
 
     @classmethod
-    def of(cls, passes: Mapping[int, PassOfOne]) -> Rows:
-        """As few rows as there are from the first text that takes part to the last, and as few positions as they need."""
-        first, last = min(passes), max(passes)
+    def of(cls, passes: Mapping[int, PassOfOne], fewest: int = 1) -> Rows:
+        """As few rows as there are from the first text that takes part to the last, and as few positions as they need.
+
+        If these are less than `fewest`, of a memory that has as many, the rows beside them are there without taking part.
+        """
+        last = max(passes)
+        first = min(*passes, max(last + 1 - fewest, 0))
         ends = [each.start + each.width for each in passes.values()]
-        return cls(first, last - first + 1, max(each.width for each in passes.values()), max(ends))
+        num_rows = max(last + 1 - first, fewest)
+        return cls(first, num_rows, max(each.width for each in passes.values()), max(ends))
 
 
 def compute_together(

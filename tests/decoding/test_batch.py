@@ -17,6 +17,7 @@ from decoding.exit_head import ExitHeads
 from decoding.profile import Draft, EarlyExit, LayerSkip, Lookup, PlainDecoding, PromptLookup
 from decoding.rounds import Prefill, Round
 from decoding.runners import Outputs, Part, PassOfOne
+from decoding.runners.together import Rows, compute_together
 from decoding.target import Target
 from decoding.text import Ending, Shaping
 from tests.decoding.families import PROMISED, SUPPORTED, VOCABULARY, build, target_of
@@ -229,6 +230,29 @@ def test_each_text_is_that_of_plain_decoding_by_the_static_runner(family: str) -
     plain = _alone(plain_decoder(target), requests)
     for draft in DRAFTS.values():
         assert _in_step(Decoder(target, draft, Fixed(max_tokens=3)), requests) == plain
+
+
+@pytest.mark.usefixtures("uncompiled")
+def test_nothing_is_compiled_for_the_text_that_is_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the static runner a pass of fewer than two rows is none of a batch, whichever text goes on."""
+    target = Target(build("llama"), "static")
+    assert target.alone is None
+    shapes: list[tuple[int, int]] = []
+
+    def watched(part: Part, passes: dict[int, PassOfOne], memory: Any, kinds: Any, rows: Rows) -> dict[int, Outputs]:
+        assert rows.first <= min(passes)
+        assert max(passes) < rows.first + rows.num_rows <= 3
+        shapes.append((len(passes), rows.num_rows))
+        return compute_together(part, passes, memory, kinds, rows)
+
+    monkeypatch.setattr("decoding.runners.static.compute_together", watched)
+    for longest in range(3):
+        requests = _requests([(4, 20 if row == longest else 5) for row in range(3)])
+        for draft in ("plain", "sublayers"):
+            decoder = Decoder(target, DRAFTS[draft], Fixed(max_tokens=3))
+            assert _in_step(decoder, requests) == _alone(plain_decoder(target), requests)
+    assert (1, 2) in shapes
+    assert min(num_rows for _, num_rows in shapes) == 2
 
 
 def test_a_loop_is_given_the_cache_of_its_row() -> None:

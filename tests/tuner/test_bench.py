@@ -22,11 +22,11 @@ from tests.heads import write_heads
 from tests.records import sample
 from tests.tiny import save_tiny_checkpoint, write_tiny_prompts
 from tuner.accounting import Account
-from tuner.bench_report import bench_picture, bench_table
+from tuner.bench_report import bench_json, bench_picture, bench_table
 from tuner.bench_result import BenchResult, Entry, TextSample, comparable, mean_context
 from tuner.cli import main
 from tuner.contenders import CONTENDERS, default_names
-from tuner.contest import Stopwatch, Writing
+from tuner.contest import Batch, Prompts, Stopwatch, Writing
 from tuner.errors import DatasetError
 from tuner.own_decoding import MODES, OwnDecoding
 from tuner.prompts import load_prompts
@@ -35,6 +35,7 @@ from tuner.roofline import Bandwidth, Reading, Roofline
 SIZES = {"tuning-prompts": 4, "held-out-prompts": 3}
 OTHER_RUNNERS = [f"{who}-{mode}" for mode in MODES for who in ("plain", "profile")]
 NOT_BY_OTHER_RUNNERS = [name for name in CONTENDERS if name not in OTHER_RUNNERS]
+DEMO_RESULT = Path(__file__).parents[2] / "configs" / "demo" / "result"
 RunBench = Callable[..., Result]
 WriteProfile = Callable[..., Path]
 
@@ -199,7 +200,7 @@ def test_who_cannot_run_here_is_left_out_with_the_reason(
         def describe(self) -> str:
             return "breaks"
 
-        def write(self, prompt: Sequence[int], max_new_tokens: int, watch: Stopwatch) -> None:
+        def write(self, prompts: Prompts, max_new_tokens: int, watch: Stopwatch) -> None:
             raise NotImplementedError("no such cache for this family")
 
     def impossible(setting: Any) -> Any:
@@ -234,10 +235,10 @@ def test_another_text_is_told_apart(
         def describe(self) -> str:
             return "writes a wrong last token"
 
-        def write(self, prompt: Sequence[int], max_new_tokens: int, watch: Stopwatch) -> None:
-            honest = Stopwatch()
-            self._honest.write(prompt, max_new_tokens, honest)
-            tokens = honest.writing().tokens
+        def write(self, prompts: Prompts, max_new_tokens: int, watch: Stopwatch) -> None:
+            honest = Stopwatch(num_texts=len(prompts))
+            self._honest.write(prompts, max_new_tokens, honest)
+            tokens = honest.batch().texts[0].tokens
             for token in [*tokens[:-1], (tokens[-1] + 1) % 64]:
                 watch.put([token])
 
@@ -327,11 +328,11 @@ def text_sample(seconds: float, prompt: int, repeat: int = 0, **facts: Any) -> T
     return TextSample(**{**values, **facts})
 
 
-def made_up(**entries: Sequence[TextSample]) -> BenchResult:
+def made_up(*, batch_size: int = 1, **entries: Sequence[TextSample]) -> BenchResult:
     named = {name: Entry(name, f"what {name} is", {}, tuple(samples)) for name, samples in entries.items()}
     roofline = Roofline(
         bandwidth=Bandwidth(buffer_bytes=100, seconds=(1.0,)),
-        reading=Reading(weights=4, keys_and_values=1.0, mean_context=1.0),
+        reading=Reading(weights=4, keys_and_values=1.0, mean_context=1.0, batch_size=batch_size),
     )
     facts = {"split": "held out", "device": "a device", "dtype": "bfloat16", "profile": "p"}
     account = Account(
@@ -342,12 +343,14 @@ def made_up(**entries: Sequence[TextSample]) -> BenchResult:
         pass_seconds=4.8,
         expected_passes=50.0,
     )
-    return BenchResult(named, {"hf-static": "RuntimeError: no"}, (0, 1, 2), 4, roofline, account, facts, ("a note",))
+    return BenchResult(
+        named, {"hf-static": "RuntimeError: no"}, (0, 1, 2), 4, roofline, account, facts, ("a note",), batch_size
+    )
 
 
 def test_a_text_is_kept_as_it_came() -> None:
-    writing = Writing(((1, 2), (3,), (4, 5, 6)), (1.0, 1.5, 3.0))
-    kept = TextSample.of(3, 1, 17, writing, Comparison(identical=False, first_difference=2, tie=True))
+    batch = Batch((Writing(((1, 2), (3,), (4, 5, 6)), (1.0, 1.5, 3.0)),))
+    kept = TextSample.of(3, 1, 17, batch, 0, Comparison(identical=False, first_difference=2, tie=True))
     expected = text_sample(
         2.0, 3, 1, prompt_tokens=17, prefill_seconds=1.0, prefill_tokens=2, decode_tokens=4, passes=2
     )
@@ -410,6 +413,205 @@ def test_table_and_picture() -> None:
     assert picture.getvalue().startswith(b"\x89PNG")
 
 
+# --- several texts side by side ---------------------------------------------------------------------------------------
+
+SIDE_BY_SIDE = ["profile", "plain", "plain-eager", "profile-eager", "plain-static", "profile-static", "hf", "hf-static"]
+
+
+@pytest.mark.usefixtures("uncompiled")
+def test_everybody_writes_a_batch_and_each_text_is_that_of_its_prompt_alone(
+    workplace: Path, target: Target, code: Path, write_profile: WriteProfile, bench: RunBench
+) -> None:
+    profile = write_profile(write_heads(target, workplace, [4])[4], AdaEdl(initial_threshold=0.7, max_tokens=3))
+    result = bench(profile, code, against=",".join(SIDE_BY_SIDE), batch_size=3, held_out_prompts=7, repeats=2)
+    assert result.exit_code == 0, result.output
+    found = results(workplace)
+    assert (found["batch_size"], found["prompts"], found["counted"]) == (3, 6, [0, 1])
+    assert list(found["contenders"]) == SIDE_BY_SIDE
+    assert found["left_out"] == {}
+    assert found["account"] is None
+    for name, figures in found["contenders"].items():
+        samples = found["samples"][name]
+        assert [(each["prompt"], each["repeat"]) for each in samples] == [(p, r) for r in (0, 1) for p in range(6)]
+        assert (figures["identical"], figures["texts"]) == (12, 12), name
+        assert all(each["batch_size"] == 3 for each in samples)
+        assert all((each["prefill_tokens"], each["decode_tokens"]) == (1, 39) for each in samples)
+        for first in range(0, 12, 3):
+            batch = samples[first : first + 3]
+            assert len({(each["prefill_seconds"], each["decode_seconds"]) for each in batch}) == 1
+        if "profile" not in name:
+            assert figures["tokens_per_pass"] == 1.0
+    assert found["contenders"]["profile"]["tokens_per_pass"] > 1.0
+    read = found["roofline"]["reading"]
+    assert read["batch_size"] == 3
+    assert found["roofline"]["bytes_per_token"] == pytest.approx(read["weights"] / 3 + read["keys_and_values"])
+    said = flat(result.stdout)
+    assert "2 batches of 3 prompts" in said
+    assert "of 3 texts side by side, tokens and seconds are those of all" in said
+    assert "the last 1 prompts are not measured: they make no whole batch of 3" in said
+    assert "12/12" in said
+    assert "in turns" not in said
+
+
+def test_batches_of_prompts_of_a_wanted_length(
+    workplace: Path, code: Path, write_profile: WriteProfile, bench: RunBench
+) -> None:
+    profile = write_profile(LayerSkip.blocks((3,)))
+    result = bench(profile, code, against="hf", batch_size=2, held_out_prompts=4, context=50)
+    assert result.exit_code == 0, result.output
+    found = results(workplace)
+    assert {each["prompt_tokens"] for each in found["samples"]["hf"]} == {50}
+    assert (found["context"], found["roofline"]["reading"]["mean_context"]) == (50, 50 + (39 + 1) / 2)
+    assert [found["contenders"][name]["identical"] for name in ("profile", "plain", "hf")] == [4, 4, 4]
+
+
+def test_who_writes_one_text_at_a_time_is_left_out_of_batches_with_the_reason(
+    workplace: Path, code: Path, write_profile: WriteProfile, bench: RunBench
+) -> None:
+    profile = write_profile(LayerSkip.blocks((3,)))
+    result = bench(profile, code, batch_size=2, held_out_prompts=4)
+    assert result.exit_code == 0, result.output
+    found = results(workplace)
+    assert list(found["contenders"]) == ["profile", "plain", "hf"]
+    assert set(found["left_out"]) == {"hf-early-exit", "hf-prompt-lookup"}
+    assert all("transformers does not do it" in reason for reason in found["left_out"].values())
+    assert "left out: transformers does not do it: its assisted generation is of one text" in flat(result.stdout)
+    for name in ("hf-early-exit", "hf-prompt-lookup"):
+        refused(
+            bench(profile, code, against=f"hf,{name}", batch_size=2), f"{name} cannot be had", "transformers does not"
+        )
+    for name in ("plain-bitwise", "profile-bitwise"):
+        refused(
+            bench(profile, code, against=name, batch_size=2), f"{name} cannot be had", "bit-exact mode is of one text"
+        )
+    refused(bench(profile, code, runner="bitwise", batch_size=2), "--batch-size 2", "bit-exact mode", "eager or static")
+    exact = write_profile(LayerSkip.blocks((3,)), name="e.yaml", decoding=Decoding(runner="static", exact_width=4))
+    refused(bench(exact, code, batch_size=2), "--batch-size 2", "bit-exact mode")
+
+
+def test_fewer_than_two_batches_are_refused(
+    workplace: Path, code: Path, write_profile: WriteProfile, bench: RunBench
+) -> None:
+    profile = write_profile(LayerSkip.blocks((3,)))
+    refused(
+        bench(profile, code, batch_size=2),
+        "--batch-size 2 makes 1 whole batches of 3 prompts",
+        "4 or more prompts",
+        "--held-out-prompts",
+    )
+    refused(bench(profile, code, batch_size=3, held_out_prompts=9, prompts=5), "1 whole batches of 5", "6 or more")
+    refused(bench(profile, code, batch_size=0), "--batch-size")
+    assert not (workplace / "b").exists()
+
+
+def test_texts_that_cannot_share_passes_are_said_to_take_turns(
+    workplace: Path, code: Path, write_profile: WriteProfile, bench: RunBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Target, "alone", "its passes differ")
+    result = bench(write_profile(LayerSkip.blocks((3,))), code, against="plain", batch_size=2, held_out_prompts=4)
+    assert result.exit_code == 0, result.output
+    assert "in turns, not in shared passes: its passes differ" in flat(result.stdout)
+    assert results(workplace)["contenders"]["profile"]["identical"] == 4
+
+
+def test_a_batch_is_compared_with_texts_that_were_written_alone(
+    workplace: Path, code: Path, write_profile: WriteProfile, bench: RunBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    honest = OwnDecoding.write
+
+    def write(self: OwnDecoding, prompts: Prompts, max_new_tokens: int, watch: Stopwatch) -> None:
+        honest(
+            self, [prompts[0], *prompts[:1]], max_new_tokens, watch
+        )  # plain decoding's batch, and everybody's, is wrong
+
+    monkeypatch.setattr(OwnDecoding, "write", write)
+    result = bench(write_profile(LayerSkip.blocks((3,))), code, against="hf", batch_size=2, held_out_prompts=4)
+    assert result.exit_code == 0, result.output
+    figures = results(workplace)["contenders"]
+    assert [figures[name]["identical"] for name in ("profile", "plain", "hf")] == [2, 2, 4]
+
+
+def test_texts_of_a_batch_are_kept_with_the_seconds_of_all() -> None:
+    texts = Writing(((1,), (2, 3), (4,)), (1.0, 2.0, 5.0)), Writing(((5,), (6,)), (1.5, 7.5))
+    kept = [TextSample.of(4 + n, 0, 20, Batch(texts), n, Comparison(identical=n == 0)) for n in (0, 1)]
+    facts = {"prompt_tokens": 20, "batch_size": 2, "prefill_seconds": 1.5, "prefill_tokens": 1}
+    assert kept == [
+        text_sample(6.0, 4, decode_tokens=3, passes=2, **facts),
+        text_sample(6.0, 5, decode_tokens=1, passes=1, identical=False, **facts),
+    ]
+    assert [each.batch for each in kept] == [2, 2]
+
+
+def in_batches(seconds: Sequence[float], tokens: Sequence[Sequence[int]]) -> list[TextSample]:
+    """Batches of two texts that took these seconds and decoded these tokens each."""
+    return [
+        text_sample(taken, 2 * number + text, batch_size=2, decode_tokens=decoded)
+        for number, (taken, pair) in enumerate(zip(seconds, tokens, strict=True))
+        for text, decoded in enumerate(pair)
+    ]
+
+
+def test_the_rate_of_a_batch_is_that_of_all_its_texts_and_a_batch_is_one_sample() -> None:
+    tokens = [(10, 30), (20, 20), (30, 10)]
+    plain, drafted = in_batches((4.0, 5.0, 7.0), tokens), in_batches((2.0, 2.0, 3.0), tokens)
+    result = made_up(plain=plain, profile=drafted, batch_size=2)
+    assert list(result.entries["plain"].seconds_per_token((0, 1, 2))) == pytest.approx([0.1, 0.125, 0.175])
+    # As if each batch were a single text with the tokens of both.
+    whole = {
+        name: [text_sample(seconds, place, decode_tokens=40) for place, seconds in enumerate(taken)]
+        for name, taken in {"plain": (4.0, 5.0, 7.0), "profile": (2.0, 2.0, 3.0)}.items()
+    }
+    assert result.over("profile", "plain").ci95 == pytest.approx(made_up(**whole).over("profile", "plain").ci95)
+    assert result.rate("plain").value == pytest.approx(120 / 16)
+    # Weights of 4 bytes for both texts, and a byte of keys and values for each.
+    assert result.roofline.tokens_per_second == pytest.approx(2 * 100 / 6)
+    assert mean_context(plain, [0, 2]) == [20 + 5.5, 30 + 15.5, 60 + 15.5, 70 + 5.5]
+    document = bench_json(result)
+    assert (document["batch_size"], document["contenders"]["plain"]["texts"]) == (2, 6)
+    assert document["roofline"]["bytes_per_token"] == 3.0
+
+
+def test_a_batch_counts_if_its_texts_are_long_enough_on_average() -> None:
+    tokens = [(20, 1), (7, 7), (8, 8), (30, 0)]
+    entries = [Entry(name, name, {}, tuple(in_batches([1.0] * 4, tokens))) for name in ("profile", "plain")]
+    assert comparable(entries)[2] == (0, 2, 3)
+    short = [Entry(each.name, "", {}, tuple(in_batches([1.0] * 2, [(20, 20), (7, 7)]))) for each in entries]
+    with pytest.raises(DatasetError, match="only 1 batches of 2 prompts are continued with at least 8 tokens a text"):
+        comparable(short)
+
+
+def test_table_and_picture_of_batches() -> None:
+    samples = in_batches((4.0, 5.0, 7.0), [(10, 30)] * 3)
+    result = made_up(plain=samples, profile=samples, batch_size=2)
+    console = io.StringIO()
+    from rich.console import Console
+
+    Console(file=console, width=120).print(bench_table(result))
+    said = flat(console.getvalue())
+    assert "3 batches of 2 prompts of 45 tokens on average (95 % intervals over batches)" in said
+    assert "one token a pass for each of 2 texts: 0.0 MB of weights and 2 times 0.00 MB of keys and values" in said
+    assert "6/6" in said
+    picture = io.BytesIO()
+    bench_picture(result, picture)
+    assert picture.getvalue().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("folder", ["bench", "bitwise"])
+def test_samples_from_before_there_were_batches_still_load(folder: str) -> None:
+    kept = json.loads((DEMO_RESULT / folder / "bench.json").read_text(encoding="utf-8"))
+    assert "batch_size" not in kept
+    entries = {
+        name: Entry(name, name, {}, tuple(TextSample.model_validate(each) for each in samples))
+        for name, samples in kept["samples"].items()
+    }
+    found, _, counted = comparable(list(entries.values()))
+    roofline = Roofline.model_validate({key: kept["roofline"][key] for key in ("bandwidth", "reading")})
+    result = BenchResult(found, {}, counted, kept["prompts"], roofline, None, {})
+    assert list(counted) == kept["counted"]
+    assert result.rate("plain").value == pytest.approx(kept["contenders"]["plain"]["tokens_per_second"]["value"])
+    assert roofline.tokens_per_second == pytest.approx(kept["roofline"]["tokens_per_second"])
+
+
 # --- by our other runners ---------------------------------------------------------------------------------------------
 
 
@@ -434,9 +636,9 @@ def test_bit_exact_text_is_compared_with_that_of_its_own_mode_to_the_last_token(
 ) -> None:
     honest = OwnDecoding.write
 
-    def write(self: OwnDecoding, prompt: Sequence[int], max_new_tokens: int, watch: Stopwatch) -> None:
-        other = [*prompt[:-1], prompt[-1] ^ 1] if "plain, in bit-exact" in self.describe() else prompt
-        honest(self, other, max_new_tokens, watch)
+    def write(self: OwnDecoding, prompts: Prompts, max_new_tokens: int, watch: Stopwatch) -> None:
+        others = [[*prompt[:-1], prompt[-1] ^ 1] for prompt in prompts]
+        honest(self, others if "plain, in bit-exact" in self.describe() else prompts, max_new_tokens, watch)
 
     monkeypatch.setattr(OwnDecoding, "write", write)
     assert bench(write_profile(LayerSkip.blocks((3, 4))), code, against="profile-bitwise").exit_code == 0

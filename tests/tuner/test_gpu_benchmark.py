@@ -15,6 +15,7 @@ from decoding.target import Target
 from studies.widen import main as widen
 from tests.tiny import tiny_llama
 from tuner.cli import main
+from tuner.contenders import check_names
 from tuner.gpu_benchmark import Done, Step, figures, plan, run_all, run_step, table
 from tuner.readiness import measure_readiness
 
@@ -39,7 +40,6 @@ BENCH: dict[str, Any] = {
 
 def test_every_step_is_a_command_with_flags_that_it_has(tmp_path: Path) -> None:
     steps = plan(tmp_path, "cuda", "8b", 120)
-    assert sum(step.timeout for step in steps) < 1000
     commands = 0
     for step in steps:
         module, *arguments = step.arguments
@@ -50,6 +50,40 @@ def test_every_step_is_a_command_with_flags_that_it_has(tmp_path: Path) -> None:
             widen.make_context(module, arguments)
             commands += 1
     assert commands == len(steps) - 1
+
+
+def test_batches_are_benched_behind_single_texts_on_prompts_that_the_search_held_out(tmp_path: Path) -> None:
+    steps = {step.name: step.arguments for step in plan(tmp_path, "cuda", "8b", 120)}
+    names = list(steps)
+    first = names.index("bench")
+    assert names[first + 1 : first + 3] == ["bench of 4 texts side by side", "bench of 16 texts side by side"]
+
+    def flag(step: str, name: str) -> str:
+        return steps[step][steps[step].index(name) + 1]
+
+    for name, size in zip(names[first + 1 : first + 3], (4, 16), strict=True):
+        assert flag(name, "--batch-size") == str(size)
+        assert 2 * size <= int(flag(name, "--prompts")) <= int(flag("search", "--held-out-prompts"))
+        check_names(flag(name, "--against").split(","), size)
+    assert len({flag(name, "--out") for name in names[first : first + 3]}) == 3
+
+
+def test_all_steps_together_have_their_time(tmp_path: Path) -> None:
+    now = 0.0
+    limits: list[float] = []
+
+    def run(step: Step, out: Path) -> Done:
+        nonlocal now
+        limits.append(step.timeout)
+        now += min(step.timeout, 70.0)
+        return Done(step.name, True, 70.0, "")
+
+    steps = [Step(name, ("a",), 90.0) for name in ("one", "two", "three", "four")]
+    done = run_all(steps, tmp_path, run, seconds=150.0, clock=lambda: now)
+    assert limits == [90.0, 80.0, 10.0]
+    assert [each.ok for each in done] == [True, True, True, False]
+    assert done[-1].said == "not run: the 150 s for all steps are up"
+    assert json.loads((tmp_path / "gpu_benchmark.json").read_text())["steps"][-1]["ok"] is False
 
 
 def test_a_step_that_fails_is_told_and_the_others_still_run(tmp_path: Path) -> None:
@@ -65,6 +99,7 @@ def test_a_step_that_fails_is_told_and_the_others_still_run(tmp_path: Path) -> N
     written = json.loads((tmp_path / "gpu_benchmark.json").read_text())
     assert [(each["name"], each["ok"]) for each in written["steps"]] == [("one", False), ("two", True)]
     assert written["figures"]["bfloat16"]["contenders"]["plain"]["identical"] == 15
+    assert written["figures"]["bfloat16"]["batch_size"] == 1
     shown = io.StringIO()
     Console(file=shown, width=140).print(table(done, figures(tmp_path)))
     assert "FAILED: one" in shown.getvalue()

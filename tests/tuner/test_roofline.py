@@ -29,6 +29,22 @@ def test_the_bound_is_bytes_per_second_over_bytes_per_token() -> None:
     assert both.seconds == (4.0, 1.0, 2.0, 2.0, 5.0)
 
 
+def test_of_a_batch_weights_are_read_once_and_keys_and_values_of_every_text() -> None:
+    bandwidth = Bandwidth(buffer_bytes=100, seconds=(1.0,))
+    roofline = Roofline(
+        bandwidth=bandwidth, reading=Reading(weights=10, keys_and_values=15.0, mean_context=3.0, batch_size=4)
+    )
+    assert roofline.reading.total == 10 + 4 * 15
+    assert roofline.tokens_per_second == pytest.approx(4 * 100 / 70)
+
+
+def test_what_a_batch_reads_is_counted_by_its_texts() -> None:
+    target = Target(tiny_llama())
+    alone, together = reading(target, [10.0, 20.0]), reading(target, [10.0, 20.0], batch_size=3)
+    assert together == alone.model_copy(update={"batch_size": 3})
+    assert together.total == alone.weights + 3 * 15 * PER_POSITION
+
+
 def test_the_first_read_is_not_counted() -> None:
     times = iter([0.0, 9.0, 10.0, 12.0, 20.0, 23.0])
     found = measure_bandwidth(CPU, buffer_bytes=4096, num_reads=2, clock=lambda: next(times))

@@ -12,7 +12,7 @@ from decoding.decoder import plain_decoder
 from decoding.target import Target
 from decoding.text import Ending
 from tests.tiny import tiny_llama
-from tuner.contest import Stopwatch, Writing
+from tuner.contest import Prompts, Stopwatch, Writing
 from tuner.stock_generation import EarlyExitGeneration, StockGeneration, exits_to_try, fastest_exit
 
 PROMPTS = [tuple((seed * 11 + place * 5) % 60 + 2 for place in range(6 + seed)) for seed in range(4)]
@@ -35,9 +35,14 @@ def plain(model: LlamaForCausalLM, prompt: tuple[int, ...], eos: frozenset[int] 
 
 
 def written(contender: StockGeneration, prompt: tuple[int, ...]) -> Writing:
-    watch = Stopwatch()
-    contender.write(prompt, NEW_TOKENS, watch)
-    return watch.writing()
+    (text,) = written_together(contender, [prompt])
+    return text
+
+
+def written_together(contender: StockGeneration, prompts: Prompts) -> tuple[Writing, ...]:
+    watch = Stopwatch(num_texts=len(prompts))
+    contender.write(prompts, NEW_TOKENS, watch)
+    return watch.batch().texts
 
 
 def contenders(model: LlamaForCausalLM, eos: frozenset[int]) -> dict[str, StockGeneration]:
@@ -51,7 +56,6 @@ def test_the_text_is_that_of_plain_decoding(model: LlamaForCausalLM, name: str) 
     for prompt in PROMPTS:
         text = written(contender, prompt)
         assert text.tokens == plain(model, prompt)
-        assert text.num_decoded == NEW_TOKENS - len(text.passes[0])
         assert text.seconds == tuple(sorted(text.seconds))
         if name in ("dynamic", "static"):
             assert [len(each) for each in text.passes] == [1] * NEW_TOKENS
@@ -64,6 +68,28 @@ def test_texts_end_where_ours_end(model: LlamaForCausalLM, name: str) -> None:
     assert any(len(plain(model, prompt, eos)) < NEW_TOKENS for prompt in PROMPTS)
     for prompt in PROMPTS:
         assert written(contenders(model, eos)[name], prompt).tokens == plain(model, prompt, eos)
+
+
+@pytest.mark.parametrize("name", ["dynamic", "static"])
+@pytest.mark.parametrize("pad_token_id", [None, 5])
+def test_texts_of_a_batch_are_those_of_each_prompt_alone(
+    model: LlamaForCausalLM, name: str, pad_token_id: int | None
+) -> None:
+    model.generation_config.pad_token_id = pad_token_id
+    texts = [plain(model, prompt) for prompt in PROMPTS]
+    for eos in (NO_EOS, frozenset({texts[0][10], texts[1][12]})):
+        alone = [plain(model, prompt, eos) for prompt in PROMPTS]
+        together = written_together(contenders(model, eos)[name], PROMPTS)
+        assert [text.tokens for text in together] == alone
+        # A token a pass, and none behind the end of a text, while longer ones go on.
+        assert [text.passes for text in together] == [tuple((token,) for token in text) for text in alone]
+    assert len({len(text) for text in alone}) > 1
+
+
+@pytest.mark.parametrize("name", ["lookup", "exit"])
+def test_transformers_drafts_for_one_text_at_a_time(model: LlamaForCausalLM, name: str) -> None:
+    with pytest.raises(ValueError, match="only supported for batch_size = 1"):
+        written_together(contenders(model, NO_EOS)[name], PROMPTS)
 
 
 def test_the_models_own_settings_make_no_other_text_and_are_put_back(model: LlamaForCausalLM) -> None:
