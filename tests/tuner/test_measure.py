@@ -142,7 +142,7 @@ def timed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Measured costs are made up; the longest drafts that they were asked for, in order."""
     asked: list[int] = []
 
-    def costs(target: Any, drafter: Any, max_tokens: int) -> RoundCosts:
+    def costs(target: Any, drafter: Any, max_tokens: int, *, num_texts: int) -> RoundCosts:
         asked.append(max_tokens)
         return RoundCosts(draft_step=0.1 * len(asked), verify=(1.0,) * (max_tokens + 1))
 
