@@ -109,9 +109,10 @@ class SearchConfig(Document):
         for name in ("tuning_prompts", "held_out_prompts"):
             count, size = getattr(self, name), self.batch_size
             if count < FEWEST_PLACES * size:
+                batches = "batch" if count // size == 1 else "batches"
                 raise ValueError(
-                    f"{name}: {count} make {count // size} whole batches of {size}, and {FEWEST_PLACES} are needed: give "
-                    f"{FEWEST_PLACES * size} or more, better {24 * size}"
+                    f"{name}: {count} make {count // size} whole {batches} of {size}, and {FEWEST_PLACES} are needed: give "
+                    f"{FEWEST_PLACES * size} or more (an interval is over batches)"
                 )
         return self
 

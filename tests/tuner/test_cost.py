@@ -377,6 +377,24 @@ def test_whatever_decides_about_speed_has_its_own_file(change: dict[str, Any]) -
     assert key.model_copy(update=change).file_name != key.file_name
 
 
+def test_number_of_texts_in_step_has_its_own_file(tmp_path: Path, measured: list[dict[str, Any]]) -> None:
+    target = tiny_target()
+    for num_texts in (1, 4, 4):
+        ask(tmp_path, target=target, num_texts=num_texts)
+    assert [settings["num_texts"] for settings in measured] == [1, 4]
+    assert "num_texts" not in CostKey.of(target).model_dump(), "so that tables from before there were batches are found"
+    assert {path.name for path in tmp_path.iterdir()} == {CostKey.of(target, count).file_name for count in (1, 4)}
+
+
+def test_texts_that_take_turns_have_the_table_of_one(
+    tmp_path: Path, measured: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = tiny_target()
+    monkeypatch.setattr(target, "alone", "for the sake of the test")
+    assert ask(tmp_path, target=target, num_texts=4) == ask(tmp_path, target=target)
+    assert [settings["num_texts"] for settings in measured] == [1]
+
+
 @pytest.mark.parametrize(
     "damage",
     [
