@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import pytest
 import torch
@@ -24,16 +25,19 @@ from decoding.draft_length import (
     Fixed,
     RoundCosts,
 )
+from decoding.drafters.build import build_drafter
 from decoding.drafters.contract import Draft, Drafter
 from decoding.drafters.layer_skip import LayerSkipDrafter
 from decoding.drafters.lookup_first import LookupFirst
 from decoding.drafters.prompt_lookup import PromptLookupDrafter
+from decoding.exit_head import ExitHeads
 from decoding.profile import Draft as ProfileDraft
 from decoding.profile import LayerSkip, Lookup, PlainDecoding, PromptLookup
 from decoding.round_costs import LEAST_COST, MOST_SWEEPS, measure_round_costs
 from decoding.runners import Outputs, Part, PassOfOne
 from decoding.target import Target
 from decoding.text import Ending, Shaping, Text
+from tests.heads import write_heads
 from tests.tiny import tiny_target
 
 SKIP = LayerSkip.blocks((2, 3))
@@ -225,6 +229,16 @@ def test_rounds_of_several_texts_are_passes_of_all(prefix_reuse: bool, monkeypat
     # Plain steps behind the prompts, between them rounds of 0, 1 and 2 drafts: each draft a step, then one verification.
     sweep = [{(9, 1)}] + [{(9, 1)}] * 2 + [{(9, 1)}, {(9, 2)}, {(9, 1)}] + [{(9, 1)}, {(10, 1)}, {(9, 3)}, {(9, 1)}]
     assert [places for _, places in asked[: len(sweep)]] == sweep
+
+
+def test_rounds_of_several_texts_are_measured_with_whatever_drafts(tmp_path: Path) -> None:
+    target = tiny_target()
+    head = build_drafter(target, write_heads(target, tmp_path, [3])[3], heads=ExitHeads(target, tmp_path))
+    assert head is not None
+    for drafter in (head, PromptLookupDrafter(target, PromptLookup())):
+        costs = measure_round_costs(target, drafter, 3, num_texts=2, budget_seconds=0.0)
+        assert len(costs.verify) == 4
+        assert min(costs.verify) > LEAST_COST
 
 
 def test_texts_that_take_turns_cost_each_what_one_does(monkeypatch: pytest.MonkeyPatch) -> None:
