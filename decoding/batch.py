@@ -66,7 +66,7 @@ class InStep:
 
     def __init__(self, target: Target, num_texts: int, capacity: int) -> None:
         self._target = target
-        self._capacity, self._is_one = capacity, num_texts == 1
+        self._is_one = num_texts == 1
         # Behind all positions of a text one place is kept for what padding writes.
         self._memory = Storage(target.num_layers, capacity + 1, num_rows=num_texts)
         self._asked: dict[int, tuple[Part, PassOfOne]] = {}
@@ -84,7 +84,7 @@ class InStep:
         cache.in_step = wait
         return cache
 
-    def run(self, tasks: Sequence[Callable[[], None]]) -> Generator[None]:
+    def run(self, tasks: Sequence[Callable[[], object]]) -> Generator[None]:
         """Do the task of each row's text to its end, pausing behind every pass that was shared."""
         if self._is_one:
             tasks[0]()
@@ -103,7 +103,7 @@ class InStep:
                     task.throw()
             self._asked.clear()
 
-    def run_through(self, tasks: Sequence[Callable[[], None]]) -> None:
+    def run_through(self, tasks: Sequence[Callable[[], object]]) -> None:
         """The same without a pause."""
         for _ in self.run(tasks):
             pass

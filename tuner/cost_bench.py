@@ -124,11 +124,7 @@ class _Places:
 
     def all(self, work: Callable[[_Place], object]) -> None:
         """Do this with each of the texts, in step."""
-
-        def task(place: _Place) -> None:
-            work(place)
-
-        self._in_step.run_through([partial(task, place) for place in self._places])
+        self._in_step.run_through([partial(work, place) for place in self._places])
 
     def states(self, boundary: int, width: int) -> dict[_Place, Tensor]:
         """What stands in front of block `boundary` at the next `width` positions of each text, [.., width, hidden]."""

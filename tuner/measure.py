@@ -86,7 +86,7 @@ class Bench:
         for kept in (self.rows, self.prompts, self.greedy_texts):
             del kept[len(kept) - self.num_left_over :]
         if len(self.places) < 2:
-            needed = "" if batch_size == 1 else f", and {2 * batch_size} are needed for two batches of {batch_size}"
+            needed = "" if batch_size == 1 else f", and {2 * batch_size} longer ones make two batches of {batch_size}"
             raise DatasetError(
                 f"{self.num_too_short} of {len(prompts)} prompts end within {FEWEST_DECODED} tokens of plain decoding{needed}: "
                 "give prompts that the model continues at greater length"

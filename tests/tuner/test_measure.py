@@ -330,6 +330,9 @@ def test_costs_are_those_of_a_round_of_the_batch(monkeypatch: pytest.MonkeyPatch
 
 
 def test_too_few_prompts_for_two_batches_are_refused_in_one_line() -> None:
-    with pytest.raises(DatasetError, match="and 6 are needed for two batches of 3: give prompts") as refused:
+    with pytest.raises(
+        DatasetError,
+        match=r"0 of 5 prompts end within 8 tokens .* and 6 longer ones make two batches of 3: give prompts",
+    ) as refused:
         _bench(batch_size=3)
     assert "\n" not in str(refused.value)
