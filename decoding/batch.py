@@ -8,7 +8,8 @@ rules know of one another. Prompts are read one by one: that is bound by arithme
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import closing
 from functools import partial
 
 import torch
@@ -31,8 +32,8 @@ def in_step(target: Target, loops: Sequence[Loop], capacity: int) -> Iterator[tu
     No text may have more than `capacity` positions. The seconds in a record are those that its text has waited, for others too.
     Texts of a target whose texts cannot share a pass (`Target.alone` says why) take turns, a round each.
     """
-    if target.alone is None and len(loops) > 1:
-        yield from _Batch(target, loops, capacity).records()
+    if num_sharing(target, len(loops)) > 1:
+        yield from _records(InStep(target, len(loops), capacity), loops)
         return
     writing = {row: loop(target.new_cache) for row, loop in enumerate(loops)}
     while writing:
@@ -44,50 +45,68 @@ def in_step(target: Target, loops: Sequence[Loop], capacity: int) -> Iterator[tu
                 yield row, step
 
 
-class _Batch:
-    """Texts that share a memory, a row each."""
+def _records(texts: InStep, loops: Sequence[Loop]) -> Iterator[tuple[int, Prefill | Round]]:
+    """The records of all loops, those of a pass as soon as it was run."""
+    records: list[tuple[int, Prefill | Round]] = []
 
-    def __init__(self, target: Target, loops: Sequence[Loop], capacity: int) -> None:
+    def write(row: int, loop: Loop) -> None:
+        records.extend((row, step) for step in loop(partial(texts.new_cache, row)))
+
+    with closing(texts.run([partial(write, row, loop) for row, loop in enumerate(loops)])) as passes:
+        for _ in passes:
+            yield from records
+            records.clear()
+
+
+class InStep:
+    """Texts that share a memory, a row each; what they do at the same time is done in passes of all.
+
+    A single text is run as ever. Of several, the target must be one whose texts can share passes (`num_sharing` asks it).
+    """
+
+    def __init__(self, target: Target, num_texts: int, capacity: int) -> None:
         self._target = target
+        self._is_one = num_texts == 1
         # Behind all positions of a text one place is kept for what padding writes.
-        self._memory = Storage(target.num_layers, capacity + 1, num_rows=len(loops))
-        self._records: list[tuple[int, Prefill | Round]] = []
+        self._memory = Storage(target.num_layers, capacity + 1, num_rows=num_texts)
         self._asked: dict[int, tuple[Part, PassOfOne]] = {}
-        self._texts = [greenlet(partial(self._write, row, loop)) for row, loop in enumerate(loops)]
 
-    def records(self) -> Iterator[tuple[int, Prefill | Round]]:
-        """Run all texts to their ends."""
-        try:
-            for text in self._texts:
-                self._resume(text)
-            while self._asked:
-                for row, outputs in self._run_next().items():
-                    self._resume(self._texts[row], outputs)
-                yield from self._records
-                self._records.clear()
-        finally:
-            for text in self._texts:
-                if not text.dead:
-                    text.throw()
-
-    def _write(self, row: int, loop: Loop) -> None:
-        """One text, as a coroutine."""
-
-        def new_cache(capacity: int) -> KVCache:
-            cache = KVCache(self._target.num_layers, capacity, self._memory.row(row))
-            cache.in_step = wait
-            return cache
+    def new_cache(self, row: int, capacity: int) -> KVCache:
+        """An empty cache for the text of that row, whose passes may be asked for within `run` alone."""
+        if self._is_one:
+            return self._target.new_cache(capacity)
+        cache = KVCache(self._target.num_layers, capacity, self._memory.row(row))
 
         def wait(part: Part, asked: PassOfOne) -> Outputs:
             self._asked[row] = part, asked
             return getcurrent().parent.switch()
 
-        self._records.extend((row, step) for step in loop(new_cache))
+        cache.in_step = wait
+        return cache
 
-    def _resume(self, text: greenlet, *outputs: Outputs) -> None:
-        """Let a text go on until it asks for a pass, or ends."""
-        text.parent = getcurrent()
-        text.switch(*outputs)
+    def run(self, tasks: Sequence[Callable[[], object]]) -> Generator[None]:
+        """Do the task of each row's text to its end, pausing behind every pass that was shared."""
+        if self._is_one:
+            tasks[0]()
+            return
+        running = [greenlet(task) for task in tasks]
+        try:
+            for task in running:
+                _resume(task)
+            while self._asked:
+                for row, outputs in self._run_next().items():
+                    _resume(running[row], outputs)
+                yield
+        finally:
+            for task in running:
+                if not task.dead:
+                    task.throw()
+            self._asked.clear()
+
+    def run_through(self, tasks: Sequence[Callable[[], object]]) -> None:
+        """The same without a pause."""
+        for _ in self.run(tasks):
+            pass
 
     def _run_next(self) -> dict[int, Outputs]:
         """Run the pass that is next, and forget that it was asked for: what comes of it, by text."""
@@ -103,3 +122,14 @@ class _Batch:
         for row in passes:
             del self._asked[row]
         return self._target.runner.run_together(chosen, passes, self._memory)
+
+
+def _resume(task: greenlet, *outputs: Outputs) -> None:
+    """Let a text go on until it asks for a pass, or ends."""
+    task.parent = getcurrent()
+    task.switch(*outputs)
+
+
+def num_sharing(target: Target, num_texts: int) -> int:
+    """How many of so many texts share a pass: all of them, or, of a target whose texts take turns, each goes alone."""
+    return num_texts if num_texts > 1 and target.alone is None else 1

@@ -18,7 +18,10 @@ from decoding.target import Target
 
 
 class Decoder:
-    """Decodes text after text. Each starts with a fresh controller, unless the rule is `persistent`."""
+    """Decodes text after text. Each starts with a fresh controller, unless the rule is `persistent`.
+
+    `num_texts` is how many it will mostly write in step: a rule that weighs costs and has none gets those of so many.
+    """
 
     def __init__(
         self,
@@ -28,9 +31,11 @@ class Decoder:
         *,
         prefix_reuse: bool = True,
         heads: ExitHeads | None = None,
+        num_texts: int = 1,
     ) -> None:
         self.target = target
         self._rule = rule
+        self._num_texts = num_texts
         # A prefix that the draft has computed, a token at a time, has not the bits of the wide passes of bit-exact mode.
         prefix_reuse = prefix_reuse and target.runner.exact_width is None
         self._drafter = build_drafter(target, draft, prefix_reuse=prefix_reuse, heads=heads)
@@ -42,7 +47,8 @@ class Decoder:
         """The rule it decodes with; one that needs costs and has none gets those measured here, at its first use."""
         if self._drafter is None or not isinstance(self._rule, CostAwareRule) or self._rule.costs is not None:
             return self._rule
-        return self._rule.with_costs(measure_round_costs(self.target, self._drafter, self._rule.max_tokens))
+        costs = measure_round_costs(self.target, self._drafter, self._rule.max_tokens, num_texts=self._num_texts)
+        return self._rule.with_costs(costs)
 
     def learnt(self) -> DraftLengthRule | None:
         """The rule with what a persistent controller has learnt so far, in batches that of the first text; None if none was kept,

@@ -283,6 +283,12 @@ class Measured(Document):
     tokens_per_round: float
     exact: Exactness
     search: SearchCost
+    batch_size: int = Field(
+        1,
+        ge=1,
+        exclude_if=lambda size: size == 1,
+        description="prompts decoded in step, by the draft and plainly, in the search and for these figures",
+    )
     device: str
     versions: dict[str, str]
     dataset: DatasetFacts

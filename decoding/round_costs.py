@@ -6,13 +6,16 @@ import statistics
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
+from typing import TypeVar
 
 import torch
 
 from decoding.acceptance import Greedy
+from decoding.batch import InStep, num_sharing
 from decoding.draft_length import Controller, RoundCosts
-from decoding.drafters.contract import Drafter
+from decoding.drafters.contract import Draft, Drafter
 from decoding.drafters.lookup_first import steered_part
 from decoding.target import Target
 from decoding.text import Shaping, Text
@@ -23,6 +26,7 @@ FEWEST_SWEEPS, MOST_SWEEPS = 5, 20
 LEAST_COST = 1e-4  # of a plain pass: what a pass is taken to cost that was too short for the clock
 
 Clock = Callable[[], float]
+T = TypeVar("T")
 
 
 @torch.inference_mode()
@@ -31,6 +35,7 @@ def measure_round_costs(
     drafter: Drafter,
     max_tokens: int,
     *,
+    num_texts: int = 1,
     prompt_length: int = 64,
     budget_seconds: float = 0.8,
     seed: int = 0,
@@ -47,16 +52,20 @@ def measure_round_costs(
     over the plain steps beside it. What the first step of a draft takes more than the others is counted to the verification.
     Lengths between the widths are interpolated.
 
-    Where the context is short, the prompt gives way to the drafts, and they to the context. `seed` is that of the prompt;
+    With `num_texts` above 1 all passes are those of so many texts in step (`decoding.batch`), each behind a prompt of its own, in
+    plain passes of as many. Texts that take turns (`Target.alone`) cost each what one does.
+
+    Where the context is short, the prompt gives way to the drafts, and they to the context. `seed` is that of the prompts;
     `clock` gives seconds.
 
-    Raises `ValueError` if `max_tokens` or `prompt_length` is below 1, or if not a single token was drafted.
+    Raises `ValueError` if `max_tokens`, `num_texts` or `prompt_length` is below 1, or if not a single token was drafted.
     """
-    for name, value in {"max_tokens": max_tokens, "prompt_length": prompt_length}.items():
+    for name, value in {"max_tokens": max_tokens, "num_texts": num_texts, "prompt_length": prompt_length}.items():
         if value < 1:
             raise ValueError(f"{name} must be at least 1, got {value}")
     start = clock()
-    bench = _Bench(target, steered_part(drafter), max_tokens, prompt_length, seed, clock)
+    num_texts = num_sharing(target, num_texts)
+    bench = _Bench(target, steered_part(drafter), max_tokens, prompt_length, num_texts, seed, clock)
     sweeps = [bench.sweep() for _ in range(FEWEST_SWEEPS)]
     while clock() - start < budget_seconds and len(sweeps) < MOST_SWEEPS:
         sweeps.append(bench.sweep())
@@ -74,24 +83,37 @@ class _Timed:
 
 
 class _Bench:
-    """A prompt that has been read, one token behind it, and the passes from there."""
+    """Prompts that have been read, one token behind each, and the passes from there."""
 
     def __init__(
-        self, target: Target, drafter: Drafter, max_tokens: int, prompt_length: int, seed: int, clock: Clock
+        self,
+        target: Target,
+        drafter: Drafter,
+        max_tokens: int,
+        prompt_length: int,
+        num_texts: int,
+        seed: int,
+        clock: Clock,
     ) -> None:
         self._target, self._drafter, self._clock = target, drafter, clock
         room = target.context_length or prompt_length + 1 + max_tokens
         prompt_length = max(min(prompt_length, room - 1 - max_tokens), 1)
         longest = max(min(max_tokens, room - 1 - prompt_length), 0)
         self._widths = [*(width for width in WIDTHS if width < longest), longest]
-        stream = torch.Generator().manual_seed(seed)
-        passage = torch.randint(target.config.vocab_size, (prompt_length // 2 + 1,), generator=stream).tolist()
-        *prompt, last = (passage * 2)[: prompt_length + 1]
         capacity = prompt_length + 1 + longest
-        self._text, self._cache = Text(prompt, capacity, target.device), target.new_cache(capacity)
-        drafter.prefill(self._text, self._cache)
-        self._cache.length = self._text.length
-        self._text.append([last])
+        self._in_step = InStep(target, num_texts, capacity)
+        self._texts: list[Text] = []
+        self._caches = [self._in_step.new_cache(row, capacity) for row in range(num_texts)]
+        stream, last_tokens = torch.Generator().manual_seed(seed), []
+        for _ in range(num_texts):
+            passage = torch.randint(target.config.vocab_size, (prompt_length // 2 + 1,), generator=stream).tolist()
+            *prompt, last = (passage * 2)[: prompt_length + 1]
+            self._texts.append(Text(prompt, capacity, target.device))
+            last_tokens.append(last)
+        self._all(lambda row: drafter.prefill(self._texts[row], self._caches[row]))
+        for text, cache, last in zip(self._texts, self._caches, last_tokens, strict=True):
+            cache.length = text.length
+            text.append([last])
 
     def sweep(self) -> list[_Timed]:
         """A round of every width from the same state, plain steps between them."""
@@ -104,22 +126,44 @@ class _Bench:
         return [_Timed(*each, seconds) for each, seconds in zip(rounds, beside, strict=True)]
 
     def _plain_step(self) -> float:
-        text, cache, greedy = self._text, self._cache, Greedy()
+        def step(row: int) -> None:
+            text, cache = self._texts[row], self._caches[row]
+            logits = self._target.forward(text.span(cache.length, text.length), cache, cache.length, last_only=True)
+            int(Greedy().choose(Shaping().one(text, 0, logits))[0])
+
         start = self._now()
-        logits = self._target.forward(text.span(cache.length, text.length), cache, cache.length, last_only=True)
-        int(greedy.choose(Shaping().one(text, 0, logits))[0])
+        self._all(step)
         return self._now() - start
 
     def _round(self, width: int) -> tuple[int, float, float]:
-        """Tokens drafted, and seconds to draft them and to verify them; nothing of it stays in the text."""
-        text, cache, greedy = self._text, self._cache, Greedy()
+        """Tokens drafted, and seconds to draft them and to verify them; nothing of it stays in the texts."""
+
+        def propose(row: int) -> Draft:
+            text, cache = self._texts[row], self._caches[row]
+            return self._drafter.draft(text, cache, Controller(width), Shaping(), Greedy(), width)
+
+        def verify(row: int) -> None:
+            text, cache, draft = self._texts[row], self._caches[row], drafts[row]
+            scores = Shaping().all(text, self._drafter.verify(text, cache, draft))
+            drafted = text.span(text.length, text.length + draft.num_tokens)[0]
+            Greedy().accept(drafted, draft.probabilities, scores)
+            cache.roll_back(text.length - 1)
+
         start = self._now()
-        draft = self._drafter.draft(text, cache, Controller(width), Shaping(), greedy, width)
+        drafts = self._all(propose)
         drafted_at = self._now()
-        scores = Shaping().all(text, self._drafter.verify(text, cache, draft))
-        greedy.accept(text.span(text.length, text.length + draft.num_tokens)[0], draft.probabilities, scores)
-        cache.roll_back(text.length - 1)
-        return draft.num_tokens, drafted_at - start, self._now() - drafted_at
+        self._all(verify)
+        return max(draft.num_tokens for draft in drafts), drafted_at - start, self._now() - drafted_at
+
+    def _all(self, task: Callable[[int], T]) -> list[T]:
+        """What comes of a task of each text, done in step; it is given the text's row."""
+        done: dict[int, T] = {}
+
+        def do(row: int) -> None:
+            done[row] = task(row)
+
+        self._in_step.run_through([partial(do, row) for row in range(len(self._texts))])
+        return [done[row] for row in range(len(self._texts))]
 
     def _now(self) -> float:
         if self._target.device.type == "cuda":

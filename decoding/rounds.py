@@ -100,6 +100,11 @@ class BatchGeneration:
     decode_seconds: float
     """From there to the end of the last text."""
 
+    @classmethod
+    def of_one(cls, generation: Generation) -> BatchGeneration:
+        """A text that was decoded alone: its own seconds are those of all."""
+        return cls((generation,), generation.prefill.seconds, generation.decode_seconds)
+
     @property
     def num_decoded(self) -> int:
         """Tokens produced by the decode phase in all texts."""

@@ -86,6 +86,8 @@ class Problem:
     earlier: Mapping[str, Sequence[TrialRecord]]
     """The finished trials of the studies that ran before this one, by study name."""
     seed: int
+    batch_size: int = 1
+    """How many texts, one behind the other, are decoded in step: what trials measure on are such batches, counted from 0."""
     temperature: float = 0.0
     prefix_reuse: bool = True
     head_drafts: Mapping[int, EarlyExit] = field(default_factory=dict)

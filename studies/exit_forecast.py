@@ -10,14 +10,14 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
+from decoding.batch import num_sharing
 from decoding.documents import Document
 from decoding.draft_length import AnyRule, DraftLengthRule, Fixed, RoundCosts, TopProbability
 from decoding.drafters.build import build_drafter
-from decoding.exit_head import ExitHeads
 from decoding.profile import EarlyExit
 from decoding.round_costs import measure_round_costs
-from decoding.target import Target
 from studies.contract import Problem
+from studies.in_step import Together, batches_of
 from studies.replay import replay
 from studies.survey import Survey
 
@@ -52,10 +52,13 @@ def forecast_exits(problem: Problem, drafts: Sequence[EarlyExit], max_tokens: in
         heads=problem.heads,
     )
     recordings = dict(zip(drafts, survey.record_all(drafts), strict=True))
-    costs = _costs(problem.target, drafts, problem.heads, max_tokens, prefix_reuse=problem.prefix_reuse)
+    costs = _costs(problem, drafts, max_tokens)
+    batches = Together(tuple(batches_of(survey.places, num_sharing(problem.target, problem.batch_size)).values()))
     forecasts = []
     for draft in drafts:
-        speedups = {rule: replay(rule, recordings[draft], costs[draft]).speedup for rule in _rules(max_tokens)}
+        together = batches.of_draft(draft, prefix_reuse=problem.prefix_reuse)
+        replays = {rule: replay(rule, recordings[draft], costs[draft], None, together) for rule in _rules(max_tokens)}
+        speedups = {rule: replayed.speedup for rule, replayed in replays.items()}
         rule = max(speedups, key=lambda rule: speedups[rule])
         forecasts.append(
             ExitForecast(
@@ -74,17 +77,16 @@ def _rules(max_tokens: int) -> list[DraftLengthRule]:
     return [*fixed, *(TopProbability(max_tokens=max_tokens, threshold=threshold) for threshold in THRESHOLDS)]
 
 
-def _costs(
-    target: Target, drafts: Sequence[EarlyExit], heads: ExitHeads | None, max_tokens: int, *, prefix_reuse: bool
-) -> dict[EarlyExit, RoundCosts]:
+def _costs(problem: Problem, drafts: Sequence[EarlyExit], max_tokens: int) -> dict[EarlyExit, RoundCosts]:
+    target = problem.target
     costs: dict[EarlyExit, RoundCosts] = {}
     for group in _by_kind(drafts):
         places = np.linspace(0, len(group) - 1, min(TIMED_EXITS, len(group))).round().astype(int)
         timed: dict[int, RoundCosts] = {}
         for draft in (group[place] for place in places):
-            drafter = build_drafter(target, draft, prefix_reuse=prefix_reuse, heads=heads)
+            drafter = build_drafter(target, draft, prefix_reuse=problem.prefix_reuse, heads=problem.heads)
             assert drafter is not None, "an early exit drafts"
-            timed[draft.exit_layer] = measure_round_costs(target, drafter, max_tokens)
+            timed[draft.exit_layer] = measure_round_costs(target, drafter, max_tokens, num_texts=problem.batch_size)
         costs |= {draft: _interpolate(timed, draft.exit_layer) for draft in group}
     return costs
 

@@ -111,10 +111,10 @@ class GuidedSearch:
         self._behaviours.add((draft, prediction.replayed))
         if record.repeat_of is not None or record.state is TrialState.FAIL or measurement is None:
             return
-        texts = {place: text for text, place in enumerate(self.predictor.survey.places)}
-        foretold = [sample for sample in measurement.samples if sample.prompt in texts]
-        if len(foretold) >= FEWEST_SAMPLES:
-            on_these = prediction.replayed.speedup_on([texts[sample.prompt] for sample in foretold])
+        parts = self.predictor.parts
+        foretold = [sample for sample in measurement.samples if sample.prompt in parts]
+        if sum(sample.texts.count for sample in foretold) >= FEWEST_SAMPLES:
+            on_these = prediction.replayed.speedup_on([part for sample in foretold for part in parts[sample.prompt]])
             self._residual.learn(prediction, Measurement(samples=tuple(foretold)).speedup, on_these)
         if record.state is TrialState.COMPLETE:
             self._complete[record.candidate.key] = prediction

@@ -1,6 +1,7 @@
 """What real speculative decoding of a candidate showed, prompt by prompt, paired with plain decoding of the same prompts.
 
-All samples are kept; the rates, the speed-up and its interval are derived from them. Data only: `tuner.measure` fills it.
+Where prompts are decoded several in step, a sample is a batch of them, and what is said of prompts holds for batches. All samples
+are kept; the rates, the speed-up and its interval are derived from them. Data only: `tuner.measure` fills it.
 """
 
 from __future__ import annotations
@@ -10,16 +11,29 @@ from collections.abc import Sequence
 from functools import cached_property
 
 import numpy as np
+from pydantic import Field
 from scipy import stats
 
 from decoding.documents import Document
 from decoding.profile import Interval
 
 
+class BatchTexts(Document):
+    """Of the texts of a batch: how many there are, and how many are plain decoding's or parted from it at a numerical tie."""
+
+    count: int = Field(ge=1)
+    identical: int = Field(ge=0)
+    ties: int = Field(ge=0)
+
+
 class PromptSample(Document):
-    """One prompt decoded twice in the same process: plainly and with the candidate. Seconds are of the decode phase."""
+    """One prompt decoded twice in the same process: plainly and with the candidate. Seconds are of the decode phase.
+
+    Or one batch of prompts in step: seconds are those of all together, counts are sums over the texts.
+    """
 
     prompt: int
+    """Its place in the bench."""
     plain_seconds: float
     plain_tokens: int
     draft_seconds: float
@@ -30,7 +44,15 @@ class PromptSample(Document):
     identical: bool
     """The candidate's tokens are those of plain decoding (when sampling: those of a greedy run of both)."""
     tie: bool = False
-    """Not identical, but the first differing token was a numerical tie of the target's logits."""
+    """Not identical, but the first differing token was a numerical tie of the target's logits; in a batch, so it was with every
+    text that is not identical."""
+    # Left out of a sample of one prompt, as of those stored before there were batches.
+    batch: BatchTexts | None = Field(None, exclude_if=lambda batch: batch is None)
+
+    @property
+    def texts(self) -> BatchTexts:
+        """Its texts, counted."""
+        return self.batch or BatchTexts(count=1, identical=int(self.identical), ties=int(self.tie))
 
     @property
     def ratio(self) -> float:
@@ -90,14 +112,24 @@ class Measurement(Document):
         return sum(s.drafted for s in self.samples) / rounds if rounds else 0.0
 
     @property
+    def num_prompts(self) -> int:
+        """Prompts decoded, those of a batch one by one, and one as often as it was decoded."""
+        return sum(s.texts.count for s in self.samples)
+
+    @property
+    def batch_size(self) -> int:
+        """Prompts decoded in step."""
+        return max((s.texts.count for s in self.samples), default=1)
+
+    @property
     def num_identical(self) -> int:
         """Prompts whose tokens were those of plain decoding."""
-        return sum(s.identical for s in self.samples)
+        return sum(s.texts.identical for s in self.samples)
 
     @property
     def num_ties(self) -> int:
         """Prompts that parted from plain decoding at a numerical tie."""
-        return sum(s.tie for s in self.samples)
+        return sum(s.texts.ties for s in self.samples)
 
     @property
     def is_lossless(self) -> bool:

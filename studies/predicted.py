@@ -164,9 +164,10 @@ class Predicted(Study):
         return [draft]
 
     def _texts(self, start: int, num_tokens: int) -> slice:
-        """The tuning texts from `start` on that hold `num_tokens` together with those in front: whole ones, at least one in all."""
-        lengths = np.cumsum([len(continuation) for continuation in self._problem.continuations])
-        return slice(start, min(max(start, int(np.searchsorted(lengths, num_tokens)) + 1), len(lengths)))
+        """The tuning texts from `start` on that hold `num_tokens` together with those in front: whole batches, one at least."""
+        lengths, size = np.cumsum([len(text) for text in self._problem.continuations]), self._problem.batch_size
+        num_batches = -(-(int(np.searchsorted(lengths, num_tokens)) + 1) // size)
+        return slice(start, min(max(start, num_batches * size), len(lengths)))
 
     def _with_more_texts(self, survey: Survey, pool: Iterable[Drafting]) -> Survey | JoinedSurvey:
         """The survey with as many texts more as the pool is to be foretold on; the exits in the pool are known at once."""
@@ -179,7 +180,13 @@ class Predicted(Study):
 
     def _foretelling(self, survey: Survey | JoinedSurvey) -> Predictor:
         settings = self._settings
-        return Predictor(survey, self._costs, max_tokens=settings.max_tokens, prefix_reuse=self._problem.prefix_reuse)
+        return Predictor(
+            survey,
+            self._costs,
+            max_tokens=settings.max_tokens,
+            prefix_reuse=self._problem.prefix_reuse,
+            batch_size=self._problem.batch_size,
+        )
 
     def _think(self) -> None:
         """Once before each trial, rate skip sets for as long as has been measured; without a time limit, to the end."""

@@ -1,7 +1,8 @@
 """What a draft would gain, foretold from a survey of the texts and a table of costs, without decoding.
 
 Our formulation: tokens per round over the cost of a round, by replaying the draft-length rule on what the draft would have
-drafted. A prediction chooses what to measure; it is never reported as a measurement.
+drafted. A prediction chooses what to measure; it is never reported as a measurement. Of prompts that are decoded in step the costs
+must be those of as many texts, and the replay goes in step too.
 """
 
 from __future__ import annotations
@@ -11,8 +12,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Protocol
 
+from decoding.batch import num_sharing
 from decoding.draft_length import DraftLengthRule, Fixed, RoundCosts, TopProbability
 from decoding.profile import EarlyExit, LayerSkip, Lookup, PromptLookup
+from studies.in_step import Together, batches_of
 from studies.replay import Copies, LookupReplay, Replayed, replay, replay_copies
 from studies.survey import JoinedSurvey, Survey, SurveyedDraft
 
@@ -52,13 +55,24 @@ class Prediction:
 
 
 class Predictor:
-    """Foretells speed-ups on the texts of a survey; what is known of a draft is remembered."""
+    """Foretells speed-ups on the texts of a survey; what is known of a draft is remembered.
+
+    With a `batch_size` above 1 texts are measured in batches, one behind the other, and `costs` are those of passes over as many,
+    or over one where they take turns.
+    """
 
     def __init__(
-        self, survey: Survey | JoinedSurvey, costs: Costs, *, max_tokens: int, prefix_reuse: bool = True
+        self,
+        survey: Survey | JoinedSurvey,
+        costs: Costs,
+        *,
+        max_tokens: int,
+        prefix_reuse: bool = True,
+        batch_size: int = 1,
     ) -> None:
         self.survey = survey
         self.max_tokens = max_tokens
+        self._batch_size = batch_size
         self._table, self._prefix_reuse = costs, prefix_reuse
         self._costs: dict[SurveyedDraft, RoundCosts] = {}
         self._best: dict[Drafting, Prediction] = {}
@@ -69,6 +83,21 @@ class Predictor:
     def num_drafts(self) -> int:
         """Drafts foretold so far: what an effort is counted in."""
         return len(self._best)
+
+    @cached_property
+    def parts(self) -> dict[int, tuple[int, ...]]:
+        """By the place that a sample is of: which of `Replayed.costs_per_token` foretell it."""
+        batches = batches_of(self.survey.places, self._batch_size)
+        if self._together is None:
+            return batches
+        return {batch: (number,) for number, batch in enumerate(batches)}
+
+    @cached_property
+    def _together(self) -> Together | None:
+        """The texts in step; None if each is by itself."""
+        if self._batch_size == 1 or num_sharing(self.survey.target, self._batch_size) == 1:
+            return None
+        return Together(tuple(batches_of(self.survey.places, self._batch_size).values()))
 
     def costs(self, draft: SurveyedDraft) -> RoundCosts:
         """What the rounds of a model's draft cost; a lookup in front of it does not count."""
@@ -93,7 +122,7 @@ class Predictor:
         if isinstance(draft, PromptLookup):
             copies = self._copies_of(draft, rule.max_tokens)
             right = _share_right(copies)
-            return Prediction(draft, rule, replay_copies(rule, copies, self.whole), right, right)
+            return Prediction(draft, rule, replay_copies(rule, copies, self.whole, self._together), right, right)
         recordings = self.survey.record(part_of_model(draft))
         lookup = None
         if draft.lookup is not None:
@@ -102,7 +131,8 @@ class Predictor:
         tested = sum(len(recording.matches) for recording in recordings)
         agreed = sum(sum(recording.matches) for recording in recordings)
         overlap = sum(recording.acceptance * len(recording.matches) for recording in recordings)
-        replayed = replay(rule, recordings, self.costs(draft), lookup)
+        together = self._together.of_draft(draft, prefix_reuse=self._prefix_reuse) if self._together else None
+        replayed = replay(rule, recordings, self.costs(draft), lookup, together)
         return Prediction(draft, rule, replayed, agreed / tested, overlap / tested)
 
     def predict_all(self, draft: Drafting, rules: Iterable[DraftLengthRule]) -> list[Prediction]:

@@ -3,21 +3,22 @@
 Our formulation. A recording holds, for each position of a text that the target has written, whether the draft would have
 drafted the target's token there, and how sure it was; both teacher forced, from one pass over the text. Greedy rounds then
 go as they would in decoding, but for what a rule reads behind a rejected draft, where a real draft is on a path of its own,
-and for drafts that reach past the end of a text that ends by itself.
+and for drafts that reach past the end of a text that ends by itself. Texts in step are replayed in step (`studies.in_step`).
 A replay is a prediction: it may choose what to measure, and is never reported as a measurement.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, cast
+from typing import cast
 
 import torch
 from torch import Tensor
 
 from decoding.draft_length import Controller, CostAwareRule, Decision, DraftDistribution, DraftLengthRule, RoundCosts
 from decoding.drafters.prompt_lookup import length_allowed
+from studies.in_step import Step, Together, cost_alone, cost_in_step
 
 
 @dataclass(frozen=True)
@@ -98,14 +99,17 @@ far as it was looked, or None where there is nothing to copy."""
 
 @dataclass(frozen=True)
 class Replayed:
-    """Tokens, rounds and draft passes of a replay, and what they would cost in plain passes of the target."""
+    """Tokens, rounds and draft passes of a replay, and what they would cost in plain passes of the target.
+
+    A plain pass of texts in step writes a token of each; here a token counts as much of it as plain decoding spends on one.
+    """
 
     tokens: int
     rounds: int
     draft_passes: int
     cost: float
     costs_per_token: tuple[float, ...] = ()
-    """Of each text."""
+    """Of each text, or of each batch of texts in step."""
 
     @property
     def speedup(self) -> float:
@@ -113,7 +117,7 @@ class Replayed:
         return self.tokens / self.cost
 
     def speedup_on(self, texts: Sequence[int]) -> float:
-        """The same for some of the texts, each weighing the same, as a measurement has it."""
+        """The same for some of the texts (or batches), each weighing the same, as a measurement has it."""
         return len(texts) / sum(self.costs_per_token[text] for text in texts)
 
 
@@ -128,66 +132,89 @@ class LookupReplay:
 
 
 def replay(
-    rule: DraftLengthRule, recordings: Sequence[Recording], costs: RoundCosts, lookup: LookupReplay | None = None
+    rule: DraftLengthRule,
+    recordings: Sequence[Recording],
+    costs: RoundCosts,
+    lookup: LookupReplay | None = None,
+    together: Together | None = None,
 ) -> Replayed:
     """Let `rule` steer over the recorded texts, each with a fresh controller unless it is persistent.
 
-    Rounds that `lookup` drafts are none of the rule's.
+    Rounds that `lookup` drafts are none of the rule's. With `together` its batches are written in step, and `costs` are those of
+    passes over as many texts; without it each text is by itself.
     """
-    if isinstance(rule, CostAwareRule):
-        rule = rule.with_costs(costs)
-    kept = rule.controller() if rule.persistent else None
-    tokens = rounds = passes = 0
-    costs_of_texts = []
-    for index, recording in enumerate(recordings):
-        cost = 0.0
-        for step in _rounds(kept or rule.controller(), recording, lookup, index):
-            rounds += 1
-            passes += step.num_passes
-            if step.looked_up and lookup is not None:
-                cost += lookup.verify.verify_cost(step.num_drafted)
-            else:
-                cost += costs.of(step.num_drafted) + (step.num_passes - step.num_drafted) * costs.draft_step
-        tokens += len(recording.matches)
-        costs_of_texts.append(cost)
-    per_token = [cost / len(each.matches) for cost, each in zip(costs_of_texts, recordings, strict=True)]
-    return Replayed(tokens, rounds, passes, sum(costs_of_texts), tuple(per_token))
+
+    def rounds(controller: Controller, text: int) -> Iterator[Step]:
+        return _rounds(controller, recordings[text], lookup, text)
+
+    lengths = [len(recording.matches) for recording in recordings]
+    return _replay(rule, lengths, rounds, costs, lookup.verify if lookup else None, together)
 
 
-def replay_copies(rule: DraftLengthRule, copies: Sequence[Copies], costs: RoundCosts) -> Replayed:
+def replay_copies(
+    rule: DraftLengthRule, copies: Sequence[Copies], costs: RoundCosts, together: Together | None = None
+) -> Replayed:
     """Prompt lookup alone, with `rule` deciding how many tokens are copied; `costs` are those of the whole target's passes."""
+
+    def rounds(controller: Controller, text: int) -> Iterator[Step]:
+        return _copied_rounds(controller, copies[text])
+
+    return _replay(rule, [len(text) for text in copies], rounds, costs, None, together)
+
+
+def _replay(
+    rule: DraftLengthRule,
+    lengths: Sequence[int],
+    rounds_of: Callable[[Controller, int], Iterator[Step]],
+    costs: RoundCosts,
+    copied: RoundCosts | None,
+    together: Together | None,
+) -> Replayed:
+    """Texts of these lengths, whose rounds `rounds_of` gives; for `copied` see `cost_alone`."""
     if isinstance(rule, CostAwareRule):
         rule = rule.with_costs(costs)
-    kept = rule.controller() if rule.persistent else None
-    tokens = rounds = 0
-    costs_of_texts = []
-    for text in copies:
-        cost = 0.0
-        for num_drafted in _copied_rounds(kept or rule.controller(), text):
-            rounds += 1
-            cost += costs.of(num_drafted)
-        tokens += len(text)
-        costs_of_texts.append(cost)
-    per_token = [cost / len(text) for cost, text in zip(costs_of_texts, copies, strict=True)]
-    return Replayed(tokens, rounds, 0, sum(costs_of_texts), tuple(per_token))
+    together = together or Together(tuple((text,) for text in range(len(lengths))))
+    controllers: dict[int, Controller] = {}
+    counted = _Counted()
+    total, per_token = 0.0, []
+    for batch in together.batches:
+        texts = []
+        for row, text in enumerate(batch):
+            if not rule.persistent or row not in controllers:
+                controllers[row] = rule.controller()
+            texts.append(counted.watch(rounds_of(controllers[row], text)))
+        if len(texts) == 1:
+            cost = sum(cost_alone(step, costs, copied) for step in texts[0])
+        else:
+            cost = cost_in_step(together.asked(steps, costs, copied) for steps in texts)
+        # Plainly, a batch takes as many passes as its longest text has tokens.
+        num_plain = max(lengths[text] for text in batch)
+        total += cost * (sum(lengths[text] for text in batch) / num_plain)
+        per_token.append(cost / num_plain)
+    return Replayed(sum(lengths), counted.rounds, counted.passes, total, tuple(per_token))
 
 
-class _Step(NamedTuple):
-    """One round: tokens drafted, and draft passes run, one more if the last was not drawn from."""
+class _Counted:
+    """Counts rounds and draft passes as they go by."""
 
-    num_drafted: int
-    num_passes: int
-    looked_up: bool = False
+    def __init__(self) -> None:
+        self.rounds = self.passes = 0
+
+    def watch(self, steps: Iterable[Step]) -> Iterator[Step]:
+        for step in steps:
+            self.rounds += 1
+            self.passes += step.num_passes
+            yield step
 
 
-def _rounds(controller: Controller, recording: Recording, lookup: LookupReplay | None, text: int) -> Iterator[_Step]:
+def _rounds(controller: Controller, recording: Recording, lookup: LookupReplay | None, text: int) -> Iterator[Step]:
     place, end = 0, len(recording.matches)
     while place < end:
         room = end - place - 1  # the last token of a text is the target's
         if lookup is not None and room and (num_right := lookup.copies[text][place]) is not None:
             num_copied = min(lookup.max_tokens, room)
-            yield _Step(num_copied, 0, looked_up=True)
-            place += min(num_right, num_copied) + 1
+            yield Step(num_copied, 0, num_accepted := min(num_right, num_copied), looked_up=True)
+            place += num_accepted + 1
             continue
         limit = min(controller.limit(), room)
         num_drafted = num_passes = 0
@@ -199,22 +226,21 @@ def _rounds(controller: Controller, recording: Recording, lookup: LookupReplay |
         drafted = recording.matches[place : place + num_drafted]
         num_accepted = drafted.index(False) if False in drafted else num_drafted
         controller.observe(num_drafted, num_accepted)
-        yield _Step(num_drafted, num_passes)
+        yield Step(num_drafted, num_passes, num_accepted)
         place += num_accepted + 1
 
 
-def _copied_rounds(controller: Controller, copies: Copies) -> Iterator[int]:
-    """Tokens drafted in each round of one text."""
+def _copied_rounds(controller: Controller, copies: Copies) -> Iterator[Step]:
     place, end = 0, len(copies)
     while place < end:
         room = end - place - 1
         num_right = copies[place] if room else None
         if num_right is None:
-            yield 0
+            yield Step(0, 0, 0)
             place += 1
             continue
         num_drafted = length_allowed(controller, room)
         num_accepted = min(num_right, num_drafted)
         controller.observe(num_drafted, num_accepted)
-        yield num_drafted
+        yield Step(num_drafted, 0, num_accepted, looked_up=True)
         place += num_accepted + 1

@@ -128,7 +128,7 @@ def _fill(bench: Bench, family: Family, repetitions: int, part: str, progress: P
 
 def search_among(family: Family, tuning: Measuring, held_out: Measuring, config: SearchConfig) -> Run:
     """Trials, race, confirmation and verdict, as a search goes."""
-    places = range(min(config.prompts_per_trial, len(tuning.prompts)))
+    places = tuning.places[: config.places_per_trial]
     records = [
         _trial(number, candidate, tuning.measure(candidate, places))
         for number, candidate in enumerate(family.candidates)

@@ -22,7 +22,7 @@ from rich.table import Table
 from decoding.draft_length import Fixed
 from decoding.files import write_whole
 from decoding.profile import Draft, LayerSkip, PlainDecoding
-from decoding.rounds import Generation
+from decoding.rounds import BatchGeneration
 from decoding.target import Target
 from studies import STUDIES
 from studies.contract import Candidate, Problem, Study, best_trials
@@ -128,12 +128,13 @@ class PricedBench(Bench):
             on_sample(samples[-1])
         return Measurement(samples=tuple(samples))
 
-    def _price(self, draft: Draft, drafted: Generation) -> float:
+    def _price(self, draft: Draft, drafted: BatchGeneration) -> float:
         part = draft if isinstance(draft, LayerSkip) else LayerSkip()
         costs = self.table.round_costs(part, MAX_TOKENS, context=CONTEXT, prefix_reuse=False)
         return sum(
             costs.verify_cost(step.num_drafted) if step.looked_up else costs.of(step.num_drafted)
-            for step in drafted.rounds
+            for text in drafted.generations
+            for step in text.rounds
         )
 
 

@@ -24,7 +24,7 @@ from tuner.config import SearchConfig
 from tuner.environment import device_name, versions
 from tuner.errors import ConfigError
 from tuner.heads import find_heads
-from tuner.task import Task, prepare
+from tuner.task import Task, prepare, refuse_batches
 from tuner.watcher import Progress
 
 TEXT_WIDTH = 110
@@ -36,6 +36,7 @@ def prepare_check(config: SearchConfig, out: Path, progress: Progress) -> Task:
     That is made when the first result is written. Raises `ConfigError` if nothing could be written there, and what
     `tuner.task.prepare` raises.
     """
+    refuse_batches(config, "this check")
     place = check_results_folder(out)
     # Heads are taken as they are, and no profile is written: a place is named where one could be.
     return prepare(config.model_copy(update={"distill": "never", "out": place / "profile.yaml"}), progress)

@@ -90,6 +90,14 @@ def main() -> None:
 @click.option("--max-new-tokens", type=int, metavar="N", help="Tokens to generate from each prompt.  [default: 64]")
 @click.option("--tuning-prompts", type=int, metavar="N", help="Prompts to search and race on.  [default: 24]")
 @click.option("--held-out-prompts", type=int, metavar="N", help="Prompts for the reported figures.  [default: 24]")
+@click.option(
+    "--batch-size",
+    type=int,
+    metavar="N",
+    help="Prompts decoded in step, by every candidate and plainly alike: give what production will. The more there are, the less "
+    "the weights that a pass reads count, and the shorter the drafts that pay. An interval is over batches: take more prompts.  "
+    "[default: 1]",
+)
 @click.option("--prompt-column", metavar="C", help="Column that holds the prompt.  [default: guessed]")
 @click.option("--group-column", metavar="C", help="Rows with the same value stay in one part of the prompts.")
 @click.option(
@@ -863,8 +871,9 @@ def _print_plan(console: Console, task: Any) -> None:
         f"model    {config.model}: {task.target.num_layers} layers, {task.target.dtype}, on {task.target.device}"
     )
     console.print(
-        f"prompts  {config.dataset}: {len(task.prompts.tuning)} for tuning ({config.prompts_per_trial} a trial), "
-        f"{len(task.prompts.held_out)} held out, {config.max_new_tokens} tokens each"
+        f"prompts  {config.dataset}: {len(task.prompts.tuning)} for tuning ({config.places_per_trial * config.batch_size} a "
+        f"trial), {len(task.prompts.held_out)} held out, {config.max_new_tokens} tokens each"
+        + (f", in batches of {config.batch_size}" if config.batch_size > 1 else "")
     )
     if task.heads or task.missing_heads:
         then = "would be distilled first" if config.distill == "auto" else "are searched without"

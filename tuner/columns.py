@@ -42,7 +42,7 @@ def trial_metrics(record: TrialRecord) -> dict[str, float]:
             "acceptance_rate": measured.acceptance_rate,
             "tokens_per_round": measured.tokens_per_round,
             "drafted_per_round": measured.drafted_per_round,
-            "prompts": len(measured.samples),
+            "prompts": measured.num_prompts,
             "identical_prompts": measured.num_identical,
             "ties": measured.num_ties,
             "exact": float(measured.is_lossless),

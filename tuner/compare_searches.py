@@ -20,7 +20,7 @@ from tuner.search_comparison import SearchComparison
 from tuner.search_runs import Limits, Run, Runner
 from tuner.search_truth import Truth
 from tuner.storage import sqlite_url
-from tuner.task import Task, check_writable, open_bench, prepare
+from tuner.task import Task, check_writable, open_bench, prepare, refuse_batches
 from tuner.watcher import Progress
 
 TRIALS_FILE, TRUTH_FILE, REPORT_FILE = "searches.db", "held_out.jsonl", "searches.json"
@@ -36,6 +36,7 @@ def compare_searches(
     The seeds count from the configuration's own; a seed orders the tuning prompts and seeds the sampler. Everything is kept in
     the folder `out`, and not done again. Raises `SdtuneError` for what the user can put right.
     """
+    refuse_batches(config, "sdtune compare-searches")
     chosen = rivals(names, config)
     _check_folder(out)
     task = _prepare(config, chosen, out, progress)

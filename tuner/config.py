@@ -17,6 +17,8 @@ from tuner.errors import ConfigError
 
 EXACT_WIDTH = 8
 """Of the bit-exact mode where nothing else is said: drafts of up to seven tokens."""
+FEWEST_PLACES = 2
+"""Prompts, or batches of them, without which there is no interval."""
 
 
 class SearchConfig(Document):
@@ -43,6 +45,11 @@ class SearchConfig(Document):
     held_out_prompts: int = Field(24, ge=2, description="prompts for the reported figures, never seen by the search")
     prompts_per_trial: int = Field(
         6, ge=2, description="tuning prompts that a trial decodes; the others are kept for the race"
+    )
+    batch_size: int = Field(
+        1,
+        ge=1,
+        description="prompts that are decoded in step, by every candidate and plainly; the best profile depends on it",
     )
     finalists: int = Field(4, ge=1, description="candidates that race on the remaining tuning prompts")
     temperature: float = Field(0.0, ge=0.0, description="0 is greedy")
@@ -96,6 +103,24 @@ class SearchConfig(Document):
                 f"a trial decodes {self.prompts_per_trial} prompts, but there are only {self.tuning_prompts} tuning prompts"
             )
         return self
+
+    @model_validator(mode="after")
+    def _batches_suffice(self) -> SearchConfig:
+        for name in ("tuning_prompts", "held_out_prompts"):
+            count, size = getattr(self, name), self.batch_size
+            if count < FEWEST_PLACES * size:
+                batches = "batch" if count // size == 1 else "batches"
+                raise ValueError(
+                    f"{name}: {count} make {count // size} whole {batches} of {size}, and {FEWEST_PLACES} are needed: give "
+                    f"{FEWEST_PLACES * size} or more (an interval is over batches)"
+                )
+        return self
+
+    @property
+    def places_per_trial(self) -> int:
+        """What a trial measures on, if there is as much: prompts, or as many whole batches as hold them, two at least, as
+        candidate and plain decoding take turns in going first."""
+        return max(FEWEST_PLACES, -(-self.prompts_per_trial // self.batch_size))
 
     @property
     def bitwise_width(self) -> int | None:

@@ -39,6 +39,7 @@ def measure_cost_table(
     *,
     max_tokens: int,
     contexts: Sequence[int],
+    num_texts: int = 1,
     budget_seconds: float = BUDGET_SECONDS,
     seed: int = 0,
     clock: Clock = time.perf_counter,
@@ -50,14 +51,15 @@ def measure_cost_table(
     times as long while held-out passes are not predicted well. A plain pass is timed before and behind every two, and the median
     of a pass's ratios to those beside it counts: a shared machine is slower for seconds on end, by half as much again where
     memory is the limit, and what all take alike then would else be taken for a difference. `seed` draws what is left out, and
-    the tokens; `clock` gives seconds; `timer` stands in for running the passes.
+    the tokens; `clock` gives seconds; `timer` stands in for running the passes. With `num_texts` above 1 passes are those of so
+    many texts in step, each behind as many tokens; the target must be one whose texts can share passes.
 
     ValueError if `max_tokens` or a context is below 1, no context is given, or the model's context has no room for two tokens.
     """
     terms = resolve_terms(target, max_tokens=max_tokens, contexts=contexts)
     fitted, held_out = plan_passes(terms, seed)
     start = clock()
-    timer = timer or PassTimer(target, most_tokens=terms.widths[-1], seed=seed, clock=clock)
+    timer = timer or PassTimer(target, most_tokens=terms.widths[-1], num_texts=num_texts, seed=seed, clock=clock)
     times = _Times(timer, plain=Verification(1, terms.contexts[0]), passes=[*fitted, *held_out])
     for patience in range(1, PATIENCE + 1):
         num_sweeps = 0

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import cache
+from collections.abc import Callable, Sequence
+from functools import cache, partial
 
 import torch
 from torch import Tensor
 
 from decoding.acceptance import Greedy
+from decoding.batch import InStep
+from decoding.cache import KVCache
 from decoding.draft_length import Controller
 from decoding.drafters.layer_skip import LayerSkipDrafter
 from decoding.profile import LayerSkip
 from decoding.round_costs import Clock
-from decoding.target import ResumeView, Target
+from decoding.target import Target
 from decoding.text import Shaping, Text
 from studies.cost_terms import DraftStep, Pass
 
@@ -24,12 +26,13 @@ MOST_STEPS = 8
 class PassTimer:
     """Seconds of a pass, each from the same state behind a prompt of random tokens. Views and prompts are kept for the next time.
 
-    `most_tokens`, at least 2, are the most positions of a pass. Call within `torch.inference_mode`.
+    `most_tokens`, at least 2, are the most positions of a pass. With `num_texts` above 1 a pass is one of so many texts in step,
+    all behind as many tokens. Call within `torch.inference_mode`.
     """
 
-    def __init__(self, target: Target, *, most_tokens: int, seed: int, clock: Clock) -> None:
+    def __init__(self, target: Target, *, most_tokens: int, seed: int, clock: Clock, num_texts: int = 1) -> None:
         self._target, self._clock = target, clock
-        self._room, self._seed = most_tokens, seed
+        self._room, self._seed, self._num_texts = most_tokens, seed, num_texts
         self._drafter = cache(lambda skip: LayerSkipDrafter(target, skip))
         self._resume = cache(lambda boundary: target.resume_view(boundary))
         self._behind = cache(self._read)
@@ -39,34 +42,45 @@ class PassTimer:
 
         Times are the more often undisturbed the shorter they are: only of equal lengths is the least of several comparable.
         """
-        place = self._behind(int(each.context))
+        places = self._behind(int(each.context))
         if isinstance(each, DraftStep):
-            return self._draft(each.skip, place)
-        token_ids = place.text.span(place.start, place.start + each.width)
+            return self._draft(each.skip, places)
         if each.boundary and each.width > 1:
-            states = place.states(self._target, each.boundary, self._room)[..., : each.width - 1, :]
-            return self._verify(self._resume(each.boundary), place, token_ids, states)
-        start = self._now()
-        self._target.forward(token_ids, place.cache, place.start)
-        return self._now() - start
+            return self._resumed(each.width, each.boundary, places)
+        return self._seconds(
+            places, lambda place: self._target.forward(place.ahead(each.width), place.cache, place.start)
+        )
 
-    def _draft(self, skip: LayerSkip, place: _Place) -> float:
+    def _draft(self, skip: LayerSkip, places: _Places) -> float:
         drafter, num_sublayers = self._drafter(skip), 2 * self._target.num_layers
         run = num_sublayers - len(skip.skip_attention) - len(skip.skip_mlp)
         steps = min(round(num_sublayers / max(run, 1)), MOST_STEPS, self._room - 1)
-        start = self._now()
-        drafter.draft(place.text, place.cache, Controller(steps), Shaping(), Greedy(), steps)
-        return (self._now() - start) / steps
 
-    def _verify(self, view: ResumeView, place: _Place, token_ids: Tensor, states: Tensor) -> float:
+        def draft(place: _Place) -> None:
+            drafter.draft(place.text, place.cache, Controller(steps), Shaping(), Greedy(), steps)
+
+        return self._seconds(places, draft) / steps
+
+    def _resumed(self, width: int, boundary: int, places: _Places) -> float:
+        view, states = self._resume(boundary), places.states(boundary, self._room)
+
+        def verify(place: _Place) -> None:
+            view.forward(place.ahead(width), place.cache, place.start, states[place][..., : width - 1, :])
+
+        return self._seconds(places, verify)
+
+    def _seconds(self, places: _Places, work: Callable[[_Place], object]) -> float:
         start = self._now()
-        view.forward(token_ids, place.cache, place.start, states)
+        places.all(work)
         return self._now() - start
 
-    def _read(self, context: int) -> _Place:
-        stream = torch.Generator().manual_seed(self._seed)
-        token_ids = torch.randint(self._target.config.vocab_size, (context + self._room,), generator=stream).tolist()
-        return _Place(self._target, token_ids[: context + 1], token_ids[context + 1 :])
+    def _read(self, context: int) -> _Places:
+        stream, length = torch.Generator().manual_seed(self._seed), context + self._room
+        texts = [
+            torch.randint(self._target.config.vocab_size, (length,), generator=stream).tolist()
+            for _ in range(self._num_texts)
+        ]
+        return _Places(self._target, texts, context)
 
     def _now(self) -> float:
         if self._target.device.type == "cuda":
@@ -77,18 +91,49 @@ class PassTimer:
 class _Place:
     """A text whose last token the model has not read, tokens behind it, and what the model has read of it."""
 
-    def __init__(self, target: Target, token_ids: Sequence[int], behind: Sequence[int]) -> None:
+    def __init__(self, target: Target, token_ids: Sequence[int], behind: Sequence[int], cache: KVCache) -> None:
         self.text = Text(token_ids, len(token_ids) + len(behind), target.device)
         self.text.write_drafts(behind)
         self.start = len(token_ids) - 1
-        self.cache = target.new_cache(len(token_ids) + len(behind))
-        target.forward(self.text.span(0, self.start), self.cache, 0, last_only=True)
-        self.cache.length = self.start
-        self._states: dict[int, Tensor] = {}
+        self.cache = cache
 
-    def states(self, target: Target, boundary: int, width: int) -> Tensor:
-        """What stands in front of block `boundary` at the next `width` positions, [.., width, hidden]."""
+    def ahead(self, width: int) -> Tensor:
+        """The next `width` tokens, [1, width]."""
+        return self.text.span(self.start, self.start + width)
+
+
+class _Places:
+    """Texts in step, each with `context` tokens that the model has read."""
+
+    def __init__(self, target: Target, texts: Sequence[Sequence[int]], context: int) -> None:
+        self._target = target
+        capacity = len(texts[0])
+        self._in_step = InStep(target, len(texts), capacity)
+        self._states: dict[int, dict[_Place, Tensor]] = {}
+        caches = [self._in_step.new_cache(row, capacity) for row in range(len(texts))]
+        self._places = [
+            _Place(target, text[: context + 1], text[context + 1 :], cache)
+            for text, cache in zip(texts, caches, strict=True)
+        ]
+
+        def read(place: _Place) -> None:
+            target.forward(place.text.span(0, place.start), place.cache, 0, last_only=True)
+            place.cache.length = place.start
+
+        self.all(read)
+
+    def all(self, work: Callable[[_Place], object]) -> None:
+        """Do this with each of the texts, in step."""
+        self._in_step.run_through([partial(work, place) for place in self._places])
+
+    def states(self, boundary: int, width: int) -> dict[_Place, Tensor]:
+        """What stands in front of block `boundary` at the next `width` positions of each text, [.., width, hidden]."""
         if boundary not in self._states:
-            token_ids = self.text.span(self.start, self.start + width)
-            _, self._states[boundary] = target.tapped_view(boundary).forward(token_ids, self.cache, self.start)
+            view, states = self._target.tapped_view(boundary), dict[_Place, Tensor]()
+
+            def keep(place: _Place) -> None:
+                _, states[place] = view.forward(place.ahead(width), place.cache, place.start)
+
+            self.all(keep)
+            self._states[boundary] = states
         return self._states[boundary]

@@ -1,4 +1,7 @@
-"""Cost tables on disk, one file for each model, device and software: measured once, and again when any of these has changed."""
+"""Cost tables on disk, one file for each model, device, software and number of texts in step.
+
+Each is measured once, and again when any of these has changed.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +12,9 @@ from pathlib import Path
 from typing import Literal
 
 import torch
-from pydantic import ValidationError
+from pydantic import Field, ValidationError
 
+from decoding.batch import num_sharing
 from decoding.documents import Document
 from decoding.files import write_whole
 from decoding.fingerprint import fingerprint, hash_json
@@ -38,11 +42,13 @@ class CostKey(Document):
     """transformers' name of the attention kernel."""
     runner: str
     method: int
+    num_texts: int = Field(1, exclude_if=lambda count: count == 1)
+    """In step; left out of the key of one text, as of those from before there were more."""
     versions: dict[str, str]
 
     @classmethod
-    def of(cls, target: Target) -> CostKey:
-        """The key of this model, loaded as it is, on its device."""
+    def of(cls, target: Target, num_texts: int = 1) -> CostKey:
+        """The key of this model, loaded as it is, on its device, for passes of so many texts."""
         model, installed = fingerprint(target.model), versions()
         return cls(
             config_sha256=model.config_sha256,
@@ -53,6 +59,7 @@ class CostKey(Document):
             attention=getattr(target.config, "_attn_implementation", None),
             runner=_runner_name(target),
             method=METHOD,
+            num_texts=num_texts,
             versions={package: installed[package] for package in DECIDING_PACKAGES},
         )
 
@@ -82,24 +89,32 @@ def cost_table(
     max_tokens: int,
     contexts: Sequence[int],
     progress: Progress,
+    num_texts: int = 1,
     folder: Path | None = None,
     budget_seconds: float = BUDGET_SECONDS,
     seed: int = 0,
 ) -> CostTable:
     """The table stored in `folder` if it is of this model and device and covers these lengths; else measured now, and stored.
 
+    With `num_texts` above 1 it is one of passes over so many texts in step, or over one if the target's texts take turns.
     A file that cannot be read, and a folder that cannot be written, cost no more than the measurement: `progress` is told. For
     ValueError see `tuner.cost.measure_cost_table`.
     """
     folder = folder or cache_folder()
-    key = CostKey.of(target)
+    num_texts = num_sharing(target, num_texts)
+    key = CostKey.of(target, num_texts)
     path = folder / key.file_name
     terms = resolve_terms(target, max_tokens=max_tokens, contexts=contexts)
     stored = _read(path, key, progress)
     if stored is not None and stored.kinds == terms.kinds and stored.covers(terms.widths, terms.contexts):
         return stored
     table = measure_cost_table(
-        target, max_tokens=max_tokens, contexts=contexts, budget_seconds=budget_seconds, seed=seed
+        target,
+        max_tokens=max_tokens,
+        contexts=contexts,
+        num_texts=num_texts,
+        budget_seconds=budget_seconds,
+        seed=seed,
     )
     created = datetime.now(UTC).isoformat(timespec="seconds")
     _write(path, StoredCosts(key=key, created=created, table=table), progress)

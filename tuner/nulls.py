@@ -113,6 +113,7 @@ class ResampledBench:
     def __init__(self, bank: Bank, family: Family, num_prompts: int, stream: np.random.Generator) -> None:
         self._bank, self._family, self._stream = bank, family, stream
         self.prompts: list[int] = stream.integers(bank.num_prompts, size=num_prompts).tolist()
+        self.places = range(num_prompts)
 
     def measure(
         self, candidate: Candidate, places: Sequence[int], on_sample: OnSample = lambda sample: None
@@ -138,6 +139,7 @@ class FreshBench:
     def __init__(self, bench: Bench, family: Family, num_prompts: int, stream: np.random.Generator) -> None:
         self._bench, self._family = bench, family
         self.prompts: list[int] = stream.integers(len(bench.prompts), size=num_prompts).tolist()
+        self.places = range(num_prompts)
 
     def measure(
         self, candidate: Candidate, places: Sequence[int], on_sample: OnSample = lambda sample: None

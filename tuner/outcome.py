@@ -117,11 +117,12 @@ def _measured(task: Task, measurement: Measurement, interval: Interval, bench: B
         acceptance_rate=measurement.acceptance_rate,
         tokens_per_round=measurement.tokens_per_round,
         exact=Exactness(
-            prompts=len(measurement.samples), identical=measurement.num_identical, ties=measurement.num_ties
+            prompts=measurement.num_prompts, identical=measurement.num_identical, ties=measurement.num_ties
         ),
         search=SearchCost(
             trials=cost.num_trials, seconds=cost.search_seconds, distillation_seconds=cost.distillation_seconds
         ),
+        batch_size=task.config.batch_size,
         device=device_name(task.target.device),
         versions=versions(),
         dataset=DatasetFacts(
@@ -187,7 +188,7 @@ def track_result(tracker: Tracker, result: SearchResult, records: Sequence[Trial
         "plain_tokens_per_second": confirmed.plain_tokens_per_second,
         "held_out_acceptance_rate": confirmed.acceptance_rate,
         "held_out_tokens_per_round": confirmed.tokens_per_round,
-        "held_out_prompts": float(len(confirmed.samples)),
+        "held_out_prompts": float(confirmed.num_prompts),
         "held_out_identical": float(confirmed.num_identical),
     }
     best = result.winner.candidate

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+from decoding.batch import num_sharing
 from studies.contract import Problem, TrialRecord
 from studies.cost_table import CostTable
 from tuner.cost_cache import cost_table
@@ -40,10 +41,12 @@ def build_problem(
             max_tokens=max_tokens,
             contexts=_contexts(bench),
             progress=progress,
+            num_texts=bench.batch_size,
             folder=costs_folder,
             seed=task.config.seed,
         )
-        progress.say(table.describe())
+        in_step = num_sharing(task.target, bench.batch_size)
+        progress.say(f"{f'{in_step} texts in step: ' if in_step > 1 else ''}{table.describe()}")
         return table
 
     return Problem(
@@ -52,6 +55,7 @@ def build_problem(
         continuations=tuple(bench.greedy_texts),
         earlier=earlier,
         seed=task.config.seed,
+        batch_size=bench.batch_size,
         temperature=task.config.temperature,
         prefix_reuse=task.config.prefix_reuse,
         head_drafts={exit_layer: head.draft for exit_layer, head in heads.items()},

@@ -2,14 +2,14 @@
 
 The race's own samples decide: those that made a candidate a finalist flatter it. It goes over the prompts again, a few times at
 most, as long as finalists are left that may differ by more than matters: another pass takes the clock's noise out of a prompt's
-samples, not what is particular to the prompts.
+samples, not what is particular to the prompts. Where prompts are decoded in batches, what is said of prompts holds for these.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 from scipy import stats
@@ -33,8 +33,8 @@ class Measuring(Protocol):
     """Measures candidates, as `tuner.measure.Bench` does."""
 
     @property
-    def prompts(self) -> Sequence[Any]:
-        """What can be measured on; places count in it."""
+    def places(self) -> Sequence[int]:
+        """Where can be measured: a place is a prompt, or a batch of them."""
 
     def measure(
         self, candidate: Candidate, places: Sequence[int], on_sample: Callable[[PromptSample], None] = ...

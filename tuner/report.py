@@ -42,7 +42,9 @@ class ResultRow:
 
 def results_table(rows: Sequence[ResultRow]) -> RenderableType:
     """Settings side by side, all on held-out prompts and each paired with plain decoding; what each is stands below."""
-    title = "Held-out prompts: speed-up over plain decoding, with its 95 % interval"
+    batch_size = max((row.measurement.batch_size for row in rows if row.measurement), default=1)
+    in_step = f" in batches of {batch_size}" if batch_size > 1 else ""
+    title = f"Held-out prompts{in_step}: speed-up over plain decoding, with its 95 % interval"
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("setting", no_wrap=True)
     for heading in ("speed-up", "tok/s", "accepted", "per round", "identical"):
@@ -67,7 +69,7 @@ def _figures(measured: Measurement) -> tuple[str, ...]:
         f"{measured.draft_tokens_per_second:.1f}",
         f"{measured.acceptance_rate:.0%}",
         f"{measured.tokens_per_round:.2f}",
-        f"{measured.num_identical}/{len(measured.samples)}{ties}",
+        f"{measured.num_identical}/{measured.num_prompts}{ties}",
     )
 
 
@@ -133,6 +135,8 @@ def profile_panel(profile: DraftProfile) -> RenderableType:
             "rates",
             f"{rates.draft:.1f} tokens/s, plain {rates.plain:.1f}; {measured.tokens_per_round:.2f} tokens a round",
         )
+        if measured.batch_size > 1:
+            facts.add_row("in step", f"{measured.batch_size} prompts a batch, plainly too; rates are those of a batch")
         facts.add_row("accepted", f"{measured.acceptance_rate:.0%} of the drafted tokens")
         facts.add_row(
             "exact", f"{exact.identical} of {exact.prompts} held-out prompts identical, {exact.ties} numerical ties"

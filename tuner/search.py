@@ -117,7 +117,7 @@ def _run_studies(
     """Run the asked studies in order, each knowing the trials of those before it; fills `records`, returns why each ended, and
     what they expect of candidates, by their keys."""
     config = task.config
-    places = range(min(config.prompts_per_trial, len(bench.prompts)))
+    places = bench.places[: config.places_per_trial]
     ended: dict[str, str] = {}
     expected: dict[str, float] = {}
     for place, name in enumerate(config.study):

@@ -65,6 +65,8 @@ def prepare(config: SearchConfig, progress: Progress) -> Task:
         progress.say("bit-exact mode verifies from the first block: prefix reuse is off")
         config = config.model_copy(update={"prefix_reuse": False})
     target = choose_target(loaded.model, config.runner, progress, exact_width=config.bitwise_width)
+    if config.batch_size > 1 and (reason := target.alone) is not None:
+        progress.say(f"the {config.batch_size} texts of a batch take turns, as no pass can be shared: {reason}")
     wanted = _wanted_heads(config, target)
     may_distil = _may_distil(config, wanted)
     if may_distil:
@@ -90,8 +92,19 @@ def prepare(config: SearchConfig, progress: Progress) -> Task:
             "prefix_reuse": config.prefix_reuse,
             **runner_identity(target),
         },
+        # Studies from before there were batches name none.
+        **({"batch_size": config.batch_size} if config.batch_size > 1 else {}),
     }
     return Task(config, loaded, target, prompts, identity, model, heads, missing_heads(wanted, heads))
+
+
+def refuse_batches(config: SearchConfig, command: str) -> None:
+    """Raise `ConfigError` if a configuration for batches is given to a command that decodes prompts one by one."""
+    if config.batch_size > 1:
+        raise ConfigError(
+            f"batch_size: {command} decodes prompts one by one, got {config.batch_size}: give it a configuration without "
+            "batch_size (sdtune search tunes for batches)"
+        )
 
 
 def choose_target(model: PreTrainedModel, runner: str, progress: Progress, *, exact_width: int | None = None) -> Target:
@@ -144,10 +157,16 @@ def open_bench(task: Task, prompts: Sequence[Prompt], stage: str, progress: Prog
         prefix_reuse=task.config.prefix_reuse,
         heads=task.exit_heads,
         seed=task.config.seed,
+        batch_size=task.config.batch_size,
         on_progress=progress.advance,
     )
     if bench.num_too_short:
         progress.say(f"{bench.num_too_short} of {len(prompts)} prompts end too soon to measure and are left out")
+    if bench.num_left_over:
+        progress.say(
+            f"{len(bench.prompts) + bench.num_left_over} prompts make {len(bench.places)} batches of {bench.batch_size}: "
+            f"{bench.num_left_over} left out"
+        )
     return bench
 
 

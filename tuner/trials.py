@@ -20,7 +20,8 @@ from tuner.measure import Bench
 from tuner.storage import StoredStudy
 
 LESSON = 3
-"""Prompts that teach a rule that learns before its trial: the first of those it is measured on, which flatters it a little.
+"""Prompts (or batches) that teach a rule that learns before its trial: the first of those it is measured on, which flatters it a
+little.
 
 Trials choose finalists; race and confirmation measure on prompts that taught nothing."""
 
@@ -104,10 +105,11 @@ def _run_trial(
     def watch(sample: PromptSample) -> None:
         samples.append(sample)
         if not (sample.identical or sample.tie):
-            raise _NotLosslessError(f"the text of tuning prompt {sample.prompt} is not that of plain decoding")
+            raise _NotLosslessError(_wrong_text(sample))
         trial.report(sample.ratio, step=sample.prompt)
         if trial.should_prune():
-            raise optuna.TrialPruned(f"slower than the best trial after {len(samples)} prompts")
+            measured = f"{len(samples)} {'prompts' if sample.batch is None else 'batches'}"
+            raise optuna.TrialPruned(f"slower than the best trial after {measured}")
 
     state, reason = TrialState.COMPLETE, None
     try:
@@ -128,6 +130,13 @@ def _run_trial(
         reason=reason,
         seconds=time.perf_counter() - start,
     )
+
+
+def _wrong_text(sample: PromptSample) -> str:
+    if (batch := sample.batch) is None:
+        return f"the text of tuning prompt {sample.prompt} is not that of plain decoding"
+    wrong = batch.count - batch.identical - batch.ties
+    return f"{wrong} of {batch.count} texts of tuning batch {sample.prompt} are not those of plain decoding"
 
 
 def _measured_before(candidate: Candidate, earlier: Sequence[TrialRecord]) -> TrialRecord | None:

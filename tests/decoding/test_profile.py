@@ -68,6 +68,13 @@ def test_figures_and_provenance_are_loaded_to_the_last_digit(tmp_path: Path) -> 
     profile = _profile(measured=measured, provenance=provenance, draft=PlainDecoding())
     profile.save(tmp_path / "p.yaml")
     assert DraftProfile.load(tmp_path / "p.yaml") == profile
+    assert "batch_size" not in (tmp_path / "p.yaml").read_text(), "as in profiles from before there were batches"
+    of_batches = _profile(measured={**measured, "batch_size": 8}, provenance=provenance, draft=PlainDecoding())
+    of_batches.save(tmp_path / "p.yaml")
+    loaded = DraftProfile.load(tmp_path / "p.yaml")
+    assert loaded.measured is not None
+    assert loaded.measured.batch_size == 8
+    jsonschema.validate(loaded.model_dump(mode="json", by_alias=True), DraftProfile.json_schema())
 
 
 def test_runs_of_layers_are_written_as_ranges(tmp_path: Path) -> None:

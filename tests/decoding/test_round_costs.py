@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,7 +12,7 @@ from torch import Tensor
 
 import decoding.decoder
 from decoding.acceptance import Acceptance
-from decoding.cache import KVCache
+from decoding.cache import KVCache, Storage
 from decoding.decode import Request
 from decoding.decoder import Decoder
 from decoding.draft_length import (
@@ -23,15 +25,19 @@ from decoding.draft_length import (
     Fixed,
     RoundCosts,
 )
+from decoding.drafters.build import build_drafter
 from decoding.drafters.contract import Draft, Drafter
 from decoding.drafters.layer_skip import LayerSkipDrafter
 from decoding.drafters.lookup_first import LookupFirst
 from decoding.drafters.prompt_lookup import PromptLookupDrafter
+from decoding.exit_head import ExitHeads
 from decoding.profile import Draft as ProfileDraft
 from decoding.profile import LayerSkip, Lookup, PlainDecoding, PromptLookup
 from decoding.round_costs import LEAST_COST, MOST_SWEEPS, measure_round_costs
+from decoding.runners import Outputs, Part, PassOfOne
 from decoding.target import Target
 from decoding.text import Ending, Shaping, Text
+from tests.heads import write_heads
 from tests.tiny import tiny_target
 
 SKIP = LayerSkip.blocks((2, 3))
@@ -196,14 +202,50 @@ def test_drafter_that_proposes_nothing_is_refused() -> None:
         measure(8, most=0)
 
 
-@pytest.mark.parametrize(
-    ("max_tokens", "prompt_length", "message"),
-    [(0, 64, "max_tokens must be at least 1, got 0"), (8, 0, "prompt_length must be at least 1, got 0")],
-)
-def test_numbers_below_one_are_refused(max_tokens: int, prompt_length: int, message: str) -> None:
+@pytest.mark.parametrize("wrong", ["max_tokens", "num_texts", "prompt_length"])
+def test_numbers_below_one_are_refused(wrong: str) -> None:
     target = tiny_target()
-    with pytest.raises(ValueError, match=message):
-        measure_round_costs(target, LayerSkipDrafter(target, SKIP), max_tokens, prompt_length=prompt_length)
+    numbers = {"max_tokens": 8, "num_texts": 1, "prompt_length": 64, wrong: 0}
+    with pytest.raises(ValueError, match=f"{wrong} must be at least 1, got 0"):
+        measure_round_costs(target, LayerSkipDrafter(target, SKIP), **numbers)
+
+
+@pytest.mark.parametrize("prefix_reuse", [True, False])
+def test_rounds_of_several_texts_are_passes_of_all(prefix_reuse: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = tiny_target()
+    assert target.alone is None
+    asked: list[tuple[tuple[int, ...], set[tuple[int, int]]]] = []
+    run = target.runner.run_together
+
+    def watched(part: Part, passes: Mapping[int, PassOfOne], memory: Storage) -> dict[int, Outputs]:
+        asked.append((tuple(passes), {(each.start, each.width) for each in passes.values()}))
+        return run(part, passes, memory)
+
+    monkeypatch.setattr(target.runner, "run_together", watched)
+    drafter = LayerSkipDrafter(target, SKIP, prefix_reuse=prefix_reuse)
+    costs = measure_round_costs(target, drafter, 2, num_texts=3, prompt_length=9, budget_seconds=0.0)
+    assert len(costs.verify) == 3
+    assert {rows for rows, _ in asked} == {(0, 1, 2)}
+    # Plain steps behind the prompts, between them rounds of 0, 1 and 2 drafts: each draft a step, then one verification.
+    sweep = [{(9, 1)}] + [{(9, 1)}] * 2 + [{(9, 1)}, {(9, 2)}, {(9, 1)}] + [{(9, 1)}, {(10, 1)}, {(9, 3)}, {(9, 1)}]
+    assert [places for _, places in asked[: len(sweep)]] == sweep
+
+
+def test_rounds_of_several_texts_are_measured_with_whatever_drafts(tmp_path: Path) -> None:
+    target = tiny_target()
+    head = build_drafter(target, write_heads(target, tmp_path, [3])[3], heads=ExitHeads(target, tmp_path))
+    assert head is not None
+    for drafter in (head, PromptLookupDrafter(target, PromptLookup())):
+        costs = measure_round_costs(target, drafter, 3, num_texts=2, budget_seconds=0.0)
+        assert len(costs.verify) == 4
+        assert min(costs.verify) > LEAST_COST
+
+
+def test_texts_that_take_turns_cost_each_what_one_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+    target, drafter = TimedTarget(clock), TimedDrafter(clock)
+    monkeypatch.setattr(Target, "alone", "for the sake of the test")
+    assert measure_round_costs(target, drafter, 9, num_texts=4, clock=clock) == measure(9)
 
 
 @pytest.mark.parametrize("prefix_reuse", [True, False])
@@ -250,11 +292,11 @@ REQUEST = Request([1, 2, 3], Ending(12))
 
 @pytest.fixture
 def measurements(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The `max_tokens` of every measurement that was asked for; none is made."""
+    """The `max_tokens` of every measurement that was asked for, times the texts; none is made."""
     asked: list[int] = []
 
-    def stand_in(target: Target, drafter: Drafter, max_tokens: int) -> RoundCosts:
-        asked.append(max_tokens)
+    def stand_in(target: Target, drafter: Drafter, max_tokens: int, *, num_texts: int) -> RoundCosts:
+        asked.append(max_tokens * num_texts)
         return MEASURED
 
     monkeypatch.setattr(decoding.decoder, "measure_round_costs", stand_in)
@@ -273,6 +315,12 @@ def test_costs_are_measured_once_at_the_first_text(
     assert [decoder.generate(REQUEST).tokens for _ in range(3)] == [plain] * 3
     assert measurements == [5]
     assert decoder.rule == rule.with_costs(MEASURED)
+
+
+def test_costs_are_those_of_as_many_texts_as_the_decoder_is_for(measurements: list[int]) -> None:
+    decoder = Decoder(tiny_target(), SKIP, BetaThompson(max_tokens=5), num_texts=4)
+    assert decoder.rule == BetaThompson(max_tokens=5, costs=MEASURED)
+    assert measurements == [20]
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ from decoding.target import Target
 from decoding.text import Ending
 from studies.contract import Problem
 from studies.exit_forecast import ExitForecast, forecast_exits
+from studies.in_step import Together, batches_of
 from studies.replay import Recording, replay
 from tests.heads import write_heads
 from tests.tiny import tiny_target
@@ -34,7 +35,7 @@ def timed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Measured costs are made up, in the order they are asked for; the longest drafts that were asked for."""
     asked: list[int] = []
 
-    def costs(target: Target, drafter: Any, max_tokens: int) -> RoundCosts:
+    def costs(target: Target, drafter: Any, max_tokens: int, *, num_texts: int) -> RoundCosts:
         asked.append(max_tokens)
         step = STEPS[(len(asked) - 1) % len(STEPS)]
         return RoundCosts(draft_step=step, verify=tuple(1 + step * width for width in range(max_tokens + 1)))
@@ -108,6 +109,18 @@ def test_rule_of_a_forecast_is_the_best_of_those_tried(problem: Problem) -> None
         rule = type(forecast.rule).model_validate({**forecast.rule.model_dump(), "max_tokens": length})
         assert replay(rule, recordings, costs).speedup <= forecast.speedup + 1e-9
     assert 1 <= forecast.rule.max_tokens <= MAX_TOKENS
+
+
+def test_forecast_for_batches_is_that_of_texts_in_step(problem: Problem) -> None:
+    assert problem.target.alone is None
+    pairs = replace(problem, batch_size=2)
+    (forecast,) = forecast_exits(pairs, exits([3]), MAX_TOKENS)
+    costs = RoundCosts(draft_step=0.2, verify=tuple(1 + 0.2 * width for width in range(MAX_TOKENS + 1)))
+    recordings = direct_recordings(problem, 3)
+    together = Together(tuple(batches_of(range(len(recordings)), 2).values()), resumes=True)
+    replayed = replay(forecast.rule, recordings, costs, None, together)
+    assert forecast.speedup == pytest.approx(replayed.speedup)
+    assert replayed.speedup != replay(forecast.rule, recordings, costs).speedup
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7])

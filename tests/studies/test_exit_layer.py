@@ -156,7 +156,7 @@ def test_resumed_study_has_the_space_and_starts_of_the_first_without_forecasting
     assert resumed.keep() == first.keep()
 
 
-def _made_up_costs(target: Target, drafter: Any, max_tokens: int) -> RoundCosts:
+def _made_up_costs(target: Target, drafter: Any, max_tokens: int, *, num_texts: int) -> RoundCosts:
     return RoundCosts(draft_step=0.5, verify=(1.0,) * (max_tokens + 1))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from studies.measurement import Measurement, pooled, ratio_interval
+from studies.measurement import BatchTexts, Measurement, PromptSample, pooled, ratio_interval
 from tests.records import measurement, sample
 
 
@@ -91,3 +91,23 @@ def test_ratio_needs_the_same_prompts_in_the_same_order(behind: list[int]) -> No
         ratio_interval(*both)
     with pytest.raises(ValueError, match="the same 2 or more prompts in the same order"):
         ratio_interval(both[1], both[0])
+
+
+def test_texts_of_batches_are_counted_one_by_one() -> None:
+    batches = [sample(1.2, 0, batch=BatchTexts(count=4, identical=4, ties=0))]
+    batches += [sample(1.1, 1, identical=False, tie=True, batch=BatchTexts(count=4, identical=2, ties=2))]
+    measured = Measurement(samples=tuple(batches))
+    assert (measured.num_prompts, measured.num_identical, measured.num_ties, measured.batch_size) == (8, 6, 2, 4)
+    assert measured.is_lossless
+
+
+def test_samples_of_single_prompts_are_stored_as_before_there_were_batches() -> None:
+    stored = {
+        **{"prompt": 3, "plain_seconds": 2.0, "plain_tokens": 10, "draft_seconds": 1.0, "draft_tokens": 10},
+        **{"rounds": 5, "drafted": 10, "accepted": 8, "identical": False, "tie": True},
+    }
+    loaded = PromptSample.model_validate(stored)
+    assert loaded.model_dump(mode="json") == stored
+    assert loaded.texts == BatchTexts(count=1, identical=0, ties=1)
+    measured = Measurement(samples=(loaded, sample(1.0)))
+    assert (measured.num_prompts, measured.num_identical, measured.num_ties, measured.batch_size) == (2, 1, 1, 1)

@@ -18,11 +18,12 @@ from decoding.profile import EarlyExit, LayerSkip, PromptLookup
 from decoding.text import Ending
 from studies.contract import Candidate, Problem, Study, TrialRecord, TrialState, best_trials
 from studies.joint import Joint, JointSettings
+from studies.measurement import BatchTexts, Measurement
 from studies.predicted import Predicted, PredictedSettings
 from studies.skip_space import SkipSpace
 from tests.costs import made_up_costs
 from tests.heads import write_heads
-from tests.records import measurement
+from tests.records import measurement, sample
 from tests.tiny import tiny_target
 
 NUM_LAYERS = 6
@@ -266,3 +267,32 @@ def test_exit_that_the_model_does_not_have_is_refused(problem: Problem) -> None:
     Joint.check(JointSettings(exit_layers=(1, 5)), problem.target)
     with pytest.raises(ValueError, match="got 6"):
         Joint.check(JointSettings(exit_layers=(6,)), problem.target)
+
+
+def test_trials_of_batches_correct_the_predictions_for_batches(problem: Problem) -> None:
+    """Trials measure two batches of two texts, the last text is left out: twice as fast as foretold, and so is all else."""
+    assert problem.target.alone is None
+    pairs = replace(problem, prompts=problem.prompts[:4], continuations=problem.continuations[:4], batch_size=2)
+    study = Predicted.create(pairs, PredictedSettings(**SMALL, survey_tokens=30, pool_tokens=80))
+    predictor = study._search.predictor
+    assert predictor.survey.places == (0, 1, 2, 3)
+    assert len(study._predictor.survey.places) == 2, "a whole batch, though less would do"
+    batch = BatchTexts(count=2, identical=2, ties=0)
+    stored = optuna.create_study(sampler=study.sampler(), direction="maximize")
+    for number in range(6):
+        trial = stored.ask()
+        wanted, notes = study.propose(trial)
+        foretold = predictor.predict(wanted.draft, wanted.draft_length).replayed
+        assert len(foretold.costs_per_token) == 2
+        samples = tuple(sample(2 / cost, place, batch=batch) for place, cost in enumerate(foretold.costs_per_token))
+        facts = {
+            "study": study.name,
+            "number": number,
+            "state": TrialState.COMPLETE,
+            "candidate": wanted,
+            "notes": notes,
+        }
+        study.observe(TrialRecord(**facts, measurement=Measurement(samples=samples)))
+        stored.tell(trial, 1.0)
+    _, notes = study.propose(stored.ask())
+    assert notes["corrected_speedup"] / notes["predicted_speedup"] == pytest.approx(2.0, rel=0.1)

@@ -64,7 +64,7 @@ def test_every_rule_and_fixed_length_is_measured_on_two_kinds_of_text_and_on_bot
     profile = write_profile(write_heads(target, workplace, [4])[4], AdaEdl(initial_threshold=0.7, max_tokens=3))
     datasets = [write_tiny_prompts(workplace / "code.jsonl"), write_tiny_prompts(workplace / "prose.jsonl", 30)]
     cheap = RoundCosts(draft_step=0.1, verify=(1.0,) * 4)  # else no learning rule drafts with a model this small
-    monkeypatch.setattr("decoding.decoder.measure_round_costs", lambda *_: cheap)
+    monkeypatch.setattr("decoding.decoder.measure_round_costs", lambda *_, **__: cheap)
     monkeypatch.setattr(sys, "argv", ["/usr/bin/sdtune", "compare-rules", "a b"])
     result = compare(profile, datasets, out="c.json")
     assert result.exit_code == 0, result.output

@@ -373,7 +373,7 @@ def test_truth_decodes_in_chunks_and_teaches_rules_that_learn(
         Truth(tmp_path / "t.jsonl", {"model": "b", "data": "c"})
 
 
-def _cheap_costs(*args: Any) -> Any:
+def _cheap_costs(*args: Any, **how: Any) -> Any:
     from decoding.draft_length import RoundCosts
 
     return RoundCosts(draft_step=0.1, verify=(1.0,) * 65)

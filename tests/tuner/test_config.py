@@ -42,6 +42,15 @@ def test_durations(text: Any, seconds: float) -> None:
         ({**GIVEN, "temperature": -1.0}, "temperature"),
         ({**GIVEN, "dtype": "float8"}, "dtype: .*'auto', 'float32', 'bfloat16' or 'float16'"),
         ({**GIVEN, "prompts_per_trial": 8, "tuning_prompts": 4}, "only 4 tuning prompts"),
+        ({**GIVEN, "batch_size": 0}, "batch_size: .* greater than or equal to 1"),
+        (
+            {**GIVEN, "batch_size": 16, "tuning_prompts": 31},
+            "tuning_prompts: 31 make 1 whole batch of 16, and 2 are needed: give 32 or more",
+        ),
+        (
+            {**GIVEN, "batch_size": 32, "tuning_prompts": 64},
+            "held_out_prompts: 24 make 0 whole batches of 32, and 2 are needed: give 64 or more",
+        ),
         (
             {**GIVEN, "studies": {"conf_layers": {"patiense": 1}}},
             "studies.conf_layers: unknown key 'patiense'; did you mean 'patience'",
@@ -87,6 +96,14 @@ def test_every_shipped_configuration_loads(path: Path) -> None:
     config = load_config(path, {})
     assert (ROOT / config.model).is_dir()
     assert (ROOT / config.dataset).is_file()
+
+
+@pytest.mark.parametrize(
+    ("batch_size", "prompts_per_trial", "places"), [(1, 6, 6), (1, 2, 2), (2, 6, 3), (4, 6, 2), (4, 9, 3), (8, 6, 2)]
+)
+def test_a_trial_is_of_whole_batches_and_two_at_least(batch_size: int, prompts_per_trial: int, places: int) -> None:
+    config = SearchConfig(**GIVEN, batch_size=batch_size, prompts_per_trial=prompts_per_trial)
+    assert config.places_per_trial == places
 
 
 def test_the_experiment_is_named_after_model_and_dataset() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from decoding.cache import KVCache
+from decoding.cache import KVCache, Storage
 from decoding.profile import EarlyExit, LayerSkip
 from decoding.round_costs import LEAST_COST
+from decoding.runners import Outputs, Part, PassOfOne
 from decoding.target import DraftView, Target
 from studies.contract import TrialRecord
 from studies.cost_table import CostTable
@@ -234,6 +235,41 @@ def test_draft_steps_are_the_mean_of_so_many_that_they_take_as_long_as_the_whole
     assert drafted == list(range(20, 20 + steps))
 
 
+@torch.inference_mode()
+@pytest.mark.parametrize(
+    "each",
+    [
+        Verification(1, 20),
+        Verification(4, 20),
+        Verification(4, 20, boundary=2),
+        DraftStep(LayerSkip.blocks((1, 2, 3, 4)), 20),
+    ],
+)
+def test_passes_of_several_texts_are_shared_by_all(each: Pass, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, target = Clock(), tiny_target()
+    assert target.alone is None
+    shared: list[tuple[tuple[int, ...], set[int]]] = []
+    run = target.runner.run_together
+
+    def watched(part: Part, passes: Mapping[int, PassOfOne], memory: Storage) -> dict[int, Outputs]:
+        clock.seconds += 3.0
+        shared.append((tuple(passes), {each.start for each in passes.values()}))
+        return run(part, passes, memory)
+
+    monkeypatch.setattr(target.runner, "run_together", watched)
+    timer = PassTimer(target, most_tokens=5, num_texts=3, seed=0, clock=clock)
+    timer(each)  # which may look at what stands in front of a block
+    shared.clear()
+    assert timer(each) == 3.0
+    steps = 3 if isinstance(each, DraftStep) else 1
+    assert shared == [((0, 1, 2), {20 + step}) for step in range(steps)]
+
+
+def test_table_of_several_texts_is_monotone() -> None:
+    table = measure_cost_table(tiny_target(), max_tokens=4, contexts=(8, 24), num_texts=2, budget_seconds=0.0)
+    assert_monotone(table, max_tokens=4)
+
+
 @pytest.mark.parametrize("family", SUPPORTED)
 def test_table_of_every_family_foretells_positive_and_monotone_costs(family: str) -> None:
     target = target_of(family)
@@ -339,6 +375,24 @@ def test_other_models_have_their_own_files(tmp_path: Path, measured: list[dict[s
 def test_whatever_decides_about_speed_has_its_own_file(change: dict[str, Any]) -> None:
     key = CostKey.of(tiny_target())
     assert key.model_copy(update=change).file_name != key.file_name
+
+
+def test_number_of_texts_in_step_has_its_own_file(tmp_path: Path, measured: list[dict[str, Any]]) -> None:
+    target = tiny_target()
+    for num_texts in (1, 4, 4):
+        ask(tmp_path, target=target, num_texts=num_texts)
+    assert [settings["num_texts"] for settings in measured] == [1, 4]
+    assert "num_texts" not in CostKey.of(target).model_dump(), "so that tables from before there were batches are found"
+    assert {path.name for path in tmp_path.iterdir()} == {CostKey.of(target, count).file_name for count in (1, 4)}
+
+
+def test_texts_that_take_turns_have_the_table_of_one(
+    tmp_path: Path, measured: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = tiny_target()
+    monkeypatch.setattr(target, "alone", "for the sake of the test")
+    assert ask(tmp_path, target=target, num_texts=4) == ask(tmp_path, target=target)
+    assert [settings["num_texts"] for settings in measured] == [1]
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ class MadeUpBench:
     """Speed-ups by first skipped block."""
 
     def __init__(self, num_prompts: int) -> None:
-        self.prompts = list(range(num_prompts))
+        self.places = range(num_prompts)
         self.learnt: list[tuple[int, ...]] = []
         self.measured: dict[int, tuple[int, ...]] = {}
 

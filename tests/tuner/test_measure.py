@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from decoding.decode import Request
 from decoding.decoder import Decoder
 from decoding.draft_length import (
     AdaEdl,
@@ -19,10 +22,12 @@ from decoding.draft_length import (
     RoundCosts,
     TopProbability,
 )
+from decoding.exactness import Comparison
 from decoding.exit_head import ExitHeads
 from decoding.profile import EarlyExit, LayerSkip, PlainDecoding
+from decoding.rounds import BatchGeneration
 from studies.contract import Candidate
-from studies.measurement import Measurement
+from studies.measurement import BatchTexts, Measurement
 from tests.heads import write_heads
 from tests.records import candidate
 from tests.tiny import tiny_target
@@ -142,7 +147,7 @@ def timed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Measured costs are made up; the longest drafts that they were asked for, in order."""
     asked: list[int] = []
 
-    def costs(target: Any, drafter: Any, max_tokens: int) -> RoundCosts:
+    def costs(target: Any, drafter: Any, max_tokens: int, *, num_texts: int) -> RoundCosts:
         asked.append(max_tokens)
         return RoundCosts(draft_step=0.1 * len(asked), verify=(1.0,) * (max_tokens + 1))
 
@@ -241,3 +246,93 @@ def test_heads_of_the_bench_are_drafted_with(tmp_path: Path) -> None:
     without = Candidate(draft=EarlyExit(exit_layer=5), draft_length=Fixed(max_tokens=3))
     assert bench.measure(without, range(5)).acceptance_rate < 1.0
     assert measured.num_identical == 5
+
+
+# --- batches --------------------------------------------------------------------------------------------------------------
+
+
+def _facts_of_texts(bench: Bench, wanted: Candidate, places: Sequence[int]) -> list[tuple[int, int, int, int]]:
+    """Tokens, rounds, drafted and accepted, from a bench that decodes one by one, of each place's texts together."""
+    alone = _facts(bench.measure(wanted, [row for place in places for row in (2 * place, 2 * place + 1)]))
+    pairs = zip(alone[::2], alone[1::2], strict=True)
+    return [tuple(one + other for one, other in zip(first[1:5], second[1:5], strict=True)) for first, second in pairs]
+
+
+@pytest.mark.parametrize("wanted", CANDIDATES)
+def test_a_batch_is_its_prompts_together(wanted: Candidate) -> None:
+    bench = _bench(batch_size=2)
+    assert (list(bench.places), bench.num_left_over) == ([0, 1], 1)
+    assert bench.prompts == list(PROMPTS[:4])
+    measured = bench.measure(wanted, bench.places)
+    assert [facts[1:5] for facts in _facts(measured)] == _facts_of_texts(_bench(), wanted, bench.places)
+    assert (measured.num_prompts, measured.num_identical, measured.batch_size) == (4, 4, 2)
+    assert all(sample.identical and sample.plain_tokens == 30 for sample in measured.samples)
+
+
+def test_a_batch_is_decoded_in_step_plainly_too_and_timed_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = _bench(batch_size=2)
+    asked: list[tuple[bool, int]] = []
+    decode = Decoder.generate_batch
+
+    def watched(self: Decoder, requests: Sequence[Request]) -> BatchGeneration:
+        asked.append((self is bench._plain, len(requests)))
+        return dataclasses.replace(decode(self, requests), decode_seconds=2.0 if self is bench._plain else 1.0)
+
+    monkeypatch.setattr(Decoder, "generate_batch", watched)
+    monkeypatch.setattr(Decoder, "generate", lambda *_: pytest.fail("a text was decoded by itself"))
+    measured = bench.measure(CANDIDATES[0], bench.places)
+    warm_up = [(True, 2), (False, 2)]
+    assert asked == [*warm_up, (True, 2), (False, 2), (False, 2), (True, 2)]
+    assert measured.speedup == 2.0
+    assert measured.plain_tokens_per_second == 15.0
+
+
+def test_prompts_of_a_batch_stay_together_in_the_order_given() -> None:
+    bench = _bench(batch_size=2)
+    swapped = bench.reordered([2, 3, 0, 1])
+    first, second = _facts(bench.measure(CANDIDATES[0], [0, 1]))
+    assert [facts[1:] for facts in _facts(swapped.measure(CANDIDATES[0], [0, 1]))] == [second[1:], first[1:]]
+
+
+def test_one_wrong_text_of_a_batch_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = _bench(batch_size=2)
+    bench.greedy_texts[3] = (*bench.greedy_texts[3][:-1], 63)
+    right, wrong = bench.measure(CANDIDATES[0], bench.places).samples
+    assert right.identical
+    assert not wrong.identical
+    assert not wrong.tie
+    assert wrong.texts == BatchTexts(count=2, identical=1, ties=0)
+    monkeypatch.setattr("tuner.measure.compare", lambda *_: Comparison(identical=False, tie=True))
+    measured = bench.measure(CANDIDATES[0], bench.places)
+    assert (measured.is_lossless, measured.num_identical, measured.num_ties) == (True, 0, 4)
+
+
+def test_sampled_batches_are_compared_by_greedy_ones() -> None:
+    measured = _bench(batch_size=2, temperature=0.8).measure(CANDIDATES[0], [0, 1])
+    assert measured.num_identical == 4
+
+
+def test_costs_are_those_of_a_round_of_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+
+    def costs(target: Any, drafter: Any, max_tokens: int, *, num_texts: int) -> RoundCosts:
+        asked.append(num_texts)
+        return RoundCosts(draft_step=0.1, verify=(1.0,) * (max_tokens + 1))
+
+    monkeypatch.setattr("decoding.decoder.measure_round_costs", costs)
+    bench = _bench(batch_size=2)
+    taught = bench.learn(candidate((1, 3), BetaThompson(max_tokens=3)), [0, 1])
+    assert asked == [2]
+    assert isinstance(taught.draft_length, CostAwareRule)
+    assert taught.draft_length.costs == RoundCosts(draft_step=0.1, verify=(1.0,) * 4)
+    assert taught.draft_length != BetaThompson(max_tokens=3, costs=taught.draft_length.costs), "it has learnt"
+    assert bench.measure(taught, bench.places).num_identical == 4
+
+
+def test_too_few_prompts_for_two_batches_are_refused_in_one_line() -> None:
+    with pytest.raises(
+        DatasetError,
+        match=r"0 of 5 prompts end within 8 tokens .* and 6 longer ones make two batches of 3: give prompts",
+    ) as refused:
+        _bench(batch_size=3)
+    assert "\n" not in str(refused.value)

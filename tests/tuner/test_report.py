@@ -29,7 +29,7 @@ from decoding.profile import (
     Target,
 )
 from studies.contract import Candidate, TrialState
-from studies.measurement import Measurement
+from studies.measurement import BatchTexts, Measurement
 from tests.records import candidate, measurement, record, sample
 from tuner.columns import trial_params
 from tuner.compare_rules import Comparison, Entry, Kind
@@ -127,6 +127,27 @@ def test_the_final_table_fits_80_columns_with_interval_and_exactness() -> None:
     assert "3/3" in text
     assert "80%" in text
     assert "…" not in text
+
+
+def test_the_final_table_of_batches_says_so_and_counts_prompts() -> None:
+    batch = BatchTexts(count=4, identical=3, ties=1)
+    samples = tuple(
+        sample(ratio, place, identical=False, tie=True, batch=batch) for place, ratio in enumerate([1.2, 1.3])
+    )
+    text = _text(results_table([ResultRow("joint", "skip 2,3", Measurement(samples=samples))]), width=100)
+    assert "Held-out prompts in batches of 4:" in text
+    assert "6/8 + 2 ties" in text
+    assert "batches" not in _text(results_table([ResultRow("joint", "skip 2,3", measurement([1.2, 1.4]))]))
+
+
+def test_a_profile_of_batches_says_so() -> None:
+    profile = _profile()
+    assert profile.measured is not None
+    assert "in step" not in _text(profile_panel(profile))
+    of_batches = profile.measured.model_copy(update={"batch_size": 8})
+    text = _text(profile_panel(profile.model_copy(update={"measured": of_batches})), width=120)
+    assert "in step" in text
+    assert "8 prompts a batch" in text
 
 
 def _profile(*, plain: bool = False) -> DraftProfile:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from studies.contract import Candidate, Study, TrialRecord, TrialState
-from studies.measurement import Measurement, PromptSample
+from studies.measurement import BatchTexts, Measurement, PromptSample
 from tests.records import candidate, sample
 from tuner.storage import StudyStore, sqlite_url
 from tuner.trials import LESSON, Budget, run_study
@@ -122,6 +122,14 @@ def test_another_text_than_plain_decoding_fails_the_trial_whatever_its_speed(tmp
     (record,), _, _ = _run(tmp_path, [[3]], bench)
     assert record.state is TrialState.FAIL
     assert record.reason == "the text of tuning prompt 2 is not that of plain decoding"
+
+
+def test_another_text_in_a_batch_fails_the_trial(tmp_path: Path) -> None:
+    batch = BatchTexts(count=4, identical=1, ties=1)
+    bench = FakeBench(lambda wanted, place: sample(9.0, place, identical=False, batch=batch))
+    (record,), _, _ = _run(tmp_path, [[3]], bench)
+    assert record.state is TrialState.FAIL
+    assert record.reason == "2 of 4 texts of tuning batch 0 are not those of plain decoding"
 
 
 def test_a_numerical_tie_does_not_fail_the_trial(tmp_path: Path) -> None:
