@@ -1,6 +1,7 @@
 """Which drafted tokens the target accepts: pure functions of tensors, and the two ways of decoding built on them.
 
-Greedy and sampled decoding are the same loop; an `Acceptance` is all the difference between them.
+Greedy and sampled decoding are the same loop; an `Acceptance` is all the difference between them. Drafts are judged on the device:
+the host waits for it once, for the outcome.
 """
 
 from __future__ import annotations
@@ -17,9 +18,8 @@ def accept_greedy(drafted: Tensor, choices: Tensor) -> tuple[int, int]:
     `drafted` [k] token ids, `choices` [k + 1] the target's argmax behind the last verified token and behind every draft.
     Returns how many are accepted and the token that follows them: the correction, or the bonus if all were.
     """
-    num_drafted = drafted.shape[0]
-    num_accepted = _num_leading(drafted == choices[:num_drafted])
-    return num_accepted, int(choices[num_accepted])
+    num_accepted = _num_leading(drafted == choices[: drafted.shape[0]])
+    return _read(num_accepted, choices.index_select(0, num_accepted))
 
 
 def accept_sampled(
@@ -36,10 +36,12 @@ def accept_sampled(
     p, q = target_probabilities[rows, drafted], draft_probabilities[rows, drafted]
     draws = torch.rand(num_drafted, device=drafted.device, generator=generator)
     num_accepted = _num_leading(draws * q < p)
-    rest = target_probabilities[num_accepted]
-    if num_accepted < num_drafted:
-        rest = _unless_empty((rest - draft_probabilities[num_accepted]).clamp_min(0.0), rest)
-    return num_accepted, int(torch.multinomial(rest, 1, generator=generator))
+    rest = target_probabilities.index_select(0, num_accepted)[0]
+    if num_drafted:
+        of_rejected = draft_probabilities.index_select(0, num_accepted.clamp_max(num_drafted - 1))[0]
+        residual = _unless_empty((rest - of_rejected).clamp_min(0.0), rest)
+        rest = torch.where(num_accepted < num_drafted, residual, rest)
+    return _read(num_accepted, torch.multinomial(rest, 1, generator=generator))
 
 
 def accept_certain(
@@ -54,16 +56,23 @@ def accept_certain(
     p = target_probabilities[torch.arange(num_drafted, device=drafted.device), drafted]
     draws = torch.rand(num_drafted, device=drafted.device, generator=generator)
     num_accepted = _num_leading(draws < p)
-    rest = target_probabilities[num_accepted]
-    if num_accepted < num_drafted:
-        rest = _unless_empty(rest.index_fill(0, drafted[num_accepted : num_accepted + 1], 0.0), rest)
-    return num_accepted, int(torch.multinomial(rest, 1, generator=generator))
+    rest = target_probabilities.index_select(0, num_accepted)[0]
+    if num_drafted:
+        rejected = drafted.index_select(0, num_accepted.clamp_max(num_drafted - 1))
+        residual = _unless_empty(rest.index_fill(0, rejected, 0.0), rest)
+        rest = torch.where(num_accepted < num_drafted, residual, rest)
+    return _read(num_accepted, torch.multinomial(rest, 1, generator=generator))
 
 
-def _num_leading(agrees: Tensor) -> int:
-    """How many values are true before the first that is not."""
-    values: list[bool] = agrees.tolist()
-    return values.index(False) if False in values else len(values)
+def _num_leading(agrees: Tensor) -> Tensor:
+    """[1]: how many values are true before the first that is not."""
+    return agrees.long().cumprod(dim=0).sum(dim=0, keepdim=True)
+
+
+def _read(num_accepted: Tensor, token: Tensor) -> tuple[int, int]:
+    """Both [1] on the device, to the host at once."""
+    accepted, following = torch.cat([num_accepted, token]).tolist()
+    return accepted, following
 
 
 def _unless_empty(residual: Tensor, target: Tensor) -> Tensor:
