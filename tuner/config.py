@@ -98,6 +98,8 @@ class SearchConfig(Document):
             self._validated(name, settings)
         if self.exact == "bitwise" and self.runner == "eager" and "runner" in self.model_fields_set:
             raise ValueError("exact: bitwise is a mode of the static runner: give --runner static or auto, not eager")
+        if self.exact != "bitwise" and "exact_width" in self.model_fields_set:
+            raise ValueError("exact_width is that of the bit-exact mode: give --exact bitwise as well")
         if self.prompts_per_trial > self.tuning_prompts:
             raise ValueError(
                 f"a trial decodes {self.prompts_per_trial} prompts, but there are only {self.tuning_prompts} tuning prompts"

@@ -37,6 +37,7 @@ def test_durations(text: Any, seconds: float) -> None:
         ({"model": "m"}, "which dataset"),
         ({**GIVEN, "timeout": "10 parsecs"}, "timeout: must be a duration such as 90s, 10m or 1.5h"),
         ({**GIVEN, "timeout": "-5"}, "timeout"),
+        ({**GIVEN, "exact_width": 4}, "give --exact bitwise as well"),
         ({**GIVEN, "study": ("conf_layer",)}, "unknown study 'conf_layer'; did you mean 'conf_layers'"),
         ({**GIVEN, "trials": 0}, "trials: .* greater than or equal to 1 .*0"),
         ({**GIVEN, "temperature": -1.0}, "temperature"),
