@@ -2,7 +2,8 @@
 
 Weights are inputs of the compiled code, and so are the sizes that differ from pass to pass: a model of equal blocks needs two
 graphs, for one position and for several; blocks without their attention or their MLP, which draft a position at a time, need one
-more each, and a new skip set needs none. Compiled code is kept on disk by torch.
+more each, and a new skip set needs none. On a CPU the LM head on one position is compiled too. Compiled code is kept on disk by
+torch.
 """
 
 from __future__ import annotations

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from decoding.cache import RoundsCache
 from decoding.errors import UnsupportedModelError
-from decoding.runners.contract import Inputs, Outputs
+from decoding.runners.contract import BlockCall, Inputs, Outputs
 from decoding.target.anatomy import Anatomy
-from decoding.target.stand_ins import FixedShapes, Identity, Pass, Zero
+from decoding.target.stand_ins import FixedShapes, FixedShapesLMHead, Identity, Pass, Zero
 
 
 class ModelPart:
@@ -33,13 +33,16 @@ class ModelPart:
         blocks: Sequence[nn.Module],
         current: Pass | None = None,
         *,
+        lm_head_call: BlockCall | None = None,
         is_whole: bool = False,
         verifies: bool = False,
     ) -> None:
         self.is_whole = is_whole
         self.verifies = verifies or is_whole
-        self._module = with_blocks(model, path, blocks)
         self._current = current or Pass()
+        self._module = with_blocks(model, path, blocks)
+        if lm_head_call is not None and (name := find_lm_head(model)) is not None:
+            setattr(self._module, name, FixedShapesLMHead(getattr(model, name), self._current, lm_head_call))
 
     def compute(self, inputs: Inputs) -> Outputs:
         """See `runners.Part`."""
@@ -82,6 +85,13 @@ class ModelPart:
         finally:
             current.states = None
             current.tapped.clear()
+
+
+def find_lm_head(model: nn.Module) -> str | None:
+    """Under which name the model has its LM head, if that is a linear layer of its own."""
+    lm_head = getattr(model, "get_output_embeddings", lambda: None)()
+    children = model.named_children() if type(lm_head) is nn.Linear else ()
+    return next((name for name, child in children if child is lm_head), None)
 
 
 def _kept(logits: Tensor, wanted: int | Tensor) -> Tensor:

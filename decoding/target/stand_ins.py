@@ -163,6 +163,19 @@ class FixedShapes(StandIn):
         return self.call(self.block, hidden_states, args, kwargs)
 
 
+class FixedShapesLMHead(StandIn):
+    """In passes of fixed shapes over one position, calls the LM head by `call`; else as it is."""
+
+    def __init__(self, lm_head: nn.Module, current: Pass, call: BlockCall) -> None:
+        super().__init__(lm_head)
+        self.__dict__.update(current=current, call=call)
+
+    def forward(self, hidden_states: Tensor) -> Any:
+        if self.current.last is None or hidden_states.shape[:-1].numel() > 1:
+            return self.block(hidden_states)
+        return self.call(self.block, hidden_states, (), {})
+
+
 def first_of(output: Any) -> Tensor:
     """The hidden states among what a block returns."""
     return output[0] if isinstance(output, tuple) else output

@@ -599,7 +599,9 @@ def test_table_and_picture_of_batches() -> None:
 @pytest.mark.parametrize("folder", ["bench", "bitwise"])
 def test_samples_from_before_there_were_batches_still_load(folder: str) -> None:
     kept = json.loads((DEMO_RESULT / folder / "bench.json").read_text(encoding="utf-8"))
-    assert "batch_size" not in kept
+    for samples in kept["samples"].values():
+        for each in samples:
+            each.pop("batch_size", None)  # not there in what was written then
     entries = {
         name: Entry(name, name, {}, tuple(TextSample.model_validate(each) for each in samples))
         for name, samples in kept["samples"].items()

@@ -242,7 +242,7 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> Counting:
 def test_a_new_candidate_compiles_nothing(graphs: Counting) -> None:
     target = Target(build("llama"), "static")
     known = graphs.num_graphs
-    assert known == 4, "one position, several, one without attention, one without MLP: for all layers"
+    assert known == 5, "one position, several, one without attention, one without MLP: for all layers; and the LM head"
     request = Request(PROMPT, Ending(NUM_NEW_TOKENS))
     expected = plain_text("llama", "several tokens")
 
@@ -413,3 +413,19 @@ def test_experts_that_take_rows_together_have_no_bit_exact_mode() -> None:
 def test_bit_exact_mode_is_the_static_runners() -> None:
     with pytest.raises(UnsupportedRunnerError, match="the runner 'eager' has no bit-exact mode: 'static' has"):
         Target(build("llama"), exact_width=4)
+
+
+@pytest.mark.usefixtures("uncompiled")
+def test_the_lm_head_of_one_position_is_called_as_the_blocks_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    called: list[tuple[str, tuple[int, ...]]] = []
+
+    def watched(block: nn.Module, hidden_states: Tensor, args: Any, kwargs: Any) -> Any:
+        called.append((type(block).__name__, tuple(hidden_states.shape)))
+        return block(hidden_states, *args, **kwargs)
+
+    monkeypatch.setattr("decoding.runners.static.CompiledBlocks", lambda: watched)
+    target = Target(build("llama"), "static")
+    called.clear()
+    assert plainly(target, Request(PROMPT, Ending(6))) == plain_text("llama", "several tokens")[:6]
+    heads = [shape for name, shape in called if name == "Linear"]
+    assert heads == [(1, 1, 32)] * 5, "not that of the prompt, which is run as it is"
