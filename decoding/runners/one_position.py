@@ -1,8 +1,8 @@
-"""Linear layers on a single position, on a CPU: read the weights at the speed of the memory (our formulation).
+"""Linear layers on a single position, on a CPU: read the weights nearer to the speed of the memory (our formulation).
 
-A matrix times one vector is bound by reading the matrix. The libraries that torch calls for it read at less than half of the
-speed of a plain sum here (MKL 9 to 11 GB/s in float32, oneDNN 11 to 12 in bfloat16, on an AMD EPYC); the same products written
-as a sum, compiled by inductor, read at 20 to 27. With several positions the libraries are as fast or faster.
+A matrix times one vector is bound by reading the matrix. Where this was tried, the libraries that torch calls for it (MKL in
+float32, oneDNN in bfloat16) read at less than half of the speed of a plain sum, and the same products written as a sum and
+compiled by inductor at nearly all of it. With several positions sums were slower in use.
 """
 
 from __future__ import annotations
