@@ -38,6 +38,18 @@ class Window:
     """Which texts of the memory such a pass is over; None for its only one."""
     masks: tuple[Tensor, ...] = ()
     """[texts, 1, width, places] each: where the layers of each kind look in such a pass, which reads so many places."""
+    extent: Tensor | None = None
+    """[places], for its size: how many places such a pass reads."""
+
+    def begin(self, slots: Tensor, last: Tensor, last_slot: Tensor, masks: tuple[Tensor, ...]) -> None:
+        """A pass of fixed shapes over these places."""
+        self.slots, self.last, self.last_slot, self.masks = slots, last, last_slot, masks
+        self.extent = masks[0][0, 0, 0]
+
+    def end_pass(self) -> None:
+        """Passes say in numbers again where they write."""
+        self.slots = self.last = self.last_slot = self.extent = None
+        self.masks = ()
 
     def mask(self, kind: int, width: int) -> Tensor:
         """The mask of one kind of layers for all positions of the pass, or, if `width` is 1, for its last."""
@@ -108,9 +120,11 @@ class _CacheLayer(CacheLayerMixin):
     def slot(self, width: int) -> Slot:
         """The layer for `width` positions of a pass of fixed shapes: all, or the last. Something must have been written before."""
         window = self._window
-        assert window.slots is not None and window.last_slot is not None, "they are set for the duration of a pass"  # noqa: PT018
-        slots = window.slots if width == window.slots.shape[-1] else window.last_slot
-        extent = window.masks[0][0, 0, 0]
+        slots, last_slot, extent = window.slots, window.last_slot, window.extent
+        if slots is None or last_slot is None or extent is None:
+            raise RuntimeError("a pass of fixed shapes has not begun")
+        if width != slots.shape[-1]:
+            slots = last_slot
         if window.rows is None:
             return Slot(slots, self.keys, self.values, extent)
         return Slot(slots, self.keys[window.rows], self.values[window.rows], extent)

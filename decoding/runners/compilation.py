@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from decoding.cache import Slot
 from decoding.runners.contract import BlockCall, Outputs
 from decoding.runners.one_position import OnePosition
+from decoding.runners.packed import compile_packed_linear
 
 MOST_GRAPHS = 64
 """Compiled variants of the block: (kinds of blocks and of skipped sublayers) x (one position, several)."""
@@ -100,6 +101,7 @@ def compiling(call: BlockCall) -> Iterator[None]:
     dynamo = torch._dynamo.config.patch(allow_unspec_int_on_nn_module=True, recompile_limit=MOST_GRAPHS)
     # Sizes that happen to be equal, as of heads and of positions, would be taken to be equal always.
     shapes = importlib.import_module("torch.fx.experimental._config").patch(use_duck_shape=False)
+    compile_packed_linear()
     with dynamo, shapes:
         try:
             yield

@@ -164,13 +164,13 @@ class StaticRunner:
     def _compute(self, part: Part, cache: KVCache, shape: _Shape) -> Outputs:
         window, buffers = cache.window, self._buffers(shape.width)
         slots, last = buffers.slots(), buffers.last
-        window.slots, window.last, window.last_slot = slots, last, slots.index_select(0, last)
-        window.masks = self._mask_kinds.masks(slots, shape.places)
+        last_slot = slots.index_select(0, last)
+        window.begin(slots, last, last_slot, self._mask_kinds.masks(slots, shape.places))
         try:
             return part.compute(
                 Inputs(
                     token_ids=buffers.token_ids,
-                    positions=torch.minimum(slots, window.last_slot)[None],  # padding stands where the last token does
+                    positions=torch.minimum(slots, last_slot)[None],  # padding stands where the last token does
                     cache=cache,
                     logits_to_keep=last if shape.last_only else 0,
                     states=buffers.states if shape.resumes else None,
@@ -179,8 +179,7 @@ class StaticRunner:
                 )
             )
         finally:
-            window.slots = window.last = window.last_slot = None
-            window.masks = ()
+            window.end_pass()
 
 
 @dataclass(frozen=True)

@@ -54,10 +54,9 @@ def compute_together(
     slots = torch.where(steps < width[:, None], start[:, None] + steps, memory.capacity - 1)
     cache = KVCache(len(memory.layers), memory.capacity, memory)
     window = memory.window
-    window.slots, window.last, window.last_slot = slots, last, slots.gather(1, last[:, None])
     window.rows = slice(rows.first, rows.first + rows.num_rows)
     window.start, window.end = max(starts), rows.places
-    window.masks = mask_kinds.masks(positions, rows.places)
+    window.begin(slots, last, slots.gather(1, last[:, None]), mask_kinds.masks(positions, rows.places))
     try:
         outputs = part.compute(
             Inputs(
@@ -71,8 +70,7 @@ def compute_together(
             )
         )
     finally:
-        window.slots = window.last = window.last_slot = None
-        window.masks = ()
+        window.end_pass()
     return {row: _of_row(outputs, row - rows.first, each) for row, each in passes.items()}
 
 

@@ -9,15 +9,27 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, cast
 
 from torch import Tensor, nn
 
 from decoding.cache import RoundsCache
 from decoding.errors import UnsupportedModelError
 from decoding.runners.contract import BlockCall, Inputs, Outputs
+from decoding.runners.packed import PackedLinear, can_be_packed
 from decoding.target.anatomy import Anatomy
 from decoding.target.stand_ins import FixedShapes, FixedShapesLMHead, Identity, Pass, Zero
+
+
+@dataclass(frozen=True, slots=True)
+class LMHead:
+    """The LM head of a model as passes of fixed shapes have it: where it stands, what stands there instead, and how it is called
+    on a single position."""
+
+    name: str
+    module: nn.Module
+    call: BlockCall
 
 
 class ModelPart:
@@ -33,7 +45,7 @@ class ModelPart:
         blocks: Sequence[nn.Module],
         current: Pass | None = None,
         *,
-        lm_head_call: BlockCall | None = None,
+        lm_head: LMHead | None = None,
         is_whole: bool = False,
         verifies: bool = False,
     ) -> None:
@@ -41,8 +53,8 @@ class ModelPart:
         self.verifies = verifies or is_whole
         self._current = current or Pass()
         self._module = with_blocks(model, path, blocks)
-        if lm_head_call is not None and (name := find_lm_head(model)) is not None:
-            setattr(self._module, name, FixedShapesLMHead(getattr(model, name), self._current, lm_head_call))
+        if lm_head is not None:
+            setattr(self._module, lm_head.name, FixedShapesLMHead(lm_head.module, self._current, lm_head.call))
 
     def compute(self, inputs: Inputs) -> Outputs:
         """See `runners.Part`."""
@@ -135,6 +147,19 @@ def with_blocks(model: nn.Module, path: tuple[str, ...], blocks: Sequence[nn.Mod
         container = child
     setattr(container, path[-1], _Blocks(blocks))
     return view
+
+
+def with_packed_linears(module: nn.Module) -> nn.Module:
+    """A copy of `module` whose linear layers read packed weights where they can, sharing all else; itself, if none can."""
+    if can_be_packed(module):
+        return PackedLinear.of(cast(nn.Linear, module))
+    packed = {name: with_packed_linears(child) for name, child in module.named_children()}
+    if all(packed[name] is child for name, child in module.named_children()):
+        return module
+    twin = shallow_copy(module)
+    for name, child in packed.items():
+        setattr(twin, name, child)
+    return twin
 
 
 class _Blocks(nn.ModuleList):

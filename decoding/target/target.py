@@ -18,7 +18,7 @@ from decoding.runners import EagerRunner, MaskKinds, Outputs, Part, PassOfOne, R
 from decoding.runners.compilation import call_block
 from decoding.target.anatomy import examine, find_mask_kinds, find_rope_change, follow, refuse_recurrent_state
 from decoding.target.attention import with_grouped_attention
-from decoding.target.parts import ModelPart, run_whole, with_blocks
+from decoding.target.parts import LMHead, ModelPart, find_lm_head, run_whole, with_blocks, with_packed_linears
 from decoding.target.runner_check import check_runner, find_difference_together
 from decoding.target.stand_ins import Emit, FixedShapes, Head, Identity, Pass, Tap, first_of
 from decoding.target.views import BlockView, DraftView, ExitView, ResumeView, TappedView
@@ -45,6 +45,7 @@ class Target:
         self._rope_change = find_rope_change(self.config)
         self._mask_kinds, self._alone = _mask_kinds_of(self.config, self.dtype)
         self.runner: Runner = self._build_runner(runner, exact_width)
+        self._packs = self.runner.block_call is not None
         self.stack = [self.in_place(block, index) for index, block in enumerate(self.blocks)]
         self.whole = self.part(self.stack, is_whole=True)
         if self.runner.block_call is not None:
@@ -68,21 +69,29 @@ class Target:
         verifies: bool = False,
     ) -> ModelPart:
         """The model with `blocks` in the place of its own; `current` is what stand-ins among them share."""
-        # On a GPU the recording makes all calls cheap; on a CPU one position is multiplied faster by compiled code.
-        call = self.runner.block_call if self.device.type == "cpu" else None
         return ModelPart(
             self.model,
             self.anatomy.path,
             blocks,
             current,
-            lm_head_call=call,
+            lm_head=self._lm_head,
             is_whole=is_whole,
             verifies=verifies,
         )
 
+    @cached_property
+    def _lm_head(self) -> LMHead | None:
+        """On a GPU the recording makes all calls cheap, and there is nothing to pack."""
+        call, name = self.runner.block_call, find_lm_head(self.model)
+        if call is None or name is None or self.device.type != "cpu":
+            return None
+        return LMHead(name, with_packed_linears(getattr(self.model, name)), call)
+
     def in_place(self, block: nn.Module, index: int) -> nn.Module:
         """`block` at the place of the model's block `index`, as this target's runner calls it."""
         block = with_grouped_attention(block, self.anatomy.attention[index])
+        if self._packs:
+            block = with_packed_linears(block)
         if self._mask_kinds is None:
             return block
         return FixedShapes(block, index, self._mask_kinds, self.runner.block_call or call_block)
