@@ -12,6 +12,11 @@ import torch
 from torch import Tensor
 
 
+def likeliest(scores: Tensor) -> Tensor:
+    """Token ids [..] of the highest of `scores` [.., vocabulary]."""
+    return scores.argmax(dim=-1)
+
+
 def accept_greedy(drafted: Tensor, choices: Tensor) -> tuple[int, int]:
     """Accept drafts while they equal the target's choice.
 
@@ -85,6 +90,10 @@ def _unless_empty(residual: Tensor, target: Tensor) -> Tensor:
 class Acceptance(Protocol):
     """How tokens are chosen and drafts judged. `scores` are processed logits; the draft's chosen token stays on the device."""
 
+    @property
+    def is_greedy(self) -> bool:
+        """Whether the token chosen is always the likeliest."""
+
     def choose(self, scores: Tensor) -> tuple[Tensor, Tensor | None]:
         """A token id [1] from `scores` [vocabulary], and the probabilities it was sampled from, if it was."""
 
@@ -98,17 +107,21 @@ class Acceptance(Protocol):
 class Greedy:
     """Always the likeliest token."""
 
+    is_greedy = True
+
     def choose(self, scores: Tensor) -> tuple[Tensor, None]:
         """The argmax [1]."""
-        return scores.argmax(dim=-1, keepdim=True), None
+        return likeliest(scores[None]), None
 
     def accept(self, drafted: Tensor, probabilities: Tensor | None, scores: Tensor) -> tuple[int, int]:
         """See `accept_greedy`."""
-        return accept_greedy(drafted, scores.argmax(dim=-1))
+        return accept_greedy(drafted, likeliest(scores))
 
 
 class Sampling:
     """Tokens drawn from the softmax of the scores; temperature, top-k and the like have already shaped them."""
+
+    is_greedy = False
 
     def __init__(self, generator: torch.Generator | None = None) -> None:
         self._generator = generator

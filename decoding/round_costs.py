@@ -14,7 +14,7 @@ import torch
 
 from decoding.acceptance import Greedy
 from decoding.batch import InStep, num_sharing
-from decoding.draft_length import Controller, RoundCosts
+from decoding.draft_length import Controller, Looking, RoundCosts
 from decoding.drafters.contract import Draft, Drafter
 from decoding.drafters.lookup_first import steered_part
 from decoding.target import Target
@@ -50,7 +50,7 @@ def measure_round_costs(
     pass again and again would find the processor's caches as it left them, and take some per cent less than it does in use.
     Sweeps are repeated, at least five times, until `budget_seconds` are spent; each width counts with the median of what it took
     over the plain steps beside it. What the first step of a draft takes more than the others is counted to the verification.
-    Lengths between the widths are interpolated.
+    Lengths between the widths are interpolated. The longest draft is timed once more as a rule that looks at each token has it.
 
     With `num_texts` above 1 all passes are those of so many texts in step (`decoding.batch`), each behind a prompt of its own, in
     plain passes of as many. Texts that take turns (`Target.alone`) cost each what one does.
@@ -80,6 +80,7 @@ class _Timed:
     draft: float
     verify: float
     plain: float
+    looks: bool = False
 
 
 class _Bench:
@@ -119,11 +120,15 @@ class _Bench:
         """A round of every width from the same state, plain steps between them."""
         plain = [self._plain_step()]
         rounds = []
-        for width in self._widths:
-            rounds.append(self._round(width))
+        for controller in [*map(Controller, self._widths), Looking(self._widths[-1])]:
+            rounds.append(self._round(controller))
             plain.append(self._plain_step())
         beside = [(before + after) / 2 for before, after in pairwise(plain)]
-        return [_Timed(*each, seconds) for each, seconds in zip(rounds, beside, strict=True)]
+        last = len(rounds) - 1
+        return [
+            _Timed(*each, seconds, looks=place == last)
+            for place, (each, seconds) in enumerate(zip(rounds, beside, strict=True))
+        ]
 
     def _plain_step(self) -> float:
         def step(row: int) -> None:
@@ -135,12 +140,12 @@ class _Bench:
         self._all(step)
         return self._now() - start
 
-    def _round(self, width: int) -> tuple[int, float, float]:
+    def _round(self, controller: Controller) -> tuple[int, float, float]:
         """Tokens drafted, and seconds to draft them and to verify them; nothing of it stays in the texts."""
 
         def propose(row: int) -> Draft:
             text, cache = self._texts[row], self._caches[row]
-            return self._drafter.draft(text, cache, Controller(width), Shaping(), Greedy(), width)
+            return self._drafter.draft(text, cache, controller, Shaping(), Greedy(), controller.max_tokens)
 
         def verify(row: int) -> None:
             text, cache, draft = self._texts[row], self._caches[row], drafts[row]
@@ -172,7 +177,8 @@ class _Bench:
 
 
 def _costs(sweeps: list[list[_Timed]]) -> RoundCosts:
-    rounds = [each for sweep in sweeps for each in sweep]
+    looking = [each for sweep in sweeps for each in sweep if each.looks]
+    rounds = [each for sweep in sweeps for each in sweep if not each.looks]
     draft = _medians((each.num_drafted, _ratio(each.draft, each.plain)) for each in rounds)
     verify = _medians((each.num_drafted, _ratio(each.verify, each.plain)) for each in rounds)
     longest = max(draft)
@@ -182,7 +188,12 @@ def _costs(sweeps: list[list[_Timed]]) -> RoundCosts:
         )
     step = draft[longest] / longest
     extra = {width: verify[width] + max(draft[width] - width * step, 0.0) for width in verify}
-    return RoundCosts(draft_step=_cost(step), verify=tuple(map(_cost, _interpolated(_rising(extra)))))
+    looked = statistics.median(_ratio(each.draft, each.plain) for each in looking) / longest
+    return RoundCosts(
+        draft_step=_cost(step),
+        look=round(max(looked - step, 0.0), 4),
+        verify=tuple(map(_cost, _interpolated(_rising(extra)))),
+    )
 
 
 def _medians(values: Iterable[tuple[int, float]]) -> dict[int, float]:

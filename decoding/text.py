@@ -51,9 +51,10 @@ class Text:
         """Token ids [1, stop - start], drafts included; a view, not a copy."""
         return self._buffer[:, start:stop]
 
-    def write_draft(self, index: int, token: Tensor) -> None:
-        """Put the draft's `token` [1] at place `index` behind the text."""
-        self._buffer[:, self.length + index] = token
+    def write_draft(self, index: int, token_ids: Tensor) -> None:
+        """Put the draft's `token_ids` [n] behind the text, from its place `index` on."""
+        start = self.length + index
+        self._buffer[0, start : start + token_ids.shape[0]] = token_ids
 
     def write_drafts(self, tokens: Sequence[int]) -> None:
         """Put drafts that are known on the host behind the text, all at once."""

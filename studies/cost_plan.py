@@ -24,9 +24,10 @@ def plan_passes(terms: Terms, seed: int) -> tuple[list[Pass], list[Pass]]:
     attentions = [LayerSkip(), *_attention_skips(terms, stream)]
     held_out = [skip for skip in dict.fromkeys(_held_out_skips(terms, stream)) if skip not in fitted]
     first, *others = terms.contexts
+    looking = [DraftStep(skip, first, looks=True) for skip in fitted[: len(BLOCK_SHARES)]]
     return (
         # What depends on the context shows in drafts without attention; the rest is known from the first context.
-        [*_steps([*attentions, *fitted], [first]), *_steps(attentions, others), *_verifications(terms)],
+        [*_steps([*attentions, *fitted], [first]), *looking, *_steps(attentions, others), *_verifications(terms)],
         [*_steps(held_out or fitted[-1:], terms.contexts), *_resumed(terms, stream)],
     )
 

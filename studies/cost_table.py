@@ -38,6 +38,7 @@ class TermSeconds(Document):
     )
     narrowed: Seconds = Field(description="what a block costs beyond one token's if it takes the last of several")
     choice: Seconds = Field(description="what a draft step costs beyond its pass: choosing the token, and keeping it")
+    look: Seconds = Field(description="what it costs beyond that if a rule looks at the distribution")
 
 
 class CostError(Document):
@@ -110,6 +111,7 @@ class CostTable(Document):
         )
         return RoundCosts(
             draft_step=_cost(self.draft_seconds(draft, context=context), plain),
+            look=self.seconds.look / plain if plain else 0.0,
             verify=tuple(_cost(seconds, plain) for seconds in verify),
         )
 

@@ -80,6 +80,8 @@ class DraftStep:
     context: float
     has_head: bool = False
     """Whether a block of the last one's kind stands behind the others."""
+    looks: bool = False
+    """Whether a rule looks at the distribution before the next step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,12 +116,13 @@ class Terms:
             "wider": (_count(self.kinds.block), num_widths - 1, num_contexts),
             "narrowed": (),
             "choice": (),
+            "look": (),
         }
 
     @property
     def rising(self) -> dict[str, int]:
         """Over how many of the last axes (widths, contexts) seconds never fall."""
-        return {"rest": 2, "frame": 0, "attention": 1, "mlp": 0, "wider": 2, "narrowed": 0, "choice": 0}
+        return {"rest": 2, "frame": 0, "attention": 1, "mlp": 0, "wider": 2, "narrowed": 0, "choice": 0, "look": 0}
 
     @property
     def length(self) -> int:
@@ -143,6 +146,7 @@ class Terms:
         if isinstance(each, DraftStep):
             terms["rest"][0] += at_context
             terms["choice"] += 1
+            terms["look"] += each.looks
             self._add_blocks(terms, at_context, each.skip, has_head=each.has_head)
             return amounts
         at_width = _between(self.widths, each.width)

@@ -105,4 +105,5 @@ def _interpolate(timed: Mapping[int, RoundCosts], exit_layer: int) -> RoundCosts
     widths = range(len(timed[layers[0]].verify))
     between += [np.interp(exit_layer, layers, [timed[layer].verify[width] for layer in layers]) for width in widths]
     draft_step, *verify = (float(value) for value in between)
-    return RoundCosts(draft_step=draft_step, verify=tuple(verify))
+    look = float(np.interp(exit_layer, layers, [timed[layer].look for layer in layers]))
+    return RoundCosts(draft_step=draft_step, look=look, verify=tuple(verify))

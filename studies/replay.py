@@ -183,10 +183,11 @@ def _replay(
             if not rule.persistent or row not in controllers:
                 controllers[row] = rule.controller()
             texts.append(counted.watch(rounds_of(controllers[row], text)))
+        paid = costs.looking() if controllers[0].looks_at_drafts else costs
         if len(texts) == 1:
-            cost = sum(cost_alone(step, costs, copied) for step in texts[0])
+            cost = sum(cost_alone(step, paid, copied) for step in texts[0])
         else:
-            cost = cost_in_step(together.asked(steps, costs, copied) for steps in texts)
+            cost = cost_in_step(together.asked(steps, paid, copied) for steps in texts)
         # Plainly, a batch takes as many passes as its longest text has tokens.
         num_plain = max(lengths[text] for text in batch)
         total += cost * (sum(lengths[text] for text in batch) / num_plain)

@@ -57,24 +57,32 @@ class Meter:
 
     def __init__(self) -> None:
         self.seconds = 0.0
+        self.is_running = False
 
 
 @contextmanager
 def metered(runner: Runner, clock: Clock = time.perf_counter) -> Iterator[Meter]:
     """Count the seconds of the runner's passes meanwhile. On an accelerator these only begin the work."""
-    meter, honest = Meter(), runner.run
+    meter = Meter()
 
-    def run(*args: Any, **settings: Any) -> Any:
-        start = clock()
-        outputs = honest(*args, **settings)
-        meter.seconds += clock() - start
-        return outputs
+    def timed(run: Callable[..., Any]) -> Callable[..., Any]:
+        def run_timed(*args: Any, **settings: Any) -> Any:
+            if meter.is_running:  # one way of running is made of another
+                return run(*args, **settings)
+            meter.is_running, start = True, clock()
+            try:
+                return run(*args, **settings)
+            finally:
+                meter.seconds += clock() - start
+                meter.is_running = False
 
-    runner.run = run  # type: ignore[method-assign]
+        return run_timed
+
+    runner.run, runner.write_greedily = timed(runner.run), timed(runner.write_greedily)  # type: ignore[method-assign]
     try:
         yield meter
     finally:
-        del runner.run
+        del runner.run, runner.write_greedily
 
 
 def take_account(
@@ -93,6 +101,7 @@ def take_account(
     The table must cover the lengths of the drafts and of the texts.
     """
     plain = plain_decoder(decoder.target)
+    looks = decoder.rule.controller().looks_at_drafts
     texts: list[tuple[Generation, Generation]] = []
     pass_seconds, expected = 0.0, 0.0
     with undisturbed():
@@ -105,7 +114,9 @@ def take_account(
                 meter.seconds = 0.0
                 drafted = Generation.collect([prefill, *steps])
             pass_seconds += meter.seconds
-            costs = _Costs(draft, table, context=len(prompt) + len(drafted.tokens) / 2, prefix_reuse=prefix_reuse)
+            costs = _Costs(
+                draft, table, context=len(prompt) + len(drafted.tokens) / 2, prefix_reuse=prefix_reuse, looks=looks
+            )
             expected += sum(costs.of(step) for step in drafted.rounds)
             texts.append((reference, drafted))
             on_text()
@@ -122,14 +133,15 @@ def take_account(
 class _Costs:
     """Plain passes that rounds cost at one length of the text."""
 
-    def __init__(self, draft: Draft, table: CostTable, *, context: float, prefix_reuse: bool) -> None:
+    def __init__(self, draft: Draft, table: CostTable, *, context: float, prefix_reuse: bool, looks: bool) -> None:
         longest = table.widths[-1] - 1
         verify = table.round_costs(LayerSkip(), longest, context=context, prefix_reuse=False).verify
         self._copied = RoundCosts(draft_step=COPYING, verify=verify)
         self._drafted = self._copied
         if isinstance(draft, LayerSkip | EarlyExit):
             part = draft.model_copy(update={"lookup": None})
-            self._drafted = table.round_costs(part, longest, context=context, prefix_reuse=prefix_reuse)
+            costs = table.round_costs(part, longest, context=context, prefix_reuse=prefix_reuse)
+            self._drafted = costs.looking() if looks else costs
 
     def of(self, step: Round) -> float:
         return (self._copied if step.looked_up else self._drafted).of(step.num_drafted)

@@ -11,9 +11,8 @@ from torch import Tensor
 from decoding.acceptance import Greedy
 from decoding.batch import InStep
 from decoding.cache import KVCache
-from decoding.draft_length import Controller
+from decoding.draft_length import Controller, Looking
 from decoding.drafters.layer_skip import LayerSkipDrafter
-from decoding.profile import LayerSkip
 from decoding.round_costs import Clock
 from decoding.target import Target
 from decoding.text import Shaping, Text
@@ -44,20 +43,22 @@ class PassTimer:
         """
         places = self._behind(int(each.context))
         if isinstance(each, DraftStep):
-            return self._draft(each.skip, places)
+            return self._draft(each, places)
         if each.boundary and each.width > 1:
             return self._resumed(each.width, each.boundary, places)
         return self._seconds(
             places, lambda place: self._target.forward(place.ahead(each.width), place.cache, place.start)
         )
 
-    def _draft(self, skip: LayerSkip, places: _Places) -> float:
-        drafter, num_sublayers = self._drafter(skip), 2 * self._target.num_layers
+    def _draft(self, each: DraftStep, places: _Places) -> float:
+        skip, num_sublayers = each.skip, 2 * self._target.num_layers
+        drafter = self._drafter(skip)
         run = num_sublayers - len(skip.skip_attention) - len(skip.skip_mlp)
         steps = min(round(num_sublayers / max(run, 1)), MOST_STEPS, self._room - 1)
 
         def draft(place: _Place) -> None:
-            drafter.draft(place.text, place.cache, Controller(steps), Shaping(), Greedy(), steps)
+            controller = Looking(steps) if each.looks else Controller(steps)
+            drafter.draft(place.text, place.cache, controller, Shaping(), Greedy(), steps)
 
         return self._seconds(places, draft) / steps
 

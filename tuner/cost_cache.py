@@ -5,28 +5,32 @@ Each is measured once, and again when any of these has changed.
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Sequence
 from datetime import UTC, datetime
+from functools import cache
 from pathlib import Path
 from typing import Literal
 
 import torch
 from pydantic import Field, ValidationError
 
+import decoding
 from decoding.batch import num_sharing
 from decoding.documents import Document
 from decoding.files import write_whole
 from decoding.fingerprint import fingerprint, hash_json
 from decoding.target import Target
+from studies import cost_fit, cost_plan, cost_terms
+from studies import cost_table as cost_table_module
 from studies.cost_table import CostTable
+from tuner import cost, cost_bench
 from tuner.cost import BUDGET_SECONDS, measure_cost_table, resolve_terms
 from tuner.environment import device_name, versions
 from tuner.errors import StorageError
 from tuner.watcher import Progress
 
-METHOD = 2
-"""Counts the ways of measuring: a table that was measured otherwise is measured again."""
 DECIDING_PACKAGES = ("sdtune", "torch", "transformers")
 
 
@@ -41,7 +45,8 @@ class CostKey(Document):
     attention: str | None
     """transformers' name of the attention kernel."""
     runner: str
-    method: int
+    code_sha256: str
+    """Of the code that runs the passes and of the code that times them: what is run or measured otherwise is measured again."""
     num_texts: int = Field(1, exclude_if=lambda count: count == 1)
     """In step; left out of the key of one text, as of those from before there were more."""
     versions: dict[str, str]
@@ -58,7 +63,7 @@ class CostKey(Document):
             threads=torch.get_num_threads(),
             attention=getattr(target.config, "_attn_implementation", None),
             runner=_runner_name(target),
-            method=METHOD,
+            code_sha256=_code_sha256(),
             num_texts=num_texts,
             versions={package: installed[package] for package in DECIDING_PACKAGES},
         )
@@ -67,6 +72,13 @@ class CostKey(Document):
     def file_name(self) -> str:
         """Another name for another key."""
         return f"{hash_json(self.model_dump())[:32]}.json"
+
+
+@cache
+def _code_sha256() -> str:
+    timing = (cost, cost_bench, cost_fit, cost_plan, cost_table_module, cost_terms)
+    files = [*Path(decoding.__file__).parent.rglob("*.py"), *(Path(str(module.__file__)) for module in timing)]
+    return hash_json([hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(files)])
 
 
 def _runner_name(target: Target) -> str:

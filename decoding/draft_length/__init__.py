@@ -13,7 +13,14 @@ from pydantic import Field
 from decoding.draft_length.ada_edl import AdaEdl
 from decoding.draft_length.beta_thompson import BetaThompson
 from decoding.draft_length.calibrated_thompson import CalibratedThompson
-from decoding.draft_length.contract import Controller, CostAwareRule, Decision, DraftDistribution, DraftLengthRule
+from decoding.draft_length.contract import (
+    Controller,
+    CostAwareRule,
+    Decision,
+    DraftDistribution,
+    DraftLengthRule,
+    Looking,
+)
 from decoding.draft_length.costs import RoundCosts
 from decoding.draft_length.fixed import Fixed
 from decoding.draft_length.top_probability import TopProbability
@@ -43,6 +50,7 @@ __all__ = [
     "DraftDistribution",
     "DraftLengthRule",
     "Fixed",
+    "Looking",
     "RoundCosts",
     "TopProbability",
 ]

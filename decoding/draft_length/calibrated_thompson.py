@@ -82,7 +82,7 @@ class CalibratedThompsonController(Controller):
     def __init__(self, rule: CalibratedThompson) -> None:
         super().__init__(rule.max_tokens)
         self._rule = rule
-        costs = rule.known_costs()
+        costs = rule.known_costs().looking()
         self._costs = [costs.of(length) for length in range(rule.max_tokens + 2)]
         self._stream = random.Random(rule.seed)
         self.acceptance = [BetaPosterior(*prior) for prior in rule.prior]

@@ -73,6 +73,13 @@ class Controller:
     def __init__(self, max_tokens: int) -> None:
         self.max_tokens = max_tokens
 
+    @property
+    def looks_at_drafts(self) -> bool:
+        """Whether `decide` has a say in how long a draft is. If not, `limit` says it before the first pass, and the draft can be
+        written without waiting for any token of it.
+        """
+        return type(self).decide is not Controller.decide
+
     def limit(self) -> int:
         """The most tokens to draft in the coming round; 0 makes it a plain step."""
         return self.max_tokens
@@ -87,6 +94,14 @@ class Controller:
     def learnt(self) -> DraftLengthRule | None:
         """The rule with what has been learnt as its starting state, or None if it learns nothing."""
         return None
+
+
+class Looking(Controller):
+    """Drafts as long as it may, but looks at each token's distribution as other rules do: for timing what that takes."""
+
+    def decide(self, num_drafted: int, distribution: DraftDistribution) -> Decision:
+        """Waits for the device, and goes on."""
+        return Decision.CONTINUE if distribution.top_probability >= 0.0 else Decision.STOP
 
 
 def tunable(default: float, *, low: float, high: float, ge: float, le: float, log: bool = False, why: str) -> Any:

@@ -14,10 +14,20 @@ Cost = Annotated[float, Field(gt=0.0, allow_inf_nan=False)]
 class RoundCosts(Document):
     """Times of a round over the time of one plain one-token target pass: n draft passes, then the verification of n tokens."""
 
-    draft_step: Cost = Field(description="one draft pass")
+    draft_step: Cost = Field(description="one draft pass of a draft whose length is known beforehand")
+    look: float = Field(
+        0.0,
+        ge=0.0,
+        allow_inf_nan=False,
+        description="what it takes more if a rule looks at what it gives before the next",
+    )
     verify: tuple[Cost, ...] = Field(
         min_length=2, description="verify[n]: the target's pass over the last token and n drafts; verify[0] is about 1"
     )
+
+    def looking(self) -> RoundCosts:
+        """The costs for a rule that looks at each token's distribution."""
+        return RoundCosts(draft_step=self.draft_step + self.look, verify=self.verify)
 
     def of(self, num_drafted: int) -> float:
         """Cost of a round that drafts `num_drafted` tokens; `ValueError` if that is negative."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from decoding.acceptance import Acceptance
+from decoding.acceptance import Acceptance, likeliest
 from decoding.cache import KVCache
 from decoding.draft_length import Controller
 from decoding.drafters.contract import Draft
@@ -50,7 +50,18 @@ class EarlyExitDrafter:
             states.append(state)
             return logits
 
-        num_drafted, probabilities = propose(step, text, controller, shaping, acceptance, limit)
+        def write(num_tokens: int) -> Tensor:
+            first = likeliest(step(0))  # by itself: it takes along what is pending
+            if num_tokens == 1:
+                return first
+            start = cache.length + 1
+            written = self._exit.write(first[None], cache, start, num_tokens - 1)
+            branch.catch_up(cache.length + num_tokens)
+            assert written.states is not None, "the exit is tapped"
+            states.append(written.states)
+            return torch.cat([first, written.token_ids])
+
+        num_drafted, probabilities = propose(step, write, text, controller, shaping, acceptance, limit)
         return Draft(num_drafted, probabilities, torch.cat(states, dim=-2) if states else None)
 
     def verify(self, text: Text, cache: KVCache, draft: Draft) -> Tensor:

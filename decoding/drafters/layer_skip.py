@@ -44,7 +44,13 @@ class LayerSkipDrafter:
             states.extend(self._view.take_states())  # at once: the next pass may be that of another text
             return logits
 
-        num_drafted, probabilities = propose(step, text, controller, shaping, acceptance, limit)
+        def write(num_tokens: int) -> Tensor:
+            written = self._view.write(text.span(cache.length, cache.length + 1), cache, cache.length, num_tokens)
+            if written.states is not None:
+                states.append(written.states)
+            return written.token_ids
+
+        num_drafted, probabilities = propose(step, write, text, controller, shaping, acceptance, limit)
         return Draft(num_drafted, probabilities, torch.cat(states, dim=-2) if states else None)
 
     def verify(self, text: Text, cache: KVCache, draft: Draft) -> Tensor:

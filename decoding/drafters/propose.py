@@ -15,16 +15,29 @@ Step = Callable[[int], Tensor]
 """Runs the draft on the text up to and with its `num_drafted`-th draft: logits [1, vocabulary] of the token behind it."""
 
 
+Write = Callable[[int], Tensor]
+"""Runs the draft as often as it is told: token ids [as many] behind the text, each the likeliest."""
+
+
 def propose(
-    step: Step, text: Text, controller: Controller, shaping: Shaping, acceptance: Acceptance, limit: int
+    step: Step,
+    write: Write,
+    text: Text,
+    controller: Controller,
+    shaping: Shaping,
+    acceptance: Acceptance,
+    limit: int,
 ) -> tuple[int, Tensor | None]:
-    """Write drafts behind the text, token by token.
+    """Write drafts behind the text, token by token; or all at once, where nothing has a say in what they are and how many.
 
     Returns how many, and the probabilities [num_drafted, vocabulary] they were sampled from (None if greedy or none drafted).
     A pass whose distribution the controller would not draw from was run all the same.
     """
-    probabilities: list[Tensor] = []
     limit = min(limit, controller.limit())
+    if limit > 0 and acceptance.is_greedy and not shaping.processors and not controller.looks_at_drafts:
+        text.write_draft(0, write(limit))
+        return limit, None
+    probabilities: list[Tensor] = []
     num_drafted = 0
     decision = Decision.CONTINUE
     while num_drafted < limit and decision is Decision.CONTINUE:

@@ -19,7 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from decoding.cache import Slot
-from decoding.runners.contract import BlockCall, Outputs
+from decoding.runners.contract import BlockCall
+from decoding.runners.graphs import Given
 from decoding.runners.one_position import OnePosition
 from decoding.runners.packed import compile_packed_linear
 
@@ -110,13 +111,13 @@ def compiling(call: BlockCall) -> Iterator[None]:
                 call.is_new = False
 
 
-def as_prepared(run: Callable[[], Outputs]) -> Callable[[], Outputs]:
+def as_prepared(run: Callable[[], Given]) -> Callable[[], Given]:
     """`run`, which has run before with the same shapes, memory and modes, without asking whether its code still fits.
 
     On small blocks torch's questions take a tenth of the time. Those that tell compiled variants apart are still asked.
     """
 
-    def prepared() -> Outputs:
+    def prepared() -> Given:
         with torch.compiler.set_stance("default", skip_guard_eval_unsafe=True):
             return run()
 

@@ -44,6 +44,22 @@ class Outputs:
     logits: Tensor
     states: Tensor | None
 
+    def copied(self) -> Outputs:
+        """The same in memory of its own."""
+        return Outputs(self.logits.clone(), None if self.states is None else self.states.clone())
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """Tokens [n] that a part has written one after another, and the states [.., n, hidden] at its tap, if any."""
+
+    token_ids: Tensor
+    states: Tensor | None
+
+    def copied(self) -> Written:
+        """The same in memory of its own."""
+        return Written(self.token_ids.clone(), None if self.states is None else self.states.clone())
+
 
 @dataclass(frozen=True, slots=True)
 class PassOfOne:
@@ -106,6 +122,9 @@ class Runner(Protocol):
         states: Tensor | None = None,
     ) -> Outputs:
         """Run `part` on `token_ids` [1, width] at positions from `start`; logits of the last position alone if `last_only`."""
+
+    def write_greedily(self, part: Part, token_ids: Tensor, cache: KVCache, start: int, num_tokens: int) -> Written:
+        """Let `part` write `num_tokens` tokens behind `token_ids` [1, 1] at `start`, each the likeliest; waits for none of them."""
 
     def run_together(self, part: Part, passes: Mapping[int, PassOfOne], memory: Storage) -> dict[int, Outputs]:
         """Run `part` once for several texts, each at a place of its own, by their rows in `memory`: what `run` would give each.

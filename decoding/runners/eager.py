@@ -9,7 +9,8 @@ from torch import Tensor
 
 from decoding.cache import KVCache, Storage
 from decoding.errors import UnsupportedRunnerError
-from decoding.runners.contract import Inputs, Outputs, Part, PassOfOne
+from decoding.runners.contract import Inputs, Outputs, Part, PassOfOne, Written
+from decoding.runners.greedy import write_by
 from decoding.runners.masks import MaskKinds
 from decoding.runners.together import Rows, compute_together, of_one
 
@@ -55,6 +56,14 @@ class EagerRunner:
                 tapped.append(outputs.states)
         assert logits is not None, "there is at least one piece"
         return Outputs(logits, torch.cat(tapped, dim=-2) if tapped else None)
+
+    def write_greedily(self, part: Part, token_ids: Tensor, cache: KVCache, start: int, num_tokens: int) -> Written:
+        """See `Runner.write_greedily`: a pass each, as it is."""
+
+        def step(token_ids: Tensor, index: int) -> Outputs:
+            return self._run(part, token_ids, cache, start + index, last_only=True, states=None)
+
+        return write_by(step, token_ids, num_tokens)
 
     def _run(
         self, part: Part, token_ids: Tensor, cache: KVCache, start: int, *, last_only: bool, states: Tensor | None

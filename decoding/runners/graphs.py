@@ -4,16 +4,24 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol, Self, TypeVar
 
 import torch
-
-from decoding.runners.contract import Outputs
 
 WARM_UPS = 2
 
 
-def record(run: Callable[[], Outputs], pool: Any = None) -> Callable[[], Outputs]:
+class Copied(Protocol):
+    """What a pass gives."""
+
+    def copied(self) -> Self:
+        """The same in memory of its own."""
+
+
+Given = TypeVar("Given", bound=Copied)
+
+
+def record(run: Callable[[], Given], pool: Any = None) -> Callable[[], Given]:
     """`run` as a recording that shares the memory `pool` with others; its outputs are copies, so that playing another does not
     change them. A pass that cannot be recorded, because it waits for the host, is run as it is, and a warning says so.
     """
@@ -33,9 +41,8 @@ def record(run: Callable[[], Outputs], pool: Any = None) -> Callable[[], Outputs
         torch.cuda.synchronize()
         return run
 
-    def play() -> Outputs:
+    def play() -> Given:
         graph.replay()
-        states = None if outputs.states is None else outputs.states.clone()
-        return Outputs(outputs.logits.clone(), states)
+        return outputs.copied()
 
     return play

@@ -13,6 +13,7 @@ import weakref
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -21,15 +22,18 @@ from decoding.cache import KVCache, Storage
 from decoding.errors import UnsupportedRunnerError
 from decoding.runners.buckets import CPU_BUCKETS, GPU_BUCKETS, Buckets
 from decoding.runners.compilation import CompiledBlocks, as_prepared, call_block, compiling
-from decoding.runners.contract import BlockCall, Inputs, Outputs, Part, PassOfOne
+from decoding.runners.contract import BlockCall, Inputs, Outputs, Part, PassOfOne, Written
 from decoding.runners.eager import EagerRunner
-from decoding.runners.graphs import record
+from decoding.runners.graphs import Given, record
+from decoding.runners.greedy import write_by
 from decoding.runners.masks import MaskKinds
 from decoding.runners.together import Rows, compute_together, of_one
 
-Run = Callable[[], Outputs]
 _Key = tuple["_Shape", int, bool, bool]
 """Shape and memory of a pass, and torch's modes."""
+
+CHAINS = (8, 4, 2)
+"""How many tokens are written by one recording: a draft of any length is put together from these and single passes."""
 
 
 class StaticRunner:
@@ -56,7 +60,7 @@ class StaticRunner:
         self._free: list[Storage] = []
         self._inputs: dict[int, _Buffers] = {}
         # Recordings go with the part that they are of, and are bound to the memory that they read.
-        self._prepared: weakref.WeakKeyDictionary[Part, dict[_Key, Run]] = weakref.WeakKeyDictionary()
+        self._prepared: weakref.WeakKeyDictionary[Part, dict[_Key, Callable[[], Any]]] = weakref.WeakKeyDictionary()
         self._prepared_together: weakref.WeakKeyDictionary[Part, set[tuple[int | bool, ...]]] = (
             weakref.WeakKeyDictionary()
         )
@@ -103,10 +107,32 @@ class StaticRunner:
         cache.cover(start, width)
         shape = self._exact_shape(cache, exact_width) if exact_width else self._shape(start, width, last_only, states)
         self._buffers(shape.width).fill(token_ids, start, states)
-        outputs = of_one(self._pass(part, cache, shape))
+        outputs = of_one(self._prepared_pass(part, cache, shape, self._compute))
         logits = outputs.logits if shape.last_only else outputs.logits[:width]
         kept = None if outputs.states is None else outputs.states[..., :width, :].clone()
         return Outputs(logits[-1:] if last_only else logits, kept)
+
+    def write_greedily(self, part: Part, token_ids: Tensor, cache: KVCache, start: int, num_tokens: int) -> Written:
+        """See `Runner.write_greedily`: in as few recordings as there can be, one behind the other."""
+        pieces: list[Written] = []
+        while num_tokens:
+            piece = self._piece(part, token_ids, cache, start, num_tokens)
+            pieces.append(piece)
+            count = piece.token_ids.shape[0]
+            token_ids, start, num_tokens = piece.token_ids[-1:][None], start + count, num_tokens - count
+        states = [piece.states for piece in pieces if piece.states is not None]
+        written = torch.cat([piece.token_ids for piece in pieces])
+        return Written(written, torch.cat(states, dim=-2) if states else None)
+
+    def _piece(self, part: Part, token_ids: Tensor, cache: KVCache, start: int, num_tokens: int) -> Written:
+        """As many of the tokens as one recording writes."""
+        count = next((count for count in CHAINS if count <= num_tokens), 1)
+        if count == 1 or start == 0 or (part.is_whole and self.exact_width is not None):
+            return write_by(lambda ids, index: self.run(part, ids, cache, start + index, last_only=True), token_ids, 1)
+        cache.cover(start, count)
+        self._buffers(1).fill(token_ids, start, None)
+        shape = _Shape(1, self.buckets.reach(start + count), last_only=False, resumes=False, num_tokens=count)
+        return self._prepared_pass(part, cache, shape, self._compute_chain)
 
     def run_together(self, part: Part, passes: Mapping[int, PassOfOne], memory: Storage) -> dict[int, Outputs]:
         """See `Runner.run_together`. The blocks are compiled as ever; these passes are not recorded."""
@@ -134,13 +160,15 @@ class StaticRunner:
             self._inputs[width] = _Buffers(width, self._device)
         return self._inputs[width]
 
-    def _pass(self, part: Part, cache: KVCache, shape: _Shape) -> Outputs:
+    def _prepared_pass(
+        self, part: Part, cache: KVCache, shape: _Shape, compute: Callable[[Part, KVCache, _Shape], Given]
+    ) -> Given:
         """Run a pass of this shape, prepared if there was one before: the first compiles what is not, and is recorded."""
         known = self._prepared.setdefault(part, {})
         key = (shape, id(cache.storage), torch.is_grad_enabled(), torch.is_inference_mode_enabled())
         if key in known:
-            return known[key]()
-        run = self._bound(part, cache.storage, shape)
+            return cast(Given, known[key]())
+        run = _bound(part, cache.storage, shape, compute)
         with compiling(self.block_call):
             outputs = run()
         if self._device.type == "cuda":
@@ -149,37 +177,61 @@ class StaticRunner:
             known[key] = run if self.block_call is call_block else as_prepared(run)
         return outputs
 
-    def _bound(self, part: Part, storage: Storage, shape: _Shape) -> Run:
-        """The pass, bound to memory but neither to a text nor to keeping its part."""
-        whole = KVCache(len(storage.layers), storage.capacity, storage)
-        weak = weakref.ref(part)
-
-        def run() -> Outputs:
-            alive = weak()
-            assert alive is not None, "a part takes its recordings along"
-            return self._compute(alive, whole, shape)
-
-        return run
-
     def _compute(self, part: Part, cache: KVCache, shape: _Shape) -> Outputs:
-        window, buffers = cache.window, self._buffers(shape.width)
-        slots, last = buffers.slots(), buffers.last
-        last_slot = slots.index_select(0, last)
+        buffers = self._buffers(shape.width)
+        states = buffers.states if shape.resumes else None
+        return self._compute_at(part, cache, shape, buffers.token_ids, buffers.slots(), buffers.last, states)
+
+    def _compute_chain(self, part: Part, cache: KVCache, shape: _Shape) -> Written:
+        buffers = self._buffers(1)
+        slots = buffers.slots()
+
+        def step(token_ids: Tensor, index: int) -> Outputs:
+            return of_one(self._compute_at(part, cache, shape, token_ids, slots + index, buffers.last, None))
+
+        return write_by(step, buffers.token_ids, shape.num_tokens)
+
+    def _compute_at(
+        self,
+        part: Part,
+        cache: KVCache,
+        shape: _Shape,
+        token_ids: Tensor,
+        slots: Tensor,
+        last: Tensor,
+        states: Tensor | None,
+    ) -> Outputs:
+        window, last_slot = cache.window, slots.index_select(0, last)
         window.begin(slots, last, last_slot, self._mask_kinds.masks(slots, shape.places))
         try:
             return part.compute(
                 Inputs(
-                    token_ids=buffers.token_ids,
+                    token_ids=token_ids,
                     positions=torch.minimum(slots, last_slot)[None],  # padding stands where the last token does
                     cache=cache,
                     logits_to_keep=last if shape.last_only else 0,
-                    states=buffers.states if shape.resumes else None,
+                    states=states,
                     last=last,
                     masks=window.masks,
                 )
             )
         finally:
             window.end_pass()
+
+
+def _bound(
+    part: Part, storage: Storage, shape: _Shape, compute: Callable[[Part, KVCache, _Shape], Given]
+) -> Callable[[], Given]:
+    """The pass, bound to memory but neither to a text nor to keeping its part."""
+    whole = KVCache(len(storage.layers), storage.capacity, storage)
+    weak = weakref.ref(part)
+
+    def run() -> Given:
+        alive = weak()
+        assert alive is not None, "a part takes its recordings along"
+        return compute(alive, whole, shape)
+
+    return run
 
 
 @dataclass(frozen=True)
@@ -190,6 +242,8 @@ class _Shape:
     places: int
     last_only: bool
     resumes: bool
+    num_tokens: int = 1
+    """How many tokens it writes, a pass of one position each; 1 in a pass that gives logits."""
 
 
 class _Buffers:

@@ -14,8 +14,19 @@ from transformers import PreTrainedModel
 
 from decoding.cache import KVCache
 from decoding.errors import UnsupportedModelError, UnsupportedRunnerError
-from decoding.runners import EagerRunner, MaskKinds, Outputs, Part, PassOfOne, Runner, RunnerFactory, build_runner
+from decoding.runners import (
+    EagerRunner,
+    MaskKinds,
+    Outputs,
+    Part,
+    PassOfOne,
+    Runner,
+    RunnerFactory,
+    Written,
+    build_runner,
+)
 from decoding.runners.compilation import call_block
+from decoding.runners.greedy import write_by
 from decoding.target.anatomy import examine, find_mask_kinds, find_rope_change, follow, refuse_recurrent_state
 from decoding.target.attention import with_grouped_attention
 from decoding.target.parts import LMHead, ModelPart, find_lm_head, run_whole, with_blocks, with_packed_linears
@@ -110,6 +121,16 @@ class Target:
         if cache.in_step is not None:
             return cache.in_step(part, PassOfOne(token_ids, cache, start, last_only, states))
         return self.runner.run(part, token_ids, cache, start, last_only=last_only, states=states)
+
+    def write_greedily(self, part: Part, token_ids: Tensor, cache: KVCache, start: int, num_tokens: int) -> Written:
+        """See `Runner.write_greedily`. A text that is written in step with others asks for its passes one by one."""
+        if cache.in_step is None:
+            return self.runner.write_greedily(part, token_ids, cache, start, num_tokens)
+
+        def step(token_ids: Tensor, index: int) -> Outputs:
+            return self.run(part, token_ids, cache, start + index, last_only=True)
+
+        return write_by(step, token_ids, num_tokens)
 
     @cached_property
     def alone(self) -> str | None:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor, nn
 
 from decoding.cache import KVCache, RoundsCache
+from decoding.runners import Written
 from decoding.target.parts import ModelPart, without
 from decoding.target.stand_ins import Head, Identity, LastPosition, Pass, Resume, Tap
 
@@ -22,7 +23,7 @@ class DraftView:
     ) -> None:
         _check_indices(skip_attention | skip_mlp, target.num_layers)
         self.boundary = min(skip_attention | skip_mlp, default=None)
-        self._run = target.run
+        self._target = target
         self._states: list[Tensor] = []
         blocks: list[nn.Module] = [
             without(block, index, target.anatomy, index in skip_attention, index in skip_mlp)
@@ -36,10 +37,14 @@ class DraftView:
 
     def forward(self, token_ids: Tensor, cache: KVCache, start: int) -> Tensor:
         """Logits [1, vocabulary] behind the last of `token_ids` [1, width]."""
-        outputs = self._run(self._part, token_ids, cache, start, last_only=True)
+        outputs = self._target.run(self._part, token_ids, cache, start, last_only=True)
         if outputs.states is not None:
             self._states.append(outputs.states)
         return outputs.logits
+
+    def write(self, token_ids: Tensor, cache: KVCache, start: int, num_tokens: int) -> Written:
+        """Tokens [num_tokens] behind `token_ids` [1, 1] at `start`, each the likeliest, and the boundary states, if kept."""
+        return self._target.write_greedily(self._part, token_ids, cache, start, num_tokens)
 
     def rounds(self, token_ids: Tensor, cache: RoundsCache) -> Tensor:
         """Many rounds at once, the drafted tokens being given: logits [rounds, depth, vocabulary] of `token_ids` [rounds, depth].
@@ -141,7 +146,7 @@ class ExitView:
 
     def __init__(self, target: Target, exit_layer: int, head: nn.Module) -> None:
         target.check_exit_layer(exit_layer)
-        self._run = target.run
+        self._target = target
         head = target.in_place(head, target.num_layers - 1)
         passed_by = [Identity(block, target.anatomy.block_outputs) for block in target.stack]
         between = passed_by[exit_layer:-1]
@@ -163,13 +168,20 @@ class ExitView:
         The blocks run on the last token alone; the head also on the `pending` states [.., width - 1, hidden] of those before.
         """
         part = self._step if pending is None else self._from_pending
-        outputs = self._run(part, token_ids, cache, start, last_only=True, states=pending)
+        outputs = self._target.run(part, token_ids, cache, start, last_only=True, states=pending)
         assert outputs.states is not None, "the exit is tapped"
         return outputs.logits, outputs.states
 
+    def write(self, token_ids: Tensor, cache: KVCache, start: int, num_tokens: int) -> Written:
+        """Tokens [num_tokens] behind `token_ids` [1, 1] at `start`, each the likeliest, and the states at the exit of the passes.
+
+        The head must have seen all in front of `start`.
+        """
+        return self._target.write_greedily(self._step, token_ids, cache, start, num_tokens)
+
     def fill(self, token_ids: Tensor, cache: KVCache, start: int, states: Tensor) -> None:
         """Run the head alone on the `states` [.., width, hidden] of `token_ids` [1, width], for its keys and values."""
-        self._run(self._head_only, token_ids, cache, start, last_only=True, states=states)
+        self._target.run(self._head_only, token_ids, cache, start, last_only=True, states=states)
 
 
 def _check_indices(indices: frozenset[int], num_layers: int) -> None:

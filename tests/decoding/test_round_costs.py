@@ -61,6 +61,8 @@ class TimedDrafter:
     draft_seconds: float = 0.5
     first_seconds: float = 0.0
     """What the first step of a draft takes more."""
+    look_seconds: float = 0.0
+    """What a step takes more if a rule looks at what it gives."""
     verify_seconds: tuple[float, ...] = tuple(2.0 + 0.1 * width**2 for width in range(65))
     most: int = 64
     disturbed: dict[tuple[int, int], float] = field(default_factory=dict)
@@ -80,6 +82,7 @@ class TimedDrafter:
         self.asked.append(limit)
         drafted = min(limit, self.most)
         self.clock.seconds += drafted * self.draft_seconds + (self.first_seconds if drafted else 0.0)
+        self.clock.seconds += drafted * self.look_seconds if controller.looks_at_drafts else 0.0
         return Draft(drafted, None)
 
     def verify(self, text: Text, cache: KVCache, draft: Draft) -> Tensor:
@@ -140,16 +143,16 @@ def test_clock_that_stands_still_makes_all_passes_alike_and_ends() -> None:
     drafter = TimedDrafter(Clock())
     costs = measure_round_costs(TimedTarget(Clock()), drafter, 2, clock=clock)
     assert costs == RoundCosts(draft_step=0.5, verify=(1.0, 1.0, 1.0))  # a draft of two as long as one of one
-    assert drafter.asked == [0, 1, 2] * MOST_SWEEPS
+    assert drafter.asked == [0, 1, 2, 2] * MOST_SWEEPS  # the longest again, looked at
 
 
-@pytest.mark.parametrize(("budget_seconds", "num_sweeps"), [(0.0, 5), (1112.0, 5), (1113.0, 6), (1e9, MOST_SWEEPS)])
+@pytest.mark.parametrize(("budget_seconds", "num_sweeps"), [(0.0, 5), (1143.9, 5), (1144.1, 6), (1e9, MOST_SWEEPS)])
 def test_sweeps_are_repeated_until_the_time_is_spent(budget_seconds: float, num_sweeps: int) -> None:
     clock = Clock()
     drafter = TimedDrafter(clock)
-    # Reading the prompt takes 1000 s, a sweep 10 s for five plain steps, 3 s to draft and 9.4 s to verify: five end at 1112 s.
+    # Reading the prompt takes 1000 s, a sweep 12 s for six plain steps, 4.5 s to draft and 12.3 s to verify: five end at 1144 s.
     measure_round_costs(TimedTarget(clock), drafter, 3, budget_seconds=budget_seconds, clock=clock)
-    assert drafter.asked == [0, 1, 2, 3] * num_sweeps
+    assert drafter.asked == [0, 1, 2, 3, 3] * num_sweeps
 
 
 def test_load_that_slows_everything_alike_changes_nothing() -> None:
@@ -167,6 +170,15 @@ def test_what_the_first_step_of_a_draft_takes_more_is_counted_to_the_verificatio
         assert costs.of(num_drafted) == pytest.approx(even.of(num_drafted) + 0.3, abs=2e-4)
     assert costs.of(0) == even.of(0)
     assert costs.draft_step == pytest.approx(0.25 + 0.3 / 4)
+
+
+def test_a_rule_that_looks_at_each_token_pays_for_it() -> None:
+    costs, blind = measure(4, look_seconds=0.3), measure(4)
+    assert costs.look == pytest.approx(0.15)  # 0.3 s of 2 s
+    assert (costs.draft_step, costs.verify) == (blind.draft_step, blind.verify)
+    assert blind.look == 0.0
+    assert costs.looking().of(3) == pytest.approx(costs.of(3) + 0.45)
+    assert costs.looking().look == 0.0, "paid once"
 
 
 def test_every_draft_begins_behind_the_same_text() -> None:

@@ -271,7 +271,7 @@ def test_description_names_times_and_error() -> None:
     error = CostError(median=0.03, worst=0.071, num_passes=8)
     seconds = TermSeconds(
         rest=((0.001,), (0.001,)), frame=(0.0001,), attention=((0.0002,),), mlp=(0.0003,), wider=(((0.0,),),),
-        narrowed=0.0, choice=0.0,
+        narrowed=0.0, choice=0.0, look=0.0,
     )  # fmt: skip
     kinds = BlockKinds(frame=(0, 0), attention=(0, 0), mlp=(0, 0))
     table = CostTable(kinds=kinds, widths=(1, 2), contexts=(64,), seconds=seconds, error=error)

@@ -42,11 +42,13 @@ def test_the_runner_is_as_before_whatever_happened(target: Target) -> None:
 
 def test_a_round_costs_its_drafts_and_its_verification(target: Target) -> None:
     table = made_up_costs(target)
-    costs = _Costs(SKIP, table, context=20, prefix_reuse=True)
+    costs = _Costs(SKIP, table, context=20, prefix_reuse=True, looks=False)
     plain = table.plain_seconds(context=20)
     expected = 3 * table.draft_seconds(SKIP, context=20) + table.verify_seconds(SKIP, 3, context=20, prefix_reuse=True)
     assert costs.of(drafted(3)) == pytest.approx(expected / plain)
     assert costs.of(drafted(0)) == pytest.approx(1.0, rel=1e-3)
+    looking = _Costs(SKIP, table, context=20, prefix_reuse=True, looks=True)
+    assert looking.of(drafted(3)) == pytest.approx((expected + 3 * table.seconds.look) / plain)
 
 
 def test_a_copy_costs_the_pass_of_the_whole_model_that_verifies_it(target: Target) -> None:
@@ -54,7 +56,7 @@ def test_a_copy_costs_the_pass_of_the_whole_model_that_verifies_it(target: Targe
     whole = table.verify_seconds(LayerSkip(), 3, context=20, prefix_reuse=False) / table.plain_seconds(context=20)
     in_front = SKIP.model_copy(update={"lookup": Lookup(max_tokens=4)})
     for draft in (PromptLookup(), in_front):
-        costs = _Costs(draft, table, context=20, prefix_reuse=True)
+        costs = _Costs(draft, table, context=20, prefix_reuse=True, looks=True)
         assert costs.of(drafted(3, looked_up=True)) == pytest.approx(whole + 3 * COPYING)
     assert costs.of(drafted(3)) != costs.of(drafted(3, looked_up=True))
 
