@@ -15,7 +15,7 @@ from functools import partial
 import torch
 from greenlet import getcurrent, greenlet
 
-from decoding.cache import KVCache, Storage
+from decoding.cache import KVCache
 from decoding.decode import NewCache
 from decoding.rounds import Prefill, Round
 from decoding.runners import Outputs, Part, PassOfOne
@@ -68,14 +68,14 @@ class InStep:
         self._target = target
         self._is_one = num_texts == 1
         # Behind all positions of a text one place is kept for what padding writes.
-        self._memory = Storage(target.num_layers, capacity + 1, num_rows=num_texts)
+        self._cache = None if self._is_one else target.runner.new_cache(target.num_layers, capacity + 1, num_texts)
         self._asked: dict[int, tuple[Part, PassOfOne]] = {}
 
     def new_cache(self, row: int, capacity: int) -> KVCache:
         """An empty cache for the text of that row, whose passes may be asked for within `run` alone."""
-        if self._is_one:
+        if self._cache is None:
             return self._target.new_cache(capacity)
-        cache = KVCache(self._target.num_layers, capacity, self._memory.row(row))
+        cache = KVCache(self._target.num_layers, capacity, self._cache.storage.row(row))
 
         def wait(part: Part, asked: PassOfOne) -> Outputs:
             self._asked[row] = part, asked
@@ -121,7 +121,8 @@ class InStep:
         passes = {row: asked for row, (part, asked) in sorted(self._asked.items()) if part is chosen}
         for row in passes:
             del self._asked[row]
-        return self._target.runner.run_together(chosen, passes, self._memory)
+        assert self._cache is not None, "a single text is not held up"
+        return self._target.runner.run_together(chosen, passes, self._cache.storage)
 
 
 def _resume(task: greenlet, *outputs: Outputs) -> None:

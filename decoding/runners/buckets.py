@@ -13,6 +13,9 @@ class Buckets:
     widths: tuple[int, ...]
     places: int
     """Reads are of a multiple of this many places: fewer shapes against fewer places read in vain."""
+    all_rows: bool = False
+    """Whether a pass of several texts goes over all rows of their memory, those that take no part among them: fewer shapes against
+    fewer rows computed in vain."""
 
     @property
     def widest(self) -> int:
@@ -41,4 +44,4 @@ PADDED_WIDTHS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 48, 65)
 """Where a recording is kept for each width and wider passes cost hardly more."""
 
 CPU_BUCKETS = Buckets(EXACT_WIDTHS, places=64)
-GPU_BUCKETS = Buckets(PADDED_WIDTHS, places=256)
+GPU_BUCKETS = Buckets(PADDED_WIDTHS, places=256, all_rows=True)

@@ -108,8 +108,8 @@ class Runner(Protocol):
     def block_call(self) -> BlockCall | None:
         """How a block is called in passes of fixed shapes; None if there are no such passes."""
 
-    def new_cache(self, num_layers: int, capacity: int) -> KVCache:
-        """An empty cache for one text of at most `capacity` tokens."""
+    def new_cache(self, num_layers: int, capacity: int, num_rows: int = 1) -> KVCache:
+        """An empty cache for a text of at most `capacity` tokens; or, in its `storage`, memory for several, a row each."""
 
     def run(
         self,

@@ -12,7 +12,7 @@ from decoding.errors import UnsupportedRunnerError
 from decoding.runners.contract import Inputs, Outputs, Part, PassOfOne, Written
 from decoding.runners.greedy import write_by
 from decoding.runners.masks import MaskKinds
-from decoding.runners.together import Rows, compute_together, of_one
+from decoding.runners.together import RowInputs, Rows, compute_rows, of_one, of_rows
 
 LONGEST_PASS = 1024
 """Positions of a prompt that are read at once: enough for any device to be busy, few beside what their activations take."""
@@ -28,9 +28,9 @@ class EagerRunner:
     def __init__(self, mask_kinds: MaskKinds | None = None) -> None:
         self._mask_kinds = mask_kinds
 
-    def new_cache(self, num_layers: int, capacity: int) -> KVCache:
+    def new_cache(self, num_layers: int, capacity: int, num_rows: int = 1) -> KVCache:
         """A cache of just this capacity."""
-        return KVCache(num_layers, capacity)
+        return KVCache(num_layers, capacity, Storage(num_layers, capacity, num_rows=num_rows))
 
     def run(
         self,
@@ -77,4 +77,6 @@ class EagerRunner:
         """See `Runner.run_together`. `UnsupportedRunnerError` for a model whose masks are not known."""
         if self._mask_kinds is None:
             raise UnsupportedRunnerError("where the layers of this model look is not known: its texts run one by one")
-        return compute_together(part, passes, memory, self._mask_kinds, Rows.of(passes))
+        rows, cache = Rows.of(passes), KVCache(len(memory.layers), memory.capacity, memory)
+        outputs = compute_rows(part, RowInputs.of(passes, rows), cache, self._mask_kinds, rows)
+        return of_rows(outputs, passes, rows)

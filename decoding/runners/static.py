@@ -11,9 +11,8 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
-from dataclasses import dataclass
-from typing import Any, cast
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -27,10 +26,12 @@ from decoding.runners.eager import EagerRunner
 from decoding.runners.graphs import Given, record
 from decoding.runners.greedy import write_by
 from decoding.runners.masks import MaskKinds
-from decoding.runners.together import Rows, compute_together, of_one
+from decoding.runners.together import RowInputs, Rows, compute_rows, of_one, of_rows
 
-_Key = tuple["_Shape", int, bool, bool]
+_Key = tuple[Any, int, bool, bool]
 """Shape and memory of a pass, and torch's modes."""
+
+Shape = TypeVar("Shape", "_Shape", Rows)
 
 CHAINS = (8, 4, 2)
 """How many tokens are written by one recording: a draft of any length is put together from these and single passes."""
@@ -61,27 +62,26 @@ class StaticRunner:
         self._inputs: dict[int, _Buffers] = {}
         # Recordings go with the part that they are of, and are bound to the memory that they read.
         self._prepared: weakref.WeakKeyDictionary[Part, dict[_Key, Callable[[], Any]]] = weakref.WeakKeyDictionary()
-        self._prepared_together: weakref.WeakKeyDictionary[Part, set[tuple[int | bool, ...]]] = (
-            weakref.WeakKeyDictionary()
-        )
+        self._row_inputs: dict[Rows, RowInputs] = {}
 
-    def new_cache(self, num_layers: int, capacity: int) -> KVCache:
-        """An empty cache with room for padding, in memory that an earlier text has left if there is enough of it."""
-        storage = self._take(num_layers, self.buckets.capacity(capacity))
+    def new_cache(self, num_layers: int, capacity: int, num_rows: int = 1) -> KVCache:
+        """An empty cache with room for padding, in memory that earlier texts have left if there is enough of it."""
+        storage = self._take(num_layers, self.buckets.capacity(capacity), num_rows)
         cache = KVCache(num_layers, capacity, storage)
         weakref.finalize(cache, self._free.append, storage).atexit = False
         return cache
 
-    def _take(self, num_layers: int, places: int) -> Storage:
-        for storage in self._free:
-            if len(storage.layers) == num_layers and storage.capacity >= places:
+    def _take(self, num_layers: int, places: int, num_rows: int) -> Storage:
+        alike = [each for each in self._free if (len(each.layers), each.num_rows) == (num_layers, num_rows)]
+        for storage in alike:
+            if storage.capacity >= places:
                 self._free.remove(storage)
                 return storage
         # What was free is too small for this text. The new one will do for those too: so the sizes that there are stay few.
-        for small in self._free:
+        for small in alike:
             self._forget(small)
-        self._free.clear()
-        return Storage(num_layers, places)
+            self._free.remove(small)
+        return Storage(num_layers, places, num_rows=num_rows)
 
     def _forget(self, storage: Storage) -> None:
         """Let go of the recordings that are bound to this memory."""
@@ -135,17 +135,25 @@ class StaticRunner:
         return self._prepared_pass(part, cache, shape, self._compute_chain)
 
     def run_together(self, part: Part, passes: Mapping[int, PassOfOne], memory: Storage) -> dict[int, Outputs]:
-        """See `Runner.run_together`. The blocks are compiled as ever; these passes are not recorded."""
+        """See `Runner.run_together`."""
         if self.exact_width is not None:
             raise UnsupportedRunnerError("in bit-exact mode a pass is of one text")
+        width = max(each.width for each in passes.values())
+        if width > self.buckets.widest:
+            return self._as_they_are.run_together(part, passes, memory)
         # The compiler takes a size of 1 for a constant: the last text of a batch would be compiled for in the middle of it.
-        rows = Rows.of(passes, fewest=2)
-        known = self._prepared_together.setdefault(part, set())
-        key = (rows.num_rows, rows.width, torch.is_grad_enabled(), torch.is_inference_mode_enabled())
-        with nullcontext() if key in known else compiling(self.block_call):
-            outputs = compute_together(part, passes, memory, self._mask_kinds, rows)
-        known.add(key)
-        return outputs
+        rows = Rows.of(passes, fewest=memory.num_rows if self.buckets.all_rows else min(2, memory.num_rows))
+        width = self.buckets.width(width)
+        furthest = max(each.start for each in passes.values()) + width
+        rows = replace(rows, width=width, places=min(self.buckets.reach(furthest), memory.capacity))
+        given = RowInputs.of(passes, rows)
+        kept = self._row_inputs.setdefault(replace(rows, places=0), given)
+        kept.fill(given)
+        cache = KVCache(len(memory.layers), memory.capacity, memory)
+        return of_rows(self._prepared_pass(part, cache, rows, self._compute_rows), passes, rows)
+
+    def _compute_rows(self, part: Part, cache: KVCache, rows: Rows) -> Outputs:
+        return compute_rows(part, self._row_inputs[replace(rows, places=0)], cache, self._mask_kinds, rows)
 
     def _shape(self, start: int, width: int, last_only: bool, states: Tensor | None) -> _Shape:
         bucket = self.buckets.width(width)
@@ -161,7 +169,7 @@ class StaticRunner:
         return self._inputs[width]
 
     def _prepared_pass(
-        self, part: Part, cache: KVCache, shape: _Shape, compute: Callable[[Part, KVCache, _Shape], Given]
+        self, part: Part, cache: KVCache, shape: Shape, compute: Callable[[Part, KVCache, Shape], Given]
     ) -> Given:
         """Run a pass of this shape, prepared if there was one before: the first compiles what is not, and is recorded."""
         known = self._prepared.setdefault(part, {})
@@ -220,7 +228,7 @@ class StaticRunner:
 
 
 def _bound(
-    part: Part, storage: Storage, shape: _Shape, compute: Callable[[Part, KVCache, _Shape], Given]
+    part: Part, storage: Storage, shape: Shape, compute: Callable[[Part, KVCache, Shape], Given]
 ) -> Callable[[], Given]:
     """The pass, bound to memory but neither to a text nor to keeping its part."""
     whole = KVCache(len(storage.layers), storage.capacity, storage)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from decoding.cache import KVCache, Storage
+from decoding.cache import KVCache
 from decoding.runners.contract import Inputs, Outputs, Part, PassOfOne
 from decoding.runners.masks import MaskKinds
 
@@ -26,6 +26,8 @@ class Rows:
     width: int
     places: int
     """How many places of the memory it reads."""
+    resumes: bool
+    """Whether it is given states to resume from."""
 
     @classmethod
     def of(cls, passes: Mapping[int, PassOfOne], fewest: int = 1) -> Rows:
@@ -37,46 +39,72 @@ class Rows:
         first = min(*passes, max(last + 1 - fewest, 0))
         ends = [each.start + each.width for each in passes.values()]
         num_rows = max(last + 1 - first, fewest)
-        return cls(first, num_rows, max(each.width for each in passes.values()), max(ends))
+        resumes = any(each.states is not None for each in passes.values())
+        return cls(first, num_rows, max(each.width for each in passes.values()), max(ends), resumes)
 
 
-def compute_together(
-    part: Part, passes: Mapping[int, PassOfOne], memory: Storage, mask_kinds: MaskKinds, rows: Rows
-) -> dict[int, Outputs]:
-    """Run `part` once over `rows` of `memory`; what comes of it for each of the texts in `passes`."""
-    device = next(iter(passes.values())).token_ids.device
-    asked = [passes.get(row) for row in range(rows.first, rows.first + rows.num_rows)]
-    starts, widths = zip(*((each.start, each.width) if each else (0, 0) for each in asked), strict=True)
-    start, width = torch.tensor([starts, widths], device=device)
-    last, steps = (width - 1).clamp_min(0), torch.arange(rows.width, device=device)
+@dataclass
+class RowInputs:
+    """What a pass over rows is computed from: everything on the device, so that it can be recorded."""
+
+    token_ids: Tensor
+    """[rows, width]."""
+    start: Tensor
+    """[rows]: the place of each text's first token."""
+    widths: Tensor
+    """[rows]: how many positions are no padding; 0 for a text that takes no part."""
+    states: Tensor | None
+    """Known states [.., rows, width, hidden] that the part resumes from."""
+
+    @classmethod
+    def of(cls, passes: Mapping[int, PassOfOne], rows: Rows) -> RowInputs:
+        """Those of the texts in `passes`, below one another."""
+        device = next(iter(passes.values())).token_ids.device
+        asked = [passes.get(row) for row in range(rows.first, rows.first + rows.num_rows)]
+        starts, widths = zip(*((each.start, each.width) if each else (0, 0) for each in asked), strict=True)
+        start, width = torch.tensor([starts, widths], device=device)
+        token_ids = _stacked({row: each.token_ids for row, each in passes.items()}, rows, dim=-1)
+        states = {row: each.states for row, each in passes.items() if each.states is not None}
+        return cls(token_ids, start, width, _stacked(states, rows, dim=-2) if states else None)
+
+    def fill(self, other: RowInputs) -> None:
+        """Take what another pass of the same shape is given, in the memory that this one has."""
+        for kept, given in ((self.token_ids, other.token_ids), (self.start, other.start), (self.widths, other.widths)):
+            kept.copy_(given)
+        if self.states is not None and other.states is not None:
+            self.states.copy_(other.states)
+
+
+def compute_rows(part: Part, given: RowInputs, cache: KVCache, mask_kinds: MaskKinds, rows: Rows) -> Outputs:
+    """Run `part` once over `rows` of the memory that `cache` lies in: what comes of all of them. Waits for nothing."""
+    start, widths = given.start[:, None], given.widths[:, None]
+    last, steps = (given.widths - 1).clamp_min(0), torch.arange(rows.width, device=given.start.device)
     # Padding stands, and looks, where the last token does.
-    positions = start[:, None] + torch.minimum(steps, last[:, None])
-    slots = torch.where(steps < width[:, None], start[:, None] + steps, memory.capacity - 1)
-    cache = KVCache(len(memory.layers), memory.capacity, memory)
-    window = memory.window
+    positions = start + torch.minimum(steps, last[:, None])
+    slots = torch.where(steps < widths, start + steps, cache.storage.capacity - 1)
+    window = cache.window
     window.rows = slice(rows.first, rows.first + rows.num_rows)
-    window.start, window.end = max(starts), rows.places
+    window.start, window.end = rows.places - rows.width, rows.places
     window.begin(slots, last, slots.gather(1, last[:, None]), mask_kinds.masks(positions, rows.places))
     try:
-        outputs = part.compute(
+        return part.compute(
             Inputs(
-                token_ids=_stacked({row: each.token_ids for row, each in passes.items()}, rows, dim=-1),
+                token_ids=given.token_ids,
                 positions=positions,
                 cache=cache,
                 logits_to_keep=0,
-                states=_stacked_states(passes, rows),
+                states=given.states,
                 last=last,
                 masks=window.masks,
             )
         )
     finally:
         window.end_pass()
+
+
+def of_rows(outputs: Outputs, passes: Mapping[int, PassOfOne], rows: Rows) -> dict[int, Outputs]:
+    """What each of the texts in `passes` gets of what came of all."""
     return {row: _of_row(outputs, row - rows.first, each) for row, each in passes.items()}
-
-
-def _stacked_states(passes: Mapping[int, PassOfOne], rows: Rows) -> Tensor | None:
-    states = {row: each.states for row, each in passes.items() if each.states is not None}
-    return _stacked(states, rows, dim=-2) if states else None
 
 
 def _stacked(values: Mapping[int, Tensor], rows: Rows, dim: int) -> Tensor:

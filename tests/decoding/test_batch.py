@@ -10,14 +10,16 @@ import torch
 
 from decoding.acceptance import Sampling
 from decoding.batch import in_step
+from decoding.cache import KVCache, Storage
 from decoding.decode import Request, autoregressive
 from decoding.decoder import Decoder, plain_decoder
 from decoding.draft_length import AdaEdl, BetaThompson, DraftLengthRule, Fixed, RoundCosts, TopProbability
 from decoding.exit_head import ExitHeads
 from decoding.profile import Draft, EarlyExit, LayerSkip, Lookup, PlainDecoding, PromptLookup
 from decoding.rounds import Prefill, Round
-from decoding.runners import Outputs, Part, PassOfOne
-from decoding.runners.together import Rows, compute_together
+from decoding.runners import MaskKinds, Outputs, Part, PassOfOne, Runner, StaticRunner, static
+from decoding.runners.buckets import Buckets
+from decoding.runners.together import RowInputs, Rows, compute_rows
 from decoding.target import Target
 from decoding.text import Ending, Shaping
 from tests.decoding.families import PROMISED, SUPPORTED, VOCABULARY, build, target_of
@@ -239,13 +241,12 @@ def test_nothing_is_compiled_for_the_text_that_is_the_last(monkeypatch: pytest.M
     assert target.alone is None
     shapes: list[tuple[int, int]] = []
 
-    def watched(part: Part, passes: dict[int, PassOfOne], memory: Any, kinds: Any, rows: Rows) -> dict[int, Outputs]:
-        assert rows.first <= min(passes)
-        assert max(passes) < rows.first + rows.num_rows <= 3
-        shapes.append((len(passes), rows.num_rows))
-        return compute_together(part, passes, memory, kinds, rows)
+    def watched(part: Part, given: RowInputs, cache: KVCache, kinds: Any, rows: Rows) -> Outputs:
+        assert rows.first + rows.num_rows <= 3
+        shapes.append((int((given.widths > 0).sum()), rows.num_rows))
+        return compute_rows(part, given, cache, kinds, rows)
 
-    monkeypatch.setattr("decoding.runners.static.compute_together", watched)
+    monkeypatch.setattr("decoding.runners.static.compute_rows", watched)
     for longest in range(3):
         requests = _requests([(4, 20 if row == longest else 5) for row in range(3)])
         for draft in ("plain", "sublayers"):
@@ -253,6 +254,60 @@ def test_nothing_is_compiled_for_the_text_that_is_the_last(monkeypatch: pytest.M
             assert _in_step(decoder, requests) == _alone(plain_decoder(target), requests)
     assert (1, 2) in shapes
     assert min(num_rows for _, num_rows in shapes) == 2
+
+
+PADDED = Buckets((1, 4, 9), places=16, all_rows=True)
+"""As on a GPU, where a pass of several texts goes over all rows of their memory, but with few shapes."""
+
+
+def padded(mask_kinds: MaskKinds, device: torch.device) -> Runner:
+    return StaticRunner(mask_kinds, device, compiled=False, buckets=PADDED)
+
+
+@pytest.mark.parametrize("draft", DRAFTS)
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gemma3n", "mixtral"])
+def test_each_text_is_that_of_plain_decoding_in_padded_passes_over_all_rows(family: str, draft: str) -> None:
+    target = Target(build(family), padded)
+    assert target.alone is None
+    requests = _requests()
+    plain = _alone(plain_decoder(target), requests)
+    for rule in (Fixed(max_tokens=3), TopProbability(max_tokens=5, threshold=0.3)):
+        assert _in_step(Decoder(target, DRAFTS[draft], rule), requests) == plain
+
+
+def test_passes_of_a_batch_have_few_shapes_and_are_those_of_the_next_batch_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each shape is prepared once: on a GPU, recorded."""
+    target = Target(build("llama"), padded)
+    assert target.alone is None
+    prepared: list[Rows] = []
+    bound = static._bound
+
+    def watched(part: Part, storage: Storage, shape: Any, compute: Any) -> Any:
+        if isinstance(shape, Rows):
+            prepared.append(shape)
+        return bound(part, storage, shape, compute)
+
+    monkeypatch.setattr(static, "_bound", watched)
+    decoder = Decoder(target, DRAFTS["sublayers"], Fixed(max_tokens=3))
+    requests = _requests([(4, 20), (6, 9), (5, 14)])
+    expected = _alone(plain_decoder(target), requests)
+    assert _in_step(decoder, requests) == expected
+    assert {(rows.first, rows.num_rows) for rows in prepared} == {(0, 3)}
+    assert {rows.width for rows in prepared} <= set(PADDED.widths)
+    assert len(prepared) <= 2 * 3 * len(PADDED.widths)
+    prepared.clear()
+    for order in ([2, 0, 1], [1, 2, 0]):
+        shuffled = [requests[row] for row in order]
+        assert _in_step(decoder, shuffled) == [expected[row] for row in order]
+    assert not prepared, "the memory of the batch before serves the next, and what is bound to it with it"
+
+
+def test_a_pass_wider_than_the_widest_bucket_is_run_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    narrow = Buckets((1, 2), places=16, all_rows=True)
+    target = Target(build("llama"), lambda kinds, device: StaticRunner(kinds, device, compiled=False, buckets=narrow))
+    requests = _requests()
+    plain = _alone(plain_decoder(target), requests)
+    assert _in_step(Decoder(target, DRAFTS["sublayers"], Fixed(max_tokens=5)), requests) == plain
 
 
 def test_a_loop_is_given_the_cache_of_its_row() -> None:
