@@ -340,4 +340,5 @@ class RoundsCache(Cache):
 def _allocate(states: Tensor, num_rows: int, capacity: int) -> Tensor:
     _, heads, _, size = states.shape
     # A pass of fixed shapes reads places that nothing was written to: hidden by its mask, but not if they are no numbers.
-    return torch.zeros((num_rows, heads, capacity, size), dtype=states.dtype, device=states.device)
+    with torch.inference_mode(False):  # memory that is kept may be written in any mode
+        return torch.zeros((num_rows, heads, capacity, size), dtype=states.dtype, device=states.device)

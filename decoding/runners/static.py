@@ -147,8 +147,9 @@ class StaticRunner:
         furthest = max(each.start for each in passes.values()) + width
         rows = replace(rows, width=width, places=min(self.buckets.reach(furthest), memory.capacity))
         given = RowInputs.of(passes, rows)
-        kept = self._row_inputs.setdefault(replace(rows, places=0), given)
-        kept.fill(given)
+        if (kept := replace(rows, places=0)) not in self._row_inputs:
+            self._row_inputs[kept] = given.copied()
+        self._row_inputs[kept].fill(given)
         cache = KVCache(len(memory.layers), memory.capacity, memory)
         return of_rows(self._prepared_pass(part, cache, rows, self._compute_rows), passes, rows)
 
@@ -165,7 +166,8 @@ class StaticRunner:
 
     def _buffers(self, width: int) -> _Buffers:
         if width not in self._inputs:
-            self._inputs[width] = _Buffers(width, self._device)
+            with torch.inference_mode(False):  # they are filled in any mode
+                self._inputs[width] = _Buffers(width, self._device)
         return self._inputs[width]
 
     def _prepared_pass(
@@ -272,7 +274,8 @@ class _Buffers:
         self.last.fill_(width - 1)
         if states is not None:
             if self.states is None:
-                self.states = states.new_zeros((*states.shape[:-2], self._steps.shape[0], states.shape[-1]))
+                with torch.inference_mode(False):
+                    self.states = states.new_zeros((*states.shape[:-2], self._steps.shape[0], states.shape[-1]))
             self.states[..., : states.shape[-2], :] = states
 
     def slots(self) -> Tensor:

@@ -67,6 +67,12 @@ class RowInputs:
         states = {row: each.states for row, each in passes.items() if each.states is not None}
         return cls(token_ids, start, width, _stacked(states, rows, dim=-2) if states else None)
 
+    def copied(self) -> RowInputs:
+        """The same in memory that may be written in any mode."""
+        with torch.inference_mode(False):
+            states = None if self.states is None else self.states.clone()
+            return RowInputs(self.token_ids.clone(), self.start.clone(), self.widths.clone(), states)
+
     def fill(self, other: RowInputs) -> None:
         """Take what another pass of the same shape is given, in the memory that this one has."""
         for kept, given in ((self.token_ids, other.token_ids), (self.start, other.start), (self.widths, other.widths)):

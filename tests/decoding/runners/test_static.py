@@ -429,3 +429,19 @@ def test_the_lm_head_of_one_position_is_called_as_the_blocks_are(monkeypatch: py
     assert plainly(target, Request(PROMPT, Ending(6))) == plain_text("llama", "several tokens")[:6]
     heads = [shape for name, shape in called if name == "PackedLinear"]
     assert heads == [(1, 1, 32)] * 5, "not that of the prompt, which is run as it is"
+
+
+def test_memory_made_in_inference_mode_serves_passes_outside_it() -> None:
+    target = Target(build("llama"), functools.partial(StaticRunner, compiled=False))
+    ids, expected = some_ids(12), []
+    for mode in (torch.inference_mode, torch.no_grad):
+        with mode():
+            cache = target.new_cache(12)
+            target.forward(ids[:, :6], cache, 0)
+            expected.append(target.forward(ids[:, 6:9], cache, 6).clone())
+        gc.collect()
+    assert torch.equal(*expected)
+
+
+def some_ids(length: int) -> Tensor:
+    return torch.tensor([some_tokens(length)])
