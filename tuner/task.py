@@ -64,7 +64,9 @@ def prepare(config: SearchConfig, progress: Progress) -> Task:
     if config.bitwise_width is not None and config.prefix_reuse:
         progress.say("bit-exact mode verifies from the first block: prefix reuse is off")
         config = config.model_copy(update={"prefix_reuse": False})
-    target = choose_target(loaded.model, config.runner, progress, exact_width=config.bitwise_width)
+    target = choose_target(
+        loaded.model, config.runner, progress, exact_width=config.bitwise_width, num_texts=config.batch_size
+    )
     if config.batch_size > 1 and (reason := target.alone) is not None:
         progress.say(f"the {config.batch_size} texts of a batch take turns, as no pass can be shared: {reason}")
     wanted = _wanted_heads(config, target)
@@ -107,14 +109,18 @@ def refuse_batches(config: SearchConfig, command: str) -> None:
         )
 
 
-def choose_target(model: PreTrainedModel, runner: str, progress: Progress, *, exact_width: int | None = None) -> Target:
-    """The model by the runner asked for, or by the faster one. Says what was chosen, and that compiling takes its time."""
+def choose_target(
+    model: PreTrainedModel, runner: str, progress: Progress, *, exact_width: int | None = None, num_texts: int = 1
+) -> Target:
+    """The model by the runner asked for, or by the one that is faster on so many texts in step. Says what was chosen, and that
+    compiling takes its time.
+    """
     if exact_width is not None:
         runner = "static"
     if runner == "eager":
         return Target(model)
     progress.stage(f"making the model ready for fixed shapes (runner {runner})")
-    choice = choose_runner(model, runner, exact_width=exact_width)
+    choice = choose_runner(model, runner, exact_width=exact_width, num_texts=num_texts)
     if runner == "auto":
         progress.say(f"runner {choice.target.runner.name}: {choice.reason}")
     return choice.target

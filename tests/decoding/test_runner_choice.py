@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 import torch
 
+from decoding.batch import InStep
 from decoding.cache import KVCache
 from decoding.errors import UnsupportedRunnerError
 from decoding.runner_choice import NUM_SWEEPS, choose_runner
@@ -37,6 +38,24 @@ def test_auto_takes_the_one_that_was_faster(clock: dict[str, float], static: flo
     choice = choose_runner(tiny_llama(), "auto", clock=lambda: clock["now"])
     assert choice.target.runner.name == chosen
     assert f"{1 / static:.2f} times as fast as eager" in choice.reason
+
+
+@pytest.mark.parametrize(("takes_turns", "num_together"), [(False, 3), (True, 1)])
+def test_passes_of_a_batch_are_timed_as_a_batch_runs_them(
+    takes_turns: bool, num_together: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counted: list[int] = []
+    run = InStep.run_through
+
+    def watched(self: InStep, tasks: Sequence[Callable[[], object]]) -> None:
+        counted.append(len(tasks))
+        run(self, tasks)
+
+    monkeypatch.setattr(InStep, "run_through", watched)
+    if takes_turns:
+        monkeypatch.setattr(Target, "alone", "for the sake of the test")
+    choose_runner(tiny_llama(), "auto", num_texts=3)
+    assert set(counted) == {num_together}
 
 
 def test_a_disturbed_sweep_does_not_decide(clock: dict[str, float]) -> None:

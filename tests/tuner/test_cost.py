@@ -249,6 +249,33 @@ def test_draft_steps_are_the_mean_of_so_many_that_they_take_as_long_as_the_whole
 
 
 @torch.inference_mode()
+@pytest.mark.usefixtures("uncompiled")
+@pytest.mark.parametrize(("runner", "runs"), [("eager", [1, 1]), ("static", [2, 1])])
+def test_the_first_pass_of_a_fixed_shape_is_not_timed(
+    runner: str, runs: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, clock, count = Target(tiny_llama(), runner), Clock(), 0
+    compute = ModelPart.compute
+
+    def timed(self: ModelPart, inputs: Inputs) -> Outputs:
+        nonlocal count
+        count += 1
+        clock.seconds += 100.0 if count == 1 and runner == "static" else 3.0  # the first is made ready
+        return compute(self, inputs)
+
+    timer = PassTimer(target, most_tokens=5, seed=0, clock=clock)
+    timer(Verification(2, 20))  # reads the prompt
+    monkeypatch.setattr(ModelPart, "compute", timed)
+    counts = []
+    for _ in runs:
+        count = 0 if not counts else 1
+        before = count
+        assert timer(Verification(4, 20)) == 3.0
+        counts.append(count - before)
+    assert counts == runs
+
+
+@torch.inference_mode()
 @pytest.mark.parametrize(
     "each",
     [
