@@ -6,13 +6,25 @@ import pytest
 import torch
 from torch import nn
 
+from decoding.decode import Request
+from decoding.decoder import Decoder
+from decoding.draft_length import Fixed, TopProbability
+from decoding.runners import StaticRunner, packed
 from decoding.runners.compilation import CompiledBlocks, compiling
-from decoding.runners.packed import PackedLinear, can_be_packed
+from decoding.runners.packed import FEWEST_BYTES, PackedLinear, can_be_packed
 from decoding.target import Target
 from decoding.target.parts import with_packed_linears
+from decoding.text import Ending
 from tests.decoding.families import build
+from tests.decoding.test_lossless import PROMPTS, SKIPS, plain_text
 
 PRECISIONS = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
+
+
+@pytest.fixture
+def all_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small layers, as those of the models here, are packed too."""
+    monkeypatch.setattr(packed, "FEWEST_BYTES", 0)
 
 
 @torch.inference_mode()
@@ -42,6 +54,7 @@ def test_it_multiplies_by_the_packed_copy_and_by_the_weight_itself_under_autogra
     assert layer.weight.grad is not None
 
 
+@pytest.mark.usefixtures("all_sizes")
 def test_what_is_no_plain_linear_layer_is_not_packed() -> None:
     class Special(nn.Linear):
         pass
@@ -58,6 +71,14 @@ def test_precisions_that_the_processor_does_not_compute_in_are_not_packed(monkey
     assert not can_be_packed(nn.Linear(4, 4))
 
 
+@pytest.mark.parametrize("dtype", PRECISIONS)
+def test_small_layers_are_left_alone(dtype: torch.dtype) -> None:
+    rows = FEWEST_BYTES // (64 * dtype.itemsize)
+    assert can_be_packed(nn.Linear(64, rows, dtype=dtype, bias=False))
+    assert not can_be_packed(nn.Linear(64, rows - 1, dtype=dtype))
+
+
+@pytest.mark.usefixtures("all_sizes")
 def test_a_copy_of_a_module_has_the_packed_layers_and_shares_all_else() -> None:
     module = nn.ModuleDict({"mlp": nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)), "norm": nn.LayerNorm(4)})
     twin = with_packed_linears(module)
@@ -69,17 +90,30 @@ def test_a_copy_of_a_module_has_the_packed_layers_and_shares_all_else() -> None:
     assert with_packed_linears(module["norm"]) is module["norm"]
 
 
-def packed_layers(module: nn.Module) -> list[nn.Module]:
-    return [each for each in module.modules() if isinstance(each, PackedLinear)]
+def packed_layers(block: nn.Module) -> list[nn.Module]:
+    """Those of a block, or of the block that stands behind another at its place."""
+    return [each for each in getattr(block, "block", block).modules() if isinstance(each, PackedLinear)]
 
 
-@pytest.mark.usefixtures("uncompiled")
+@pytest.mark.usefixtures("uncompiled", "all_sizes")
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gemma3n", "gpt_neox_parallel", "mixtral", "phi3", "qwen3"])
+def test_drafted_and_plain_text_are_those_of_weights_as_they_are(family: str) -> None:
+    target = Target(build(family), lambda kinds, device: StaticRunner(kinds, device, compiled=False))
+    assert packed_layers(target.stack[0])
+    prompt, expected = PROMPTS["several tokens"], plain_text(family, "several tokens")
+    for skip in SKIPS.values():
+        for rule in (Fixed(max_tokens=4), TopProbability(max_tokens=5, threshold=0.3)):
+            decoder = Decoder(target, skip, rule)
+            assert decoder.generate(Request(prompt, Ending(len(expected)))).tokens == expected
+
+
+@pytest.mark.usefixtures("uncompiled", "all_sizes")
 def test_the_static_runner_packs_blocks_and_lm_head_and_leaves_the_model_alone() -> None:
     model = build("llama")
     target = Target(model, "static")
-    assert all(len(packed_layers(block.block)) == 7 for block in target.stack)
+    assert all(len(packed_layers(block)) == 7 for block in target.stack)
     assert not packed_layers(model)
-    assert not any(packed_layers(getattr(block, "block", block)) for block in Target(model).stack)
+    assert not any(packed_layers(block) for block in Target(model).stack)
     heads = {id(part._module.lm_head.block) for part in (target.whole, target.part(target.stack))}
     assert len(heads) == 1, "the LM head is packed once, for all parts"
 
