@@ -57,7 +57,12 @@ def forecast_exits(problem: Problem, drafts: Sequence[EarlyExit], max_tokens: in
     forecasts = []
     for draft in drafts:
         together = batches.of_draft(draft, prefix_reuse=problem.prefix_reuse)
-        replays = {rule: replay(rule, recordings[draft], costs[draft], None, together) for rule in _rules(max_tokens)}
+        replays = {
+            rule: replay(
+                rule, recordings[draft], costs[draft], None, together, most_drafted=problem.target.most_drafted
+            )
+            for rule in _rules(max_tokens)
+        }
         speedups = {rule: replayed.speedup for rule, replayed in replays.items()}
         rule = max(speedups, key=lambda rule: speedups[rule])
         forecasts.append(

@@ -122,7 +122,10 @@ class Predictor:
         if isinstance(draft, PromptLookup):
             copies = self._copies_of(draft, rule.max_tokens)
             right = _share_right(copies)
-            return Prediction(draft, rule, replay_copies(rule, copies, self.whole, self._together), right, right)
+            replayed = replay_copies(
+                rule, copies, self.whole, self._together, most_drafted=self.survey.target.most_drafted
+            )
+            return Prediction(draft, rule, replayed, right, right)
         recordings = self.survey.record(part_of_model(draft))
         lookup = None
         if draft.lookup is not None:
@@ -132,7 +135,8 @@ class Predictor:
         agreed = sum(sum(recording.matches) for recording in recordings)
         overlap = sum(recording.acceptance * len(recording.matches) for recording in recordings)
         together = self._together.of_draft(draft, prefix_reuse=self._prefix_reuse) if self._together else None
-        replayed = replay(rule, recordings, self.costs(draft), lookup, together)
+        costs = self.costs(draft)
+        replayed = replay(rule, recordings, costs, lookup, together, most_drafted=self.survey.target.most_drafted)
         return Prediction(draft, rule, replayed, agreed / tested, overlap / tested)
 
     def predict_all(self, draft: Drafting, rules: Iterable[DraftLengthRule]) -> list[Prediction]:

@@ -137,27 +137,37 @@ def replay(
     costs: RoundCosts,
     lookup: LookupReplay | None = None,
     together: Together | None = None,
+    *,
+    most_drafted: int | None = None,
 ) -> Replayed:
     """Let `rule` steer over the recorded texts, each with a fresh controller unless it is persistent.
 
     Rounds that `lookup` drafts are none of the rule's. With `together` its batches are written in step, and `costs` are those of
-    passes over as many texts; without it each text is by itself.
+    passes over as many texts; without it each text is by itself. `most_drafted` is how many tokens a verification has room for,
+    if that is bounded.
     """
 
     def rounds(controller: Controller, text: int) -> Iterator[Step]:
-        return _rounds(controller, recordings[text], lookup, text)
+        return _rounds(controller, recordings[text], lookup, text, most_drafted)
 
     lengths = [len(recording.matches) for recording in recordings]
     return _replay(rule, lengths, rounds, costs, lookup.verify if lookup else None, together)
 
 
 def replay_copies(
-    rule: DraftLengthRule, copies: Sequence[Copies], costs: RoundCosts, together: Together | None = None
+    rule: DraftLengthRule,
+    copies: Sequence[Copies],
+    costs: RoundCosts,
+    together: Together | None = None,
+    *,
+    most_drafted: int | None = None,
 ) -> Replayed:
-    """Prompt lookup alone, with `rule` deciding how many tokens are copied; `costs` are those of the whole target's passes."""
+    """Prompt lookup alone, with `rule` deciding how many tokens are copied; `costs` are those of the whole target's passes. For
+    the others see `replay`.
+    """
 
     def rounds(controller: Controller, text: int) -> Iterator[Step]:
-        return _copied_rounds(controller, copies[text])
+        return _copied_rounds(controller, copies[text], most_drafted)
 
     return _replay(rule, [len(text) for text in copies], rounds, costs, None, together)
 
@@ -208,10 +218,12 @@ class _Counted:
             yield step
 
 
-def _rounds(controller: Controller, recording: Recording, lookup: LookupReplay | None, text: int) -> Iterator[Step]:
+def _rounds(
+    controller: Controller, recording: Recording, lookup: LookupReplay | None, text: int, most_drafted: int | None
+) -> Iterator[Step]:
     place, end = 0, len(recording.matches)
     while place < end:
-        room = end - place - 1  # the last token of a text is the target's
+        room = _room(end - place, most_drafted)
         if lookup is not None and room and (num_right := lookup.copies[text][place]) is not None:
             num_copied = min(lookup.max_tokens, room)
             yield Step(num_copied, 0, num_accepted := min(num_right, num_copied), looked_up=True)
@@ -231,10 +243,15 @@ def _rounds(controller: Controller, recording: Recording, lookup: LookupReplay |
         place += num_accepted + 1
 
 
-def _copied_rounds(controller: Controller, copies: Copies) -> Iterator[Step]:
+def _room(num_left: int, most_drafted: int | None) -> int:
+    """How many tokens may be drafted of a text that wants so many more: its last token is the target's."""
+    return num_left - 1 if most_drafted is None else min(num_left - 1, most_drafted)
+
+
+def _copied_rounds(controller: Controller, copies: Copies, most_drafted: int | None) -> Iterator[Step]:
     place, end = 0, len(copies)
     while place < end:
-        room = end - place - 1
+        room = _room(end - place, most_drafted)
         num_right = copies[place] if room else None
         if num_right is None:
             yield Step(0, 0, 0)

@@ -168,6 +168,12 @@ class Target:
         """Most positions the model was made for, if its configuration says so."""
         return getattr(self.config, "max_position_embeddings", None)
 
+    @property
+    def most_drafted(self) -> int | None:
+        """How many drafted tokens a verification has room for: in bit-exact mode all but one of its positions, else any number."""
+        exact_width = self.runner.exact_width
+        return None if exact_width is None else exact_width - 1
+
     def widest_pass(self, start: int) -> int | None:
         """Most positions a pass from `start` may cover and still compute what one-token passes would; None if any number.
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -9,6 +11,7 @@ from decoding.decode import Request
 from decoding.decoder import Decoder, plain_decoder
 from decoding.draft_length import BetaThompson, DraftLengthRule, Fixed, RoundCosts, TopProbability
 from decoding.profile import EarlyExit, LayerSkip, Lookup, PromptLookup
+from decoding.runners import StaticRunner
 from decoding.target import Target
 from decoding.text import Ending
 from studies.replay import LookupReplay, replay, replay_copies
@@ -89,3 +92,31 @@ def test_sampled_copies_are_accepted_as_often_as_their_tokens_are_likely(
             logits = target.model(torch.tensor([[*prompt, *text[:-1]]])).logits[0, len(prompt) :]
             expected += torch.softmax(logits / 2.0, -1).gather(1, torch.tensor(text[1:])[:, None])[:, 0].tolist()
     assert share == pytest.approx(sum(expected[place] for place in where_right) / len(where_right), abs=0.04)
+
+
+@pytest.mark.parametrize(
+    "draft", [PromptLookup(), LayerSkip.blocks([2, 4]), EarlyExit(exit_layer=3, lookup=Lookup(max_tokens=6))]
+)
+def test_in_bit_exact_mode_rounds_are_no_longer_than_a_verification_has_room_for(
+    texts: list[tuple[int, ...]], draft: PromptLookup | LayerSkip | EarlyExit
+) -> None:
+    exact = Target(tiny_target(NUM_LAYERS).model, partial(StaticRunner, compiled=False, exact_width=4))
+    assert exact.most_drafted == 3
+    survey, rule = Survey(exact, PROMPTS, texts, depth=3), Fixed(max_tokens=8)
+    decoder = Decoder(exact, draft, rule)
+    rounds = [decoder.generate(Request(prompt, Ending(40))).rounds for prompt in PROMPTS]
+    assert max(each.num_drafted for text in rounds for each in text) == 3
+    if isinstance(draft, PromptLookup):
+        replayed = replay_copies(rule, survey.copies(draft, 8), WHOLE, most_drafted=exact.most_drafted)
+        assert replayed.rounds == sum(map(len, rounds))
+        expected = sum(WHOLE.of(each.num_drafted) for text in rounds for each in text)
+    else:
+        front = draft.lookup and LookupReplay(survey.copies(draft.lookup, 6), 6, WHOLE)
+        recordings = survey.record(draft.model_copy(update={"lookup": None}))
+        replayed = replay(rule, recordings, COSTS, front, most_drafted=exact.most_drafted)
+        expected = sum(
+            WHOLE.verify_cost(each.num_drafted) if each.looked_up else COSTS.of(each.num_drafted)
+            for text in rounds
+            for each in text
+        )
+    assert replayed.cost == pytest.approx(expected)
