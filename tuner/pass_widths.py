@@ -7,19 +7,19 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import statistics
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
-from scipy import stats
 
 from decoding.round_costs import Clock
 from decoding.runners import RUNNERS
 from decoding.target import Target
+from studies.measurement import paired_interval
 from tuner.environment import device_name, versions
 from tuner.loading import load
 from tuner.measure import synchronize, undisturbed
@@ -72,14 +72,6 @@ def time_widths(
     return found
 
 
-def ratio(above: Sequence[float], below: Sequence[float]) -> tuple[float, float, float]:
-    """The geometric mean of the ratios sweep by sweep, and its 95 % interval (Student's t of the logs)."""
-    logs = [math.log(a / b) for a, b in zip(above, below, strict=True)]
-    mean = statistics.fmean(logs)
-    reach = float(stats.sem(logs) * stats.t.ppf(0.975, len(logs) - 1))
-    return math.exp(mean), math.exp(mean - reach), math.exp(mean + reach)
-
-
 def summarise(taken: Taken) -> list[dict[str, Any]]:
     """For each runner and width: the median seconds, and these over a pass of one position, and over eager's of as many."""
     rows = []
@@ -90,11 +82,17 @@ def summarise(taken: Taken) -> list[dict[str, Any]]:
                     "runner": name,
                     "width": width,
                     "median_seconds": statistics.median(seconds),
-                    "over_one_position": ratio(seconds, by_width[1]),
-                    "over_eager": ratio(seconds, taken["eager"][width]),
+                    "over_one_position": _ratio(seconds, by_width[1]),
+                    "over_eager": _ratio(seconds, taken["eager"][width]),
                 }
             )
     return rows
+
+
+def _ratio(seconds: Sequence[float], of: Sequence[float]) -> tuple[float, float, float]:
+    """How many times as long, with the 95 % interval over sweeps, in pairs."""
+    interval = paired_interval(np.array(seconds), np.array(of))
+    return (interval.value, *interval.ci95)
 
 
 def main() -> None:

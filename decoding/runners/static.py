@@ -149,7 +149,8 @@ class StaticRunner:
         given = RowInputs.of(passes, rows)
         if (kept := replace(rows, places=0)) not in self._row_inputs:
             self._row_inputs[kept] = given.copied()
-        self._row_inputs[kept].fill(given)
+        else:
+            self._row_inputs[kept].fill(given)
         cache = KVCache(len(memory.layers), memory.capacity, memory)
         return of_rows(self._prepared_pass(part, cache, rows, self._compute_rows), passes, rows)
 

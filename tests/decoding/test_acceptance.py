@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor
 
 from decoding.acceptance import Greedy, Sampling, accept_certain, accept_greedy, accept_sampled
+from tests.waits import waits
 
 
 def ids(*tokens: int) -> Tensor:
@@ -150,17 +148,7 @@ def test_sampling_without_a_draft_samples_from_the_target() -> None:
 
 
 @pytest.mark.parametrize("num_drafted", [0, 1, 4])
-def test_the_host_waits_once_for_the_outcome(monkeypatch: pytest.MonkeyPatch, num_drafted: int) -> None:
-    """On a device each of these is a wait."""
-    waits: list[str] = []
-    for name in ("item", "tolist", "__bool__", "__int__", "__float__", "__index__"):
-        genuine = getattr(Tensor, name)
-
-        def watched(tensor: Tensor, genuine: Callable[..., Any] = genuine, name: str = name) -> Any:
-            waits.append(name)
-            return genuine(tensor)
-
-        monkeypatch.setattr(Tensor, name, watched)
+def test_the_host_waits_once_for_the_outcome(num_drafted: int) -> None:
     p = torch.softmax(torch.randn(num_drafted + 1, 6, generator=torch.Generator().manual_seed(1)), dim=-1)
     drafted = torch.zeros(num_drafted, dtype=torch.long)
     for judge in (
@@ -168,6 +156,6 @@ def test_the_host_waits_once_for_the_outcome(monkeypatch: pytest.MonkeyPatch, nu
         lambda: accept_sampled(drafted, p[:-1], p),
         lambda: accept_certain(drafted, p),
     ):
-        waits.clear()
-        judge()
-        assert waits == ["tolist"]
+        with waits() as asked:
+            judge()
+        assert asked == ["tolist"]

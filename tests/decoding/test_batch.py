@@ -302,7 +302,7 @@ def test_passes_of_a_batch_have_few_shapes_and_are_those_of_the_next_batch_too(m
     assert not prepared, "the memory of the batch before serves the next, and what is bound to it with it"
 
 
-def test_a_pass_wider_than_the_widest_bucket_is_run_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pass_wider_than_the_widest_bucket_is_run_as_it_is() -> None:
     narrow = Buckets((1, 2), places=16, all_rows=True)
     target = Target(build("llama"), lambda kinds, device: StaticRunner(kinds, device, compiled=False, buckets=narrow))
     requests = _requests()

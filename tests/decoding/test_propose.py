@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from transformers.generation import RepetitionPenaltyLogitsProcessor
 
 from decoding.acceptance import Acceptance, Greedy, Sampling
@@ -25,6 +23,7 @@ from decoding.target import Target
 from decoding.text import Shaping, Text
 from tests.decoding.families import NUM_LAYERS, build, some_tokens
 from tests.decoding.test_early_exit import untrained_head
+from tests.waits import waits
 
 ROOM = 16
 RUNNERS: dict[str, Callable[..., Any] | str] = {
@@ -41,22 +40,6 @@ DRAFTERS: dict[str, Callable[[Target], Drafter]] = {
 @functools.cache
 def target_by(runner: str) -> Target:
     return Target(build("llama"), RUNNERS[runner])
-
-
-@contextmanager
-def waits() -> Iterator[list[str]]:
-    """How the host asks for numbers meanwhile; on a device each of these is a wait."""
-    asked: list[str] = []
-    with pytest.MonkeyPatch.context() as patch:
-        for name in ("item", "tolist", "__bool__", "__int__", "__float__", "__index__"):
-            genuine = getattr(Tensor, name)
-
-            def watched(tensor: Tensor, genuine: Callable[..., Any] = genuine, name: str = name) -> Any:
-                asked.append(name)
-                return genuine(tensor)
-
-            patch.setattr(Tensor, name, watched)
-        yield asked
 
 
 def drafted(

@@ -11,7 +11,7 @@ from decoding.runners import Inputs, Outputs
 from decoding.target import Target
 from decoding.target.parts import ModelPart
 from tests.tiny import tiny_llama
-from tuner.pass_widths import main, ratio, summarise, time_widths
+from tuner.pass_widths import main, summarise, time_widths
 
 
 class Clock:
@@ -45,10 +45,9 @@ def test_passes_are_timed_in_turns_and_the_first_sweep_is_not_counted(monkeypatc
 
 
 def test_ratios_are_of_what_was_timed_beside_one_another() -> None:
-    mean, low, high = ratio([2.0, 8.0, 4.0], [1.0, 4.0, 2.0])
-    assert (mean, low, high) == pytest.approx((2.0, 2.0, 2.0)), "a machine that is slower for a while slows both"
-    mean, low, high = ratio([1.0, 4.0], [1.0, 1.0])
-    assert mean == pytest.approx(2.0)
+    rows = summarise({"eager": {1: [1.0, 4.0, 2.0], 4: [2.0, 8.0, 4.0]}})
+    assert rows[1]["over_one_position"] == pytest.approx((2.0, 2.0, 2.0)), "a machine that is slower slows both"
+    _, low, high = summarise({"eager": {1: [1.0, 1.0], 4: [1.0, 4.0]}})[1]["over_one_position"]
     assert low < 1.0 < 4.0 < high
 
 
