@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from decoding.acceptance import Acceptance, Greedy
-from decoding.cache import KVCache
+from decoding.cache.kv_cache import KVCache
 from decoding.draft_length import Controller
 from decoding.drafters.contract import Drafter
 from decoding.rounds import Prefill, Round

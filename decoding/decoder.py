@@ -6,15 +6,15 @@ import time
 from collections.abc import Iterator, Sequence
 from functools import cached_property, partial
 
-from decoding.batch import in_step
 from decoding.decode import NewCache, Request, autoregressive, capacity_for, speculative
 from decoding.draft_length import Controller, CostAwareRule, DraftLengthRule, Fixed
 from decoding.drafters.build import build_drafter
-from decoding.exit_head import ExitHeads
+from decoding.exit_heads import ExitHeads
+from decoding.lockstep import decode_in_lockstep
 from decoding.profile import Draft, PlainDecoding
-from decoding.round_costs import measure_round_costs
 from decoding.rounds import BatchGeneration, Generation, Prefill, Round
 from decoding.target import Target
+from decoding.timing.round_costs import measure_round_costs
 
 
 class Decoder:
@@ -61,11 +61,11 @@ class Decoder:
         return self._loop(request, 0, self.target.new_cache)
 
     def batch_steps(self, requests: Sequence[Request]) -> Iterator[tuple[int, Prefill | Round]]:
-        """Write several texts in step (`decoding.batch`), yielding their records with the number of each's text."""
+        """Write several texts in step (`decoding.lockstep`), yielding their records with the number of each's text."""
         most_drafted = 0 if self._drafter is None else self._rule.max_tokens
         capacity = max((capacity_for(self.target, request, most_drafted) for request in requests), default=0)
         loops = [partial(self._loop, request, row) for row, request in enumerate(requests)]
-        return in_step(self.target, loops, capacity)
+        return decode_in_lockstep(self.target, loops, capacity)
 
     def generate(self, request: Request) -> Generation:
         """Write one text to its end."""

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from decoding.cache import KVCache
+from decoding.cache.kv_cache import KVCache
 from decoding.decode import Request
 from decoding.decoder import Decoder, plain_decoder
 from decoding.draft_length import Fixed
 from decoding.errors import UnsupportedModelError
-from decoding.exactness import compare
+from decoding.losslessness import compare
 from decoding.profile import LayerSkip
 from decoding.target import Target, agree
 from decoding.text import Ending

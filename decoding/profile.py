@@ -11,10 +11,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, PlainSerializer, field_validator, model_validator
 
-from decoding.documents import Document, dump, read_mapping, validate
+from decoding.documents.atomic_write import write_whole
+from decoding.documents.strict_yaml import Document, dump, read_mapping, validate
 from decoding.draft_length import AnyRule, Fixed
 from decoding.errors import ProfileError
-from decoding.files import write_whole
 
 SCHEMA = "sdtune/v1"
 
@@ -70,7 +70,7 @@ Layers = Annotated[
 ]
 
 
-class Target(Document):
+class TargetIdentity(Document):
     """Which model the profile is for; the three hashes are the fingerprint (see `decoding.fingerprint`), the rest is for people."""
 
     model: str
@@ -238,6 +238,12 @@ class Interval(Document):
     value: float
     ci95: tuple[float, float]
 
+    def __format__(self, spec: str) -> str:
+        """`1.86 [1.62, 2.16]`, each figure by the format `spec`; two decimals if none is given."""
+        spec = spec or ".2f"
+        low, high = self.ci95
+        return f"{self.value:{spec}} [{low:{spec}}, {high:{spec}}]"
+
 
 class Rates(Document):
     """Decode-phase tokens per second, the same prompts."""
@@ -308,7 +314,7 @@ class DraftProfile(Document):
 
     schema_: Literal["sdtune/v1"] = Field("sdtune/v1", alias="schema")
     name: str
-    target: Target
+    target: TargetIdentity
     draft: Draft
     draft_length: AnyRule = Fixed()
     decoding: Decoding = Decoding()

@@ -5,13 +5,13 @@ To add a study, write one file with a `Study` and its settings, and name the cla
 
 from __future__ import annotations
 
-from studies.conf_layers import ConfLayers
 from studies.contract import Study
-from studies.draft_length import DraftLength
-from studies.exit_layer import ExitLayer
-from studies.joint import Joint
-from studies.predicted import Predicted
-from studies.skip_sets import SkipSets
+from studies.searches.conf_layers import ConfLayers
+from studies.searches.draft_length import DraftLength
+from studies.searches.exit_layer import ExitLayer
+from studies.searches.joint import Joint
+from studies.searches.predicted import Predicted
+from studies.searches.skip_sets import SkipSets
 
 STUDIES: dict[str, type[Study]] = {
     "conf_layers": ConfLayers,

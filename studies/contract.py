@@ -1,6 +1,6 @@
 """The contract between a study and the search that runs it, and the records that pass between them.
 
-A study says what to try next. It never measures, stores or prints: `tuner.search` asks it for a candidate, measures that
+A study says what to try next. It never measures, stores or prints: `tuner.search.run` asks it for a candidate, measures that
 by real decoding, stores the record and tells the study. On resume the stored records are told again, in order, so a study
 that keeps its state in `observe` alone continues where it stopped.
 """
@@ -17,15 +17,15 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import optuna
 from pydantic import Field
 
-from decoding.documents import Document
+from decoding.documents.strict_yaml import Document
 from decoding.draft_length import AnyRule, DraftLengthRule
-from decoding.exit_head import ExitHeads
+from decoding.exit_heads import ExitHeads
 from decoding.profile import Draft, EarlyExit
 from decoding.target import Target
 from studies.measurement import Measurement, pooled
 
 if TYPE_CHECKING:
-    from studies.cost_table import CostTable
+    from studies.costs.table import CostTable
 
 
 class Candidate(Document):

@@ -1,7 +1,7 @@
 """What real speculative decoding of a candidate showed, prompt by prompt, paired with plain decoding of the same prompts.
 
 Where prompts are decoded several in step, a sample is a batch of them, and what is said of prompts holds for batches. All samples
-are kept; the rates, the speed-up and its interval are derived from them. Data only: `tuner.measure` fills it.
+are kept; the rates, the speed-up and its interval are derived from them. Data only: `tuner.measuring.paired` fills it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import numpy as np
 from pydantic import Field
 from scipy import stats
 
-from decoding.documents import Document
+from decoding.documents.strict_yaml import Document
 from decoding.profile import Interval
 
 

@@ -14,7 +14,7 @@ import numpy as np
 import optuna
 from pydantic import AfterValidator, Field
 
-from decoding.documents import suggest
+from decoding.documents.strict_yaml import suggest
 from decoding.draft_length import RULES, DraftLengthRule
 
 

@@ -9,9 +9,8 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from decoding.distillation.settings import DistillSettings
-from decoding.documents import Document, Duration, read_mapping, suggest, validate
-from decoding.profile import ExactWidth
+from decoding.documents.strict_yaml import Document, Duration, read_mapping, suggest, validate
+from decoding.profile import ExactWidth, Layers
 from studies import DEFAULT_STUDIES, STUDIES
 from tuner.errors import ConfigError
 
@@ -19,6 +18,38 @@ EXACT_WIDTH = 8
 """Of the bit-exact mode where nothing else is said: drafts of up to seven tokens."""
 FEWEST_PLACES = 2
 """Prompts, or batches of them, without which there is no interval."""
+
+
+class DistillSettings(Document):
+    """How heads are distilled: the `distill:` mapping of a configuration, and flags of `sdtune distill`."""
+
+    exit_layers: Layers | None = Field(
+        None, min_length=1, description="exits to train heads for, in one pass; default: spread over the first half"
+    )
+    lessons: str | None = Field(
+        None,
+        description="dataset of prompts to learn from; default: rows of the search's that are in neither of its parts",
+    )
+    lessons_column: str | None = Field(None, description="column of the prompts in the dataset of `lessons`")
+    prompts: int = Field(1024, ge=1, description="prompts to write texts from at most")
+    samples: int = Field(8, ge=1, description="texts written from each prompt; one if the temperature is 0")
+    temperature: float = Field(1.0, ge=0.0, description="at which the texts are written; 0 is greedy")
+    response_tokens: int = Field(64, ge=1, description="most tokens of a text behind its prompt")
+    steps: int = Field(600, ge=1, description="training steps")
+    timeout: Duration | None = Field(
+        None, description="training time (90s, 10m, 1h), resumed runs included; the schedule is compressed to fit"
+    )
+    batch_size: int = Field(4, ge=1, description="texts a training step")
+    writing_batch_size: int = Field(32, ge=1, description="texts written at a time")
+    learning_rate: float | None = Field(
+        None, gt=0.0, description="at its height, behind the warm-up; default: 1 over the hidden size"
+    )
+    checkpoint_every: int = Field(100, ge=1, description="steps")
+
+    @property
+    def samples_per_prompt(self) -> int:
+        """Greedy texts of one prompt are all the same: one is enough."""
+        return self.samples if self.temperature > 0 else 1
 
 
 class SearchConfig(Document):

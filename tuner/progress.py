@@ -1,81 +1,45 @@
-"""Draws a search in the terminal: one progress bar per stage with the best so far. On stderr, so that stdout holds results."""
+"""What long work tells whoever is watching: the command line draws it (`tuner.cli.progress_bar`), tests keep it quiet."""
 
 from __future__ import annotations
 
-from types import TracebackType
+from typing import Protocol
 
-from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TaskID,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
-
-from studies.contract import TrialRecord, TrialState
+from studies.contract import TrialRecord
 
 
-class TerminalProgress:
-    """A `tuner.watcher.Progress` on a rich console. Use as a context manager."""
-
-    def __init__(self, console: Console) -> None:
-        self._console = console
-        self._bar = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(bar_width=24),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            TimeRemainingColumn(),
-            TextColumn("{task.fields[remark]}"),
-            console=console,
-            transient=not console.is_terminal,
-        )
-        self._task: TaskID | None = None
-
-    def __enter__(self) -> TerminalProgress:
-        self._bar.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._bar.stop()
+class Progress(Protocol):
+    """The watcher of a search or a distillation."""
 
     def stage(self, name: str, total: int | None = None) -> None:
-        """Close the bar of the last stage and open the next."""
-        if self._task is not None:
-            self._bar.stop_task(self._task)
-        if not self._console.is_terminal:
-            self._console.print(name if total is None else f"{name} ({total})")
-        self._task = self._bar.add_task(name, total=total, remark="")
+        """A new stage of `total` steps begins."""
 
     def advance(self, steps: int = 1) -> None:
-        """Move the bar."""
-        if self._task is not None:
-            self._bar.advance(self._task, steps)
+        """Some steps of the stage are done."""
 
     def trial(self, record: TrialRecord, best: TrialRecord | None) -> None:
-        """Move the bar and show the best so far; a failed trial gets a line with its reason."""
-        self.advance()
-        if best is not None:
-            self.show(f"best {best.speedup:.2f}x, {best.candidate.draft.describe()}")
-        if record.state is TrialState.FAIL:
-            self.say(f"trial {record.study}/{record.number} failed: {record.reason}")
-        elif not self._console.is_terminal:
-            shown = f"{record.speedup:.2f}x" if record.speedup else record.state.lower()
-            again = f" (as trial {record.repeat_of})" if record.repeat_of is not None else ""
-            self._console.print(
-                f"  {record.study}/{record.number}: {shown}{again}  {record.candidate.draft.describe()}"
-            )
+        """A trial has finished; `best` is the best so far."""
 
     def show(self, text: str) -> None:
-        """What stands behind the bar."""
-        if self._task is not None:
-            self._bar.update(self._task, remark=text)
+        """What stands behind the bar, until the next stage or text."""
 
     def say(self, line: str) -> None:
-        """A line above the bar."""
-        self._bar.console.print(line, highlight=False)
+        """Something worth a line of its own."""
+
+
+class Unwatched:
+    """Nobody is watching."""
+
+    def stage(self, name: str, total: int | None = None) -> None:
+        """Nothing."""
+
+    def advance(self, steps: int = 1) -> None:
+        """Nothing."""
+
+    def trial(self, record: TrialRecord, best: TrialRecord | None) -> None:
+        """Nothing."""
+
+    def show(self, text: str) -> None:
+        """Nothing."""
+
+    def say(self, line: str) -> None:
+        """Nothing."""

@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from studies.contract import TrialRecord, TrialState
-from tuner.columns import trial_metrics, trial_params
 from tuner.errors import TrackingError
+from tuner.trial_columns import trial_metrics, trial_params
 
 PARENT_TAG = "mlflow.parentRunId"
 KIND_TAG, IDENTITY_TAG = "sdtune", "sdtune.identity"

@@ -1,1 +1,1 @@
-"""Presets of well-known datasets, a YAML each; read by `tuner.datasets`."""
+"""Presets of well-known datasets, a YAML each; read by `tuner.inputs.datasets`."""

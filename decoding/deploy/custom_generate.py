@@ -20,7 +20,7 @@ from decoding.decode import Request
 from decoding.decoder import Decoder
 from decoding.deploy.requests import requests_of
 from decoding.errors import ExitHeadError, TargetMismatchError, UnsupportedRequestError, UnsupportedRunnerError
-from decoding.exit_head import ExitHeads, check_head_file
+from decoding.exit_heads import ExitHeads, check_head_file
 from decoding.fingerprint import fingerprint
 from decoding.profile import DraftProfile, EarlyExit
 from decoding.rounds import BatchGeneration, Generation, Prefill, Round
@@ -71,7 +71,7 @@ class ProfileDecoder:
         """Called by `generate`. Returns token ids [texts, prompt + generated], or the output object if it was asked for; behind a
         text that is shorter than the longest stands the token for padding, as `generate` does it.
 
-        Several prompts are decoded in step, each as if it were alone (`decoding.batch`). `on_tokens` is for a single one.
+        Several prompts are decoded in step, each as if it were alone (`decoding.lockstep`). `on_tokens` is for a single one.
 
         Raises `UnsupportedRequestError` for beams, a filled cache, inputs other than token ids, or a logits processor that
         remembers its calls.

@@ -16,7 +16,7 @@ from pydantic import Field
 from pydantic.fields import FieldInfo
 from torch import Tensor
 
-from decoding.documents import Document
+from decoding.documents.strict_yaml import Document
 from decoding.draft_length.costs import RoundCosts
 
 IDLE_AGEING = 0.25
@@ -149,7 +149,7 @@ class CostAwareRule(DraftLengthRule):
         """The costs; `ValueError` if they have not been measured yet."""
         if self.costs is None:
             raise ValueError(
-                f"the rule {self.rule!r} has no costs: give them by with_costs(decoding.round_costs.measure_round_costs(...)), "
+                f"the rule {self.rule!r} has no costs: give them by with_costs(decoding.timing.round_costs.measure_round_costs(...)), "
                 "or decode through decoding.decoder.Decoder, which measures them"
             )
         return self.costs

@@ -6,7 +6,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from decoding.documents import Document
+from decoding.documents.strict_yaml import Document
 
 Cost = Annotated[float, Field(gt=0.0, allow_inf_nan=False)]
 

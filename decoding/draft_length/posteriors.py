@@ -14,7 +14,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from decoding.documents import Document
+from decoding.documents.strict_yaml import Document
 
 PseudoCount = Annotated[float, Field(gt=0.0, allow_inf_nan=False)]
 BetaPrior = tuple[PseudoCount, PseudoCount]

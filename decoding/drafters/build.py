@@ -8,7 +8,7 @@ from decoding.drafters.layer_skip import LayerSkipDrafter
 from decoding.drafters.lookup_first import LookupFirst
 from decoding.drafters.prompt_lookup import PromptLookupDrafter
 from decoding.errors import ExitHeadError
-from decoding.exit_head import ExitHeads
+from decoding.exit_heads import ExitHeads
 from decoding.profile import Draft, EarlyExit, LayerSkip, PlainDecoding, PromptLookup
 from decoding.target import Target
 

@@ -8,13 +8,13 @@ from typing import Protocol
 from torch import Tensor
 
 from decoding.acceptance import Acceptance
-from decoding.cache import KVCache
+from decoding.cache.kv_cache import KVCache
 from decoding.draft_length import Controller
 from decoding.text import Shaping, Text
 
 
 @dataclass(frozen=True, slots=True)
-class Draft:
+class Proposal:
     """Proposed tokens, already written behind the text, and what the verification needs of them."""
 
     num_tokens: int
@@ -40,11 +40,11 @@ class Drafter(Protocol):
 
     def draft(
         self, text: Text, cache: KVCache, controller: Controller, shaping: Shaping, acceptance: Acceptance, limit: int
-    ) -> Draft:
+    ) -> Proposal:
         """Write at most `limit` tokens behind the text; must leave `cache.length` as it is.
 
         As many as `controller` allows, or as the drafter itself will, and then the draft is not `steered`.
         """
 
-    def verify(self, text: Text, cache: KVCache, draft: Draft) -> Tensor:
+    def verify(self, text: Text, cache: KVCache, draft: Proposal) -> Tensor:
         """The target's logits [num_tokens + 1, vocabulary] behind the text's last token and behind each draft."""

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from decoding.acceptance import Acceptance, likeliest
-from decoding.cache import KVCache
+from decoding.cache.kv_cache import KVCache
 from decoding.draft_length import Controller
-from decoding.drafters.contract import Draft
+from decoding.drafters.contract import Proposal
 from decoding.drafters.propose import propose
 from decoding.target import Target
 from decoding.text import Shaping, Text
@@ -39,7 +39,7 @@ class EarlyExitDrafter:
 
     def draft(
         self, text: Text, cache: KVCache, controller: Controller, shaping: Shaping, acceptance: Acceptance, limit: int
-    ) -> Draft:
+    ) -> Proposal:
         """Draft token by token until the controller or `limit` says stop; the first pass takes along what is pending."""
         branch, states = cache.branch, list[Tensor]()
 
@@ -62,9 +62,9 @@ class EarlyExitDrafter:
             return torch.cat([first, written.token_ids])
 
         num_drafted, probabilities = propose(step, write, text, controller, shaping, acceptance, limit)
-        return Draft(num_drafted, probabilities, torch.cat(states, dim=-2) if states else None)
+        return Proposal(num_drafted, probabilities, torch.cat(states, dim=-2) if states else None)
 
-    def verify(self, text: Text, cache: KVCache, draft: Draft) -> Tensor:
+    def verify(self, text: Text, cache: KVCache, draft: Proposal) -> Tensor:
         """One pass of the target over the last token and the drafts, from the exit on if its states there are known."""
         token_ids = text.span(cache.length, text.length + draft.num_tokens)
         if self._resume is None or draft.states is None:

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from decoding.acceptance import Acceptance
-from decoding.cache import KVCache
+from decoding.cache.kv_cache import KVCache
 from decoding.draft_length import Controller
-from decoding.drafters.contract import Draft
+from decoding.drafters.contract import Proposal
 from decoding.drafters.propose import propose
 from decoding.profile import LayerSkip
 from decoding.target import Target
@@ -34,7 +34,7 @@ class LayerSkipDrafter:
 
     def draft(
         self, text: Text, cache: KVCache, controller: Controller, shaping: Shaping, acceptance: Acceptance, limit: int
-    ) -> Draft:
+    ) -> Proposal:
         """Draft token by token until the controller or `limit` says stop; one pass of the view for each."""
         states = list[Tensor]()
 
@@ -51,9 +51,9 @@ class LayerSkipDrafter:
             return written.token_ids
 
         num_drafted, probabilities = propose(step, write, text, controller, shaping, acceptance, limit)
-        return Draft(num_drafted, probabilities, torch.cat(states, dim=-2) if states else None)
+        return Proposal(num_drafted, probabilities, torch.cat(states, dim=-2) if states else None)
 
-    def verify(self, text: Text, cache: KVCache, draft: Draft) -> Tensor:
+    def verify(self, text: Text, cache: KVCache, draft: Proposal) -> Tensor:
         """One pass of the target over the last token and the drafts, from the boundary on if its states are known."""
         token_ids = text.span(cache.length, text.length + draft.num_tokens)
         if self._resume is None or draft.states is None:

@@ -9,9 +9,9 @@ from __future__ import annotations
 from torch import Tensor
 
 from decoding.acceptance import Acceptance
-from decoding.cache import KVCache
+from decoding.cache.kv_cache import KVCache
 from decoding.draft_length import Controller
-from decoding.drafters.contract import Draft, Drafter
+from decoding.drafters.contract import Drafter, Proposal
 from decoding.drafters.prompt_lookup import find_copy, read_ngrams, write_copy
 from decoding.profile import Lookup
 from decoding.text import Shaping, Text
@@ -32,14 +32,14 @@ class LookupFirst:
 
     def draft(
         self, text: Text, cache: KVCache, controller: Controller, shaping: Shaping, acceptance: Acceptance, limit: int
-    ) -> Draft:
+    ) -> Proposal:
         """A copy if there is one, else a draft of the drafter behind; the controller is asked about the latter only."""
         place = find_copy(text, self._lookup) if limit > 0 else None
         if place is None:
             return self.behind.draft(text, cache, controller, shaping, acceptance, limit)
         return write_copy(text, place, min(limit, self._lookup.max_tokens), steered=False)
 
-    def verify(self, text: Text, cache: KVCache, draft: Draft) -> Tensor:
+    def verify(self, text: Text, cache: KVCache, draft: Proposal) -> Tensor:
         """By the drafter behind, which takes of the pass what it needs to draft later."""
         return self.behind.verify(text, cache, draft)
 

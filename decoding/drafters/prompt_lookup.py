@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from decoding.acceptance import Acceptance
-from decoding.cache import KVCache
+from decoding.cache.kv_cache import KVCache
 from decoding.draft_length import Controller, Decision, DraftDistribution
-from decoding.drafters.contract import Draft
+from decoding.drafters.contract import Proposal
 from decoding.profile import Lookup, PromptLookup
 from decoding.target import Target
 from decoding.text import Shaping, Text
@@ -39,14 +39,14 @@ class PromptLookupDrafter:
 
     def draft(
         self, text: Text, cache: KVCache, controller: Controller, shaping: Shaping, acceptance: Acceptance, limit: int
-    ) -> Draft:
+    ) -> Proposal:
         """Copy as far as the controller and `limit` say. With nothing to copy it is no round of the controller's."""
         place = find_copy(text, self._lookup) if limit > 0 else None
         if place is None:
-            return Draft(0, None, steered=False)
+            return Proposal(0, None, steered=False)
         return write_copy(text, place, length_allowed(controller, limit))
 
-    def verify(self, text: Text, cache: KVCache, draft: Draft) -> Tensor:
+    def verify(self, text: Text, cache: KVCache, draft: Proposal) -> Tensor:
         """One pass of the target over the last token and the drafts."""
         return self._target.forward(text.span(cache.length, text.length + draft.num_tokens), cache, cache.length)
 
@@ -74,10 +74,10 @@ def copied(token_ids: Sequence[int], place: int, num_tokens: int) -> list[int]:
     return [token_ids[place + index % period] for index in range(num_tokens)]
 
 
-def write_copy(text: Text, place: int, num_tokens: int, *, steered: bool = True) -> Draft:
+def write_copy(text: Text, place: int, num_tokens: int, *, steered: bool = True) -> Proposal:
     """Write what follows `place` behind the text, as a draft."""
     text.write_drafts(copied(text.token_ids, place, num_tokens))
-    return Draft(num_tokens, None, looked_up=True, steered=steered)
+    return Proposal(num_tokens, None, looked_up=True, steered=steered)
 
 
 def length_allowed(controller: Controller, limit: int) -> int:

@@ -11,7 +11,7 @@ from decoding.acceptance import Acceptance
 from decoding.draft_length import Controller, Decision, DraftDistribution
 from decoding.text import Shaping, Text
 
-Step = Callable[[int], Tensor]
+NextLogits = Callable[[int], Tensor]
 """Runs the draft on the text up to and with its `num_drafted`-th draft: logits [1, vocabulary] of the token behind it."""
 
 
@@ -20,7 +20,7 @@ Write = Callable[[int], Tensor]
 
 
 def propose(
-    step: Step,
+    step: NextLogits,
     write: Write,
     text: Text,
     controller: Controller,

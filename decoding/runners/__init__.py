@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 
 from decoding.errors import UnsupportedRunnerError
-from decoding.runners.contract import Inputs, Outputs, Part, PassOfOne, Runner, Written
+from decoding.runners.contract import Inputs, Outputs, Part, PassRequest, Runner, Written
 from decoding.runners.eager import EagerRunner
 from decoding.runners.masks import MaskKinds
 from decoding.runners.static import StaticRunner
@@ -19,7 +19,7 @@ __all__ = [
     "MaskKinds",
     "Outputs",
     "Part",
-    "PassOfOne",
+    "PassRequest",
     "Runner",
     "StaticRunner",
     "Written",

@@ -18,11 +18,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from decoding.cache import Slot
+from decoding.cache.kv_cache import Slot
 from decoding.runners.contract import BlockCall
+from decoding.runners.cpu_one_position import OnePosition
+from decoding.runners.cpu_packed import compile_packed_linear
 from decoding.runners.graphs import Given
-from decoding.runners.one_position import OnePosition
-from decoding.runners.packed import compile_packed_linear
 
 MOST_GRAPHS = 64
 """Compiled variants of the block: (kinds of blocks and of skipped sublayers) x (one position, several)."""

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
-from decoding.cache import KVCache, Storage
+from decoding.cache.kv_cache import KVCache, Storage
 
 BlockCall = Callable[[nn.Module, Tensor, tuple[Any, ...], dict[str, Any]], Any]
 """Runs a block on hidden states [.., width, hidden] and whatever else the model hands its blocks."""
@@ -62,7 +62,7 @@ class Written:
 
 
 @dataclass(frozen=True, slots=True)
-class PassOfOne:
+class PassRequest:
     """What one text asks for: `Runner.run`, not yet run."""
 
     token_ids: Tensor
@@ -126,7 +126,7 @@ class Runner(Protocol):
     def write_greedily(self, part: Part, token_ids: Tensor, cache: KVCache, start: int, num_tokens: int) -> Written:
         """Let `part` write `num_tokens` tokens behind `token_ids` [1, 1] at `start`, each the likeliest; waits for none of them."""
 
-    def run_together(self, part: Part, passes: Mapping[int, PassOfOne], memory: Storage) -> dict[int, Outputs]:
+    def run_shared_pass(self, part: Part, passes: Mapping[int, PassRequest], memory: Storage) -> dict[int, Outputs]:
         """Run `part` once for several texts, each at a place of its own, by their rows in `memory`: what `run` would give each.
 
         Their caches are these rows of `memory`, to which their prompts have been written.

@@ -7,12 +7,12 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from decoding.cache import KVCache, Storage
+from decoding.cache.kv_cache import KVCache, Storage
 from decoding.errors import UnsupportedRunnerError
-from decoding.runners.contract import Inputs, Outputs, Part, PassOfOne, Written
-from decoding.runners.greedy import write_by
+from decoding.runners.contract import Inputs, Outputs, Part, PassRequest, Written
+from decoding.runners.greedy_chain import write_by
 from decoding.runners.masks import MaskKinds
-from decoding.runners.together import RowInputs, Rows, compute_rows, of_one, of_rows
+from decoding.runners.shared_pass import RowInputs, Rows, compute_rows, of_one, of_rows
 
 LONGEST_PASS = 1024
 """Positions of a prompt that are read at once: enough for any device to be busy, few beside what their activations take."""
@@ -73,8 +73,8 @@ class EagerRunner:
         positions = torch.arange(start, start + width, device=token_ids.device)[None]
         return of_one(part.compute(Inputs(token_ids, positions, cache, int(last_only), states)))
 
-    def run_together(self, part: Part, passes: Mapping[int, PassOfOne], memory: Storage) -> dict[int, Outputs]:
-        """See `Runner.run_together`. `UnsupportedRunnerError` for a model whose masks are not known."""
+    def run_shared_pass(self, part: Part, passes: Mapping[int, PassRequest], memory: Storage) -> dict[int, Outputs]:
+        """See `Runner.run_shared_pass`. `UnsupportedRunnerError` for a model whose masks are not known."""
         if self._mask_kinds is None:
             raise UnsupportedRunnerError("where the layers of this model look is not known: its texts run one by one")
         rows, cache = Rows.of(passes), KVCache(len(memory.layers), memory.capacity, memory)

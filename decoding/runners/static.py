@@ -17,16 +17,16 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor
 
-from decoding.cache import KVCache, Storage
+from decoding.cache.kv_cache import KVCache, Storage
 from decoding.errors import UnsupportedRunnerError
 from decoding.runners.buckets import CPU_BUCKETS, GPU_BUCKETS, Buckets
 from decoding.runners.compilation import CompiledBlocks, as_prepared, call_block, compiling
-from decoding.runners.contract import BlockCall, Inputs, Outputs, Part, PassOfOne, Written
+from decoding.runners.contract import BlockCall, Inputs, Outputs, Part, PassRequest, Written
 from decoding.runners.eager import EagerRunner
 from decoding.runners.graphs import Given, record
-from decoding.runners.greedy import write_by
+from decoding.runners.greedy_chain import write_by
 from decoding.runners.masks import MaskKinds
-from decoding.runners.together import RowInputs, Rows, compute_rows, of_one, of_rows
+from decoding.runners.shared_pass import RowInputs, Rows, compute_rows, of_one, of_rows
 
 _Key = tuple[Any, int, bool, bool]
 """Shape and memory of a pass, and torch's modes."""
@@ -134,13 +134,13 @@ class StaticRunner:
         shape = _Shape(1, self.buckets.reach(start + count), last_only=False, resumes=False, num_tokens=count)
         return self._prepared_pass(part, cache, shape, self._compute_chain)
 
-    def run_together(self, part: Part, passes: Mapping[int, PassOfOne], memory: Storage) -> dict[int, Outputs]:
-        """See `Runner.run_together`."""
+    def run_shared_pass(self, part: Part, passes: Mapping[int, PassRequest], memory: Storage) -> dict[int, Outputs]:
+        """See `Runner.run_shared_pass`."""
         if self.exact_width is not None:
             raise UnsupportedRunnerError("in bit-exact mode a pass is of one text")
         width = max(each.width for each in passes.values())
         if width > self.buckets.widest:
-            return self._as_they_are.run_together(part, passes, memory)
+            return self._as_they_are.run_shared_pass(part, passes, memory)
         # The compiler takes a size of 1 for a constant: the last text of a batch would be compiled for in the middle of it.
         rows = Rows.of(passes, fewest=memory.num_rows if self.buckets.all_rows else min(2, memory.num_rows))
         width = self.buckets.width(width)

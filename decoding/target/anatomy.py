@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache
 
-from decoding.cache import KVCache
+from decoding.cache.kv_cache import KVCache
 from decoding.errors import UnsupportedModelError, UnsupportedRunnerError
 from decoding.runners.masks import MaskKinds
 from decoding.target.stand_ins import first_of

@@ -14,12 +14,12 @@ from typing import Any, cast
 
 from torch import Tensor, nn
 
-from decoding.cache import RoundsCache
+from decoding.cache.rounds_cache import RoundsCache
 from decoding.errors import UnsupportedModelError
 from decoding.runners.contract import BlockCall, Inputs, Outputs
-from decoding.runners.packed import PackedLinear, can_be_packed
+from decoding.runners.cpu_packed import PackedLinear, can_be_packed
 from decoding.target.anatomy import Anatomy
-from decoding.target.stand_ins import FixedShapes, FixedShapesLMHead, Identity, Pass, Zero
+from decoding.target.stand_ins import FixedShapes, FixedShapesLMHead, Identity, PassState, Zero
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class ModelPart:
         model: nn.Module,
         path: tuple[str, ...],
         blocks: Sequence[nn.Module],
-        current: Pass | None = None,
+        current: PassState | None = None,
         *,
         lm_head: LMHead | None = None,
         is_whole: bool = False,
@@ -51,7 +51,7 @@ class ModelPart:
     ) -> None:
         self.is_whole = is_whole
         self.verifies = verifies or is_whole
-        self._current = current or Pass()
+        self._current = current or PassState()
         self._module = with_blocks(model, path, blocks)
         if lm_head is not None:
             setattr(self._module, lm_head.name, FixedShapesLMHead(lm_head.module, self._current, lm_head.call))

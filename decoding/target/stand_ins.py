@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from decoding.cache import KVCache
-from decoding.last_position import last_position, with_last
+from decoding.cache.kv_cache import KVCache
+from decoding.cache.last_position import last_position, with_last
 from decoding.runners.contract import BlockCall
 from decoding.runners.masks import MaskKinds
 
@@ -52,7 +52,7 @@ class Tap(StandIn):
         return output
 
 
-class Pass:
+class PassState:
     """What the stand-ins of one part know of the pass that runs, and what they have seen of it."""
 
     def __init__(self) -> None:
@@ -67,7 +67,7 @@ class Pass:
 class LastPosition(StandIn):
     """Runs the block on the last position only of a pass of several."""
 
-    def __init__(self, block: nn.Module, current: Pass) -> None:
+    def __init__(self, block: nn.Module, current: PassState) -> None:
         super().__init__(block)
         self.__dict__["current"] = current
 
@@ -84,7 +84,7 @@ class LastPosition(StandIn):
 class Resume(StandIn):
     """Runs the block on the pass's known states, with the last of the states that come in behind them if it `appends`."""
 
-    def __init__(self, block: nn.Module, current: Pass, *, appends: bool = False) -> None:
+    def __init__(self, block: nn.Module, current: PassState, *, appends: bool = False) -> None:
         super().__init__(block)
         self.appends = appends
         self.__dict__["current"] = current
@@ -166,7 +166,7 @@ class FixedShapes(StandIn):
 class FixedShapesLMHead(StandIn):
     """In passes of fixed shapes over one position, calls the LM head by `call`; else as it is."""
 
-    def __init__(self, lm_head: nn.Module, current: Pass, call: BlockCall) -> None:
+    def __init__(self, lm_head: nn.Module, current: PassState, call: BlockCall) -> None:
         super().__init__(lm_head)
         self.__dict__.update(current=current, call=call)
 

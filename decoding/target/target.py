@@ -12,26 +12,26 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from decoding.cache import KVCache
+from decoding.cache.kv_cache import KVCache
 from decoding.errors import UnsupportedModelError, UnsupportedRunnerError
 from decoding.runners import (
     EagerRunner,
     MaskKinds,
     Outputs,
     Part,
-    PassOfOne,
+    PassRequest,
     Runner,
     RunnerFactory,
     Written,
     build_runner,
 )
 from decoding.runners.compilation import call_block
-from decoding.runners.greedy import write_by
+from decoding.runners.greedy_chain import write_by
 from decoding.target.anatomy import examine, find_mask_kinds, find_rope_change, follow, refuse_recurrent_state
 from decoding.target.attention import with_grouped_attention
+from decoding.target.equivalence import check_runner, find_shared_pass_difference
 from decoding.target.parts import LMHead, ModelPart, find_lm_head, run_whole, with_blocks, with_packed_linears
-from decoding.target.runner_check import check_runner, find_difference_together
-from decoding.target.stand_ins import Emit, FixedShapes, Head, Identity, Pass, Tap, first_of
+from decoding.target.stand_ins import Emit, FixedShapes, Head, Identity, PassState, Tap, first_of
 from decoding.target.views import BlockView, DraftView, ExitView, ResumeView, TappedView
 
 
@@ -54,7 +54,7 @@ class Target:
         refuse_recurrent_state(self.config)
         self.anatomy = examine(model, self.config)
         self._rope_change = find_rope_change(self.config)
-        self._mask_kinds, self._alone = _mask_kinds_of(self.config, self.dtype)
+        self._mask_kinds, self._unbatchable_reason = _mask_kinds_of(self.config, self.dtype)
         self.runner: Runner = self._build_runner(runner, exact_width)
         self._packs = self.runner.block_call is not None
         self.stack = [self.in_place(block, index) for index, block in enumerate(self.blocks)]
@@ -66,7 +66,7 @@ class Target:
         if runner == "eager" and exact_width is None:
             return EagerRunner(self._mask_kinds)
         if self._mask_kinds is None:
-            raise UnsupportedRunnerError(str(self._alone))
+            raise UnsupportedRunnerError(str(self._unbatchable_reason))
         if isinstance(runner, str):
             return build_runner(runner, self._mask_kinds, self.device, exact_width)
         return runner(self._mask_kinds, self.device)
@@ -74,7 +74,7 @@ class Target:
     def part(
         self,
         blocks: Sequence[nn.Module],
-        current: Pass | None = None,
+        current: PassState | None = None,
         *,
         is_whole: bool = False,
         verifies: bool = False,
@@ -117,14 +117,14 @@ class Target:
         last_only: bool = False,
         states: Tensor | None = None,
     ) -> Outputs:
-        """See `Runner.run`. The pass of a text that is written in step with others waits for theirs (`decoding.batch`)."""
-        if cache.in_step is not None:
-            return cache.in_step(part, PassOfOne(token_ids, cache, start, last_only, states))
+        """See `Runner.run`. The pass of a text that is written in step with others waits for theirs (`decoding.lockstep`)."""
+        if cache.lockstep is not None:
+            return cache.lockstep(part, PassRequest(token_ids, cache, start, last_only, states))
         return self.runner.run(part, token_ids, cache, start, last_only=last_only, states=states)
 
     def write_greedily(self, part: Part, token_ids: Tensor, cache: KVCache, start: int, num_tokens: int) -> Written:
         """See `Runner.write_greedily`. A text that is written in step with others asks for its passes one by one."""
-        if cache.in_step is None:
+        if cache.lockstep is None:
             return self.runner.write_greedily(part, token_ids, cache, start, num_tokens)
 
         def step(token_ids: Tensor, index: int) -> Outputs:
@@ -133,15 +133,15 @@ class Target:
         return write_by(step, token_ids, num_tokens)
 
     @cached_property
-    def alone(self) -> str | None:
+    def unbatchable_reason(self) -> str | None:
         """Why texts of this model cannot share passes; None if they can, which is tried out on a few tokens when first asked."""
-        if self._alone is not None:
-            return self._alone
+        if self._unbatchable_reason is not None:
+            return self._unbatchable_reason
         if self._rope_change is not None:
             return "its rotary embedding looks at the length of the text, and those of several differ"
         if self.runner.exact_width is not None:
             return "in bit-exact mode a pass is of one text"
-        return find_difference_together(self)
+        return find_shared_pass_difference(self)
 
     @property
     def blocks(self) -> nn.ModuleList:

@@ -6,10 +6,11 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
-from decoding.cache import KVCache, RoundsCache
+from decoding.cache.kv_cache import KVCache
+from decoding.cache.rounds_cache import RoundsCache
 from decoding.runners import Written
 from decoding.target.parts import ModelPart, without
-from decoding.target.stand_ins import Head, Identity, LastPosition, Pass, Resume, Tap
+from decoding.target.stand_ins import Head, Identity, LastPosition, PassState, Resume, Tap
 
 if TYPE_CHECKING:
     from decoding.target.target import Target
@@ -30,7 +31,7 @@ class DraftView:
             for index, block in enumerate(target.stack)
         ]
         self.keeps_boundary = keep_boundary and bool(self.boundary)
-        current = Pass()
+        current = PassState()
         if self.boundary and self.keeps_boundary:
             blocks[self.boundary - 1] = Tap(blocks[self.boundary - 1], current.tapped)
         self._part = target.part(blocks, current)
@@ -69,13 +70,13 @@ class BlockView:
         blocks = target.stack
         around = [Identity(block, target.anatomy.block_outputs) for block in blocks]
 
-        def by_itself(block: nn.Module, current: Pass) -> ModelPart:
+        def by_itself(block: nn.Module, current: PassState) -> ModelPart:
             tap = Tap(block, current.tapped)
             return target.part([*around[:index], tap, *around[index + 1 :]], current)
 
-        given = Pass()
+        given = PassState()
         self._on_given = by_itself(Resume(blocks[index], given), given)
-        self._on_tokens = by_itself(blocks[index], Pass())
+        self._on_tokens = by_itself(blocks[index], PassState())
 
     def rounds(self, token_ids: Tensor, cache: RoundsCache, states: Tensor | None) -> Tensor:
         """What comes out of the block, [.., rounds, depth, hidden], given the `states` that go in, or None for the embeddings.
@@ -97,7 +98,7 @@ class ResumeView:
         self._run, self.boundary = target.run, boundary
         self._keeps_states, self._states = keep_states, list[Tensor]()
         front, first, behind = target.stack[:boundary], target.stack[boundary], target.stack[boundary + 1 :]
-        known, last = Pass(), Pass()
+        known, last = PassState(), PassState()
         passed_by = [Identity(block, target.anatomy.block_outputs) for block in front]
         narrowed = [LastPosition(block, last) for block in front]
         self._from_known = target.part([*passed_by, Resume(first, known), *behind], known, verifies=True)
@@ -125,7 +126,7 @@ class TappedView:
     """The whole model, recording the states in front of a boundary."""
 
     def __init__(self, target: Target, boundary: int) -> None:
-        self._run, current, blocks = target.run, Pass(), list(target.stack)
+        self._run, current, blocks = target.run, PassState(), list(target.stack)
         blocks[boundary - 1] = Tap(blocks[boundary - 1], current.tapped)
         self._part = target.part(blocks, current, is_whole=True)
 
@@ -151,11 +152,11 @@ class ExitView:
         passed_by = [Identity(block, target.anatomy.block_outputs) for block in target.stack]
         between = passed_by[exit_layer:-1]
 
-        def first_blocks(current: Pass) -> list[nn.Module]:
+        def first_blocks(current: PassState) -> list[nn.Module]:
             exit_block = Tap(target.stack[exit_layer - 1], current.tapped)
             return [*target.stack[: exit_layer - 1], exit_block]
 
-        step, pending, fill = Pass(), Pass(), Pass()
+        step, pending, fill = PassState(), PassState(), PassState()
         narrowed = [LastPosition(block, pending) for block in first_blocks(pending)]
         catch_up = Resume(Head(head), pending, appends=True)
         self._step = target.part([*first_blocks(step), *between, Head(head)], step)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from decoding.acceptance import Greedy, Sampling, accept_certain, accept_greedy, accept_sampled
-from tests.waits import waits
+from tests.support.waits import waits
 
 
 def ids(*tokens: int) -> Tensor:

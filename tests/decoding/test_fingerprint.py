@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM, Gemma3Config, Gemma3ForConditionalGeneration
 
 from decoding.fingerprint import fingerprint, tokenizer_sha256
-from tests.tiny import tiny_llama, tiny_tokenizer
+from tests.support.tiny import tiny_llama, tiny_tokenizer
 
 
 def test_precision_and_folder_do_not_matter(tmp_path: Path) -> None:

@@ -40,7 +40,7 @@ from decoding.profile import Draft, EarlyExit, LayerSkip, Lookup, PromptLookup
 from decoding.rounds import Generation
 from decoding.target import Target
 from decoding.text import Ending, Shaping
-from tests.decoding.families import NUM_LAYERS, PROMISED, SUPPORTED, WINDOW, build, some_tokens, target_of
+from tests.support.families import NUM_LAYERS, PROMISED, SUPPORTED, WINDOW, build, some_tokens, target_of
 
 FAMILIES = list(SUPPORTED)
 EVERY_LAYER = tuple(range(NUM_LAYERS))

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from decoding.cache import KVCache, Storage
+from decoding.cache.kv_cache import KVCache, Storage
 from decoding.decode import NewCache, Request, autoregressive, speculative
 from decoding.draft_length import Fixed
 from decoding.drafters.contract import Drafter
@@ -20,8 +20,8 @@ from decoding.profile import LayerSkip
 from decoding.rounds import Generation
 from decoding.target import Target
 from decoding.text import Ending
-from tests.decoding.families import NUM_LAYERS, some_tokens, target_of
-from tests.decoding.test_early_exit import untrained_head
+from tests.decoding.drafters.test_early_exit import untrained_head
+from tests.support.families import NUM_LAYERS, some_tokens, target_of
 
 K, PROMPT, NEW = 5, 150, 30
 DRAFTERS: dict[str, Callable[[Target], Drafter]] = {

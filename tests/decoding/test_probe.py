@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 from transformers import BertConfig, BertForMaskedLM, LlamaForSequenceClassification, LlamaModel
 
-from decoding.cache import KVCache
+from decoding.cache.kv_cache import KVCache
 from decoding.probe import probe
 from decoding.target import ResumeView
-from tests.decoding.families import NUM_LAYERS, REFUSED, SUPPORTED, build, liven
-from tests.tiny import tiny_llama
+from tests.support.families import NUM_LAYERS, REFUSED, SUPPORTED, build, liven
+from tests.support.tiny import tiny_llama
 
 
 class Remembering(nn.Module):

@@ -13,7 +13,7 @@ import yaml
 from transformers import AutoModelForCausalLM
 
 from decoding.deploy.custom_generate import check_target
-from decoding.documents import dump
+from decoding.documents.strict_yaml import dump
 from decoding.draft_length import RULES
 from decoding.errors import ProfileError
 from decoding.profile import (
@@ -29,6 +29,7 @@ from decoding.profile import (
     format_indices,
     parse_indices,
 )
+from tests.support.paths import DEMO
 
 
 def _profile(**changes: Any) -> DraftProfile:
@@ -327,7 +328,7 @@ def test_a_saved_profile_is_readable_by_others(tmp_path: Path) -> None:
 
 
 def test_the_committed_result_of_the_demo_is_for_the_model_that_ships() -> None:
-    demo = Path(__file__).parents[2] / "configs" / "demo"
+    demo = DEMO
     profile = DraftProfile.load(demo / "result" / "profile.yaml")
     check_target(profile, AutoModelForCausalLM.from_pretrained(demo / "model"))
     assert profile.measured is not None

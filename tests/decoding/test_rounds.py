@@ -12,7 +12,7 @@ from decoding.drafters.layer_skip import LayerSkipDrafter
 from decoding.profile import LayerSkip
 from decoding.rounds import Generation, Prefill, Round
 from decoding.text import Ending
-from tests.decoding.families import some_tokens, target_of
+from tests.support.families import some_tokens, target_of
 
 GENERATION = Generation(
     Prefill(token=7, seconds=0.5),

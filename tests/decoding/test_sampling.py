@@ -25,7 +25,7 @@ from decoding.profile import Draft, EarlyExit, LayerSkip, Lookup, PromptLookup
 from decoding.rounds import Prefill, Round
 from decoding.target import Target
 from decoding.text import Ending, LogitsProcessor, Shaping
-from tests.decoding.families import build
+from tests.support.families import build
 
 ALPHA = 1e-3  # a right acceptance stays above, by the fixed seeds; a wrong one falls below by many orders of magnitude
 FEWEST_EXPECTED = 5.0

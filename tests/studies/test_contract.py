@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from studies.contract import best_trials
-from tests.records import measurement, record
+from tests.support.records import measurement, record
 
 
 def test_best_are_those_of_which_most_is_expected_and_else_those_that_measured_best() -> None:

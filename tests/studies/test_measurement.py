@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from studies.measurement import BatchTexts, Measurement, PromptSample, pooled, ratio_interval
-from tests.records import measurement, sample
+from tests.support.records import measurement, sample
 
 
 def test_speedup_weighs_every_prompt_by_its_seconds_per_token() -> None:

@@ -14,12 +14,11 @@ from transformers import AutoModelForCausalLM
 
 from decoding.draft_length import DraftLengthRule, Fixed
 from decoding.fingerprint import fingerprint
-from decoding.profile import Draft, DraftProfile
-from decoding.profile import Target as ProfileTarget
-from decoding.round_costs import measure_round_costs
+from decoding.profile import Draft, DraftProfile, TargetIdentity
 from decoding.target import Target
-from tests.tiny import save_tiny_checkpoint, write_tiny_prompts
-from tuner.cli import main
+from decoding.timing.round_costs import measure_round_costs
+from tests.support.tiny import save_tiny_checkpoint, write_tiny_prompts
+from tuner.cli.main import main
 from tuner.tracking import DatasetInput, Tracker
 
 
@@ -58,7 +57,7 @@ def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, _tracking_templat
     # The libraries read HF_HUB_OFFLINE once, when they are imported.
     monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    for user in ("decoding.decoder", "studies.exit_forecast"):
+    for user in ("decoding.decoder", "studies.searches.exit_forecast"):
         # Two sweeps: nothing here depends on what a round costs.
         monkeypatch.setattr(f"{user}.measure_round_costs", partial(measure_round_costs, budget_seconds=0.0))
     return here
@@ -73,7 +72,7 @@ def write_profile(workplace: Path, target: Target, checkpoint: Path) -> Callable
         facts = {"config_sha256": model.config_sha256, "weights_sha256": model.weights_sha256}
         profile = DraftProfile(
             name="p",
-            target=ProfileTarget(
+            target=TargetIdentity(
                 model=str(checkpoint), architecture="LlamaForCausalLM", num_layers=6, dtype="float32", **facts
             ),
             draft=draft,

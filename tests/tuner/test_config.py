@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from decoding.documents import parse_duration
+from decoding.documents.strict_yaml import parse_duration
 from studies import DEFAULT_STUDIES, STUDIES
-from tuner.cli import main
+from tests.support.paths import ROOT
+from tuner.cli.main import main
 from tuner.config import SearchConfig, load_config
 from tuner.errors import ConfigError
 
-ROOT = Path(__file__).parents[2]
 GIVEN = {"model": "m", "dataset": "d"}
 
 
@@ -54,7 +54,7 @@ def test_durations(text: Any, seconds: float) -> None:
         ),
         (
             {**GIVEN, "studies": {"conf_layers": {"patiense": 1}}},
-            "studies.conf_layers: unknown key 'patiense'; did you mean 'patience'",
+            "studies.searches.conf_layers: unknown key 'patiense'; did you mean 'patience'",
         ),
         ({**GIVEN, "studies": {"confs": {}}}, "unknown study 'confs'"),
         (

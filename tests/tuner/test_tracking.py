@@ -14,7 +14,8 @@ import pytest
 
 from decoding.draft_length import AdaEdl
 from studies.contract import TrialState
-from tests.records import candidate, measurement, record
+from tests.support.paths import ROOT
+from tests.support.records import candidate, measurement, record
 from tuner.errors import TrackingError
 from tuner.tracking import DatasetInput, Tracker, ui_command
 
@@ -231,7 +232,7 @@ def test_the_command_that_opens_mlflow_names_the_store() -> None:
 
 
 def test_only_one_file_imports_mlflow() -> None:
-    root = Path(__file__).parents[2]
+    root = ROOT
     importing = [
         path.relative_to(root).as_posix()
         for package in ("decoding", "studies", "tuner")

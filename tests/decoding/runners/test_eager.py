@@ -12,7 +12,7 @@ from decoding.rounds import Generation
 from decoding.runners.contract import Inputs, Outputs
 from decoding.target.parts import ModelPart
 from decoding.text import Ending
-from tests.decoding.families import SUPPORTED, some_tokens, target_of
+from tests.support.families import SUPPORTED, some_tokens, target_of
 
 PROMPT = some_tokens(23)
 

@@ -18,7 +18,7 @@ from decoding.draft_length import AdaEdl, DraftLengthRule, Fixed
 from decoding.drafters.build import build_drafter
 from decoding.drafters.early_exit import EarlyExitDrafter
 from decoding.errors import UnsupportedRunnerError
-from decoding.exactness import compare
+from decoding.losslessness import compare
 from decoding.profile import Draft, LayerSkip, Lookup
 from decoding.rounds import Generation
 from decoding.runners import RUNNERS, MaskKinds, Outputs, Runner, StaticRunner, compilation
@@ -27,8 +27,8 @@ from decoding.runners.compilation import CompiledBlocks, call_block
 from decoding.runners.contract import BlockCall
 from decoding.target import Target
 from decoding.text import Ending, Text
-from tests.decoding.families import NUM_LAYERS, SUPPORTED, WINDOW, build, some_tokens
 from tests.decoding.test_lossless import RULES, SKIPS, plain_text, write
+from tests.support.families import NUM_LAYERS, SUPPORTED, WINDOW, build, some_tokens
 
 PROMPT = some_tokens(9)
 NUM_NEW_TOKENS = 24

@@ -1,0 +1,171 @@
+"""Exit heads on disk: one safetensors file an exit, with what it was trained for and on, and the refusal of any other.
+
+Which module a head is and where it stands is `decoding.target`'s business, how it is trained `decoding.distillation`'s.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from functools import cached_property, lru_cache
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from pydantic import Field
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+from torch import nn
+
+from decoding.documents.atomic_write import write_whole
+from decoding.documents.strict_yaml import Document, validate
+from decoding.errors import ExitHeadError
+from decoding.fingerprint import Fingerprint, fingerprint
+from decoding.profile import EarlyExit
+from decoding.target import Target
+
+METADATA_KEY = "sdtune"
+MOST_LOADED = 4
+"""Heads kept in memory; the others are read again when they are asked for."""
+
+
+class ExitFigures(Document):
+    """How well an exit foretells the target, on texts it was not trained on: means over all positions of their responses."""
+
+    acceptance: float = Field(ge=0.0, le=1.0, description="sum over v of min(p, q): the exact sampling acceptance")
+    agreement: float = Field(ge=0.0, le=1.0, description="share of positions where both have the same likeliest token")
+
+
+class HeadTraining(Document):
+    """What a head was trained on, and what came of it."""
+
+    model: str
+    dataset: str
+    prompts_sha256: tuple[str, ...] = Field(description="short hash of each prompt that it was trained on")
+    num_texts: int
+    num_tokens: int
+    temperature: float
+    steps: int
+    seconds: float = Field(description="to write the texts and to train the heads of all exits of its run")
+    before: ExitFigures = Field(description="of the exit without a head")
+    after: ExitFigures
+    device: str
+    versions: dict[str, str]
+    identity: dict[str, Any] = Field(
+        default_factory=dict,
+        description="model, texts and settings that decide the weights: what makes it the same head",
+    )
+
+
+class HeadFacts(Document):
+    """The metadata of a head's file."""
+
+    schema_: Literal["sdtune-exit-head/v1"] = Field("sdtune-exit-head/v1", alias="schema")
+    exit_layer: int = Field(ge=1)
+    num_layers: int
+    architecture: str
+    config_sha256: str
+    weights_sha256: str
+    training: HeadTraining | None = None
+
+
+def head_name(exit_layer: int) -> str:
+    """The usual file name of an exit's head."""
+    return f"exit_head_{exit_layer}.safetensors"
+
+
+def prompt_sha256(token_ids: tuple[int, ...] | list[int]) -> str:
+    """A short hash of a prompt's token ids, to find out whether a head was trained on it."""
+    return hashlib.sha256(json.dumps(list(token_ids)).encode()).hexdigest()[:16]
+
+
+def save_exit_head(path: Path, head: nn.Module, facts: HeadFacts) -> str:
+    """Write a head whole or not at all; the SHA-256 of the file. `ExitHeadError` if the place is unwritable or full."""
+    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in head.state_dict().items()}
+    content = save(tensors, metadata={METADATA_KEY: facts.model_dump_json(by_alias=True)})
+    write_whole(path, content, what="the exit head", error=ExitHeadError)
+    return hashlib.sha256(content).hexdigest()
+
+
+def read_facts(path: Path) -> HeadFacts:
+    """The metadata of a head's file, without its weights. `ExitHeadError` if it is missing, damaged or something else."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            metadata = file.metadata() or {}
+    except FileNotFoundError:
+        raise ExitHeadError(f"no such exit head: {path}") from None
+    except (SafetensorError, OSError) as cause:
+        raise ExitHeadError(f"the exit head {path} is damaged: {cause}") from None
+    if METADATA_KEY not in metadata:
+        raise ExitHeadError(f"{path} is no exit head: it does not say for which model; `sdtune distill` writes them")
+    try:
+        facts = json.loads(metadata[METADATA_KEY])
+    except ValueError:
+        raise ExitHeadError(f"the exit head {path} is damaged: its metadata cannot be read") from None
+    return validate(HeadFacts, facts, source=str(path), error=ExitHeadError)
+
+
+def file_sha256(path: Path) -> str:
+    """The SHA-256 of a head's file. `ExitHeadError` if it cannot be read."""
+    try:
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as cause:
+        raise ExitHeadError(f"cannot read the exit head {path}: {cause.strerror or cause}") from None
+
+
+def load_exit_head(path: Path, target: Target, exit_layer: int, model: Fingerprint | None = None) -> nn.Module:
+    """The head of one exit of `target`, in its precision and on its device, frozen.
+
+    `model` is the fingerprint of the target if it is known. Raises `ExitHeadError` for a file that is missing or damaged, a head
+    of another model or of another exit.
+    """
+    facts = read_facts(path)
+    model = model or fingerprint(target.model)
+    if (facts.config_sha256, facts.weights_sha256) != (model.config_sha256, model.weights_sha256):
+        trained_for = facts.training.model if facts.training else f"a {facts.architecture} of {facts.num_layers} layers"
+        raise ExitHeadError(
+            f"the exit head {path} belongs to another model ({trained_for}): distil one for this model with `sdtune distill`"
+        )
+    if facts.exit_layer != exit_layer:
+        raise ExitHeadError(f"the exit head {path} is for exit layer {facts.exit_layer}, not {exit_layer}")
+    head = target.new_exit_head().requires_grad_(False)
+    try:
+        with safe_open(path, framework="pt") as file:
+            head.load_state_dict({name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118 - not a mapping
+    except (SafetensorError, OSError, RuntimeError) as cause:
+        raise ExitHeadError(f"the exit head {path} is damaged: {' '.join(str(cause).split())}") from None
+    if not all(torch.isfinite(parameter).all() for parameter in head.parameters()):
+        raise ExitHeadError(f"the exit head {path} is damaged: it holds weights that are no numbers")
+    return head
+
+
+class ExitHeads:
+    """The exit heads of one target in one folder, read when they are first asked for."""
+
+    def __init__(self, target: Target, folder: Path) -> None:
+        self._target = target
+        self.folder = folder
+        self._load = lru_cache(MOST_LOADED)(self._read)
+
+    def get(self, draft: EarlyExit) -> nn.Module:
+        """The head of `draft`, which must have one. Raises `ExitHeadError` if the file is missing or is not the one meant."""
+        assert draft.head is not None, "an exit without a head needs none"
+        assert draft.head_sha256 is not None, "a draft with a head has its hash"
+        return self._load(draft.exit_layer, draft.head, draft.head_sha256)
+
+    @cached_property
+    def _fingerprint(self) -> Fingerprint:
+        return fingerprint(self._target.model)
+
+    def _read(self, exit_layer: int, name: str, sha256: str) -> nn.Module:
+        check_head_file(self.folder / name, sha256)
+        return load_exit_head(self.folder / name, self._target, exit_layer, self._fingerprint)
+
+
+def check_head_file(path: Path, sha256: str) -> None:
+    """Raise `ExitHeadError` unless the file at `path` is the one with this hash."""
+    if not path.exists():
+        raise ExitHeadError(f"no such exit head: {path}; it belongs beside the profile that names it")
+    if file_sha256(path) != sha256:
+        raise ExitHeadError(f"the exit head {path} is not the one the profile was tuned with: its contents differ")

@@ -1,0 +1,1 @@
+"""Measuring what passes cost on the device at hand, and choosing a runner by it."""

@@ -1,0 +1,227 @@
+"""Measure what a round costs on the device at hand: a short benchmark through the `Drafter` protocol, and so of any drafter."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
+from typing import TypeVar
+
+import torch
+
+from decoding.acceptance import Greedy
+from decoding.draft_length import Controller, Looking, RoundCosts
+from decoding.drafters.contract import Drafter, Proposal
+from decoding.drafters.lookup_first import steered_part
+from decoding.lockstep import Lockstep, num_sharing
+from decoding.target import Target
+from decoding.text import Shaping, Text
+
+# Costs bend at the first few tokens and at powers of two; in between, a straight line does.
+WIDTHS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
+FEWEST_SWEEPS, MOST_SWEEPS = 5, 20
+LEAST_COST = 1e-4  # of a plain pass: what a pass is taken to cost that was too short for the clock
+
+Clock = Callable[[], float]
+T = TypeVar("T")
+
+
+@torch.inference_mode()
+def measure_round_costs(
+    target: Target,
+    drafter: Drafter,
+    max_tokens: int,
+    *,
+    num_texts: int = 1,
+    prompt_length: int = 64,
+    budget_seconds: float = 0.8,
+    seed: int = 0,
+    clock: Clock = time.perf_counter,
+) -> RoundCosts:
+    """Time plain passes, drafts and verifications of up to `max_tokens` tokens behind a prompt of random ones.
+
+    The prompt is one passage twice over, so that a drafter that copies has something to copy. Costs are for the rule that weighs
+    them: of a lookup in front of another drafter nothing is measured, as no rule steers it.
+
+    A sweep goes through all of `WIDTHS`, each round between two plain steps, as decoding goes from one to the other: the same
+    pass again and again would find the processor's caches as it left them, and take some per cent less than it does in use.
+    Sweeps are repeated, at least five times, until `budget_seconds` are spent; each width counts with the median of what it took
+    over the plain steps beside it. What the first step of a draft takes more than the others is counted to the verification.
+    Lengths between the widths are interpolated. The longest draft is timed once more as a rule that looks at each token has it.
+
+    With `num_texts` above 1 all passes are those of so many texts in step (`decoding.lockstep`), each behind a prompt of its own, in
+    plain passes of as many. Texts that take turns (`Target.unbatchable_reason`) cost each what one does.
+
+    Where the context is short, the prompt gives way to the drafts, and they to the context. `seed` is that of the prompts;
+    `clock` gives seconds.
+
+    Raises `ValueError` if `max_tokens`, `num_texts` or `prompt_length` is below 1, or if not a single token was drafted.
+    """
+    for name, value in {"max_tokens": max_tokens, "num_texts": num_texts, "prompt_length": prompt_length}.items():
+        if value < 1:
+            raise ValueError(f"{name} must be at least 1, got {value}")
+    start = clock()
+    num_texts = num_sharing(target, num_texts)
+    bench = _RoundBench(target, steered_part(drafter), max_tokens, prompt_length, num_texts, seed, clock)
+    sweeps = [bench.sweep() for _ in range(FEWEST_SWEEPS)]
+    while clock() - start < budget_seconds and len(sweeps) < MOST_SWEEPS:
+        sweeps.append(bench.sweep())
+    return _costs(sweeps)
+
+
+@dataclass(frozen=True)
+class _Timed:
+    """Seconds of one round, and of the plain steps beside it."""
+
+    num_drafted: int
+    draft: float
+    verify: float
+    plain: float
+    looks: bool = False
+
+
+class _RoundBench:
+    """Prompts that have been read, one token behind each, and the passes from there."""
+
+    def __init__(
+        self,
+        target: Target,
+        drafter: Drafter,
+        max_tokens: int,
+        prompt_length: int,
+        num_texts: int,
+        seed: int,
+        clock: Clock,
+    ) -> None:
+        self._target, self._drafter, self._clock = target, drafter, clock
+        room = target.context_length or prompt_length + 1 + max_tokens
+        prompt_length = max(min(prompt_length, room - 1 - max_tokens), 1)
+        longest = max(min(max_tokens, room - 1 - prompt_length), 0)
+        self._widths = [*(width for width in WIDTHS if width < longest), longest]
+        capacity = prompt_length + 1 + longest
+        self._lockstep = Lockstep(target, num_texts, capacity)
+        self._texts: list[Text] = []
+        self._caches = [self._lockstep.new_cache(row, capacity) for row in range(num_texts)]
+        stream, last_tokens = torch.Generator().manual_seed(seed), []
+        for _ in range(num_texts):
+            passage = torch.randint(target.config.vocab_size, (prompt_length // 2 + 1,), generator=stream).tolist()
+            *prompt, last = (passage * 2)[: prompt_length + 1]
+            self._texts.append(Text(prompt, capacity, target.device))
+            last_tokens.append(last)
+        self._all(lambda row: drafter.prefill(self._texts[row], self._caches[row]))
+        for text, cache, last in zip(self._texts, self._caches, last_tokens, strict=True):
+            cache.length = text.length
+            text.append([last])
+
+    def sweep(self) -> list[_Timed]:
+        """A round of every width from the same state, plain steps between them."""
+        plain = [self._plain_step()]
+        rounds = []
+        for controller in [*map(Controller, self._widths), Looking(self._widths[-1])]:
+            rounds.append(self._round(controller))
+            plain.append(self._plain_step())
+        beside = [(before + after) / 2 for before, after in pairwise(plain)]
+        last = len(rounds) - 1
+        return [
+            _Timed(*each, seconds, looks=place == last)
+            for place, (each, seconds) in enumerate(zip(rounds, beside, strict=True))
+        ]
+
+    def _plain_step(self) -> float:
+        def step(row: int) -> None:
+            text, cache = self._texts[row], self._caches[row]
+            logits = self._target.forward(text.span(cache.length, text.length), cache, cache.length, last_only=True)
+            int(Greedy().choose(Shaping().one(text, 0, logits))[0])
+
+        start = self._now()
+        self._all(step)
+        return self._now() - start
+
+    def _round(self, controller: Controller) -> tuple[int, float, float]:
+        """Tokens drafted, and seconds to draft them and to verify them; nothing of it stays in the texts."""
+
+        def propose(row: int) -> Proposal:
+            text, cache = self._texts[row], self._caches[row]
+            return self._drafter.draft(text, cache, controller, Shaping(), Greedy(), controller.max_tokens)
+
+        def verify(row: int) -> None:
+            text, cache, draft = self._texts[row], self._caches[row], drafts[row]
+            scores = Shaping().all(text, self._drafter.verify(text, cache, draft))
+            drafted = text.span(text.length, text.length + draft.num_tokens)[0]
+            Greedy().accept(drafted, draft.probabilities, scores)
+            cache.roll_back(text.length - 1)
+
+        start = self._now()
+        drafts = self._all(propose)
+        drafted_at = self._now()
+        self._all(verify)
+        return max(draft.num_tokens for draft in drafts), drafted_at - start, self._now() - drafted_at
+
+    def _all(self, task: Callable[[int], T]) -> list[T]:
+        """What comes of a task of each text, done in step; it is given the text's row."""
+        done: dict[int, T] = {}
+
+        def do(row: int) -> None:
+            done[row] = task(row)
+
+        self._lockstep.run_through([partial(do, row) for row in range(len(self._texts))])
+        return [done[row] for row in range(len(self._texts))]
+
+    def _now(self) -> float:
+        if self._target.device.type == "cuda":
+            torch.cuda.synchronize(self._target.device)
+        return self._clock()
+
+
+def _costs(sweeps: list[list[_Timed]]) -> RoundCosts:
+    looking = [each for sweep in sweeps for each in sweep if each.looks]
+    rounds = [each for sweep in sweeps for each in sweep if not each.looks]
+    draft = _medians((each.num_drafted, _ratio(each.draft, each.plain)) for each in rounds)
+    verify = _medians((each.num_drafted, _ratio(each.verify, each.plain)) for each in rounds)
+    longest = max(draft)
+    if not longest:
+        raise ValueError(
+            "not a single token was drafted: the drafter proposes none, or the context has no room for one"
+        )
+    step = draft[longest] / longest
+    extra = {width: verify[width] + max(draft[width] - width * step, 0.0) for width in verify}
+    looked = statistics.median(_ratio(each.draft, each.plain) for each in looking) / longest
+    return RoundCosts(
+        draft_step=_cost(step),
+        look=round(max(looked - step, 0.0), 4),
+        verify=tuple(map(_cost, _interpolated(_rising(extra)))),
+    )
+
+
+def _medians(values: Iterable[tuple[int, float]]) -> dict[int, float]:
+    """The median of each width's values, by ascending width."""
+    by_width: dict[int, list[float]] = {}
+    for width, value in values:
+        by_width.setdefault(width, []).append(value)
+    return {width: statistics.median(by_width[width]) for width in sorted(by_width)}
+
+
+def _ratio(seconds: float, plain: float) -> float:
+    return seconds / plain if plain else 1.0  # a clock that stands still tells nothing apart
+
+
+def _rising(values: dict[int, float]) -> dict[int, float]:
+    """No width slower than a wider one, which has more to compute: a pass that seemed so was disturbed."""
+    return {width: min(value for wider, value in values.items() if wider >= width) for width in values}
+
+
+def _interpolated(at: dict[int, float]) -> list[float]:
+    """Values at 0, 1, 2 ... up to the last width, on straight lines between those given."""
+    values = [at[0]]
+    for low, high in pairwise(at):
+        slope = (at[high] - at[low]) / (high - low)
+        values += [at[low] + slope * (width - low) for width in range(low + 1, high + 1)]
+    return values
+
+
+def _cost(ratio: float) -> float:
+    """To the four digits that a measurement is worth at most."""
+    return max(round(ratio, 4), LEAST_COST)

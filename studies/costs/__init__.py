@@ -1,0 +1,1 @@
+"""What any draft's passes cost, fitted from a few that were timed. Never times anything itself."""

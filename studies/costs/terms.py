@@ -1,0 +1,235 @@
+"""What passes are made of: the terms whose seconds add up to those of any draft step and any verification (our formulation).
+
+KnapSpec (arXiv 2602.20217) has the idea of sublayers as items with measured latency by context length. Ours adds what remains
+of a block of which only one sublayer is left out, and verifications that resume behind a prefix.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import nn
+
+from decoding.documents.strict_yaml import Document
+from decoding.profile import EarlyExit, LayerSkip
+from decoding.target import Sublayer, Target
+
+Vector = NDArray[np.float64]
+
+
+class BlockKinds(Document):
+    """Which parts of a model's blocks are alike: for each block the number of the kind of its frame and of its sublayers.
+
+    A frame is what stays of a block while any of it runs: norms, residual additions, dispatch. A sublayer that has no module of
+    its own (None) cannot be skipped alone, and belongs to the frame.
+    """
+
+    frame: tuple[int, ...]
+    attention: tuple[int | None, ...]
+    mlp: tuple[int | None, ...]
+
+    @classmethod
+    def of(cls, target: Target) -> BlockKinds:
+        """Alike are parts of the same class, with as many weights, and attention of the same type (sliding, full)."""
+        types = getattr(target.config, "layer_types", None) or [None] * target.num_layers
+        frames, attention, mlp = [], [], []
+        for block, *parts, kind in zip(target.blocks, target.anatomy.attention, target.anatomy.mlp, types, strict=True):
+            modules = [_module(block, part) for part in parts]
+            inside = sum(_num_weights(each) for each in modules if each is not None)
+            frames.append((type(block).__name__, _num_weights(block) - inside))
+            attention.append(_traits(modules[0], kind))
+            mlp.append(_traits(modules[1]))
+        frame = tuple(number for number in _numbered(frames) if number is not None)
+        return cls(frame=frame, attention=_numbered(attention), mlp=_numbered(mlp))
+
+    @property
+    def num_layers(self) -> int:
+        """Number of blocks."""
+        return len(self.frame)
+
+    @cached_property
+    def block(self) -> tuple[int, ...]:
+        """The kind of each block as a whole."""
+        numbers = _numbered(list(zip(self.frame, self.attention, self.mlp, strict=True)))
+        return tuple(number for number in numbers if number is not None)
+
+    def check(self, skip: LayerSkip) -> None:
+        """Raise ValueError unless the model can leave out these sublayers."""
+        sublayers = {"attention": (skip.skip_attention, self.attention), "MLP": (skip.skip_mlp, self.mlp)}
+        whole = set(skip.skip_attention) & set(skip.skip_mlp)
+        for name, (skipped, kinds) in sublayers.items():
+            for index in skipped:
+                if index >= self.num_layers:
+                    raise ValueError(f"the model has layers 0 to {self.num_layers - 1}, got {index}")
+                if index not in whole and kinds[index] is None:
+                    raise ValueError(
+                        f"block {index} has no separate {name} module: only the whole block can be skipped"
+                    )
+
+
+@dataclass(frozen=True, slots=True)
+class DraftStep:
+    """One token drafted without the sublayers of `skip` behind `context` tokens, the choice of the token included."""
+
+    skip: LayerSkip
+    context: float
+    has_head: bool = False
+    """Whether a block of the last one's kind stands behind the others."""
+    looks: bool = False
+    """Whether a rule looks at the distribution before the next step."""
+
+
+@dataclass(frozen=True, slots=True)
+class Verification:
+    """The whole model over `width` tokens behind `context`, blocks in front of `boundary` over the last of them alone."""
+
+    width: int
+    context: float
+    boundary: int = 0
+
+
+Pass = DraftStep | Verification
+
+
+@dataclass(frozen=True)
+class Terms:
+    """The terms of a model's passes, measured at `widths` (the first is 1) and `contexts`, both ascending."""
+
+    kinds: BlockKinds
+    widths: tuple[int, ...]
+    contexts: tuple[int, ...]
+
+    @cached_property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shape of each group of terms; their last axes are those that `rising` names."""
+        num_contexts, num_widths = len(self.contexts), len(self.widths)
+        return {
+            "rest": (num_widths, num_contexts),
+            "frame": (_count(self.kinds.frame),),
+            "attention": (_count(self.kinds.attention), num_contexts),
+            "mlp": (_count(self.kinds.mlp),),
+            "wider": (_count(self.kinds.block), num_widths - 1, num_contexts),
+            "narrowed": (),
+            "choice": (),
+            "look": (),
+        }
+
+    @property
+    def rising(self) -> dict[str, int]:
+        """Over how many of the last axes (widths, contexts) seconds never fall."""
+        return {"rest": 2, "frame": 0, "attention": 1, "mlp": 0, "wider": 2, "narrowed": 0, "choice": 0, "look": 0}
+
+    @property
+    def length(self) -> int:
+        """Number of terms."""
+        return sum(prod(shape) for shape in self.shapes.values())
+
+    def split(self, values: Vector) -> dict[str, Vector]:
+        """Views [..., shape of the group] of `values` [..., length]."""
+        groups, start = {}, 0
+        for name, shape in self.shapes.items():
+            size = prod(shape)
+            groups[name] = values[..., start : start + size].reshape((*values.shape[:-1], *shape))
+            start += size
+        return groups
+
+    def amounts(self, each: Pass) -> Vector:
+        """How much of each term is in a pass, [length]; between measured widths and contexts on straight lines."""
+        amounts = np.zeros(self.length)
+        terms = self.split(amounts)
+        at_context = _between(self.contexts, each.context)
+        if isinstance(each, DraftStep):
+            terms["rest"][0] += at_context
+            terms["choice"] += 1
+            terms["look"] += each.looks
+            self._add_blocks(terms, at_context, each.skip, has_head=each.has_head)
+            return amounts
+        at_width = _between(self.widths, each.width)
+        terms["rest"] += np.outer(at_width, at_context)
+        self._add_blocks(terms, at_context, LayerSkip())
+        behind = _counts(self.kinds.block[each.boundary :], len(terms["wider"]))
+        terms["wider"] += np.multiply.outer(behind, np.outer(at_width[1:], at_context))
+        terms["narrowed"] += each.boundary
+        return amounts
+
+    def _add_blocks(
+        self, terms: dict[str, Vector], at_context: Vector, skip: LayerSkip, *, has_head: bool = False
+    ) -> None:
+        """One token through all blocks but for what is skipped, and through one like the last again if there is a head."""
+        blocks = [*range(self.kinds.num_layers), *([self.kinds.num_layers] if has_head else [])]
+        skip_attention, skip_mlp = frozenset(skip.skip_attention), frozenset(skip.skip_mlp)
+        run = [index for index in blocks if index not in skip_attention or index not in skip_mlp]
+        terms["frame"] += self._count(self.kinds.frame, run, len(terms["frame"]))
+        attention = self._count(self.kinds.attention, set(run) - skip_attention, len(terms["attention"]))
+        terms["attention"] += np.outer(attention, at_context)
+        terms["mlp"] += self._count(self.kinds.mlp, set(run) - skip_mlp, len(terms["mlp"]))
+
+    def _count(self, kinds: Sequence[int | None], blocks: Iterable[int], num_kinds: int) -> Vector:
+        """How many of `blocks` have a part of each kind; a block behind the last is one like the last."""
+        last = self.kinds.num_layers - 1
+        return _counts([kinds[min(index, last)] for index in blocks], num_kinds)
+
+
+def skipped_by(draft: LayerSkip | EarlyExit, num_layers: int) -> LayerSkip:
+    """What a draft leaves out of a model with `num_layers`, its head and its lookup apart; ValueError for an exit it has not."""
+    if isinstance(draft, LayerSkip):
+        return draft
+    if draft.exit_layer >= num_layers:
+        raise ValueError(
+            f"a draft exits behind the first 1 to {num_layers - 1} of {num_layers} layers, got {draft.exit_layer}"
+        )
+    return draft.as_layer_skip(num_layers)
+
+
+def _between(points: Sequence[int], place: float) -> Vector:
+    """The share of each of `points` in the value at `place`: on the line through its neighbours, on the last line beyond the
+    last point, and the first point's value in front of it."""
+    shares = np.zeros(len(points))
+    if place <= points[0] or len(points) == 1:
+        shares[0] = 1.0
+        return shares
+    above = min(int(np.searchsorted(points, place)), len(points) - 1)
+    share = (place - points[above - 1]) / (points[above] - points[above - 1])
+    shares[above - 1], shares[above] = 1.0 - share, share
+    return shares
+
+
+def _counts(numbers: Iterable[int | None], num_kinds: int) -> Vector:
+    """How often each number below `num_kinds` stands among `numbers`."""
+    counts = np.zeros(num_kinds)
+    for number in numbers:
+        if number is not None:
+            counts[number] += 1.0
+    return counts
+
+
+def _module(block: nn.Module, part: Sublayer | None) -> nn.Module | None:
+    return None if part is None else getattr(block, part.name)
+
+
+def _traits(module: nn.Module | None, *others: Hashable) -> Hashable | None:
+    """What a module has in common with those of its kind, or None without a module."""
+    return None if module is None else (type(module).__name__, _num_weights(module), *others)
+
+
+def _num_weights(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def _numbered(keys: Sequence[Hashable | None]) -> tuple[int | None, ...]:
+    """Equal keys by the same number, in the order of their first appearance."""
+    numbers = {key: number for number, key in enumerate(dict.fromkeys(_present(keys)))}
+    return tuple(None if key is None else numbers[key] for key in keys)
+
+
+def _present(keys: Iterable[Hashable | None]) -> Iterator[Hashable]:
+    return (key for key in keys if key is not None)
+
+
+def _count(numbers: Iterable[int | None]) -> int:
+    return 1 + max((number for number in numbers if number is not None), default=-1)

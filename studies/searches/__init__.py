@@ -1,0 +1,1 @@
+"""The searches, one file or folder each: what to try next."""

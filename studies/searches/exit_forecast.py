@@ -1,0 +1,116 @@
+"""What every exit of a model would do on the target's own texts: predicted from one teacher-forced pass and measured costs.
+
+Our formulation: EESD (arXiv 2406.03853) is known to us by its abstract. The forecast orders the exits; which one is best is
+for real decoding to say.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import numpy as np
+
+from decoding.documents.strict_yaml import Document
+from decoding.draft_length import AnyRule, DraftLengthRule, Fixed, RoundCosts, TopProbability
+from decoding.drafters.build import build_drafter
+from decoding.lockstep import num_sharing
+from decoding.profile import EarlyExit
+from decoding.timing.round_costs import measure_round_costs
+from studies.contract import Problem
+from studies.prediction.lockstep_cost import LockstepBatches, batches_of
+from studies.prediction.replay import replay
+from studies.prediction.survey import Survey
+
+TIMED_EXITS = 3
+"""Exits whose costs are measured; those between are interpolated, as every block costs the same."""
+
+THRESHOLDS = (0.3, 0.4, 0.5, 0.6, 0.7, 0.8)
+
+
+class ExitForecast(Document):
+    """A prediction, on tuning prompts: never to be reported as a measurement."""
+
+    draft: EarlyExit
+    agreement: float
+    """Share of positions at which a draft would have been accepted."""
+    acceptance: float
+    """Mean over positions of sum over v of min(p, q), the exact sampling acceptance."""
+    rule: AnyRule
+    """The rule that would do best with it, of a few fixed lengths and top-probability thresholds."""
+    speedup: float
+    """Predicted, with that rule."""
+
+
+def forecast_exits(problem: Problem, drafts: Sequence[EarlyExit], max_tokens: int) -> list[ExitForecast]:
+    """A forecast for each of `drafts`, the best first. Needs a text of at least two tokens."""
+    survey = Survey(
+        problem.target,
+        problem.prompts,
+        problem.continuations,
+        temperature=problem.temperature,
+        seed=problem.seed,
+        heads=problem.heads,
+    )
+    recordings = dict(zip(drafts, survey.record_all(drafts), strict=True))
+    costs = _costs(problem, drafts, max_tokens)
+    batches = LockstepBatches(
+        tuple(batches_of(survey.places, num_sharing(problem.target, problem.batch_size)).values())
+    )
+    forecasts = []
+    for draft in drafts:
+        together = batches.of_draft(draft, prefix_reuse=problem.prefix_reuse)
+        replays = {
+            rule: replay(
+                rule, recordings[draft], costs[draft], None, together, most_drafted=problem.target.most_drafted
+            )
+            for rule in _rules(max_tokens)
+        }
+        speedups = {rule: replayed.speedup for rule, replayed in replays.items()}
+        rule = max(speedups, key=lambda rule: speedups[rule])
+        forecasts.append(
+            ExitForecast(
+                draft=draft,
+                agreement=float(np.mean([recording.agreement for recording in recordings[draft]])),
+                acceptance=float(np.mean([recording.acceptance for recording in recordings[draft]])),
+                rule=rule,
+                speedup=speedups[rule],
+            )
+        )
+    return sorted(forecasts, key=lambda forecast: -forecast.speedup)
+
+
+def _rules(max_tokens: int) -> list[DraftLengthRule]:
+    fixed: list[DraftLengthRule] = [Fixed(max_tokens=length) for length in range(1, max_tokens + 1)]
+    return [*fixed, *(TopProbability(max_tokens=max_tokens, threshold=threshold) for threshold in THRESHOLDS)]
+
+
+def _costs(problem: Problem, drafts: Sequence[EarlyExit], max_tokens: int) -> dict[EarlyExit, RoundCosts]:
+    target = problem.target
+    costs: dict[EarlyExit, RoundCosts] = {}
+    for group in _by_kind(drafts):
+        places = np.linspace(0, len(group) - 1, min(TIMED_EXITS, len(group))).round().astype(int)
+        timed: dict[int, RoundCosts] = {}
+        for draft in (group[place] for place in places):
+            drafter = build_drafter(target, draft, prefix_reuse=problem.prefix_reuse, heads=problem.heads)
+            assert drafter is not None, "an early exit drafts"
+            timed[draft.exit_layer] = measure_round_costs(target, drafter, max_tokens, num_texts=problem.batch_size)
+        costs |= {draft: _interpolate(timed, draft.exit_layer) for draft in group}
+    return costs
+
+
+def _by_kind(drafts: Sequence[EarlyExit]) -> Iterator[list[EarlyExit]]:
+    """Those without a head and those with one, by exit layer."""
+    for has_head in (False, True):
+        group = [draft for draft in drafts if (draft.head is not None) == has_head]
+        if group:
+            yield sorted(group, key=lambda draft: draft.exit_layer)
+
+
+def _interpolate(timed: Mapping[int, RoundCosts], exit_layer: int) -> RoundCosts:
+    layers = sorted(timed)
+    between = [np.interp(exit_layer, layers, [timed[layer].draft_step for layer in layers])]
+    widths = range(len(timed[layers[0]].verify))
+    between += [np.interp(exit_layer, layers, [timed[layer].verify[width] for layer in layers]) for width in widths]
+    draft_step, *verify = (float(value) for value in between)
+    look = float(np.interp(exit_layer, layers, [timed[layer].look for layer in layers]))
+    return RoundCosts(draft_step=draft_step, look=look, verify=tuple(verify))

@@ -1,0 +1,31 @@
+"""Every other block, unsearched: where SWIFT and ConfLayers begin. What a search must beat to be worth its time."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import optuna
+
+from decoding.profile import LayerSkip
+from studies.contract import TrialRecord
+from studies.searches.skip_sets.contract import Method
+from studies.searches.skip_sets.switches import odd_blocks
+
+
+class OddLayers(Method):
+    """A single trial."""
+
+    whole_blocks = True
+    _done = False
+
+    def propose(self, trial: optuna.Trial, place: int) -> tuple[LayerSkip, dict[str, Any]]:
+        """Blocks 1, 3, 5 ..."""
+        return odd_blocks(self.problem.target.num_layers), {}
+
+    def observe(self, record: TrialRecord) -> None:
+        """That was all."""
+        self._done = True
+
+    def finished(self) -> str | None:
+        """After its trial."""
+        return "the odd blocks are measured" if self._done else None

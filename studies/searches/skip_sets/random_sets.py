@@ -1,0 +1,45 @@
+"""Random search: what any search must beat on the same number of measured sets."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import optuna
+
+from decoding.profile import LayerSkip
+from decoding.target import Target
+from studies.contract import Problem
+from studies.searches.skip_sets.contract import Method
+from studies.searches.skip_sets.settings import SkipSetsSettings
+from studies.searches.skip_sets.switches import Switches
+
+
+class RandomSets(Method):
+    """Sets of exactly K_s = int(2(L-2) * ratio) sublayers of the middle blocks, each as likely, each measured."""
+
+    def __init__(self, problem: Problem, settings: SkipSetsSettings) -> None:
+        super().__init__(problem, settings)
+        self._switches = Switches.of_middle_blocks(problem.target.num_layers)
+
+    @classmethod
+    def check(cls, settings: SkipSetsSettings, target: Target) -> None:
+        """Raise ValueError if K_s is 0."""
+        check_ratio(settings.skip_ratio, target.num_layers)
+
+    def propose(self, trial: optuna.Trial, place: int) -> tuple[LayerSkip, dict[str, Any]]:
+        """The set of this place in the stream."""
+        rng = np.random.default_rng([self.problem.seed, place])
+        point = self._switches.random(rng, self._switches.num_skipped(self.settings.skip_ratio))
+        return self._switches.draft(point), {}
+
+
+def check_ratio(ratio: float, num_layers: int) -> None:
+    """Raise ValueError if a share of the middle sublayers is not even one of them."""
+    middle = Switches.of_middle_blocks(num_layers)
+    if not middle.num_skipped(ratio):
+        raise ValueError(
+            f"skip_ratio {ratio:g} of the {len(middle)} sublayers between the first and the last block is none of them; "
+            f"give at least {math.ceil(1000 / len(middle)) / 1000:g}"
+        )

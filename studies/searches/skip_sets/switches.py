@@ -1,0 +1,82 @@
+"""Skip sets as switches: a point with a coordinate for each sublayer that a search may leave out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from decoding.profile import LayerSkip
+
+SkipPoint = NDArray[np.float64]
+"""[switches], each coordinate from 0 (run it) to 1 (leave it out)."""
+
+
+@dataclass(frozen=True)
+class Switches:
+    """The attention sublayers of some blocks in order, then their MLPs."""
+
+    blocks: range
+
+    @classmethod
+    def of_all_blocks(cls, num_layers: int) -> Switches:
+        """Every sublayer, those of the first and the last block among them."""
+        return cls(range(num_layers))
+
+    @classmethod
+    def of_middle_blocks(cls, num_layers: int) -> Switches:
+        """The sublayers of blocks 1 to `num_layers - 2`."""
+        return cls(range(1, num_layers - 1))
+
+    def __len__(self) -> int:
+        return 2 * len(self.blocks)
+
+    @property
+    def names(self) -> list[str]:
+        """A name for each switch, as Optuna's parameters have it."""
+        return [f"{kind}.{block}" for kind in ("attention", "mlp") for block in self.blocks]
+
+    def num_skipped(self, ratio: float) -> int:
+        """K_s, the number of sublayers that SWIFT leaves out: int(2(L-2) * ratio)."""
+        return int(len(self) * ratio)
+
+    def point(self, draft: LayerSkip) -> SkipPoint:
+        """The corner of the cube that a draft stands at; ValueError if it leaves out what has no switch."""
+        skipped = [(draft.skip_attention, block) for block in self.blocks] + [
+            (draft.skip_mlp, block) for block in self.blocks
+        ]
+        point = np.array([float(block in layers) for layers, block in skipped])
+        if self.draft(point) != draft:
+            raise ValueError(
+                f"there are switches for blocks {self.blocks[0]} to {self.blocks[-1]}, got {draft.describe()}"
+            )
+        return point
+
+    def draft(self, point: SkipPoint) -> LayerSkip:
+        """Leave out what is above one half (Draft & Verify's reading)."""
+        return self._without(point > 0.5)
+
+    def largest(self, point: SkipPoint, count: int) -> LayerSkip:
+        """Leave out the `count` sublayers of the largest coordinates (SWIFT's reading); of equals the first."""
+        chosen = np.zeros(len(self), dtype=bool)
+        chosen[np.argsort(-point, kind="stable")[:count]] = True
+        return self._without(chosen)
+
+    def random(self, rng: np.random.Generator, count: int) -> SkipPoint:
+        """A corner with `count` switches on, each set as likely as any other."""
+        point = np.zeros(len(self))
+        point[rng.choice(len(self), size=count, replace=False)] = 1.0
+        return point
+
+    def _without(self, chosen: NDArray[np.bool_]) -> LayerSkip:
+        attention, mlp = np.split(chosen, 2)
+        return LayerSkip(
+            skip_attention=tuple(block for block, off in zip(self.blocks, attention, strict=True) if off),
+            skip_mlp=tuple(block for block, off in zip(self.blocks, mlp, strict=True) if off),
+        )
+
+
+def odd_blocks(num_layers: int) -> LayerSkip:
+    """Blocks 1, 3, 5 ... but the last: where the released code of SWIFT and ConfLayers begins."""
+    return LayerSkip.blocks(tuple(range(1, num_layers - 1, 2)))

@@ -1,0 +1,121 @@
+"""The preallocated cache: what a pass sees of it, rolling back by length, and that nothing is copied."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from decoding.cache.kv_cache import KVCache
+from decoding.decode import Request, speculative
+from decoding.draft_length import Fixed
+from decoding.drafters.layer_skip import LayerSkipDrafter
+from decoding.profile import LayerSkip
+from decoding.text import Ending
+from tests.support.families import PROMISED, WINDOW, some_tokens, target_of
+
+HEADS, SIZE = 2, 3
+
+
+def states(width: int, value: float) -> Tensor:
+    return torch.full((1, HEADS, width, SIZE), value)
+
+
+def test_pass_reads_what_was_written_up_to_its_own_end() -> None:
+    cache = KVCache(num_layers=2, capacity=8)
+    cache.cover(0, 3)
+    keys, values = cache.update(states(3, 1.0), states(3, -1.0), 0)
+    assert keys.shape == values.shape == (1, HEADS, 3, SIZE)
+    cache.cover(3, 2)
+    keys, values = cache.update(states(2, 2.0), states(2, -2.0), 0)
+    assert keys[0, 0, :, 0].tolist() == [1.0, 1.0, 1.0, 2.0, 2.0]
+    assert values[0, 0, :, 0].tolist() == [-1.0, -1.0, -1.0, -2.0, -2.0]
+
+
+def test_pass_of_the_last_position_alone_writes_at_the_end() -> None:
+    cache = KVCache(num_layers=1, capacity=4)
+    cache.cover(0, 3)
+    cache.update(states(3, 1.0), states(3, 1.0), 0)
+    cache.cover(1, 3)
+    keys, _ = cache.update(states(1, 5.0), states(1, 5.0), 0)
+    assert keys[0, 0, :, 0].tolist() == [1.0, 1.0, 1.0, 5.0]
+
+
+def test_positions_behind_a_rollback_are_written_anew_and_not_read() -> None:
+    cache = KVCache(num_layers=1, capacity=8)
+    cache.cover(0, 6)
+    cache.update(states(6, 1.0), states(6, 1.0), 0)
+    cache.roll_back(2)
+    assert cache.length == 2
+    cache.cover(cache.length, 1)
+    keys, _ = cache.update(states(1, 3.0), states(1, 3.0), 0)
+    assert keys[0, 0, :, 0].tolist() == [1.0, 1.0, 3.0]
+
+
+def test_masks_are_sized_by_the_pass_for_every_layer_alike() -> None:
+    cache = KVCache(num_layers=3, capacity=8)
+    cache.cover(0, 4)
+    cache.update(states(4, 1.0), states(4, 1.0), 0)  # layers 1 and 2 are skipped and hold nothing
+    cache.cover(4, 2)
+    for layer in range(3):
+        assert cache.get_mask_sizes(2, layer) == (6, 0)
+        assert cache.get_seq_length(layer) == 4
+
+
+def test_storage_is_allocated_once_and_returned_without_a_copy() -> None:
+    cache = KVCache(num_layers=1, capacity=8)
+    addresses = set()
+    for start, width in ((0, 3), (3, 1), (2, 4), (0, 8)):
+        cache.cover(start, width)
+        keys, _ = cache.update(states(width, 1.0), states(width, 1.0), 0)
+        addresses.add(keys.data_ptr())
+    assert len(addresses) == 1
+    assert cache.layers[0].keys.shape == (1, HEADS, 8, SIZE)
+
+
+def test_decoding_allocates_each_layer_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    target = target_of("gemma3")
+    made: list[KVCache] = []
+
+    def remember(capacity: int) -> KVCache:
+        made.append(KVCache(target.num_layers, capacity))
+        return made[-1]
+
+    monkeypatch.setattr(target, "new_cache", remember)
+    drafter = LayerSkipDrafter(target, LayerSkip.blocks((2, 3)))
+    request = Request(some_tokens(5), Ending(12))
+    addresses = set()
+    for _ in speculative(target, drafter, Fixed(max_tokens=3).controller(), request):
+        addresses.add(tuple(layer.keys.data_ptr() for layer in made[0].layers))
+    assert len(made) == len(addresses) == 1
+    assert made[0].capacity >= 5 + 12
+
+
+def test_updates_are_counted_by_layer() -> None:
+    cache = KVCache(num_layers=2, capacity=8)
+    cache.cover(0, 1)
+    for _ in range(3):
+        cache.update(states(1, 1.0), states(1, 1.0), 1)
+    assert cache.updates_per_layer == [0, 3]
+
+
+def test_pass_beyond_the_capacity_is_refused() -> None:
+    cache = KVCache(num_layers=1, capacity=8)
+    cache.cover(6, 2)
+    with pytest.raises(ValueError, match="the cache holds 8 positions, a pass wants position 8"):
+        cache.cover(6, 3)
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("family", sorted(PROMISED))
+def test_forgotten_tokens_leave_no_trace_in_the_logits(family: str) -> None:
+    target = target_of(family)
+    length = 2 * WINDOW
+    ids = torch.tensor([some_tokens(length)])
+    whole = target.forward(ids, target.new_cache(length), 0)
+    cache = target.new_cache(2 * length)
+    target.forward(ids[:, : length - 4], cache, 0)
+    target.forward(ids.flip(1), cache, length - 4)  # more than a window of other tokens
+    cache.roll_back(length - 4)
+    again = target.forward(ids[:, length - 4 :], cache, length - 4)
+    torch.testing.assert_close(again, whole[length - 4 :], rtol=1e-4, atol=1e-4)

@@ -1,0 +1,67 @@
+"""Many rounds drafted at once with known tokens: what each of them would have computed by itself."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from decoding.cache.kv_cache import KVCache
+from decoding.cache.rounds_cache import RoundsCache
+from decoding.target import Target
+from tests.support.families import NUM_LAYERS, SUPPORTED, some_tokens, target_of
+
+SKIPS = {
+    "blocks": ((1, 3), (1, 3)),
+    "attention": ((1, 2), ()),
+    "mlp": ((), (0, 3)),
+    "exit": (range(2, NUM_LAYERS), range(2, NUM_LAYERS)),
+    "nothing": ((), ()),
+}
+DEPTH = 4
+TEXTS = (some_tokens(13, seed=1), some_tokens(21, seed=2))
+STARTS = ((0, 5), (0, 8), (1, 3), (1, 17))  # of text, position
+
+
+def _read(target: Target, text: list[int]) -> KVCache:
+    cache = target.new_cache(len(text) + DEPTH)
+    target.forward(torch.tensor([text]), cache, 0)
+    return cache
+
+
+def _unbatchable_reason(target: Target, skip: str, text: list[int], start: int) -> Tensor:
+    """Logits [DEPTH, vocabulary] of one round, drafted token by token behind the target's own keys and values."""
+    cache = _read(target, text)
+    view = target.draft_view(*SKIPS[skip], keep_boundary=False)
+    steps = range(start, start + DEPTH)
+    return torch.cat([view.forward(torch.tensor([text[place : place + 1]]), cache, place) for place in steps])
+
+
+@pytest.mark.parametrize("skip", SKIPS)
+@pytest.mark.parametrize("family", SUPPORTED)
+@torch.inference_mode()
+def test_rounds_at_once_are_the_rounds_one_by_one(family: str, skip: str) -> None:
+    target = target_of(family)
+    caches = [_read(target, text) for text in TEXTS]
+    rounds = RoundsCache([(caches[text], start) for text, start in STARTS], DEPTH)
+    token_ids = torch.tensor([TEXTS[text][start : start + DEPTH] for text, start in STARTS])
+    view = target.draft_view(*SKIPS[skip], keep_boundary=False)
+    for _ in range(2):  # a pass leaves nothing that the next would see
+        together = view.rounds(token_ids, rounds)
+        for row, (text, start) in enumerate(STARTS):
+            torch.testing.assert_close(
+                together[row],
+                _unbatchable_reason(target, skip, TEXTS[text], start),
+                rtol=1e-3,
+                atol=1e-3,
+                msg=f"round {row}",
+            )
+
+
+@torch.inference_mode()
+def test_rounds_need_a_round_and_a_token() -> None:
+    target = target_of("llama")
+    with pytest.raises(ValueError, match="got 0 of 4"):
+        RoundsCache([], 4)
+    with pytest.raises(ValueError, match="got 1 of 0"):
+        RoundsCache([(_read(target, TEXTS[0]), 5)], 0)

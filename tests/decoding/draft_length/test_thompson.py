@@ -1,0 +1,627 @@
+"""The Thompson rules, simulated without a model: what they settle at, what exploring costs, how they change their minds.
+
+A simulated text is a draft's top-1 probabilities and how often it is right at each. Costs are in plain passes, speeds in tokens
+per plain pass, so that plain decoding is 1 whatever the machine. All streams are seeded: every figure is the same at every run.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+import statistics
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from pydantic import TypeAdapter, ValidationError
+
+from decoding.documents.strict_yaml import dump, read_mapping, validate
+from decoding.draft_length import (
+    AnyRule,
+    BetaThompson,
+    CalibratedThompson,
+    Controller,
+    CostAwareRule,
+    Decision,
+    DraftDistribution,
+    Fixed,
+    RoundCosts,
+)
+from decoding.draft_length.beta_thompson import BetaThompsonController
+from decoding.draft_length.calibrated_thompson import AS_CONFIDENT, BINS, NO_GAIN, CalibratedThompsonController
+from decoding.draft_length.posteriors import (
+    UNIFORM,
+    WARM_ROUNDS,
+    WARM_TOKENS,
+    BetaPosterior,
+    GainPosterior,
+    GainPrior,
+    warm_start,
+)
+from decoding.errors import ProfileError
+
+K = 8
+BOTH = [BetaThompson, CalibratedThompson]
+
+Text = Callable[[random.Random], tuple[float, float]]
+"""The next draft: its top-1 probability, and the probability that it is accepted."""
+
+
+def costs_of(draft_step: float, verify_step: float) -> RoundCosts:
+    return RoundCosts(draft_step=draft_step, verify=tuple(1.0 + verify_step * length for length in range(K + 1)))
+
+
+HALF = costs_of(0.5, 0.05)
+THIRD = costs_of(0.3, 0.05)
+SLOW_TO_VERIFY = costs_of(0.3, 0.2)
+CHEAP = costs_of(0.1, 0.02)
+
+
+class Confidence(DraftDistribution):
+    """A distribution of which no more is known than its top probability."""
+
+    def __init__(self, top_probability: float) -> None:
+        self.__dict__["top_probability"] = top_probability
+
+
+def equally_good(acceptance: float) -> Text:
+    """A draft whose confidence says nothing."""
+    return lambda stream: (stream.choice([0.5, 0.85, 0.97]), acceptance)
+
+
+def surely_or_not(share: float) -> Text:
+    """A draft that knows what it knows: nearly certain of this share of the tokens, and unsure of the rest."""
+
+    def text(stream: random.Random) -> tuple[float, float]:
+        certainty = 0.97 if stream.random() < share else 0.3
+        return certainty, certainty
+
+    return text
+
+
+def overconfident(stream: random.Random) -> tuple[float, float]:
+    """Certain, and always wrong."""
+    return 0.97, 0.0
+
+
+@dataclass
+class Written:
+    """What was simulated."""
+
+    tokens: int
+    cost: float
+    lengths: list[int]
+
+    @property
+    def speed(self) -> float:
+        return self.tokens / self.cost
+
+
+def write(
+    controller: Controller, costs: RoundCosts, text: Text, *, num_rounds: int, seed: int, room: int = K
+) -> Written:
+    """Rounds of drafting as `decoding.drafters.propose` has them; the text has `room` for that many drafts a round."""
+    stream = random.Random(f"text {seed}")
+    written = Written(0, 0.0, [])
+    for _ in range(num_rounds):
+        limit = min(controller.limit(), room)
+        length = num_accepted = 0
+        right, decision = True, Decision.CONTINUE
+        while length < limit and decision is Decision.CONTINUE:
+            certainty, acceptance = text(stream)
+            decision = controller.decide(length, Confidence(certainty))
+            assert decision is not Decision.STOP, "the pass is paid: its token is verified"
+            length += 1
+            right = right and stream.random() < acceptance
+            num_accepted += right
+        controller.observe(length, num_accepted)
+        written.tokens += num_accepted + 1
+        written.cost += costs.of(length)
+        written.lengths.append(length)
+    return written
+
+
+def write_in_turn(
+    controllers: Sequence[Controller], costs: RoundCosts, texts: Sequence[Text], num_rounds: int = 60
+) -> float:
+    """The speed over several texts, each steered by the controller at its place."""
+    parts = [
+        write(controller, costs, text, num_rounds=num_rounds, seed=seed)
+        for seed, (controller, text) in enumerate(zip(controllers, texts, strict=True))
+    ]
+    return sum(part.tokens for part in parts) / sum(part.cost for part in parts)
+
+
+class AlwaysThatMany(Controller):
+    """A fixed length, 0 too."""
+
+    def __init__(self, length: int) -> None:
+        super().__init__(K)
+        self._length = length
+
+    def limit(self) -> int:
+        return self._length
+
+
+def expected_speed(lengths: Sequence[int], acceptance: float, costs: RoundCosts) -> float:
+    """Of rounds of these lengths, each token being accepted with the same probability."""
+    tokens = sum(acceptance**place for length in lengths for place in range(length + 1))
+    return tokens / sum(costs.of(length) for length in lengths)
+
+
+def best_length(acceptance: float, costs: RoundCosts) -> int:
+    return max(range(K + 1), key=lambda length: expected_speed([length], acceptance, costs))
+
+
+def mean_speed(rule: CostAwareRule, costs: RoundCosts, text: Text, *, num_rounds: int, num_texts: int = 10) -> float:
+    """Over texts that each begin afresh."""
+    speeds = [
+        write(
+            rule.model_copy(update={"seed": seed, "costs": costs}).controller(),
+            costs,
+            text,
+            num_rounds=num_rounds,
+            seed=seed,
+        ).speed
+        for seed in range(num_texts)
+    ]
+    return statistics.mean(speeds)
+
+
+# --- what they settle at ------------------------------------------------------------------------------------------------
+
+OPTIMA = [
+    (0.0, HALF, 0),
+    (0.4, HALF, 0),
+    (0.6, THIRD, 1),
+    (0.8, SLOW_TO_VERIFY, 2),
+    (0.9, HALF, 3),
+    (0.95, SLOW_TO_VERIFY, 5),
+    (0.95, CHEAP, 8),
+]
+
+
+@pytest.mark.parametrize(("acceptance", "costs", "optimum"), OPTIMA)
+@pytest.mark.parametrize("rule", BOTH)
+def test_length_settles_at_the_optimum_of_the_costs(
+    rule: type[CostAwareRule], acceptance: float, costs: RoundCosts, optimum: int
+) -> None:
+    assert best_length(acceptance, costs) == optimum
+    settled: list[int] = []
+    for seed in range(6):
+        controller = rule(seed=seed).with_costs(costs).controller()
+        settled += write(controller, costs, equally_good(acceptance), num_rounds=500, seed=seed).lengths[200:]
+    best = expected_speed([optimum], acceptance, costs)
+    assert expected_speed(settled, acceptance, costs) > 0.96 * best
+    if optimum in (0, K):
+        assert Counter(settled).most_common(1)[0][0] == optimum
+    else:
+        assert statistics.mean(settled) == pytest.approx(optimum, rel=0.35)
+
+
+@pytest.mark.parametrize(("acceptance", "costs", "optimum"), OPTIMA)
+@pytest.mark.parametrize("rule", BOTH)
+def test_whole_text_is_nearly_as_fast_as_with_the_best_length_known(
+    rule: type[CostAwareRule], acceptance: float, costs: RoundCosts, optimum: int
+) -> None:
+    speed = mean_speed(rule(), costs, equally_good(acceptance), num_rounds=500)
+    assert speed > 0.95 * expected_speed([optimum], acceptance, costs)
+
+
+@pytest.mark.parametrize("rule", BOTH)
+@pytest.mark.parametrize("text", [equally_good(0.0), overconfident], ids=["unsure", "overconfident"])
+def test_useless_draft_costs_less_than_three_percent(rule: type[CostAwareRule], text: Text) -> None:
+    speed = mean_speed(rule(), HALF, text, num_rounds=500, num_texts=20)
+    assert 0.97 < speed < 1.0, "it is given up, but not for ever"
+
+
+@pytest.mark.parametrize("share", [0.5, 0.7, 0.9])
+def test_calibrated_rule_gains_where_confidence_tells(share: float) -> None:
+    beta, calibrated = (mean_speed(rule(), THIRD, surely_or_not(share), num_rounds=300) for rule in BOTH)
+    fixed = max(
+        write(AlwaysThatMany(length), THIRD, surely_or_not(share), num_rounds=3000, seed=0).speed
+        for length in range(K + 1)
+    )
+    assert calibrated > 1.04 * beta
+    assert calibrated > 1.02 * fixed
+
+
+# --- how they change their minds ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rule", BOTH)
+@pytest.mark.parametrize(("before", "after"), [(0.0, 0.9), (0.9, 0.0)], ids=["better", "worse"])
+def test_text_that_changes_is_followed(rule: type[CostAwareRule], before: float, after: float) -> None:
+    late: list[int] = []
+    for seed in range(10):
+        controller = rule(seed=seed).with_costs(THIRD).controller()
+        write(controller, THIRD, equally_good(before), num_rounds=300, seed=seed)
+        late += write(controller, THIRD, equally_good(after), num_rounds=200, seed=seed + 100).lengths[100:]
+    best = expected_speed([best_length(after, THIRD)], after, THIRD)
+    assert expected_speed(late, after, THIRD) > 0.94 * best
+
+
+@pytest.mark.parametrize("rule", BOTH)
+def test_without_forgetting_a_draft_given_up_stays_so(rule: type[CostAwareRule]) -> None:
+    """What the forgetting is for, and that the test above can fail."""
+    late: list[int] = []
+    for seed in range(10):
+        controller = rule(seed=seed, forgetting=1.0).with_costs(THIRD).controller()
+        write(controller, THIRD, equally_good(0.0), num_rounds=300, seed=seed)
+        late += write(controller, THIRD, equally_good(0.9), num_rounds=200, seed=seed + 100).lengths[100:]
+    best = expected_speed([best_length(0.9, THIRD)], 0.9, THIRD)
+    assert expected_speed(late, 0.9, THIRD) < 0.9 * best
+
+
+TEXTS = [surely_or_not(0.9), surely_or_not(0.1)] * 6
+
+
+def best_fixed_speed(costs: RoundCosts) -> float:
+    return max(write_in_turn([AlwaysThatMany(length)] * len(TEXTS), costs, TEXTS) for length in range(K + 1))
+
+
+@pytest.mark.parametrize("rule", BOTH)
+def test_one_controller_for_texts_of_two_kinds_beats_any_fixed_length(rule: type[CostAwareRule]) -> None:
+    speeds = [
+        write_in_turn([rule(seed=seed).with_costs(THIRD).controller()] * len(TEXTS), THIRD, TEXTS) for seed in range(5)
+    ]
+    assert statistics.mean(speeds) > best_fixed_speed(THIRD)
+
+
+@pytest.mark.parametrize("rule", BOTH)
+def test_fresh_controllers_that_start_warm_beat_any_fixed_length(rule: type[CostAwareRule]) -> None:
+    """The warm start is learnt from other texts of both kinds, and so fits neither."""
+    pupil = rule().with_costs(THIRD).controller()
+    for seed, text in enumerate(TEXTS):
+        write(pupil, THIRD, text, num_rounds=60, seed=seed + 100)
+    warm = pupil.learnt()
+    assert warm is not None
+    assert write_in_turn([warm.controller() for _ in TEXTS], THIRD, TEXTS) > 1.03 * best_fixed_speed(THIRD)
+
+
+@pytest.mark.parametrize("rule", BOTH)
+@pytest.mark.parametrize("acceptance", [0.0, 0.9])
+def test_warm_start_saves_what_a_text_takes_to_learn(rule: type[CostAwareRule], acceptance: float) -> None:
+    text = equally_good(acceptance)
+    pupil = rule().with_costs(HALF).controller()
+    write(pupil, HALF, text, num_rounds=200, seed=100)
+    warm = pupil.learnt()
+    assert isinstance(warm, rule)
+    cold_speed, warm_speed = (mean_speed(start, HALF, text, num_rounds=25) for start in (rule(), warm))
+    assert warm_speed > 1.02 * cold_speed
+
+
+# --- what they learn from a round -----------------------------------------------------------------------------------------
+
+
+def beta(**settings: object) -> BetaThompsonController:
+    return BetaThompson(costs=HALF, **settings).controller()
+
+
+def calibrated(**settings: object) -> CalibratedThompsonController:
+    return CalibratedThompson(costs=CHEAP, **settings).controller()
+
+
+@pytest.mark.parametrize(
+    ("outcome", "accepted", "rejected"),
+    [
+        ((4, 2), 2, 1),  # of the four the last was not tested
+        ((4, 0), 0, 1),
+        ((4, 4), 4, 0),
+        ((2, 2), 2, 0),  # fewer than it asked for: the text was about to end
+        ((0, 0), 0, 0),
+    ],
+)
+def test_beta_rule_counts_tested_tokens(outcome: tuple[int, int], accepted: int, rejected: int) -> None:
+    controller = beta(forgetting=1.0)
+    controller.observe(*outcome)
+    assert controller.acceptance == BetaPosterior(1.0 + accepted, 1.0 + rejected)
+
+
+def test_beta_rule_forgets_towards_the_uniform_and_less_where_nothing_is_drafted() -> None:
+    controller = beta(prior=(5.0, 3.0), forgetting=0.9)
+    controller.observe(3, 1)
+    # 1 + 0.9 * (5 - 1) + 1 and 1 + 0.9 * (3 - 1) + 1
+    assert (controller.acceptance.accepted, controller.acceptance.rejected) == pytest.approx((5.6, 3.8))
+    controller.observe(0, 0)
+    # 0.9 ** (1/4) = 0.974004: 1 + 0.974004 * 4.6 and 1 + 0.974004 * 2.8
+    assert (controller.acceptance.accepted, controller.acceptance.rejected) == pytest.approx((5.480417, 3.727211))
+    for _ in range(2000):
+        controller.observe(0, 0)
+    assert (controller.acceptance.accepted, controller.acceptance.rejected) == pytest.approx((1.0, 1.0))
+
+
+@pytest.mark.parametrize(("prior", "length"), [((1e12, 1e-12), K), ((1e-12, 1e12), 0), ((1e300, 1e-300), K)])
+def test_draws_at_the_ends_of_the_range_are_lengths_too(prior: tuple[float, float], length: int) -> None:
+    assert beta(prior=prior).limit() == length
+
+
+def bin_of(probability: float) -> int:
+    return next(place for place, (low, high) in enumerate(BINS) if low <= probability < high)
+
+
+def test_bins_cover_all_probabilities_without_overlap() -> None:
+    assert BINS[0][0] == 0.0
+    assert BINS[-1][1] == 1.0
+    assert all(low < high == following for (low, high), (following, _) in itertools.pairwise(BINS))
+    for place, (low, high) in enumerate(BINS):
+        for probability, expected in ((low, place), ((low + high) / 2, place), (high, min(place + 1, len(BINS) - 1))):
+            controller = calibrated(forgetting=1.0)
+            controller.limit()
+            controller.decide(0, Confidence(probability))
+            controller.observe(1, 1)
+            assert learnt_by_bin(controller) == {expected: (1, 0)}
+
+
+def learnt_by_bin(controller: CalibratedThompsonController) -> dict[int, tuple[int, int]]:
+    """(accepted, rejected) beyond the prior, of each bin that has any."""
+    counts = {
+        place: (round(known.accepted - prior[0]), round(known.rejected - prior[1]))
+        for place, (known, prior) in enumerate(zip(controller.acceptance, AS_CONFIDENT, strict=True))
+    }
+    return {place: count for place, count in counts.items() if count != (0, 0)}
+
+
+@pytest.mark.parametrize(
+    ("num_accepted", "learnt"),
+    [
+        (0, {0.97: (0, 1)}),
+        (1, {0.97: (1, 0), 0.5: (0, 1)}),
+        (2, {0.97: (1, 1), 0.5: (1, 0)}),  # the third is of the first one's bin
+        (3, {0.97: (2, 0), 0.5: (1, 0), 0.2: (0, 1)}),
+        (4, {0.97: (2, 0), 0.5: (1, 0), 0.2: (1, 0)}),
+    ],
+)
+def test_bins_of_the_accepted_and_of_the_first_rejected_token_are_credited_and_no_other(
+    num_accepted: int, learnt: dict[float, tuple[int, int]]
+) -> None:
+    controller = calibrated(forgetting=1.0)
+    controller.limit()
+    for place, probability in enumerate([0.97, 0.5, 0.97, 0.2]):
+        controller.decide(place, Confidence(probability))
+    controller.observe(4, num_accepted)
+    assert learnt_by_bin(controller) == {bin_of(probability): counts for probability, counts in learnt.items()}
+    assert controller.overall == BetaPosterior(1.0 + num_accepted, 1.0 + (num_accepted < 4))
+
+
+def test_tokens_of_one_round_are_not_credited_in_the_next() -> None:
+    controller = calibrated(forgetting=1.0)
+    for probability, outcome in ((0.97, (1, 1)), (0.5, (1, 0))):
+        controller.limit()
+        controller.decide(0, Confidence(probability))
+        controller.observe(*outcome)
+    controller.limit()
+    controller.observe(0, 0)
+    assert learnt_by_bin(controller) == {bin_of(0.97): (1, 0), bin_of(0.5): (0, 1)}
+
+
+def test_gain_is_the_tokens_beyond_those_of_plain_decoding_in_the_same_time() -> None:
+    costs = RoundCosts(draft_step=0.5, verify=(1.2, 1.3, 1.4))
+    controller = CalibratedThompson(costs=costs, forgetting=1.0).controller()
+    controller.observe(2, 1)
+    # Two tokens in 1.4 + 2 * 0.5 = 2.4 plain passes, which plain steps of 1.2 write too; then three.
+    assert (controller.gain.rounds, controller.gain.total) == pytest.approx((2.0, 0.0))
+    controller.observe(2, 2)
+    assert (controller.gain.rounds, controller.gain.total) == pytest.approx((3.0, 1.0))
+    controller.observe(0, 0)
+    assert (controller.gain.rounds, controller.gain.total) == pytest.approx((3.0, 1.0))
+
+
+def test_round_without_drafts_fades_the_gain_and_leaves_the_bins() -> None:
+    controller = calibrated(forgetting=0.9)
+    controller.limit()
+    controller.decide(0, Confidence(0.97))
+    controller.observe(1, 0)
+    before, gain = learnt_by_bin(controller), controller.gain.mean
+    for _ in range(500):
+        controller.observe(0, 0)
+    assert learnt_by_bin(controller) == before != {}
+    assert gain < -0.04
+    assert controller.gain.mean == pytest.approx(NO_GAIN.mean, abs=1e-6)
+    assert controller.gain.rounds == pytest.approx(NO_GAIN.rounds, abs=1e-5)
+
+
+def test_bins_fade_in_drafted_rounds() -> None:
+    controller = calibrated(forgetting=0.9)
+    for outcome in [(1, 0), *[(1, 1)] * 300]:
+        controller.limit()
+        controller.decide(0, Confidence(0.3 if outcome == (1, 0) else 0.97))
+        controller.observe(*outcome)
+    # The failure is long forgotten; of the successes 1 / (1 - 0.9) = 10 are remembered.
+    assert learnt_by_bin(controller) == {bin_of(0.97): (10, 0)}
+
+
+SURE_OF_ITSELF = tuple(
+    (3000.0, 1.0) if low >= 0.9 else (1.0, 1000.0) for low, _ in BINS
+)  # right above 0.9, wrong below
+WORTH_DRAFTING = GainPrior(mean=9.0, rounds=100.0)
+
+
+def test_drafting_goes_on_behind_a_token_likely_right_and_ends_behind_one_likely_wrong() -> None:
+    controller = calibrated(prior=SURE_OF_ITSELF, gain=WORTH_DRAFTING)
+    assert controller.limit() == K
+    decisions = [controller.decide(place, Confidence(p)) for place, p in enumerate([0.97, 0.92, 0.5])]
+    assert decisions == [Decision.CONTINUE, Decision.CONTINUE, Decision.LAST]
+
+
+def test_drafting_ends_where_the_next_token_is_not_worth_its_time() -> None:
+    # S_1 is 1, a 9000 / 16000; one more costs 0.12, then 0.55: 4.7 tokens a plain pass and 1.02, for a rate of more than 1.
+    decisions = []
+    for costs in (CHEAP, HALF):
+        controller = CalibratedThompson(costs=costs, prior=SURE_OF_ITSELF, gain=WORTH_DRAFTING).controller()
+        controller.limit()
+        decisions.append(controller.decide(0, Confidence(0.97)))
+    assert decisions == [Decision.CONTINUE, Decision.LAST]
+
+
+def test_rounds_before_count_in_the_rate_to_beat() -> None:
+    told = tuple((8000.0, 2000.0) for _ in BINS)
+    rule = CalibratedThompson(costs=HALF, prior=told, gain=WORTH_DRAFTING, max_tokens=4, forgetting=1.0)
+    controller = rule.controller()
+    # S_1 a / cost = 0.8 * 0.8 / 0.55 = 1.16; this round has 1.8 / 1.55 = 1.16, plain decoding 1, their mean is 1.08.
+    controller.limit()
+    assert controller.decide(0, Confidence(0.5)) is Decision.CONTINUE
+    for _ in range(50):
+        controller.limit()
+        controller.observe(4, 4)
+    # The rounds before now have 5 tokens in 1.2 + 4 * 0.5 = 3.2 plain passes, 1.56; the mean is 1.36.
+    controller.limit()
+    assert controller.decide(0, Confidence(0.5)) is Decision.LAST
+
+
+def test_gain_decides_whether_to_draft_at_all() -> None:
+    gain, loss = (calibrated(gain=GainPrior(mean=mean, spread=0.1, rounds=50.0)) for mean in (0.5, -0.5))
+    assert {gain.limit() for _ in range(100)} == {K}
+    assert {loss.limit() for _ in range(100)} == {0}
+
+
+@pytest.mark.parametrize("rule", BOTH)
+@pytest.mark.parametrize("room", [0, 1, 3])
+def test_texts_with_little_room_are_written_and_learnt_from(rule: type[CostAwareRule], room: int) -> None:
+    controller = rule(costs=CHEAP).controller()
+    written = write(controller, CHEAP, equally_good(1.0), num_rounds=100, seed=0, room=room)
+    assert max(written.lengths) == room
+    learnt = controller.learnt()
+    assert isinstance(learnt, rule)
+    assert (learnt.prior != rule().prior) == (room > 0)
+
+
+# --- posteriors -----------------------------------------------------------------------------------------------------------
+
+PRIORS = [UNIFORM, UNIFORM, (2.0, 1.0)]
+
+
+def test_gain_posterior_is_the_moments_of_what_it_saw() -> None:
+    posterior = GainPosterior.of(GainPrior(mean=1.0, spread=0.5, rounds=2.0))
+    assert (posterior.mean, posterior.spread) == pytest.approx((1.0, 0.5))
+    posterior.learn(4.0)
+    # Mean (2 * 1 + 4) / 3 = 2, mean square (2 * 1.25 + 16) / 3 = 6.166667, variance 2.166667.
+    assert (posterior.rounds, posterior.mean, posterior.spread) == pytest.approx((3.0, 2.0, 1.471960))
+    stream = random.Random(0)
+    draws = [posterior.draw(stream) for _ in range(4000)]
+    assert statistics.mean(draws) == pytest.approx(2.0, abs=0.05)
+    assert statistics.stdev(draws) == pytest.approx(1.471960 / 3**0.5, rel=0.05)
+
+
+def test_equal_gains_leave_a_spread_that_a_prior_may_have() -> None:
+    posterior = GainPosterior.of(GainPrior(mean=0.1, spread=1e-9, rounds=1.0))
+    for _ in range(1000):
+        posterior.learn(0.1)
+    assert posterior.warm_start(NO_GAIN).spread > 0.0
+
+
+def test_warm_start_of_several_shares_the_evidence_as_it_was_gathered() -> None:
+    often, rarely, never = warm_start(
+        [BetaPosterior(91.0, 1.0), BetaPosterior(1.0, 11.0), BetaPosterior(2.0, 1.0)], PRIORS
+    )
+    # 90 and 10 tokens, of which `WARM_TOKENS` in 100 are kept.
+    assert often == pytest.approx((1.0 + WARM_TOKENS * 0.9, 1.0))
+    assert rarely == pytest.approx((1.0, 1.0 + WARM_TOKENS * 0.1))
+    assert never == PRIORS[2]
+    assert sum(map(sum, (often, rarely, never))) == pytest.approx(sum(map(sum, PRIORS)) + WARM_TOKENS)
+
+
+def test_warm_start_keeps_the_proportions_and_little_of_the_evidence() -> None:
+    ((accepted, rejected),) = warm_start([BetaPosterior(81.0, 21.0)], [UNIFORM])
+    # Of 100 tested tokens, 80 accepted, `WARM_TOKENS` are kept.
+    assert (accepted, rejected) == pytest.approx((1.0 + WARM_TOKENS * 0.8, 1.0 + WARM_TOKENS * 0.2))
+    assert warm_start([BetaPosterior(3.0, 2.0)], [UNIFORM]) == ((3.0, 2.0),)
+    gain = GainPosterior.of(GainPrior(mean=2.0, spread=0.5, rounds=101.0)).warm_start(NO_GAIN)
+    assert gain.rounds == pytest.approx(NO_GAIN.rounds + WARM_ROUNDS)
+    # A round of 0 and as many of 2 as are kept.
+    assert gain.mean == pytest.approx(2.0 * (WARM_ROUNDS + NO_GAIN.rounds * WARM_ROUNDS / 100.0) / (WARM_ROUNDS + 1.0))
+
+
+# --- what is learnt can be kept -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rule", BOTH)
+def test_what_was_learnt_is_read_as_it_was_written_and_steers_the_same(
+    rule: type[CostAwareRule], tmp_path: Path
+) -> None:
+    controller = rule(persistent=True, costs=THIRD).controller()
+    write(controller, THIRD, surely_or_not(0.8), num_rounds=100, seed=0)
+    learnt = controller.learnt()
+    assert isinstance(learnt, rule)
+    (tmp_path / "rule.yaml").write_text(dump(learnt), encoding="utf-8")
+    read = validate(
+        rule, read_mapping(tmp_path / "rule.yaml", what="rule", error=ProfileError), source="", error=ProfileError
+    )
+    assert read == learnt == TypeAdapter(AnyRule).validate_python(learnt.model_dump())
+    assert (read.costs, read.persistent) == (THIRD, True)
+    first, second = (
+        write(start.controller(), THIRD, surely_or_not(0.8), num_rounds=50, seed=1) for start in (learnt, read)
+    )
+    assert first == second
+
+
+@pytest.mark.parametrize("rule", BOTH)
+def test_nothing_observed_is_nothing_learnt(rule: type[CostAwareRule]) -> None:
+    started = rule(costs=THIRD)
+    assert started.controller().learnt() == started
+
+
+@pytest.mark.parametrize("rule", BOTH)
+def test_draft_that_was_useless_is_tried_again_after_a_warm_start(rule: type[CostAwareRule]) -> None:
+    pupil = rule(costs=HALF).controller()
+    write(pupil, HALF, equally_good(0.0), num_rounds=500, seed=0)
+    warm = pupil.learnt()
+    assert warm is not None
+    written = write(warm.controller(), HALF, equally_good(0.0), num_rounds=500, seed=1)
+    assert 0 < sum(length > 0 for length in written.lengths) < 25
+
+
+# --- their own random streams -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rule", BOTH)
+def test_same_seed_same_decisions_and_another_seed_others(rule: type[CostAwareRule]) -> None:
+    def lengths(seed: int) -> list[int]:
+        controller = rule(seed=seed, costs=THIRD).controller()
+        return write(controller, THIRD, surely_or_not(0.6), num_rounds=100, seed=0).lengths
+
+    assert lengths(1) == lengths(1) != lengths(2)
+
+
+@pytest.mark.parametrize("rule", BOTH)
+def test_streams_of_python_and_torch_are_neither_read_nor_moved(rule: type[CostAwareRule]) -> None:
+    def lengths(seed: int) -> list[int]:
+        random.seed(seed)
+        torch.manual_seed(seed)
+        before = random.getstate(), torch.get_rng_state()
+        controller = rule(costs=THIRD).controller()
+        written = write(controller, THIRD, surely_or_not(0.6), num_rounds=30, seed=0)
+        assert random.getstate() == before[0]
+        assert torch.equal(torch.get_rng_state(), before[1])
+        return written.lengths
+
+    assert lengths(1) == lengths(2)
+
+
+# --- settings that are refused ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("rule", "settings", "message"),
+    [
+        (BetaThompson, {"prior": (0.0, 1.0)}, "prior.0\n.*greater than 0"),
+        (BetaThompson, {"forgetting": 1.1}, "forgetting\n.*less than or equal to 1"),
+        (BetaThompson, {"seed": -1}, "seed\n.*greater than or equal to 0"),
+        (CalibratedThompson, {"prior": [(1.0, 1.0)] * 9}, r"one pair \(A, B\) for each of the 10 bins, got 9"),
+        (CalibratedThompson, {"prior": [(1.0, -1.0)] * 10}, "prior.0.1\n.*greater than 0"),
+        (CalibratedThompson, {"gain": {"spread": 0.0}}, "gain.spread\n.*greater than 0"),
+        (CalibratedThompson, {"gain": {"width": 1.0}}, "gain.width\n.*not permitted"),
+    ],
+)
+def test_impossible_settings_are_refused(rule: type[CostAwareRule], settings: dict[str, object], message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
+        rule(**settings)
+
+
+def test_simulation_of_a_fixed_length_is_as_fast_as_the_formula_says() -> None:
+    """That the simulation counts right."""
+    written = write(Fixed(max_tokens=3).controller(), HALF, equally_good(0.8), num_rounds=20_000, seed=0)
+    assert written.speed == pytest.approx(expected_speed([3], 0.8, HALF), rel=0.01)

@@ -1,0 +1,285 @@
+"""Early exits write the text of plain decoding, and the head sees every position once, in order, with its own keys and values."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from decoding.acceptance import Greedy, Sampling
+from decoding.decode import Request, autoregressive, speculative
+from decoding.draft_length import (
+    AdaEdl,
+    Controller,
+    Decision,
+    DraftDistribution,
+    DraftLengthRule,
+    Fixed,
+    TopProbability,
+)
+from decoding.drafters.build import build_drafter
+from decoding.drafters.contract import Drafter
+from decoding.drafters.early_exit import EarlyExitDrafter
+from decoding.drafters.lookup_first import LookupFirst
+from decoding.errors import ExitHeadError
+from decoding.profile import EarlyExit, Lookup, PlainDecoding
+from decoding.rounds import Generation
+from decoding.target import Target
+from decoding.text import Ending, Shaping, Text
+from tests.decoding import test_sampling
+from tests.support.families import NUM_LAYERS, PROMISED, SUPPORTED, WINDOW, build, some_tokens, target_of
+
+NUM_NEW_TOKENS = 20
+RULES: dict[str, DraftLengthRule] = {
+    "fixed 1": Fixed(max_tokens=1),
+    "fixed 4": Fixed(max_tokens=4),
+    "top probability": TopProbability(max_tokens=6, threshold=0.5),
+    "AdaEDL, last dropped": AdaEdl(max_tokens=6, gamma=0.3, initial_threshold=0.5, step=0.2, keep_last=False),
+}
+
+
+class AnyLength(Controller):
+    """Drafts a random number of tokens, none among them, and drops a token now and then."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__(max_tokens=4)
+        self._random = random.Random(seed)
+
+    def limit(self) -> int:
+        return self._random.choice([0, 0, 1, 2, 4])
+
+    def decide(self, num_drafted: int, distribution: DraftDistribution) -> Decision:
+        return self._random.choice([Decision.CONTINUE, Decision.CONTINUE, Decision.LAST, Decision.STOP])
+
+
+def untrained_head(target: Target, seed: int = 0) -> nn.Module:
+    """A copy of the last block, disturbed: right sometimes, but not always."""
+    head = target.new_exit_head()
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for weight in head.parameters():
+            weight.add_(0.1 * torch.randn(weight.shape, generator=generator) * weight.abs().mean())
+    return head
+
+
+def request_of(num_prompt: int = 9, num_new: int = NUM_NEW_TOKENS) -> Request:
+    return Request(some_tokens(num_prompt), Ending(num_new))
+
+
+def plain(target: Target, request: Request) -> tuple[int, ...]:
+    return Generation.collect(autoregressive(target, request)).tokens
+
+
+def write(target: Target, drafter: Drafter, controller: Controller, request: Request) -> Generation:
+    return Generation.collect(speculative(target, drafter, controller, request))
+
+
+@pytest.mark.parametrize("exit_layer", range(1, NUM_LAYERS))
+@pytest.mark.parametrize("family", SUPPORTED)
+def test_text_of_an_exit_with_a_head_is_the_plain_text(family: str, exit_layer: int) -> None:
+    target = target_of(family)
+    request = request_of(1 if exit_layer % 2 else 9)
+    expected = plain(target, request)
+    head = untrained_head(target)
+    for prefix_reuse in (True, False):
+        drafter = EarlyExitDrafter(target, exit_layer, head, prefix_reuse=prefix_reuse)
+        for name in RULES if prefix_reuse and family in PROMISED else ["fixed 4", "AdaEDL, last dropped"]:
+            generation = write(target, drafter, RULES[name].controller(), request)
+            assert generation.tokens == expected, f"{name}, prefix reuse {prefix_reuse}"
+        for each in (drafter, LookupFirst(drafter, Lookup(max_tokens=3))):
+            assert write(target, each, AnyLength(exit_layer), request).tokens == expected
+
+
+@pytest.mark.parametrize("prefix_reuse", [True, False])
+def test_sampled_text_of_an_exit_is_distributed_as_the_model(prefix_reuse: bool) -> None:
+    target = test_sampling.tiny_target()
+    drafter = EarlyExitDrafter(target, 1, untrained_head(target, seed=1), prefix_reuse=prefix_reuse)
+    request = test_sampling.request_for("temperature", Sampling(torch.Generator().manual_seed(11)))
+    texts = (speculative(target, drafter, AnyLength(seed), request) for seed in range(test_sampling.NUM_TEXTS))
+    counts = Counter(test_sampling.first_tokens(steps) for steps in texts)
+    assert test_sampling.p_value(counts, test_sampling.exact_distribution("temperature")) > test_sampling.ALPHA
+
+
+@pytest.mark.parametrize("family", SUPPORTED)
+def test_exit_without_a_head_is_the_plain_text(family: str) -> None:
+    target, request = target_of(family), request_of()
+    for exit_layer in range(1, NUM_LAYERS):
+        drafter = build_drafter(target, EarlyExit(exit_layer=exit_layer))
+        assert drafter is not None
+        generation = Generation.collect(speculative(target, drafter, AnyLength(exit_layer), request))
+        assert generation.tokens == plain(target, request)
+
+
+@pytest.mark.parametrize("prefix_reuse", [True, False])
+@pytest.mark.parametrize("family", SUPPORTED)
+def test_last_block_as_the_head_of_the_last_exit_is_always_right(family: str, prefix_reuse: bool) -> None:
+    """That draft is the whole model, if and only if the head has seen every position with the right state."""
+    target = target_of(family)
+    drafter = EarlyExitDrafter(target, NUM_LAYERS - 1, target.new_exit_head(), prefix_reuse=prefix_reuse)
+    for controller in (Controller(3), *(AnyLength(seed) for seed in range(3))):
+        generation = write(target, drafter, controller, request_of(num_new=40))
+        assert generation.num_accepted == generation.num_drafted > 10
+
+
+@pytest.mark.parametrize("prefix_reuse", [True, False])
+def test_draft_is_what_a_pass_over_the_whole_text_would_say(prefix_reuse: bool) -> None:
+    """After rounds that accepted none, some and all, the head's logits are those of a fresh pass over the text."""
+    target = target_of("llama")
+    exit_layer, head = 2, untrained_head(target)
+    drafter = EarlyExitDrafter(target, exit_layer, head, prefix_reuse=prefix_reuse)
+    seen: list[tuple[int, Tensor]] = []
+
+    class Watching(AnyLength):
+        def decide(self, num_drafted: int, distribution: DraftDistribution) -> Decision:
+            seen.append((num_drafted, distribution._scores))
+            return super().decide(num_drafted, distribution)
+
+    request = request_of(num_new=60)
+    controller = Watching(5)
+    start = 0
+    text = list(request.prompt)
+    checked, kinds = 0, set()
+    for step in speculative(target, drafter, controller, request):
+        if hasattr(step, "num_drafted"):
+            for num_drafted, scores in seen[start:]:
+                if num_drafted == 0:  # the text before it is verified
+                    with torch.no_grad():
+                        ids = torch.tensor([text])
+                        states, _ = target.exit_states(ids, [exit_layer])
+                        expected = target.exit_logits(ids, states[exit_layer], head)[0, -1]
+                    torch.testing.assert_close(scores, expected, rtol=1e-3, atol=1e-3)
+                    checked += 1
+            kinds.add((step.num_drafted > 0, step.num_accepted == step.num_drafted))
+            text += step.tokens
+        else:
+            text.append(step.token)
+        start = len(seen)
+    assert checked > 5
+    assert len(kinds) == 3, "rounds that draft nothing, and that accept some or all"
+
+
+def test_text_longer_than_the_window_of_the_head_is_the_plain_text() -> None:
+    for family in ("mistral", "gemma2", "gemma3", "gpt_oss"):
+        target = target_of(family)
+        request = Request(some_tokens(3 * WINDOW), Ending(6 * WINDOW))
+        drafter = EarlyExitDrafter(target, 3, untrained_head(target))
+        assert write(target, drafter, Controller(2 * WINDOW), request).tokens == plain(target, request)
+
+
+def test_one_drafter_serves_texts_in_turns() -> None:
+    """Whatever a text needs of earlier rounds lies in its own cache."""
+    target = target_of("llama")
+    drafter = EarlyExitDrafter(target, 2, untrained_head(target))
+    requests = [Request(some_tokens(length, seed=length), Ending(NUM_NEW_TOKENS)) for length in (3, 8)]
+    running = [speculative(target, drafter, AnyLength(1), request) for request in requests]
+    steps: list[list] = [[], []]
+    while any(running):
+        for place, text in enumerate(running):
+            if text is not None and (step := next(text, None)) is None:
+                running[place] = None  # type: ignore[call-overload]
+            elif text is not None:
+                steps[place].append(step)
+    for request, taken in zip(requests, steps, strict=True):
+        assert Generation.collect(taken).tokens == plain(target, request)
+
+
+def test_head_is_as_cheap_to_keep_as_one_layer() -> None:
+    target = target_of("llama")
+    drafter = EarlyExitDrafter(target, 2, target.new_exit_head())
+    prompt = some_tokens(9)
+    text, cache = Text(prompt, 32, target.device), target.new_cache(32)
+    with torch.inference_mode():
+        drafter.prefill(text, cache)
+    assert cache.branch.updates_per_layer == [0] * (NUM_LAYERS - 1) + [1]
+    assert sum(layer.is_initialized for layer in cache.branch.layers) == 1
+    assert cache.updates_per_layer == [1] * NUM_LAYERS, "the head leaves the target's keys and values alone"
+
+
+def test_a_round_without_a_draft_leaves_its_state_pending() -> None:
+    target = target_of("llama")
+    drafter = EarlyExitDrafter(target, 2, target.new_exit_head())
+    prompt = some_tokens(9)
+    text, cache = Text(prompt, 32, target.device), target.new_cache(32)
+    with torch.inference_mode():
+        drafter.prefill(text, cache)
+        cache.length = text.length
+        text.append([7])
+        for token in (8, 9):  # two rounds that draft nothing
+            draft = drafter.draft(text, cache, Controller(0), Shaping(), Greedy(), 4)
+            drafter.verify(text, cache, draft)
+            cache.roll_back(text.length)
+            text.append([token])
+        branch = cache.branch
+        assert (branch.length, branch.num_known) == (9, 11)
+        drafter.draft(text, cache, Controller(1), Shaping(), Greedy(), 4)
+        assert (branch.length, branch.pending) == (12, None)
+
+
+def test_branch_of_a_cache_forgets_what_is_rolled_back() -> None:
+    cache = target_of("llama").new_cache(16)
+    branch = cache.branch
+    branch.catch_up(4)
+    branch.extend(torch.arange(3.0).reshape(1, 3, 1))
+    cache.roll_back(6)
+    assert branch.num_known == 6
+    assert branch.pending is not None
+    assert branch.pending.flatten().tolist() == [0.0, 1.0]
+    cache.roll_back(4)
+    assert (branch.length, branch.pending) == (4, None)
+    cache.roll_back(2)
+    assert branch.length == 2
+
+
+def test_exits_of_a_batch_are_those_of_its_texts_alone() -> None:
+    for family in ("llama", "gemma3", "gpt_neox_parallel", "mixtral"):
+        target = target_of(family)
+        head = untrained_head(target)
+        short, long = some_tokens(5), some_tokens(9, seed=1)
+        batch = torch.tensor([[*short, 0, 0, 0, 0], long])
+        with torch.no_grad():
+            states, logits = target.exit_states(batch, [1, 3])
+            drafted = target.exit_logits(batch, states[3], head)
+            alone, own = target.exit_states(torch.tensor([short]), [1, 3])
+            torch.testing.assert_close(logits[0, :5], own[0], rtol=1e-4, atol=1e-4)
+            for exit_layer in (1, 3):
+                torch.testing.assert_close(states[exit_layer][0, :5], alone[exit_layer][0], rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(
+                drafted[0, :5], target.exit_logits(torch.tensor([short]), alone[3], head)[0], rtol=1e-4, atol=1e-4
+            )
+            whole = target.exit_logits(
+                batch, target.exit_states(batch, [NUM_LAYERS - 1])[0][NUM_LAYERS - 1], target.blocks[-1]
+            )
+            torch.testing.assert_close(whole, logits, rtol=1e-4, atol=1e-4)
+
+
+def test_gradients_reach_the_head_and_nothing_else() -> None:
+    target = Target(build("llama").requires_grad_(False))
+    head = target.new_exit_head()
+    ids = torch.tensor([some_tokens(6)])
+    with torch.no_grad():
+        states, _ = target.exit_states(ids, [2])
+    target.exit_logits(ids, states[2], head).square().mean().backward()
+    assert all(parameter.grad is not None and parameter.grad.abs().sum() > 0 for parameter in head.parameters())
+    assert all(parameter.grad is None for parameter in target.model.parameters())
+
+
+@pytest.mark.parametrize("exit_layer", [0, NUM_LAYERS, 99])
+def test_exit_layer_out_of_range_is_refused(exit_layer: int) -> None:
+    target = target_of("llama")
+    for use in (
+        lambda: target.exit_view(exit_layer, target.new_exit_head()),
+        lambda: target.exit_states(torch.tensor([[1, 2]]), [exit_layer]),
+        lambda: build_drafter(target, EarlyExit.model_construct(exit_layer=exit_layer, head=None)),
+    ):
+        with pytest.raises(ValueError, match=f"first 1 to 4 of 5 layers, got {exit_layer}"):
+            use()
+
+
+def test_each_kind_of_draft_has_its_drafter() -> None:
+    target = target_of("llama")
+    assert build_drafter(target, PlainDecoding()) is None
+    with pytest.raises(ExitHeadError, match="give the folder"):
+        build_drafter(target, EarlyExit(exit_layer=2, head="h.safetensors", head_sha256="0"))

@@ -1,0 +1,136 @@
+"""Drafts whose length is known are written without a look: the same tokens and states, and no wait for the device."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from transformers.generation import RepetitionPenaltyLogitsProcessor
+
+from decoding.acceptance import Acceptance, Greedy, Sampling
+from decoding.draft_length import RULES, BetaThompson, Controller, Looking, RoundCosts
+from decoding.drafters.contract import Drafter, Proposal
+from decoding.drafters.early_exit import EarlyExitDrafter
+from decoding.drafters.layer_skip import LayerSkipDrafter
+from decoding.profile import LayerSkip
+from decoding.runners import StaticRunner
+from decoding.runners.buckets import CPU_BUCKETS
+from decoding.runners.static import CHAINS
+from decoding.target import Target
+from decoding.text import Shaping, Text
+from tests.decoding.drafters.test_early_exit import untrained_head
+from tests.support.families import NUM_LAYERS, build, some_tokens
+from tests.support.waits import waits
+
+ROOM = 16
+RUNNERS: dict[str, Callable[..., Any] | str] = {
+    "eager": "eager",
+    "static": functools.partial(StaticRunner, compiled=False, buckets=CPU_BUCKETS),
+}
+DRAFTERS: dict[str, Callable[[Target], Drafter]] = {
+    "skip": lambda target: LayerSkipDrafter(target, LayerSkip.blocks((NUM_LAYERS - 2,))),
+    "skip from the first": lambda target: LayerSkipDrafter(target, LayerSkip.blocks((0,))),
+    "exit with a head": lambda target: EarlyExitDrafter(target, 2, untrained_head(target)),
+}
+
+
+@functools.cache
+def target_by(runner: str) -> Target:
+    return Target(build("llama"), RUNNERS[runner])
+
+
+def drafted(
+    target: Target,
+    drafter: Drafter,
+    controller: Controller,
+    shaping: Shaping | None = None,
+    acceptance: Acceptance | None = None,
+) -> tuple[Proposal, list[int], int]:
+    """One draft behind a prompt, its tokens, and how often it has waited for the device."""
+    prompt = some_tokens(9)
+    text, cache = Text(prompt, 9 + ROOM, target.device), target.new_cache(9 + ROOM)
+    drafter.prefill(text, cache)
+    cache.length = text.length
+    text.append([3])
+    with waits() as asked:
+        draft = drafter.draft(
+            text, cache, controller, shaping or Shaping(), acceptance or Greedy(), controller.max_tokens
+        )
+    return draft, text.span(text.length, text.length + draft.num_tokens)[0].tolist(), len(asked)
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("length", [1, 2, 3, 7, 12])
+@pytest.mark.parametrize("kind", DRAFTERS)
+@pytest.mark.parametrize("runner", RUNNERS)
+def test_a_draft_written_at_once_is_the_one_written_token_by_token(runner: str, kind: str, length: int) -> None:
+    target = target_by(runner)
+    drafter = DRAFTERS[kind](target)
+    at_once, tokens, blind = drafted(target, drafter, Controller(length))
+    step_by_step, expected, looks = drafted(target, drafter, Looking(length))
+    assert (at_once.num_tokens, tokens) == (length, expected)
+    assert (blind, looks) == (0, length)
+    assert (at_once.states is None) == (step_by_step.states is None)
+    if at_once.states is not None and step_by_step.states is not None:
+        torch.testing.assert_close(at_once.states, step_by_step.states, atol=1e-5, rtol=1e-5)
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize(("shaping", "acceptance"), [
+    (Shaping((RepetitionPenaltyLogitsProcessor(1.3),)), Greedy()),
+    (Shaping(), Sampling(torch.Generator().manual_seed(0))),
+])  # fmt: skip
+def test_shaped_and_sampled_drafts_are_written_token_by_token(
+    shaping: Shaping, acceptance: Acceptance, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unexpected(*args: object, **settings: object) -> None:
+        raise AssertionError("written at once")
+
+    target = target_by("eager")
+    monkeypatch.setattr(Target, "write_greedily", unexpected)
+    draft, tokens, _ = drafted(target, DRAFTERS["skip"](target), Controller(4), shaping, acceptance)
+    assert draft.num_tokens == len(tokens) == 4
+    with pytest.raises(AssertionError, match="written at once"):
+        drafted(target, DRAFTERS["skip"](target), Controller(4))
+
+
+@torch.inference_mode()
+def test_a_long_draft_is_put_together_from_few_recordings(monkeypatch: pytest.MonkeyPatch) -> None:
+    recorded: list[int] = []
+    honest = StaticRunner._compute_chain
+
+    def watched(self: StaticRunner, part: Any, cache: Any, shape: Any) -> Any:
+        recorded.append(shape.num_tokens)
+        return honest(self, part, cache, shape)
+
+    monkeypatch.setattr(StaticRunner, "_compute_chain", watched)
+    target = target_by("static")
+    drafter = DRAFTERS["skip"](target)
+    for length in range(1, ROOM):
+        recorded.clear()
+        drafted(target, drafter, Controller(length))
+        assert sum(recorded) == length - length % 2
+        assert len(recorded) == sum(bool(length & count) for count in CHAINS)
+        assert set(recorded) <= set(CHAINS)
+
+
+def test_rules_say_by_themselves_whether_they_look() -> None:
+    costs = RoundCosts(draft_step=0.5, verify=(1.0, 1.0))
+    looking = set()
+    for name, rule in RULES.items():
+        made = rule()
+        controller = (made.with_costs(costs) if hasattr(made, "with_costs") else made).controller()
+        if controller.looks_at_drafts:
+            looking.add(name)
+    assert looking == {"top_probability", "ada_edl", "calibrated_thompson"}
+    assert not BetaThompson(costs=costs).controller().looks_at_drafts
+
+
+def test_text_takes_several_drafts_at_once() -> None:
+    text = Text([5, 6], 6, torch.device("cpu"))
+    text.write_draft(1, torch.tensor([8, 9]))
+    text.write_draft(0, torch.tensor([7]))
+    assert text.span(0, 5).tolist() == [[5, 6, 7, 8, 9]]

@@ -1,0 +1,508 @@
+"""Views of a model: they compute what they say, share its weights, and leave nothing behind on it."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import LlamaForCausalLM, PreTrainedModel
+
+from decoding.decode import Request, autoregressive, speculative
+from decoding.draft_length import Fixed
+from decoding.drafters.layer_skip import LayerSkipDrafter
+from decoding.errors import UnsupportedModelError
+from decoding.profile import LayerSkip
+from decoding.target import Target
+from decoding.text import Ending
+from tests.support.families import (
+    GROUPED,
+    NUM_LAYERS,
+    PROMISED,
+    REFUSED,
+    SUPPORTED,
+    WINDOW,
+    build,
+    make,
+    some_tokens,
+    target_of,
+)
+
+FAMILIES = list(SUPPORTED)
+EVERY_LAYER = range(NUM_LAYERS)
+LENGTH = 2 * WINDOW
+
+
+@pytest.fixture(autouse=True)
+def _no_gradients() -> Iterator[None]:
+    with torch.inference_mode():
+        yield
+
+
+def ids_of(length: int = LENGTH, seed: int = 0) -> Tensor:
+    return torch.tensor([some_tokens(length, seed)])
+
+
+def full_logits(target: Target, ids: Tensor) -> Tensor:
+    return target.forward(ids, target.new_cache(ids.shape[1]), 0)
+
+
+def draft_logits(target: Target, ids: Tensor, attention: list[int], mlp: list[int]) -> Tensor:
+    """Behind the last token."""
+    view = target.draft_view(attention, mlp, keep_boundary=False)
+    return view.forward(ids, target.new_cache(ids.shape[1]), 0)
+
+
+def assert_close(actual: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
+
+
+# --- what is found --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_attention_and_mlp_of_every_block_are_found(family: str) -> None:
+    target = target_of(family)
+    assert target.num_layers == NUM_LAYERS
+    for block, attention, mlp in zip(target.blocks, target.anatomy.attention, target.anatomy.mlp, strict=True):
+        assert attention is not None
+        assert mlp is not None
+        assert "att" in attention.name
+        assert mlp.name == "mlp"
+        assert isinstance(getattr(block, attention.name), nn.Module)
+
+
+@pytest.mark.parametrize("family", REFUSED)
+def test_model_that_cannot_be_rolled_back_is_refused_in_one_line(family: str) -> None:
+    reason = REFUSED[family][2]
+    with pytest.raises(UnsupportedModelError) as caught:
+        Target(build(family))
+    assert reason in str(caught.value)
+    assert "rolled back after a rejected draft" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_refused_model_is_left_as_it_was() -> None:
+    model = build("gemma4_shared")
+    before = traces(model)
+    with pytest.raises(UnsupportedModelError):
+        Target(model)
+    assert traces(model) == before
+
+
+def test_facts_of_the_model_are_at_hand() -> None:
+    target = target_of("llama")
+    assert target.device == torch.device("cpu")
+    assert target.dtype == torch.float32
+    assert target.context_length == 256
+    assert target.new_cache(7).capacity == 7
+    assert len(target.new_cache(7)) == NUM_LAYERS
+
+
+def test_model_in_training_is_put_to_evaluation() -> None:
+    model = build("llama", attention_dropout=0.5).train()
+    target = Target(model)
+    assert torch.equal(full_logits(target, ids_of()), full_logits(target, ids_of()))
+
+
+# --- the whole model ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_pass_gives_the_logits_of_the_model_in_one_piece_or_in_several(family: str) -> None:
+    target, ids = target_of(family), ids_of()
+    expected = target.model(ids).logits[0]
+    assert_close(full_logits(target, ids), expected)
+    cache = target.new_cache(LENGTH)
+    for start, stop in ((0, 5), (5, 6), (6, 10), (10, LENGTH)):
+        assert_close(target.forward(ids[:, start:stop], cache, start), expected[start:stop])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_last_position_alone_is_the_last_row(family: str) -> None:
+    target, ids = target_of(family), ids_of()
+    last = target.forward(ids, target.new_cache(LENGTH), 0, last_only=True)
+    assert last.shape == (1, target.config.vocab_size)
+    assert_close(last, full_logits(target, ids)[-1:])
+
+
+class KeepsAllLogits(LlamaForCausalLM):
+    """A family that does not know `logits_to_keep`."""
+
+    def forward(self, *args: Any, logits_to_keep: int = 0, **kwargs: Any) -> Any:
+        return super().forward(*args, **kwargs)
+
+
+def test_last_position_alone_is_the_last_row_of_a_family_that_gives_all() -> None:
+    ids = ids_of()
+    expected = full_logits(target_of("llama"), ids)[-1:]
+    model = build("llama")
+    model.__class__ = KeepsAllLogits
+    target = Target(model)
+    assert_close(target.forward(ids, target.new_cache(LENGTH), 0, last_only=True), expected)
+    assert_close(draft_logits(target, ids, [], []), expected)
+
+
+# --- views that skip ------------------------------------------------------------------------------------------------------
+
+# Per family, the linear layers that write a block's attention and MLP into the residual stream.
+WRITERS = {
+    "llama": ("self_attn.o_proj", "mlp.down_proj"),
+    "qwen2": ("self_attn.o_proj", "mlp.down_proj"),
+    "gemma2": ("self_attn.o_proj", "mlp.down_proj"),
+    "gemma3": ("self_attn.o_proj", "mlp.down_proj"),
+    "phi3": ("self_attn.o_proj", "mlp.down_proj"),
+    "olmo2": ("self_attn.o_proj", "mlp.down_proj"),
+    "gpt_neox_parallel": ("attention.dense", "mlp.dense_4h_to_h"),
+    "gpt_neox_sequential": ("attention.dense", "mlp.dense_4h_to_h"),
+}
+
+
+def silenced(family: str, attention: list[int], mlp: list[int]) -> PreTrainedModel:
+    """The model, its skipped sublayers writing zeros: the same function as without them, at full cost."""
+    model = build(family)
+    blocks = Target(model).blocks
+    for layers, writer in ((attention, WRITERS[family][0]), (mlp, WRITERS[family][1])):
+        for index in layers:
+            for parameter in blocks[index].get_submodule(writer).parameters():
+                parameter.zero_()
+    return model
+
+
+SKIPS = {
+    "attention": ([1, 3], []),
+    "mlp": ([], [0, 4]),
+    "blocks": ([2, 3], [2, 3]),
+    "mixed": ([0, 2], [2, 4]),
+    "everything": ([*EVERY_LAYER], [*EVERY_LAYER]),
+}
+
+
+@pytest.mark.parametrize("skip", SKIPS)
+@pytest.mark.parametrize("family", WRITERS)
+def test_skipped_sublayers_write_nothing_into_the_residual_stream(family: str, skip: str) -> None:
+    target, ids = target_of(family), ids_of()
+    expected = silenced(family, *SKIPS[skip])(ids).logits[0, -1:]
+    assert_close(draft_logits(target, ids, *SKIPS[skip]), expected)
+    assert not torch.allclose(full_logits(target, ids)[-1:], expected, atol=1e-2)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_skipped_attention_leaves_its_cache_alone(family: str) -> None:
+    target = target_of(family)
+    for attention, mlp in ([1, 3], []), ([2], [2]), ([], [0, 4]):
+        cache = target.new_cache(LENGTH)
+        target.draft_view(attention, mlp, keep_boundary=False).forward(ids_of(), cache, 0)
+        assert cache.updates_per_layer == [int(index not in attention) for index in EVERY_LAYER]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_view_that_skips_nothing_is_the_model(family: str) -> None:
+    target, ids = target_of(family), ids_of()
+    last = target.forward(ids, target.new_cache(LENGTH), 0, last_only=True)
+    assert torch.equal(draft_logits(target, ids, [], []), last)
+
+
+def test_boundary_is_the_first_block_that_differs() -> None:
+    target = target_of("llama")
+    boundaries = [
+        target.draft_view(attention, mlp, keep_boundary=True).boundary
+        for attention, mlp in (([], []), ([3], [2]), ([1, 4], [4]), ([], [0]))
+    ]
+    assert boundaries == [None, 2, 1, 0]
+
+
+def test_states_are_kept_only_where_there_is_a_prefix_and_they_are_asked_for() -> None:
+    target = target_of("llama")
+    for first, asked, kept in ((2, True, 1), (2, False, 0), (0, True, 0)):
+        view = target.draft_view([first], [first], keep_boundary=asked)
+        view.forward(ids_of(), target.new_cache(LENGTH), 0)
+        assert view.keeps_boundary == bool(kept)
+        assert [states.shape for states in view.take_states()] == [(1, LENGTH, 32)] * kept
+        assert view.take_states() == []
+
+
+@pytest.mark.parametrize("index", [-1, NUM_LAYERS])
+def test_skip_of_a_layer_that_is_not_there_is_refused(index: int) -> None:
+    with pytest.raises(ValueError, match=f"the model has layers 0 to {NUM_LAYERS - 1}, got {index}"):
+        target_of("llama").draft_view([1, index], [], keep_boundary=False)
+
+
+def test_block_without_an_mlp_module_can_be_skipped_whole_only() -> None:
+    # OPT keeps its MLP's two matrices in the block itself.
+    target = Target(make("OPT", ffn_dim=48, word_embed_proj_dim=32))
+    ids = ids_of()
+    assert torch.isfinite(draft_logits(target, ids, [1, 2], [2, 1])).all()
+    with pytest.raises(UnsupportedModelError, match="block 1 has no separate MLP module: only the whole block"):
+        target.draft_view([], [1], keep_boundary=False)
+    with pytest.raises(UnsupportedModelError, match="block 0 has no separate mlp module whose output could be read"):
+        target.sublayer_outputs(ids)
+
+
+def test_views_follow_the_weights_of_the_model() -> None:
+    target, ids = Target(build("llama")), ids_of()
+    view = target.draft_view([1], [2], keep_boundary=False)
+    before = view.forward(ids, target.new_cache(LENGTH), 0)
+    for parameter in target.blocks[3].parameters():
+        parameter.mul_(1.5)
+    after = view.forward(ids, target.new_cache(LENGTH), 0)
+    assert not torch.allclose(before, after)
+    assert torch.equal(after, draft_logits(target, ids, [1], [2]))
+
+
+def delegate(module: nn.Module) -> None:
+    """Replace `forward` on the module itself by a partial that holds it, as accelerate does for a `device_map`."""
+
+    def through_hook(module: Any, *args: Any, **kwargs: Any) -> Any:
+        return module._old_forward(*args, **kwargs)
+
+    old = module.forward
+    module._old_forward = old  # type: ignore[assignment]
+    module.forward = functools.update_wrapper(functools.partial(through_hook, module), old)
+
+
+def test_views_of_a_model_with_replaced_forwards_skip_all_the_same() -> None:
+    ids = ids_of()
+    plain, hooked = Target(build("llama")), build("llama")
+    for module in hooked.modules():
+        delegate(module)
+    target = Target(hooked)
+    assert torch.equal(full_logits(target, ids), full_logits(plain, ids))
+    for attention, mlp in SKIPS.values():
+        assert torch.equal(draft_logits(target, ids, attention, mlp), draft_logits(plain, ids, attention, mlp))
+
+
+# --- views that resume ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("boundary", range(1, NUM_LAYERS))
+@pytest.mark.parametrize("family", FAMILIES)
+def test_pass_resumed_behind_the_prefix_is_the_whole_pass(family: str, boundary: int) -> None:
+    target, ids = target_of(family), ids_of(LENGTH + 1)
+    half, width = LENGTH // 2, LENGTH - LENGTH // 2
+    whole = full_logits(target, ids)
+    draft = target.draft_view([boundary], [boundary], keep_boundary=True)
+    resume = target.resume_view(boundary)
+    for known in (width, width - 1):
+        cache = target.new_cache(LENGTH + 1)
+        target.forward(ids[:, :half], cache, 0)
+        for position in range(half, half + known):  # token by token, as a draft does
+            draft.forward(ids[:, position : position + 1], cache, position)
+        states = torch.cat(draft.take_states(), dim=-2)
+        assert_close(resume.forward(ids[:, half:LENGTH], cache, half, states), whole[half:LENGTH])
+        # And every layer's cache is filled as by the whole pass.
+        assert_close(target.forward(ids[:, LENGTH:], cache, LENGTH), whole[LENGTH:])
+
+
+def test_resumed_pass_runs_the_prefix_on_unknown_positions_only() -> None:
+    target, ids = target_of("llama"), ids_of()
+    draft, resume = target.draft_view([2], [2], keep_boundary=True), target.resume_view(2)
+    for known, prefix_updates in ((4, 0), (3, 1)):
+        cache = target.new_cache(LENGTH)
+        target.forward(ids[:, :4], cache, 0)
+        draft.forward(ids[:, 4 : 4 + known], cache, 4)
+        (states,) = draft.take_states()
+        before = cache.updates_per_layer
+        resume.forward(ids[:, 4:8], cache, 4, states)
+        made = [after - earlier for after, earlier in zip(cache.updates_per_layer, before, strict=True)]
+        assert made == [prefix_updates] * 2 + [1] * 3
+
+
+def test_states_are_let_go_after_the_pass() -> None:
+    target, ids = target_of("llama"), ids_of()
+    draft, resume = target.draft_view([2], [2], keep_boundary=True), target.resume_view(2)
+    draft.forward(ids, target.new_cache(LENGTH), 0)
+    (states,) = draft.take_states()
+    resume.forward(ids, target.new_cache(LENGTH), 0, states)
+    held = weakref.ref(states)
+    del states
+    gc.collect()
+    assert held() is None
+
+
+@pytest.mark.parametrize("boundary", [0, NUM_LAYERS])
+def test_pass_cannot_resume_where_there_is_no_prefix_or_nothing_behind_it(boundary: int) -> None:
+    with pytest.raises(ValueError, match=f"a pass resumes at block 1 to {NUM_LAYERS - 1}, got {boundary}"):
+        target_of("llama").resume_view(boundary)
+
+
+@pytest.mark.parametrize("known", [2, 5])
+def test_resumed_pass_needs_the_states_of_all_positions_or_all_but_one(known: int) -> None:
+    target = target_of("llama")
+    with pytest.raises(ValueError, match=f"boundary states are known for {known} of 4 positions"):
+        target.resume_view(2).forward(ids_of(4), target.new_cache(4), 0, torch.zeros(1, known, 32))
+
+
+# --- what the confidences read ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "family", ["llama", "qwen2", "mistral", "phi3", "gpt_neox_parallel", "gpt_neox_sequential", "mixtral"]
+)
+def test_embedding_and_sublayer_outputs_add_up_to_the_last_hidden_state(family: str) -> None:
+    target, ids = target_of(family), ids_of()
+    model = target.model
+    outputs = target.sublayer_outputs(ids)
+    assert len(outputs) == NUM_LAYERS
+    stream = model.get_input_embeddings()(ids)[0]
+    for attention, mlp in outputs:
+        assert attention.shape == mlp.shape == (LENGTH, 32)
+        stream = stream + attention + mlp
+    inner = getattr(model, target.anatomy.path[0])
+    norm = inner.final_layer_norm if family.startswith("gpt_neox") else inner.norm
+    assert_close(model.get_output_embeddings()(norm(stream)), full_logits(target, ids))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_sublayer_outputs_are_what_the_modules_return(family: str) -> None:
+    target, ids = target_of(family), ids_of()
+    kept: dict[str, Any] = {}
+    last = target.blocks[-1]
+    names = target.anatomy.attention[-1], target.anatomy.mlp[-1]
+    handles = [
+        getattr(last, part.name).register_forward_hook(
+            lambda module, args, output, name=part.name: kept.update({name: output})
+        )
+        for part in names
+        if part is not None
+    ]
+    target.model(ids)
+    for handle in handles:
+        handle.remove()
+    for output, own in zip(target.sublayer_outputs(ids)[-1], kept.values(), strict=True):
+        expected = own[0] if isinstance(own, tuple) else own
+        assert_close(output, expected.reshape(output.shape))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logit_lens_reads_off_each_block_what_a_cut_behind_it_would_say(family: str) -> None:
+    target, ids = target_of(family), ids_of()
+    lenses = list(target.logit_lens(ids))
+    assert [lens.shape for lens in lenses] == [(LENGTH, target.config.vocab_size)] * NUM_LAYERS
+    assert torch.equal(lenses[-1], full_logits(target, ids))
+    for index, lens in enumerate(lenses[:-1]):
+        behind = [*EVERY_LAYER][index + 1 :]
+        assert_close(lens[-1:], draft_logits(target, ids, behind, behind))
+
+
+# --- how wide a pass may be -----------------------------------------------------------------------------------------------------
+
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10_000.0, "factor": 4.0}
+LONG = {
+    "rope_type": "longrope",
+    "rope_theta": 10_000.0,
+    "short_factor": [1.0] * 4,
+    "long_factor": [8.0] * 4,
+    "factor": 12.8,
+    "original_max_position_embeddings": 20,
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_passes_of_the_usual_families_may_be_of_any_width(family: str) -> None:
+    assert target_of(family).widest_pass(0) is target_of(family).widest_pass(1_000) is None
+
+
+def test_pass_does_not_straddle_the_change_of_a_long_rope() -> None:
+    target = Target(build("phi3", rope_parameters=LONG, original_max_position_embeddings=20))
+    assert [target.widest_pass(start) for start in (5, 19, 20, 50)] == [15, 1, None, None]
+
+
+def test_pass_behind_the_length_of_a_dynamic_rope_is_of_one_position() -> None:
+    target = Target(build("llama", rope_parameters=DYNAMIC, max_position_embeddings=20))
+    assert [target.widest_pass(start) for start in (5, 19, 20, 50)] == [15, 1, 1, 1]
+
+
+# --- no residue -----------------------------------------------------------------------------------------------------------------
+
+HOOK_TABLES = ("_forward_hooks", "_forward_pre_hooks", "_forward_hooks_with_kwargs", "_backward_hooks")
+
+
+def traces(model: PreTrainedModel) -> dict[str, Any]:
+    """All that could have been changed on a model: its modules, their attributes, hooks and weights, and its configuration."""
+    return {
+        "modules": {name: (id(module), type(module), module.training) for name, module in model.named_modules()},
+        "attributes": {name: sorted(vars(module)) for name, module in model.named_modules()},
+        "children": {name: [*module._modules] for name, module in model.named_modules()},
+        "hooks": {name: [len(getattr(m, table)) for table in HOOK_TABLES] for name, m in model.named_modules()},
+        "weights": {name: (id(w), w.data_ptr(), w.sum().item()) for name, w in model.named_parameters()},
+        "buffers": {name: (b.data_ptr(), b.sum().item()) for name, b in model.named_buffers()},
+        "state": {name: tensor.data_ptr() for name, tensor in model.state_dict().items()},
+        "configuration": model.config.to_dict(),
+        "logits": model(ids_of()).logits.flatten().tolist(),
+    }
+
+
+def decode_plainly(target: Target) -> None:
+    list(autoregressive(target, Request(some_tokens(4), Ending(6))))
+
+
+def decode_speculatively(target: Target) -> None:
+    for skip in (LayerSkip.blocks((2, 3)), LayerSkip(skip_attention=(0,), skip_mlp=(4,))):
+        for prefix_reuse in (True, False):
+            drafter = LayerSkipDrafter(target, skip, prefix_reuse=prefix_reuse)
+            list(speculative(target, drafter, Fixed(max_tokens=3).controller(), Request(some_tokens(4), Ending(6))))
+
+
+def stop_in_the_middle(target: Target) -> None:
+    drafter = LayerSkipDrafter(target, LayerSkip.blocks((2, 3)))
+    steps = speculative(target, drafter, Fixed(max_tokens=3).controller(), Request(some_tokens(4), Ending(9)))
+    next(steps)
+    next(steps)
+    steps.close()
+
+
+def fail_in_a_pass(target: Target) -> None:
+    too_small = target.new_cache(2)
+    for use in (
+        lambda: target.forward(ids_of(), too_small, 0),
+        lambda: target.draft_view([1], [1], keep_boundary=True).forward(ids_of(), too_small, 0),
+        lambda: target.resume_view(1).forward(ids_of(4), too_small, 0, torch.zeros(1, 4, 32)),
+    ):
+        with pytest.raises(ValueError, match="the cache holds 2 positions"):
+            use()
+    with pytest.raises(IndexError):
+        target.sublayer_outputs(ids_of() + 1_000)
+
+
+USES: dict[str, Callable[[Target], object]] = {
+    "nothing": lambda target: None,
+    "plain decoding": decode_plainly,
+    "speculative decoding": decode_speculatively,
+    "a text not written to its end": stop_in_the_middle,
+    "sublayer outputs": lambda target: target.sublayer_outputs(ids_of()),
+    "logit lens": lambda target: list(target.logit_lens(ids_of())),
+    "a logit lens not read to its end": lambda target: next(target.logit_lens(ids_of())),
+    "passes that fail": fail_in_a_pass,
+}
+
+
+@pytest.mark.parametrize("use", USES)
+@pytest.mark.parametrize("family", sorted(PROMISED))
+def test_use_leaves_nothing_behind_on_the_model(family: str, use: str) -> None:
+    model = build(family)
+    before = traces(model)
+    USES[use](Target(model))
+    assert traces(model) == before
+
+
+def test_two_targets_of_one_model_do_not_disturb_each_other() -> None:
+    model = build("gemma3")
+    first, second = Target(model), Target(model)
+    view = first.draft_view([1, 2], [1, 2], keep_boundary=True)
+    expected = full_logits(second, ids_of())
+    view.forward(ids_of(), first.new_cache(LENGTH), 0)
+    assert torch.equal(full_logits(second, ids_of()), expected)
+    assert torch.equal(model(ids_of()).logits[0], expected)
+
+
+def test_model_with_a_block_count_that_is_not_there_is_refused() -> None:
+    model = make("Llama", **GROUPED)
+    model.model.layers = model.model.layers[:3]
+    with pytest.raises(UnsupportedModelError, match=f"has no list of {NUM_LAYERS} decoder blocks"):
+        Target(model)

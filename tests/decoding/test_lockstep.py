@@ -1,0 +1,334 @@
+"""Texts written in step: each must be what it would be alone, whatever the others do."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from decoding.acceptance import Sampling
+from decoding.cache.kv_cache import KVCache, Storage
+from decoding.decode import Request, autoregressive
+from decoding.decoder import Decoder, plain_decoder
+from decoding.draft_length import AdaEdl, BetaThompson, DraftLengthRule, Fixed, RoundCosts, TopProbability
+from decoding.exit_heads import ExitHeads
+from decoding.lockstep import decode_in_lockstep
+from decoding.profile import Draft, EarlyExit, LayerSkip, Lookup, PlainDecoding, PromptLookup
+from decoding.rounds import Prefill, Round
+from decoding.runners import MaskKinds, Outputs, Part, PassRequest, Runner, StaticRunner, static
+from decoding.runners.buckets import Buckets
+from decoding.runners.shared_pass import RowInputs, Rows, compute_rows
+from decoding.target import Target
+from decoding.text import Ending, Shaping
+from tests.support.families import PROMISED, SUPPORTED, VOCABULARY, build, target_of
+from tests.support.heads import write_heads
+from tests.support.tiny import tiny_target
+
+SIZES = ((5, 20), (11, 12), (3, 25), (8, 1), (1, 9))
+"""Lengths of prompts, and of what is written behind them."""
+DRAFTS: dict[str, Draft] = {
+    "plain": PlainDecoding(),
+    "blocks": LayerSkip.blocks((2, 3)),
+    "sublayers": LayerSkip(skip_attention=(2, 3), skip_mlp=(1, 3)),
+    "first block": LayerSkip.blocks((0,)),
+    "exit": EarlyExit(exit_layer=3),
+    "lookup": PromptLookup(),
+    "lookup, then blocks": LayerSkip(skip_attention=(2, 3), skip_mlp=(2, 3), lookup=Lookup(max_tokens=4)),
+}
+RULES: list[DraftLengthRule] = [Fixed(max_tokens=3), AdaEdl(max_tokens=6), TopProbability(max_tokens=4, threshold=0.3)]
+
+
+def _requests(sizes: Sequence[tuple[int, int]] = SIZES, vocabulary: int = VOCABULARY, **options: Any) -> list[Request]:
+    stream = torch.Generator().manual_seed(3)
+    return [
+        Request(torch.randint(vocabulary, (length,), generator=stream).tolist(), Ending(new_tokens), **options)
+        for length, new_tokens in sizes
+    ]
+
+
+def _unbatchable_reason(decoder: Decoder, requests: Sequence[Request]) -> list[tuple[int, ...]]:
+    return [decoder.generate(request).tokens for request in requests]
+
+
+def _lockstep(decoder: Decoder, requests: Sequence[Request]) -> list[tuple[int, ...]]:
+    return [generation.tokens for generation in decoder.generate_batch(requests).generations]
+
+
+@pytest.mark.parametrize("draft", DRAFTS.values(), ids=DRAFTS)
+@pytest.mark.parametrize("family", SUPPORTED)
+def test_each_text_is_that_of_plain_decoding(family: str, draft: Draft) -> None:
+    target = target_of(family)
+    requests = _requests()
+    plain = _unbatchable_reason(plain_decoder(target), requests)
+    for rule in RULES[:1] if isinstance(draft, PlainDecoding) else RULES:
+        assert _lockstep(Decoder(target, draft, rule), requests) == plain
+
+
+def test_the_promised_families_share_their_passes() -> None:
+    assert [family for family in sorted(PROMISED) if target_of(family).unbatchable_reason is not None] == []
+
+
+@pytest.mark.parametrize("prefix_reuse", [True, False])
+def test_an_exit_head_keeps_its_own_keys_and_values_of_each_text(tmp_path: Any, prefix_reuse: bool) -> None:
+    target = tiny_target()
+    draft = write_heads(target, tmp_path, [2])[2]
+    requests = _requests(vocabulary=64)
+    for lookup in (None, Lookup(max_tokens=5)):
+        with_lookup = draft.model_copy(update={"lookup": lookup})
+        decoder = Decoder(target, with_lookup, AdaEdl(), prefix_reuse=prefix_reuse, heads=ExitHeads(target, tmp_path))
+        alone = [decoder.generate(request) for request in requests]
+        together = decoder.generate_batch(requests).generations
+        assert [each.tokens for each in together] == _unbatchable_reason(plain_decoder(target), requests)
+        # The same drafts too: what the head has seen of a text is what it would have seen of it alone.
+        assert [each.num_accepted for each in together] == [each.num_accepted for each in alone]
+        assert sum(each.num_accepted for each in alone) > 0
+
+
+@pytest.mark.parametrize("draft", ["plain", "sublayers", "lookup, then blocks"])
+def test_sampled_texts_are_those_of_the_same_random_stream(draft: str) -> None:
+    target = target_of("llama")
+    decoder = Decoder(target, DRAFTS[draft], Fixed(max_tokens=3))
+
+    def requests() -> list[Request]:
+        plain = _requests()
+        return [
+            Request(each.prompt, each.ending, Sampling(torch.Generator().manual_seed(row)))
+            for row, each in enumerate(plain)
+        ]
+
+    texts = _unbatchable_reason(decoder, requests())
+    assert _lockstep(decoder, requests()) == texts
+    assert texts != _unbatchable_reason(decoder, _requests())
+
+
+def test_texts_end_by_themselves() -> None:
+    target = target_of("llama")
+    requests = _requests()
+    text = plain_decoder(target).generate(requests[2]).tokens
+    ends = [Request(each.prompt, Ending(25, frozenset(text[4:5]))) for each in requests]
+    decoder = Decoder(target, DRAFTS["sublayers"], Fixed(max_tokens=3))
+    texts = _lockstep(decoder, ends)
+    assert texts == _unbatchable_reason(plain_decoder(target), ends)
+    assert len({len(each) for each in texts}) > 1
+
+
+def test_a_pass_is_over_the_texts_that_still_want_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Five texts, plainly: as many passes as the longest has tokens behind its first, not as many as all have."""
+    target = target_of("llama")
+    assert target.unbatchable_reason is None
+    passes = _watched(target, monkeypatch)
+    batch = plain_decoder(target).generate_batch(_requests())
+    assert [len(each) for each in passes] == [4] * 8 + [3] * 3 + [2] * 8 + [1] * 5
+    assert batch.num_decoded == sum(new_tokens - 1 for _, new_tokens in SIZES) == sum(len(each) for each in passes)
+
+
+def test_drafts_wait_for_one_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With drafts of equal length every round has as many passes as a round of a single text."""
+    target = target_of("llama")
+    assert target.unbatchable_reason is None
+    requests = _requests(((6, 24),) * 3)
+    decoder = Decoder(target, LayerSkip(), Fixed(max_tokens=3))  # always right, so that rounds stay together
+    rounds = len(decoder.generate(requests[0]).rounds)
+    passes = _watched(target, monkeypatch)
+    decoder.generate_batch(requests)
+    limited = (23 - 1) % 4
+    assert len(passes) == 4 * (rounds - 1) + limited + 1
+    assert {len(each) for each in passes} == {3}
+
+
+def test_seconds_are_those_of_all_and_of_each() -> None:
+    batch = plain_decoder(target_of("llama")).generate_batch(_requests())
+    assert batch.prefill_seconds > 0
+    assert batch.decode_seconds > 0
+    longest = max(each.decode_seconds for each in batch.generations)
+    assert longest <= batch.prefill_seconds + batch.decode_seconds
+
+
+def test_a_kept_controller_learns_of_its_own_text_alone() -> None:
+    target = target_of("llama")
+    requests = _requests(((5, 20), (11, 20)))
+    rule = BetaThompson(max_tokens=4, persistent=True, costs=RoundCosts(draft_step=0.3, verify=(1.0, 1.05)))
+    decoder = Decoder(target, DRAFTS["sublayers"], rule)
+    plain = _unbatchable_reason(plain_decoder(target), requests)
+    for _ in range(3):
+        assert _lockstep(decoder, requests) == plain
+    first = Decoder(target, DRAFTS["sublayers"], rule)
+    for _ in range(3):
+        first.generate(requests[0])
+    assert decoder.learnt() == first.learnt() != rule
+
+
+def test_one_text_and_none() -> None:
+    decoder = Decoder(target_of("llama"), DRAFTS["sublayers"], Fixed(max_tokens=3))
+    (request, *_) = _requests()
+    assert _lockstep(decoder, [request]) == _unbatchable_reason(decoder, [request])
+    assert _lockstep(decoder, []) == []
+
+
+@pytest.mark.parametrize("after", [0, 1, 5])
+def test_a_batch_that_is_dropped_or_fails_leaves_the_next_as_it_is(after: int) -> None:
+    target = target_of("llama")
+    decoder = Decoder(target, DRAFTS["lookup, then blocks"], Fixed(max_tokens=3))
+    requests = _requests()
+    expected = _lockstep(decoder, requests)
+    begun = decoder.batch_steps(requests)
+    for _ in range(after):
+        next(begun)
+    begun.close()
+    assert _lockstep(decoder, requests) == expected
+
+    def broken(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        if ids.shape[1] > 6 + after:
+            raise RuntimeError("a processor of the user's")
+        return scores
+
+    failing = [*requests[:2], Request(requests[2].prompt, requests[2].ending, shaping=Shaping((broken,)))]
+    with pytest.raises(RuntimeError, match="a processor of the user's"):
+        decoder.generate_batch(failing)
+    assert _lockstep(decoder, requests) == expected
+
+
+def test_steps_may_be_taken_from_within_another_batch() -> None:
+    decoder = Decoder(target_of("llama"), DRAFTS["sublayers"], Fixed(max_tokens=3))
+    requests = _requests()
+    expected = _lockstep(decoder, requests)
+    outer, inner = decoder.batch_steps(requests), decoder.batch_steps(requests[::-1])
+    texts: list[dict[int, list[int]]] = [{row: [] for row in range(len(requests))} for _ in range(2)]
+    for pair in zip(outer, inner, strict=True):
+        for text, (row, step) in zip(texts, pair, strict=True):
+            text[row] += [step.token] if isinstance(step, Prefill) else step.tokens
+    assert [tuple(tokens) for tokens in texts[0].values()] == expected
+    assert [tuple(tokens) for tokens in texts[1].values()] == expected[::-1]
+
+
+@pytest.mark.parametrize(
+    ("target", "words"),
+    [
+        (lambda: Target(build("bloom")), "fails"),
+        (lambda: Target(build("llama", rope_parameters=DYNAMIC_ROPE)), "rotary embedding"),
+        (lambda: Target(build("llama"), "static", exact_width=4), "bit-exact"),
+    ],
+    ids=["alibi", "rope", "bit-exact"],
+)
+@pytest.mark.usefixtures("uncompiled")
+def test_texts_that_cannot_share_passes_take_turns(target: Any, words: str) -> None:
+    target = target()
+    assert words in str(target.unbatchable_reason)
+    requests = _requests()
+    decoder = Decoder(target, DRAFTS["sublayers"], Fixed(max_tokens=3))
+    assert _lockstep(decoder, requests) == _unbatchable_reason(plain_decoder(target), requests)
+    rows = [row for row, step in decoder.batch_steps(requests) if isinstance(step, Round)]
+    assert rows[:4] == [0, 1, 2, 4], "the text of a single token has no round"
+
+
+@pytest.mark.usefixtures("uncompiled")
+@pytest.mark.parametrize("family", sorted(PROMISED))
+def test_each_text_is_that_of_plain_decoding_by_the_static_runner(family: str) -> None:
+    target = Target(build(family), "static")
+    requests = _requests()
+    assert target.unbatchable_reason is None
+    plain = _unbatchable_reason(plain_decoder(target), requests)
+    for draft in DRAFTS.values():
+        assert _lockstep(Decoder(target, draft, Fixed(max_tokens=3)), requests) == plain
+
+
+@pytest.mark.usefixtures("uncompiled")
+def test_nothing_is_compiled_for_the_text_that_is_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the static runner a pass of fewer than two rows is none of a batch, whichever text goes on."""
+    target = Target(build("llama"), "static")
+    assert target.unbatchable_reason is None
+    shapes: list[tuple[int, int]] = []
+
+    def watched(part: Part, given: RowInputs, cache: KVCache, kinds: Any, rows: Rows) -> Outputs:
+        assert rows.first + rows.num_rows <= 3
+        shapes.append((int((given.widths > 0).sum()), rows.num_rows))
+        return compute_rows(part, given, cache, kinds, rows)
+
+    monkeypatch.setattr("decoding.runners.static.compute_rows", watched)
+    for longest in range(3):
+        requests = _requests([(4, 20 if row == longest else 5) for row in range(3)])
+        for draft in ("plain", "sublayers"):
+            decoder = Decoder(target, DRAFTS[draft], Fixed(max_tokens=3))
+            assert _lockstep(decoder, requests) == _unbatchable_reason(plain_decoder(target), requests)
+    assert (1, 2) in shapes
+    assert min(num_rows for _, num_rows in shapes) == 2
+
+
+PADDED = Buckets((1, 4, 9), places=16, all_rows=True)
+"""As on a GPU, where a pass of several texts goes over all rows of their memory, but with few shapes."""
+
+
+def padded(mask_kinds: MaskKinds, device: torch.device) -> Runner:
+    return StaticRunner(mask_kinds, device, compiled=False, buckets=PADDED)
+
+
+@pytest.mark.parametrize("draft", DRAFTS)
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gemma3n", "mixtral"])
+def test_each_text_is_that_of_plain_decoding_in_padded_passes_over_all_rows(family: str, draft: str) -> None:
+    target = Target(build(family), padded)
+    assert target.unbatchable_reason is None
+    requests = _requests()
+    plain = _unbatchable_reason(plain_decoder(target), requests)
+    for rule in (Fixed(max_tokens=3), TopProbability(max_tokens=5, threshold=0.3)):
+        assert _lockstep(Decoder(target, DRAFTS[draft], rule), requests) == plain
+
+
+def test_passes_of_a_batch_have_few_shapes_and_are_those_of_the_next_batch_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each shape is prepared once: on a GPU, recorded."""
+    target = Target(build("llama"), padded)
+    assert target.unbatchable_reason is None
+    prepared: list[Rows] = []
+    bound = static._bound
+
+    def watched(part: Part, storage: Storage, shape: Any, compute: Any) -> Any:
+        if isinstance(shape, Rows):
+            prepared.append(shape)
+        return bound(part, storage, shape, compute)
+
+    monkeypatch.setattr(static, "_bound", watched)
+    decoder = Decoder(target, DRAFTS["sublayers"], Fixed(max_tokens=3))
+    requests = _requests([(4, 20), (6, 9), (5, 14)])
+    expected = _unbatchable_reason(plain_decoder(target), requests)
+    assert _lockstep(decoder, requests) == expected
+    assert {(rows.first, rows.num_rows) for rows in prepared} == {(0, 3)}
+    assert {rows.width for rows in prepared} <= set(PADDED.widths)
+    assert len(prepared) <= 2 * 3 * len(PADDED.widths)
+    prepared.clear()
+    for order in ([2, 0, 1], [1, 2, 0]):
+        shuffled = [requests[row] for row in order]
+        assert _lockstep(decoder, shuffled) == [expected[row] for row in order]
+    assert not prepared, "the memory of the batch before serves the next, and what is bound to it with it"
+
+
+def test_a_pass_wider_than_the_widest_bucket_is_run_as_it_is() -> None:
+    narrow = Buckets((1, 2), places=16, all_rows=True)
+    target = Target(build("llama"), lambda kinds, device: StaticRunner(kinds, device, compiled=False, buckets=narrow))
+    requests = _requests()
+    plain = _unbatchable_reason(plain_decoder(target), requests)
+    assert _lockstep(Decoder(target, DRAFTS["sublayers"], Fixed(max_tokens=5)), requests) == plain
+
+
+def test_a_loop_is_given_the_cache_of_its_row() -> None:
+    target = target_of("llama")
+    requests = _requests(((5, 4), (7, 4)))
+    loops = [lambda new_cache, each=each: autoregressive(target, each, new_cache) for each in requests]
+    rows = [row for row, _ in decode_in_lockstep(target, loops, capacity=16)]
+    assert rows == [0, 1] * 4
+
+
+DYNAMIC_ROPE = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
+
+
+def _watched(target: Target, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
+    """The texts of each pass that several share, from now on."""
+    passes: list[tuple[int, ...]] = []
+    run = target.runner.run_shared_pass
+
+    def watched(part: Part, asked: dict[int, PassRequest], memory: Any) -> dict[int, Outputs]:
+        passes.append(tuple(asked))
+        return run(part, asked, memory)
+
+    monkeypatch.setattr(target.runner, "run_shared_pass", watched)
+    return passes

@@ -1,0 +1,90 @@
+"""The same text? And if not, a numerical tie?"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from decoding.losslessness import compare
+from decoding.target import Target
+from tests.support.tiny import tiny_llama
+
+PROMPT = (5, 17, 33, 8, 2, 9)
+
+
+def _target(dtype: torch.dtype, twins: tuple[int, int] | None = None) -> Target:
+    """A tiny model; the logits of `twins` are always equal."""
+    model = tiny_llama()
+    if twins:
+        with torch.no_grad():
+            model.lm_head.weight[twins[1]] = model.lm_head.weight[twins[0]]
+    return Target(model.to(dtype))
+
+
+def test_the_same_tokens_are_identical() -> None:
+    found = compare(_target(torch.float32), PROMPT, (1, 2, 3), (1, 2, 3))
+    assert found.identical
+    assert found.is_lossless
+
+
+def test_a_near_tie_in_low_precision_is_recognised_and_placed() -> None:
+    found = compare(_target(torch.bfloat16, twins=(11, 12)), PROMPT, (1, 11, 3), (1, 12, 4))
+    assert (found.identical, found.first_difference, found.tie) == (False, 1, True)
+    assert found.is_lossless
+
+
+def test_a_clear_difference_in_low_precision_is_no_tie() -> None:
+    target = _target(torch.bfloat16)
+    logits = target.forward(torch.tensor([PROMPT]), target.new_cache(6), 0, last_only=True)[0]
+    best, worst = int(logits.argmax()), int(logits.argmin())
+    assert not compare(target, PROMPT, (best,), (worst,)).is_lossless
+
+
+def test_texts_that_part_from_a_clear_difference_are_not_excused_by_a_later_tie() -> None:
+    target = _target(torch.bfloat16, twins=(11, 12))
+    logits = target.forward(torch.tensor([PROMPT]), target.new_cache(6), 0, last_only=True)[0]
+    best, worst = int(logits.argmax()), int(logits.argmin())
+    found = compare(target, PROMPT, (best, 11), (worst, 12))
+    assert (found.first_difference, found.tie) == (0, False)
+
+
+def test_a_clear_difference_behind_common_tokens_is_no_tie() -> None:
+    target = _target(torch.bfloat16)
+    common: list[int] = []
+    for _ in range(2):
+        ids = torch.tensor([[*PROMPT, *common]])
+        common.append(int(target.forward(ids, target.new_cache(ids.shape[1]), 0, last_only=True)[0].argmax()))
+    ids = torch.tensor([[*PROMPT, *common]])
+    logits = target.forward(ids, target.new_cache(ids.shape[1]), 0, last_only=True)[0]
+    best, worst = int(logits.argmax()), int(logits.argmin())
+    found = compare(target, PROMPT, (*common, best), (*common, worst))
+    assert (found.first_difference, found.tie) == (2, False)
+
+
+@pytest.mark.parametrize("prompt", [(5,), (5, 17), PROMPT])
+def test_a_tie_is_recognised_behind_a_prompt_of_any_length(prompt: tuple[int, ...]) -> None:
+    found = compare(_target(torch.bfloat16, twins=(11, 12)), prompt, (7, 11), (7, 12))
+    assert (found.first_difference, found.tie) == (1, True)
+
+
+def test_comparing_neither_needs_nor_leaves_gradients() -> None:
+    target = _target(torch.bfloat16, twins=(11, 12))
+    compare(target, PROMPT, (11,), (12,))
+    assert all(parameter.grad is None for parameter in target.model.parameters())
+    assert torch.is_grad_enabled()
+
+
+def test_in_float32_no_difference_is_excused() -> None:
+    assert not compare(_target(torch.float32, twins=(11, 12)), PROMPT, (11,), (12,)).is_lossless
+
+
+def test_a_text_that_ends_sooner_is_another_text() -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        for plain, other in (((1, 2, 3), (1, 2)), ((1, 2), (1, 2, 3)), ((1, 2), ())):
+            found = compare(_target(dtype), PROMPT, plain, other)
+            assert found.first_difference == min(len(plain), len(other))
+            assert not found.is_lossless
+
+
+def test_two_empty_texts_are_identical() -> None:
+    assert compare(_target(torch.float32), PROMPT, (), ()).identical

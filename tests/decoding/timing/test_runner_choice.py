@@ -1,0 +1,88 @@
+"""Which runner is taken, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import pytest
+import torch
+
+from decoding.cache.kv_cache import KVCache
+from decoding.errors import UnsupportedRunnerError
+from decoding.lockstep import Lockstep
+from decoding.target import Target
+from decoding.timing.runner_choice import NUM_SWEEPS, choose_runner
+from tests.support.families import build
+from tests.support.tiny import tiny_llama
+
+pytestmark = pytest.mark.usefixtures("uncompiled")
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
+    """Seconds by runner that a pass takes; `now` is what the clock shows."""
+    seconds = {"eager": 1.0, "static": 1.0, "now": 0.0}
+    honest = Target.forward
+
+    def forward(self: Target, token_ids: torch.Tensor, cache: KVCache, start: int, **settings: bool) -> torch.Tensor:
+        seconds["now"] += seconds[self.runner.name]
+        return honest(self, token_ids, cache, start, **settings)
+
+    monkeypatch.setattr(Target, "forward", forward)
+    return seconds
+
+
+@pytest.mark.parametrize(("static", "chosen"), [(0.5, "static"), (2.0, "eager")])
+def test_auto_takes_the_one_that_was_faster(clock: dict[str, float], static: float, chosen: str) -> None:
+    clock["static"] = static
+    choice = choose_runner(tiny_llama(), "auto", clock=lambda: clock["now"])
+    assert choice.target.runner.name == chosen
+    assert f"{1 / static:.2f} times as fast as eager" in choice.reason
+
+
+@pytest.mark.parametrize(("takes_turns", "num_together"), [(False, 3), (True, 1)])
+def test_passes_of_a_batch_are_timed_as_a_batch_runs_them(
+    takes_turns: bool, num_together: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counted: list[int] = []
+    run = Lockstep.run_through
+
+    def watched(self: Lockstep, tasks: Sequence[Callable[[], object]]) -> None:
+        counted.append(len(tasks))
+        run(self, tasks)
+
+    monkeypatch.setattr(Lockstep, "run_through", watched)
+    if takes_turns:
+        monkeypatch.setattr(Target, "alone", "for the sake of the test")
+    choose_runner(tiny_llama(), "auto", num_texts=3)
+    assert set(counted) == {num_together}
+
+
+def test_a_disturbed_sweep_does_not_decide(clock: dict[str, float]) -> None:
+    clock["static"] = 0.5
+    jumps: Iterator[float] = iter([0.0] * 10 + [1e6] * 3 + [0.0] * (8 * NUM_SWEEPS))
+
+    def disturbed() -> float:
+        clock["now"] += next(jumps)
+        return clock["now"]
+
+    assert choose_runner(tiny_llama(), "auto", clock=disturbed).target.runner.name == "static"
+
+
+def test_auto_says_why_a_model_is_run_as_it_is() -> None:
+    choice = choose_runner(build("bloom"), "auto")
+    assert choice.target.runner.name == "eager"
+    assert "BloomForCausalLM does not run by the runner 'static'" in choice.reason
+
+
+def test_by_name_it_is_that_one_or_an_error() -> None:
+    assert choose_runner(tiny_llama(), "eager").target.runner.name == "eager"
+    assert choose_runner(tiny_llama(), "static").target.runner.name == "static"
+    with pytest.raises(UnsupportedRunnerError, match="does not run by the runner 'static'"):
+        choose_runner(build("bloom"), "static")
+
+
+def test_bit_exact_mode_decides_for_the_runner_that_has_it() -> None:
+    assert choose_runner(tiny_llama(), "auto", exact_width=4).target.runner.exact_width == 4
+    with pytest.raises(UnsupportedRunnerError, match="has no bit-exact mode"):
+        choose_runner(tiny_llama(), "eager", exact_width=4)

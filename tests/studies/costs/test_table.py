@@ -1,0 +1,297 @@
+"""Costs foretold: seconds that are known exactly are found again, and rounds cost what can be reckoned by hand."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from pydantic import ValidationError
+
+from decoding.profile import Draft, EarlyExit, LayerSkip, Lookup, PlainDecoding, PromptLookup
+from studies.costs.fit import fit_costs
+from studies.costs.plan import plan_passes
+from studies.costs.table import CostError, CostTable, TermSeconds
+from studies.costs.terms import BlockKinds, DraftStep, Pass, Terms, Verification
+from tests.support.costs import assert_monotone
+from tests.support.families import SUPPORTED, target_of
+from tests.support.tiny import tiny_target
+
+ALIKE = BlockKinds(frame=(0,) * 12, attention=(0,) * 12, mlp=(0,) * 12)
+MIXED = BlockKinds(
+    frame=(0,) * 12,
+    attention=(0, 0, 1, 0, 0, 1, 0, 0, 1, 0, 0, 1),
+    mlp=(0, 1, 1, 0, 0, 1, 1, 0, 1, 0, 1, 1),
+)
+CLOSED = BlockKinds(frame=(0, 1, 0, 1, 0, 0), attention=(0, None, 0, None, 0, 0), mlp=(0, None, 0, None, 0, 0))
+WIDTHS, CONTEXTS = (1, 2, 3, 5, 9), (64, 256)
+
+
+def seconds_of(kinds: BlockKinds, each: Pass) -> float:
+    """A device on which everything is known; its costs are straight lines in width and context, and no two kinds cost the same."""
+    far = each.context / 64
+    attention = [0.0 if kind is None else (2.0 + 0.5 * far) * (1 + kind) for kind in kinds.attention]
+    mlp = [0.0 if kind is None else 3.0 * (1 + 2 * kind) for kind in kinds.mlp]
+    frame = [0.4 + 6 * kind for kind in kinds.frame]
+    layers = range(kinds.num_layers)
+    if isinstance(each, DraftStep):
+        skip_attention, skip_mlp = each.skip.skip_attention, each.skip.skip_mlp
+        blocks = sum(
+            frame[i] * (i not in skip_attention or i not in skip_mlp)
+            + attention[i] * (i not in skip_attention)
+            + mlp[i] * (i not in skip_mlp)
+            for i in layers
+        )
+        return 5.0 + 0.25 * far + 0.7 + blocks
+    rest = 5.0 + 0.25 * far + 1.5 * (each.width - 1)
+    wider = sum((each.width - 1) * (0.2 + 0.1 * far) for _ in layers[each.boundary :])
+    return rest + sum(frame) + sum(attention) + sum(mlp) + wider + 0.05 * each.boundary
+
+
+def known_table(kinds: BlockKinds) -> CostTable:
+    terms = Terms(kinds, WIDTHS, CONTEXTS)
+    fitted, held_out = plan_passes(terms, seed=3)
+    return fit_costs(
+        terms,
+        {each: seconds_of(kinds, each) for each in fitted},
+        {each: seconds_of(kinds, each) for each in held_out},
+    )
+
+
+def some_skips(kinds: BlockKinds) -> list[LayerSkip]:
+    stream = random.Random(1)
+    open_blocks = [index for index, kind in enumerate(kinds.attention) if kind is not None]
+    skips = [LayerSkip(), LayerSkip.blocks((1,)), LayerSkip.blocks(tuple(range(kinds.num_layers)))]
+    for count in range(1, len(open_blocks)):
+        attention, mlp = (tuple(sorted(stream.sample(open_blocks, k=count))) for _ in range(2))
+        skips.append(LayerSkip(skip_attention=attention, skip_mlp=mlp))
+    return skips
+
+
+@pytest.mark.parametrize("kinds", [ALIKE, MIXED, CLOSED], ids=["alike", "mixed", "closed"])
+def test_known_seconds_are_found_again(kinds: BlockKinds) -> None:
+    table = known_table(kinds)
+    assert table.error.worst < 1e-6
+    for skip in some_skips(kinds):
+        for context in (64, 100, 256, 1000):
+            drafted = table.draft_seconds(skip, context=context)
+            assert drafted == pytest.approx(seconds_of(kinds, DraftStep(skip, context)), rel=1e-6)
+            for num_drafted in (0, 1, 3, 6, 8):
+                known = seconds_of(kinds, Verification(num_drafted + 1, context))
+                whole = table.verify_seconds(skip, num_drafted, context=context, prefix_reuse=False)
+                assert whole == pytest.approx(known, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("draft", "prefix_reuse", "boundary"),
+    [
+        (LayerSkip(skip_attention=(7, 9), skip_mlp=(5,)), True, 5),
+        (LayerSkip(skip_attention=(7, 9), skip_mlp=(5,)), False, 0),
+        (LayerSkip(skip_mlp=(0, 5)), True, 0),
+        (LayerSkip(), True, 0),
+        (EarlyExit(exit_layer=8), True, 8),
+        (EarlyExit(exit_layer=8), False, 0),
+    ],
+)
+def test_blocks_in_front_of_the_first_skip_take_one_token_when_their_states_are_known(
+    draft: LayerSkip | EarlyExit, prefix_reuse: bool, boundary: int
+) -> None:
+    table = known_table(ALIKE)
+    for num_drafted in (1, 2, 6):
+        foretold = table.verify_seconds(draft, num_drafted, context=64, prefix_reuse=prefix_reuse)
+        # Rest 5.25 and 1.5 a token more; 12 blocks of 5.9; 0.3 a token more in each behind the boundary, 0.05 in front of it.
+        reckoned = 5.25 + 1.5 * num_drafted + 12 * 5.9 + 0.3 * num_drafted * (12 - boundary) + 0.05 * boundary
+        assert foretold == pytest.approx(reckoned, rel=1e-6)
+    nothing_drafted = table.verify_seconds(draft, 0, context=64, prefix_reuse=prefix_reuse)
+    assert nothing_drafted == table.plain_seconds(context=64) == pytest.approx(5.25 + 12 * 5.9, rel=1e-6)
+
+
+def test_exit_costs_its_blocks_and_a_head_one_more_like_the_last() -> None:
+    table = known_table(ALIKE)
+    without = table.draft_seconds(EarlyExit(exit_layer=3), context=64)
+    head = EarlyExit(exit_layer=3, head="exit_head_3.safetensors", head_sha256="0" * 64)
+    assert without == pytest.approx(5.25 + 0.7 + 3 * 5.9, rel=1e-6)
+    assert table.draft_seconds(head, context=64) == pytest.approx(without + 5.9, rel=1e-6)
+    for reuse in (False, True):
+        costs = {
+            draft: table.verify_seconds(draft, 4, context=64, prefix_reuse=reuse)
+            for draft in (head, EarlyExit(exit_layer=3))
+        }
+        assert len(set(costs.values())) == 1
+
+
+def test_head_is_of_the_last_blocks_kind() -> None:
+    table = known_table(MIXED)
+    head = EarlyExit(exit_layer=3, head="exit_head_3.safetensors", head_sha256="0" * 64)
+    added = table.draft_seconds(head, context=64) - table.draft_seconds(EarlyExit(exit_layer=3), context=64)
+    assert added == pytest.approx(0.4 + 2.5 * 2 + 3 * 3, rel=1e-6)
+
+
+def test_each_kind_of_sublayer_has_its_own_cost() -> None:
+    table = known_table(MIXED)
+    assert table.sublayer_seconds(0, "attention", context=64) == pytest.approx(2.5, rel=1e-6)
+    assert table.sublayer_seconds(2, "attention", context=64) == pytest.approx(5.0, rel=1e-6)
+    assert table.sublayer_seconds(2, "attention", context=256) == pytest.approx(8.0, rel=1e-6)
+    assert table.sublayer_seconds(0, "mlp", context=64) == pytest.approx(3.0, rel=1e-6)
+    assert table.sublayer_seconds(1, "mlp", context=64) == pytest.approx(9.0, rel=1e-6)
+    assert table.block_seconds(1, context=64) == pytest.approx(0.4 + 2.5 + 9.0, rel=1e-6)
+
+
+def test_round_costs_are_in_plain_passes() -> None:
+    table = known_table(ALIKE)
+    costs = table.round_costs(EarlyExit(exit_layer=6), 4, context=64, prefix_reuse=True)
+    plain = 5.25 + 12 * 5.9
+    assert len(costs.verify) == 5
+    assert costs.verify[0] == pytest.approx(1.0)
+    assert costs.draft_step == pytest.approx((5.95 + 6 * 5.9) / plain, rel=1e-6)
+    assert costs.verify[2] == pytest.approx((plain + 3.0 + 0.6 * 6 + 0.05 * 6) / plain, rel=1e-6)
+
+
+def test_lookup_in_front_of_a_draft_is_left_out_of_account() -> None:
+    table = known_table(ALIKE)
+    skip = LayerSkip.blocks((3, 4))
+    behind = skip.model_copy(update={"lookup": Lookup()})
+    costs = [table.round_costs(draft, 4, context=64, prefix_reuse=True) for draft in (skip, behind)]
+    assert costs[0] == costs[1]
+
+
+@pytest.mark.parametrize("draft", [PlainDecoding(), PromptLookup()], ids=["plain", "lookup"])
+def test_draft_that_runs_no_part_of_the_model_is_refused(draft: Draft) -> None:
+    with pytest.raises(ValueError, match="runs no part of the model"):
+        known_table(ALIKE).round_costs(draft, 4, context=64, prefix_reuse=True)
+
+
+@pytest.mark.parametrize(
+    ("kinds", "draft", "reason"),
+    [
+        (ALIKE, LayerSkip.blocks((3, 12)), "layers 0 to 11, got 12"),
+        (ALIKE, EarlyExit(exit_layer=12), "the first 1 to 11 of 12 layers, got 12"),
+        (CLOSED, LayerSkip(skip_mlp=(1,)), "block 1 has no separate MLP module"),
+        (CLOSED, LayerSkip(skip_attention=(3,)), "block 3 has no separate attention module"),
+    ],
+)
+def test_layers_that_the_model_does_not_have_are_refused(
+    kinds: BlockKinds, draft: LayerSkip | EarlyExit, reason: str
+) -> None:
+    table = known_table(kinds)
+    for foretell in (
+        lambda: table.draft_seconds(draft, context=64),
+        lambda: table.verify_seconds(draft, 3, context=64, prefix_reuse=True),
+    ):
+        with pytest.raises(ValueError, match=reason):
+            foretell()
+
+
+def test_negative_lengths_are_refused() -> None:
+    table = known_table(ALIKE)
+    with pytest.raises(ValueError, match="got -1"):
+        table.verify_seconds(LayerSkip(), -1, context=64, prefix_reuse=True)
+    with pytest.raises(ValueError, match="max_tokens must be at least 1, got 0"):
+        table.round_costs(LayerSkip(), 0, context=64, prefix_reuse=True)
+
+
+def noisy(timed: list[Pass], spread: Callable[[], float]) -> dict[Pass, float]:
+    return {each: seconds_of(ALIKE, each) * spread() for each in timed}
+
+
+def test_error_is_that_of_the_held_out_passes() -> None:
+    terms = Terms(ALIKE, WIDTHS, CONTEXTS)
+    fitted, held_out = plan_passes(terms, seed=3)
+    steps = [each for each in held_out if isinstance(each, DraftStep)][:3]
+    exact = noisy(fitted, lambda: 1.0)
+    slower = {each: seconds_of(ALIKE, each) / factor for each, factor in zip(steps, (1.1, 0.98, 1.02), strict=True)}
+    error = fit_costs(terms, exact, slower).error
+    assert (error.median, error.worst) == (pytest.approx(0.02, abs=1e-6), pytest.approx(0.1, abs=1e-6))
+    assert error.num_passes == 3
+    assert not set(fitted) & set(held_out)
+
+
+def test_one_disturbed_pass_hardly_changes_the_fit() -> None:
+    terms = Terms(ALIKE, WIDTHS, CONTEXTS)
+    fitted, held_out = plan_passes(terms, seed=3)
+    timed = noisy(fitted, lambda: 1.0)
+    timed[DraftStep(LayerSkip(), 64)] *= 1.5
+    table = fit_costs(terms, timed, noisy(held_out, lambda: 1.0))
+    assert table.error.median < 0.01
+
+
+def test_whatever_is_measured_skipping_more_never_costs_more_nor_does_a_longer_draft_cost_less() -> None:
+    stream = np.random.default_rng(0)
+    terms = Terms(ALIKE, WIDTHS, CONTEXTS)
+    fitted, held_out = plan_passes(terms, seed=3)
+    table = fit_costs(
+        terms, noisy(fitted, lambda: stream.uniform(0.6, 1.6)), noisy(held_out, lambda: stream.uniform(0.6, 1.6))
+    )
+    assert_monotone(table)
+
+
+def test_nothing_to_fit_or_to_test_is_refused() -> None:
+    terms = Terms(ALIKE, WIDTHS, CONTEXTS)
+    with pytest.raises(ValueError, match="timed passes"):
+        fit_costs(terms, {Verification(1, 64): 1.0}, {})
+
+
+def test_clock_that_stands_still_makes_all_passes_alike() -> None:
+    terms = Terms(ALIKE, WIDTHS, CONTEXTS)
+    fitted, held_out = plan_passes(terms, seed=3)
+    table = fit_costs(terms, dict.fromkeys(fitted, 0.0), dict.fromkeys(held_out, 0.0))
+    costs = table.round_costs(LayerSkip.blocks((3,)), 4, context=64, prefix_reuse=True)
+    assert (costs.draft_step, *costs.verify) == (1.0,) * 6
+
+
+def test_table_survives_the_way_to_disk() -> None:
+    table = known_table(MIXED)
+    assert CostTable.model_validate_json(table.model_dump_json()) == table
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"widths": (2, 3, 4, 5, 9)}, "the first width must be 1"),
+        ({"contexts": (256, 64)}, "contexts must ascend"),
+        ({"contexts": (64,)}, "seconds of rest must have the shape"),
+    ],
+)
+def test_table_that_contradicts_itself_is_refused(changes: dict[str, object], reason: str) -> None:
+    with pytest.raises(ValidationError, match=reason):
+        CostTable.model_validate({**known_table(ALIKE).model_dump(), **changes})
+
+
+def test_covers_what_lies_within_the_measured_widths_and_contexts() -> None:
+    table = known_table(ALIKE)
+    assert table.covers((1, 9), (64, 256))
+    assert table.covers((4,), (100,))
+    assert not table.covers((10,), (100,))
+    assert not table.covers((4,), (63, 100))
+    assert not table.covers((4,), (100, 257))
+
+
+def test_description_names_times_and_error() -> None:
+    error = CostError(median=0.03, worst=0.071, num_passes=8)
+    seconds = TermSeconds(
+        rest=((0.001,), (0.001,)), frame=(0.0001,), attention=((0.0002,),), mlp=(0.0003,), wider=(((0.0,),),),
+        narrowed=0.0, choice=0.0, look=0.0,
+    )  # fmt: skip
+    kinds = BlockKinds(frame=(0, 0), attention=(0, 0), mlp=(0, 0))
+    table = CostTable(kinds=kinds, widths=(1, 2), contexts=(64,), seconds=seconds, error=error)
+    assert table.describe() == (
+        "a pass takes 2.2 ms, a block 0.6 ms, attention 0.2 ms, MLP 0.3 ms; predicted within 3.0 % (median, worst 7 %) on "
+        "8 held-out passes"
+    )
+
+
+@pytest.mark.parametrize("family", SUPPORTED)
+def test_parts_of_every_family_are_told_apart(family: str) -> None:
+    target = target_of(family)
+    kinds = BlockKinds.of(target)
+    assert kinds.num_layers == target.num_layers
+    types = getattr(target.config, "layer_types", None)
+    if types is not None:
+        assert len({*zip(types, kinds.attention, strict=True)}) == len(set(types))
+        assert len(set(kinds.attention)) >= len(set(types))
+
+
+def test_blocks_of_a_uniform_model_are_all_alike() -> None:
+    kinds = BlockKinds.of(tiny_target(4))
+    assert kinds == BlockKinds(frame=(0,) * 4, attention=(0,) * 4, mlp=(0,) * 4)

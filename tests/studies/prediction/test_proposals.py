@@ -1,0 +1,143 @@
+"""Proposals of skip sets: knapsacks, growing sets and moves, on predictions that a test makes up."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from itertools import combinations
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from decoding.draft_length import Fixed, RoundCosts
+from decoding.profile import LayerSkip
+from studies.prediction.predictor import Prediction
+from studies.prediction.proposals import Proposals, knapsacks, propose_skip_sets
+from studies.prediction.replay import Replayed
+from studies.prediction.skip_space import SkipSpace
+from tests.support.tiny import tiny_target
+
+NUM_LAYERS = 6
+
+
+@dataclass
+class MadeUp:
+    """Rates drafts by what leaving out each sublayer does: `harm` off the tokens per round, a fixed saving off its cost."""
+
+    harm: dict[tuple[str, int], float]
+    looked_at: list[LayerSkip] = field(default_factory=list)
+    survey: Any = field(default_factory=lambda: SimpleNamespace(target=SimpleNamespace(num_layers=NUM_LAYERS)))
+
+    @property
+    def num_drafts(self) -> int:
+        return len(self.looked_at)
+
+    def best(self, draft: LayerSkip) -> Prediction:
+        self.looked_at.append(draft)
+        agreement = 1.0
+        for sublayer in sublayers(draft):
+            agreement *= 1 - self.harm[sublayer]
+        cost = 1000 * (1 + self.costs(draft).draft_step) / (1 + agreement)
+        replayed = Replayed(tokens=1000, rounds=500, draft_passes=500, cost=cost)
+        return Prediction(draft, Fixed(max_tokens=1), replayed, agreement, agreement)
+
+    def costs(self, draft: LayerSkip) -> RoundCosts:
+        return RoundCosts(draft_step=1.0 - 0.07 * len(sublayers(draft)), verify=(1.0, 1.0))
+
+
+def sublayers(draft: LayerSkip) -> list[tuple[str, int]]:
+    return [("attention", i) for i in draft.skip_attention] + [("mlp", i) for i in draft.skip_mlp]
+
+
+def everywhere(harm: float, but: Iterable[tuple[str, int]] = (), less: float = 0.01) -> dict[tuple[str, int], float]:
+    all_of_them = [(kind, index) for kind in ("attention", "mlp") for index in range(NUM_LAYERS)]
+    return {sublayer: less if sublayer in set(but) else harm for sublayer in all_of_them}
+
+
+@pytest.fixture(autouse=True)
+def _no_cosines(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Made-up predictions have no states."""
+    monkeypatch.setattr("studies.prediction.proposals.cosine_skips", lambda survey, counts: [(1, 2)])
+
+
+@pytest.fixture(scope="module")
+def space() -> SkipSpace:
+    return SkipSpace.of(tiny_target(NUM_LAYERS))
+
+
+def test_items_are_the_sublayers_and_sets_of_them_are_drafts(space: SkipSpace) -> None:
+    assert len(space.items) == 2 * NUM_LAYERS
+    draft = LayerSkip(skip_attention=(1, 4), skip_mlp=(4,))
+    assert space.draft(space.places(draft)) == draft
+    assert space.draft(()) == LayerSkip()
+
+
+def test_items_may_be_whole_blocks() -> None:
+    space = SkipSpace.of(tiny_target(NUM_LAYERS), whole_blocks=True)
+    assert space.items == tuple(LayerSkip.blocks((index,)) for index in range(NUM_LAYERS))
+    with pytest.raises(ValueError, match="not made of whole items"):
+        space.places(LayerSkip(skip_attention=(1,)))
+
+
+def test_what_can_be_left_out_without_harm_is_found(space: SkipSpace) -> None:
+    harmless = [("attention", 1), ("attention", 3), ("mlp", 2), ("mlp", 3), ("attention", 5)]
+    best = propose_skip_sets(space, MadeUp(everywhere(0.3, harmless)), 200)[0]  # type: ignore[arg-type]
+    assert set(sublayers(best.draft)) == set(harmless)  # type: ignore[arg-type]
+
+
+def test_best_of_all_sets_is_found_where_harms_differ(space: SkipSpace) -> None:
+    harm = {(kind, i): 0.02 + 0.031 * ((7 * i + 5 * (kind == "mlp")) % 11) for kind, i in everywhere(0)}
+    predictor = MadeUp(harm)
+    best = propose_skip_sets(space, predictor, 300)[0]  # type: ignore[arg-type]
+    rated = MadeUp(harm)
+    exhaustive = max(
+        rated.best(space.draft(chosen)).speedup for size in range(1, 13) for chosen in combinations(range(12), size)
+    )
+    assert best.speedup == pytest.approx(exhaustive)
+
+
+def test_effort_is_bounded_and_the_best_come_first(space: SkipSpace) -> None:
+    predictor = MadeUp(everywhere(0.1, [("mlp", 2)]))
+    found = propose_skip_sets(space, predictor, 60)  # type: ignore[arg-type]
+    assert predictor.num_drafts == 60
+    assert [each.speedup for each in found] == sorted((each.speedup for each in found), reverse=True)
+    assert len({each.draft for each in found}) == len(found)
+    assert LayerSkip() not in {each.draft for each in found}
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_knapsacks_do_the_least_harm_for_what_they_save(seed: int) -> None:
+    harms = [((seed + 3) * (place + 2) * 37 % 19 + 1) / 10 for place in range(7)]
+    savings = [1.0 + (place % 2) for place in range(7)]
+    for chosen in knapsacks(harms, savings, 6):
+        harm, saved = (sum(values[place] for place in chosen) for values in (harms, savings))
+        others = [other for size in range(8) for other in combinations(range(7), size)]
+        enough = [other for other in others if sum(savings[place] for place in other) >= saved - 1e-9]
+        assert harm == pytest.approx(min(sum(harms[place] for place in other) for other in enough))
+
+
+def test_knapsacks_save_more_and_more() -> None:
+    chosen = knapsacks([0.5, 0.1, 0.9, 0.2], [1.0, 1.0, 1.0, 1.0], 8)
+    assert [sorted(each) for each in chosen] == [[1], [1, 3], [0, 1, 3]]
+
+
+@pytest.mark.parametrize("num_harmless", [1, 4, 7, 11])
+def test_along_the_order_of_harm_the_best_count_is_found(space: SkipSpace, num_harmless: int) -> None:
+    sublayers_of_all = list(everywhere(0))
+    harmless = sublayers_of_all[::2][:num_harmless] + sublayers_of_all[1::2][: max(num_harmless - 6, 0)]
+    predictor = MadeUp(everywhere(0.4, harmless[:num_harmless]))
+    found = propose_skip_sets(space, predictor, 12 + NUM_LAYERS + 12)  # type: ignore[arg-type]
+    assert set(sublayers(found[0].draft)) == set(harmless[:num_harmless])  # type: ignore[arg-type]
+
+
+def test_rating_may_stop_after_any_set_and_go_on(space: SkipSpace) -> None:
+    harm = everywhere(0.3, [("attention", 1), ("mlp", 2), ("mlp", 3)])
+    in_one_go = [prediction.draft for prediction in Proposals(space, MadeUp(harm)).rate()]  # type: ignore[arg-type]
+    proposals = Proposals(space, MadeUp(harm))  # type: ignore[arg-type]
+    rating = proposals.rate()
+    begun = [next(rating).draft for _ in range(2 * NUM_LAYERS)]
+    assert not proposals.is_under_way, "the last of the single items is not rated yet"
+    assert len(proposals.best_first()) == 2 * NUM_LAYERS - 1, "all but the empty set"
+    assert begun + [prediction.draft for prediction in rating] == in_one_go
+    assert proposals.is_under_way

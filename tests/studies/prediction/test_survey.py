@@ -1,0 +1,149 @@
+"""Surveys: what a draft would do in rounds of decoding, all rounds at once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from decoding.acceptance import Greedy
+from decoding.decode import Request
+from decoding.decoder import plain_decoder
+from decoding.draft_length import Controller
+from decoding.drafters.layer_skip import LayerSkipDrafter
+from decoding.exit_heads import ExitHeads
+from decoding.profile import EarlyExit, LayerSkip, PromptLookup
+from decoding.target import DraftView, Target
+from decoding.text import Ending, Shaping, Text
+from studies.prediction.survey import JoinedSurvey, Survey
+from tests.support.heads import write_heads
+from tests.support.tiny import tiny_target
+
+NUM_LAYERS = 6
+PROMPTS = ((3, 9, 27, 14, 42, 5), (8, 2, 2, 31), (50, 17, 33, 4, 21, 60, 7, 12))
+SKIPS = [LayerSkip.blocks([2, 4]), LayerSkip(skip_attention=(1, 3)), LayerSkip(skip_mlp=(2, 3, 5))]
+
+
+@pytest.fixture(scope="module")
+def target() -> Target:
+    return tiny_target(NUM_LAYERS)
+
+
+@pytest.fixture(scope="module")
+def texts(target: Target) -> list[tuple[int, ...]]:
+    lengths = (24, 17, 1)  # the last has nothing to foretell
+    return [
+        plain_decoder(target).generate(Request(prompt, Ending(length))).tokens
+        for prompt, length in zip(PROMPTS, lengths, strict=True)
+    ]
+
+
+@torch.inference_mode()
+def first_drafts(target: Target, skip: LayerSkip, prompt: Sequence[int], text: Sequence[int], place: int) -> list[int]:
+    """What a real drafter writes in the round behind `place` tokens of the text."""
+    written = [*prompt, *text[:place]]
+    held, cache = Text(written, len(written) + 5, target.device), target.new_cache(len(written) + 5)
+    target.forward(held.span(0, held.length), cache, 0)
+    cache.length = held.length - 1
+    draft = LayerSkipDrafter(target, skip).draft(held, cache, Controller(4), Shaping(), Greedy(), 4)
+    return held.span(held.length, held.length + draft.num_tokens)[0].tolist()
+
+
+@pytest.mark.parametrize("skip", SKIPS, ids=lambda skip: skip.describe())
+def test_recorded_rounds_are_rounds_of_a_real_drafter(
+    target: Target, texts: list[tuple[int, ...]], skip: LayerSkip
+) -> None:
+    recordings = Survey(target, PROMPTS, texts, depth=4).record(skip)
+    assert [len(recording.matches) for recording in recordings] == [23, 16]
+    for prompt, text, recording in zip(PROMPTS, texts, recordings, strict=False):
+        for place in range(1, len(text) - 4, 4):
+            drafted = first_drafts(target, skip, prompt, text, place)
+            right = [token == known for token, known in zip(drafted, text[place : place + 4], strict=True)]
+            # As long as a real draft is right it is on the text; what it drafts behind its first mistake is its own.
+            tested = right.index(False) + 1 if False in right else 4
+            assert list(recording.matches[place - 1 : place - 1 + tested]) == right[:tested]
+    assert 0.1 < recordings[0].agreement < 1.0
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("exit_layer", [2, 4])
+def test_exit_is_the_skip_of_all_blocks_behind_it(
+    target: Target, texts: list[tuple[int, ...]], exit_layer: int, temperature: float
+) -> None:
+    survey = Survey(target, PROMPTS, texts, temperature=temperature, seed=3)
+    early = EarlyExit(exit_layer=exit_layer)
+    by_exit, by_skip = survey.record_all([early, early.as_layer_skip(NUM_LAYERS)])
+    for one, other in zip(by_exit, by_skip, strict=True):
+        assert one.matches == other.matches
+        assert one.acceptance == pytest.approx(other.acceptance, abs=1e-4)
+        assert [s.entropy for s in one.seen] == pytest.approx([s.entropy for s in other.seen], abs=1e-3)
+
+
+def test_draft_of_the_whole_model_is_always_right(target: Target, texts: list[tuple[int, ...]]) -> None:
+    for temperature in (0.0, 1.0):
+        recordings = Survey(target, PROMPTS, texts, temperature=temperature).record(LayerSkip())
+        assert all(recording.agreement == 1.0 for recording in recordings)
+        assert [recording.acceptance for recording in recordings] == pytest.approx([1.0, 1.0], abs=1e-4)
+
+
+def test_depth_changes_what_a_draft_reads_of_its_own_only(target: Target, texts: list[tuple[int, ...]]) -> None:
+    shallow, deep = (Survey(target, PROMPTS, texts, depth=depth).record(SKIPS[1]) for depth in (1, 8))
+    assert shallow[0].matches[::8] == deep[0].matches[::8]
+    assert [s.entropy for s in shallow[0].seen] != pytest.approx([s.entropy for s in deep[0].seen], abs=1e-6)
+
+
+def test_draft_is_recorded_once(target: Target, texts: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch) -> None:
+    survey = Survey(target, PROMPTS, texts)
+    passes: list[Any] = []
+    honest = DraftView.rounds
+
+    def rounds(view: DraftView, *args: Any) -> Any:
+        passes.append(args)
+        return honest(view, *args)
+
+    monkeypatch.setattr(DraftView, "rounds", rounds)
+    one, two, three = survey.record_all([SKIPS[0], SKIPS[1], SKIPS[0]])
+    assert one is three is survey.record(SKIPS[0]) is not two
+    assert len(passes) == 2
+
+
+def test_trained_head_is_recorded_through_its_file(
+    target: Target, texts: list[tuple[int, ...]], tmp_path: Path
+) -> None:
+    drafts = write_heads(target, tmp_path, [NUM_LAYERS - 1])
+    survey = Survey(target, PROMPTS, texts, heads=ExitHeads(target, tmp_path))
+    assert all(recording.agreement == 1.0 for recording in survey.record(drafts[NUM_LAYERS - 1]))
+
+
+def test_positions_and_context_are_those_of_the_texts(target: Target, texts: list[tuple[int, ...]]) -> None:
+    survey = Survey(target, PROMPTS, texts)
+    assert survey.num_positions == 23 + 16
+    assert survey.mean_context == pytest.approx(((6 + 23 - 11.5) + (4 + 16 - 8)) / 2)
+
+
+def test_texts_of_a_single_token_are_refused(target: Target) -> None:
+    with pytest.raises(ValueError, match="at least two tokens"):
+        Survey(target, [(5, 6)], [(7,)])
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_two_surveys_joined_are_one_of_all_texts(target: Target, temperature: float) -> None:
+    prompts = (*PROMPTS, (9, 9, 1))
+    texts = [plain_decoder(target).generate(Request(prompt, Ending(12))).tokens for prompt in prompts]
+    texts[1] = texts[1][:1]
+    whole = Survey(target, prompts, texts, temperature=temperature, seed=3)
+    # The second text is passed over: the first of the other survey is the second of all that are read.
+    first = Survey(target, prompts[:2], texts[:2], temperature=temperature, seed=3, exits=[2])
+    joined = JoinedSurvey(
+        first, Survey(target, prompts[2:], texts[2:], temperature=temperature, seed=3 + 1, exits=[2]), num_given=2
+    )
+    assert joined.places == whole.places == (0, 2, 3)
+    assert joined.mean_context == pytest.approx(whole.mean_context)
+    for draft in (SKIPS[1], EarlyExit(exit_layer=2), EarlyExit(exit_layer=4)):
+        assert [r.matches for r in joined.record(draft)] == [r.matches for r in whole.record(draft)]
+        assert joined.record(draft)[0] is first.record(draft)[0]
+    lookup = PromptLookup(max_ngram=2, min_ngram=1)
+    assert joined.copies(lookup, 4) == whole.copies(lookup, 4)

@@ -1,0 +1,143 @@
+"""The search over rules and their parameters."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import optuna
+import pytest
+from pydantic import ValidationError
+
+from decoding.documents.strict_yaml import validate
+from decoding.draft_length import RULES, AdaEdl, TopProbability
+from decoding.errors import SdtuneError
+from decoding.profile import EarlyExit, LayerSkip, Lookup, PromptLookup
+from studies import STUDIES
+from studies.contract import Problem, TrialRecord
+from studies.rule_space import search_ranges
+from studies.searches.draft_length import DraftLength, DraftLengthSettings
+from tests.support.records import record
+from tests.support.tiny import tiny_target
+
+
+def _study(earlier: dict[str, list[TrialRecord]] | None = None, **settings: Any) -> DraftLength:
+    problem = Problem(tiny_target(), prompts=(), continuations=(), earlier=earlier or {}, seed=0)
+    return DraftLength(problem, DraftLengthSettings(**settings))
+
+
+EARLIER = {
+    "conf_layers": [
+        record(1.1, blocks=(1,)),
+        record(1.3, blocks=(2,)),
+        record(1.2, blocks=(3,)),
+        record(None, blocks=(4,)),
+    ]
+}
+
+
+def test_it_searches_for_the_best_drafts_found_before() -> None:
+    study = _study(EARLIER, num_drafts=2)
+    drafts = {study.propose(optuna.create_study().ask({}))[0].draft.model_dump_json() for _ in range(20)}
+    assert drafts == {LayerSkip.blocks([index]).model_dump_json() for index in (2, 3)}
+
+
+def test_without_an_earlier_draft_it_says_so() -> None:
+    assert "no draft" in (_study().finished() or "")
+
+
+def test_a_given_draft_is_used_instead() -> None:
+    study = _study(draft={"skip_attention": [5], "skip_mlp": [5]})
+    assert study.finished() is None
+    assert study.propose(optuna.create_study().ask())[0].draft == LayerSkip.blocks([5])
+
+
+def test_it_starts_with_every_rule_at_its_defaults() -> None:
+    study = _study(EARLIER)
+    stored = optuna.create_study(sampler=study.sampler())
+    for start in study.starts():
+        stored.enqueue_trial(start)
+    rules = [study.propose(stored.ask())[0].draft_length for _ in study.starts()]
+    assert rules[0] == EARLIER["conf_layers"][1].candidate.draft_length  # the best draft's own
+    assert {rule.rule for rule in rules} == set(RULES)
+    assert AdaEdl() in rules
+    assert TopProbability() in rules
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_every_suggested_setting_is_a_valid_rule_within_the_longest_draft(name: str) -> None:
+    study = _study(EARLIER, rules=(name,), max_tokens=5)
+    stored = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed=0))
+    for _ in range(30):
+        rule = study.propose(stored.ask())[0].draft_length
+        assert rule.rule == name
+        assert 1 <= rule.max_tokens <= 5
+
+
+def test_the_search_ranges_lie_within_what_a_rule_allows() -> None:
+    for rule in RULES.values():
+        for name, (low, high, _) in search_ranges(rule, 16).items():
+            for value in (low, high):
+                rule(**{name: int(value) if name == "max_tokens" else value})
+
+
+def test_an_unknown_rule_is_refused_by_name() -> None:
+    with pytest.raises(ValidationError, match="unknown rule 'fixd'; did you mean 'fixed'"):
+        DraftLengthSettings(rules=("fixd",))
+
+
+def test_it_ends_after_patience_trials_without_a_better_speedup() -> None:
+    study = _study(EARLIER, patience=2)
+    for number, speedup in enumerate([1.0, 1.3, 1.2, 1.25]):
+        assert study.finished() is None
+        study.observe(record(speedup, number=number))
+    assert study.finished() == "no better draft length in 2 trials"
+
+
+def test_the_space_names_the_drafts_so_another_draft_is_another_study() -> None:
+    other = {"conf_layers": [record(1.3, blocks=(4,))]}
+    assert _study(EARLIER).space() != _study(other).space()
+    assert _study(EARLIER, patience=3).space() == _study(EARLIER, max_trials=5).space()
+
+
+def test_the_registry_names_every_study_by_its_own_name() -> None:
+    assert all(study.name == name for name, study in STUDIES.items())
+
+
+@pytest.mark.parametrize(
+    ("draft", "meant"),
+    [
+        ({"skip_attention": [5]}, LayerSkip(skip_attention=(5,))),
+        ({"exit_layer": 3}, EarlyExit(exit_layer=3)),
+        ({"kind": "early_exit", "exit_layer": 3}, EarlyExit(exit_layer=3)),
+        (EarlyExit(exit_layer=3), EarlyExit(exit_layer=3)),
+        ({"max_ngram": 4}, PromptLookup(max_ngram=4)),
+        ({"min_ngram": 2}, PromptLookup(min_ngram=2)),
+        ({"skip_mlp": [5], "lookup": {"min_ngram": 2}}, LayerSkip(skip_mlp=(5,), lookup=Lookup(min_ngram=2))),
+        (None, None),
+    ],
+)
+def test_kind_of_a_given_draft_may_be_left_out(draft: Any, meant: Any) -> None:
+    assert DraftLengthSettings(draft=draft).draft == meant
+
+
+@pytest.mark.parametrize(
+    ("draft", "message"),
+    [
+        ({"skip_atention": [5]}, "unknown key 'draft.skip_atention'; did you mean 'skip_attention'"),
+        ({"exit_layer": 3, "heads": "h"}, "unknown key 'draft.heads'; did you mean 'head'"),
+        ({"kind": "none"}, "draft.kind: unknown value 'none'; valid: early_exit, layer_skip, prompt_lookup"),
+        ({"exit_layer": 0}, "draft.exit_layer: input should be greater than or equal to 1"),
+    ],
+)
+def test_wrong_draft_is_one_line_that_says_what_would_be_right(draft: Any, message: str) -> None:
+    with pytest.raises(SdtuneError, match=message):
+        validate(DraftLengthSettings, {"draft": draft}, source="studies.searches.draft_length", error=SdtuneError)
+
+
+@pytest.mark.parametrize("draft", [{"exit_layer": 6}, {"skip_mlp": [6]}])
+def test_given_draft_of_layers_that_the_model_does_not_have_is_refused(draft: Any) -> None:
+    target = tiny_target(6)
+    with pytest.raises(ValueError, match="6"):
+        DraftLength.check(DraftLengthSettings(draft=draft), target)
+    for fine in ({"exit_layer": 5}, {"skip_mlp": [5]}, None):
+        DraftLength.check(DraftLengthSettings(draft=fine), target)

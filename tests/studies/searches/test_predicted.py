@@ -1,0 +1,298 @@
+"""Searches by prediction: what they pool, what they measure first, how trials correct them, and that they resume as they were."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import optuna
+import pytest
+
+from decoding.decode import Request
+from decoding.decoder import plain_decoder
+from decoding.draft_length import RULES
+from decoding.exit_heads import ExitHeads
+from decoding.profile import EarlyExit, LayerSkip, PromptLookup
+from decoding.text import Ending
+from studies.contract import Candidate, Problem, Study, TrialRecord, TrialState, best_trials
+from studies.measurement import BatchTexts, Measurement
+from studies.prediction.skip_space import SkipSpace
+from studies.searches.joint import Joint, JointSettings
+from studies.searches.predicted import Predicted, PredictedSettings
+from tests.support.costs import made_up_costs
+from tests.support.heads import write_heads
+from tests.support.records import measurement, sample
+from tests.support.tiny import tiny_target
+
+NUM_LAYERS = 6
+SMALL: dict[str, Any] = {"num_surveyed": 40, "max_tokens": 6}
+
+
+@pytest.fixture(scope="module")
+def problem() -> Problem:
+    target = tiny_target(NUM_LAYERS)
+    prompts = tuple(tuple((seed * 11 + place * 5) % 60 + 2 for place in range(5 + seed)) for seed in range(5))
+    texts = tuple(plain_decoder(target).generate(Request(prompt, Ending(24))).tokens for prompt in prompts)
+    return Problem(target, prompts, texts, earlier={}, seed=0, costs=lambda most: made_up_costs(target, most))
+
+
+@pytest.fixture(scope="module")
+def with_heads(problem: Problem, tmp_path_factory: pytest.TempPathFactory) -> Problem:
+    folder: Path = tmp_path_factory.mktemp("heads")
+    drafts = write_heads(problem.target, folder, [2, 4])
+    return replace(problem, head_drafts=drafts, heads=ExitHeads(problem.target, folder))
+
+
+def run(study: Study, trials: int, speed: Callable[[Candidate, dict[str, Any]], float]) -> list[TrialRecord]:
+    """Trials whose speed-up is made up, each told to the study before the next is asked for."""
+    stored = optuna.create_study(sampler=study.sampler(), direction="maximize")
+    records = []
+    for number in range(trials):
+        trial = stored.ask()
+        candidate, notes = study.propose(trial)
+        speedup = speed(candidate, notes)
+        record = TrialRecord(
+            study=study.name,
+            number=number,
+            state=TrialState.COMPLETE,
+            candidate=candidate,
+            measurement=measurement([speedup] * 5),
+            notes=notes,
+        )
+        stored.tell(trial, speedup)
+        study.observe(record)
+        records.append(record)
+    return records
+
+
+def as_predicted(candidate: Candidate, notes: dict[str, Any]) -> float:
+    return float(notes["predicted_speedup"])
+
+
+def test_best_prediction_is_measured_first_and_no_candidate_twice(problem: Problem) -> None:
+    study = Predicted.create(problem, PredictedSettings(**SMALL))
+    records = run(study, 8, as_predicted)
+    predicted = [record.notes["predicted_speedup"] for record in records]
+    assert predicted[0] >= max(predicted) * 0.97, "the first is the best, but for what its spread adds"
+    assert len({record.candidate.key for record in records}) == 8
+    assert all(isinstance(record.candidate.draft, LayerSkip) for record in records)
+
+
+def test_first_choice_beats_what_usual_searches_would_try_first(problem: Problem) -> None:
+    study = Predicted.create(problem, PredictedSettings(**SMALL))
+    first = run(study, 1, as_predicted)[0].notes["predicted_speedup"]
+    odd = Predicted.create(
+        replace(problem, kept={**study.keep(), "pool": [LayerSkip.blocks((1, 3)).model_dump(mode="json")]}),
+        PredictedSettings(**SMALL),
+    )
+    assert first > run(odd, 1, as_predicted)[0].notes["predicted_speedup"]
+
+
+def test_trials_correct_the_predictions(problem: Problem) -> None:
+    study = Predicted.create(problem, PredictedSettings(**SMALL))
+    records = run(study, 6, lambda candidate, notes: 0.8 * as_predicted(candidate, notes))
+    last = records[-1].notes
+    assert last["corrected_speedup"] == pytest.approx(0.8 * last["predicted_speedup"], rel=0.03)
+    assert "predictions were off by 20% at the median of 6 trials" in study.remarks()
+
+
+def test_drafts_that_disappoint_are_left_for_others(problem: Problem) -> None:
+    study = Predicted.create(problem, PredictedSettings(**SMALL, patience=30))
+    favourite = run(Predicted.create(problem, PredictedSettings(**SMALL)), 1, as_predicted)[0].candidate.draft
+
+    def speed(candidate: Candidate, notes: dict[str, Any]) -> float:
+        return as_predicted(candidate, notes) * (0.6 if candidate.draft == favourite else 1.0)
+
+    records = run(study, 10, speed)
+    assert records[0].candidate.draft == favourite
+    assert sum(record.candidate.draft == favourite for record in records) < 8
+
+
+def test_it_ends_when_nothing_is_within_reach_or_nothing_gets_better(problem: Problem) -> None:
+    settings = PredictedSettings(**SMALL, patience=4)
+    study = Predicted.create(problem, settings)
+    assert study.finished() is None
+    run(study, 6, lambda candidate, notes: 3.0)
+    ended = study.finished()
+    assert ended is not None
+    assert "no better candidate in 5 trials" in ended
+    reached = Predicted.create(problem, PredictedSettings(**SMALL, patience=99))
+    run(reached, 6, lambda candidate, notes: 9.0 if notes["corrected_speedup"] < 5 else 1.0)
+    run_out = Predicted.create(problem, PredictedSettings(**SMALL, max_trials=3))
+    run(run_out, 3, as_predicted)
+    assert run_out.finished() == "3 trials done"
+
+
+def test_nothing_within_reach_ends_it(problem: Problem) -> None:
+    study = Predicted.create(problem, PredictedSettings(**SMALL, patience=99))
+    run(study, 1, as_predicted)
+    assert study.finished() is None
+    run(study, 7, lambda candidate, notes: 0.5)
+    ended = study.finished()
+    assert ended is not None
+    assert ended.startswith("nothing is left that could be hoped to beat")
+
+
+def test_resumed_search_goes_on_as_it_would_have(problem: Problem) -> None:
+    settings = PredictedSettings(**SMALL)
+    study = Predicted.create(problem, settings)
+    records = run(study, 7, as_predicted)
+    again = Predicted.create(replace(problem, kept=study.keep(), costs=None), settings)
+    for record in records[:4]:
+        again.observe(record)
+    following = run(again, 3, as_predicted)
+    assert [each.candidate for each in following] == [each.candidate for each in records[4:]]
+
+
+def test_rules_asked_for_are_the_only_ones(problem: Problem) -> None:
+    study = Predicted.create(problem, PredictedSettings(**SMALL, rules=("ada_edl", "fixed")))
+    records = run(study, 8, as_predicted)
+    assert {record.candidate.draft_length.rule for record in records} <= {"ada_edl", "fixed"}
+    everything = run(Predicted.create(problem, PredictedSettings(**SMALL, patience=99)), 20, as_predicted)
+    assert len({record.candidate.draft_length.rule for record in everything}) >= 3 <= len(RULES)
+
+
+def test_costs_are_needed(problem: Problem) -> None:
+    with pytest.raises(ValueError, match="needs to know what passes of the model cost"):
+        Predicted.create(replace(problem, costs=None), PredictedSettings())
+
+
+def test_time_to_rate_is_limited_by_the_search_time(problem: Problem) -> None:
+    settings = PredictedSettings(num_surveyed=10_000, max_tokens=6)
+    study = Predicted.create(replace(problem, seconds=0.0), settings)
+    items, exits = len(SkipSpace.of(problem.target).items), NUM_LAYERS - 1
+    assert study._search.pool, "there is something to measure whatever the time"
+    assert study._rating.num_rated <= items + exits + 20
+    assert study._rating.num_rated < Predicted.create(problem, settings)._rating.num_rated
+
+
+def test_with_a_time_limit_rating_goes_on_between_trials(with_heads: Problem) -> None:
+    study = Joint.create(replace(with_heads, seconds=1e6), JointSettings(**SMALL, patience=30))
+    assert study._search.pool
+    assert not any(isinstance(draft, LayerSkip) for draft in study._search.pool), "skip sets take time to be found"
+    assert study._rating.num_rated == 0
+    # Two plain and two drafted seconds for each prompt: more than rating everything takes here.
+    records = run(study, 3, as_predicted)
+    assert study._rating.is_over
+    joined = [draft for record in records for draft in record.notes["joined"]]
+    assert any(draft["kind"] == "layer_skip" for draft in joined)
+    assert [record.notes["rated_all"] for record in records] == [False, True, True]
+
+
+def test_resumed_search_knows_the_drafts_that_joined(with_heads: Problem) -> None:
+    limited, settings = replace(with_heads, seconds=1e6), JointSettings(**SMALL, patience=30)
+    study = Joint.create(limited, settings)
+    records = run(study, 5, as_predicted)
+    again = Joint.create(replace(limited, kept=study.keep(), costs=None), settings)
+    for record in records[:3]:
+        again.observe(record)
+    following = run(again, 2, as_predicted)
+    assert again._search.pool == study._search.pool
+    assert [each.candidate for each in following] == [each.candidate for each in records[3:]]
+
+
+def test_rating_ends_where_skip_sets_are_far_behind(problem: Problem) -> None:
+    """Texts that repeat themselves are copied nearly for nothing: no skip set of this model comes near."""
+    loop = tuple(place % 6 + 2 for place in range(40))
+    repeating = replace(problem, prompts=(loop[:16],), continuations=(loop[16:],))
+    whole = Predicted.create(repeating, PredictedSettings(**SMALL))._rating.num_rated
+    study = Joint.create(repeating, JointSettings(**SMALL, kinds=("skip_set", "lookup")))
+    assert study._rating.is_over
+    assert study._rating.num_rated < whole
+    assert not any(isinstance(draft, LayerSkip) for draft in study._search.pool)
+
+
+def test_patience_begins_anew_for_drafts_that_join(problem: Problem) -> None:
+    study = Predicted.create(problem, PredictedSettings(**SMALL, patience=3))
+    run(study, 5, lambda candidate, notes: 3.0)
+    assert study._search.finished() == "no better candidate in 4 trials"
+    study._search.add([LayerSkip(skip_attention=(1,))])
+    assert study._search.finished() is None
+
+
+def test_the_best_is_what_is_expected_not_what_a_trial_measured(problem: Problem) -> None:
+    study = Predicted.create(problem, PredictedSettings(**SMALL, patience=30))
+    lucky = 3
+
+    def speed(candidate: Candidate, notes: dict[str, Any]) -> float:
+        number = len(study.expected())
+        return as_predicted(candidate, notes) * (1.1 if number == lucky else 1.0)
+
+    records = run(study, 8, speed)
+    expected = study.expected()
+    assert set(expected) == {record.candidate.key for record in records}
+    measured, believed = records[lucky].speedup or 0.0, expected[records[lucky].candidate.key]
+    assert believed < measured * 0.99, "one trial in eight is not taken at its word"
+    assert best_trials(records, 1, expected=expected)[0].candidate.key == max(expected, key=lambda key: expected[key])
+
+
+def test_joint_pool_holds_every_kind(with_heads: Problem) -> None:
+    study = Joint.create(with_heads, JointSettings(**SMALL, num_drafts=3, num_exits=1, num_lookups=2))
+    pool = study._search.pool
+    plain = [draft for draft in pool if not isinstance(draft, PromptLookup) and draft.lookup is None]
+    skips = [draft for draft in plain if isinstance(draft, LayerSkip)]
+    assert 2 <= len(skips) <= 3, "the exit in the pool is one of the best three skip sets, or it is not"
+    assert sum(isinstance(draft, EarlyExit) and draft.head is not None for draft in plain) == 1
+    assert sum(isinstance(draft, EarlyExit) and draft.head is None for draft in plain) == 1
+    assert sum(isinstance(draft, PromptLookup) for draft in pool) == 2
+    in_front = [draft for draft in pool if not isinstance(draft, PromptLookup) and draft.lookup is not None]
+    assert sum(isinstance(draft, EarlyExit) for draft in in_front) == 2
+    assert sum(isinstance(draft, LayerSkip) for draft in in_front) == len(skips), "each skip set comes with one"
+    assert len(run(study, 5, as_predicted)) == 5
+
+
+@pytest.mark.parametrize("kind", ["skip_set", "exit_head", "lookup"])
+def test_joint_searches_the_kinds_that_are_asked_for(with_heads: Problem, kind: Any) -> None:
+    study = Joint.create(with_heads, JointSettings(**SMALL, kinds=(kind,), exit_layers=(2, 4)))
+    kinds = {
+        "skip_set": lambda draft: isinstance(draft, LayerSkip) or draft.head is None,
+        "exit_head": lambda draft: isinstance(draft, EarlyExit) and draft.head is not None,
+        "lookup": lambda draft: isinstance(draft, PromptLookup),
+    }
+    assert study._search.pool
+    assert all(kinds[kind](draft) for draft in study._search.pool)
+    wanted = Joint.wanted_heads(JointSettings(kinds=(kind,), exit_layers=(2, 4)), NUM_LAYERS)
+    assert wanted == ((2, 4) if kind == "exit_head" else ())
+
+
+def test_joint_without_any_draft_ends_at_once(problem: Problem) -> None:
+    study = Joint.create(problem, JointSettings(**SMALL, kinds=("exit_head",)))
+    assert study.finished() == "there is no draft to search: no exit head was found, and no other kind is asked for"
+    assert study.remarks() == []
+
+
+def test_exit_that_the_model_does_not_have_is_refused(problem: Problem) -> None:
+    Joint.check(JointSettings(exit_layers=(1, 5)), problem.target)
+    with pytest.raises(ValueError, match="got 6"):
+        Joint.check(JointSettings(exit_layers=(6,)), problem.target)
+
+
+def test_trials_of_batches_correct_the_predictions_for_batches(problem: Problem) -> None:
+    """Trials measure two batches of two texts, the last text is left out: twice as fast as foretold, and so is all else."""
+    assert problem.target.unbatchable_reason is None
+    pairs = replace(problem, prompts=problem.prompts[:4], continuations=problem.continuations[:4], batch_size=2)
+    study = Predicted.create(pairs, PredictedSettings(**SMALL, survey_tokens=30, pool_tokens=80))
+    predictor = study._search.predictor
+    assert predictor.survey.places == (0, 1, 2, 3)
+    assert len(study._predictor.survey.places) == 2, "a whole batch, though less would do"
+    batch = BatchTexts(count=2, identical=2, ties=0)
+    stored = optuna.create_study(sampler=study.sampler(), direction="maximize")
+    for number in range(6):
+        trial = stored.ask()
+        wanted, notes = study.propose(trial)
+        foretold = predictor.predict(wanted.draft, wanted.draft_length).replayed
+        assert len(foretold.costs_per_token) == 2
+        samples = tuple(sample(2 / cost, place, batch=batch) for place, cost in enumerate(foretold.costs_per_token))
+        facts = {
+            "study": study.name,
+            "number": number,
+            "state": TrialState.COMPLETE,
+            "candidate": wanted,
+            "notes": notes,
+        }
+        study.observe(TrialRecord(**facts, measurement=Measurement(samples=samples)))
+        stored.tell(trial, 1.0)
+    _, notes = study.propose(stored.ask())
+    assert notes["corrected_speedup"] / notes["predicted_speedup"] == pytest.approx(2.0, rel=0.1)

@@ -1,0 +1,51 @@
+"""Tables of costs: one of a tiny model whose seconds are made up, and what must hold of any."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from itertools import pairwise
+
+from decoding.profile import LayerSkip
+from decoding.target import Target
+from studies.costs.table import CostTable
+from studies.costs.terms import DraftStep, Pass
+from tuner.measuring.cost_table import measure_cost_table
+
+
+def made_up_costs(target: Target, max_tokens: int = 8) -> CostTable:
+    """One second for the ends of a pass and one for each sublayer; a twentieth more for each further token of a verification."""
+
+    def seconds(each: Pass) -> float:
+        if isinstance(each, DraftStep):
+            skipped = len(each.skip.skip_attention) + len(each.skip.skip_mlp)
+            return 1.0 + 2 * target.num_layers - skipped
+        further = each.width - 1
+        return 1.0 + 2 * target.num_layers + 0.05 * further * (1 + 2 * (target.num_layers - each.boundary))
+
+    return measure_cost_table(target, max_tokens=max_tokens, contexts=(4, 64), budget_seconds=0.0, timer=seconds)
+
+
+def assert_monotone(table: CostTable, *, max_tokens: int = 8) -> None:
+    """Skipping more never costs more; verifying more, and behind more, never costs less."""
+    layers = range(table.kinds.num_layers)
+    items = [LayerSkip.blocks((index,)) for index in layers]
+    items += [LayerSkip(skip_mlp=(index,)) for index in layers if table.kinds.mlp[index] is not None]
+    items += [LayerSkip(skip_attention=(index,)) for index in layers if table.kinds.attention[index] is not None]
+    random.Random(0).shuffle(items)
+    attention, mlp = set[int](), set[int]()
+    seconds = [table.draft_seconds(LayerSkip(), context=70)]
+    for item in items:
+        attention |= {*item.skip_attention}
+        mlp |= {*item.skip_mlp}
+        skip = LayerSkip(skip_attention=tuple(sorted(attention)), skip_mlp=tuple(sorted(mlp)))
+        seconds.append(table.draft_seconds(skip, context=70))
+    _assert_rising(seconds[::-1])
+    for context in (10, 70, 500):
+        _assert_rising(table.round_costs(items[0], max_tokens, context=context, prefix_reuse=True).verify)
+    _assert_rising([table.plain_seconds(context=context) for context in (10, 70, 500)])
+    assert seconds[0] > 0
+
+
+def _assert_rising(values: Sequence[float]) -> None:
+    assert all(later >= earlier * (1 - 1e-9) for earlier, later in pairwise(values)), values

@@ -1,0 +1,51 @@
+"""Exit heads on disk, made without training: copies of a target's last block."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from decoding.exit_heads import ExitFigures, HeadFacts, HeadTraining, head_name, save_exit_head
+from decoding.fingerprint import fingerprint
+from decoding.profile import EarlyExit
+from decoding.target import Target
+
+
+def training(**facts: Any) -> HeadTraining:
+    """What a head says of its training."""
+    figures = ExitFigures(acceptance=0.5, agreement=0.5)
+    values: dict[str, Any] = {
+        "model": "m",
+        "dataset": "d",
+        "prompts_sha256": (),
+        "num_texts": 8,
+        "num_tokens": 100,
+        "temperature": 1.0,
+        "steps": 10,
+        "seconds": 20.0,
+        "before": figures,
+        "after": figures,
+        "device": "a device",
+        "versions": {},
+    }
+    return HeadTraining(**{**values, **facts})
+
+
+def write_heads(target: Target, folder: Path, exit_layers: Iterable[int], **facts: Any) -> dict[int, EarlyExit]:
+    """Write a copy of the last block as the head of each exit; the drafts that use them. `facts` go into their files."""
+    folder.mkdir(parents=True, exist_ok=True)
+    model = fingerprint(target.model)
+    drafts = {}
+    for exit_layer in exit_layers:
+        values: dict[str, Any] = {
+            "exit_layer": exit_layer,
+            "num_layers": target.num_layers,
+            "architecture": type(target.model).__name__,
+            "config_sha256": model.config_sha256,
+            "weights_sha256": model.weights_sha256,
+        }
+        name = head_name(exit_layer)
+        sha256 = save_exit_head(folder / name, target.new_exit_head(), HeadFacts(**{**values, **facts}))
+        drafts[exit_layer] = EarlyExit(exit_layer=exit_layer, head=name, head_sha256=sha256)
+    return drafts

@@ -1,0 +1,8 @@
+"""Where the repository and what it ships are."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+DEMO = ROOT / "configs" / "demo"

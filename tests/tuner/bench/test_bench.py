@@ -1,0 +1,661 @@
+"""`sdtune bench` on a tiny model: a profile beside what users would take instead, and what is made of the samples."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner, Result
+from transformers import AutoTokenizer
+
+from decoding.draft_length import AdaEdl, Fixed
+from decoding.losslessness import Comparison
+from decoding.profile import DatasetFacts, Decoding, Exactness, Interval, LayerSkip, Measured, Rates, SearchCost
+from decoding.target import Target
+from studies.measurement import Measurement
+from tests.support.heads import write_heads
+from tests.support.paths import DEMO
+from tests.support.records import sample
+from tests.support.tiny import save_tiny_checkpoint, write_tiny_prompts
+from tuner.bench.accounting import Account
+from tuner.bench.contenders import CONTENDERS, default_names
+from tuner.bench.contest import Prompts, Stopwatch, TimedBatch, TimedText
+from tuner.bench.own_decoding import MODES, OwnDecoding
+from tuner.bench.report import bench_json, bench_picture, bench_table
+from tuner.bench.result import BenchResult, Entry, TextSample, comparable, mean_context
+from tuner.bench.roofline import Bandwidth, Reading, Roofline
+from tuner.cli.main import main
+from tuner.errors import DatasetError
+from tuner.inputs.prompts import load_prompts
+
+SIZES = {"tuning-prompts": 4, "held-out-prompts": 3}
+OTHER_RUNNERS = [f"{who}-{mode}" for mode in MODES for who in ("plain", "profile")]
+NOT_BY_OTHER_RUNNERS = [name for name in CONTENDERS if name not in OTHER_RUNNERS]
+DEMO_RESULT = DEMO / "result"
+RunBench = Callable[..., Result]
+WriteProfile = Callable[..., Path]
+
+
+@pytest.fixture
+def bench(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> RunBench:
+    """`sdtune bench` with small sizes, its results in the folder `b`."""
+    monkeypatch.setattr("tuner.bench.roofline.BUFFER_BYTES", {"cpu": 2**16})
+
+    def run(profile: Path, dataset: Path, **flags: Any) -> Result:
+        given = {**SIZES, "max-new-tokens": 40, "out": "b", **{k.replace("_", "-"): v for k, v in flags.items()}}
+        arguments = ["bench", "--profile", str(profile), "--dataset", str(dataset)]
+        arguments += [part for key, value in given.items() if value is not None for part in (f"--{key}", str(value))]
+        return CliRunner().invoke(main, arguments)
+
+    return run
+
+
+@pytest.fixture
+def code(workplace: Path) -> Path:
+    return write_tiny_prompts(workplace / "code.jsonl")
+
+
+def results(workplace: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((workplace / "b" / "bench.json").read_text())
+    return found
+
+
+def refused(result: Result, *words: str) -> None:
+    assert result.exit_code == 2, result.output
+    assert "Traceback" not in result.output
+    last = result.stderr.splitlines()[-1]
+    assert last.startswith("sdtune: ")
+    for word in words:
+        assert word in last
+
+
+def flat(text: str) -> str:
+    """Without the line breaks of the table's legend."""
+    return " ".join(text.split())
+
+
+def measured(fingerprint: str, **sizes: int) -> Measured:
+    """What a search writes of its confirmation."""
+    facts = {"tuning_prompts": 4, "held_out_prompts": 3, "max_new_tokens": 30, **sizes}
+    return Measured(
+        speedup=Interval(value=1.2, ci95=(1.1, 1.3)),
+        tokens_per_second=Rates(draft=12, plain=10),
+        acceptance_rate=0.5,
+        tokens_per_round=2,
+        exact=Exactness(prompts=3, identical=3),
+        search=SearchCost(trials=3, seconds=4),
+        device="a device",
+        versions={},
+        dataset=DatasetFacts(name="code.jsonl", fingerprint=fingerprint, **facts),
+    )
+
+
+def test_all_contenders_write_plain_decodings_text_and_all_is_kept(
+    workplace: Path, target: Target, code: Path, write_profile: WriteProfile, bench: RunBench
+) -> None:
+    profile = write_profile(write_heads(target, workplace, [4])[4], AdaEdl(initial_threshold=0.7, max_tokens=3))
+    result = bench(profile, code, against=",".join(NOT_BY_OTHER_RUNNERS), repeats=2)
+    assert result.exit_code == 0, result.output
+    found = results(workplace)
+    assert list(found["contenders"]) == list(found["samples"]) == NOT_BY_OTHER_RUNNERS
+    assert found["left_out"] == {}
+    assert 0 < found["account"]["bookkeeping"] < 1
+    assert found["account"]["profile_tokens"] == found["account"]["plain_tokens"] == 3 * 39
+    for name, figures in found["contenders"].items():
+        samples = found["samples"][name]
+        assert [(each["prompt"], each["repeat"]) for each in samples] == [(p, r) for r in (0, 1) for p in (0, 1, 2)]
+        assert all(each["identical"] and not each["tie"] for each in samples)
+        assert all(each["prefill_tokens"] + each["decode_tokens"] == 40 for each in samples)
+        assert all(each["prefill_seconds"] > 0 and each["decode_seconds"] > 0 for each in samples)
+        assert (figures["identical"], figures["texts"], figures["ties"]) == (6, 6, 0)
+        for key in ("tokens_per_second", "over_plain", "profile_over_it"):
+            low, high = figures[key]["ci95"]
+            assert low <= figures[key]["value"] <= high
+        ratio = figures["tokens_per_second"]["value"] / found["contenders"]["plain"]["tokens_per_second"]["value"]
+        assert figures["over_plain"]["value"] == pytest.approx(ratio)
+        share = figures["tokens_per_second"]["value"] / found["roofline"]["tokens_per_second"]
+        assert figures["share_of_roofline"] == pytest.approx(share)
+    assert found["contenders"]["plain"]["over_plain"] == {"value": 1.0, "ci95": [1.0, 1.0]}
+    assert found["contenders"]["plain"]["tokens_per_pass"] == 1.0
+    tried = found["contenders"]["hf-early-exit"]["settings"]["tried"]
+    chosen = found["contenders"]["hf-early-exit"]["settings"]["options"]["assistant_early_exit"]
+    assert set(tried) == {"1", "2", "3", "4"}
+    assert tried[str(chosen)] == max(tried.values())
+    assert found["contenders"]["profile"]["settings"]["draft"]["exit_layer"] == 4
+    assert len(found["roofline"]["bandwidth"]["seconds"]) > 2
+    assert len(found["rows"]) == 3
+    assert not set(found["rows"]) & set(found["tuning_rows"])
+    assert (found["model"], found["dataset"], found["dtype"], found["device"]) == (
+        *("tiny", "code.jsonl", "float32"),
+        found["device"],
+    )
+    assert {"torch", "transformers", "sdtune"} <= set(found["versions"])
+    assert str(workplace.parent) not in (workplace / "b" / "bench.json").read_text(), "no folder of this machine"
+    table = (workplace / "b" / "bench.txt").read_text()
+    for word in (
+        *NOT_BY_OTHER_RUNNERS,
+        "roofline",
+        "over plain",
+        "profile over it",
+        "6/6",
+        "exit at 4, trained head",
+        "100%",
+    ):
+        assert word in table
+        assert word in result.stdout
+    assert "…" not in table
+    assert (workplace / "b" / "bench.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_without_a_list_the_static_cache_is_only_for_accelerators(
+    workplace: Path, code: Path, write_profile: WriteProfile, bench: RunBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert list(default_names(torch.device("cuda"))) == NOT_BY_OTHER_RUNNERS
+    monkeypatch.setitem(CONTENDERS, "hf-early-exit", CONTENDERS["hf"])  # it would choose for seconds
+    assert bench(write_profile(LayerSkip.blocks((3,))), code).exit_code == 0
+    assert list(results(workplace)["contenders"]) == [name for name in NOT_BY_OTHER_RUNNERS if name != "hf-static"]
+
+
+def test_the_held_out_prompts_of_the_profiles_search_are_measured_and_it_is_said_whether_they_are(
+    workplace: Path, checkpoint: Path, code: Path, write_profile: WriteProfile, bench: RunBench
+) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+    sizes = {"num_tuning": 4, "num_held_out": 3, "max_new_tokens": 30, "context_length": 256}
+    of_search = load_prompts(str(code), tokenizer, seed=5, group_column="file", **sizes)
+    profile = write_profile(LayerSkip.blocks((3,)), measured=measured(of_search.fingerprint))
+    own = {"tuning_prompts": None, "held_out_prompts": None, "max_new_tokens": None, "against": "plain"}
+    same = bench(profile, code, group_column="file", seed=5, **own)
+    assert same.exit_code == 0, same.output
+    found = results(workplace)
+    assert found["rows"] == [prompt.row for prompt in of_search.held_out]
+    assert found["max_new_tokens"] == 30
+    assert "held out by the search that made the profile" in flat(same.stdout)
+    for changed in ({"group_column": "file", "seed": 6}, {"seed": 5}):
+        other = bench(profile, code, **changed, **own)
+        assert other.exit_code == 0, other.output
+        assert "not the split of the search that made the profile (on code.jsonl)" in flat(other.stdout)
+        assert "not the split" in results(workplace)["split"]
+    assert bench(profile, code, group_column="file", seed=5, prompts=2, **own).exit_code == 0
+    assert results(workplace)["rows"] == [prompt.row for prompt in of_search.held_out[:2]]
+    refused(bench(profile, code, prompts=5, **own), "--prompts 5 is more than the 3", "--held-out-prompts 5")
+
+
+def test_a_profile_that_says_nothing_of_its_prompts_is_told(
+    workplace: Path, code: Path, write_profile: WriteProfile, bench: RunBench
+) -> None:
+    result = bench(write_profile(LayerSkip.blocks((3,))), code, against="plain")
+    assert "the profile does not say on which it was tuned" in flat(result.stdout)
+
+
+def test_who_cannot_run_here_is_left_out_with_the_reason(
+    workplace: Path, code: Path, write_profile: WriteProfile, bench: RunBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Broken:
+        settings: Mapping[str, Any] = {}
+
+        def describe(self) -> str:
+            return "breaks"
+
+        def write(self, prompts: Prompts, max_new_tokens: int, watch: Stopwatch) -> None:
+            raise NotImplementedError("no such cache for this family")
+
+    def impossible(setting: Any) -> Any:
+        raise ValueError("not with this model")
+
+    monkeypatch.setitem(CONTENDERS, "hf-static", lambda setting: Broken())
+    monkeypatch.setitem(CONTENDERS, "hf-early-exit", impossible)
+    result = bench(write_profile(LayerSkip.blocks((3,))), code, against="hf,hf-static,hf-early-exit")
+    assert result.exit_code == 0, result.output
+    assert results(workplace)["left_out"] == {
+        "hf-early-exit": "ValueError: not with this model",
+        "hf-static": "NotImplementedError: no such cache for this family",
+    }
+    assert list(results(workplace)["contenders"]) == ["profile", "plain", "hf"]
+    table = (workplace / "b" / "bench.txt").read_text()
+    assert [line.split() for line in table.splitlines() if line.startswith(" hf-static")] == [
+        ["hf-static", "left", "out"]
+    ]
+    assert "left out: NotImplementedError: no such cache for this family" in flat(table)
+
+
+def test_another_text_is_told_apart(
+    workplace: Path, code: Path, write_profile: WriteProfile, bench: RunBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Wrong:
+        settings: Mapping[str, Any] = {}
+        same_as: str | None = None
+
+        def __init__(self, honest: Any) -> None:
+            self._honest = honest
+
+        def describe(self) -> str:
+            return "writes a wrong last token"
+
+        def write(self, prompts: Prompts, max_new_tokens: int, watch: Stopwatch) -> None:
+            honest = Stopwatch(num_texts=len(prompts))
+            self._honest.write(prompts, max_new_tokens, honest)
+            tokens = honest.batch().texts[0].tokens
+            for token in [*tokens[:-1], (tokens[-1] + 1) % 64]:
+                watch.put([token])
+
+    make = CONTENDERS["hf"]
+    monkeypatch.setitem(CONTENDERS, "hf", lambda setting: Wrong(make(setting)))
+    result = bench(write_profile(LayerSkip.blocks((3,))), code, against="hf")
+    assert result.exit_code == 0, result.output
+    assert results(workplace)["contenders"]["hf"]["identical"] == 0
+    assert "0/3" in result.stdout
+
+
+def test_texts_within_the_prefill_have_no_rate() -> None:
+    def entry(name: str, decoded: Sequence[int]) -> Entry:
+        return Entry(name, name, {}, tuple(text_sample(1.0, place, decode_tokens=n) for place, n in enumerate(decoded)))
+
+    long, short = entry("profile", [20] * 4), entry("hf-early-exit", [20, 7, 20, 20])
+    kept, left_out, counted = comparable([long, entry("plain", [20] * 4), short])
+    assert (list(kept), left_out, counted) == (["profile", "plain", "hf-early-exit"], {}, (0, 2, 3))
+    kept, left_out, counted = comparable([long, entry("plain", [20] * 4), entry("hf", [20, 7, 7, 7])])
+    assert (list(kept), counted) == (["profile", "plain"], (0, 1, 2, 3))
+    assert "within its prefill" in left_out["hf"]
+    with pytest.raises(DatasetError, match="only 1 prompts are continued with at least 8 tokens"):
+        comparable([long, entry("plain", [20, 7, 7, 7])])
+
+
+def test_prompts_of_a_wanted_length(workplace: Path, code: Path, write_profile: WriteProfile, bench: RunBench) -> None:
+    profile = write_profile(LayerSkip.blocks((3,)))
+    result = bench(profile, code, against="hf", context=50)
+    assert result.exit_code == 0, result.output
+    found = results(workplace)
+    assert {each["prompt_tokens"] for each in found["samples"]["hf"]} == {50}
+    assert found["context"] == 50
+    assert found["contenders"]["hf"]["identical"] == 3
+    assert "prompts of 50 tokens" in result.stdout
+    assert found["roofline"]["reading"]["mean_context"] == 50 + (39 + 1) / 2
+    refused(bench(profile, code, against="plain", context=200), "the data set has too little text", "--context")
+    refused(bench(profile, code, against="plain", context=250), "context of 256", "--context must be at most 216")
+
+
+def test_a_profile_for_sampling_is_measured_greedily_and_it_is_said(
+    workplace: Path, code: Path, write_profile: WriteProfile, bench: RunBench
+) -> None:
+    profile = write_profile(LayerSkip.blocks((3,)), Fixed(max_tokens=2), decoding=Decoding(temperature=0.7))
+    result = bench(profile, code, against="hf")
+    assert result.exit_code == 0, result.output
+    assert "the profile was tuned at temperature 0.7" in flat(result.stdout)
+    assert results(workplace)["contenders"]["profile"]["identical"] == 3
+
+
+def test_what_cannot_be_compared_is_one_line(
+    workplace: Path, target: Target, code: Path, write_profile: WriteProfile, bench: RunBench
+) -> None:
+    profile = write_profile(LayerSkip.blocks((3,)))
+    refused(
+        bench(profile, code, against="hf,hf-statik"),
+        "unknown contender 'hf-statik'",
+        "did you mean 'hf-static'",
+        "plain",
+    )
+    refused(bench(profile, workplace / "none.jsonl"), "no such dataset")
+    refused(bench(workplace / "none.yaml", code), "no such profile")
+    refused(bench(profile, code, out="code.jsonl"), "code.jsonl: it is a file")
+    refused(bench(profile, code, out="no/such"), "cannot write results into no/such")
+    refused(bench(profile, code, device="abacus"), "no device 'abacus'")
+    refused(bench(profile, code, max_new_tokens=250), "context of 256")
+    refused(bench(profile, code, held_out_prompts=30), "too few prompts")
+    refused(
+        bench(profile, code, model=save_tiny_checkpoint(workplace / "model", seed=1)), "was tuned for", "other weights"
+    )
+    draft = write_heads(target, workplace / "elsewhere", [4])[4]
+    refused(bench(write_profile(draft, name="head.yaml"), code), "no such exit head", "exit_head_4.safetensors")
+    assert not (workplace / "b").exists()
+
+
+def text_sample(seconds: float, prompt: int, repeat: int = 0, **facts: Any) -> TextSample:
+    values: dict[str, Any] = {
+        "prompt": prompt,
+        "repeat": repeat,
+        "prompt_tokens": 20 + 10 * prompt,
+        "prefill_seconds": 0.5,
+        "prefill_tokens": 1,
+        "decode_seconds": seconds,
+        "decode_tokens": 10,
+        "passes": 5,
+        "identical": True,
+    }
+    return TextSample(**{**values, **facts})
+
+
+def made_up(*, batch_size: int = 1, **entries: Sequence[TextSample]) -> BenchResult:
+    named = {name: Entry(name, f"what {name} is", {}, tuple(samples)) for name, samples in entries.items()}
+    roofline = Roofline(
+        bandwidth=Bandwidth(buffer_bytes=100, seconds=(1.0,)),
+        reading=Reading(weights=4, keys_and_values=1.0, mean_context=1.0, batch_size=batch_size),
+    )
+    facts = {"split": "held out", "device": "a device", "dtype": "bfloat16", "profile": "p"}
+    account = Account(
+        plain_seconds=9.0,
+        plain_tokens=90,
+        profile_seconds=5.0,
+        profile_tokens=100,
+        pass_seconds=4.8,
+        expected_passes=50.0,
+    )
+    return BenchResult(
+        named, {"hf-static": "RuntimeError: no"}, (0, 1, 2), 4, roofline, account, facts, ("a note",), batch_size
+    )
+
+
+def test_a_text_is_kept_as_it_came() -> None:
+    batch = TimedBatch((TimedText(((1, 2), (3,), (4, 5, 6)), (1.0, 1.5, 3.0)),))
+    kept = TextSample.of(3, 1, 17, batch, 0, Comparison(identical=False, first_difference=2, tie=True))
+    expected = text_sample(
+        2.0, 3, 1, prompt_tokens=17, prefill_seconds=1.0, prefill_tokens=2, decode_tokens=4, passes=2
+    )
+    assert kept == expected.model_copy(update={"identical": False, "tie": True})
+
+
+def test_intervals_are_those_of_a_measurement_and_repeats_count_once() -> None:
+    plain, drafted = (4.0, 5.0, 7.0), (2.0, 2.0, 3.0)
+    pairs = list(enumerate(zip(plain, drafted, strict=True)))
+    expected = Measurement(
+        samples=tuple(sample(1.0, place, plain_seconds=a, draft_seconds=b) for place, (a, b) in pairs)
+    ).speedup_interval()
+    once = made_up(
+        plain=[text_sample(a, place) for place, (a, _) in pairs],
+        profile=[text_sample(b, place) for place, (_, b) in pairs],
+    )
+    assert once.over("profile", "plain") == expected
+    # Repeats that took half a second more and less are the same figure, and no narrower interval.
+    twice = made_up(
+        plain=[text_sample(a, place, repeat) for repeat in (0, 1) for place, (a, _) in pairs],
+        profile=[text_sample(b + 0.5 - repeat, place, repeat) for repeat in (0, 1) for place, (_, b) in pairs],
+    )
+    assert twice.over("profile", "plain") == expected
+    assert once.rate("plain").value == pytest.approx(10 / (16 / 3))
+    low, high = once.rate("plain").ci95
+    assert low < once.rate("plain").value < high
+    assert once.roofline.tokens_per_second == 20.0
+    assert once.share_of_roofline("plain") == pytest.approx(10 / (16 / 3) / 20)
+
+
+def test_prompts_that_do_not_count_are_in_no_rate() -> None:
+    samples = [text_sample(2.0, place) for place in range(3)]
+    result = made_up(plain=[*samples, text_sample(9.0, 3, decode_tokens=2)], profile=[*samples, text_sample(1.0, 3)])
+    assert result.rate("plain").value == pytest.approx(5.0)
+    assert result.over("profile", "plain").value == 1.0
+    assert mean_context(result.entries["plain"].samples, result.counted) == [25.5, 35.5, 45.5]
+
+
+def test_table_and_picture() -> None:
+    samples = [text_sample(2.0 + place, place) for place in range(3)]
+    different = [each.model_copy(update={"identical": False, "tie": place == 1}) for place, each in enumerate(samples)]
+    result = made_up(profile=samples, plain=samples, hf=different)
+    console = io.StringIO()
+    from rich.console import Console
+
+    Console(file=console, width=120).print(bench_table(result))
+    lines = console.getvalue().splitlines()
+    hf = next(line for line in lines if line.startswith(" hf "))
+    assert "0/3 + 1 tie" in hf
+    assert "1.00 [1.00, 1.00]" in hf
+    assert "500.0" in hf, "milliseconds of prefill"
+    assert next(line for line in lines if line.startswith(" roofline")).split()[1:] == ["20.0", "6.00", "1.00", "100%"]
+    assert any("left out: RuntimeError: no" in line for line in lines)
+    said = flat(console.getvalue())
+    assert "4.0% of the profile's is outside the model's passes; it is 2.00 times as fast as plain" in said
+    assert "its rounds should give 2.00 by what passes cost (100% of that)" in said
+    assert any("a note" in line for line in lines)
+    picture = io.BytesIO()
+    bench_picture(result, picture)
+    assert picture.getvalue().startswith(b"\x89PNG")
+
+
+# --- several texts side by side ---------------------------------------------------------------------------------------
+
+SIDE_BY_SIDE = ["profile", "plain", "plain-eager", "profile-eager", "plain-static", "profile-static", "hf", "hf-static"]
+
+
+@pytest.mark.usefixtures("uncompiled")
+def test_everybody_writes_a_batch_and_each_text_is_that_of_its_prompt_alone(
+    workplace: Path, target: Target, code: Path, write_profile: WriteProfile, bench: RunBench
+) -> None:
+    profile = write_profile(write_heads(target, workplace, [4])[4], AdaEdl(initial_threshold=0.7, max_tokens=3))
+    result = bench(profile, code, against=",".join(SIDE_BY_SIDE), batch_size=3, held_out_prompts=7, repeats=2)
+    assert result.exit_code == 0, result.output
+    found = results(workplace)
+    assert (found["batch_size"], found["prompts"], found["counted"]) == (3, 6, [0, 1])
+    assert list(found["contenders"]) == SIDE_BY_SIDE
+    assert found["left_out"] == {}
+    assert found["account"] is None
+    for name, figures in found["contenders"].items():
+        samples = found["samples"][name]
+        assert [(each["prompt"], each["repeat"]) for each in samples] == [(p, r) for r in (0, 1) for p in range(6)]
+        assert (figures["identical"], figures["texts"]) == (12, 12), name
+        assert all(each["batch_size"] == 3 for each in samples)
+        assert all((each["prefill_tokens"], each["decode_tokens"]) == (1, 39) for each in samples)
+        for first in range(0, 12, 3):
+            batch = samples[first : first + 3]
+            assert len({(each["prefill_seconds"], each["decode_seconds"]) for each in batch}) == 1
+        if "profile" not in name:
+            assert figures["tokens_per_pass"] == 1.0
+    assert found["contenders"]["profile"]["tokens_per_pass"] > 1.0
+    read = found["roofline"]["reading"]
+    assert read["batch_size"] == 3
+    assert found["roofline"]["bytes_per_token"] == pytest.approx(read["weights"] / 3 + read["keys_and_values"])
+    said = flat(result.stdout)
+    assert "2 batches of 3 prompts" in said
+    assert "of 3 texts side by side, tokens and seconds are those of all" in said
+    assert "the last 1 prompts are not measured: they make no whole batch of 3" in said
+    assert "12/12" in said
+    assert "in turns" not in said
+
+
+def test_batches_of_prompts_of_a_wanted_length(
+    workplace: Path, code: Path, write_profile: WriteProfile, bench: RunBench
+) -> None:
+    profile = write_profile(LayerSkip.blocks((3,)))
+    result = bench(profile, code, against="hf", batch_size=2, held_out_prompts=4, context=50)
+    assert result.exit_code == 0, result.output
+    found = results(workplace)
+    assert {each["prompt_tokens"] for each in found["samples"]["hf"]} == {50}
+    assert (found["context"], found["roofline"]["reading"]["mean_context"]) == (50, 50 + (39 + 1) / 2)
+    assert [found["contenders"][name]["identical"] for name in ("profile", "plain", "hf")] == [4, 4, 4]
+
+
+def test_who_writes_one_text_at_a_time_is_left_out_of_batches_with_the_reason(
+    workplace: Path, code: Path, write_profile: WriteProfile, bench: RunBench
+) -> None:
+    profile = write_profile(LayerSkip.blocks((3,)))
+    result = bench(profile, code, batch_size=2, held_out_prompts=4)
+    assert result.exit_code == 0, result.output
+    found = results(workplace)
+    assert list(found["contenders"]) == ["profile", "plain", "hf"]
+    assert set(found["left_out"]) == {"hf-early-exit", "hf-prompt-lookup"}
+    assert all("transformers does not do it" in reason for reason in found["left_out"].values())
+    assert "left out: transformers does not do it: its assisted generation is of one text" in flat(result.stdout)
+    for name in ("hf-early-exit", "hf-prompt-lookup"):
+        refused(
+            bench(profile, code, against=f"hf,{name}", batch_size=2), f"{name} cannot be had", "transformers does not"
+        )
+    for name in ("plain-bitwise", "profile-bitwise"):
+        refused(
+            bench(profile, code, against=name, batch_size=2), f"{name} cannot be had", "bit-exact mode is of one text"
+        )
+    refused(bench(profile, code, runner="bitwise", batch_size=2), "--batch-size 2", "bit-exact mode", "eager or static")
+    exact = write_profile(LayerSkip.blocks((3,)), name="e.yaml", decoding=Decoding(runner="static", exact_width=4))
+    refused(bench(exact, code, batch_size=2), "--batch-size 2", "bit-exact mode")
+
+
+def test_fewer_than_two_batches_are_refused(
+    workplace: Path, code: Path, write_profile: WriteProfile, bench: RunBench
+) -> None:
+    profile = write_profile(LayerSkip.blocks((3,)))
+    refused(
+        bench(profile, code, batch_size=2),
+        "--batch-size 2 makes 1 whole batches of 3 prompts",
+        "4 or more prompts",
+        "--held-out-prompts",
+    )
+    refused(bench(profile, code, batch_size=3, held_out_prompts=9, prompts=5), "1 whole batches of 5", "6 or more")
+    refused(bench(profile, code, batch_size=0), "--batch-size")
+    assert not (workplace / "b").exists()
+
+
+def test_texts_that_cannot_share_passes_are_said_to_take_turns(
+    workplace: Path, code: Path, write_profile: WriteProfile, bench: RunBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Target, "alone", "its passes differ")
+    result = bench(write_profile(LayerSkip.blocks((3,))), code, against="plain", batch_size=2, held_out_prompts=4)
+    assert result.exit_code == 0, result.output
+    assert "in turns, not in shared passes: its passes differ" in flat(result.stdout)
+    assert results(workplace)["contenders"]["profile"]["identical"] == 4
+
+
+def test_a_batch_is_compared_with_texts_that_were_written_alone(
+    workplace: Path, code: Path, write_profile: WriteProfile, bench: RunBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    honest = OwnDecoding.write
+
+    def write(self: OwnDecoding, prompts: Prompts, max_new_tokens: int, watch: Stopwatch) -> None:
+        honest(
+            self, [prompts[0], *prompts[:1]], max_new_tokens, watch
+        )  # plain decoding's batch, and everybody's, is wrong
+
+    monkeypatch.setattr(OwnDecoding, "write", write)
+    result = bench(write_profile(LayerSkip.blocks((3,))), code, against="hf", batch_size=2, held_out_prompts=4)
+    assert result.exit_code == 0, result.output
+    figures = results(workplace)["contenders"]
+    assert [figures[name]["identical"] for name in ("profile", "plain", "hf")] == [2, 2, 4]
+
+
+def test_texts_of_a_batch_are_kept_with_the_seconds_of_all() -> None:
+    texts = TimedText(((1,), (2, 3), (4,)), (1.0, 2.0, 5.0)), TimedText(((5,), (6,)), (1.5, 7.5))
+    kept = [TextSample.of(4 + n, 0, 20, TimedBatch(texts), n, Comparison(identical=n == 0)) for n in (0, 1)]
+    facts = {"prompt_tokens": 20, "batch_size": 2, "prefill_seconds": 1.5, "prefill_tokens": 1}
+    assert kept == [
+        text_sample(6.0, 4, decode_tokens=3, passes=2, **facts),
+        text_sample(6.0, 5, decode_tokens=1, passes=1, identical=False, **facts),
+    ]
+    assert [each.batch for each in kept] == [2, 2]
+
+
+def in_batches(seconds: Sequence[float], tokens: Sequence[Sequence[int]]) -> list[TextSample]:
+    """Batches of two texts that took these seconds and decoded these tokens each."""
+    return [
+        text_sample(taken, 2 * number + text, batch_size=2, decode_tokens=decoded)
+        for number, (taken, pair) in enumerate(zip(seconds, tokens, strict=True))
+        for text, decoded in enumerate(pair)
+    ]
+
+
+def test_the_rate_of_a_batch_is_that_of_all_its_texts_and_a_batch_is_one_sample() -> None:
+    tokens = [(10, 30), (20, 20), (30, 10)]
+    plain, drafted = in_batches((4.0, 5.0, 7.0), tokens), in_batches((2.0, 2.0, 3.0), tokens)
+    result = made_up(plain=plain, profile=drafted, batch_size=2)
+    assert list(result.entries["plain"].seconds_per_token((0, 1, 2))) == pytest.approx([0.1, 0.125, 0.175])
+    # As if each batch were a single text with the tokens of both.
+    whole = {
+        name: [text_sample(seconds, place, decode_tokens=40) for place, seconds in enumerate(taken)]
+        for name, taken in {"plain": (4.0, 5.0, 7.0), "profile": (2.0, 2.0, 3.0)}.items()
+    }
+    assert result.over("profile", "plain").ci95 == pytest.approx(made_up(**whole).over("profile", "plain").ci95)
+    assert result.rate("plain").value == pytest.approx(120 / 16)
+    # Weights of 4 bytes for both texts, and a byte of keys and values for each.
+    assert result.roofline.tokens_per_second == pytest.approx(2 * 100 / 6)
+    assert mean_context(plain, [0, 2]) == [20 + 5.5, 30 + 15.5, 60 + 15.5, 70 + 5.5]
+    document = bench_json(result)
+    assert (document["batch_size"], document["contenders"]["plain"]["texts"]) == (2, 6)
+    assert document["roofline"]["bytes_per_token"] == 3.0
+
+
+def test_a_batch_counts_if_its_texts_are_long_enough_on_average() -> None:
+    tokens = [(20, 1), (7, 7), (8, 8), (30, 0)]
+    entries = [Entry(name, name, {}, tuple(in_batches([1.0] * 4, tokens))) for name in ("profile", "plain")]
+    assert comparable(entries)[2] == (0, 2, 3)
+    short = [Entry(each.name, "", {}, tuple(in_batches([1.0] * 2, [(20, 20), (7, 7)]))) for each in entries]
+    with pytest.raises(DatasetError, match="only 1 batches of 2 prompts are continued with at least 8 tokens a text"):
+        comparable(short)
+
+
+def test_table_and_picture_of_batches() -> None:
+    samples = in_batches((4.0, 5.0, 7.0), [(10, 30)] * 3)
+    result = made_up(plain=samples, profile=samples, batch_size=2)
+    console = io.StringIO()
+    from rich.console import Console
+
+    Console(file=console, width=120).print(bench_table(result))
+    said = flat(console.getvalue())
+    assert "3 batches of 2 prompts of 45 tokens on average (95 % intervals over batches)" in said
+    assert "one token a pass for each of 2 texts: 0.0 MB of weights and 2 times 0.00 MB of keys and values" in said
+    assert "6/6" in said
+    picture = io.BytesIO()
+    bench_picture(result, picture)
+    assert picture.getvalue().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("folder", ["bench", "bitwise"])
+def test_samples_from_before_there_were_batches_still_load(folder: str) -> None:
+    kept = json.loads((DEMO_RESULT / folder / "bench.json").read_text(encoding="utf-8"))
+    for samples in kept["samples"].values():
+        for each in samples:
+            each.pop("batch_size", None)  # not there in what was written then
+    entries = {
+        name: Entry(name, name, {}, tuple(TextSample.model_validate(each) for each in samples))
+        for name, samples in kept["samples"].items()
+    }
+    found, _, counted = comparable(list(entries.values()))
+    roofline = Roofline.model_validate({key: kept["roofline"][key] for key in ("bandwidth", "reading")})
+    result = BenchResult(found, {}, counted, kept["prompts"], roofline, None, {})
+    assert list(counted) == kept["counted"]
+    assert result.rate("plain").value == pytest.approx(kept["contenders"]["plain"]["tokens_per_second"]["value"])
+    assert roofline.tokens_per_second == pytest.approx(kept["roofline"]["tokens_per_second"])
+
+
+# --- by our other runners ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("uncompiled")
+def test_every_runner_of_ours_can_be_put_beside(
+    workplace: Path, code: Path, write_profile: WriteProfile, bench: RunBench
+) -> None:
+    result = bench(write_profile(LayerSkip.blocks((3, 4)), Fixed(max_tokens=12)), code, against=",".join(OTHER_RUNNERS))
+    assert result.exit_code == 0, result.output
+    found = results(workplace)
+    assert set(found["contenders"]) == {"profile", "plain", *OTHER_RUNNERS}
+    assert all(figures["identical"] == figures["texts"] for figures in found["contenders"].values())
+    assert found["contenders"]["profile-bitwise"]["settings"]["decoding"]["exact_width"] == 8
+    drafted = found["contenders"]["profile-static"]["tokens_per_pass"]
+    assert found["contenders"]["profile-bitwise"]["tokens_per_pass"] < drafted, "its drafts are shorter"
+    assert "bit-exact mode: every pass of the whole model runs on 8 positions" in flat(result.output)
+
+
+@pytest.mark.usefixtures("uncompiled")
+def test_bit_exact_text_is_compared_with_that_of_its_own_mode_to_the_last_token(
+    workplace: Path, code: Path, write_profile: WriteProfile, bench: RunBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    honest = OwnDecoding.write
+
+    def write(self: OwnDecoding, prompts: Prompts, max_new_tokens: int, watch: Stopwatch) -> None:
+        others = [[*prompt[:-1], prompt[-1] ^ 1] for prompt in prompts]
+        honest(self, others if "plain, in bit-exact" in self.describe() else prompts, max_new_tokens, watch)
+
+    monkeypatch.setattr(OwnDecoding, "write", write)
+    assert bench(write_profile(LayerSkip.blocks((3, 4))), code, against="profile-bitwise").exit_code == 0
+    figures = results(workplace)["contenders"]
+    assert list(figures) == ["profile", "plain", "plain-bitwise", "profile-bitwise"]
+    assert (figures["profile-bitwise"]["identical"], figures["profile-bitwise"]["ties"]) == (0, 0)
+    assert figures["plain"]["identical"] == 3
+
+
+@pytest.mark.usefixtures("uncompiled")
+def test_profile_and_plain_are_run_as_asked(
+    workplace: Path, code: Path, write_profile: WriteProfile, bench: RunBench
+) -> None:
+    assert bench(write_profile(LayerSkip.blocks((3, 4))), code, against="plain-eager", runner="static").exit_code == 0
+    found = results(workplace)
+    assert (found["runner"], found["exact_width"]) == ("static", None)
+    assert all(figures["identical"] == 3 for figures in found["contenders"].values())

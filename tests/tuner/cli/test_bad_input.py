@@ -1,0 +1,172 @@
+"""What users get wrong: one line on stderr that says what would be right, status 2, no traceback, nothing written or lost."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from decoding.profile import DraftProfile, LayerSkip, Target
+from tests.support.tiny import tiny_llama, write_tiny_prompts
+from tests.tuner.conftest import SearchCommand
+from tuner.cli.main import main
+
+
+def _refused(result: Result, *words: str) -> None:
+    assert result.exit_code == 2, result.output
+    lines = [line for line in result.stderr.splitlines() if line.startswith("sdtune: ")]
+    assert len(lines) == 1, result.stderr
+    assert result.stderr.rstrip().endswith(lines[0])
+    assert "Traceback" not in result.output
+    for word in words:
+        assert word in lines[0], lines[0]
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ({"model": "no/such-model"}, ["no such model", "no/such-model"]),
+        ({"model": None}, ["which model", "--model"]),
+        ({"dataset": "gsm8"}, ["no such dataset", "did you mean 'gsm8k'"]),
+        ({"dataset": "missing.jsonl"}, ["no such dataset", "missing.jsonl"]),
+        ({"dataset": "gsm8k"}, ["openai/gsm8k"]),  # offline
+        ({"prompt_column": "question"}, ["no column 'question'", "prompt, file"]),
+        ({"tuning_prompts": "500"}, ["too few prompts", "500"]),
+        ({"max_new_tokens": "254"}, ["context of 256", "max_prompt_tokens"]),
+        ({"study": "conf_layer"}, ["unknown study 'conf_layer'", "did you mean 'conf_layers'"]),
+        ({"timeout": "10 parsecs"}, ["timeout", "90s, 10m or 1.5h"]),
+        ({"temperature": "-1"}, ["temperature", "greater than or equal to 0"]),
+        ({"dtype": "float8"}, ["dtype", "bfloat16"]),
+        ({"device": "abacus"}, ["no device 'abacus'"]),
+        ({"out": "no/such/folder/profile.yaml"}, ["no/such/folder", "cannot write"]),
+        ({"out": "."}, ["is a folder"]),
+        ({"config": "nowhere.yaml"}, ["no such configuration"]),
+        ({"distill": "sometimes"}, ["distill", "'auto' or 'never'", "sometimes"]),
+        ({"storage": "sqlite:////dev/null/trials.db"}, ["cannot open the storage"]),
+        ({"tracking_uri": "sqlite:////dev/null/mlflow.db"}, ["cannot use the MLflow store"]),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
+)
+def test_a_wrong_search(
+    run_search: SearchCommand, workplace: Path, flags: dict[str, str | None], words: list[str]
+) -> None:
+    _refused(run_search(**flags), *words)
+    left = [path.name for path in workplace.iterdir()]
+    assert not left
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["search", "--trials", "many"], ["--trials", "'many'"]),
+        (["search", "--trails", "3"], ["No such option", "--trials"]),
+        (["serch"], ["No such command 'serch'"]),
+        (["generate", "--profile", "p.yaml"], ["Missing option '--prompt'"]),
+    ],
+)
+def test_a_wrong_command_line(workplace: Path, arguments: list[str], words: list[str]) -> None:
+    _refused(CliRunner().invoke(main, arguments), *words)
+
+
+def test_a_folder_that_is_no_model(run_search: SearchCommand, workplace: Path) -> None:
+    _refused(run_search(model=str(workplace)), "is no model", "config.json")
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("trails: 3\n", ["unknown key 'trails'", "did you mean 'trials'"]),
+        ("studies: {conf_layers: {patient: 3}}\n", ["unknown key 'patient'", "did you mean 'patience'"]),
+        ("model: [\n", ["not valid YAML"]),
+    ],
+)
+def test_a_wrong_configuration_file(run_search: SearchCommand, workplace: Path, text: str, words: list[str]) -> None:
+    path = workplace / "wrong.yaml"
+    path.write_text(text)
+    _refused(run_search(config=str(path)), *words)
+
+
+def test_a_damaged_dataset(run_search: SearchCommand, workplace: Path) -> None:
+    path = workplace / "damaged.jsonl"
+    path.write_text('{"prompt": "w1 w2"}\n{"prompt": \x00\n')
+    _refused(run_search(dataset=str(path)), "cannot read the dataset", "damaged.jsonl")
+
+
+def test_a_damaged_storage_is_left_as_it_is(run_search: SearchCommand, workplace: Path) -> None:
+    path = workplace / "trials.db"
+    path.write_bytes(b"not a database " * 300)
+    _refused(run_search(storage=f"sqlite:///{path}"), "cannot", "not a database")
+    assert path.read_bytes() == b"not a database " * 300
+
+
+def test_a_damaged_tracking_store(run_search: SearchCommand, workplace: Path) -> None:
+    path = workplace / "tracking.db"
+    path.write_bytes(b"not a database " * 300)
+    _refused(run_search(tracking_uri=f"sqlite:///{path}"), "cannot use the MLflow store", "not a database")
+    assert path.read_bytes() == b"not a database " * 300
+
+
+def test_another_dataset_under_the_same_experiment(run_search: SearchCommand, workplace: Path) -> None:
+    assert run_search(trials="1", study="conf_layers").exit_code == 0
+    other = write_tiny_prompts(workplace / "other.jsonl", count=30)
+    _refused(run_search(dataset=str(other)), "another data", "--experiment")
+
+
+def _profile(path: Path, **changes: str) -> Path:
+    target = Target(
+        model="m", architecture="LlamaForCausalLM", num_layers=6, dtype="float32", config_sha256="a", weights_sha256="b"
+    )
+    DraftProfile(name="p", target=target, draft=LayerSkip.blocks((2, 3))).save(path)
+    text = path.read_text()
+    for old, new in changes.items():
+        assert old in text
+        text = text.replace(old, new)
+    path.write_text(text)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "words"),
+    [
+        ("sdtune/v1", "sdtune/v9", ["sdtune/v9", "sdtune/v1"]),
+        ("skip_mlp: [2, 3]", "skip_mlp: [2, 31]", ["layer 31", "0 to 5"]),
+        ("name: p", "nam: p", ["unknown key 'nam'", "did you mean 'name'"]),
+        ("name: p", "name: [", ["not valid YAML"]),
+    ],
+)
+def test_a_wrong_profile(workplace: Path, old: str, new: str, words: list[str]) -> None:
+    path = _profile(workplace / "p.yaml", **{old: new})
+    _refused(CliRunner().invoke(main, ["show", str(path)]), "p.yaml", *words)
+
+
+def test_a_missing_profile(workplace: Path) -> None:
+    _refused(CliRunner().invoke(main, ["show", "none.yaml"]), "no such profile: none.yaml")
+
+
+def test_a_profile_for_another_model(workplace: Path, checkpoint: Path) -> None:
+    path = _profile(workplace / "p.yaml")
+    result = CliRunner().invoke(
+        main, ["generate", "--profile", str(path), "--model", str(checkpoint), "--prompt", "w1"]
+    )
+    _refused(result, "was tuned for m", "another configuration")
+
+
+def test_a_model_that_cannot_be_tuned(workplace: Path, run_search: SearchCommand) -> None:
+    from transformers import MambaConfig, MambaForCausalLM
+
+    from tests.support.tiny import tiny_tokenizer
+
+    config = MambaConfig(vocab_size=64, hidden_size=16, state_size=4, num_hidden_layers=2, intermediate_size=32)
+    MambaForCausalLM(config).save_pretrained(workplace / "mamba")
+    tiny_tokenizer().save_pretrained(workplace / "mamba")
+    _refused(run_search(model=str(workplace / "mamba")), "mamba keeps a recurrent state")
+    doctor = CliRunner().invoke(main, ["doctor", "--model", str(workplace / "mamba")])
+    assert doctor.exit_code == 1
+    assert "cannot be tuned" in doctor.stdout
+
+
+def test_a_checkpoint_with_missing_weights_is_no_model(workplace: Path, run_search: SearchCommand) -> None:
+    tiny_llama().save_pretrained(workplace / "broken")
+    (workplace / "broken" / "model.safetensors").write_bytes(b"\x00" * 64)
+    _refused(run_search(model=str(workplace / "broken")), "no such model")

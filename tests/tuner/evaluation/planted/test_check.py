@@ -1,0 +1,105 @@
+"""Searches on planted problems: decoding that costs the same each time, the exhaustive best, and what is found of it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+import tuner.evaluation.planted.check as check
+from decoding.draft_length import Fixed
+from decoding.profile import LayerSkip
+from decoding.target import Target
+from studies.contract import Candidate
+from tuner.errors import SearchError
+from tuner.evaluation.planted.check import (
+    Found,
+    Optimum,
+    Recovered,
+    find_best_of_all,
+    known_optima,
+    recover,
+    results_table,
+    write_results,
+)
+from tuner.evaluation.planted.model import plant
+from tuner.progress import Unwatched
+
+
+@pytest.fixture(scope="module")
+def bench() -> check.PricedBench:
+    return check._bench(Target(plant(12, [3, 5], [3, 5], seed=0)), 0)
+
+
+def test_price_of_decoding_is_that_of_its_rounds(bench: check.PricedBench) -> None:
+    skip = LayerSkip.blocks((3, 5))
+    measured = bench.measure(Candidate(draft=skip, draft_length=Fixed(max_tokens=3)), range(3))
+    whole = check.ENDS + 24
+    for sample in measured.samples:
+        verified = sample.rounds + check.WIDENING * sample.drafted
+        drafted = sample.drafted * (1 - 4 / whole)
+        assert sample.draft_seconds == pytest.approx(verified + drafted, rel=1e-3)
+        assert sample.plain_seconds == sample.plain_tokens
+        assert sample.identical
+    assert measured.acceptance_rate > 0.8
+
+
+def test_same_setting_costs_the_same_each_time(bench: check.PricedBench) -> None:
+    candidate = Candidate(draft=LayerSkip.blocks((3,)), draft_length=Fixed(max_tokens=2))
+    one, other = (bench.measure(candidate, range(3)).samples for _ in range(2))
+    assert [s.model_dump() for s in one] == [s.model_dump() for s in other]
+
+
+def test_searches_are_held_against_the_best_of_all_sets(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(check, "combinations", lambda inner, size: [(3, 5), (2, 4)] if size == 2 else [(1,)])
+    monkeypatch.setattr(check, "NUM_REFINED", 1)
+    optima: list[Optimum] = []
+    (found,) = find_best_of_all([0], Unwatched(), ["predicted"], on_optimum=optima.append)
+    assert optima == [Optimum(0, found.best, 6)]
+    assert found.num_candidates == 3 + 3
+    assert found.share > 0.98
+    assert 0 < found.evaluations <= 24
+
+
+def test_known_best_is_not_looked_for_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    path = tmp_path / "planted.json"
+    assert known_optima(path) == []
+    write_results([], [], path, [Optimum(0, 1.25, 1083)])
+    monkeypatch.setattr(check, "_exhaustive", None)
+    (found,) = find_best_of_all([0], Unwatched(), ["predicted"], optima=known_optima(path))
+    assert (found.best, found.num_candidates) == (1.25, 1083)
+    monkeypatch.setattr(check, "_PROBLEM", {"max_tokens": 5})
+    assert known_optima(path) == [], "of another problem"
+    path.write_text("[]")
+    with pytest.raises(SearchError, match="does not hold the results"):
+        known_optima(path)
+
+
+def test_planted_sublayers_are_recovered() -> None:
+    (found,) = recover([12], [0], Unwatched())
+    assert found.recovered == found.planted == 11
+    assert found.others == 0
+
+
+def test_results_are_shown_and_written(tmp_path: Path) -> None:
+    found = [
+        Found(0, "joint", 1.30, 1.31, 12, 1000),
+        Found(1, "joint", 1.20, 1.31, 12, 1000),
+        Found(2, "joint", 1.31, 1.31, 90, 1000),
+    ]
+    recovered = [Recovered(32, 0, 29, 28, 1, 195)]
+    console = Console(record=True, width=120)
+    console.print(results_table(found, recovered))
+    shown = console.export_text()
+    assert "1 of 3" in shown
+    assert "91.6%" in shown
+    assert "9.0% of all" in shown
+    write_results(found, recovered, tmp_path / "planted.json")
+    written = json.loads((tmp_path / "planted.json").read_text())
+    assert [each["share"] for each in written["small"]] == pytest.approx([1.30 / 1.31, 1.20 / 1.31, 1.0])
+    assert written["large"] == [
+        {"num_layers": 32, "seed": 0, "planted": 29, "recovered": 28, "others": 1, "drafts_rated": 195}
+    ]
+    assert "not a speed-up" in written["note"]

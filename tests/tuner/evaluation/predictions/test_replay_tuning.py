@@ -1,0 +1,53 @@
+"""Rules tuned by replay alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import pytest
+
+from decoding.draft_length import RULES, DraftLengthRule, TopProbability
+from decoding.profile import LayerSkip
+from studies.prediction.predictor import Drafting, Prediction
+from studies.prediction.replay import Replayed
+from tuner.evaluation.predictions.replay_tuning import tune_by_replay
+
+
+@dataclass
+class MadeUp:
+    """Foretells most for one threshold, and for short drafts."""
+
+    max_tokens: int = 6
+    asked: list[DraftLengthRule] = field(default_factory=list)
+
+    def predict(self, draft: Drafting, rule: DraftLengthRule) -> Prediction:
+        self.asked.append(rule)
+        threshold = rule.threshold if isinstance(rule, TopProbability) else 0.37
+        cost = 50 * (1 + (threshold - 0.37) ** 2 + 0.1 * abs(rule.max_tokens - 4))
+        return Prediction(draft, rule, Replayed(100, 50, 100, cost), agreement=0.5, acceptance=0.5)
+
+
+def test_the_best_setting_is_found_nearly_exactly() -> None:
+    best = tune_by_replay(MadeUp(), LayerSkip(), "top_probability", count=200, seed=0)  # type: ignore[arg-type]
+    assert isinstance(best.rule, TopProbability)
+    assert best.rule.max_tokens == 4
+    assert best.rule.threshold == pytest.approx(0.37, abs=0.02)
+
+
+def test_no_setting_is_replayed_twice_and_none_is_out_of_range() -> None:
+    predictor = MadeUp()
+    best = tune_by_replay(predictor, LayerSkip(), "fixed", count=100, seed=0)  # type: ignore[arg-type]
+    assert best.rule.max_tokens == 4
+    assert sorted(rule.max_tokens for rule in predictor.asked) == [1, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_it_begins_with_the_defaults(rule: str) -> None:
+    predictor = MadeUp()
+    tune_by_replay(predictor, LayerSkip(), rule, count=1, seed=0)  # type: ignore[arg-type]
+    assert predictor.asked == [RULES[rule](rule=rule, max_tokens=6)]
+
+
+def test_nothing_to_replay_is_refused() -> None:
+    with pytest.raises(ValueError, match="one replay at least"):
+        tune_by_replay(MadeUp(), LayerSkip(), "fixed", count=0, seed=0)  # type: ignore[arg-type]

@@ -1,0 +1,131 @@
+"""The benchmark of one GPU, without one: its steps are commands that there are, and what becomes of each is told."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from decoding.runners import StaticRunner
+from decoding.target import Target
+from tests.support.tiny import tiny_llama
+from tuner.bench.contenders import check_names
+from tuner.cli.main import main
+from tuner.evaluation.gpu import BenchmarkStep, Done, figures, plan, run_all, run_step, table
+from tuner.evaluation.models.widen import main as widen
+from tuner.evaluation.passes.readiness import measure_readiness
+
+BENCH: dict[str, Any] = {
+    "device": "a device",
+    "dtype": "bfloat16",
+    "runner": "static",
+    "roofline": {"tokens_per_second": 300.0},
+    "left_out": {},
+    "contenders": {
+        "plain": {
+            "tokens_per_second": {"value": 200.0, "ci95": [190.0, 210.0]},
+            "over_plain": {"value": 1.0, "ci95": [1.0, 1.0]},
+            "share_of_roofline": 0.8,
+            "identical": 15,
+            "ties": 1,
+            "texts": 16,
+        }
+    },
+}
+
+
+def test_every_step_is_a_command_with_flags_that_it_has(tmp_path: Path) -> None:
+    steps = plan(tmp_path, "cuda", "8b", 120)
+    commands = 0
+    for step in steps:
+        module, *arguments = step.arguments
+        if module == "tuner.cli.main":
+            main.commands[arguments[0]].make_context(arguments[0], arguments[1:])
+            commands += 1
+        elif module == "tuner.evaluation.models.widen":
+            widen.make_context(module, arguments)
+            commands += 1
+    assert commands == len(steps) - 1
+
+
+def test_batches_are_benched_behind_single_texts_on_prompts_that_the_search_held_out(tmp_path: Path) -> None:
+    steps = {step.name: step.arguments for step in plan(tmp_path, "cuda", "8b", 120)}
+    names = list(steps)
+    first = names.index("bench")
+    assert names[first + 1 : first + 3] == ["bench of 4 texts side by side", "bench of 16 texts side by side"]
+
+    def flag(step: str, name: str) -> str:
+        return steps[step][steps[step].index(name) + 1]
+
+    for name, size in zip(names[first + 1 : first + 3], (4, 16), strict=True):
+        assert flag(name, "--batch-size") == str(size)
+        assert 2 * size <= int(flag(name, "--prompts")) <= int(flag("search", "--held-out-prompts"))
+        check_names(flag(name, "--against").split(","), size)
+    assert len({flag(name, "--out") for name in names[first : first + 3]}) == 3
+
+
+def test_all_steps_together_have_their_time(tmp_path: Path) -> None:
+    now = 0.0
+    limits: list[float] = []
+
+    def run(step: BenchmarkStep, out: Path) -> Done:
+        nonlocal now
+        limits.append(step.timeout)
+        now += min(step.timeout, 70.0)
+        return Done(step.name, True, 70.0, "")
+
+    steps = [BenchmarkStep(name, ("a",), 90.0) for name in ("one", "two", "three", "four")]
+    done = run_all(steps, tmp_path, run, seconds=150.0, clock=lambda: now)
+    assert limits == [90.0, 80.0, 10.0]
+    assert [each.ok for each in done] == [True, True, True, False]
+    assert done[-1].said == "not run: the 150 s for all steps are up"
+    assert json.loads((tmp_path / "gpu_benchmark.json").read_text())["steps"][-1]["ok"] is False
+
+
+def test_a_step_that_fails_is_told_and_the_others_still_run(tmp_path: Path) -> None:
+    steps = [BenchmarkStep("one", ("a",), 1), BenchmarkStep("two", ("b",), 1)]
+
+    def run(step: BenchmarkStep, out: Path) -> Done:
+        if step.name == "two":
+            (out / "bfloat16").mkdir()
+            (out / "bfloat16" / "bench.json").write_text(json.dumps(BENCH))
+        return Done(step.name, step.name == "two", 2.0, "out of memory")
+
+    done = run_all(steps, tmp_path, run)
+    written = json.loads((tmp_path / "gpu_benchmark.json").read_text())
+    assert [(each["name"], each["ok"]) for each in written["steps"]] == [("one", False), ("two", True)]
+    assert written["figures"]["bfloat16"]["contenders"]["plain"]["identical"] == 15
+    assert written["figures"]["bfloat16"]["batch_size"] == 1
+    shown = io.StringIO()
+    Console(file=shown, width=140).print(table(done, figures(tmp_path)))
+    assert "FAILED: one" in shown.getvalue()
+    assert "out of memory" in shown.getvalue()
+    assert "15/16 + 1 ties" in shown.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "ok", "said"),
+    [
+        (("timeit", "-n", "1", "-r", "1", "print(6 * 7)"), True, "loop"),
+        (("timeit", "-n", "1", "-r", "1", "raise ValueError('no such device')"), False, "no such device"),
+        (("timeit", "-n", "1", "-r", "1", "import time; time.sleep(60)"), False, "given up after 2 s"),
+    ],
+)
+def test_a_step_is_run_in_a_process_of_its_own(tmp_path: Path, arguments: tuple[str, ...], ok: bool, said: str) -> None:
+    done = run_step(BenchmarkStep("a step", arguments, timeout=2), tmp_path)
+    assert done.ok is ok
+    assert said in done.said
+    assert (tmp_path / "a_step.log").exists()
+
+
+def test_readiness_is_of_candidates_that_differ() -> None:
+    target = Target(tiny_llama(6), lambda kinds, device: StaticRunner(kinds, device, compiled=False))
+    measured = measure_readiness(target, num_candidates=3)
+    assert len({each["draft"] for each in measured}) == 3
+    for each in measured:
+        assert each["switch_seconds"] == pytest.approx(each["first_seconds"] - each["second_seconds"])
+        assert each["second_seconds"] > 0

@@ -1,0 +1,102 @@
+"""Random configurations: every kind has its share, none is impossible, and the same seed draws the same."""
+
+from __future__ import annotations
+
+from collections import Counter
+from itertools import pairwise
+
+import pytest
+
+from decoding.draft_length import RULES
+from decoding.drafters.build import build_drafter
+from decoding.profile import EarlyExit, LayerSkip, Lookup, PlainDecoding, PromptLookup
+from decoding.target import Target
+from studies.prediction.skip_space import SkipSpace
+from tests.support.tiny import tiny_target
+from tuner.evaluation.random_candidates import (
+    EXIT,
+    EXIT_WITH_HEAD,
+    LOOKUP_ALONE,
+    LOOKUP_IN_FRONT,
+    SHARES,
+    SKIP_SET,
+    RandomCandidates,
+    kind_of,
+)
+
+NUM_LAYERS = 8
+HEAD = EarlyExit(exit_layer=3, head="exit_head_3.safetensors", head_sha256="0" * 64)
+
+
+@pytest.fixture(scope="module")
+def target() -> Target:
+    return tiny_target(NUM_LAYERS)
+
+
+def drawer(target: Target, *, heads: bool = True, rules: tuple[str, ...] = tuple(RULES)) -> RandomCandidates:
+    return RandomCandidates(SkipSpace.of(target), NUM_LAYERS, {3: HEAD} if heads else {}, rules, 6)
+
+
+def test_each_kind_has_its_share_and_rules_take_turns(target: Target) -> None:
+    drawn = drawer(target).draw(50, seed=0)
+    assert len({candidate.key for candidate in drawn}) == 50
+    kinds = Counter(kind_of(candidate.draft) for candidate in drawn)
+    assert kinds == {kind: round(50 * share) for kind, share in SHARES.items()}
+    assert Counter(candidate.draft_length.rule for candidate in drawn) == dict.fromkeys(RULES, 10)
+    assert all(candidate.draft_length.max_tokens <= 6 for candidate in drawn)
+    first = [kind_of(candidate.draft) for candidate in drawn[:12]]
+    assert any(one != other for one, other in pairwise(first)), "kinds are mixed, not one behind the other"
+
+
+def test_without_heads_the_other_kinds_share_theirs(target: Target) -> None:
+    kinds = Counter(kind_of(candidate.draft) for candidate in drawer(target, heads=False).draw(16, seed=0))
+    assert kinds == {SKIP_SET: 8, EXIT: 4, LOOKUP_IN_FRONT: 2, LOOKUP_ALONE: 2}
+
+
+def test_drafts_are_such_as_the_model_has_and_of_varied_sizes(target: Target) -> None:
+    drafts = [candidate.draft for candidate in drawer(target, heads=False).draw(200, seed=1)]
+    for draft in drafts:
+        assert build_drafter(target, draft) is not None
+    skips = [draft for draft in drafts if isinstance(draft, LayerSkip)]
+    sizes = {len(draft.skip_attention) + len(draft.skip_mlp) for draft in skips}
+    assert min(sizes) <= 2
+    assert max(sizes) >= 9
+    rows = [d.skip_attention for d in skips if d.skip_attention == d.skip_mlp and len(d.skip_attention) > 1]
+    in_a_row = [row for row in rows if row == tuple(range(row[0], row[-1] + 1))]
+    late = [row for row in in_a_row if row[-1] == NUM_LAYERS - 2]
+    assert 0.3 * len(in_a_row) < len(late) < len(in_a_row)
+    assert {draft.exit_layer for draft in drafts if isinstance(draft, EarlyExit)} == set(range(1, NUM_LAYERS))
+
+
+def test_a_seed_draws_the_same_again(target: Target) -> None:
+    keys = [[candidate.key for candidate in drawer(target).draw(20, seed)] for seed in (3, 3, 4)]
+    assert keys[0] == keys[1] != keys[2]
+
+
+def test_fewer_are_drawn_where_there_are_no_more() -> None:
+    small = tiny_target(2)
+    drawn = RandomCandidates(SkipSpace.of(small), 2, {}, ("fixed",), 1).draw(200, seed=0)
+    assert 20 < len(drawn) < 200
+    assert len({candidate.key for candidate in drawn}) == len(drawn)
+
+
+@pytest.mark.parametrize(
+    ("draft", "kind"),
+    [
+        (LayerSkip.blocks((1,)), SKIP_SET),
+        (EarlyExit(exit_layer=2), EXIT),
+        (HEAD, EXIT_WITH_HEAD),
+        (HEAD.model_copy(update={"lookup": Lookup()}), LOOKUP_IN_FRONT),
+        (LayerSkip(lookup=Lookup()), LOOKUP_IN_FRONT),
+        (PromptLookup(), LOOKUP_ALONE),
+    ],
+)
+def test_kinds(draft: LayerSkip | EarlyExit | PromptLookup, kind: str) -> None:
+    assert kind_of(draft) == kind
+
+
+def test_what_has_no_random_configurations_is_refused(target: Target) -> None:
+    with pytest.raises(ValueError, match="no draft"):
+        kind_of(PlainDecoding())
+    with pytest.raises(ValueError, match="needs 2 layers and a rule"):
+        drawer(target, rules=())

@@ -1,0 +1,346 @@
+"""`sdtune distill` on a tiny model, from the command to heads that load, and what happens to them when it is stopped."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import mlflow
+import pytest
+from click.testing import CliRunner, Result
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import tuner.heads.distill
+from decoding.exit_heads import load_exit_head, prompt_sha256, read_facts
+from decoding.target import Target
+from tests.support.paths import ROOT
+from tuner.cli.main import main
+from tuner.heads.evaluation import evaluate
+from tuner.heads.texts import TextPlan, WrittenText, write_texts
+from tuner.inputs.prompts import PromptSet, load_prompts
+
+DistillCommand = Callable[..., Result]
+
+
+@pytest.fixture
+def arguments(workplace: Path, checkpoint: Path, prompts_file: Path) -> dict[str, str | None]:
+    """The flags of a small distillation."""
+    config = workplace.parent / "small.yaml"
+    config.write_text(
+        "max_new_tokens: 12\ntuning_prompts: 6\nheld_out_prompts: 6\nprompts_per_trial: 4\ntimeout: 90s\nout: profile.yaml\n"
+        "group_column: file\nexperiment: tiny\nheads: heads\nstudies: {draft_length: {max_tokens: 8}}\n"
+        "distillation: {steps: 12, samples: 4, response_tokens: 12, checkpoint_every: 4, learning_rate: 0.01, batch_size: 8}\n"
+    )
+    return {
+        "config": str(config),
+        "model": str(checkpoint),
+        "dataset": str(prompts_file),
+        "exit-layers": "2-3",
+        "tracking-uri": f"sqlite:///{workplace.parent / 'mlflow.db'}",
+    }
+
+
+@pytest.fixture
+def run_distill(arguments: dict[str, str | None]) -> DistillCommand:
+    """`sdtune distill` on the tiny model; keyword arguments override or (None) remove flags, True is a switch."""
+
+    def run(**changes: str | bool | None) -> Result:
+        return CliRunner().invoke(main, ["distill", *_flags(arguments, **changes)])
+
+    return run
+
+
+def _flags(arguments: dict[str, str | None], **changes: str | bool | None) -> list[str]:
+    flags = {**arguments, **{key.replace("_", "-"): value for key, value in changes.items()}}
+    given = [
+        [f"--{key}"] if value is True else [f"--{key}", str(value)] for key, value in flags.items() if value is not None
+    ]
+    return [part for flag in given for part in flag]
+
+
+def _refused(result: Result, *words: str) -> None:
+    assert result.exit_code == 2, result.output
+    lines = [line for line in result.stderr.splitlines() if line.startswith("sdtune: ")]
+    assert len(lines) == 1, result.stderr
+    assert "Traceback" not in result.output
+    for word in words:
+        assert word in lines[0], lines[0]
+
+
+def _prompts(prompts_file: Path, checkpoint: Path) -> PromptSet:
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+    return load_prompts(
+        str(prompts_file),
+        tokenizer,
+        num_tuning=6,
+        num_held_out=6,
+        num_spare=100,
+        max_new_tokens=12,
+        context_length=256,
+        seed=0,
+        group_column="file",
+    )
+
+
+def _files(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()}
+
+
+def _runs(workplace: Path) -> list[Any]:
+    client = mlflow.MlflowClient(tracking_uri=f"sqlite:///{workplace.parent / 'mlflow.db'}")
+    return client.search_runs([client.get_experiment_by_name("tiny").experiment_id])
+
+
+class TestHeads:
+    def test_from_the_command_to_heads_that_load(
+        self, run_distill: DistillCommand, workplace: Path, checkpoint: Path, prompts_file: Path
+    ) -> None:
+        result = run_distill()
+        assert result.exit_code == 0, result.output
+        for word in (
+            "acceptance",
+            "agreement",
+            "s of writing texts",
+            "s of training",
+            "mlflow ui",
+            "search --heads heads",
+        ):
+            assert word in result.stdout
+        heads = workplace / "heads"
+        assert _files(heads) == {"exit_head_2.safetensors", "exit_head_3.safetensors", "texts", "training_curve.csv"}
+        assert _files(workplace) == {"heads"}
+        assert (heads / "training_curve.csv").read_text().startswith("step,exit_2,exit_3\n10,")
+
+        target = Target(AutoModelForCausalLM.from_pretrained(checkpoint))
+        prompts = _prompts(prompts_file, checkpoint)
+        held_out = TextPlan(tuple(prompt.token_ids for prompt in prompts.held_out), 1, 0.0, 12, 32, 0)
+        texts = write_texts(target, held_out, workplace / "again.jsonl", {})
+        for exit_layer in (2, 3):
+            path = heads / f"exit_head_{exit_layer}.safetensors"
+            training = read_facts(path).training
+            assert training is not None
+            stored = evaluate(target, {exit_layer: load_exit_head(path, target, exit_layer)}, texts, 8)
+            assert training.after == stored[exit_layer]
+            assert training.before == evaluate(target, {exit_layer: None}, texts, 8)[exit_layer]
+            assert training.after.acceptance > training.before.acceptance
+            assert (training.steps, training.num_texts, training.temperature) == (12, 4 * 12, 1.0)
+            assert training.num_tokens == 12 * training.num_texts
+            for figure in (training.before.acceptance, training.after.acceptance):
+                assert f"{figure:.3f}" in result.stdout
+
+    def test_held_out_prompts_are_never_learnt_from(
+        self, run_distill: DistillCommand, workplace: Path, checkpoint: Path, prompts_file: Path
+    ) -> None:
+        assert run_distill(steps="1", exit_layers="2").exit_code == 0
+        prompts = _prompts(prompts_file, checkpoint)
+        training = read_facts(workplace / "heads" / "exit_head_2.safetensors").training
+        assert training is not None
+        learnt = set(training.prompts_sha256)
+        assert learnt == {prompt_sha256(prompt.token_ids) for prompt in (*prompts.tuning, *prompts.spare)}
+        assert not learnt & {prompt_sha256(prompt.token_ids) for prompt in prompts.held_out}
+
+    def test_the_same_command_again_does_nothing(
+        self, run_distill: DistillCommand, workplace: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        assert run_distill().exit_code == 0
+        before = {path: path.read_bytes() for path in (workplace / "heads").glob("*.safetensors")}
+
+        def never(*args: Any, **options: Any) -> None:
+            raise AssertionError("nothing is left to train")
+
+        monkeypatch.setattr(tuner.heads.distill, "train", never)
+        again = run_distill()
+        assert again.exit_code == 0, again.output
+        assert "already there" in again.stdout
+        assert "acceptance" in again.stdout
+        assert before == {path: path.read_bytes() for path in (workplace / "heads").glob("*.safetensors")}
+        assert len(_runs(workplace)) == 1
+
+    def test_heads_of_other_exits_stay_and_texts_are_written_once(
+        self, run_distill: DistillCommand, workplace: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        assert run_distill(exit_layers="2").exit_code == 0
+        first = (workplace / "heads" / "exit_head_2.safetensors").read_bytes()
+
+        def never(*args: Any) -> list[WrittenText]:
+            raise AssertionError("the texts are there")
+
+        monkeypatch.setattr("tuner.heads.texts.write_batch", never)
+        assert run_distill(exit_layers="2,4").exit_code == 0
+        assert (workplace / "heads" / "exit_head_2.safetensors").read_bytes() == first
+        assert (workplace / "heads" / "exit_head_4.safetensors").exists()
+
+    def test_heads_from_other_settings_are_replaced_only_if_asked(
+        self, run_distill: DistillCommand, workplace: Path
+    ) -> None:
+        assert run_distill(exit_layers="2", steps="2").exit_code == 0
+        path = workplace / "heads" / "exit_head_2.safetensors"
+        first = path.read_bytes()
+        _refused(run_distill(exit_layers="2", steps="3"), "exit_head_2.safetensors", "another steps", "--overwrite")
+        assert path.read_bytes() == first
+        assert run_distill(exit_layers="2", steps="3", overwrite=True).exit_code == 0
+        assert path.read_bytes() != first
+
+    def test_everything_is_in_mlflow(self, run_distill: DistillCommand, workplace: Path) -> None:
+        assert run_distill().exit_code == 0
+        (run,) = _runs(workplace)
+        assert run.info.status == "FINISHED"
+        assert run.data.tags["sdtune"] == "distill"
+        assert run.data.params["exit_layers"] == "2,3"
+        assert run.data.params["steps"] == "12"
+        assert {"model", "dataset", "device_name", "version.torch", "seed", "samples"} <= set(run.data.params)
+        facts = read_facts(workplace / "heads" / "exit_head_3.safetensors").training
+        assert facts is not None
+        assert run.data.metrics["exit_3/acceptance_with_head"] == pytest.approx(facts.after.acceptance)
+        assert run.data.metrics["exit_3/agreement_without_head"] == pytest.approx(facts.before.agreement)
+        assert run.data.metrics["writing_seconds"] > 0
+        assert run.data.metrics["training_seconds"] > 0
+        client = mlflow.MlflowClient(tracking_uri=f"sqlite:///{workplace.parent / 'mlflow.db'}")
+        losses = client.get_metric_history(run.info.run_id, "exit_2/loss")
+        assert [point.step for point in losses] == list(range(1, 13))
+        folder = Path(run.info.artifact_uri.removeprefix("file://"))
+        assert _files(folder) == {"exit_head_2.json", "exit_head_3.json", "training_curve.csv"}
+
+
+class TestRefusals:
+    @pytest.mark.parametrize(
+        ("flags", "words"),
+        [
+            ({"model": None}, ["which model", "--model"]),
+            ({"model": "no/such-model"}, ["no such model"]),
+            ({"dataset": "missing.jsonl"}, ["no such dataset"]),
+            ({"exit_layers": "2,6"}, ["1 to 5 of 6 layers", "got 6"]),
+            ({"exit_layers": "0"}, ["1 to 5 of 6 layers", "got 0"]),
+            ({"exit_layers": "two"}, ["exit_layers", "'two'"]),
+            ({"tuning_prompts": "500"}, ["too few prompts", "500"]),
+            ({"steps": "0"}, ["steps", "greater than or equal to 1"]),
+            ({"timeout": "soon"}, ["timeout", "90s, 10m or 1.5h"]),
+            ({"learning_rate": "-1"}, ["learning_rate", "greater than 0"]),
+            ({"device": "abacus"}, ["no device 'abacus'"]),
+            ({"out": "/dev/null/heads"}, ["/dev/null", "is a file"]),
+            ({"out": "/proc/heads"}, ["cannot write exit heads into /proc/heads"]),
+            ({"tracking_uri": "sqlite:////dev/null/mlflow.db"}, ["cannot use the MLflow store"]),
+        ],
+        ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
+    )
+    def test_one_line_and_nothing_written(
+        self, run_distill: DistillCommand, workplace: Path, flags: dict[str, str | None], words: list[str]
+    ) -> None:
+        _refused(run_distill(**flags), *words)
+        assert not list(workplace.iterdir())
+
+    def test_too_little_text(self, run_distill: DistillCommand) -> None:
+        _refused(run_distill(temperature="0", response_tokens="2"), "24 tokens behind 12 prompts", "500 are needed")
+
+    def test_a_damaged_head(self, run_distill: DistillCommand, workplace: Path) -> None:
+        (workplace / "heads").mkdir()
+        (workplace / "heads" / "exit_head_2.safetensors").write_bytes(b"no head")
+        _refused(run_distill(), "exit_head_2.safetensors is damaged")
+
+    def test_damaged_texts(self, run_distill: DistillCommand, workplace: Path) -> None:
+        assert run_distill(steps="1", exit_layers="2").exit_code == 0
+        for path in (workplace / "heads" / "texts").iterdir():
+            path.write_bytes(path.read_bytes().replace(b'"response"', b'"respnse"'))
+        _refused(run_distill(steps="1"), "are damaged in line 2", "remove the file")
+
+    def test_a_damaged_checkpoint(self, run_distill: DistillCommand, workplace: Path) -> None:
+        (workplace / "heads").mkdir()
+        (workplace / "heads" / "checkpoint.pt").write_bytes(b"no checkpoint")
+        _refused(run_distill(), "checkpoint.pt is damaged", "remove it")
+
+    def test_a_full_disk_leaves_no_half_head(
+        self, run_distill: DistillCommand, workplace: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        honest = os.fsync
+        calls = iter(range(10))
+
+        def full(file: int) -> None:
+            if next(calls) == 1:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            honest(file)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(os, "fsync", full)
+            _refused(run_distill(), "cannot write the exit head", "exit_head_3.safetensors", "No space left on device")
+        assert _files(workplace / "heads") == {"exit_head_2.safetensors", "texts", "checkpoint.pt"}
+        assert _runs(workplace)[0].info.status == "FAILED"
+        monkeypatch.setattr(tuner.heads.distill, "train", lambda run, *args: _at_the_end(run.step))
+        assert run_distill().exit_code == 0
+        assert "checkpoint.pt" not in _files(workplace / "heads")
+
+
+def _at_the_end(step: int) -> None:
+    assert step == 12
+
+
+class TestStopping:
+    def test_a_killed_run_ends_as_one_that_was_not(
+        self, arguments: dict[str, str | None], run_distill: DistillCommand, workplace: Path
+    ) -> None:
+        assert run_distill(out="whole", steps="40").exit_code == 0
+        command = [sys.executable, "-m", "tuner.cli.main", "distill", *_flags(arguments, steps="40")]
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+        process = subprocess.Popen(
+            command, env=environment, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True
+        )
+        assert process.stderr is not None
+        for line in process.stderr:
+            if line.startswith("step 8:"):
+                break
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        process.stderr.close()
+        assert "checkpoint.pt" in _files(workplace / "heads")
+        assert "exit_head_2.safetensors" not in _files(workplace / "heads")
+        result = run_distill(steps="40")
+        assert result.exit_code == 0, result.output
+        assert "going on behind step" in result.stderr
+        model = Target(AutoModelForCausalLM.from_pretrained(str(arguments["model"])))
+        for exit_layer in (2, 3):
+            name = f"exit_head_{exit_layer}.safetensors"
+            resumed, whole = (load_exit_head(Path(folder) / name, model, exit_layer) for folder in ("heads", "whole"))
+            for weight, other in zip(resumed.parameters(), whole.parameters(), strict=True):
+                assert weight.equal(other)
+        stopped = [run for run in _runs(workplace) if run.info.status != "FINISHED"]
+        assert not stopped
+        assert len(_runs(workplace)) == 2
+
+    def test_ctrl_c_says_how_to_go_on(
+        self, run_distill: DistillCommand, workplace: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        honest = tuner.heads.distill.save_checkpoint
+
+        def stop(*args: Any) -> None:
+            honest(*args)
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patched:
+            patched.setattr(tuner.heads.distill, "save_checkpoint", stop)
+            result = run_distill()
+        assert result.exit_code == 130
+        assert "the same command again goes on" in result.stderr
+        assert "Traceback" not in result.output
+        assert _runs(workplace)[0].info.status == "KILLED"
+        assert "going on behind step 4" in run_distill().stderr
+
+    def test_unfinished_work_of_other_settings_is_replaced_only_if_asked(
+        self, run_distill: DistillCommand, workplace: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        honest = tuner.heads.distill.save_checkpoint
+
+        def stop(*args: Any) -> None:
+            honest(*args)
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patched:
+            patched.setattr(tuner.heads.distill, "save_checkpoint", stop)
+            assert run_distill().exit_code == 130
+        _refused(run_distill(steps="5"), "unfinished distillation with another steps", "--overwrite")
+        assert run_distill(steps="5", overwrite=True).exit_code == 0
+        assert "checkpoint.pt" not in _files(workplace / "heads")

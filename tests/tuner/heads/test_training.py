@@ -1,0 +1,411 @@
+"""Self-distillation on tiny random models: what is written, what is learnt, what is kept and what is left as it was."""
+
+from __future__ import annotations
+
+import errno
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from decoding.distillation import texts as texts_module
+from decoding.distillation import training as training_module
+from torch import Tensor
+
+from decoding.acceptance import Greedy
+from decoding.decode import Request
+from decoding.decoder import plain_decoder
+from decoding.errors import DistillationError
+from decoding.fingerprint import fingerprint
+from decoding.target import Target
+from decoding.text import Ending
+from studies.searches.exits import default_exit_layers
+from tests.support.families import build, some_tokens
+from tests.support.tiny import tiny_llama, tiny_target
+from tuner.config import DistillSettings
+from tuner.heads.batches import Schedule, TrainingBatch
+from tuner.heads.checkpoint import OtherCheckpointError, load_checkpoint, save_checkpoint
+from tuner.heads.evaluation import acceptance, evaluate
+from tuner.heads.texts import TextPlan, WrittenText, write_batch, write_texts
+from tuner.heads.training import Run, Student, rate_factor, soft_label_loss, train
+
+PROMPTS = tuple(tuple(some_tokens(3 + seed % 6, seed=seed)) for seed in range(12))
+SMALL_PROMPTS = tuple(tuple(token % 64 for token in prompt) for prompt in PROMPTS)
+SETTINGS = DistillSettings(steps=30, batch_size=6, learning_rate=1e-2)
+
+
+def writing(prompts: tuple[tuple[int, ...], ...] = SMALL_PROMPTS, **changes: Any) -> TextPlan:
+    defaults = {"samples": 2, "temperature": 1.0, "response_tokens": 12, "batch_size": 5, "seed": 0}
+    return TextPlan(prompts=prompts, **{**defaults, **changes})
+
+
+def written_by(target: Target, **changes: Any) -> list[WrittenText]:
+    asked = writing(**changes)
+    return [text for number, batch in enumerate(asked.batches) for text in write_batch(target, batch, asked, number)]
+
+
+def stored(target: Target, path: Path, **changes: Any) -> list[WrittenText]:
+    asked = writing(**changes)
+    return write_texts(target, asked, path, asked.identity(fingerprint(target.model), target.dtype))
+
+
+def trained(target: Target, texts: list[WrittenText], *exits: int, settings: DistillSettings = SETTINGS) -> Run:
+    run = Run({exit_layer: Student(target) for exit_layer in exits})
+    train(run, target, texts, settings, seed=0)
+    return run
+
+
+def weights(run: Run, exit_layer: int) -> list[Tensor]:
+    return [weight.detach().clone() for weight in run.students[exit_layer].head.parameters()]
+
+
+def same(first: list[Tensor], second: list[Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+class TestTexts:
+    def test_greedy_ones_are_what_plain_decoding_writes(self) -> None:
+        target = tiny_target()
+        texts = written_by(target, samples=1, temperature=0.0)
+        assert {text.prompt for text in texts} == set(SMALL_PROMPTS)
+        for text in texts:
+            request = Request(list(text.prompt), Ending(12, frozenset()), Greedy())
+            assert list(text.response) == list(plain_decoder(target).generate(request).tokens)
+
+    def test_sampled_ones_differ_and_are_the_same_for_a_seed(self) -> None:
+        target = tiny_target()
+        texts = written_by(target)
+        assert texts == written_by(target)
+        assert texts != written_by(target, seed=1)
+        assert len({text.response for text in texts if text.prompt == SMALL_PROMPTS[0]}) == 2
+
+    def test_sampling_leaves_the_random_state_alone(self) -> None:
+        target = tiny_target()
+        torch.manual_seed(5)
+        expected = torch.rand(3)
+        torch.manual_seed(5)
+        written_by(target)
+        assert torch.equal(torch.rand(3), expected)
+
+    def test_the_end_of_a_text_is_its_last_token(self) -> None:
+        plain = tiny_llama()
+        plain.generation_config.eos_token_id = 7
+        texts = written_by(Target(plain), response_tokens=40)
+        ended = [text for text in texts if len(text.response) < 40]
+        assert ended
+        assert all(text.response[-1] == 7 for text in ended)
+        assert not any(7 in text.response[:-1] for text in texts)
+
+    def test_no_setting_of_the_checkpoint_shapes_them(self) -> None:
+        bent = tiny_llama()
+        bent.generation_config.update(repetition_penalty=5.0, top_k=1, min_new_tokens=3, max_length=4, num_beams=2)
+        before = bent.generation_config.to_dict()
+        assert written_by(Target(bent)) == written_by(tiny_target())
+        assert bent.generation_config.to_dict() == before
+
+    def test_they_stay_within_the_context(self) -> None:
+        prompt = tuple(token % 64 for token in some_tokens(250))
+        assert [len(text.response) for text in written_by(tiny_target(), prompts=(prompt,), samples=1)] == [6]
+
+
+class TestTextsOnDisk:
+    def test_a_torn_file_is_completed_with_the_same_texts(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        target, path = tiny_target(), tmp_path / "texts.jsonl"
+        whole = stored(target, path)
+        lines = path.read_bytes().splitlines(keepends=True)
+        assert len(lines) == 1 + len(whole) == 25
+        numbers: list[int] = []
+
+        def counted(target: Target, prompts: Any, asked: TextPlan, number: int) -> list[WrittenText]:
+            numbers.append(number)
+            return write_batch(target, prompts, asked, number)
+
+        monkeypatch.setattr(texts_module, "write_batch", counted)
+        path.write_bytes(b"".join(lines[:13]) + lines[13][:9])  # two batches, two texts of the third, and a torn line
+        assert stored(target, path) == whole
+        assert numbers == [2, 3, 4]
+        numbers.clear()
+        assert stored(target, path) == whole
+        assert not numbers
+        path.write_bytes(lines[0][:20])
+        assert stored(target, path) == whole
+
+    def test_a_damaged_file_is_named_with_its_line(self, tmp_path: Path) -> None:
+        target, path = tiny_target(), tmp_path / "texts.jsonl"
+        stored(target, path)
+        lines = path.read_bytes().splitlines(keepends=True)
+        for wrong in (
+            b"{}\n",
+            b"\xff\n",
+            b'{"prompt": [1], "response": [], "seconds": 0}\n',
+            lines[5].replace(b"[", b"[1e3, "),
+        ):
+            path.write_bytes(b"".join([*lines[:5], wrong, *lines[6:]]))
+            with pytest.raises(DistillationError, match=r"texts.jsonl are damaged in line 6.*remove"):
+                stored(target, path)
+        path.write_bytes(b"".join([lines[0], lines[20], *lines[2:]]))
+        with pytest.raises(DistillationError, match="damaged"):
+            stored(target, path)
+
+    @pytest.mark.parametrize("change", [{"temperature": 0.5}, {"seed": 3}, {"response_tokens": 13}, {"batch_size": 6}])
+    def test_others_are_never_taken_for_the_asked_ones(self, tmp_path: Path, change: dict[str, Any]) -> None:
+        target, path = tiny_target(), tmp_path / "texts.jsonl"
+        stored(target, path)
+        before = path.read_bytes()
+        with pytest.raises(DistillationError, match="other texts"):
+            stored(target, path, **change)
+        assert path.read_bytes() == before
+
+    def test_a_full_disk_is_one_line_and_nothing_is_lost(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        target, path = tiny_target(), tmp_path / "texts.jsonl"
+        whole = stored(target, tmp_path / "whole.jsonl")
+        honest, calls = Path.open, iter(range(100))
+
+        def full(self: Path, mode: str = "r", **options: Any) -> Any:
+            if mode == "a" and next(calls) == 2:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            return honest(self, mode, **options)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(Path, "open", full)
+            with pytest.raises(DistillationError, match=r"cannot write the texts .*No space left on device"):
+                stored(target, path)
+        assert len(path.read_bytes().splitlines()) == 11
+        assert stored(target, path) == whole
+
+
+class TestBatches:
+    def test_what_counts_foretells_the_response(self) -> None:
+        texts = [WrittenText((1, 2, 3), (4, 5)), WrittenText((6,), (7, 8, 9)), WrittenText((1, 2), (3,))]
+        batch = TrainingBatch.of(texts, torch.device("cpu"))
+        assert batch.token_ids.shape == (3, 4)
+        assert batch.first == 0
+        for row, text in enumerate(texts):
+            places = batch.counts[row].nonzero()[:, 0] + batch.first
+            following = torch.tensor([*text.prompt, *text.response])[places + 1]
+            assert tuple(following.tolist()) == text.response
+
+    def test_every_text_once_a_pass_in_an_order_of_its_own(self) -> None:
+        texts = [WrittenText((1,) * (1 + number % 9), (number,)) for number in range(40)]
+        schedule = Schedule(texts, batch_size=6, seed=0)
+        passes = [
+            [text for step in range(7 * epoch, 7 * epoch + 7) for text in schedule.texts_of(step)] for epoch in (0, 1)
+        ]
+        assert all(sorted(seen, key=texts.index) == texts for seen in passes)
+        assert passes[0] != passes[1]
+        assert Schedule(texts, 6, seed=0).texts_of(9) == schedule.texts_of(9)
+        assert Schedule(texts, 6, seed=1).texts_of(9) != schedule.texts_of(9)
+
+
+class TestFigures:
+    def test_acceptance_is_the_shared_mass(self) -> None:
+        p, q = torch.tensor([[0.5, 0.3, 0.2], [1.0, 0.0, 0.0]]), torch.tensor([[0.2, 0.3, 0.5], [0.25, 0.75, 0.0]])
+        assert torch.allclose(acceptance(p.log(), q.log()), torch.tensor([0.7, 0.25]))
+
+    def test_an_exit_that_is_the_model_itself_foretells_all(self) -> None:
+        target = tiny_target()
+        texts = written_by(target)
+        figures = evaluate(target, {5: target.blocks[-1], 2: None}, texts, batch_size=5)
+        assert figures[5].agreement == 1.0
+        assert figures[5].acceptance == pytest.approx(1.0, abs=1e-4)
+        assert 0.0 < figures[2].acceptance < 1.0
+
+    def test_they_are_means_over_tokens_whatever_the_batches(self) -> None:
+        target = tiny_target()
+        texts = written_by(target)
+        alone = [evaluate(target, {2: None}, [text], 1)[2] for text in texts]
+        for batch_size in (1, 7):
+            together = evaluate(target, {2: None}, texts, batch_size)[2]
+            assert together.agreement == pytest.approx(sum(one.agreement for one in alone) / len(alone))
+            assert together.acceptance == pytest.approx(sum(one.acceptance for one in alone) / len(alone), abs=1e-5)
+
+
+class TestTraining:
+    def test_the_loss_falls_and_acceptance_rises(self) -> None:
+        target = tiny_target()
+        unseen = written_by(target, prompts=tuple(prompt[::-1] for prompt in SMALL_PROMPTS), seed=9)
+        run = trained(target, written_by(target), 1, 3)
+        for exit_layer, student in run.students.items():
+            losses = [of_step[exit_layer] for of_step in run.losses]
+            assert sum(losses[-5:]) < sum(losses[:5])
+            without = evaluate(target, {exit_layer: None}, unseen, 6)[exit_layer]
+            untrained = evaluate(target, {exit_layer: target.new_exit_head()}, unseen, 6)[exit_layer]
+            after = evaluate(target, {exit_layer: student.stored_head()}, unseen, 6)[exit_layer]
+            gain = after.acceptance - max(without.acceptance, untrained.acceptance)
+            assert gain > {1: 0.02, 3: 0.01}[exit_layer]
+
+    def test_the_loss_is_the_cross_entropy_of_the_distributions(self) -> None:
+        labels, logits = torch.softmax(torch.randn(4, 9), dim=-1), torch.randn(4, 9)
+        expected = -(labels * torch.log_softmax(logits, dim=-1)).sum()
+        assert torch.allclose(soft_label_loss(logits, labels), expected)
+
+    def test_what_is_told_is_nothing_for_an_exit_that_is_the_model_itself(self) -> None:
+        target = tiny_target()
+        run = trained(target, written_by(target), 2, 5, settings=SETTINGS.model_copy(update={"steps": 1}))
+        assert run.losses[0][5] == pytest.approx(0.0, abs=1e-5)
+        assert run.losses[0][2] > 0.01
+
+    def test_all_exits_in_one_pass_are_as_one_at_a_time(self) -> None:
+        target = tiny_target()
+        texts = written_by(target)
+        settings = SETTINGS.model_copy(update={"steps": 4})
+        together = trained(target, texts, 1, 2, 4, settings=settings)
+        for exit_layer in (1, 2, 4):
+            alone = trained(target, texts, exit_layer, settings=settings)
+            assert same(weights(together, exit_layer), weights(alone, exit_layer))
+            assert [of_step[exit_layer] for of_step in together.losses] == [loss[exit_layer] for loss in alone.losses]
+
+    def test_the_target_stays_as_it_was(self) -> None:
+        target = tiny_target()
+        embeddings = target.model.get_input_embeddings().weight.requires_grad_(False)
+        before = {name: tensor.clone() for name, tensor in target.model.state_dict().items()}
+        trained(target, written_by(target), 2, settings=SETTINGS.model_copy(update={"steps": 2}))
+        assert all(torch.equal(before[name], tensor) for name, tensor in target.model.state_dict().items())
+        required = [parameter for parameter in target.model.parameters() if parameter.requires_grad]
+        assert len(required) == len(list(target.model.parameters())) - 1
+        assert not embeddings.requires_grad
+        assert all(parameter.grad is None for parameter in target.model.parameters())
+
+    def test_the_target_is_restored_after_a_failure_too(self) -> None:
+        target = tiny_target()
+        run = Run({2: Student(target)})
+        with torch.no_grad():
+            run.students[2].masters[0].fill_(math.nan)
+        with pytest.raises(DistillationError, match=r"loss of exit 2 is nan in step 1.*lower learning rate"):
+            train(run, target, written_by(target), SETTINGS, seed=0)
+        assert all(parameter.requires_grad for parameter in target.model.parameters())
+
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+    def test_a_target_of_lower_precision(self, dtype: torch.dtype) -> None:
+        target = Target(tiny_llama().to(dtype))
+        texts = written_by(target)
+        run = trained(target, texts, 2)
+        student = run.students[2]
+        assert {weight.dtype for weight in student.head.parameters()} == {dtype}
+        assert {master.dtype for master in student.masters} == {torch.float32}
+        assert any(
+            (master != weight).any() for master, weight in zip(student.masters, student.head.parameters(), strict=True)
+        )
+        before = evaluate(target, {2: None}, texts, 6)[2]
+        assert evaluate(target, {2: student.stored_head()}, texts, 6)[2].acceptance > before.acceptance + 0.02
+
+    @pytest.mark.parametrize("family", ["gpt_neox_parallel", "gemma2", "mixtral", "bloom", "gemma3n"])
+    def test_other_families(self, family: str) -> None:
+        target = Target(build(family))
+        texts = written_by(target, prompts=PROMPTS)
+        run = trained(target, texts, 2, settings=SETTINGS.model_copy(update={"steps": 15}))
+        losses = [of_step[2] for of_step in run.losses]
+        assert sum(losses[-4:]) < sum(losses[:4])
+
+    def test_the_rate_rises_and_falls(self) -> None:
+        factors = [rate_factor(step / 100, 100) for step in range(100)]
+        height = factors.index(max(factors))
+        assert 2 <= height <= 6
+        assert factors[:height] == sorted(factors[:height])
+        assert factors[height:] == sorted(factors[height:], reverse=True)
+        assert 0 < factors[0] <= 0.25
+        assert 0 < factors[-1] < 0.01
+
+    def test_a_timeout_compresses_the_schedule(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        clock = iter(range(10_000))  # a step takes a second
+        monkeypatch.setattr(training_module.time, "perf_counter", lambda: float(next(clock)))
+        rates: list[float] = []
+
+        def noted(self: Student, num_tokens: int, learning_rate: float) -> None:
+            rates.append(learning_rate)
+            self.optimizer.zero_grad()
+
+        target = tiny_target()
+        monkeypatch.setattr(Student, "learn", noted)
+        texts = [WrittenText((1, 2), (3, 4))]
+        run = trained(target, texts, 2, settings=DistillSettings(steps=1000, timeout="12s", learning_rate=1.0))
+        assert run.step == 12
+        assert run.seconds == 12.0
+        assert max(rates) > 0.9
+        assert rates[-1] < 0.05
+
+    def test_usual_exits(self) -> None:
+        assert default_exit_layers(1) == ()
+        assert default_exit_layers(2) == (1,)
+        assert default_exit_layers(7) == (1, 2, 3)
+        assert default_exit_layers(24) == tuple(range(1, 13))
+        assert len(default_exit_layers(80)) == 12
+        assert default_exit_layers(80)[0] == 1
+        assert default_exit_layers(80)[-1] == 40
+
+
+IDENTITY = {"model": ["a", "b"], "steps": 10, "learning_rate": 1e-2}
+TEN_STEPS = SETTINGS.model_copy(update={"steps": 10})
+
+
+class TestCheckpoints:
+    @pytest.fixture
+    def stopped(self, tmp_path: Path) -> tuple[Target, list[WrittenText], Path]:
+        """A training of ten steps that was stopped behind its sixth, its last checkpoint taken behind the fourth."""
+        target = tiny_target()
+        texts = written_by(target)
+        run, path = Run({1: Student(target), 3: Student(target)}), tmp_path / "checkpoint.pt"
+
+        def stop() -> None:
+            if run.step == 4:
+                save_checkpoint(run, IDENTITY, path)
+            if run.step == 6:
+                raise KeyboardInterrupt
+
+        with pytest.raises(KeyboardInterrupt):
+            train(run, target, texts, TEN_STEPS, seed=0, on_step=stop)
+        return target, texts, path
+
+    @pytest.mark.parametrize("exits", [(1, 3), (3,)])
+    def test_a_resumed_training_ends_as_one_that_was_never_stopped(self, stopped: Any, exits: tuple[int, ...]) -> None:
+        target, texts, path = stopped
+        resumed = Run({exit_layer: Student(target) for exit_layer in exits})
+        load_checkpoint(resumed, IDENTITY, path)
+        assert resumed.step == 4
+        assert resumed.seconds > 0
+        train(resumed, target, texts, TEN_STEPS, seed=0)
+        whole = trained(target, texts, 1, 3, settings=TEN_STEPS)
+        for exit_layer in exits:
+            assert same(weights(resumed, exit_layer), weights(whole, exit_layer))
+            assert [of[exit_layer] for of in resumed.losses] == [of[exit_layer] for of in whole.losses]
+
+    def test_in_lower_precision_the_masters_are_kept(self, tmp_path: Path) -> None:
+        target = Target(tiny_llama().to(torch.bfloat16))
+        run = trained(target, written_by(target), 2, settings=SETTINGS.model_copy(update={"steps": 2}))
+        save_checkpoint(run, IDENTITY, tmp_path / "checkpoint.pt")
+        fresh = Run({2: Student(target)})
+        load_checkpoint(fresh, IDENTITY, tmp_path / "checkpoint.pt")
+        assert same(fresh.students[2].masters, run.students[2].masters)
+        assert same(weights(fresh, 2), weights(run, 2))
+
+    def test_one_of_another_distillation_is_refused(self, stopped: Any) -> None:
+        target, _, path = stopped
+        with pytest.raises(OtherCheckpointError, match="another learning rate and steps"):
+            load_checkpoint(Run({1: Student(target)}), {**IDENTITY, "steps": 9, "learning_rate": 2.0}, path)
+        with pytest.raises(OtherCheckpointError, match="another choice of exits"):
+            load_checkpoint(Run({2: Student(target)}), IDENTITY, path)
+
+    @pytest.mark.parametrize("damage", [lambda content: content[:-200], lambda content: b"", lambda content: b"x" * 99])
+    def test_a_damaged_one_is_refused(self, stopped: Any, damage: Callable[[bytes], bytes]) -> None:
+        target, _, path = stopped
+        path.write_bytes(damage(path.read_bytes()))
+        with pytest.raises(DistillationError, match=r"checkpoint.pt is damaged.*remove it"):
+            load_checkpoint(Run({1: Student(target)}), IDENTITY, path)
+
+    def test_a_full_disk_leaves_the_last_one(self, stopped: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        target, _, path = stopped
+        before = path.read_bytes()
+
+        def full(state: Any, file: Any) -> None:
+            file.write(b"half of it")
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        monkeypatch.setattr(torch, "save", full)
+        with pytest.raises(DistillationError, match=r"cannot write the checkpoint .*No space left on device"):
+            save_checkpoint(Run({1: Student(target)}), IDENTITY, path)
+        assert path.read_bytes() == before
+        assert [file.name for file in path.parent.iterdir()] == ["checkpoint.pt"]

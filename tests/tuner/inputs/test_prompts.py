@@ -1,0 +1,567 @@
+"""Prompts from every kind of source, drawn, grouped, cut and refused. All sources are local; the hub is offline."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import logging
+import subprocess
+import sys
+import warnings
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import datasets
+import huggingface_hub
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerFast
+
+import tuner.inputs.datasets
+from tuner.errors import DatasetError
+from tuner.inputs.datasets import Preset, Template, load_preset, open_table, preset_names
+from tuner.inputs.prompts import PromptSet, encode_prompt, load_prompts
+
+BOS = 256
+WORDS = [f"prompt number {number}" for number in range(20)]
+CHAT_TEMPLATE = (
+    "{% for m in messages %}[{{ m.role }}] {{ m.content }}{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+
+
+@pytest.fixture(autouse=True)
+def _no_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+
+
+@pytest.fixture
+def tokenizer() -> PreTrainedTokenizerFast:
+    """One token a byte, after a beginning-of-sequence token."""
+    vocabulary = {byte: index for index, byte in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))} | {"<s>": BOS}
+    inner = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.decoder = decoders.ByteLevel()
+    inner.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", BOS)])
+    return PreTrainedTokenizerFast(tokenizer_object=inner, bos_token="<s>", model_max_length=64)
+
+
+def load(source: Path | str, tokenizer: Any, num_tuning: int = 2, num_held_out: int = 2, **options: Any) -> PromptSet:
+    defaults: dict[str, Any] = {"max_new_tokens": 16, "context_length": 512, "seed": 0}
+    return load_prompts(
+        str(source), tokenizer, num_tuning=num_tuning, num_held_out=num_held_out, **{**defaults, **options}
+    )
+
+
+def write_jsonl(path: Path, rows: list[dict[str, Any]]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def prompts_file(folder: Path, prompts: list[str] = WORDS) -> Path:
+    return write_jsonl(folder / "prompts.jsonl", [{"prompt": prompt} for prompt in prompts])
+
+
+def texts(prompts: PromptSet) -> list[str]:
+    return [prompt.text for prompt in (*prompts.tuning, *prompts.held_out)]
+
+
+def refusal(source: Path | str, tokenizer: Any, **options: Any) -> str:
+    with pytest.raises(DatasetError) as caught:
+        load(source, tokenizer, **options)
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+class TestFiles:
+    @pytest.mark.parametrize("kind", ["jsonl", "json", "csv", "parquet", "txt", "JSONL"])
+    def test_every_kind(self, kind: str, tmp_path: Path, tokenizer: Any) -> None:
+        path = tmp_path / f"prompts.{kind}"
+        rows = datasets.Dataset.from_dict({"id": list(range(20)), "prompt": WORDS})
+        if kind == "parquet":
+            rows.to_parquet(path)
+        elif kind == "csv":
+            rows.to_csv(path)
+        elif kind == "json":
+            path.write_text(json.dumps(rows.to_list(), indent=1))
+        elif kind == "txt":
+            path.write_text("\n".join(WORDS) + "\n")
+        else:
+            write_jsonl(path, rows.to_list())
+        prompts = load(path, tokenizer, num_tuning=12, num_held_out=8)
+        assert sorted(texts(prompts)) == sorted(WORDS)
+        assert all(WORDS[prompt.row] == prompt.text for prompt in (*prompts.tuning, *prompts.held_out))
+        assert prompts.name == str(path)
+
+    def test_blank_lines_set_prompts_of_a_text_apart(self, tmp_path: Path, tokenizer: Any) -> None:
+        (path := tmp_path / "prompts.txt").write_text(
+            "\n\n  first\nline two\n \t\n\nsecond\n\n\nthird\n\n", "utf-8-sig"
+        )
+        assert sorted(texts(load(path, tokenizer, 2, 1))) == ["  first\nline two", "second", "third"]
+
+    def test_a_name_is_no_pattern(self, tmp_path: Path, tokenizer: Any) -> None:
+        path = write_jsonl(tmp_path / "odd[1]*@x:y.jsonl", [{"prompt": word} for word in WORDS])
+        assert len(texts(load(path, tokenizer))) == 4
+
+    @pytest.mark.parametrize(
+        ("name", "content", "expected"),
+        [
+            ("a.jsonl", b'{"prompt": "a"}\n{"prompt": \n', "cannot read the dataset file"),
+            ("a.json", b"[1, 2", "cannot read the dataset file"),
+            ("a.jsonl", bytes(range(256)) * 8, "cannot read the dataset file"),
+            ("a.csv", b'prompt,b\n1,2\n1,2,3\n"', "cannot read the dataset file"),
+            ("a.csv", bytes(range(128, 256)) * 8, "cannot read the dataset file"),
+            ("a.parquet", b"PAR1 is not enough", "cannot read the dataset file"),
+            ("a.txt", b"\xff\xfe\x00", "cannot read the dataset file"),
+            ("a.jsonl", b"", "is empty"),
+            ("a.txt", b"", "is empty"),
+            ("a.jsonl", b"\n\n", "no data"),
+            ("a.xml", b"<a/>", "valid: .csv, .json, .jsonl, .parquet, .txt"),
+        ],
+    )
+    def test_damaged(
+        self,
+        name: str,
+        content: bytes,
+        expected: str,
+        tmp_path: Path,
+        tokenizer: Any,
+        capfd: pytest.CaptureFixture[str],
+    ) -> None:
+        (path := tmp_path / name).write_bytes(content)
+        message = refusal(path, tokenizer)
+        assert expected in message
+        assert str(path) in message
+        assert capfd.readouterr() == ("", "")
+
+    def test_a_file_has_no_split(self, tmp_path: Path, tokenizer: Any) -> None:
+        assert "no splits" in refusal(prompts_file(tmp_path), tokenizer, split="test")
+        assert "no splits" in refusal(f"{prompts_file(tmp_path)}@test", tokenizer)
+
+
+class TestFolders:
+    def test_saved_dataset(self, tmp_path: Path, tokenizer: Any) -> None:
+        datasets.Dataset.from_dict({"prompt": WORDS}).save_to_disk(folder := tmp_path / "saved")
+        assert len(texts(load(folder, tokenizer))) == 4
+        assert "without splits" in refusal(f"{folder}@test", tokenizer)
+        assert "no configs" in refusal(f"{folder}:main", tokenizer)
+
+    def test_saved_splits(self, tmp_path: Path, tokenizer: Any) -> None:
+        parts = {split: datasets.Dataset.from_dict({"prompt": [f"{split} {word}" for word in WORDS]}) for split in "ab"}
+        datasets.DatasetDict(parts).save_to_disk(folder := tmp_path / "saved")
+        for asked in ({"source": f"{folder}@b"}, {"source": str(folder), "split": "b"}):
+            prompts = load(tokenizer=tokenizer, **asked)
+            assert prompts.name == f"{folder}@b"
+            assert all(text.startswith("b ") for text in texts(prompts))
+        assert "valid: a, b" in refusal(f"{folder}@c", tokenizer)
+        assert "several splits" in refusal(folder, tokenizer)
+        datasets.DatasetDict().save_to_disk(tmp_path / "none")
+        assert "no splits" in refusal(tmp_path / "none", tokenizer)
+        assert "another split" in refusal(f"{folder}@a", tokenizer, split="b")
+
+    def test_without_a_split_the_test_split_is_taken(self, tmp_path: Path, tokenizer: Any) -> None:
+        for split in ("train", "test"):
+            write_jsonl(tmp_path / f"{split}.jsonl", [{"prompt": f"{split} {word}"} for word in WORDS])
+        prompts = load(tmp_path, tokenizer)
+        assert prompts.name == f"{tmp_path}@test"
+        assert all(text.startswith("test ") for text in texts(prompts))
+
+    def test_data_files_with_configs(self, tmp_path: Path, tokenizer: Any) -> None:
+        folder = hub_folder(
+            tmp_path / "owner" / "name", {"main": ["test", "train"], "other": ["test"]}, {"text": WORDS}
+        )
+        assert load(f"{folder}:main@train", tokenizer).name == f"{folder}:main@train"
+        assert load(f"{folder}:other", tokenizer).name == f"{folder}:other@test"
+        assert len(texts(load(f"{folder}:main@test[:4]", tokenizer))) == 4
+        assert "['main', 'other']" in refusal(folder, tokenizer)
+        assert "['main', 'other']" in refusal(f"{folder}:mian", tokenizer)
+        assert "['test', 'train']" in refusal(f"{folder}:main@validation", tokenizer)
+
+    def test_a_relative_folder_named_like_a_builder(
+        self, tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        (tmp_path / "json").mkdir()
+        prompts_file(tmp_path / "json")
+        monkeypatch.chdir(tmp_path)
+        assert load("json", tokenizer).name == "json@train"
+
+    def test_damaged(self, tmp_path: Path, tokenizer: Any) -> None:
+        datasets.Dataset.from_dict({"prompt": WORDS}).save_to_disk(folder := tmp_path / "saved")
+        arrow = next(folder.glob("*.arrow"))
+        arrow.write_bytes(arrow.read_bytes()[:300])
+        assert f"cannot read the dataset folder {folder}" in refusal(folder, tokenizer)
+        (empty := tmp_path / "empty").mkdir()
+        assert "should hold data files" in refusal(empty, tokenizer)
+
+
+def hub_folder(folder: Path, configs: dict[str, list[str]], columns: dict[str, Any]) -> Path:
+    """A folder of the hub's form, its configs named in the README's header."""
+    listed = []
+    for config, splits in configs.items():
+        (folder / config).mkdir(parents=True)
+        for split in splits:
+            datasets.Dataset.from_dict(columns).to_parquet(folder / config / f"{split}-00000-of-00001.parquet")
+        files = [{"split": split, "path": f"{config}/{split}-*"} for split in splits]
+        listed.append({"config_name": config, "data_files": files})
+    (folder / "README.md").write_text(f"---\nconfigs: {json.dumps(listed)}\n---\n")
+    return folder
+
+
+class TestHub:
+    @pytest.mark.parametrize("source", ["no/such", "no/such:config@split", "gsm8k"])
+    def test_offline(self, source: str, tokenizer: Any, capfd: pytest.CaptureFixture[str]) -> None:
+        message = refusal(source, tokenizer)
+        assert "cannot read the hub dataset" in message
+        assert "Couldn't reach" in message
+        assert capfd.readouterr() == ("", "")
+
+    def test_config_split_and_revision_reach_the_hub(self, tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        asked = []
+
+        def load_dataset(place: str, config: str | None, **options: Any) -> datasets.Dataset:
+            asked.append((place, config, options["split"], options["revision"]))
+            return datasets.Dataset.from_dict({"text": WORDS, "document": WORDS})
+
+        monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+        assert (
+            load("owner/na.me:3.0.0@train[:10%]", tokenizer, prompt_column="text").name
+            == "owner/na.me:3.0.0@train[:10%]"
+        )
+        assert load("xsum@train", tokenizer).name == "xsum@train"
+        assert asked == [
+            ("owner/na.me", "3.0.0", "train[:10%]", None),
+            ("EdinburghNLP/xsum", None, "train", "refs/convert/parquet"),
+        ]
+
+    @pytest.mark.parametrize(
+        "source", ["gsm8", "no/such/place", "data/missing.jsonl", "", " ", "x" * 5000, "/nowhere/at/all"]
+    )
+    def test_no_such_dataset(self, source: str, tokenizer: Any) -> None:
+        assert f"no such dataset {source!r}" in refusal(source, tokenizer)
+
+    def test_the_nearest_preset_is_named(self, tokenizer: Any) -> None:
+        assert "did you mean 'gsm8k'?" in refusal("gsm8", tokenizer)
+
+
+PRESET_ROWS: dict[str, tuple[dict[str, Any], str]] = {
+    "alpaca": (
+        {"instruction": "Name it.", "input": "", "output": "x", "text": "x"},
+        "Name it.",
+    ),
+    "cnn_dailymail": (
+        {"article": "News.", "highlights": "x", "id": "0"},
+        "Article: News.\n\nSummarize the article above in a few sentences.\nSummary:",
+    ),
+    "gsm8k": ({"question": "1 + 1?", "answer": "2"}, "Question: 1 + 1?\nAnswer:"),
+    "humaneval": ({"task_id": "0", "prompt": "def {f}():\n    ", "test": "x"}, "def {f}():\n    "),
+    "mt_bench": ({"prompt": ["First.", "Second."], "prompt_id": 1, "category": "math"}, "First."),
+    "wmt14-de-en": (
+        {"translation": {"de": "Hallo.", "en": "Hello."}},
+        "Translate from German to English.\nGerman: Hallo.\nEnglish:",
+    ),
+    "xsum": (
+        {"document": "News.", "summary": "x", "id": "0"},
+        "Article: News.\n\nSummarize the article above in one sentence.\nSummary:",
+    ),
+}
+
+
+class TestPresets:
+    def test_all_are_tried_here(self) -> None:
+        assert preset_names() == sorted(PRESET_ROWS)
+
+    @pytest.mark.parametrize("name", sorted(PRESET_ROWS))
+    def test_reads_a_folder_of_its_form(
+        self, name: str, tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        row, prompt = PRESET_ROWS[name]
+        preset = load_preset(name)
+        assert set().union(*(template.columns for template in preset.templates)) == set(preset.columns)
+        columns = {column: [value] for column, value in row.items()}
+        folder = hub_folder(tmp_path / "hub", {preset.config or "default": [preset.split, "other"]}, columns)
+        local = preset.model_copy(update={"dataset": str(folder)})
+        monkeypatch.setattr(tuner.inputs.datasets, "load_preset", lambda _: local)
+        prompts = load(name, tokenizer, 1, 0)
+        assert texts(prompts) == [prompt]
+        assert prompts.name == f"{name}@{preset.split}"
+        assert load(f"{name}@other", tokenizer, 1, 0).name == f"{name}@other"
+        assert "has its own config" in refusal(f"{name}:other", tokenizer)
+
+    def test_the_long_template_is_tried_first(self) -> None:
+        long, short = load_preset("alpaca").templates
+        assert long.render({"instruction": "Sort.", "input": "3 1 2"}) == "Sort.\n\n3 1 2"
+        assert long.render({"instruction": "Sort.", "input": None}) == ""
+        assert short.render({"instruction": "Sort.", "input": None}) == "Sort."
+
+    def test_a_prompt_column_wins_over_the_template(
+        self, tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        folder = hub_folder(tmp_path / "hub", {"main": ["test"]}, {"question": ["q"], "answer": ["a"]})
+        local = load_preset("gsm8k").model_copy(update={"dataset": str(folder)})
+        monkeypatch.setattr(tuner.inputs.datasets, "load_preset", lambda _: local)
+        assert texts(load("gsm8k", tokenizer, 1, 0, prompt_column="answer")) == ["a"]
+
+    def test_a_missing_column_is_named(self, tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        folder = hub_folder(tmp_path / "hub", {"main": ["test"]}, {"problem": ["q"]})
+        local = load_preset("gsm8k").model_copy(update={"dataset": str(folder)})
+        monkeypatch.setattr(tuner.inputs.datasets, "load_preset", lambda _: local)
+        assert "no column 'question'; its columns are problem" in refusal("gsm8k", tokenizer)
+
+    @pytest.mark.parametrize(
+        "wrong",
+        [
+            {"template": "{question"},
+            {"template": "{question!r}"},
+            {"template": "{question:>9}"},
+            {"template": "{question.__class__}"},
+            {"template": "{}"},
+            {"template": "{answer}"},
+            {"columns": ["question", "answer"]},
+            {"columns": []},
+            {"colums": ["question"]},
+        ],
+    )
+    def test_wrong_ones_are_refused(self, wrong: dict[str, Any]) -> None:
+        right = {"description": "-", "dataset": "-", "split": "-", "columns": ["question"], "template": "{question}"}
+        Preset.model_validate(right)
+        with pytest.raises(ValueError, match=r"template|colum"):
+            Preset.model_validate({**right, **wrong})
+
+    def test_double_braces_are_braces(self) -> None:
+        assert Template.parse("{{{a[0][x]}}}").render({"a": [{"x": "1"}]}) == "{1}"
+
+
+class TestColumns:
+    @pytest.mark.parametrize("column", ["text", "question", "instruction"])
+    def test_guessed(self, column: str, tmp_path: Path, tokenizer: Any) -> None:
+        path = write_jsonl(tmp_path / "a.jsonl", [{"id": "x", column: word} for word in WORDS])
+        assert set(texts(load(path, tokenizer))) <= set(WORDS)
+
+    def test_not_guessed(self, tmp_path: Path, tokenizer: Any) -> None:
+        path = write_jsonl(tmp_path / "a.jsonl", [{"code": word, "id": word} for word in WORDS])
+        assert "columns: code, id" in refusal(path, tokenizer)
+        path = write_jsonl(tmp_path / "b.jsonl", [{"instruction": word, "input": word} for word in WORDS])
+        assert "'instruction' and 'input'" in refusal(path, tokenizer)
+
+    def test_named(self, tmp_path: Path, tokenizer: Any) -> None:
+        rows = [{"prompt": "no", "a.b[0]": word, "turns": [word, "no"], "pair": {"de": word}} for word in WORDS]
+        path = write_jsonl(tmp_path / "a.jsonl", rows)
+        for column in ("a.b[0]", "turns[0]", "pair[de]"):
+            assert set(texts(load(path, tokenizer, prompt_column=column))) <= set(WORDS)
+
+    def test_named_wrongly(self, tmp_path: Path, tokenizer: Any) -> None:
+        path = write_jsonl(tmp_path / "a.jsonl", [{"prompt": ["a"], "pair": {"de": "x"}, "id": 1}])
+        assert "no column 'promt'; its columns are prompt, pair, id" in refusal(path, tokenizer, prompt_column="promt")
+        assert "row 0" in (message := refusal(path, tokenizer))
+        assert "such as prompt[0]" in message
+        assert "no element [en]" in refusal(path, tokenizer, prompt_column="pair[en]")
+        assert "holds int" in refusal(path, tokenizer, prompt_column="id")
+        assert "is no column" in refusal(path, tokenizer, prompt_column="pair[")
+
+
+class TestDraw:
+    def test_same_for_a_seed_and_another_for_another(self, tmp_path: Path, tokenizer: Any) -> None:
+        path = prompts_file(tmp_path)
+        first, again, other = (load(path, tokenizer, 5, 5, seed=seed) for seed in (1, 1, 2))
+        assert first == again
+        assert first.fingerprint != other.fingerprint
+        assert texts(first) != texts(other)
+        assert not {p.row for p in first.tuning} & {p.row for p in first.held_out}
+
+    def test_fingerprint_is_that_of_the_token_ids(self, tmp_path: Path, tokenizer: Any) -> None:
+        (folder := tmp_path / "other").mkdir()
+        one, same = load(prompts_file(tmp_path), tokenizer), load(prompts_file(folder), tokenizer)
+        assert one.name != same.name
+        assert one.fingerprint == same.fingerprint
+        assert one.fingerprint != load(prompts_file(tmp_path), tokenizer, 3, 1).fingerprint
+
+    def test_every_order_of_rows_is_as_likely(self, tmp_path: Path, tokenizer: Any) -> None:
+        path = prompts_file(tmp_path, WORDS[:3])
+        orders = Counter(
+            tuple(prompt.row for prompt in load(path, tokenizer, 3, 0, seed=seed).tuning) for seed in range(120)
+        )
+        assert set(orders) == set(itertools.permutations(range(3)))
+        assert min(orders.values()) >= 8  # 20 are expected of each
+
+    def test_empty_and_repeated_rows_are_passed_over(self, tmp_path: Path, tokenizer: Any) -> None:
+        path = write_jsonl(
+            tmp_path / "a.jsonl", [{"prompt": text} for text in ["a", "", " \n", None, "b", "a", "b", "c"]]
+        )
+        assert sorted(texts(load(path, tokenizer, 2, 1))) == ["a", "b", "c"]
+        message = refusal(path, tokenizer, num_tuning=2, num_held_out=2)
+        assert "2 for tuning and 1 held out (3 empty and 2 repeated rows passed over), but 2 and 2" in message
+
+    def test_only_what_is_needed_is_tokenized(
+        self, tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        encoded = []
+
+        def encode(text: str, *_: Any, **__: Any) -> list[int]:
+            encoded.append(text)
+            return list(text.encode())
+
+        monkeypatch.setattr("tuner.inputs.prompts.encode_prompt", encode)
+        path = prompts_file(tmp_path, [f"prompt {number}" for number in range(5000)])
+        load(path, tokenizer, 3, 4)
+        assert len(encoded) == 7
+
+    @pytest.mark.parametrize("seed", range(5))
+    def test_no_group_in_both_parts(self, seed: int, tmp_path: Path, tokenizer: Any) -> None:
+        sizes = {"a": 9, "b": 1, "c": 1, "d": 4, "e": 2}
+        rows = [{"prompt": f"{file} {n}", "file": file} for file, size in sizes.items() for n in range(size)]
+        path = write_jsonl(tmp_path / "a.jsonl", rows)
+        prompts = load(path, tokenizer, 8, 8, seed=seed, group_column="file")
+        tuning, held_out = ({text.text[0] for text in part} for part in (prompts.tuning, prompts.held_out))
+        assert not tuning & held_out
+        assert prompts == load(path, tokenizer, 8, 8, seed=seed, group_column="file")
+
+    def test_too_few_groups(self, tmp_path: Path, tokenizer: Any) -> None:
+        path = write_jsonl(tmp_path / "a.jsonl", [{"prompt": word, "file": "one", "tags": ["x"]} for word in WORDS])
+        message = refusal(path, tokenizer, group_column="file")
+        assert "2 for tuning and 0 held out when no 'file' stands in both" in message
+        assert "no column 'fiel'; its columns are prompt, file, tags" in refusal(path, tokenizer, group_column="fiel")
+        assert "holds list" in refusal(path, tokenizer, group_column="tags")
+
+    def test_sizes_out_of_range(self, tmp_path: Path, tokenizer: Any) -> None:
+        assert "got 0 and 2" in refusal(prompts_file(tmp_path), tokenizer, num_tuning=0)
+
+
+class TestSpare:
+    """Rows beyond the two parts, for heads to learn from."""
+
+    @pytest.mark.parametrize("seed", range(5))
+    def test_the_parts_are_the_same_with_and_without(self, seed: int, tmp_path: Path, tokenizer: Any) -> None:
+        path = prompts_file(tmp_path)
+        without, some, all_of_them = (load(path, tokenizer, 4, 5, seed=seed, num_spare=spare) for spare in (0, 3, 100))
+        assert without.spare == ()
+        for more in (some, all_of_them):
+            assert (more.tuning, more.held_out, more.fingerprint) == (
+                without.tuning,
+                without.held_out,
+                without.fingerprint,
+            )
+        assert some.spare == all_of_them.spare[:3]
+        rows = [prompt.row for prompt in (*all_of_them.tuning, *all_of_them.held_out, *all_of_them.spare)]
+        assert sorted(rows) == list(range(20))
+
+    @pytest.mark.parametrize("seed", range(5))
+    def test_none_is_of_a_group_that_is_held_out(self, seed: int, tmp_path: Path, tokenizer: Any) -> None:
+        rows = [{"prompt": f"number {number}", "file": number % 12} for number in range(40)]
+        path = write_jsonl(tmp_path / "a.jsonl", rows)
+        prompts = load(path, tokenizer, 6, 6, seed=seed, num_spare=100, group_column="file")
+        held_out = {rows[prompt.row]["file"] for prompt in prompts.held_out}
+        expected = {index for index, row in enumerate(rows) if row["file"] not in held_out}
+        assert {prompt.row for prompt in (*prompts.tuning, *prompts.spare)} == expected
+        assert prompts == load(path, tokenizer, 6, 6, seed=seed, num_spare=100, group_column="file")
+
+    def test_no_text_of_the_parts_comes_again(self, tmp_path: Path, tokenizer: Any) -> None:
+        path = prompts_file(tmp_path, [*"abcde", *"abcde", "", "abcde"])
+        prompts = load(path, tokenizer, 2, 2, num_spare=100)
+        assert len(prompts.spare) == 2
+        assert len(set(texts(prompts)) | {prompt.text for prompt in prompts.spare}) == 6
+
+    def test_those_that_do_not_fit_are_passed_over(self, tmp_path: Path, tokenizer: Any) -> None:
+        short = prompts_file(tmp_path, list("abcd"))
+        parts = load(short, tokenizer, 1, 1)
+        drawn = {prompt.row for prompt in (*parts.tuning, *parts.held_out)}
+        longer = ["x" * 600 if row == min(set(range(4)) - drawn) else letter for row, letter in enumerate("abcd")]
+        prompts = load(prompts_file(tmp_path, longer), tokenizer, 1, 1, num_spare=5)
+        assert prompts.fingerprint == parts.fingerprint
+        assert [len(prompt.text) for prompt in prompts.spare] == [1]
+
+
+class TestTokens:
+    def test_special_tokens_as_the_tokenizer_gives_them(self, tmp_path: Path, tokenizer: Any) -> None:
+        prompt = load(prompts_file(tmp_path), tokenizer).tuning[0]
+        assert list(prompt.token_ids) == tokenizer(prompt.text)["input_ids"]
+        assert prompt.token_ids[0] == BOS
+
+    def test_chat_template(self, tmp_path: Path, tokenizer: Any) -> None:
+        tokenizer.chat_template = CHAT_TEMPLATE
+        path = prompts_file(tmp_path)
+        prompt = load(path, tokenizer).tuning[0]
+        assert tokenizer.decode(prompt.token_ids) == f"[user] {prompt.text}[assistant]"
+        turn = [{"role": "user", "content": prompt.text}]
+        assert list(prompt.token_ids) == tokenizer.apply_chat_template(turn, add_generation_prompt=True)["input_ids"]
+        assert load(path, tokenizer, chat_template=False).tuning[0].token_ids[0] == BOS
+
+    def test_a_template_with_a_date_is_the_same_tomorrow(self, tokenizer: Any) -> None:
+        tokenizer.chat_template = "\n{{ strftime_now('%d %b %Y') }} " + CHAT_TEMPLATE
+        assert tokenizer.decode(encode_prompt("hi", tokenizer)) == "\n01 Jan 2025 [user] hi[assistant]"
+
+    def test_a_template_that_refuses_a_user_turn(self, tmp_path: Path, tokenizer: Any) -> None:
+        tokenizer.chat_template = "{{ raise_exception('system first') }}"
+        assert "system first; --no-chat-template" in refusal(prompts_file(tmp_path), tokenizer)
+
+    def test_too_long(self, tmp_path: Path, tokenizer: Any, caplog: pytest.LogCaptureFixture) -> None:
+        path = prompts_file(tmp_path, ["x" * 100, "y" * 100])
+        with caplog.at_level(logging.WARNING, logger="transformers"):
+            message = refusal(path, tokenizer, num_tuning=1, num_held_out=1, context_length=100)
+        assert (
+            "makes a prompt of 101 tokens, but at most 84 fit the model's context of 100 beside 16 new ones" in message
+        )
+        assert f"of the dataset {path}" in message
+        assert "row 1" in message or "row 0" in message
+        assert not caplog.records  # the tokenizer's own warning of a long sequence
+        assert len(texts(load(path, tokenizer, 1, 1, context_length=117))) == 2
+        assert len(texts(load(path, tokenizer, 1, 1, context_length=None))) == 2
+
+    @pytest.mark.parametrize("template", [None, CHAT_TEMPLATE])
+    def test_cut_from_the_left(self, template: str | None, tmp_path: Path, tokenizer: Any) -> None:
+        tokenizer.chat_template = template
+        long = "".join(f"é{number}" for number in range(100))
+        prompts = load(prompts_file(tmp_path, [long, "short"]), tokenizer, 1, 1, max_prompt_tokens=50)
+        by_length = sorted((*prompts.tuning, *prompts.held_out), key=lambda prompt: len(prompt.text))
+        assert by_length[0].text == "short"
+        assert 49 <= len(by_length[1].token_ids) <= 50  # the letter at the cut is two tokens
+        assert long.endswith(by_length[1].text)
+        assert list(by_length[1].token_ids) == encode_prompt(by_length[1].text, tokenizer)
+
+    def test_nothing_left_after_the_cut(self, tmp_path: Path, tokenizer: Any) -> None:
+        assert "leaves no room" in refusal(prompts_file(tmp_path), tokenizer, max_prompt_tokens=1)
+
+    def test_limits_that_contradict_the_context(self, tmp_path: Path, tokenizer: Any) -> None:
+        path = prompts_file(tmp_path)
+        assert "at most 496 fit" in refusal(path, tokenizer, max_prompt_tokens=497)
+        assert "must be less than 16" in refusal(path, tokenizer, context_length=16)
+        assert "at least 1" in refusal(path, tokenizer, max_prompt_tokens=0)
+
+
+class TestQuietness:
+    def test_nothing_is_printed_and_no_global_is_left_changed(
+        self, tmp_path: Path, tokenizer: Any, capfd: pytest.CaptureFixture[str]
+    ) -> None:
+        state = _global_state()
+        datasets.Dataset.from_dict({"prompt": WORDS}).with_format("numpy").save_to_disk(tmp_path / "saved")
+        capfd.readouterr()
+        load(prompts_file(tmp_path), tokenizer)
+        load(tmp_path / "saved", tokenizer)
+        (tmp_path / "broken.jsonl").write_text("{")
+        refusal(tmp_path / "broken.jsonl", tokenizer)
+        assert capfd.readouterr() == ("", "")
+        assert _global_state() == state
+
+    def test_bars_that_are_off_stay_off(self, tmp_path: Path) -> None:
+        datasets.disable_progress_bars()
+        try:
+            open_table(str(prompts_file(tmp_path)))
+            assert not datasets.is_progress_bar_enabled()
+        finally:
+            datasets.enable_progress_bars()
+
+    def test_datasets_is_imported_late(self) -> None:
+        code = "import sys, tuner.inputs.prompts; sys.exit('datasets' in sys.modules)"
+        assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def _global_state() -> tuple[Any, ...]:
+    return (
+        datasets.is_progress_bar_enabled(),
+        huggingface_hub.utils.are_progress_bars_disabled(),
+        [logging.getLogger(name).level for name in ("datasets", "huggingface_hub")],
+        list(warnings.filters),
+    )

@@ -1,0 +1,338 @@
+"""Measuring: paired, interleaved, compared token by token, and without a trace."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from decoding.decode import Request
+from decoding.decoder import Decoder
+from decoding.draft_length import (
+    AdaEdl,
+    BetaThompson,
+    CalibratedThompson,
+    CostAwareRule,
+    Fixed,
+    RoundCosts,
+    TopProbability,
+)
+from decoding.exit_heads import ExitHeads
+from decoding.losslessness import Comparison
+from decoding.profile import EarlyExit, LayerSkip, PlainDecoding
+from decoding.rounds import BatchGeneration
+from studies.contract import Candidate
+from studies.measurement import BatchTexts, Measurement
+from tests.support.heads import write_heads
+from tests.support.records import candidate
+from tests.support.tiny import tiny_target
+from tuner.errors import DatasetError
+from tuner.measuring.paired import Bench
+
+PROMPTS = [tuple((seed * 11 + place * 5) % 60 + 2 for place in range(6 + seed)) for seed in range(5)]
+CANDIDATES = [
+    candidate((1, 3), Fixed(max_tokens=3)),
+    candidate((2,), TopProbability(threshold=0.3)),
+    candidate((1, 2, 4), AdaEdl(initial_threshold=0.2)),
+    Candidate(draft=LayerSkip(skip_attention=(0, 2), skip_mlp=(3,)), draft_length=Fixed(max_tokens=2)),
+]
+
+
+def _bench(**options: Any) -> Bench:
+    return Bench(tiny_target(), PROMPTS, **{"max_new_tokens": 16, **options})
+
+
+def _facts(measured: Measurement) -> list[tuple[int, ...]]:
+    return [(s.prompt, s.draft_tokens, s.rounds, s.drafted, s.accepted, s.identical) for s in measured.samples]
+
+
+def test_every_candidate_writes_the_text_of_plain_decoding() -> None:
+    bench = _bench()
+    for wanted in CANDIDATES:
+        measured = bench.measure(wanted, range(5))
+        assert measured.num_identical == 5
+        assert all(
+            s.plain_tokens == s.draft_tokens == 15 for s in measured.samples
+        )  # the prefill's token is not decoded
+        assert all(s.plain_seconds > 0 and s.draft_seconds > 0 for s in measured.samples)
+
+
+def test_the_order_of_trials_does_not_matter() -> None:
+    forwards = _bench()
+    first = [_facts(forwards.measure(wanted, range(5))) for wanted in CANDIDATES]
+    backwards = _bench()
+    second = [_facts(backwards.measure(wanted, range(5))) for wanted in reversed(CANDIDATES)]
+    assert first == second[::-1]
+
+
+def test_a_trial_leaves_no_trace_on_the_model() -> None:
+    bench = _bench()
+    model = bench.target.model
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    modules = dict(model.named_modules())
+    for wanted in CANDIDATES:
+        bench.measure(wanted, range(2))
+    assert dict(model.named_modules()) == modules
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+def test_plain_decoding_and_the_candidate_take_turns_in_going_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = _bench()
+    order: list[tuple[int, bool]] = []
+    timed = Bench._timed
+
+    def spy(self: Bench, decoder: Decoder, place: int) -> Any:
+        order.append((place, decoder is self._plain))
+        return timed(self, decoder, place)
+
+    monkeypatch.setattr(Bench, "_timed", spy)
+    bench.measure(CANDIDATES[0], range(3))
+    assert order == [(0, True), (0, False), (1, False), (1, True), (2, True), (2, False)]
+
+
+def test_every_sample_is_shown_as_it_comes_and_may_stop_the_measurement() -> None:
+    seen = []
+
+    def stop(sample: Any) -> None:
+        seen.append(sample.prompt)
+        if len(seen) == 2:
+            raise RuntimeError("enough")
+
+    was_enabled = gc.isenabled()
+    with pytest.raises(RuntimeError, match="enough"):
+        _bench().measure(CANDIDATES[0], range(5), on_sample=stop)
+    assert seen == [0, 1]
+    assert gc.isenabled() == was_enabled
+
+
+def test_a_sampled_run_is_reproducible_and_checked_by_a_greedy_one() -> None:
+    first, second = (_bench(temperature=0.7).measure(CANDIDATES[1], range(3)) for _ in range(2))
+    assert _facts(first) == _facts(second)
+    assert first.num_identical == 3
+
+
+def test_plain_decoding_can_be_measured_against_itself() -> None:
+    measured = _bench().measure(Candidate(draft=PlainDecoding(), draft_length=Fixed()), range(4))
+    assert measured.acceptance_rate == 0.0
+    assert measured.tokens_per_round == 1.0
+
+
+def test_prompts_whose_text_ends_at_once_are_left_out() -> None:
+    texts = _bench().greedy_texts
+
+    def kept(token: int) -> list[int]:
+        return [place for place, text in enumerate(texts) if token not in text[:9]]  # the prefill's token and 8 decoded
+
+    ends_some = next(token for token in sorted({t for text in texts for t in text}) if 2 <= len(kept(token)) < 5)
+    bench = _bench(eos_token_ids=frozenset({ends_some}))
+    assert set(bench.prompts) <= {PROMPTS[place] for place in range(5)}
+    assert {PROMPTS[place] for place in kept(ends_some)} <= set(bench.prompts)
+    assert bench.num_too_short == 5 - len(bench.prompts) > 0
+    assert [PROMPTS[row] for row in bench.rows] == bench.prompts
+
+
+def test_prompts_that_all_end_at_once_are_refused() -> None:
+    with pytest.raises(DatasetError, match="5 of 5 prompts end within 8 tokens"):
+        _bench(eos_token_ids=frozenset(range(64)))
+
+
+@pytest.fixture
+def timed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Measured costs are made up; the longest drafts that they were asked for, in order."""
+    asked: list[int] = []
+
+    def costs(target: Any, drafter: Any, max_tokens: int, *, num_texts: int) -> RoundCosts:
+        asked.append(max_tokens)
+        return RoundCosts(draft_step=0.1 * len(asked), verify=(1.0,) * (max_tokens + 1))
+
+    monkeypatch.setattr("decoding.decoder.measure_round_costs", costs)
+    return asked
+
+
+def test_costs_of_a_draft_are_measured_once_for_all_rules_that_weigh_them(timed: list[int]) -> None:
+    bench = _bench(max_new_tokens=10)
+    for rule in (BetaThompson(max_tokens=6), CalibratedThompson(max_tokens=6), BetaThompson(max_tokens=3), Fixed()):
+        bench.measure(candidate((1, 3), rule), range(2))
+    assert timed == [6]
+    bench.measure(candidate((1, 3), BetaThompson(max_tokens=9)), range(2))
+    bench.measure(candidate((2,), BetaThompson(max_tokens=6)), range(2))
+    assert timed == [6, 9, 6], "for longer drafts, and for another draft"
+
+
+def test_the_same_prompts_in_another_order_know_nothing_of_costs(timed: list[int]) -> None:
+    bench = _bench(max_new_tokens=10)
+    bench.measure(candidate((1, 3), BetaThompson(max_tokens=6)), range(2))
+    other = bench.reordered([4, 0, 1, 3, 2])
+    assert other.prompts == [bench.prompts[place] for place in (4, 0, 1, 3, 2)]
+    assert other.rows == [4, 0, 1, 3, 2]
+    measured = other.measure(candidate((1, 3), BetaThompson(max_tokens=6)), range(5))
+    assert measured.num_identical == 5, "each text beside its prompt"
+    assert timed == [6, 6]
+    assert bench.rows == [0, 1, 2, 3, 4]
+
+
+def test_costs_that_a_rule_brings_along_are_its_own_alone(timed: list[int]) -> None:
+    bench = _bench(max_new_tokens=10)
+    foreign = RoundCosts(draft_step=7.0, verify=(1.0,) * 9)
+    bench.measure(candidate((1, 3), BetaThompson(costs=foreign)), range(2))
+    learnt = bench.learn(candidate((1, 3), BetaThompson()), range(2)).draft_length
+    assert isinstance(learnt, CostAwareRule)
+    assert learnt.known_costs().draft_step == pytest.approx(0.1)
+
+
+@pytest.mark.parametrize("rule", [BetaThompson(max_tokens=4), CalibratedThompson(max_tokens=4, persistent=True)])
+def test_rule_that_weighs_costs_is_taught(timed: list[int], rule: CostAwareRule) -> None:
+    taught = _bench().learn(candidate((1, 3), rule), range(3))
+    assert taught.draft == candidate((1, 3)).draft
+    learnt = taught.draft_length
+    assert isinstance(learnt, CostAwareRule)
+    assert learnt.costs == RoundCosts(draft_step=0.1, verify=(1.0,) * 5)
+    assert learnt.model_dump(exclude={"costs", "prior", "gain"}) == rule.model_dump(exclude={"costs", "prior", "gain"})
+    assert learnt.model_dump(include={"prior"}) != rule.model_dump(include={"prior"})
+
+
+def test_other_rules_are_not_taught(timed: list[int]) -> None:
+    bench = _bench()
+    for wanted in (*CANDIDATES, Candidate(draft=PlainDecoding(), draft_length=Fixed())):
+        assert bench.learn(wanted, range(3)) == wanted
+    assert timed == []
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_candidates_side_by_side_write_what_they_write_alone(temperature: float) -> None:
+    bench = _bench(temperature=temperature)
+    together = bench.side_by_side(CANDIDATES[:3], [3, 0, 4, 1])
+    alone = [bench.measure(wanted, [3, 0, 4, 1]) for wanted in CANDIDATES[:3]]
+    assert [_facts(measured) for measured in together] == [_facts(measured) for measured in alone]
+    assert all(measured.num_identical == 4 for measured in together)
+
+
+def test_side_by_side_plain_decoding_is_timed_once_a_prompt_and_everybody_goes_first_in_turn(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    bench = _bench(max_new_tokens=10)
+    order: list[tuple[int, Any]] = []
+    timed = Bench._timed
+
+    def spy(self: Bench, decoder: Decoder, place: int) -> Any:
+        order.append((place, "plain" if decoder is self._plain else decoder.rule.max_tokens))
+        return timed(self, decoder, place)
+
+    monkeypatch.setattr(Bench, "_timed", spy)
+    seen: list[int] = []
+    pair = [candidate((1,), Fixed(max_tokens=2)), candidate((1,), Fixed(max_tokens=3))]
+    first, second = bench.side_by_side(pair, range(3), on_sample=lambda sample: seen.append(sample.prompt))
+    assert order == [
+        *[(0, "plain"), (0, 2), (0, 3)],
+        *[(1, 2), (1, 3), (1, "plain")],
+        *[(2, 3), (2, "plain"), (2, 2)],
+    ]
+    assert seen == [0, 0, 1, 1, 2, 2]
+    assert [s.plain_seconds for s in first.samples] == [s.plain_seconds for s in second.samples]
+
+
+def test_heads_of_the_bench_are_drafted_with(tmp_path: Path) -> None:
+    target = tiny_target()
+    draft = write_heads(target, tmp_path, [5])[5]
+    bench = Bench(target, PROMPTS, max_new_tokens=16, heads=ExitHeads(target, tmp_path))
+    measured = bench.measure(Candidate(draft=draft, draft_length=Fixed(max_tokens=3)), range(5))
+    assert measured.acceptance_rate == 1.0, "the last block behind all others is the model itself"
+    without = Candidate(draft=EarlyExit(exit_layer=5), draft_length=Fixed(max_tokens=3))
+    assert bench.measure(without, range(5)).acceptance_rate < 1.0
+    assert measured.num_identical == 5
+
+
+# --- batches --------------------------------------------------------------------------------------------------------------
+
+
+def _facts_of_texts(bench: Bench, wanted: Candidate, places: Sequence[int]) -> list[tuple[int, int, int, int]]:
+    """Tokens, rounds, drafted and accepted, from a bench that decodes one by one, of each place's texts together."""
+    alone = _facts(bench.measure(wanted, [row for place in places for row in (2 * place, 2 * place + 1)]))
+    pairs = zip(alone[::2], alone[1::2], strict=True)
+    return [tuple(one + other for one, other in zip(first[1:5], second[1:5], strict=True)) for first, second in pairs]
+
+
+@pytest.mark.parametrize("wanted", CANDIDATES)
+def test_a_batch_is_its_prompts_together(wanted: Candidate) -> None:
+    bench = _bench(batch_size=2)
+    assert (list(bench.places), bench.num_left_over) == ([0, 1], 1)
+    assert bench.prompts == list(PROMPTS[:4])
+    measured = bench.measure(wanted, bench.places)
+    assert [facts[1:5] for facts in _facts(measured)] == _facts_of_texts(_bench(), wanted, bench.places)
+    assert (measured.num_prompts, measured.num_identical, measured.batch_size) == (4, 4, 2)
+    assert all(sample.identical and sample.plain_tokens == 30 for sample in measured.samples)
+
+
+def test_a_batch_is_decoded_in_step_plainly_too_and_timed_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = _bench(batch_size=2)
+    asked: list[tuple[bool, int]] = []
+    decode = Decoder.generate_batch
+
+    def watched(self: Decoder, requests: Sequence[Request]) -> BatchGeneration:
+        asked.append((self is bench._plain, len(requests)))
+        return dataclasses.replace(decode(self, requests), decode_seconds=2.0 if self is bench._plain else 1.0)
+
+    monkeypatch.setattr(Decoder, "generate_batch", watched)
+    monkeypatch.setattr(Decoder, "generate", lambda *_: pytest.fail("a text was decoded by itself"))
+    measured = bench.measure(CANDIDATES[0], bench.places)
+    warm_up = [(True, 2), (False, 2)]
+    assert asked == [*warm_up, (True, 2), (False, 2), (False, 2), (True, 2)]
+    assert measured.speedup == 2.0
+    assert measured.plain_tokens_per_second == 15.0
+
+
+def test_prompts_of_a_batch_stay_together_in_the_order_given() -> None:
+    bench = _bench(batch_size=2)
+    swapped = bench.reordered([2, 3, 0, 1])
+    first, second = _facts(bench.measure(CANDIDATES[0], [0, 1]))
+    assert [facts[1:] for facts in _facts(swapped.measure(CANDIDATES[0], [0, 1]))] == [second[1:], first[1:]]
+
+
+def test_one_wrong_text_of_a_batch_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = _bench(batch_size=2)
+    bench.greedy_texts[3] = (*bench.greedy_texts[3][:-1], 63)
+    right, wrong = bench.measure(CANDIDATES[0], bench.places).samples
+    assert right.identical
+    assert not wrong.identical
+    assert not wrong.tie
+    assert wrong.texts == BatchTexts(count=2, identical=1, ties=0)
+    monkeypatch.setattr("tuner.measuring.paired.compare", lambda *_: Comparison(identical=False, tie=True))
+    measured = bench.measure(CANDIDATES[0], bench.places)
+    assert (measured.is_lossless, measured.num_identical, measured.num_ties) == (True, 0, 4)
+
+
+def test_sampled_batches_are_compared_by_greedy_ones() -> None:
+    measured = _bench(batch_size=2, temperature=0.8).measure(CANDIDATES[0], [0, 1])
+    assert measured.num_identical == 4
+
+
+def test_costs_are_those_of_a_round_of_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+
+    def costs(target: Any, drafter: Any, max_tokens: int, *, num_texts: int) -> RoundCosts:
+        asked.append(num_texts)
+        return RoundCosts(draft_step=0.1, verify=(1.0,) * (max_tokens + 1))
+
+    monkeypatch.setattr("decoding.decoder.measure_round_costs", costs)
+    bench = _bench(batch_size=2)
+    taught = bench.learn(candidate((1, 3), BetaThompson(max_tokens=3)), [0, 1])
+    assert asked == [2]
+    assert isinstance(taught.draft_length, CostAwareRule)
+    assert taught.draft_length.costs == RoundCosts(draft_step=0.1, verify=(1.0,) * 4)
+    assert taught.draft_length != BetaThompson(max_tokens=3, costs=taught.draft_length.costs), "it has learnt"
+    assert bench.measure(taught, bench.places).num_identical == 4
+
+
+def test_too_few_prompts_for_two_batches_are_refused_in_one_line() -> None:
+    with pytest.raises(
+        DatasetError,
+        match=r"0 of 5 prompts end within 8 tokens .* and 6 longer ones make two batches of 3: give prompts",
+    ) as refused:
+        _bench(batch_size=3)
+    assert "\n" not in str(refused.value)

@@ -1,0 +1,152 @@
+"""A search for batches, from the command to a profile whose texts are those of plain decoding."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import mlflow
+import optuna
+import pytest
+import torch
+from click.testing import CliRunner
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from decoding.decoder import Decoder
+from decoding.deploy import load_decoder
+from decoding.profile import DraftProfile
+from decoding.target import Target
+from studies.contract import TrialRecord
+from studies.measurement import PromptSample
+from tests.tuner.conftest import SearchCommand
+from tuner.cli.main import main
+from tuner.measuring.paired import Bench
+from tuner.search.storage import RECORD
+
+STORAGE = "sqlite:///sdtune.db"
+SMALL = "studies: {joint: {num_surveyed: 30, max_tokens: 4, num_drafts: 2, num_lookups: 1, kinds: [skip_set, lookup]}}"
+
+
+@pytest.fixture
+def run_joint(run_search: SearchCommand, workplace: Path) -> SearchCommand:
+    """The default search, made small."""
+    config = workplace.parent / "small.yaml"
+    config.write_text(config.read_text().replace("study: [conf_layers, exit_layer, draft_length]\n", "") + SMALL + "\n")
+    return run_search
+
+
+@pytest.fixture
+def rigged(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plain decoding is reported three times as slow as it was, so that a draft wins on a model too small to gain from one."""
+    honest = Bench._sample
+
+    def sample(self: Bench, *args: Any, **kwargs: Any) -> PromptSample:
+        found = honest(self, *args, **kwargs)
+        ratio = 3 if found.drafted else 1
+        seconds = ratio * found.draft_seconds * found.plain_tokens / found.draft_tokens
+        return found.model_copy(update={"plain_seconds": seconds})
+
+    monkeypatch.setattr(Bench, "_sample", sample)
+
+
+def _records(study: str) -> list[TrialRecord]:
+    trials = optuna.load_study(study_name=f"tiny/{study}", storage=STORAGE).trials
+    finished = [trial.user_attrs[RECORD] for trial in trials if RECORD in trial.user_attrs]
+    return [TrialRecord.model_validate_json(record) for record in finished]
+
+
+@pytest.mark.usefixtures("rigged")
+def test_search_for_batches_yields_a_profile_that_writes_the_texts_of_plain_decoding(
+    run_joint: SearchCommand, workplace: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes: set[int] = set()
+    decode = Decoder.generate_batch
+    monkeypatch.setattr(
+        Decoder, "generate_batch", lambda self, requests: (sizes.add(len(requests)), decode(self, requests))[1]
+    )
+    result = run_joint(batch_size="2", held_out_prompts="7")
+    assert result.exit_code == 0, result.output
+    assert sizes == {2}
+    assert "Held-out prompts in batches of 2" in result.stdout
+    assert "6/6" in result.stdout
+    assert "7 prompts make 3 batches of 2: 1 left out" in " ".join(result.stderr.split())
+    assert "2 texts in step: a pass takes" in " ".join(result.stderr.split())
+
+    for record in _records("joint"):
+        assert record.measurement is not None
+        assert [sample.prompt for sample in record.measurement.samples] == [0, 1], "4 prompts a trial"
+        assert (record.measurement.num_prompts, record.measurement.num_identical) == (4, 4)
+        assert record.notes["predicted_speedup"] > 0
+
+    profile = DraftProfile.load("profile.yaml")
+    assert profile.measured is not None
+    assert profile.measured.batch_size == 2
+    assert (profile.measured.exact.prompts, profile.measured.exact.identical) == (6, 6)
+    assert profile.measured.dataset.held_out_prompts == 6
+    assert profile.measured.speedup.value == pytest.approx(3.0)
+    shown = CliRunner().invoke(main, ["show", "profile.yaml"])
+    assert "2 prompts a batch" in " ".join(shown.stdout.split())
+
+    runs = mlflow.MlflowClient(tracking_uri=f"sqlite:///{workplace.parent / 'mlflow.db'}")
+    experiment = runs.get_experiment_by_name("tiny")
+    (parent,) = [
+        run for run in runs.search_runs([experiment.experiment_id]) if "mlflow.parentRunId" not in run.data.tags
+    ]
+    assert parent.data.params["batch_size"] == "2"
+    assert parent.data.metrics["held_out_prompts"] == 6
+
+    model = AutoModelForCausalLM.from_pretrained(checkpoint)
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint, padding_side="left", pad_token="<unk>")
+    inputs = tokenizer(["w1 w2 w3", "w9 w4 w4 w7 w1"], return_tensors="pt", padding=True, return_token_type_ids=False)
+    how = {"max_new_tokens": 20, "do_sample": False, "pad_token_id": tokenizer.pad_token_id}
+    plain = model.generate(**inputs, **how)
+    assert torch.equal(plain, model.generate(**inputs, **how, custom_generate=load_decoder("profile.yaml")))
+
+
+def test_search_of_another_batch_size_is_not_mixed_in(run_search: SearchCommand, workplace: Path) -> None:
+    settings = {"study": "conf_layers", "trials": "1"}
+    assert run_search(**settings).exit_code == 0
+    before = _records("conf_layers")
+    refused = run_search(**settings, batch_size="2")
+    assert refused.exit_code == 2
+    assert "was a search with another batch size: choose another --experiment or --storage" in refused.stderr
+    assert _records("conf_layers") == before
+    other = {**settings, "experiment": "pairs", "batch_size": "2"}
+    assert run_search(**other).exit_code == 0
+    assert run_search(**{**other, "batch_size": None}).exit_code == 2
+    assert "1 finished trials found" in run_search(**other).stderr
+
+
+def test_all_studies_search_for_batches(run_search: SearchCommand, workplace: Path) -> None:
+    result = run_search(batch_size="2")
+    assert result.exit_code == 0, result.output
+    for study in ("conf_layers", "exit_layer", "draft_length"):
+        measured = [record.measurement for record in _records(study) if record.measurement is not None]
+        assert measured
+        assert all(each.batch_size == 2 and each.is_lossless for each in measured)
+
+
+def test_texts_that_take_turns_are_said_to(
+    run_search: SearchCommand, workplace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Target, "alone", "for the sake of the test")
+    result = run_search("--dry-run", batch_size="2")
+    assert result.exit_code == 0, result.output
+    said = " ".join(result.stderr.split())
+    assert "the 2 texts of a batch take turns, as no pass can be shared: for the sake of the test" in said
+    assert "take turns" not in run_search("--dry-run").stderr
+
+
+def test_dry_run_says_what_a_trial_decodes(run_search: SearchCommand, workplace: Path) -> None:
+    result = run_search("--dry-run", batch_size="3")
+    assert result.exit_code == 0, result.output
+    assert "8 for tuning (6 a trial), 6 held out, 12 tokens each, in batches of 3" in " ".join(result.stdout.split())
+
+
+@pytest.mark.parametrize("command", ["compare-searches", "check-predictions", "check-integrity"])
+def test_commands_that_decode_one_by_one_refuse_a_batch_size(command: str, workplace: Path) -> None:
+    (workplace / "c.yaml").write_text("model: m\ndataset: d\nbatch_size: 4\n")
+    result = CliRunner().invoke(main, [command, "--config", "c.yaml"])
+    assert result.exit_code == 2
+    assert "decodes prompts one by one, got 4" in result.stderr
+    assert "Traceback" not in result.output

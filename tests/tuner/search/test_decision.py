@@ -1,0 +1,102 @@
+"""What counts as a speed-up, and who is confirmed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from decoding.draft_length import AdaEdl, Fixed
+from decoding.profile import LayerSkip, PlainDecoding
+from studies.contract import Candidate
+from studies.measurement import Measurement
+from tests.support.records import candidate, measurement, record, sample
+from tuner.config import SearchConfig
+from tuner.progress import Unwatched
+from tuner.search.decision import claims_speedup, confirm, race_best
+
+FASTER = measurement([1.2, 1.3, 1.25, 1.22])
+CONFIG = SearchConfig(model="m", dataset="d", prompts_per_trial=2, finalists=2)
+
+
+class MadeUpBench:
+    """Speed-ups by first skipped block."""
+
+    def __init__(self, num_prompts: int) -> None:
+        self.places = range(num_prompts)
+        self.learnt: list[tuple[int, ...]] = []
+        self.measured: dict[int, tuple[int, ...]] = {}
+
+    def measure(self, wanted: Candidate, places: Sequence[int], on_sample: Any = lambda sample: None) -> Measurement:
+        assert isinstance(wanted.draft, LayerSkip)
+        block = wanted.draft.skip_attention[0]
+        self.measured[block] = (*self.measured.get(block, ()), *places)
+        return Measurement(samples=tuple(sample(1 + block / 10 + place / 1000, place) for place in places))
+
+    def learn(self, wanted: Candidate, places: Sequence[int]) -> Candidate:
+        self.learnt.append(tuple(places))
+        return wanted
+
+
+def test_an_interval_above_one_is_a_speedup() -> None:
+    assert claims_speedup(candidate(), FASTER, FASTER)
+
+
+@pytest.mark.parametrize("ratios", [[0.9, 1.3, 1.2, 0.95], [1.0, 1.0, 1.0], [0.8, 0.7]])
+def test_an_interval_that_reaches_one_is_none(ratios: list[float]) -> None:
+    assert not claims_speedup(candidate(), FASTER, measurement(ratios))
+
+
+def test_another_text_or_no_draft_is_no_speedup() -> None:
+    wrong = Measurement(samples=tuple(s.model_copy(update={"identical": False}) for s in FASTER.samples))
+    assert not claims_speedup(candidate(), FASTER, wrong)
+    assert not claims_speedup(candidate(), wrong, FASTER)
+    assert not claims_speedup(Candidate(draft=PlainDecoding(), draft_length=Fixed()), FASTER, FASTER)
+
+
+def test_the_best_of_all_and_the_best_of_each_study_race_on_prompts_that_no_trial_has_seen() -> None:
+    trials = [
+        record(1.5, blocks=(1,), number=0),
+        record(1.4, blocks=(2,), number=1),
+        record(1.3, blocks=(3,), number=2),
+        record(1.1, blocks=(4,), study="exit_layer"),
+    ]
+    bench = MadeUpBench(8)
+    finalists = race_best(trials, ["conf_layers", "exit_layer"], bench, CONFIG, Unwatched())
+    assert [finalist.trial.candidate.draft for finalist in finalists] == [
+        LayerSkip.blocks((4,)),
+        LayerSkip.blocks((2,)),
+        LayerSkip.blocks((1,)),
+    ]
+    assert set(bench.learnt) == {(0, 1)}
+    assert {min(places) for places in bench.measured.values()} == {2}
+    held_out = MadeUpBench(5)
+    confirmed = confirm(finalists, trials, held_out, Unwatched())
+    assert [(each.label, each.measurement.speedup > 1.15) for each in confirmed] == [
+        ("exit_layer", True),
+        ("conf_layers", True),
+    ]
+    assert held_out.measured == {4: tuple(range(5)), 2: tuple(range(5))}
+
+
+def test_trials_on_all_prompts_leave_all_to_the_race() -> None:
+    bench = MadeUpBench(2)
+    race_best([record(1.5, blocks=(1,))], ["conf_layers"], bench, CONFIG, Unwatched())
+    assert bench.measured == {1: (0, 1)}
+
+
+def test_no_complete_trial_gives_no_finalist() -> None:
+    assert race_best([record(None)], ["conf_layers"], MadeUpBench(4), CONFIG, Unwatched()) == []
+
+
+def test_a_published_rule_is_confirmed_beside_the_winner() -> None:
+    trials = [
+        record(1.5, blocks=(1,), number=0),
+        record(1.1, blocks=(2,), number=1, candidate=candidate((2,), AdaEdl())),
+    ]
+    bench = MadeUpBench(6)
+    config = CONFIG.model_copy(update={"finalists": 1})
+    finalists = race_best(trials, ["conf_layers"], bench, config, Unwatched())
+    labels = [each.label for each in confirm(finalists, trials, bench, Unwatched())]
+    assert labels == ["conf_layers", "best ada_edl"]

@@ -1,0 +1,60 @@
+"""The default search, `joint`, from the command to a profile; interrupted and resumed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import optuna
+import pytest
+
+from decoding.profile import DraftProfile, EarlyExit, LayerSkip, PlainDecoding, PromptLookup
+from studies.contract import TrialRecord
+from studies.prediction.proposals import Proposals
+from studies.searches.joint import Joint
+from tests.tuner.conftest import SearchCommand
+from tuner.search.storage import RECORD
+
+SMALL = "studies: {joint: {num_surveyed: 30, max_tokens: 4, num_drafts: 2, num_lookups: 1, kinds: [skip_set, lookup]}}"
+
+
+@pytest.fixture
+def run_joint(run_search: SearchCommand, workplace: Path) -> SearchCommand:
+    config = workplace.parent / "small.yaml"
+    text = config.read_text().replace("study: [conf_layers, exit_layer, draft_length]\n", "")
+    config.write_text(text.replace("trials: 3", "trials: 4") + SMALL + "\n")
+    return run_search
+
+
+def records(url: str) -> list[TrialRecord]:
+    study = optuna.load_study(study_name="tiny/joint", storage=url)
+    return [TrialRecord.model_validate_json(trial.user_attrs[RECORD]) for trial in study.trials]
+
+
+def test_default_search_tries_several_kinds_and_says_what_it_predicted(run_joint: SearchCommand) -> None:
+    result = run_joint()
+    assert result.exit_code == 0, result.output
+    assert "joint" in result.stdout
+    done = records("sqlite:///sdtune.db")
+    assert len(done) == 4
+    assert all({"predicted_speedup", "corrected_speedup"} <= record.notes.keys() for record in done)
+    assert all(record.measurement is not None and record.measurement.is_lossless for record in done)
+    profile = DraftProfile.load(Path("profile.yaml"))
+    assert isinstance(profile.draft, PlainDecoding | LayerSkip | EarlyExit | PromptLookup)
+    assert not isinstance(profile.draft, EarlyExit) or profile.draft.head is None, "heads were not asked for"
+
+
+def test_stopped_search_goes_on_with_the_pool_it_had(run_joint: SearchCommand, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert run_joint("--trials", "2").exit_code == 0
+    before = records("sqlite:///sdtune.db")
+
+    def again(*args: Any) -> Any:
+        raise AssertionError("all was rated, and the pool is kept")
+
+    monkeypatch.setattr(Joint, "_first_drafts", again)
+    monkeypatch.setattr(Proposals, "_wanted", again)
+    result = run_joint("--trials", "4")
+    assert result.exit_code == 0, result.output
+    after = records("sqlite:///sdtune.db")
+    assert [record.candidate for record in after[:2]] == [record.candidate for record in before]
+    assert len({record.candidate.key for record in after}) == 4

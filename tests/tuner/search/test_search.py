@@ -1,0 +1,328 @@
+"""A whole search on a tiny model, from the command to the profile that `generate` loads."""
+
+from __future__ import annotations
+
+import csv
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import mlflow
+import optuna
+import pytest
+import torch
+from click.testing import CliRunner
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from decoding.deploy import load_decoder
+from decoding.profile import DraftProfile
+from studies.contract import TrialRecord
+from studies.measurement import PromptSample
+from tests.support.paths import ROOT
+from tests.tuner.conftest import SearchCommand
+from tuner.cli.main import main
+from tuner.measuring.paired import Bench
+
+
+@pytest.fixture
+def rigged(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plain decoding is reported three times as slow as it was, so that a draft wins on a model too small to gain from one."""
+    honest = Bench._sample
+
+    def sample(self: Bench, *args: Any, **kwargs: Any) -> PromptSample:
+        found = honest(self, *args, **kwargs)
+        ratio = 3 if found.drafted else 1  # a candidate that drafts nothing is plain decoding
+        return found.model_copy(
+            update={"plain_seconds": ratio * found.draft_seconds * found.plain_tokens / found.draft_tokens}
+        )
+
+    monkeypatch.setattr(Bench, "_sample", sample)
+
+
+def _runs(workplace: Path) -> tuple[Any, list[Any]]:
+    """The parent run and the nested ones."""
+    client = mlflow.MlflowClient(tracking_uri=f"sqlite:///{workplace.parent / 'mlflow.db'}")
+    experiment = client.get_experiment_by_name("tiny")
+    runs = client.search_runs([experiment.experiment_id])
+    parents = [run for run in runs if "mlflow.parentRunId" not in run.data.tags]
+    assert len(parents) == 1
+    return parents[0], [run for run in runs if run.data.tags.get("mlflow.parentRunId") == parents[0].info.run_id]
+
+
+def _records(workplace: Path) -> list[TrialRecord]:
+    storage = f"sqlite:///{workplace / 'sdtune.db'}"
+    names = optuna.get_all_study_names(storage)
+    trials = [trial for name in names for trial in optuna.load_study(study_name=name, storage=storage).trials]
+    return [
+        TrialRecord.model_validate_json(trial.user_attrs["record"]) for trial in trials if "record" in trial.user_attrs
+    ]
+
+
+@pytest.mark.usefixtures("rigged")
+def test_from_the_command_to_a_profile_that_generate_loads(
+    run_search: SearchCommand, workplace: Path, checkpoint: Path
+) -> None:
+    result = run_search()
+    assert result.exit_code == 0, result.output
+    for word in (
+        "plain decoding",
+        "conf_layers",
+        "draft_length",
+        "3.00 [3.00, 3.00]",
+        "6/6",
+        "mlflow ui",
+    ):
+        assert word in result.stdout
+
+    profile = DraftProfile.load("profile.yaml")
+    assert profile.draft.kind in {"layer_skip", "early_exit"}
+    assert profile.measured is not None
+    assert profile.measured.speedup.value == pytest.approx(3.0)
+    assert profile.measured.exact.identical == profile.measured.exact.prompts == 6
+    assert profile.measured.dataset.held_out_prompts == 6
+
+    model = AutoModelForCausalLM.from_pretrained(checkpoint)
+    inputs = AutoTokenizer.from_pretrained(checkpoint)("w1 w2 w3", return_tensors="pt", return_token_type_ids=False)
+    plain = model.generate(**inputs, max_new_tokens=20, do_sample=False)
+    drafted = model.generate(**inputs, max_new_tokens=20, do_sample=False, custom_generate=load_decoder("profile.yaml"))
+    assert torch.equal(plain, drafted)
+
+    shown = CliRunner().invoke(main, ["show", "profile.yaml"])
+    assert shown.exit_code == 0
+    assert "3.00x, 95 % interval 3.00 to 3.00" in shown.stdout
+
+
+@pytest.mark.usefixtures("rigged")
+def test_everything_is_in_mlflow(run_search: SearchCommand, workplace: Path) -> None:
+    assert run_search().exit_code == 0
+    parent, nested = _runs(workplace)
+    assert parent.info.status == "FINISHED"
+    assert parent.data.metrics["held_out_speedup"] == pytest.approx(3.0)
+    assert parent.data.metrics["search_seconds"] > 0
+    assert {"model", "dataset", "device_name", "git_revision", "version.torch", "seed"} <= set(parent.data.params)
+    assert parent.inputs.dataset_inputs[0].dataset.name.endswith("prompts.jsonl")
+    assert len(nested) == len(_records(workplace))
+    for run in nested:
+        of_kind = {"layer_skip": {"skip_attention"}, "early_exit": {"exit_layer", "exit_head"}, "none": set()}
+        assert {"study", "kind", "rule"} | of_kind[run.data.params["kind"]] <= set(run.data.params)
+        assert run.data.tags["state"] in {"COMPLETE", "PRUNED", "FAIL"}
+        assert {"speedup", "tokens_per_second", "acceptance_rate", "tokens_per_round", "exact"} <= set(run.data.metrics)
+    folder = Path(parent.info.artifact_uri.removeprefix("file://"))
+    assert {path.name for path in folder.iterdir()} == {
+        "profile.yaml",
+        "trials.csv",
+        "skipped_layers.png",
+        "speedup.png",
+    }
+    rows = list(csv.DictReader((folder / "trials.csv").read_text().splitlines()))
+    assert len(rows) == len(nested)
+    assert sorted(path.name for path in workplace.iterdir()) == ["profile.yaml", "sdtune.db"]
+
+
+def test_when_nothing_wins_the_profile_says_plain_decoding(
+    run_search: SearchCommand, workplace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    honest = Bench._sample
+
+    def slow(self: Bench, *args: Any, **kwargs: Any) -> PromptSample:
+        return honest(self, *args, **kwargs).model_copy(update={"draft_seconds": 100.0})
+
+    monkeypatch.setattr(Bench, "_sample", slow)
+    result = run_search()
+    assert result.exit_code == 0, result.output
+    assert "Nothing beats plain decoding" in result.stdout
+    profile = DraftProfile.load("profile.yaml")
+    assert profile.draft.kind == "none"
+    assert profile.measured is None
+
+
+def test_the_same_command_again_spends_only_what_is_left(run_search: SearchCommand, workplace: Path) -> None:
+    assert run_search(trials="2", study="conf_layers").exit_code == 0
+    first = _records(workplace)
+    again = run_search(trials="3", study="conf_layers")
+    assert "2 finished trials found" in again.stderr
+    records = _records(workplace)
+    assert len(records) == 3
+    assert records[:2] == first
+    assert len(_runs(workplace)[1]) == 3
+
+
+def test_ctrl_c_keeps_what_was_found(
+    run_search: SearchCommand, workplace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    honest = Bench.measure
+    calls = iter(range(100))
+
+    def interrupted(self: Bench, *args: Any, **kwargs: Any) -> Any:
+        if next(calls) == 2:
+            raise KeyboardInterrupt
+        return honest(self, *args, **kwargs)
+
+    monkeypatch.setattr(Bench, "measure", interrupted)
+    result = run_search()
+    assert result.exit_code == 130
+    assert "best so far" in result.stderr
+    assert "Traceback" not in result.output
+    assert len(_records(workplace)) == 2
+    assert _runs(workplace)[0].info.status == "KILLED"
+    assert not Path("profile.yaml").exists()
+
+
+@pytest.mark.usefixtures("rigged")
+def test_ctrl_c_never_overwrites_a_confirmed_profile(
+    run_search: SearchCommand, workplace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert run_search(study="conf_layers", trials="1").exit_code == 0
+    confirmed = Path("profile.yaml").read_text()
+
+    def interrupted(*args: Any, **kwargs: Any) -> Any:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Bench, "measure", interrupted)
+    assert run_search().exit_code == 130
+    assert Path("profile.yaml").read_text() == confirmed
+    unconfirmed = DraftProfile.load("profile.unconfirmed.yaml")
+    assert unconfirmed.measured is None
+
+
+def test_a_draft_that_changes_the_text_is_never_chosen(
+    run_search: SearchCommand, workplace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from decoding.acceptance import Greedy
+
+    def accept_everything(self: Greedy, drafted: Any, probabilities: Any, scores: Any) -> tuple[int, int]:
+        return drafted.shape[0], int(scores[-1].argmax())
+
+    monkeypatch.setattr("decoding.probe.compare", lambda *args: type("Same", (), {"is_lossless": True}))
+    monkeypatch.setattr(Greedy, "accept", accept_everything)
+    result = run_search(study="conf_layers")
+    assert result.exit_code == 2
+    assert "no candidate could be measured" in result.stderr
+    assert "not that of plain decoding" in result.stderr
+    assert all(record.state == "FAIL" for record in _records(workplace))
+    assert not Path("profile.yaml").exists()
+
+
+def test_a_dry_run_writes_nothing(
+    run_search: SearchCommand, workplace: Path, checkpoint: Path, prompts_file: Path
+) -> None:
+    sizes = ["--max-new-tokens", "8", "--tuning-prompts", "8", "--held-out-prompts", "8"]
+    arguments = ["search", "--model", str(checkpoint), "--dataset", str(prompts_file), "--dry-run", *sizes]
+    result = CliRunner().invoke(main, arguments)
+    assert result.exit_code == 0, result.output
+    assert "nothing was written" in result.stdout
+    assert "joint" in result.stdout
+    assert list(workplace.iterdir()) == []
+
+
+@pytest.mark.usefixtures("rigged", "uncompiled")
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ({"runner": "static"}, ("static", None)),
+        ({"exact": "bitwise", "exact_width": "4"}, ("static", 4)),
+    ],
+)
+def test_runner_of_the_search_is_that_of_the_profile(
+    run_search: SearchCommand,
+    workplace: Path,
+    checkpoint: Path,
+    flags: dict[str, str],
+    expected: tuple[str, int | None],
+) -> None:
+    result = run_search(**flags)
+    assert result.exit_code == 0, result.output
+    profile = DraftProfile.load(workplace / "profile.yaml")
+    assert (profile.decoding.runner, profile.decoding.exact_width) == expected
+    assert profile.measured is not None
+    assert profile.measured.exact.identical == profile.measured.exact.prompts
+    model = AutoModelForCausalLM.from_pretrained(checkpoint)
+    target = load_decoder(workplace / "profile.yaml").decoder_for(model).target
+    assert (target.runner.name, target.runner.exact_width) == expected
+    shown = CliRunner().invoke(main, ["show", str(workplace / "profile.yaml")]).output
+    assert "runner static" in shown
+    assert ("bit-exact on 4 positions" in shown) is (expected[1] == 4)
+
+
+def test_bit_exact_mode_by_the_runner_that_has_none_is_refused(run_search: SearchCommand) -> None:
+    result = run_search(exact="bitwise", runner="eager")
+    assert result.exit_code == 2
+    assert "exact: bitwise is a mode of the static runner" in result.stderr
+
+
+def test_sampling_is_tuned_too(run_search: SearchCommand) -> None:
+    result = run_search(temperature="0.8", study="conf_layers", trials="2")
+    assert result.exit_code == 0, result.output
+    assert DraftProfile.load("profile.yaml").decoding.temperature == pytest.approx(0.8)
+
+
+def test_kill_9_in_the_middle_loses_no_finished_trial(
+    run_search: SearchCommand, workplace: Path, checkpoint: Path, prompts_file: Path
+) -> None:
+    assert run_search(study="conf_layers", trials="1").exit_code == 0  # makes the configuration and the storage
+    arguments = [
+        "--model",
+        str(checkpoint),
+        "--dataset",
+        str(prompts_file),
+        "--config",
+        str(workplace.parent / "small.yaml"),
+    ]
+    arguments += [
+        "--tracking-uri",
+        f"sqlite:///{workplace.parent / 'mlflow.db'}",
+        "--trials",
+        "500",
+        "--study",
+        "conf_layers",
+    ]
+    slow = f"{arguments!r}"
+    script = (
+        "import sys, time; from tuner.measuring.paired import Bench; honest = Bench._sample\n"
+        "def sample(self, *a, **k):\n    time.sleep(0.05); return honest(self, *a, **k)\n"
+        f"Bench._sample = sample\nfrom tuner.cli.main import main; main(['search', *{slow}])"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(
+        [sys.executable, "-c", script], env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+    try:
+        _wait_until(lambda: len(_records(workplace)) >= 3, process)
+    finally:
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    killed = _records(workplace)
+    result = run_search(study="conf_layers", trials=str(len(killed) + 1))
+    assert result.exit_code == 0, result.output
+    assert _records(workplace)[: len(killed)] == killed
+    assert len(_runs(workplace)[1]) == len(_records(workplace))
+
+
+def _wait_until(condition: Callable[[], bool], process: subprocess.Popen[bytes], most_seconds: float = 120.0) -> None:
+    end = time.monotonic() + most_seconds
+    while not condition():
+        assert process.poll() is None, "the search ended by itself"
+        assert time.monotonic() < end, "the search finished no trial"
+        time.sleep(0.05)
+
+
+def test_generate_streams_and_compares(run_search: SearchCommand, workplace: Path, checkpoint: Path) -> None:
+    assert run_search(study="conf_layers", trials="1").exit_code == 0
+    arguments = ["generate", "--profile", "profile.yaml", "--prompt", "w3 w4", "--max-new-tokens", "10", "--compare"]
+    result = CliRunner().invoke(main, arguments)
+    assert result.exit_code == 0, result.output
+    assert len(result.stdout.split()) == 10
+    assert "tokens   identical (10)" in result.stderr
+    assert result.stderr.count("tokens/s") == 2
+
+
+def test_a_search_for_a_length_without_a_draft_says_what_to_do(run_search: SearchCommand) -> None:
+    result = run_search(study="draft_length")
+    assert result.exit_code == 2
+    assert "no candidate could be measured in 0 trials; draft_length: there is no draft" in result.stderr
+    assert "run conf_layers before it" in result.stderr

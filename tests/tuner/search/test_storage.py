@@ -1,0 +1,210 @@
+"""Finished trials on disk, resumed only by the same search."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import optuna
+import pytest
+
+from studies.contract import Candidate, Study, TrialRecord, TrialState
+from studies.searches.draft_length import DraftLength, DraftLengthSettings
+from tests.support.records import candidate, record
+from tuner.errors import StorageError
+from tuner.search.storage import StudyStore, sqlite_url
+
+IDENTITY = {"model": "a", "data": "b"}
+
+
+class OneCandidate(Study):
+    """Always proposes the same; its space is what the test says."""
+
+    name = "one_candidate"
+
+    def __init__(self, space: dict[str, Any] | None = None) -> None:
+        self._space = space or {}
+
+    @classmethod
+    def create(cls, problem: Any, settings: Any) -> OneCandidate:
+        return cls()
+
+    def propose(self, trial: optuna.Trial) -> tuple[Candidate, dict[str, Any]]:
+        return candidate(), {}
+
+    def observe(self, record: TrialRecord) -> None:
+        pass
+
+    def finished(self) -> str | None:
+        return None
+
+    def space(self) -> dict[str, Any]:
+        return self._space
+
+
+def _store(tmp_path: Path) -> StudyStore:
+    return StudyStore(sqlite_url(tmp_path / "trials.db"), "experiment")
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        record(1.25, number=0, notes={"lambda": -0.05}),
+        record(None, number=0),
+        record(0.9, number=0, state=TrialState.PRUNED),
+    ],
+)
+def test_a_finished_trial_is_read_back_by_a_new_process(tmp_path: Path, made: TrialRecord) -> None:
+    stored = _store(tmp_path).open(OneCandidate(), IDENTITY)
+    stored.finish(stored.ask(), made)
+    assert _store(tmp_path).open(OneCandidate(), IDENTITY).records() == [made]
+
+
+def test_optuna_knows_state_and_value(tmp_path: Path) -> None:
+    stored = _store(tmp_path).open(OneCandidate(), IDENTITY)
+    stored.finish(stored.ask(), record(1.25))
+    stored.finish(stored.ask(), record(None))
+    trials = optuna.load_study(study_name="experiment/one_candidate", storage=sqlite_url(tmp_path / "trials.db")).trials
+    assert [trial.state.name for trial in trials] == ["COMPLETE", "FAIL"]
+    assert trials[0].value == pytest.approx(1.25)
+
+
+def test_a_trial_that_was_running_when_the_process_died_is_no_record(tmp_path: Path) -> None:
+    _store(tmp_path).open(OneCandidate(), IDENTITY).ask()
+    stored = _store(tmp_path).open(OneCandidate(), IDENTITY)
+    assert stored.records() == []
+    states = [
+        trial.state.name
+        for trial in optuna.load_study(study_name="experiment/one_candidate", storage=stored.url).trials
+    ]
+    assert states == ["FAIL"]
+
+
+@pytest.mark.parametrize(
+    ("identity", "space", "differing"),
+    [
+        ({**IDENTITY, "model": "other"}, {}, "another model"),
+        ({**IDENTITY, "data": "other"}, {}, "another data"),
+        (IDENTITY, {"rules": ["fixed"]}, "another space"),
+    ],
+)
+def test_another_search_under_the_same_name_is_refused_by_what_differs(
+    tmp_path: Path, identity: dict[str, str], space: dict[str, Any], differing: str
+) -> None:
+    _store(tmp_path).open(OneCandidate(), IDENTITY)
+    with pytest.raises(StorageError, match=differing) as refused:
+        _store(tmp_path).open(OneCandidate(space), identity)
+    assert "\n" not in str(refused.value)
+
+
+def test_two_experiments_share_a_storage(tmp_path: Path) -> None:
+    _store(tmp_path).open(OneCandidate(), IDENTITY)
+    other = StudyStore(sqlite_url(tmp_path / "trials.db"), "other").open(OneCandidate(), {"model": "c"})
+    assert other.records() == []
+
+
+def test_a_damaged_file_is_one_line(tmp_path: Path) -> None:
+    path = tmp_path / "trials.db"
+    path.write_bytes(b"this is not a database, and long enough to be sure of it " * 50)
+    before = path.read_bytes()
+    with pytest.raises(StorageError, match="not a database") as refused:
+        StudyStore(sqlite_url(path), "experiment").open(OneCandidate(), IDENTITY)
+    assert "\n" not in str(refused.value)
+    assert path.read_bytes() == before
+
+
+@pytest.mark.parametrize("url", ["nonsense", "sqlite:////dev/null/trials.db", "mystery://x"])
+def test_an_unusable_url_is_one_line(url: str) -> None:
+    with pytest.raises(StorageError) as refused:
+        StudyStore(url, "experiment")
+    assert "\n" not in str(refused.value)
+
+
+def test_a_new_study_begins_with_its_starts(tmp_path: Path) -> None:
+    settings = DraftLengthSettings(draft=candidate().draft)
+    study = DraftLength.__new__(DraftLength)
+    study._settings, study._drafts, study._problem = settings, [candidate().draft], type("P", (), {"seed": 0})()
+    study._incumbent = []
+    stored = _store(tmp_path).open(study, IDENTITY)
+    assert [study.propose(stored.ask())[0].draft_length.rule for _ in settings.rules] == list(settings.rules)
+
+
+def test_notes_beside_the_trials_are_kept(tmp_path: Path) -> None:
+    store = _store(tmp_path)
+    assert store.noted("run") is None
+    store.open(OneCandidate(), IDENTITY).note("run", "abc")
+    assert _store(tmp_path).noted("run") == "abc"
+
+
+def test_a_study_is_found_to_read_whatever_it_was_a_search_over(tmp_path: Path) -> None:
+    assert _store(tmp_path).find("one_candidate") is None
+    stored = _store(tmp_path).open(OneCandidate(), IDENTITY)
+    stored.finish(stored.ask(), made := record(1.25))
+    found = _store(tmp_path).find("one_candidate")
+    assert found is not None
+    assert found.records() == [made]
+    assert _store(tmp_path).find("one") is None
+
+
+class Keeping(OneCandidate):
+    """Keeps something of its making, and begins with two starts."""
+
+    def __init__(self, kept: Any = None, first: int = 0) -> None:
+        super().__init__()
+        self._kept = kept
+        self._first = first
+
+    def keep(self) -> Any:
+        return self._kept
+
+    def starts(self) -> list[dict[str, Any]]:
+        return [{"place": self._first}, {"place": self._first + 1}]
+
+    def propose(self, trial: optuna.Trial) -> tuple[Candidate, dict[str, Any]]:
+        return candidate((trial.suggest_int("place", 0, 99),)), {}
+
+
+def test_what_a_study_keeps_when_it_is_made_is_what_later_ones_get(tmp_path: Path) -> None:
+    store = _store(tmp_path)
+    assert store.kept("one_candidate") is None
+    store.open(Keeping([{"exit": 3, "speedup": 1.25}]), IDENTITY, preparation_seconds=5.0)
+    store.open(Keeping("something else"), IDENTITY, preparation_seconds=7.0)
+    again = _store(tmp_path)
+    assert again.kept("one_candidate") == [{"exit": 3, "speedup": 1.25}]
+    assert again.kept("another") is None
+    assert StudyStore(sqlite_url(tmp_path / "trials.db"), "other").kept("one_candidate") is None
+    assert again.spent_seconds() == 5.0, "what the study took when it was made"
+
+
+def test_time_spent_is_that_of_trials_and_of_preparing_the_studies_asked_for(tmp_path: Path) -> None:
+    store = _store(tmp_path)
+    stored = store.open(Keeping(), IDENTITY, preparation_seconds=5.0)
+    stored.finish(stored.ask(), record(1.25, seconds=2.0))
+    stored.finish(stored.ask(), record(None, seconds=0.5))
+    assert store.spent_seconds() == store.spent_seconds(["one_candidate"]) == 7.5
+    assert store.spent_seconds(["conf_layers"]) == 0.0
+
+
+@pytest.mark.parametrize("killed_at", ["enqueue_trial", "set_user_attr"])
+def test_study_whose_making_was_cut_short_is_made_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, killed_at: str
+) -> None:
+    honest = getattr(optuna.Study, killed_at)
+    calls = iter(range(9))
+
+    def killed(*args: Any, **kwargs: Any) -> Any:
+        if next(calls) == 1:
+            raise KeyboardInterrupt
+        return honest(*args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(optuna.Study, killed_at, killed)
+        with pytest.raises(KeyboardInterrupt):
+            _store(tmp_path).open(Keeping("lost", first=50), IDENTITY)
+    assert _store(tmp_path).kept("one_candidate") is None
+    study = Keeping("made anew")
+    stored = _store(tmp_path).open(study, IDENTITY)
+    assert _store(tmp_path).kept("one_candidate") == "made anew"
+    assert [study.propose(stored.ask())[0] for _ in range(2)] == [candidate((0,)), candidate((1,))]
+    trials = optuna.load_study(study_name="experiment/one_candidate", storage=stored.url).trials
+    assert len(trials) == 2, "no start of the lost one is left"

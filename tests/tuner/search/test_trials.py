@@ -1,0 +1,254 @@
+"""One study run: records, repeats, pruning, failures, budget, resume."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import optuna
+import pytest
+import torch
+
+from studies.contract import Candidate, Study, TrialRecord, TrialState
+from studies.measurement import BatchTexts, Measurement, PromptSample
+from tests.support.records import candidate, sample
+from tuner.search.storage import StudyStore, sqlite_url
+from tuner.search.trials import NUM_WARM_UP, Budget, run_study
+
+PLACES = range(6)
+
+
+class Scripted(Study):
+    """Proposes the given skip sets in order."""
+
+    name = "scripted"
+
+    def __init__(self, sets: Sequence[Sequence[int]]) -> None:
+        self._sets = list(sets)
+        self.observed: list[TrialRecord] = []
+
+    @classmethod
+    def create(cls, problem: Any, settings: Any) -> Scripted:
+        raise AssertionError("made by the test")
+
+    def propose(self, trial: optuna.Trial) -> tuple[Candidate, dict[str, Any]]:
+        return candidate(self._sets[len(self.observed)]), {"place": len(self.observed)}
+
+    def observe(self, record: TrialRecord) -> None:
+        self.observed.append(record)
+
+    def finished(self) -> str | None:
+        return "all proposed" if len(self.observed) == len(self._sets) else None
+
+
+class FakeBench:
+    """Answers with made-up samples instead of decoding; counts what it was asked."""
+
+    def __init__(self, answer: Callable[[Candidate, int], PromptSample]) -> None:
+        self._answer = answer
+        self.measured: list[tuple[int, ...]] = []
+        self.lessons: list[tuple[int, ...]] = []
+
+    def learn(self, wanted: Candidate, places: Sequence[int]) -> Candidate:
+        self.lessons.append(tuple(places))
+        return wanted.with_rule(wanted.draft_length.model_copy(update={"persistent": True}))
+
+    def measure(
+        self, wanted: Candidate, places: Sequence[int], on_sample: Callable[[PromptSample], None]
+    ) -> Measurement:
+        self.measured.append(wanted.draft.skip_attention)
+        samples = []
+        for place in places:
+            samples.append(self._answer(wanted, place))
+            on_sample(samples[-1])
+        return Measurement(samples=tuple(samples))
+
+
+def _run(
+    tmp_path: Path, sets: Sequence[Sequence[int]], bench: FakeBench, budget: Budget | None = None
+) -> tuple[list[TrialRecord], str, Scripted]:
+    study = Scripted(sets)
+    stored = StudyStore(sqlite_url(tmp_path / "trials.db"), "e").open(study, {})
+    records, ended = run_study(study, stored, bench, PLACES, budget or Budget(None, None), lambda record: None)  # type: ignore[arg-type]
+    return records, ended, study
+
+
+def _by_first_block(wanted: Candidate, place: int) -> PromptSample:
+    return sample(1.0 + wanted.draft.skip_attention[0] / 10 + place / 1000, place)
+
+
+def test_a_rule_is_taught_before_its_trial_which_is_recorded_as_proposed(tmp_path: Path) -> None:
+    measured: list[bool] = []
+
+    def answer(wanted: Candidate, place: int) -> PromptSample:
+        measured.append(wanted.draft_length.persistent)
+        return sample(1.2, place)
+
+    bench = FakeBench(answer)
+    records, _, _ = _run(tmp_path, [[3]], bench)
+    assert bench.lessons == [tuple(PLACES[:NUM_WARM_UP])]
+    assert all(measured), "what was taught is what is measured"
+    assert not records[0].candidate.draft_length.persistent
+
+
+def test_every_trial_is_measured_recorded_and_told(tmp_path: Path) -> None:
+    records, ended, study = _run(tmp_path, [[3], [4]], FakeBench(_by_first_block))
+    assert ended == "all proposed"
+    assert [record.state for record in records] == [TrialState.COMPLETE] * 2
+    assert [len(record.measurement.samples) for record in records if record.measurement] == [6, 6]
+    assert study.observed == records
+    assert [record.notes for record in records] == [{"place": 0}, {"place": 1}]
+
+
+def test_a_set_met_before_is_not_measured_again(tmp_path: Path) -> None:
+    bench = FakeBench(_by_first_block)
+    records, _, _ = _run(tmp_path, [[3], [4], [3]], bench)
+    assert bench.measured == [(3,), (4,)]
+    assert records[2].repeat_of == 0
+    assert records[2].speedup == records[0].speedup
+
+
+def test_a_candidate_that_is_slower_prompt_by_prompt_is_pruned(tmp_path: Path) -> None:
+    records, _, _ = _run(tmp_path, [[9], [1]], FakeBench(_by_first_block))
+    assert records[1].state is TrialState.PRUNED
+    assert records[1].measurement is not None
+    assert len(records[1].measurement.samples) < 6
+    assert records[1].speedup is None
+
+
+def test_another_text_than_plain_decoding_fails_the_trial_whatever_its_speed(tmp_path: Path) -> None:
+    bench = FakeBench(lambda wanted, place: sample(9.0, place, identical=place != 2))
+    (record,), _, _ = _run(tmp_path, [[3]], bench)
+    assert record.state is TrialState.FAIL
+    assert record.reason == "the text of tuning prompt 2 is not that of plain decoding"
+
+
+def test_another_text_in_a_batch_fails_the_trial(tmp_path: Path) -> None:
+    batch = BatchTexts(count=4, identical=1, ties=1)
+    bench = FakeBench(lambda wanted, place: sample(9.0, place, identical=False, batch=batch))
+    (record,), _, _ = _run(tmp_path, [[3]], bench)
+    assert record.state is TrialState.FAIL
+    assert record.reason == "2 of 4 texts of tuning batch 0 are not those of plain decoding"
+
+
+def test_a_numerical_tie_does_not_fail_the_trial(tmp_path: Path) -> None:
+    bench = FakeBench(lambda wanted, place: sample(2.0, place, identical=place != 2, tie=place == 2))
+    (record,), _, _ = _run(tmp_path, [[3]], bench)
+    assert record.state is TrialState.COMPLETE
+
+
+@pytest.mark.parametrize(
+    ("failure", "reason"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory.\nTried to"), "OutOfMemoryError: CUDA out of memory."),
+        (ValueError(""), "ValueError: no message"),
+    ],
+)
+def test_a_trial_that_raises_is_recorded_with_its_reason_and_the_search_goes_on(
+    tmp_path: Path, failure: Exception, reason: str
+) -> None:
+    def answer(wanted: Candidate, place: int) -> PromptSample:
+        if wanted.draft.skip_attention == (4,):
+            raise failure
+        return _by_first_block(wanted, place)
+
+    records, _, _ = _run(tmp_path, [[3], [4], [5]], FakeBench(answer))
+    assert [record.state for record in records] == [TrialState.COMPLETE, TrialState.FAIL, TrialState.COMPLETE]
+    assert records[1].reason == reason
+
+
+def test_a_failed_set_may_be_tried_again(tmp_path: Path) -> None:
+    answers = iter([ValueError("once")])
+
+    def answer(wanted: Candidate, place: int) -> PromptSample:
+        for failure in answers:
+            raise failure
+        return _by_first_block(wanted, place)
+
+    records, _, _ = _run(tmp_path, [[3], [3]], FakeBench(answer))
+    assert [record.state for record in records] == [TrialState.FAIL, TrialState.COMPLETE]
+
+
+def test_stopping_the_search_is_no_failed_trial(tmp_path: Path) -> None:
+    def answer(wanted: Candidate, place: int) -> PromptSample:
+        if wanted.draft.skip_attention == (4,):
+            raise KeyboardInterrupt
+        return _by_first_block(wanted, place)
+
+    with pytest.raises(KeyboardInterrupt):
+        _run(tmp_path, [[3], [4]], FakeBench(answer))
+    records, _, _ = _run(tmp_path, [[3], [4]], FakeBench(_by_first_block))
+    assert [record.number for record in records] == [0, 2]
+    assert [record.state for record in records] == [TrialState.COMPLETE] * 2
+
+
+def test_a_resumed_study_measures_only_what_is_left(tmp_path: Path) -> None:
+    first, _, _ = _run(tmp_path, [[3], [4]], FakeBench(_by_first_block))
+    bench = FakeBench(_by_first_block)
+    records, _, study = _run(tmp_path, [[3], [4], [5]], bench)
+    assert bench.measured == [(5,)]
+    assert records[:2] == first
+    assert study.observed == records
+
+
+def test_the_trial_budget_counts_stored_trials(tmp_path: Path) -> None:
+    _run(tmp_path, [[3], [4], [5]], FakeBench(_by_first_block), Budget(2, None))
+    bench = FakeBench(_by_first_block)
+    records, ended, _ = _run(tmp_path, [[3], [4], [5]], bench, Budget(2, None))
+    assert bench.measured == []
+    assert len(records) == 2
+    assert ended == "all 2 trials are spent"
+
+
+def test_no_trial_begins_when_the_seconds_are_spent(tmp_path: Path) -> None:
+    bench = FakeBench(_by_first_block)
+    records, ended, _ = _run(tmp_path, [[3]], bench, Budget(None, 10.0, spent_seconds=10.0))
+    assert records == []
+    assert ended == "its share of the search time is spent"
+
+
+class Clock:
+    """Stands in for the module `time`; work moves it on."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+
+def test_seconds_of_a_trial_are_those_of_thinking_and_of_measuring(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = Clock()
+
+    class Thinking(Scripted):
+        def propose(self, trial: optuna.Trial) -> tuple[Candidate, dict[str, Any]]:
+            clock.now += 2.0
+            return super().propose(trial)
+
+        def observe(self, record: TrialRecord) -> None:
+            clock.now += 0.5
+            super().observe(record)
+
+        def finished(self) -> str | None:
+            clock.now += 0.25
+            return super().finished()
+
+    def answer(wanted: Candidate, place: int) -> PromptSample:
+        clock.now += 10.0
+        return sample(1.2, place)
+
+    def show(record: TrialRecord) -> None:
+        clock.now += 1000.0
+
+    monkeypatch.setattr("tuner.search.trials.time", clock)
+    stored = StudyStore(sqlite_url(tmp_path / "trials.db"), "e").open(study := Thinking([[3], [4], [3]]), {})
+    budget = Budget(None, None)
+    records, _ = run_study(study, stored, FakeBench(answer), PLACES, budget, show)  # type: ignore[arg-type]
+    # Learning from a trial comes behind it: its half second is in the next, as is seeing whether to go on. What was met before is
+    # not measured again.
+    assert [record.seconds for record in records] == [62.25, 62.75, 2.75]
+    assert budget.spent_seconds == 127.75
+    assert stored.records() == records

@@ -1,0 +1,1 @@
+"""`sdtune bench`: a profile against the decoding a user would otherwise run."""

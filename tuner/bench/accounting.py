@@ -1,0 +1,155 @@
+"""Where a profile's decode time goes: into passes of the model or around them, and whether its rounds cost what they should."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from decoding.decode import Request
+from decoding.decoder import Decoder, plain_decoder
+from decoding.documents.strict_yaml import Document
+from decoding.draft_length import RoundCosts
+from decoding.profile import Draft, EarlyExit, LayerSkip, PlainDecoding, PromptLookup
+from decoding.rounds import Generation, Round
+from decoding.runners import Runner
+from decoding.text import Ending
+from studies.costs.table import CostTable
+from tuner.measuring.paired import undisturbed
+
+COPYING = 1e-4
+"""Plain passes that a copied token is taken to cost: a look into a dictionary."""
+
+Clock = Callable[[], float]
+
+
+class Account(Document):
+    """Decoding with the profile and plainly, text by text in turn, and what the cost table says of the same rounds."""
+
+    plain_seconds: float
+    plain_tokens: int
+    profile_seconds: float
+    profile_tokens: int
+    pass_seconds: float
+    """The part of `profile_seconds` that was spent in passes of the model or of its parts."""
+    expected_passes: float
+    """What the profile's rounds should cost by the table, in plain passes."""
+
+    @property
+    def bookkeeping(self) -> float:
+        """Share of the profile's decode time outside the model's passes."""
+        return 1 - self.pass_seconds / self.profile_seconds
+
+    @property
+    def speedup(self) -> float:
+        """Plain seconds a token over the profile's, over all texts."""
+        return (self.plain_seconds / self.plain_tokens) / (self.profile_seconds / self.profile_tokens)
+
+    @property
+    def expected_speedup(self) -> float:
+        """The speed-up that the accepted lengths should give by the table."""
+        return self.profile_tokens / self.expected_passes
+
+
+class Meter:
+    """Seconds spent in the passes of a runner."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self.is_running = False
+
+
+@contextmanager
+def metered(runner: Runner, clock: Clock = time.perf_counter) -> Iterator[Meter]:
+    """Count the seconds of the runner's passes meanwhile. On an accelerator these only begin the work."""
+    meter = Meter()
+
+    def timed(run: Callable[..., Any]) -> Callable[..., Any]:
+        def run_timed(*args: Any, **settings: Any) -> Any:
+            if meter.is_running:  # one way of running is made of another
+                return run(*args, **settings)
+            meter.is_running, start = True, clock()
+            try:
+                return run(*args, **settings)
+            finally:
+                meter.seconds += clock() - start
+                meter.is_running = False
+
+        return run_timed
+
+    runner.run, runner.write_greedily = timed(runner.run), timed(runner.write_greedily)  # type: ignore[method-assign]
+    try:
+        yield meter
+    finally:
+        del runner.run, runner.write_greedily
+
+
+def take_account(
+    decoder: Decoder,
+    draft: Draft,
+    table: CostTable,
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_new_tokens: int,
+    eos_token_ids: frozenset[int],
+    prefix_reuse: bool,
+    on_text: Callable[[], None] = lambda: None,
+) -> Account:
+    """Decode each of `prompts` plainly and with `decoder`, whose draft is `draft`, on a device whose passes wait for their end.
+
+    The table must cover the lengths of the drafts and of the texts.
+    """
+    plain = plain_decoder(decoder.target)
+    looks = decoder.rule.controller().looks_at_drafts
+    texts: list[tuple[Generation, Generation]] = []
+    pass_seconds, expected = 0.0, 0.0
+    with undisturbed():
+        for prompt in prompts:
+            request = Request(prompt, Ending(max_new_tokens, eos_token_ids))
+            reference = plain.generate(request)
+            with metered(decoder.target.runner) as meter:
+                steps = decoder.steps(request)
+                prefill = next(steps)
+                meter.seconds = 0.0
+                drafted = Generation.collect([prefill, *steps])
+            pass_seconds += meter.seconds
+            costs = _Costs(
+                draft, table, context=len(prompt) + len(drafted.tokens) / 2, prefix_reuse=prefix_reuse, looks=looks
+            )
+            expected += sum(costs.of(step) for step in drafted.rounds)
+            texts.append((reference, drafted))
+            on_text()
+    return Account(
+        plain_seconds=sum(reference.decode_seconds for reference, _ in texts),
+        plain_tokens=sum(reference.num_decoded for reference, _ in texts),
+        profile_seconds=sum(drafted.decode_seconds for _, drafted in texts),
+        profile_tokens=sum(drafted.num_decoded for _, drafted in texts),
+        pass_seconds=pass_seconds,
+        expected_passes=expected,
+    )
+
+
+class _Costs:
+    """Plain passes that rounds cost at one length of the text."""
+
+    def __init__(self, draft: Draft, table: CostTable, *, context: float, prefix_reuse: bool, looks: bool) -> None:
+        longest = table.widths[-1] - 1
+        verify = table.round_costs(LayerSkip(), longest, context=context, prefix_reuse=False).verify
+        self._copied = RoundCosts(draft_step=COPYING, verify=verify)
+        self._drafted = self._copied
+        if isinstance(draft, LayerSkip | EarlyExit):
+            part = draft.model_copy(update={"lookup": None})
+            costs = table.round_costs(part, longest, context=context, prefix_reuse=prefix_reuse)
+            self._drafted = costs.looking() if looks else costs
+
+    def of(self, step: Round) -> float:
+        return (self._copied if step.looked_up else self._drafted).of(step.num_drafted)
+
+
+def longest_draft(draft: Draft, max_tokens: int) -> int:
+    """Most tokens that a round drafts: by the rule, or by the lookup in front."""
+    if isinstance(draft, PlainDecoding):
+        return 1
+    lookup = None if isinstance(draft, PromptLookup) else draft.lookup
+    return max(max_tokens, lookup.max_tokens if lookup else 0)

@@ -1,0 +1,179 @@
+"""Who can be put beside a profile: our own loops, and what a user of transformers would take instead. A plain dict names them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from decoding.decoder import Decoder, plain_decoder
+from decoding.documents.strict_yaml import suggest
+from decoding.profile import DraftProfile, PlainDecoding
+from decoding.target import Target
+from tuner.bench.contest import Contender, reason_of
+from tuner.bench.own_decoding import MODES, OwnDecoding, profile_by
+from tuner.bench.stock_generation import LOOKUP_TOKENS, StockGeneration, fastest_exit
+from tuner.errors import ConfigError
+
+PROFILE, PLAIN = "profile", "plain"
+ALWAYS = (PROFILE, PLAIN)
+"""What is compared, and the reference of all speed-ups: without them there is nothing to say."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """All that a contender may be made of."""
+
+    profile: DraftProfile
+    decoder: Decoder
+    """The profile on the model, as deployed."""
+    eos_token_ids: frozenset[int]
+    tuning_prompts: tuple[tuple[int, ...], ...]
+    """To choose by; none of them is measured."""
+    max_new_tokens: int
+    longest_prompt: int
+    """Tokens of the longest prompt that will be measured."""
+    in_mode: Callable[[str], Decoder]
+    """The profile on the model in one of `own_decoding.MODES`, made when first asked for."""
+    on_text: Callable[[], None] = lambda: None
+    """Called for each text that is written in choosing."""
+
+    @property
+    def target(self) -> Target:
+        """The model that all of them run."""
+        return self.decoder.target
+
+
+@dataclass(frozen=True)
+class _Own:
+    """The profile or plain decoding by one of our runners, whichever the profile names."""
+
+    mode: str
+    is_plain: bool
+
+    def __call__(self, setting: Setting) -> Contender:
+        decoder, eos = setting.in_mode(self.mode), setting.eos_token_ids
+        same_as = f"{PLAIN}-{self.mode}" if self.mode == "bitwise" and not self.is_plain else None
+        if self.is_plain:
+            return OwnDecoding(plain_decoder(decoder.target), eos, f"plain, {self._how(decoder)}", {})
+        settings = {"decoding": profile_by(self.mode, setting.profile).decoding.model_dump(mode="json")}
+        return OwnDecoding(decoder, eos, f"profile, {self._how(decoder)}", settings, same_as=same_as)
+
+    def _how(self, decoder: Decoder) -> str:
+        exact_width = decoder.target.runner.exact_width
+        if exact_width is None:
+            return f"by the {decoder.target.runner.name} runner"
+        return f"in bit-exact mode: every pass of the whole model runs on {exact_width} positions"
+
+
+def _profile(setting: Setting) -> Contender:
+    profile = setting.profile
+    rule = "" if isinstance(profile.draft, PlainDecoding) else f"; {profile.draft_length.describe()}"
+    settings = profile.model_dump(mode="json", include={"draft", "draft_length", "decoding"})
+    return OwnDecoding(setting.decoder, setting.eos_token_ids, f"{profile.draft.describe()}{rule}", settings)
+
+
+def _plain(setting: Setting) -> Contender:
+    description = "our own loop without drafts: the whole model, token by token"
+    return OwnDecoding(plain_decoder(setting.target), setting.eos_token_ids, description, {})
+
+
+def _stock(setting: Setting) -> Contender:
+    return StockGeneration(
+        setting.target.model, setting.eos_token_ids, "transformers' generate, greedy, with its default (dynamic) cache"
+    )
+
+
+def _stock_early_exit(setting: Setting) -> Contender:
+    return fastest_exit(
+        setting.target.model,
+        setting.eos_token_ids,
+        setting.tuning_prompts,
+        num_layers=setting.target.num_layers,
+        max_new_tokens=setting.max_new_tokens,
+        on_text=setting.on_text,
+    )
+
+
+def _stock_prompt_lookup(setting: Setting) -> Contender:
+    model = setting.target.model
+    longest = getattr(model.generation_config, "max_matching_ngram_size", None)
+    ngrams = f"n-grams of up to {longest}" if longest else "n-grams as by default"
+    description = f"generate(prompt_lookup_num_tokens={LOOKUP_TOKENS}), {ngrams}"
+    return StockGeneration(model, setting.eos_token_ids, description, {"prompt_lookup_num_tokens": LOOKUP_TOKENS})
+
+
+def _stock_static(setting: Setting) -> Contender:
+    # Of one size for all prompts: transformers would otherwise compile anew for each that is longer than those before.
+    positions = setting.longest_prompt + setting.max_new_tokens
+    compiled = "compiled by transformers" if setting.target.device.type == "cuda" else "not compiled on this device"
+    return StockGeneration(
+        setting.target.model,
+        setting.eos_token_ids,
+        f'generate(cache_implementation="static"), {compiled}; {positions} positions for every prompt',
+        {"cache_implementation": "static", "max_cache_len": positions},
+    )
+
+
+Factory = Callable[[Setting], Contender]
+"""Makes a contender; may raise anything where the model or device does not do."""
+
+CONTENDERS: dict[str, Factory] = {
+    PROFILE: _profile,
+    PLAIN: _plain,
+    **{f"{who}-{mode}": _Own(mode, who == PLAIN) for mode in MODES for who in (PLAIN, PROFILE)},
+    "hf": _stock,
+    "hf-early-exit": _stock_early_exit,
+    "hf-prompt-lookup": _stock_prompt_lookup,
+    "hf-static": _stock_static,
+}
+
+_ASSISTED = "transformers does not do it: its assisted generation is of one text at a time"
+_BIT_EXACT = "bit-exact mode is of one text at a time"
+ONE_TEXT_ONLY: Mapping[str, str] = {
+    "hf-early-exit": _ASSISTED,
+    "hf-prompt-lookup": _ASSISTED,
+    **{f"{who}-bitwise": _BIT_EXACT for who in ALWAYS},
+}
+"""Those that cannot write several texts side by side, and why."""
+
+
+def default_names(device: torch.device) -> tuple[str, ...]:
+    """Whom to compare with if nothing is asked: all of transformers' ways, but a static cache only where it compiles for it."""
+    stock = tuple(name for name in CONTENDERS if name.startswith("hf"))
+    return (*ALWAYS, *(name for name in stock if name != "hf-static" or device.type == "cuda"))
+
+
+def check_names(names: Sequence[str], batch_size: int = 1) -> tuple[str, ...]:
+    """The names asked for and those whose text they are compared with, those that are always there first.
+
+    `ConfigError` for an unknown one, and for one that cannot write `batch_size` texts side by side.
+    """
+    for name in names:
+        if name not in CONTENDERS:
+            raise ConfigError(f"unknown contender {name!r}; {suggest(name, CONTENDERS)}")
+        if batch_size > 1 and name in ONE_TEXT_ONLY:
+            raise ConfigError(f"{name} cannot be had with --batch-size {batch_size}: {ONE_TEXT_ONLY[name]}")
+    needed = [f"{PLAIN}-bitwise" for name in names if name == f"{PROFILE}-bitwise"]
+    return tuple(dict.fromkeys([*ALWAYS, *needed, *names]))
+
+
+def side_by_side(names: Sequence[str], batch_size: int) -> tuple[tuple[str, ...], dict[str, str]]:
+    """Those of `names` that can write `batch_size` texts side by side, and the reasons of the others."""
+    left_out = {name: ONE_TEXT_ONLY[name] for name in names if batch_size > 1 and name in ONE_TEXT_ONLY}
+    return tuple(name for name in names if name not in left_out), left_out
+
+
+def enter(names: Sequence[str], setting: Setting) -> tuple[dict[str, Contender], dict[str, str]]:
+    """The contenders of these names, and the reasons of those that cannot be had here; what must be there raises."""
+    contenders: dict[str, Contender] = {}
+    left_out: dict[str, str] = {}
+    for name in names:
+        try:
+            contenders[name] = CONTENDERS[name](setting)
+        except Exception as cause:  # code of others on a model of any family may fail in any way: the reason is shown
+            if name in ALWAYS:
+                raise
+            left_out[name] = reason_of(cause)
+    return contenders, left_out

@@ -1,0 +1,57 @@
+"""Prompts made as long as one wants: other texts of the same data set in front of short ones, long ones cut from the left."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tuner.errors import DatasetError
+from tuner.inputs.prompts import Prompt, cut_from_left, encode_prompt
+
+BETWEEN = "\n\n"
+"""What stands between two texts."""
+
+
+def at_length(
+    prompts: Sequence[Prompt], length: int, fillers: Sequence[Prompt], tokenizer: object, *, chat_template: bool = True
+) -> list[Prompt]:
+    """The prompts with so many texts of `fillers` in front that each has `length` tokens; what is too much is cut from the left.
+
+    The end of each stays as it is, so that it asks for the same text behind more of a context. Every prompt begins with another
+    filler, and none is filled with its own text. Whole characters are cut: a prompt may lack a token or two of `length`.
+
+    Raises `DatasetError` if the fillers are too short, or if `length` is too short for special tokens and chat template.
+    """
+    return [
+        _lengthened(prompt, length, _others(prompt, fillers, turn), tokenizer, chat_template)
+        for turn, prompt in enumerate(prompts)
+    ]
+
+
+def _others(prompt: Prompt, fillers: Sequence[Prompt], turn: int) -> list[Prompt]:
+    others = [filler for filler in fillers if filler.row != prompt.row]
+    first = turn % len(others) if others else 0
+    return [*others[first:], *others[:first]]
+
+
+def _lengthened(
+    prompt: Prompt, length: int, fillers: Sequence[Prompt], tokenizer: object, chat_template: bool
+) -> Prompt:
+    def encode(text: str) -> list[int]:
+        return encode_prompt(text, tokenizer, chat_template=chat_template)
+
+    text, token_ids = prompt.text, list(prompt.token_ids)
+    for filler in fillers:
+        if len(token_ids) >= length:
+            break
+        text = f"{filler.text}{BETWEEN}{text}"
+        token_ids = encode(text)
+    if len(token_ids) < length:
+        raise DatasetError(
+            f"the data set has too little text for prompts of {length} tokens: row {prompt.row} with all others in front "
+            f"that may stand there makes {len(token_ids)}; give a shorter --context or more rows"
+        )
+    if len(token_ids) == length:
+        return Prompt(prompt.row, tuple(token_ids), text)
+    if (cut := cut_from_left(text, length, encode)) is None:
+        raise DatasetError(f"--context {length} leaves no room for text beside special tokens and chat template")
+    return Prompt(prompt.row, tuple(cut[1]), cut[0])

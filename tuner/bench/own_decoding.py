@@ -1,0 +1,57 @@
+"""Our own loops as contenders: the profile or plain decoding, by the profile's runner or by another."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from decoding.decode import Request
+from decoding.decoder import Decoder
+from decoding.profile import Decoding, DraftProfile
+from decoding.rounds import Prefill
+from decoding.text import Ending
+from tuner.bench.contest import Prompts, Stopwatch
+from tuner.config import EXACT_WIDTH
+
+MODES: dict[str, dict[str, Any]] = {
+    "eager": {"runner": "eager", "exact_width": None},
+    "static": {"runner": "static", "exact_width": None},
+    "bitwise": {"runner": "static", "exact_width": EXACT_WIDTH},
+}
+
+
+class OwnDecoding:
+    """A decoder of ours, with our own loop and cache. `same_as` names the contender whose text it must write, if not plain's."""
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        eos_token_ids: frozenset[int],
+        description: str,
+        settings: Mapping[str, Any],
+        *,
+        same_as: str | None = None,
+    ) -> None:
+        self._decoder = decoder
+        self._eos = eos_token_ids
+        self._description = description
+        self.settings = settings
+        self.same_as = same_as
+
+    def describe(self) -> str:
+        """What it is, for the table."""
+        return self._description
+
+    def write(self, prompts: Prompts, max_new_tokens: int, watch: Stopwatch) -> None:
+        """See `Contender.write`."""
+        requests = [Request(prompt, Ending(max_new_tokens, self._eos)) for prompt in prompts]
+        for text, step in self._decoder.batch_steps(requests):
+            watch.put((step.token,) if isinstance(step, Prefill) else step.tokens, text)
+
+
+def profile_by(mode: str, profile: DraftProfile) -> DraftProfile:
+    """The profile in one of `MODES`."""
+    changed = {**profile.decoding.model_dump(), **MODES[mode]}
+    if profile.decoding.exact_width is not None and mode == "bitwise":
+        changed["exact_width"] = profile.decoding.exact_width
+    return profile.model_copy(update={"decoding": Decoding.model_validate(changed)})

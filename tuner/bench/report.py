@@ -1,0 +1,172 @@
+"""What a bench showed, for people: the table, the picture, and the JSON with everything. Measures nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import IO, Any
+
+from rich import box
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from decoding.profile import Interval
+from tuner.bench.accounting import Account
+from tuner.bench.contenders import PLAIN, PROFILE
+from tuner.bench.result import BenchResult, Entry, mean_prompt_tokens, units_of
+
+TABLE_WIDTH = 120
+"""Columns of text that the table needs at least."""
+ROOFLINE = "roofline"
+COLOURS = {PROFILE: "#d55e00", PLAIN: "#555555"}
+OTHERS_COLOUR = "#0072b2"
+"""Of Okabe and Ito, which colour-blind readers tell apart too."""
+
+
+def bench_table(result: BenchResult) -> RenderableType:
+    """A line a contender, the bound of one-token passes, and those left out; what each is stands below."""
+    prompts = f"{len(result.counted)} {units_of(result.batch_size)} of {mean_prompt_tokens(result):.0f} tokens"
+    title = f"Decode phase on {prompts} on average (95 % intervals over {_units(result)})"
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("contender", no_wrap=True)
+    columns = ("tok/s", "over plain", "profile over it", "prefill ms", "per pass", "roofline", "identical")
+    for heading in columns:
+        table.add_column(heading, justify="right", overflow="fold")  # a figure that is cut is none
+    for entry in result.entries.values():
+        table.add_row(Text(entry.name), *_cells(result, entry))
+    bound = result.roofline.tokens_per_second
+    table.add_row(ROOFLINE, f"{bound:.1f}", f"{bound / result.rate(PLAIN).value:.2f}", "", "", "1.00", "100%", "")
+    for name in result.left_out:
+        table.add_row(Text(name), "left out")
+    legend = Table.grid(padding=(0, 2))
+    legend.add_column(style="dim", no_wrap=True)
+    legend.add_column(overflow="fold")
+    for term, meaning in _legend(result):
+        legend.add_row(Text(term), Text(meaning))
+    return Group(table, legend)
+
+
+def _units(result: BenchResult) -> str:
+    return "prompts" if result.batch_size == 1 else "batches"
+
+
+def _cells(result: BenchResult, entry: Entry) -> tuple[str, ...]:
+    ties = f" + {entry.num_ties} tie{'s' if entry.num_ties > 1 else ''}" if entry.num_ties else ""
+    return (
+        f"{result.rate(entry.name).value:.1f}",
+        "1.00" if entry.name == PLAIN else _interval(result.over(entry.name, PLAIN)),
+        "" if entry.name == PROFILE else _interval(result.over(PROFILE, entry.name)),
+        f"{entry.prefill_seconds * 1000:.1f}",
+        f"{entry.tokens_per_pass:.2f}",
+        f"{result.share_of_roofline(entry.name):.0%}",
+        f"{entry.num_identical}/{len(entry.samples)}{ties}",
+    )
+
+
+def _interval(interval: Interval) -> str:
+    return f"{interval.value:.2f} [{interval.ci95[0]:.2f}, {interval.ci95[1]:.2f}]"
+
+
+def _legend(result: BenchResult) -> Iterator[tuple[str, str]]:
+    for entry in result.entries.values():
+        yield entry.name, entry.description
+    yield ROOFLINE, _describe_roofline(result)
+    for name, reason in result.left_out.items():
+        yield name, f"left out: {reason}"
+    if result.account is not None:
+        yield "its time", _describe_account(result.account)
+    yield "prompts", result.facts["split"]
+    yield "device", f"{result.facts['device']}, {result.facts['dtype']}"
+    for remark in result.remarks:
+        yield "note", remark
+
+
+def _describe_roofline(result: BenchResult) -> str:
+    read, bandwidth = result.roofline.reading, result.roofline.bandwidth
+    experts = f" ({read.experts[0]} of {read.experts[1]} experts a layer)" if read.experts else ""
+    size = read.batch_size
+    of_texts, times = ("", "") if size == 1 else (f" for each of {size} texts", f"{size} times ")
+    return (
+        f"the most of one token a pass{of_texts}: {read.weights / 1e6:.1f} MB of weights{experts} and {times}"
+        f"{read.keys_and_values / 1e6:.2f} MB of keys and values, read at the {bandwidth.bytes_per_second / 1e9:.1f} GB/s "
+        "measured; several tokens a pass, or a model that fits the processor's caches, may be above it"
+    )
+
+
+def _describe_account(account: Account) -> str:
+    return (
+        f"{account.bookkeeping:.1%} of the profile's is outside the model's passes; it is {account.speedup:.2f} times as fast "
+        f"as plain, where its rounds should give {account.expected_speedup:.2f} by what passes cost "
+        f"({account.speedup / account.expected_speedup:.0%} of that)"
+    )
+
+
+def bench_json(result: BenchResult) -> dict[str, Any]:
+    """All figures with their intervals, every sample, the bound and what it is made of, device and versions."""
+    return {
+        **result.facts,
+        "batch_size": result.batch_size,
+        "remarks": list(result.remarks),
+        "prompts": result.num_prompts,
+        "counted": list(result.counted),
+        "roofline": {
+            "tokens_per_second": result.roofline.tokens_per_second,
+            "bytes_per_second": result.roofline.bandwidth.bytes_per_second,
+            "bytes_per_token": result.roofline.reading.total / result.batch_size,
+            **result.roofline.model_dump(mode="json"),
+        },
+        "account": _account_figures(result.account),
+        "contenders": {name: _figures(result, entry) for name, entry in result.entries.items()},
+        "left_out": result.left_out,
+        "samples": {
+            name: [sample.model_dump(mode="json") for sample in entry.samples] for name, entry in result.entries.items()
+        },
+    }
+
+
+def _account_figures(account: Account | None) -> dict[str, float] | None:
+    if account is None:
+        return None
+    derived = {
+        "bookkeeping": account.bookkeeping,
+        "speedup": account.speedup,
+        "expected_speedup": account.expected_speedup,
+    }
+    return {**account.model_dump(), **derived}
+
+
+def _figures(result: BenchResult, entry: Entry) -> dict[str, Any]:
+    return {
+        "description": entry.description,
+        "settings": entry.settings,
+        "tokens_per_second": result.rate(entry.name).model_dump(mode="json"),
+        "over_plain": result.over(entry.name, PLAIN).model_dump(mode="json"),
+        "profile_over_it": result.over(PROFILE, entry.name).model_dump(mode="json"),
+        "prefill_seconds": entry.prefill_seconds,
+        "tokens_per_pass": entry.tokens_per_pass,
+        "share_of_roofline": result.share_of_roofline(entry.name),
+        "identical": entry.num_identical,
+        "ties": entry.num_ties,
+        "texts": len(entry.samples),
+    }
+
+
+def bench_picture(result: BenchResult, file: IO[bytes]) -> None:
+    """Tokens per second of each contender with their intervals, and the line that one-token passes cannot cross."""
+    from matplotlib.figure import Figure
+
+    names = list(result.entries)[::-1]  # the first on top
+    rates = [result.rate(name) for name in names]
+    figure = Figure(figsize=(8, 1.2 + 0.5 * len(names)), layout="constrained")
+    axes = figure.subplots()
+    reach = [[each.value - each.ci95[0] for each in rates], [each.ci95[1] - each.value for each in rates]]
+    colours = [COLOURS.get(name, OTHERS_COLOUR) for name in names]
+    axes.barh(names, [each.value for each in rates], color=colours, height=0.6)
+    axes.errorbar([each.value for each in rates], names, xerr=reach, fmt="none", ecolor="black", capsize=3)
+    bound = result.roofline.tokens_per_second
+    axes.axvline(bound, color="#009e73", linestyle="--", label=f"roofline of one token a pass, {bound:.0f}")
+    texts = "" if result.batch_size == 1 else f" of {result.batch_size} texts side by side"
+    axes.set_xlabel(f"decoded tokens per second{texts}, 95 % intervals over {_units(result)}")
+    axes.set_title(f"{result.facts['profile']} on {result.facts['device']}, {result.facts['dtype']}", fontsize="medium")
+    figure.legend(loc="outside lower right", frameon=False)
+    figure.savefig(file, dpi=130)

@@ -1,0 +1,206 @@
+"""transformers' own `generate` as a contender: greedy, streamed into the stopwatch, with one or another option of its own.
+
+As read in transformers 5.23: a streamer is given the prompt first, then the tokens of each pass, one, or several where drafts were
+accepted. Assisted generation drafts before its first pass over the prompt, which verifies these drafts; it refuses a batch. Of a
+batch the streamer is given the padded prompts, then a token a text and pass, padding for texts that have ended.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig, PreTrainedModel
+from transformers.generation import BaseStreamer
+
+from tuner.bench.contest import Contest, Prompts, Stopwatch, TimedBatch
+from tuner.inputs.models import quiet
+
+# All that is kept of a model's own settings: marks of text, and how drafts are made. Others would make it another text.
+DRAFTING_SETTINGS = (
+    *("num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold"),
+    *("assistant_lookbehind", "target_lookbehind", "max_matching_ngram_size"),
+)
+KEPT_SETTINGS = ("bos_token_id", "pad_token_id", *DRAFTING_SETTINGS)
+
+LOOKUP_TOKENS = 10
+"""Tokens that prompt lookup copies: the number in transformers' documentation and its candidate generator's default."""
+EXIT_EIGHTHS = (1, 2, 3, 4, 5, 6)
+"""Exits to try, in eighths of the model: behind three quarters there is hardly a pass to be saved."""
+
+
+class StockGeneration:
+    """`model.generate(..., **options)`."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        eos_token_ids: frozenset[int],
+        description: str,
+        options: Mapping[str, Any] | None = None,
+    ) -> None:
+        self._model = model
+        self._eos = sorted(eos_token_ids)
+        self._description = description
+        self._options = dict(options or {})
+
+    same_as: str | None = None
+
+    @property
+    def settings(self) -> Mapping[str, Any]:
+        """The options, and the model's own settings that it drafts by (null: the default of transformers)."""
+        return {"options": self._options, "generation_config": self.drafting_settings()}
+
+    def drafting_settings(self) -> dict[str, Any]:
+        """What the model's own generation settings say of drafting, read by `generate`; None where they say nothing."""
+        return {name: getattr(self._model.generation_config, name, None) for name in DRAFTING_SETTINGS}
+
+    def describe(self) -> str:
+        """What it is, for the table."""
+        return self._description
+
+    def write(self, prompts: Prompts, max_new_tokens: int, watch: Stopwatch) -> None:
+        """See `Contender.write`; the model's generation settings are put back. Shorter prompts are padded on the left."""
+        with self._greedy():
+            token_ids, mask = _padded(prompts, self._model.generation_config.pad_token_id or 0)
+            self._model.generate(
+                token_ids.to(self._model.device),
+                attention_mask=mask.to(self._model.device),
+                max_new_tokens=max_new_tokens,
+                streamer=_Streamer(watch, len(prompts), self._eos),
+                **self._options,
+            )
+
+    @contextmanager
+    def _greedy(self) -> Iterator[None]:
+        """Generation settings that end texts where ours end and choose tokens as ours do, a fresh copy for each text.
+
+        Those of the model count even for settings that a caller gives, and the drafting ones are read from nowhere else: they
+        must be the model's own while it runs.
+        """
+        own = self._model.generation_config
+        kept = {name: value for name in KEPT_SETTINGS if (value := getattr(own, name, None)) is not None}
+        pad = {"pad_token_id": self._eos[0]} if self._eos else {}
+        self._model.generation_config = GenerationConfig(
+            eos_token_id=self._eos or None, do_sample=False, **{**pad, **kept}
+        )
+        try:
+            with quiet():
+                yield
+        finally:
+            self._model.generation_config = own
+
+
+class EarlyExitGeneration(StockGeneration):
+    """`model.generate(..., assistant_early_exit=N)`: the first N layers draft, the whole model verifies."""
+
+    def __init__(
+        self, model: PreTrainedModel, eos_token_ids: frozenset[int], exit_layer: int, tried: Mapping[int, float]
+    ) -> None:
+        rates = ", ".join(f"{each}: {rate:.1f}" for each, rate in tried.items())
+        description = f"generate(assistant_early_exit={exit_layer})"
+        if tried:
+            description += f", the fastest on tuning prompts (tok/s of each exit tried: {rates}); drafting as its"
+            description += " generation_config says"
+        super().__init__(model, eos_token_ids, description, {"assistant_early_exit": exit_layer})
+        self._tried = dict(tried)
+
+    @property
+    def settings(self) -> Mapping[str, Any]:
+        """The options, and tokens per second of the exits that were tried."""
+        return {**super().settings, "tried": {str(exit_layer): rate for exit_layer, rate in self._tried.items()}}
+
+    def write(self, prompts: Prompts, max_new_tokens: int, watch: Stopwatch) -> None:
+        """See `Contender.write`; after an error transformers leaves the number of layers cut short, so that it is put back here."""
+        config: Any = self._model.base_model.config
+        num_layers = config.num_hidden_layers
+        try:
+            super().write(prompts, max_new_tokens, watch)
+        finally:
+            config.num_hidden_layers = num_layers
+
+
+class _Streamer(BaseStreamer):
+    """Hands over what is generated, and drops the prompts, which come first, and the padding behind a text that has ended."""
+
+    def __init__(self, watch: Stopwatch, num_texts: int, eos_token_ids: Collection[int]) -> None:
+        self._watch = watch
+        self._eos = frozenset(eos_token_ids)
+        self._writing = list(range(num_texts))
+        self._saw_prompts = False
+
+    def put(self, value: Tensor) -> None:
+        """Called by `generate` with token ids on the host: the prompts' [texts, length], then those of each pass, [texts] or, of
+        one text, [1, width].
+        """
+        if self._saw_prompts:
+            passed = value.reshape(-1, 1) if value.ndim == 1 else value
+            for text in self._writing:
+                self._watch.put(passed[text].tolist(), text)
+            self._writing = [text for text in self._writing if self._eos.isdisjoint(passed[text].tolist())]
+        self._saw_prompts = True
+
+    def end(self) -> None:
+        """Nothing: the last tokens have been handed over."""
+
+
+def _padded(prompts: Prompts, pad_token_id: int) -> tuple[Tensor, Tensor]:
+    """Token ids [texts, length] with the padding on the left, and their attention mask."""
+    longest = max(len(prompt) for prompt in prompts)
+    token_ids = [[pad_token_id] * (longest - len(prompt)) + list(prompt) for prompt in prompts]
+    mask = [[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts]
+    return torch.tensor(token_ids), torch.tensor(mask)
+
+
+def exits_to_try(num_layers: int) -> tuple[int, ...]:
+    """A spread of exits of a model with `num_layers` layers, ascending; none if it has but one."""
+    exits = {round(num_layers * eighths / 8) for eighths in EXIT_EIGHTHS}
+    return tuple(sorted(each for each in exits if 1 <= each < num_layers))
+
+
+def fastest_exit(
+    model: PreTrainedModel,
+    eos_token_ids: frozenset[int],
+    prompts: Sequence[Sequence[int]],
+    *,
+    num_layers: int,
+    max_new_tokens: int,
+    on_text: Callable[[], None],
+) -> EarlyExitGeneration:
+    """The exit that decodes these prompts fastest, all tried side by side; `on_text` is called after each prompt.
+
+    Raises `ValueError` if there is none to try or none runs, with the reason.
+    """
+    exits = {str(n): EarlyExitGeneration(model, eos_token_ids, n, {}) for n in exits_to_try(num_layers)}
+    if not exits:
+        raise ValueError(f"a model of {num_layers} layer has no exit")
+    contest = Contest(exits, model.device)
+    one_by_one = [[prompt] for prompt in prompts]
+    contest.warm_up(one_by_one[:1])
+    if not contest.running:
+        raise ValueError(_reasons(contest))
+    written: dict[str, list[TimedBatch]] = {name: [] for name in exits}
+
+    def note(place: int, repeat: int, batches: Mapping[str, TimedBatch]) -> None:
+        for name, batch in batches.items():
+            written[name].append(batch)
+        on_text()
+
+    contest.hold(one_by_one, max_new_tokens=max_new_tokens, on_batch=note)
+    tried = {int(name): _rate(written[name]) for name in contest.running}
+    if not tried:
+        raise ValueError(_reasons(contest))
+    return EarlyExitGeneration(model, eos_token_ids, max(tried, key=lambda each: tried[each]), tried)
+
+
+def _reasons(contest: Contest) -> str:
+    return "no exit runs: " + "; ".join(dict.fromkeys(contest.left_out.values()))
+
+
+def _rate(batches: Sequence[TimedBatch]) -> float:
+    """Tokens per second of the decode phase; 0 where all was written with the prefill, of which nothing can be said."""
+    seconds = sum(each.decode_seconds for each in batches)
+    return sum(each.num_decoded for each in batches) / seconds if seconds else 0.0

@@ -1,0 +1,223 @@
+"""What `sdtune bench` works on, loaded and checked: a profile on its model, held-out prompts, and others to choose by."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from pydantic import Field
+
+from decoding.decoder import Decoder
+from decoding.deploy import load_decoder
+from decoding.documents.strict_yaml import Document
+from decoding.profile import DatasetFacts, DraftProfile
+from decoding.target import Target
+from tuner.bench.contenders import check_names, default_names, side_by_side
+from tuner.bench.contest import Prompts
+from tuner.bench.long_prompts import at_length
+from tuner.bench.own_decoding import profile_by
+from tuner.errors import ConfigError
+from tuner.inputs.models import Loaded, eos_token_ids, load, resolve_device
+from tuner.inputs.prompts import Prompt, PromptSet, load_prompts
+from tuner.progress import Progress
+
+USUAL_PROMPTS = 24
+"""In each part, where the profile says nothing of it; as many as a search takes."""
+USUAL_NEW_TOKENS = 64
+CHOOSING_PROMPTS = 3
+"""Tuning prompts by which contenders that have something to choose do so."""
+MOST_FILLERS = 1000
+"""Rows that are read at most to make prompts longer."""
+
+
+class BenchConfig(Document):
+    """The settings of a bench; what is None is taken from the profile, or from what is usual where it says nothing."""
+
+    dataset: str
+    against: tuple[str, ...] | None = None
+    model: str | None = None
+    dtype: str | None = None
+    device: str = "auto"
+    runner: str | None = None
+    batch_size: int = Field(1, ge=1)
+    context: int | None = None
+    max_new_tokens: int | None = None
+    prompts: int | None = None
+    repeats: int = 1
+    prompt_column: str | None = None
+    group_column: str | None = None
+    chat_template: bool = True
+    max_prompt_tokens: int | None = None
+    tuning_prompts: int | None = None
+    held_out_prompts: int | None = None
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class BenchTask:
+    """Everything a bench needs; nothing has been run yet."""
+
+    config: BenchConfig
+    names: tuple[str, ...]
+    """Of all contenders."""
+    left_out: dict[str, str]
+    """The reasons of those that would be there too, were it not for the batch size."""
+    profile: DraftProfile
+    loaded: Loaded
+    decoder: Decoder
+    """The profile on the model, as deployed."""
+    folder: Path
+    """Where the profile's exit head lies."""
+    max_new_tokens: int
+    dataset_fingerprint: str
+    split: str
+    """What is known of whether the profile was tuned on the prompts, in words."""
+    choosing: tuple[Prompt, ...]
+    measured: tuple[Prompt, ...]
+    """Whole batches, one behind another."""
+    num_over: int
+    """Prompts that are not measured, as they make no whole batch."""
+
+    @property
+    def batches(self) -> list[Prompts]:
+        """The prompts to be measured, as many a batch as are written side by side."""
+        prompts, size = token_ids(self.measured), self.config.batch_size
+        return [prompts[first : first + size] for first in range(0, len(prompts), size)]
+
+    def deploy(self, profile: DraftProfile) -> Decoder:
+        """The decoder of another profile on the same model."""
+        return load_decoder(profile, folder=self.folder).decoder_for(self.loaded.model)
+
+    @property
+    def target(self) -> Target:
+        """The model."""
+        return self.decoder.target
+
+    @property
+    def eos_token_ids(self) -> frozenset[int]:
+        """What ends a text."""
+        return eos_token_ids(self.loaded.model)
+
+
+def prepare_bench(config: BenchConfig, profile_path: Path, progress: Progress) -> BenchTask:
+    """Load and check profile, exit head, model and prompts. Raises errors of ours for what the user can put right."""
+    names, left_out = _names(config)
+    profile = DraftProfile.load(profile_path)
+    if config.runner is not None:
+        profile = profile_by(config.runner, profile)
+    _check_mode(config.batch_size, profile)
+    deployed = load_decoder(profile, folder=profile_path.parent)
+    model = config.model or profile.target.model
+    progress.stage(f"loading {model}")
+    loaded = load(
+        model, revision=profile.target.revision, dtype=config.dtype or profile.target.dtype, device=config.device
+    )
+    decoder = deployed.decoder_for(loaded.model)
+    facts = profile.measured.dataset if profile.measured else None
+    max_new_tokens = config.max_new_tokens or (facts.max_new_tokens if facts else USUAL_NEW_TOKENS)
+    _check_context(config, max_new_tokens, decoder.target.context_length)
+    found = _draw(config, facts, loaded, max_new_tokens, decoder.target.context_length)
+    split = _split(found, facts)
+    progress.say(f"prompts: {split}")
+    num_measured = config.prompts or len(found.held_out)
+    if num_measured > len(found.held_out):
+        raise ConfigError(
+            f"--prompts {num_measured} is more than the {len(found.held_out)} that are held out; --held-out-prompts "
+            f"{num_measured} holds out more, which are then another split than the profile's"
+        )
+    num_over = _num_over(config.batch_size, num_measured)
+    choosing, measured = found.tuning[:CHOOSING_PROMPTS], found.held_out[: num_measured - num_over]
+    if config.context is not None:
+        fillers = [*found.tuning, *found.spare]
+        choosing, measured = (
+            tuple(at_length(part, config.context, fillers, loaded.tokenizer, chat_template=config.chat_template))
+            for part in (choosing, measured)
+        )
+    return BenchTask(
+        config,
+        names,
+        left_out,
+        profile,
+        loaded,
+        decoder,
+        profile_path.parent,
+        max_new_tokens,
+        found.fingerprint,
+        split,
+        choosing,
+        measured,
+        num_over,
+    )
+
+
+def _names(config: BenchConfig) -> tuple[tuple[str, ...], dict[str, str]]:
+    """Of the contenders, and the reasons of those that would be there by default but write one text at a time."""
+    if config.against is not None:
+        return check_names(config.against, config.batch_size), {}
+    return side_by_side(default_names(resolve_device(config.device)), config.batch_size)
+
+
+def _check_mode(batch_size: int, profile: DraftProfile) -> None:
+    if batch_size > 1 and profile.decoding.exact_width is not None:
+        raise ConfigError(
+            f"--batch-size {batch_size} is not for bit-exact mode, which is of one text at a time: give --runner eager or static"
+        )
+
+
+def _num_over(batch_size: int, num_prompts: int) -> int:
+    """Prompts behind the last whole batch; `ConfigError` if there are fewer than two batches."""
+    if num_prompts < 2 * batch_size:
+        raise ConfigError(
+            f"--batch-size {batch_size} makes {num_prompts // batch_size} whole batches of {num_prompts} prompts, and at least 2 "
+            f"are needed: give a smaller --batch-size, or {2 * batch_size} or more prompts (--held-out-prompts, --prompts)"
+        )
+    return num_prompts % batch_size
+
+
+def _check_context(config: BenchConfig, max_new_tokens: int, context_length: int | None) -> None:
+    if config.context is None or context_length is None or config.context + max_new_tokens <= context_length:
+        return
+    raise ConfigError(
+        f"--context {config.context} and {max_new_tokens} new tokens do not fit the model's context of {context_length}: "
+        f"--context must be at most {context_length - max_new_tokens}"
+    )
+
+
+def _draw(
+    config: BenchConfig, facts: DatasetFacts | None, loaded: Loaded, max_new_tokens: int, context_length: int | None
+) -> PromptSet:
+    """The parts of the search that made the profile, if seed and columns are its, and rows to make prompts longer with.
+
+    The numbers of prompts are the profile's: the fingerprint of the split tells whether it is the same.
+    """
+    return load_prompts(
+        config.dataset,
+        loaded.tokenizer,
+        num_tuning=config.tuning_prompts or (facts.tuning_prompts if facts else USUAL_PROMPTS),
+        num_held_out=config.held_out_prompts or (facts.held_out_prompts if facts else USUAL_PROMPTS),
+        num_spare=0 if config.context is None else min(config.context, MOST_FILLERS),
+        max_new_tokens=max_new_tokens,
+        context_length=context_length,
+        seed=config.seed,
+        prompt_column=config.prompt_column,
+        group_column=config.group_column,
+        chat_template=config.chat_template,
+        max_prompt_tokens=config.max_prompt_tokens,
+    )
+
+
+def _split(found: PromptSet, facts: DatasetFacts | None) -> str:
+    if facts is None:
+        return "the profile does not say on which it was tuned, and may have been on some of these"
+    if facts.fingerprint == found.fingerprint:
+        return "held out by the search that made the profile (the fingerprint of its split is the same)"
+    return (
+        f"not the split of the search that made the profile (on {Path(facts.name).name}): if they are of the same data, it may "
+        "have been tuned on some of these; seed, columns and numbers of prompts as in the search give its split"
+    )
+
+
+def token_ids(prompts: Sequence[Prompt]) -> tuple[tuple[int, ...], ...]:
+    """Of each prompt."""
+    return tuple(prompt.token_ids for prompt in prompts)

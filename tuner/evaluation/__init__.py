@@ -1,0 +1,1 @@
+"""`sdtune evaluate`: experiments about sdtune itself. No product code imports this folder."""

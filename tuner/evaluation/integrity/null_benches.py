@@ -1,0 +1,157 @@
+"""Candidates that cannot win, and benches that measure them: what `sdtune check-integrity` lets the tuner's decision choose from.
+
+The decision sees candidates that look like any others. What is decoded for them is plain decoding itself, a draft that is never
+asked for a token, or a draft that is the whole model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from decoding.draft_length import BetaThompson, Fixed, RoundCosts
+from decoding.profile import LayerSkip, PlainDecoding
+from studies.contract import Candidate
+from studies.measurement import Measurement, PromptSample
+from tuner.measuring.paired import Bench, OnSample
+
+PROHIBITIVE = RoundCosts(draft_step=1e6, verify=(1.0, 1e6))
+"""Costs at which no draft ever pays."""
+WHOLE_LENGTHS = (1, 2, 4)
+"""Tokens that the whole model drafts in a round."""
+
+
+@dataclass(frozen=True)
+class Family:
+    """Some candidates that cannot be faster than plain decoding."""
+
+    name: str
+    truth: str
+    """What their speed-up is, and why."""
+    decoded_as: Mapping[str, Candidate] = field(repr=False)
+    """What is really decoded, by the key of the candidate that the decision sees."""
+    candidates: tuple[Candidate, ...]
+
+    @classmethod
+    def of(cls, name: str, truth: str, pairs: Sequence[tuple[Candidate, Candidate]]) -> Family:
+        """From pairs of what is seen and what is decoded."""
+        return cls(name, truth, {seen.key: decoded for seen, decoded in pairs}, tuple(seen for seen, _ in pairs))
+
+    @property
+    def decoded(self) -> list[Candidate]:
+        """What has to be decoded, each once."""
+        return list({candidate.key: candidate for candidate in self.decoded_as.values()}.values())
+
+
+def families(copies: int) -> dict[str, Family]:
+    """The families by name, those of equal candidates with `copies` of them: the best of many is chosen, as in a search."""
+    plain = Candidate(draft=PlainDecoding(), draft_length=Fixed())
+    disguised = [(Candidate(draft=LayerSkip(), draft_length=Fixed(max_tokens=1 + n)), plain) for n in range(copies)]
+    # Another seed is another candidate, and draws nothing: a rule that never drafts is the same with all of them.
+    idle = [
+        Candidate(draft=LayerSkip(), draft_length=BetaThompson(max_tokens=1, seed=seed, costs=PROHIBITIVE))
+        for seed in range(copies)
+    ]
+    whole = [Candidate(draft=LayerSkip(), draft_length=Fixed(max_tokens=length)) for length in WHOLE_LENGTHS]
+    made = (
+        Family.of("disguised", "1 exactly: plain decoding under other names", disguised),
+        Family.of(
+            "idle", "1 but for the rounds' own cost: a rule that never drafts", [(each, idle[0]) for each in idle]
+        ),
+        Family.of("whole", "below 1: the whole model drafts for itself", [(each, each) for each in whole]),
+    )
+    return {family.name: family for family in made}
+
+
+@dataclass(frozen=True)
+class Bank:
+    """Real samples of some candidates: each prompt several times, half of them with plain decoding first, half with it second."""
+
+    num_prompts: int
+    samples: Mapping[str, Mapping[tuple[int, bool], Sequence[PromptSample]]]
+    """By the key of what was decoded, then by prompt and by whether plain decoding came first."""
+
+    @classmethod
+    def fill(
+        cls,
+        bench: Bench,
+        candidates: Sequence[Candidate],
+        repetitions: int,
+        on_sample: Callable[[PromptSample], None] = lambda sample: None,
+    ) -> Bank:
+        """Decode every prompt of the bench `repetitions` times with each candidate, in whole passes one after the other.
+
+        ValueError for fewer than two repetitions: each order of the two decodings needs one.
+        """
+        if repetitions < 2:
+            raise ValueError(f"a bank needs two repetitions at least, got {repetitions}")
+        num_prompts = len(bench.prompts)
+        samples: dict[str, dict[tuple[int, bool], list[PromptSample]]] = {each.key: {} for each in candidates}
+        for repetition in range(repetitions):
+            # The bench changes about who comes first: one more in front, and every prompt meets the other order.
+            extra = repetition % 2
+            places = [*range(num_prompts - extra, num_prompts), *range(num_prompts)]
+            for candidate in candidates:
+                measured = bench.measure(candidate, places, on_sample=on_sample)
+                for turn, sample in list(enumerate(measured.samples))[extra:]:
+                    samples[candidate.key].setdefault((sample.prompt, turn % 2 == 0), []).append(sample)
+        return cls(num_prompts, samples)
+
+    def all_of(self, candidate: Candidate) -> Measurement:
+        """Every sample of what was decoded."""
+        return Measurement(samples=tuple(s for samples in self.samples[candidate.key].values() for s in samples))
+
+
+class ResampledBench:
+    """As many prompts as asked for, drawn from a bank's with replacement; each measurement draws one of the repetitions.
+
+    Times that belong together in reality (the machine is slow for a while) are thereby mixed.
+    """
+
+    def __init__(self, bank: Bank, family: Family, num_prompts: int, stream: np.random.Generator) -> None:
+        self._bank, self._family, self._stream = bank, family, stream
+        self.prompts: list[int] = stream.integers(bank.num_prompts, size=num_prompts).tolist()
+        self.places = range(num_prompts)
+
+    def measure(
+        self, candidate: Candidate, places: Sequence[int], on_sample: OnSample = lambda sample: None
+    ) -> Measurement:
+        """Samples of the bank in the order of plain decoding and candidate that a bench would have taken."""
+        pool = self._bank.samples[self._family.decoded_as[candidate.key].key]
+        samples = []
+        for turn, place in enumerate(places):
+            choices = pool[self.prompts[place], turn % 2 == 0]
+            drawn = choices[int(self._stream.integers(len(choices)))]
+            samples.append(drawn.model_copy(update={"prompt": place}))
+            on_sample(samples[-1])
+        return Measurement(samples=tuple(samples))
+
+    def learn(self, candidate: Candidate, places: Sequence[int]) -> Candidate:
+        """As it is: none of these has anything to learn."""
+        return candidate
+
+
+class FreshBench:
+    """The same with a real bench: every measurement is decoded anew."""
+
+    def __init__(self, bench: Bench, family: Family, num_prompts: int, stream: np.random.Generator) -> None:
+        self._bench, self._family = bench, family
+        self.prompts: list[int] = stream.integers(len(bench.prompts), size=num_prompts).tolist()
+        self.places = range(num_prompts)
+
+    def measure(
+        self, candidate: Candidate, places: Sequence[int], on_sample: OnSample = lambda sample: None
+    ) -> Measurement:
+        """Decode what the candidate stands for."""
+        decoded = self._family.decoded_as[candidate.key]
+        measured = self._bench.measure(decoded, [self.prompts[place] for place in places])
+        samples = [s.model_copy(update={"prompt": place}) for s, place in zip(measured.samples, places, strict=True)]
+        for sample in samples:
+            on_sample(sample)
+        return Measurement(samples=tuple(samples))
+
+    def learn(self, candidate: Candidate, places: Sequence[int]) -> Candidate:
+        """As it is: none of these has anything to learn."""
+        return candidate

@@ -1,0 +1,1 @@
+"""Models made for evaluation: the demo model's recipe and widened models."""

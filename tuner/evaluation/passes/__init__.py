@@ -1,0 +1,1 @@
+"""What single passes and rounds cost: by width, by context, by readiness."""

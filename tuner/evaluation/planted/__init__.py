@@ -1,0 +1,1 @@
+"""Searches on models with planted redundancy, whose best setting is known."""

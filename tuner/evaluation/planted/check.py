@@ -1,0 +1,317 @@
+"""Do the searches find what is known to be there? Models with planted redundancy, decoded with for real, priced by a fixed table.
+
+Decoding is real, so that what is accepted is real; its seconds are counted from a table of made-up costs, the same always, as the
+best of a thousand noisy timings would not be the best setting. These are checks of the searches, and no speed-ups of anything.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
+from itertools import combinations
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from rich.console import Group
+from rich.table import Table
+
+from decoding.documents.atomic_write import write_whole
+from decoding.draft_length import Fixed
+from decoding.profile import Draft, LayerSkip, PlainDecoding
+from decoding.rounds import BatchGeneration
+from decoding.target import Target
+from studies import STUDIES
+from studies.contract import Candidate, Problem, Study, best_trials
+from studies.costs.table import CostTable
+from studies.costs.terms import DraftStep, Pass
+from studies.measurement import Measurement
+from studies.prediction.predictor import Predictor
+from studies.prediction.proposals import propose_skip_sets
+from studies.prediction.skip_space import SkipSpace
+from studies.prediction.survey import Survey
+from tuner.errors import SearchError
+from tuner.evaluation.planted.model import plant, planted, prompts
+from tuner.inputs.environment import versions
+from tuner.measuring.cost_table import Timer, measure_cost_table
+from tuner.measuring.paired import Bench, OnSample
+from tuner.progress import Progress
+from tuner.search.storage import StudyStore, sqlite_url
+from tuner.search.trials import Budget, run_study
+
+SEARCHES = ("predicted", "joint")
+MAX_TOKENS = 4
+NUM_REDUNDANT, NUM_GREY = 4, 2
+"""Blocks of the small problem."""
+NUM_PROMPTS, PROMPT_LENGTH, NUM_TOKENS = 3, 16, 24
+CONTEXT = PROMPT_LENGTH + NUM_TOKENS / 2
+ENDS, WIDENING = 2.0, 0.05
+"""What a pass costs beside its sublayers, in sublayers; what each further token of a verification costs, in passes."""
+ENOUGH, LITTLE = 0.98, 0.03
+"""What a search should find of the best speed-up, in what share of the exhaustive search's evaluations."""
+NUM_REFINED = 20
+"""The best sets of the exhaustive search, which are decoded with at every length."""
+
+
+_PROBLEM = {
+    "max_tokens": MAX_TOKENS,
+    "redundant": NUM_REDUNDANT,
+    "grey": NUM_GREY,
+    "prompts": [NUM_PROMPTS, PROMPT_LENGTH, NUM_TOKENS],
+    "costs": [ENDS, WIDENING],
+    "refined": NUM_REFINED,
+    "torch": torch.__version__,
+}
+"""What the optimum of a seed depends on."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """A search of the small problem against the best there is."""
+
+    seed: int
+    search: str
+    speedup: float
+    best: float
+    evaluations: int
+    num_candidates: int
+    """What the exhaustive search decoded with."""
+
+    @property
+    def share(self) -> float:
+        """Of the best speed-up, what the search found."""
+        return self.speedup / self.best
+
+    @property
+    def effort(self) -> float:
+        """Of the exhaustive search's evaluations, those the search needed."""
+        return self.evaluations / self.num_candidates
+
+
+@dataclass(frozen=True)
+class Recovered:
+    """What was found of the redundancy of a larger problem."""
+
+    num_layers: int
+    seed: int
+    planted: int
+    recovered: int
+    others: int
+    """Sublayers left out that were not planted."""
+    drafts_rated: int
+
+
+class PricedBench(Bench):
+    """Real decoding whose seconds are counted from a table, a plain step being a second: plain decoding need not be timed again."""
+
+    def __init__(self, *args: Any, table: CostTable, **settings: Any) -> None:
+        self.table = table
+        super().__init__(*args, **settings)
+
+    def measure(
+        self, candidate: Candidate, places: Sequence[int], on_sample: OnSample = lambda sample: None
+    ) -> Measurement:
+        """Decode the prompts at `places` with the candidate, and count what that costs."""
+        decoder = self._decoder(candidate)
+        samples = []
+        for place in places:
+            drafted = self._timed(decoder, place)
+            sample = self._compare(decoder, place, drafted, drafted)
+            seconds = {
+                "plain_seconds": float(drafted.num_decoded),
+                "draft_seconds": self._price(candidate.draft, drafted),
+            }
+            samples.append(sample.model_copy(update=seconds))
+            on_sample(samples[-1])
+        return Measurement(samples=tuple(samples))
+
+    def _price(self, draft: Draft, drafted: BatchGeneration) -> float:
+        part = draft if isinstance(draft, LayerSkip) else LayerSkip()
+        costs = self.table.round_costs(part, MAX_TOKENS, context=CONTEXT, prefix_reuse=False)
+        return sum(
+            costs.verify_cost(step.num_drafted) if step.looked_up else costs.of(step.num_drafted)
+            for text in drafted.generations
+            for step in text.rounds
+        )
+
+
+@dataclass(frozen=True)
+class Optimum:
+    """The best that an exhaustive search has found of the small problem of a seed."""
+
+    seed: int
+    best: float
+    num_candidates: int
+
+
+def find_best_of_all(
+    seeds: Iterable[int],
+    progress: Progress,
+    searches: Sequence[str] = SEARCHES,
+    *,
+    optima: Sequence[Optimum] = (),
+    on_optimum: Callable[[Optimum], None] = lambda optimum: None,
+) -> list[Found]:
+    """12 blocks, 4 of them redundant: each search against the best of all 1,023 sets of the 10 blocks between first and last.
+
+    That takes minutes for each seed: those of `optima` are taken as known, `on_optimum` is told of the others.
+    """
+    found = []
+    known = {optimum.seed: optimum for optimum in optima}
+    for seed in seeds:
+        redundant, grey = _drawn_blocks(12, seed)
+        target = Target(plant(12, redundant, redundant, grey_attention=grey, grey_mlp=grey, seed=seed))
+        bench = _bench(target, seed)
+        if (optimum := known.get(seed)) is None:
+            optimum = Optimum(seed, *_exhaustive(bench, seed, progress))
+            on_optimum(optimum)
+        for name in searches:
+            speedup, evaluations = _search(name, bench, target, seed, progress)
+            found.append(Found(seed, name, speedup, optimum.best, evaluations, optimum.num_candidates))
+            progress.say(f"seed {seed}: {name} found {found[-1].share:.1%} of the best in {evaluations} evaluations")
+    return found
+
+
+def recover(sizes: Iterable[int], seeds: Sequence[int], progress: Progress) -> list[Recovered]:
+    """Sublayers planted in models of these sizes, and what of them the best proposal leaves out; nothing is decoded with drafts."""
+    recovered = []
+    for num_layers in sizes:
+        for seed in seeds:
+            problem = planted(num_layers, seed=seed)
+            target = Target(problem.model)
+            progress.stage(f"{num_layers} layers, seed {seed}")
+            bench = _bench(target, seed)
+            survey = Survey(target, bench.prompts, bench.greedy_texts)
+            predictor = Predictor(survey, bench.table, max_tokens=MAX_TOKENS, prefix_reuse=False)
+            space = SkipSpace.of(target)
+            best = propose_skip_sets(space, predictor, max(160, 3 * len(space.items)))[0]
+            assert isinstance(best.draft, LayerSkip), "proposals of skip sets are skip sets"
+            known, chosen = space.places(problem.redundant), space.places(best.draft)
+            recovered.append(
+                Recovered(num_layers, seed, len(known), len(known & chosen), len(chosen - known), predictor.num_drafts)
+            )
+    return recovered
+
+
+def results_table(found: Sequence[Found], recovered: Sequence[Recovered]) -> Group:
+    """Each search over all seeds of the small problem, and each size of the large ones."""
+    small = Table(
+        title="12 blocks, against the best of all sets (real decoding, priced by a table)", title_justify="left"
+    )
+    for heading in ("search", "seeds", f"at {ENOUGH:.0%} of the best", "least found", "most evaluations"):
+        small.add_column(heading, justify="left" if heading == "search" else "right")
+    for name in dict.fromkeys(each.search for each in found):
+        runs = [each for each in found if each.search == name]
+        enough = sum(each.share >= ENOUGH and each.effort <= LITTLE for each in runs)
+        effort = max(each.effort for each in runs)
+        least = min(each.share for each in runs)
+        small.add_row(name, str(len(runs)), f"{enough} of {len(runs)}", f"{least:.1%}", f"{effort:.1%} of all")
+    large = Table(title="Planted sublayers left out by the best proposal (prediction alone)", title_justify="left")
+    for heading in ("layers", "seed", "found", "of", "others", "drafts rated"):
+        large.add_column(heading, justify="right")
+    for size in recovered:
+        row = (size.num_layers, size.seed, size.recovered, size.planted, size.others, size.drafts_rated)
+        large.add_row(*map(str, row))
+    return Group(*([small] if found else []), *([large] if recovered else []))
+
+
+def known_optima(path: Path) -> list[Optimum]:
+    """The optima that a file of results holds of the very same problems; none if there is no such file. `SearchError` if it
+    cannot be read."""
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+        optima = [Optimum(**each) for each in document["optima"]]
+        return optima if document["problem"] == _PROBLEM else []
+    except FileNotFoundError:
+        return []
+    except OSError as cause:
+        raise SearchError(f"cannot read {path}: {cause.strerror}") from None
+    except (ValueError, LookupError, TypeError):
+        raise SearchError(f"{path} does not hold the results of check-planted: give another --out") from None
+
+
+def write_results(
+    found: Sequence[Found], recovered: Sequence[Recovered], path: Path, optima: Sequence[Optimum] = ()
+) -> None:
+    """All figures, whole or not at all."""
+    document = {
+        "note": "real decoding of random models, priced by a fixed table of costs: a check of the searches, not a speed-up",
+        "versions": versions(),
+        "problem": _PROBLEM,
+        "optima": [asdict(each) for each in optima],
+        "small": [{**asdict(each), "share": each.share, "effort": each.effort} for each in found],
+        "large": [asdict(each) for each in recovered],
+    }
+    write_whole(path, json.dumps(document, indent=1).encode(), what="the results", error=SearchError)
+
+
+def _drawn_blocks(num_layers: int, seed: int) -> tuple[list[int], list[int]]:
+    """Redundant and grey blocks, between the first and the last."""
+    inner = list(range(1, num_layers - 1))
+    random.Random(f"blocks/{seed}").shuffle(inner)
+    return sorted(inner[:NUM_REDUNDANT]), sorted(inner[NUM_REDUNDANT : NUM_REDUNDANT + NUM_GREY])
+
+
+def _bench(target: Target, seed: int) -> PricedBench:
+    table = measure_cost_table(
+        target, max_tokens=MAX_TOKENS, contexts=(PROMPT_LENGTH, PROMPT_LENGTH + NUM_TOKENS), timer=_timer(target)
+    )
+    texts = prompts(NUM_PROMPTS, PROMPT_LENGTH, seed)
+    return PricedBench(target, texts, max_new_tokens=NUM_TOKENS, prefix_reuse=False, seed=seed, table=table)
+
+
+def _timer(target: Target) -> Timer:
+    whole = ENDS + 2 * target.num_layers
+
+    def seconds(each: Pass) -> float:
+        if isinstance(each, DraftStep):
+            return 1.0 - (len(each.skip.skip_attention) + len(each.skip.skip_mlp)) / whole
+        return 1.0 + WIDENING * (each.width - 1)
+
+    return seconds
+
+
+def _exhaustive(bench: PricedBench, seed: int, progress: Progress) -> tuple[float, int]:
+    """The best speed-up of all sets at the longest draft, the best sets at every length; and how many candidates that were."""
+    inner = range(1, bench.target.num_layers - 1)
+    sets = [LayerSkip.blocks(blocks) for size in range(1, len(inner) + 1) for blocks in combinations(inner, size)]
+    progress.stage(f"seed {seed}: all {len(sets)} sets of blocks", len(sets))
+    speedups: dict[LayerSkip, float] = {}
+    for skip in sets:
+        speedups[skip] = _measure(bench, skip, MAX_TOKENS)
+        progress.advance()
+    refined = sorted(sets, key=lambda skip: -speedups[skip])[:NUM_REFINED]
+    others = [_measure(bench, skip, length) for skip in refined for length in range(1, MAX_TOKENS)]
+    return max([*speedups.values(), *others]), len(speedups) + len(others)
+
+
+def _measure(bench: PricedBench, skip: LayerSkip, length: int) -> float:
+    candidate = Candidate(draft=skip, draft_length=Fixed(max_tokens=length))
+    return bench.measure(candidate, range(len(bench.prompts))).speedup
+
+
+def _search(name: str, bench: PricedBench, target: Target, seed: int, progress: Progress) -> tuple[float, int]:
+    """The speed-up that a search finds, and the candidates that it has measured."""
+    problem = Problem(
+        target,
+        tuple(bench.prompts),
+        tuple(bench.greedy_texts),
+        earlier={},
+        seed=seed,
+        prefix_reuse=False,
+        costs=lambda max_tokens: bench.table,
+    )
+    settings = STUDIES[name].Settings.model_validate(
+        {"rules": ("fixed",), "max_tokens": MAX_TOKENS, "whole_blocks": True}
+    )
+    progress.stage(f"seed {seed}: {name}")
+    study: Study = STUDIES[name].create(problem, settings)
+    with TemporaryDirectory() as folder:
+        stored = StudyStore(sqlite_url(Path(folder) / "trials.db"), "planted").open(study, {})
+        records, _ = run_study(study, stored, bench, range(len(bench.prompts)), Budget(None, None), lambda record: None)
+    best = best_trials(records, 1, expected=study.expected())
+    drafted = [r for r in records if not isinstance(r.candidate.draft, PlainDecoding) and r.repeat_of is None]
+    return (best[0].speedup or 0.0) if best else 0.0, len(drafted)

@@ -1,0 +1,1 @@
+"""Predicted speed-ups compared with real decoding."""

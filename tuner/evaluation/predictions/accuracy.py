@@ -1,0 +1,64 @@
+"""How well predicted speed-ups agree with measured ones: in order, in size, and on the whole."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+from pydantic import Field
+from scipy import stats
+
+from decoding.documents.strict_yaml import Document
+from studies.prediction.predictor import Prediction
+from studies.prediction.residual import Residual
+
+FEWEST_TO_CORRELATE = 3
+
+
+class Accuracy(Document):
+    """Agreement of predictions with measurements of the same configurations."""
+
+    count: int
+    spearman: float | None = Field(description="rank correlation; none for fewer than 3 pairs, or where all are alike")
+    pearson_of_logs: float | None = Field(description="of the logarithms; none as above")
+    median_error: float = Field(description="of |predicted / measured - 1|")
+    worst_error: float
+    bias: float = Field(
+        description="geometric mean of measured over predicted: above 1, more was measured than foretold"
+    )
+
+
+def accuracy(predicted: Sequence[float], measured: Sequence[float]) -> Accuracy:
+    """Compare speed-ups pairwise. ValueError if there are none, or not equally many."""
+    if not predicted or len(predicted) != len(measured):
+        raise ValueError(f"needs as many predictions as measurements, got {len(predicted)} and {len(measured)}")
+    logs = np.log(predicted), np.log(measured)
+    errors = np.abs(np.exp(logs[0] - logs[1]) - 1)
+    may_correlate = len(predicted) >= FEWEST_TO_CORRELATE and all(np.ptp(each) > 0 for each in logs)
+    return Accuracy(
+        count=len(predicted),
+        spearman=float(stats.spearmanr(*logs).statistic) if may_correlate else None,
+        pearson_of_logs=float(stats.pearsonr(*logs).statistic) if may_correlate else None,
+        median_error=float(np.median(errors)),
+        worst_error=float(np.max(errors)),
+        bias=math.exp(float(np.mean(logs[1] - logs[0]))),
+    )
+
+
+def corrected_by_others(predictions: Sequence[Prediction], measured: Sequence[float]) -> list[float]:
+    """Each predicted speed-up with the error taken out that all the other pairs teach (leave one out).
+
+    ValueError for fewer than two pairs.
+    """
+    if len(predictions) < 2:
+        raise ValueError(f"needs two predictions at least, got {len(predictions)}")
+    corrected = []
+    for place, prediction in enumerate(predictions):
+        residual = Residual()
+        for other, (known, speedup) in enumerate(zip(predictions, measured, strict=True)):
+            if other != place:
+                residual.learn(known, speedup)
+        (value,), _ = residual.corrected([prediction])
+        corrected.append(float(value))
+    return corrected

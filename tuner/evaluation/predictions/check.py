@@ -1,0 +1,206 @@
+"""`sdtune check-predictions`, first half: what is foretold of random configurations against what real decoding shows.
+
+The survey reads the very texts that are then decoded, so that what is off is the prediction and not the choice of texts. Rules
+that learn start cold on every text, as the replay has them. A trial of a search is of fewer prompts: there, noise comes on top.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+
+from pydantic import Field
+
+from decoding.documents.strict_yaml import Document
+from decoding.draft_length import RULES
+from decoding.profile import Interval, PlainDecoding
+from studies.contract import Candidate
+from studies.costs.table import CostTable
+from studies.measurement import Measurement
+from studies.prediction.predictor import Prediction, Predictor
+from studies.prediction.survey import Survey
+from tuner.evaluation.predictions.accuracy import Accuracy, accuracy, corrected_by_others
+from tuner.evaluation.random_candidates import kind_of
+from tuner.evaluation.tables import ALL
+from tuner.evaluation.task import head_drafts, random_candidates
+from tuner.measuring.cost_table import measure_cost_table
+from tuner.measuring.paired import Bench
+from tuner.progress import Progress
+from tuner.search.task import Task
+
+CHUNK = 6
+"""Configurations that are decoded side by side, prompt by prompt, with one plain decoding for all of them."""
+
+
+class Compared(Document):
+    """One configuration: what was foretold of it, and what real decoding showed. Costs are in plain passes."""
+
+    candidate: Candidate
+    kind: str
+    predicted: float
+    corrected: float = Field(description="the error taken out that all the other configurations teach (leave one out)")
+    measured: Interval
+    predicted_tokens_per_round: float
+    measured_tokens_per_round: float
+    predicted_round_cost: float
+    measured_round_cost: float
+    measurement: Measurement = Field(description="all samples of the real decoding", repr=False)
+
+
+class PredictionCheck(Document):
+    """All pairs, the table of costs that the predictions rest on, and what they took."""
+
+    pairs: tuple[Compared, ...] = Field(min_length=2)
+    costs: CostTable
+    cost_seconds: float = Field(description="of measuring the table of costs")
+    prediction_seconds: float = Field(description="of reading the texts, recording the drafts and replaying the rules")
+    decoding_seconds: float
+
+    def by_group(self) -> dict[str, tuple[Compared, ...]]:
+        """The pairs of all configurations, of each kind of draft, and of each rule."""
+        groups: dict[str, tuple[Compared, ...]] = {ALL: self.pairs}
+        for name_of in (_kind, _rule):
+            for name in sorted({name_of(pair) for pair in self.pairs}):
+                groups[name] = tuple(pair for pair in self.pairs if name_of(pair) == name)
+        return groups
+
+    def raw(self, pairs: Sequence[Compared]) -> Accuracy:
+        """How good the predictions were."""
+        return accuracy([pair.predicted for pair in pairs], [pair.measured.value for pair in pairs])
+
+    def corrected(self, pairs: Sequence[Compared]) -> Accuracy:
+        """How good they were with the correction that all other configurations teach."""
+        return accuracy([pair.corrected for pair in pairs], [pair.measured.value for pair in pairs])
+
+    def tokens_per_round(self, pairs: Sequence[Compared]) -> Accuracy:
+        """How good the part of it was that foretells what is accepted."""
+        return accuracy(
+            [pair.predicted_tokens_per_round for pair in pairs], [pair.measured_tokens_per_round for pair in pairs]
+        )
+
+    def round_cost(self, pairs: Sequence[Compared]) -> Accuracy:
+        """How good the part of it was that foretells what rounds cost."""
+        return accuracy([pair.predicted_round_cost for pair in pairs], [pair.measured_round_cost for pair in pairs])
+
+
+def _kind(pair: Compared) -> str:
+    return pair.kind
+
+
+def _rule(pair: Compared) -> str:
+    return pair.candidate.draft_length.rule
+
+
+@dataclass(frozen=True)
+class Foresight:
+    """Makes predictors for the texts behind a bench's first prompts."""
+
+    new_survey: Callable[[], Survey]
+    costs: CostTable
+    cost_seconds: float
+    """Of measuring `costs`."""
+    places: range
+    """The prompts surveyed, by their place in the bench."""
+    max_tokens: int
+    prefix_reuse: bool
+
+    def predictor(self) -> Predictor:
+        """One that has read the texts and knows no draft yet."""
+        return Predictor(self.new_survey(), self.costs, max_tokens=self.max_tokens, prefix_reuse=self.prefix_reuse)
+
+
+def foresee(task: Task, bench: Bench, *, num_prompts: int, max_tokens: int, progress: Progress) -> Foresight:
+    """Measure what passes cost, for foretelling drafts on the first `num_prompts` prompts of a bench, or on all if they are fewer.
+
+    The costs are measured anew and not taken from an earlier search: what is checked is today's machine.
+    """
+    progress.stage("measuring what passes of the model cost")
+    prompts, continuations = bench.prompts[:num_prompts], bench.greedy_texts[:num_prompts]
+    lengths = [len(prompt) for prompt in prompts]
+    contexts = sorted({min(lengths), max(lengths) + bench.max_new_tokens})
+    config = task.config
+    start = time.perf_counter()
+    costs = measure_cost_table(task.target, max_tokens=max_tokens, contexts=contexts, seed=config.seed)
+    seconds = time.perf_counter() - start
+    progress.say(costs.describe())
+
+    def new_survey() -> Survey:
+        return Survey(
+            task.target,
+            prompts,
+            continuations,
+            temperature=config.temperature,
+            seed=config.seed,
+            heads=task.exit_heads,
+        )
+
+    return Foresight(new_survey, costs, seconds, range(len(prompts)), max_tokens, config.prefix_reuse)
+
+
+def check_predictions(
+    task: Task, bench: Bench, foresight: Foresight, *, count: int, progress: Progress
+) -> PredictionCheck:
+    """Foretell `count` random configurations, then decode with them. ValueError for fewer than two."""
+    if count < 2:
+        raise ValueError(f"needs two configurations at least, got {count}")
+    drawer = random_candidates(task.target, head_drafts(task), tuple(RULES), foresight.max_tokens)
+    candidates = drawer.draw(count, task.config.seed)
+    progress.stage("foretelling random configurations", len(candidates))
+    start = time.perf_counter()
+    predictor = foresight.predictor()
+    predictions = [_predict(predictor, candidate, progress) for candidate in candidates]
+    predicted = time.perf_counter()
+    progress.stage("decoding with them", len(candidates) * len(foresight.places))
+    measurements = _measure(bench, candidates, foresight.places, progress)
+    decoded = time.perf_counter()
+    speedups = [measurement.speedup for measurement in measurements]
+    corrected = corrected_by_others(predictions, speedups)
+    rows = zip(candidates, predictions, corrected, measurements, strict=True)
+    return PredictionCheck(
+        pairs=tuple(_compared(*row) for row in rows),
+        costs=foresight.costs,
+        cost_seconds=foresight.cost_seconds,
+        prediction_seconds=predicted - start,
+        decoding_seconds=decoded - predicted,
+    )
+
+
+def _predict(predictor: Predictor, candidate: Candidate, progress: Progress) -> Prediction:
+    assert not isinstance(candidate.draft, PlainDecoding), "a random configuration drafts"
+    prediction = predictor.predict(candidate.draft, candidate.draft_length)
+    progress.advance()
+    return prediction
+
+
+def _measure(
+    bench: Bench, candidates: Sequence[Candidate], places: Sequence[int], progress: Progress
+) -> list[Measurement]:
+    return [
+        measurement
+        for chunk in _chunks(candidates, CHUNK)
+        for measurement in bench.side_by_side(chunk, places, on_sample=lambda _: progress.advance())
+    ]
+
+
+def _chunks(candidates: Sequence[Candidate], size: int) -> Iterator[list[Candidate]]:
+    remaining = iter(candidates)
+    while chunk := list(islice(remaining, size)):
+        yield chunk
+
+
+def _compared(candidate: Candidate, prediction: Prediction, corrected: float, measurement: Measurement) -> Compared:
+    replayed = prediction.replayed
+    return Compared(
+        candidate=candidate,
+        kind=kind_of(candidate.draft),
+        predicted=prediction.speedup,
+        corrected=corrected,
+        measured=measurement.speedup_interval(),
+        predicted_tokens_per_round=replayed.tokens / replayed.rounds,
+        measured_tokens_per_round=measurement.tokens_per_round,
+        predicted_round_cost=replayed.cost / replayed.rounds,
+        measured_round_cost=measurement.tokens_per_round / measurement.speedup,
+        measurement=measurement,
+    )

@@ -1,0 +1,198 @@
+"""`sdtune check-predictions`, second half: draft-length rules tuned by replay alone against rules tuned by real decoding.
+
+Both sides begin with the rule's defaults and know the tuning prompts only; what each found is then decoded side by side on the
+held-out prompts. What the replays need is counted: recording the draft with each rule, as if every rule were tuned by itself, and
+the table of costs and the reading of the texts once, as all drafts and rules share them.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import optuna
+from pydantic import Field
+
+from decoding.documents.strict_yaml import Document
+from decoding.draft_length import RULES, AnyRule, DraftLengthRule, Fixed
+from decoding.profile import Draft, EarlyExit, Interval, LayerSkip
+from studies.contract import Candidate
+from studies.measurement import Measurement, ratio_interval
+from studies.prediction.predictor import Drafting, Predictor
+from studies.prediction.proposals import propose_skip_sets
+from studies.prediction.skip_space import SkipSpace
+from studies.rule_space import rule_parameters, rule_sampler, suggest_rule
+from tuner.evaluation.predictions.check import Foresight
+from tuner.evaluation.predictions.replay_tuning import tune_by_replay
+from tuner.measuring.paired import Bench
+from tuner.progress import Progress
+from tuner.search.task import Task
+
+SKIP_SETS = 120
+"""Drafts foretold to find a skip set worth tuning a rule for."""
+NEAR = 0.98
+"""What counts as level with real tuning: within 2 %."""
+
+
+class TunedBoth(Document):
+    """One rule on one draft, tuned both ways, and how the two stand on held-out prompts."""
+
+    draft: Draft
+    replayed: AnyRule = Field(description="the setting that replay found")
+    decoded: AnyRule = Field(description="the setting that real decoding found")
+    ratio: Interval = Field(description="how many times as fast replay's setting is as real decoding's")
+    replayed_speedup: Interval
+    decoded_speedup: Interval
+    replay_seconds: float
+    decoding_seconds: float
+    num_trials: int
+    replayed_measurement: Measurement = Field(description="all samples on the held-out prompts", repr=False)
+    decoded_measurement: Measurement = Field(repr=False)
+
+
+class TuningCheck(Document):
+    """All rules on all drafts, and what they share."""
+
+    tuned: tuple[TunedBoth, ...] = Field(min_length=1)
+    shared_seconds: float = Field(description="of measuring the costs and reading the texts, once for all")
+
+    @property
+    def ratio(self) -> float:
+        """Geometric mean of the ratios."""
+        return math.exp(sum(math.log(each.ratio.value) for each in self.tuned) / len(self.tuned))
+
+    @property
+    def num_level(self) -> int:
+        """Of how many the ratio is within 2 % of real tuning, or better."""
+        return sum(each.ratio.value >= NEAR for each in self.tuned)
+
+    @property
+    def share_of_seconds(self) -> float:
+        """All seconds of the replays, those shared with them, over those of real tuning."""
+        replayed = sum(each.replay_seconds for each in self.tuned) + self.shared_seconds
+        return replayed / sum(each.decoding_seconds for each in self.tuned)
+
+
+def drafts_to_tune(task: Task, predictor: Predictor, heads: Iterable[EarlyExit], count: int) -> list[Drafting]:
+    """The best exit, the best skip set and the best exit with a head, as foretold; then the next best of each. At most `count`."""
+    layers = range(1, task.target.num_layers)
+    exits = predictor.best_first(EarlyExit(exit_layer=layer) for layer in layers)
+    as_exits = {EarlyExit(exit_layer=layer).as_layer_skip(task.target.num_layers) for layer in layers}
+    found = propose_skip_sets(SkipSpace.of(task.target), predictor, SKIP_SETS)
+    skips = [each for each in found if isinstance(each.draft, LayerSkip) and each.draft not in as_exits]
+    ranked = [exits, skips, predictor.best_first(heads)]
+    longest = max(len(each) for each in ranked)
+    return [each[place].draft for place in range(longest) for each in ranked if place < len(each)][:count]
+
+
+def check_rule_tuning(
+    task: Task,
+    tuning: Bench,
+    held_out: Bench,
+    foresight: Foresight,
+    drafts: Sequence[Drafting],
+    *,
+    rules: Sequence[str],
+    num_replays: int,
+    num_trials: int,
+    progress: Progress,
+) -> TuningCheck:
+    """Tune each of `rules` on each draft both ways, and decode the held-out prompts with what came of it."""
+    start = time.perf_counter()
+    predictor = foresight.predictor()
+    shared_seconds = foresight.cost_seconds + time.perf_counter() - start
+    tuned: list[TunedBoth] = []
+    for draft in drafts:
+        progress.stage(f"tuning rules for {draft.describe()}", len(rules) * num_trials)
+        start = time.perf_counter()
+        predictor.predict(draft, Fixed())
+        recording_seconds = time.perf_counter() - start
+        found = []
+        for name in rules:
+            replayed, seconds = _replay(predictor, draft, name, num_replays, task.config.seed)
+            decoded, decoding_seconds = _decode(task, tuning, draft, name, predictor.max_tokens, num_trials, progress)
+            found.append(_Found(replayed, decoded, recording_seconds + seconds, decoding_seconds))
+        tuned += _compare(draft, found, num_trials, held_out, progress)
+    return TuningCheck(tuned=tuple(tuned), shared_seconds=shared_seconds)
+
+
+@dataclass(frozen=True)
+class _Found:
+    """What both ways found for one rule, and the seconds each took."""
+
+    replayed: Candidate
+    decoded: Candidate
+    replay_seconds: float
+    decoding_seconds: float
+
+
+def _replay(predictor: Predictor, draft: Drafting, rule: str, count: int, seed: int) -> tuple[Candidate, float]:
+    start = time.perf_counter()
+    best = tune_by_replay(predictor, draft, rule, count=count, seed=seed)
+    return Candidate(draft=draft, draft_length=best.rule), time.perf_counter() - start
+
+
+def _decode(
+    task: Task, bench: Bench, draft: Drafting, rule: str, max_tokens: int, num_trials: int, progress: Progress
+) -> tuple[Candidate, float]:
+    places = range(min(task.config.prompts_per_trial, len(bench.prompts)))
+
+    def measure(setting: DraftLengthRule) -> float:
+        return bench.measure(Candidate(draft=draft, draft_length=setting), places).speedup
+
+    start = time.perf_counter()
+    best = tune_by_decoding(
+        measure, rule, max_tokens=max_tokens, num_trials=num_trials, seed=task.config.seed, on_trial=progress.advance
+    )
+    return Candidate(draft=draft, draft_length=best), time.perf_counter() - start
+
+
+def tune_by_decoding(
+    measure: Callable[[DraftLengthRule], float],
+    rule: str,
+    *,
+    max_tokens: int,
+    num_trials: int,
+    seed: int,
+    on_trial: Callable[[], None] = lambda: None,
+) -> DraftLengthRule:
+    """The setting that measured best in `num_trials` trials of Optuna's TPE, the defaults first, none measured twice."""
+    study = optuna.create_study(direction="maximize", sampler=rule_sampler(seed))
+    study.enqueue_trial(rule_parameters(RULES[rule](rule=rule), max_tokens))
+    measured: dict[DraftLengthRule, float] = {}
+    for _ in range(num_trials):
+        trial = study.ask()
+        setting = suggest_rule(trial, [rule], max_tokens)
+        if setting not in measured:
+            measured[setting] = measure(setting)
+        study.tell(trial, measured[setting])
+        on_trial()
+    return max(measured, key=lambda setting: measured[setting])
+
+
+def _compare(
+    draft: Drafting, found: Sequence[_Found], num_trials: int, bench: Bench, progress: Progress
+) -> list[TunedBoth]:
+    candidates = {each.key: each for pair in found for each in (pair.replayed, pair.decoded)}
+    places = range(len(bench.prompts))
+    progress.stage("decoding the held-out prompts with both", len(places) * len(candidates))
+    measurements = bench.side_by_side(list(candidates.values()), places, on_sample=lambda _: progress.advance())
+    of: dict[str, Measurement] = dict(zip(candidates, measurements, strict=True))
+    return [
+        TunedBoth(
+            draft=draft,
+            replayed=each.replayed.draft_length,
+            decoded=each.decoded.draft_length,
+            ratio=ratio_interval(of[each.replayed.key], of[each.decoded.key]),
+            replayed_speedup=of[each.replayed.key].speedup_interval(),
+            decoded_speedup=of[each.decoded.key].speedup_interval(),
+            replay_seconds=each.replay_seconds,
+            decoding_seconds=each.decoding_seconds,
+            num_trials=num_trials,
+            replayed_measurement=of[each.replayed.key],
+            decoded_measurement=of[each.decoded.key],
+        )
+        for each in found
+    ]

@@ -1,0 +1,96 @@
+"""`sdtune check-predictions` from its configuration to its results on disk."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rich.console import Group, RenderableType
+
+from decoding.draft_length import RULES
+from tuner.config import SearchConfig
+from tuner.evaluation.predictions.check import Foresight, PredictionCheck, check_predictions, foresee
+from tuner.evaluation.predictions.report import pairs_csv, pairs_picture, predictions_table, tuning_table
+from tuner.evaluation.predictions.rule_tuning import TuningCheck, check_rule_tuning, drafts_to_tune
+from tuner.evaluation.task import facts_of, head_drafts, prepare_check
+from tuner.measuring.paired import Bench
+from tuner.progress import Progress
+from tuner.results import write_json, write_result, write_text
+from tuner.search.task import Task, open_bench
+
+NAME = "predictions"
+
+
+def run_and_write(
+    config: SearchConfig,
+    out: Path,
+    *,
+    configurations: int,
+    num_prompts: int,
+    max_tokens: int,
+    num_drafts: int,
+    num_replays: int,
+    num_trials: int,
+    progress: Progress,
+) -> RenderableType:
+    """Check predictions, then tuning by replay if `num_drafts` is not 0; the tables that say what was found.
+
+    The first half is on disk before the second begins. Raises errors of ours for what the user can put right.
+    """
+    task = prepare_check(config, out, progress)
+    tuning = open_bench(task, task.prompts.tuning, "decoding the tuning prompts plainly", progress)
+    foresight = foresee(task, tuning, num_prompts=num_prompts, max_tokens=max_tokens, progress=progress)
+    check = check_predictions(task, tuning, foresight, count=configurations, progress=progress)
+    shown = _write(task, out, check, None)
+    if num_drafts:
+        tuned = _tune(task, tuning, foresight, num_drafts, num_replays, num_trials, progress)
+        shown = _write(task, out, check, tuned)
+    return shown
+
+
+def _tune(
+    task: Task,
+    tuning: Bench,
+    foresight: Foresight,
+    num_drafts: int,
+    num_replays: int,
+    num_trials: int,
+    progress: Progress,
+) -> TuningCheck:
+    held_out = open_bench(task, task.prompts.held_out, "decoding the held-out prompts plainly", progress)
+    progress.stage("looking for drafts to tune rules for")
+    drafts = drafts_to_tune(task, foresight.predictor(), head_drafts(task).values(), num_drafts)
+    return check_rule_tuning(
+        task,
+        tuning,
+        held_out,
+        foresight,
+        drafts,
+        rules=tuple(RULES),
+        num_replays=num_replays,
+        num_trials=num_trials,
+        progress=progress,
+    )
+
+
+def _write(task: Task, out: Path, check: PredictionCheck, tuned: TuningCheck | None) -> RenderableType:
+    groups = check.by_group()
+    document = {
+        **facts_of(task),
+        "predictions": {
+            **{name: check.raw(pairs).model_dump(mode="json") for name, pairs in groups.items()},
+            "corrected by all others (leave one out)": check.corrected(check.pairs).model_dump(mode="json"),
+            "tokens per round": check.tokens_per_round(check.pairs).model_dump(mode="json"),
+            "cost of a round": check.round_cost(check.pairs).model_dump(mode="json"),
+        },
+        **check.model_dump(mode="json"),
+    }
+    shown: RenderableType = predictions_table(check)
+    if tuned is not None:
+        summary = {"ratio": tuned.ratio, "num_level": tuned.num_level, "share_of_seconds": tuned.share_of_seconds}
+        document["tuning"] = {**summary, **tuned.model_dump(mode="json")}
+        shown = Group(shown, tuning_table(tuned))
+    write_result(out, f"{NAME}.csv", pairs_csv(check))
+    write_result(out, f"{NAME}.png", pairs_picture(check))
+    write_text(out, NAME, shown)
+    write_json(out, NAME, document)
+    return shown

@@ -1,0 +1,1 @@
+"""Draft-length rules compared on one draft."""

@@ -1,0 +1,39 @@
+"""A comparison of draft-length rules, for people: one table."""
+
+from __future__ import annotations
+
+from rich import box
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from tuner.evaluation.rules.compare import RuleComparison
+from tuner.tables import facts_grid, spaced
+
+
+def rules_table(comparison: RuleComparison) -> RenderableType:
+    """Every rule on every kind of text: speed-up over plain decoding, and how it stands to the best fixed length there."""
+    columns = list(comparison.columns)
+    table = Table(
+        title="Speed-up over plain decoding, and over the best fixed length (95 % intervals, same prompts side by side)",
+        title_justify="left",
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
+    )
+    table.add_column("rule", no_wrap=True)
+    for heading in (*columns, f"over best fixed ({columns[-1]})", "identical"):
+        table.add_column(heading, justify="right", overflow="fold")  # a figure that is cut is none
+    for entry in comparison.entries:
+        cells = []
+        for column, places in comparison.columns.items():
+            mark = "*" if entry is comparison.best_fixed(column) else " "
+            cells.append(f"{entry.on(places).speedup_interval():.2f}{mark}")
+        measured = entry.measurement
+        ties = f" + {measured.num_ties} ties" if measured.num_ties else ""
+        ratio = f"{comparison.over_best_fixed(entry, columns[-1]):.2f}"
+        table.add_row(Text(entry.label), *cells, ratio, f"{measured.num_identical}/{len(measured.samples)}{ties}")
+    legend = facts_grid()
+    legend.add_row("draft", spaced(comparison.draft.describe()))
+    legend.add_row("*", "the best fixed length of the column, found by measuring all of them on these prompts")
+    legend.add_row("warm", "starts with what it learnt from other prompts of the same kinds")
+    return Group(table, legend)

@@ -1,0 +1,1 @@
+"""Searches compared on one problem at equal budgets."""

@@ -1,0 +1,136 @@
+"""`sdtune compare-searches`: every search on the same problem with the same budget, and what each had truly found when.
+
+Searches choose by their own measurements on tuning prompts, which flatter what they choose. Whatever was the best so far of any of
+them, at any time, is measured again on held-out prompts, all side by side; only those figures are compared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from decoding.profile import compact_indices
+from studies.contract import Candidate
+from tuner.config import SearchConfig
+from tuner.errors import ConfigError, SearchError
+from tuner.evaluation.searches.held_out import Truth
+from tuner.evaluation.searches.result import SearchComparison
+from tuner.evaluation.searches.rivals import Rival, check, rivals
+from tuner.evaluation.searches.runs import Limits, SearchRun, SearchRunner
+from tuner.inputs.environment import device_name, git_revision, versions
+from tuner.progress import Progress
+from tuner.search.storage import sqlite_url
+from tuner.search.task import Task, check_writable, open_bench, prepare, refuse_batches
+
+TRIALS_FILE, TRUTH_FILE, REPORT_FILE = "searches.db", "held_out.jsonl", "searches.json"
+OF_ONE_SEARCH = {"study", "trials", "timeout", "finalists", "studies", "distill", "distillation"}
+PLACES_ON_DISK = {"heads", "storage", "tracking_uri", "experiment", "out"}
+
+
+def compare_searches(
+    config: SearchConfig, names: Sequence[str], *, num_seeds: int, limits: Limits, out: Path, progress: Progress
+) -> SearchComparison:
+    """Run the named searches (all if none is named) with each of `num_seeds` seeds, and measure what they had found.
+
+    The seeds count from the configuration's own; a seed orders the tuning prompts and seeds the sampler. Everything is kept in
+    the folder `out`, and not done again. Raises `SdtuneError` for what the user can put right.
+    """
+    refuse_batches(config, "sdtune compare-searches")
+    chosen = rivals(names, config)
+    _check_folder(out)
+    task = _prepare(config, chosen, out, progress)
+    # Studies are told of the seconds, and may plan by them: a run with others is another, not a longer one.
+    truth = Truth(out / TRUTH_FILE, {**task.identity, "budget in seconds": limits.seconds})
+    tuning = open_bench(task, task.prompts.tuning, "decoding the tuning prompts plainly", progress)
+    runs = _run_all(
+        SearchRunner(task, tuning, sqlite_url(out / TRIALS_FILE), limits, progress), chosen, num_seeds, progress
+    )
+    _check_budget(runs, limits)
+    held_out = open_bench(task, task.prompts.held_out, "decoding the held-out prompts plainly", progress)
+    lesson = range(min(task.config.prompts_per_trial, len(tuning.prompts)))
+    progress.stage("teaching the rules that learn")
+    truth.complete(_incumbents(runs, limits), held_out, lambda each: tuning.learn(each, lesson), progress)
+    ordered = {rival.name: tuple(sorted(_of(rival, runs), key=lambda run: run.seed)) for rival in chosen}
+    return SearchComparison(ordered, limits, truth.measurements(), len(held_out.prompts), _facts(task, chosen))
+
+
+def _check_folder(out: Path) -> None:
+    try:
+        out.mkdir(exist_ok=True)
+    except OSError as cause:
+        raise ConfigError(f"cannot make the folder {out}: {cause.strerror}") from None
+    check_writable(out / REPORT_FILE, what="the comparison", name=REPORT_FILE, error=ConfigError)
+
+
+def _prepare(config: SearchConfig, chosen: Sequence[Rival], out: Path, progress: Progress) -> Task:
+    """The task of all searches together; heads are taken as they are."""
+    settings: dict[str, dict[str, Any]] = {}
+    for rival in chosen:
+        settings.setdefault(rival.study, rival.settings.model_dump(mode="json"))
+    changes = {"study": tuple(settings), "studies": settings, "distill": "never", "out": out / REPORT_FILE}
+    task = prepare(config.model_copy(update=changes), progress)
+    for rival in chosen:
+        check(rival, task.target)
+    if task.missing_heads:
+        missing = compact_indices(task.missing_heads)
+        progress.say(
+            f"no exit head in {config.heads} for exit {missing}: comparing without (sdtune distill makes them)"
+        )
+    return task
+
+
+def _run_all(runner: SearchRunner, chosen: Sequence[Rival], num_seeds: int, progress: Progress) -> list[SearchRun]:
+    """Seed after seed; which search is first moves on by one, so that none always has the cold or the busy machine."""
+    runs: list[SearchRun] = []
+    for turn in range(num_seeds):
+        seed, first = runner.task.config.seed + turn, turn % len(chosen)
+        for rival in [*chosen[first:], *chosen[:first]]:
+            progress.stage(
+                f"{rival.name}, seed {seed}, run {len(runs) + 1} of {num_seeds * len(chosen)}", runner.limits.trials
+            )
+            runs.append(run := runner.run(rival, seed))
+            progress.say("; ".join([f"{rival.name}, seed {seed}: {run.ended}", *run.remarks]))
+    return runs
+
+
+def _check_budget(runs: Sequence[SearchRun], limits: Limits) -> None:
+    if any(run.within(limits) for run in runs):
+        return
+    first = [points[0] for run in runs if (points := run.points())]
+    if not first:
+        why = "; ".join(dict.fromkeys(f"{run.search}: {run.ended}" for run in runs))
+        raise SearchError(f"no search came to a trial within {limits}: {why}")
+    raise SearchError(
+        f"the budget of {limits} is too small for a single trial: the first to end had taken "
+        f"{min(point.seconds for point in first):.1f} s, preparation included, and the smallest "
+        f"{min(point.tokens for point in first)} tokens; give more"
+    )
+
+
+def _incumbents(runs: Sequence[SearchRun], limits: Limits) -> Iterator[Candidate]:
+    """Whatever was the best so far of a search at any time within its budget."""
+    for run in runs:
+        for point in run.within(limits):
+            if point.incumbent is not None:
+                yield point.incumbent.candidate
+
+
+def _of(rival: Rival, runs: Sequence[SearchRun]) -> list[SearchRun]:
+    return [run for run in runs if run.search == rival.name]
+
+
+def _facts(task: Task, chosen: Sequence[Rival]) -> dict[str, Any]:
+    """The problem, the searches' settings, device and versions; no folders of this machine."""
+    return {
+        "problem": task.config.model_dump(mode="json", exclude={*OF_ONE_SEARCH, *PLACES_ON_DISK}),
+        "searches": {
+            rival.name: {"study": rival.study, "settings": rival.settings.model_dump(mode="json")} for rival in chosen
+        },
+        "heads": {str(layer): head.draft.head_sha256 for layer, head in task.heads.items()},
+        "prompts_fingerprint": task.prompts.fingerprint,
+        "device": device_name(task.target.device),
+        "dtype": str(task.target.dtype).removeprefix("torch."),
+        "versions": versions(),
+        "git_revision": git_revision(Path(__file__).parent),
+    }

@@ -1,0 +1,117 @@
+"""What candidates are worth: decoded side by side on held-out prompts, every sample on disk, so that none is measured twice."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import cycle
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from decoding.documents.atomic_write import write_whole
+from decoding.documents.strict_yaml import Document
+from studies.contract import Candidate
+from studies.measurement import Measurement, PromptSample
+from tuner.errors import ConfigError
+from tuner.measuring.paired import Bench
+from tuner.progress import Progress
+
+CHUNK = 8
+"""Candidates that decode a prompt in turn with one plain decoding of it: nearly at the same time, and together in memory."""
+
+
+class _Line(Document):
+    """One line of the file, behind the first: a candidate, what its rule was taught, and its samples so far."""
+
+    candidate: Candidate
+    taught: Candidate
+    samples: tuple[PromptSample, ...] = ()
+
+
+class Truth:
+    """The held-out samples of candidates, in a file of JSON lines; its first line says which problem they belong to."""
+
+    def __init__(self, path: Path, identity: Mapping[str, Any]) -> None:
+        """Read the file, or begin it. Raises `ConfigError` if it cannot be read or written, or belongs to another problem."""
+        self._path = path
+        self._identity = json.loads(json.dumps(identity))
+        self._lines = self._read() if path.exists() else {}
+        self._save()
+
+    def measurements(self) -> dict[str, Measurement]:
+        """What is known of each candidate, by its key."""
+        return {key: Measurement(samples=line.samples) for key, line in self._lines.items()}
+
+    def taught(self, candidate: Candidate) -> Candidate:
+        """The candidate as it was measured: its rule with what it had been taught."""
+        return self._lines[candidate.key].taught
+
+    def complete(
+        self,
+        candidates: Iterable[Candidate],
+        bench: Bench,
+        teach: Callable[[Candidate], Candidate],
+        progress: Progress,
+    ) -> None:
+        """Measure what is missing of these on all prompts of `bench`; `teach` readies the rule of one that is new."""
+        wanted = {candidate.key: candidate for candidate in candidates}
+        for key, candidate in wanted.items():
+            if key not in self._lines:
+                self._lines[key] = _Line(candidate=candidate, taught=teach(candidate))
+        missing = {key: self._missing(key, len(bench.prompts)) for key in wanted}
+        progress.stage("incumbents on held-out prompts", sum(map(len, missing.values())))
+        for keys, places in _chunks(missing):
+            self._measure(keys, places, bench, progress)
+
+    def _measure(self, keys: Sequence[str], places: Sequence[int], bench: Bench, progress: Progress) -> None:
+        turns = cycle(keys)
+
+        def keep(sample: PromptSample) -> None:
+            key = next(turns)
+            line = self._lines[key]
+            self._lines[key] = line.model_copy(update={"samples": (*line.samples, sample)})
+            progress.advance()
+            if key == keys[-1]:
+                self._save()
+
+        bench.side_by_side([self._lines[key].taught for key in keys], places, on_sample=keep)
+
+    def _missing(self, key: str, num_prompts: int) -> tuple[int, ...]:
+        known = {sample.prompt for sample in self._lines[key].samples}
+        return tuple(place for place in range(num_prompts) if place not in known)
+
+    def _save(self) -> None:
+        lines = [json.dumps({"identity": self._identity}), *(line.model_dump_json() for line in self._lines.values())]
+        content = "\n".join(lines) + "\n"
+        write_whole(self._path, content.encode(), what="the held-out samples", error=ConfigError)
+
+    def _read(self) -> dict[str, _Line]:
+        try:
+            first, *others = self._path.read_text(encoding="utf-8").splitlines()
+            known = json.loads(first)["identity"]
+            lines = [_Line.model_validate_json(line) for line in others]
+        except OSError as cause:
+            raise ConfigError(f"cannot read the held-out samples {self._path}: {cause.strerror}") from None
+        except (ValidationError, ValueError, LookupError, TypeError):
+            raise ConfigError(
+                f"{self._path} does not hold the held-out samples of a comparison: remove it, or give another --out"
+            ) from None
+        keys = sorted({*known, *self._identity})
+        if differing := [key for key in keys if known.get(key) != self._identity.get(key)]:
+            raise ConfigError(
+                f"{self._path.parent} holds a comparison with another {' and '.join(differing)}: give another --out"
+            )
+        return {line.candidate.key: line for line in lines}
+
+
+def _chunks(missing: Mapping[str, tuple[int, ...]]) -> Iterator[tuple[list[str], tuple[int, ...]]]:
+    """Candidates that lack the same prompts, at most `CHUNK` together."""
+    alike: dict[tuple[int, ...], list[str]] = {}
+    for key, places in missing.items():
+        if places:
+            alike.setdefault(places, []).append(key)
+    for places, keys in alike.items():
+        for start in range(0, len(keys), CHUNK):
+            yield keys[start : start + CHUNK], places

@@ -1,0 +1,253 @@
+"""A comparison of searches for people: the table, the CSV, the picture and the JSON with everything. Measures nothing."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import shlex
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any
+
+from rich import box
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from decoding.documents.atomic_write import write_whole
+from decoding.profile import Interval
+from tuner.errors import ConfigError
+from tuner.evaluation.searches.curves import Curve
+from tuner.evaluation.searches.result import Axis, SearchComparison
+from tuner.evaluation.searches.runs import SearchRun
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+COLOURS = ["#d55e00", "#0072b2", "#009e73", "#e69f00", "#cc79a7", "#56b4e9", "#000000", "#999999", "#8c510a", "#7570b3"]
+"""One a search, in order; most are Okabe and Ito's, which colour-blind readers tell apart too."""
+WIDE = 30
+"""How many times the first step the last may be at before the picture's axis is logarithmic."""
+CSV_COLUMNS = (
+    *("search", "seed", "trial", "state", "seconds", "tokens", "counts", "tuning_speedup"),
+    *("incumbent_trial", "incumbent_held_out_speedup", "draft", "draft_length"),
+)
+
+
+def searches_table(found: SearchComparison) -> RenderableType:
+    """A line a search: what it ended with on held-out prompts, what it spent, and when the reference had come as far."""
+    num_seeds = len(found.runs[found.reference])
+    table = Table(
+        title=f"Held-out speed-up after {found.limits}, {num_seeds} seed{'s' if num_seeds > 1 else ''} (95 % intervals)",
+        title_justify="left",
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
+    )
+    table.add_column("search", no_wrap=True)
+    columns = ("speed-up", f"over {found.reference}", "trials", "seconds", "tokens", "identical")
+    for heading in (*columns, f"{found.reference} there after"):
+        table.add_column(heading, justify="right", overflow="fold")
+    for search in found.searches:
+        same, of = found.identical(search)
+        early = "*" if any(run.ended_itself for run in found.runs[search]) else " "
+        table.add_row(
+            Text(search),
+            _interval(found.speedup(search)),
+            "" if search == found.reference else _interval(found.over_reference(search)),
+            f"{found.num_trials(search):.1f}{early}",
+            f"{found.spent(search, 'seconds'):.1f}",
+            f"{found.spent(search, 'tokens'):,.0f}",
+            f"{same}/{of}",
+            "" if search == found.reference else _reach(found, search),
+        )
+    legend = Table.grid(padding=(0, 2))
+    legend.add_column(style="dim", no_wrap=True)
+    legend.add_column(overflow="fold")
+    for term, meaning in _legend(found):
+        legend.add_row(Text(term), Text(meaning))
+    return Group(table, legend)
+
+
+def _legend(found: SearchComparison) -> Iterator[tuple[str, str]]:
+    yield "speed-up", "over plain decoding, of the best by a search's own trials; plain decoding counts as 1"
+    yield (
+        "trials ...",
+        "means over seeds; preparation is among the seconds, a trial that ended beyond the budget not counted",
+    )
+    yield (
+        f"{found.reference} there after",
+        f"seconds and tokens after which {found.reference} had what the search ended with, as shares of what that spent",
+    )
+    for search in found.searches:
+        ended = [f"seed {run.seed}: {run.ended}" for run in found.runs[search] if run.ended_itself]
+        if ended:
+            yield f"* {search}", f"finished early and kept its best; {'; '.join(ended)}"
+        if untold := [str(run.seed) for run in found.runs[search] if not found.counted(run)]:
+            yield search, f"no trial ended within the budget with seed {', '.join(untold)}"
+        if other := [str(run.seed) for run in found.runs[search] if not _is_lossless(found, run)]:
+            yield (
+                search,
+                f"not the text of plain decoding on held-out prompts, so counted as that: seed {', '.join(other)}",
+            )
+
+
+def _is_lossless(found: SearchComparison, run: SearchRun) -> bool:
+    measured = found.measured(found.final(run))
+    return measured is None or measured.is_lossless
+
+
+def _interval(interval: Interval) -> str:
+    return f"{interval.value:.2f} [{interval.ci95[0]:.2f}, {interval.ci95[1]:.2f}]"
+
+
+def _reach(found: SearchComparison, search: str) -> str:
+    seconds, tokens = found.reach(search, "seconds").share, found.reach(search, "tokens").share
+    if seconds is None or tokens is None:
+        return "not reached"
+    return f"{seconds:.0%} s, {tokens:.0%} tok"
+
+
+def searches_csv(found: SearchComparison) -> str:
+    """One line a search, seed and trial: what had been spent when it ended, and the best so far by then."""
+    text = io.StringIO()
+    writer = csv.DictWriter(text, CSV_COLUMNS, lineterminator="\n")
+    writer.writeheader()
+    for runs in found.runs.values():
+        for run in runs:
+            writer.writerows(_trial_rows(found, run))
+    return text.getvalue()
+
+
+def _trial_rows(found: SearchComparison, run: SearchRun) -> Iterator[dict[str, Any]]:
+    num_counted = len(found.counted(run))
+    for place, point in enumerate(run.points()):
+        counts = place < num_counted
+        trial, incumbent = point.trial, point.incumbent
+        yield {
+            "search": run.search,
+            "seed": run.seed,
+            "trial": trial.number,
+            "state": trial.state.value,
+            "seconds": round(point.seconds, 4),
+            "tokens": point.tokens,
+            "counts": int(counts),
+            "tuning_speedup": None if trial.speedup is None else round(trial.speedup, 5),
+            "incumbent_trial": None if incumbent is None else incumbent.number,
+            # What came beyond the budget is not measured again.
+            "incumbent_held_out_speedup": round(found.held_out_speedup(incumbent), 5) if counts else None,
+            "draft": trial.candidate.draft.describe(),
+            "draft_length": trial.candidate.draft_length.describe(),
+        }
+
+
+def searches_json(found: SearchComparison, command: Sequence[str]) -> dict[str, Any]:
+    """All figures with their intervals, every incumbent and every held-out sample, device and versions."""
+    return {
+        "command": shlex.join(command),
+        **found.facts,
+        "limits": found.limits.model_dump(mode="json"),
+        "reference": found.reference,
+        "results": {search: _result(found, search) for search in found.searches},
+        "runs": [_run(found, run) for runs in found.runs.values() for run in runs],
+        "held_out": [
+            {"candidate": json.loads(key), "speedup": measured.speedup, **measured.model_dump(mode="json")}
+            for key, measured in found.held_out.items()
+            if measured.samples
+        ],
+    }
+
+
+def _result(found: SearchComparison, search: str) -> dict[str, Any]:
+    same, of = found.identical(search)
+    reached = {axis: found.reach(search, axis) for axis in ("seconds", "tokens")}
+    return {
+        "speedup": found.speedup(search).model_dump(mode="json"),
+        "speedup_of_each_seed": [float(each) for each in found.finals(search).speedups()],
+        "over_reference": found.over_reference(search).model_dump(mode="json"),
+        "trials": found.num_trials(search),
+        "seconds": found.spent(search, "seconds"),
+        "tokens": found.spent(search, "tokens"),
+        "identical": same,
+        "texts": of,
+        "reference_reached": {axis: {"at": each.at, "share": each.share} for axis, each in reached.items()},
+    }
+
+
+def _run(found: SearchComparison, run: SearchRun) -> dict[str, Any]:
+    seconds, tokens = run.spent(found.limits)
+    final = found.final(run)
+    return {
+        "search": run.search,
+        "seed": run.seed,
+        "preparation_seconds": run.preparation_seconds,
+        "seconds": seconds,
+        "tokens": tokens,
+        "trials": len(found.counted(run)),
+        "ended": run.ended,
+        "finished_early": run.ended_itself,
+        "remarks": list(run.remarks),
+        "final": None if final is None else final.candidate.model_dump(mode="json"),
+        "tuning_speedup": None if final is None else final.speedup,
+        "held_out_speedup": found.held_out_speedup(final),
+    }
+
+
+def searches_picture(found: SearchComparison, file: IO[bytes]) -> None:
+    """Best-so-far held-out speed-up against seconds and against tokens: a line a search, thin lines its seeds."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(13, 5), layout="constrained")
+    left, right = figure.subplots(1, 2, sharey=True)
+    _draw(found, "seconds", left)
+    _draw(found, "tokens", right)
+    left.set(xlabel="seconds of search, preparation included", ylabel="held-out speed-up of the best so far")
+    right.set(xlabel="tokens decoded in measuring")
+    handles, labels = left.get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside right upper", frameon=False)
+    figure.savefig(file, dpi=130)
+
+
+def _draw(found: SearchComparison, axis: Axis, axes: Axes) -> None:
+    from matplotlib.ticker import ScalarFormatter
+
+    curves = {search: [found.curve(run, axis) for run in runs] for search, runs in found.runs.items()}
+    steps = [start for of_seeds in curves.values() for curve in of_seeds for start, _ in curve if start > 0]
+    limit = getattr(found.limits, axis)
+    first, last = min(steps, default=1.0), limit or max(steps, default=1.0)
+    is_wide = last > WIDE * first
+    begin = first / 2 if is_wide else 0.0
+    for place, (search, of_seeds) in enumerate(curves.items()):
+        colour = COLOURS[place % len(COLOURS)]
+        mean = found.mean_curve(search, axis)
+        # A search that is finished keeps its best to the end of the budget; without one, nobody knows what comes.
+        end = limit or (mean[-1][0] if mean else begin)
+        if len(of_seeds) > 1:
+            for curve in of_seeds:
+                axes.step(*_extended(curve, begin, end), where="post", color=colour, lw=0.6, alpha=0.4)
+        width = 2.4 if search == found.reference else 1.6
+        axes.step(*_extended(mean, begin, end), where="post", color=colour, lw=width, label=search)
+    axes.axhline(1.0, color="#888888", linestyle="--", linewidth=1)
+    if is_wide:
+        axes.set_xscale("log")
+        axes.xaxis.set_major_formatter(ScalarFormatter())
+    axes.set_xlim(begin, last * 1.02)
+
+
+def _extended(curve: Curve, begin: float, end: float) -> tuple[list[float], list[float]]:
+    """From plain decoding at the beginning to what holds at the end."""
+    points = [(begin, 1.0), *curve, (end, curve[-1][1] if curve else 1.0)]
+    return [start for start, _ in points], [value for _, value in points]
+
+
+def write_report(found: SearchComparison, folder: Path, command: Sequence[str]) -> None:
+    """`searches.csv`, `searches.json` and `searches.png`, each whole or not at all. Raises `ConfigError`."""
+    picture = io.BytesIO()
+    searches_picture(found, picture)
+    files = {
+        "searches.csv": searches_csv(found).encode(),
+        "searches.json": json.dumps(searches_json(found, command), indent=1).encode(),
+        "searches.png": picture.getvalue(),
+    }
+    for name, content in files.items():
+        write_whole(folder / name, content, what="the comparison", error=ConfigError)

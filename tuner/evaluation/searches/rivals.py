@@ -1,0 +1,68 @@
+"""The searches that can be compared, by name: each is a study with settings. Runs nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+from decoding.documents.strict_yaml import Document, suggest, validate
+from decoding.target import Target
+from studies import STUDIES
+from studies.searches.skip_sets import SkipSets
+from studies.searches.skip_sets.study import METHODS
+from tuner.config import SearchConfig
+from tuner.errors import ConfigError
+
+NOT_ALONE = ("draft_length", SkipSets.name)
+"""`draft_length` refines the drafts of the studies before it; `skip_sets` stands here under the names of its methods."""
+
+_BATCHED = MappingProxyType({"method": "swift", "swift": {"until_better": False, "round_length": 100}})
+
+SEARCHES: Mapping[str, tuple[str, Mapping[str, Any]]] = MappingProxyType(
+    {
+        "joint": ("joint", {}),
+        **{name: (name, {}) for name in STUDIES if name not in NOT_ALONE},
+        **{method: (SkipSets.name, {"method": method}) for method in METHODS},
+        "swift_batched": (SkipSets.name, _BATCHED),
+    }
+)
+"""What each name stands for: a study, and the settings in which it differs from the study's own."""
+
+
+@dataclass(frozen=True)
+class Rival:
+    """One search of a comparison."""
+
+    name: str
+    study: str
+    settings: Document
+
+
+def rivals(names: Iterable[str], config: SearchConfig) -> tuple[Rival, ...]:
+    """The named searches, each once and in this order, all of `SEARCHES` if none is named; their settings are those of
+    `config`, changed by what the name says. Raises `ConfigError` for a name that is none."""
+    found = []
+    for name in dict.fromkeys(names or SEARCHES):
+        if name not in SEARCHES:
+            raise ConfigError(f"unknown search {name!r}; {suggest(name, SEARCHES)}")
+        study, changes = SEARCHES[name]
+        given = _changed(config.studies.get(study, {}), changes)
+        settings = validate(STUDIES[study].Settings, given, source=f"studies.{study}", error=ConfigError)
+        found.append(Rival(name, study, settings))
+    return tuple(found)
+
+
+def check(rival: Rival, target: Target) -> None:
+    """Raise `ConfigError` for a search that this model has nothing for."""
+    try:
+        STUDIES[rival.study].check(rival.settings, target)
+    except ValueError as cause:
+        raise ConfigError(f"search {rival.name}: {cause}") from None
+
+
+def _changed(given: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """`given` with `changes`, mappings within it key by key."""
+    inner = {key: _changed(given.get(key, {}), value) for key, value in changes.items() if isinstance(value, Mapping)}
+    return {**given, **changes, **inner}

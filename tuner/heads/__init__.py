@@ -1,0 +1,1 @@
+"""Exit heads: finding and checking them, and training them by self-distillation."""

@@ -1,0 +1,44 @@
+"""What a distillation made, for people: the table of exits and the curve of the losses."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Mapping, Sequence
+from statistics import fmean
+
+from rich import box
+from rich.table import Table
+
+from decoding.exit_heads import HeadFacts
+
+CURVE_EVERY = 10
+"""Steps in a row of the curve."""
+
+
+def exits_table(facts: Mapping[int, HeadFacts]) -> Table:
+    """Exits side by side, without and with their head, on texts behind held-out prompts."""
+    title = "Held-out prompts: how well each exit foretells the model, without and with its head"
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("exit", justify="right")
+    for heading in ("acceptance", "with head", "agreement", "with head"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for exit_layer, of_head in facts.items():
+        if of_head.training is not None:
+            before, after = of_head.training.before, of_head.training.after
+            figures = (before.acceptance, after.acceptance, before.agreement, after.agreement)
+            table.add_row(str(exit_layer), *(f"{figure:.3f}" for figure in figures))
+    return table
+
+
+def loss_curve_csv(losses: Sequence[Mapping[int, float]]) -> str:
+    """A row per `CURVE_EVERY` steps with the mean loss of each exit in nats a token."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    exits = list(losses[0]) if losses else []
+    writer.writerow(["step", *(f"exit_{exit_layer}" for exit_layer in exits)])
+    for first in range(0, len(losses), CURVE_EVERY):
+        block = losses[first : first + CURVE_EVERY]
+        means = (fmean(of_step[exit_layer] for of_step in block) for exit_layer in exits)
+        writer.writerow([first + len(block), *(f"{mean:.4f}" for mean in means)])
+    return text.getvalue()

@@ -1,0 +1,361 @@
+"""Prompts as token ids, in two parts that share none: one to tune on, one to confirm on. Where rows come from: `tuner.inputs.datasets`."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from tuner.config import SearchConfig
+from tuner.errors import DatasetError
+from tuner.inputs.datasets import Column, Table, Template, open_table
+
+USUAL_COLUMNS = ("prompt", "text", "question", "instruction", "input", "query", "problem", "article", "document")
+
+# Some chat templates write today's date. With a fixed one, a search has the same prompts tomorrow and can be resumed.
+# The empty expression keeps a line break with which the template may begin.
+_DATES = {
+    "%Y": "2025",
+    "%y": "25",
+    "%m": "01",
+    "%d": "01",
+    "%B": "January",
+    "%b": "Jan",
+    "%A": "Wednesday",
+    "%a": "Wed",
+}
+_FIXED_DATE = (
+    "{% macro strftime_now(format) %}{{ format"
+    + "".join(f" | replace('{directive}', '{value}')" for directive, value in _DATES.items())
+    + " }}{% endmacro %}{{ '' }}"
+)
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One prompt: its row in the dataset (from 0), its token ids, and the text they stand for, without chat template."""
+
+    row: int
+    token_ids: tuple[int, ...]
+    text: str
+
+
+@dataclass(frozen=True)
+class PromptSet:
+    """The prompts of a search; `fingerprint` is the SHA-256 of the token ids of both parts, in order."""
+
+    name: str
+    fingerprint: str
+    tuning: tuple[Prompt, ...]
+    held_out: tuple[Prompt, ...]
+    spare: tuple[Prompt, ...] = ()
+    """Further prompts to train on; none of them, nor their groups, stands among the held-out ones."""
+
+
+def load_prompts(
+    source: str,
+    tokenizer: Any,
+    *,
+    num_tuning: int,
+    num_held_out: int,
+    num_spare: int = 0,
+    max_new_tokens: int,
+    context_length: int | None,
+    seed: int,
+    prompt_column: str | None = None,
+    group_column: str | None = None,
+    chat_template: bool = True,
+    max_prompt_tokens: int | None = None,
+    split: str | None = None,
+) -> PromptSet:
+    """Draw the two parts from `source` (its syntax: `tuner.inputs.datasets`), the same ones for the same seed.
+
+    Rows are drawn at random and only as many are tokenized as are needed; empty prompts and repeated ones are passed over. Rows
+    that agree in `group_column` stay in one part. `prompt_column` (`question`, or `turns[0]` for an element) wins over a preset's
+    template and over guessing. A prompt that does not fit the context beside `max_new_tokens` is an error; with `max_prompt_tokens`
+    the text of a longer one is cut from the left, and special tokens and chat template stay whole.
+
+    At most `num_spare` further prompts are drawn from the rows that are left and fit; the two parts are the same with and without.
+
+    Raises `DatasetError` for a source or column that is not there or cannot be read, a prompt too long, or too few of them.
+    """
+    if num_tuning < 1 or num_held_out < 0:
+        raise DatasetError(f"at least 1 tuning and 0 held-out prompts are needed, got {num_tuning} and {num_held_out}")
+    limits = _Limits(context_length, max_new_tokens, max_prompt_tokens)
+    table = open_table(source, split=split)
+    templates = table.templates if table.templates and not prompt_column else (_one_column(table, prompt_column),)
+    for column in sorted(set().union(*(template.columns for template in templates))):
+        table.require(column)
+    reader = _Reader(table, templates, tokenizer, chat_template, limits)
+    groups = _groups(table, group_column)
+    parts = _draw(reader, groups, group_column, (num_tuning, num_held_out), seed)
+    return parts if num_spare < 1 else replace(parts, spare=tuple(_spare(reader, groups, parts, num_spare, seed)))
+
+
+def search_prompts(
+    config: SearchConfig, tokenizer: Any, context_length: int | None, *, num_spare: int = 0
+) -> PromptSet:
+    """The prompts of a search as its configuration says; see `load_prompts`.
+
+    A distillation draws them here too: it keeps off the held-out prompts because both have the same ones.
+    """
+    return load_prompts(
+        config.dataset,
+        tokenizer,
+        num_tuning=config.tuning_prompts,
+        num_held_out=config.held_out_prompts,
+        num_spare=num_spare,
+        max_new_tokens=config.max_new_tokens,
+        context_length=context_length,
+        seed=config.seed,
+        prompt_column=config.prompt_column,
+        group_column=config.group_column,
+        chat_template=config.chat_template,
+        max_prompt_tokens=config.max_prompt_tokens,
+    )
+
+
+def encode_prompt(text: str, tokenizer: Any, *, chat_template: bool = True) -> list[int]:
+    """Token ids of one prompt: a user's turn if the tokenizer has a chat template and it is wanted, else `tokenizer(text)`.
+
+    A chat template that writes today's date is given a fixed one. Raises `DatasetError` if the template refuses a single user turn.
+    """
+    if not (chat_template and getattr(tokenizer, "chat_template", None)):
+        return list(tokenizer(text, verbose=False)["input_ids"])
+    try:
+        template = tokenizer.get_chat_template()
+        rendered = tokenizer.apply_chat_template(
+            [{"role": "user", "content": text}],
+            chat_template=_FIXED_DATE + template if "strftime_now" in template else template,
+            add_generation_prompt=True,
+            tokenize=False,
+        )
+    except Exception as cause:  # a chat template is its author's program and may fail in any way
+        reason = " ".join(str(cause).split()) or type(cause).__name__
+        raise DatasetError(
+            f"the tokenizer's chat template fails on one user turn: {reason}; --no-chat-template does without it"
+        ) from cause
+    # Rendered and encoded apart, as `verbose=False` keeps the tokenizer from warning of a length that is judged here.
+    return list(tokenizer(rendered, add_special_tokens=False, verbose=False)["input_ids"])
+
+
+def cut_from_left(text: str, longest: int, encode: Callable[[str], list[int]]) -> tuple[str, list[int]] | None:
+    """The longest end of `text` found by bisection that `encode` makes at most `longest` tokens of, and these; None if none is.
+
+    Whole characters are cut, so that special tokens and a chat template stay whole: there may be a token or two fewer.
+    """
+    too_early, start, fitting = 0, len(text), None
+    while start - too_early > 1:
+        middle = (too_early + start) // 2
+        token_ids = encode(text[middle:])
+        if len(token_ids) <= longest:
+            start, fitting = middle, token_ids
+        else:
+            too_early = middle
+    return None if fitting is None else (text[start:], fitting)
+
+
+@dataclass(frozen=True)
+class _Limits:
+    """How long a prompt may be. Raises `DatasetError` if they contradict each other."""
+
+    context_length: int | None
+    max_new_tokens: int
+    max_prompt_tokens: int | None
+
+    def __post_init__(self) -> None:
+        if self.max_prompt_tokens is not None and self.max_prompt_tokens < 1:
+            raise DatasetError(f"max_prompt_tokens must be at least 1, got {self.max_prompt_tokens}")
+        if self.room is not None and self.room < 1:
+            raise DatasetError(
+                f"{self.max_new_tokens} new tokens leave no room for a prompt in the model's context of {self.context_length}; "
+                f"max_new_tokens must be less than {self.context_length}"
+            )
+        if self.room is not None and (self.max_prompt_tokens or 0) > self.room:
+            raise DatasetError(f"max_prompt_tokens: {self.max_prompt_tokens} is too many, as {self}")
+
+    @property
+    def room(self) -> int | None:
+        """How many tokens fit, or None if the model sets no limit."""
+        return None if self.context_length is None else self.context_length - self.max_new_tokens
+
+    def __str__(self) -> str:
+        return f"at most {self.room} fit the model's context of {self.context_length} beside {self.max_new_tokens} new ones"
+
+
+class _TooLongError(DatasetError):
+    """A prompt that does not fit the context."""
+
+
+@dataclass(frozen=True)
+class _Reader:
+    """Makes prompts of rows."""
+
+    table: Table
+    templates: tuple[Template, ...]
+    tokenizer: Any
+    chat_template: bool
+    limits: _Limits
+
+    @property
+    def rows(self) -> Any:
+        """The rows, with nothing but what the templates read."""
+        needed = sorted(set().union(*(template.columns for template in self.templates)))
+        return self.table.rows.with_format(None).select_columns(needed)
+
+    def read(self, rows: Any, index: int) -> Prompt | None:
+        """The prompt of a row, or None if it is empty."""
+        row = rows[index]
+        try:
+            text = next((text for template in self.templates if (text := template.render(row))), "")
+        except ValueError as cause:
+            raise DatasetError(f"row {index} of the dataset {self.table.name}: {cause}") from None
+        token_ids = self._encode(text) if text else []
+        if not token_ids:
+            return None
+        longest, room = self.limits.max_prompt_tokens, self.limits.room
+        if longest is not None and len(token_ids) > longest:
+            text, token_ids = self._cut(text, longest)
+        if room is not None and len(token_ids) > room:
+            raise _TooLongError(
+                f"row {index} of the dataset {self.table.name} makes a prompt of {len(token_ids)} tokens, but {self.limits}; "
+                f"max_prompt_tokens: {room} would cut it from the left"
+            )
+        return Prompt(index, tuple(token_ids), text)
+
+    def _encode(self, text: str) -> list[int]:
+        return encode_prompt(text, self.tokenizer, chat_template=self.chat_template)
+
+    def _cut(self, text: str, longest: int) -> tuple[str, list[int]]:
+        found = cut_from_left(text, longest, self._encode)
+        if found is None:
+            raise DatasetError(
+                f"max_prompt_tokens: {longest} leaves no room for text beside special tokens and chat template"
+            )
+        return found
+
+
+def _one_column(table: Table, prompt_column: str | None) -> Template:
+    """The prompt column as a template: the given one, or the only one with a usual name."""
+    if prompt_column is None:
+        usual = [name for name in USUAL_COLUMNS if name in table.columns]
+        if len(usual) != 1:
+            problem = (
+                f"{' and '.join(map(repr, usual))} could each be"
+                if usual
+                else "none of its columns has a usual name for"
+            )
+            raise DatasetError(
+                f"which column of the dataset {table.name} is the prompt? {problem} it; name one with --prompt-column; "
+                f"columns: {', '.join(table.columns)}"
+            )
+        return Template((("", Column(usual[0])),))
+    if prompt_column in table.columns:
+        return Template((("", Column(prompt_column)),))
+    try:
+        return Template((("", Column.parse(prompt_column)),))
+    except ValueError as cause:
+        raise DatasetError(f"prompt column of the dataset {table.name}: {cause}") from None
+
+
+def _groups(table: Table, group_column: str | None) -> list[Any] | None:
+    """The group of each row, or None if the rows are not grouped."""
+    if group_column is None:
+        return None
+    table.require(group_column)
+    groups = list(table.rows.with_format(None)[group_column])
+    strange = next((group for group in groups if isinstance(group, list | dict)), None)
+    if strange is not None:
+        raise DatasetError(
+            f"group column {group_column!r} of the dataset {table.name} holds {type(strange).__name__}, "
+            "it must hold text or numbers"
+        )
+    return groups
+
+
+def _draw(
+    reader: _Reader, groups: list[Any] | None, group_column: str | None, sizes: tuple[int, int], seed: int
+) -> PromptSet:
+    """Read rows in random order until both parts are full."""
+    table, rows = reader.table, reader.rows
+    part_of_group = {} if groups is None else _deal(groups, sizes, seed)
+    parts: tuple[list[Prompt], list[Prompt]] = ([], [])
+    seen: set[tuple[int, ...]] = set()
+    num_empty = num_repeated = 0
+    for index in _shuffled(len(rows), seed):
+        part = int(len(parts[0]) == sizes[0]) if groups is None else part_of_group[groups[index]]
+        if len(parts[part]) == sizes[part]:
+            continue
+        prompt = reader.read(rows, index)
+        if prompt is None:
+            num_empty += 1
+        elif prompt.token_ids in seen:
+            num_repeated += 1
+        else:
+            seen.add(prompt.token_ids)
+            parts[part].append(prompt)
+            if all(len(filled) == size for filled, size in zip(parts, sizes, strict=True)):
+                break
+    tuning, held_out = parts
+    if (len(tuning), len(held_out)) != sizes:
+        apart = f" when no {group_column!r} stands in both" if group_column else ""
+        raise DatasetError(
+            f"too few prompts: the dataset {table.name} gives {len(tuning)} for tuning and {len(held_out)} held out{apart} "
+            f"({num_empty} empty and {num_repeated} repeated rows passed over), but {sizes[0]} and {sizes[1]} were asked for"
+        )
+    return PromptSet(table.name, _fingerprint(parts), tuple(tuning), tuple(held_out))
+
+
+def _spare(reader: _Reader, groups: list[Any] | None, parts: PromptSet, most: int, seed: int) -> Iterator[Prompt]:
+    """Prompts of other rows than those of `parts`, in the order in which these were drawn."""
+    rows = reader.rows
+    drawn = (*parts.tuning, *parts.held_out)
+    taken, seen = {prompt.row for prompt in drawn}, {prompt.token_ids for prompt in drawn}
+    kept_apart = set() if groups is None else {groups[prompt.row] for prompt in parts.held_out}
+    for index in _shuffled(len(rows), seed):
+        if most == 0:
+            return
+        if index in taken or (groups is not None and groups[index] in kept_apart):
+            continue
+        try:
+            prompt = reader.read(rows, index)
+        except _TooLongError:
+            continue
+        if prompt is not None and prompt.token_ids not in seen:
+            seen.add(prompt.token_ids)
+            most -= 1
+            yield prompt
+
+
+def _deal(groups: list[Any], sizes: tuple[int, int], seed: int) -> dict[Any, int]:
+    """Which part each group goes to: the one that lacks most, the largest groups first so that both parts can be filled."""
+    counts = Counter(groups)
+    order = list(counts)
+    random.Random(seed).shuffle(order)
+    order.sort(key=lambda group: -counts[group])
+    lacking = list(sizes)
+    part_of_group = {}
+    for group in order:
+        part = 0 if lacking[0] >= lacking[1] else 1
+        part_of_group[group] = part
+        lacking[part] -= counts[group]
+    return part_of_group
+
+
+def _shuffled(length: int, seed: int) -> Iterator[int]:
+    """The numbers below `length` in random order, at the cost of those that are taken (Fisher and Yates on a sparse list)."""
+    generator = random.Random(seed)
+    moved: dict[int, int] = {}
+    for place in range(length):
+        other = generator.randrange(place, length)
+        yield moved.get(other, other)
+        moved[other] = moved.pop(place, place)
+
+
+def _fingerprint(parts: tuple[list[Prompt], list[Prompt]]) -> str:
+    token_ids = [[prompt.token_ids for prompt in part] for part in parts]
+    return hashlib.sha256(json.dumps(token_ids).encode()).hexdigest()

@@ -1,0 +1,167 @@
+"""Cost tables on disk, one file for each model, device, software and number of texts in step.
+
+Each is measured once, and again when any of these has changed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from functools import cache
+from pathlib import Path
+from typing import Literal
+
+import torch
+from pydantic import Field, ValidationError
+
+import decoding
+import studies.costs
+from decoding.documents.atomic_write import write_whole
+from decoding.documents.strict_yaml import Document
+from decoding.fingerprint import fingerprint, hash_json
+from decoding.lockstep import num_sharing
+from decoding.target import Target
+from studies.costs.table import CostTable
+from tuner.errors import StorageError
+from tuner.inputs.environment import device_name, versions
+from tuner.measuring import cost_table as measured_table
+from tuner.measuring import pass_timer
+from tuner.measuring.cost_table import BUDGET_SECONDS, measure_cost_table, resolve_terms
+from tuner.progress import Progress
+
+DECIDING_PACKAGES = ("sdtune", "torch", "transformers")
+
+
+class CostKey(Document):
+    """All that decides about the seconds of a pass."""
+
+    config_sha256: str
+    weights_sha256: str
+    dtype: str
+    device: str
+    threads: int
+    attention: str | None
+    """transformers' name of the attention kernel."""
+    runner: str
+    code_sha256: str
+    """Of the code that runs the passes and of the code that times them: what is run or measured otherwise is measured again."""
+    num_texts: int = Field(1, exclude_if=lambda count: count == 1)
+    """In step; left out of the key of one text, as of those from before there were more."""
+    versions: dict[str, str]
+
+    @classmethod
+    def of(cls, target: Target, num_texts: int = 1) -> CostKey:
+        """The key of this model, loaded as it is, on its device, for passes of so many texts."""
+        model, installed = fingerprint(target.model), versions()
+        return cls(
+            config_sha256=model.config_sha256,
+            weights_sha256=model.weights_sha256,
+            dtype=str(target.dtype).removeprefix("torch."),
+            device=device_name(target.device),
+            threads=torch.get_num_threads(),
+            attention=getattr(target.config, "_attn_implementation", None),
+            runner=_runner_name(target),
+            code_sha256=_code_sha256(),
+            num_texts=num_texts,
+            versions={package: installed[package] for package in DECIDING_PACKAGES},
+        )
+
+    @property
+    def file_name(self) -> str:
+        """Another name for another key."""
+        return f"{hash_json(self.model_dump())[:32]}.json"
+
+
+@cache
+def _code_sha256() -> str:
+    folders = (decoding, studies.costs)
+    files = [path for folder in folders for path in Path(str(folder.__file__)).parent.rglob("*.py")]
+    files += [Path(str(module.__file__)) for module in (measured_table, pass_timer)]
+    return hash_json([hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(files)])
+
+
+def _runner_name(target: Target) -> str:
+    exact_width = target.runner.exact_width
+    return target.runner.name if exact_width is None else f"{target.runner.name}, bit-exact at {exact_width}"
+
+
+class StoredCosts(Document):
+    """What a file holds; the table has its own measured error in it."""
+
+    format: Literal[1] = 1
+    key: CostKey
+    created: str
+    table: CostTable
+
+
+def cost_table(
+    target: Target,
+    *,
+    max_tokens: int,
+    contexts: Sequence[int],
+    progress: Progress,
+    num_texts: int = 1,
+    folder: Path | None = None,
+    budget_seconds: float = BUDGET_SECONDS,
+    seed: int = 0,
+) -> CostTable:
+    """The table stored in `folder` if it is of this model and device and covers these lengths; else measured now, and stored.
+
+    With `num_texts` above 1 it is one of passes over so many texts in step, or over one if the target's texts take turns.
+    A file that cannot be read, and a folder that cannot be written, cost no more than the measurement: `progress` is told. For
+    ValueError see `tuner.measuring.cost_table.measure_cost_table`.
+    """
+    folder = folder or cache_folder()
+    num_texts = num_sharing(target, num_texts)
+    key = CostKey.of(target, num_texts)
+    path = folder / key.file_name
+    terms = resolve_terms(target, max_tokens=max_tokens, contexts=contexts)
+    stored = _read(path, key, progress)
+    if stored is not None and stored.kinds == terms.kinds and stored.covers(terms.widths, terms.contexts):
+        return stored
+    table = measure_cost_table(
+        target,
+        max_tokens=max_tokens,
+        contexts=contexts,
+        num_texts=num_texts,
+        budget_seconds=budget_seconds,
+        seed=seed,
+    )
+    created = datetime.now(UTC).isoformat(timespec="seconds")
+    _write(path, StoredCosts(key=key, created=created, table=table), progress)
+    return table
+
+
+def cache_folder() -> Path:
+    """Where tables are kept: `sdtune/costs` under XDG_CACHE_HOME, or under ~/.cache."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "sdtune" / "costs"
+
+
+def _read(path: Path, key: CostKey, progress: Progress) -> CostTable | None:
+    try:
+        stored = StoredCosts.model_validate_json(path.read_bytes())
+    except FileNotFoundError:
+        return None
+    except (OSError, ValidationError) as cause:
+        reason = (cause.strerror or str(cause)) if isinstance(cause, OSError) else "damaged, or of another version"
+        progress.say(f"the stored costs {path} are measured anew: {reason}")
+        return None
+    return stored.table if stored.key == key else None
+
+
+def _write(path: Path, stored: StoredCosts, progress: Progress) -> None:
+    try:
+        _make_folder(path.parent)
+        content = stored.model_dump_json(indent=1).encode()
+        write_whole(path, content, what="the measured costs", error=StorageError)
+    except StorageError as cause:
+        progress.say(f"{cause}; they will be measured again next time")
+
+
+def _make_folder(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as cause:
+        raise StorageError(f"cannot make the folder of measured costs {folder}: {cause.strerror or cause}") from None

@@ -1,0 +1,256 @@
+"""Measures candidates by real decoding, each prompt paired with plain decoding of the same prompt in the same process.
+
+With a batch size above 1 it is batches that are measured, each of the same few prompts in step, plainly and with the candidate.
+Only `Bench` looks at a clock's results; it decides nothing. Warm-up, interleaving and the comparison of tokens are here.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from transformers.generation import TemperatureLogitsWarper
+
+from decoding.acceptance import Greedy, Sampling
+from decoding.decode import Request
+from decoding.decoder import Decoder, plain_decoder
+from decoding.draft_length import CostAwareRule, RoundCosts
+from decoding.exit_heads import ExitHeads
+from decoding.losslessness import compare
+from decoding.profile import Draft
+from decoding.rounds import BatchGeneration
+from decoding.target import Target
+from decoding.text import Ending, Shaping
+from studies.contract import Candidate
+from studies.measurement import BatchTexts, Measurement, PromptSample
+from tuner.errors import DatasetError
+
+WARM_UP_TOKENS = 8
+FEWEST_DECODED = 8  # a text that ends sooner says nothing about the rate of decoding
+
+OnSample = Callable[[PromptSample], None]
+
+
+class Bench:
+    """A target, some prompts, and plain decoding's text of each.
+
+    What is measured on are `places`: at each are `batch_size` of the prompts, in the order given. Those left over, too few for
+    another batch, are left out: they would be decoded at another speed.
+
+    Every candidate is compared with plain decoding token by token, text by text; when sampling, by a greedy run of both on the
+    side, as two sampled texts cannot be compared.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        prompts: Sequence[Sequence[int]],
+        *,
+        max_new_tokens: int,
+        temperature: float = 0.0,
+        eos_token_ids: frozenset[int] = frozenset(),
+        prefix_reuse: bool = True,
+        heads: ExitHeads | None = None,
+        seed: int = 0,
+        batch_size: int = 1,
+        on_progress: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.target = target
+        self.batch_size = batch_size
+        self.max_new_tokens = max_new_tokens
+        self.temperature = temperature
+        self._eos = eos_token_ids
+        self._prefix_reuse = prefix_reuse
+        self._heads = heads
+        self._seed = seed
+        self._costs: dict[Draft, RoundCosts] = {}
+        self._plain = plain_decoder(target)
+        self.prompts: list[tuple[int, ...]] = []
+        self.greedy_texts: list[tuple[int, ...]] = []
+        self.rows: list[int] = []
+        """Which of the prompts given each of these is: texts that end too soon are left out."""
+        for row, prompt in enumerate(prompts):
+            text = self._plain.generate(self._request(prompt, greedy=True))
+            on_progress()
+            if text.num_decoded >= FEWEST_DECODED:
+                self.rows.append(row)
+                self.prompts.append(tuple(prompt))
+                self.greedy_texts.append(text.tokens)
+        self.num_too_short = len(prompts) - len(self.prompts)
+        self.num_left_over = len(self.prompts) % batch_size
+        """Prompts that make no whole batch."""
+        for kept in (self.rows, self.prompts, self.greedy_texts):
+            del kept[len(kept) - self.num_left_over :]
+        if len(self.places) < 2:
+            needed = "" if batch_size == 1 else f", and {2 * batch_size} longer ones make two batches of {batch_size}"
+            raise DatasetError(
+                f"{self.num_too_short} of {len(prompts)} prompts end within {FEWEST_DECODED} tokens of plain decoding{needed}: "
+                "give prompts that the model continues at greater length"
+            )
+
+    @property
+    def places(self) -> range:
+        """Where can be measured: a place is a prompt, or a batch of them."""
+        return range(len(self.prompts) // self.batch_size)
+
+    def reordered(self, order: Sequence[int]) -> Bench:
+        """A bench of these prompts in another order, that knows nothing yet of what drafts cost."""
+        other = copy.copy(self)
+        other._costs = {}
+        other.prompts = [self.prompts[place] for place in order]
+        other.greedy_texts = [self.greedy_texts[place] for place in order]
+        other.rows = [self.rows[place] for place in order]
+        return other
+
+    def measure(
+        self, candidate: Candidate, places: Sequence[int], on_sample: OnSample = lambda sample: None
+    ) -> Measurement:
+        """Decode the prompts at `places` with the candidate and plainly, in turn; `on_sample` sees each and may raise to stop."""
+        decoder = self._decoder(candidate)
+        samples = []
+        with undisturbed():
+            self._warm_up(decoder, places[0])
+            for turn, place in enumerate(places):
+                samples.append(self._sample(decoder, place, plain_first=turn % 2 == 0))
+                on_sample(samples[-1])
+        return Measurement(samples=tuple(samples))
+
+    def learn(self, candidate: Candidate, places: Sequence[int]) -> Candidate:
+        """The candidate, its rule starting with what it learns from the prompts at `places` and with the costs measured here.
+
+        Only a rule that weighs costs is taught; any other comes back as it is. Of a batch, what the first text teaches is learnt.
+        """
+        rule = candidate.draft_length
+        if not isinstance(rule, CostAwareRule):
+            return candidate
+        pupil = self._decoder(candidate.with_rule(rule.model_copy(update={"persistent": True})))
+        for place in places:
+            self._decode(pupil, place)
+        learnt = pupil.learnt()
+        assert learnt is not None, "a persistent controller of a cost-aware rule has learnt"
+        return candidate.with_rule(learnt.model_copy(update={"persistent": rule.persistent}))
+
+    def _decoder(self, candidate: Candidate) -> Decoder:
+        """The candidate's decoder; the costs of a draft are measured once, for all the rules that weigh them."""
+        draft, rule = candidate.draft, candidate.draft_length
+        known = self._costs.get(draft)
+        if isinstance(rule, CostAwareRule) and rule.costs is None and known and len(known.verify) > rule.max_tokens:
+            rule = rule.with_costs(known)
+        decoder = Decoder(
+            self.target,
+            draft,
+            rule,
+            prefix_reuse=self._prefix_reuse,
+            heads=self._heads,
+            num_texts=self.batch_size,
+        )
+        if isinstance(rule, CostAwareRule) and rule.costs is None:
+            measured = decoder.rule
+            assert isinstance(measured, CostAwareRule), "the same rule, with costs"
+            if measured.costs is not None:  # a draft of nothing has none
+                self._costs[draft] = measured.costs
+        return decoder
+
+    def _warm_up(self, decoder: Decoder, place: int) -> None:
+        for each in (self._plain, decoder):
+            self._decode(each, place, greedy=True, max_new_tokens=WARM_UP_TOKENS)
+
+    def side_by_side(
+        self, candidates: Sequence[Candidate], places: Sequence[int], on_sample: OnSample = lambda sample: None
+    ) -> list[Measurement]:
+        """Decode each prompt at `places` plainly and with every candidate, in an order that moves on by one from prompt to prompt.
+
+        Differences between the candidates are then differences on the same text at nearly the same time.
+        """
+        decoders = [self._decoder(candidate) for candidate in candidates]
+        samples: list[list[PromptSample]] = [[] for _ in decoders]
+        order = [self._plain, *decoders]
+        with undisturbed():
+            for decoder in decoders:
+                self._warm_up(decoder, places[0])
+            for turn, place in enumerate(places):
+                first = turn % len(order)
+                done = {each: self._timed(each, place) for each in [*order[first:], *order[:first]]}
+                for decoder, taken in zip(decoders, samples, strict=True):
+                    taken.append(self._compare(decoder, place, done[self._plain], done[decoder]))
+                    on_sample(taken[-1])
+        return [Measurement(samples=tuple(taken)) for taken in samples]
+
+    def _sample(self, decoder: Decoder, place: int, *, plain_first: bool) -> PromptSample:
+        order = (self._plain, decoder) if plain_first else (decoder, self._plain)
+        done = {each: self._timed(each, place) for each in order}
+        return self._compare(decoder, place, done[self._plain], done[decoder])
+
+    def _compare(self, decoder: Decoder, place: int, plain: BatchGeneration, drafted: BatchGeneration) -> PromptSample:
+        comparisons = [
+            compare(self.target, self.prompts[row], self.greedy_texts[row], tokens)
+            for row, tokens in zip(self._rows_at(place), self._greedy_tokens(decoder, place, drafted), strict=True)
+        ]
+        texts = BatchTexts(
+            count=len(comparisons),
+            identical=sum(each.identical for each in comparisons),
+            ties=sum(each.tie for each in comparisons),
+        )
+        identical = texts.identical == texts.count
+        return PromptSample(
+            prompt=place,
+            plain_seconds=plain.decode_seconds,
+            plain_tokens=plain.num_decoded,
+            draft_seconds=drafted.decode_seconds,
+            draft_tokens=drafted.num_decoded,
+            rounds=sum(len(text.rounds) for text in drafted.generations),
+            drafted=sum(text.num_drafted for text in drafted.generations),
+            accepted=sum(text.num_accepted for text in drafted.generations),
+            identical=identical,
+            tie=not identical and all(each.is_lossless for each in comparisons),
+            batch=texts if self.batch_size > 1 else None,
+        )
+
+    def _timed(self, decoder: Decoder, place: int) -> BatchGeneration:
+        """A generation whose times are whole: every round ends by reading its tokens, so no work is left on the device."""
+        synchronize(self.target.device)
+        return self._decode(decoder, place)
+
+    def _greedy_tokens(self, decoder: Decoder, place: int, drafted: BatchGeneration) -> list[tuple[int, ...]]:
+        greedy = drafted if self.temperature == 0 else self._decode(decoder, place, greedy=True)
+        return [text.tokens for text in greedy.generations]
+
+    def _decode(self, decoder: Decoder, place: int, **how: Any) -> BatchGeneration:
+        """The prompts of a place: one by itself, several in step. For `how` see `_request`."""
+        requests = [self._request(self.prompts[row], **how) for row in self._rows_at(place)]
+        if self.batch_size == 1:
+            return BatchGeneration.of_one(decoder.generate(requests[0]))
+        return decoder.generate_batch(requests)
+
+    def _rows_at(self, place: int) -> range:
+        """Which of the prompts are decoded at a place."""
+        return range(place * self.batch_size, (place + 1) * self.batch_size)
+
+    def _request(self, prompt: Sequence[int], *, greedy: bool = False, max_new_tokens: int | None = None) -> Request:
+        ending = Ending(max_new_tokens or self.max_new_tokens, self._eos)
+        if greedy or self.temperature == 0:
+            return Request(prompt, ending, Greedy())
+        generator = torch.Generator(self.target.device).manual_seed(self._seed)
+        return Request(prompt, ending, Sampling(generator), Shaping((TemperatureLogitsWarper(self.temperature),)))
+
+
+@contextmanager
+def undisturbed() -> Iterator[None]:
+    """No garbage collection in the middle of a measurement."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until the device has done all it was given: a clock read then belongs to what follows."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

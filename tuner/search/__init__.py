@@ -1,0 +1,1 @@
+"""`sdtune search`: one search from its configuration to the profile."""

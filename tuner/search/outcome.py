@@ -1,0 +1,209 @@
+"""What came of a search: the verdict on the winner, the profile that says so, and the figures for MLflow."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from decoding.draft_length import Fixed
+from decoding.fingerprint import tokenizer_sha256
+from decoding.profile import (
+    DatasetFacts,
+    Decoding,
+    Draft,
+    DraftProfile,
+    EarlyExit,
+    Exactness,
+    Interval,
+    Measured,
+    PlainDecoding,
+    Provenance,
+    Rates,
+    SearchCost,
+    TargetIdentity,
+)
+from studies.contract import TrialRecord, best_trials
+from studies.measurement import Measurement
+from tuner.heads.found import place_beside
+from tuner.inputs.environment import device_name, git_revision, versions
+from tuner.measuring.paired import Bench
+from tuner.search.decision import Confirmed, claims_speedup
+from tuner.search.race import Finalist
+from tuner.search.report import ResultRow, skipped_layers_picture, speedup_picture, trials_csv
+from tuner.search.task import Task
+from tuner.tracking import Tracker
+
+
+@dataclass(frozen=True)
+class SearchEffort:
+    """What a search took, apart from the speed it found."""
+
+    num_trials: int
+    search_seconds: float
+    """Of all trials and of preparing the studies."""
+    distillation_seconds: float
+    """Of writing texts and training the exit heads that the studies drafted with, in whichever run that was."""
+
+
+@dataclass(frozen=True)
+class SearchResult:
+    """What a search found. `rows` are the lines of the final table, all measured on held-out prompts."""
+
+    profile: DraftProfile
+    winner: TrialRecord
+    """The winner of the race; the profile is its only if `confirmed` has its interval above 1."""
+    confirmed: Measurement
+    """The winner on the held-out prompts."""
+    rows: tuple[ResultRow, ...]
+    studies: Mapping[str, str]
+    """Why each study that ran ended, and what it remarks."""
+    cost: SearchEffort
+
+
+def conclude(
+    task: Task,
+    winner: Finalist,
+    confirmed: Sequence[Confirmed],
+    held_out: Bench,
+    ended: Mapping[str, str],
+    cost: SearchEffort,
+    run_id: str,
+) -> SearchResult:
+    """The profile of the winner, or of plain decoding if the winner's interval does not lie above 1, and the table's rows.
+
+    The exit head of a winner that has one is copied beside the profile; `ExitHeadError` if that fails.
+    """
+    trial = winner.trial
+    measurement = next(each.measurement for each in confirmed if each.trial.candidate.key == trial.candidate.key)
+    interval = measurement.speedup_interval()
+    wins = claims_speedup(trial.candidate, winner.measurement, measurement)
+    profile = DraftProfile(
+        name=f"{task.config.resolved_experiment()}-{trial.study.replace('_', '-') if wins else 'plain'}",
+        target=_profile_target(task),
+        draft=_placed(task, trial.candidate.draft, task.config.out) if wins else PlainDecoding(),
+        draft_length=trial.candidate.draft_length if wins else Fixed(),
+        decoding=_decoding(task),
+        measured=_measured(task, measurement, interval, held_out, cost) if wins else None,
+        provenance=Provenance(
+            created=datetime.now(UTC).isoformat(timespec="seconds"),
+            study=trial.study,
+            git_revision=git_revision(Path(__file__).parent),
+            mlflow_run_id=run_id,
+        ),
+    )
+    rows = [ResultRow(label="plain decoding", description="the whole model, token by token", measurement=None)]
+    rows += [_row(each) for each in confirmed]
+    return SearchResult(profile, trial, measurement, tuple(rows), dict(ended), cost)
+
+
+def _row(confirmed: Confirmed) -> ResultRow:
+    candidate = confirmed.trial.candidate
+    rule = "" if isinstance(candidate.draft, PlainDecoding) else f"; {candidate.draft_length.describe()}"
+    return ResultRow(confirmed.label, f"{candidate.draft.describe()}{rule}", confirmed.measurement)
+
+
+def _placed(task: Task, draft: Draft, profile: Path) -> Draft:
+    """The draft as a profile at that place names it: its exit head is copied there."""
+    return place_beside(draft, task.config.heads, profile) if isinstance(draft, EarlyExit) else draft
+
+
+def _measured(task: Task, measurement: Measurement, interval: Interval, bench: Bench, cost: SearchEffort) -> Measured:
+    return Measured(
+        speedup=interval,
+        tokens_per_second=Rates(draft=measurement.draft_tokens_per_second, plain=measurement.plain_tokens_per_second),
+        acceptance_rate=measurement.acceptance_rate,
+        tokens_per_round=measurement.tokens_per_round,
+        exact=Exactness(
+            prompts=measurement.num_prompts, identical=measurement.num_identical, ties=measurement.num_ties
+        ),
+        search=SearchCost(
+            trials=cost.num_trials, seconds=cost.search_seconds, distillation_seconds=cost.distillation_seconds
+        ),
+        batch_size=task.config.batch_size,
+        device=device_name(task.target.device),
+        versions=versions(),
+        dataset=DatasetFacts(
+            name=task.config.dataset,
+            fingerprint=task.prompts.fingerprint,
+            tuning_prompts=len(task.prompts.tuning),
+            held_out_prompts=len(bench.prompts),
+            max_new_tokens=task.config.max_new_tokens,
+        ),
+    )
+
+
+def _decoding(task: Task) -> Decoding:
+    return Decoding(
+        temperature=task.config.temperature,
+        prefix_reuse=task.config.prefix_reuse,
+        runner="static" if task.target.runner.name == "static" else "eager",
+        exact_width=task.target.runner.exact_width,
+    )
+
+
+def _profile_target(task: Task) -> TargetIdentity:
+    return TargetIdentity(
+        model=task.loaded.name,
+        revision=task.loaded.revision,
+        architecture=type(task.loaded.model).__name__,
+        num_layers=task.target.num_layers,
+        dtype=str(task.target.dtype).removeprefix("torch."),
+        device=str(task.target.device),
+        config_sha256=task.model.config_sha256,
+        weights_sha256=task.model.weights_sha256,
+        tokenizer_sha256=tokenizer_sha256(task.loaded.tokenizer),
+    )
+
+
+def save_best_so_far(task: Task, records: Iterable[TrialRecord]) -> tuple[TrialRecord | None, Path | None]:
+    """The best trial yet, written beside the place of the confirmed profile if it was faster than plain decoding."""
+    best = next(iter(best_trials(records, 1)), None)
+    if best is None or (best.speedup or 0.0) <= 1.0 or isinstance(best.candidate.draft, PlainDecoding):
+        return best, None
+    out = task.config.out.with_suffix(".unconfirmed.yaml")
+    DraftProfile(
+        name=f"{task.config.resolved_experiment()}-unconfirmed",
+        target=_profile_target(task),
+        draft=_placed(task, best.candidate.draft, out),
+        draft_length=best.candidate.draft_length,
+        decoding=_decoding(task),
+    ).save(out)
+    return best, out
+
+
+def track_result(tracker: Tracker, result: SearchResult, records: Sequence[TrialRecord], task: Task) -> None:
+    """Figures of the baseline and the winner, the profile, the trials as a table and the two pictures."""
+    confirmed, interval = result.confirmed, result.confirmed.speedup_interval()
+    figures = {
+        "search_seconds": result.cost.search_seconds,
+        "distillation_seconds": result.cost.distillation_seconds,
+        "trials": float(result.cost.num_trials),
+        "held_out_speedup": interval.value,
+        "held_out_speedup_low": interval.ci95[0],
+        "held_out_speedup_high": interval.ci95[1],
+        "held_out_tokens_per_second": confirmed.draft_tokens_per_second,
+        "plain_tokens_per_second": confirmed.plain_tokens_per_second,
+        "held_out_acceptance_rate": confirmed.acceptance_rate,
+        "held_out_tokens_per_round": confirmed.tokens_per_round,
+        "held_out_prompts": float(confirmed.num_prompts),
+        "held_out_identical": float(confirmed.num_identical),
+    }
+    best = result.winner.candidate
+    tags = {
+        "decision": result.profile.draft.kind,
+        "winner": f"{best.draft.describe()}; {best.draft_length.describe()}",
+        "profile": result.profile.name,
+    }
+    tracker.log_figures(figures, tags)
+    with TemporaryDirectory() as folder:
+        (Path(folder) / "trials.csv").write_text(trials_csv(records), encoding="utf-8")
+        skipped_layers_picture(records, task.target.num_layers, Path(folder) / "skipped_layers.png")
+        speedup_picture(records, Path(folder) / "speedup.png")
+        for name in ("trials.csv", "skipped_layers.png", "speedup.png"):
+            tracker.log_artifact(Path(folder) / name)
+    tracker.log_artifact(task.config.out)
+    if isinstance(draft := result.profile.draft, EarlyExit) and draft.head is not None:
+        tracker.log_artifact(task.config.out.parent / draft.head)

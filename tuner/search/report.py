@@ -1,0 +1,273 @@
+"""What a search found, for people: tables, pictures and a CSV. Measures nothing and knows nothing of MLflow."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich import box
+from rich.console import Group, RenderableType
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from decoding.probe import Capabilities
+from decoding.profile import Draft, DraftProfile, EarlyExit, LayerSkip, compact_indices
+from studies.contract import TrialRecord, TrialState, best_trials
+from studies.measurement import Measurement
+from tuner.tables import facts_grid, spaced
+from tuner.trial_columns import trial_metrics, trial_params
+
+STRIP_WIDTH = 40
+"""Layers in a line of the strip that shows what is skipped."""
+MOST_TICKS = 30
+"""Trial numbers written under the picture of the skipped layers."""
+COLOURS = ["#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#f0e442"]
+"""One a study; Okabe and Ito's, which colour-blind readers tell apart too."""
+
+
+@dataclass(frozen=True)
+class ResultRow:
+    """A line of the final table; without a measurement it is the line of plain decoding."""
+
+    label: str
+    description: str
+    measurement: Measurement | None
+
+
+def results_table(rows: Sequence[ResultRow]) -> RenderableType:
+    """Settings side by side, all on held-out prompts and each paired with plain decoding; what each is stands below."""
+    batch_size = max((row.measurement.batch_size for row in rows if row.measurement), default=1)
+    decode_in_lockstep = f" in batches of {batch_size}" if batch_size > 1 else ""
+    title = f"Held-out prompts{decode_in_lockstep}: speed-up over plain decoding, with its 95 % interval"
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("setting", no_wrap=True)
+    for heading in ("speed-up", "tok/s", "accepted", "per round", "identical"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    rates = [row.measurement.plain_tokens_per_second for row in rows if row.measurement]
+    for row in rows:
+        if row.measurement is None:
+            table.add_row(Text(row.label), "1.00", f"{sum(rates) / len(rates):.1f}" if rates else "", "", "1.00", "")
+        else:
+            table.add_row(Text(row.label), *_figures(row.measurement))
+    legend = facts_grid()
+    for row in rows:
+        legend.add_row(row.label, spaced(row.description))
+    return Group(table, legend)
+
+
+def _figures(measured: Measurement) -> tuple[str, ...]:
+    interval = measured.speedup_interval()
+    ties = f" + {measured.num_ties} ties" if measured.num_ties else ""
+    return (
+        f"{interval:.2f}",
+        f"{measured.draft_tokens_per_second:.1f}",
+        f"{measured.acceptance_rate:.0%}",
+        f"{measured.tokens_per_round:.2f}",
+        f"{measured.num_identical}/{measured.num_prompts}{ties}",
+    )
+
+
+def profile_panel(profile: DraftProfile) -> RenderableType:
+    """A profile on one screen."""
+    facts = facts_grid()
+    target = profile.target
+    facts.add_row("target", f"{target.model}, {target.architecture}, {target.num_layers} layers, {target.dtype}")
+    facts.add_row("draft", spaced(profile.draft.describe()))
+    if (skip := _left_out(profile.draft, target.num_layers)) is not None:
+        facts.add_row("", _strip(skip, target.num_layers))
+        if isinstance(profile.draft, EarlyExit) and profile.draft.head is not None:
+            facts.add_row("head", profile.draft.head)
+    if profile.draft.kind != "none":
+        facts.add_row("stops", profile.draft_length.describe())
+    width = profile.decoding.exact_width
+    mode = "" if width is None else f", bit-exact on {width} positions"
+    facts.add_row("decoding", f"temperature {profile.decoding.temperature:g}, runner {profile.decoding.runner}{mode}")
+    if (measured := profile.measured) is None:
+        facts.add_row(
+            "measured",
+            "nothing: plain decoding" if profile.draft.kind == "none" else "not confirmed on held-out prompts",
+        )
+    else:
+        low, high = measured.speedup.ci95
+        rates, exact, data = measured.tokens_per_second, measured.exact, measured.dataset
+        facts.add_row(
+            "speed-up", Text(f"{measured.speedup.value:.2f}x, 95 % interval {low:.2f} to {high:.2f}", style="bold")
+        )
+        facts.add_row(
+            "rates",
+            f"{rates.draft:.1f} tokens/s, plain {rates.plain:.1f}; {measured.tokens_per_round:.2f} tokens a round",
+        )
+        if measured.batch_size > 1:
+            facts.add_row("in step", f"{measured.batch_size} prompts a batch, plainly too; rates are those of a batch")
+        facts.add_row("accepted", f"{measured.acceptance_rate:.0%} of the drafted tokens")
+        facts.add_row(
+            "exact", f"{exact.identical} of {exact.prompts} held-out prompts identical, {exact.ties} numerical ties"
+        )
+        facts.add_row(
+            "data",
+            f"{data.name}: {data.tuning_prompts} tuning, {data.held_out_prompts} held out, {data.max_new_tokens} tokens",
+        )
+        cost = measured.search
+        heads = f"; {cost.distillation_seconds:.0f} s to distil exit heads" if cost.distillation_seconds else ""
+        facts.add_row("search", f"{cost.trials} trials, {cost.seconds:.0f} s{heads}")
+        facts.add_row("device", measured.device)
+        facts.add_row("versions", ", ".join(f"{name} {version}" for name, version in measured.versions.items()))
+    if (origin := profile.provenance) is not None:
+        facts.add_row("created", f"{origin.created} by {origin.study}")
+        sources = {"git revision": origin.git_revision, "MLflow run": origin.mlflow_run_id}
+        if known := [f"{name} {value}" for name, value in sources.items() if value]:
+            facts.add_row("from", ", ".join(known))
+    return Panel(facts, title=Text(profile.name), title_align="left")
+
+
+def capabilities_panel(found: Capabilities) -> RenderableType:
+    """The findings of the probe."""
+    facts = facts_grid()
+    facts.add_row(
+        "model", f"{found.architecture}, {found.num_parameters / 1e6:.1f} M parameters, {found.dtype} on {found.device}"
+    )
+    if found.num_layers is not None:
+        facts.add_row("blocks", _share(found.skippable_blocks, found.num_layers))
+        facts.add_row("attention", _share(found.skippable_attention, found.num_layers))
+        facts.add_row("MLP", _share(found.skippable_mlp, found.num_layers))
+        facts.add_row("rollback", "the cache rolls back exactly")
+        facts.add_row("prefix reuse", "yes" if found.prefix_reuse else "no: every verification runs the whole model")
+    verdict = Text("can be tuned: speculative decoding writes the text of plain decoding", style="bold green")
+    facts.add_row(
+        "verdict", verdict if found.is_supported else Text(f"cannot be tuned: {found.refusal}", style="bold red")
+    )
+    return Panel(facts, title="sdtune doctor", title_align="left")
+
+
+def trials_csv(records: Sequence[TrialRecord]) -> str:
+    """One line a trial, the columns that MLflow shows too."""
+    rows = [
+        {**trial_params(r), "state": r.state.value, "repeat_of": r.repeat_of, **trial_metrics(r), "reason": r.reason}
+        for r in records
+    ]
+    columns = list(dict.fromkeys(key for row in rows for key in row))
+    text = io.StringIO()
+    writer = csv.DictWriter(text, columns, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return text.getvalue()
+
+
+def skipped_layers_picture(records: Sequence[TrialRecord], num_layers: int, path: Path) -> None:
+    """Which layers each trial skipped: a column per trial but repeats, a row per layer; the best trial is framed."""
+    import numpy as np
+    from matplotlib.colors import ListedColormap
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Patch, Rectangle
+    from matplotlib.ticker import MaxNLocator
+
+    skips = [(r, _left_out(r.candidate.draft, num_layers)) for r in records if r.repeat_of is None]
+    drawn = [(record, skip) for record, skip in skips if skip is not None]
+    shown = [record for record, _ in drawn]
+    grid = np.zeros((num_layers, max(len(drawn), 1)), dtype=int)
+    for column, (_, skip) in enumerate(drawn):
+        grid[list(skip.skip_attention), column] += 1
+        grid[list(skip.skip_mlp), column] += 2
+    colours = ["#f2f2f2", "#e69f00", "#56b4e9", "#1b3a5c"]
+    width, height = max(7.0, 0.16 * len(shown) + 3), max(4.0, 0.14 * num_layers + 1.5)
+    figure = Figure(figsize=(min(width, 16.0), min(height, 10.0)), layout="constrained")
+    axes = figure.subplots()
+    axes.imshow(grid, cmap=ListedColormap(colours), vmin=0, vmax=3, aspect="auto", interpolation="none", origin="lower")
+    title = "Layers left out of the draft"
+    for best in best_trials(shown, 1):
+        column = next(
+            place for place, record in enumerate(shown) if (record.study, record.number) == (best.study, best.number)
+        )
+        axes.add_patch(Rectangle((column - 0.5, -0.5), 1, num_layers, fill=False, edgecolor="#d55e00", linewidth=2))
+        title += f"; framed: {best.study}/{best.number}, {best.speedup:.2f}x"
+    axes.set(xlabel="trial", ylabel="layer")
+    axes.set_title(title, pad=20)  # above the names of the studies
+    # Columns are places, not trial numbers: repeats are left out and each study counts from 0.
+    places = range(0, len(shown), max(1, -(-len(shown) // MOST_TICKS)))
+    axes.set_xticks(places, [str(shown[place].number) for place in places])
+    axes.yaxis.set_major_locator(MaxNLocator(integer=True))
+    starts = [place for place, r in enumerate(shown) if place == 0 or r.study != shown[place - 1].study]
+    for start in starts:
+        axes.axvline(start - 0.5, color="black", linewidth=1.5)
+        axes.text(start - 0.5, 1.01, f" {shown[start].study}", transform=axes.get_xaxis_transform(), va="bottom")
+    names = ["kept", "attention skipped", "MLP skipped", "both skipped"]
+    figure.legend(
+        [Patch(facecolor=colour, edgecolor="#999999") for colour in colours],
+        names,
+        loc="outside lower center",
+        ncols=4,
+        frameon=False,
+    )
+    figure.savefig(path, dpi=130)
+
+
+def speedup_picture(records: Sequence[TrialRecord], path: Path) -> None:
+    """Speed-up of each trial in the order they ran, with the best so far and plain decoding."""
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
+
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    axes = figure.subplots()
+    measured = [(place, r) for place, r in enumerate(records) if r.measurement and r.repeat_of is None]
+    for index, study in enumerate(dict.fromkeys(record.study for record in records)):
+        own = [(place, r.speedup) for place, r in measured if r.study == study and r.speedup is not None]
+        colour = COLOURS[index % len(COLOURS)]
+        axes.scatter([place for place, _ in own], [value for _, value in own], s=22, color=colour, label=study)
+    pruned = [(place, r.measurement.speedup) for place, r in measured if r.state is TrialState.PRUNED and r.measurement]
+    if pruned:
+        axes.scatter(
+            [p for p, _ in pruned], [v for _, v in pruned], s=18, facecolors="none", edgecolors="#888", label="pruned"
+        )
+    if failed := [place for place, r in enumerate(records) if r.state is TrialState.FAIL]:
+        # They have no speed-up: at the foot of the picture, wherever its scale begins.
+        foot = axes.get_xaxis_transform()
+        axes.scatter(failed, [0.02] * len(failed), marker="x", color="#d55e00", transform=foot, label="failed")
+    best, line = float("nan"), []
+    for record in records:
+        best = record.speedup if record.speedup is not None and not record.speedup <= best else best
+        line.append(best)
+    axes.step(range(len(line)), line, where="post", color="#1b3a5c", label="best so far")
+    axes.axhline(1.0, color="#888888", linestyle="--", linewidth=1, label="plain decoding")
+    axes.set(
+        xlabel="trials in the order they ran",
+        ylabel="speed-up on tuning prompts",
+        title="Measured speed-up over plain decoding",
+    )
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    figure.legend(loc="outside right upper", frameon=False)
+    figure.savefig(path, dpi=130)
+
+
+def _left_out(draft: Draft, num_layers: int) -> LayerSkip | None:
+    """What a draft leaves out of the target's layers; None if it runs none of them."""
+    if isinstance(draft, EarlyExit):
+        return draft.as_layer_skip(num_layers)
+    return draft if isinstance(draft, LayerSkip) else None
+
+
+def _strip(draft: LayerSkip, num_layers: int) -> RenderableType:
+    """One character a layer: `#` kept, `.` left out, attention above MLP, below a scale of layer indices."""
+    lines = []
+    for start in range(0, num_layers, STRIP_WIDTH):
+        layers = range(start, min(start + STRIP_WIDTH, num_layers))
+        lines.append(Text(f"{'layer':>9} " + "".join(f"{layer:<5}" for layer in layers[::5]).rstrip(), style="dim"))
+        for name, skipped in (("attention", draft.skip_attention), ("MLP", draft.skip_mlp)):
+            marks = "".join("." if layer in skipped else "#" for layer in layers)
+            line = Text(f"{name:>9} {marks}")
+            line.highlight_regex(r"\.+", "yellow")
+            lines.append(line)
+    return Group(*lines, Text(f"{'':>10}# runs in the draft, . is left out", style="dim"))
+
+
+def _share(layers: Sequence[int], num_layers: int) -> str:
+    if len(layers) == num_layers:
+        return f"all {num_layers} can be skipped"
+    return (
+        f"{len(layers)} of {num_layers} can be skipped: {compact_indices(tuple(layers))}"
+        if layers
+        else "cannot be skipped"
+    )

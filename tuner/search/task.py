@@ -1,0 +1,192 @@
+"""What a search works on: model, prompts and exit heads, loaded and checked before anything is run or written."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from decoding.errors import ProfileError, SdtuneError, UnsupportedModelError
+from decoding.exit_heads import ExitHeads, head_name
+from decoding.fingerprint import Fingerprint, fingerprint
+from decoding.probe import probe
+from decoding.target import Target
+from decoding.timing.runner_choice import choose_runner
+from studies import STUDIES
+from tuner.config import SearchConfig
+from tuner.errors import ConfigError
+from tuner.heads.distill import check_folder, num_spare
+from tuner.heads.found import FoundHead, find_heads, missing_heads, num_trained_on
+from tuner.inputs.environment import device_name
+from tuner.inputs.models import Loaded, eos_token_ids, load
+from tuner.inputs.prompts import Prompt, PromptSet, search_prompts
+from tuner.measuring.paired import Bench
+from tuner.progress import Progress
+
+
+@dataclass(frozen=True)
+class Task:
+    """Everything a search needs, loaded and checked, nothing written yet."""
+
+    config: SearchConfig
+    loaded: Loaded
+    target: Target
+    prompts: PromptSet
+    identity: Mapping[str, Any]
+    """What makes a stored study resumable: model, data and how they are decoded."""
+    model: Fingerprint
+    heads: Mapping[int, FoundHead]
+    """The exit heads that the studies want and that are there, by exit layer."""
+    missing_heads: tuple[int, ...]
+    """The exits whose head is wanted and is not there yet."""
+
+    @cached_property
+    def exit_heads(self) -> ExitHeads:
+        """Where drafts find their heads: one for the whole search, so that few are in memory."""
+        return ExitHeads(self.target, self.config.heads)
+
+
+def prepare(config: SearchConfig, progress: Progress) -> Task:
+    """Load model and prompts and check all that can be checked before anything is run or written."""
+    check_writable(config.out)
+    progress.stage(f"loading {config.model}")
+    loaded = load(config.model, revision=config.revision, dtype=config.dtype, device=config.device)
+    capabilities = probe(loaded.model)
+    if capabilities.refusal:
+        raise UnsupportedModelError(capabilities.refusal)
+    if config.prefix_reuse and not capabilities.prefix_reuse:
+        progress.say("this model cannot be verified from the middle: prefix reuse is off")
+        config = config.model_copy(update={"prefix_reuse": False})
+    if config.bitwise_width is not None and config.prefix_reuse:
+        progress.say("bit-exact mode verifies from the first block: prefix reuse is off")
+        config = config.model_copy(update={"prefix_reuse": False})
+    target = choose_target(
+        loaded.model, config.runner, progress, exact_width=config.bitwise_width, num_texts=config.batch_size
+    )
+    if config.batch_size > 1 and (reason := target.unbatchable_reason) is not None:
+        progress.say(f"the {config.batch_size} texts of a batch take turns, as no pass can be shared: {reason}")
+    wanted = _wanted_heads(config, target)
+    may_distil = _may_distil(config, wanted)
+    if may_distil:
+        check_folder(config.heads)
+    spare = num_spare(config) if may_distil else 0
+    prompts = search_prompts(config, loaded.tokenizer, target.context_length, num_spare=spare)
+    model = fingerprint(loaded.model)
+    heads = find_heads(config.heads, wanted, model, prompts.held_out)
+    if num_seen := num_trained_on(heads.values(), prompts.tuning):
+        progress.say(
+            f"the exit heads in {config.heads} have learnt from {num_seen} of the {len(prompts.tuning)} tuning prompts: trials "
+            "flatter them (the held-out figures do not)"
+        )
+    identity = {
+        "model": list(vars(model).values()),
+        "data": prompts.fingerprint,
+        "device": device_name(target.device),
+        "precision": str(target.dtype),
+        "decoding": {
+            "max_new_tokens": config.max_new_tokens,
+            "temperature": config.temperature,
+            "prompts_per_trial": config.prompts_per_trial,
+            "prefix_reuse": config.prefix_reuse,
+            **runner_identity(target),
+        },
+        # Studies from before there were batches name none.
+        **({"batch_size": config.batch_size} if config.batch_size > 1 else {}),
+    }
+    return Task(config, loaded, target, prompts, identity, model, heads, missing_heads(wanted, heads))
+
+
+def refuse_batches(config: SearchConfig, command: str) -> None:
+    """Raise `ConfigError` if a configuration for batches is given to a command that decodes prompts one by one."""
+    if config.batch_size > 1:
+        raise ConfigError(
+            f"batch_size: {command} decodes prompts one by one, got {config.batch_size}: give it a configuration without "
+            "batch_size (sdtune search tunes for batches)"
+        )
+
+
+def choose_target(
+    model: PreTrainedModel, runner: str, progress: Progress, *, exact_width: int | None = None, num_texts: int = 1
+) -> Target:
+    """The model by the runner asked for, or by the one that is faster on so many texts in step. Says what was chosen, and that
+    compiling takes its time.
+    """
+    if exact_width is not None:
+        runner = "static"
+    if runner == "eager":
+        return Target(model)
+    progress.stage(f"making the model ready for fixed shapes (runner {runner})")
+    choice = choose_runner(model, runner, exact_width=exact_width, num_texts=num_texts)
+    if runner == "auto":
+        progress.say(f"runner {choice.target.runner.name}: {choice.reason}")
+    return choice.target
+
+
+def runner_identity(target: Target) -> dict[str, Any]:
+    """The runner as part of what makes a stored study resumable; studies from before there was another than eager name none."""
+    if target.runner.name == "eager":
+        return {}
+    return {"runner": target.runner.name, "exact_width": target.runner.exact_width}
+
+
+def _wanted_heads(config: SearchConfig, target: Target) -> tuple[int, ...]:
+    """The exits for which any of the studies wants a head. Raises `ConfigError` for settings that the model does not fit."""
+    wanted: set[int] = set()
+    for name in config.study:
+        settings = config.study_settings(name)
+        try:
+            STUDIES[name].check(settings, target)
+        except ValueError as cause:
+            raise ConfigError(f"studies.{name}: {cause}") from None
+        wanted.update(STUDIES[name].wanted_heads(settings, target.num_layers))
+    return tuple(sorted(wanted))
+
+
+def _may_distil(config: SearchConfig, wanted: Iterable[int]) -> bool:
+    """Whether heads are to be made, so that further prompts are needed to train on."""
+    return config.distill == "auto" and any(not (config.heads / head_name(layer)).exists() for layer in wanted)
+
+
+def open_bench(task: Task, prompts: Sequence[Prompt], stage: str, progress: Progress) -> Bench:
+    """Decode these prompts plainly and give the bench to measure on; `stage` says which they are."""
+    progress.stage(stage, len(prompts))
+    bench = Bench(
+        task.target,
+        [prompt.token_ids for prompt in prompts],
+        max_new_tokens=task.config.max_new_tokens,
+        temperature=task.config.temperature,
+        eos_token_ids=eos_token_ids(task.loaded.model),
+        prefix_reuse=task.config.prefix_reuse,
+        heads=task.exit_heads,
+        seed=task.config.seed,
+        batch_size=task.config.batch_size,
+        on_progress=progress.advance,
+    )
+    if bench.num_too_short:
+        progress.say(f"{bench.num_too_short} of {len(prompts)} prompts end too soon to measure and are left out")
+    if bench.num_left_over:
+        progress.say(
+            f"{len(bench.prompts) + bench.num_left_over} prompts make {len(bench.places)} batches of {bench.batch_size}: "
+            f"{bench.num_left_over} left out"
+        )
+    return bench
+
+
+def check_writable(
+    out: Path, *, what: str = "the profile", name: str = "profile.yaml", error: type[SdtuneError] = ProfileError
+) -> None:
+    """Raise `error` if `what` could not be written to `out`; `name` is a usual one for such a file."""
+    if out.is_dir():
+        raise error(f"cannot write {what} {out}: it is a folder; name a file such as {out / name}")
+    if not out.parent.is_dir():
+        raise error(f"cannot write {what} {out}: there is no folder {out.parent}")
+    try:
+        with (out.parent / f".{out.name}.check").open("w"):
+            pass
+        (out.parent / f".{out.name}.check").unlink()
+    except OSError as cause:
+        raise error(f"cannot write {what} {out}: {cause.strerror}") from None
