@@ -1,6 +1,6 @@
 """Exit heads on disk: one safetensors file an exit, with what it was trained for and on, and the refusal of any other.
 
-Which module a head is and where it stands is `decoding.target`'s business, how it is trained `decoding.distillation`'s.
+Which module a head is and where it stands is `decoding.target`'s business, how it is trained `tuner.heads`'s.
 """
 
 from __future__ import annotations

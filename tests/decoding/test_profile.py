@@ -24,7 +24,7 @@ from decoding.profile import (
     Lookup,
     PlainDecoding,
     PromptLookup,
-    Target,
+    TargetIdentity,
     compact_indices,
     format_indices,
     parse_indices,
@@ -33,7 +33,9 @@ from tests.support.paths import DEMO
 
 
 def _profile(**changes: Any) -> DraftProfile:
-    target = Target(model="m", architecture="A", num_layers=24, dtype="float32", config_sha256="a", weights_sha256="b")
+    target = TargetIdentity(
+        model="m", architecture="A", num_layers=24, dtype="float32", config_sha256="a", weights_sha256="b"
+    )
     draft = LayerSkip(skip_attention=(7, 9, 12, 13, 14, 15), skip_mlp=(12, 13))
     return DraftProfile(**{"name": "demo", "target": target, "draft": draft, **changes})
 

@@ -1,7 +1,7 @@
 """One distillation, from configuration to exit heads: texts by the target, training, figures, files.
 
 Reads top to bottom in the order things happen. How texts are written, heads trained and exits judged stands in
-`decoding.distillation`. The command `sdtune distill` and a search that misses heads both run it.
+`tuner.heads.training`. The command `sdtune distill` and a search that misses heads both run it.
 """
 
 from __future__ import annotations

@@ -37,7 +37,6 @@ from decoding.profile import (
     Lookup,
     PlainDecoding,
     PromptLookup,
-    Target,
 )
 from decoding.target import ResumeView
 from tests.support.families import build, target_of
@@ -50,7 +49,7 @@ def _profile(model: PreTrainedModel, rule: DraftLengthRule | None = None, *, pla
     found = fingerprint(model)
     return DraftProfile(
         name="tiny",
-        target=Target(
+        target=TargetIdentity(
             model="tiny",
             architecture="LlamaForCausalLM",
             num_layers=model.config.num_hidden_layers,

@@ -19,14 +19,13 @@ from decoding.decode import Request, speculative
 from decoding.decoder import Decoder
 from decoding.draft_length import Controller, Decision, DraftDistribution, Fixed
 from decoding.drafters.build import build_drafter
-from decoding.drafters.contract import Draft as Drafted
-from decoding.drafters.contract import Drafter
+from decoding.drafters.contract import Drafter, Proposal
 from decoding.drafters.early_exit import EarlyExitDrafter
 from decoding.drafters.layer_skip import LayerSkipDrafter
 from decoding.drafters.lookup_first import LookupFirst, steered_part
 from decoding.drafters.prompt_lookup import PromptLookupDrafter, copied, find_copy
 from decoding.exit_heads import ExitHeads
-from decoding.profile import EarlyExit, LayerSkip, Lookup, PromptLookup, Proposal
+from decoding.profile import Draft, EarlyExit, LayerSkip, Lookup, PromptLookup
 from decoding.rounds import Generation
 from decoding.target import Target
 from decoding.text import Ending, Shaping, Text
@@ -115,7 +114,7 @@ def test_copy_reads_on_in_what_it_has_itself_proposed() -> None:
         assert copied(tokens, place, 20) == proposed
 
 
-def drafted_by(drafter: Drafter, text: Text, controller: Controller, limit: int) -> tuple[Drafted, list[int]]:
+def drafted_by(drafter: Drafter, text: Text, controller: Controller, limit: int) -> tuple[Proposal, list[int]]:
     cache = target_of("llama").new_cache(text.length + limit + 1)
     cache.length = text.length - 1
     draft = drafter.draft(text, cache, controller, Shaping(), Greedy(), limit)
@@ -227,7 +226,7 @@ def test_part_that_the_rule_steers_is_the_drafter_behind() -> None:
 
 # --- the text is the plain text -----------------------------------------------------------------------------------------
 
-DRAFTS: dict[str, Proposal] = {
+DRAFTS: dict[str, Draft] = {
     "lookup": PromptLookup(),
     "pairs": PromptLookup(max_ngram=2, min_ngram=2),
     "lookup, then skip": LayerSkip(skip_attention=(2, 3), skip_mlp=(3,), lookup=LOOKUP),

@@ -9,7 +9,7 @@ from torch import nn
 from decoding.decode import Request
 from decoding.decoder import Decoder
 from decoding.draft_length import Fixed, TopProbability
-from decoding.runners import StaticRunner, packed
+from decoding.runners import StaticRunner, cpu_packed
 from decoding.runners.compilation import CompiledBlocks, compiling
 from decoding.runners.cpu_packed import FEWEST_BYTES, PackedLinear, can_be_packed
 from decoding.target import Target
@@ -24,7 +24,7 @@ PRECISIONS = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 @pytest.fixture
 def all_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small layers, as those of the models here, are packed too."""
-    monkeypatch.setattr(packed, "FEWEST_BYTES", 0)
+    monkeypatch.setattr(cpu_packed, "FEWEST_BYTES", 0)
 
 
 @torch.inference_mode()

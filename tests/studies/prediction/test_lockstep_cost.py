@@ -20,7 +20,7 @@ from decoding.text import Ending
 from studies.prediction.lockstep_cost import (
     Asked,
     LockstepBatches,
-    Step,
+    ReplayedRound,
     batches_of,
     cost_in_lockstep,
     passes_in_lockstep,
@@ -59,11 +59,13 @@ def survey(target: Target, requests: list[Request], tmp_path_factory: pytest.Tem
     return Survey(target, [each.prompt for each in requests], texts, depth=4, heads=heads)
 
 
-def rounds_of(decoder: Decoder, requests: Sequence[Request]) -> list[list[Step]]:
+def rounds_of(decoder: Decoder, requests: Sequence[Request]) -> list[list[ReplayedRound]]:
     """What each text's rounds are, from real decoding of it alone: as many passes as drafts, for rules that draw from each."""
     return [
         [
-            Step(step.num_drafted, 0 if step.looked_up else step.num_drafted, step.num_accepted, step.looked_up)
+            ReplayedRound(
+                step.num_drafted, 0 if step.looked_up else step.num_drafted, step.num_accepted, step.looked_up
+            )
             for step in decoder.generate(request).rounds
         ]
         for request in requests
@@ -114,7 +116,7 @@ def test_passes_are_those_of_decoding(
 
 def test_pass_costs_what_the_dearest_text_in_it_asks_for() -> None:
     together = LockstepBatches(((0, 1),))
-    texts = [[Step(2, 2, 2)], [Step(1, 1, 0), Step(0, 0, 0)]]
+    texts = [[ReplayedRound(2, 2, 2)], [ReplayedRound(1, 1, 0), ReplayedRound(0, 0, 0)]]
     # Two draft steps, the first of both; both verifications together, as wide as the wider; the rest of the second text.
     assert cost_in_lockstep(together.asked(steps, COSTS, None) for steps in texts) == pytest.approx(
         0.25 * 2 + 1.3 + 1.0
@@ -123,7 +125,7 @@ def test_pass_costs_what_the_dearest_text_in_it_asks_for() -> None:
 
 def test_texts_that_want_different_parts_share_nothing() -> None:
     resumes = LockstepBatches(((0, 1),), resumes=True)
-    texts = [[Step(1, 1, 0)], [Step(0, 0, 0)], [Step(2, 0, 0, looked_up=True)]]
+    texts = [[ReplayedRound(1, 1, 0)], [ReplayedRound(0, 0, 0)], [ReplayedRound(2, 0, 0, looked_up=True)]]
     passes = list(passes_in_lockstep(resumes.asked(steps, COSTS, WHOLE) for steps in texts))
     assert [[each.cost for each in shared] for shared in passes] == [[0.25], [1.0, 2.0], [1.1]]
     assert cost_in_lockstep(iter([each]) for each in (Asked("a", True, 2.0), Asked("b", True, 3.0))) == 5.0

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
-from decoding.profile import DraftProfile, LayerSkip, Target
+from decoding.profile import DraftProfile, LayerSkip, TargetIdentity
 from tests.support.tiny import tiny_llama, write_tiny_prompts
 from tests.tuner.conftest import SearchCommand
 from tuner.cli.main import main
@@ -114,7 +114,7 @@ def test_another_dataset_under_the_same_experiment(run_search: SearchCommand, wo
 
 
 def _profile(path: Path, **changes: str) -> Path:
-    target = Target(
+    target = TargetIdentity(
         model="m", architecture="LlamaForCausalLM", num_layers=6, dtype="float32", config_sha256="a", weights_sha256="b"
     )
     DraftProfile(name="p", target=target, draft=LayerSkip.blocks((2, 3))).save(path)

@@ -10,8 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from decoding.distillation import texts as texts_module
-from decoding.distillation import training as training_module
 from torch import Tensor
 
 from decoding.acceptance import Greedy
@@ -25,6 +23,8 @@ from studies.searches.exits import default_exit_layers
 from tests.support.families import build, some_tokens
 from tests.support.tiny import tiny_llama, tiny_target
 from tuner.config import DistillSettings
+from tuner.heads import texts as texts_module
+from tuner.heads import training as training_module
 from tuner.heads.batches import Schedule, TrainingBatch
 from tuner.heads.checkpoint import OtherCheckpointError, load_checkpoint, save_checkpoint
 from tuner.heads.evaluation import acceptance, evaluate

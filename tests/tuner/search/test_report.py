@@ -26,7 +26,7 @@ from decoding.profile import (
     Provenance,
     Rates,
     SearchCost,
-    Target,
+    TargetIdentity,
 )
 from studies.contract import Candidate, TrialState
 from studies.measurement import BatchTexts, Measurement
@@ -165,7 +165,7 @@ def _profile(*, plain: bool = False) -> DraftProfile:
     )
     return DraftProfile(
         name="demo",
-        target=Target(model="m", num_layers=12, **facts),
+        target=TargetIdentity(model="m", num_layers=12, **facts),
         draft=PlainDecoding() if plain else LayerSkip(skip_attention=(3, 4), skip_mlp=(4, 11)),
         draft_length=AdaEdl(),
         measured=None if plain else measured,
