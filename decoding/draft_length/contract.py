@@ -149,7 +149,8 @@ class CostAwareRule(DraftLengthRule):
         """The costs; `ValueError` if they have not been measured yet."""
         if self.costs is None:
             raise ValueError(
-                f"the rule {self.rule!r} has no costs: give them by with_costs(decoding.timing.round_costs.measure_round_costs(...)), "
+                f"the rule {self.rule!r} has no costs: give them by "
+                "with_costs(decoding.timing.round_costs.measure_round_costs(...)), "
                 "or decode through decoding.decoder.Decoder, which measures them"
             )
         return self.costs

@@ -52,7 +52,8 @@ def measure_round_costs(
     over the plain steps beside it. What the first step of a draft takes more than the others is counted to the verification.
     Lengths between the widths are interpolated. The longest draft is timed once more as a rule that looks at each token has it.
 
-    With `num_texts` above 1 all passes are those of so many texts in step (`decoding.lockstep`), each behind a prompt of its own, in
+    With `num_texts` above 1 all passes are those of so many texts in step (`decoding.lockstep`), each behind a
+    prompt of its own, in
     plain passes of as many. Texts that take turns (`Target.unbatchable_reason`) cost each what one does.
 
     Where the context is short, the prompt gives way to the drafts, and they to the context. `seed` is that of the prompts;

@@ -1,7 +1,8 @@
 """A search that predicts much and measures little: drafts of a pool and draft-length rules, chosen by corrected predictions.
 
 Our formulation. Before each trial every rule worth a look is replayed on every draft of the pool; what earlier trials have
-shown is taken out of the predictions (`studies.prediction.residual`); and the candidate with the highest upper bound is measured. The best
+shown is taken out of the predictions (`studies.prediction.residual`); and the candidate with the highest upper bound
+is measured. The best
 of those measured is the one of which most is expected, on all texts that are foretold: the few prompts of a trial flatter
 whatever does best on them. Nothing here measures: studies that search this way (`predicted`, `joint`) differ in their pool alone,
 which may grow as they go on.

@@ -3,7 +3,8 @@
 Our formulation. A recording holds, for each position of a text that the target has written, whether the draft would have
 drafted the target's token there, and how sure it was; both teacher forced, from one pass over the text. Greedy rounds then
 go as they would in decoding, but for what a rule reads behind a rejected draft, where a real draft is on a path of its own,
-and for drafts that reach past the end of a text that ends by itself. Texts in step are replayed in step (`studies.prediction.lockstep_cost`).
+and for drafts that reach past the end of a text that ends by itself. Texts in step are replayed in step
+(`studies.prediction.lockstep_cost`).
 A replay is a prediction: it may choose what to measure, and is never reported as a measurement.
 """
 

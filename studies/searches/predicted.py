@@ -1,7 +1,9 @@
 """Skip sets by prediction (our formulation): hundreds are rated without decoding, the best few measured, each corrects the rest.
 
-`studies.prediction.proposals` finds the sets by moves over single sublayers, rated on a few texts; the best of them are foretold again on
-more, and `studies.prediction.guided` says which to measure with which draft-length rule. A search without a time limit rates all it wants
+`studies.prediction.proposals` finds the sets by moves over single sublayers, rated on a few texts; the best of them
+are foretold again on
+more, and `studies.prediction.guided` says which to measure with which draft-length rule. A search without a time
+limit rates all it wants
 to before its first trial, as trials are what is dear. One with a limit measures what promises most as soon as anything does, and
 goes on rating between its trials for as long as these have taken, so that it has something to show at any time.
 """

@@ -1,4 +1,7 @@
-"""Prompts as token ids, in two parts that share none: one to tune on, one to confirm on. Where rows come from: `tuner.inputs.datasets`."""
+"""Prompts as token ids, in two parts that share none: one to tune on, one to confirm on.
+
+Where rows come from: `tuner.inputs.datasets`.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,9 @@
 """One search, from configuration to profile: exit heads, studies, race of the finalists, held-out confirmation, profile.
 
-Reads top to bottom in the order things happen. What is loaded stands in `tuner.search.task`, what is tried is decided in `studies`, how
-a trial runs in `tuner.search.trials`, how it is measured in `tuner.measuring.paired`, who wins in `tuner.search.decision`, what is made of it in
+Reads top to bottom in the order things happen. What is loaded stands in `tuner.search.task`, what is tried is
+decided in `studies`, how
+a trial runs in `tuner.search.trials`, how it is measured in `tuner.measuring.paired`, who wins in
+`tuner.search.decision`, what is made of it in
 `tuner.search.outcome`; this file only passes one's results to the next.
 """
 

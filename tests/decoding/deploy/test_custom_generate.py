@@ -37,6 +37,7 @@ from decoding.profile import (
     Lookup,
     PlainDecoding,
     PromptLookup,
+    TargetIdentity,
 )
 from decoding.target import ResumeView
 from tests.support.families import build, target_of

@@ -1,7 +1,8 @@
 """Further kinds of prompts for the demo model, on which the same draft is right more or less often than on its own code.
 
 `prose` is cut from the running interpreter's documentation topics, which the model never saw; `tables` are seeded columns of
-numbers; `asserts` are the monotonous checks of a test; `fills` are arrays of one constant. Run as `python -m tuner.evaluation.models.demo_kinds`;
+numbers; `asserts` are the monotonous checks of a test; `fills` are arrays of one constant. Run as `python -m
+tuner.evaluation.models.demo_kinds`;
 a draft-length rule that adapts can be compared on a mixture of them with `sdtune compare-rules`. Deterministic: the same
 interpreter and seed give the same prompts.
 """

@@ -1,7 +1,8 @@
 """The recipe of the demo model: a small Llama-style code model that is made for early exits and skipped layers.
 
 Trained on the Python standard library's own sources with layer dropout that grows with depth and a loss at a random exit
-(LayerSkip, arXiv 2404.16710), by Muon on the layers' matrices and AdamW on the rest. Run as `python -m tuner.evaluation.models.demo_model`.
+(LayerSkip, arXiv 2404.16710), by Muon on the layers' matrices and AdamW on the rest. Run as `python -m
+tuner.evaluation.models.demo_model`.
 A killed run is continued by the same command. Knows nothing of decoding: what it leaves is a stock transformers folder.
 """
 

@@ -1,6 +1,7 @@
 """The demo model's prompts: beginnings of functions, classes and files, cut from source files the model never saw.
 
-Run as `python -m tuner.evaluation.models.demo_prompts`; with `--part training` it cuts prompts for exit heads to learn from, out of files that the
+Run as `python -m tuner.evaluation.models.demo_prompts`; with `--part training` it cuts prompts for exit heads to
+learn from, out of files that the
 model was trained on. Deterministic: the same files, tokenizer and seed give the same prompts.
 """
 

@@ -1,7 +1,8 @@
 """Widening: a model that computes what a trained small one computes, and costs what a wide one costs.
 
 Acceptance, entropy and redundancy of layers stay those of the trained model, so searches and decoders can be measured at sizes
-that nobody trained for the purpose; whatever is measured so is reported as widened. Run as `python -m tuner.evaluation.models.widen`.
+that nobody trained for the purpose; whatever is measured so is reported as widened. Run as `python -m
+tuner.evaluation.models.widen`.
 
 The wide model is a random one in which the trained one is embedded and everything else is silenced (our formulation). States
 have further dimensions that always hold zero: the columns of the embedding and the rows of `o_proj` and `down_proj` that belong

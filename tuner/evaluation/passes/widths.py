@@ -1,6 +1,7 @@
 """What a pass takes by the number of its positions and by the runner: why drafting pays more by one runner than by another.
 
-Run as `python -m tuner.evaluation.passes.widths --model MODEL --out widths.json`. Runners are timed in turns, width by width, in one process.
+Run as `python -m tuner.evaluation.passes.widths --model MODEL --out widths.json`. Runners are timed in turns, width
+by width, in one process.
 """
 
 from __future__ import annotations

@@ -3,7 +3,8 @@
 Every attention and every MLP sublayer is of one of three kinds. *Redundant* ones add next to nothing to the residual stream: a
 draft without all of them says almost always what the model says. *Important* ones add about as much as any other, within a
 factor of three: skipping a single one costs agreement, an early or loud one most. *Grey* ones lie between: one of them costs some
-per cent, several together far more. Run as `python -m tuner.evaluation.planted.model`. The construction is our formulation; its constants were
+per cent, several together far more. Run as `python -m tuner.evaluation.planted.model`. The construction is our
+formulation; its constants were
 tuned so that this holds for 12, 32 and 80 layers, with texts that do not fall into loops. What skipping saves is not modelled:
 sublayers cost what they cost.
 """
