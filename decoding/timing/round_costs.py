@@ -19,13 +19,13 @@ from decoding.drafters.lookup_first import steered_part
 from decoding.lockstep import Lockstep, num_sharing
 from decoding.target import Target
 from decoding.text import Shaping, Text
+from decoding.timing.stopwatch import Clock, Stopwatch
 
 # Costs bend at the first few tokens and at powers of two; in between, a straight line does.
 WIDTHS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 FEWEST_SWEEPS, MOST_SWEEPS = 5, 20
 LEAST_COST = 1e-4  # of a plain pass: what a pass is taken to cost that was too short for the clock
 
-Clock = Callable[[], float]
 T = TypeVar("T")
 
 
@@ -97,7 +97,7 @@ class _RoundBench:
         seed: int,
         clock: Clock,
     ) -> None:
-        self._target, self._drafter, self._clock = target, drafter, clock
+        self._target, self._drafter, self._watch = target, drafter, Stopwatch(target.device, clock)
         room = target.context_length or prompt_length + 1 + max_tokens
         prompt_length = max(min(prompt_length, room - 1 - max_tokens), 1)
         longest = max(min(max_tokens, room - 1 - prompt_length), 0)
@@ -137,9 +137,7 @@ class _RoundBench:
             logits = self._target.forward(text.span(cache.length, text.length), cache, cache.length, last_only=True)
             int(Greedy().choose(Shaping().one(text, 0, logits))[0])
 
-        start = self._now()
-        self._all(step)
-        return self._now() - start
+        return self._watch.time(lambda: self._all(step))
 
     def _round(self, controller: Controller) -> tuple[int, float, float]:
         """Tokens drafted, and seconds to draft them and to verify them; nothing of it stays in the texts."""
@@ -155,11 +153,11 @@ class _RoundBench:
             Greedy().accept(drafted, draft.probabilities, scores)
             cache.roll_back(text.length - 1)
 
-        start = self._now()
+        start = self._watch.now()
         drafts = self._all(propose)
-        drafted_at = self._now()
+        drafted_at = self._watch.now()
         self._all(verify)
-        return max(draft.num_tokens for draft in drafts), drafted_at - start, self._now() - drafted_at
+        return max(draft.num_tokens for draft in drafts), drafted_at - start, self._watch.now() - drafted_at
 
     def _all(self, task: Callable[[int], T]) -> list[T]:
         """What comes of a task of each text, done in step; it is given the text's row."""
@@ -170,11 +168,6 @@ class _RoundBench:
 
         self._lockstep.run_through([partial(do, row) for row in range(len(self._texts))])
         return [done[row] for row in range(len(self._texts))]
-
-    def _now(self) -> float:
-        if self._target.device.type == "cuda":
-            torch.cuda.synchronize(self._target.device)
-        return self._clock()
 
 
 def _costs(sweeps: list[list[_Timed]]) -> RoundCosts:

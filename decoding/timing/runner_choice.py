@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -14,13 +13,12 @@ from transformers import PreTrainedModel
 from decoding.errors import UnsupportedRunnerError
 from decoding.lockstep import Lockstep, num_sharing
 from decoding.target import Target
+from decoding.timing.stopwatch import Clock, Stopwatch
 
 CONTEXT_TOKENS = 64
 WIDTHS = (1, 1, 1, 5)
 """Passes that are timed, about as speculative decoding runs them: a few of one token, then a verification."""
 NUM_SWEEPS = 12
-
-Clock = Callable[[], float]
 
 
 @dataclass(frozen=True)
@@ -77,7 +75,7 @@ class _RunnerBench:
     """Texts in step that have been read, and passes from there."""
 
     def __init__(self, target: Target, num_texts: int, clock: Clock) -> None:
-        self._target, self._clock = target, clock
+        self._target, self._watch = target, Stopwatch(target.device, clock)
         room = target.context_length or CONTEXT_TOKENS + max(WIDTHS)
         self._start = max(min(CONTEXT_TOKENS, room - max(WIDTHS)), 1)
         length = self._start + max(WIDTHS)
@@ -89,10 +87,10 @@ class _RunnerBench:
 
     def sweep(self) -> float:
         """Seconds of one pass of each of `WIDTHS`."""
-        start = self._now()
+        start = self._watch.now()
         for width in WIDTHS:
             self._all(self._start, width)
-        return self._now() - start
+        return self._watch.now() - start
 
     def _all(self, start: int, width: int) -> None:
         """One pass of all texts over so many positions."""
@@ -102,8 +100,3 @@ class _RunnerBench:
             self._target.forward(token_ids, self._caches[row], start, last_only=start == 0)
 
         self._lockstep.run_through([partial(run, row) for row in range(len(self._caches))])
-
-    def _now(self) -> float:
-        if self._target.device.type == "cuda":
-            torch.cuda.synchronize(self._target.device)
-        return self._clock()

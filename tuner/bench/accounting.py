@@ -15,13 +15,11 @@ from decoding.profile import Draft, EarlyExit, LayerSkip, PlainDecoding, PromptL
 from decoding.rounds import Generation, Round
 from decoding.runners import Runner
 from decoding.text import Ending
+from decoding.timing.stopwatch import Clock, without_garbage_collection
 from studies.costs.table import CostTable
-from tuner.measuring.paired import undisturbed
 
 COPYING = 1e-4
 """Plain passes that a copied token is taken to cost: a look into a dictionary."""
-
-Clock = Callable[[], float]
 
 
 class Account(Document):
@@ -104,7 +102,7 @@ def take_account(
     looks = decoder.rule.controller().looks_at_drafts
     texts: list[tuple[Generation, Generation]] = []
     pass_seconds, expected = 0.0, 0.0
-    with undisturbed():
+    with without_garbage_collection():
         for prompt in prompts:
             request = Request(prompt, Ending(max_new_tokens, eos_token_ids))
             reference = plain.generate(request)

@@ -12,7 +12,9 @@ from typing import Any, Protocol
 
 import torch
 
-from tuner.measuring.paired import WARM_UP_TOKENS, synchronize, undisturbed
+from decoding.timing import stopwatch
+from decoding.timing.stopwatch import without_garbage_collection
+from tuner.measuring.paired import WARM_UP_TOKENS
 
 
 class Stopwatch:
@@ -141,7 +143,7 @@ class Contest:
         Differences are then differences on the same texts at nearly the same time, and nobody is always first.
         """
         order, turn = list(self.running), 0
-        with undisturbed():
+        with without_garbage_collection():
             for repeat in range(repeats):
                 for place, prompts in enumerate(batches):
                     first = turn % len(order)
@@ -153,7 +155,7 @@ class Contest:
                     on_batch(place, repeat, written)
 
     def _time(self, name: str, prompts: Prompts, max_new_tokens: int) -> TimedBatch | None:
-        synchronize(self._device)
+        stopwatch.Stopwatch(self._device).synchronize()
         watch = Stopwatch(num_texts=len(prompts))
         try:
             self.running[name].write(prompts, max_new_tokens, watch)

@@ -6,7 +6,7 @@ A decoder that gets several tokens out of a pass may be above it, and so may one
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from statistics import fmean, median
 from typing import Any
@@ -17,7 +17,7 @@ from torch import nn
 
 from decoding.documents.strict_yaml import Document
 from decoding.target import Target
-from tuner.measuring.paired import synchronize
+from decoding.timing.stopwatch import Clock, Stopwatch
 
 BUFFER_BYTES = {"cpu": 2**29, "cuda": 2**31}
 """Much more than the caches, and on an accelerator enough that starting a read is nothing beside it."""
@@ -76,7 +76,7 @@ def measure_bandwidth(
     *,
     buffer_bytes: int | None = None,
     num_reads: int = NUM_READS,
-    clock: Callable[[], float] = time.perf_counter,
+    clock: Clock = time.perf_counter,
 ) -> Bandwidth:
     """Time reads of a float32 buffer on `device`: its sum, by as many threads as torch uses, so that each byte is read once.
 
@@ -87,13 +87,9 @@ def measure_bandwidth(
     if buffer_bytes is None and device.type == "cuda":
         size = min(size, torch.cuda.mem_get_info(device)[0] // 2)
     buffer = torch.ones(max(size // 4, 1), device=device)
-    seconds = []
+    watch, seconds = Stopwatch(device, clock), list[float]()
     for _ in range(num_reads + 1):
-        synchronize(device)
-        start = clock()
-        buffer.sum()
-        synchronize(device)
-        seconds.append(clock() - start)
+        seconds.append(watch.time(buffer.sum))
     return Bandwidth(buffer_bytes=buffer.numel() * buffer.element_size(), seconds=tuple(seconds[1:]))
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from decoding.target import Target
-from decoding.timing.round_costs import Clock
+from decoding.timing.stopwatch import Clock
 from studies.costs.fit import fit_costs
 from studies.costs.plan import plan_passes
 from studies.costs.table import CostTable

@@ -7,9 +7,7 @@ Only `Bench` looks at a clock's results; it decides nothing. Warm-up, interleavi
 from __future__ import annotations
 
 import copy
-import gc
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -25,6 +23,7 @@ from decoding.profile import Draft
 from decoding.rounds import BatchGeneration
 from decoding.target import Target
 from decoding.text import Ending, Shaping
+from decoding.timing.stopwatch import Stopwatch, without_garbage_collection
 from studies.contract import Candidate
 from studies.measurement import BatchTexts, Measurement, PromptSample
 from tuner.errors import DatasetError
@@ -69,6 +68,7 @@ class Bench:
         self._seed = seed
         self._costs: dict[Draft, RoundCosts] = {}
         self._plain = plain_decoder(target)
+        self._watch = Stopwatch(target.device)
         self.prompts: list[tuple[int, ...]] = []
         self.greedy_texts: list[tuple[int, ...]] = []
         self.rows: list[int] = []
@@ -112,7 +112,7 @@ class Bench:
         """Decode the prompts at `places` with the candidate and plainly, in turn; `on_sample` sees each and may raise to stop."""
         decoder = self._decoder(candidate)
         samples = []
-        with undisturbed():
+        with without_garbage_collection():
             self._warm_up(decoder, places[0])
             for turn, place in enumerate(places):
                 samples.append(self._sample(decoder, place, plain_first=turn % 2 == 0))
@@ -169,7 +169,7 @@ class Bench:
         decoders = [self._decoder(candidate) for candidate in candidates]
         samples: list[list[PromptSample]] = [[] for _ in decoders]
         order = [self._plain, *decoders]
-        with undisturbed():
+        with without_garbage_collection():
             for decoder in decoders:
                 self._warm_up(decoder, places[0])
             for turn, place in enumerate(places):
@@ -212,7 +212,7 @@ class Bench:
 
     def _timed(self, decoder: Decoder, place: int) -> BatchGeneration:
         """A generation whose times are whole: every round ends by reading its tokens, so no work is left on the device."""
-        synchronize(self.target.device)
+        self._watch.synchronize()
         return self._decode(decoder, place)
 
     def _greedy_tokens(self, decoder: Decoder, place: int, drafted: BatchGeneration) -> list[tuple[int, ...]]:
@@ -236,21 +236,3 @@ class Bench:
             return Request(prompt, ending, Greedy())
         generator = torch.Generator(self.target.device).manual_seed(self._seed)
         return Request(prompt, ending, Sampling(generator), Shaping((TemperatureLogitsWarper(self.temperature),)))
-
-
-@contextmanager
-def undisturbed() -> Iterator[None]:
-    """No garbage collection in the middle of a measurement."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
-
-
-def synchronize(device: torch.device) -> None:
-    """Wait until the device has done all it was given: a clock read then belongs to what follows."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

@@ -15,7 +15,7 @@ from decoding.drafters.layer_skip import LayerSkipDrafter
 from decoding.lockstep import Lockstep
 from decoding.target import Target
 from decoding.text import Shaping, Text
-from decoding.timing.round_costs import Clock
+from decoding.timing.stopwatch import Clock, Stopwatch
 from studies.costs.terms import DraftStep, Pass
 
 MOST_STEPS = 8
@@ -30,7 +30,7 @@ class PassTimer:
     """
 
     def __init__(self, target: Target, *, most_tokens: int, seed: int, clock: Clock, num_texts: int = 1) -> None:
-        self._target, self._clock = target, clock
+        self._target, self._watch = target, Stopwatch(target.device, clock)
         self._room, self._seed, self._num_texts = most_tokens, seed, num_texts
         self._drafter = cache(lambda skip: LayerSkipDrafter(target, skip))
         self._resume = cache(lambda boundary: target.resume_view(boundary))
@@ -78,9 +78,7 @@ class PassTimer:
         return self._seconds(places, verify)
 
     def _seconds(self, places: _Places, work: Callable[[_Place], object]) -> float:
-        start = self._now()
-        places.all(work)
-        return self._now() - start
+        return self._watch.time(lambda: places.all(work))
 
     def _read(self, context: int) -> _Places:
         stream, length = torch.Generator().manual_seed(self._seed), context + self._room
@@ -89,11 +87,6 @@ class PassTimer:
             for _ in range(self._num_texts)
         ]
         return _Places(self._target, texts, context)
-
-    def _now(self) -> float:
-        if self._target.device.type == "cuda":
-            torch.cuda.synchronize(self._target.device)
-        return self._clock()
 
 
 class _Place:

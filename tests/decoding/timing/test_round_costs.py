@@ -256,7 +256,7 @@ def test_rounds_of_several_texts_are_measured_with_whatever_drafts(tmp_path: Pat
 def test_texts_that_take_turns_cost_each_what_one_does(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock()
     target, drafter = TimedTarget(clock), TimedDrafter(clock)
-    monkeypatch.setattr(Target, "alone", "for the sake of the test")
+    monkeypatch.setattr(Target, "unbatchable_reason", "for the sake of the test")
     assert measure_round_costs(target, drafter, 9, num_texts=4, clock=clock) == measure(9)
 
 

@@ -53,7 +53,7 @@ def test_passes_of_a_batch_are_timed_as_a_batch_runs_them(
 
     monkeypatch.setattr(Lockstep, "run_through", watched)
     if takes_turns:
-        monkeypatch.setattr(Target, "alone", "for the sake of the test")
+        monkeypatch.setattr(Target, "unbatchable_reason", "for the sake of the test")
     choose_runner(tiny_llama(), "auto", num_texts=3)
     assert set(counted) == {num_together}
 

@@ -190,7 +190,7 @@ def test_predictions_go_in_step_where_texts_share_passes(draft: Any, target: Tar
 def test_texts_that_take_turns_are_foretold_one_by_one(
     target: Target, survey: Survey, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(target, "alone", "for the sake of the test")
+    monkeypatch.setattr(target, "unbatchable_reason", "for the sake of the test")
     draft, rule = LayerSkip.blocks((1, 2)), Fixed(max_tokens=2)
     alone = Predictor(survey, made_up_costs(target), max_tokens=4)
     turns = Predictor(survey, made_up_costs(target), max_tokens=4, batch_size=2)

@@ -508,7 +508,7 @@ def test_fewer_than_two_batches_are_refused(
 def test_texts_that_cannot_share_passes_are_said_to_take_turns(
     workplace: Path, code: Path, write_profile: WriteProfile, bench: RunBench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Target, "alone", "its passes differ")
+    monkeypatch.setattr(Target, "unbatchable_reason", "its passes differ")
     result = bench(write_profile(LayerSkip.blocks((3,))), code, against="plain", batch_size=2, held_out_prompts=4)
     assert result.exit_code == 0, result.output
     assert "in turns, not in shared passes: its passes differ" in flat(result.stdout)

@@ -432,7 +432,7 @@ def test_texts_that_take_turns_have_the_table_of_one(
     tmp_path: Path, measured: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target = tiny_target()
-    monkeypatch.setattr(target, "alone", "for the sake of the test")
+    monkeypatch.setattr(target, "unbatchable_reason", "for the sake of the test")
     assert ask(tmp_path, target=target, num_texts=4) == ask(tmp_path, target=target)
     assert [settings["num_texts"] for settings in measured] == [1]
 

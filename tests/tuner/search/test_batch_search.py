@@ -129,7 +129,7 @@ def test_all_studies_search_for_batches(run_search: SearchCommand, workplace: Pa
 def test_texts_that_take_turns_are_said_to(
     run_search: SearchCommand, workplace: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Target, "alone", "for the sake of the test")
+    monkeypatch.setattr(Target, "unbatchable_reason", "for the sake of the test")
     result = run_search("--dry-run", batch_size="2")
     assert result.exit_code == 0, result.output
     said = " ".join(result.stderr.split())

@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import json
 import random
-import time
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +17,9 @@ from decoding.draft_length import Fixed
 from decoding.profile import LayerSkip
 from decoding.target import Target
 from decoding.text import Ending
+from decoding.timing.stopwatch import Stopwatch
 from tuner.inputs.environment import device_name, versions
 from tuner.inputs.models import load
-from tuner.measuring.paired import synchronize
 
 NUM_CANDIDATES = 6
 DRAFTED = 4
@@ -34,18 +33,17 @@ def measure_readiness(target: Target, *, num_candidates: int = NUM_CANDIDATES, s
     """
     stream = random.Random(seed)
     prompt = [stream.randrange(target.config.vocab_size) for _ in range(PROMPT_TOKENS)]
-    measured = []
+    watch, measured = Stopwatch(target.device), []
     for _ in range(num_candidates):
         attention, mlp = (sorted(stream.sample(range(target.num_layers), target.num_layers // 3)) for _ in range(2))
         skip = LayerSkip(skip_attention=tuple(attention), skip_mlp=tuple(mlp))
-        start = time.perf_counter()
+        start = watch.now()
         decoder = Decoder(target, skip, Fixed(max_tokens=DRAFTED))
         seconds = []
         for _ in range(2):
             decoder.generate(Request(prompt, Ending(NEW_TOKENS)))
-            synchronize(target.device)
-            seconds.append(time.perf_counter() - start)
-            start = time.perf_counter()
+            seconds.append(watch.now() - start)
+            start = watch.now()
         measured.append(
             {
                 "draft": skip.describe(),

@@ -19,11 +19,10 @@ import torch
 
 from decoding.runners import RUNNERS
 from decoding.target import Target
-from decoding.timing.round_costs import Clock
+from decoding.timing.stopwatch import Clock, Stopwatch, without_garbage_collection
 from studies.measurement import paired_interval
 from tuner.inputs.environment import device_name, versions
 from tuner.inputs.models import load
-from tuner.measuring.paired import synchronize, undisturbed
 
 WIDTHS = (1, 2, 3, 4, 5, 6, 8, 9, 12, 16)
 CONTEXT = 256
@@ -53,17 +52,15 @@ def time_widths(
     for name, target in targets.items():
         target.forward(ids[:, :context], caches[name], 0, last_only=True)
 
+    watch = Stopwatch(any_target.device, clock)
+
     def seconds(name: str, width: int) -> float:
         for _ in range(2):
-            synchronize(any_target.device)
-            start = clock()
-            targets[name].forward(ids[:, context : context + width], caches[name], context)
-            synchronize(any_target.device)
-            taken = clock() - start
+            taken = watch.time(lambda: targets[name].forward(ids[:, context : context + width], caches[name], context))
         return taken
 
     found: Taken = {name: {width: [] for width in widths} for name in targets}
-    with undisturbed():
+    with without_garbage_collection():
         for sweep in range(num_sweeps + 1):
             for width in widths:
                 for name in targets:
