@@ -1,4 +1,7 @@
-"""What a search is asked to do: one frozen document, from a YAML file, the command line, or both."""
+"""Settings of a search and of distillation: frozen documents, read from a YAML file, the command line, or both.
+
+Each field is written once: its name is the YAML key and the flag, its description is the help text.
+"""
 
 from __future__ import annotations
 
@@ -13,105 +16,197 @@ from decoding.documents.strict_yaml import Document, Duration, read_mapping, sug
 from decoding.profile import ExactWidth, Layers
 from studies import DEFAULT_STUDIES, STUDIES
 from tuner.errors import ConfigError
+from tuner.fields import (
+    BUDGET,
+    DECODING,
+    OUTPUTS,
+    PROBLEM,
+    TRAINING,
+    ChatTemplate,
+    Dataset,
+    Device,
+    Dtype,
+    GroupColumn,
+    MaxPromptTokens,
+    Model,
+    Names,
+    PromptColumn,
+    Seed,
+    Threads,
+)
 
 EXACT_WIDTH = 8
-"""Of the bit-exact mode where nothing else is said: drafts of up to seven tokens."""
+"""Default width of bit-exact mode: drafts of up to seven tokens."""
 FEWEST_PLACES = 2
-"""Prompts, or batches of them, without which there is no interval."""
+"""Prompts, or batches of prompts, that an interval needs at least."""
 
 
 class DistillSettings(Document):
-    """How heads are distilled: the `distill:` mapping of a configuration, and flags of `sdtune distill`."""
+    """Settings of distillation: the `distillation:` mapping of a configuration, and flags of `sdtune distill`."""
 
     exit_layers: Layers | None = Field(
-        None, min_length=1, description="exits to train heads for, in one pass; default: spread over the first half"
-    )
-    lessons: str | None = Field(
         None,
-        description="dataset of prompts to learn from; default: rows of the search's that are in neither of its parts",
+        min_length=1,
+        description="Exits to train heads for, as numbers of layers, e.g. 2,4,6-12; default: spread over the first half.",
+        json_schema_extra={**TRAINING, "metavar": "LIST"},
     )
-    lessons_column: str | None = Field(None, description="column of the prompts in the dataset of `lessons`")
-    prompts: int = Field(1024, ge=1, description="prompts to write texts from at most")
-    samples: int = Field(8, ge=1, description="texts written from each prompt; one if the temperature is 0")
-    temperature: float = Field(1.0, ge=0.0, description="at which the texts are written; 0 is greedy")
-    response_tokens: int = Field(64, ge=1, description="most tokens of a text behind its prompt")
-    steps: int = Field(600, ge=1, description="training steps")
+    training_dataset: str | None = Field(
+        None,
+        description="Dataset of training prompts; default: rows of --dataset that are neither tuning nor held-out prompts.",
+        json_schema_extra=TRAINING,
+    )
+    training_column: str | None = Field(
+        None,
+        description="Column of the prompt in the training dataset; default: guessed.",
+        json_schema_extra={**TRAINING, "metavar": "COLUMN"},
+    )
+    prompts: int = Field(1024, ge=1, description="Most training prompts to use.", json_schema_extra=TRAINING)
+    samples: int = Field(
+        8,
+        ge=1,
+        description="Continuations sampled from each prompt; one if the temperature is 0.",
+        json_schema_extra=TRAINING,
+    )
+    temperature: float = Field(
+        1.0,
+        ge=0.0,
+        description="Sampling temperature of the continuations; 0 is greedy.",
+        json_schema_extra=TRAINING,
+    )
+    response_tokens: int = Field(64, ge=1, description="Most tokens of a continuation.", json_schema_extra=TRAINING)
+    steps: int = Field(600, ge=1, description="Training steps.", json_schema_extra=TRAINING)
     timeout: Duration | None = Field(
-        None, description="training time (90s, 10m, 1h), resumed runs included; the schedule is compressed to fit"
+        None,
+        description="Training time, resumed runs included, e.g. 10m; the learning-rate schedule is compressed to fit.",
+        json_schema_extra={**TRAINING, "metavar": "DURATION"},
     )
-    batch_size: int = Field(4, ge=1, description="texts a training step")
-    writing_batch_size: int = Field(32, ge=1, description="texts written at a time")
+    batch_size: int = Field(4, ge=1, description="Sequences per training step.", json_schema_extra=TRAINING)
+    writing_batch_size: int = Field(
+        32, ge=1, description="Continuations sampled at a time.", json_schema_extra=TRAINING
+    )
     learning_rate: float | None = Field(
-        None, gt=0.0, description="at its height, behind the warm-up; default: 1 over the hidden size"
+        None,
+        gt=0.0,
+        description="Peak learning rate, after the warm-up; default: 1 / hidden size.",
+        json_schema_extra=TRAINING,
     )
-    checkpoint_every: int = Field(100, ge=1, description="steps")
+    checkpoint_every: int = Field(100, ge=1, description="Steps between checkpoints.", json_schema_extra=TRAINING)
 
     @property
     def samples_per_prompt(self) -> int:
-        """Greedy texts of one prompt are all the same: one is enough."""
+        """Number of continuations per prompt: greedy ones are all equal, so one is enough."""
         return self.samples if self.temperature > 0 else 1
 
 
 class SearchConfig(Document):
-    """The settings of `sdtune search`; every key is also a flag of the same name."""
+    """Settings of `sdtune search`; every key but the two mappings is also a flag of the same name."""
 
-    model: str = Field(description="folder or hub id of a causal language model")
-    revision: str | None = Field(None, description="revision of the model on the hub")
-    dataset: str = Field(description="file, folder, hub id or preset with prompts")
-    prompt_column: str | None = Field(None, description="column that holds the prompt")
-    group_column: str | None = Field(
-        None, description="rows with the same value never stand in both parts of the prompts"
+    model: Model
+    revision: str | None = Field(None, description="Revision of the model on the hub.", json_schema_extra=PROBLEM)
+    dataset: Dataset
+    prompt_column: PromptColumn = None
+    group_column: GroupColumn = None
+    chat_template: ChatTemplate = True
+    max_prompt_tokens: MaxPromptTokens = None
+    tuning_prompts: int = Field(
+        24, ge=2, description="Prompts for trials and for the race of the finalists.", json_schema_extra=PROBLEM
     )
-    chat_template: bool = Field(True, description="apply the tokenizer's chat template if it has one")
-    max_prompt_tokens: int | None = Field(
-        None, ge=1, description="cut longer prompts from the left; without it they are an error"
+    held_out_prompts: int = Field(
+        24,
+        ge=2,
+        description="Prompts for the reported figures; no trial decodes them.",
+        json_schema_extra=PROBLEM,
     )
-    study: tuple[str, ...] = Field(DEFAULT_STUDIES, min_length=1, description="searches to run, in order")
-    trials: int | None = Field(None, ge=1, description="trials of each study at most")
+    max_new_tokens: int = Field(64, ge=2, description="Tokens to generate from each prompt.", json_schema_extra=PROBLEM)
+    seed: Seed = 0
+    study: Names = Field(
+        DEFAULT_STUDIES,
+        min_length=1,
+        description="Studies to run, in order; repeatable.",
+        json_schema_extra={**BUDGET, "metavar": "NAME"},
+    )
+    trials: int | None = Field(
+        None, ge=1, description="Most trials of each study; default: no limit.", json_schema_extra=BUDGET
+    )
     timeout: Duration | None = Field(
-        None, description="search time over all studies (90s, 10m, 1h), resumed runs included"
+        None,
+        description="Search time of all studies, resumed runs included, e.g. 90s, 10m, 1h; default: no limit.",
+        json_schema_extra={**BUDGET, "metavar": "DURATION"},
     )
-    max_new_tokens: int = Field(64, ge=2, description="tokens to generate from each prompt")
-    tuning_prompts: int = Field(24, ge=2, description="prompts to search and race on")
-    held_out_prompts: int = Field(24, ge=2, description="prompts for the reported figures, never seen by the search")
     prompts_per_trial: int = Field(
-        6, ge=2, description="tuning prompts that a trial decodes; the others are kept for the race"
+        6,
+        ge=2,
+        description="Tuning prompts that a trial decodes; the others are kept for the race.",
+        json_schema_extra=BUDGET,
+    )
+    finalists: int = Field(
+        4, ge=1, description="Candidates that race on the other tuning prompts.", json_schema_extra=BUDGET
+    )
+    temperature: float = Field(
+        0.0, ge=0.0, description="Sampling temperature; 0 is greedy.", json_schema_extra=DECODING
     )
     batch_size: int = Field(
         1,
         ge=1,
-        description="prompts that are decoded in step, by every candidate and plainly; the best profile depends on it",
+        description="Prompts decoded in lockstep, as production will; intervals are then over batches.",
+        json_schema_extra=DECODING,
     )
-    finalists: int = Field(4, ge=1, description="candidates that race on the remaining tuning prompts")
-    temperature: float = Field(0.0, ge=0.0, description="0 is greedy")
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field("auto", description="precision of the weights")
-    device: str = Field("auto", description="auto, cpu, cuda, cuda:1 ...")
-    threads: int | None = Field(
-        None, ge=1, description="CPU threads for torch; small models gain nothing from more than one"
-    )
+    dtype: Dtype = Field("auto", description="Precision of the weights.", json_schema_extra=DECODING)
+    device: Device = "auto"
+    threads: Threads = None
     runner: Literal["auto", "eager", "static"] = Field(
         "eager",
-        description="how passes are executed: as they are, in fixed shapes and compiled, or whichever is faster",
+        description="How passes run: eager; static, in fixed shapes and compiled (CUDA graphs on a GPU); auto, the faster one.",
+        json_schema_extra=DECODING,
     )
     exact: Literal["tokens", "bitwise"] = Field(
         "tokens",
-        description="drafted text is plain text: token for token up to numerical ties, or bit for bit in a mode of fixed widths",
+        description="Required equality with plain decoding: tokens, up to numerical ties in low precision, or bitwise, with "
+        "every pass of the whole model at one width.",
+        json_schema_extra=DECODING,
     )
-    exact_width: ExactWidth = Field(EXACT_WIDTH, description="positions of every pass of the whole model in that mode")
-    prefix_reuse: bool = Field(True, description="verify only from the first block that the draft computes otherwise")
-    heads: Path = Field(Path("exit_heads"), description="folder of the exit heads; missing ones are distilled into it")
+    exact_width: ExactWidth = Field(
+        EXACT_WIDTH,
+        description="Positions of every pass of the whole model with --exact bitwise: longest draft + 1.",
+        json_schema_extra=DECODING,
+    )
+    prefix_reuse: bool = Field(
+        True,
+        description="Start verification at the first block that the draft changes, reusing the draft's states before it.",
+        json_schema_extra=DECODING,
+    )
+    heads: Path = Field(
+        Path("exit_heads"),
+        description="Folder of the exit heads; missing ones are distilled into it.",
+        json_schema_extra={**OUTPUTS, "metavar": "DIR"},
+    )
     distill: Literal["auto", "never"] = Field(
-        "auto", description="distil the exit heads that a study wants and that are missing, or search without them"
+        "auto",
+        description="Distil the missing exit heads that a study wants, or search without them.",
+        json_schema_extra=OUTPUTS,
     )
     distillation: DistillSettings = Field(
-        default_factory=DistillSettings, description="how missing heads are distilled"
+        default_factory=DistillSettings, description="How missing exit heads are distilled."
     )
-    storage: str = Field("sqlite:///sdtune.db", description="Optuna storage with the finished trials")
-    tracking_uri: str = Field("sqlite:///mlflow.db", description="MLflow tracking store")
-    experiment: str | None = Field(None, description="name in storage and MLflow; default: model and dataset")
-    out: Path = Field(Path("profile.yaml"), description="where the profile is written")
-    seed: int = Field(0, ge=0, description="seed of the split, the samplers and the sampling")
-    studies: dict[str, dict[str, Any]] = Field(default_factory=dict, description="settings of each study, by its name")
+    storage: str = Field(
+        "sqlite:///sdtune.db",
+        description="Optuna storage of the finished trials.",
+        json_schema_extra={**OUTPUTS, "metavar": "URL"},
+    )
+    tracking_uri: str = Field(
+        "sqlite:///mlflow.db",
+        description="MLflow tracking store.",
+        json_schema_extra={**OUTPUTS, "metavar": "URL"},
+    )
+    experiment: str | None = Field(
+        None,
+        description="Name in the storage and in MLflow; default: names of model and dataset.",
+        json_schema_extra={**OUTPUTS, "metavar": "NAME"},
+    )
+    out: Path = Field(Path("profile.yaml"), description="File of the profile.", json_schema_extra=OUTPUTS)
+    studies: dict[str, dict[str, Any]] = Field(
+        default_factory=dict, description="Settings of the studies, by study name."
+    )
 
     @field_validator("study")
     @classmethod
@@ -130,7 +225,7 @@ class SearchConfig(Document):
         if self.exact == "bitwise" and self.runner == "eager" and "runner" in self.model_fields_set:
             raise ValueError("exact: bitwise is a mode of the static runner: give --runner static or auto, not eager")
         if self.exact != "bitwise" and "exact_width" in self.model_fields_set:
-            raise ValueError("exact_width is that of the bit-exact mode: give --exact bitwise as well")
+            raise ValueError("exact_width is a setting of bit-exact mode: give --exact bitwise as well")
         if self.prompts_per_trial > self.tuning_prompts:
             raise ValueError(
                 f"a trial decodes {self.prompts_per_trial} prompts, but there are only {self.tuning_prompts} tuning prompts"
@@ -151,21 +246,23 @@ class SearchConfig(Document):
 
     @property
     def places_per_trial(self) -> int:
-        """What a trial measures on, if there is as much: prompts, or as many whole batches as hold them, two at least, as
-        candidate and plain decoding take turns in going first."""
+        """Number of samples in a trial: prompts, or the whole batches that hold them.
+
+        At least two, because candidate and plain decoding take turns in going first.
+        """
         return max(FEWEST_PLACES, -(-self.prompts_per_trial // self.batch_size))
 
     @property
     def bitwise_width(self) -> int | None:
-        """The width of the bit-exact mode if that was asked for."""
+        """Width of bit-exact mode, or None if another mode is asked for."""
         return self.exact_width if self.exact == "bitwise" else None
 
     def study_settings(self, name: str) -> Any:
-        """The settings of one study, its defaults filled in."""
+        """Return the settings of one study, defaults filled in."""
         return self._validated(name, self.studies.get(name, {}))
 
     def resolved_experiment(self) -> str:
-        """The experiment's name: as given, or the last parts of the model's and the dataset's."""
+        """Return the given name of the experiment, or one made of the last parts of model and dataset."""
         return self.experiment or f"{Path(self.model).name}-{Path(self.dataset).stem}"
 
     @staticmethod
@@ -176,12 +273,12 @@ class SearchConfig(Document):
 def load_config(
     path: Path | None, flags: Mapping[str, Any], distillation: Mapping[str, Any] = MappingProxyType({})
 ) -> SearchConfig:
-    """The configuration of a file, overridden by the flags that were given; `ConfigError` names what is wrong.
+    """Return the configuration of a file, overridden by the given flags; flags that are None or empty count as not given.
 
-    `distillation` are flags that override keys of the mapping of that name.
+    `distillation` holds flags that override keys of the `distillation:` mapping. Raises `ConfigError` naming the wrong key.
     """
     from_file = read_mapping(path, what="configuration", error=ConfigError) if path else {}
-    given = {key: value for key, value in flags.items() if value is not None}
+    given = {key: value for key, value in flags.items() if value not in (None, ())}
     if distil := {key: value for key, value in distillation.items() if value is not None}:
         of_file = from_file.get("distillation")
         given["distillation"] = {**of_file, **distil} if isinstance(of_file, dict) else distil
@@ -193,7 +290,7 @@ def load_config(
 
 
 def _is_wrong_flag(given: Mapping[str, Any]) -> bool:
-    """Whether the flags alone are invalid, so that a message blames the command line and not the file."""
+    """Return whether the flags alone are invalid, so that the message blames the command line and not the file."""
     try:
         validate(SearchConfig, {"model": "-", "dataset": "-", **given}, source="", error=ConfigError)
     except ConfigError:

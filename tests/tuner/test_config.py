@@ -54,7 +54,7 @@ def test_durations(text: Any, seconds: float) -> None:
         ),
         (
             {**GIVEN, "studies": {"conf_layers": {"patiense": 1}}},
-            "studies.searches.conf_layers: unknown key 'patiense'; did you mean 'patience'",
+            "studies.conf_layers: unknown key 'patiense'; did you mean 'patience'",
         ),
         ({**GIVEN, "studies": {"confs": {}}}, "unknown study 'confs'"),
         (

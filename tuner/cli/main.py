@@ -186,9 +186,11 @@ def search(config_file: Path | None, dry_run: bool, study: tuple[str, ...], **fl
     "--chat-template/--no-chat-template", default=None, help="Apply the tokenizer's chat template if it has one."
 )
 @click.option(
-    "--lessons", metavar="DATASET", help="Prompts to learn from.  [default: rows of --dataset that are in neither part]"
+    "--training-dataset",
+    metavar="DATASET",
+    help="Prompts to learn from.  [default: rows of --dataset that are in neither part]",
 )
-@click.option("--lessons-column", metavar="C", help="Column of the prompts in --lessons.  [default: guessed]")
+@click.option("--training-column", metavar="C", help="Column of the prompts in --training-dataset.  [default: guessed]")
 @click.option("--prompts", type=int, metavar="N", help="Prompts to learn from at most.  [default: 1024]")
 @click.option("--tuning-prompts", type=int, metavar="N", help="As in the search: not learnt from.  [default: 24]")
 @click.option("--held-out-prompts", type=int, metavar="N", help="As in the search: judged on.  [default: 24]")
@@ -229,7 +231,7 @@ def distill(config_file: Path | None, overwrite: bool, **flags: Any) -> None:
     A head is one more decoder layer behind the first N. The model writes texts behind your prompts, and the head of each exit
     learns to foretell what the whole model would say there; the model itself stays as it is. All heads are trained in one
     pass. `sdtune search` with the same prompts and seed then drafts with them; the prompts that it reports on are never
-    learnt from. Many different prompts make a better head than many texts of few: give a large dataset with --lessons.
+    learnt from. Many different prompts make a better head than many texts of few: give a large dataset with --training-dataset.
 
     In memory: the model, and per exit one layer with 12 bytes a weight on top. Texts and checkpoints are on disk: the same
     command again goes on where it stopped.
@@ -237,7 +239,7 @@ def distill(config_file: Path | None, overwrite: bool, **flags: Any) -> None:
     \b
     Examples:
       sdtune distill --config configs/demo.yaml
-      sdtune distill --model meta-llama/Llama-3.1-8B --dataset humaneval --lessons prompts.jsonl --timeout 30m
+      sdtune distill --model meta-llama/Llama-3.1-8B --dataset humaneval --training-dataset prompts.jsonl --timeout 30m
     """
     from tuner.cli.progress_bar import TerminalProgress
     from tuner.config import DistillSettings, load_config

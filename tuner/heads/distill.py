@@ -169,7 +169,7 @@ def prepare(config: SearchConfig, progress: Progress) -> Distillation:
 
 def num_spare(config: SearchConfig) -> int:
     """How many spare rows of its dataset a distillation may ask for."""
-    return 0 if config.distillation.lessons else config.distillation.prompts
+    return 0 if config.distillation.training_dataset else config.distillation.prompts
 
 
 def of_search(
@@ -190,9 +190,9 @@ def _lessons(
     A head is right more often behind prompts it has learnt from, and would win trials that it loses elsewhere.
     """
     settings = config.distillation
-    if settings.lessons is not None:
+    if settings.training_dataset is not None:
         found = load_prompts(
-            settings.lessons,
+            settings.training_dataset,
             loaded.tokenizer,
             num_tuning=1,
             num_held_out=0,
@@ -200,7 +200,7 @@ def _lessons(
             max_new_tokens=settings.response_tokens,
             context_length=target.context_length,
             seed=config.seed,
-            prompt_column=settings.lessons_column,
+            prompt_column=settings.training_column,
             chat_template=config.chat_template,
             max_prompt_tokens=config.max_prompt_tokens,
         )
@@ -210,7 +210,7 @@ def _lessons(
         return prompts.spare[: settings.prompts]
     progress.say(
         f"{len(prompts.spare)} prompts are in neither part of {prompts.name}, too few to learn from: heads learn from the tuning "
-        "prompts too, on which trials will flatter them; --lessons names a dataset for them"
+        "prompts too, on which trials will flatter them; --training-dataset names a dataset for them"
     )
     return (*prompts.spare, *prompts.tuning)[: settings.prompts]
 
@@ -376,7 +376,7 @@ def _facts(
     """What the file of a head says of it."""
     training = HeadTraining(
         model=work.loaded.name,
-        dataset=work.settings.lessons or work.prompts.name,
+        dataset=work.settings.training_dataset or work.prompts.name,
         prompts_sha256=tuple(prompt_sha256(prompt) for prompt in work.learning.prompts),
         num_texts=len(texts),
         num_tokens=_num_tokens(texts),

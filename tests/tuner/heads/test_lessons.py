@@ -90,10 +90,10 @@ def test_lessons_of_another_dataset_leave_out_the_prompts_of_the_search(
     said = Said()
     path = write_tiny_prompts(tmp_path / "p.jsonl", 40)
     prompts = drawn(path, loaded, 0)
-    of_all = learnt(target, loaded, prompts, said, lessons=str(path))
+    of_all = learnt(target, loaded, prompts, said, training_dataset=str(path))
     assert len(of_all) == 32, "those of both parts are left out"
     assert not of_all & ids(prompts.tuning, prompts.held_out)
-    assert len(learnt(target, loaded, prompts, said, lessons=str(path), prompts=8)) <= 8
+    assert len(learnt(target, loaded, prompts, said, training_dataset=str(path), prompts=8)) <= 8
     assert said.lines == []
 
 

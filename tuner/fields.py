@@ -1,0 +1,71 @@
+"""Types of settings that several documents share, each with its help text and its group.
+
+Imports pydantic only, so that `--help` stays fast.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field, JsonValue
+
+Extra = dict[str, JsonValue]
+PROBLEM: Extra = {"group": "Problem"}
+BUDGET: Extra = {"group": "Search budget"}
+TRAINING: Extra = {"group": "Training"}
+DECODING: Extra = {"group": "Decoding"}
+OUTPUTS: Extra = {"group": "Files and stores"}
+"""Headings of `--help` under which fields are listed."""
+
+
+def split_names(value: Any) -> Any:
+    """Return the names of a comma-separated text, or of several, as one tuple."""
+    parts = (value,) if isinstance(value, str) else value
+    if not isinstance(parts, list | tuple) or not all(isinstance(part, str) for part in parts):
+        return value
+    return tuple(name.strip() for part in parts for name in part.split(","))
+
+
+Names = Annotated[tuple[str, ...], BeforeValidator(split_names)]
+Model = Annotated[str, Field(description="Folder or hub id of a causal language model.", json_schema_extra=PROBLEM)]
+Dataset = Annotated[
+    str,
+    Field(
+        description="Prompts: a .jsonl, .json, .csv, .parquet or .txt file, a saved datasets folder, a hub id, or a preset.",
+        json_schema_extra=PROBLEM,
+    ),
+]
+PromptColumn = Annotated[
+    str | None,
+    Field(
+        description="Column that holds the prompt; default: guessed.",
+        json_schema_extra={**PROBLEM, "metavar": "COLUMN"},
+    ),
+]
+GroupColumn = Annotated[
+    str | None,
+    Field(
+        description="Column of a group, such as a source file; no group is split between tuning and held-out prompts.",
+        json_schema_extra={**PROBLEM, "metavar": "COLUMN"},
+    ),
+]
+ChatTemplate = Annotated[
+    bool, Field(description="Apply the tokenizer's chat template if it has one.", json_schema_extra=PROBLEM)
+]
+MaxPromptTokens = Annotated[
+    int | None,
+    Field(ge=1, description="Cut longer prompts from the left; default: they are an error.", json_schema_extra=PROBLEM),
+]
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+Device = Annotated[str, Field(description="Device: auto, cpu, cuda, cuda:1 ...", json_schema_extra=DECODING)]
+Threads = Annotated[
+    int | None,
+    Field(
+        ge=1,
+        description="CPU threads of torch; a small model is fastest with one; default: torch's own.",
+        json_schema_extra=DECODING,
+    ),
+]
+Seed = Annotated[
+    int, Field(ge=0, description="Seed of the split, the samplers and the sampling.", json_schema_extra=PROBLEM)
+]
