@@ -9,9 +9,9 @@ from functools import cached_property, partial
 from decoding.decode import NewCache, Request, autoregressive, capacity_for, speculative
 from decoding.draft_length import Controller, CostAwareRule, DraftLengthRule, Fixed
 from decoding.drafters.build import build_drafter
+from decoding.drafts import Draft, PlainDecoding
 from decoding.exit_heads import ExitHeads
 from decoding.lockstep import decode_in_lockstep
-from decoding.profile import Draft, PlainDecoding
 from decoding.rounds import BatchGeneration, Generation, Prefill, Round
 from decoding.target import Target
 from decoding.timing.round_costs import measure_round_costs

@@ -19,9 +19,9 @@ from torch import nn
 
 from decoding.documents.atomic_write import write_whole
 from decoding.documents.strict_yaml import Document, validate
+from decoding.drafts import EarlyExit
 from decoding.errors import ExitHeadError
 from decoding.fingerprint import Fingerprint, fingerprint
-from decoding.profile import EarlyExit
 from decoding.target import Target
 
 METADATA_KEY = "sdtune"

@@ -17,9 +17,9 @@ from decoding.cache.kv_cache import KVCache
 from decoding.decode import Request
 from decoding.decoder import Decoder, plain_decoder
 from decoding.draft_length import Fixed
+from decoding.drafts import LayerSkip
 from decoding.errors import UnsupportedModelError
 from decoding.losslessness import compare
-from decoding.profile import LayerSkip
 from decoding.target import Target, agree
 from decoding.text import Ending
 

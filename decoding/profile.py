@@ -5,69 +5,18 @@ Strict YAML in and out, versioned, with a JSON Schema (`DraftProfile.json_schema
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, PlainSerializer, field_validator, model_validator
+from pydantic import Field, model_validator
 
 from decoding.documents.atomic_write import write_whole
 from decoding.documents.strict_yaml import Document, dump, read_mapping, validate
 from decoding.draft_length import AnyRule, Fixed
+from decoding.drafts import Draft
 from decoding.errors import ProfileError
 
 SCHEMA = "sdtune/v1"
-
-# Longer ones hardly ever repeat, and each length costs an index of the text.
-LONGEST_NGRAM = 32
-
-# Far more layers than any model has: a slip such as 12-1500000000 is refused before it is spelt out.
-MOST_LAYERS = 10_000
-
-
-def parse_indices(value: Any) -> Any:
-    """Layer indices from `[7, 9, "12-15"]`, or the same as text `"7,9,12-15"`, ascending and without repetition."""
-    parts = value.split(",") if isinstance(value, str) else value
-    if not isinstance(parts, list | tuple | set | frozenset):
-        raise ValueError(f"must be a list of layer indices such as [7, 9, 12-15], got {value!r}")
-    return tuple(sorted({index for part in parts for index in _expand(part)}))
-
-
-def _expand(part: Any) -> range:
-    if isinstance(part, int) and not isinstance(part, bool) and part < 0:
-        raise ValueError(f"a layer index counts from 0, got {part}")
-    written = re.fullmatch(r"([0-9]+)(?:-([0-9]+))?", str(part).strip())
-    if written is None:
-        raise ValueError(f"must hold layer indices such as 7 or 12-15, got {part!r}")
-    first, last = int(written[1]), int(written[2] or written[1])
-    if last < first:
-        raise ValueError(f"the range {part!r} runs backwards")
-    if last >= MOST_LAYERS:
-        raise ValueError(f"a layer index is below {MOST_LAYERS}, got {part!r}")
-    return range(first, last + 1)
-
-
-def format_indices(indices: tuple[int, ...]) -> list[int | str]:
-    """The inverse of `parse_indices`: runs of three and more become `first-last`."""
-    runs: list[list[int]] = []
-    for index in indices:
-        if runs and index == runs[-1][-1] + 1:
-            runs[-1].append(index)
-        else:
-            runs.append([index])
-    return [item for run in runs for item in ([f"{run[0]}-{run[-1]}"] if len(run) > 2 else run)]
-
-
-def compact_indices(indices: tuple[int, ...]) -> str:
-    """`7,9,12-15`, or `-` for none: a skip set short enough for a table."""
-    return ",".join(str(item) for item in format_indices(indices)) or "-"
-
-
-Layers = Annotated[
-    tuple[int, ...],
-    BeforeValidator(parse_indices, json_schema_input_type=list[int | str] | str),
-    PlainSerializer(format_indices, return_type=list[int | str]),
-]
 
 
 class TargetIdentity(Document):
@@ -82,130 +31,6 @@ class TargetIdentity(Document):
     config_sha256: str
     weights_sha256: str
     tokenizer_sha256: str | None = None
-
-
-MaxNgram = Annotated[int, Field(ge=1, le=LONGEST_NGRAM, description="most tokens at the end of the text to look up")]
-MinNgram = Annotated[int, Field(ge=1, le=LONGEST_NGRAM, description="fewest; the longest that are found count")]
-
-
-class Lookup(Document):
-    """Prompt lookup in front of another draft: where the end of the text stands in it before, what followed is copied."""
-
-    max_ngram: MaxNgram = 3
-    min_ngram: MinNgram = 1
-    max_tokens: int = Field(10, ge=1, le=64, description="tokens copied; the draft-length rule is not asked")
-
-    @model_validator(mode="after")
-    def _ngrams_are_ordered(self) -> Lookup:
-        _check_ngrams(self.max_ngram, self.min_ngram)
-        return self
-
-    def describe(self) -> str:
-        """One short phrase for tables."""
-        return f"lookup ({self.max_ngram}-{self.min_ngram}, {self.max_tokens})"
-
-
-class PromptLookup(Document):
-    """Draft by prompt lookup alone: no model drafts, and the draft-length rule says how many tokens are copied."""
-
-    kind: Literal["prompt_lookup"] = "prompt_lookup"
-    max_ngram: MaxNgram = 3
-    min_ngram: MinNgram = 1
-
-    @model_validator(mode="after")
-    def _ngrams_are_ordered(self) -> PromptLookup:
-        _check_ngrams(self.max_ngram, self.min_ngram)
-        return self
-
-    def describe(self) -> str:
-        """One short phrase for tables."""
-        return f"prompt lookup ({self.max_ngram}-{self.min_ngram})"
-
-
-def _check_ngrams(max_ngram: int, min_ngram: int) -> None:
-    if min_ngram > max_ngram:
-        raise ValueError(f"min_ngram must be at most max_ngram, got {min_ngram} and {max_ngram}")
-
-
-# Left out of a document that has none, as of those written before there was any.
-LookupInFront = Annotated[
-    Lookup | None,
-    Field(exclude_if=lambda lookup: lookup is None, description="prompt lookup, tried before the model drafts"),
-]
-
-
-def _behind(lookup: Lookup | None, draft: str) -> str:
-    return f"{lookup.describe()}, then {draft}" if lookup else draft
-
-
-class LayerSkip(Document):
-    """Draft with these attention and MLP sublayers left out (0-based block indices)."""
-
-    kind: Literal["layer_skip"] = "layer_skip"
-    skip_attention: Layers = ()
-    skip_mlp: Layers = ()
-    lookup: LookupInFront = None
-
-    @classmethod
-    def blocks(cls, indices: list[int] | tuple[int, ...]) -> LayerSkip:
-        """Skip whole blocks."""
-        return cls(skip_attention=tuple(indices), skip_mlp=tuple(indices))
-
-    @property
-    def first_skipped(self) -> int | None:
-        """The first block the draft computes otherwise than the target, or None if it skips nothing."""
-        return min((*self.skip_attention, *self.skip_mlp), default=None)
-
-    def describe(self) -> str:
-        """One short phrase for tables."""
-        if self.skip_attention == self.skip_mlp:
-            return _behind(self.lookup, f"skip {compact_indices(self.skip_attention)}")
-        skipped = f"skip attention {compact_indices(self.skip_attention)}, MLP {compact_indices(self.skip_mlp)}"
-        return _behind(self.lookup, skipped)
-
-
-class EarlyExit(Document):
-    """Draft with the first `exit_layer` blocks: through a head of their own, or straight through the final norm and LM head."""
-
-    kind: Literal["early_exit"] = "early_exit"
-    exit_layer: int = Field(ge=1, description="how many of the target's blocks the draft runs (N)")
-    head: str | None = Field(None, description="file of the exit head, beside the profile")
-    head_sha256: str | None = None
-    lookup: LookupInFront = None
-
-    @field_validator("head")
-    @classmethod
-    def _lies_beside(cls, head: str | None) -> str | None:
-        if head is not None and (not head or Path(head).name != head):
-            raise ValueError("must be the name of a file beside the profile, without folders")
-        return head
-
-    @model_validator(mode="after")
-    def _head_is_identified(self) -> EarlyExit:
-        if (self.head is None) != (self.head_sha256 is None):
-            raise ValueError("a head is given by head and head_sha256, both or neither")
-        return self
-
-    def as_layer_skip(self, num_layers: int) -> LayerSkip:
-        """The blocks of a target with `num_layers` that the draft leaves out; neither its head nor its lookup is in it."""
-        return LayerSkip.blocks(tuple(range(self.exit_layer, num_layers)))
-
-    def describe(self) -> str:
-        """One short phrase for tables."""
-        return _behind(self.lookup, f"exit at {self.exit_layer}, {'trained head' if self.head else 'no head'}")
-
-
-class PlainDecoding(Document):
-    """Do not draft: nothing that was tried beats plain decoding."""
-
-    kind: Literal["none"] = "none"
-
-    def describe(self) -> str:
-        """One short phrase for tables."""
-        return "plain decoding"
-
-
-Draft = Annotated[LayerSkip | EarlyExit | PromptLookup | PlainDecoding, Field(discriminator="kind")]
 
 
 ExactWidth = Annotated[int, Field(ge=2, le=65)]
@@ -323,13 +148,7 @@ class DraftProfile(Document):
 
     @model_validator(mode="after")
     def _layers_exist(self) -> DraftProfile:
-        layers = self.target.num_layers
-        if isinstance(self.draft, LayerSkip):
-            highest = max((*self.draft.skip_attention, *self.draft.skip_mlp), default=0)
-            if highest >= layers:
-                raise ValueError(f"draft skips layer {highest}, but the target has layers 0 to {layers - 1}")
-        if isinstance(self.draft, EarlyExit) and self.draft.exit_layer >= layers:
-            raise ValueError(f"draft exits at layer {self.draft.exit_layer}, but it must be 1 to {layers - 1}")
+        self.draft.check(self.target.num_layers)
         return self
 
     @classmethod

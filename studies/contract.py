@@ -19,8 +19,8 @@ from pydantic import Field
 
 from decoding.documents.strict_yaml import Document
 from decoding.draft_length import AnyRule, DraftLengthRule
+from decoding.drafts import Draft, EarlyExit
 from decoding.exit_heads import ExitHeads
-from decoding.profile import Draft, EarlyExit
 from decoding.target import Target
 from studies.measurement import Measurement, pooled
 

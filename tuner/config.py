@@ -13,7 +13,8 @@ from typing import Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from decoding.documents.strict_yaml import Document, Duration, read_mapping, suggest, validate
-from decoding.profile import ExactWidth, Layers
+from decoding.drafts import Layers
+from decoding.profile import ExactWidth
 from studies import DEFAULT_STUDIES, STUDIES
 from tuner.errors import ConfigError
 from tuner.fields import (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from decoding.profile import EarlyExit, LayerSkip, PromptLookup, compact_indices
+from decoding.drafts import EarlyExit, LayerSkip, PromptLookup, compact_indices
 from studies.contract import TrialRecord
 
 

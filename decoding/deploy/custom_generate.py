@@ -19,10 +19,11 @@ from transformers.generation import GenerateDecoderOnlyOutput, GenerationConfig
 from decoding.decode import Request
 from decoding.decoder import Decoder
 from decoding.deploy.requests import requests_of
+from decoding.drafts import EarlyExit
 from decoding.errors import ExitHeadError, TargetMismatchError, UnsupportedRequestError, UnsupportedRunnerError
 from decoding.exit_heads import ExitHeads, check_head_file
 from decoding.fingerprint import fingerprint
-from decoding.profile import DraftProfile, EarlyExit
+from decoding.profile import DraftProfile
 from decoding.rounds import BatchGeneration, Generation, Prefill, Round
 from decoding.target import Target
 

@@ -9,15 +9,16 @@ from __future__ import annotations
 from abc import abstractmethod
 from enum import Enum, auto
 from functools import cached_property
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
-import torch
 from pydantic import Field
 from pydantic.fields import FieldInfo
-from torch import Tensor
 
 from decoding.documents.strict_yaml import Document
 from decoding.draft_length.costs import RoundCosts
+
+if TYPE_CHECKING:  # profiles are read without torch
+    from torch import Tensor
 
 IDLE_AGEING = 0.25
 """How fast evidence ages in a round that drafts nothing, as a power of the forgetting in one that does (our formulation).
@@ -46,7 +47,7 @@ class DraftDistribution:
 
     @cached_property
     def _log_probabilities(self) -> Tensor:
-        return torch.log_softmax(self._scores.float(), dim=-1)
+        return self._scores.float().log_softmax(dim=-1)
 
     @cached_property
     def entropy(self) -> float:

@@ -7,9 +7,9 @@ from decoding.drafters.early_exit import EarlyExitDrafter
 from decoding.drafters.layer_skip import LayerSkipDrafter
 from decoding.drafters.lookup_first import LookupFirst
 from decoding.drafters.prompt_lookup import PromptLookupDrafter
+from decoding.drafts import Draft, EarlyExit, LayerSkip, PlainDecoding, PromptLookup
 from decoding.errors import ExitHeadError
 from decoding.exit_heads import ExitHeads
-from decoding.profile import Draft, EarlyExit, LayerSkip, PlainDecoding, PromptLookup
 from decoding.target import Target
 
 
@@ -40,7 +40,7 @@ def _model_drafter(
         return LayerSkipDrafter(target, draft, prefix_reuse=prefix_reuse)
     target.check_exit_layer(draft.exit_layer)
     if draft.head is None:
-        return LayerSkipDrafter(target, draft.as_layer_skip(target.num_layers), prefix_reuse=prefix_reuse)
+        return LayerSkipDrafter(target, draft.skipped(target.num_layers), prefix_reuse=prefix_reuse)
     if heads is None:
         raise ExitHeadError(f"where is the exit head {draft.head}? give the folder that it lies in")
     return EarlyExitDrafter(target, draft.exit_layer, heads.get(draft), prefix_reuse=prefix_reuse)

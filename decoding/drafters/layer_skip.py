@@ -14,7 +14,7 @@ from decoding.cache.kv_cache import KVCache
 from decoding.draft_length import Controller
 from decoding.drafters.contract import Proposal
 from decoding.drafters.propose import propose
-from decoding.profile import LayerSkip
+from decoding.drafts import LayerSkip
 from decoding.target import Target
 from decoding.text import Shaping, Text
 

@@ -13,7 +13,7 @@ from decoding.cache.kv_cache import KVCache
 from decoding.draft_length import Controller
 from decoding.drafters.contract import Drafter, Proposal
 from decoding.drafters.prompt_lookup import find_copy, read_ngrams, write_copy
-from decoding.profile import Lookup
+from decoding.drafts import Lookup
 from decoding.text import Shaping, Text
 
 

@@ -19,7 +19,7 @@ from decoding.acceptance import Acceptance
 from decoding.cache.kv_cache import KVCache
 from decoding.draft_length import Controller, Decision, DraftDistribution
 from decoding.drafters.contract import Proposal
-from decoding.profile import Lookup, PromptLookup
+from decoding.drafts import Lookup, PromptLookup
 from decoding.target import Target
 from decoding.text import Shaping, Text
 

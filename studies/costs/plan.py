@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterable, Iterator, Sequence
 
-from decoding.profile import LayerSkip
+from decoding.drafts import LayerSkip
 from studies.costs.terms import DraftStep, Pass, Terms, Verification
 
 FITTED_SHARES = ((0.5, 0.2), (0.2, 0.5), (0.8, 0.5))

@@ -15,7 +15,7 @@ from pydantic import Field, model_validator
 
 from decoding.documents.strict_yaml import Document
 from decoding.draft_length import RoundCosts
-from decoding.profile import Draft, EarlyExit, LayerSkip
+from decoding.drafts import Draft, EarlyExit, LayerSkip
 from decoding.timing.round_costs import LEAST_COST
 from studies.costs.terms import BlockKinds, DraftStep, Pass, Terms, Vector, Verification, skipped_by
 

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from decoding.documents.strict_yaml import Document
-from decoding.profile import EarlyExit, LayerSkip
+from decoding.drafts import EarlyExit, LayerSkip
 from decoding.target import Sublayer, Target
 
 Vector = NDArray[np.float64]
@@ -183,7 +183,7 @@ def skipped_by(draft: LayerSkip | EarlyExit, num_layers: int) -> LayerSkip:
         raise ValueError(
             f"a draft exits behind the first 1 to {num_layers - 1} of {num_layers} layers, got {draft.exit_layer}"
         )
-    return draft.as_layer_skip(num_layers)
+    return draft.skipped(num_layers)
 
 
 def _between(points: Sequence[int], place: float) -> Vector:

@@ -19,7 +19,7 @@ import optuna
 from optuna.distributions import BaseDistribution
 
 from decoding.draft_length import RULES, DraftLengthRule
-from decoding.profile import PlainDecoding, PromptLookup
+from decoding.drafts import PlainDecoding, PromptLookup
 from studies.contract import Candidate, TrialRecord, TrialState
 from studies.measurement import Measurement
 from studies.prediction.predictor import Drafting, Prediction, Predictor, part_of_model, usual_rules

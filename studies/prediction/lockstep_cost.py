@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from decoding.draft_length import RoundCosts
-from decoding.profile import EarlyExit, LayerSkip
+from decoding.drafts import EarlyExit, LayerSkip
 
 
 class ReplayedRound(NamedTuple):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from decoding.profile import EarlyExit, LayerSkip, Lookup, PromptLookup
+from decoding.drafts import EarlyExit, LayerSkip, Lookup, PromptLookup
 from studies.prediction.predictor import Drafting, Prediction, Predictor
 
 DISTANCE = 3
@@ -77,6 +77,6 @@ def _skipped(draft: Drafting, num_layers: int) -> set[tuple[str, int]] | None:
     if isinstance(draft, EarlyExit):
         if draft.head is not None:
             return None
-        draft = draft.as_layer_skip(num_layers)
+        draft = draft.skipped(num_layers)
     assert isinstance(draft, LayerSkip), "an exit without a head leaves out the blocks behind it"
     return {("attention", index) for index in draft.skip_attention} | {("mlp", index) for index in draft.skip_mlp}

@@ -13,8 +13,8 @@ from functools import cached_property
 from typing import Protocol
 
 from decoding.draft_length import DraftLengthRule, Fixed, RoundCosts, TopProbability
+from decoding.drafts import EarlyExit, LayerSkip, Lookup, PromptLookup
 from decoding.lockstep import num_sharing
-from decoding.profile import EarlyExit, LayerSkip, Lookup, PromptLookup
 from studies.prediction.lockstep_cost import LockstepBatches, batches_of
 from studies.prediction.replay import Copies, LookupReplay, Replayed, replay, replay_copies
 from studies.prediction.survey import JoinedSurvey, Survey, SurveyedDraft

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 
-from decoding.profile import EarlyExit, LayerSkip
+from decoding.drafts import EarlyExit, LayerSkip
 from studies.prediction.cosine import cosine_skips
 from studies.prediction.predictor import Prediction, Predictor
 from studies.prediction.skip_space import SkipSet, SkipSpace
@@ -90,7 +90,7 @@ class Proposals:
     def _exits(self) -> Iterator[SkipSet]:
         num_layers = self._predictor.survey.target.num_layers
         for exit_layer in range(1, num_layers):
-            yield self._space.places(EarlyExit(exit_layer=exit_layer).as_layer_skip(num_layers))
+            yield self._space.places(EarlyExit(exit_layer=exit_layer).skipped(num_layers))
 
     def _cosines(self) -> Iterator[SkipSet]:
         num_layers = self._predictor.survey.target.num_layers

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from decoding.cache.rounds_cache import RoundsCache
 from decoding.drafters.prompt_lookup import copied, find_copy
+from decoding.drafts import EarlyExit, LayerSkip, Lookup, PromptLookup
 from decoding.exit_heads import ExitHeads
-from decoding.profile import EarlyExit, LayerSkip, Lookup, PromptLookup
 from decoding.target import Target
 from decoding.text import Text
 from studies.prediction.replay import Copies, Recording, TargetText, draws

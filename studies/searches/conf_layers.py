@@ -21,8 +21,8 @@ from torch import Tensor
 
 from decoding.documents.strict_yaml import Document
 from decoding.draft_length import AnyRule, TopProbability
+from decoding.drafts import LayerSkip, compact_indices
 from decoding.errors import UnsupportedModelError
-from decoding.profile import LayerSkip, compact_indices
 from decoding.target import Target
 from studies.contract import Candidate, Problem, Study, TrialRecord
 

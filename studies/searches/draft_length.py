@@ -10,7 +10,7 @@ from pydantic import BeforeValidator, Field
 from decoding.documents.strict_yaml import Document
 from decoding.draft_length import RULES
 from decoding.drafters.build import build_drafter
-from decoding.profile import EarlyExit, LayerSkip, PlainDecoding, PromptLookup
+from decoding.drafts import EarlyExit, PlainDecoding, RealDraft
 from decoding.target import Target
 from studies.contract import Candidate, Problem, Study, TrialRecord, best_trials
 from studies.rule_space import RuleNames, rule_parameters, rule_sampler, suggest_rule
@@ -25,10 +25,7 @@ def _name_kind(draft: Any) -> Any:
     return draft
 
 
-GivenDraft = Annotated[
-    Annotated[LayerSkip | EarlyExit | PromptLookup, Field(discriminator="kind")] | None,
-    BeforeValidator(_name_kind),
-]
+GivenDraft = Annotated[RealDraft | None, BeforeValidator(_name_kind)]
 
 
 class DraftLengthSettings(Document):

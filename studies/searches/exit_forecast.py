@@ -13,8 +13,8 @@ import numpy as np
 from decoding.documents.strict_yaml import Document
 from decoding.draft_length import AnyRule, DraftLengthRule, Fixed, RoundCosts, TopProbability
 from decoding.drafters.build import build_drafter
+from decoding.drafts import EarlyExit
 from decoding.lockstep import num_sharing
-from decoding.profile import EarlyExit
 from decoding.timing.round_costs import measure_round_costs
 from studies.contract import Problem
 from studies.prediction.lockstep_cost import LockstepBatches, batches_of

@@ -13,7 +13,7 @@ from pydantic import Field, TypeAdapter
 
 from decoding.documents.strict_yaml import Document
 from decoding.draft_length import RULES, Fixed
-from decoding.profile import EarlyExit, Layers, PlainDecoding
+from decoding.drafts import EarlyExit, Layers, PlainDecoding
 from decoding.target import Target
 from studies.contract import Candidate, Problem, Study, TrialRecord
 from studies.rule_space import RuleNames, rule_parameters, rule_sampler, suggest_rule

@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field
 
 from decoding.documents.strict_yaml import Document
-from decoding.profile import EarlyExit, Layers
+from decoding.drafts import EarlyExit, Layers
 from decoding.target import Target
 from studies.prediction.pools import best_of, lookups, lookups_before
 from studies.prediction.predictor import Drafting

@@ -21,7 +21,7 @@ from pydantic import Field, TypeAdapter
 
 from decoding.documents.strict_yaml import Document
 from decoding.draft_length import RULES
-from decoding.profile import Draft, EarlyExit
+from decoding.drafts import Draft, EarlyExit
 from decoding.target import Target
 from studies.contract import Candidate, Problem, Study, TrialRecord
 from studies.costs.table import CostTable

@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from decoding.drafts import EarlyExit
 from decoding.errors import ExitHeadError
 from decoding.exit_heads import (
     METADATA_KEY,
@@ -24,7 +25,6 @@ from decoding.exit_heads import (
     save_exit_head,
 )
 from decoding.fingerprint import fingerprint
-from decoding.profile import EarlyExit
 from decoding.target import Target
 from tests.support.tiny import tiny_target
 

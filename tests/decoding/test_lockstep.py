@@ -13,9 +13,9 @@ from decoding.cache.kv_cache import KVCache, Storage
 from decoding.decode import Request, autoregressive
 from decoding.decoder import Decoder, plain_decoder
 from decoding.draft_length import AdaEdl, BetaThompson, DraftLengthRule, Fixed, RoundCosts, TopProbability
+from decoding.drafts import Draft, EarlyExit, LayerSkip, Lookup, PlainDecoding, PromptLookup
 from decoding.exit_heads import ExitHeads
 from decoding.lockstep import decode_in_lockstep
-from decoding.profile import Draft, EarlyExit, LayerSkip, Lookup, PlainDecoding, PromptLookup
 from decoding.rounds import Prefill, Round
 from decoding.runners import MaskKinds, Outputs, Part, PassRequest, Runner, StaticRunner, static
 from decoding.runners.buckets import Buckets

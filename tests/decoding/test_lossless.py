@@ -36,7 +36,7 @@ from decoding.draft_length import (
 )
 from decoding.drafters.build import build_drafter
 from decoding.drafters.layer_skip import LayerSkipDrafter
-from decoding.profile import Draft, EarlyExit, LayerSkip, Lookup, PromptLookup
+from decoding.drafts import Draft, EarlyExit, LayerSkip, Lookup, PromptLookup
 from decoding.rounds import Generation
 from decoding.target import Target
 from decoding.text import Ending, Shaping

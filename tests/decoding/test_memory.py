@@ -16,7 +16,7 @@ from decoding.draft_length import Fixed
 from decoding.drafters.contract import Drafter
 from decoding.drafters.early_exit import EarlyExitDrafter
 from decoding.drafters.layer_skip import LayerSkipDrafter
-from decoding.profile import LayerSkip
+from decoding.drafts import LayerSkip
 from decoding.rounds import Generation
 from decoding.target import Target
 from decoding.text import Ending

@@ -15,20 +15,19 @@ from transformers import AutoModelForCausalLM
 from decoding.deploy.custom_generate import check_target
 from decoding.documents.strict_yaml import dump
 from decoding.draft_length import RULES
-from decoding.errors import ProfileError
-from decoding.profile import (
+from decoding.drafts import (
     Draft,
-    DraftProfile,
     EarlyExit,
     LayerSkip,
     Lookup,
     PlainDecoding,
     PromptLookup,
-    TargetIdentity,
     compact_indices,
     format_indices,
     parse_indices,
 )
+from decoding.errors import ProfileError
+from decoding.profile import DraftProfile, TargetIdentity
 from tests.support.paths import DEMO
 
 

@@ -9,7 +9,7 @@ import pytest
 from decoding.decode import Request, autoregressive, speculative
 from decoding.draft_length import Fixed
 from decoding.drafters.layer_skip import LayerSkipDrafter
-from decoding.profile import LayerSkip
+from decoding.drafts import LayerSkip
 from decoding.rounds import Generation, Prefill, Round
 from decoding.text import Ending
 from tests.support.families import some_tokens, target_of

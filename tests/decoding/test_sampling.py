@@ -21,7 +21,7 @@ from decoding.decode import Request, autoregressive, speculative
 from decoding.draft_length import AdaEdl, BetaThompson, CalibratedThompson, DraftLengthRule, Fixed, RoundCosts
 from decoding.drafters.build import build_drafter
 from decoding.drafters.layer_skip import LayerSkipDrafter
-from decoding.profile import Draft, EarlyExit, LayerSkip, Lookup, PromptLookup
+from decoding.drafts import Draft, EarlyExit, LayerSkip, Lookup, PromptLookup
 from decoding.rounds import Prefill, Round
 from decoding.target import Target
 from decoding.text import Ending, LogitsProcessor, Shaping

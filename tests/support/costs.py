@@ -6,7 +6,7 @@ import random
 from collections.abc import Sequence
 from itertools import pairwise
 
-from decoding.profile import LayerSkip
+from decoding.drafts import LayerSkip
 from decoding.target import Target
 from studies.costs.table import CostTable
 from studies.costs.terms import DraftStep, Pass

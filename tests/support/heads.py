@@ -6,9 +6,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from decoding.drafts import EarlyExit
 from decoding.exit_heads import ExitFigures, HeadFacts, HeadTraining, head_name, save_exit_head
 from decoding.fingerprint import fingerprint
-from decoding.profile import EarlyExit
 from decoding.target import Target
 
 

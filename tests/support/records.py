@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from decoding.draft_length import DraftLengthRule, Fixed
-from decoding.profile import LayerSkip
+from decoding.drafts import LayerSkip
 from studies.contract import Candidate, TrialRecord, TrialState
 from studies.measurement import Measurement, PromptSample
 

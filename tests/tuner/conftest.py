@@ -13,8 +13,9 @@ from click.testing import CliRunner, Result
 from transformers import AutoModelForCausalLM
 
 from decoding.draft_length import DraftLengthRule, Fixed
+from decoding.drafts import Draft
 from decoding.fingerprint import fingerprint
-from decoding.profile import Draft, DraftProfile, TargetIdentity
+from decoding.profile import DraftProfile, TargetIdentity
 from decoding.target import Target
 from decoding.timing.round_costs import measure_round_costs
 from tests.support.tiny import save_tiny_checkpoint, write_tiny_prompts

@@ -11,7 +11,7 @@ from decoding.decode import Request
 from decoding.decoder import Decoder, plain_decoder
 from decoding.documents.strict_yaml import Document
 from decoding.draft_length import RoundCosts
-from decoding.profile import Draft, EarlyExit, LayerSkip, PlainDecoding, PromptLookup
+from decoding.drafts import Draft, EarlyExit, LayerSkip, PlainDecoding, PromptLookup
 from decoding.rounds import Generation, Round
 from decoding.runners import Runner
 from decoding.text import Ending

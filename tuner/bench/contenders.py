@@ -9,7 +9,8 @@ import torch
 
 from decoding.decoder import Decoder, plain_decoder
 from decoding.documents.strict_yaml import suggest
-from decoding.profile import DraftProfile, PlainDecoding
+from decoding.drafts import PlainDecoding
+from decoding.profile import DraftProfile
 from decoding.target import Target
 from tuner.bench.contest import Contender, reason_of
 from tuner.bench.own_decoding import MODES, OwnDecoding, profile_by

@@ -12,8 +12,8 @@ from rich.console import RenderableType
 
 from decoding.decode import Request
 from decoding.decoder import plain_decoder
+from decoding.drafts import PlainDecoding
 from decoding.losslessness import Comparison, compare
-from decoding.profile import PlainDecoding
 from decoding.text import Ending
 from tuner.bench.accounting import Account, longest_draft, take_account
 from tuner.bench.contenders import ALWAYS, PLAIN, Setting, enter

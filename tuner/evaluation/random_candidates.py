@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from decoding.profile import Draft, EarlyExit, LayerSkip, Lookup, PlainDecoding, PromptLookup
+from decoding.drafts import Draft, EarlyExit, LayerSkip, Lookup, PlainDecoding, PromptLookup
 from studies.contract import Candidate
 from studies.prediction.predictor import Drafting
 from studies.prediction.skip_space import SkipSpace

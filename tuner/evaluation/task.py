@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from decoding.profile import EarlyExit
+from decoding.drafts import EarlyExit
 from decoding.target import Target
 from studies.prediction.skip_space import SkipSpace
 from tuner.config import SearchConfig

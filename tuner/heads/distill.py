@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from decoding.documents.atomic_write import write_whole
+from decoding.drafts import compact_indices
 from decoding.errors import DistillationError, ExitHeadError
 from decoding.exit_heads import (
     ExitFigures,
@@ -28,7 +29,6 @@ from decoding.exit_heads import (
     save_exit_head,
 )
 from decoding.fingerprint import Fingerprint, fingerprint, hash_json
-from decoding.profile import compact_indices
 from decoding.target import Target
 from studies.searches.exits import default_exit_layers
 from tuner.config import DistillSettings, SearchConfig

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from decoding.documents.atomic_write import write_whole
+from decoding.drafts import EarlyExit
 from decoding.errors import ExitHeadError
 from decoding.exit_heads import HeadFacts, check_head_file, file_sha256, head_name, prompt_sha256, read_facts
 from decoding.fingerprint import Fingerprint
-from decoding.profile import EarlyExit
 from tuner.inputs.prompts import Prompt
 
 

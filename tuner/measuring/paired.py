@@ -17,9 +17,9 @@ from decoding.acceptance import Greedy, Sampling
 from decoding.decode import Request
 from decoding.decoder import Decoder, plain_decoder
 from decoding.draft_length import CostAwareRule, RoundCosts
+from decoding.drafts import Draft
 from decoding.exit_heads import ExitHeads
 from decoding.losslessness import compare
-from decoding.profile import Draft
 from decoding.rounds import BatchGeneration
 from decoding.target import Target
 from decoding.text import Ending, Shaping

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from decoding.profile import PlainDecoding
+from decoding.drafts import PlainDecoding
 from studies.contract import Candidate, TrialRecord, TrialState, best_trials
 from studies.measurement import Measurement
 from tuner.config import SearchConfig

@@ -9,17 +9,15 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from decoding.draft_length import Fixed
+from decoding.drafts import Draft, EarlyExit, PlainDecoding
 from decoding.fingerprint import tokenizer_sha256
 from decoding.profile import (
     DatasetFacts,
     Decoding,
-    Draft,
     DraftProfile,
-    EarlyExit,
     Exactness,
     Interval,
     Measured,
-    PlainDecoding,
     Provenance,
     Rates,
     SearchCost,

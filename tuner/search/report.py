@@ -14,8 +14,9 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from decoding.drafts import Draft, EarlyExit, LayerSkip, compact_indices
 from decoding.probe import Capabilities
-from decoding.profile import Draft, DraftProfile, EarlyExit, LayerSkip, compact_indices
+from decoding.profile import DraftProfile
 from studies.contract import TrialRecord, TrialState, best_trials
 from studies.measurement import Measurement
 from tuner.tables import facts_grid, spaced
@@ -245,7 +246,7 @@ def speedup_picture(records: Sequence[TrialRecord], path: Path) -> None:
 def _left_out(draft: Draft, num_layers: int) -> LayerSkip | None:
     """What a draft leaves out of the target's layers; None if it runs none of them."""
     if isinstance(draft, EarlyExit):
-        return draft.as_layer_skip(num_layers)
+        return draft.skipped(num_layers)
     return draft if isinstance(draft, LayerSkip) else None
 
 

@@ -13,7 +13,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from decoding.profile import compact_indices
+from decoding.drafts import compact_indices
 from studies import STUDIES
 from studies.contract import TrialRecord, best_trials
 from tuner.config import SearchConfig

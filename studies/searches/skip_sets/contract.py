@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 import optuna
 
-from decoding.profile import LayerSkip
+from decoding.drafts import LayerSkip
 from decoding.target import Target
 from studies.contract import Problem, TrialRecord
 from studies.searches.skip_sets.settings import SkipSetsSettings

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import optuna
 
-from decoding.profile import LayerSkip
+from decoding.drafts import LayerSkip
 from studies.contract import Problem, TrialRecord, TrialState
 from studies.searches.skip_sets.bayes import suggest_point
 from studies.searches.skip_sets.contract import Method

@@ -6,7 +6,7 @@ from typing import Any
 
 import optuna
 
-from decoding.profile import LayerSkip
+from decoding.drafts import LayerSkip
 from studies.contract import TrialRecord
 from studies.searches.skip_sets.contract import Method
 from studies.searches.skip_sets.switches import odd_blocks

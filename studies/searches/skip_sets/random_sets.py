@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import optuna
 
-from decoding.profile import LayerSkip
+from decoding.drafts import LayerSkip
 from decoding.target import Target
 from studies.contract import Problem
 from studies.searches.skip_sets.contract import Method

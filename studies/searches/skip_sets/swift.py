@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 import optuna
 
-from decoding.profile import Draft, LayerSkip
+from decoding.drafts import Draft, LayerSkip
 from decoding.target import Target
 from studies.contract import Problem, TrialRecord
 from studies.prediction.survey import Survey

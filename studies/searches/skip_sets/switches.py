@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from decoding.profile import LayerSkip
+from decoding.drafts import LayerSkip
 
 SkipPoint = NDArray[np.float64]
 """[switches], each coordinate from 0 (run it) to 1 (leave it out)."""

@@ -14,7 +14,7 @@ from optuna.distributions import BaseDistribution
 from optuna.samplers import BaseSampler, TPESampler
 from optuna.trial import FrozenTrial
 
-from decoding.profile import LayerSkip
+from decoding.drafts import LayerSkip
 from studies.contract import Problem
 from studies.searches.skip_sets.contract import Method
 from studies.searches.skip_sets.settings import SkipSetsSettings

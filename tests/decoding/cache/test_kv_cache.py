@@ -10,7 +10,7 @@ from decoding.cache.kv_cache import KVCache
 from decoding.decode import Request, speculative
 from decoding.draft_length import Fixed
 from decoding.drafters.layer_skip import LayerSkipDrafter
-from decoding.profile import LayerSkip
+from decoding.drafts import LayerSkip
 from decoding.text import Ending
 from tests.support.families import PROMISED, WINDOW, some_tokens, target_of
 

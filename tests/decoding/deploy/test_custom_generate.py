@@ -19,6 +19,7 @@ from transformers.generation import GenerateDecoderOnlyOutput, StoppingCriteria,
 import decoding.target
 from decoding.deploy import ProfileDecoder, custom_generate, load_decoder
 from decoding.draft_length import AdaEdl, CalibratedThompson, DraftLengthRule, Fixed, TopProbability
+from decoding.drafts import Draft, EarlyExit, LayerSkip, Lookup, PlainDecoding, PromptLookup
 from decoding.errors import (
     ExitHeadError,
     ProfileError,
@@ -28,17 +29,7 @@ from decoding.errors import (
 )
 from decoding.exit_heads import HeadFacts, save_exit_head
 from decoding.fingerprint import fingerprint
-from decoding.profile import (
-    Decoding,
-    Draft,
-    DraftProfile,
-    EarlyExit,
-    LayerSkip,
-    Lookup,
-    PlainDecoding,
-    PromptLookup,
-    TargetIdentity,
-)
+from decoding.profile import Decoding, DraftProfile, TargetIdentity
 from decoding.target import ResumeView
 from tests.support.families import build, target_of
 from tests.support.tiny import tiny_llama

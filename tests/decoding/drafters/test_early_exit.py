@@ -24,8 +24,8 @@ from decoding.drafters.build import build_drafter
 from decoding.drafters.contract import Drafter
 from decoding.drafters.early_exit import EarlyExitDrafter
 from decoding.drafters.lookup_first import LookupFirst
+from decoding.drafts import EarlyExit, Lookup, PlainDecoding
 from decoding.errors import ExitHeadError
-from decoding.profile import EarlyExit, Lookup, PlainDecoding
 from decoding.rounds import Generation
 from decoding.target import Target
 from decoding.text import Ending, Shaping, Text

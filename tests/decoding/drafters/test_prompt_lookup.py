@@ -24,8 +24,8 @@ from decoding.drafters.early_exit import EarlyExitDrafter
 from decoding.drafters.layer_skip import LayerSkipDrafter
 from decoding.drafters.lookup_first import LookupFirst, steered_part
 from decoding.drafters.prompt_lookup import PromptLookupDrafter, copied, find_copy
+from decoding.drafts import Draft, EarlyExit, LayerSkip, Lookup, PromptLookup
 from decoding.exit_heads import ExitHeads
-from decoding.profile import Draft, EarlyExit, LayerSkip, Lookup, PromptLookup
 from decoding.rounds import Generation
 from decoding.target import Target
 from decoding.text import Ending, Shaping, Text

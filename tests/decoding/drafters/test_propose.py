@@ -15,7 +15,7 @@ from decoding.draft_length import RULES, BetaThompson, Controller, Looking, Roun
 from decoding.drafters.contract import Drafter, Proposal
 from decoding.drafters.early_exit import EarlyExitDrafter
 from decoding.drafters.layer_skip import LayerSkipDrafter
-from decoding.profile import LayerSkip
+from decoding.drafts import LayerSkip
 from decoding.runners import StaticRunner
 from decoding.runners.buckets import CPU_BUCKETS
 from decoding.runners.static import CHAINS

@@ -17,9 +17,9 @@ from decoding.decoder import Decoder
 from decoding.draft_length import AdaEdl, DraftLengthRule, Fixed
 from decoding.drafters.build import build_drafter
 from decoding.drafters.early_exit import EarlyExitDrafter
+from decoding.drafts import Draft, LayerSkip, Lookup
 from decoding.errors import UnsupportedRunnerError
 from decoding.losslessness import compare
-from decoding.profile import Draft, LayerSkip, Lookup
 from decoding.rounds import Generation
 from decoding.runners import RUNNERS, MaskKinds, Outputs, Runner, StaticRunner, compilation
 from decoding.runners.buckets import CPU_BUCKETS, GPU_BUCKETS, Buckets

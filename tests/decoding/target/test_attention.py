@@ -12,7 +12,7 @@ from transformers.integrations import sdpa_attention
 from decoding.decode import Request
 from decoding.decoder import Decoder, plain_decoder
 from decoding.draft_length import Fixed
-from decoding.profile import LayerSkip
+from decoding.drafts import LayerSkip
 from decoding.target import Target
 from decoding.target.attention import NAME, grouped_attention, sdpa_attention_forward
 from decoding.text import Ending

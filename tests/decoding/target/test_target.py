@@ -16,8 +16,8 @@ from transformers import LlamaForCausalLM, PreTrainedModel
 from decoding.decode import Request, autoregressive, speculative
 from decoding.draft_length import Fixed
 from decoding.drafters.layer_skip import LayerSkipDrafter
+from decoding.drafts import LayerSkip
 from decoding.errors import UnsupportedModelError
-from decoding.profile import LayerSkip
 from decoding.target import Target
 from decoding.text import Ending
 from tests.support.families import (

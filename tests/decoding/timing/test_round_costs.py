@@ -30,9 +30,9 @@ from decoding.drafters.contract import Drafter, Proposal
 from decoding.drafters.layer_skip import LayerSkipDrafter
 from decoding.drafters.lookup_first import LookupFirst
 from decoding.drafters.prompt_lookup import PromptLookupDrafter
+from decoding.drafts import Draft as ProfileDraft
+from decoding.drafts import LayerSkip, Lookup, PlainDecoding, PromptLookup
 from decoding.exit_heads import ExitHeads
-from decoding.profile import Draft as ProfileDraft
-from decoding.profile import LayerSkip, Lookup, PlainDecoding, PromptLookup
 from decoding.runners import Outputs, Part, PassRequest
 from decoding.target import Target
 from decoding.text import Ending, Shaping, Text

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from pydantic import ValidationError
 
-from decoding.profile import Draft, EarlyExit, LayerSkip, Lookup, PlainDecoding, PromptLookup
+from decoding.drafts import Draft, EarlyExit, LayerSkip, Lookup, PlainDecoding, PromptLookup
 from studies.costs.fit import fit_costs
 from studies.costs.plan import plan_passes
 from studies.costs.table import CostError, CostTable, TermSeconds

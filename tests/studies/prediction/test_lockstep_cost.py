@@ -12,8 +12,8 @@ from decoding.cache.kv_cache import Storage
 from decoding.decode import Request
 from decoding.decoder import Decoder, plain_decoder
 from decoding.draft_length import BetaThompson, DraftLengthRule, Fixed, RoundCosts
+from decoding.drafts import EarlyExit, LayerSkip, Lookup, PromptLookup
 from decoding.exit_heads import ExitHeads
-from decoding.profile import EarlyExit, LayerSkip, Lookup, PromptLookup
 from decoding.runners import Outputs, Part, PassRequest
 from decoding.target import Target
 from decoding.text import Ending

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from decoding.draft_length import Fixed, RoundCosts
-from decoding.profile import LayerSkip
+from decoding.drafts import LayerSkip
 from studies.prediction.predictor import Prediction
 from studies.prediction.proposals import Proposals, knapsacks, propose_skip_sets
 from studies.prediction.replay import Replayed

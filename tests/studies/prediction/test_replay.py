@@ -23,7 +23,7 @@ from decoding.draft_length import (
     TopProbability,
 )
 from decoding.drafters.build import build_drafter
-from decoding.profile import EarlyExit
+from decoding.drafts import EarlyExit
 from decoding.rounds import Generation, Round
 from decoding.target import Target
 from decoding.text import Ending

@@ -10,7 +10,7 @@ import torch
 from decoding.decode import Request
 from decoding.decoder import Decoder, plain_decoder
 from decoding.draft_length import BetaThompson, DraftLengthRule, Fixed, RoundCosts, TopProbability
-from decoding.profile import EarlyExit, LayerSkip, Lookup, PromptLookup
+from decoding.drafts import EarlyExit, LayerSkip, Lookup, PromptLookup
 from decoding.runners import StaticRunner
 from decoding.target import Target
 from decoding.text import Ending

@@ -7,7 +7,7 @@ import math
 import pytest
 
 from decoding.draft_length import Fixed
-from decoding.profile import LayerSkip
+from decoding.drafts import LayerSkip
 from studies.prediction.predictor import Prediction
 from studies.prediction.replay import Replayed
 from studies.prediction.residual import OF_ALIKE, SHARED, Residual

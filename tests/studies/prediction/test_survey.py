@@ -14,8 +14,8 @@ from decoding.decode import Request
 from decoding.decoder import plain_decoder
 from decoding.draft_length import Controller
 from decoding.drafters.layer_skip import LayerSkipDrafter
+from decoding.drafts import EarlyExit, LayerSkip, PromptLookup
 from decoding.exit_heads import ExitHeads
-from decoding.profile import EarlyExit, LayerSkip, PromptLookup
 from decoding.target import DraftView, Target
 from decoding.text import Ending, Shaping, Text
 from studies.prediction.survey import JoinedSurvey, Survey
@@ -75,7 +75,7 @@ def test_exit_is_the_skip_of_all_blocks_behind_it(
 ) -> None:
     survey = Survey(target, PROMPTS, texts, temperature=temperature, seed=3)
     early = EarlyExit(exit_layer=exit_layer)
-    by_exit, by_skip = survey.record_all([early, early.as_layer_skip(NUM_LAYERS)])
+    by_exit, by_skip = survey.record_all([early, early.skipped(NUM_LAYERS)])
     for one, other in zip(by_exit, by_skip, strict=True):
         assert one.matches == other.matches
         assert one.acceptance == pytest.approx(other.acceptance, abs=1e-4)

@@ -11,8 +11,8 @@ import pytest
 import torch
 from transformers import OPTConfig, OPTForCausalLM
 
+from decoding.drafts import LayerSkip
 from decoding.errors import UnsupportedModelError
-from decoding.profile import LayerSkip
 from decoding.target import Target
 from studies.contract import Problem, TrialRecord, TrialState
 from studies.measurement import Measurement, PromptSample

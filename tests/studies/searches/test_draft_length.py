@@ -10,8 +10,8 @@ from pydantic import ValidationError
 
 from decoding.documents.strict_yaml import validate
 from decoding.draft_length import RULES, AdaEdl, TopProbability
+from decoding.drafts import EarlyExit, LayerSkip, Lookup, PromptLookup
 from decoding.errors import SdtuneError
-from decoding.profile import EarlyExit, LayerSkip, Lookup, PromptLookup
 from studies import STUDIES
 from studies.contract import Problem, TrialRecord
 from studies.rule_space import search_ranges

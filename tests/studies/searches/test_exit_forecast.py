@@ -14,8 +14,8 @@ import decoding.exit_heads
 from decoding.decode import Request
 from decoding.decoder import plain_decoder
 from decoding.draft_length import RoundCosts
+from decoding.drafts import EarlyExit
 from decoding.exit_heads import ExitHeads
-from decoding.profile import EarlyExit
 from decoding.target import Target
 from decoding.text import Ending
 from studies.contract import Problem

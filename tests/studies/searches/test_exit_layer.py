@@ -10,7 +10,7 @@ import pytest
 from pydantic import ValidationError
 
 from decoding.draft_length import RULES, DraftLengthRule, Fixed, RoundCosts, TopProbability
-from decoding.profile import EarlyExit, PlainDecoding
+from decoding.drafts import EarlyExit, PlainDecoding
 from decoding.target import Target
 from studies.contract import Candidate, Problem, TrialState
 from studies.searches.exit_forecast import ExitForecast

@@ -13,8 +13,8 @@ import pytest
 from decoding.decode import Request
 from decoding.decoder import plain_decoder
 from decoding.draft_length import RULES
+from decoding.drafts import EarlyExit, LayerSkip, PromptLookup
 from decoding.exit_heads import ExitHeads
-from decoding.profile import EarlyExit, LayerSkip, PromptLookup
 from decoding.text import Ending
 from studies.contract import Candidate, Problem, Study, TrialRecord, TrialState, best_trials
 from studies.measurement import BatchTexts, Measurement

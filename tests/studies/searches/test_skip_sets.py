@@ -13,7 +13,7 @@ from transformers import OPTConfig, OPTForCausalLM
 
 from decoding.decode import Request
 from decoding.decoder import plain_decoder
-from decoding.profile import LayerSkip
+from decoding.drafts import LayerSkip
 from decoding.target import Target
 from decoding.text import Ending
 from studies.contract import Problem, TrialRecord, TrialState

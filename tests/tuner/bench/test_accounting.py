@@ -7,7 +7,7 @@ import torch
 
 from decoding.decoder import Decoder
 from decoding.draft_length import Fixed
-from decoding.profile import EarlyExit, LayerSkip, Lookup, PlainDecoding, PromptLookup
+from decoding.drafts import EarlyExit, LayerSkip, Lookup, PlainDecoding, PromptLookup
 from decoding.rounds import Round
 from decoding.target import Target
 from tests.support.costs import made_up_costs

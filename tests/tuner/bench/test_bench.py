@@ -14,8 +14,9 @@ from click.testing import CliRunner, Result
 from transformers import AutoTokenizer
 
 from decoding.draft_length import AdaEdl, Fixed
+from decoding.drafts import LayerSkip
 from decoding.losslessness import Comparison
-from decoding.profile import DatasetFacts, Decoding, Exactness, Interval, LayerSkip, Measured, Rates, SearchCost
+from decoding.profile import DatasetFacts, Decoding, Exactness, Interval, Measured, Rates, SearchCost
 from decoding.target import Target
 from studies.measurement import Measurement
 from tests.support.heads import write_heads

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
-from decoding.profile import DraftProfile, LayerSkip, TargetIdentity
+from decoding.drafts import LayerSkip
+from decoding.profile import DraftProfile, TargetIdentity
 from tests.support.tiny import tiny_llama, write_tiny_prompts
 from tests.tuner.conftest import SearchCommand
 from tuner.cli.main import main

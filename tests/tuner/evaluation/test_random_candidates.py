@@ -9,7 +9,7 @@ import pytest
 
 from decoding.draft_length import RULES
 from decoding.drafters.build import build_drafter
-from decoding.profile import EarlyExit, LayerSkip, Lookup, PlainDecoding, PromptLookup
+from decoding.drafts import EarlyExit, LayerSkip, Lookup, PlainDecoding, PromptLookup
 from decoding.target import Target
 from studies.prediction.skip_space import SkipSpace
 from tests.support.tiny import tiny_target

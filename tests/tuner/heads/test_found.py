@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
+from decoding.drafts import EarlyExit
 from decoding.errors import ExitHeadError
 from decoding.exit_heads import file_sha256, head_name, prompt_sha256
 from decoding.fingerprint import fingerprint
-from decoding.profile import EarlyExit
 from decoding.target import Target
 from tests.support.heads import training, write_heads
 from tests.support.tiny import tiny_target

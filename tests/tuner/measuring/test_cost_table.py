@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from decoding.cache.kv_cache import KVCache, Storage
-from decoding.profile import EarlyExit, LayerSkip
+from decoding.drafts import EarlyExit, LayerSkip
 from decoding.runners import Inputs, Outputs, Part, PassRequest
 from decoding.target import Target
 from decoding.target.parts import ModelPart

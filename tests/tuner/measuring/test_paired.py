@@ -22,9 +22,9 @@ from decoding.draft_length import (
     RoundCosts,
     TopProbability,
 )
+from decoding.drafts import EarlyExit, LayerSkip, PlainDecoding
 from decoding.exit_heads import ExitHeads
 from decoding.losslessness import Comparison
-from decoding.profile import EarlyExit, LayerSkip, PlainDecoding
 from decoding.rounds import BatchGeneration
 from studies.contract import Candidate
 from studies.measurement import BatchTexts, Measurement

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from decoding.draft_length import AdaEdl, Fixed
-from decoding.profile import LayerSkip, PlainDecoding
+from decoding.drafts import LayerSkip, PlainDecoding
 from studies.contract import Candidate
 from studies.measurement import Measurement
 from tests.support.records import candidate, measurement, record, sample

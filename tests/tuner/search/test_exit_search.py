@@ -16,8 +16,9 @@ from click.testing import CliRunner, Result
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from decoding.deploy import load_decoder
+from decoding.drafts import EarlyExit
 from decoding.exit_heads import file_sha256, head_name, prompt_sha256, read_facts
-from decoding.profile import DraftProfile, EarlyExit
+from decoding.profile import DraftProfile
 from decoding.target import Target
 from studies.contract import TrialRecord, TrialState
 from studies.measurement import PromptSample

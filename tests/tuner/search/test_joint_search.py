@@ -8,7 +8,8 @@ from typing import Any
 import optuna
 import pytest
 
-from decoding.profile import DraftProfile, EarlyExit, LayerSkip, PlainDecoding, PromptLookup
+from decoding.drafts import EarlyExit, LayerSkip, PlainDecoding, PromptLookup
+from decoding.profile import DraftProfile
 from studies.contract import TrialRecord
 from studies.prediction.proposals import Proposals
 from studies.searches.joint import Joint

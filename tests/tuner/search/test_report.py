@@ -11,18 +11,14 @@ from matplotlib.image import imread
 from rich.console import Console, RenderableType
 
 from decoding.draft_length import AdaEdl, BetaThompson, DraftLengthRule, Fixed, RoundCosts
+from decoding.drafts import EarlyExit, LayerSkip, Lookup, PlainDecoding, PromptLookup
 from decoding.probe import Capabilities
 from decoding.profile import (
     DatasetFacts,
     DraftProfile,
-    EarlyExit,
     Exactness,
     Interval,
-    LayerSkip,
-    Lookup,
     Measured,
-    PlainDecoding,
-    PromptLookup,
     Provenance,
     Rates,
     SearchCost,

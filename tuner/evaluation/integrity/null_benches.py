@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from decoding.draft_length import BetaThompson, Fixed, RoundCosts
-from decoding.profile import LayerSkip, PlainDecoding
+from decoding.drafts import LayerSkip, PlainDecoding
 from studies.contract import Candidate
 from studies.measurement import Measurement, PromptSample
 from tuner.measuring.paired import Bench, OnSample

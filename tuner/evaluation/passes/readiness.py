@@ -14,7 +14,7 @@ from typing import Any
 from decoding.decode import Request
 from decoding.decoder import Decoder
 from decoding.draft_length import Fixed
-from decoding.profile import LayerSkip
+from decoding.drafts import LayerSkip
 from decoding.target import Target
 from decoding.text import Ending
 from decoding.timing.stopwatch import Stopwatch

@@ -21,7 +21,7 @@ from rich.table import Table
 
 from decoding.documents.atomic_write import write_whole
 from decoding.draft_length import Fixed
-from decoding.profile import Draft, LayerSkip, PlainDecoding
+from decoding.drafts import Draft, LayerSkip, PlainDecoding
 from decoding.rounds import BatchGeneration
 from decoding.target import Target
 from studies import STUDIES

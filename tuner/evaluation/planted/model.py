@@ -27,8 +27,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from decoding.documents.atomic_write import write_whole
 from decoding.documents.strict_yaml import Document
+from decoding.drafts import LayerSkip
 from decoding.errors import SdtuneError
-from decoding.profile import LayerSkip
 
 VOCABULARY_SIZE = 256
 HIDDEN_SIZE = 64

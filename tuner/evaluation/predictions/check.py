@@ -15,7 +15,8 @@ from pydantic import Field
 
 from decoding.documents.strict_yaml import Document
 from decoding.draft_length import RULES
-from decoding.profile import Interval, PlainDecoding
+from decoding.drafts import PlainDecoding
+from decoding.profile import Interval
 from studies.contract import Candidate
 from studies.costs.table import CostTable
 from studies.measurement import Measurement

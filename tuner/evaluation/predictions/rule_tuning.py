@@ -17,7 +17,8 @@ from pydantic import Field
 
 from decoding.documents.strict_yaml import Document
 from decoding.draft_length import RULES, AnyRule, DraftLengthRule, Fixed
-from decoding.profile import Draft, EarlyExit, Interval, LayerSkip
+from decoding.drafts import Draft, EarlyExit, LayerSkip
+from decoding.profile import Interval
 from studies.contract import Candidate
 from studies.measurement import Measurement, ratio_interval
 from studies.prediction.predictor import Drafting, Predictor
@@ -79,7 +80,7 @@ def drafts_to_tune(task: Task, predictor: Predictor, heads: Iterable[EarlyExit],
     """The best exit, the best skip set and the best exit with a head, as foretold; then the next best of each. At most `count`."""
     layers = range(1, task.target.num_layers)
     exits = predictor.best_first(EarlyExit(exit_layer=layer) for layer in layers)
-    as_exits = {EarlyExit(exit_layer=layer).as_layer_skip(task.target.num_layers) for layer in layers}
+    as_exits = {EarlyExit(exit_layer=layer).skipped(task.target.num_layers) for layer in layers}
     found = propose_skip_sets(SkipSpace.of(task.target), predictor, SKIP_SETS)
     skips = [each for each in found if isinstance(each.draft, LayerSkip) and each.draft not in as_exits]
     ranked = [exits, skips, predictor.best_first(heads)]

@@ -15,8 +15,9 @@ from typing import Any
 from decoding.deploy.custom_generate import check_target
 from decoding.documents.atomic_write import write_whole
 from decoding.draft_length import RULES, CostAwareRule, DraftLengthRule, Fixed
+from decoding.drafts import Draft, EarlyExit, PlainDecoding
 from decoding.exit_heads import ExitHeads
-from decoding.profile import Draft, DraftProfile, EarlyExit, Interval, PlainDecoding
+from decoding.profile import DraftProfile, Interval
 from decoding.target import Target
 from studies.contract import Candidate
 from studies.measurement import Measurement, PromptSample, ratio_interval

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from decoding.profile import compact_indices
+from decoding.drafts import compact_indices
 from studies.contract import Candidate
 from tuner.config import SearchConfig
 from tuner.errors import ConfigError, SearchError

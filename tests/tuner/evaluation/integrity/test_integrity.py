@@ -13,7 +13,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from decoding.draft_length import Fixed, RoundCosts
-from decoding.profile import LayerSkip, PlainDecoding
+from decoding.drafts import LayerSkip, PlainDecoding
 from decoding.target import Target
 from studies.contract import Candidate
 from studies.measurement import Measurement

@@ -14,9 +14,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 
 from decoding.decode import Request
 from decoding.decoder import plain_decoder
+from decoding.drafts import EarlyExit, LayerSkip
 from decoding.exit_heads import ExitHeads, file_sha256, head_name, read_facts
 from decoding.fingerprint import fingerprint
-from decoding.profile import EarlyExit, LayerSkip
 from decoding.target import Target
 from decoding.text import Ending
 from tests.support.families import build, liven

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from decoding.draft_length import RoundCosts
-from decoding.profile import LayerSkip, PlainDecoding
+from decoding.drafts import LayerSkip, PlainDecoding
 from decoding.target import Target
 from tests.support.families import build
 from tests.support.tiny import tiny_target

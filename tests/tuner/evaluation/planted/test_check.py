@@ -10,7 +10,7 @@ from rich.console import Console
 
 import tuner.evaluation.planted.check as check
 from decoding.draft_length import Fixed
-from decoding.profile import LayerSkip
+from decoding.drafts import LayerSkip
 from decoding.target import Target
 from studies.contract import Candidate
 from tuner.errors import SearchError

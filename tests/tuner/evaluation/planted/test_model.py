@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM
 from decoding.decode import Request
 from decoding.decoder import Decoder, plain_decoder
 from decoding.draft_length import Fixed
+from decoding.drafts import LayerSkip
 from decoding.fingerprint import fingerprint
-from decoding.profile import LayerSkip
 from decoding.target import Target
 from decoding.text import Ending
 from tuner.evaluation.planted.model import (

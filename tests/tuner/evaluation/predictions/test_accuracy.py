@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from decoding.draft_length import Fixed
-from decoding.profile import LayerSkip
+from decoding.drafts import LayerSkip
 from studies.prediction.predictor import Prediction
 from studies.prediction.replay import Replayed
 from tuner.evaluation.predictions.accuracy import accuracy, corrected_by_others

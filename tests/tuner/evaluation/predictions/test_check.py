@@ -13,7 +13,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from decoding.draft_length import RULES, AdaEdl, DraftLengthRule, Fixed, RoundCosts
-from decoding.profile import EarlyExit
+from decoding.drafts import EarlyExit
 from decoding.target import Target
 from studies.contract import Candidate
 from studies.measurement import Measurement, ratio_interval

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from decoding.draft_length import RULES, DraftLengthRule, TopProbability
-from decoding.profile import LayerSkip
+from decoding.drafts import LayerSkip
 from studies.prediction.predictor import Drafting, Prediction
 from studies.prediction.replay import Replayed
 from tuner.evaluation.predictions.replay_tuning import tune_by_replay

@@ -12,7 +12,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from decoding.draft_length import AdaEdl, DraftLengthRule, Fixed, RoundCosts
-from decoding.profile import LayerSkip, PlainDecoding
+from decoding.drafts import LayerSkip, PlainDecoding
 from decoding.target import Target
 from studies.measurement import Measurement
 from tests.support.heads import write_heads

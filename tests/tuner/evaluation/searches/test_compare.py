@@ -16,7 +16,7 @@ from click.testing import CliRunner, Result
 
 from decoding.decoder import Decoder
 from decoding.draft_length import BetaThompson, Fixed
-from decoding.profile import Draft, LayerSkip
+from decoding.drafts import Draft, LayerSkip
 from decoding.target import Target
 from studies.contract import Candidate
 from studies.measurement import PromptSample

@@ -1,0 +1,32 @@
+"""Draft documents: what a profile or a candidate says about its draft, one file per kind, and the registry of kinds.
+
+Imports `decoding.documents` only: reading a document loads neither torch nor a model. To add a kind, write its document,
+drafter and predictor, and name the three in one entry of `decoding.drafts.registry.KINDS`.
+"""
+
+from decoding.drafts.contract import DraftDocument, Need
+from decoding.drafts.early_exit import EarlyExit
+from decoding.drafts.layer_skip import LayerSkip
+from decoding.drafts.layers import Layers, compact_indices, format_indices, parse_indices
+from decoding.drafts.lookup import Lookup
+from decoding.drafts.plain import PlainDecoding
+from decoding.drafts.prompt_lookup import PromptLookup
+from decoding.drafts.registry import KINDS, Draft, DraftKind, RealDraft
+
+__all__ = [
+    "KINDS",
+    "Draft",
+    "DraftDocument",
+    "DraftKind",
+    "EarlyExit",
+    "LayerSkip",
+    "Layers",
+    "Lookup",
+    "Need",
+    "PlainDecoding",
+    "PromptLookup",
+    "RealDraft",
+    "compact_indices",
+    "format_indices",
+    "parse_indices",
+]

@@ -1,0 +1,102 @@
+"""The contract of a draft document: frozen settings that answer every question about their draft.
+
+Callers ask the document and never test its class. The defaults of `DraftDocument` describe a draft that runs no part of the
+target, needs no file and comes without a lookup; a kind overrides what differs.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping
+from enum import StrEnum
+from typing import TYPE_CHECKING, Any, ClassVar, Self
+
+from decoding.documents.strict_yaml import Document
+
+if TYPE_CHECKING:
+    from decoding.drafts.layer_skip import LayerSkip
+    from decoding.drafts.lookup import Lookup
+
+
+class Need(StrEnum):
+    """Something that the runtime must provide for a draft."""
+
+    MODEL_PASS = "model_pass"
+    """Passes over a part of the target: each drafted token costs time."""
+    EXIT_HEAD = "exit_head"
+    """A trained exit head."""
+
+
+class DraftDocument(Document):
+    """The settings of a draft; `kind` is its key in `decoding.drafts.registry.KINDS`."""
+
+    kind: str
+    drafts: ClassVar[bool] = True
+    """False for plain decoding alone."""
+    takes_lookup: ClassVar[bool] = False
+    """True for a kind that may have a prompt lookup before it (`with_lookup`)."""
+
+    @property
+    @abstractmethod
+    def label(self) -> str:
+        """Name of the kind in tables, such as `exit with head`."""
+
+    @abstractmethod
+    def describe(self) -> str:
+        """Return one short phrase for tables."""
+
+    @property
+    def needs(self) -> frozenset[Need]:
+        """Requirements on the runtime."""
+        return frozenset()
+
+    @property
+    def runs_model(self) -> bool:
+        """True if drafting runs a part of the target."""
+        return Need.MODEL_PASS in self.needs
+
+    @property
+    def has_head(self) -> bool:
+        """True if an exit head drafts."""
+        return Need.EXIT_HEAD in self.needs
+
+    @property
+    def files(self) -> Mapping[str, str]:
+        """SHA-256 of each file that lies beside the profile, by file name."""
+        return {}
+
+    def with_file_names(self, names: Mapping[str, str]) -> Self:
+        """Return the draft with its files renamed; `names` maps old names to new ones."""
+        return self
+
+    def check(self, num_layers: int) -> None:
+        """Raise ValueError unless a target with `num_layers` blocks can run the draft."""
+
+    def columns(self) -> dict[str, Any]:
+        """Return the columns of the draft in the table of trials, `kind` apart."""
+        return {}
+
+    @property
+    def lookup_first(self) -> Lookup | None:
+        """Prompt lookup that is tried before the draft, or None."""
+        return None
+
+    def without_lookup(self) -> Self:
+        """Return the draft without the lookup before it."""
+        return self
+
+    def with_lookup(self, lookup: Lookup) -> Self:
+        """Return the draft with `lookup` before it. Raises ValueError for a kind that takes none."""
+        raise ValueError(f"no lookup can come before a draft of kind {self.kind!r}")
+
+    def skipped(self, num_layers: int) -> LayerSkip:
+        """Return the sublayers that the draft skips in a target with `num_layers` blocks, without head and lookup.
+
+        Raises ValueError for a draft that runs no part of the target.
+        """
+        raise ValueError(f"{self.describe()} runs no part of the model: it has no draft pass to predict")
+
+    @property
+    def num_shared_blocks(self) -> int:
+        """Number of leading blocks that the draft computes exactly as the target does."""
+        return 0

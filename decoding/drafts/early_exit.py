@@ -1,0 +1,92 @@
+"""Draft with the first blocks of the target, then a trained head or the target's own (EESD, arXiv 2406.03853)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, ClassVar, Literal, Self
+
+from pydantic import Field, field_validator, model_validator
+
+from decoding.drafts.contract import DraftDocument, Need
+from decoding.drafts.layer_skip import LayerSkip
+from decoding.drafts.lookup import Lookup, LookupBefore, describe_after, lookup_columns
+
+
+class EarlyExit(DraftDocument):
+    """Draft with the first `exit_layer` blocks, then an exit head, or the final norm and LM head without one."""
+
+    kind: Literal["early_exit"] = "early_exit"
+    exit_layer: int = Field(ge=1, description="number of the target's blocks that the draft runs (N)")
+    head: str | None = Field(None, description="file of the exit head, beside the profile")
+    head_sha256: str | None = None
+    lookup: LookupBefore = None
+    takes_lookup: ClassVar[bool] = True
+
+    @field_validator("head")
+    @classmethod
+    def _lies_beside(cls, head: str | None) -> str | None:
+        if head is not None and (not head or Path(head).name != head):
+            raise ValueError("must be the name of a file beside the profile, without folders")
+        return head
+
+    @model_validator(mode="after")
+    def _head_is_identified(self) -> EarlyExit:
+        if (self.head is None) != (self.head_sha256 is None):
+            raise ValueError("a head is given by head and head_sha256, both or neither")
+        return self
+
+    @property
+    def label(self) -> str:
+        """Name of the kind in tables."""
+        return "exit with head" if self.head else "exit"
+
+    def describe(self) -> str:
+        """Return one short phrase for tables."""
+        return describe_after(self.lookup, f"exit at {self.exit_layer}, {'trained head' if self.head else 'no head'}")
+
+    @property
+    def needs(self) -> frozenset[Need]:
+        """Passes over the first blocks, and the exit head if there is one."""
+        return frozenset({Need.MODEL_PASS, Need.EXIT_HEAD} if self.head else {Need.MODEL_PASS})
+
+    @property
+    def files(self) -> Mapping[str, str]:
+        """SHA-256 of the exit head's file, by its name."""
+        return {self.head: self.head_sha256} if self.head and self.head_sha256 else {}
+
+    def with_file_names(self, names: Mapping[str, str]) -> Self:
+        """Return the draft with its head renamed."""
+        return self.model_copy(update={"head": names[self.head]}) if self.head else self
+
+    def check(self, num_layers: int) -> None:
+        """Raise ValueError unless the exit is before the last of `num_layers` blocks."""
+        if self.exit_layer >= num_layers:
+            raise ValueError(f"draft exits at layer {self.exit_layer}, but it must be 1 to {num_layers - 1}")
+
+    def columns(self) -> dict[str, Any]:
+        """Return the exit layer, the type of its head, and the lookup."""
+        head = "block" if self.head else "none"
+        return {"exit_layer": self.exit_layer, "exit_head": head, **lookup_columns(self.lookup)}
+
+    @property
+    def lookup_first(self) -> Lookup | None:
+        """Prompt lookup that is tried before the draft, or None."""
+        return self.lookup
+
+    def without_lookup(self) -> Self:
+        """Return the draft without the lookup before it."""
+        return self.model_copy(update={"lookup": None}) if self.lookup else self
+
+    def with_lookup(self, lookup: Lookup) -> Self:
+        """Return the draft with `lookup` before it."""
+        return self.model_copy(update={"lookup": lookup})
+
+    def skipped(self, num_layers: int) -> LayerSkip:
+        """Return the skip of every block after the exit, without head and lookup."""
+        return LayerSkip.blocks(tuple(range(self.exit_layer, num_layers)))
+
+    @property
+    def num_shared_blocks(self) -> int:
+        """Number of blocks before the exit."""
+        return self.exit_layer

@@ -1,0 +1,97 @@
+"""The registry of draft kinds: each entry joins a draft document with its drafter and its predictor.
+
+Drafter and predictor are named as `module:name` and imported at their first use, so that this package imports neither torch nor
+`studies`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from pkgutil import resolve_name
+from typing import TYPE_CHECKING, Annotated, Any, Union
+
+from pydantic import Field, GetCoreSchemaHandler, GetJsonSchemaHandler, TypeAdapter
+from pydantic_core import CoreSchema, core_schema
+
+from decoding.drafts.contract import DraftDocument
+from decoding.drafts.early_exit import EarlyExit
+from decoding.drafts.layer_skip import LayerSkip
+from decoding.drafts.plain import PlainDecoding
+from decoding.drafts.prompt_lookup import PromptLookup
+
+
+@dataclass(frozen=True)
+class DraftKind:
+    """A kind of draft: its document, and what drafts and predicts with it."""
+
+    document: type[DraftDocument]
+    drafter: str
+    """`module:name` of a `decoding.drafters.contract.NewDrafter`."""
+    predictor: str
+    """`module:name` of a class that implements `studies.prediction.contract.DraftPredictor`."""
+
+    def load_drafter(self) -> Any:
+        """Import the drafter's factory."""
+        return resolve_name(self.drafter)
+
+    def load_predictor(self) -> Any:
+        """Import the predictor's class."""
+        return resolve_name(self.predictor)
+
+
+KINDS: dict[str, DraftKind] = {
+    "layer_skip": DraftKind(
+        LayerSkip, "decoding.drafters.layer_skip:new_drafter", "studies.prediction.predictors:SkipPredictor"
+    ),
+    "early_exit": DraftKind(
+        EarlyExit, "decoding.drafters.early_exit:new_drafter", "studies.prediction.predictors:ExitPredictor"
+    ),
+    "prompt_lookup": DraftKind(
+        PromptLookup, "decoding.drafters.prompt_lookup:new_drafter", "studies.prediction.predictors:LookupPredictor"
+    ),
+    "none": DraftKind(
+        PlainDecoding, "decoding.drafters.build:no_drafter", "studies.prediction.predictors:PlainPredictor"
+    ),
+}
+
+
+class _ByKind:
+    """Validates a draft as the document that `KINDS` has for its `kind`; the registry is read at each validation."""
+
+    def __init__(self, *, may_be_plain: bool = True) -> None:
+        self._may_be_plain = may_be_plain
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.no_info_plain_validator_function(self._validate)
+
+    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        return handler(self._adapter().core_schema)
+
+    def _validate(self, value: Any) -> Any:
+        return self._adapter().validate_python(value)
+
+    def _adapter(self) -> TypeAdapter[Any]:
+        return _adapter(tuple(self._documents()))
+
+    def _documents(self) -> Iterator[type[DraftDocument]]:
+        for kind in KINDS.values():
+            if kind.document.drafts or self._may_be_plain:
+                yield kind.document
+
+
+@lru_cache
+def _adapter(documents: tuple[type[DraftDocument], ...]) -> TypeAdapter[Any]:
+    any_document: Any = Annotated[Union[documents], Field(discriminator="kind")]  # noqa: UP007 - built from the registry
+    return TypeAdapter(any_document)
+
+
+if TYPE_CHECKING:
+    Draft = LayerSkip | EarlyExit | PromptLookup | PlainDecoding
+    RealDraft = LayerSkip | EarlyExit | PromptLookup
+else:
+    Draft = Annotated[DraftDocument, _ByKind()]
+    """A document key that holds a draft of any registered kind."""
+    RealDraft = Annotated[DraftDocument, _ByKind(may_be_plain=False)]
+    """A document key that holds a draft other than plain decoding."""
