@@ -1,0 +1,99 @@
+"""The documentation agrees with the code: length, links, modules, names and commands."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+from pkgutil import resolve_name
+
+import click
+import pytest
+
+from tuner.cli.main import main
+
+ROOT = Path(__file__).parents[1]
+README = ROOT / "README.md"
+PAGES = [README, *sorted((ROOT / "docs").rglob("*.md"))]
+PACKAGES = ("decoding", "studies", "tuner")
+
+
+def _blocks(page: Path, language: str) -> list[str]:
+    """Return the fenced code blocks of a page in one language; an empty string selects blocks without a language."""
+    return re.findall(rf"^```{language}[^\n]*\n(.*?)^```$", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+
+
+def _commands(page: Path) -> Iterator[list[str]]:
+    """Yield the arguments of each `sdtune` command in the shell blocks of a page."""
+    for block in [*_blocks(page, "sh"), *_blocks(page, "")]:
+        for line in block.replace("\\\n", " ").splitlines():
+            for command in line.removeprefix("$ ").split("&&"):
+                words = shlex.split(command, comments=True)
+                if words[:1] == ["sdtune"]:
+                    yield words[1:]
+
+
+def _anchors(page: Path) -> set[str]:
+    """Return the anchors of a page's headings, as GitHub and MkDocs form them."""
+    headings = re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def _id(page: Path) -> str:
+    return page.relative_to(ROOT).as_posix()
+
+
+def test_readme_is_short() -> None:
+    assert len(README.read_text(encoding="utf-8").splitlines()) <= 150
+
+
+@pytest.mark.parametrize("page", PAGES, ids=_id)
+def test_links_lead_somewhere(page: Path) -> None:
+    for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text(encoding="utf-8")):
+        if link.startswith(("http://", "https://")):
+            continue
+        name, _, anchor = link.partition("#")
+        target = (page.parent / name).resolve() if name else page
+        assert target.exists(), link
+        assert not anchor or anchor in _anchors(target), link
+
+
+@pytest.mark.parametrize("page", PAGES, ids=_id)
+def test_commands_exist_with_their_options(page: Path) -> None:
+    for words in _commands(page):
+        command: click.Command = main
+        context = click.Context(main, info_name="sdtune")
+        while isinstance(command, click.Group) and words and not words[0].startswith("-"):
+            found = command.get_command(context, words[0])
+            assert found is not None, f"sdtune {' '.join(words)}"
+            command, words = found, words[1:]
+            context = click.Context(command, info_name=command.name, parent=context)
+        command.make_parser(context).parse_args(list(words))  # raises for an unknown option
+
+
+@pytest.mark.parametrize("page", PAGES, ids=_id)
+def test_names_of_code_exist(page: Path) -> None:
+    prose = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    for name in re.findall(r"`((?:decoding|studies|tuner)(?:\.\w+)+)`", prose):
+        resolve_name(name)
+    for path in re.findall(r"`((?:decoding|studies|tuner|tests|configs|docs)/[\w/.-]+)`", prose):
+        assert (ROOT / path).exists(), path
+
+
+def _listed_modules() -> list[str]:
+    """Return the modules that docs/structure.md names, in its order."""
+    modules, folder = [], ""
+    for line in (ROOT / "docs" / "structure.md").read_text(encoding="utf-8").splitlines():
+        if heading := re.match(r"#{2,3} ((?:decoding|studies|tuner)[\w/]*)$", line):
+            folder = heading[1]
+        elif entry := re.match(r"\* `(\w+)`: \S", line):
+            modules.append(f"{folder}/{entry[1]}.py")
+    return modules
+
+
+def test_structure_lists_every_module_once() -> None:
+    existing = {path.relative_to(ROOT).as_posix() for package in PACKAGES for path in (ROOT / package).rglob("*.py")}
+    listed = _listed_modules()
+    assert len(listed) == len(set(listed))
+    assert set(listed) == {path for path in existing if not path.endswith("__init__.py")}
