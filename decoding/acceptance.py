@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 
-def likeliest(scores: Tensor) -> Tensor:
+def most_likely(scores: Tensor) -> Tensor:
     """Token ids [..] of the highest of `scores` [.., vocabulary]."""
     return scores.argmax(dim=-1)
 
@@ -111,11 +111,11 @@ class Greedy:
 
     def choose(self, scores: Tensor) -> tuple[Tensor, None]:
         """The argmax [1]."""
-        return likeliest(scores[None]), None
+        return most_likely(scores[None]), None
 
     def accept(self, drafted: Tensor, probabilities: Tensor | None, scores: Tensor) -> tuple[int, int]:
         """See `accept_greedy`."""
-        return accept_greedy(drafted, likeliest(scores))
+        return accept_greedy(drafted, most_likely(scores))
 
 
 class Sampling:

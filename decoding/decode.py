@@ -19,7 +19,7 @@ from decoding.draft_length import Controller
 from decoding.drafters.contract import Drafter
 from decoding.rounds import Prefill, Round
 from decoding.target import Target
-from decoding.text import Ending, Shaping, Text
+from decoding.text import Ending, Shaping, TokenSequence
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ def speculative(
 
     Yields the prefill first. `controller` learns from every round that it steers; give a fresh one to start afresh.
     """
-    text, cache = _begin(target, request, new_cache, most_drafted=controller.max_tokens)
+    text, cache = _begin(target, request, new_cache, max_drafted=controller.max_tokens)
     prefill, ended = _prefill(lambda: drafter.prefill(text, cache), request, text, cache)
     yield prefill
     while not ended:
@@ -100,23 +100,27 @@ def speculative(
         )
 
 
-def capacity_for(target: Target, request: Request, most_drafted: int) -> int:
+def capacity_for(target: Target, request: Request, max_drafted: int) -> int:
     """The positions that a text may come to have, drafts included."""
     if target.runner.exact_width is not None:
-        most_drafted = target.runner.exact_width  # plain or not: how much is read is part of the shape of a pass
-    return len(request.prompt) + request.ending.max_new_tokens + most_drafted + 1
+        max_drafted = target.runner.exact_width  # plain or not: how much is read is part of the shape of a pass
+    return len(request.prompt) + request.ending.max_new_tokens + max_drafted + 1
 
 
-def _begin(target: Target, request: Request, new_cache: NewCache | None, most_drafted: int = 0) -> tuple[Text, KVCache]:
-    capacity = capacity_for(target, request, most_drafted)
-    return Text(request.prompt, capacity, target.device), (new_cache or target.new_cache)(capacity)
+def _begin(
+    target: Target, request: Request, new_cache: NewCache | None, max_drafted: int = 0
+) -> tuple[TokenSequence, KVCache]:
+    capacity = capacity_for(target, request, max_drafted)
+    return TokenSequence(request.prompt, capacity, target.device), (new_cache or target.new_cache)(capacity)
 
 
-def _read_prompt(target: Target, text: Text, cache: KVCache) -> Tensor:
+def _read_prompt(target: Target, text: TokenSequence, cache: KVCache) -> Tensor:
     return target.forward(text.span(0, text.length), cache, 0, last_only=True)
 
 
-def _prefill(read_prompt: Callable[[], Tensor], request: Request, text: Text, cache: KVCache) -> tuple[Prefill, bool]:
+def _prefill(
+    read_prompt: Callable[[], Tensor], request: Request, text: TokenSequence, cache: KVCache
+) -> tuple[Prefill, bool]:
     """The whole model over the prompt, nothing skipped, and the first token."""
     start = time.perf_counter()
     logits = read_prompt()

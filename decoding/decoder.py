@@ -50,11 +50,11 @@ class Decoder:
         costs = measure_round_costs(self.target, self._drafter, self._rule.max_tokens, num_texts=self._num_texts)
         return self._rule.with_costs(costs)
 
-    def learnt(self) -> DraftLengthRule | None:
+    def adapted_rule(self) -> DraftLengthRule | None:
         """The rule with what a persistent controller has learnt so far, in batches that of the first text; None if none was kept,
         or if there is nothing to learn.
         """
-        return self._kept[0].learnt() if self._kept else None
+        return self._kept[0].adapted_rule() if self._kept else None
 
     def steps(self, request: Request) -> Iterator[Prefill | Round]:
         """Write one text, yielding a record for the prefill and each round as it happens."""
@@ -62,8 +62,8 @@ class Decoder:
 
     def batch_steps(self, requests: Sequence[Request]) -> Iterator[tuple[int, Prefill | Round]]:
         """Write several texts in step (`decoding.lockstep`), yielding their records with the number of each's text."""
-        most_drafted = 0 if self._drafter is None else self._rule.max_tokens
-        capacity = max((capacity_for(self.target, request, most_drafted) for request in requests), default=0)
+        max_drafted = 0 if self._drafter is None else self._rule.max_tokens
+        capacity = max((capacity_for(self.target, request, max_drafted) for request in requests), default=0)
         loops = [partial(self._loop, request, row) for row, request in enumerate(requests)]
         return decode_in_lockstep(self.target, loops, capacity)
 

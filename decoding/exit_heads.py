@@ -17,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import nn
 
-from decoding.documents.atomic_write import write_whole
+from decoding.documents.atomic_write import write_atomically
 from decoding.documents.strict_yaml import Document, validate
 from decoding.drafts import EarlyExit
 from decoding.errors import ExitHeadError
@@ -83,7 +83,7 @@ def save_exit_head(path: Path, head: nn.Module, facts: HeadFacts) -> str:
     """Write a head whole or not at all; the SHA-256 of the file. `ExitHeadError` if the place is unwritable or full."""
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in head.state_dict().items()}
     content = save(tensors, metadata={METADATA_KEY: facts.model_dump_json(by_alias=True)})
-    write_whole(path, content, what="the exit head", error=ExitHeadError)
+    write_atomically(path, content, what="the exit head", error=ExitHeadError)
     return hashlib.sha256(content).hexdigest()
 
 

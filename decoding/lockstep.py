@@ -32,7 +32,7 @@ def decode_in_lockstep(target: Target, loops: Sequence[Loop], capacity: int) -> 
     No text may have more than `capacity` positions. The seconds in a record are those that its text has waited, for others too.
     Texts of a target whose texts cannot share a pass (`Target.unbatchable_reason` says why) take turns, a round each.
     """
-    if num_sharing(target, len(loops)) > 1:
+    if shared_batch_size(target, len(loops)) > 1:
         yield from _records(Lockstep(target, len(loops), capacity), loops)
         return
     writing = {row: loop(target.new_cache) for row, loop in enumerate(loops)}
@@ -61,7 +61,7 @@ def _records(texts: Lockstep, loops: Sequence[Loop]) -> Iterator[tuple[int, Pref
 class Lockstep:
     """Texts that share a memory, a row each; what they do at the same time is done in passes of all.
 
-    A single text is run as ever. Of several, the target must be one whose texts can share passes (`num_sharing` asks it).
+    A single text is run as ever. Of several, the target must be one whose texts can share passes (`shared_batch_size` asks it).
     """
 
     def __init__(self, target: Target, num_texts: int, capacity: int) -> None:
@@ -103,7 +103,7 @@ class Lockstep:
                     task.throw()
             self._asked.clear()
 
-    def run_through(self, tasks: Sequence[Callable[[], object]]) -> None:
+    def run_to_end(self, tasks: Sequence[Callable[[], object]]) -> None:
         """The same without a pause."""
         for _ in self.run(tasks):
             pass
@@ -131,6 +131,6 @@ def _resume(task: greenlet, *outputs: Outputs) -> None:
     task.switch(*outputs)
 
 
-def num_sharing(target: Target, num_texts: int) -> int:
+def shared_batch_size(target: Target, num_texts: int) -> int:
     """How many of so many texts share a pass: all of them, or, of a target whose texts take turns, each goes alone."""
     return num_texts if num_texts > 1 and target.unbatchable_reason is None else 1

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from decoding.documents.atomic_write import write_whole
+from decoding.documents.atomic_write import write_atomically
 from decoding.documents.strict_yaml import Document, dump, read_mapping, validate
 from decoding.draft_length import AnyRule, Fixed
 from decoding.drafts import Draft
@@ -162,7 +162,7 @@ class DraftProfile(Document):
 
     def save(self, path: str | Path) -> None:
         """Write the profile whole or not at all (beside the target, then renamed); `ProfileError` if the place is unwritable."""
-        write_whole(Path(path), dump(self).encode(), what="the profile", error=ProfileError)
+        write_atomically(Path(path), dump(self).encode(), what="the profile", error=ProfileError)
 
     @classmethod
     def json_schema(cls) -> dict[str, Any]:

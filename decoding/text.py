@@ -17,7 +17,7 @@ StoppingCriterion = Callable[..., Tensor | bool]
 """transformers' form: (token ids [1, length], scores) -> a truth value for the one text."""
 
 
-class Text:
+class TokenSequence:
     """Token ids in a preallocated buffer. The first `length` are the text; drafts are written behind it until they are judged.
 
     The text, without drafts, is kept on the host too, as every token of it passes there.
@@ -77,7 +77,7 @@ class Shaping:
 
     processors: Sequence[LogitsProcessor] = ()
 
-    def one(self, text: Text, num_drafted: int, logits: Tensor) -> Tensor:
+    def one(self, text: TokenSequence, num_drafted: int, logits: Tensor) -> Tensor:
         """Scores [vocabulary] of the token behind the text and `num_drafted` drafts, from logits [1, vocabulary]."""
         scores = logits.float()
         if self.processors:
@@ -86,7 +86,7 @@ class Shaping:
                 scores = process(ids, scores)
         return scores[0]
 
-    def all(self, text: Text, logits: Tensor) -> Tensor:
+    def all(self, text: TokenSequence, logits: Tensor) -> Tensor:
         """Scores [width, vocabulary] behind the text's last token and behind each draft, from logits [width, vocabulary]."""
         if not self.processors:
             return logits.float()
@@ -105,7 +105,7 @@ class Ending:
         if self.max_new_tokens < 1:
             raise ValueError(f"at least one token must be generated, got max_new_tokens={self.max_new_tokens}")
 
-    def append(self, text: Text, tokens: Sequence[int]) -> tuple[tuple[int, ...], bool]:
+    def append(self, text: TokenSequence, tokens: Sequence[int]) -> tuple[tuple[int, ...], bool]:
         """Append `tokens` one by one until one ends the text; the appended ones, and whether it has ended.
 
         Criteria see the text as plain decoding would show it to them: after each single token.
@@ -122,11 +122,11 @@ class Ending:
                 return tuple(tokens[: index + 1]), True
         return tuple(tokens), False
 
-    def remaining(self, text: Text) -> int:
+    def remaining(self, text: TokenSequence) -> int:
         """How many more tokens may be generated."""
         return self.max_new_tokens - text.num_generated
 
-    def _criterion_met(self, text: Text) -> bool:
+    def _criterion_met(self, text: TokenSequence) -> bool:
         ids = text.span(0, text.length)
         # All are asked, as plain decoding asks them: some count or pass on what they are shown.
         met = [bool(torch.as_tensor(criterion(ids, None)).all()) for criterion in self.criteria]

@@ -11,7 +11,7 @@ from typing import Any
 
 from rich.console import Console, RenderableType
 
-from decoding.documents.atomic_write import write_whole
+from decoding.documents.atomic_write import write_atomically
 from tuner.errors import ConfigError
 
 TEXT_WIDTH = 110
@@ -57,4 +57,4 @@ def write_result(out: Path, name: str, content: str | bytes) -> None:
         out.mkdir(exist_ok=True)
     except OSError as cause:
         raise ConfigError(f"cannot make the folder {out}: {cause.strerror}") from None
-    write_whole(out / name, whole, what="the results", error=ConfigError)
+    write_atomically(out / name, whole, what="the results", error=ConfigError)

@@ -9,7 +9,7 @@ from tempfile import TemporaryDirectory
 from decoding.errors import SdtuneError
 
 
-def write_whole(path: Path, content: bytes, *, what: str, error: type[SdtuneError]) -> None:
+def write_atomically(path: Path, content: bytes, *, what: str, error: type[SdtuneError]) -> None:
     """Write a file beside its place and rename it: whoever reads finds the old one or all of the new one.
 
     Raises `error`, which says that `what` could not be written and why; then nothing has changed and nothing is left behind.

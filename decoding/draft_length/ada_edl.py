@@ -74,7 +74,7 @@ class AdaEdlController(Controller):
         blended = _blend(rule.threshold_decay, self.threshold, moved)
         self.threshold = min(max(blended, 0.0), HIGHEST_THRESHOLD)
 
-    def learnt(self) -> AdaEdl:
+    def adapted_rule(self) -> AdaEdl:
         """The rule, starting at the threshold reached."""
         return self._rule.model_copy(update={"initial_threshold": self.threshold})
 

@@ -63,7 +63,7 @@ class BetaThompsonController(Controller):
         self.acceptance.forget(UNIFORM, self._rule.memory(num_drafted))
         self.acceptance.learn(accepted=num_accepted, rejected=int(num_accepted < num_drafted))
 
-    def learnt(self) -> BetaThompson:
+    def adapted_rule(self) -> BetaThompson:
         """The rule, starting at the posterior reached, with little enough evidence to stay adaptive."""
         (prior,) = warm_start([self.acceptance], [UNIFORM])
         return self._rule.model_copy(update={"prior": prior})

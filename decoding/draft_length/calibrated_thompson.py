@@ -125,7 +125,7 @@ class CalibratedThompsonController(Controller):
         self.gain.learn(tokens - cost / self._costs[0])
         self._tokens, self._cost = memory * self._tokens + tokens, memory * self._cost + cost
 
-    def learnt(self) -> CalibratedThompson:
+    def adapted_rule(self) -> CalibratedThompson:
         """The rule, starting at the posteriors reached, with little enough evidence to stay adaptive."""
         prior = warm_start(self.acceptance, AS_CONFIDENT)
         return self._rule.model_copy(update={"prior": prior, "gain": self.gain.warm_start(NO_GAIN)})

@@ -92,7 +92,7 @@ class Controller:
     def observe(self, num_drafted: int, num_accepted: int) -> None:
         """Learn how many of the round's drafts the target agreed with."""
 
-    def learnt(self) -> DraftLengthRule | None:
+    def adapted_rule(self) -> DraftLengthRule | None:
         """The rule with what has been learnt as its starting state, or None if it learns nothing."""
         return None
 

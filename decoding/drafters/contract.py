@@ -10,7 +10,7 @@ from torch import Tensor
 from decoding.acceptance import Acceptance
 from decoding.cache.kv_cache import KVCache
 from decoding.draft_length import Controller
-from decoding.text import Shaping, Text
+from decoding.text import Shaping, TokenSequence
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,16 +35,22 @@ class Drafter(Protocol):
     of texts.
     """
 
-    def prefill(self, text: Text, cache: KVCache) -> Tensor:
+    def prefill(self, text: TokenSequence, cache: KVCache) -> Tensor:
         """The target's logits [1, vocabulary] behind the prompt; called once a text, to take of the prompt what drafting needs."""
 
     def draft(
-        self, text: Text, cache: KVCache, controller: Controller, shaping: Shaping, acceptance: Acceptance, limit: int
+        self,
+        text: TokenSequence,
+        cache: KVCache,
+        controller: Controller,
+        shaping: Shaping,
+        acceptance: Acceptance,
+        limit: int,
     ) -> Proposal:
         """Write at most `limit` tokens behind the text; must leave `cache.length` as it is.
 
         As many as `controller` allows, or as the drafter itself will, and then the draft is not `steered`.
         """
 
-    def verify(self, text: Text, cache: KVCache, draft: Proposal) -> Tensor:
+    def verify(self, text: TokenSequence, cache: KVCache, draft: Proposal) -> Tensor:
         """The target's logits [num_tokens + 1, vocabulary] behind the text's last token and behind each draft."""

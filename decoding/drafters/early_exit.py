@@ -12,13 +12,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from decoding.acceptance import Acceptance, likeliest
+from decoding.acceptance import Acceptance, most_likely
 from decoding.cache.kv_cache import KVCache
 from decoding.draft_length import Controller
 from decoding.drafters.contract import Proposal
 from decoding.drafters.propose import propose
 from decoding.target import Target
-from decoding.text import Shaping, Text
+from decoding.text import Shaping, TokenSequence
 
 
 class EarlyExitDrafter:
@@ -29,7 +29,7 @@ class EarlyExitDrafter:
         self._whole = target.tapped_view(exit_layer)
         self._resume = target.resume_view(exit_layer, keep_states=True) if prefix_reuse else None
 
-    def prefill(self, text: Text, cache: KVCache) -> Tensor:
+    def prefill(self, text: TokenSequence, cache: KVCache) -> Tensor:
         """The target's pass over the prompt, and the head's over the states that it leaves at the exit."""
         prompt = text.span(0, text.length)
         logits, states = self._whole.forward(prompt, cache, 0, last_only=True)
@@ -38,7 +38,13 @@ class EarlyExitDrafter:
         return logits
 
     def draft(
-        self, text: Text, cache: KVCache, controller: Controller, shaping: Shaping, acceptance: Acceptance, limit: int
+        self,
+        text: TokenSequence,
+        cache: KVCache,
+        controller: Controller,
+        shaping: Shaping,
+        acceptance: Acceptance,
+        limit: int,
     ) -> Proposal:
         """Draft token by token until the controller or `limit` says stop; the first pass takes along what is pending."""
         branch, states = cache.branch, list[Tensor]()
@@ -51,7 +57,7 @@ class EarlyExitDrafter:
             return logits
 
         def write(num_tokens: int) -> Tensor:
-            first = likeliest(step(0))  # by itself: it takes along what is pending
+            first = most_likely(step(0))  # by itself: it takes along what is pending
             if num_tokens == 1:
                 return first
             start = cache.length + 1
@@ -64,7 +70,7 @@ class EarlyExitDrafter:
         num_drafted, probabilities = propose(step, write, text, controller, shaping, acceptance, limit)
         return Proposal(num_drafted, probabilities, torch.cat(states, dim=-2) if states else None)
 
-    def verify(self, text: Text, cache: KVCache, draft: Proposal) -> Tensor:
+    def verify(self, text: TokenSequence, cache: KVCache, draft: Proposal) -> Tensor:
         """One pass of the target over the last token and the drafts, from the exit on if its states there are known."""
         token_ids = text.span(cache.length, text.length + draft.num_tokens)
         if self._resume is None or draft.states is None:

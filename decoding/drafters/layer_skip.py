@@ -16,7 +16,7 @@ from decoding.drafters.contract import Proposal
 from decoding.drafters.propose import propose
 from decoding.drafts import LayerSkip
 from decoding.target import Target
-from decoding.text import Shaping, Text
+from decoding.text import Shaping, TokenSequence
 
 
 class LayerSkipDrafter:
@@ -28,12 +28,18 @@ class LayerSkipDrafter:
         boundary = self._view.boundary
         self._resume = target.resume_view(boundary) if boundary and self._view.keeps_boundary else None
 
-    def prefill(self, text: Text, cache: KVCache) -> Tensor:
+    def prefill(self, text: TokenSequence, cache: KVCache) -> Tensor:
         """The target's pass over the prompt; the draft reads the same keys and values."""
         return self._target.forward(text.span(0, text.length), cache, 0, last_only=True)
 
     def draft(
-        self, text: Text, cache: KVCache, controller: Controller, shaping: Shaping, acceptance: Acceptance, limit: int
+        self,
+        text: TokenSequence,
+        cache: KVCache,
+        controller: Controller,
+        shaping: Shaping,
+        acceptance: Acceptance,
+        limit: int,
     ) -> Proposal:
         """Draft token by token until the controller or `limit` says stop; one pass of the view for each."""
         states = list[Tensor]()
@@ -53,7 +59,7 @@ class LayerSkipDrafter:
         num_drafted, probabilities = propose(step, write, text, controller, shaping, acceptance, limit)
         return Proposal(num_drafted, probabilities, torch.cat(states, dim=-2) if states else None)
 
-    def verify(self, text: Text, cache: KVCache, draft: Proposal) -> Tensor:
+    def verify(self, text: TokenSequence, cache: KVCache, draft: Proposal) -> Tensor:
         """One pass of the target over the last token and the drafts, from the boundary on if its states are known."""
         token_ids = text.span(cache.length, text.length + draft.num_tokens)
         if self._resume is None or draft.states is None:

@@ -14,7 +14,7 @@ from decoding.draft_length import Controller
 from decoding.drafters.contract import Drafter, Proposal
 from decoding.drafters.prompt_lookup import find_copy, read_ngrams, write_copy
 from decoding.drafts import Lookup
-from decoding.text import Shaping, Text
+from decoding.text import Shaping, TokenSequence
 
 
 class LookupFirst:
@@ -24,14 +24,20 @@ class LookupFirst:
         self.behind = behind
         self._lookup = lookup
 
-    def prefill(self, text: Text, cache: KVCache) -> Tensor:
+    def prefill(self, text: TokenSequence, cache: KVCache) -> Tensor:
         """What the drafter behind does, while the prompt's n-grams are indexed."""
         logits = self.behind.prefill(text, cache)
         read_ngrams(text, self._lookup)
         return logits
 
     def draft(
-        self, text: Text, cache: KVCache, controller: Controller, shaping: Shaping, acceptance: Acceptance, limit: int
+        self,
+        text: TokenSequence,
+        cache: KVCache,
+        controller: Controller,
+        shaping: Shaping,
+        acceptance: Acceptance,
+        limit: int,
     ) -> Proposal:
         """A copy if there is one, else a draft of the drafter behind; the controller is asked about the latter only."""
         place = find_copy(text, self._lookup) if limit > 0 else None
@@ -39,7 +45,7 @@ class LookupFirst:
             return self.behind.draft(text, cache, controller, shaping, acceptance, limit)
         return write_copy(text, place, min(limit, self._lookup.max_tokens), steered=False)
 
-    def verify(self, text: Text, cache: KVCache, draft: Proposal) -> Tensor:
+    def verify(self, text: TokenSequence, cache: KVCache, draft: Proposal) -> Tensor:
         """By the drafter behind, which takes of the pass what it needs to draft later."""
         return self.behind.verify(text, cache, draft)
 

@@ -21,7 +21,7 @@ from decoding.draft_length import Controller, Decision, DraftDistribution
 from decoding.drafters.contract import Proposal
 from decoding.drafts import Lookup, PromptLookup
 from decoding.target import Target
-from decoding.text import Shaping, Text
+from decoding.text import Shaping, TokenSequence
 
 
 class PromptLookupDrafter:
@@ -31,14 +31,20 @@ class PromptLookupDrafter:
         self._target = target
         self._lookup = lookup
 
-    def prefill(self, text: Text, cache: KVCache) -> Tensor:
+    def prefill(self, text: TokenSequence, cache: KVCache) -> Tensor:
         """The target's pass over the prompt, while its n-grams are indexed."""
         logits = self._target.forward(text.span(0, text.length), cache, 0, last_only=True)
         read_ngrams(text, self._lookup)
         return logits
 
     def draft(
-        self, text: Text, cache: KVCache, controller: Controller, shaping: Shaping, acceptance: Acceptance, limit: int
+        self,
+        text: TokenSequence,
+        cache: KVCache,
+        controller: Controller,
+        shaping: Shaping,
+        acceptance: Acceptance,
+        limit: int,
     ) -> Proposal:
         """Copy as far as the controller and `limit` say. With nothing to copy it is no round of the controller's."""
         place = find_copy(text, self._lookup) if limit > 0 else None
@@ -46,18 +52,18 @@ class PromptLookupDrafter:
             return Proposal(0, None, steered=False)
         return write_copy(text, place, length_allowed(controller, limit))
 
-    def verify(self, text: Text, cache: KVCache, draft: Proposal) -> Tensor:
+    def verify(self, text: TokenSequence, cache: KVCache, draft: Proposal) -> Tensor:
         """One pass of the target over the last token and the drafts."""
         return self._target.forward(text.span(cache.length, text.length + draft.num_tokens), cache, cache.length)
 
 
-def read_ngrams(text: Text, lookup: PromptLookup | Lookup) -> None:
+def read_ngrams(text: TokenSequence, lookup: PromptLookup | Lookup) -> None:
     """Index what there is of the text, so that the first lookup need not."""
     for length in range(lookup.min_ngram, lookup.max_ngram + 1):
         text.ngrams(length).update()
 
 
-def find_copy(text: Text, lookup: PromptLookup | Lookup) -> int | None:
+def find_copy(text: TokenSequence, lookup: PromptLookup | Lookup) -> int | None:
     """The place in the text to copy from: behind the longest n-gram that also ends it. None if there is none."""
     for length in range(lookup.max_ngram, lookup.min_ngram - 1, -1):
         if (place := text.ngrams(length).find_last()) is not None:
@@ -74,7 +80,7 @@ def copied(token_ids: Sequence[int], place: int, num_tokens: int) -> list[int]:
     return [token_ids[place + index % period] for index in range(num_tokens)]
 
 
-def write_copy(text: Text, place: int, num_tokens: int, *, steered: bool = True) -> Proposal:
+def write_copy(text: TokenSequence, place: int, num_tokens: int, *, steered: bool = True) -> Proposal:
     """Write what follows `place` behind the text, as a draft."""
     text.write_drafts(copied(text.token_ids, place, num_tokens))
     return Proposal(num_tokens, None, looked_up=True, steered=steered)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from decoding.acceptance import Acceptance
 from decoding.draft_length import Controller, Decision, DraftDistribution
-from decoding.text import Shaping, Text
+from decoding.text import Shaping, TokenSequence
 
 NextLogits = Callable[[int], Tensor]
 """Runs the draft on the text up to and with its `num_drafted`-th draft: logits [1, vocabulary] of the token behind it."""
@@ -22,7 +22,7 @@ Write = Callable[[int], Tensor]
 def propose(
     step: NextLogits,
     write: Write,
-    text: Text,
+    text: TokenSequence,
     controller: Controller,
     shaping: Shaping,
     acceptance: Acceptance,

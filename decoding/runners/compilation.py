@@ -24,7 +24,7 @@ from decoding.runners.cpu_one_position import OnePosition
 from decoding.runners.cpu_packed import compile_packed_linear
 from decoding.runners.graphs import Given
 
-MOST_GRAPHS = 64
+MAX_GRAPHS = 64
 """Compiled variants of the block: (kinds of blocks and of skipped sublayers) x (one position, several)."""
 
 
@@ -99,7 +99,7 @@ def compiling(call: BlockCall) -> Iterator[None]:
     if isinstance(call, CompiledBlocks):
         call.is_new = True
     # A layer's index is an attribute of its modules: taken for a constant, every layer would be compiled by itself.
-    dynamo = torch._dynamo.config.patch(allow_unspec_int_on_nn_module=True, recompile_limit=MOST_GRAPHS)
+    dynamo = torch._dynamo.config.patch(allow_unspec_int_on_nn_module=True, recompile_limit=MAX_GRAPHS)
     # Sizes that happen to be equal, as of heads and of positions, would be taken to be equal always.
     shapes = importlib.import_module("torch.fx.experimental._config").patch(use_duck_shape=False)
     compile_packed_linear()

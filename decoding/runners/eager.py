@@ -12,9 +12,9 @@ from decoding.errors import UnsupportedRunnerError
 from decoding.runners.contract import Inputs, Outputs, Part, PassRequest, Written
 from decoding.runners.greedy_chain import write_by
 from decoding.runners.masks import MaskKinds
-from decoding.runners.shared_pass import RowInputs, Rows, compute_rows, of_one, of_rows
+from decoding.runners.shared_pass import RowInputs, Rows, compute_rows, of_one, split_rows
 
-LONGEST_PASS = 1024
+MAX_PASS_WIDTH = 1024
 """Positions of a prompt that are read at once: enough for any device to be busy, few beside what their activations take."""
 
 
@@ -44,11 +44,11 @@ class EagerRunner:
     ) -> Outputs:
         """See `Runner.run`. Where logits of the last position alone are wanted, a wide pass is made in pieces."""
         width = token_ids.shape[1]
-        if not last_only or width <= LONGEST_PASS:
+        if not last_only or width <= MAX_PASS_WIDTH:
             return self._run(part, token_ids, cache, start, last_only=last_only, states=states)
         tapped, logits = [], None
-        for first in range(0, width, LONGEST_PASS):
-            piece = slice(first, first + LONGEST_PASS)
+        for first in range(0, width, MAX_PASS_WIDTH):
+            piece = slice(first, first + MAX_PASS_WIDTH)
             known = None if states is None else states[..., piece, :]
             outputs = self._run(part, token_ids[:, piece], cache, start + first, last_only=True, states=known)
             logits = outputs.logits
@@ -79,4 +79,4 @@ class EagerRunner:
             raise UnsupportedRunnerError("where the layers of this model look is not known: its texts run one by one")
         rows, cache = Rows.of(passes), KVCache(len(memory.layers), memory.capacity, memory)
         outputs = compute_rows(part, RowInputs.of(passes, rows), cache, self._mask_kinds, rows)
-        return of_rows(outputs, passes, rows)
+        return split_rows(outputs, passes, rows)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from decoding.acceptance import likeliest
+from decoding.acceptance import most_likely
 from decoding.runners.contract import Outputs, Written
 
 RunStep = Callable[[Tensor, int], Outputs]
@@ -19,7 +19,7 @@ def write_by(step: RunStep, token_ids: Tensor, num_tokens: int) -> Written:
     written, states = [], []
     for index in range(num_tokens):
         outputs = step(token_ids, index)
-        token_ids = likeliest(outputs.logits)[None]
+        token_ids = most_likely(outputs.logits)[None]
         written.append(token_ids[0])
         if outputs.states is not None:
             states.append(outputs.states)

@@ -108,7 +108,7 @@ def compute_rows(part: Part, given: RowInputs, cache: KVCache, mask_kinds: MaskK
         window.end_pass()
 
 
-def of_rows(outputs: Outputs, passes: Mapping[int, PassRequest], rows: Rows) -> dict[int, Outputs]:
+def split_rows(outputs: Outputs, passes: Mapping[int, PassRequest], rows: Rows) -> dict[int, Outputs]:
     """What each of the texts in `passes` gets of what came of all."""
     return {row: _of_row(outputs, row - rows.first, each) for row, each in passes.items()}
 

@@ -26,7 +26,7 @@ from decoding.runners.eager import EagerRunner
 from decoding.runners.graphs import Given, record
 from decoding.runners.greedy_chain import write_by
 from decoding.runners.masks import MaskKinds
-from decoding.runners.shared_pass import RowInputs, Rows, compute_rows, of_one, of_rows
+from decoding.runners.shared_pass import RowInputs, Rows, compute_rows, of_one, split_rows
 
 _Key = tuple[Any, int, bool, bool]
 """Shape and memory of a pass, and torch's modes."""
@@ -152,7 +152,7 @@ class StaticRunner:
         else:
             self._row_inputs[kept].fill(given)
         cache = KVCache(len(memory.layers), memory.capacity, memory)
-        return of_rows(self._prepared_pass(part, cache, rows, self._compute_rows), passes, rows)
+        return split_rows(self._prepared_pass(part, cache, rows, self._compute_rows), passes, rows)
 
     def _compute_rows(self, part: Part, cache: KVCache, rows: Rows) -> Outputs:
         return compute_rows(part, self._row_inputs[replace(rows, places=0)], cache, self._mask_kinds, rows)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from decoding.target.target import Target
 
 PROMPT_TOKENS = 6
-TOKENS_BEHIND = 6
+TOKENS_AFTER = 6
 
 
 @torch.inference_mode()
@@ -24,10 +24,10 @@ def check_runner(target: Target, eager: Target) -> None:
 
     In bit-exact mode, also unless every token gets the same bits at every place of a pass.
     """
-    token_ids = torch.arange(PROMPT_TOKENS + TOKENS_BEHIND, device=target.device)[None] % target.config.vocab_size
-    expected = _logits(eager, token_ids, [TOKENS_BEHIND - 1, 1])
+    token_ids = torch.arange(PROMPT_TOKENS + TOKENS_AFTER, device=target.device)[None] % target.config.vocab_size
+    expected = _logits(eager, token_ids, [TOKENS_AFTER - 1, 1])
     try:
-        found = _logits(target, token_ids, [TOKENS_BEHIND - 1, 1])
+        found = _logits(target, token_ids, [TOKENS_AFTER - 1, 1])
         _draft_once(target, token_ids)
     except (RuntimeError, TypeError, ValueError, LookupError, AttributeError) as cause:
         reason = " ".join(str(cause).split())
@@ -80,10 +80,10 @@ def _logits(target: Target, token_ids: Tensor, widths: list[int]) -> Tensor:
 def find_shared_pass_difference(target: Target) -> str | None:
     """What keeps texts of the target from sharing a pass; None if two of different lengths get what each gets by itself."""
     stream = torch.Generator().manual_seed(0)
-    ids = torch.randint(target.config.vocab_size, (2, PROMPT_TOKENS + TOKENS_BEHIND), generator=stream)
+    ids = torch.randint(target.config.vocab_size, (2, PROMPT_TOKENS + TOKENS_AFTER), generator=stream)
     ids = ids.to(target.device)
-    lengths, widths = (PROMPT_TOKENS, PROMPT_TOKENS - 2), (2, TOKENS_BEHIND - 1)
-    memory = Storage(target.num_layers, 3 * PROMPT_TOKENS + TOKENS_BEHIND, num_rows=2)
+    lengths, widths = (PROMPT_TOKENS, PROMPT_TOKENS - 2), (2, TOKENS_AFTER - 1)
+    memory = Storage(target.num_layers, 3 * PROMPT_TOKENS + TOKENS_AFTER, num_rows=2)
     passes, expected = {}, {}
     for row, (length, width) in enumerate(zip(lengths, widths, strict=True)):
         alone = target.new_cache(ids.shape[1])

@@ -169,7 +169,7 @@ class Target:
         return getattr(self.config, "max_position_embeddings", None)
 
     @property
-    def most_drafted(self) -> int | None:
+    def max_drafted(self) -> int | None:
         """How many drafted tokens a verification has room for: in bit-exact mode all but one of its positions, else any number."""
         exact_width = self.runner.exact_width
         return None if exact_width is None else exact_width - 1

@@ -16,9 +16,9 @@ from decoding.acceptance import Greedy
 from decoding.draft_length import Controller, Looking, RoundCosts
 from decoding.drafters.contract import Drafter, Proposal
 from decoding.drafters.lookup_first import steered_part
-from decoding.lockstep import Lockstep, num_sharing
+from decoding.lockstep import Lockstep, shared_batch_size
 from decoding.target import Target
-from decoding.text import Shaping, Text
+from decoding.text import Shaping, TokenSequence
 from decoding.timing.stopwatch import Clock, Stopwatch
 
 # Costs bend at the first few tokens and at powers of two; in between, a straight line does.
@@ -65,7 +65,7 @@ def measure_round_costs(
         if value < 1:
             raise ValueError(f"{name} must be at least 1, got {value}")
     start = clock()
-    num_texts = num_sharing(target, num_texts)
+    num_texts = shared_batch_size(target, num_texts)
     bench = _RoundBench(target, steered_part(drafter), max_tokens, prompt_length, num_texts, seed, clock)
     sweeps = [bench.sweep() for _ in range(FEWEST_SWEEPS)]
     while clock() - start < budget_seconds and len(sweeps) < MOST_SWEEPS:
@@ -104,13 +104,13 @@ class _RoundBench:
         self._widths = [*(width for width in WIDTHS if width < longest), longest]
         capacity = prompt_length + 1 + longest
         self._lockstep = Lockstep(target, num_texts, capacity)
-        self._texts: list[Text] = []
+        self._texts: list[TokenSequence] = []
         self._caches = [self._lockstep.new_cache(row, capacity) for row in range(num_texts)]
         stream, last_tokens = torch.Generator().manual_seed(seed), []
         for _ in range(num_texts):
             passage = torch.randint(target.config.vocab_size, (prompt_length // 2 + 1,), generator=stream).tolist()
             *prompt, last = (passage * 2)[: prompt_length + 1]
-            self._texts.append(Text(prompt, capacity, target.device))
+            self._texts.append(TokenSequence(prompt, capacity, target.device))
             last_tokens.append(last)
         self._all(lambda row: drafter.prefill(self._texts[row], self._caches[row]))
         for text, cache, last in zip(self._texts, self._caches, last_tokens, strict=True):
@@ -166,7 +166,7 @@ class _RoundBench:
         def do(row: int) -> None:
             done[row] = task(row)
 
-        self._lockstep.run_through([partial(do, row) for row in range(len(self._texts))])
+        self._lockstep.run_to_end([partial(do, row) for row in range(len(self._texts))])
         return [done[row] for row in range(len(self._texts))]
 
 

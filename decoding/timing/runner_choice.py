@@ -11,7 +11,7 @@ import torch
 from transformers import PreTrainedModel
 
 from decoding.errors import UnsupportedRunnerError
-from decoding.lockstep import Lockstep, num_sharing
+from decoding.lockstep import Lockstep, shared_batch_size
 from decoding.target import Target
 from decoding.timing.stopwatch import Clock, Stopwatch
 
@@ -63,7 +63,7 @@ def choose_runner(
 @torch.inference_mode()
 def _ratio(eager: Target, static: Target, num_texts: int, clock: Clock) -> float:
     """How many times as fast the second runs: the median over sweeps, the two in turn, after one that is not counted."""
-    num_texts = min(num_sharing(target, num_texts) for target in (eager, static))
+    num_texts = min(shared_batch_size(target, num_texts) for target in (eager, static))
     benches = [_RunnerBench(target, num_texts, clock) for target in (eager, static)]
     for bench in benches:
         bench.sweep()
@@ -99,4 +99,4 @@ class _RunnerBench:
             token_ids = self._ids[row : row + 1, start : start + width]
             self._target.forward(token_ids, self._caches[row], start, last_only=start == 0)
 
-        self._lockstep.run_through([partial(run, row) for row in range(len(self._caches))])
+        self._lockstep.run_to_end([partial(run, row) for row in range(len(self._caches))])

@@ -14,7 +14,7 @@ from typing import Protocol
 
 from decoding.draft_length import DraftLengthRule, Fixed, RoundCosts, TopProbability
 from decoding.drafts import EarlyExit, LayerSkip, Lookup, PromptLookup
-from decoding.lockstep import num_sharing
+from decoding.lockstep import shared_batch_size
 from studies.prediction.lockstep_cost import LockstepBatches, batches_of
 from studies.prediction.replay import Copies, LookupReplay, Replayed, replay, replay_copies
 from studies.prediction.survey import JoinedSurvey, Survey, SurveyedDraft
@@ -95,7 +95,7 @@ class Predictor:
     @cached_property
     def _together(self) -> LockstepBatches | None:
         """The texts in step; None if each is by itself."""
-        if self._batch_size == 1 or num_sharing(self.survey.target, self._batch_size) == 1:
+        if self._batch_size == 1 or shared_batch_size(self.survey.target, self._batch_size) == 1:
             return None
         return LockstepBatches(tuple(batches_of(self.survey.places, self._batch_size).values()))
 
@@ -123,7 +123,7 @@ class Predictor:
             copies = self._copies_of(draft, rule.max_tokens)
             right = _share_right(copies)
             replayed = replay_copies(
-                rule, copies, self.whole, self._together, most_drafted=self.survey.target.most_drafted
+                rule, copies, self.whole, self._together, max_drafted=self.survey.target.max_drafted
             )
             return Prediction(draft, rule, replayed, right, right)
         recordings = self.survey.record(part_of_model(draft))
@@ -136,7 +136,7 @@ class Predictor:
         overlap = sum(recording.acceptance * len(recording.matches) for recording in recordings)
         together = self._together.of_draft(draft, prefix_reuse=self._prefix_reuse) if self._together else None
         costs = self.costs(draft)
-        replayed = replay(rule, recordings, costs, lookup, together, most_drafted=self.survey.target.most_drafted)
+        replayed = replay(rule, recordings, costs, lookup, together, max_drafted=self.survey.target.max_drafted)
         return Prediction(draft, rule, replayed, agreed / tested, overlap / tested)
 
     def predict_all(self, draft: Drafting, rules: Iterable[DraftLengthRule]) -> list[Prediction]:

@@ -139,17 +139,17 @@ def replay(
     lookup: LookupReplay | None = None,
     together: LockstepBatches | None = None,
     *,
-    most_drafted: int | None = None,
+    max_drafted: int | None = None,
 ) -> Replayed:
     """Let `rule` steer over the recorded texts, each with a fresh controller unless it is persistent.
 
     Rounds that `lookup` drafts are none of the rule's. With `together` its batches are written in step, and `costs` are those of
-    passes over as many texts; without it each text is by itself. `most_drafted` is how many tokens a verification has room for,
+    passes over as many texts; without it each text is by itself. `max_drafted` is how many tokens a verification has room for,
     if that is bounded.
     """
 
     def rounds(controller: Controller, text: int) -> Iterator[ReplayedRound]:
-        return _rounds(controller, recordings[text], lookup, text, most_drafted)
+        return _rounds(controller, recordings[text], lookup, text, max_drafted)
 
     lengths = [len(recording.matches) for recording in recordings]
     return _replay(rule, lengths, rounds, costs, lookup.verify if lookup else None, together)
@@ -161,14 +161,14 @@ def replay_copies(
     costs: RoundCosts,
     together: LockstepBatches | None = None,
     *,
-    most_drafted: int | None = None,
+    max_drafted: int | None = None,
 ) -> Replayed:
     """Prompt lookup alone, with `rule` deciding how many tokens are copied; `costs` are those of the whole target's passes. For
     the others see `replay`.
     """
 
     def rounds(controller: Controller, text: int) -> Iterator[ReplayedRound]:
-        return _copied_rounds(controller, copies[text], most_drafted)
+        return _copied_rounds(controller, copies[text], max_drafted)
 
     return _replay(rule, [len(text) for text in copies], rounds, costs, None, together)
 
@@ -220,11 +220,11 @@ class _Counted:
 
 
 def _rounds(
-    controller: Controller, recording: Recording, lookup: LookupReplay | None, text: int, most_drafted: int | None
+    controller: Controller, recording: Recording, lookup: LookupReplay | None, text: int, max_drafted: int | None
 ) -> Iterator[ReplayedRound]:
     place, end = 0, len(recording.matches)
     while place < end:
-        room = _room(end - place, most_drafted)
+        room = _room(end - place, max_drafted)
         if lookup is not None and room and (num_right := lookup.copies[text][place]) is not None:
             num_copied = min(lookup.max_tokens, room)
             yield ReplayedRound(num_copied, 0, num_accepted := min(num_right, num_copied), looked_up=True)
@@ -244,15 +244,15 @@ def _rounds(
         place += num_accepted + 1
 
 
-def _room(num_left: int, most_drafted: int | None) -> int:
+def _room(num_left: int, max_drafted: int | None) -> int:
     """How many tokens may be drafted of a text that wants so many more: its last token is the target's."""
-    return num_left - 1 if most_drafted is None else min(num_left - 1, most_drafted)
+    return num_left - 1 if max_drafted is None else min(num_left - 1, max_drafted)
 
 
-def _copied_rounds(controller: Controller, copies: Copies, most_drafted: int | None) -> Iterator[ReplayedRound]:
+def _copied_rounds(controller: Controller, copies: Copies, max_drafted: int | None) -> Iterator[ReplayedRound]:
     place, end = 0, len(copies)
     while place < end:
-        room = _room(end - place, most_drafted)
+        room = _room(end - place, max_drafted)
         num_right = copies[place] if room else None
         if num_right is None:
             yield ReplayedRound(0, 0, 0)

@@ -21,7 +21,7 @@ from decoding.drafters.prompt_lookup import copied, find_copy
 from decoding.drafts import EarlyExit, LayerSkip, Lookup, PromptLookup
 from decoding.exit_heads import ExitHeads
 from decoding.target import Target
-from decoding.text import Text
+from decoding.text import TokenSequence
 from studies.prediction.replay import Copies, Recording, TargetText, draws
 
 DEPTH = 4
@@ -214,7 +214,7 @@ class JoinedSurvey:
 
 def _copies(text: _Read, accepted: Sequence[bool], lookup: PromptLookup | Lookup, most: int) -> Copies:
     prompt = text.token_ids[0, : text.first].tolist()
-    held = Text(prompt, text.token_ids.shape[1] + 1, torch.device("cpu"))
+    held = TokenSequence(prompt, text.token_ids.shape[1] + 1, torch.device("cpu"))
     copies: list[int | None] = []
     for place, token in enumerate(text.continuation[:-1]):
         held.append([token])

@@ -14,7 +14,7 @@ from decoding.documents.strict_yaml import Document
 from decoding.draft_length import AnyRule, DraftLengthRule, Fixed, RoundCosts, TopProbability
 from decoding.drafters.build import build_drafter
 from decoding.drafts import EarlyExit
-from decoding.lockstep import num_sharing
+from decoding.lockstep import shared_batch_size
 from decoding.timing.round_costs import measure_round_costs
 from studies.contract import Problem
 from studies.prediction.lockstep_cost import LockstepBatches, batches_of
@@ -54,15 +54,13 @@ def forecast_exits(problem: Problem, drafts: Sequence[EarlyExit], max_tokens: in
     recordings = dict(zip(drafts, survey.record_all(drafts), strict=True))
     costs = _costs(problem, drafts, max_tokens)
     batches = LockstepBatches(
-        tuple(batches_of(survey.places, num_sharing(problem.target, problem.batch_size)).values())
+        tuple(batches_of(survey.places, shared_batch_size(problem.target, problem.batch_size)).values())
     )
     forecasts = []
     for draft in drafts:
         together = batches.of_draft(draft, prefix_reuse=problem.prefix_reuse)
         replays = {
-            rule: replay(
-                rule, recordings[draft], costs[draft], None, together, most_drafted=problem.target.most_drafted
-            )
+            rule: replay(rule, recordings[draft], costs[draft], None, together, max_drafted=problem.target.max_drafted)
             for rule in _rules(max_tokens)
         }
         speedups = {rule: replayed.speedup for rule, replayed in replays.items()}

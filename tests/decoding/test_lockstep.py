@@ -157,7 +157,7 @@ def test_a_kept_controller_learns_of_its_own_text_alone() -> None:
     first = Decoder(target, DRAFTS["sublayers"], rule)
     for _ in range(3):
         first.generate(requests[0])
-    assert decoder.learnt() == first.learnt() != rule
+    assert decoder.adapted_rule() == first.adapted_rule() != rule
 
 
 def test_one_text_and_none() -> None:

@@ -110,11 +110,11 @@ def has_prefix(draft: Draft) -> bool:
     return isinstance(draft, EarlyExit) or (isinstance(draft, LayerSkip) and bool(draft.first_skipped))
 
 
-def check_facts(generation: Generation, request: Request, most_drafted: int) -> None:
+def check_facts(generation: Generation, request: Request, max_drafted: int) -> None:
     num_tokens = 1
     for index, step in enumerate(generation.rounds):
         remaining = request.ending.max_new_tokens - num_tokens
-        assert 0 <= step.num_accepted <= step.num_drafted <= min(most_drafted, remaining - 1)
+        assert 0 <= step.num_accepted <= step.num_drafted <= min(max_drafted, remaining - 1)
         if index < len(generation.rounds) - 1:
             assert len(step.tokens) == step.num_accepted + 1
         else:

@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from decoding.text import Ending, Shaping, Text
+from decoding.text import Ending, Shaping, TokenSequence
 
 CPU = torch.device("cpu")
 
 
-def text_of(*tokens: int, capacity: int = 16) -> Text:
-    return Text(tokens, capacity, CPU)
+def text_of(*tokens: int, capacity: int = 16) -> TokenSequence:
+    return TokenSequence(tokens, capacity, CPU)
 
 
 def test_text_begins_with_its_prompt() -> None:
@@ -63,7 +63,7 @@ def test_ngrams_are_indexed_once_a_length_and_grow_with_the_text() -> None:
 
 def test_prompt_given_is_not_changed() -> None:
     prompt = [5, 6]
-    Text(prompt, 8, CPU).append([7])
+    TokenSequence(prompt, 8, CPU).append([7])
     assert prompt == [5, 6]
 
 
@@ -116,7 +116,7 @@ def test_processors_work_in_order_and_on_single_precision() -> None:
     assert Shaping().one(text, 0, logits).dtype == Shaping().all(text, logits).dtype == torch.float32
 
 
-def append(ending: Ending, *tokens: int, text: Text | None = None) -> tuple[tuple[int, ...], bool]:
+def append(ending: Ending, *tokens: int, text: TokenSequence | None = None) -> tuple[tuple[int, ...], bool]:
     return ending.append(text or text_of(5, 6), tokens)
 
 

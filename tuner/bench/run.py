@@ -158,10 +158,10 @@ def _account(task: BenchTask, prompts: Prompts, progress: Progress) -> Account:
     """Where the profile's time goes."""
     draft, target = task.profile.draft, task.target
     progress.stage("measuring what passes of the model cost")
-    most_drafted = longest_draft(draft, task.profile.draft_length.max_tokens)
+    max_drafted = longest_draft(draft, task.profile.draft_length.max_tokens)
     lengths = [len(prompt) for prompt in prompts]
     table = measure_cost_table(
-        target, max_tokens=most_drafted, contexts=[min(lengths), max(lengths) + task.max_new_tokens]
+        target, max_tokens=max_drafted, contexts=[min(lengths), max(lengths) + task.max_new_tokens]
     )
     progress.stage("accounting for the profile's time", len(prompts))
     return take_account(

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from decoding.documents.atomic_write import write_whole
+from decoding.documents.atomic_write import write_atomically
 from decoding.drafts import compact_indices
 from decoding.errors import DistillationError, ExitHeadError
 from decoding.exit_heads import (
@@ -254,7 +254,7 @@ def distil(
         facts[exit_layer] = _facts(work, exit_layer, texts, run.step, cost, before[exit_layer], after[exit_layer])
         save_exit_head(work.folder / head_name(exit_layer), head.to(torch.bfloat16), facts[exit_layer])
     curve = loss_curve_csv(run.losses).encode()
-    write_whole(work.folder / CURVE, curve, what="the training curve", error=DistillationError)
+    write_atomically(work.folder / CURVE, curve, what="the training curve", error=DistillationError)
     work.checkpoint.unlink(missing_ok=True)
     return Distilled(work.folder, facts, run.losses, writing_seconds, run.seconds)
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from decoding.documents.atomic_write import write_whole
+from decoding.documents.atomic_write import write_atomically
 from decoding.drafts import EarlyExit
 from decoding.errors import ExitHeadError
 from decoding.exit_heads import HeadFacts, check_head_file, file_sha256, head_name, prompt_sha256, read_facts
@@ -78,7 +78,7 @@ def place_beside(draft: EarlyExit, heads: Path, profile: Path) -> EarlyExit:
         content = (heads / draft.head).read_bytes()
     except OSError as cause:
         raise ExitHeadError(f"cannot read the exit head {heads / draft.head}: {cause.strerror or cause}") from None
-    write_whole(profile.parent / name, content, what="the exit head", error=ExitHeadError)
+    write_atomically(profile.parent / name, content, what="the exit head", error=ExitHeadError)
     return draft.model_copy(update={"head": name})
 
 

@@ -18,10 +18,10 @@ from pydantic import Field, ValidationError
 
 import decoding
 import studies.costs
-from decoding.documents.atomic_write import write_whole
+from decoding.documents.atomic_write import write_atomically
 from decoding.documents.strict_yaml import Document
 from decoding.fingerprint import fingerprint, hash_json
-from decoding.lockstep import num_sharing
+from decoding.lockstep import shared_batch_size
 from decoding.target import Target
 from studies.costs.table import CostTable
 from tuner.errors import StorageError
@@ -114,7 +114,7 @@ def cost_table(
     ValueError see `tuner.measuring.cost_table.measure_cost_table`.
     """
     folder = folder or cache_folder()
-    num_texts = num_sharing(target, num_texts)
+    num_texts = shared_batch_size(target, num_texts)
     key = CostKey.of(target, num_texts)
     path = folder / key.file_name
     terms = resolve_terms(target, max_tokens=max_tokens, contexts=contexts)
@@ -155,7 +155,7 @@ def _write(path: Path, stored: StoredCosts, progress: Progress) -> None:
     try:
         _make_folder(path.parent)
         content = stored.model_dump_json(indent=1).encode()
-        write_whole(path, content, what="the measured costs", error=StorageError)
+        write_atomically(path, content, what="the measured costs", error=StorageError)
     except StorageError as cause:
         progress.say(f"{cause}; they will be measured again next time")
 

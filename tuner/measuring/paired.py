@@ -130,7 +130,7 @@ class Bench:
         pupil = self._decoder(candidate.with_rule(rule.model_copy(update={"persistent": True})))
         for place in places:
             self._decode(pupil, place)
-        learnt = pupil.learnt()
+        learnt = pupil.adapted_rule()
         assert learnt is not None, "a persistent controller of a cost-aware rule has learnt"
         return candidate.with_rule(learnt.model_copy(update={"persistent": rule.persistent}))
 

@@ -14,7 +14,7 @@ from decoding.draft_length import Controller, Looking
 from decoding.drafters.layer_skip import LayerSkipDrafter
 from decoding.lockstep import Lockstep
 from decoding.target import Target
-from decoding.text import Shaping, Text
+from decoding.text import Shaping, TokenSequence
 from decoding.timing.stopwatch import Clock, Stopwatch
 from studies.costs.terms import DraftStep, Pass
 
@@ -93,7 +93,7 @@ class _Place:
     """A text whose last token the model has not read, tokens behind it, and what the model has read of it."""
 
     def __init__(self, target: Target, token_ids: Sequence[int], behind: Sequence[int], cache: KVCache) -> None:
-        self.text = Text(token_ids, len(token_ids) + len(behind), target.device)
+        self.text = TokenSequence(token_ids, len(token_ids) + len(behind), target.device)
         self.text.write_drafts(behind)
         self.start = len(token_ids) - 1
         self.cache = cache
@@ -125,7 +125,7 @@ class _Places:
 
     def all(self, work: Callable[[_Place], object]) -> None:
         """Do this with each of the texts, in step."""
-        self._lockstep.run_through([partial(work, place) for place in self._places])
+        self._lockstep.run_to_end([partial(work, place) for place in self._places])
 
     def states(self, boundary: int, width: int) -> dict[_Place, Tensor]:
         """What stands in front of block `boundary` at the next `width` positions of each text, [.., width, hidden]."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from decoding.lockstep import num_sharing
+from decoding.lockstep import shared_batch_size
 from studies.contract import Problem, TrialRecord
 from studies.costs.table import CostTable
 from tuner.heads.found import FoundHead
@@ -45,7 +45,7 @@ def build_problem(
             folder=costs_folder,
             seed=task.config.seed,
         )
-        decode_in_lockstep = num_sharing(task.target, bench.batch_size)
+        decode_in_lockstep = shared_batch_size(task.target, bench.batch_size)
         progress.say(f"{f'{decode_in_lockstep} texts in step: ' if decode_in_lockstep > 1 else ''}{table.describe()}")
         return table
 

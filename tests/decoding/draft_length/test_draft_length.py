@@ -154,7 +154,7 @@ class TestEveryRule:
         for _ in range(20):
             controller.decide(0, distribution(0.97, 0.03))
             controller.observe(num_drafted=4, num_accepted=0)
-        learnt = controller.learnt()
+        learnt = controller.adapted_rule()
         assert (learnt is None) == (name in NOTHING_TO_LEARN)
         if learnt is not None:
             assert type(learnt) is type(rule)
@@ -292,8 +292,8 @@ def test_threshold_decides_the_next_round() -> None:
 def test_threshold_reached_is_where_a_rule_that_has_learnt_starts() -> None:
     controller = ada_edl(max_tokens=4, initial_threshold=0.4, step=0.5, threshold_decay=0.0)
     controller.observe(4, 0)
-    assert controller.learnt() == AdaEdl(max_tokens=4, initial_threshold=0.9, step=0.5, threshold_decay=0.0)
-    assert controller.learnt().controller().threshold == pytest.approx(0.9)
+    assert controller.adapted_rule() == AdaEdl(max_tokens=4, initial_threshold=0.9, step=0.5, threshold_decay=0.0)
+    assert controller.adapted_rule().controller().threshold == pytest.approx(0.9)
 
 
 @pytest.mark.parametrize(

@@ -277,7 +277,7 @@ def test_fresh_controllers_that_start_warm_beat_any_fixed_length(rule: type[Cost
     pupil = rule().with_costs(THIRD).controller()
     for seed, text in enumerate(TEXTS):
         write(pupil, THIRD, text, num_rounds=60, seed=seed + 100)
-    warm = pupil.learnt()
+    warm = pupil.adapted_rule()
     assert warm is not None
     assert write_in_turn([warm.controller() for _ in TEXTS], THIRD, TEXTS) > 1.03 * best_fixed_speed(THIRD)
 
@@ -288,7 +288,7 @@ def test_warm_start_saves_what_a_text_takes_to_learn(rule: type[CostAwareRule], 
     text = equally_good(acceptance)
     pupil = rule().with_costs(HALF).controller()
     write(pupil, HALF, text, num_rounds=200, seed=100)
-    warm = pupil.learnt()
+    warm = pupil.adapted_rule()
     assert isinstance(warm, rule)
     cold_speed, warm_speed = (mean_speed(start, HALF, text, num_rounds=25) for start in (rule(), warm))
     assert warm_speed > 1.02 * cold_speed
@@ -484,7 +484,7 @@ def test_texts_with_little_room_are_written_and_learnt_from(rule: type[CostAware
     controller = rule(costs=CHEAP).controller()
     written = write(controller, CHEAP, equally_good(1.0), num_rounds=100, seed=0, room=room)
     assert max(written.lengths) == room
-    learnt = controller.learnt()
+    learnt = controller.adapted_rule()
     assert isinstance(learnt, rule)
     assert (learnt.prior != rule().prior) == (room > 0)
 
@@ -544,7 +544,7 @@ def test_what_was_learnt_is_read_as_it_was_written_and_steers_the_same(
 ) -> None:
     controller = rule(persistent=True, costs=THIRD).controller()
     write(controller, THIRD, surely_or_not(0.8), num_rounds=100, seed=0)
-    learnt = controller.learnt()
+    learnt = controller.adapted_rule()
     assert isinstance(learnt, rule)
     (tmp_path / "rule.yaml").write_text(dump(learnt), encoding="utf-8")
     read = validate(
@@ -561,14 +561,14 @@ def test_what_was_learnt_is_read_as_it_was_written_and_steers_the_same(
 @pytest.mark.parametrize("rule", BOTH)
 def test_nothing_observed_is_nothing_learnt(rule: type[CostAwareRule]) -> None:
     started = rule(costs=THIRD)
-    assert started.controller().learnt() == started
+    assert started.controller().adapted_rule() == started
 
 
 @pytest.mark.parametrize("rule", BOTH)
 def test_draft_that_was_useless_is_tried_again_after_a_warm_start(rule: type[CostAwareRule]) -> None:
     pupil = rule(costs=HALF).controller()
     write(pupil, HALF, equally_good(0.0), num_rounds=500, seed=0)
-    warm = pupil.learnt()
+    warm = pupil.adapted_rule()
     assert warm is not None
     written = write(warm.controller(), HALF, equally_good(0.0), num_rounds=500, seed=1)
     assert 0 < sum(length > 0 for length in written.lengths) < 25

@@ -28,7 +28,7 @@ from decoding.drafts import EarlyExit, Lookup, PlainDecoding
 from decoding.errors import ExitHeadError
 from decoding.rounds import Generation
 from decoding.target import Target
-from decoding.text import Ending, Shaping, Text
+from decoding.text import Ending, Shaping, TokenSequence
 from tests.decoding import test_sampling
 from tests.support.families import NUM_LAYERS, PROMISED, SUPPORTED, WINDOW, build, some_tokens, target_of
 
@@ -190,7 +190,7 @@ def test_head_is_as_cheap_to_keep_as_one_layer() -> None:
     target = target_of("llama")
     drafter = EarlyExitDrafter(target, 2, target.new_exit_head())
     prompt = some_tokens(9)
-    text, cache = Text(prompt, 32, target.device), target.new_cache(32)
+    text, cache = TokenSequence(prompt, 32, target.device), target.new_cache(32)
     with torch.inference_mode():
         drafter.prefill(text, cache)
     assert cache.branch.updates_per_layer == [0] * (NUM_LAYERS - 1) + [1]
@@ -202,7 +202,7 @@ def test_a_round_without_a_draft_leaves_its_state_pending() -> None:
     target = target_of("llama")
     drafter = EarlyExitDrafter(target, 2, target.new_exit_head())
     prompt = some_tokens(9)
-    text, cache = Text(prompt, 32, target.device), target.new_cache(32)
+    text, cache = TokenSequence(prompt, 32, target.device), target.new_cache(32)
     with torch.inference_mode():
         drafter.prefill(text, cache)
         cache.length = text.length

@@ -28,7 +28,7 @@ from decoding.drafts import Draft, EarlyExit, LayerSkip, Lookup, PromptLookup
 from decoding.exit_heads import ExitHeads
 from decoding.rounds import Generation
 from decoding.target import Target
-from decoding.text import Ending, Shaping, Text
+from decoding.text import Ending, Shaping, TokenSequence
 from tests.decoding.drafters.test_early_exit import AnyLength, untrained_head
 from tests.decoding.test_lossless import RULES, check_facts, write_plainly
 from tests.support.families import NUM_LAYERS, some_tokens, target_of
@@ -65,8 +65,8 @@ def write(target: Target, drafter: Drafter | None, controller: Controller, reque
     return generation
 
 
-def text_of(*tokens: int) -> Text:
-    return Text(tokens, 64, CPU)
+def text_of(*tokens: int) -> TokenSequence:
+    return TokenSequence(tokens, 64, CPU)
 
 
 # --- what is copied -----------------------------------------------------------------------------------------------------
@@ -114,7 +114,7 @@ def test_copy_reads_on_in_what_it_has_itself_proposed() -> None:
         assert copied(tokens, place, 20) == proposed
 
 
-def drafted_by(drafter: Drafter, text: Text, controller: Controller, limit: int) -> tuple[Proposal, list[int]]:
+def drafted_by(drafter: Drafter, text: TokenSequence, controller: Controller, limit: int) -> tuple[Proposal, list[int]]:
     cache = target_of("llama").new_cache(text.length + limit + 1)
     cache.length = text.length - 1
     draft = drafter.draft(text, cache, controller, Shaping(), Greedy(), limit)

@@ -20,7 +20,7 @@ from decoding.runners import StaticRunner
 from decoding.runners.buckets import CPU_BUCKETS
 from decoding.runners.static import CHAINS
 from decoding.target import Target
-from decoding.text import Shaping, Text
+from decoding.text import Shaping, TokenSequence
 from tests.decoding.drafters.test_early_exit import untrained_head
 from tests.support.families import NUM_LAYERS, build, some_tokens
 from tests.support.waits import waits
@@ -51,7 +51,7 @@ def drafted(
 ) -> tuple[Proposal, list[int], int]:
     """One draft behind a prompt, its tokens, and how often it has waited for the device."""
     prompt = some_tokens(9)
-    text, cache = Text(prompt, 9 + ROOM, target.device), target.new_cache(9 + ROOM)
+    text, cache = TokenSequence(prompt, 9 + ROOM, target.device), target.new_cache(9 + ROOM)
     drafter.prefill(text, cache)
     cache.length = text.length
     text.append([3])
@@ -130,7 +130,7 @@ def test_rules_say_by_themselves_whether_they_look() -> None:
 
 
 def test_text_takes_several_drafts_at_once() -> None:
-    text = Text([5, 6], 6, torch.device("cpu"))
+    text = TokenSequence([5, 6], 6, torch.device("cpu"))
     text.write_draft(1, torch.tensor([8, 9]))
     text.write_draft(0, torch.tensor([7]))
     assert text.span(0, 5).tolist() == [[5, 6, 7, 8, 9]]

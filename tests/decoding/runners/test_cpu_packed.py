@@ -11,7 +11,7 @@ from decoding.decoder import Decoder
 from decoding.draft_length import Fixed, TopProbability
 from decoding.runners import StaticRunner, cpu_packed
 from decoding.runners.compilation import CompiledBlocks, compiling
-from decoding.runners.cpu_packed import FEWEST_BYTES, PackedLinear, can_be_packed
+from decoding.runners.cpu_packed import MIN_BYTES, PackedLinear, can_be_packed
 from decoding.target import Target
 from decoding.target.parts import with_packed_linears
 from decoding.text import Ending
@@ -24,7 +24,7 @@ PRECISIONS = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 @pytest.fixture
 def all_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small layers, as those of the models here, are packed too."""
-    monkeypatch.setattr(cpu_packed, "FEWEST_BYTES", 0)
+    monkeypatch.setattr(cpu_packed, "MIN_BYTES", 0)
 
 
 @torch.inference_mode()
@@ -73,7 +73,7 @@ def test_precisions_that_the_processor_does_not_compute_in_are_not_packed(monkey
 
 @pytest.mark.parametrize("dtype", PRECISIONS)
 def test_small_layers_are_left_alone(dtype: torch.dtype) -> None:
-    rows = FEWEST_BYTES // (64 * dtype.itemsize)
+    rows = MIN_BYTES // (64 * dtype.itemsize)
     assert can_be_packed(nn.Linear(64, rows, dtype=dtype, bias=False))
     assert not can_be_packed(nn.Linear(64, rows - 1, dtype=dtype))
 

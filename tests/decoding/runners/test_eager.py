@@ -28,7 +28,7 @@ def pieces(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         return honest(self, inputs)
 
     monkeypatch.setattr(ModelPart, "compute", compute)
-    monkeypatch.setattr("decoding.runners.eager.LONGEST_PASS", 5)
+    monkeypatch.setattr("decoding.runners.eager.MAX_PASS_WIDTH", 5)
     return widths
 
 
@@ -38,7 +38,7 @@ def test_pieces_give_the_logits_of_the_whole(family: str, monkeypatch: pytest.Mo
     with torch.inference_mode():
         found = target.forward(ids, target.new_cache(len(PROMPT)), 0, last_only=True)
         assert pieces == [5, 5, 5, 5, 3]
-        monkeypatch.setattr("decoding.runners.eager.LONGEST_PASS", 100)
+        monkeypatch.setattr("decoding.runners.eager.MAX_PASS_WIDTH", 100)
         whole = target.forward(ids, target.new_cache(len(PROMPT)), 0, last_only=True)
     assert torch.allclose(found, whole, atol=1e-4)
 
@@ -47,7 +47,7 @@ def test_head_reads_the_prompt_in_pieces_too(monkeypatch: pytest.MonkeyPatch, pi
     target, texts = target_of("llama"), []
     drafter = EarlyExitDrafter(target, 3, target.new_exit_head())
     for longest in (5, 100):
-        monkeypatch.setattr("decoding.runners.eager.LONGEST_PASS", longest)
+        monkeypatch.setattr("decoding.runners.eager.MAX_PASS_WIDTH", longest)
         request = Request(PROMPT, Ending(20))
         generation = Generation.collect(speculative(target, drafter, Fixed(max_tokens=3).controller(), request))
         texts.append([(step.tokens, step.num_accepted) for step in generation.rounds])

@@ -26,7 +26,7 @@ from decoding.runners.buckets import CPU_BUCKETS, GPU_BUCKETS, Buckets
 from decoding.runners.compilation import CompiledBlocks, call_block
 from decoding.runners.contract import BlockCall
 from decoding.target import Target
-from decoding.text import Ending, Text
+from decoding.text import Ending, TokenSequence
 from tests.decoding.test_lossless import RULES, SKIPS, plain_text, write
 from tests.support.families import NUM_LAYERS, SUPPORTED, WINDOW, build, some_tokens
 
@@ -362,17 +362,17 @@ def test_logits_of_the_verification_have_the_bits_of_plain_decoding(
 
 
 @contextmanager
-def remembered(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Text]]:
+def remembered(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[TokenSequence]]:
     """The texts that are begun meanwhile."""
-    made: list[Text] = []
+    made: list[TokenSequence] = []
 
-    class Remembered(Text):
+    class Remembered(TokenSequence):
         def __init__(self, *args: Any) -> None:
             super().__init__(*args)
             made.append(self)
 
     with monkeypatch.context() as patch:
-        patch.setattr("decoding.decode.Text", Remembered)
+        patch.setattr("decoding.decode.TokenSequence", Remembered)
         yield made
 
 

@@ -35,7 +35,7 @@ from decoding.drafts import LayerSkip, Lookup, PlainDecoding, PromptLookup
 from decoding.exit_heads import ExitHeads
 from decoding.runners import Outputs, Part, PassRequest
 from decoding.target import Target
-from decoding.text import Ending, Shaping, Text
+from decoding.text import Ending, Shaping, TokenSequence
 from decoding.timing.round_costs import LEAST_COST, MOST_SWEEPS, measure_round_costs
 from tests.support.heads import write_heads
 from tests.support.tiny import tiny_target
@@ -70,12 +70,18 @@ class TimedDrafter:
     places: set[tuple[int, int]] = field(default_factory=set)
     asked: list[int] = field(default_factory=list)
 
-    def prefill(self, text: Text, cache: KVCache) -> Tensor:
+    def prefill(self, text: TokenSequence, cache: KVCache) -> Tensor:
         self.clock.seconds += 1000.0
         return torch.zeros(1, 2)
 
     def draft(
-        self, text: Text, cache: KVCache, controller: Controller, shaping: Shaping, acceptance: Acceptance, limit: int
+        self,
+        text: TokenSequence,
+        cache: KVCache,
+        controller: Controller,
+        shaping: Shaping,
+        acceptance: Acceptance,
+        limit: int,
     ) -> Proposal:
         assert controller.limit() == limit
         self.places.add((cache.length, text.length))
@@ -85,7 +91,7 @@ class TimedDrafter:
         self.clock.seconds += drafted * self.look_seconds if controller.looks_at_drafts else 0.0
         return Proposal(drafted, None)
 
-    def verify(self, text: Text, cache: KVCache, draft: Proposal) -> Tensor:
+    def verify(self, text: TokenSequence, cache: KVCache, draft: Proposal) -> Tensor:
         sweep = self.asked.count(draft.num_tokens) - 1
         self.clock.seconds += self.verify_seconds[draft.num_tokens]
         self.clock.seconds += self.disturbed.get((sweep, draft.num_tokens), 0.0)
@@ -357,18 +363,18 @@ def test_nothing_is_measured_that_is_known_or_not_needed(
 @pytest.mark.parametrize("rule", [BetaThompson(costs=MEASURED), CalibratedThompson(costs=MEASURED), AdaEdl()])
 def test_decoder_tells_what_a_persistent_controller_has_learnt(rule: DraftLengthRule) -> None:
     decoder = Decoder(tiny_target(), SKIP, rule.model_copy(update={"persistent": True}))
-    assert decoder.learnt() is None
+    assert decoder.adapted_rule() is None
     decoder.generate(REQUEST)
-    first = decoder.learnt()
+    first = decoder.adapted_rule()
     assert first is not None
     assert type(first) is type(rule)
     assert first not in (rule, decoder.rule)
     decoder.generate(REQUEST)
-    assert decoder.learnt() != first
+    assert decoder.adapted_rule() != first
 
 
 @pytest.mark.parametrize("rule", [BetaThompson(costs=MEASURED), Fixed(persistent=True)])
 def test_decoder_that_keeps_nothing_has_learnt_nothing(rule: DraftLengthRule) -> None:
     decoder = Decoder(tiny_target(), SKIP, rule)
     decoder.generate(REQUEST)
-    assert decoder.learnt() is None
+    assert decoder.adapted_rule() is None

@@ -101,19 +101,19 @@ def test_in_bit_exact_mode_rounds_are_no_longer_than_a_verification_has_room_for
     texts: list[tuple[int, ...]], draft: PromptLookup | LayerSkip | EarlyExit
 ) -> None:
     exact = Target(tiny_target(NUM_LAYERS).model, partial(StaticRunner, compiled=False, exact_width=4))
-    assert exact.most_drafted == 3
+    assert exact.max_drafted == 3
     survey, rule = Survey(exact, PROMPTS, texts, depth=3), Fixed(max_tokens=8)
     decoder = Decoder(exact, draft, rule)
     rounds = [decoder.generate(Request(prompt, Ending(40))).rounds for prompt in PROMPTS]
     assert max(each.num_drafted for text in rounds for each in text) == 3
     if isinstance(draft, PromptLookup):
-        replayed = replay_copies(rule, survey.copies(draft, 8), WHOLE, most_drafted=exact.most_drafted)
+        replayed = replay_copies(rule, survey.copies(draft, 8), WHOLE, max_drafted=exact.max_drafted)
         assert replayed.rounds == sum(map(len, rounds))
         expected = sum(WHOLE.of(each.num_drafted) for text in rounds for each in text)
     else:
         front = draft.lookup and LookupReplay(survey.copies(draft.lookup, 6), 6, WHOLE)
         recordings = survey.record(draft.model_copy(update={"lookup": None}))
-        replayed = replay(rule, recordings, COSTS, front, most_drafted=exact.most_drafted)
+        replayed = replay(rule, recordings, COSTS, front, max_drafted=exact.max_drafted)
         expected = sum(
             WHOLE.verify_cost(each.num_drafted) if each.looked_up else COSTS.of(each.num_drafted)
             for text in rounds

@@ -17,7 +17,7 @@ from decoding.drafters.layer_skip import LayerSkipDrafter
 from decoding.drafts import EarlyExit, LayerSkip, PromptLookup
 from decoding.exit_heads import ExitHeads
 from decoding.target import DraftView, Target
-from decoding.text import Ending, Shaping, Text
+from decoding.text import Ending, Shaping, TokenSequence
 from studies.prediction.survey import JoinedSurvey, Survey
 from tests.support.heads import write_heads
 from tests.support.tiny import tiny_target
@@ -45,7 +45,7 @@ def texts(target: Target) -> list[tuple[int, ...]]:
 def first_drafts(target: Target, skip: LayerSkip, prompt: Sequence[int], text: Sequence[int], place: int) -> list[int]:
     """What a real drafter writes in the round behind `place` tokens of the text."""
     written = [*prompt, *text[:place]]
-    held, cache = Text(written, len(written) + 5, target.device), target.new_cache(len(written) + 5)
+    held, cache = TokenSequence(written, len(written) + 5, target.device), target.new_cache(len(written) + 5)
     target.forward(held.span(0, held.length), cache, 0)
     cache.length = held.length - 1
     draft = LayerSkipDrafter(target, skip).draft(held, cache, Controller(4), Shaping(), Greedy(), 4)

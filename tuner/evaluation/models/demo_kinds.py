@@ -17,7 +17,7 @@ from pydoc_data.topics import topics
 import click
 from rich.console import Console
 
-from decoding.documents.atomic_write import write_whole
+from decoding.documents.atomic_write import write_atomically
 from decoding.errors import SdtuneError
 
 LENGTH = 600
@@ -94,7 +94,7 @@ def main(out: Path, num_prompts: int, seed: int) -> None:
         raise click.ClickException(str(error)) from None
     for kind, prompts in kinds.items():
         text = "".join(json.dumps({"prompt": prompt}, ensure_ascii=False) + "\n" for prompt in prompts)
-        write_whole(out / f"{kind}.jsonl", text.encode(), what="the prompts", error=SdtuneError)
+        write_atomically(out / f"{kind}.jsonl", text.encode(), what="the prompts", error=SdtuneError)
         Console().print(f"{len(prompts)} prompts in {out / kind}.jsonl")
 
 

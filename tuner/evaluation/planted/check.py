@@ -19,7 +19,7 @@ import torch
 from rich.console import Group
 from rich.table import Table
 
-from decoding.documents.atomic_write import write_whole
+from decoding.documents.atomic_write import write_atomically
 from decoding.draft_length import Fixed
 from decoding.drafts import Draft, LayerSkip, PlainDecoding
 from decoding.rounds import BatchGeneration
@@ -245,7 +245,7 @@ def write_results(
         "small": [{**asdict(each), "share": each.share, "effort": each.effort} for each in found],
         "large": [asdict(each) for each in recovered],
     }
-    write_whole(path, json.dumps(document, indent=1).encode(), what="the results", error=SearchError)
+    write_atomically(path, json.dumps(document, indent=1).encode(), what="the results", error=SearchError)
 
 
 def _drawn_blocks(num_layers: int, seed: int) -> tuple[list[int], list[int]]:

@@ -25,7 +25,7 @@ from rich.console import Console
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from decoding.documents.atomic_write import write_whole
+from decoding.documents.atomic_write import write_atomically
 from decoding.documents.strict_yaml import Document
 from decoding.drafts import LayerSkip
 from decoding.errors import SdtuneError
@@ -292,7 +292,7 @@ def main(num_layers: int, out: Path, share: float, seed: int) -> None:
         problem = planted(num_layers, seed=seed, share=share)
         problem.model.save_pretrained(out)
         content = problem.sets.model_dump_json(indent=2).encode() + b"\n"
-        write_whole(out / "planted.json", content, what="the planted sets", error=SdtuneError)
+        write_atomically(out / "planted.json", content, what="the planted sets", error=SdtuneError)
     except (SdtuneError, ValueError, OSError) as error:
         raise click.ClickException(str(error)) from None
     console = Console()

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from decoding.deploy.custom_generate import check_target
-from decoding.documents.atomic_write import write_whole
+from decoding.documents.atomic_write import write_atomically
 from decoding.draft_length import RULES, CostAwareRule, DraftLengthRule, Fixed
 from decoding.drafts import Draft, EarlyExit, PlainDecoding
 from decoding.exit_heads import ExitHeads
@@ -236,4 +236,4 @@ def write_json(comparison: RuleComparison, path: Path, command: Sequence[str]) -
         "rules": rows,
         "samples": samples,
     }
-    write_whole(path, json.dumps(document, indent=1).encode(), what="the comparison", error=ConfigError)
+    write_atomically(path, json.dumps(document, indent=1).encode(), what="the comparison", error=ConfigError)

@@ -10,7 +10,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from decoding.documents.atomic_write import write_whole
+from decoding.documents.atomic_write import write_atomically
 from decoding.documents.strict_yaml import Document
 from studies.contract import Candidate
 from studies.measurement import Measurement, PromptSample
@@ -85,7 +85,7 @@ class Truth:
     def _save(self) -> None:
         lines = [json.dumps({"identity": self._identity}), *(line.model_dump_json() for line in self._lines.values())]
         content = "\n".join(lines) + "\n"
-        write_whole(self._path, content.encode(), what="the held-out samples", error=ConfigError)
+        write_atomically(self._path, content.encode(), what="the held-out samples", error=ConfigError)
 
     def _read(self) -> dict[str, _Line]:
         try:

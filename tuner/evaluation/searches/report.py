@@ -15,7 +15,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from decoding.documents.atomic_write import write_whole
+from decoding.documents.atomic_write import write_atomically
 from decoding.profile import Interval
 from tuner.errors import ConfigError
 from tuner.evaluation.searches.curves import Curve
@@ -250,4 +250,4 @@ def write_report(found: SearchComparison, folder: Path, command: Sequence[str]) 
         "searches.png": picture.getvalue(),
     }
     for name, content in files.items():
-        write_whole(folder / name, content, what="the comparison", error=ConfigError)
+        write_atomically(folder / name, content, what="the comparison", error=ConfigError)
