@@ -1,34 +1,74 @@
-"""The house keeps its shape: imports go one way, and third parties live at the edge."""
+"""The house keeps its shape: imports go one way, folders form no circle, third parties live at the edge."""
 
 from __future__ import annotations
 
 import ast
+from collections import defaultdict
+from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
+from tests.support.paths import ROOT
+
 ALLOWED = {
     "decoding": {"decoding"},
     "studies": {"studies", "decoding"},
     "tuner": {"tuner", "studies", "decoding", "configs"},
 }
-TRANSFORMERS_INTERNALS = {"decoding/target/anatomy.py", "decoding/cache/kv_cache.py", "decoding/cache/rounds_cache.py"}
+TRANSFORMERS_INTERNALS = ("decoding/target/", "decoding/cache/")
+# What a user runs without asking for a benchmark or an experiment; `tuner.cli` enters every wing.
+WINGS = ("tuner.bench", "tuner.evaluation")
+TUNING_LIBRARIES = {"optuna", "mlflow", "click", "datasets", "rich", "matplotlib", "sklearn"}
+
+
+def _files(package: str) -> list[Path]:
+    return sorted((ROOT / package).rglob("*.py"))
+
+
+def _name(path: Path) -> str:
+    """The dotted name of a module or package."""
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+MODULES = {_name(path): path for package in ALLOWED for path in _files(package)}
 
 
 def _imports(path: Path) -> set[str]:
-    """Every module that the file imports, wherever in it."""
+    """Every module that the file imports, wherever in it; `from package import module` names the module."""
     found = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
-            found.add(node.module)
+            names = {f"{node.module}.{alias.name}" for alias in node.names} & MODULES.keys()
+            found |= names or {node.module}
     return found
 
 
-def _files(package: str) -> list[Path]:
-    return sorted((ROOT / package).rglob("*.py"))
+IMPORTS = {name: _imports(path) for name, path in MODULES.items()}
+
+
+def _folder(module: str) -> str:
+    """The folder of a module. A module at the top of a package is a folder of its own: it is as easy to find."""
+    is_package = MODULES[module].name == "__init__.py"
+    folder = module if is_package else module.rpartition(".")[0]
+    return module if folder in ALLOWED else folder
+
+
+def _arrows() -> Iterator[tuple[str, str]]:
+    """Imports between folders. A folder and those inside it are one another's own business."""
+    for module, imported in IMPORTS.items():
+        for other in imported & MODULES.keys():
+            start, end = _folder(module), _folder(other)
+            if start != end and not f"{end}.".startswith(f"{start}.") and not f"{start}.".startswith(f"{end}."):
+                yield start, end
+
+
+def _is_in(module: str, *folders: str) -> bool:
+    return any(f"{module}.".startswith(f"{folder}.") for folder in folders)
 
 
 @pytest.mark.parametrize("package", ALLOWED)
@@ -38,31 +78,53 @@ def test_imports_go_one_way(package: str) -> None:
         assert own <= ALLOWED[package], path
 
 
-def test_what_production_imports_knows_nothing_of_tuning() -> None:
-    for path in _files("decoding"):
-        assert not {name.split(".")[0] for name in _imports(path)} & {
-            "optuna",
-            "mlflow",
-            "click",
-            "datasets",
-            "rich",
-        }, path
+def test_folders_form_no_circle() -> None:
+    graph: dict[str, set[str]] = defaultdict(set)
+    for start, end in _arrows():
+        graph[start].add(end)
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as circle:
+        pytest.fail(f"folders import one another in a circle: {' -> '.join(circle.args[1])}")
 
 
-def test_transformers_internals_and_mlflow_each_have_their_place() -> None:
-    for package in ALLOWED:
-        for path in _files(package):
-            imported = _imports(path)
-            place = path.relative_to(ROOT).as_posix()
-            if any(name.startswith(("transformers.cache_utils", "transformers.models")) for name in imported):
-                assert place in TRANSFORMERS_INTERNALS
-            if any(name.split(".")[0] == "mlflow" for name in imported):
-                assert place == "tuner/tracking.py"
+def test_the_product_needs_neither_bench_nor_evaluation() -> None:
+    for module, imported in IMPORTS.items():
+        if not _is_in(module, *WINGS, "tuner.cli"):
+            assert not [other for other in imported if _is_in(other, *WINGS)], module
 
 
-def test_every_folder_of_code_is_a_package_that_says_what_it_holds() -> None:
-    for package in ALLOWED:
-        for path in _files(package):
-            init = path.parent / "__init__.py"
-            assert init.exists(), path
-            assert ast.get_docstring(ast.parse(init.read_text(encoding="utf-8"))), init
+def test_bench_does_not_need_evaluation() -> None:
+    for module, imported in IMPORTS.items():
+        if _is_in(module, "tuner.bench"):
+            assert not [other for other in imported if _is_in(other, "tuner.evaluation")], module
+
+
+def test_production_imports_no_tuning_library() -> None:
+    for module in MODULES:
+        if _is_in(module, "decoding"):
+            assert not {name.split(".")[0] for name in IMPORTS[module]} & TUNING_LIBRARIES, module
+
+
+def test_third_parties_live_at_the_edge() -> None:
+    for module, imported in IMPORTS.items():
+        place = MODULES[module].relative_to(ROOT).as_posix()
+        if any(name.startswith(("transformers.cache_utils", "transformers.models")) for name in imported):
+            assert place.startswith(TRANSFORMERS_INTERNALS)
+        if any(name.split(".")[0] == "mlflow" for name in imported):
+            assert place == "tuner/tracking.py"
+        if any(name.split(".")[0] == "click" for name in imported):
+            assert place.startswith("tuner/cli/")
+
+
+def test_every_folder_of_code_says_what_it_holds() -> None:
+    for path in MODULES.values():
+        init = path.parent / "__init__.py"
+        assert init.exists(), path
+        assert ast.get_docstring(ast.parse(init.read_text(encoding="utf-8"))), init
+
+
+def test_tests_share_helpers_through_support_only() -> None:
+    for path in (ROOT / "tests").rglob("*.py"):
+        others = {name for name in _imports(path) if name.startswith("tests.")}
+        assert all(_is_in(name, "tests.support") for name in others), path
