@@ -125,7 +125,7 @@ class Measured(Document):
     dataset: DatasetFacts
 
 
-class Provenance(Document):
+class ProfileOrigin(Document):
     """Where it comes from."""
 
     created: str
@@ -144,7 +144,7 @@ class DraftProfile(Document):
     draft_length: AnyRule = Fixed()
     decoding: Decoding = Decoding()
     measured: Measured | None = None
-    provenance: Provenance | None = None
+    provenance: ProfileOrigin | None = None
 
     @model_validator(mode="after")
     def _layers_exist(self) -> DraftProfile:

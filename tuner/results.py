@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import shlex
 import sys
 from collections.abc import Mapping
 from datetime import UTC, datetime
@@ -39,7 +40,7 @@ class Provenance(Document):
         """Return the provenance of a file that this process writes now, of measurements on `device`."""
         return cls(
             revision=git_revision(Path(__file__).parent),
-            command=" ".join([Path(sys.argv[0]).name, *map(public_name, sys.argv[1:])]),
+            command=shlex.join([Path(sys.argv[0]).name, *map(public_name, sys.argv[1:])]),
             date=datetime.now(UTC).isoformat(timespec="seconds"),
             device=device_name(device),
             load=round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None,
@@ -70,9 +71,10 @@ def public_name(place: str) -> str:
     return Path(place).name if Path(place).is_absolute() else place
 
 
-def write_json(out: Path, name: str, document: Mapping[str, Any], device: torch.device) -> None:
-    """Write all figures and samples, stamped, whole or not at all. Raise `ConfigError` if that fails."""
-    write_result(out, f"{name}.json", json.dumps(stamped(document, device), indent=1))
+def write_json(out: Path, name: str, document: Mapping[str, Any]) -> None:
+    """Write a `stamped` document whole or not at all. Raise `ConfigError` if that fails."""
+    assert "provenance" in document, "a result says where it comes from"
+    write_result(out, f"{name}.json", json.dumps(document, indent=1))
 
 
 def write_text(out: Path, name: str, *shown: RenderableType, width: int = TEXT_WIDTH) -> None:

@@ -76,7 +76,7 @@ def _legend(result: BenchResult) -> Iterator[tuple[str, str]]:
     if result.account is not None:
         yield "its time", _describe_account(result.account)
     yield "prompts", result.facts["split"]
-    yield "device", f"{result.facts['device']}, {result.facts['dtype']}"
+    yield "device", f"{result.facts['provenance']['device']}, {result.facts['dtype']}"
     for remark in result.remarks:
         yield "note", remark
 
@@ -167,6 +167,9 @@ def bench_picture(result: BenchResult, file: IO[bytes]) -> None:
     axes.axvline(bound, color="#009e73", linestyle="--", label=f"roofline of one token a pass, {bound:.0f}")
     texts = "" if result.batch_size == 1 else f" of {result.batch_size} texts side by side"
     axes.set_xlabel(f"decoded tokens per second{texts}, 95 % intervals over {_units(result)}")
-    axes.set_title(f"{result.facts['profile']} on {result.facts['device']}, {result.facts['dtype']}", fontsize="medium")
+    axes.set_title(
+        f"{result.facts['profile']} on {result.facts['provenance']['device']}, {result.facts['dtype']}",
+        fontsize="medium",
+    )
     figure.legend(loc="outside lower right", frameon=False)
     figure.savefig(file, dpi=130)

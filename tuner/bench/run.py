@@ -23,10 +23,9 @@ from tuner.bench.report import TABLE_WIDTH, bench_json, bench_picture, bench_tab
 from tuner.bench.result import BenchResult, Entry, TextSample, comparable, mean_context, units_of
 from tuner.bench.roofline import Roofline, measure_bandwidth, reading
 from tuner.bench.task import BenchConfig, BenchTask, prepare_bench, token_ids
-from tuner.inputs.environment import device_name, versions
 from tuner.measuring.cost_table import measure_cost_table
 from tuner.progress import Progress
-from tuner.results import check_results_folder, public_name, write_json, write_result, write_text
+from tuner.results import check_results_folder, public_name, stamped, write_json, write_result, write_text
 
 NAME = "bench"
 
@@ -178,7 +177,7 @@ def _account(task: BenchTask, prompts: Prompts, progress: Progress) -> Account:
 
 def _facts(task: BenchTask) -> dict[str, Any]:
     config, profile = task.config, task.profile
-    return {
+    facts = {
         "profile": profile.name,
         "model": public_name(task.loaded.name),
         "dataset": public_name(config.dataset),
@@ -198,10 +197,9 @@ def _facts(task: BenchTask) -> dict[str, Any]:
         "eos_token_ids": sorted(task.eos_token_ids),
         "tuning_rows": [prompt.row for prompt in task.choosing],
         "rows": [prompt.row for prompt in task.measured],
-        "device": device_name(task.target.device),
         "dtype": str(task.target.dtype).removeprefix("torch."),
-        "versions": versions(),
     }
+    return stamped(facts, task.target.device)
 
 
 def _remarks(task: BenchTask, num_uncounted: int) -> tuple[str, ...]:

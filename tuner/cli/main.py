@@ -484,7 +484,7 @@ def compare_rules(
     with TerminalProgress(Console(stderr=True)) as progress:
         comparison = run_comparison(profile, datasets, progress=progress, **options)
     if out is not None:
-        write_json(comparison, out, [Path(sys.argv[0]).name, *sys.argv[1:]])
+        write_json(comparison, out)
     Console(width=max(Console().width, 80 + 20 * len(comparison.columns))).print(rules_table(comparison))
 
 
@@ -853,7 +853,7 @@ def compare_searches(
         except KeyboardInterrupt:
             click.echo("sdtune: stopped; the same command again goes on", err=True)
             raise
-    write_report(found, out, [Path(sys.argv[0]).name, *sys.argv[1:]])
+    write_report(found, out)
     results = Console(width=max(Console().width, 130))
     results.print(searches_table(found))
     results.print(f"report   {out}: searches.csv, searches.json, searches.png", soft_wrap=True, highlight=False)

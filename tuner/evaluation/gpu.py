@@ -24,10 +24,11 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.console import Console
 from rich.table import Table
 
-from tuner.inputs.environment import versions
+from tuner.results import stamped
 
 DEMO = Path("configs/demo")
 PROMPTS = str(DEMO / "prompts.jsonl")
@@ -237,8 +238,9 @@ def run_all(
             done.append(run(replace(step, timeout=min(step.timeout, left)), out))
         else:
             done.append(Done(step.name, False, 0.0, f"not run: the {seconds:.0f} s for all steps are up"))
-        document = {"versions": versions(), "steps": [asdict(each) for each in done], "figures": figures(out)}
-        (out / "gpu_benchmark.json").write_text(json.dumps(document, indent=1))
+        document = {"steps": [asdict(each) for each in done], "figures": figures(out)}
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        (out / "gpu_benchmark.json").write_text(json.dumps(stamped(document, device), indent=1))
     return done
 
 
@@ -248,7 +250,7 @@ def figures(out: Path) -> dict[str, Any]:
     for path in sorted(out.glob("*/bench.json")):
         bench = json.loads(path.read_text())
         found[path.parent.name] = {
-            "device": bench["device"],
+            "device": bench["provenance"]["device"],
             "dtype": bench["dtype"],
             "runner": bench["runner"],
             "batch_size": bench.get("batch_size", 1),

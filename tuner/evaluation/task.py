@@ -16,9 +16,8 @@ from studies.prediction.skip_space import SkipSpace
 from tuner.config import SearchConfig
 from tuner.evaluation.random_candidates import RandomCandidates
 from tuner.heads.found import find_heads
-from tuner.inputs.environment import device_name, versions
 from tuner.progress import Progress
-from tuner.results import check_results_folder, public_name
+from tuner.results import check_results_folder, public_name, stamped
 from tuner.search.task import Task, prepare, refuse_batches
 
 
@@ -53,7 +52,7 @@ def random_candidates(
 def facts_of(task: Task) -> dict[str, Any]:
     """What a reader must know to place the figures of a check. Models and data are named by their last part, wherever they lie."""
     config = task.config
-    return {
+    facts = {
         "model": public_name(config.model),
         "dataset": public_name(config.dataset),
         "prompts": task.prompts.fingerprint,
@@ -63,7 +62,6 @@ def facts_of(task: Task) -> dict[str, Any]:
         "runner": task.target.runner.name,
         "exact_width": task.target.runner.exact_width,
         "seed": config.seed,
-        "device": device_name(task.target.device),
         "dtype": str(task.target.dtype).removeprefix("torch."),
-        "versions": versions(),
     }
+    return stamped(facts, task.target.device)

@@ -18,7 +18,7 @@ from decoding.profile import (
     Exactness,
     Interval,
     Measured,
-    Provenance,
+    ProfileOrigin,
     Rates,
     SearchCost,
     TargetIdentity,
@@ -85,7 +85,7 @@ def conclude(
         draft_length=trial.candidate.draft_length if wins else Fixed(),
         decoding=_decoding(task),
         measured=_measured(task, measurement, interval, held_out, cost) if wins else None,
-        provenance=Provenance(
+        provenance=ProfileOrigin(
             created=datetime.now(UTC).isoformat(timespec="seconds"),
             study=trial.study,
             git_revision=git_revision(Path(__file__).parent),

@@ -20,7 +20,7 @@ from tuner.evaluation.models.widen import main as widen
 from tuner.evaluation.passes.readiness import measure_readiness
 
 BENCH: dict[str, Any] = {
-    "device": "a device",
+    "provenance": {"device": "a device"},
     "dtype": "bfloat16",
     "runner": "static",
     "roofline": {"tokens_per_second": 300.0},

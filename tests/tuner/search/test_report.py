@@ -19,7 +19,7 @@ from decoding.profile import (
     Exactness,
     Interval,
     Measured,
-    Provenance,
+    ProfileOrigin,
     Rates,
     SearchCost,
     TargetIdentity,
@@ -165,7 +165,7 @@ def _profile(*, plain: bool = False) -> DraftProfile:
         draft=PlainDecoding() if plain else LayerSkip(skip_attention=(3, 4), skip_mlp=(4, 11)),
         draft_length=AdaEdl(),
         measured=None if plain else measured,
-        provenance=Provenance(created="2026-01-01", study="conf_layers", git_revision="abc", mlflow_run_id="123"),
+        provenance=ProfileOrigin(created="2026-01-01", study="conf_layers", git_revision="abc", mlflow_run_id="123"),
     )
 
 

@@ -35,10 +35,10 @@ from studies.prediction.skip_space import SkipSpace
 from studies.prediction.survey import Survey
 from tuner.errors import SearchError
 from tuner.evaluation.planted.model import plant, planted, prompts
-from tuner.inputs.environment import versions
 from tuner.measuring.cost_table import Timer, measure_cost_table
 from tuner.measuring.paired import Bench, OnSample
 from tuner.progress import Progress
+from tuner.results import stamped
 from tuner.search.storage import StudyStore, sqlite_url
 from tuner.search.trials import Budget, run_study
 
@@ -239,13 +239,17 @@ def write_results(
     """All figures, whole or not at all."""
     document = {
         "note": "real decoding of random models, priced by a fixed table of costs: a check of the searches, not a speed-up",
-        "versions": versions(),
         "problem": _PROBLEM,
         "optima": [asdict(each) for each in optima],
         "small": [{**asdict(each), "share": each.share, "effort": each.effort} for each in found],
         "large": [asdict(each) for each in recovered],
     }
-    write_atomically(path, json.dumps(document, indent=1).encode(), what="the results", error=SearchError)
+    write_atomically(
+        path,
+        json.dumps(stamped(document, torch.device("cpu")), indent=1).encode(),
+        what="the results",
+        error=SearchError,
+    )
 
 
 def _drawn_blocks(num_layers: int, seed: int) -> tuple[list[int], list[int]]:

@@ -6,7 +6,6 @@ The best fixed length is found by measuring all of them, on the very prompts of 
 from __future__ import annotations
 
 import json
-import shlex
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,11 +21,11 @@ from decoding.target import Target
 from studies.contract import Candidate
 from studies.measurement import Measurement, PromptSample, ratio_interval
 from tuner.errors import ConfigError
-from tuner.inputs.environment import device_name, versions
 from tuner.inputs.models import eos_token_ids, load
 from tuner.inputs.prompts import Prompt, load_prompts
 from tuner.measuring.paired import Bench
 from tuner.progress import Progress
+from tuner.results import stamped
 
 MIXED = "mixed"
 
@@ -144,7 +143,7 @@ def compare_rules(
     )
     kinds = _kinds(parts, bench, progress)
     entries = _measure(profile, kinds, bench, max_tokens, progress)
-    facts = {
+    described = {
         "profile": profile.name,
         "draft": profile.draft.model_dump(mode="json"),
         "model": loaded.name,
@@ -152,10 +151,9 @@ def compare_rules(
         "datasets": list(datasets),
         "max_new_tokens": max_new_tokens,
         "seed": seed,
-        "device": device_name(target.device),
         "dtype": str(target.dtype).removeprefix("torch."),
-        "versions": versions(),
     }
+    facts = stamped(described, target.device)
     return RuleComparison(profile.draft, kinds, entries, facts)
 
 
@@ -210,7 +208,7 @@ def _in_turns(groups: Sequence[Sequence[int]]) -> list[int]:
     return [group[place] for place in range(longest) for group in groups if place < len(group)]
 
 
-def write_json(comparison: RuleComparison, path: Path, command: Sequence[str]) -> None:
+def write_json(comparison: RuleComparison, path: Path) -> None:
     """All figures with their intervals, every sample, device and versions; whole or not at all."""
     rows = []
     for entry in comparison.entries:
@@ -230,7 +228,6 @@ def write_json(comparison: RuleComparison, path: Path, command: Sequence[str]) -
     samples = {entry.label: entry.measurement.model_dump(mode="json")["samples"] for entry in comparison.entries}
     best = {column: comparison.best_fixed(column).label for column in comparison.columns}
     document = {
-        "command": shlex.join(command),
         **comparison.facts,
         "best_fixed": best,
         "rules": rows,

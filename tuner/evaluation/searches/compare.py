@@ -18,8 +18,8 @@ from tuner.evaluation.searches.held_out import Truth
 from tuner.evaluation.searches.result import SearchComparison
 from tuner.evaluation.searches.rivals import Rival, check, rivals
 from tuner.evaluation.searches.runs import Limits, SearchRun, SearchRunner
-from tuner.inputs.environment import device_name, git_revision, versions
 from tuner.progress import Progress
+from tuner.results import stamped
 from tuner.search.storage import sqlite_url
 from tuner.search.task import Task, check_writable, open_bench, prepare, refuse_batches
 
@@ -122,15 +122,13 @@ def _of(rival: Rival, runs: Sequence[SearchRun]) -> list[SearchRun]:
 
 def _facts(task: Task, chosen: Sequence[Rival]) -> dict[str, Any]:
     """The problem, the searches' settings, device and versions; no folders of this machine."""
-    return {
+    facts = {
         "problem": task.config.model_dump(mode="json", exclude={*OF_ONE_SEARCH, *PLACES_ON_DISK}),
         "searches": {
             rival.name: {"study": rival.study, "settings": rival.settings.model_dump(mode="json")} for rival in chosen
         },
         "heads": {str(layer): head.draft.head_sha256 for layer, head in task.heads.items()},
         "prompts_fingerprint": task.prompts.fingerprint,
-        "device": device_name(task.target.device),
         "dtype": str(task.target.dtype).removeprefix("torch."),
-        "versions": versions(),
-        "git_revision": git_revision(Path(__file__).parent),
     }
+    return stamped(facts, task.target.device)

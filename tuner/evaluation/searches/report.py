@@ -5,8 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
-import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
@@ -141,10 +140,9 @@ def _trial_rows(found: SearchComparison, run: SearchRun) -> Iterator[dict[str, A
         }
 
 
-def searches_json(found: SearchComparison, command: Sequence[str]) -> dict[str, Any]:
+def searches_json(found: SearchComparison) -> dict[str, Any]:
     """All figures with their intervals, every incumbent and every held-out sample, device and versions."""
     return {
-        "command": shlex.join(command),
         **found.facts,
         "limits": found.limits.model_dump(mode="json"),
         "reference": found.reference,
@@ -240,13 +238,13 @@ def _extended(curve: Curve, begin: float, end: float) -> tuple[list[float], list
     return [start for start, _ in points], [value for _, value in points]
 
 
-def write_report(found: SearchComparison, folder: Path, command: Sequence[str]) -> None:
+def write_report(found: SearchComparison, folder: Path) -> None:
     """`searches.csv`, `searches.json` and `searches.png`, each whole or not at all. Raises `ConfigError`."""
     picture = io.BytesIO()
     searches_picture(found, picture)
     files = {
         "searches.csv": searches_csv(found).encode(),
-        "searches.json": json.dumps(searches_json(found, command), indent=1).encode(),
+        "searches.json": json.dumps(searches_json(found), indent=1).encode(),
         "searches.png": picture.getvalue(),
     }
     for name, content in files.items():

@@ -69,10 +69,10 @@ def test_every_rule_and_fixed_length_is_measured_on_two_kinds_of_text_and_on_bot
     result = compare(profile, datasets, out="c.json")
     assert result.exit_code == 0, result.output
     written = json.loads((workplace / "c.json").read_text())
-    assert written["command"] == "sdtune compare-rules 'a b'"
+    assert written["provenance"]["command"] == "sdtune compare-rules 'a b'"
     assert (written["model"], written["dtype"], written["max_new_tokens"]) == (str(checkpoint), "float32", 12)
-    assert written["device"]
-    assert {"torch", "transformers", "sdtune"} <= set(written["versions"])
+    assert written["provenance"]["device"]
+    assert {"torch", "transformers", "sdtune"} <= set(written["provenance"]["versions"])
     assert [row["label"] for row in written["rules"]] == list(written["samples"]) == LABELS
     prompts = [each["prompt"] for each in written["samples"]["fixed 1"]]
     assert len(set(prompts)) == 6

@@ -138,12 +138,12 @@ def test_two_searches_with_two_seeds(
     assert sorted(path.name for path in Path("found").iterdir()) == RESULTS
     assert [path.name for path in workplace.iterdir()] == ["found"]
     found = written()
-    assert found["command"] == "sdtune compare-searches"
+    assert found["provenance"]["command"]
     assert [(run["search"], run["seed"], run["trials"]) for run in found["runs"]] == [
         *(("random", seed, 2) for seed in (0, 1)),
         *(("tpe", seed, 2) for seed in (0, 1)),
     ]
-    assert {"torch", "transformers", "sdtune"} <= set(found["versions"])
+    assert {"torch", "transformers", "sdtune"} <= set(found["provenance"]["versions"])
     assert found["searches"]["tpe"]["settings"]["method"] == "tpe"
     assert str(workplace) not in Path("found", "searches.json").read_text()
     assert len({tuple(rows) for rows in clockwork.trials}) == 2, "an order of the tuning prompts for each seed"
@@ -174,7 +174,7 @@ def test_nothing_is_done_twice(compare: Compare, clockwork: Clockwork) -> None:
     again = compare("random")
     assert again.exit_code == 0, again.output
     assert (len(clockwork.trials), clockwork.held_out) == (num_trials, num_samples)
-    assert {**written(), "command": ""} == {**first, "command": ""}
+    assert {**written(), "provenance": ""} == {**first, "provenance": ""}
     assert "random, seed 1: 2 trials found, nothing left to spend" in again.stderr
     longer = compare("random", budget_trials="3")
     assert longer.exit_code == 0, longer.output
