@@ -38,7 +38,7 @@ from tuner.fields import (
 
 EXACT_WIDTH = 8
 """Default width of bit-exact mode: drafts of up to seven tokens."""
-FEWEST_PLACES = 2
+FEWEST_SAMPLES = 2
 """Prompts, or batches of prompts, that an interval needs at least."""
 
 
@@ -237,21 +237,21 @@ class SearchConfig(Document):
     def _batches_suffice(self) -> SearchConfig:
         for name in ("tuning_prompts", "held_out_prompts"):
             count, size = getattr(self, name), self.batch_size
-            if count < FEWEST_PLACES * size:
+            if count < FEWEST_SAMPLES * size:
                 batches = "batch" if count // size == 1 else "batches"
                 raise ValueError(
-                    f"{name}: {count} make {count // size} whole {batches} of {size}, and {FEWEST_PLACES} are needed: give "
-                    f"{FEWEST_PLACES * size} or more (an interval is over batches)"
+                    f"{name}: {count} make {count // size} whole {batches} of {size}, and {FEWEST_SAMPLES} are needed: give "
+                    f"{FEWEST_SAMPLES * size} or more (an interval is over batches)"
                 )
         return self
 
     @property
-    def places_per_trial(self) -> int:
+    def samples_per_trial(self) -> int:
         """Number of samples in a trial: prompts, or the whole batches that hold them.
 
         At least two, because candidate and plain decoding take turns in going first.
         """
-        return max(FEWEST_PLACES, -(-self.prompts_per_trial // self.batch_size))
+        return max(FEWEST_SAMPLES, -(-self.prompts_per_trial // self.batch_size))
 
     @property
     def bitwise_width(self) -> int | None:

@@ -100,11 +100,11 @@ def test_every_shipped_configuration_loads(path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("batch_size", "prompts_per_trial", "places"), [(1, 6, 6), (1, 2, 2), (2, 6, 3), (4, 6, 2), (4, 9, 3), (8, 6, 2)]
+    ("batch_size", "prompts_per_trial", "indices"), [(1, 6, 6), (1, 2, 2), (2, 6, 3), (4, 6, 2), (4, 9, 3), (8, 6, 2)]
 )
-def test_a_trial_is_of_whole_batches_and_two_at_least(batch_size: int, prompts_per_trial: int, places: int) -> None:
+def test_a_trial_is_of_whole_batches_and_two_at_least(batch_size: int, prompts_per_trial: int, indices: int) -> None:
     config = SearchConfig(**GIVEN, batch_size=batch_size, prompts_per_trial=prompts_per_trial)
-    assert config.places_per_trial == places
+    assert config.samples_per_trial == indices
 
 
 def test_the_experiment_is_named_after_model_and_dataset() -> None:

@@ -879,7 +879,7 @@ def _print_plan(console: Console, task: Any) -> None:
         f"model    {config.model}: {task.target.num_layers} layers, {task.target.dtype}, on {task.target.device}"
     )
     console.print(
-        f"prompts  {config.dataset}: {len(task.prompts.tuning)} for tuning ({config.places_per_trial * config.batch_size} a "
+        f"prompts  {config.dataset}: {len(task.prompts.tuning)} for tuning ({config.samples_per_trial * config.batch_size} a "
         f"trial), {len(task.prompts.held_out)} held out, {config.max_new_tokens} tokens each"
         + (f", in batches of {config.batch_size}" if config.batch_size > 1 else "")
     )

@@ -37,7 +37,7 @@ OnSample = Callable[[PromptSample], None]
 class Bench:
     """A target, some prompts, and plain decoding's text of each.
 
-    What is measured on are `places`: at each are `batch_size` of the prompts, in the order given. Those left over, too few for
+    What is measured on are `indices`: at each are `batch_size` of the prompts, in the order given. Those left over, too few for
     another batch, are left out: they would be decoded at another speed.
 
     Every candidate is compared with plain decoding token by token, text by text; when sampling, by a greedy run of both on the
@@ -85,7 +85,7 @@ class Bench:
         """Prompts that make no whole batch."""
         for kept in (self.rows, self.prompts, self.greedy_texts):
             del kept[len(kept) - self.num_left_over :]
-        if len(self.places) < 2:
+        if len(self.indices) < 2:
             needed = "" if batch_size == 1 else f", and {2 * batch_size} longer ones make two batches of {batch_size}"
             raise DatasetError(
                 f"{self.num_too_short} of {len(prompts)} prompts end within {FEWEST_DECODED} tokens of plain decoding{needed}: "
@@ -93,34 +93,34 @@ class Bench:
             )
 
     @property
-    def places(self) -> range:
-        """Where can be measured: a place is a prompt, or a batch of them."""
+    def indices(self) -> range:
+        """Indices of the measurable prompts, or of the batches of them."""
         return range(len(self.prompts) // self.batch_size)
 
     def reordered(self, order: Sequence[int]) -> Bench:
         """A bench of these prompts in another order, that knows nothing yet of what drafts cost."""
         other = copy.copy(self)
         other._costs = {}
-        other.prompts = [self.prompts[place] for place in order]
-        other.greedy_texts = [self.greedy_texts[place] for place in order]
-        other.rows = [self.rows[place] for place in order]
+        other.prompts = [self.prompts[index] for index in order]
+        other.greedy_texts = [self.greedy_texts[index] for index in order]
+        other.rows = [self.rows[index] for index in order]
         return other
 
     def measure(
-        self, candidate: Candidate, places: Sequence[int], on_sample: OnSample = lambda sample: None
+        self, candidate: Candidate, indices: Sequence[int], on_sample: OnSample = lambda sample: None
     ) -> Measurement:
-        """Decode the prompts at `places` with the candidate and plainly, in turn; `on_sample` sees each and may raise to stop."""
+        """Decode the prompts at `indices` with the candidate and plainly, in turn; `on_sample` sees each and may raise to stop."""
         decoder = self._decoder(candidate)
         samples = []
         with without_garbage_collection():
-            self._warm_up(decoder, places[0])
-            for turn, place in enumerate(places):
-                samples.append(self._sample(decoder, place, plain_first=turn % 2 == 0))
+            self._warm_up(decoder, indices[0])
+            for turn, index in enumerate(indices):
+                samples.append(self._sample(decoder, index, plain_first=turn % 2 == 0))
                 on_sample(samples[-1])
         return Measurement(samples=tuple(samples))
 
-    def learn(self, candidate: Candidate, places: Sequence[int]) -> Candidate:
-        """The candidate, its rule starting with what it learns from the prompts at `places` and with the costs measured here.
+    def warm_up_rule(self, candidate: Candidate, indices: Sequence[int]) -> Candidate:
+        """The candidate, its rule starting with what it learns from the prompts at `indices` and with the costs measured here.
 
         Only a rule that weighs costs is taught; any other comes back as it is. Of a batch, what the first text teaches is learnt.
         """
@@ -128,8 +128,8 @@ class Bench:
         if not isinstance(rule, CostAwareRule):
             return candidate
         pupil = self._decoder(candidate.with_rule(rule.model_copy(update={"persistent": True})))
-        for place in places:
-            self._decode(pupil, place)
+        for index in indices:
+            self._decode(pupil, index)
         learnt = pupil.adapted_rule()
         assert learnt is not None, "a persistent controller of a cost-aware rule has learnt"
         return candidate.with_rule(learnt.model_copy(update={"persistent": rule.persistent}))
@@ -155,14 +155,14 @@ class Bench:
                 self._costs[draft] = measured.costs
         return decoder
 
-    def _warm_up(self, decoder: Decoder, place: int) -> None:
+    def _warm_up(self, decoder: Decoder, index: int) -> None:
         for each in (self._plain, decoder):
-            self._decode(each, place, greedy=True, max_new_tokens=WARM_UP_TOKENS)
+            self._decode(each, index, greedy=True, max_new_tokens=WARM_UP_TOKENS)
 
     def side_by_side(
-        self, candidates: Sequence[Candidate], places: Sequence[int], on_sample: OnSample = lambda sample: None
+        self, candidates: Sequence[Candidate], indices: Sequence[int], on_sample: OnSample = lambda sample: None
     ) -> list[Measurement]:
-        """Decode each prompt at `places` plainly and with every candidate, in an order that moves on by one from prompt to prompt.
+        """Decode each prompt at `indices` plainly and with every candidate, in an order that moves on by one from prompt to prompt.
 
         Differences between the candidates are then differences on the same text at nearly the same time.
         """
@@ -171,24 +171,24 @@ class Bench:
         order = [self._plain, *decoders]
         with without_garbage_collection():
             for decoder in decoders:
-                self._warm_up(decoder, places[0])
-            for turn, place in enumerate(places):
+                self._warm_up(decoder, indices[0])
+            for turn, index in enumerate(indices):
                 first = turn % len(order)
-                done = {each: self._timed(each, place) for each in [*order[first:], *order[:first]]}
+                done = {each: self._timed(each, index) for each in [*order[first:], *order[:first]]}
                 for decoder, taken in zip(decoders, samples, strict=True):
-                    taken.append(self._compare(decoder, place, done[self._plain], done[decoder]))
+                    taken.append(self._compare(decoder, index, done[self._plain], done[decoder]))
                     on_sample(taken[-1])
         return [Measurement(samples=tuple(taken)) for taken in samples]
 
-    def _sample(self, decoder: Decoder, place: int, *, plain_first: bool) -> PromptSample:
+    def _sample(self, decoder: Decoder, index: int, *, plain_first: bool) -> PromptSample:
         order = (self._plain, decoder) if plain_first else (decoder, self._plain)
-        done = {each: self._timed(each, place) for each in order}
-        return self._compare(decoder, place, done[self._plain], done[decoder])
+        done = {each: self._timed(each, index) for each in order}
+        return self._compare(decoder, index, done[self._plain], done[decoder])
 
-    def _compare(self, decoder: Decoder, place: int, plain: BatchGeneration, drafted: BatchGeneration) -> PromptSample:
+    def _compare(self, decoder: Decoder, index: int, plain: BatchGeneration, drafted: BatchGeneration) -> PromptSample:
         comparisons = [
             compare(self.target, self.prompts[row], self.greedy_texts[row], tokens)
-            for row, tokens in zip(self._rows_at(place), self._greedy_tokens(decoder, place, drafted), strict=True)
+            for row, tokens in zip(self._rows_at(index), self._greedy_tokens(decoder, index, drafted), strict=True)
         ]
         texts = BatchTexts(
             count=len(comparisons),
@@ -197,7 +197,7 @@ class Bench:
         )
         identical = texts.identical == texts.count
         return PromptSample(
-            prompt=place,
+            prompt=index,
             plain_seconds=plain.decode_seconds,
             plain_tokens=plain.num_decoded,
             draft_seconds=drafted.decode_seconds,
@@ -210,25 +210,25 @@ class Bench:
             batch=texts if self.batch_size > 1 else None,
         )
 
-    def _timed(self, decoder: Decoder, place: int) -> BatchGeneration:
+    def _timed(self, decoder: Decoder, index: int) -> BatchGeneration:
         """A generation whose times are whole: every round ends by reading its tokens, so no work is left on the device."""
         self._watch.synchronize()
-        return self._decode(decoder, place)
+        return self._decode(decoder, index)
 
-    def _greedy_tokens(self, decoder: Decoder, place: int, drafted: BatchGeneration) -> list[tuple[int, ...]]:
-        greedy = drafted if self.temperature == 0 else self._decode(decoder, place, greedy=True)
+    def _greedy_tokens(self, decoder: Decoder, index: int, drafted: BatchGeneration) -> list[tuple[int, ...]]:
+        greedy = drafted if self.temperature == 0 else self._decode(decoder, index, greedy=True)
         return [text.tokens for text in greedy.generations]
 
-    def _decode(self, decoder: Decoder, place: int, **how: Any) -> BatchGeneration:
-        """The prompts of a place: one by itself, several in step. For `how` see `_request`."""
-        requests = [self._request(self.prompts[row], **how) for row in self._rows_at(place)]
+    def _decode(self, decoder: Decoder, index: int, **how: Any) -> BatchGeneration:
+        """The prompts at an index: one by itself, several in step. For `how` see `_request`."""
+        requests = [self._request(self.prompts[row], **how) for row in self._rows_at(index)]
         if self.batch_size == 1:
             return BatchGeneration.of_one(decoder.generate(requests[0]))
         return decoder.generate_batch(requests)
 
-    def _rows_at(self, place: int) -> range:
-        """Which of the prompts are decoded at a place."""
-        return range(place * self.batch_size, (place + 1) * self.batch_size)
+    def _rows_at(self, index: int) -> range:
+        """Which of the prompts are decoded at an index."""
+        return range(index * self.batch_size, (index + 1) * self.batch_size)
 
     def _request(self, prompt: Sequence[int], *, greedy: bool = False, max_new_tokens: int | None = None) -> Request:
         ending = Ending(max_new_tokens or self.max_new_tokens, self._eos)

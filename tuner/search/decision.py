@@ -54,11 +54,13 @@ def race_best(
     best_of_each = [best for of_study in of_studies for best in best_trials(of_study, 1, expected=expected)]
     best_of_all = best_trials(records, config.finalists, expected=expected)
     finalists = {record.candidate.key: record for record in [*best_of_all, *best_of_each]}
-    of_trials, unseen = bench.places[: config.places_per_trial], bench.places[config.places_per_trial :]
-    places = unseen if len(unseen) >= 2 else bench.places
-    progress.stage("race of the finalists", len(places) * len(finalists))
-    taught = [r.model_copy(update={"candidate": bench.learn(r.candidate, of_trials)}) for r in finalists.values()]
-    return race(taught, bench, places, on_lap=progress.advance)
+    of_trials, unseen = bench.indices[: config.samples_per_trial], bench.indices[config.samples_per_trial :]
+    indices = unseen if len(unseen) >= 2 else bench.indices
+    progress.stage("race of the finalists", len(indices) * len(finalists))
+    taught = [
+        r.model_copy(update={"candidate": bench.warm_up_rule(r.candidate, of_trials)}) for r in finalists.values()
+    ]
+    return race(taught, bench, indices, on_lap=progress.advance)
 
 
 def confirm(
@@ -68,10 +70,10 @@ def confirm(
     chosen: dict[str, tuple[str, TrialRecord]] = {}
     for label, trial in [*_best_of_studies(finalists), *_references(records)]:
         chosen.setdefault(trial.candidate.key, (label, trial))
-    places = bench.places
-    progress.stage("confirmation on held-out prompts", len(places) * len(chosen))
+    indices = bench.indices
+    progress.stage("confirmation on held-out prompts", len(indices) * len(chosen))
     return [
-        Confirmed(label, trial, bench.measure(trial.candidate, places, on_sample=lambda _: progress.advance()))
+        Confirmed(label, trial, bench.measure(trial.candidate, indices, on_sample=lambda _: progress.advance()))
         for label, trial in chosen.values()
     ]
 

@@ -33,16 +33,16 @@ class Measuring(Protocol):
     """Measures candidates, as `tuner.measuring.paired.Bench` does."""
 
     @property
-    def places(self) -> Sequence[int]:
-        """Where can be measured: a place is a prompt, or a batch of them."""
+    def indices(self) -> Sequence[int]:
+        """Indices of the measurable prompts, or of the batches of them."""
 
     def measure(
-        self, candidate: Candidate, places: Sequence[int], on_sample: Callable[[PromptSample], None] = ...
+        self, candidate: Candidate, indices: Sequence[int], on_sample: Callable[[PromptSample], None] = ...
     ) -> Measurement:
-        """A candidate on the prompts at these places; `on_sample` sees each sample."""
+        """A candidate on the prompts at these indices; `on_sample` sees each sample."""
 
-    def learn(self, candidate: Candidate, places: Sequence[int]) -> Candidate:
-        """The candidate with what its rule learns from the prompts at these places."""
+    def warm_up_rule(self, candidate: Candidate, indices: Sequence[int]) -> Candidate:
+        """The candidate with what its rule learns from the prompts at these indices."""
 
 
 @dataclass(frozen=True)
@@ -61,21 +61,21 @@ class Finalist:
 def race(
     trials: Sequence[TrialRecord],
     bench: Measuring,
-    places: Sequence[int],
+    indices: Sequence[int],
     on_lap: Callable[[int], None] = lambda done: None,
 ) -> list[Finalist]:
-    """Race the candidates of `trials` over `places`, in laps, all on the same prompts; fastest first, dropouts behind them.
+    """Race the candidates of `trials` over `indices`, in laps, all on the same prompts; fastest first, dropouts behind them.
 
-    Those left are gone over `places` with again until one is ahead, or none by more than matters. A finalist whose text is not
+    Those left are gone over `indices` with again until one is ahead, or none by more than matters. A finalist whose text is not
     that of plain decoding is disqualified and comes last. `on_lap` is told how many (candidate, prompt) pairs a lap has measured.
     """
     running = {trial.candidate.key: Finalist(trial, Measurement(samples=())) for trial in trials}
     out: list[Finalist] = []
     for turn in range(MOST_PASSES):
-        for start in range(0, len(places), LAP):
+        for start in range(0, len(indices), LAP):
             if not running or (turn and len(running) == 1):
                 break
-            lap = places[start : start + LAP]
+            lap = indices[start : start + LAP]
             for key, finalist in running.items():
                 measured = bench.measure(finalist.trial.candidate, lap)
                 running[key] = Finalist(finalist.trial, pooled([finalist.measurement, measured]))

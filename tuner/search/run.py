@@ -119,13 +119,13 @@ def _run_studies(
     """Run the asked studies in order, each knowing the trials of those before it; fills `records`, returns why each ended, and
     what they expect of candidates, by their keys."""
     config = task.config
-    places = bench.places[: config.places_per_trial]
+    indices = bench.indices[: config.samples_per_trial]
     ended: dict[str, str] = {}
     expected: dict[str, float] = {}
-    for place, name in enumerate(config.study):
+    for index, name in enumerate(config.study):
         progress.stage(f"{name}: preparing")
         start = time.perf_counter()
-        left = len(config.study) - place
+        left = len(config.study) - index
         share = _share_of_time(config, store.spent_seconds(), left)
         problem = build_problem(task, heads, bench, records, store.kept(name), share, progress)
         study = STUDIES[name].create(problem, config.study_settings(name))
@@ -146,7 +146,7 @@ def _run_studies(
             best = best_trials(records, 1)
             progress.trial(record, best[0] if best else None)
 
-        _, why = run_study(study, stored, bench, places, Budget(config.trials, share), keep)
+        _, why = run_study(study, stored, bench, indices, Budget(config.trials, share), keep)
         ended[name] = "; ".join([why, *study.remarks()])
         expected |= study.expected()
         progress.say(f"{name}: {ended[name]}")

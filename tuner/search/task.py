@@ -170,7 +170,7 @@ def open_bench(task: Task, prompts: Sequence[Prompt], stage: str, progress: Prog
         progress.say(f"{bench.num_too_short} of {len(prompts)} prompts end too soon to measure and are left out")
     if bench.num_left_over:
         progress.say(
-            f"{len(bench.prompts) + bench.num_left_over} prompts make {len(bench.places)} batches of {bench.batch_size}: "
+            f"{len(bench.prompts) + bench.num_left_over} prompts make {len(bench.indices)} batches of {bench.batch_size}: "
             f"{bench.num_left_over} left out"
         )
     return bench

@@ -20,10 +20,10 @@ from tuner.measuring.paired import Bench
 from tuner.search.storage import StoredStudy
 
 NUM_WARM_UP = 3
-"""Prompts (or batches) that teach a rule that learns before its trial: the first of those it is measured on, which flatters it a
-little.
+"""Prompts (or batches) that an adaptive rule is warmed up on before its trial, as it would be warm in production.
 
-Trials choose finalists; race and confirmation measure on prompts that taught nothing."""
+They are the first ones that the trial measures, so the trial's speed-up is slightly optimistic. Trials only choose finalists: race
+and confirmation measure on prompts that no rule was warmed up on."""
 
 OnRecord = Callable[[TrialRecord], None]
 
@@ -50,9 +50,9 @@ class _NotLosslessError(Exception):
 
 
 def run_study(
-    study: Study, stored: StoredStudy, bench: Bench, places: Sequence[int], budget: Budget, on_record: OnRecord
+    study: Study, stored: StoredStudy, bench: Bench, indices: Sequence[int], budget: Budget, on_record: OnRecord
 ) -> tuple[list[TrialRecord], str]:
-    """Run `study` until it is finished or the budget is; `places` are the tuning prompts a trial decodes.
+    """Run `study` until it is finished or the budget is; `indices` are the tuning prompts a trial decodes.
 
     Returns all its records, those of earlier runs first, and why it ended.
     """
@@ -64,7 +64,7 @@ def run_study(
     while (ended := budget.exhausted(len(records)) or study.finished()) is None:
         trial = stored.ask()
         candidate, notes = study.propose(trial)
-        record = _run_trial(study.name, trial, candidate, notes, records, bench, places, start)
+        record = _run_trial(study.name, trial, candidate, notes, records, bench, indices, start)
         stored.finish(trial, record)
         records.append(record)
         budget.spent_seconds += record.seconds
@@ -85,7 +85,7 @@ def _run_trial(
     notes: dict[str, Any],
     earlier: Sequence[TrialRecord],
     bench: Bench,
-    places: Sequence[int],
+    indices: Sequence[int],
     start: float,
 ) -> TrialRecord:
     """Measure a candidate; its seconds run from `start`, where the study began to think of it."""
@@ -113,9 +113,9 @@ def _run_trial(
 
     state, reason = TrialState.COMPLETE, None
     try:
-        # A rule that learns would begin in production with what it has learnt: it is taught before it is measured.
-        taught = bench.learn(candidate, places[:NUM_WARM_UP])
-        bench.measure(taught, places, on_sample=watch)
+        # In production an adaptive rule starts warmed up, so it is warmed up before it is measured.
+        warm = bench.warm_up_rule(candidate, indices[:NUM_WARM_UP])
+        bench.measure(warm, indices, on_sample=watch)
     except optuna.TrialPruned as pruned:
         state, reason = TrialState.PRUNED, str(pruned)
     except (

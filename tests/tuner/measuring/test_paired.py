@@ -34,7 +34,7 @@ from tests.support.tiny import tiny_target
 from tuner.errors import DatasetError
 from tuner.measuring.paired import Bench
 
-PROMPTS = [tuple((seed * 11 + place * 5) % 60 + 2 for place in range(6 + seed)) for seed in range(5)]
+PROMPTS = [tuple((seed * 11 + index * 5) % 60 + 2 for index in range(6 + seed)) for seed in range(5)]
 CANDIDATES = [
     candidate((1, 3), Fixed(max_tokens=3)),
     candidate((2,), TopProbability(threshold=0.3)),
@@ -87,9 +87,9 @@ def test_plain_decoding_and_the_candidate_take_turns_in_going_first(monkeypatch:
     order: list[tuple[int, bool]] = []
     timed = Bench._timed
 
-    def spy(self: Bench, decoder: Decoder, place: int) -> Any:
-        order.append((place, decoder is self._plain))
-        return timed(self, decoder, place)
+    def spy(self: Bench, decoder: Decoder, index: int) -> Any:
+        order.append((index, decoder is self._plain))
+        return timed(self, decoder, index)
 
     monkeypatch.setattr(Bench, "_timed", spy)
     bench.measure(CANDIDATES[0], range(3))
@@ -127,12 +127,12 @@ def test_prompts_whose_text_ends_at_once_are_left_out() -> None:
     texts = _bench().greedy_texts
 
     def kept(token: int) -> list[int]:
-        return [place for place, text in enumerate(texts) if token not in text[:9]]  # the prefill's token and 8 decoded
+        return [index for index, text in enumerate(texts) if token not in text[:9]]  # the prefill's token and 8 decoded
 
     ends_some = next(token for token in sorted({t for text in texts for t in text}) if 2 <= len(kept(token)) < 5)
     bench = _bench(eos_token_ids=frozenset({ends_some}))
-    assert set(bench.prompts) <= {PROMPTS[place] for place in range(5)}
-    assert {PROMPTS[place] for place in kept(ends_some)} <= set(bench.prompts)
+    assert set(bench.prompts) <= {PROMPTS[index] for index in range(5)}
+    assert {PROMPTS[index] for index in kept(ends_some)} <= set(bench.prompts)
     assert bench.num_too_short == 5 - len(bench.prompts) > 0
     assert [PROMPTS[row] for row in bench.rows] == bench.prompts
 
@@ -169,7 +169,7 @@ def test_the_same_prompts_in_another_order_know_nothing_of_costs(timed: list[int
     bench = _bench(max_new_tokens=10)
     bench.measure(candidate((1, 3), BetaThompson(max_tokens=6)), range(2))
     other = bench.reordered([4, 0, 1, 3, 2])
-    assert other.prompts == [bench.prompts[place] for place in (4, 0, 1, 3, 2)]
+    assert other.prompts == [bench.prompts[index] for index in (4, 0, 1, 3, 2)]
     assert other.rows == [4, 0, 1, 3, 2]
     measured = other.measure(candidate((1, 3), BetaThompson(max_tokens=6)), range(5))
     assert measured.num_identical == 5, "each text beside its prompt"
@@ -181,14 +181,14 @@ def test_costs_that_a_rule_brings_along_are_its_own_alone(timed: list[int]) -> N
     bench = _bench(max_new_tokens=10)
     foreign = RoundCosts(draft_step=7.0, verify=(1.0,) * 9)
     bench.measure(candidate((1, 3), BetaThompson(costs=foreign)), range(2))
-    learnt = bench.learn(candidate((1, 3), BetaThompson()), range(2)).draft_length
+    learnt = bench.warm_up_rule(candidate((1, 3), BetaThompson()), range(2)).draft_length
     assert isinstance(learnt, CostAwareRule)
     assert learnt.known_costs().draft_step == pytest.approx(0.1)
 
 
 @pytest.mark.parametrize("rule", [BetaThompson(max_tokens=4), CalibratedThompson(max_tokens=4, persistent=True)])
 def test_rule_that_weighs_costs_is_taught(timed: list[int], rule: CostAwareRule) -> None:
-    taught = _bench().learn(candidate((1, 3), rule), range(3))
+    taught = _bench().warm_up_rule(candidate((1, 3), rule), range(3))
     assert taught.draft == candidate((1, 3)).draft
     learnt = taught.draft_length
     assert isinstance(learnt, CostAwareRule)
@@ -200,7 +200,7 @@ def test_rule_that_weighs_costs_is_taught(timed: list[int], rule: CostAwareRule)
 def test_other_rules_are_not_taught(timed: list[int]) -> None:
     bench = _bench()
     for wanted in (*CANDIDATES, Candidate(draft=PlainDecoding(), draft_length=Fixed())):
-        assert bench.learn(wanted, range(3)) == wanted
+        assert bench.warm_up_rule(wanted, range(3)) == wanted
     assert timed == []
 
 
@@ -220,9 +220,9 @@ def test_side_by_side_plain_decoding_is_timed_once_a_prompt_and_everybody_goes_f
     order: list[tuple[int, Any]] = []
     timed = Bench._timed
 
-    def spy(self: Bench, decoder: Decoder, place: int) -> Any:
-        order.append((place, "plain" if decoder is self._plain else decoder.rule.max_tokens))
-        return timed(self, decoder, place)
+    def spy(self: Bench, decoder: Decoder, index: int) -> Any:
+        order.append((index, "plain" if decoder is self._plain else decoder.rule.max_tokens))
+        return timed(self, decoder, index)
 
     monkeypatch.setattr(Bench, "_timed", spy)
     seen: list[int] = []
@@ -251,9 +251,9 @@ def test_heads_of_the_bench_are_drafted_with(tmp_path: Path) -> None:
 # --- batches --------------------------------------------------------------------------------------------------------------
 
 
-def _facts_of_texts(bench: Bench, wanted: Candidate, places: Sequence[int]) -> list[tuple[int, int, int, int]]:
-    """Tokens, rounds, drafted and accepted, from a bench that decodes one by one, of each place's texts together."""
-    alone = _facts(bench.measure(wanted, [row for place in places for row in (2 * place, 2 * place + 1)]))
+def _facts_of_texts(bench: Bench, wanted: Candidate, indices: Sequence[int]) -> list[tuple[int, int, int, int]]:
+    """Tokens, rounds, drafted and accepted, from a bench that decodes one by one, of the texts at each index together."""
+    alone = _facts(bench.measure(wanted, [row for index in indices for row in (2 * index, 2 * index + 1)]))
     pairs = zip(alone[::2], alone[1::2], strict=True)
     return [tuple(one + other for one, other in zip(first[1:5], second[1:5], strict=True)) for first, second in pairs]
 
@@ -261,10 +261,10 @@ def _facts_of_texts(bench: Bench, wanted: Candidate, places: Sequence[int]) -> l
 @pytest.mark.parametrize("wanted", CANDIDATES)
 def test_a_batch_is_its_prompts_together(wanted: Candidate) -> None:
     bench = _bench(batch_size=2)
-    assert (list(bench.places), bench.num_left_over) == ([0, 1], 1)
+    assert (list(bench.indices), bench.num_left_over) == ([0, 1], 1)
     assert bench.prompts == list(PROMPTS[:4])
-    measured = bench.measure(wanted, bench.places)
-    assert [facts[1:5] for facts in _facts(measured)] == _facts_of_texts(_bench(), wanted, bench.places)
+    measured = bench.measure(wanted, bench.indices)
+    assert [facts[1:5] for facts in _facts(measured)] == _facts_of_texts(_bench(), wanted, bench.indices)
     assert (measured.num_prompts, measured.num_identical, measured.batch_size) == (4, 4, 2)
     assert all(sample.identical and sample.plain_tokens == 30 for sample in measured.samples)
 
@@ -280,7 +280,7 @@ def test_a_batch_is_decoded_in_step_plainly_too_and_timed_as_a_whole(monkeypatch
 
     monkeypatch.setattr(Decoder, "generate_batch", watched)
     monkeypatch.setattr(Decoder, "generate", lambda *_: pytest.fail("a text was decoded by itself"))
-    measured = bench.measure(CANDIDATES[0], bench.places)
+    measured = bench.measure(CANDIDATES[0], bench.indices)
     warm_up = [(True, 2), (False, 2)]
     assert asked == [*warm_up, (True, 2), (False, 2), (False, 2), (True, 2)]
     assert measured.speedup == 2.0
@@ -297,13 +297,13 @@ def test_prompts_of_a_batch_stay_together_in_the_order_given() -> None:
 def test_one_wrong_text_of_a_batch_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
     bench = _bench(batch_size=2)
     bench.greedy_texts[3] = (*bench.greedy_texts[3][:-1], 63)
-    right, wrong = bench.measure(CANDIDATES[0], bench.places).samples
+    right, wrong = bench.measure(CANDIDATES[0], bench.indices).samples
     assert right.identical
     assert not wrong.identical
     assert not wrong.tie
     assert wrong.texts == BatchTexts(count=2, identical=1, ties=0)
     monkeypatch.setattr("tuner.measuring.paired.compare", lambda *_: Comparison(identical=False, tie=True))
-    measured = bench.measure(CANDIDATES[0], bench.places)
+    measured = bench.measure(CANDIDATES[0], bench.indices)
     assert (measured.is_lossless, measured.num_identical, measured.num_ties) == (True, 0, 4)
 
 
@@ -321,12 +321,12 @@ def test_costs_are_those_of_a_round_of_the_batch(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr("decoding.decoder.measure_round_costs", costs)
     bench = _bench(batch_size=2)
-    taught = bench.learn(candidate((1, 3), BetaThompson(max_tokens=3)), [0, 1])
+    taught = bench.warm_up_rule(candidate((1, 3), BetaThompson(max_tokens=3)), [0, 1])
     assert asked == [2]
     assert isinstance(taught.draft_length, CostAwareRule)
     assert taught.draft_length.costs == RoundCosts(draft_step=0.1, verify=(1.0,) * 4)
     assert taught.draft_length != BetaThompson(max_tokens=3, costs=taught.draft_length.costs), "it has learnt"
-    assert bench.measure(taught, bench.places).num_identical == 4
+    assert bench.measure(taught, bench.indices).num_identical == 4
 
 
 def test_too_few_prompts_for_two_batches_are_refused_in_one_line() -> None:

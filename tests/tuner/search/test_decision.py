@@ -24,18 +24,18 @@ class MadeUpBench:
     """Speed-ups by first skipped block."""
 
     def __init__(self, num_prompts: int) -> None:
-        self.places = range(num_prompts)
+        self.indices = range(num_prompts)
         self.learnt: list[tuple[int, ...]] = []
         self.measured: dict[int, tuple[int, ...]] = {}
 
-    def measure(self, wanted: Candidate, places: Sequence[int], on_sample: Any = lambda sample: None) -> Measurement:
+    def measure(self, wanted: Candidate, indices: Sequence[int], on_sample: Any = lambda sample: None) -> Measurement:
         assert isinstance(wanted.draft, LayerSkip)
         block = wanted.draft.skip_attention[0]
-        self.measured[block] = (*self.measured.get(block, ()), *places)
-        return Measurement(samples=tuple(sample(1 + block / 10 + place / 1000, place) for place in places))
+        self.measured[block] = (*self.measured.get(block, ()), *indices)
+        return Measurement(samples=tuple(sample(1 + block / 10 + index / 1000, index) for index in indices))
 
-    def learn(self, wanted: Candidate, places: Sequence[int]) -> Candidate:
-        self.learnt.append(tuple(places))
+    def warm_up_rule(self, wanted: Candidate, indices: Sequence[int]) -> Candidate:
+        self.learnt.append(tuple(indices))
         return wanted
 
 
@@ -70,7 +70,7 @@ def test_the_best_of_all_and_the_best_of_each_study_race_on_prompts_that_no_tria
         LayerSkip.blocks((1,)),
     ]
     assert set(bench.learnt) == {(0, 1)}
-    assert {min(places) for places in bench.measured.values()} == {2}
+    assert {min(indices) for indices in bench.measured.values()} == {2}
     held_out = MadeUpBench(5)
     confirmed = confirm(finalists, trials, held_out, Unwatched())
     assert [(each.label, each.measurement.speedup > 1.15) for each in confirmed] == [

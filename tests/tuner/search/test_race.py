@@ -20,11 +20,11 @@ class TrackBench:
         self._speed = speed
         self.laps: list[tuple[int, tuple[int, ...]]] = []
 
-    def measure(self, wanted: Candidate, places: Sequence[int], **_: Any) -> Measurement:
+    def measure(self, wanted: Candidate, indices: Sequence[int], **_: Any) -> Measurement:
         block = wanted.draft.skip_attention[0]
-        self.laps.append((block, tuple(places)))
+        self.laps.append((block, tuple(indices)))
         return Measurement(
-            samples=tuple(sample(self._speed(block) * (1 + place % (2 + block) / 50), place) for place in places)
+            samples=tuple(sample(self._speed(block) * (1 + index % (2 + block) / 50), index) for index in indices)
         )
 
 
@@ -63,11 +63,11 @@ class NoisyBench(TrackBench):
         super().__init__(speed)
         self._scatter, self._stream = scatter, np.random.default_rng(0)
 
-    def measure(self, wanted: Candidate, places: Sequence[int], **_: Any) -> Measurement:
+    def measure(self, wanted: Candidate, indices: Sequence[int], **_: Any) -> Measurement:
         speed = self._speed(wanted.draft.skip_attention[0])
-        noise = np.exp(self._stream.normal(0.0, self._scatter, len(places)))
-        ratios = [speed * (1 + place % 3 / 10) * factor for place, factor in zip(places, noise, strict=True)]
-        return Measurement(samples=tuple(map(sample, ratios, places)))
+        noise = np.exp(self._stream.normal(0.0, self._scatter, len(indices)))
+        ratios = [speed * (1 + index % 3 / 10) * factor for index, factor in zip(indices, noise, strict=True)]
+        return Measurement(samples=tuple(map(sample, ratios, indices)))
 
 
 def _passes(speed: Callable[[int], float], scatter: float) -> tuple[list[int], int]:
@@ -95,9 +95,9 @@ def test_a_single_finalist_wins() -> None:
 
 def test_a_finalist_that_changes_the_text_is_out_whatever_its_speed() -> None:
     class Unfaithful(TrackBench):
-        def measure(self, wanted: Candidate, places: Sequence[int], **options: Any) -> Measurement:
-            measured = super().measure(wanted, places, **options)
-            if wanted.draft.skip_attention != (1,) or 5 not in places:
+        def measure(self, wanted: Candidate, indices: Sequence[int], **options: Any) -> Measurement:
+            measured = super().measure(wanted, indices, **options)
+            if wanted.draft.skip_attention != (1,) or 5 not in indices:
                 return measured
             return Measurement(samples=tuple(s.model_copy(update={"identical": False}) for s in measured.samples))
 
@@ -110,8 +110,8 @@ def test_a_finalist_that_changes_the_text_is_out_whatever_its_speed() -> None:
 
 def test_a_race_without_an_exact_finalist_ends_with_those_that_fell() -> None:
     class Unfaithful(TrackBench):
-        def measure(self, wanted: Candidate, places: Sequence[int], **options: Any) -> Measurement:
-            measured = super().measure(wanted, places, **options)
+        def measure(self, wanted: Candidate, indices: Sequence[int], **options: Any) -> Measurement:
+            measured = super().measure(wanted, indices, **options)
             return Measurement(samples=tuple(s.model_copy(update={"identical": False}) for s in measured.samples))
 
     ranking = race([record(blocks=(1,)), record(blocks=(2,))], Unfaithful(lambda block: 2.0), range(12))  # type: ignore[arg-type]

@@ -50,17 +50,17 @@ class FakeBench:
         self.measured: list[tuple[int, ...]] = []
         self.lessons: list[tuple[int, ...]] = []
 
-    def learn(self, wanted: Candidate, places: Sequence[int]) -> Candidate:
-        self.lessons.append(tuple(places))
+    def warm_up_rule(self, wanted: Candidate, indices: Sequence[int]) -> Candidate:
+        self.lessons.append(tuple(indices))
         return wanted.with_rule(wanted.draft_length.model_copy(update={"persistent": True}))
 
     def measure(
-        self, wanted: Candidate, places: Sequence[int], on_sample: Callable[[PromptSample], None]
+        self, wanted: Candidate, indices: Sequence[int], on_sample: Callable[[PromptSample], None]
     ) -> Measurement:
         self.measured.append(wanted.draft.skip_attention)
         samples = []
-        for place in places:
-            samples.append(self._answer(wanted, place))
+        for index in indices:
+            samples.append(self._answer(wanted, index))
             on_sample(samples[-1])
         return Measurement(samples=tuple(samples))
 
@@ -74,16 +74,16 @@ def _run(
     return records, ended, study
 
 
-def _by_first_block(wanted: Candidate, place: int) -> PromptSample:
-    return sample(1.0 + wanted.draft.skip_attention[0] / 10 + place / 1000, place)
+def _by_first_block(wanted: Candidate, index: int) -> PromptSample:
+    return sample(1.0 + wanted.draft.skip_attention[0] / 10 + index / 1000, index)
 
 
 def test_a_rule_is_taught_before_its_trial_which_is_recorded_as_proposed(tmp_path: Path) -> None:
     measured: list[bool] = []
 
-    def answer(wanted: Candidate, place: int) -> PromptSample:
+    def answer(wanted: Candidate, index: int) -> PromptSample:
         measured.append(wanted.draft_length.persistent)
-        return sample(1.2, place)
+        return sample(1.2, index)
 
     bench = FakeBench(answer)
     records, _, _ = _run(tmp_path, [[3]], bench)
@@ -118,7 +118,7 @@ def test_a_candidate_that_is_slower_prompt_by_prompt_is_pruned(tmp_path: Path) -
 
 
 def test_another_text_than_plain_decoding_fails_the_trial_whatever_its_speed(tmp_path: Path) -> None:
-    bench = FakeBench(lambda wanted, place: sample(9.0, place, identical=place != 2))
+    bench = FakeBench(lambda wanted, index: sample(9.0, index, identical=index != 2))
     (record,), _, _ = _run(tmp_path, [[3]], bench)
     assert record.state is TrialState.FAIL
     assert record.reason == "the text of tuning prompt 2 is not that of plain decoding"
@@ -126,14 +126,14 @@ def test_another_text_than_plain_decoding_fails_the_trial_whatever_its_speed(tmp
 
 def test_another_text_in_a_batch_fails_the_trial(tmp_path: Path) -> None:
     batch = BatchTexts(count=4, identical=1, ties=1)
-    bench = FakeBench(lambda wanted, place: sample(9.0, place, identical=False, batch=batch))
+    bench = FakeBench(lambda wanted, index: sample(9.0, index, identical=False, batch=batch))
     (record,), _, _ = _run(tmp_path, [[3]], bench)
     assert record.state is TrialState.FAIL
     assert record.reason == "2 of 4 texts of tuning batch 0 are not those of plain decoding"
 
 
 def test_a_numerical_tie_does_not_fail_the_trial(tmp_path: Path) -> None:
-    bench = FakeBench(lambda wanted, place: sample(2.0, place, identical=place != 2, tie=place == 2))
+    bench = FakeBench(lambda wanted, index: sample(2.0, index, identical=index != 2, tie=index == 2))
     (record,), _, _ = _run(tmp_path, [[3]], bench)
     assert record.state is TrialState.COMPLETE
 
@@ -148,10 +148,10 @@ def test_a_numerical_tie_does_not_fail_the_trial(tmp_path: Path) -> None:
 def test_a_trial_that_raises_is_recorded_with_its_reason_and_the_search_goes_on(
     tmp_path: Path, failure: Exception, reason: str
 ) -> None:
-    def answer(wanted: Candidate, place: int) -> PromptSample:
+    def answer(wanted: Candidate, index: int) -> PromptSample:
         if wanted.draft.skip_attention == (4,):
             raise failure
-        return _by_first_block(wanted, place)
+        return _by_first_block(wanted, index)
 
     records, _, _ = _run(tmp_path, [[3], [4], [5]], FakeBench(answer))
     assert [record.state for record in records] == [TrialState.COMPLETE, TrialState.FAIL, TrialState.COMPLETE]
@@ -161,20 +161,20 @@ def test_a_trial_that_raises_is_recorded_with_its_reason_and_the_search_goes_on(
 def test_a_failed_set_may_be_tried_again(tmp_path: Path) -> None:
     answers = iter([ValueError("once")])
 
-    def answer(wanted: Candidate, place: int) -> PromptSample:
+    def answer(wanted: Candidate, index: int) -> PromptSample:
         for failure in answers:
             raise failure
-        return _by_first_block(wanted, place)
+        return _by_first_block(wanted, index)
 
     records, _, _ = _run(tmp_path, [[3], [3]], FakeBench(answer))
     assert [record.state for record in records] == [TrialState.FAIL, TrialState.COMPLETE]
 
 
 def test_stopping_the_search_is_no_failed_trial(tmp_path: Path) -> None:
-    def answer(wanted: Candidate, place: int) -> PromptSample:
+    def answer(wanted: Candidate, index: int) -> PromptSample:
         if wanted.draft.skip_attention == (4,):
             raise KeyboardInterrupt
-        return _by_first_block(wanted, place)
+        return _by_first_block(wanted, index)
 
     with pytest.raises(KeyboardInterrupt):
         _run(tmp_path, [[3], [4]], FakeBench(answer))
@@ -236,9 +236,9 @@ def test_seconds_of_a_trial_are_those_of_thinking_and_of_measuring(
             clock.now += 0.25
             return super().finished()
 
-    def answer(wanted: Candidate, place: int) -> PromptSample:
+    def answer(wanted: Candidate, index: int) -> PromptSample:
         clock.now += 10.0
-        return sample(1.2, place)
+        return sample(1.2, index)
 
     def show(record: TrialRecord) -> None:
         clock.now += 1000.0

@@ -104,14 +104,14 @@ def check_coverage(
         raise ValueError(f"needs {FEWEST_PASSES} passes at least, got {num_passes}")
     drawer = random_candidates(task.target, head_drafts(task), tuple(RULES), max_tokens)
     candidates = drawer.draw(count, task.config.seed)
-    places = range(len(bench.prompts))
-    progress.stage("decoding with random configurations again and again", num_passes * len(candidates) * len(places))
+    indices = range(len(bench.prompts))
+    progress.stage("decoding with random configurations again and again", num_passes * len(candidates) * len(indices))
     passes = [
-        [bench.measure(candidate, places, on_sample=lambda _: progress.advance()) for candidate in candidates]
+        [bench.measure(candidate, indices, on_sample=lambda _: progress.advance()) for candidate in candidates]
         for _ in range(num_passes)
     ]
     stream = np.random.default_rng(task.config.seed)
-    drawn = min(PROMPTS, len(places))
+    drawn = min(PROMPTS, len(indices))
     return CoverageCheck(
         configurations=tuple(
             Configuration(
@@ -122,7 +122,7 @@ def check_coverage(
             )
             for candidate, of_candidate in zip(candidates, zip(*passes, strict=True), strict=True)
         ),
-        prompts_in_all=len(places),
+        prompts_in_all=len(indices),
         prompts_drawn=drawn,
     )
 

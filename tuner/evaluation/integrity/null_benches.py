@@ -92,9 +92,9 @@ class Bank:
         for repetition in range(repetitions):
             # The bench changes about who comes first: one more in front, and every prompt meets the other order.
             extra = repetition % 2
-            places = [*range(num_prompts - extra, num_prompts), *range(num_prompts)]
+            indices = [*range(num_prompts - extra, num_prompts), *range(num_prompts)]
             for candidate in candidates:
-                measured = bench.measure(candidate, places, on_sample=on_sample)
+                measured = bench.measure(candidate, indices, on_sample=on_sample)
                 for turn, sample in list(enumerate(measured.samples))[extra:]:
                     samples[candidate.key].setdefault((sample.prompt, turn % 2 == 0), []).append(sample)
         return cls(num_prompts, samples)
@@ -113,22 +113,22 @@ class ResampledBench:
     def __init__(self, bank: Bank, family: Family, num_prompts: int, stream: np.random.Generator) -> None:
         self._bank, self._family, self._stream = bank, family, stream
         self.prompts: list[int] = stream.integers(bank.num_prompts, size=num_prompts).tolist()
-        self.places = range(num_prompts)
+        self.indices = range(num_prompts)
 
     def measure(
-        self, candidate: Candidate, places: Sequence[int], on_sample: OnSample = lambda sample: None
+        self, candidate: Candidate, indices: Sequence[int], on_sample: OnSample = lambda sample: None
     ) -> Measurement:
         """Samples of the bank in the order of plain decoding and candidate that a bench would have taken."""
         pool = self._bank.samples[self._family.decoded_as[candidate.key].key]
         samples = []
-        for turn, place in enumerate(places):
-            choices = pool[self.prompts[place], turn % 2 == 0]
+        for turn, index in enumerate(indices):
+            choices = pool[self.prompts[index], turn % 2 == 0]
             drawn = choices[int(self._stream.integers(len(choices)))]
-            samples.append(drawn.model_copy(update={"prompt": place}))
+            samples.append(drawn.model_copy(update={"prompt": index}))
             on_sample(samples[-1])
         return Measurement(samples=tuple(samples))
 
-    def learn(self, candidate: Candidate, places: Sequence[int]) -> Candidate:
+    def warm_up_rule(self, candidate: Candidate, indices: Sequence[int]) -> Candidate:
         """As it is: none of these has anything to learn."""
         return candidate
 
@@ -139,19 +139,19 @@ class FreshBench:
     def __init__(self, bench: Bench, family: Family, num_prompts: int, stream: np.random.Generator) -> None:
         self._bench, self._family = bench, family
         self.prompts: list[int] = stream.integers(len(bench.prompts), size=num_prompts).tolist()
-        self.places = range(num_prompts)
+        self.indices = range(num_prompts)
 
     def measure(
-        self, candidate: Candidate, places: Sequence[int], on_sample: OnSample = lambda sample: None
+        self, candidate: Candidate, indices: Sequence[int], on_sample: OnSample = lambda sample: None
     ) -> Measurement:
         """Decode what the candidate stands for."""
         decoded = self._family.decoded_as[candidate.key]
-        measured = self._bench.measure(decoded, [self.prompts[place] for place in places])
-        samples = [s.model_copy(update={"prompt": place}) for s, place in zip(measured.samples, places, strict=True)]
+        measured = self._bench.measure(decoded, [self.prompts[index] for index in indices])
+        samples = [s.model_copy(update={"prompt": index}) for s, index in zip(measured.samples, indices, strict=True)]
         for sample in samples:
             on_sample(sample)
         return Measurement(samples=tuple(samples))
 
-    def learn(self, candidate: Candidate, places: Sequence[int]) -> Candidate:
+    def warm_up_rule(self, candidate: Candidate, indices: Sequence[int]) -> Candidate:
         """As it is: none of these has anything to learn."""
         return candidate

@@ -128,9 +128,9 @@ def _fill(bench: Bench, family: Family, repetitions: int, part: str, progress: P
 
 def search_among(family: Family, tuning: Measuring, held_out: Measuring, config: SearchConfig) -> NullRun:
     """Trials, race, confirmation and verdict, as a search goes."""
-    places = tuning.places[: config.places_per_trial]
+    indices = tuning.indices[: config.samples_per_trial]
     records = [
-        _trial(number, candidate, tuning.measure(candidate, places))
+        _trial(number, candidate, tuning.measure(candidate, indices))
         for number, candidate in enumerate(family.candidates)
     ]
     finalists = race_best(records, [STUDY], tuning, config, Unwatched())

@@ -112,14 +112,14 @@ class PricedBench(Bench):
         super().__init__(*args, **settings)
 
     def measure(
-        self, candidate: Candidate, places: Sequence[int], on_sample: OnSample = lambda sample: None
+        self, candidate: Candidate, indices: Sequence[int], on_sample: OnSample = lambda sample: None
     ) -> Measurement:
-        """Decode the prompts at `places` with the candidate, and count what that costs."""
+        """Decode the prompts at `indices` with the candidate, and count what that costs."""
         decoder = self._decoder(candidate)
         samples = []
-        for place in places:
-            drafted = self._timed(decoder, place)
-            sample = self._compare(decoder, place, drafted, drafted)
+        for index in indices:
+            drafted = self._timed(decoder, index)
+            sample = self._compare(decoder, index, drafted, drafted)
             seconds = {
                 "plain_seconds": float(drafted.num_decoded),
                 "draft_seconds": self._price(candidate.draft, drafted),

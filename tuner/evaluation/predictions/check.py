@@ -102,8 +102,8 @@ class Foresight:
     costs: CostTable
     cost_seconds: float
     """Of measuring `costs`."""
-    places: range
-    """The prompts surveyed, by their place in the bench."""
+    indices: range
+    """The prompts surveyed, by their index in the bench."""
     max_tokens: int
     prefix_reuse: bool
 
@@ -153,8 +153,8 @@ def check_predictions(
     predictor = foresight.predictor()
     predictions = [_predict(predictor, candidate, progress) for candidate in candidates]
     predicted = time.perf_counter()
-    progress.stage("decoding with them", len(candidates) * len(foresight.places))
-    measurements = _measure(bench, candidates, foresight.places, progress)
+    progress.stage("decoding with them", len(candidates) * len(foresight.indices))
+    measurements = _measure(bench, candidates, foresight.indices, progress)
     decoded = time.perf_counter()
     speedups = [measurement.speedup for measurement in measurements]
     corrected = corrected_by_others(predictions, speedups)
@@ -176,12 +176,12 @@ def _predict(predictor: Predictor, candidate: Candidate, progress: Progress) -> 
 
 
 def _measure(
-    bench: Bench, candidates: Sequence[Candidate], places: Sequence[int], progress: Progress
+    bench: Bench, candidates: Sequence[Candidate], indices: Sequence[int], progress: Progress
 ) -> list[Measurement]:
     return [
         measurement
         for chunk in _chunks(candidates, CHUNK)
-        for measurement in bench.side_by_side(chunk, places, on_sample=lambda _: progress.advance())
+        for measurement in bench.side_by_side(chunk, indices, on_sample=lambda _: progress.advance())
     ]
 
 

@@ -85,7 +85,7 @@ def drafts_to_tune(task: Task, predictor: Predictor, heads: Iterable[EarlyExit],
     skips = [each for each in found if isinstance(each.draft, LayerSkip) and each.draft not in as_exits]
     ranked = [exits, skips, predictor.best_first(heads)]
     longest = max(len(each) for each in ranked)
-    return [each[place].draft for place in range(longest) for each in ranked if place < len(each)][:count]
+    return [each[index].draft for index in range(longest) for each in ranked if index < len(each)][:count]
 
 
 def check_rule_tuning(
@@ -138,10 +138,10 @@ def _replay(predictor: Predictor, draft: Drafting, rule: str, count: int, seed: 
 def _decode(
     task: Task, bench: Bench, draft: Drafting, rule: str, max_tokens: int, num_trials: int, progress: Progress
 ) -> tuple[Candidate, float]:
-    places = range(min(task.config.prompts_per_trial, len(bench.prompts)))
+    indices = range(min(task.config.prompts_per_trial, len(bench.prompts)))
 
     def measure(setting: DraftLengthRule) -> float:
-        return bench.measure(Candidate(draft=draft, draft_length=setting), places).speedup
+        return bench.measure(Candidate(draft=draft, draft_length=setting), indices).speedup
 
     start = time.perf_counter()
     best = tune_by_decoding(
@@ -177,9 +177,9 @@ def _compare(
     draft: Drafting, found: Sequence[_Found], num_trials: int, bench: Bench, progress: Progress
 ) -> list[TunedBoth]:
     candidates = {each.key: each for pair in found for each in (pair.replayed, pair.decoded)}
-    places = range(len(bench.prompts))
-    progress.stage("decoding the held-out prompts with both", len(places) * len(candidates))
-    measurements = bench.side_by_side(list(candidates.values()), places, on_sample=lambda _: progress.advance())
+    indices = range(len(bench.prompts))
+    progress.stage("decoding the held-out prompts with both", len(indices) * len(candidates))
+    measurements = bench.side_by_side(list(candidates.values()), indices, on_sample=lambda _: progress.advance())
     of: dict[str, Measurement] = dict(zip(candidates, measurements, strict=True))
     return [
         TunedBoth(

@@ -48,9 +48,9 @@ class RuleEntry:
     rule: DraftLengthRule
     measurement: Measurement
 
-    def on(self, places: Iterable[int]) -> Measurement:
+    def on(self, indices: Iterable[int]) -> Measurement:
         """Its samples of some prompts."""
-        wanted = set(places)
+        wanted = set(indices)
         return Measurement(samples=tuple(s for s in self.measurement.samples if s.prompt in wanted))
 
 
@@ -76,8 +76,8 @@ class RuleComparison:
 
     def over_best_fixed(self, entry: RuleEntry, column: str) -> Interval:
         """How many times as fast as the best fixed length a rule is, on the same prompts."""
-        places = self.columns[column]
-        return ratio_interval(entry.on(places), self.best_fixed(column).on(places))
+        indices = self.columns[column]
+        return ratio_interval(entry.on(indices), self.best_fixed(column).on(indices))
 
 
 def compare_rules(
@@ -158,13 +158,13 @@ def compare_rules(
 
 
 def _kinds(parts: Sequence[tuple[str, int, int]], bench: Bench, progress: Progress) -> tuple[TextKind, ...]:
-    """The prompts of each kind by their place in the bench, those left out that end too soon."""
-    place_of = {row: place for place, row in enumerate(bench.rows)}
+    """The prompts of each kind by their index in the bench, those left out that end too soon."""
+    index_of = {row: index for index, row in enumerate(bench.rows)}
     kinds, start = [], 0
     for name, num_learning, num_measured in parts:
         middle, end = start + num_learning, start + num_learning + num_measured
-        learning = tuple(place_of[row] for row in range(start, middle) if row in place_of)
-        measured = tuple(place_of[row] for row in range(middle, end) if row in place_of)
+        learning = tuple(index_of[row] for row in range(start, middle) if row in index_of)
+        measured = tuple(index_of[row] for row in range(middle, end) if row in index_of)
         if len(measured) < 2 or not learning:
             raise ConfigError(
                 f"{len(measured)} of {num_measured} prompts of {name}, and {len(learning)} of {num_learning} to learn from, are "
@@ -187,25 +187,25 @@ def _measure(
             continue
         rules[name] = rule(rule=name, max_tokens=max_tokens)
         if issubclass(rule, CostAwareRule):
-            taught = bench.learn(Candidate(draft=profile.draft, draft_length=rules[name]), learning)
+            taught = bench.warm_up_rule(Candidate(draft=profile.draft, draft_length=rules[name]), learning)
             rules[f"{name}, warm"] = taught.draft_length
     if profile.draft_length not in rules.values():
         rules["the profile's own"] = profile.draft_length
-    places = _in_turns([kind.measured for kind in kinds])
-    progress.stage("all rules on all prompts", len(rules) * len(places))
+    indices = _in_turns([kind.measured for kind in kinds])
+    progress.stage("all rules on all prompts", len(rules) * len(indices))
 
     def advance(sample: PromptSample) -> None:
         progress.advance()
 
     candidates = [Candidate(draft=profile.draft, draft_length=rule) for rule in rules.values()]
-    measurements = bench.side_by_side(candidates, places, on_sample=advance)
+    measurements = bench.side_by_side(candidates, indices, on_sample=advance)
     return tuple(RuleEntry(*parts) for parts in zip(rules, rules.values(), measurements, strict=True))
 
 
 def _in_turns(groups: Sequence[Sequence[int]]) -> list[int]:
     """One of each group in turn, while there are any: no kind comes in one piece."""
     longest = max(len(group) for group in groups)
-    return [group[place] for place in range(longest) for group in groups if place < len(group)]
+    return [group[index] for index in range(longest) for group in groups if index < len(group)]
 
 
 def write_json(comparison: RuleComparison, path: Path) -> None:
@@ -213,8 +213,8 @@ def write_json(comparison: RuleComparison, path: Path) -> None:
     rows = []
     for entry in comparison.entries:
         columns = {}
-        for column, places in comparison.columns.items():
-            measured = entry.on(places)
+        for column, indices in comparison.columns.items():
+            measured = entry.on(indices)
             columns[column] = {
                 "speedup": measured.speedup_interval().model_dump(mode="json"),
                 "over_best_fixed": comparison.over_best_fixed(entry, column).model_dump(mode="json"),

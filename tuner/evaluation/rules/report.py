@@ -25,9 +25,9 @@ def rules_table(comparison: RuleComparison) -> RenderableType:
         table.add_column(heading, justify="right", overflow="fold")  # a figure that is cut is none
     for entry in comparison.entries:
         cells = []
-        for column, places in comparison.columns.items():
+        for column, indices in comparison.columns.items():
             mark = "*" if entry is comparison.best_fixed(column) else " "
-            cells.append(f"{entry.on(places).speedup_interval():.2f}{mark}")
+            cells.append(f"{entry.on(indices).speedup_interval():.2f}{mark}")
         measured = entry.measurement
         ties = f" + {measured.num_ties} ties" if measured.num_ties else ""
         ratio = f"{comparison.over_best_fixed(entry, columns[-1]):.2f}"

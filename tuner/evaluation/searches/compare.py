@@ -50,7 +50,7 @@ def compare_searches(
     held_out = open_bench(task, task.prompts.held_out, "decoding the held-out prompts plainly", progress)
     lesson = range(min(task.config.prompts_per_trial, len(tuning.prompts)))
     progress.stage("teaching the rules that learn")
-    truth.complete(_incumbents(runs, limits), held_out, lambda each: tuning.learn(each, lesson), progress)
+    truth.complete(_incumbents(runs, limits), held_out, lambda each: tuning.warm_up_rule(each, lesson), progress)
     ordered = {rival.name: tuple(sorted(_of(rival, runs), key=lambda run: run.seed)) for rival in chosen}
     return SearchComparison(ordered, limits, truth.measurements(), len(held_out.prompts), _facts(task, chosen))
 

@@ -62,10 +62,10 @@ class Truth:
                 self._lines[key] = _Line(candidate=candidate, taught=teach(candidate))
         missing = {key: self._missing(key, len(bench.prompts)) for key in wanted}
         progress.stage("incumbents on held-out prompts", sum(map(len, missing.values())))
-        for keys, places in _chunks(missing):
-            self._measure(keys, places, bench, progress)
+        for keys, indices in _chunks(missing):
+            self._measure(keys, indices, bench, progress)
 
-    def _measure(self, keys: Sequence[str], places: Sequence[int], bench: Bench, progress: Progress) -> None:
+    def _measure(self, keys: Sequence[str], indices: Sequence[int], bench: Bench, progress: Progress) -> None:
         turns = cycle(keys)
 
         def keep(sample: PromptSample) -> None:
@@ -76,11 +76,11 @@ class Truth:
             if key == keys[-1]:
                 self._save()
 
-        bench.side_by_side([self._lines[key].taught for key in keys], places, on_sample=keep)
+        bench.side_by_side([self._lines[key].taught for key in keys], indices, on_sample=keep)
 
     def _missing(self, key: str, num_prompts: int) -> tuple[int, ...]:
         known = {sample.prompt for sample in self._lines[key].samples}
-        return tuple(place for place in range(num_prompts) if place not in known)
+        return tuple(index for index in range(num_prompts) if index not in known)
 
     def _save(self) -> None:
         lines = [json.dumps({"identity": self._identity}), *(line.model_dump_json() for line in self._lines.values())]
@@ -109,9 +109,9 @@ class Truth:
 def _chunks(missing: Mapping[str, tuple[int, ...]]) -> Iterator[tuple[list[str], tuple[int, ...]]]:
     """Candidates that lack the same prompts, at most `CHUNK` together."""
     alike: dict[tuple[int, ...], list[str]] = {}
-    for key, places in missing.items():
-        if places:
-            alike.setdefault(places, []).append(key)
-    for places, keys in alike.items():
+    for key, indices in missing.items():
+        if indices:
+            alike.setdefault(indices, []).append(key)
+    for indices, keys in alike.items():
         for start in range(0, len(keys), CHUNK):
-            yield keys[start : start + CHUNK], places
+            yield keys[start : start + CHUNK], indices

@@ -35,21 +35,21 @@ class NoisyBench:
 
     def __init__(self, num_prompts: int, true: float = 1.0, noise: float = 0.05, seed: int = 0) -> None:
         self.prompts = list(range(num_prompts))
-        self.places = range(num_prompts)
+        self.indices = range(num_prompts)
         self._true, self._noise = true, noise
         self._stream = np.random.default_rng(seed)
         self.asked: list[tuple[Candidate, tuple[int, ...]]] = []
 
-    def measure(self, wanted: Candidate, places: Sequence[int], on_sample: Any = lambda sample: None) -> Measurement:
-        self.asked.append((wanted, tuple(places)))
+    def measure(self, wanted: Candidate, indices: Sequence[int], on_sample: Any = lambda sample: None) -> Measurement:
+        self.asked.append((wanted, tuple(indices)))
         samples = tuple(
-            sample(self._true * float(np.exp(self._stream.normal(0, self._noise))), place) for place in places
+            sample(self._true * float(np.exp(self._stream.normal(0, self._noise))), index) for index in indices
         )
         for each in samples:
             on_sample(each)
         return Measurement(samples=samples)
 
-    def learn(self, wanted: Candidate, places: Sequence[int]) -> Candidate:
+    def warm_up_rule(self, wanted: Candidate, indices: Sequence[int]) -> Candidate:
         return wanted
 
 
@@ -95,7 +95,7 @@ def test_candidates_look_like_drafts_and_are_not_all_decoded_as_such() -> None:
 
 @pytest.fixture(scope="module")
 def bench() -> Bench:
-    prompts = [[(seed * 11 + place * 5) % 60 + 2 for place in range(5 + seed)] for seed in range(3)]
+    prompts = [[(seed * 11 + index * 5) % 60 + 2 for index in range(5 + seed)] for seed in range(3)]
     return Bench(tiny_target(4), prompts, max_new_tokens=10)
 
 

@@ -181,9 +181,9 @@ def test_texts_that_end_too_soon_are_told_of(
 
         def begin(self: Bench, target: Any, prompts: Any, **options: Any) -> None:
             honest(self, target, prompts, **options)
-            kept = [place for place, row in enumerate(self.rows) if row not in rows]
+            kept = [index for index, row in enumerate(self.rows) if row not in rows]
             for name in ("rows", "prompts", "greedy_texts"):
-                setattr(self, name, [getattr(self, name)[place] for place in kept])
+                setattr(self, name, [getattr(self, name)[index] for index in kept])
 
         monkeypatch.setattr(Bench, "__init__", begin)
 

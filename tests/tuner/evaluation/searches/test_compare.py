@@ -81,22 +81,22 @@ class Clockwork:
             drafts[decoder] = each.draft
             return decoder
 
-        def counted(bench: Bench, each: Candidate, places: Any, on_sample: Any) -> Any:
+        def counted(bench: Bench, each: Candidate, indices: Any, on_sample: Any) -> Any:
             if len(self.trials) == self.stop_at_trial:
                 raise KeyboardInterrupt
-            self.trials.append([bench.rows[place] for place in places])
+            self.trials.append([bench.rows[index] for index in indices])
             self.is_trial = True
             try:
-                return measure(bench, each, places, on_sample)
+                return measure(bench, each, indices, on_sample)
             finally:
                 self.is_trial = False
 
-        def said(bench: Bench, decoder: Any, place: int, plain: Any, drafted: Any) -> PromptSample:
+        def said(bench: Bench, decoder: Any, index: int, plain: Any, drafted: Any) -> PromptSample:
             if not self.is_trial:
                 if self.held_out == self.stop_at_sample:
                     raise KeyboardInterrupt
                 self.held_out += 1
-            sample = compare(bench, decoder, place, plain, drafted)
+            sample = compare(bench, decoder, index, plain, drafted)
             draft = drafts[decoder]
             num_skipped = len(draft.skip_attention) + len(draft.skip_mlp) if isinstance(draft, LayerSkip) else 0
             seconds = 1e-3 * sample.draft_tokens
@@ -352,15 +352,15 @@ def test_truth_decodes_in_chunks_and_teaches_rules_that_learn(
     together: list[int] = []
     honest = Bench.side_by_side
 
-    def side_by_side(bench: Bench, candidates: Any, places: Any, on_sample: Any) -> Any:
+    def side_by_side(bench: Bench, candidates: Any, indices: Any, on_sample: Any) -> Any:
         together.append(len(candidates))
-        return honest(bench, candidates, places, on_sample)
+        return honest(bench, candidates, indices, on_sample)
 
     monkeypatch.setattr(Bench, "side_by_side", side_by_side)
     learning = candidate((3,), BetaThompson())
     wanted = [*(candidate((2,), Fixed(max_tokens=length)) for length in range(1, CHUNK + 2)), learning]
     truth = Truth(tmp_path / "t.jsonl", {"model": "a"})
-    truth.complete(wanted, bench, lambda each: bench.learn(each, [0]), Unwatched())
+    truth.complete(wanted, bench, lambda each: bench.warm_up_rule(each, [0]), Unwatched())
     assert together == [CHUNK, 2]
     assert all(len(measured.samples) == 3 for measured in truth.measurements().values())
     assert truth.taught(wanted[0]) == wanted[0]
