@@ -1,1 +1,1 @@
-"""Exit heads: finding and checking them, and training them by self-distillation."""
+"""Exit heads: find and check stored ones, train new ones by self-distillation."""

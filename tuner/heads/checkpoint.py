@@ -1,4 +1,7 @@
-"""A training in progress on disk, so that the same command goes on after a kill and ends with the same weights."""
+"""Checkpoints of unfinished training runs.
+
+A resumed run ends with the weights of an uninterrupted one.
+"""
 
 from __future__ import annotations
 
@@ -13,13 +16,13 @@ from tuner.heads.training import Run
 
 
 class OtherCheckpointError(DistillationError):
-    """A checkpoint of another training."""
+    """Checkpoint that belongs to another training run."""
 
 
 def save_checkpoint(run: Run, identity: Mapping[str, Any], path: Path) -> None:
-    """Put everything a resumed run needs in the place of the last checkpoint, whole or not at all.
+    """Replace the checkpoint at `path` atomically with everything needed to resume `run`.
 
-    Raises `DistillationError` if the place is unwritable or full.
+    Raises `DistillationError` if it cannot be written.
     """
     state = {
         "identity": dict(identity),
@@ -30,34 +33,34 @@ def save_checkpoint(run: Run, identity: Mapping[str, Any], path: Path) -> None:
             for exit_layer, student in run.students.items()
         },
     }
-    beside = path.with_name(f".{path.name}.partial")
+    partial = path.with_name(f".{path.name}.partial")
     try:
-        with beside.open("wb") as file:
+        with partial.open("wb") as file:
             torch.save(state, file)
-        beside.replace(path)
-    except (OSError, RuntimeError) as cause:  # torch hides the error of a full disk behind one of its own
-        beside.unlink(missing_ok=True)
+        partial.replace(path)
+    except (OSError, RuntimeError) as cause:  # torch wraps the OSError of a full disk in a RuntimeError
+        partial.unlink(missing_ok=True)
         raise DistillationError(f"cannot write the checkpoint {path}: {_reason(cause)}") from None
 
 
 def load_checkpoint(run: Run, identity: Mapping[str, Any], path: Path) -> None:
-    """Bring a fresh run to where the checkpoint was.
+    """Restore a fresh run from the checkpoint at `path`.
 
-    Raises `DistillationError` if it is damaged, and `OtherCheckpointError` if it belongs to a training with other settings, or of
-    other exits: it may hold more than the run has, as their heads may be finished.
+    The checkpoint may hold more exits than `run`: the heads of the others may be finished. Raises `DistillationError` if the
+    checkpoint is damaged, and `OtherCheckpointError` if its settings differ or it lacks an exit of `run`.
     """
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
         stored, students = state["identity"], state["students"]
-    except Exception as cause:  # what a damaged archive raises is anyone's guess
+    except Exception as cause:  # a damaged archive can raise almost anything
         raise DistillationError(
-            f"the checkpoint {path} is damaged ({_reason(cause)}): remove it, and the training begins anew"
+            f"the checkpoint {path} is damaged ({_reason(cause)}): remove it to restart the training"
         ) from None
     differing = differences(stored, identity) or ("choice of exits" if run.students.keys() - students.keys() else "")
     if differing:
         raise OtherCheckpointError(
-            f"{path} is of an unfinished distillation with another {differing}: go on with its settings, begin anew with "
-            "--overwrite, or use another folder"
+            f"{path} belongs to an unfinished distillation with another {differing}: resume it with its own settings, "
+            "restart with --overwrite, or use another folder"
         )
     with torch.no_grad():
         for exit_layer, student in run.students.items():
@@ -65,12 +68,12 @@ def load_checkpoint(run: Run, identity: Mapping[str, Any], path: Path) -> None:
             for master, value in zip(student.masters, saved["masters"], strict=True):
                 master.copy_(value)
             student.optimizer.load_state_dict(saved["optimizer"])
-            student.follow_masters()
+            student.sync_weights()
     run.losses, run.seconds = state["losses"], state["seconds"]
 
 
 def differences(known: Mapping[str, Any], wanted: Mapping[str, Any]) -> str:
-    """The names of what differs between two identities, in words; empty if nothing does."""
+    """Return the keys in which two identities differ, joined by "and"."""
     names = sorted(key for key in {*known, *wanted} if known.get(key) != wanted.get(key))
     return " and ".join(name.replace("_", " ") for name in names)
 

@@ -1,7 +1,7 @@
-"""One distillation, from configuration to exit heads: texts by the target, training, figures, files.
+"""Distillation from configuration to exit heads: training texts, training, evaluation, files.
 
-Reads top to bottom in the order things happen. How texts are written, heads trained and exits judged stands in
-`tuner.heads.training`. The command `sdtune distill` and a search that misses heads both run it.
+Both `sdtune distill` and a search with missing heads run it. Texts are generated in `tuner.heads.texts`, heads are trained in
+`tuner.heads.training`, and exits are evaluated in `tuner.heads.evaluation`.
 """
 
 from __future__ import annotations
@@ -43,44 +43,46 @@ from tuner.inputs.prompts import Prompt, PromptSet, load_prompts, search_prompts
 from tuner.progress import Progress
 from tuner.tracking import DatasetInput, Tracker
 
-FEWEST_SPARE = 32
-"""Prompts that are worth learning from without the tuning ones."""
-FEWEST_TRAINING_TOKENS = 500
-FEWEST_JUDGED_TOKENS = 50
+MIN_SPARE_PROMPTS = 32
+"""With fewer spare prompts, the tuning prompts are trained on too."""
+MIN_TRAINING_TOKENS = 500
+MIN_EVALUATION_TOKENS = 50
 CURVE = "training_curve.csv"
 PROMPT_SETTINGS = (
     *("model", "revision", "dataset", "prompt_column", "group_column", "chat_template", "max_prompt_tokens"),
     *("tuning_prompts", "held_out_prompts", "max_new_tokens", "dtype", "seed"),
 )
-"""Keys of a search's configuration that a distillation heeds too."""
+"""Keys of the search configuration that a distillation uses too."""
 
 OnLosses = Callable[[int, Sequence[Losses]], None]
-"""Told of steps that are done: how many there were before, and the losses of each."""
+"""Callback for finished steps: the number of steps reported before, and the losses of each new step."""
 
 
 @dataclass(frozen=True)
 class Distillation:
-    """What is to be distilled: model and prompts, loaded, and how. Nothing is written yet."""
+    """Planned distillation: loaded model and prompts, and its settings. Creating one writes nothing."""
 
     loaded: Loaded
     target: Target
     prompts: PromptSet
-    """Of the search; heads are judged on the held-out ones."""
-    lessons: tuple[Prompt, ...]
-    """The prompts that heads learn from."""
+    """Prompts of the search; exits are evaluated on the held-out ones."""
+    training_prompts: tuple[Prompt, ...]
     settings: DistillSettings
     folder: Path
-    """Where heads, texts and checkpoint lie."""
+    """Folder of the heads, the texts and the checkpoint."""
     seed: int
     temperature: float
-    """Of decoding: the texts to judge on are written at it. Those to learn from have one of their own, in the settings."""
+    """Decoding temperature, used for evaluation texts. `settings.temperature` is used for training texts."""
 
     @cached_property
     def exits(self) -> tuple[int, ...]:
-        """The asked exits, or the usual ones. Raises `DistillationError` if the model does not have one of them."""
+        """Requested exit layers, or the default ones.
+
+        Raises `DistillationError` if the model lacks one of them.
+        """
         exits = self.settings.exit_layers or default_exit_layers(self.target.num_layers)
         if not exits:
-            raise DistillationError(f"a model of {self.target.num_layers} layer has no exit to train a head for")
+            raise DistillationError(f"a model with {self.target.num_layers} layer has no exit to train a head for")
         for exit_layer in exits:
             try:
                 self.target.check_exit_layer(exit_layer)
@@ -90,15 +92,15 @@ class Distillation:
 
     @cached_property
     def model(self) -> Fingerprint:
-        """Which model it is."""
+        """Fingerprint of the target model."""
         return fingerprint(self.target.model)
 
     @cached_property
-    def learning(self) -> TextPlan:
-        """The texts to learn from."""
+    def training_texts(self) -> TextPlan:
+        """Plan of the training texts."""
         settings = self.settings
         return TextPlan(
-            prompts=tuple(prompt.token_ids for prompt in self.lessons),
+            prompts=tuple(prompt.token_ids for prompt in self.training_prompts),
             samples=settings.samples_per_prompt,
             temperature=settings.temperature,
             response_tokens=settings.response_tokens,
@@ -107,24 +109,30 @@ class Distillation:
         )
 
     @cached_property
-    def judging(self) -> TextPlan:
-        """The texts to judge on: one behind each held-out prompt, as decoding will write it."""
+    def evaluation_texts(self) -> TextPlan:
+        """Plan of the evaluation texts: one per held-out prompt, at the decoding temperature."""
         prompts = tuple(prompt.token_ids for prompt in self.prompts.held_out)
-        return replace(self.learning, prompts=prompts, samples=1, temperature=self.temperature)
+        return replace(self.training_texts, prompts=prompts, samples=1, temperature=self.temperature)
 
     @cached_property
     def identity(self) -> dict[str, Any]:
-        """What decides the weights of a head: one of another identity is never taken for this distillation's."""
+        """Everything that determines the weights of a head.
+
+        A stored head of another identity is never reused.
+        """
         decisive = self.settings.model_dump(include={"steps", "timeout", "batch_size", "learning_rate"})
-        return {**self.learning.identity(self.model, self.target.dtype), **decisive}
+        return {**self.training_texts.identity(self.model, self.target.dtype), **decisive}
 
     @property
     def checkpoint(self) -> Path:
-        """Where the training lies while it is not finished."""
+        """Path of the checkpoint of unfinished training."""
         return self.folder / "checkpoint.pt"
 
     def finished(self) -> dict[int, HeadFacts]:
-        """What the files of those asked heads say that are there; `ExitHeadError` for one that is not of this distillation."""
+        """Return the facts of the requested heads that exist already, by exit layer.
+
+        Raises `ExitHeadError` for a head of another distillation.
+        """
         found = {}
         for exit_layer in self.exits:
             path = self.folder / head_name(exit_layer)
@@ -141,24 +149,24 @@ class Distillation:
 
 @dataclass(frozen=True)
 class Distilled:
-    """What came of a distillation."""
+    """Result of a distillation."""
 
     folder: Path
     facts: Mapping[int, HeadFacts]
-    """What the file of each head says of it, figures included, by exit layer."""
+    """Facts stored in each head's file, figures included, by exit layer."""
     losses: Sequence[Losses]
-    """Of every step."""
+    """One entry per step."""
     writing_seconds: float
     training_seconds: float
 
     @property
     def heads(self) -> dict[int, Path]:
-        """The files, by exit layer."""
+        """Paths of the head files, by exit layer."""
         return {exit_layer: self.folder / head_name(exit_layer) for exit_layer in self.facts}
 
 
 def prepare(config: SearchConfig, progress: Progress) -> Distillation:
-    """Load model and prompts and check all that can be checked before anything is run or written."""
+    """Load model and prompts, and check all settings before any computation or output."""
     check_folder(config.heads)
     progress.stage(f"loading {config.model}")
     loaded = load(config.model, revision=config.revision, dtype=config.dtype, device=config.device)
@@ -168,26 +176,27 @@ def prepare(config: SearchConfig, progress: Progress) -> Distillation:
 
 
 def num_spare(config: SearchConfig) -> int:
-    """How many spare rows of its dataset a distillation may ask for."""
+    """Return the maximum number of spare prompts to draw from the search's dataset."""
     return 0 if config.distillation.training_dataset else config.distillation.prompts
 
 
 def of_search(
     config: SearchConfig, loaded: Loaded, target: Target, prompts: PromptSet, progress: Progress
 ) -> Distillation:
-    """The distillation for a search whose model and `prompts`, spare ones among them, are loaded."""
-    lessons = _lessons(config, loaded, target, prompts, progress)
+    """Return the distillation for a search; `prompts` must include its spare prompts."""
+    training_prompts = _training_prompts(config, loaded, target, prompts, progress)
     return Distillation(
-        loaded, target, prompts, lessons, config.distillation, config.heads, config.seed, config.temperature
+        loaded, target, prompts, training_prompts, config.distillation, config.heads, config.seed, config.temperature
     )
 
 
-def _lessons(
+def _training_prompts(
     config: SearchConfig, loaded: Loaded, target: Target, prompts: PromptSet, progress: Progress
 ) -> tuple[Prompt, ...]:
-    """Prompts to learn from: of a dataset of their own, or the spare ones; held-out ones never, tuning ones for want of others.
+    """Return the prompts of the training dataset, or the spare prompts of the search.
 
-    A head is right more often behind prompts it has learnt from, and would win trials that it loses elsewhere.
+    Held-out prompts are never used. Tuning prompts are used only if there are too few spare ones: a head does better on
+    prompts that it was trained on, and would win trials that it loses on other prompts.
     """
     settings = config.distillation
     if settings.training_dataset is not None:
@@ -206,18 +215,18 @@ def _lessons(
         )
         known = {prompt.token_ids for prompt in (*prompts.tuning, *prompts.held_out)}
         return tuple(prompt for prompt in (*found.tuning, *found.spare) if prompt.token_ids not in known)
-    if len(prompts.spare) >= FEWEST_SPARE:
+    if len(prompts.spare) >= MIN_SPARE_PROMPTS:
         return prompts.spare[: settings.prompts]
     progress.say(
-        f"{len(prompts.spare)} prompts are in neither part of {prompts.name}, too few to learn from: heads learn from the tuning "
-        "prompts too, on which trials will flatter them; --training-dataset names a dataset for them"
+        f"only {len(prompts.spare)} spare prompts in {prompts.name}: heads are trained on the tuning prompts too, so trials will "
+        "overrate them; --training-dataset names a separate dataset"
     )
     return (*prompts.spare, *prompts.tuning)[: settings.prompts]
 
 
 def check_folder(folder: Path) -> None:
-    """Raise `DistillationError` if heads could not be written into `folder`, which need not exist yet."""
-    existing = next(place for place in (folder.absolute(), *folder.absolute().parents) if place.exists())
+    """Raise `DistillationError` unless heads can be written into `folder`, which need not exist yet."""
+    existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
     if not existing.is_dir():
         raise DistillationError(f"cannot write exit heads into {folder}: {existing} is a file; name a folder")
     try:
@@ -235,18 +244,18 @@ def distil(
     on_losses: OnLosses = lambda num_before, losses: None,
     overwrite: bool = False,
 ) -> Distilled:
-    """Train heads for `exits` and put them into the folder, over those that are there.
+    """Train heads for `exits` and write them into the folder, replacing existing ones.
 
-    Texts and the last checkpoint of a run that was stopped are gone on with. Raises `DistillationError` if there is too little to
-    learn from, the loss diverges, the folder cannot be used, or its checkpoint is of another distillation and not to be
-    overwritten; `ExitHeadError` if a head cannot be written.
+    A stopped run resumes from its texts and its last checkpoint. Raises `DistillationError` if there is too little training
+    text, the loss diverges, the folder cannot be used, or the checkpoint belongs to another distillation and `overwrite` is
+    false. Raises `ExitHeadError` if a head cannot be written.
     """
-    texts = _texts(work, work.learning, "writing texts to learn from", FEWEST_TRAINING_TOKENS, progress)
-    unseen = _texts(work, work.judging, "writing texts to judge on", FEWEST_JUDGED_TOKENS, progress)
-    before = _judge(work, dict.fromkeys(exits), unseen, "judging the exits without heads", progress)
+    texts = _texts(work, work.training_texts, "generating training texts", MIN_TRAINING_TOKENS, progress)
+    unseen = _texts(work, work.evaluation_texts, "generating evaluation texts", MIN_EVALUATION_TOKENS, progress)
+    before = _evaluate(work, dict.fromkeys(exits), unseen, "evaluating the exits without heads", progress)
     run = _train(work, exits, texts, progress, on_losses, overwrite)
     heads = {exit_layer: student.stored_head() for exit_layer, student in run.students.items()}
-    after = _judge(work, heads, unseen, "judging the exits with their heads", progress)
+    after = _evaluate(work, heads, unseen, "evaluating the exits with their heads", progress)
     writing_seconds = sum(text.seconds for text in (*texts, *unseen))
     facts = {}
     for exit_layer, head in heads.items():
@@ -262,7 +271,10 @@ def distil(
 def distil_and_track(
     work: Distillation, exits: Sequence[int], config: SearchConfig, progress: Progress, *, overwrite: bool = False
 ) -> Distilled:
-    """`distil`, with an MLflow run that has the settings, the losses and the figures, and that a stopped run goes on with."""
+    """Run `distil` and track settings, losses and figures in MLflow.
+
+    A resumed distillation reuses its MLflow run.
+    """
     tracker = _open_tracker(work, exits, config)
     try:
         distilled = distil(work, exits, progress, on_losses=partial(log_losses, tracker), overwrite=overwrite)
@@ -278,7 +290,7 @@ def distil_and_track(
 
 
 def log_losses(tracker: Tracker, num_before: int, losses: Sequence[Losses]) -> None:
-    """The losses of some steps, a curve an exit."""
+    """Log the losses of some steps, as one curve per exit."""
     tracker.log_history(
         {
             step: {f"exit_{exit_layer}/loss": loss for exit_layer, loss in of_step.items()}
@@ -288,10 +300,10 @@ def log_losses(tracker: Tracker, num_before: int, losses: Sequence[Losses]) -> N
 
 
 def log_distilled(tracker: Tracker, distilled: Distilled) -> None:
-    """The figures of each exit, what the heads' files say, and the losses as a table."""
+    """Log each exit's figures, each head's facts, and the table of losses."""
     figures = {"writing_seconds": distilled.writing_seconds, "training_seconds": distilled.training_seconds}
     for exit_layer, facts in distilled.facts.items():
-        assert facts.training is not None, "the head of a distillation says how it was trained"
+        assert facts.training is not None, "a distilled head records its training"
         for name, of_exit in (("without_head", facts.training.before), ("with_head", facts.training.after)):
             figures |= {f"exit_{exit_layer}/{key}_{name}": value for key, value in of_exit.model_dump().items()}
         tracker.log_document(facts.model_dump(mode="json", by_alias=True), f"exit_head_{exit_layer}.json")
@@ -299,23 +311,24 @@ def log_distilled(tracker: Tracker, distilled: Distilled) -> None:
     tracker.log_artifact(distilled.folder / CURVE)
 
 
-def _texts(
-    work: Distillation, writing: TextPlan, stage: str, fewest_tokens: int, progress: Progress
-) -> list[WrittenText]:
-    """Write the texts, or read those that are there; each identity has a file of its own, so none is lost or mixed."""
+def _texts(work: Distillation, writing: TextPlan, stage: str, min_tokens: int, progress: Progress) -> list[WrittenText]:
+    """Return the texts of a plan, stored or newly generated.
+
+    Each identity has its own file, so texts never mix.
+    """
     identity = writing.identity(work.model, work.target.dtype)
     progress.stage(stage, len(writing.prompts) * writing.samples)
     path = work.folder / "texts" / f"{hash_json(identity)[:12]}.jsonl"
     texts = write_texts(work.target, writing, path, identity, progress.advance)
-    if (num_tokens := _num_tokens(texts)) < fewest_tokens:
+    if (num_tokens := _num_tokens(texts)) < min_tokens:
         raise DistillationError(
-            f"too little text: {num_tokens} tokens behind {len(writing.prompts)} prompts, and at least {fewest_tokens} are "
-            "needed; give more prompts, or more response tokens"
+            f"too little text: {len(writing.prompts)} prompts gave {num_tokens} tokens, and at least {min_tokens} are "
+            "needed; give more prompts or more response tokens"
         )
     return texts
 
 
-def _judge(
+def _evaluate(
     work: Distillation, heads: Heads, texts: Sequence[WrittenText], stage: str, progress: Progress
 ) -> dict[int, ExitFigures]:
     progress.stage(stage, len(texts))
@@ -330,37 +343,37 @@ def _train(
     on_losses: OnLosses,
     overwrite: bool,
 ) -> Run:
-    """Train the heads to the end, from the checkpoint on if there is one."""
+    """Train the heads to the end, starting from the checkpoint if there is one."""
     run = Run({exit_layer: Student(work.target) for exit_layer in exits})
     progress.stage(f"training {len(exits)} heads", work.settings.steps)
     if work.checkpoint.exists():
         _resume(run, work, progress, overwrite)
-    num_told = run.step
+    num_reported = run.step
 
     def keep() -> None:
-        nonlocal num_told
+        nonlocal num_reported
         progress.advance()
         progress.show(f"loss {fmean(run.losses[-1].values()):.3f}")
         if run.step % work.settings.checkpoint_every == 0 or run.progress(work.settings) >= 1:
-            on_losses(num_told, run.losses[num_told:])
+            on_losses(num_reported, run.losses[num_reported:])
             save_checkpoint(run, work.identity, work.checkpoint)
-            mean = fmean(loss for losses in run.losses[num_told:] for loss in losses.values())
-            progress.say(f"step {run.step}: loss {mean:.3f} nats a token, mean of {len(exits)} exits")
-            num_told = run.step
+            mean = fmean(loss for losses in run.losses[num_reported:] for loss in losses.values())
+            progress.say(f"step {run.step}: loss {mean:.3f} nats per token, mean of {len(exits)} exits")
+            num_reported = run.step
 
     train(run, work.target, texts, work.settings, work.seed, keep)
     return run
 
 
 def _resume(run: Run, work: Distillation, progress: Progress, overwrite: bool) -> None:
-    """Go on from the checkpoint; one of another distillation is refused, or passed over to be overwritten."""
+    """Restore the checkpoint; refuse one of another distillation unless `overwrite` is set."""
     try:
         load_checkpoint(run, work.identity, work.checkpoint)
     except OtherCheckpointError:
         if not overwrite:
             raise
         return
-    progress.say(f"going on behind step {run.step} of a distillation that was stopped")
+    progress.say(f"resuming a stopped distillation after step {run.step}")
     progress.advance(run.step)
 
 
@@ -373,11 +386,11 @@ def _facts(
     before: ExitFigures,
     after: ExitFigures,
 ) -> HeadFacts:
-    """What the file of a head says of it."""
+    """Return the facts to store in the file of a head."""
     training = HeadTraining(
         model=work.loaded.name,
         dataset=work.settings.training_dataset or work.prompts.name,
-        prompts_sha256=tuple(prompt_sha256(prompt) for prompt in work.learning.prompts),
+        prompts_sha256=tuple(prompt_sha256(prompt) for prompt in work.training_texts.prompts),
         num_texts=len(texts),
         num_tokens=_num_tokens(texts),
         temperature=work.settings.temperature,

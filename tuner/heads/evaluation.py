@@ -1,4 +1,4 @@
-"""How well exits foretell the target on given texts: exact sampling acceptance and greedy agreement."""
+"""Quality of exits as drafts on given texts: sampling acceptance (exact) and greedy agreement."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from torch import Tensor, nn
 
 from decoding.exit_heads import ExitFigures
 from decoding.target import Target
-from tuner.heads.batches import TrainingBatch, batches_in_order
+from tuner.heads.batches import TrainingBatch, batches_by_length
 from tuner.heads.texts import WrittenText
 
 Heads = Mapping[int, nn.Module | None]
-"""Exits by layer, each with its head, or None for the states as they are."""
+"""Heads by exit layer; None is an exit without a head."""
 
 
 @torch.no_grad()
@@ -24,17 +24,20 @@ def evaluate(
     batch_size: int,
     on_progress: Callable[[int], None] = lambda num_texts: None,
 ) -> dict[int, ExitFigures]:
-    """The figures of each exit over all response tokens of `texts`; `on_progress` is told how many texts are done."""
+    """Return the figures of each exit over all response tokens of `texts`.
+
+    `on_progress` is called after each batch with the number of texts in it.
+    """
     sums = {exit_layer: torch.zeros(2, dtype=torch.float64) for exit_layer in heads}
     num_tokens = 0
-    for texts_of_batch in batches_in_order(texts, batch_size):
+    for texts_of_batch in batches_by_length(texts, batch_size):
         batch = TrainingBatch.of(texts_of_batch, target.device)
         states, logits = target.exit_states(batch.token_ids, list(heads), first=batch.first)
-        target_logits = logits[batch.counts]
+        target_logits = logits[batch.response_mask]
         num_tokens += target_logits.shape[0]
         for exit_layer, head in heads.items():
             drafted = target.exit_logits(batch.token_ids, states.pop(exit_layer), head, first=batch.first)
-            sums[exit_layer] += _summed(target_logits, drafted[batch.counts]).cpu()
+            sums[exit_layer] += _summed(target_logits, drafted[batch.response_mask]).cpu()
         on_progress(len(texts_of_batch))
     return {
         exit_layer: ExitFigures(
@@ -45,15 +48,17 @@ def evaluate(
 
 
 def acceptance(target_logits: Tensor, draft_logits: Tensor) -> Tensor:
-    """The chance [..] that a token sampled from the draft is accepted at temperature 1: the sum over v of min(p, q).
+    """Return the acceptance probability of a sampled draft token at temperature 1.
 
-    It is 1 minus the total variation distance of the two distributions (Leviathan et al., arXiv 2211.17192, corollary 3.6).
+    Logits are [..., vocabulary], the result is [...]. It is the sum over the vocabulary of min(p, q), or 1 minus the total
+    variation distance of the target distribution p and the draft distribution q (Leviathan et al., arXiv 2211.17192, corollary
+    3.6).
     """
     p, q = (torch.softmax(logits.float(), dim=-1) for logits in (target_logits, draft_logits))
     return torch.minimum(p, q).sum(dim=-1)
 
 
 def _summed(target_logits: Tensor, draft_logits: Tensor) -> Tensor:
-    """Acceptance and agreement, each summed over positions: [2]."""
+    """Return acceptance and agreement, each summed over positions: [2]."""
     agrees = target_logits.argmax(dim=-1) == draft_logits.argmax(dim=-1)
     return torch.stack([acceptance(target_logits, draft_logits).double().sum(), agrees.double().sum()])

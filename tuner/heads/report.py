@@ -1,4 +1,4 @@
-"""What a distillation made, for people: the table of exits and the curve of the losses."""
+"""Report of a distillation: table of exits, CSV of the loss curve."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from rich.table import Table
 from decoding.exit_heads import HeadFacts
 
 CURVE_EVERY = 10
-"""Steps in a row of the curve."""
+"""Training steps per row of the curve."""
 
 
 def exits_table(facts: Mapping[int, HeadFacts]) -> Table:
-    """Exits side by side, without and with their head, on texts behind held-out prompts."""
-    title = "Held-out prompts: how well each exit foretells the model, without and with its head"
+    """Return a table of exits: acceptance and agreement without and with a head."""
+    title = "Exits on held-out prompts, without and with a head"
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("exit", justify="right")
     for heading in ("acceptance", "with head", "agreement", "with head"):
@@ -32,7 +32,10 @@ def exits_table(facts: Mapping[int, HeadFacts]) -> Table:
 
 
 def loss_curve_csv(losses: Sequence[Mapping[int, float]]) -> str:
-    """A row per `CURVE_EVERY` steps with the mean loss of each exit in nats a token."""
+    """Return the loss curve as CSV, in nats per token.
+
+    Each row has the mean loss of each exit over `CURVE_EVERY` steps.
+    """
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     exits = list(losses[0]) if losses else []

@@ -1,9 +1,10 @@
-"""Trains the heads of several exits in one pass: the target is run once a step, then the heads one after the other.
+"""Joint training of the heads of several exits.
 
-The loss is the cross-entropy of an exit's distribution against the target's (soft labels), over the tokens of the responses. It is
-told without the entropy of the labels, below which no head can go: 0 is an exit that says what the target says.
-A head starts as a copy of the target's last block. It computes in the target's precision, as it will in production, and
-the optimizer moves float32 masters of its weights. Structure of a step, schedule and rates are our formulation.
+Each step runs the target once, then each head in turn. The loss is the cross-entropy of an exit's distribution against the
+target's (soft labels), over the tokens of the responses. It is reported minus the entropy of the labels, its lower bound: a
+loss of 0 means that the exit predicts the target exactly. A head starts as a copy of the target's last block. It computes in
+the target's precision, as in production, while the optimizer updates float32 master weights. The structure of a step, the
+schedule and the rates are our formulation.
 """
 
 from __future__ import annotations
@@ -26,16 +27,16 @@ from tuner.heads.batches import Schedule, TrainingBatch
 from tuner.heads.texts import WrittenText
 
 WARM_UP = 0.05
-"""Share of the training in which the learning rate rises to its height."""
+"""Share of the training over which the learning rate rises to its peak."""
 GRADIENT_NORM = 1.0
 BETAS = (0.9, 0.95)
 
 Losses = Mapping[int, float]
-"""Cross-entropy above that of the labels with themselves, in nats a token, by exit layer."""
+"""Cross-entropy minus the entropy of the labels, in nats per token, by exit layer."""
 
 
 class Student:
-    """A head in training: the module that computes, float32 masters of its weights, and their optimizer."""
+    """Head in training: its module, float32 master weights, and their optimizer."""
 
     def __init__(self, target: Target) -> None:
         self.head = target.new_exit_head()
@@ -46,10 +47,11 @@ class Student:
         ]
         self.optimizer = torch.optim.AdamW(self.masters, betas=BETAS, weight_decay=0.0)
 
-    def learn(self, num_tokens: int, learning_rate: float) -> None:
-        """Move the weights against the gradient that is there, of a loss summed over `num_tokens`; the gradient is spent.
+    def update(self, num_tokens: int, learning_rate: float) -> None:
+        """Apply one optimizer step with the accumulated gradient, then clear it.
 
-        The sum keeps gradients above what float16 can hold; a step whose gradients exceed it is left out.
+        The loss was summed over `num_tokens`. A summed loss keeps small gradients from underflowing in float16. A step whose
+        gradients overflow is skipped.
         """
         for weight, master in zip(self._weights, self.masters, strict=True):
             gradient, weight.grad = weight.grad, None
@@ -59,18 +61,18 @@ class Student:
         if torch.nn.utils.clip_grad_norm_(self.masters, GRADIENT_NORM).isfinite():
             self.optimizer.step()
         self.optimizer.zero_grad()
-        self.follow_masters()
+        self.sync_weights()
 
     @torch.no_grad()
-    def follow_masters(self) -> None:
-        """Give the module the weights of the masters, rounded to its precision."""
+    def sync_weights(self) -> None:
+        """Copy the master weights into the module, rounded to its precision."""
         for weight, master in zip(self._weights, self.masters, strict=True):
             if master is not weight:
                 weight.copy_(master)
 
     @torch.no_grad()
     def stored_head(self) -> nn.Module:
-        """The head as it is stored and read back: the masters rounded to bfloat16, in the target's precision."""
+        """Return the head as loaded from a file: in the target's precision, rounded to bfloat16."""
         stored = copy.deepcopy(self.head).requires_grad_(False)
         for weight, master in zip(stored.parameters(), self.masters, strict=True):
             weight.copy_(master.to(torch.bfloat16))
@@ -79,20 +81,20 @@ class Student:
 
 @dataclass
 class Run:
-    """A training in progress: what a checkpoint holds."""
+    """State of a training run, as a checkpoint holds it."""
 
     students: dict[int, Student]
     losses: list[Losses] = field(default_factory=list)
-    """Of every step."""
+    """One entry per step."""
     seconds: float = 0.0
 
     @property
     def step(self) -> int:
-        """Steps done."""
+        """Number of finished steps."""
         return len(self.losses)
 
     def progress(self, settings: DistillSettings) -> float:
-        """The share of the training that is done, 1 at its end: of the steps, or of the time if that is the larger."""
+        """Return the finished share of training, by steps or by time, whichever is larger."""
         return max(self.step / settings.steps, self.seconds / (settings.timeout or math.inf))
 
 
@@ -104,13 +106,13 @@ def train(
     seed: int,
     on_step: Callable[[], None] = lambda: None,
 ) -> None:
-    """Train the students of `run` to the end of its steps or its time; `on_step` is called behind every step.
+    """Train the students of `run` until its steps or its time are used up.
 
-    Without a timeout nothing but settings, seed and the number of the step decides a step, so a run that goes on from a
-    checkpoint ends as one that was never stopped. Raises `DistillationError` if a loss is no number any more.
+    `on_step` is called after every step. Without a timeout a step depends on settings, seed and step number alone, so a resumed
+    run ends with the weights of an uninterrupted one. Raises `DistillationError` if a loss is not finite.
     """
     schedule = Schedule(texts, settings.batch_size, seed)
-    highest_rate = settings.learning_rate or usual_rate(target)
+    highest_rate = settings.learning_rate or default_learning_rate(target)
     with frozen(target.model):
         while (progress := run.progress(settings)) < 1:
             began = time.perf_counter()
@@ -128,45 +130,51 @@ def train(
 
 
 def train_step(students: dict[int, Student], target: Target, batch: TrainingBatch, learning_rate: float) -> Losses:
-    """One pass of the target and one step of each student in turn; the losses of the exits in nats a token.
+    """Run the target once and update each student in turn.
 
-    Beside the model and the students, memory holds the states at the exits and the logits of one exit at a time.
+    Returns the losses in nats per token. Peak memory beyond the model and the students: the states at the exits, and the logits
+    of one exit at a time.
     """
     with torch.no_grad():
         states, logits = target.exit_states(batch.token_ids, list(students), first=batch.first)
-        labels = torch.softmax(logits[batch.counts].float(), dim=-1)  # [tokens, vocabulary]
+        labels = torch.softmax(logits[batch.response_mask].float(), dim=-1)  # [tokens, vocabulary]
         entropy = torch.special.entr(labels).sum().item()
         del logits
     losses = {}
     for exit_layer, student in students.items():
         drafted = target.exit_logits(batch.token_ids, states.pop(exit_layer), student.head, first=batch.first)
-        loss = soft_label_loss(drafted[batch.counts], labels)
+        loss = soft_label_loss(drafted[batch.response_mask], labels)
         loss.backward()
-        student.learn(len(labels), learning_rate)
+        student.update(len(labels), learning_rate)
         losses[exit_layer] = (loss.item() - entropy) / len(labels)
     return losses
 
 
 def soft_label_loss(draft_logits: Tensor, labels: Tensor) -> Tensor:
-    """Cross-entropy of softmax(`draft_logits`) against the distributions `labels`, both [tokens, vocabulary]: nats, summed."""
+    """Return the cross-entropy of softmax(`draft_logits`) against `labels`, in nats summed over tokens.
+
+    Both are [tokens, vocabulary]; the rows of `labels` are distributions.
+    """
     return F.cross_entropy(draft_logits.float(), labels, reduction="sum")
 
 
-def usual_rate(target: Target) -> float:
-    """The learning rate if none is asked for: as 1 over the hidden size, as Adam's best rate for a matrix falls with its width
-    (muP, arXiv 2203.03466); the constant is from trials on the demo model.
+def default_learning_rate(target: Target) -> float:
+    """Return the default learning rate: 1 / hidden size.
+
+    Adam's best rate for a matrix is inversely proportional to its width (muP, arXiv 2203.03466). The constant 1 comes from
+    trials on the demo model.
     """
     return 1.0 / target.config.hidden_size
 
 
 def rate_factor(progress: float, steps: int) -> float:
-    """What the learning rate is multiplied by: linear warm-up, then half a cosine down to 0 (our formulation)."""
+    """Return the learning-rate factor: linear warm-up, then cosine decay to 0 (our formulation)."""
     return min(1.0, (progress + 1 / steps) / WARM_UP) * (1 + math.cos(math.pi * progress)) / 2
 
 
 @contextmanager
 def frozen(model: nn.Module) -> Iterator[None]:
-    """No parameter of `model` collects gradients for a while; afterwards each does as before."""
+    """Turn off gradients for all parameters of `model`, and restore each setting on exit."""
     before = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
     try:
         for parameter, _ in before:

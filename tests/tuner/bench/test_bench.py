@@ -22,6 +22,7 @@ from studies.measurement import Measurement
 from tests.support.heads import write_heads
 from tests.support.paths import DEMO
 from tests.support.records import sample
+from tests.support.refusals import refused
 from tests.support.tiny import save_tiny_checkpoint, write_tiny_prompts
 from tuner.bench.accounting import Account
 from tuner.bench.contenders import CONTENDERS, default_names
@@ -64,15 +65,6 @@ def code(workplace: Path) -> Path:
 def results(workplace: Path) -> dict[str, Any]:
     found: dict[str, Any] = json.loads((workplace / "b" / "bench.json").read_text())
     return found
-
-
-def refused(result: Result, *words: str) -> None:
-    assert result.exit_code == 2, result.output
-    assert "Traceback" not in result.output
-    last = result.stderr.splitlines()[-1]
-    assert last.startswith("sdtune: ")
-    for word in words:
-        assert word in last
 
 
 def flat(text: str) -> str:

@@ -5,23 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner, Result
+from click.testing import CliRunner
 
 from decoding.drafts import LayerSkip
 from decoding.profile import DraftProfile, TargetIdentity
+from tests.support.refusals import refused
 from tests.support.tiny import tiny_llama, write_tiny_prompts
 from tests.tuner.conftest import SearchCommand
 from tuner.cli.main import main
-
-
-def _refused(result: Result, *words: str) -> None:
-    assert result.exit_code == 2, result.output
-    lines = [line for line in result.stderr.splitlines() if line.startswith("sdtune: ")]
-    assert len(lines) == 1, result.stderr
-    assert result.stderr.rstrip().endswith(lines[0])
-    assert "Traceback" not in result.output
-    for word in words:
-        assert word in lines[0], lines[0]
 
 
 @pytest.mark.parametrize(
@@ -52,7 +43,7 @@ def _refused(result: Result, *words: str) -> None:
 def test_a_wrong_search(
     run_search: SearchCommand, workplace: Path, flags: dict[str, str | None], words: list[str]
 ) -> None:
-    _refused(run_search(**flags), *words)
+    refused(run_search(**flags), *words)
     left = [path.name for path in workplace.iterdir()]
     assert not left
 
@@ -67,11 +58,11 @@ def test_a_wrong_search(
     ],
 )
 def test_a_wrong_command_line(workplace: Path, arguments: list[str], words: list[str]) -> None:
-    _refused(CliRunner().invoke(main, arguments), *words)
+    refused(CliRunner().invoke(main, arguments), *words)
 
 
 def test_a_folder_that_is_no_model(run_search: SearchCommand, workplace: Path) -> None:
-    _refused(run_search(model=str(workplace)), "is no model", "config.json")
+    refused(run_search(model=str(workplace)), "is no model", "config.json")
 
 
 @pytest.mark.parametrize(
@@ -85,33 +76,33 @@ def test_a_folder_that_is_no_model(run_search: SearchCommand, workplace: Path) -
 def test_a_wrong_configuration_file(run_search: SearchCommand, workplace: Path, text: str, words: list[str]) -> None:
     path = workplace / "wrong.yaml"
     path.write_text(text)
-    _refused(run_search(config=str(path)), *words)
+    refused(run_search(config=str(path)), *words)
 
 
 def test_a_damaged_dataset(run_search: SearchCommand, workplace: Path) -> None:
     path = workplace / "damaged.jsonl"
     path.write_text('{"prompt": "w1 w2"}\n{"prompt": \x00\n')
-    _refused(run_search(dataset=str(path)), "cannot read the dataset", "damaged.jsonl")
+    refused(run_search(dataset=str(path)), "cannot read the dataset", "damaged.jsonl")
 
 
 def test_a_damaged_storage_is_left_as_it_is(run_search: SearchCommand, workplace: Path) -> None:
     path = workplace / "trials.db"
     path.write_bytes(b"not a database " * 300)
-    _refused(run_search(storage=f"sqlite:///{path}"), "cannot", "not a database")
+    refused(run_search(storage=f"sqlite:///{path}"), "cannot", "not a database")
     assert path.read_bytes() == b"not a database " * 300
 
 
 def test_a_damaged_tracking_store(run_search: SearchCommand, workplace: Path) -> None:
     path = workplace / "tracking.db"
     path.write_bytes(b"not a database " * 300)
-    _refused(run_search(tracking_uri=f"sqlite:///{path}"), "cannot use the MLflow store", "not a database")
+    refused(run_search(tracking_uri=f"sqlite:///{path}"), "cannot use the MLflow store", "not a database")
     assert path.read_bytes() == b"not a database " * 300
 
 
 def test_another_dataset_under_the_same_experiment(run_search: SearchCommand, workplace: Path) -> None:
     assert run_search(trials="1", study="conf_layers").exit_code == 0
     other = write_tiny_prompts(workplace / "other.jsonl", count=30)
-    _refused(run_search(dataset=str(other)), "another data", "--experiment")
+    refused(run_search(dataset=str(other)), "another data", "--experiment")
 
 
 def _profile(path: Path, **changes: str) -> Path:
@@ -138,11 +129,11 @@ def _profile(path: Path, **changes: str) -> Path:
 )
 def test_a_wrong_profile(workplace: Path, old: str, new: str, words: list[str]) -> None:
     path = _profile(workplace / "p.yaml", **{old: new})
-    _refused(CliRunner().invoke(main, ["show", str(path)]), "p.yaml", *words)
+    refused(CliRunner().invoke(main, ["show", str(path)]), "p.yaml", *words)
 
 
 def test_a_missing_profile(workplace: Path) -> None:
-    _refused(CliRunner().invoke(main, ["show", "none.yaml"]), "no such profile: none.yaml")
+    refused(CliRunner().invoke(main, ["show", "none.yaml"]), "no such profile: none.yaml")
 
 
 def test_a_profile_for_another_model(workplace: Path, checkpoint: Path) -> None:
@@ -150,7 +141,7 @@ def test_a_profile_for_another_model(workplace: Path, checkpoint: Path) -> None:
     result = CliRunner().invoke(
         main, ["generate", "--profile", str(path), "--model", str(checkpoint), "--prompt", "w1"]
     )
-    _refused(result, "was tuned for m", "another configuration")
+    refused(result, "was tuned for m", "another configuration")
 
 
 def test_a_model_that_cannot_be_tuned(workplace: Path, run_search: SearchCommand) -> None:
@@ -161,7 +152,7 @@ def test_a_model_that_cannot_be_tuned(workplace: Path, run_search: SearchCommand
     config = MambaConfig(vocab_size=64, hidden_size=16, state_size=4, num_hidden_layers=2, intermediate_size=32)
     MambaForCausalLM(config).save_pretrained(workplace / "mamba")
     tiny_tokenizer().save_pretrained(workplace / "mamba")
-    _refused(run_search(model=str(workplace / "mamba")), "mamba keeps a recurrent state")
+    refused(run_search(model=str(workplace / "mamba")), "mamba keeps a recurrent state")
     doctor = CliRunner().invoke(main, ["doctor", "--model", str(workplace / "mamba")])
     assert doctor.exit_code == 1
     assert "cannot be tuned" in doctor.stdout
@@ -170,4 +161,4 @@ def test_a_model_that_cannot_be_tuned(workplace: Path, run_search: SearchCommand
 def test_a_checkpoint_with_missing_weights_is_no_model(workplace: Path, run_search: SearchCommand) -> None:
     tiny_llama().save_pretrained(workplace / "broken")
     (workplace / "broken" / "model.safetensors").write_bytes(b"\x00" * 64)
-    _refused(run_search(model=str(workplace / "broken")), "no such model")
+    refused(run_search(model=str(workplace / "broken")), "no such model")

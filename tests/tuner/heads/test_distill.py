@@ -1,4 +1,4 @@
-"""`sdtune distill` on a tiny model, from the command to heads that load, and what happens to them when it is stopped."""
+"""`sdtune distill` on a tiny model: heads that load, refusals, and resuming after a kill."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ import tuner.heads.distill
 from decoding.exit_heads import load_exit_head, prompt_sha256, read_facts
 from decoding.target import Target
 from tests.support.paths import ROOT
+from tests.support.refusals import refused
 from tuner.cli.main import main
 from tuner.heads.evaluation import evaluate
 from tuner.heads.texts import TextPlan, WrittenText, write_texts
@@ -48,7 +49,7 @@ def arguments(workplace: Path, checkpoint: Path, prompts_file: Path) -> dict[str
 
 @pytest.fixture
 def run_distill(arguments: dict[str, str | None]) -> DistillCommand:
-    """`sdtune distill` on the tiny model; keyword arguments override or (None) remove flags, True is a switch."""
+    """Run `sdtune distill` on the tiny model; keyword arguments override flags, None removes one, True is a switch."""
 
     def run(**changes: str | bool | None) -> Result:
         return CliRunner().invoke(main, ["distill", *_flags(arguments, **changes)])
@@ -62,15 +63,6 @@ def _flags(arguments: dict[str, str | None], **changes: str | bool | None) -> li
         [f"--{key}"] if value is True else [f"--{key}", str(value)] for key, value in flags.items() if value is not None
     ]
     return [part for flag in given for part in flag]
-
-
-def _refused(result: Result, *words: str) -> None:
-    assert result.exit_code == 2, result.output
-    lines = [line for line in result.stderr.splitlines() if line.startswith("sdtune: ")]
-    assert len(lines) == 1, result.stderr
-    assert "Traceback" not in result.output
-    for word in words:
-        assert word in lines[0], lines[0]
 
 
 def _prompts(prompts_file: Path, checkpoint: Path) -> PromptSet:
@@ -98,7 +90,7 @@ def _runs(workplace: Path) -> list[Any]:
 
 
 class TestHeads:
-    def test_from_the_command_to_heads_that_load(
+    def test_distilled_heads_load_and_match_their_figures(
         self, run_distill: DistillCommand, workplace: Path, checkpoint: Path, prompts_file: Path
     ) -> None:
         result = run_distill()
@@ -134,16 +126,16 @@ class TestHeads:
             for figure in (training.before.acceptance, training.after.acceptance):
                 assert f"{figure:.3f}" in result.stdout
 
-    def test_held_out_prompts_are_never_learnt_from(
+    def test_held_out_prompts_are_never_trained_on(
         self, run_distill: DistillCommand, workplace: Path, checkpoint: Path, prompts_file: Path
     ) -> None:
         assert run_distill(steps="1", exit_layers="2").exit_code == 0
         prompts = _prompts(prompts_file, checkpoint)
         training = read_facts(workplace / "heads" / "exit_head_2.safetensors").training
         assert training is not None
-        learnt = set(training.prompts_sha256)
-        assert learnt == {prompt_sha256(prompt.token_ids) for prompt in (*prompts.tuning, *prompts.spare)}
-        assert not learnt & {prompt_sha256(prompt.token_ids) for prompt in prompts.held_out}
+        trained_on = set(training.prompts_sha256)
+        assert trained_on == {prompt_sha256(prompt.token_ids) for prompt in (*prompts.tuning, *prompts.spare)}
+        assert not trained_on & {prompt_sha256(prompt.token_ids) for prompt in prompts.held_out}
 
     def test_the_same_command_again_does_nothing(
         self, run_distill: DistillCommand, workplace: Path, monkeypatch: pytest.MonkeyPatch
@@ -162,7 +154,7 @@ class TestHeads:
         assert before == {path: path.read_bytes() for path in (workplace / "heads").glob("*.safetensors")}
         assert len(_runs(workplace)) == 1
 
-    def test_heads_of_other_exits_stay_and_texts_are_written_once(
+    def test_heads_of_other_exits_and_stored_texts_are_kept(
         self, run_distill: DistillCommand, workplace: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         assert run_distill(exit_layers="2").exit_code == 0
@@ -182,12 +174,12 @@ class TestHeads:
         assert run_distill(exit_layers="2", steps="2").exit_code == 0
         path = workplace / "heads" / "exit_head_2.safetensors"
         first = path.read_bytes()
-        _refused(run_distill(exit_layers="2", steps="3"), "exit_head_2.safetensors", "another steps", "--overwrite")
+        refused(run_distill(exit_layers="2", steps="3"), "exit_head_2.safetensors", "another steps", "--overwrite")
         assert path.read_bytes() == first
         assert run_distill(exit_layers="2", steps="3", overwrite=True).exit_code == 0
         assert path.read_bytes() != first
 
-    def test_everything_is_in_mlflow(self, run_distill: DistillCommand, workplace: Path) -> None:
+    def test_settings_figures_and_losses_are_in_mlflow(self, run_distill: DistillCommand, workplace: Path) -> None:
         assert run_distill().exit_code == 0
         (run,) = _runs(workplace)
         assert run.info.status == "FINISHED"
@@ -232,27 +224,27 @@ class TestRefusals:
     def test_one_line_and_nothing_written(
         self, run_distill: DistillCommand, workplace: Path, flags: dict[str, str | None], words: list[str]
     ) -> None:
-        _refused(run_distill(**flags), *words)
+        refused(run_distill(**flags), *words)
         assert not list(workplace.iterdir())
 
     def test_too_little_text(self, run_distill: DistillCommand) -> None:
-        _refused(run_distill(temperature="0", response_tokens="2"), "24 tokens behind 12 prompts", "500 are needed")
+        refused(run_distill(temperature="0", response_tokens="2"), "12 prompts gave 24 tokens", "500 are needed")
 
     def test_a_damaged_head(self, run_distill: DistillCommand, workplace: Path) -> None:
         (workplace / "heads").mkdir()
         (workplace / "heads" / "exit_head_2.safetensors").write_bytes(b"no head")
-        _refused(run_distill(), "exit_head_2.safetensors is damaged")
+        refused(run_distill(), "exit_head_2.safetensors is damaged")
 
     def test_damaged_texts(self, run_distill: DistillCommand, workplace: Path) -> None:
         assert run_distill(steps="1", exit_layers="2").exit_code == 0
         for path in (workplace / "heads" / "texts").iterdir():
             path.write_bytes(path.read_bytes().replace(b'"response"', b'"respnse"'))
-        _refused(run_distill(steps="1"), "are damaged in line 2", "remove the file")
+        refused(run_distill(steps="1"), "are damaged in line 2", "remove the file")
 
     def test_a_damaged_checkpoint(self, run_distill: DistillCommand, workplace: Path) -> None:
         (workplace / "heads").mkdir()
         (workplace / "heads" / "checkpoint.pt").write_bytes(b"no checkpoint")
-        _refused(run_distill(), "checkpoint.pt is damaged", "remove it")
+        refused(run_distill(), "checkpoint.pt is damaged", "remove it")
 
     def test_a_full_disk_leaves_no_half_head(
         self, run_distill: DistillCommand, workplace: Path, monkeypatch: pytest.MonkeyPatch
@@ -267,7 +259,7 @@ class TestRefusals:
 
         with monkeypatch.context() as patched:
             patched.setattr(os, "fsync", full)
-            _refused(run_distill(), "cannot write the exit head", "exit_head_3.safetensors", "No space left on device")
+            refused(run_distill(), "cannot write the exit head", "exit_head_3.safetensors", "No space left on device")
         assert _files(workplace / "heads") == {"exit_head_2.safetensors", "texts", "checkpoint.pt"}
         assert _runs(workplace)[0].info.status == "FAILED"
         monkeypatch.setattr(tuner.heads.distill, "train", lambda run, *args: _at_the_end(run.step))
@@ -280,7 +272,7 @@ def _at_the_end(step: int) -> None:
 
 
 class TestStopping:
-    def test_a_killed_run_ends_as_one_that_was_not(
+    def test_a_killed_run_resumes_to_the_same_weights(
         self, arguments: dict[str, str | None], run_distill: DistillCommand, workplace: Path
     ) -> None:
         assert run_distill(out="whole", steps="40").exit_code == 0
@@ -300,7 +292,7 @@ class TestStopping:
         assert "exit_head_2.safetensors" not in _files(workplace / "heads")
         result = run_distill(steps="40")
         assert result.exit_code == 0, result.output
-        assert "going on behind step" in result.stderr
+        assert "resuming a stopped distillation after step" in result.stderr
         model = Target(AutoModelForCausalLM.from_pretrained(str(arguments["model"])))
         for exit_layer in (2, 3):
             name = f"exit_head_{exit_layer}.safetensors"
@@ -311,7 +303,7 @@ class TestStopping:
         assert not stopped
         assert len(_runs(workplace)) == 2
 
-    def test_ctrl_c_says_how_to_go_on(
+    def test_ctrl_c_says_how_to_resume(
         self, run_distill: DistillCommand, workplace: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         honest = tuner.heads.distill.save_checkpoint
@@ -327,7 +319,7 @@ class TestStopping:
         assert "the same command again goes on" in result.stderr
         assert "Traceback" not in result.output
         assert _runs(workplace)[0].info.status == "KILLED"
-        assert "going on behind step 4" in run_distill().stderr
+        assert "resuming a stopped distillation after step 4" in run_distill().stderr
 
     def test_unfinished_work_of_other_settings_is_replaced_only_if_asked(
         self, run_distill: DistillCommand, workplace: Path, monkeypatch: pytest.MonkeyPatch
@@ -341,6 +333,6 @@ class TestStopping:
         with monkeypatch.context() as patched:
             patched.setattr(tuner.heads.distill, "save_checkpoint", stop)
             assert run_distill().exit_code == 130
-        _refused(run_distill(steps="5"), "unfinished distillation with another steps", "--overwrite")
+        refused(run_distill(steps="5"), "unfinished distillation with another steps", "--overwrite")
         assert run_distill(steps="5", overwrite=True).exit_code == 0
         assert "checkpoint.pt" not in _files(workplace / "heads")

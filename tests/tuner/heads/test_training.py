@@ -1,4 +1,4 @@
-"""Self-distillation on tiny random models: what is written, what is learnt, what is kept and what is left as it was."""
+"""Self-distillation on tiny random models: generated texts, training, checkpoints, and an unchanged target."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def same(first: list[Tensor], second: list[Tensor]) -> bool:
 
 
 class TestTexts:
-    def test_greedy_ones_are_what_plain_decoding_writes(self) -> None:
+    def test_greedy_texts_equal_plain_decoding(self) -> None:
         target = tiny_target()
         texts = written_by(target, samples=1, temperature=0.0)
         assert {text.prompt for text in texts} == set(SMALL_PROMPTS)
@@ -74,7 +74,7 @@ class TestTexts:
             request = Request(list(text.prompt), Ending(12, frozenset()), Greedy())
             assert list(text.response) == list(plain_decoder(target).generate(request).tokens)
 
-    def test_sampled_ones_differ_and_are_the_same_for_a_seed(self) -> None:
+    def test_sampled_texts_vary_and_repeat_for_a_seed(self) -> None:
         target = tiny_target()
         texts = written_by(target)
         assert texts == written_by(target)
@@ -89,7 +89,7 @@ class TestTexts:
         written_by(target)
         assert torch.equal(torch.rand(3), expected)
 
-    def test_the_end_of_a_text_is_its_last_token(self) -> None:
+    def test_an_end_of_text_token_is_the_last_one(self) -> None:
         plain = tiny_llama()
         plain.generation_config.eos_token_id = 7
         texts = written_by(Target(plain), response_tokens=40)
@@ -98,14 +98,14 @@ class TestTexts:
         assert all(text.response[-1] == 7 for text in ended)
         assert not any(7 in text.response[:-1] for text in texts)
 
-    def test_no_setting_of_the_checkpoint_shapes_them(self) -> None:
-        bent = tiny_llama()
-        bent.generation_config.update(repetition_penalty=5.0, top_k=1, min_new_tokens=3, max_length=4, num_beams=2)
-        before = bent.generation_config.to_dict()
-        assert written_by(Target(bent)) == written_by(tiny_target())
-        assert bent.generation_config.to_dict() == before
+    def test_generation_settings_of_the_checkpoint_are_ignored(self) -> None:
+        model = tiny_llama()
+        model.generation_config.update(repetition_penalty=5.0, top_k=1, min_new_tokens=3, max_length=4, num_beams=2)
+        before = model.generation_config.to_dict()
+        assert written_by(Target(model)) == written_by(tiny_target())
+        assert model.generation_config.to_dict() == before
 
-    def test_they_stay_within_the_context(self) -> None:
+    def test_texts_stay_within_the_context(self) -> None:
         prompt = tuple(token % 64 for token in some_tokens(250))
         assert [len(text.response) for text in written_by(tiny_target(), prompts=(prompt,), samples=1)] == [6]
 
@@ -152,15 +152,15 @@ class TestTextsOnDisk:
             stored(target, path)
 
     @pytest.mark.parametrize("change", [{"temperature": 0.5}, {"seed": 3}, {"response_tokens": 13}, {"batch_size": 6}])
-    def test_others_are_never_taken_for_the_asked_ones(self, tmp_path: Path, change: dict[str, Any]) -> None:
+    def test_texts_of_other_settings_are_refused(self, tmp_path: Path, change: dict[str, Any]) -> None:
         target, path = tiny_target(), tmp_path / "texts.jsonl"
         stored(target, path)
         before = path.read_bytes()
-        with pytest.raises(DistillationError, match="other texts"):
+        with pytest.raises(DistillationError, match="texts generated with other settings"):
             stored(target, path, **change)
         assert path.read_bytes() == before
 
-    def test_a_full_disk_is_one_line_and_nothing_is_lost(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_full_disk_loses_no_stored_text(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         target, path = tiny_target(), tmp_path / "texts.jsonl"
         whole = stored(target, tmp_path / "whole.jsonl")
         honest, calls = Path.open, iter(range(100))
@@ -179,17 +179,17 @@ class TestTextsOnDisk:
 
 
 class TestBatches:
-    def test_what_counts_foretells_the_response(self) -> None:
+    def test_the_mask_selects_positions_that_predict_the_response(self) -> None:
         texts = [WrittenText((1, 2, 3), (4, 5)), WrittenText((6,), (7, 8, 9)), WrittenText((1, 2), (3,))]
         batch = TrainingBatch.of(texts, torch.device("cpu"))
         assert batch.token_ids.shape == (3, 4)
         assert batch.first == 0
         for row, text in enumerate(texts):
-            places = batch.counts[row].nonzero()[:, 0] + batch.first
-            following = torch.tensor([*text.prompt, *text.response])[places + 1]
+            positions = batch.response_mask[row].nonzero()[:, 0] + batch.first
+            following = torch.tensor([*text.prompt, *text.response])[positions + 1]
             assert tuple(following.tolist()) == text.response
 
-    def test_every_text_once_a_pass_in_an_order_of_its_own(self) -> None:
+    def test_every_epoch_has_each_text_once_in_a_new_order(self) -> None:
         texts = [WrittenText((1,) * (1 + number % 9), (number,)) for number in range(40)]
         schedule = Schedule(texts, batch_size=6, seed=0)
         passes = [
@@ -206,7 +206,7 @@ class TestFigures:
         p, q = torch.tensor([[0.5, 0.3, 0.2], [1.0, 0.0, 0.0]]), torch.tensor([[0.2, 0.3, 0.5], [0.25, 0.75, 0.0]])
         assert torch.allclose(acceptance(p.log(), q.log()), torch.tensor([0.7, 0.25]))
 
-    def test_an_exit_that_is_the_model_itself_foretells_all(self) -> None:
+    def test_an_exit_that_equals_the_model_has_perfect_figures(self) -> None:
         target = tiny_target()
         texts = written_by(target)
         figures = evaluate(target, {5: target.blocks[-1], 2: None}, texts, batch_size=5)
@@ -214,7 +214,7 @@ class TestFigures:
         assert figures[5].acceptance == pytest.approx(1.0, abs=1e-4)
         assert 0.0 < figures[2].acceptance < 1.0
 
-    def test_they_are_means_over_tokens_whatever_the_batches(self) -> None:
+    def test_figures_are_token_means_at_any_batch_size(self) -> None:
         target = tiny_target()
         texts = written_by(target)
         alone = [evaluate(target, {2: None}, [text], 1)[2] for text in texts]
@@ -243,13 +243,13 @@ class TestTraining:
         expected = -(labels * torch.log_softmax(logits, dim=-1)).sum()
         assert torch.allclose(soft_label_loss(logits, labels), expected)
 
-    def test_what_is_told_is_nothing_for_an_exit_that_is_the_model_itself(self) -> None:
+    def test_the_loss_is_zero_for_an_exit_that_equals_the_model(self) -> None:
         target = tiny_target()
         run = trained(target, written_by(target), 2, 5, settings=SETTINGS.model_copy(update={"steps": 1}))
         assert run.losses[0][5] == pytest.approx(0.0, abs=1e-5)
         assert run.losses[0][2] > 0.01
 
-    def test_all_exits_in_one_pass_are_as_one_at_a_time(self) -> None:
+    def test_exits_trained_together_equal_exits_trained_alone(self) -> None:
         target = tiny_target()
         texts = written_by(target)
         settings = SETTINGS.model_copy(update={"steps": 4})
@@ -259,7 +259,7 @@ class TestTraining:
             assert same(weights(together, exit_layer), weights(alone, exit_layer))
             assert [of_step[exit_layer] for of_step in together.losses] == [loss[exit_layer] for loss in alone.losses]
 
-    def test_the_target_stays_as_it_was(self) -> None:
+    def test_training_leaves_the_target_unchanged(self) -> None:
         target = tiny_target()
         embeddings = target.model.get_input_embeddings().weight.requires_grad_(False)
         before = {name: tensor.clone() for name, tensor in target.model.state_dict().items()}
@@ -270,7 +270,7 @@ class TestTraining:
         assert not embeddings.requires_grad
         assert all(parameter.grad is None for parameter in target.model.parameters())
 
-    def test_the_target_is_restored_after_a_failure_too(self) -> None:
+    def test_a_failed_training_leaves_the_target_unchanged(self) -> None:
         target = tiny_target()
         run = Run({2: Student(target)})
         with torch.no_grad():
@@ -301,7 +301,7 @@ class TestTraining:
         losses = [of_step[2] for of_step in run.losses]
         assert sum(losses[-4:]) < sum(losses[:4])
 
-    def test_the_rate_rises_and_falls(self) -> None:
+    def test_the_learning_rate_rises_then_falls(self) -> None:
         factors = [rate_factor(step / 100, 100) for step in range(100)]
         height = factors.index(max(factors))
         assert 2 <= height <= 6
@@ -320,7 +320,7 @@ class TestTraining:
             self.optimizer.zero_grad()
 
         target = tiny_target()
-        monkeypatch.setattr(Student, "learn", noted)
+        monkeypatch.setattr(Student, "update", noted)
         texts = [WrittenText((1, 2), (3, 4))]
         run = trained(target, texts, 2, settings=DistillSettings(steps=1000, timeout="12s", learning_rate=1.0))
         assert run.step == 12
@@ -328,7 +328,7 @@ class TestTraining:
         assert max(rates) > 0.9
         assert rates[-1] < 0.05
 
-    def test_usual_exits(self) -> None:
+    def test_default_exits(self) -> None:
         assert default_exit_layers(1) == ()
         assert default_exit_layers(2) == (1,)
         assert default_exit_layers(7) == (1, 2, 3)
@@ -345,7 +345,7 @@ TEN_STEPS = SETTINGS.model_copy(update={"steps": 10})
 class TestCheckpoints:
     @pytest.fixture
     def stopped(self, tmp_path: Path) -> tuple[Target, list[WrittenText], Path]:
-        """A training of ten steps that was stopped behind its sixth, its last checkpoint taken behind the fourth."""
+        """Training of ten steps, stopped after the sixth, with its last checkpoint after the fourth."""
         target = tiny_target()
         texts = written_by(target)
         run, path = Run({1: Student(target), 3: Student(target)}), tmp_path / "checkpoint.pt"
@@ -361,7 +361,7 @@ class TestCheckpoints:
         return target, texts, path
 
     @pytest.mark.parametrize("exits", [(1, 3), (3,)])
-    def test_a_resumed_training_ends_as_one_that_was_never_stopped(self, stopped: Any, exits: tuple[int, ...]) -> None:
+    def test_resumed_training_gives_the_same_weights_and_losses(self, stopped: Any, exits: tuple[int, ...]) -> None:
         target, texts, path = stopped
         resumed = Run({exit_layer: Student(target) for exit_layer in exits})
         load_checkpoint(resumed, IDENTITY, path)
@@ -373,7 +373,7 @@ class TestCheckpoints:
             assert same(weights(resumed, exit_layer), weights(whole, exit_layer))
             assert [of[exit_layer] for of in resumed.losses] == [of[exit_layer] for of in whole.losses]
 
-    def test_in_lower_precision_the_masters_are_kept(self, tmp_path: Path) -> None:
+    def test_checkpoints_keep_float32_masters_in_lower_precision(self, tmp_path: Path) -> None:
         target = Target(tiny_llama().to(torch.bfloat16))
         run = trained(target, written_by(target), 2, settings=SETTINGS.model_copy(update={"steps": 2}))
         save_checkpoint(run, IDENTITY, tmp_path / "checkpoint.pt")
@@ -382,7 +382,7 @@ class TestCheckpoints:
         assert same(fresh.students[2].masters, run.students[2].masters)
         assert same(weights(fresh, 2), weights(run, 2))
 
-    def test_one_of_another_distillation_is_refused(self, stopped: Any) -> None:
+    def test_a_checkpoint_of_another_distillation_is_refused(self, stopped: Any) -> None:
         target, _, path = stopped
         with pytest.raises(OtherCheckpointError, match="another learning rate and steps"):
             load_checkpoint(Run({1: Student(target)}), {**IDENTITY, "steps": 9, "learning_rate": 2.0}, path)
@@ -390,13 +390,13 @@ class TestCheckpoints:
             load_checkpoint(Run({2: Student(target)}), IDENTITY, path)
 
     @pytest.mark.parametrize("damage", [lambda content: content[:-200], lambda content: b"", lambda content: b"x" * 99])
-    def test_a_damaged_one_is_refused(self, stopped: Any, damage: Callable[[bytes], bytes]) -> None:
+    def test_a_damaged_checkpoint_is_refused(self, stopped: Any, damage: Callable[[bytes], bytes]) -> None:
         target, _, path = stopped
         path.write_bytes(damage(path.read_bytes()))
         with pytest.raises(DistillationError, match=r"checkpoint.pt is damaged.*remove it"):
             load_checkpoint(Run({1: Student(target)}), IDENTITY, path)
 
-    def test_a_full_disk_leaves_the_last_one(self, stopped: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_full_disk_keeps_the_last_checkpoint(self, stopped: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         target, _, path = stopped
         before = path.read_bytes()
 

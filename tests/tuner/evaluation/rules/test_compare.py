@@ -17,6 +17,7 @@ from decoding.target import Target
 from studies.measurement import Measurement
 from tests.support.heads import write_heads
 from tests.support.records import sample
+from tests.support.refusals import refused
 from tests.support.tiny import save_tiny_checkpoint, write_tiny_prompts
 from tuner.cli.main import main
 from tuner.evaluation.rules.compare import RuleComparison, RuleEntry, TextKind
@@ -42,15 +43,6 @@ def compare(workplace: Path) -> Compare:
         return CliRunner().invoke(main, [*arguments, *(p for k, v in sizes.items() for p in (f"--{k}", str(v)))])
 
     return run
-
-
-def refused(result: Result, *words: str) -> None:
-    assert result.exit_code == 2, result.output
-    assert "Traceback" not in result.output
-    last = result.stderr.splitlines()[-1]
-    assert last.startswith("sdtune: ")
-    for word in words:
-        assert word in last
 
 
 def test_every_rule_and_fixed_length_is_measured_on_two_kinds_of_text_and_on_both(

@@ -21,6 +21,7 @@ from decoding.target import Target
 from studies.contract import Candidate
 from studies.measurement import PromptSample
 from tests.support.records import candidate
+from tests.support.refusals import refused
 from tuner.cli.main import main
 from tuner.config import SearchConfig
 from tuner.errors import ConfigError
@@ -118,15 +119,6 @@ def clockwork(monkeypatch: pytest.MonkeyPatch) -> Clockwork:
 def written(folder: str = "found") -> dict[str, Any]:
     document: dict[str, Any] = json.loads(Path(folder, "searches.json").read_text())
     return document
-
-
-def refused(result: Result, *words: str) -> None:
-    assert result.exit_code == 2, result.output
-    assert "Traceback" not in result.output
-    last = result.stderr.splitlines()[-1]
-    assert last.startswith("sdtune: ")
-    for word in words:
-        assert word in last
 
 
 def test_two_searches_with_two_seeds(

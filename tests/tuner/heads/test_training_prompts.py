@@ -1,4 +1,4 @@
-"""What exit heads learn from: never a held-out prompt, and no tuning prompt while there are enough others."""
+"""Training prompts of exit heads: never a held-out prompt, and tuning prompts only if there are too few others."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from decoding.target import Target
 from tests.support.heads import training, write_heads
 from tests.support.tiny import tiny_target, write_tiny_prompts
 from tuner.config import SearchConfig
-from tuner.heads.distill import FEWEST_SPARE, of_search
+from tuner.heads.distill import MIN_SPARE_PROMPTS, of_search
 from tuner.heads.found import FoundHead, num_trained_on
 from tuner.inputs.models import Loaded
 from tuner.inputs.prompts import PromptSet, load_prompts
 
 
-class Said:
-    """A watcher that remembers what was said."""
+class RecordedLines:
+    """Progress that records its lines."""
 
     def __init__(self) -> None:
         self.lines: list[str] = []
@@ -52,55 +52,55 @@ def drawn(path: Path, loaded: Loaded, num_spare: int) -> PromptSet:
     )
 
 
-def learnt(
-    target: Target, loaded: Loaded, drawn_prompts: PromptSet, said: Said, **distillation: Any
+def trained_on(
+    target: Target, loaded: Loaded, drawn_prompts: PromptSet, progress: RecordedLines, **distillation: Any
 ) -> set[tuple[int, ...]]:
     config = SearchConfig(model="m", dataset="d", distillation=distillation)
-    work = of_search(config, loaded, target, drawn_prompts, said)  # type: ignore[arg-type]
-    return {prompt.token_ids for prompt in work.lessons}
+    work = of_search(config, loaded, target, drawn_prompts, progress)  # type: ignore[arg-type]
+    return {prompt.token_ids for prompt in work.training_prompts}
 
 
 def ids(*parts: tuple[Any, ...]) -> set[tuple[int, ...]]:
     return {prompt.token_ids for part in parts for prompt in part}
 
 
-def test_enough_spare_prompts_are_learnt_from_alone(target: Target, loaded: Loaded, tmp_path: Path) -> None:
-    said = Said()
+def test_only_spare_prompts_if_there_are_enough(target: Target, loaded: Loaded, tmp_path: Path) -> None:
+    progress = RecordedLines()
     prompts = drawn(write_tiny_prompts(tmp_path / "p.jsonl", 60), loaded, 100)
-    assert len(prompts.spare) >= FEWEST_SPARE
-    assert learnt(target, loaded, prompts, said) == ids(prompts.spare)
-    assert len(learnt(target, loaded, prompts, said, prompts=10)) == 10
-    assert said.lines == []
+    assert len(prompts.spare) >= MIN_SPARE_PROMPTS
+    assert trained_on(target, loaded, prompts, progress) == ids(prompts.spare)
+    assert len(trained_on(target, loaded, prompts, progress, prompts=10)) == 10
+    assert progress.lines == []
 
 
-def test_for_want_of_others_tuning_prompts_are_learnt_from_and_it_is_said(
+def test_tuning_prompts_too_if_there_are_few_spare_ones_with_a_warning(
     target: Target, loaded: Loaded, tmp_path: Path
 ) -> None:
-    said = Said()
+    progress = RecordedLines()
     prompts = drawn(write_tiny_prompts(tmp_path / "p.jsonl", 20), loaded, 100)
-    assert 0 < len(prompts.spare) < FEWEST_SPARE
-    assert learnt(target, loaded, prompts, said) == ids(prompts.spare, prompts.tuning)
-    assert len(said.lines) == 1
-    assert "trials will flatter them" in said.lines[0]
+    assert 0 < len(prompts.spare) < MIN_SPARE_PROMPTS
+    assert trained_on(target, loaded, prompts, progress) == ids(prompts.spare, prompts.tuning)
+    assert len(progress.lines) == 1
+    assert "trials will overrate them" in progress.lines[0]
 
 
-def test_lessons_of_another_dataset_leave_out_the_prompts_of_the_search(
+def test_prompts_of_the_search_are_left_out_of_a_training_dataset(
     target: Target, loaded: Loaded, tmp_path: Path
 ) -> None:
-    said = Said()
+    progress = RecordedLines()
     path = write_tiny_prompts(tmp_path / "p.jsonl", 40)
     prompts = drawn(path, loaded, 0)
-    of_all = learnt(target, loaded, prompts, said, training_dataset=str(path))
-    assert len(of_all) == 32, "those of both parts are left out"
+    of_all = trained_on(target, loaded, prompts, progress, training_dataset=str(path))
+    assert len(of_all) == 32, "prompts of both parts are left out"
     assert not of_all & ids(prompts.tuning, prompts.held_out)
-    assert len(learnt(target, loaded, prompts, said, training_dataset=str(path), prompts=8)) <= 8
-    assert said.lines == []
+    assert len(trained_on(target, loaded, prompts, progress, training_dataset=str(path), prompts=8)) <= 8
+    assert progress.lines == []
 
 
-def test_prompts_that_heads_have_learnt_from_are_counted_once(target: Target, loaded: Loaded, tmp_path: Path) -> None:
+def test_prompts_that_several_heads_trained_on_count_once(target: Target, loaded: Loaded, tmp_path: Path) -> None:
     prompts = drawn(write_tiny_prompts(tmp_path / "p.jsonl", 20), loaded, 0)
-    lessons = tuple(prompt_sha256(prompt.token_ids) for prompt in prompts.tuning[:3])
-    facts = training(prompts_sha256=lessons)
+    hashes = tuple(prompt_sha256(prompt.token_ids) for prompt in prompts.tuning[:3])
+    facts = training(prompts_sha256=hashes)
     drafts = write_heads(target, tmp_path / "heads", [2, 3], training=facts)
     heads = [FoundHead(draft, read_facts(tmp_path / "heads" / head_name(layer))) for layer, draft in drafts.items()]
     assert num_trained_on(heads, prompts.tuning) == 3
