@@ -7,10 +7,15 @@ import shlex
 from collections.abc import Iterator
 from pathlib import Path
 from pkgutil import resolve_name
+from typing import Any
 
 import click
 import pytest
+from transformers import AutoModelForCausalLM
 
+from decoding.drafts.prompt_lookup import PromptLookup
+from decoding.fingerprint import fingerprint
+from decoding.profile import DraftProfile, TargetIdentity
 from tuner.cli.main import main
 
 ROOT = Path(__file__).parents[1]
@@ -25,13 +30,15 @@ def _blocks(page: Path, language: str) -> list[str]:
 
 
 def _commands(page: Path) -> Iterator[list[str]]:
-    """Yield the arguments of each `sdtune` command in the shell blocks of a page."""
+    """Yield the arguments of each `sdtune` command in the shell blocks and in the prose of a page."""
     for block in [*_blocks(page, "sh"), *_blocks(page, "")]:
         for line in block.replace("\\\n", " ").splitlines():
             for command in line.removeprefix("$ ").split("&&"):
                 words = shlex.split(command, comments=True)
                 if words[:1] == ["sdtune"]:
                     yield words[1:]
+    for command in re.findall(r"`sdtune ([^`]+)`", page.read_text(encoding="utf-8")):
+        yield shlex.split(command)
 
 
 def _anchors(page: Path) -> set[str]:
@@ -57,6 +64,38 @@ def test_links_lead_somewhere(page: Path) -> None:
         target = (page.parent / name).resolve() if name else page
         assert target.exists(), link
         assert not anchor or anchor in _anchors(target), link
+
+
+@pytest.fixture
+def demo_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return the current folder: it holds the demo model and a profile for it."""
+    (tmp_path / "configs").symlink_to(ROOT / "configs")
+    monkeypatch.chdir(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained("configs/demo/model")
+    identity = fingerprint(model)
+    profile = DraftProfile(
+        name="docs",
+        target=TargetIdentity(
+            model="configs/demo/model",
+            architecture="LlamaForCausalLM",
+            num_layers=model.config.num_hidden_layers,
+            dtype="float32",
+            config_sha256=identity.config_sha256,
+            weights_sha256=identity.weights_sha256,
+        ),
+        draft=PromptLookup(),
+    )
+    profile.save("profile.yaml")
+    return tmp_path
+
+
+@pytest.mark.parametrize("page", [README, ROOT / "docs" / "production.md"], ids=_id)
+def test_production_examples_run(page: Path, demo_folder: Path) -> None:
+    names: dict[str, Any] = {}
+    for block in _blocks(page, "python"):
+        exec(compile(block, page.name, "exec"), names)
+    assert (demo_folder / "profile.yaml").exists()
+    assert names["output"].shape[1] == names["inputs"]["input_ids"].shape[1] + 64
 
 
 @pytest.mark.parametrize("page", PAGES, ids=_id)
@@ -93,7 +132,8 @@ def _listed_modules() -> list[str]:
 
 
 def test_structure_lists_every_module_once() -> None:
-    existing = {path.relative_to(ROOT).as_posix() for package in PACKAGES for path in (ROOT / package).rglob("*.py")}
-    listed = _listed_modules()
+    files = (path.relative_to(ROOT).as_posix() for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
+    existing, listed = {file for file in files if not file.endswith("__init__.py")}, _listed_modules()
     assert len(listed) == len(set(listed))
-    assert set(listed) == {path for path in existing if not path.endswith("__init__.py")}
+    assert not existing - set(listed), "not on the page"
+    assert not set(listed) - existing, "on the page, but gone"

@@ -1,0 +1,83 @@
+"""The examples of docs/extending.md run, losslessly."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+
+import optuna
+import pytest
+import torch
+
+from decoding.decode import Request
+from decoding.decoder import Decoder, plain_decoder
+from decoding.draft_length import RULES, Fixed
+from decoding.drafts.layer_skip import LayerSkip
+from decoding.runners import RUNNERS
+from decoding.target import Target
+from decoding.text import Ending
+from studies.rule_space import suggest_rule
+from tests.support.tiny import tiny_llama
+
+PAGE = Path(__file__).parents[1] / "docs" / "extending.md"
+REQUEST = Request(prompt=(5, 9, 17, 5, 9), ending=Ending(24))
+
+Example = Callable[[str], ModuleType]
+
+
+@pytest.fixture
+def example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Example:
+    """Import the example whose title on the page is `path`."""
+
+    def load(path: str) -> ModuleType:
+        found = re.search(rf'^```python title="{re.escape(path)}"\n(.*?)^```$', PAGE.read_text(), re.M | re.S)
+        assert found is not None, path
+        file = tmp_path / Path(path).name
+        file.write_text(found[1], encoding="utf-8")
+        name = path.removesuffix(".py").replace("/", ".")
+        spec = importlib.util.spec_from_file_location(name, file)
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        monkeypatch.setitem(sys.modules, name, module)
+        spec.loader.exec_module(module)
+        return module
+
+    return load
+
+
+@pytest.fixture(scope="module")
+def target() -> Target:
+    return Target(tiny_llama())
+
+
+def _plain_tokens(target: Target) -> tuple[int, ...]:
+    return plain_decoder(target).generate(REQUEST).tokens
+
+
+def test_draft_length_rule(example: Example, target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    rule = example("decoding/draft_length/entropy_limit.py").EntropyLimit
+    strict = Decoder(target, LayerSkip.blocks([4]), rule(limit=0.0)).generate(REQUEST)
+    lenient = Decoder(target, LayerSkip.blocks([4]), rule(limit=20.0)).generate(REQUEST)
+    assert strict.tokens == lenient.tokens == _plain_tokens(target)
+    assert max(round.num_drafted for round in strict.rounds) == 1
+    assert max(round.num_drafted for round in lenient.rounds) == rule().max_tokens
+    monkeypatch.setitem(RULES, "entropy_limit", rule)
+    chosen = optuna.trial.FixedTrial(
+        {"rule": "entropy_limit", "entropy_limit.max_tokens": 5, "entropy_limit.limit": 1.5}
+    )
+    assert suggest_rule(chosen, ["entropy_limit"], max_tokens=8) == rule(max_tokens=5, limit=1.5)
+
+
+def test_runner(example: Example, target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    runner = example("decoding/runners/traced.py").TracedRunner
+    monkeypatch.setitem(RUNNERS, "traced", lambda mask_kinds, device: runner(mask_kinds))
+    traced = Target(target.model, "traced")
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        generation = Decoder(traced, LayerSkip.blocks([4]), Fixed(max_tokens=3)).generate(REQUEST)
+    assert generation.tokens == _plain_tokens(target)
+    assert any(event.key == "pass over 4" for event in profile.key_averages())
