@@ -20,7 +20,6 @@ from decoding.profile import DatasetFacts, Decoding, Exactness, Interval, Measur
 from decoding.target import Target
 from studies.measurement import Measurement
 from tests.support.heads import write_heads
-from tests.support.paths import DEMO
 from tests.support.records import sample
 from tests.support.refusals import refused
 from tests.support.tiny import save_tiny_checkpoint, write_tiny_prompts
@@ -38,7 +37,6 @@ from tuner.inputs.prompts import load_prompts
 SIZES = {"tuning-prompts": 4, "held-out-prompts": 3}
 OTHER_RUNNERS = [f"{who}-{mode}" for mode in MODES for who in ("plain", "profile")]
 NOT_BY_OTHER_RUNNERS = [name for name in CONTENDERS if name not in OTHER_RUNNERS]
-DEMO_RESULT = DEMO / "result"
 RunBench = Callable[..., Result]
 WriteProfile = Callable[..., Path]
 
@@ -585,24 +583,6 @@ def test_table_and_picture_of_batches() -> None:
     picture = io.BytesIO()
     bench_picture(result, picture)
     assert picture.getvalue().startswith(b"\x89PNG")
-
-
-@pytest.mark.parametrize("folder", ["bench", "bitwise"])
-def test_samples_from_before_there_were_batches_still_load(folder: str) -> None:
-    kept = json.loads((DEMO_RESULT / folder / "bench.json").read_text(encoding="utf-8"))
-    for samples in kept["samples"].values():
-        for each in samples:
-            each.pop("batch_size", None)  # not there in what was written then
-    entries = {
-        name: Entry(name, name, {}, tuple(TextSample.model_validate(each) for each in samples))
-        for name, samples in kept["samples"].items()
-    }
-    found, _, counted = comparable(list(entries.values()))
-    roofline = Roofline.model_validate({key: kept["roofline"][key] for key in ("bandwidth", "reading")})
-    result = BenchResult(found, {}, counted, kept["prompts"], roofline, None, {})
-    assert list(counted) == kept["counted"]
-    assert result.rate("plain").value == pytest.approx(kept["contenders"]["plain"]["tokens_per_second"]["value"])
-    assert roofline.tokens_per_second == pytest.approx(kept["roofline"]["tokens_per_second"])
 
 
 # --- by our other runners ---------------------------------------------------------------------------------------------
