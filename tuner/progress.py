@@ -1,4 +1,7 @@
-"""What long work tells whoever is watching: the command line draws it (`tuner.cli.progress_bar`), tests keep it quiet."""
+"""Progress reports of long operations.
+
+The command line draws them (`tuner.cli.progress_bar`); `Unwatched` ignores them.
+"""
 
 from __future__ import annotations
 
@@ -8,38 +11,38 @@ from studies.contract import TrialRecord
 
 
 class Progress(Protocol):
-    """The watcher of a search or a distillation."""
+    """Receiver of the progress of a search, a distillation or an evaluation."""
 
     def stage(self, name: str, total: int | None = None) -> None:
-        """A new stage of `total` steps begins."""
+        """Begin a stage of `total` steps; None if the number is unknown."""
 
     def advance(self, steps: int = 1) -> None:
-        """Some steps of the stage are done."""
+        """Count `steps` finished steps of the stage."""
 
     def trial(self, record: TrialRecord, best: TrialRecord | None) -> None:
-        """A trial has finished; `best` is the best so far."""
+        """Report a finished trial and the best one so far."""
 
     def show(self, text: str) -> None:
-        """What stands behind the bar, until the next stage or text."""
+        """Show `text` after the bar, until the next stage or text."""
 
     def say(self, line: str) -> None:
-        """Something worth a line of its own."""
+        """Print a line that stays."""
 
 
 class Unwatched:
-    """Nobody is watching."""
+    """Progress that ignores every report."""
 
     def stage(self, name: str, total: int | None = None) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def advance(self, steps: int = 1) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def trial(self, record: TrialRecord, best: TrialRecord | None) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def show(self, text: str) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def say(self, line: str) -> None:
-        """Nothing."""
+        """Do nothing."""

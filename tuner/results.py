@@ -1,4 +1,4 @@
-"""Result files: where they may go, how they are written, and the stamp that says where they come from."""
+"""Result files: check of the folder, JSON and text output, and provenance."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ TEXT_WIDTH = 110
 
 
 class Provenance(Document):
-    """Where a result file comes from. Every result file holds one, under the key `provenance`."""
+    """Origin of a result file, stored in each under the key `provenance`."""
 
     revision: str | None = Field(description="git commit of the code; None outside a repository")
     command: str = Field(description="the command line, absolute paths reduced to their last part")
@@ -37,7 +37,7 @@ class Provenance(Document):
 
     @classmethod
     def now(cls, device: torch.device) -> Provenance:
-        """Return the provenance of a file that this process writes now, of measurements on `device`."""
+        """Return the provenance of a file written now, of measurements on `device`."""
         return cls(
             revision=git_revision(Path(__file__).parent),
             command=shlex.join([Path(sys.argv[0]).name, *map(public_name, sys.argv[1:])]),
@@ -49,36 +49,39 @@ class Provenance(Document):
 
 
 def stamped(document: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
-    """Return `document` with its provenance in front."""
+    """Return `document` with its provenance as the first key."""
     return {"provenance": Provenance.now(device).model_dump(mode="json"), **document}
 
 
 def check_results_folder(out: Path) -> Path:
-    """Raise `ConfigError` if results could not be written into the folder `out`; where that is or will be made."""
+    """Return `out` if it exists, otherwise its parent; raise `ConfigError` unless it is writable."""
     if out.exists() and not out.is_dir():
         raise ConfigError(f"cannot write results into {out}: it is a file; name a folder")
-    place = out if out.is_dir() else out.parent
+    existing = out if out.is_dir() else out.parent
     try:
-        with TemporaryFile(dir=place):
+        with TemporaryFile(dir=existing):
             pass
     except OSError as cause:
-        raise ConfigError(f"cannot write results into {out}: {place}: {cause.strerror}") from None
-    return place
+        raise ConfigError(f"cannot write results into {out}: {existing}: {cause.strerror}") from None
+    return existing
 
 
-def public_name(place: str) -> str:
-    """The last part of an absolute path, anything else as it is: where things lie on this machine is nobody's business."""
-    return Path(place).name if Path(place).is_absolute() else place
+def public_name(source: str) -> str:
+    """Return the last part of an absolute path, anything else unchanged.
+
+    Results must not reveal the folders of this machine.
+    """
+    return Path(source).name if Path(source).is_absolute() else source
 
 
 def write_json(out: Path, name: str, document: Mapping[str, Any]) -> None:
-    """Write a `stamped` document whole or not at all. Raise `ConfigError` if that fails."""
-    assert "provenance" in document, "a result says where it comes from"
+    """Write a `stamped` document atomically as `name`.json; raise `ConfigError` if that fails."""
+    assert "provenance" in document, "results are stamped with their provenance"
     write_result(out, f"{name}.json", json.dumps(document, indent=1))
 
 
 def write_text(out: Path, name: str, *shown: RenderableType, width: int = TEXT_WIDTH) -> None:
-    """What the command shows at its end, as plain text of `width` columns; `ConfigError` if that fails."""
+    """Write renderables atomically as plain text, `name`.txt; raise `ConfigError` if that fails."""
     text = io.StringIO()
     console = Console(width=width, color_system=None, file=text)
     for each in shown:
@@ -88,10 +91,10 @@ def write_text(out: Path, name: str, *shown: RenderableType, width: int = TEXT_W
 
 
 def write_result(out: Path, name: str, content: str | bytes) -> None:
-    """One file of the results, whole or not at all; `ConfigError` if that fails."""
+    """Write one result file atomically; raise `ConfigError` if that fails."""
     whole = content.encode() if isinstance(content, str) else content
     try:
         out.mkdir(exist_ok=True)
     except OSError as cause:
-        raise ConfigError(f"cannot make the folder {out}: {cause.strerror}") from None
+        raise ConfigError(f"cannot create the folder {out}: {cause.strerror}") from None
     write_atomically(out / name, whole, what="the results", error=ConfigError)

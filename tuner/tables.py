@@ -1,4 +1,4 @@
-"""What tables for the terminal have in common."""
+"""Shared parts of tables for the terminal."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rich.text import Text
 
 
 class FactsGrid(Table):
-    """Names and what is known under them, word for word: the path of a model may look like rich's markup."""
+    """Grid that prints text verbatim: a model's path may look like rich markup."""
 
     def add_row(self, *cells: RenderableType | None, **options: Any) -> None:
         """Add a row; text is printed verbatim."""
@@ -19,7 +19,7 @@ class FactsGrid(Table):
 
 
 def facts_grid() -> Table:
-    """An empty grid of two columns: names, and facts."""
+    """Return an empty grid with two columns, names and values."""
     facts = FactsGrid.grid(padding=(0, 2))
     facts.add_column(style="dim", no_wrap=True)
     facts.add_column(overflow="fold")
@@ -27,5 +27,5 @@ def facts_grid() -> Table:
 
 
 def spaced(description: str) -> str:
-    """A skip set that can be wrapped between indices."""
+    """Add a space after each comma of a skip set to let it wrap."""
     return re.sub(r",(?=\d)", ", ", description)

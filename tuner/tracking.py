@@ -1,8 +1,7 @@
-"""MLflow, and the only file that imports it: a run per search with a nested one per trial, a run per distillation, all through
-an explicit client.
+"""MLflow tracking of searches, with a nested run per trial, and of distillations.
 
-Nothing global is touched: no active run, no default tracking URI, no environment variable or log level that is not put
-back. MLflow takes seconds to import, so that waits until a tracker is opened.
+Only this module imports MLflow, and it uses an explicit client. It sets no active run and no default tracking URI, and restores
+environment variables and log levels. MLflow takes seconds to import, so the import waits until a tracker is opened.
 """
 
 from __future__ import annotations
@@ -26,24 +25,24 @@ from tuner.trial_columns import trial_metrics, trial_params
 PARENT_TAG = "mlflow.parentRunId"
 KIND_TAG, IDENTITY_TAG = "sdtune", "sdtune.identity"
 STUDY_TAG, TRIAL_TAG, STATE_TAG = "sdtune.study", "sdtune.trial", "state"
-LONGEST_PARAM = 250
-"""Characters of a parameter; what is longer is cut, the whole stands in the artefact `candidate.yaml`."""
-MOST_METRICS = 1000
-"""Values that a store takes at once."""
+MAX_PARAM_LENGTH = 250
+"""Maximum length of a parameter in characters; longer ones are cut. The artefact `candidate.yaml` has them in full."""
+MAX_METRICS = 1000
+"""Maximum number of metric values per call."""
 
 QUIET = {"MLFLOW_DISABLE_TELEMETRY": "true", "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true"}
-"""No usage statistics (asked for at import and again at each call), and no address of a server's run printed at its end."""
+"""Settings against usage statistics (sent at import and at each call) and printed run URLs."""
 
 STATUS = {TrialState.COMPLETE: "FINISHED", TrialState.PRUNED: "KILLED", TrialState.FAIL: "FAILED"}
 
 
 TrialKey = tuple[str, str]
-"""Study and number of a trial, as its tags hold them."""
+"""Study and number of a trial, as in its tags."""
 
 
 @dataclass(frozen=True)
 class DatasetInput:
-    """The data of a search, as MLflow shows it."""
+    """Dataset of a search, as MLflow shows it."""
 
     name: str
     fingerprint: str
@@ -51,14 +50,17 @@ class DatasetInput:
 
 
 class Tracker:
-    """The runs of one search, or the one of a distillation. `TrackingError`, in one line, if the store cannot be used."""
+    """MLflow runs of one search, or the run of one distillation.
+
+    All methods raise `TrackingError` if the store cannot be used.
+    """
 
     def __init__(self, client: Any, experiment_id: str, run_id: str, nested: Mapping[TrialKey, Any]) -> None:
         self._client = client
         self._experiment_id = experiment_id
         self.run_id = run_id
         ids = {key: str(run.info.run_id) for key, run in nested.items()}
-        # A run that was never ended is a trial whose logging was cut short by a kill: it is gone on with, not skipped.
+        # A run that is still running belongs to a trial whose logging was killed: it is completed, not skipped.
         self._begun = {key: ids[key] for key, run in nested.items() if run.info.status == "RUNNING"}
         self._logged = {key: ids[key] for key in ids.keys() - self._begun.keys()}
 
@@ -74,13 +76,13 @@ class Tracker:
         kind: str = "search",
         identity: str | None = None,
     ) -> Tracker:
-        """Begin a run in `experiment`, or go on in the run `run_id` of an earlier search if it is still there.
+        """Resume the run `run_id` if it exists, or begin one in `experiment`.
 
-        With an `identity` it is the latest unfinished run that bears it which is gone on with.
+        With an `identity`, the latest unfinished run tagged with it is resumed instead.
         """
         with _store(tracking_uri) as mlflow:
             client = mlflow.MlflowClient(tracking_uri=tracking_uri)
-            # MLflow tries a server for four minutes; whether there is one at all shows at once.
+            # MLflow retries for four minutes; an absent server shows at the first attempt.
             with _unless_set(MLFLOW_HTTP_REQUEST_MAX_RETRIES="1", MLFLOW_HTTP_REQUEST_TIMEOUT="20"):
                 experiment_id = _experiment_id(client, experiment, tracking_uri)
             if identity is not None:
@@ -97,7 +99,7 @@ class Tracker:
             return cls(client, experiment_id, run.info.run_id, _nested_runs(client, experiment_id, run.info.run_id))
 
     def log_trial(self, record: TrialRecord) -> str:
-        """Log a trial as a nested run and return its id; a trial that is there already is left as it is."""
+        """Log a trial as a nested run, once, and return the run id."""
         trial = (record.study, str(record.number))
         if trial in self._logged:
             return self._logged[trial]
@@ -112,7 +114,7 @@ class Tracker:
         return run_id
 
     def _begin(self, record: TrialRecord) -> str:
-        """A nested run that started when the trial did, so that MLflow's duration is the trial's and not the logging's."""
+        """Create a nested run with the start time of the trial."""
         run = self._client.create_run(
             self._experiment_id,
             start_time=_now() - int(record.seconds * 1000),
@@ -126,7 +128,7 @@ class Tracker:
         return str(self._client.tracking_uri)
 
     def log_figures(self, metrics: Mapping[str, float], tags: Mapping[str, str]) -> None:
-        """Figures and tags of the whole search, on the parent run."""
+        """Log figures and tags of the whole search to the parent run."""
         with _store(self._uri) as mlflow:
             self._client.log_batch(
                 self.run_id,
@@ -135,19 +137,19 @@ class Tracker:
             )
 
     def log_history(self, history: Mapping[int, Mapping[str, float]]) -> None:
-        """Figures of many steps at once, by the step's number, on the parent run."""
+        """Log figures of many steps to the parent run, by step number."""
         with _store(self._uri) as mlflow:
             metrics = [metric for step, figures in history.items() for metric in _metrics(mlflow, figures, step)]
-            for first in range(0, len(metrics), MOST_METRICS):
-                self._client.log_batch(self.run_id, metrics=metrics[first : first + MOST_METRICS])
+            for first in range(0, len(metrics), MAX_METRICS):
+                self._client.log_batch(self.run_id, metrics=metrics[first : first + MAX_METRICS])
 
     def log_document(self, document: Mapping[str, Any], name: str) -> None:
-        """Plain data as the file `name` (its ending says in which form), on the parent run."""
+        """Log plain data as a file; the suffix of `name` sets the format."""
         with _store(self._uri):
             self._client.log_dict(self.run_id, dict(document), name)
 
     def log_artifact(self, path: Path) -> None:
-        """A file of the whole search, on the parent run."""
+        """Log a file of the whole search to the parent run."""
         with _store(self._uri):
             self._client.log_artifact(self.run_id, str(path))
 
@@ -158,7 +160,7 @@ class Tracker:
 
 
 def ui_command(tracking_uri: str) -> str:
-    """The command that opens MLflow on this store."""
+    """Return the command that opens the MLflow UI on this store."""
     if tracking_uri.startswith("http"):
         return f"open {tracking_uri}"
     return f"mlflow ui --backend-store-uri {shlex.quote(tracking_uri)}"
@@ -179,20 +181,20 @@ def _experiment_id(client: Any, name: str, tracking_uri: str) -> str:
         return str(client.create_experiment(name, artifact_location=_artifact_location(tracking_uri)))
     if found.lifecycle_stage == "deleted":
         raise TrackingError(
-            f"the MLflow experiment {name!r} has been deleted there: restore it, or choose another --experiment"
+            f"the MLflow experiment {name!r} has been deleted: restore it, or choose another --experiment"
         )
     return str(found.experiment_id)
 
 
 def _artifact_location(tracking_uri: str) -> str | None:
-    """Beside the database file; MLflow's own default is a folder in the current directory, wherever the database is."""
+    """Return a folder beside the database file; MLflow's default is the working directory."""
     if not tracking_uri.startswith("sqlite:///"):
         return None
     return (Path(tracking_uri.removeprefix("sqlite:///")).resolve().parent / "mlartifacts").as_uri()
 
 
 def _reopen(client: Any, run_id: str, experiment_id: str) -> Any:
-    """The run of an earlier search, set running again; None if this store does not have it (any more)."""
+    """Return an earlier run, set running; None if the store lacks it."""
     from mlflow.exceptions import MlflowException
 
     try:
@@ -208,7 +210,7 @@ def _reopen(client: Any, run_id: str, experiment_id: str) -> Any:
 
 
 def _unfinished(client: Any, experiment_id: str, identity: str) -> str | None:
-    """The latest run of this identity that was stopped, killed or failed."""
+    """Return the latest stopped, killed or failed run with this identity."""
     wanted = f"tags.`{IDENTITY_TAG}` = '{identity}' and attributes.status != 'FINISHED'"
     found = client.search_runs([experiment_id], wanted, max_results=1, order_by=["attributes.start_time DESC"])
     return str(found[0].info.run_id) if found else None
@@ -236,7 +238,7 @@ def _log_dataset(mlflow: Any, client: Any, run_id: str, dataset: DatasetInput) -
 
 def _param(mlflow: Any, key: str, value: Any) -> Any:
     text = str(value)
-    return mlflow.entities.Param(key, text if len(text) <= LONGEST_PARAM else text[: LONGEST_PARAM - 1] + "…")
+    return mlflow.entities.Param(key, text if len(text) <= MAX_PARAM_LENGTH else text[: MAX_PARAM_LENGTH - 1] + "…")
 
 
 def _metrics(mlflow: Any, values: Mapping[str, float], step: int = 0) -> list[Any]:
@@ -245,16 +247,19 @@ def _metrics(mlflow: Any, values: Mapping[str, float], step: int = 0) -> list[An
 
 
 def _now() -> int:
-    """Milliseconds, MLflow's clock."""
+    """Return the time in milliseconds, as MLflow counts it."""
     return int(time.time() * 1000)
 
 
 @contextmanager
 def _store(tracking_uri: str) -> Iterator[Any]:
-    """MLflow, silent and off the network but for its store, whose failures come as one line; all is put back as it was."""
+    """Yield MLflow, silent and without network access except to its store.
+
+    All settings are restored on exit. Failures of the store become one-line errors.
+    """
     with ExitStack() as stack:
         stack.enter_context(warnings.catch_warnings())
-        warnings.simplefilter("ignore")  # those of MLflow's libraries to MLflow
+        warnings.simplefilter("ignore")  # MLflow triggers deprecation warnings of its own libraries
         stack.enter_context(_unless_set(**QUIET))
         import mlflow
 
@@ -265,7 +270,7 @@ def _store(tracking_uri: str) -> Iterator[Any]:
 
 @contextmanager
 def _one_line(tracking_uri: str) -> Iterator[None]:
-    """Failures of the store as one line, without the password that its address may hold."""
+    """Turn failures of the store into one-line errors, without the password in its address."""
     import sqlalchemy.exc
     from mlflow.exceptions import MlflowException
 
@@ -279,7 +284,7 @@ def _one_line(tracking_uri: str) -> Iterator[None]:
 
 @contextmanager
 def _unless_set(**variables: str) -> Iterator[None]:
-    """Environment variables for a while; what the user has set stands."""
+    """Set environment variables temporarily; keep those that the user has set."""
     added = {name: value for name, value in variables.items() if name not in os.environ}
     os.environ.update(added)
     try:

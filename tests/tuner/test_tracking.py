@@ -1,4 +1,4 @@
-"""What MLflow is told, read back through its own client."""
+"""MLflow runs of a tracker, read back through MLflow's own client."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def _nested(client: Any, tracker: Tracker) -> list[Any]:
     return list(client.search_runs([run.info.experiment_id], f"tags.`mlflow.parentRunId` = '{tracker.run_id}'"))
 
 
-def test_a_trial_is_a_nested_run_with_a_column_for_everything(open_tracker: Open, client: Any) -> None:
+def test_a_trial_is_a_nested_run_with_all_its_columns(open_tracker: Open, client: Any) -> None:
     tracker = open_tracker()
     made = record(
         1.25,
@@ -67,7 +67,9 @@ def test_a_trial_is_a_nested_run_with_a_column_for_everything(open_tracker: Open
 @pytest.mark.parametrize(
     ("state", "status"), [(TrialState.COMPLETE, "FINISHED"), (TrialState.PRUNED, "KILLED"), (TrialState.FAIL, "FAILED")]
 )
-def test_how_a_trial_ended_can_be_filtered_by(open_tracker: Open, client: Any, state: TrialState, status: str) -> None:
+def test_the_status_of_a_run_is_the_state_of_its_trial(
+    open_tracker: Open, client: Any, state: TrialState, status: str
+) -> None:
     tracker = open_tracker()
     tracker.log_trial(record(1.1, state=state, reason="why"))
     (run,) = _nested(client, tracker)
@@ -76,7 +78,7 @@ def test_how_a_trial_ended_can_be_filtered_by(open_tracker: Open, client: Any, s
     assert run.data.tags["reason"] == "why"
 
 
-def test_a_resumed_search_goes_on_in_its_run_and_logs_no_trial_twice(open_tracker: Open, client: Any) -> None:
+def test_a_resumed_search_keeps_its_run_and_logs_no_trial_twice(open_tracker: Open, client: Any) -> None:
     first = open_tracker(seed=1, trials=5)
     first.log_trial(record(number=0))
     first.close("KILLED")
@@ -87,11 +89,11 @@ def test_a_resumed_search_goes_on_in_its_run_and_logs_no_trial_twice(open_tracke
     assert len(_nested(client, second)) == 2
     run = client.get_run(first.run_id)
     assert run.info.status == "RUNNING"
-    assert run.data.params == {"seed": "1", "trials": "5"}  # parameters cannot change in MLflow: the first stand
+    assert run.data.params == {"seed": "1", "trials": "5"}  # MLflow parameters are immutable: the first values stay
 
 
 @pytest.mark.parametrize("cut_at", ["log_batch", "log_dict", "set_terminated"])
-def test_a_trial_whose_logging_was_cut_short_is_completed_on_resume(
+def test_interrupted_logging_of_a_trial_is_completed_on_resume(
     open_tracker: Open, client: Any, monkeypatch: pytest.MonkeyPatch, cut_at: str
 ) -> None:
     def kill(*_: Any, **__: Any) -> None:
@@ -111,12 +113,12 @@ def test_a_trial_whose_logging_was_cut_short_is_completed_on_resume(
     assert [artefact.path for artefact in client.list_artifacts(run_id)] == ["candidate.yaml"]
 
 
-def test_the_duration_of_a_nested_run_is_that_of_the_trial(open_tracker: Open, client: Any) -> None:
+def test_a_nested_run_lasts_as_long_as_its_trial(open_tracker: Open, client: Any) -> None:
     run = client.get_run(open_tracker().log_trial(record(seconds=42.0)))
     assert run.info.end_time - run.info.start_time >= 42_000
 
 
-def test_a_store_that_fails_while_reopening_does_not_begin_a_second_run(
+def test_a_store_that_fails_on_reopening_gets_no_second_run(
     open_tracker: Open, client: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = open_tracker()
@@ -132,7 +134,7 @@ def test_a_store_that_fails_while_reopening_does_not_begin_a_second_run(
     assert [run.info.run_id for run in client.search_runs([experiment])] == [first.run_id]
 
 
-def test_a_run_that_is_gone_is_begun_anew(open_tracker: Open, client: Any) -> None:
+def test_a_deleted_run_is_replaced_by_a_new_one(open_tracker: Open, client: Any) -> None:
     first = open_tracker()
     client.delete_run(first.run_id)
     assert open_tracker(run_id=first.run_id).run_id != first.run_id
@@ -154,7 +156,7 @@ def test_figures_tags_data_and_files_are_on_the_parent(open_tracker: Open, clien
     assert [path.name for path in workplace.iterdir()] == ["profile.yaml"]  # no mlruns where the command was given
 
 
-def test_long_values_are_cut_and_whole_in_the_artefact(open_tracker: Open, client: Any) -> None:
+def test_long_parameters_are_cut_but_complete_in_the_artefact(open_tracker: Open, client: Any) -> None:
     tracker = open_tracker()
     tracker.log_trial(record(candidate=candidate(tuple(range(1, 400, 2)))))
     (run,) = _nested(client, tracker)
@@ -163,7 +165,7 @@ def test_long_values_are_cut_and_whole_in_the_artefact(open_tracker: Open, clien
     assert "399" in Path(path).read_text()
 
 
-def test_nothing_is_printed_and_log_levels_are_put_back(
+def test_nothing_is_printed_and_log_levels_are_restored(
     workplace: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = logging.getLogger("mlflow").level
@@ -173,7 +175,7 @@ def test_nothing_is_printed_and_log_levels_are_put_back(
     assert capfd.readouterr() == ("", "")
 
 
-def test_a_store_that_is_none_is_one_line(workplace: Path) -> None:
+def test_an_invalid_store_is_a_one_line_error(workplace: Path) -> None:
     path = workplace / "mlflow.db"
     path.write_bytes(b"not a database " * 200)
     with pytest.raises(TrackingError, match="not a database") as refused:
@@ -182,7 +184,7 @@ def test_a_store_that_is_none_is_one_line(workplace: Path) -> None:
 
 
 @pytest.mark.parametrize("address", ["http://me:secret@127.0.0.1:9", "postgresql://me:secret@127.0.0.1:9/runs"])
-def test_a_store_out_of_reach_is_one_line_without_its_password(
+def test_an_unreachable_store_is_a_one_line_error_without_password(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], address: str
 ) -> None:
     for driver in ("psycopg", "psycopg2"):
@@ -194,26 +196,25 @@ def test_a_store_out_of_reach_is_one_line_without_its_password(
     assert capfd.readouterr() == ("", "")
 
 
-def test_mlflow_is_told_to_keep_quiet_during_a_call_and_the_environment_is_put_back(
-    open_tracker: Open, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_mlflow_is_quiet_during_a_call_only(open_tracker: Open, monkeypatch: pytest.MonkeyPatch) -> None:
     names = ("MLFLOW_DISABLE_TELEMETRY", "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT")
     for name in names:
         monkeypatch.delenv(name, raising=False)
     before, seen = dict(os.environ), []
+    log_batch = mlflow.MlflowClient.log_batch
+
+    def watched(*arguments: Any, **options: Any) -> Any:
+        seen.extend(os.environ.get(name) for name in names)
+        return log_batch(*arguments, **options)
+
     tracker = open_tracker()
-    log_batch = tracker._client.log_batch
-    monkeypatch.setattr(
-        tracker._client,
-        "log_batch",
-        lambda *a, **k: (seen.extend(os.environ.get(name) for name in names), log_batch(*a, **k)),
-    )
+    monkeypatch.setattr(mlflow.MlflowClient, "log_batch", watched)
     tracker.log_trial(record())
     assert seen == ["true", "true"]
     assert dict(os.environ) == before
 
 
-def test_what_the_user_has_set_stands(open_tracker: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_variables_set_by_the_user_are_kept(open_tracker: Open, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "3")
     open_tracker()
     assert os.environ["MLFLOW_HTTP_REQUEST_MAX_RETRIES"] == "3"

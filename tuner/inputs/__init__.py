@@ -1,1 +1,1 @@
-"""What a command is given: the model, the data set, the prompts, the machine."""
+"""Inputs of a command: model, dataset, prompts, environment."""

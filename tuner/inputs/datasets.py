@@ -1,14 +1,15 @@
-"""Rows of prompts from wherever they are, and the templates that make prompts of them. All is read by the library `datasets`.
+"""Rows of a dataset, and the templates that turn rows into prompts.
 
-A source is the first of these that there is:
+The library `datasets` reads all sources. A source is the first match of:
 
-* a file: .jsonl, .json, .csv, .parquet, or .txt (prompts are set apart by blank lines if there are any, else a line is a prompt);
-* a folder, `folder[:config][@split]`, written by `save_to_disk` or of the hub's form (data files, perhaps named in a README.md);
+* a file: .jsonl, .json, .csv, .parquet, or .txt (prompts separated by blank lines if there are any, otherwise one per line);
+* a folder, `folder[:config][@split]`, written by `save_to_disk` or laid out like a hub dataset (data files, optionally listed in
+  a README.md);
 * a preset of `configs/datasets`, `name[@split]`;
 * a hub id, `owner/name[:config][@split]`.
 
-A split may be a slice such as `test[:100]`, except in folders of `save_to_disk`. Without one it is the only split, else `test` (the
-one that a model is least likely to have been trained on), `validation` or `train`.
+A split may be a slice such as `test[:100]`, except in folders written by `save_to_disk`. The default is the only split, or the
+first of `test` (the least likely training data of a model), `validation` and `train`.
 """
 
 from __future__ import annotations
@@ -33,28 +34,31 @@ from tuner.errors import DatasetError
 BUILDERS = {".csv": "csv", ".json": "json", ".jsonl": "json", ".parquet": "parquet"}
 FILE_KINDS = (*BUILDERS, ".txt")
 USUAL_SPLITS = ("test", "validation", "train")
-_SOURCE = re.compile(r"(?P<place>.+?)(?::(?P<config>[^:@/]+))?(?:@(?P<split>[^@/]+))?")
+_SOURCE = re.compile(r"(?P<location>.+?)(?::(?P<config>[^:@/]+))?(?:@(?P<split>[^@/]+))?")
 _HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 _COLUMN = re.compile(r"(?P<name>[^\[\]]+)(?P<steps>(?:\[[^\[\]]+\])*)")
 
 
 class Column(NamedTuple):
-    """A column, or an element of what it holds: `question`, `turns[0]`, `translation[de]`."""
+    """Column, or an element of its values: `question`, `turns[0]`, `translation[de]`."""
 
     name: str
     steps: tuple[int | str, ...] = ()
 
     @classmethod
     def parse(cls, written: str) -> Column:
-        """Raises `ValueError` for anything but a name and bracketed steps."""
+        """Parse a name with optional bracketed steps; raise `ValueError` for anything else."""
         match = _COLUMN.fullmatch(written)
         if match is None:
-            raise ValueError(f"{written!r} is no column; write it as question, turns[0] or translation[de]")
+            raise ValueError(f"{written!r} is not a column; write it as question, turns[0] or translation[de]")
         steps = re.findall(r"\[([^\[\]]+)\]", match["steps"])
         return cls(match["name"], tuple(int(step) if step.isdecimal() else step for step in steps))
 
     def read(self, row: Mapping[str, Any]) -> str:
-        """The text in `row`, empty where there is none. Raises `ValueError` if something else than text is there."""
+        """Return the column's text in `row`, empty if missing.
+
+        Raises `ValueError` if the value is not text.
+        """
         value = row[self.name]
         for step in self.steps:
             if value is None or (isinstance(value, list) and isinstance(step, int) and step >= len(value)):
@@ -73,13 +77,13 @@ class Column(NamedTuple):
 
 @dataclass(frozen=True)
 class Template:
-    """Text with columns in braces, such as `Question: {question}`; braces of the text itself are doubled."""
+    """Text with columns in braces, such as `Question: {question}`; literal braces are doubled."""
 
     parts: tuple[tuple[str, Column | None], ...]
 
     @classmethod
     def parse(cls, written: str) -> Template:
-        """Raises `ValueError` if a brace is left open, or if there is more in it than a column."""
+        """Parse a template; raise `ValueError` for unbalanced braces, formats or conversions."""
         parts = []
         for text, column, form, conversion in string.Formatter().parse(written):
             if form or conversion:
@@ -89,11 +93,14 @@ class Template:
 
     @property
     def columns(self) -> set[str]:
-        """The columns it needs."""
+        """Names of the columns that the template reads."""
         return {column.name for _, column in self.parts if column}
 
     def render(self, row: Mapping[str, Any]) -> str:
-        """The prompt of `row`, empty if one of its columns is blank. Raises `ValueError` if one of them holds no text."""
+        """Return the prompt of `row`, empty if a column is blank.
+
+        Raises `ValueError` if a value is not text.
+        """
         pieces = []
         for text, column in self.parts:
             value = column.read(row) if column else ""
@@ -109,35 +116,35 @@ def _parsable(written: str) -> str:
 
 
 class Preset(Document):
-    """A well-known dataset: where it is, and how its rows become prompts."""
+    """Well-known dataset: its source, and the templates of its prompts."""
 
     description: str
-    dataset: str = Field(description="hub id, or a folder of the hub's form")
+    dataset: str = Field(description="hub id, or a folder laid out like a hub dataset")
     config: str | None = None
     revision: str | None = Field(None, description="branch or commit on the hub")
     split: str
-    columns: tuple[str, ...] = Field(min_length=1, description="what the templates read")
+    columns: tuple[str, ...] = Field(min_length=1, description="columns that the templates read")
     template: Annotated[str, AfterValidator(_parsable)]
     short_template: Annotated[str, AfterValidator(_parsable)] | None = Field(
-        None, description="for the rows in which a column of `template` is blank; without it they are left out"
+        None, description="template for rows in which a column of `template` is blank; without it such rows are skipped"
     )
 
     @property
     def templates(self) -> tuple[Template, ...]:
-        """In the order of trying."""
+        """Templates, first match first."""
         return tuple(Template.parse(written) for written in (self.template, self.short_template) if written)
 
     @model_validator(mode="after")
     def _columns_are_used(self) -> Preset:
         used = set().union(*(template.columns for template in self.templates))
         if used != set(self.columns):
-            raise ValueError(f"columns must be those of the templates, {sorted(used)}, got {sorted(self.columns)}")
+            raise ValueError(f"columns must match the templates, {sorted(used)}, got {sorted(self.columns)}")
         return self
 
 
 @dataclass(frozen=True)
 class Table:
-    """The rows of one split (a `datasets.Dataset`), and the templates of the preset they come from, if they do."""
+    """Rows of one split (a `datasets.Dataset`), and the templates of their preset, if any."""
 
     name: str
     rows: Any
@@ -145,11 +152,11 @@ class Table:
 
     @property
     def columns(self) -> list[str]:
-        """The names of the columns."""
+        """Names of the columns."""
         return list(self.rows.column_names)
 
     def require(self, column: str) -> None:
-        """Raises `DatasetError` that lists the columns if `column` is none of them."""
+        """Raise `DatasetError` that lists the columns unless `column` is one of them."""
         if column not in self.columns:
             raise DatasetError(
                 f"the dataset {self.name} has no column {column!r}; its columns are {', '.join(self.columns)}"
@@ -157,45 +164,45 @@ class Table:
 
 
 def preset_names() -> list[str]:
-    """The presets there are."""
+    """Return the names of all presets, sorted."""
     files = resources.files("configs.datasets").iterdir()
     return sorted(file.name.removesuffix(".yaml") for file in files if file.name.endswith(".yaml"))
 
 
 def load_preset(name: str) -> Preset:
-    """The preset of that name; raises `DatasetError` if there is none or its file is wrong."""
+    """Return the preset `name`; raise `DatasetError` if it is missing or invalid."""
     with resources.as_file(resources.files("configs.datasets") / f"{name}.yaml") as path:
         data = read_mapping(path, what="preset", error=DatasetError)
     return validate(Preset, data, source=f"preset {name}", error=DatasetError)
 
 
 def open_table(source: str, *, split: str | None = None) -> Table:
-    """The rows of `source`, in the syntax above; `split` is the same as `@split`.
+    """Open `source`, in the syntax of this module; `split` is the same as `@split`.
 
-    Raises `DatasetError` if there is no such source, config or split, or if what is there cannot be read.
+    Raises `DatasetError` if the source, config or split does not exist or cannot be read.
     """
-    place, config, split = _parse(source, split)
-    path = _existing(place)
+    location, config, split = _parse(source, split)
+    path = _existing(location)
     if path is not None and path.is_file():
         if config or split:
-            raise DatasetError(f"the file {place} has no configs and no splits, got {source!r} with split {split!r}")
-        return Table(place, _read_file(path))
+            raise DatasetError(f"the file {location} has no configs and no splits, got {source!r} with split {split!r}")
+        return Table(location, _read_file(path))
     if path is not None:
         rows, split = _read_folder(path, config, split)
-        return Table(_name(place, config, split), rows)
-    if place in preset_names():
+        return Table(_name(location, config, split), rows)
+    if location in preset_names():
         if config:
-            raise DatasetError(f"the preset {place!r} has its own config, got {source!r}; write {place}[@split]")
-        preset = load_preset(place)
+            raise DatasetError(f"the preset {location!r} has its own config, got {source!r}; write {location}[@split]")
+        preset = load_preset(location)
         rows, split = _read_repository(preset.dataset, preset.config, split or preset.split, preset.revision)
-        return Table(_name(place, None, split), rows, preset.templates)
-    if _HUB_ID.fullmatch(place) is None or Path(place).suffix.lower() in FILE_KINDS:
+        return Table(_name(location, None, split), rows, preset.templates)
+    if _HUB_ID.fullmatch(location) is None or Path(location).suffix.lower() in FILE_KINDS:
         raise DatasetError(
             f"no such dataset {source!r}: neither a file, a folder, a preset nor a hub id (owner/name[:config][@split]); "
-            f"presets: {suggest(place, preset_names())}"
+            f"presets: {suggest(location, preset_names())}"
         )
-    rows, split = _read_repository(place, config, split)
-    return Table(_name(place, config, split), rows)
+    rows, split = _read_repository(location, config, split)
+    return Table(_name(location, config, split), rows)
 
 
 def _parse(source: str, split: str | None) -> tuple[str, str | None, str | None]:
@@ -205,27 +212,27 @@ def _parse(source: str, split: str | None) -> tuple[str, str | None, str | None]
     if match is None:
         raise DatasetError(f"no such dataset {source!r}: give a file, a folder, a preset or a hub id")
     if split and match["split"] and split != match["split"]:
-        raise DatasetError(f"the dataset {source!r} names another split than the one given beside it, {split!r}")
-    return match["place"], match["config"], split or match["split"]
+        raise DatasetError(f"the dataset {source!r} names another split than the split given separately, {split!r}")
+    return match["location"], match["config"], split or match["split"]
 
 
-def _existing(place: str) -> Path | None:
+def _existing(location: str) -> Path | None:
     try:
-        path = Path(place).expanduser()
-        return path if place.strip() and path.exists() else None
-    except (OSError, RuntimeError):  # no name for a file: too long, below a closed folder, or the home of nobody
+        path = Path(location).expanduser()
+        return path if location.strip() and path.exists() else None
+    except (OSError, RuntimeError):  # not a usable path: too long, below an unreadable folder, or an unknown home
         return None
 
 
-def _name(place: str, config: str | None, split: str | None) -> str:
-    return place + (f":{config}" if config else "") + (f"@{split}" if split else "")
+def _name(location: str, config: str | None, split: str | None) -> str:
+    return location + (f":{config}" if config else "") + (f"@{split}" if split else "")
 
 
 def _read_file(path: Path) -> Any:
     kind = path.suffix.lower()
     if kind not in FILE_KINDS:
         raise DatasetError(
-            f"the dataset file {path} is of a kind that cannot be read, {kind!r}; valid: {', '.join(FILE_KINDS)}"
+            f"the dataset file {path} has an unsupported format, {kind!r}; valid: {', '.join(FILE_KINDS)}"
         )
     with _reading(f"the dataset file {path}"):
         import datasets
@@ -234,7 +241,7 @@ def _read_file(path: Path) -> Any:
             raise DatasetError(f"the dataset file {path} is empty")
         if kind == ".txt":
             return datasets.Dataset.from_dict({"text": _paragraphs(path.read_text(encoding="utf-8-sig"))})
-        # `datasets` takes the name for a pattern, so its brackets and asterisks are escaped.
+        # `datasets` treats the name as a glob pattern, so brackets and asterisks are escaped.
         found = datasets.load_dataset(BUILDERS[kind], data_files=escape(str(path.resolve())))
         return _choose(found, None, str(path))[0]
 
@@ -261,49 +268,49 @@ def _read_folder(path: Path, config: str | None, split: str | None) -> tuple[Any
 
 
 def _read_repository(
-    place: str, config: str | None, split: str | None, revision: str | None = None
+    location: str, config: str | None, split: str | None, revision: str | None = None
 ) -> tuple[Any, str | None]:
-    """The rows of a hub id or of a folder of the same form, and the split they are."""
-    folder = _existing(place)
+    """Return the rows and the split of a hub dataset or a folder laid out like one."""
+    folder = _existing(location)
     if folder is None:
         what, advice = (
-            f"the hub dataset {place!r}",
+            f"the hub dataset {location!r}",
             "a hub id is owner/name[:config][@split]; a file or folder needs no hub",
         )
     else:
-        what, advice = f"the dataset folder {place}", f"it should hold data files ({', '.join(FILE_KINDS)})"
+        what, advice = f"the dataset folder {location}", f"it should hold data files ({', '.join(FILE_KINDS)})"
     with _reading(what, advice):
         import datasets
 
-        # Absolute, as `datasets` would take a folder named `json` or `text` for one of its own builders.
-        where = place if folder is None else str(folder.resolve())
+        # An absolute path, as `datasets` would take a folder named `json` or `text` for one of its builders.
+        where = location if folder is None else str(folder.resolve())
         found = datasets.load_dataset(where, config, split=split, revision=revision if folder is None else None)
-        return _choose(found, None, place) if split is None else (found, split)
+        return _choose(found, None, location) if split is None else (found, split)
 
 
-def _choose(found: Mapping[str, Any], split: str | None, place: str) -> tuple[Any, str]:
+def _choose(found: Mapping[str, Any], split: str | None, location: str) -> tuple[Any, str]:
     names = list(found)
     if not names:
-        raise DatasetError(f"the dataset {place} holds no splits")
+        raise DatasetError(f"the dataset {location} holds no splits")
     chosen = split or (names[0] if len(names) == 1 else next((usual for usual in USUAL_SPLITS if usual in names), None))
     if chosen is None:
         raise DatasetError(
-            f"the dataset {place} has several splits: name one as {place}@split; valid: {', '.join(names)}"
+            f"the dataset {location} has several splits: name one as {location}@split; valid: {', '.join(names)}"
         )
     if chosen not in names:
-        raise DatasetError(f"the dataset {place} has no split {chosen!r}; {suggest(chosen, names)}")
+        raise DatasetError(f"the dataset {location} has no split {chosen!r}; {suggest(chosen, names)}")
     return found[chosen], chosen
 
 
 @contextmanager
 def _reading(what: str, advice: str = "") -> Iterator[None]:
-    """Quietly; whatever fails becomes one line."""
+    """Silence the readers, and turn every failure into a one-line `DatasetError`."""
     try:
         with _quiet():
             yield
     except DatasetError:
         raise
-    # Every format and the hub's client have errors of their own; to the user each means that this source cannot be read.
+    # Every format and the hub's client raise their own errors; to the user each means that this source cannot be read.
     except Exception as cause:
         raise DatasetError(f"cannot read {what}: {_reason(cause)}" + (f"; {advice}" if advice else "")) from cause
 
@@ -318,7 +325,7 @@ def _reason(cause: BaseException) -> str:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """No progress bars, log lines or warnings of `datasets` and the hub's client; afterwards all is as it was before."""
+    """Silence progress bars, logs and warnings of `datasets` and the hub's client temporarily."""
     import datasets
     from huggingface_hub import utils as hub
 

@@ -1,4 +1,4 @@
-"""Where a search ran: device, versions, git revision. Facts for the profile and MLflow."""
+"""Environment of a run: device, package versions, git revision."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ REPORTED_PACKAGES = ("sdtune", "torch", "transformers", "optuna")
 
 
 def versions() -> dict[str, str]:
-    """Versions of what decides about speed and results."""
+    """Return the versions of Python and of the packages that affect speed and results."""
     found = {"python": platform.python_version()}
     for package in REPORTED_PACKAGES:
         try:
@@ -24,7 +24,7 @@ def versions() -> dict[str, str]:
 
 
 def device_name(device: torch.device) -> str:
-    """The accelerator's name, or the processor's with the number of threads torch uses."""
+    """Return the accelerator's name, or the processor's with torch's number of threads."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     threads = torch.get_num_threads()
@@ -32,7 +32,7 @@ def device_name(device: torch.device) -> str:
 
 
 def git_revision(folder: Path) -> str | None:
-    """The commit checked out at `folder`, or None outside a repository or without git."""
+    """Return the commit checked out at `folder`; None outside a repository or without git."""
     try:
         done = subprocess.run(
             ["git", "rev-parse", "HEAD"], cwd=folder, capture_output=True, text=True, check=False, timeout=10

@@ -1,4 +1,4 @@
-"""Loads a model and its tokenizer from a local folder or the hub, quietly, with errors in one line."""
+"""Loading of a model and its tokenizer from a local folder or the hub."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 @dataclass(frozen=True)
 class Loaded:
-    """A model on its device, its tokenizer, and where they came from."""
+    """Model on its device, its tokenizer, and their source."""
 
     model: PreTrainedModel
     tokenizer: Any
@@ -28,14 +28,15 @@ class Loaded:
 
 
 def load(name: str, *, revision: str | None = None, dtype: str = "auto", device: str = "auto") -> Loaded:
-    """Load `name` (a folder or a hub id). `dtype` auto is float32 on a CPU and the checkpoint's own on an accelerator.
+    """Load the model and tokenizer `name`, a folder or a hub id.
 
-    Raises `ConfigError` if there is no such model, it is not a causal language model, or there is no such device.
+    `dtype` auto is float32 on a CPU and the checkpoint's own on an accelerator. Raises `ConfigError` if the model does not
+    exist or is not a causal language model, or if the device does not exist.
     """
-    place = resolve_device(device)
+    torch_device = resolve_device(device)
     if Path(name).exists() and not (Path(name) / "config.json").exists():
-        raise ConfigError(f"{name} is no model: a folder with a config.json is needed, as `save_pretrained` writes it")
-    wanted = DTYPES.get(dtype) or (torch.float32 if place.type == "cpu" else "auto")
+        raise ConfigError(f"{name} is not a model folder: it has no config.json, which `save_pretrained` writes")
+    wanted = DTYPES.get(dtype) or (torch.float32 if torch_device.type == "cpu" else "auto")
     with quiet():
         try:
             tokenizer = AutoTokenizer.from_pretrained(name, revision=revision)
@@ -43,27 +44,31 @@ def load(name: str, *, revision: str | None = None, dtype: str = "auto", device:
         except (OSError, ValueError, ImportError, KeyError) as cause:
             reason = str(cause).strip().split("\n")[0]
             raise ConfigError(
-                f"no such model: {name} is neither a folder with a model nor to be had from the hub ({reason})"
+                f"no such model: {name} is neither a model folder nor available from the hub ({reason})"
             ) from None
-    return Loaded(model.to(place).eval(), tokenizer, name, revision or getattr(model.config, "_commit_hash", None))
+    loaded_revision = revision or getattr(model.config, "_commit_hash", None)
+    return Loaded(model.to(torch_device).eval(), tokenizer, name, loaded_revision)
 
 
 def resolve_device(device: str) -> torch.device:
-    """`auto` is CUDA where there is one, else the CPU. Raises `ConfigError` for a device that is not there."""
+    """Return the torch device; `auto` is CUDA if available, otherwise the CPU.
+
+    Raises `ConfigError` if the device does not exist.
+    """
     if device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
-        place = torch.device(device)
-        torch.empty(0, device=place)
+        found = torch.device(device)
+        torch.empty(0, device=found)
     except (RuntimeError, AssertionError) as cause:
         raise ConfigError(
             f"no device {device!r} on this machine ({str(cause).splitlines()[0]}); try cpu, cuda or auto"
         ) from None
-    return place
+    return found
 
 
 def eos_token_ids(model: PreTrainedModel) -> frozenset[int]:
-    """The tokens that end a text by the model's own generation settings."""
+    """Return the end-of-text token ids of the model's generation settings."""
     eos = model.generation_config.eos_token_id
     if eos is None:
         return frozenset()
@@ -72,7 +77,7 @@ def eos_token_ids(model: PreTrainedModel) -> frozenset[int]:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """No progress bars and notes of transformers; its settings are put back."""
+    """Turn off progress bars and log messages of transformers; restore them on exit."""
     verbosity = transformers_logging.get_verbosity()
     had_bars = transformers_logging.is_progress_bar_enabled()
     transformers_logging.set_verbosity_error()

@@ -1,6 +1,6 @@
-"""Prompts as token ids, in two parts that share none: one to tune on, one to confirm on.
+"""Prompts as token ids, in two disjoint parts: tuning and held-out.
 
-Where rows come from: `tuner.inputs.datasets`.
+Rows come from `tuner.inputs.datasets`.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from tuner.config import SearchConfig
 from tuner.errors import DatasetError
 from tuner.inputs.datasets import Column, Table, Template, open_table
 
-USUAL_COLUMNS = ("prompt", "text", "question", "instruction", "input", "query", "problem", "article", "document")
+DEFAULT_COLUMNS = ("prompt", "text", "question", "instruction", "input", "query", "problem", "article", "document")
 
-# Some chat templates write today's date. With a fixed one, a search has the same prompts tomorrow and can be resumed.
-# The empty expression keeps a line break with which the template may begin.
+# Some chat templates insert today's date. A fixed date keeps prompts the same, so that a search can be resumed on another day.
+# The empty expression preserves a leading line break of the template.
 _DATES = {
     "%Y": "2025",
     "%y": "25",
@@ -40,7 +40,7 @@ _FIXED_DATE = (
 
 @dataclass(frozen=True)
 class Prompt:
-    """One prompt: its row in the dataset (from 0), its token ids, and the text they stand for, without chat template."""
+    """Prompt: row in the dataset (from 0), token ids, text without chat template."""
 
     row: int
     token_ids: tuple[int, ...]
@@ -49,14 +49,14 @@ class Prompt:
 
 @dataclass(frozen=True)
 class PromptSet:
-    """The prompts of a search; `fingerprint` is the SHA-256 of the token ids of both parts, in order."""
+    """Prompts of a search; `fingerprint` is a SHA-256 of both parts' token ids."""
 
     name: str
     fingerprint: str
     tuning: tuple[Prompt, ...]
     held_out: tuple[Prompt, ...]
     spare: tuple[Prompt, ...] = ()
-    """Further prompts to train on; none of them, nor their groups, stands among the held-out ones."""
+    """Further prompts to train on. They share neither prompts nor groups with the held-out ones."""
 
 
 def load_prompts(
@@ -75,19 +75,22 @@ def load_prompts(
     max_prompt_tokens: int | None = None,
     split: str | None = None,
 ) -> PromptSet:
-    """Draw the two parts from `source` (its syntax: `tuner.inputs.datasets`), the same ones for the same seed.
+    """Draw tuning and held-out prompts from `source` (syntax: `tuner.inputs.datasets`), determined by `seed`.
 
-    Rows are drawn at random and only as many are tokenized as are needed; empty prompts and repeated ones are passed over. Rows
-    that agree in `group_column` stay in one part. `prompt_column` (`question`, or `turns[0]` for an element) wins over a preset's
-    template and over guessing. A prompt that does not fit the context beside `max_new_tokens` is an error; with `max_prompt_tokens`
-    the text of a longer one is cut from the left, and special tokens and chat template stay whole.
+    Rows are drawn at random, and only the rows that are needed are tokenized. Empty and repeated prompts are skipped. Rows with
+    equal values in `group_column` stay in one part. `prompt_column` (`question`, or `turns[0]` for an element) overrides a
+    preset's template and the default columns. With `max_prompt_tokens` a longer prompt is cut from the left, while special
+    tokens and chat template stay whole.
 
-    At most `num_spare` further prompts are drawn from the rows that are left and fit; the two parts are the same with and without.
+    Up to `num_spare` further prompts are drawn from the remaining rows that fit; they do not change the two parts.
 
-    Raises `DatasetError` for a source or column that is not there or cannot be read, a prompt too long, or too few of them.
+    Raises `DatasetError` for a missing or unreadable source or column, a prompt that with `max_new_tokens` exceeds the context,
+    or too few prompts.
     """
     if num_tuning < 1 or num_held_out < 0:
-        raise DatasetError(f"at least 1 tuning and 0 held-out prompts are needed, got {num_tuning} and {num_held_out}")
+        raise DatasetError(
+            f"num_tuning must be at least 1 and num_held_out at least 0, got {num_tuning} and {num_held_out}"
+        )
     limits = _Limits(context_length, max_new_tokens, max_prompt_tokens)
     table = open_table(source, split=split)
     templates = table.templates if table.templates and not prompt_column else (_one_column(table, prompt_column),)
@@ -102,9 +105,9 @@ def load_prompts(
 def search_prompts(
     config: SearchConfig, tokenizer: Any, context_length: int | None, *, num_spare: int = 0
 ) -> PromptSet:
-    """The prompts of a search as its configuration says; see `load_prompts`.
+    """Return the prompts of a search for its configuration; see `load_prompts`.
 
-    A distillation draws them here too: it keeps off the held-out prompts because both have the same ones.
+    A distillation calls this too, so that it knows the search's held-out prompts and avoids them.
     """
     return load_prompts(
         config.dataset,
@@ -123,9 +126,10 @@ def search_prompts(
 
 
 def encode_prompt(text: str, tokenizer: Any, *, chat_template: bool = True) -> list[int]:
-    """Token ids of one prompt: a user's turn if the tokenizer has a chat template and it is wanted, else `tokenizer(text)`.
+    """Return the token ids of one prompt.
 
-    A chat template that writes today's date is given a fixed one. Raises `DatasetError` if the template refuses a single user turn.
+    With `chat_template`, the prompt is rendered as a user turn if the tokenizer has a template. A chat template that inserts
+    today's date is given a fixed one. Raises `DatasetError` if the template refuses a single user turn.
     """
     if not (chat_template and getattr(tokenizer, "chat_template", None)):
         return list(tokenizer(text, verbose=False)["input_ids"])
@@ -137,19 +141,20 @@ def encode_prompt(text: str, tokenizer: Any, *, chat_template: bool = True) -> l
             add_generation_prompt=True,
             tokenize=False,
         )
-    except Exception as cause:  # a chat template is its author's program and may fail in any way
+    except Exception as cause:  # a chat template is a program and may raise anything
         reason = " ".join(str(cause).split()) or type(cause).__name__
         raise DatasetError(
-            f"the tokenizer's chat template fails on one user turn: {reason}; --no-chat-template does without it"
+            f"the tokenizer's chat template fails on one user turn: {reason}; --no-chat-template turns it off"
         ) from cause
-    # Rendered and encoded apart, as `verbose=False` keeps the tokenizer from warning of a length that is judged here.
+    # Encoded in a separate call, because `verbose=False` suppresses the tokenizer's warning about long sequences.
     return list(tokenizer(rendered, add_special_tokens=False, verbose=False)["input_ids"])
 
 
 def cut_from_left(text: str, longest: int, encode: Callable[[str], list[int]]) -> tuple[str, list[int]] | None:
-    """The longest end of `text` found by bisection that `encode` makes at most `longest` tokens of, and these; None if none is.
+    """Return the longest suffix of `text` with at most `longest` tokens, and the tokens.
 
-    Whole characters are cut, so that special tokens and a chat template stay whole: there may be a token or two fewer.
+    Returns None if no suffix fits. Found by bisection over characters, so the result may be a token or two shorter than
+    `longest`. `encode` may add special tokens and a chat template, which stay whole.
     """
     too_early, start, fitting = 0, len(text), None
     while start - too_early > 1:
@@ -164,7 +169,7 @@ def cut_from_left(text: str, longest: int, encode: Callable[[str], list[int]]) -
 
 @dataclass(frozen=True)
 class _Limits:
-    """How long a prompt may be. Raises `DatasetError` if they contradict each other."""
+    """Limits of the prompt length; raises `DatasetError` if they contradict each other."""
 
     context_length: int | None
     max_new_tokens: int
@@ -183,20 +188,22 @@ class _Limits:
 
     @property
     def room(self) -> int | None:
-        """How many tokens fit, or None if the model sets no limit."""
+        """Number of prompt tokens that fit the context; None if unlimited."""
         return None if self.context_length is None else self.context_length - self.max_new_tokens
 
     def __str__(self) -> str:
-        return f"at most {self.room} fit the model's context of {self.context_length} beside {self.max_new_tokens} new ones"
+        return (
+            f"at most {self.room} fit the model's context of {self.context_length} with {self.max_new_tokens} new ones"
+        )
 
 
 class _TooLongError(DatasetError):
-    """A prompt that does not fit the context."""
+    """Prompt that does not fit the context."""
 
 
 @dataclass(frozen=True)
 class _Reader:
-    """Makes prompts of rows."""
+    """Conversion of rows into prompts."""
 
     table: Table
     templates: tuple[Template, ...]
@@ -206,12 +213,12 @@ class _Reader:
 
     @property
     def rows(self) -> Any:
-        """The rows, with nothing but what the templates read."""
+        """Rows with only the columns that the templates read."""
         needed = sorted(set().union(*(template.columns for template in self.templates)))
         return self.table.rows.with_format(None).select_columns(needed)
 
     def read(self, rows: Any, index: int) -> Prompt | None:
-        """The prompt of a row, or None if it is empty."""
+        """Return the prompt of a row, or None if it is empty."""
         row = rows[index]
         try:
             text = next((text for template in self.templates if (text := template.render(row))), "")
@@ -237,15 +244,15 @@ class _Reader:
         found = cut_from_left(text, longest, self._encode)
         if found is None:
             raise DatasetError(
-                f"max_prompt_tokens: {longest} leaves no room for text beside special tokens and chat template"
+                f"max_prompt_tokens: {longest} leaves no room for text after special tokens and chat template"
             )
         return found
 
 
 def _one_column(table: Table, prompt_column: str | None) -> Template:
-    """The prompt column as a template: the given one, or the only one with a usual name."""
+    """Return a template of the given prompt column, or of the only default one."""
     if prompt_column is None:
-        usual = [name for name in USUAL_COLUMNS if name in table.columns]
+        usual = [name for name in DEFAULT_COLUMNS if name in table.columns]
         if len(usual) != 1:
             problem = (
                 f"{' and '.join(map(repr, usual))} could each be"
@@ -266,7 +273,7 @@ def _one_column(table: Table, prompt_column: str | None) -> Template:
 
 
 def _groups(table: Table, group_column: str | None) -> list[Any] | None:
-    """The group of each row, or None if the rows are not grouped."""
+    """Return the group of each row, or None if rows are not grouped."""
     if group_column is None:
         return None
     table.require(group_column)
@@ -305,16 +312,16 @@ def _draw(
                 break
     tuning, held_out = parts
     if (len(tuning), len(held_out)) != sizes:
-        apart = f" when no {group_column!r} stands in both" if group_column else ""
+        apart = f" when no {group_column!r} is in both" if group_column else ""
         raise DatasetError(
             f"too few prompts: the dataset {table.name} gives {len(tuning)} for tuning and {len(held_out)} held out{apart} "
-            f"({num_empty} empty and {num_repeated} repeated rows passed over), but {sizes[0]} and {sizes[1]} were asked for"
+            f"({num_empty} empty and {num_repeated} repeated rows skipped), but {sizes[0]} and {sizes[1]} are needed"
         )
     return PromptSet(table.name, _fingerprint(parts), tuple(tuning), tuple(held_out))
 
 
 def _spare(reader: _Reader, groups: list[Any] | None, parts: PromptSet, most: int, seed: int) -> Iterator[Prompt]:
-    """Prompts of other rows than those of `parts`, in the order in which these were drawn."""
+    """Yield up to `most` prompts of rows outside `parts`, in the same random order."""
     rows = reader.rows
     drawn = (*parts.tuning, *parts.held_out)
     taken, seen = {prompt.row for prompt in drawn}, {prompt.token_ids for prompt in drawn}
@@ -335,7 +342,10 @@ def _spare(reader: _Reader, groups: list[Any] | None, parts: PromptSet, most: in
 
 
 def _deal(groups: list[Any], sizes: tuple[int, int], seed: int) -> dict[Any, int]:
-    """Which part each group goes to: the one that lacks most, the largest groups first so that both parts can be filled."""
+    """Return the part of each group.
+
+    Largest groups first, each to the part that lacks more prompts, so that both parts can be filled.
+    """
     counts = Counter(groups)
     order = list(counts)
     random.Random(seed).shuffle(order)
@@ -350,13 +360,13 @@ def _deal(groups: list[Any], sizes: tuple[int, int], seed: int) -> dict[Any, int
 
 
 def _shuffled(length: int, seed: int) -> Iterator[int]:
-    """The numbers below `length` in random order, at the cost of those that are taken (Fisher and Yates on a sparse list)."""
+    """Yield the numbers below `length` in random order, lazily: Fisher-Yates on a sparse list."""
     generator = random.Random(seed)
     moved: dict[int, int] = {}
-    for place in range(length):
-        other = generator.randrange(place, length)
+    for index in range(length):
+        other = generator.randrange(index, length)
         yield moved.get(other, other)
-        moved[other] = moved.pop(place, place)
+        moved[other] = moved.pop(index, index)
 
 
 def _fingerprint(parts: tuple[list[Prompt], list[Prompt]]) -> str:

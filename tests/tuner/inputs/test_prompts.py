@@ -1,4 +1,4 @@
-"""Prompts from every kind of source, drawn, grouped, cut and refused. All sources are local; the hub is offline."""
+"""Prompts from every kind of source: drawing, grouping, cutting, refusals. All sources are local; the hub is offline."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def _no_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def tokenizer() -> PreTrainedTokenizerFast:
-    """One token a byte, after a beginning-of-sequence token."""
+    """Byte-level tokenizer: a beginning-of-sequence token, then one token per byte."""
     vocabulary = {byte: index for index, byte in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))} | {"<s>": BOS}
     inner = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -97,13 +97,13 @@ class TestFiles:
         assert all(WORDS[prompt.row] == prompt.text for prompt in (*prompts.tuning, *prompts.held_out))
         assert prompts.name == str(path)
 
-    def test_blank_lines_set_prompts_of_a_text_apart(self, tmp_path: Path, tokenizer: Any) -> None:
+    def test_blank_lines_separate_prompts_of_a_text_file(self, tmp_path: Path, tokenizer: Any) -> None:
         (path := tmp_path / "prompts.txt").write_text(
             "\n\n  first\nline two\n \t\n\nsecond\n\n\nthird\n\n", "utf-8-sig"
         )
         assert sorted(texts(load(path, tokenizer, 2, 1))) == ["  first\nline two", "second", "third"]
 
-    def test_a_name_is_no_pattern(self, tmp_path: Path, tokenizer: Any) -> None:
+    def test_a_file_name_is_not_a_pattern(self, tmp_path: Path, tokenizer: Any) -> None:
         path = write_jsonl(tmp_path / "odd[1]*@x:y.jsonl", [{"prompt": word} for word in WORDS])
         assert len(texts(load(path, tokenizer))) == 4
 
@@ -163,7 +163,7 @@ class TestFolders:
         assert "no splits" in refusal(tmp_path / "none", tokenizer)
         assert "another split" in refusal(f"{folder}@a", tokenizer, split="b")
 
-    def test_without_a_split_the_test_split_is_taken(self, tmp_path: Path, tokenizer: Any) -> None:
+    def test_the_default_split_is_test(self, tmp_path: Path, tokenizer: Any) -> None:
         for split in ("train", "test"):
             write_jsonl(tmp_path / f"{split}.jsonl", [{"prompt": f"{split} {word}"} for word in WORDS])
         prompts = load(tmp_path, tokenizer)
@@ -199,7 +199,7 @@ class TestFolders:
 
 
 def hub_folder(folder: Path, configs: dict[str, list[str]], columns: dict[str, Any]) -> Path:
-    """A folder of the hub's form, its configs named in the README's header."""
+    """Write a folder laid out like a hub dataset, with its configs in the README's header."""
     listed = []
     for config, splits in configs.items():
         (folder / config).mkdir(parents=True)
@@ -271,11 +271,11 @@ PRESET_ROWS: dict[str, tuple[dict[str, Any], str]] = {
 
 
 class TestPresets:
-    def test_all_are_tried_here(self) -> None:
+    def test_every_preset_is_tested(self) -> None:
         assert preset_names() == sorted(PRESET_ROWS)
 
     @pytest.mark.parametrize("name", sorted(PRESET_ROWS))
-    def test_reads_a_folder_of_its_form(
+    def test_a_preset_reads_its_columns_and_split(
         self, name: str, tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         row, prompt = PRESET_ROWS[name]
@@ -297,7 +297,7 @@ class TestPresets:
         assert long.render({"instruction": "Sort.", "input": None}) == ""
         assert short.render({"instruction": "Sort.", "input": None}) == "Sort."
 
-    def test_a_prompt_column_wins_over_the_template(
+    def test_a_prompt_column_overrides_the_template(
         self, tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         folder = hub_folder(tmp_path / "hub", {"main": ["test"]}, {"question": ["q"], "answer": ["a"]})
@@ -325,7 +325,7 @@ class TestPresets:
             {"colums": ["question"]},
         ],
     )
-    def test_wrong_ones_are_refused(self, wrong: dict[str, Any]) -> None:
+    def test_invalid_presets_are_refused(self, wrong: dict[str, Any]) -> None:
         right = {"description": "-", "dataset": "-", "split": "-", "columns": ["question"], "template": "{question}"}
         Preset.model_validate(right)
         with pytest.raises(ValueError, match=r"template|colum"):
@@ -360,11 +360,11 @@ class TestColumns:
         assert "such as prompt[0]" in message
         assert "no element [en]" in refusal(path, tokenizer, prompt_column="pair[en]")
         assert "holds int" in refusal(path, tokenizer, prompt_column="id")
-        assert "is no column" in refusal(path, tokenizer, prompt_column="pair[")
+        assert "is not a column" in refusal(path, tokenizer, prompt_column="pair[")
 
 
 class TestDraw:
-    def test_same_for_a_seed_and_another_for_another(self, tmp_path: Path, tokenizer: Any) -> None:
+    def test_the_seed_determines_the_prompts(self, tmp_path: Path, tokenizer: Any) -> None:
         path = prompts_file(tmp_path)
         first, again, other = (load(path, tokenizer, 5, 5, seed=seed) for seed in (1, 1, 2))
         assert first == again
@@ -372,14 +372,14 @@ class TestDraw:
         assert texts(first) != texts(other)
         assert not {p.row for p in first.tuning} & {p.row for p in first.held_out}
 
-    def test_fingerprint_is_that_of_the_token_ids(self, tmp_path: Path, tokenizer: Any) -> None:
+    def test_the_fingerprint_depends_on_the_token_ids_alone(self, tmp_path: Path, tokenizer: Any) -> None:
         (folder := tmp_path / "other").mkdir()
         one, same = load(prompts_file(tmp_path), tokenizer), load(prompts_file(folder), tokenizer)
         assert one.name != same.name
         assert one.fingerprint == same.fingerprint
         assert one.fingerprint != load(prompts_file(tmp_path), tokenizer, 3, 1).fingerprint
 
-    def test_every_order_of_rows_is_as_likely(self, tmp_path: Path, tokenizer: Any) -> None:
+    def test_every_order_of_rows_is_equally_likely(self, tmp_path: Path, tokenizer: Any) -> None:
         path = prompts_file(tmp_path, WORDS[:3])
         orders = Counter(
             tuple(prompt.row for prompt in load(path, tokenizer, 3, 0, seed=seed).tuning) for seed in range(120)
@@ -387,13 +387,13 @@ class TestDraw:
         assert set(orders) == set(itertools.permutations(range(3)))
         assert min(orders.values()) >= 8  # 20 are expected of each
 
-    def test_empty_and_repeated_rows_are_passed_over(self, tmp_path: Path, tokenizer: Any) -> None:
+    def test_empty_and_repeated_rows_are_skipped(self, tmp_path: Path, tokenizer: Any) -> None:
         path = write_jsonl(
             tmp_path / "a.jsonl", [{"prompt": text} for text in ["a", "", " \n", None, "b", "a", "b", "c"]]
         )
         assert sorted(texts(load(path, tokenizer, 2, 1))) == ["a", "b", "c"]
         message = refusal(path, tokenizer, num_tuning=2, num_held_out=2)
-        assert "2 for tuning and 1 held out (3 empty and 2 repeated rows passed over), but 2 and 2" in message
+        assert "2 for tuning and 1 held out (3 empty and 2 repeated rows skipped), but 2 and 2" in message
 
     def test_only_what_is_needed_is_tokenized(
         self, tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
@@ -422,7 +422,7 @@ class TestDraw:
     def test_too_few_groups(self, tmp_path: Path, tokenizer: Any) -> None:
         path = write_jsonl(tmp_path / "a.jsonl", [{"prompt": word, "file": "one", "tags": ["x"]} for word in WORDS])
         message = refusal(path, tokenizer, group_column="file")
-        assert "2 for tuning and 0 held out when no 'file' stands in both" in message
+        assert "2 for tuning and 0 held out when no 'file' is in both" in message
         assert "no column 'fiel'; its columns are prompt, file, tags" in refusal(path, tokenizer, group_column="fiel")
         assert "holds list" in refusal(path, tokenizer, group_column="tags")
 
@@ -431,10 +431,10 @@ class TestDraw:
 
 
 class TestSpare:
-    """Rows beyond the two parts, for heads to learn from."""
+    """Prompts outside the two parts, for training heads."""
 
     @pytest.mark.parametrize("seed", range(5))
-    def test_the_parts_are_the_same_with_and_without(self, seed: int, tmp_path: Path, tokenizer: Any) -> None:
+    def test_spare_prompts_do_not_change_the_parts(self, seed: int, tmp_path: Path, tokenizer: Any) -> None:
         path = prompts_file(tmp_path)
         without, some, all_of_them = (load(path, tokenizer, 4, 5, seed=seed, num_spare=spare) for spare in (0, 3, 100))
         assert without.spare == ()
@@ -449,7 +449,7 @@ class TestSpare:
         assert sorted(rows) == list(range(20))
 
     @pytest.mark.parametrize("seed", range(5))
-    def test_none_is_of_a_group_that_is_held_out(self, seed: int, tmp_path: Path, tokenizer: Any) -> None:
+    def test_no_spare_prompt_is_in_a_held_out_group(self, seed: int, tmp_path: Path, tokenizer: Any) -> None:
         rows = [{"prompt": f"number {number}", "file": number % 12} for number in range(40)]
         path = write_jsonl(tmp_path / "a.jsonl", rows)
         prompts = load(path, tokenizer, 6, 6, seed=seed, num_spare=100, group_column="file")
@@ -458,13 +458,13 @@ class TestSpare:
         assert {prompt.row for prompt in (*prompts.tuning, *prompts.spare)} == expected
         assert prompts == load(path, tokenizer, 6, 6, seed=seed, num_spare=100, group_column="file")
 
-    def test_no_text_of_the_parts_comes_again(self, tmp_path: Path, tokenizer: Any) -> None:
+    def test_spare_prompts_do_not_repeat_a_prompt(self, tmp_path: Path, tokenizer: Any) -> None:
         path = prompts_file(tmp_path, [*"abcde", *"abcde", "", "abcde"])
         prompts = load(path, tokenizer, 2, 2, num_spare=100)
         assert len(prompts.spare) == 2
         assert len(set(texts(prompts)) | {prompt.text for prompt in prompts.spare}) == 6
 
-    def test_those_that_do_not_fit_are_passed_over(self, tmp_path: Path, tokenizer: Any) -> None:
+    def test_spare_prompts_that_do_not_fit_are_skipped(self, tmp_path: Path, tokenizer: Any) -> None:
         short = prompts_file(tmp_path, list("abcd"))
         parts = load(short, tokenizer, 1, 1)
         drawn = {prompt.row for prompt in (*parts.tuning, *parts.held_out)}
@@ -475,7 +475,7 @@ class TestSpare:
 
 
 class TestTokens:
-    def test_special_tokens_as_the_tokenizer_gives_them(self, tmp_path: Path, tokenizer: Any) -> None:
+    def test_special_tokens_are_the_tokenizers(self, tmp_path: Path, tokenizer: Any) -> None:
         prompt = load(prompts_file(tmp_path), tokenizer).tuning[0]
         assert list(prompt.token_ids) == tokenizer(prompt.text)["input_ids"]
         assert prompt.token_ids[0] == BOS
@@ -489,7 +489,7 @@ class TestTokens:
         assert list(prompt.token_ids) == tokenizer.apply_chat_template(turn, add_generation_prompt=True)["input_ids"]
         assert load(path, tokenizer, chat_template=False).tuning[0].token_ids[0] == BOS
 
-    def test_a_template_with_a_date_is_the_same_tomorrow(self, tokenizer: Any) -> None:
+    def test_a_template_with_a_date_gets_a_fixed_one(self, tokenizer: Any) -> None:
         tokenizer.chat_template = "\n{{ strftime_now('%d %b %Y') }} " + CHAT_TEMPLATE
         assert tokenizer.decode(encode_prompt("hi", tokenizer)) == "\n01 Jan 2025 [user] hi[assistant]"
 
@@ -501,9 +501,7 @@ class TestTokens:
         path = prompts_file(tmp_path, ["x" * 100, "y" * 100])
         with caplog.at_level(logging.WARNING, logger="transformers"):
             message = refusal(path, tokenizer, num_tuning=1, num_held_out=1, context_length=100)
-        assert (
-            "makes a prompt of 101 tokens, but at most 84 fit the model's context of 100 beside 16 new ones" in message
-        )
+        assert "makes a prompt of 101 tokens, but at most 84 fit the model's context of 100 with 16 new ones" in message
         assert f"of the dataset {path}" in message
         assert "row 1" in message or "row 0" in message
         assert not caplog.records  # the tokenizer's own warning of a long sequence
@@ -532,7 +530,7 @@ class TestTokens:
 
 
 class TestQuietness:
-    def test_nothing_is_printed_and_no_global_is_left_changed(
+    def test_nothing_is_printed_and_globals_are_restored(
         self, tmp_path: Path, tokenizer: Any, capfd: pytest.CaptureFixture[str]
     ) -> None:
         state = _global_state()
