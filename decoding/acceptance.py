@@ -1,7 +1,7 @@
-"""Which drafted tokens the target accepts: pure functions of tensors, and the two ways of decoding built on them.
+"""Acceptance of drafted tokens: pure functions of tensors, and the two decoding modes built on them.
 
-Greedy and sampled decoding are the same loop; an `Acceptance` is all the difference between them. Drafts are judged on the device:
-the host waits for it once, for the outcome.
+Greedy decoding and sampling share one loop and differ only in their `Acceptance`. Drafts are judged on the device;
+the host waits once, for the outcome.
 """
 
 from __future__ import annotations
@@ -13,15 +13,16 @@ from torch import Tensor
 
 
 def most_likely(scores: Tensor) -> Tensor:
-    """Token ids [..] of the highest of `scores` [.., vocabulary]."""
+    """Return the token ids [..] with the highest of `scores` [.., vocabulary]."""
     return scores.argmax(dim=-1)
 
 
 def accept_greedy(drafted: Tensor, choices: Tensor) -> tuple[int, int]:
-    """Accept drafts while they equal the target's choice.
+    """Accept drafted tokens while they equal the target's choice.
 
-    `drafted` [k] token ids, `choices` [k + 1] the target's argmax behind the last verified token and behind every draft.
-    Returns how many are accepted and the token that follows them: the correction, or the bonus if all were.
+    `drafted` [k] are token ids; `choices` [k + 1] are the target's argmax after the last verified token and after
+    every draft. Return the number of accepted drafts and the token after them: the correction, or the bonus token if
+    all were accepted.
     """
     num_accepted = _num_leading(drafted == choices[: drafted.shape[0]])
     return _read(num_accepted, choices.index_select(0, num_accepted))
@@ -30,11 +31,13 @@ def accept_greedy(drafted: Tensor, choices: Tensor) -> tuple[int, int]:
 def accept_sampled(
     drafted: Tensor, draft_probabilities: Tensor, target_probabilities: Tensor, generator: torch.Generator | None = None
 ) -> tuple[int, int]:
-    """Speculative sampling (Leviathan et al., arXiv 2211.17192; Chen et al., arXiv 2302.01318): exact in distribution.
+    """Accept or resample drafted tokens without changing the target's distribution.
 
-    `drafted` [k] token ids sampled from `draft_probabilities` [k, vocabulary]; `target_probabilities` [k + 1, vocabulary].
-    Accept draft x with probability min(1, p(x) / q(x)); at the first rejection sample from max(p - q, 0), normalised; after
-    full acceptance from p. Returns how many are accepted and the token that follows them.
+    Speculative sampling (Leviathan et al., arXiv 2211.17192; Chen et al., arXiv 2302.01318). `drafted` [k] are token
+    ids sampled from `draft_probabilities` [k, vocabulary]; `target_probabilities` is [k + 1, vocabulary].
+
+    Accept draft x with probability min(1, p(x) / q(x)). At the first rejection sample from max(p - q, 0), normalised;
+    after full acceptance sample from p. Return the number of accepted drafts and the token after them.
     """
     num_drafted = drafted.shape[0]
     rows = torch.arange(num_drafted, device=drafted.device)
@@ -52,10 +55,11 @@ def accept_sampled(
 def accept_certain(
     drafted: Tensor, target_probabilities: Tensor, generator: torch.Generator | None = None
 ) -> tuple[int, int]:
-    """`accept_sampled` for drafts that were not sampled: the distribution of each is one point, and need not be written down.
+    """Apply `accept_sampled` to drafts with one-point distributions, which need not be materialised.
 
-    `drafted` [k] token ids, `target_probabilities` [k + 1, vocabulary]. Accept draft x with probability p(x); at the first
-    rejection sample from p without x, normalised; after full acceptance from p. Returns as `accept_sampled` does.
+    `drafted` [k] are token ids; `target_probabilities` is [k + 1, vocabulary]. Accept draft x with probability p(x).
+    At the first rejection sample from p without x, normalised; after full acceptance sample from p. Return as
+    `accept_sampled` does.
     """
     num_drafted = drafted.shape[0]
     p = target_probabilities[torch.arange(num_drafted, device=drafted.device), drafted]
@@ -70,47 +74,55 @@ def accept_certain(
 
 
 def _num_leading(agrees: Tensor) -> Tensor:
-    """[1]: how many values are true before the first that is not."""
+    """Return the number [1] of leading true values."""
     return agrees.long().cumprod(dim=0).sum(dim=0, keepdim=True)
 
 
 def _read(num_accepted: Tensor, token: Tensor) -> tuple[int, int]:
-    """Both [1] on the device, to the host at once."""
+    """Copy both tensors [1] to the host in one transfer."""
     accepted, following = torch.cat([num_accepted, token]).tolist()
     return accepted, following
 
 
 def _unless_empty(residual: Tensor, target: Tensor) -> Tensor:
-    """The residual; or the target's distribution where rounding leaves nothing of a residual that is tiny: then the two
-    distributions are equal, and the target's is what to sample.
+    """Return `residual`, or `target` if rounding leaves no mass in the residual.
+
+    A residual without mass means that both distributions are equal, so sampling from the target is correct.
     """
     return torch.where(residual.sum() > 0, residual, target)
 
 
 class Acceptance(Protocol):
-    """How tokens are chosen and drafts judged. `scores` are processed logits; the draft's chosen token stays on the device."""
+    """How tokens are chosen and drafts are judged.
+
+    `scores` are processed logits. The token that the draft chooses stays on the device.
+    """
 
     @property
     def is_greedy(self) -> bool:
-        """Whether the token chosen is always the likeliest."""
+        """True if the most likely token is always chosen."""
 
     def choose(self, scores: Tensor) -> tuple[Tensor, Tensor | None]:
-        """A token id [1] from `scores` [vocabulary], and the probabilities it was sampled from, if it was."""
+        """Choose a token from `scores` [vocabulary].
+
+        Return its id [1] and the distribution [vocabulary] it was sampled from, or None if it was not sampled.
+        """
 
     def accept(self, drafted: Tensor, probabilities: Tensor | None, scores: Tensor) -> tuple[int, int]:
         """Judge `drafted` [k] by the target's `scores` [k + 1, vocabulary].
 
-        They were sampled from `probabilities` [k, vocabulary], or not sampled at all if that is None.
+        The drafts were sampled from `probabilities` [k, vocabulary]; None means that they were not sampled. Return
+        the number of accepted drafts and the token after them.
         """
 
 
 class Greedy:
-    """Always the likeliest token."""
+    """Greedy decoding: always the most likely token."""
 
     is_greedy = True
 
     def choose(self, scores: Tensor) -> tuple[Tensor, None]:
-        """The argmax [1]."""
+        """Return the argmax [1]."""
         return most_likely(scores[None]), None
 
     def accept(self, drafted: Tensor, probabilities: Tensor | None, scores: Tensor) -> tuple[int, int]:
@@ -119,7 +131,7 @@ class Greedy:
 
 
 class Sampling:
-    """Tokens drawn from the softmax of the scores; temperature, top-k and the like have already shaped them."""
+    """Sampling from the softmax of the scores, which temperature, top-k and the like have already shaped."""
 
     is_greedy = False
 
@@ -127,12 +139,15 @@ class Sampling:
         self._generator = generator
 
     def choose(self, scores: Tensor) -> tuple[Tensor, Tensor]:
-        """A sampled token id [1] and its distribution [vocabulary]."""
+        """Return a sampled token id [1] and its distribution [vocabulary]."""
         probabilities = torch.softmax(scores.float(), dim=-1)
         return torch.multinomial(probabilities, 1, generator=self._generator), probabilities
 
     def accept(self, drafted: Tensor, probabilities: Tensor | None, scores: Tensor) -> tuple[int, int]:
-        """See `accept_sampled`, and `accept_certain` for drafts that were not sampled; without any, sample from the target."""
+        """Apply `accept_sampled`, or `accept_certain` if `probabilities` is None.
+
+        Without drafts the token is sampled from the target.
+        """
         target = torch.softmax(scores.float(), dim=-1)
         if probabilities is None:
             return accept_certain(drafted, target, self._generator)

@@ -1,7 +1,7 @@
-"""The two loops: plain decoding, and speculative decoding as draft, verify, accept, roll back.
+"""The two decoding loops: plain, and speculative as draft, verify, accept, roll back.
 
-Both yield facts, a record a round, and own nothing but the text and its cache. They know neither prompts' origin nor how
-anything is measured or tuned.
+Both yield one record per round and own nothing but the sequence and its cache. They do not know where prompts come
+from, nor how anything is measured or tuned.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from decoding.text import Ending, Shaping, TokenSequence
 
 @dataclass(frozen=True)
 class Request:
-    """One text to write: the prompt's token ids, how tokens are chosen and shaped, and when the text ends."""
+    """One sequence to generate: the prompt's token ids, how tokens are chosen and shaped, and when to stop."""
 
     prompt: Sequence[int]
     ending: Ending
@@ -37,13 +37,14 @@ class Request:
 
 
 NewCache = Callable[[int], KVCache]
-"""An empty cache for a text of at most that many tokens."""
+"""Makes an empty cache for a sequence of at most the given number of tokens."""
 
 
 @torch.inference_mode()
 def autoregressive(target: Target, request: Request, new_cache: NewCache | None = None) -> Iterator[Prefill | Round]:
-    """Plain decoding: one token of the target a round. Yields the prefill first. The text's cache is one of `new_cache`, or of
-    the target's own.
+    """Decode plainly: one token of the target per round. Yields the prefill first.
+
+    `new_cache` makes the sequence's cache; the default is the target's own.
     """
     text, cache = _begin(target, request, new_cache)
     prefill, ended = _prefill(lambda: _read_prompt(target, text, cache), request, text, cache)
@@ -66,16 +67,17 @@ def speculative(
     request: Request,
     new_cache: NewCache | None = None,
 ) -> Iterator[Prefill | Round]:
-    """Speculative decoding: the same text as `autoregressive` (or the same distribution), more than one token a round.
+    """Decode speculatively: the same tokens as `autoregressive` (or the same distribution) in fewer rounds.
 
-    Yields the prefill first. `controller` learns from every round that it steers; give a fresh one to start afresh.
+    Yields the prefill first. `controller` observes every round that it steers; pass a fresh one to start without
+    history.
     """
     text, cache = _begin(target, request, new_cache, max_drafted=controller.max_tokens)
     prefill, ended = _prefill(lambda: drafter.prefill(text, cache), request, text, cache)
     yield prefill
     while not ended:
         start = time.perf_counter()
-        # The last token of a text is always the target's: drafting up to it would be thrown away.
+        # The last token is always the target's: a draft for it would be discarded.
         limit = request.ending.remaining(text) - 1
         if (widest := target.widest_pass(cache.length)) is not None:
             limit = min(limit, widest - 1)
@@ -101,9 +103,11 @@ def speculative(
 
 
 def capacity_for(target: Target, request: Request, max_drafted: int) -> int:
-    """The positions that a text may come to have, drafts included."""
+    """Return the number of positions that a sequence may reach, drafts included."""
     if target.runner.exact_width is not None:
-        max_drafted = target.runner.exact_width  # plain or not: how much is read is part of the shape of a pass
+        max_drafted = (
+            target.runner.exact_width
+        )  # also for plain decoding: the number of keys read is part of a pass's shape
     return len(request.prompt) + request.ending.max_new_tokens + max_drafted + 1
 
 
@@ -121,7 +125,7 @@ def _read_prompt(target: Target, text: TokenSequence, cache: KVCache) -> Tensor:
 def _prefill(
     read_prompt: Callable[[], Tensor], request: Request, text: TokenSequence, cache: KVCache
 ) -> tuple[Prefill, bool]:
-    """The whole model over the prompt, nothing skipped, and the first token."""
+    """Run the whole model over the prompt and choose the first token."""
     start = time.perf_counter()
     logits = read_prompt()
     scores = request.shaping.one(text, 0, logits)

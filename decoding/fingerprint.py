@@ -1,6 +1,6 @@
-"""Which model this is: hashes of its configuration and of a strided sample of its weights, cheap even for 70B parameters.
+"""Model identity: hashes of the configuration and of a strided sample of the weights, cheap even at 70B parameters.
 
-The sample is rounded to bfloat16 before hashing, so a checkpoint loaded in float32 or in bfloat16 is the same model.
+The sample is rounded to bfloat16 before hashing, so a checkpoint has the same fingerprint in float32 and in bfloat16.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 SAMPLES_PER_TENSOR = 64
 
-# Where the files lie, how they were loaded and which library wrote them does not change what the model computes.
+# The files' location, how they were loaded and the library that wrote them do not affect what the model computes.
 VOLATILE_KEYS = frozenset(
     {"_name_or_path", "dtype", "torch_dtype", "transformers_version", "use_cache", "architectures"}
 )
@@ -24,14 +24,14 @@ VOLATILE_KEYS = frozenset(
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """The identity of a model, apart from its precision and device."""
+    """The identity of a model, independent of precision and device."""
 
     config_sha256: str
     weights_sha256: str
 
 
 def fingerprint(model: PreTrainedModel) -> Fingerprint:
-    """Hash the configuration, and the names, shapes and `SAMPLES_PER_TENSOR` evenly spaced values of each weight."""
+    """Hash the configuration and each weight's name, shape and `SAMPLES_PER_TENSOR` evenly spaced values."""
     weights = hashlib.sha256()
     for name, tensor in sorted(model.state_dict().items()):
         weights.update(f"{name} {tuple(tensor.shape)}\n".encode())
@@ -42,14 +42,14 @@ def fingerprint(model: PreTrainedModel) -> Fingerprint:
 
 
 def _lasting(config: Any) -> Any:
-    """The configuration without its volatile keys, those of the configurations inside it (text, vision) included."""
+    """Return the configuration, nested ones (text, vision) included, without volatile keys."""
     if not isinstance(config, dict):
         return config
     return {key: _lasting(value) for key, value in config.items() if key not in VOLATILE_KEYS}
 
 
 def tokenizer_sha256(tokenizer: Any) -> str:
-    """Hash of the vocabulary and the special tokens."""
+    """Return the hash of the vocabulary and the special tokens."""
     return hash_json({"vocabulary": tokenizer.get_vocab(), "special": tokenizer.special_tokens_map})
 
 
@@ -58,10 +58,10 @@ def _sample(tensor: Tensor) -> bytes:
     count = min(SAMPLES_PER_TENSOR, flat.numel())
     if count == 0 or flat.is_meta:
         return b""
-    places = torch.linspace(0, flat.numel() - 1, count, dtype=torch.float64).long().to(flat.device)
-    return flat[places].float().cpu().to(torch.bfloat16).view(torch.int16).numpy().tobytes()
+    indices = torch.linspace(0, flat.numel() - 1, count, dtype=torch.float64).long().to(flat.device)
+    return flat[indices].float().cpu().to(torch.bfloat16).view(torch.int16).numpy().tobytes()
 
 
 def hash_json(value: Any) -> str:
-    """SHA-256 of plain data, whatever the order of its keys."""
+    """Return the SHA-256 of plain data, independent of key order."""
     return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()

@@ -1,8 +1,8 @@
-"""Is it the text that plain decoding writes? If not, was the first difference a numerical tie?
+"""Comparison of speculative with plain output: identical, or first different at a numerical tie.
 
 In float32 every token must be the same. In lower precision a wide pass and a one-token pass round differently, so two
-tokens whose logits are as close as that rounding may change places: such a tie is recognised, counted and reported. In bit-exact
-mode (`Target`) there are none.
+tokens whose logits differ by no more than that rounding may swap ranks. Such a tie is recognised, counted and
+reported. Bit-exact mode (`Target`) has no ties.
 """
 
 from __future__ import annotations
@@ -19,7 +19,10 @@ PASS_WIDTHS = (1, 2, 4, 8)
 
 @dataclass(frozen=True)
 class Comparison:
-    """How two texts of one prompt compare; `first_difference` is the place of the first differing generated token."""
+    """The comparison of two continuations of one prompt.
+
+    `first_difference` is the index of the first differing generated token.
+    """
 
     identical: bool
     first_difference: int | None = None
@@ -27,31 +30,32 @@ class Comparison:
 
     @property
     def is_lossless(self) -> bool:
-        """The same text, or another one that parted at a numerical tie."""
+        """True if the outputs are identical or first differ at a numerical tie."""
         return self.identical or self.tie
 
 
 def compare(target: Target, prompt: Sequence[int], plain: Sequence[int], other: Sequence[int]) -> Comparison:
-    """Compare the tokens `other` with those of `plain` decoding, both continuations of `prompt`."""
+    """Compare `other` with the tokens of `plain` decoding, both continuations of `prompt`."""
     if tuple(plain) == tuple(other):
         return Comparison(identical=True)
     pairs = zip(plain, other, strict=False)
-    place = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(plain), len(other)))
+    index = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(plain), len(other)))
     is_tie = (
         target.dtype != torch.float32
         and target.runner.exact_width is None
-        and place < min(len(plain), len(other))
-        and _is_tie(target, [*prompt, *plain[:place]], plain[place], other[place])
+        and index < min(len(plain), len(other))
+        and _is_tie(target, [*prompt, *plain[:index]], plain[index], other[index])
     )
-    return Comparison(identical=False, first_difference=place, tie=is_tie)
+    return Comparison(identical=False, first_difference=index, tie=is_tie)
 
 
 @torch.inference_mode()
 def _is_tie(target: Target, context: Sequence[int], first: int, second: int) -> bool:
-    """Whether the two tokens' logits behind `context` are as close as passes of different width disagree about them.
+    """Return True if the logits of the two tokens after `context` are numerically tied.
 
-    Our formulation: the gap is computed by passes of several widths that all end at the same position. It is a tie if it is
-    no larger than twice their spread, or than four units in the last place of the logits.
+    Our formulation: the gap is computed by passes of several widths that all end at the same position. It is a tie if
+    the smallest gap is at most twice the spread of the gaps, or at most four units in the last place of the largest
+    logit.
     """
     ids = torch.tensor([list(context)], device=target.device)
     gaps, height = [], 0.0

@@ -1,4 +1,4 @@
-"""Where the n-grams of a growing list of tokens stand: what prompt lookup asks of a text. Knows neither texts nor drafts."""
+"""Index of the n-grams of a growing token list, for prompt lookup. Knows neither sequences nor drafts."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 
 class NgramIndex:
-    """For every n-gram of `token_ids` that a token follows, the place of the token behind its latest occurrence.
+    """Position after the latest occurrence of every n-gram of `token_ids` that has a next token.
 
-    `token_ids` may grow and must not change otherwise. Each token is read once, at the first question after it has come.
-    Raises `ValueError` for n-grams of less than one token.
+    `token_ids` may grow but not change otherwise. Each token is indexed once, at the first query after it was
+    appended. Raises `ValueError` if `length` is below 1.
     """
 
     def __init__(self, token_ids: Sequence[int], length: int) -> None:
@@ -17,17 +17,17 @@ class NgramIndex:
             raise ValueError(f"an n-gram has at least one token, got {length}")
         self._token_ids = token_ids
         self._length = length
-        self._places: dict[tuple[int, ...], int] = {}
-        self._next_place = length
+        self._positions: dict[tuple[int, ...], int] = {}
+        self._next_position = length
 
     def update(self) -> None:
-        """Read what has come since the last time."""
-        # The n-gram that ends the list has no token behind it yet: it would find itself.
-        for place in range(self._next_place, len(self._token_ids)):
-            self._places[tuple(self._token_ids[place - self._length : place])] = place
-        self._next_place = max(self._next_place, len(self._token_ids))
+        """Index the tokens appended since the last update."""
+        # The final n-gram has no next token yet: indexing it would make it find itself.
+        for position in range(self._next_position, len(self._token_ids)):
+            self._positions[tuple(self._token_ids[position - self._length : position])] = position
+        self._next_position = max(self._next_position, len(self._token_ids))
 
     def find_last(self) -> int | None:
-        """The place behind the latest earlier occurrence of the n-gram that ends the list; None if it stands there only."""
+        """Return the position after the latest earlier occurrence of the final n-gram, or None if there is none."""
         self.update()
-        return self._places.get(tuple(self._token_ids[-self._length :]))
+        return self._positions.get(tuple(self._token_ids[-self._length :]))

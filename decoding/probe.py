@@ -1,7 +1,8 @@
-"""What a loaded model can do, found by running it: which sublayers can be skipped, whether its cache rolls back, whether the
-verification may resume behind the prefix, and whether speculative decoding writes the text of plain decoding.
+"""Capabilities of a loaded model, found by running it.
 
-Goes through `decoding.target` and knows no family by name.
+The probe finds which sublayers can be skipped, if the cache rolls back, if verification may resume after the shared
+prefix, and if speculative decoding reproduces plain decoding. It goes through `decoding.target` and knows no model
+family by name.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ GENERATED_TOKENS = 24
 
 @dataclass(frozen=True)
 class Capabilities:
-    """The probe's findings. `refusal` says in one line why the model cannot decode speculatively, or is None."""
+    """The findings of a probe. `refusal` is a one-line reason why speculative decoding is unsupported, or None."""
 
     architecture: str
     num_layers: int | None = None
@@ -44,13 +45,16 @@ class Capabilities:
 
     @property
     def is_supported(self) -> bool:
-        """Whether sdtune can tune this model."""
+        """True if sdtune can tune this model."""
         return self.refusal is None
 
 
 @torch.inference_mode()
 def probe(model: PreTrainedModel) -> Capabilities:
-    """Run the model on a few tokens of its vocabulary, whole and in part. Never raises for a model that is merely unfit."""
+    """Probe `model` with a few tokens of its vocabulary, run whole and in part.
+
+    An unsuitable model is reported in `Capabilities.refusal`, not raised.
+    """
     known = {
         "architecture": type(model).__name__,
         "num_parameters": model.num_parameters(),
@@ -79,7 +83,7 @@ def probe(model: PreTrainedModel) -> Capabilities:
 
 def _find_refusal(target: Target, ids: Tensor, blocks: Sequence[int], reuse: bool) -> str | None:
     if not blocks:
-        return f"no block of {type(target.model).__name__} can be left out: there is nothing to draft with"
+        return f"no block of {type(target.model).__name__} can be skipped: there is nothing to draft with"
     request = Request(ids[0].tolist(), Ending(GENERATED_TOKENS))
     plain = plain_decoder(target).generate(request).tokens
     draft = LayerSkip.blocks([index for index in blocks if index % 2])
@@ -88,24 +92,24 @@ def _find_refusal(target: Target, ids: Tensor, blocks: Sequence[int], reuse: boo
     if comparison.is_lossless:
         return None
     return (
-        f"speculative decoding of {type(target.model).__name__} parts from plain decoding at token "
+        f"speculative decoding of {type(target.model).__name__} differs from plain decoding at token "
         f"{comparison.first_difference} of {len(plain)}: its draft would not be lossless"
     )
 
 
 def _some_tokens(target: Target) -> Tensor:
-    """Token ids [1, CONTEXT_TOKENS], the same for every probe of a vocabulary."""
+    """Return token ids [1, CONTEXT_TOKENS], the same for every probe of a vocabulary."""
     generator = torch.Generator().manual_seed(0)
     vocabulary = target.config.vocab_size
     return torch.randint(vocabulary, (1, CONTEXT_TOKENS), generator=generator).to(target.device)
 
 
 def _check_cache(target: Target, ids: Tensor) -> None:
-    """Raise unless the cache gives what one whole pass gives, also after tokens were forgotten again."""
+    """Raise UnsupportedModelError unless cached passes match one whole pass, also after a rollback."""
     whole = target.forward(ids, target.new_cache(CONTEXT_TOKENS), 0)
     if whole.ndim != 2 or whole.shape[0] != CONTEXT_TOKENS or whole.shape[1] < target.config.vocab_size:
         raise UnsupportedModelError(
-            f"{type(target.model).__name__} gives no logits of the next token for each position: it is no causal language model"
+            f"{type(target.model).__name__} does not give next-token logits for each position: it is not a causal language model"
         )
     half = CONTEXT_TOKENS // 2
     cache = target.new_cache(2 * CONTEXT_TOKENS)
@@ -113,8 +117,8 @@ def _check_cache(target: Target, ids: Tensor) -> None:
     in_parts = target.forward(ids[:, half:], cache, half)
     if not agree(in_parts, whole[half:]):
         raise UnsupportedModelError(
-            f"{type(target.model).__name__} gives other logits from a cache than from one pass: it keeps state outside the cache, "
-            "or a token sees those behind it"
+            f"{type(target.model).__name__} gives different logits from a cache than from one pass: it keeps state "
+            "outside the cache, or a token attends to later tokens"
         )
     _forget_and_repeat(target, ids, whole, cache, half)
 
@@ -124,12 +128,12 @@ def _forget_and_repeat(target: Target, ids: Tensor, whole: Tensor, cache: KVCach
     cache.roll_back(half)
     if not agree(target.forward(ids[:, half:], cache, half), whole[half:]):
         raise UnsupportedModelError(
-            f"the cache of {type(target.model).__name__} does not roll back: after a rejected draft its logits are different"
+            f"the cache of {type(target.model).__name__} does not roll back: its logits differ after a rejected draft"
         )
 
 
 def _can_skip(target: Target, ids: Tensor, attention: list[int], mlp: list[int]) -> bool:
-    """Whether the view runs, leaves the skipped attention's cache alone, and computes something else than the whole model."""
+    """Return True if the view runs, leaves skipped attention's cache untouched, and gives finite logits."""
     cache = target.new_cache(CONTEXT_TOKENS)
     logits = target.draft_view(attention, mlp, keep_boundary=False).forward(ids, cache, 0)
     expected = [0 if index in attention else 1 for index in range(target.num_layers)]
@@ -137,7 +141,7 @@ def _can_skip(target: Target, ids: Tensor, attention: list[int], mlp: list[int])
 
 
 def _can_resume(target: Target, ids: Tensor) -> bool:
-    """Whether a pass resumed in the middle gives what a whole pass gives, the last position's prefix known or not."""
+    """Return True if a resumed pass matches a whole pass, with the last position's prefix known or not."""
     boundary = target.num_layers // 2
     half = CONTEXT_TOKENS // 2
     if boundary == 0:

@@ -1,6 +1,7 @@
-"""Facts of a decoding run, one record a round, and the rates derived from them.
+"""Records of a decoding run, one per round, and the rates derived from them.
 
-Nothing here decides, measures or touches a tensor: the loops in `decoding.decode` write these records, everybody else reads them.
+Nothing here decides, measures or touches a tensor. The loops in `decoding.decode` write the records; everything else
+reads them.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Prefill:
-    """The full model's pass over the prompt, and the token it gave."""
+    """The full model's pass over the prompt, and the first generated token."""
 
     token: int
     seconds: float
@@ -20,10 +21,11 @@ class Prefill:
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """One draft-and-verify round; plain decoding is a round that drafts nothing.
+    """One draft-and-verify round; a round of plain decoding drafts nothing.
 
-    `tokens` is what the round added to the text: the accepted drafts and one token of the target, cut where the text ended.
-    `num_accepted` counts the drafts the target agreed with, also those behind the end of the text.
+    `tokens` are the tokens that the round appended: the accepted drafts and one token of the target, truncated where
+    the sequence ended. `num_accepted` counts every draft the target agreed with, including drafts after the end of
+    the sequence.
     """
 
     tokens: tuple[int, ...]
@@ -32,46 +34,46 @@ class Round:
     seconds: float
     draft_seconds: float
     looked_up: bool = False
-    """Whether the drafts were copied from the text (prompt lookup), not computed."""
+    """True if the drafts were copied from the sequence (prompt lookup) and not computed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """One prompt's decoding: its prefill and its rounds. Rates are over the decode phase alone."""
+    """The decoding of one prompt: its prefill and its rounds. Rates cover the decode phase only."""
 
     prefill: Prefill
     rounds: tuple[Round, ...]
 
     @classmethod
     def collect(cls, steps: Iterable[Prefill | Round]) -> Generation:
-        """Drain a loop of `decoding.decode`."""
+        """Collect all records of a loop of `decoding.decode`."""
         first, *rounds = steps
         assert isinstance(first, Prefill), "a loop yields its prefill first"
         return cls(prefill=first, rounds=tuple(step for step in rounds if isinstance(step, Round)))
 
     @property
     def tokens(self) -> tuple[int, ...]:
-        """All generated tokens, the prefill's among them."""
+        """All generated tokens, including the prefill's."""
         return (self.prefill.token, *(token for step in self.rounds for token in step.tokens))
 
     @property
     def num_decoded(self) -> int:
-        """Tokens produced by the decode phase, that is without the prefill's."""
+        """Number of tokens of the decode phase, without the prefill's."""
         return sum(len(step.tokens) for step in self.rounds)
 
     @property
     def num_drafted(self) -> int:
-        """Tokens proposed by the draft."""
+        """Number of drafted tokens."""
         return sum(step.num_drafted for step in self.rounds)
 
     @property
     def num_looked_up(self) -> int:
-        """The part of `num_drafted` that was copied from the text."""
+        """Number of drafted tokens that were copied from the sequence."""
         return sum(step.num_drafted for step in self.rounds if step.looked_up)
 
     @property
     def num_accepted(self) -> int:
-        """Proposed tokens that the target agreed with."""
+        """Number of drafted tokens that the target agreed with."""
         return sum(step.num_accepted for step in self.rounds)
 
     @property
@@ -81,31 +83,35 @@ class Generation:
 
     @property
     def draft_seconds(self) -> float:
-        """The part of `decode_seconds` spent proposing."""
+        """Seconds of the decode phase spent drafting."""
         return sum(step.draft_seconds for step in self.rounds)
 
     @property
     def accepted_lengths(self) -> Counter[int]:
-        """How many rounds accepted 0, 1, 2 ... drafts."""
+        """Number of rounds that accepted 0, 1, 2 ... drafts."""
         return Counter(step.num_accepted for step in self.rounds)
 
 
 @dataclass(frozen=True, slots=True)
 class BatchGeneration:
-    """The decoding of several prompts in step. Here seconds are those of all; in `generations`, what each text has waited."""
+    """The lockstep decoding of several prompts.
+
+    The seconds here are wall-clock seconds of the whole batch. The seconds in `generations` are each sequence's
+    waiting time.
+    """
 
     generations: tuple[Generation, ...]
     prefill_seconds: float
-    """Until the last prompt was read."""
+    """Seconds until the last prompt was read."""
     decode_seconds: float
-    """From there to the end of the last text."""
+    """Seconds from the last prefill to the end of the last sequence."""
 
     @classmethod
     def of_one(cls, generation: Generation) -> BatchGeneration:
-        """A text that was decoded alone: its own seconds are those of all."""
+        """Wrap a sequence decoded alone: its own seconds are the batch's seconds."""
         return cls((generation,), generation.prefill.seconds, generation.decode_seconds)
 
     @property
     def num_decoded(self) -> int:
-        """Tokens produced by the decode phase in all texts."""
+        """Number of tokens of the decode phase, over all sequences."""
         return sum(generation.num_decoded for generation in self.generations)

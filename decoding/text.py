@@ -1,4 +1,4 @@
-"""The text being written: its tokens on the device, what shapes the next one, and what ends it."""
+"""The sequence being generated: its tokens on the device, the shaping of scores, and the stopping conditions."""
 
 from __future__ import annotations
 
@@ -11,16 +11,17 @@ from torch import Tensor
 from decoding.ngrams import NgramIndex
 
 LogitsProcessor = Callable[[Tensor, Tensor], Tensor]
-"""transformers' form: (token ids [1, length], scores [1, vocabulary]) -> scores [1, vocabulary]."""
+"""transformers' signature: (token ids [1, length], scores [1, vocabulary]) -> scores [1, vocabulary]."""
 
 StoppingCriterion = Callable[..., Tensor | bool]
-"""transformers' form: (token ids [1, length], scores) -> a truth value for the one text."""
+"""transformers' signature: (token ids [1, length], scores) -> a truth value for the single sequence."""
 
 
 class TokenSequence:
-    """Token ids in a preallocated buffer. The first `length` are the text; drafts are written behind it until they are judged.
+    """Token ids in a preallocated buffer on the device.
 
-    The text, without drafts, is kept on the host too, as every token of it passes there.
+    The first `length` tokens are the sequence; drafts are written after it until they are judged. The host keeps a
+    copy of the sequence without drafts, because every verified token passes through the host.
     """
 
     def __init__(self, prompt: Sequence[int], capacity: int, device: torch.device) -> None:
@@ -33,35 +34,35 @@ class TokenSequence:
 
     @property
     def num_generated(self) -> int:
-        """Tokens behind the prompt."""
+        """Number of tokens after the prompt."""
         return self.length - self.prompt_length
 
     @property
     def token_ids(self) -> Sequence[int]:
-        """The text's token ids on the host, drafts not included."""
+        """The sequence's token ids on the host, without drafts."""
         return self._token_ids
 
     def ngrams(self, length: int) -> NgramIndex:
-        """The index of the text's n-grams of `length` tokens, made when first asked for; drafts are never in it."""
+        """Return the index of the sequence's n-grams of `length` tokens, built on first use, without drafts."""
         if length not in self._ngrams:
             self._ngrams[length] = NgramIndex(self._token_ids, length)
         return self._ngrams[length]
 
     def span(self, start: int, stop: int) -> Tensor:
-        """Token ids [1, stop - start], drafts included; a view, not a copy."""
+        """Return token ids [1, stop - start], drafts included, as a view."""
         return self._buffer[:, start:stop]
 
     def write_draft(self, index: int, token_ids: Tensor) -> None:
-        """Put the draft's `token_ids` [n] behind the text, from its place `index` on."""
+        """Write the draft's `token_ids` [n] after the sequence, starting at draft number `index`."""
         start = self.length + index
         self._buffer[0, start : start + token_ids.shape[0]] = token_ids
 
     def write_drafts(self, tokens: Sequence[int]) -> None:
-        """Put drafts that are known on the host behind the text, all at once."""
+        """Write drafts that are known on the host after the sequence."""
         self._write(tokens)
 
     def append(self, tokens: Sequence[int]) -> None:
-        """Make the text longer by verified tokens."""
+        """Extend the sequence by verified tokens."""
         self._write(tokens)
         self._token_ids += tokens
         self.length += len(tokens)
@@ -73,12 +74,12 @@ class TokenSequence:
 
 @dataclass(frozen=True)
 class Shaping:
-    """The logits processors of `generate`, applied alike to the draft's and to the target's scores."""
+    """The logits processors of `generate`, applied alike to the draft's and the target's scores."""
 
     processors: Sequence[LogitsProcessor] = ()
 
     def one(self, text: TokenSequence, num_drafted: int, logits: Tensor) -> Tensor:
-        """Scores [vocabulary] of the token behind the text and `num_drafted` drafts, from logits [1, vocabulary]."""
+        """Return scores [vocabulary] after the sequence and `num_drafted` drafts, from logits [1, vocabulary]."""
         scores = logits.float()
         if self.processors:
             ids = text.span(0, text.length + num_drafted)
@@ -87,7 +88,7 @@ class Shaping:
         return scores[0]
 
     def all(self, text: TokenSequence, logits: Tensor) -> Tensor:
-        """Scores [width, vocabulary] behind the text's last token and behind each draft, from logits [width, vocabulary]."""
+        """Return scores [width, vocabulary] after the last token and after each draft, from logits [width, vocabulary]."""
         if not self.processors:
             return logits.float()
         return torch.stack([self.one(text, index, logits[index : index + 1]) for index in range(logits.shape[0])])
@@ -95,7 +96,7 @@ class Shaping:
 
 @dataclass(frozen=True)
 class Ending:
-    """When a text ends: enough tokens, an end-of-text token, or one of `generate`'s own stopping criteria."""
+    """Stopping conditions: the token limit, end-of-sequence tokens, and `generate`'s own stopping criteria."""
 
     max_new_tokens: int
     eos_token_ids: frozenset[int] = frozenset()
@@ -106,9 +107,9 @@ class Ending:
             raise ValueError(f"at least one token must be generated, got max_new_tokens={self.max_new_tokens}")
 
     def append(self, text: TokenSequence, tokens: Sequence[int]) -> tuple[tuple[int, ...], bool]:
-        """Append `tokens` one by one until one ends the text; the appended ones, and whether it has ended.
+        """Append `tokens` until one ends the sequence; return the appended tokens and True if it has ended.
 
-        Criteria see the text as plain decoding would show it to them: after each single token.
+        Criteria are evaluated after each single token, as in plain decoding.
         """
         tokens = tokens[: self.remaining(text)]
         if not self.criteria:
@@ -123,11 +124,11 @@ class Ending:
         return tuple(tokens), False
 
     def remaining(self, text: TokenSequence) -> int:
-        """How many more tokens may be generated."""
+        """Return how many more tokens may be generated."""
         return self.max_new_tokens - text.num_generated
 
     def _criterion_met(self, text: TokenSequence) -> bool:
         ids = text.span(0, text.length)
-        # All are asked, as plain decoding asks them: some count or pass on what they are shown.
+        # All criteria are evaluated, as in plain decoding: some count their calls or stream the tokens.
         met = [bool(torch.as_tensor(criterion(ids, None)).all()) for criterion in self.criteria]
         return any(met)

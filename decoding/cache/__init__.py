@@ -1,1 +1,1 @@
-"""Key-value caches: the one a text is decoded with, and one that replays many rounds of it at once."""
+"""Key-value caches: one for decoding a sequence, and one that replays many rounds of it at once."""

@@ -1,8 +1,8 @@
-"""One preallocated key-value cache: nothing is copied when a round begins or ends, and rolling back sets a length.
+"""A preallocated key-value cache: rounds copy nothing, and rolling back sets a length.
 
-Every forward pass covers the positions `[start, end)`. A layer writes its keys and values there and reads `[0, end)`; what
-lies behind `end` (the draft's own keys of an earlier round) is never read and is overwritten by the next pass. All layers
-share the one window, also those a draft skips: they are behind for a moment, and the verification fills them in.
+Every forward pass covers the positions `[start, end)`. A layer writes its keys and values there and reads `[0, end)`;
+entries after `end` (the draft's own keys of an earlier round) are never read and are overwritten by the next pass.
+All layers share one window, including layers that a draft skips: these lag until the verification fills them in.
 """
 
 from __future__ import annotations
@@ -20,51 +20,53 @@ from decoding.cache.last_position import last_position
 
 @dataclass(slots=True)
 class Window:
-    """The positions the current forward pass covers. All layers of a cache, and its branch, share one.
+    """The positions that the current forward pass covers, shared by all layers of a cache and its branch.
 
-    A pass of fixed shapes (`decoding.runners.static`) says where it writes in tensors, so that the same computation serves every
-    place in the text; `slots` is None in a pass that says it in numbers.
+    A fixed-shape pass (`decoding.runners.static`) gives its positions as tensors, so that one recording serves every
+    position in the sequence. In any other pass `slots` is None and the positions are plain numbers.
     """
 
     start: int = 0
     end: int = 0
     slots: Tensor | None = None
-    """[width] places to write, those of padding among them; [texts, width] in a pass of several texts."""
+    """Cache slots to write, padding included: [width], or [batch, width] in a shared pass."""
     last: Tensor | None = None
-    """[1], or one a text: which of these is the last that is no padding."""
+    """Index of the last position that is not padding: [1], or one per sequence."""
     last_slot: Tensor | None = None
-    """[1], or [texts, 1]: the place of that one."""
+    """Slot of that last position: [1], or [batch, 1]."""
     rows: slice | None = None
-    """Which texts of the memory such a pass is over; None for its only one."""
+    """Rows of the storage that a shared pass covers; None for the only row."""
     masks: tuple[Tensor, ...] = ()
-    """[texts, 1, width, places] each: where the layers of each kind look in such a pass, which reads so many places."""
+    """One mask [batch, 1, width, num_slots] per kind of layer, where `num_slots` is the number of slots that the pass
+    reads.
+    """
     extent: Tensor | None = None
-    """[places], for its size: how many places such a pass reads."""
+    """A tensor [num_slots] whose size is the number of slots that a fixed-shape pass reads."""
 
     def begin(self, slots: Tensor, last: Tensor, last_slot: Tensor, masks: tuple[Tensor, ...]) -> None:
-        """A pass of fixed shapes over these places."""
+        """Begin a fixed-shape pass over these slots."""
         self.slots, self.last, self.last_slot, self.masks = slots, last, last_slot, masks
         self.extent = masks[0][0, 0, 0]
 
     def end_pass(self) -> None:
-        """Passes say in numbers again where they write."""
+        """End the fixed-shape pass: later passes give their positions as numbers."""
         self.slots = self.last = self.last_slot = self.extent = None
         self.masks = ()
 
     def mask(self, kind: int, width: int) -> Tensor:
-        """The mask of one kind of layers for all positions of the pass, or, if `width` is 1, for its last."""
+        """Return the mask of one kind of layers for all positions of the pass, or for the last one if `width` is 1."""
         mask = self.masks[kind]
         if mask.shape[-2] == width:
             return mask
-        assert self.last is not None, "it is set for the duration of a pass"
+        assert self.last is not None, "set for the duration of a pass"
         return last_position(mask, -2, self.last)
 
 
 class Slot:
-    """Keys and values [texts, heads, capacity, size] of one layer, as a pass of fixed shapes reads and writes them.
+    """Keys and values [batch, heads, capacity, size] of one layer, as a fixed-shape pass reads and writes them.
 
-    `slots` are the places to write, [width] or [texts, width]; as many are read as `extent` is long. (The size of a tensor and
-    not a number: compiled code takes a number for a constant.)
+    `slots` are the indices to write, [width] or [batch, width]. The size of `extent` is the number of slots to read;
+    it is a tensor because compiled code treats a plain number as a constant.
     """
 
     def __init__(self, slots: Tensor, keys: Tensor, values: Tensor, extent: Tensor) -> None:
@@ -73,20 +75,21 @@ class Slot:
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
-        """Write those of this pass, give all."""
+        """Write this pass's keys and values; return the keys and values of all slots that the pass reads."""
         for kept, states in ((self.keys, key_states), (self.values, value_states)):
             if self.slots.ndim == 1:
                 kept.index_copy_(2, self.slots, states)
             else:
                 kept.scatter_(2, self.slots[:, None, :, None].expand_as(states), states)
-        places = self.extent.shape[0]
-        return self.keys[:, :, :places], self.values[:, :, :places]
+        num_slots = self.extent.shape[0]
+        return self.keys[:, :, :num_slots], self.values[:, :, :num_slots]
 
 
 class _CacheLayer(CacheLayerMixin):
-    """Keys and values of one layer, [texts, heads, capacity, head size] each, allocated at the first write.
+    """Keys and values of one layer, [batch, heads, capacity, head size] each, allocated at the first write.
 
-    Sliding-window layers keep all positions too: their masks hide what is out of the window, and a rollback can bring it back.
+    Sliding-window layers keep all positions too: their masks hide positions outside the window, which a rollback can
+    bring back.
     """
 
     is_croppable = True
@@ -110,7 +113,7 @@ class _CacheLayer(CacheLayerMixin):
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         end = self._window.end
-        # A pass that resumes behind the prefix runs the prefix layers on the last position only: the write ends at `end`.
+        # A pass that resumes after the shared prefix runs the prefix layers on the last position only: the write ends at `end`.
         start = end - key_states.shape[-2]
         self.keys[:, :, start:end] = key_states
         self.values[:, :, start:end] = value_states
@@ -118,11 +121,14 @@ class _CacheLayer(CacheLayerMixin):
         return self.keys[:, :, :end], self.values[:, :, :end]
 
     def slot(self, width: int) -> Slot:
-        """The layer for `width` positions of a pass of fixed shapes: all, or the last. Something must have been written before."""
+        """Return the layer for `width` positions of a fixed-shape pass: all of them, or the last.
+
+        The layer must have been written before.
+        """
         window = self._window
         slots, last_slot, extent = window.slots, window.last_slot, window.extent
         if slots is None or last_slot is None or extent is None:
-            raise RuntimeError("a pass of fixed shapes has not begun")
+            raise RuntimeError("no fixed-shape pass has begun")
         if width != slots.shape[-1]:
             slots = last_slot
         if window.rows is None:
@@ -140,7 +146,7 @@ class _CacheLayer(CacheLayerMixin):
 
 
 class _RowLayer(_CacheLayer):
-    """One text's part [1, heads, capacity, head size] of a layer that serves several."""
+    """One row [1, heads, capacity, head size] of a layer that several sequences share."""
 
     def __init__(self, window: Window, capacity: int, shared: _CacheLayer, row: int) -> None:
         super().__init__(window, capacity)
@@ -155,9 +161,9 @@ class _RowLayer(_CacheLayer):
 
 
 class Storage:
-    """The memory of a cache, layer by layer, for one text or for several, a row each.
+    """The memory of a cache, layer by layer, with one row per sequence.
 
-    It outlives its text where passes of fixed addresses are bound to it.
+    It outlives its sequence where fixed-address passes are bound to it.
     """
 
     def __init__(self, num_layers: int, capacity: int, window: Window | None = None, *, num_rows: int = 1) -> None:
@@ -170,7 +176,7 @@ class Storage:
 
     @property
     def branch(self) -> Storage:
-        """The memory of an exit head on the same text, made when first asked for."""
+        """The memory of an exit head for the same sequences, made on first use."""
         if self._branch is None and self._whole is not None:
             whole, row = self._whole
             self._branch = whole.branch.row(row, self.window)
@@ -179,7 +185,7 @@ class Storage:
         return self._branch
 
     def row(self, index: int, window: Window | None = None) -> Storage:
-        """The memory of one of the texts, with a window of its own: what is written there is written here."""
+        """Return the memory of one row with its own window; writes to it are writes to this storage."""
         own = Storage(0, self.capacity, window)
         own.layers = [_RowLayer(own.window, self.capacity, layer, index) for layer in self.layers]
         own._whole = self, index
@@ -187,9 +193,10 @@ class Storage:
 
 
 class KVCache(Cache):
-    """A cache for one text of at most `capacity` tokens; `length` is the number of positions that hold verified tokens.
+    """A cache for one sequence of at most `capacity` tokens.
 
-    It lies in `storage`, which may be larger and have served other texts.
+    `length` is the number of positions that hold verified tokens. `storage` may be larger than needed and hold
+    remains of earlier sequences.
     """
 
     def __init__(self, num_layers: int, capacity: int, storage: Storage | None = None) -> None:
@@ -199,66 +206,71 @@ class KVCache(Cache):
         self.capacity = capacity
         self.length = 0
         self.lockstep: Callable[..., Any] | None = None
-        """Where the passes of a text go that is written in step with others; see `decoding.lockstep`."""
+        """Receives the passes of a sequence that is decoded in lockstep; see `decoding.lockstep`."""
         super().__init__(layers=list(self.storage.layers))
 
     @property
     def branch(self) -> BranchCache:
-        """The keys and values of an exit head on the same text, made when first asked for."""
+        """The keys and values of an exit head for the same sequence, made on first use."""
         if self._branch is None:
             self._branch = BranchCache(len(self.layers), self.capacity, self.storage.branch)
         return self._branch
 
     def slot(self, index: int, width: int) -> Slot:
-        """Layer `index` for `width` positions of a pass of fixed shapes: all of them, or the last."""
+        """Return layer `index` for `width` positions of a fixed-shape pass: all of them, or the last."""
         return self.storage.layers[index].slot(width)
 
     def cover(self, start: int, width: int) -> None:
-        """Set the positions `[start, start + width)` that the next forward pass writes."""
+        """Set the positions `[start, start + width)` that the next forward pass writes.
+
+        Raises `ValueError` if they exceed the capacity.
+        """
         if start + width > self.capacity:
-            raise ValueError(f"the cache holds {self.capacity} positions, a pass wants position {start + width - 1}")
+            raise ValueError(
+                f"the cache holds {self.capacity} positions, but the pass needs position {start + width - 1}"
+            )
         self.window.start, self.window.end = start, start + width
 
     def roll_back(self, length: int) -> None:
-        """Forget everything behind the first `length` positions, in every layer and in the branch."""
+        """Forget everything after the first `length` positions, in every layer and in the branch."""
         self.length = length
         if self._branch is not None:
             self._branch.roll_back(length)
 
     @property
     def updates_per_layer(self) -> list[int]:
-        """How often each layer has written since the cache was made: a layer that never does keeps its state elsewhere."""
+        """Number of writes per layer since the cache was made. A layer without writes keeps its state elsewhere."""
         return [layer.num_updates for layer in self.layers]
 
 
 class BranchCache(KVCache):
-    """Keys and values of an exit head, which stands beside the stack: the same window, the same positions, its own contents.
+    """Keys and values of an exit head: the window and positions of the stack, but separate contents.
 
-    The head sees a position later than the stack does. `pending` holds the hidden states of the positions from `length` on
-    that the stack has computed and the head has not seen yet.
+    The head sees a position later than the stack does. `pending` holds the hidden states of positions from `length`
+    on that the stack has computed and the head has not yet processed.
     """
 
     def __init__(self, num_layers: int, capacity: int, storage: Storage) -> None:
         super().__init__(num_layers, capacity, storage)
         self.pending: Tensor | None = None
-        """[.., positions, hidden], or None if the head has seen all."""
+        """[.., positions, hidden], or None if the head has processed every position."""
 
     @property
     def num_known(self) -> int:
-        """Positions whose states the head has seen or has pending."""
+        """Number of positions whose states the head has processed or has pending."""
         return self.length + (0 if self.pending is None else self.pending.shape[-2])
 
     def extend(self, states: Tensor) -> None:
-        """Keep the `states` [.., positions, hidden] behind those known, for the head to see later."""
+        """Append `states` [.., positions, hidden] to the pending states, for the head to process later."""
         if states.shape[-2]:
             self.pending = states if self.pending is None else torch.cat([self.pending, states], dim=-2)
 
     def catch_up(self, length: int) -> None:
-        """The head has seen all of the first `length` positions."""
+        """Record that the head has processed all of the first `length` positions."""
         self.length, self.pending = length, None
 
     def roll_back(self, length: int) -> None:
-        """Forget what lies behind the first `length` positions."""
+        """Forget the states after the first `length` positions."""
         wanted = length - self.length
         if self.pending is not None:
             self.pending = self.pending[..., :wanted, :] if wanted > 0 else None
@@ -267,6 +279,6 @@ class BranchCache(KVCache):
 
 def _allocate(states: Tensor, num_rows: int, capacity: int) -> Tensor:
     _, heads, _, size = states.shape
-    # A pass of fixed shapes reads places that nothing was written to: hidden by its mask, but not if they are no numbers.
-    with torch.inference_mode(False):  # memory that is kept may be written in any mode
+    # A fixed-shape pass reads slots that were never written. The mask hides them, but could not hide NaN.
+    with torch.inference_mode(False):  # memory that outlives a pass must be writable in any mode
         return torch.zeros((num_rows, heads, capacity, size), dtype=states.dtype, device=states.device)

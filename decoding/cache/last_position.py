@@ -1,4 +1,4 @@
-"""The last position of a pass, where padding may stand behind it, and in each of several texts another one."""
+"""Selection of a pass's last real position, which differs per sequence when padding follows it."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from torch import Tensor
 
 
 def last_position(values: Tensor, dim: int, last: Tensor | None) -> Tensor:
-    """Of `values` with a row a position along `dim` (negative), the last position's alone [.., 1, ..].
+    """Return the last position [.., 1, ..] of `values`, whose positions run along `dim` (negative).
 
-    `last` says which that is: [1] one place for all, [texts] one for each text, None the end. Texts lie in the dimension in front
-    of `dim`, or, if that has a single entry (the heads of a mask), in the one before.
+    `last` is its index: [1] for all sequences, [batch] per sequence, or None for the end. The batch dimension is the
+    one before `dim`, or, if that has a single entry (the heads of a mask), the one before it.
     """
     if last is None:
         return values.narrow(dim, values.shape[dim] - 1, 1)
@@ -19,15 +19,15 @@ def last_position(values: Tensor, dim: int, last: Tensor | None) -> Tensor:
 
 
 def with_last(values: Tensor, last_values: Tensor, dim: int, last: Tensor) -> Tensor:
-    """`values` with `last_values` [.., 1, ..] in the place of the last position; see `last_position`."""
+    """Return `values` with `last_values` [.., 1, ..] at the last position; see `last_position`."""
     if last.shape[0] == 1:
         return values.index_copy(values.ndim + dim, last, last_values)
     return values.scatter(dim, _spread(last, values, dim).expand_as(last_values), last_values)
 
 
 def _spread(last: Tensor, values: Tensor, dim: int) -> Tensor:
-    """`last` [texts] with as many dimensions as `values`: one a text where its texts are, a single entry elsewhere."""
-    texts = dim - 1 if values.shape[dim - 1] == last.shape[0] else dim - 2
+    """Reshape `last` [batch] to as many dimensions as `values`: batch size in the batch dimension, 1 elsewhere."""
+    batch_dim = dim - 1 if values.shape[dim - 1] == last.shape[0] else dim - 2
     shape = [1] * values.ndim
-    shape[texts] = last.shape[0]
+    shape[batch_dim] = last.shape[0]
     return last.view(shape)

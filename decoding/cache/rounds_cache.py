@@ -1,4 +1,4 @@
-"""Many rounds of a text at once, a row each, over a cache that passes read and never change."""
+"""A cache for many rounds of a sequence in one pass, one row per round, which passes read without changing."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ from decoding.cache.kv_cache import KVCache
 
 
 class _RoundsLayer(CacheLayerMixin):
-    """Keys and values of one layer, [rounds, heads, context + depth, size] each; every pass writes the last `depth` positions."""
+    """Keys and values of one layer, [rounds, heads, context + depth, size] each.
+
+    Every pass writes the last `depth` positions.
+    """
 
     is_croppable = False
     is_sliding = False
@@ -23,7 +26,7 @@ class _RoundsLayer(CacheLayerMixin):
         self.is_initialized = True
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        raise AssertionError("it is made with its contents")
+        raise AssertionError("the layer is constructed with its contents")
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
@@ -43,11 +46,11 @@ class _RoundsLayer(CacheLayerMixin):
 
 
 class RoundsCache(Cache):
-    """What many rounds would find in their caches, a row each: for drafting in all of them at once with known tokens.
+    """The cache contents at the start of many rounds, one row each, for drafting known tokens in all rounds at once.
 
-    Row r holds the target's keys and values of the positions `[0, start_r)` of a text that it has read, on the right of a
-    context as long as the longest, and behind them `depth` positions that each pass writes. Passes do not see what earlier ones
-    have written, so that one cache serves any number of drafts.
+    Row r holds the target's keys and values of positions `[0, start_r)` of a sequence, right-aligned in a context as
+    long as the longest row, followed by `depth` positions that each pass writes. Passes do not see the writes of
+    earlier passes, so one cache serves any number of drafts.
     """
 
     def __init__(self, rounds: Sequence[tuple[KVCache, int]], depth: int) -> None:
@@ -64,7 +67,7 @@ class RoundsCache(Cache):
         return _RoundsLayer(keys, values, self.context)
 
     def _rows(self, rounds: Sequence[tuple[KVCache, int]], index: int, kind: str) -> Tensor:
-        """Keys or values [rounds, heads, context + depth, size] of one layer."""
+        """Return the keys or values [rounds, heads, context + depth, size] of one layer."""
         sources = [(getattr(cache.layers[index], kind), start) for cache, start in rounds]
         _, heads, _, size = sources[0][0].shape
         rows = sources[0][0].new_zeros((len(rounds), heads, self.context + self.depth, size))
@@ -73,11 +76,11 @@ class RoundsCache(Cache):
         return rows
 
     def attention_mask(self, device: torch.device) -> Tensor:
-        """[rounds, context + depth]: 0 at the padding on the left of shorter contexts."""
-        places = torch.arange(self.context + self.depth, device=device)
+        """Return the mask [rounds, context + depth]: 0 at the left padding of shorter contexts."""
+        indices = torch.arange(self.context + self.depth, device=device)
         first = torch.tensor([self.context - start for start in self.starts], device=device)
-        return (places >= first[:, None]).long()
+        return (indices >= first[:, None]).long()
 
     def positions(self, device: torch.device) -> Tensor:
-        """[rounds, depth]: the place of each drafted token in its text."""
+        """Return the sequence positions [rounds, depth] of the drafted tokens."""
         return torch.tensor(self.starts, device=device)[:, None] + torch.arange(self.depth, device=device)

@@ -1,4 +1,4 @@
-"""The ways into production, one file each."""
+"""Entry points for production, one file each."""
 
 from decoding.deploy.custom_generate import ProfileDecoder, load_decoder
 

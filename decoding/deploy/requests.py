@@ -1,4 +1,4 @@
-"""What transformers' `generate` has prepared, as requests of ours: one a row of its batch."""
+"""Conversion of the arguments of transformers' `generate` into `Request`s, one per batch row."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from decoding.decode import Request
 from decoding.errors import UnsupportedRequestError
 from decoding.text import Ending, Shaping
 
-# What `generate` prepares for its own loops and ours makes for itself.
+# Arguments that `generate` prepares for its own loops; the loops here make their own.
 PREPARED_KWARGS = frozenset({"past_key_values", "position_ids", "logits_to_keep", "use_cache", "token_type_ids"})
 
-# They count their calls or keep a cache of their own, and would take drafts for text.
+# These processors count calls or keep their own cache: they would treat drafts as generated tokens.
 STATEFUL_PROCESSORS = (SynthIDTextWatermarkLogitsProcessor, UnbatchedClassifierFreeGuidanceLogitsProcessor)
 
 
@@ -34,10 +34,10 @@ def requests_of(
     criteria: Sequence[Callable[..., Any]],
     kwargs: dict[str, Any],
 ) -> list[Request]:
-    """One request for each row of `input_ids` [texts, length], padded on the left where `attention_mask` in `kwargs` says so.
+    """Return one request per row of `input_ids` [batch, length].
 
-    Raises `UnsupportedRequestError` for beams, a filled
-    cache, inputs other than token ids, or a logits processor that remembers its calls.
+    Rows are left-padded where `attention_mask` in `kwargs` is 0. Raises `UnsupportedRequestError` for beam search, a
+    filled cache, inputs other than token ids, and logits processors that remember their calls.
     """
     _refuse_unsupported(config, kwargs)
     _refuse_stateful(processors)
@@ -73,7 +73,7 @@ def _refuse_unsupported(config: GenerationConfig, kwargs: dict[str, Any]) -> Non
     ]
     if foreign:
         raise UnsupportedRequestError(
-            f"the decoder continues token ids alone, it cannot use {', '.join(sorted(foreign))}"
+            f"the decoder supports token ids only, it cannot use {', '.join(sorted(foreign))}"
         )
 
 
@@ -81,7 +81,7 @@ def _refuse_stateful(processors: Sequence[Callable[..., Tensor]]) -> None:
     for processor in processors:
         if isinstance(processor, STATEFUL_PROCESSORS):
             raise UnsupportedRequestError(
-                f"the decoder also asks logits processors about drafts that may be rejected: {type(processor).__name__} "
+                f"the decoder also calls logits processors on drafts that may be rejected: {type(processor).__name__} "
                 "remembers its calls and cannot be used"
             )
 
@@ -97,8 +97,10 @@ def _without_padding(padded: Tensor, mask: Tensor | None) -> list[int]:
 
 
 def _as_in_batch(input_ids: Tensor, row: int, num_prompt: int) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Shows a processor or criterion the text of a row as `generate` does: padding included, of which some count the places, and
-    as one of a batch, for whose rows some have a number each; the others are shown as copies of it.
+    """Return a wrapper that shows a processor or criterion one row's sequence as `generate` would.
+
+    Padding is included, because some count positions. The row is repeated to the batch size, because some hold one
+    number per row.
     """
     num_rows, length = input_ids.shape
     if num_rows == 1 and num_prompt == length:
@@ -124,7 +126,11 @@ def _ending(
     criteria: Sequence[Any],
     seen: Callable[[Callable[..., Any]], Callable[..., Any]],
 ) -> Ending:
-    """The stock length and end-of-text criteria as numbers (they would be asked for every single token), the others as they are."""
+    """Convert the stopping criteria into an `Ending`.
+
+    The stock length and end-of-sequence criteria become numbers, because calling them for every token would be slow.
+    The others are kept as they are.
+    """
     lengths = [config.max_length] if config.max_length is not None else []
     eos: set[int] = set()
     others = []
@@ -136,5 +142,5 @@ def _ending(
         else:
             others.append(seen(criterion))
     if not lengths:
-        raise UnsupportedRequestError("how long may the text become? pass max_new_tokens or max_length")
+        raise UnsupportedRequestError("no length limit: pass max_new_tokens or max_length")
     return Ending(min(lengths) - input_length, frozenset(eos), tuple(others))

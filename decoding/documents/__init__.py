@@ -1,1 +1,1 @@
-"""Reading strict YAML documents, and writing files whole or not at all. Imports nothing of sdtune but its errors."""
+"""Strict YAML documents and atomic file writes. Imports only sdtune's errors."""

@@ -1,4 +1,4 @@
-"""Files that are there whole or not at all."""
+"""Atomic file writes."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from decoding.errors import SdtuneError
 
 
 def write_atomically(path: Path, content: bytes, *, what: str, error: type[SdtuneError]) -> None:
-    """Write a file beside its place and rename it: whoever reads finds the old one or all of the new one.
+    """Write a temporary file beside `path` and rename it, so that readers see the old content or all of the new.
 
-    Raises `error`, which says that `what` could not be written and why; then nothing has changed and nothing is left behind.
+    If writing fails, raise `error` with `what` and the reason; then nothing has changed and no temporary file
+    remains.
     """
     try:
         with TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.") as beside:

@@ -1,6 +1,6 @@
-"""Strict YAML documents: read, validate against a pydantic model, and complain in one line.
+"""Strict YAML documents: read, validate against a pydantic model, and report errors in one line.
 
-Knows nothing of what the documents mean; `decoding.profile` and the tuner's configuration are both read through here.
+The module knows nothing of the documents' meaning; `decoding.profile` and the tuner's configuration both use it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,10 @@ UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
 
 
 def parse_duration(value: Any) -> Any:
-    """Seconds from a number of seconds or a text such as `90s`, `10m` or `1.5h`."""
+    """Return the seconds of a number or of a string such as `90s`, `10m` or `1.5h`.
+
+    Raises `ValueError` for anything else.
+    """
     if isinstance(value, int | float) and not isinstance(value, bool):
         return float(value)
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]*)", str(value).strip().lower())
@@ -30,11 +33,11 @@ def parse_duration(value: Any) -> Any:
 
 
 Duration = Annotated[float, BeforeValidator(parse_duration), Field(gt=0)]
-"""A key that holds a time, in seconds once it is read."""
+"""A configuration value that is a duration, in seconds after validation."""
 
 
 class Document(BaseModel):
-    """Frozen data that refuses keys it does not know."""
+    """Frozen data that rejects unknown keys."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
 
@@ -43,19 +46,22 @@ DocumentT = TypeVar("DocumentT", bound=BaseModel)
 
 
 class _StrictLoader(yaml.SafeLoader):
-    """PyYAML keeps the last of two equal keys without a word; a document that contradicts itself is refused instead."""
+    """A YAML loader that rejects duplicate keys, of which PyYAML silently keeps the last."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         own = [key for key, _ in node.value if key.tag != "tag:yaml.org,2002:merge"]
         keys = [self.construct_object(key, deep=deep) for key in own]
         repeated = next((key for index, key in enumerate(keys) if key in keys[:index]), None)
         if repeated is not None:
-            raise yaml.constructor.ConstructorError(None, None, f"key {repeated!r} stands twice", node.start_mark)
+            raise yaml.constructor.ConstructorError(None, None, f"duplicate key {repeated!r}", node.start_mark)
         return super().construct_mapping(node, deep=deep)
 
 
 def read_mapping(path: Path, *, what: str, error: type[SdtuneError]) -> dict[str, Any]:
-    """Parse the YAML file at `path` into a mapping; raise `error` (one line) if it is missing, broken or not a mapping."""
+    """Parse the YAML file at `path` into a mapping.
+
+    Raises `error`, in one line, if the file is missing, unreadable, not valid YAML or not a mapping.
+    """
     try:
         data = yaml.load(path.read_text(encoding="utf-8"), _StrictLoader)
     except FileNotFoundError:
@@ -63,7 +69,7 @@ def read_mapping(path: Path, *, what: str, error: type[SdtuneError]) -> dict[str
     except (OSError, UnicodeDecodeError) as cause:
         raise error(f"cannot read the {what} {path}: {cause}") from None
     except (yaml.YAMLError, ValueError, LookupError, AttributeError, RecursionError) as cause:
-        # PyYAML lets its own slips through, such as the ValueError of the date 2026-13-01.
+        # PyYAML lets some internal errors escape, such as the ValueError of the date 2026-13-01.
         raise error(f"the {what} {path} is not valid YAML: {_one_line(cause)}") from None
     if not isinstance(data, dict):
         raise error(f"the {what} {path} must be a mapping of keys to values, got {type(data).__name__}")
@@ -71,7 +77,7 @@ def read_mapping(path: Path, *, what: str, error: type[SdtuneError]) -> dict[str
 
 
 def validate(model: type[DocumentT], data: Any, *, source: str, error: type[SdtuneError]) -> DocumentT:
-    """Build `model` from plain data; raise `error` naming the first wrong key, its value and what would be right."""
+    """Build `model` from plain data; raise `error` with the first wrong key, its value and what would be right."""
     try:
         return model.model_validate(data)
     except ValidationError as cause:
@@ -79,13 +85,13 @@ def validate(model: type[DocumentT], data: Any, *, source: str, error: type[Sdtu
 
 
 def dump(document: BaseModel) -> str:
-    """The document as YAML, keys in the order of the model, the innermost collections on one line."""
+    """Return the document as YAML: keys in model order, innermost collections on one line."""
     data = document.model_dump(mode="json", by_alias=True)
     return yaml.safe_dump(data, sort_keys=False, default_flow_style=None, width=120, allow_unicode=True)
 
 
 def suggest(word: str, known: Iterable[str]) -> str:
-    """What would be right: the nearest known word if there is one, and all of them."""
+    """Return a hint that lists the valid names, starting with the closest match to `word` if there is one."""
     names = sorted(known)
     near = difflib.get_close_matches(word, names, n=1)
     return (f"did you mean {near[0]!r}? " if near else "") + "valid: " + ", ".join(names)
@@ -93,7 +99,7 @@ def suggest(word: str, known: Iterable[str]) -> str:
 
 def _describe(failure: ValidationError, model: type[BaseModel], data: Any) -> str:
     errors = failure.errors(include_url=False)
-    # A misspelt key is also a missing one: what is wrong is its spelling.
+    # A misspelt key is also a missing key: report the spelling.
     first = next((error for error in errors if error["type"] == "extra_forbidden"), errors[0])
     where = ".".join(_written_location(first["loc"], data)) or "the document"
     if first["type"] == "extra_forbidden":
@@ -113,7 +119,7 @@ def _describe(failure: ValidationError, model: type[BaseModel], data: Any) -> st
 
 
 def _written_location(location: tuple[int | str, ...], data: Any) -> list[str]:
-    """The location without the tags of discriminated unions, which pydantic puts into it and no document has as keys."""
+    """Return the location without discriminated-union tags, which pydantic inserts and documents do not contain."""
     written = []
     for depth, part in enumerate(location):
         is_tag = isinstance(data, dict) and part not in data and depth < len(location) - 1
@@ -128,7 +134,7 @@ def _written_location(location: tuple[int | str, ...], data: Any) -> list[str]:
 
 
 def _known_keys(model: type[BaseModel], location: tuple[int | str, ...]) -> list[str]:
-    """The keys that the model at `location` knows, found by walking its JSON Schema."""
+    """Return the keys that the model accepts at `location`, found by walking its JSON Schema."""
     schema = model.model_json_schema(by_alias=True)
     definitions = schema.get("$defs", {})
     nodes = [_resolve(schema, definitions)]
@@ -141,12 +147,12 @@ def _children(node: dict[str, Any], part: str, definitions: dict[str, Any]) -> l
     properties = node.get("properties", {})
     if part in properties:
         return list(_variants(properties[part], definitions))
-    # The tag of a discriminated union stays in the variant whose constant it is.
+    # A tag selects the variant that has it as a constant.
     return [node] if any(part == field.get("const") for field in properties.values()) else []
 
 
 def _variants(node: dict[str, Any], definitions: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """The node and all that may stand in its place."""
+    """Yield the node and all alternatives that its schema allows."""
     node = _resolve(node, definitions)
     yield node
     for variant in (*node.get("anyOf", []), *node.get("oneOf", [])):

@@ -1,7 +1,7 @@
-"""When to stop drafting: one file a rule, and the registry of them.
+"""Draft-length rules, one file each, and their registry.
 
-To add a rule, write one file with a `DraftLengthRule` and its `Controller`, and name the class in `RULES`:
-profiles, the command line and the `draft_length` study take it from there.
+To add a rule, write one file with a `DraftLengthRule` and its `Controller`, and name the class in `RULES`. Profiles,
+the command line and the `draft_length` study pick it up from the registry.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""AdaEDL (arXiv 2410.18351, Algorithm 1): stop when an entropy-based bound on the acceptance falls below a moving threshold."""
+"""AdaEDL (arXiv 2410.18351, Algorithm 1): stop when an entropy-based acceptance bound falls below a moving threshold."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ from pydantic import Field
 
 from decoding.draft_length.contract import Controller, Decision, DraftDistribution, DraftLengthRule, tunable
 
-HIGHEST_THRESHOLD = 0.98  # our formulation: at 1 no draft would ever pass again
+HIGHEST_THRESHOLD = 0.98  # our formulation: at 1 no draft could ever pass again
 
 
 class AdaEdl(DraftLengthRule):
-    """Stop before drawing the next token when 1 - sqrt(gamma * H) < threshold, H the draft's entropy in nats.
+    """Stop before drawing the next token when 1 - sqrt(gamma * H) < threshold, with H the draft's entropy in nats.
 
-    Defaults are the paper's, but for `initial_threshold`, which it sweeps, and `keep_last`, which is ours: the pass that
-    triggers the stop is already paid, so its token is drafted and verified too. `keep_last=False` is Algorithm 1 to the letter.
+    Defaults are the paper's, except `initial_threshold`, which the paper sweeps, and `keep_last`, which is our
+    addition: the pass that triggers the stop is already paid for, so its token is drafted and verified too.
+    `keep_last=False` is Algorithm 1 unchanged.
     """
 
     rule: Literal["ada_edl"] = "ada_edl"
@@ -37,7 +38,7 @@ class AdaEdl(DraftLengthRule):
     )
 
     def controller(self) -> AdaEdlController:
-        """A controller at the initial threshold."""
+        """Return a controller at the initial threshold."""
         return AdaEdlController(self)
 
 
@@ -50,7 +51,7 @@ class AdaEdlController(Controller):
         self.threshold = rule.initial_threshold
         self.acceptance_rate = (
             rule.target_acceptance
-        )  # our formulation: the paper gives no start; this one moves nothing by itself
+        )  # our formulation: the paper gives no initial value; this one is neutral
 
     def decide(self, num_drafted: int, distribution: DraftDistribution) -> Decision:
         """Compare the acceptance bound with the threshold; at least one token is drafted."""
@@ -60,7 +61,7 @@ class AdaEdlController(Controller):
         return Decision.LAST if self._rule.keep_last or num_drafted == 0 else Decision.STOP
 
     def observe(self, num_drafted: int, num_accepted: int) -> None:
-        """Algorithm 1's update; a round that drafted nothing says nothing."""
+        """Apply Algorithm 1's update; a round without drafts changes nothing."""
         if num_drafted == 0:
             return
         rule = self._rule
@@ -75,7 +76,7 @@ class AdaEdlController(Controller):
         self.threshold = min(max(blended, 0.0), HIGHEST_THRESHOLD)
 
     def adapted_rule(self) -> AdaEdl:
-        """The rule, starting at the threshold reached."""
+        """Return the rule with the current threshold as its initial one."""
         return self._rule.model_copy(update={"initial_threshold": self.threshold})
 
 

@@ -1,6 +1,6 @@
-"""The Beta variant of EESD's Thompson-sampling controller (arXiv 2406.03853): one acceptance probability, drawn every round.
+"""The Beta variant of EESD's Thompson-sampling controller (arXiv 2406.03853): one acceptance probability per round.
 
-Of the paper we know the abstract, which names the method; every formula here is our formulation.
+We know the paper's abstract, which names the method; every formula here is our formulation.
 """
 
 from __future__ import annotations
@@ -15,22 +15,24 @@ from decoding.draft_length.posteriors import UNIFORM, BetaPosterior, BetaPrior, 
 
 
 class BetaThompson(CostAwareRule):
-    """Draft the number of tokens that writes most tokens per time, if theta drawn from Beta(A, B) accepts each of them.
+    """Draft the length that maximises tokens per cost for an acceptance probability theta drawn from Beta(A, B).
 
-    n = argmax over 0..K of (1 + theta + ... + theta^n) / cost(n). With n = 0, a plain step, a useless draft falls back to plain
-    decoding by itself. After each round A <- 1 + g (A - 1) + n_a and B <- 1 + g (B - 1) + [n_a < n_d]; a round that drafts
-    nothing forgets too, at g^(1/4) (see `IDLE_AGEING`). Forgetting leads towards Beta(1, 1) and not towards nothing: A <- g A
-    would take A to zero and every theta with it, and a draft once given up would never be tried again.
+    n = argmax over 0..K of (1 + theta + ... + theta^n) / cost(n). With n = 0, a plain step, a useless draft falls
+    back to plain decoding by itself. After each round A <- 1 + g (A - 1) + n_a and B <- 1 + g (B - 1) + [n_a < n_d].
+    A round without drafts also forgets, by g^(1/4) (see `IDLE_AGEING`). Forgetting leads towards Beta(1, 1), not
+    towards zero: A <- g A would take A and with it every theta to zero, and a draft once given up would never be
+    tried again.
 
-    Defaults: g = 0.97 remembers the last 1 / (1 - g) = 33 drafted rounds, or 130 that drafted nothing. A useless draft of
-    half the target's time is then tried in about one round of 30, and decoding stays within 3 % of plain.
+    Defaults: g = 0.97 remembers the last 1 / (1 - g) = 33 drafted rounds, or 130 rounds without drafts. A useless
+    draft that costs half the target's time is then tried in about one round of 30, and decoding stays within 3 % of
+    plain.
     """
 
     rule: Literal["beta_thompson"] = "beta_thompson"
-    prior: BetaPrior = Field(UNIFORM, description="(A, B) at the start of a text")
+    prior: BetaPrior = Field(UNIFORM, description="(A, B) at the start of a sequence")
 
     def controller(self) -> BetaThompsonController:
-        """A controller that believes the prior; `ValueError` if the costs are not known."""
+        """Return a controller that starts at the prior; raise `ValueError` if the costs are unknown."""
         return BetaThompsonController(self)
 
 
@@ -46,12 +48,12 @@ class BetaThompsonController(Controller):
         self.acceptance = BetaPosterior(*rule.prior)
 
     def limit(self) -> int:
-        """The best length for an acceptance probability drawn from the posterior; the shortest of equals."""
+        """Return the best length for an acceptance probability drawn from the posterior; ties go to the shortest."""
         theta = self.acceptance.draw(self._stream)
         survival = tokens = 1.0
         best, best_rate = 0, 1.0 / self._costs[0]
         for length in range(1, self.max_tokens + 1):
-            # Summed up, as the closed form (1 - theta^(n+1)) / (1 - theta) has no value at 1.
+            # A running sum, because the closed form (1 - theta^(n+1)) / (1 - theta) is undefined at 1.
             survival *= theta
             tokens += survival
             if (rate := tokens / self._costs[length]) > best_rate:
@@ -59,11 +61,11 @@ class BetaThompsonController(Controller):
         return best
 
     def observe(self, num_drafted: int, num_accepted: int) -> None:
-        """Forget a little, then count the accepted tokens and the first rejected one; those behind it were not tested."""
+        """Forget a little, then count the accepted tokens and the first rejected one; later drafts were not tested."""
         self.acceptance.forget(UNIFORM, self._rule.memory(num_drafted))
         self.acceptance.learn(accepted=num_accepted, rejected=int(num_accepted < num_drafted))
 
     def adapted_rule(self) -> BetaThompson:
-        """The rule, starting at the posterior reached, with little enough evidence to stay adaptive."""
+        """Return the rule with the posterior as prior, its evidence capped to stay adaptive."""
         (prior,) = warm_start([self.acceptance], [UNIFORM])
         return self._rule.model_copy(update={"prior": prior})

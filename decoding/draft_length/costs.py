@@ -1,4 +1,4 @@
-"""What a round costs on the device at hand, in units of one plain pass of the target: cost-aware rules weigh tokens against it."""
+"""Costs of a round on the device at hand, in units of one plain pass of the target, for cost-aware rules."""
 
 from __future__ import annotations
 
@@ -12,34 +12,34 @@ Cost = Annotated[float, Field(gt=0.0, allow_inf_nan=False)]
 
 
 class RoundCosts(Document):
-    """Times of a round over the time of one plain one-token target pass: n draft passes, then the verification of n tokens."""
+    """Round times relative to one plain one-token target pass: n draft passes, then the verification of n tokens."""
 
-    draft_step: Cost = Field(description="one draft pass of a draft whose length is known beforehand")
+    draft_step: Cost = Field(description="one draft pass when the draft's length is fixed beforehand")
     look: float = Field(
         0.0,
         ge=0.0,
         allow_inf_nan=False,
-        description="what it takes more if a rule looks at what it gives before the next",
+        description="extra cost per draft pass if a rule reads its distribution before the next pass",
     )
     verify: tuple[Cost, ...] = Field(
         min_length=2, description="verify[n]: the target's pass over the last token and n drafts; verify[0] is about 1"
     )
 
     def looking(self) -> RoundCosts:
-        """The costs for a rule that looks at each token's distribution."""
+        """Return the costs for a rule that queries each token's distribution."""
         return RoundCosts(draft_step=self.draft_step + self.look, verify=self.verify)
 
     def of(self, num_drafted: int) -> float:
-        """Cost of a round that drafts `num_drafted` tokens; `ValueError` if that is negative."""
+        """Return the cost of a round that drafts `num_drafted` tokens; raise `ValueError` if it is negative."""
         if num_drafted < 0:
             raise ValueError(f"a round drafts 0 tokens or more, got {num_drafted}")
         return self.verify_cost(num_drafted) + num_drafted * self.draft_step
 
     def verify_cost(self, num_drafted: int) -> float:
-        """Cost of the pass that verifies `num_drafted` tokens; beyond those measured, on the last step's straight line."""
+        """Return the cost of verifying `num_drafted` tokens, extrapolated linearly beyond the measured widths."""
         beyond = num_drafted - (len(self.verify) - 1)
         if beyond <= 0:
             return self.verify[num_drafted]
-        # A last step that falls is noise of the measurement: carried on, it would make long drafts free.
+        # A falling last step is measurement noise: extrapolated, it would make long drafts free.
         step = max(self.verify[-1] - self.verify[-2], 0.0)
         return self.verify[-1] + beyond * step

@@ -1,4 +1,4 @@
-"""The same number of tokens every round: the static length of Leviathan et al. (arXiv 2211.17192)."""
+"""A fixed draft length: the static length of Leviathan et al. (arXiv 2211.17192)."""
 
 from __future__ import annotations
 
@@ -13,5 +13,5 @@ class Fixed(DraftLengthRule):
     rule: Literal["fixed"] = "fixed"
 
     def controller(self) -> Controller:
-        """The base controller, which has nothing to learn."""
+        """Return the base controller, which has no state."""
         return Controller(self.max_tokens)

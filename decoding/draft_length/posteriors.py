@@ -1,7 +1,7 @@
-"""What the Thompson rules believe: posteriors that take in evidence, forget it again, and are drawn from (our formulation).
+"""Posteriors of the Thompson rules: they accumulate evidence, forget it, and are sampled from (our formulation).
 
-Forgetting leads back to a given prior, not to nothing: a posterior without any pseudo-counts left could not be drawn from, and
-one whose failures are never forgotten would never be tried again.
+Forgetting leads back to a given prior, not to zero: a posterior without pseudo-counts could not be sampled from, and
+a draft whose failures are never forgotten would never be tried again.
 """
 
 from __future__ import annotations
@@ -18,36 +18,37 @@ from decoding.documents.strict_yaml import Document
 
 PseudoCount = Annotated[float, Field(gt=0.0, allow_inf_nan=False)]
 BetaPrior = tuple[PseudoCount, PseudoCount]
-"""(A, B) of a Beta distribution: pseudo-counts of accepted and of rejected tokens, its mean A / (A + B)."""
+"""(A, B) of a Beta distribution: pseudo-counts of accepted and rejected tokens, with mean A / (A + B)."""
 
 UNIFORM: BetaPrior = (1.0, 1.0)
 
 WARM_TOKENS, WARM_ROUNDS = 24.0, 8.0
-"""Most evidence a warm start carries, in tested tokens and in drafted rounds.
+"""Maximum evidence of a warm start, in tested tokens and in drafted rounds.
 
-In replays of the demo model's texts, of one kind and of two in turns, as much as this was within about 1 % of the best of 4 to 32
-tokens. Simulated kinds that are further apart want less: a start that fits neither is unlearnt in each text anew.
+In replays of the demo model's output, on one kind of prompt and on two in turn, this amount was within about 1 % of
+the best of 4 to 32 tokens. Simulated kinds that differ more need less: a start that fits neither kind is corrected
+anew in each sequence.
 """
 
 
 class GainPrior(Document):
-    """What a drafted round is believed to gain: tokens beyond those that plain decoding would write in the same time."""
+    """Prior gain of a drafted round: tokens beyond those that plain decoding would generate in the same time."""
 
     mean: float = Field(0.0, allow_inf_nan=False)
     spread: float = Field(0.5, gt=0.0, allow_inf_nan=False, description="standard deviation of one round, in tokens")
-    rounds: PseudoCount = Field(1.0, description="how many rounds that knowledge is worth")
+    rounds: PseudoCount = Field(1.0, description="weight of the prior, in rounds")
 
 
 @dataclass(slots=True)
 class BetaPosterior:
-    """An acceptance probability, known by pseudo-counts of tested tokens."""
+    """Posterior of an acceptance probability, as pseudo-counts of tested tokens."""
 
     accepted: float
     rejected: float
 
     @property
     def mean(self) -> float:
-        """The acceptance probability expected."""
+        """Expected acceptance probability."""
         return self.accepted / self.tested
 
     @property
@@ -56,7 +57,7 @@ class BetaPosterior:
         return self.accepted + self.rejected
 
     def draw(self, stream: random.Random) -> float:
-        """A probability in [0, 1] from the posterior."""
+        """Draw a probability in [0, 1] from the posterior."""
         return stream.betavariate(self.accepted, self.rejected)
 
     def learn(self, accepted: float, rejected: float) -> None:
@@ -65,14 +66,17 @@ class BetaPosterior:
         self.rejected += rejected
 
     def forget(self, prior: BetaPrior, memory: float) -> None:
-        """Keep the share `memory` of what is known beyond `prior`."""
+        """Keep the share `memory` of the evidence beyond `prior`."""
         self.accepted = _between(prior[0], self.accepted, memory)
         self.rejected = _between(prior[1], self.rejected, memory)
 
 
 @dataclass(slots=True)
 class GainPosterior:
-    """The mean gain of drafted rounds, by the number, sum and sum of squares of the gains seen; taken as normal."""
+    """Posterior of the mean gain of drafted rounds, taken as normal.
+
+    It holds the number, the sum and the sum of squares of the observed gains.
+    """
 
     rounds: float
     total: float
@@ -80,7 +84,7 @@ class GainPosterior:
 
     @classmethod
     def of(cls, prior: GainPrior) -> GainPosterior:
-        """The posterior before any evidence."""
+        """Return the posterior before any evidence."""
         return cls(prior.rounds, prior.rounds * prior.mean, prior.rounds * (prior.mean**2 + prior.spread**2))
 
     @property
@@ -90,35 +94,38 @@ class GainPosterior:
 
     @property
     def spread(self) -> float:
-        """Standard deviation of one round's gain, in tokens; never 0, which rounding could otherwise make of equal gains."""
+        """Standard deviation of one round's gain, in tokens. A lower bound keeps rounding from making it 0."""
         return math.sqrt(max(self.squares / self.rounds - self.mean**2, 1e-6))
 
     def draw(self, stream: random.Random) -> float:
-        """A mean gain from the posterior."""
+        """Draw a mean gain from the posterior."""
         return stream.gauss(self.mean, self.spread / math.sqrt(self.rounds))
 
     def learn(self, gain: float) -> None:
-        """Count a drafted round."""
+        """Count a drafted round with this gain."""
         self.rounds += 1.0
         self.total += gain
         self.squares += gain * gain
 
     def forget(self, prior: GainPrior, memory: float) -> None:
-        """Keep the share `memory` of what is known beyond `prior`."""
+        """Keep the share `memory` of the evidence beyond `prior`."""
         before = self.of(prior)
         self.rounds = _between(before.rounds, self.rounds, memory)
         self.total = _between(before.total, self.total, memory)
         self.squares = _between(before.squares, self.squares, memory)
 
     def warm_start(self, prior: GainPrior) -> GainPrior:
-        """The posterior, forgotten until it holds no more than `WARM_ROUNDS` beyond `prior`."""
+        """Return the posterior as a prior with at most `WARM_ROUNDS` of evidence beyond `prior`."""
         copy = replace(self)
         copy.forget(prior, _share_kept(self.rounds - prior.rounds, WARM_ROUNDS))
         return GainPrior(mean=copy.mean, spread=copy.spread, rounds=copy.rounds)
 
 
 def warm_start(posteriors: Sequence[BetaPosterior], priors: Sequence[BetaPrior]) -> tuple[BetaPrior, ...]:
-    """The posteriors, forgotten alike until they hold no more than `WARM_TOKENS` between them beyond their priors."""
+    """Return the posteriors as priors with at most `WARM_TOKENS` of evidence in total beyond `priors`.
+
+    All posteriors forget the same share.
+    """
     evidence = sum(posterior.tested - sum(prior) for posterior, prior in zip(posteriors, priors, strict=True))
     share = _share_kept(evidence, WARM_TOKENS)
     return tuple(

@@ -1,4 +1,4 @@
-"""Stop after the first token the draft is unsure of (Draft & Verify, arXiv 2309.08168; the rule ConfLayers decodes with)."""
+"""Stop after the first token the draft is unsure of (Draft & Verify, arXiv 2309.08168; also ConfLayers' rule)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ from decoding.draft_length.contract import Controller, Decision, DraftDistributi
 
 
 class TopProbability(DraftLengthRule):
-    """Stop when the draft's top-1 probability falls below `threshold`; the unsure token is verified too, as its pass is paid."""
+    """Stop when the draft's top-1 probability falls below `threshold`.
+
+    The uncertain token is verified too, because its pass is already paid for.
+    """
 
     rule: Literal["top_probability"] = "top_probability"
     threshold: float = tunable(
@@ -16,7 +19,7 @@ class TopProbability(DraftLengthRule):
     )
 
     def controller(self) -> Controller:
-        """A controller without memory."""
+        """Return a controller without state."""
         return _TopProbabilityController(self)
 
 

@@ -1,4 +1,7 @@
-"""How a forward pass is executed, one file each: as it is, or in fixed shapes that are compiled and recorded."""
+"""Runners: how a forward pass is executed, one file each.
+
+The eager runner runs passes as they are; the static runner compiles and records passes of fixed shapes.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,7 @@ __all__ = [
 ]
 
 RunnerFactory = Callable[[MaskKinds, torch.device], Runner]
-"""Makes the runner of a model whose layers look at what the first argument says."""
+"""Makes a runner for a model with these mask kinds, on this device."""
 
 RUNNERS: dict[str, RunnerFactory] = {
     "eager": lambda mask_kinds, device: EagerRunner(mask_kinds),
@@ -36,9 +39,9 @@ RUNNERS: dict[str, RunnerFactory] = {
 
 
 def build_runner(name: str, mask_kinds: MaskKinds, device: torch.device, exact_width: int | None = None) -> Runner:
-    """The runner of this name, in bit-exact mode if `exact_width` is given.
+    """Return the runner of this name, in bit-exact mode if `exact_width` is given.
 
-    `UnsupportedRunnerError` lists those that there are, or says that one of them has no such mode.
+    Raises `UnsupportedRunnerError` for an unknown name, and for a runner without bit-exact mode.
     """
     if name not in RUNNERS:
         raise UnsupportedRunnerError(f"no runner {name!r}: there are {', '.join(sorted(RUNNERS))}")

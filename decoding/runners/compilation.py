@@ -1,9 +1,8 @@
-"""Regional compilation: one block is compiled, for all layers and all views of them (`torch.compile`).
+"""Regional compilation (`torch.compile`): one block is compiled, for all layers and all views of them.
 
-Weights are inputs of the compiled code, and so are the sizes that differ from pass to pass: a model of equal blocks needs two
-graphs, for one position and for several; blocks without their attention or their MLP, which draft a position at a time, need one
-more each, and a new skip set needs none. On a CPU the LM head on one position is compiled too. Compiled code is kept on disk by
-torch.
+Weights and varying sizes are inputs of the compiled code. A model of equal blocks needs two graphs, for one position
+and for several; blocks without attention or without MLP, which draft one position at a time, need one more each; a
+new skip set needs none. On a CPU the LM head on one position is compiled too. torch caches compiled code on disk.
 """
 
 from __future__ import annotations
@@ -22,37 +21,38 @@ from decoding.cache.kv_cache import Slot
 from decoding.runners.contract import BlockCall
 from decoding.runners.cpu_one_position import OnePosition
 from decoding.runners.cpu_packed import compile_packed_linear
-from decoding.runners.graphs import Given
+from decoding.runners.graphs import OutputsT
 
 MAX_GRAPHS = 64
-"""Compiled variants of the block: (kinds of blocks and of skipped sublayers) x (one position, several)."""
+"""Maximum number of compiled variants: (block kinds and skipped sublayers) x (one position, several)."""
 
 
 def call_block(block: nn.Module, hidden_states: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The block as it is."""
+    """Call the block uncompiled."""
     return block(hidden_states, *args, **kwargs)
 
 
 class CompiledBlocks:
-    """Calls blocks through one compiled function, or as they are from the moment on that one cannot be compiled.
+    """Calls blocks through one compiled function.
 
-    `problem` then says why, and a warning has.
+    If a block cannot be compiled, a warning is issued, `problem` holds the reason, and all blocks run uncompiled from
+    then on.
     """
 
     def __init__(self) -> None:
         self.problem: str | None = None
         self.is_new = False
-        """Whether the coming passes may be of a kind that is not compiled yet."""
-        # torch counts the graphs of a piece of code, whoever compiles it: each model gets a piece of its own.
+        """True if the coming passes may be of a kind that is not compiled yet."""
+        # torch counts compiled graphs per code object: each model gets its own copy.
         own = types.FunctionType(_call_block.__code__.replace(), _call_block.__globals__)
         self._compiled: BlockCall = torch.compile(own, fullgraph=True, options=_options())
 
     def __call__(self, block: nn.Module, hidden_states: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """See `BlockCall`."""
+        """Call a block; see `BlockCall`."""
         if self.problem is not None:
             return block(hidden_states, *args, **kwargs)
         if self.is_new:
-            _mark_what_varies(hidden_states, [*args, *kwargs.values()])
+            _mark_dynamic_sizes(hidden_states, [*args, *kwargs.values()])
         try:
             return self._compiled(block, hidden_states, args, kwargs)
         except _compiler_errors() as cause:
@@ -62,14 +62,16 @@ class CompiledBlocks:
 
 
 def _call_block(block: nn.Module, hidden_states: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What is compiled."""
+    """Call the block: the code that is compiled."""
     with OnePosition(hidden_states.device):
         return block(hidden_states, *args, **kwargs)
 
 
-def _mark_what_varies(hidden_states: Tensor, others: Sequence[Any]) -> None:
-    """Tell torch which sizes differ from pass to pass: texts, positions, places. All others are constants of the compiled code:
-    each that is not costs a little in every call.
+def _mark_dynamic_sizes(hidden_states: Tensor, others: Sequence[Any]) -> None:
+    """Mark the sizes that vary between passes: batch size, positions and slots.
+
+    All other sizes are constants of the compiled code, because each dynamic size adds a little to the cost of every
+    call.
     """
     _mark(hidden_states, [-3, -2])
     extents = set()
@@ -95,12 +97,12 @@ def _mark(tensor: Tensor, dims: Iterable[int]) -> None:
 
 @contextmanager
 def compiling(call: BlockCall) -> Iterator[None]:
-    """The settings under which blocks are compiled: a first pass of a kind goes under this, later ones need not."""
+    """Apply the settings for compiling blocks, which only the first pass of a kind needs."""
     if isinstance(call, CompiledBlocks):
         call.is_new = True
-    # A layer's index is an attribute of its modules: taken for a constant, every layer would be compiled by itself.
+    # A layer's index is an attribute of its modules: as a constant, it would cause one compilation per layer.
     dynamo = torch._dynamo.config.patch(allow_unspec_int_on_nn_module=True, recompile_limit=MAX_GRAPHS)
-    # Sizes that happen to be equal, as of heads and of positions, would be taken to be equal always.
+    # Sizes that happen to be equal, such as heads and positions, would be assumed always equal.
     shapes = importlib.import_module("torch.fx.experimental._config").patch(use_duck_shape=False)
     compile_packed_linear()
     with dynamo, shapes:
@@ -111,13 +113,14 @@ def compiling(call: BlockCall) -> Iterator[None]:
                 call.is_new = False
 
 
-def as_prepared(run: Callable[[], Given]) -> Callable[[], Given]:
-    """`run`, which has run before with the same shapes, memory and modes, without asking whether its code still fits.
+def without_guards(run: Callable[[], OutputsT]) -> Callable[[], OutputsT]:
+    """Return `run` without torch's guard checks.
 
-    On small blocks torch's questions take a tenth of the time. Those that tell compiled variants apart are still asked.
+    `run` must have run before with the same shapes, memory and modes. On small blocks the checks take a tenth of the
+    time. Guards that tell compiled variants apart are still evaluated.
     """
 
-    def prepared() -> Given:
+    def prepared() -> OutputsT:
         with torch.compiler.set_stance("default", skip_guard_eval_unsafe=True):
             return run()
 
@@ -125,7 +128,7 @@ def as_prepared(run: Callable[[], Given]) -> Callable[[], Given]:
 
 
 def _options() -> dict[str, Any]:
-    # Wrapped in C++, a small block takes half the time that it takes wrapped in Python; on a GPU the recording does that.
+    # The C++ wrapper halves the time of a small block; on a GPU recording has the same effect.
     return {} if torch.cuda.is_available() else {"cpp_wrapper": True, "size_asserts": False}
 
 

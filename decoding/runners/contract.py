@@ -1,7 +1,7 @@
-"""The contract of a runner: how one forward pass of the model, or of a part of it, is executed.
+"""The contract of a runner, which executes one forward pass of the model or of a part of it.
 
-A runner knows shapes, places in the cache and devices. What is computed is the part's business: a runner calls `compute` with
-tensors, again and again, and may pad them, record what happens and play it back.
+A runner knows shapes, cache slots and devices. The computation belongs to the part: a runner calls `compute` with
+tensors, any number of times, and may pad them, record the computation and replay it.
 """
 
 from __future__ import annotations
@@ -15,55 +15,55 @@ from torch import Tensor, nn
 from decoding.cache.kv_cache import KVCache, Storage
 
 BlockCall = Callable[[nn.Module, Tensor, tuple[Any, ...], dict[str, Any]], Any]
-"""Runs a block on hidden states [.., width, hidden] and whatever else the model hands its blocks."""
+"""Runs a block on hidden states [.., width, hidden] and the block's other arguments."""
 
 
 @dataclass(frozen=True, slots=True)
 class Inputs:
-    """What a pass is computed from."""
+    """The inputs of a pass."""
 
     token_ids: Tensor
-    """[texts, width]."""
+    """[batch, width]."""
     positions: Tensor
-    """[texts, width]: their places in the text."""
+    """[batch, width]: positions in the sequence."""
     cache: KVCache
     logits_to_keep: int | Tensor
-    """How many positions from the end get logits (0 is all), or [n] which."""
+    """Number of final positions that get logits (0 means all), or their indices [n]."""
     states: Tensor | None = None
-    """Known states [.., texts, width or width - 1, hidden] that a part resumes from."""
+    """Known states [.., batch, width or width - 1, hidden] that a part resumes from."""
     last: Tensor | None = None
-    """[1], or one a text: which position is the last that is no padding; None if none is padding."""
+    """Index of the last position that is not padding: [1], or one per sequence; None without padding."""
     masks: tuple[Tensor, ...] = ()
-    """[texts, 1, width, places] each: what the layers of each kind may look at; empty if the model makes its own."""
+    """One mask [batch, 1, width, num_slots] per kind of layer; empty if the model makes its own."""
 
 
 @dataclass(frozen=True, slots=True)
 class Outputs:
-    """What comes of a pass: logits [width or fewer, vocabulary], and the states [.., width, hidden] at the part's tap, if any."""
+    """Logits [width or fewer, vocabulary] of a pass, and the states [.., width, hidden] at the part's tap, if any."""
 
     logits: Tensor
     states: Tensor | None
 
     def copied(self) -> Outputs:
-        """The same in memory of its own."""
+        """Return a copy in separate memory."""
         return Outputs(self.logits.clone(), None if self.states is None else self.states.clone())
 
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """Tokens [n] that a part has written one after another, and the states [.., n, hidden] at its tap, if any."""
+    """Tokens [n] that a part drafted one after another, and the states [.., n, hidden] at its tap, if any."""
 
     token_ids: Tensor
     states: Tensor | None
 
     def copied(self) -> Written:
-        """The same in memory of its own."""
+        """Return a copy in separate memory."""
         return Written(self.token_ids.clone(), None if self.states is None else self.states.clone())
 
 
 @dataclass(frozen=True, slots=True)
 class PassRequest:
-    """What one text asks for: `Runner.run`, not yet run."""
+    """The arguments of a pending `Runner.run` of one sequence."""
 
     token_ids: Tensor
     """[1, width]."""
@@ -74,23 +74,23 @@ class PassRequest:
 
     @property
     def width(self) -> int:
-        """How many positions it covers."""
+        """Number of positions of the pass."""
         return self.token_ids.shape[1]
 
 
 class Part(Protocol):
-    """The model, or a part of it, as a function of tensors that can be run by itself. Runners ask for nothing else."""
+    """The model, or a part of it, as a function of tensors: all that a runner needs."""
 
     @property
     def is_whole(self) -> bool:
-        """Whether nothing of the model is left out: what it computes decides about the text."""
+        """True if no part of the model is skipped, so that its logits determine the output."""
 
     @property
     def verifies(self) -> bool:
-        """Whether its logits are those of the whole model, by which drafts are judged."""
+        """True if its logits are the whole model's, by which drafts are judged."""
 
     def compute(self, inputs: Inputs) -> Outputs:
-        """One pass: logits [texts, width or fewer, vocabulary]. Writes the cache where its window says."""
+        """Compute logits [batch, width or fewer, vocabulary] in one pass, writing the cache at its window."""
 
 
 class Runner(Protocol):
@@ -98,18 +98,21 @@ class Runner(Protocol):
 
     @property
     def name(self) -> str:
-        """Its name in `decoding.runners.RUNNERS`."""
+        """Name in `decoding.runners.RUNNERS`."""
 
     @property
     def exact_width(self) -> int | None:
-        """Bit-exact mode: on how many positions every pass of the whole model runs behind the prompt; None in the ordinary one."""
+        """Number of positions of every whole-model pass after the prompt in bit-exact mode; None in normal mode."""
 
     @property
     def block_call(self) -> BlockCall | None:
-        """How a block is called in passes of fixed shapes; None if there are no such passes."""
+        """How a block is called in fixed-shape passes; None if the runner has none."""
 
     def new_cache(self, num_layers: int, capacity: int, num_rows: int = 1) -> KVCache:
-        """An empty cache for a text of at most `capacity` tokens; or, in its `storage`, memory for several, a row each."""
+        """Return an empty cache for a sequence of at most `capacity` tokens.
+
+        With `num_rows` above 1 its `storage` is the memory of several sequences, one row each.
+        """
 
     def run(
         self,
@@ -121,13 +124,20 @@ class Runner(Protocol):
         last_only: bool = False,
         states: Tensor | None = None,
     ) -> Outputs:
-        """Run `part` on `token_ids` [1, width] at positions from `start`; logits of the last position alone if `last_only`."""
+        """Run `part` on `token_ids` [1, width] at positions from `start`.
+
+        `last_only` restricts the logits to the last position. `states` are known states for parts that resume.
+        """
 
     def write_greedily(self, part: Part, token_ids: Tensor, cache: KVCache, start: int, num_tokens: int) -> Written:
-        """Let `part` write `num_tokens` tokens behind `token_ids` [1, 1] at `start`, each the likeliest; waits for none of them."""
+        """Let `part` draft `num_tokens` greedy tokens after `token_ids` [1, 1] at `start`.
+
+        Does not wait for the device.
+        """
 
     def run_shared_pass(self, part: Part, passes: Mapping[int, PassRequest], memory: Storage) -> dict[int, Outputs]:
-        """Run `part` once for several texts, each at a place of its own, by their rows in `memory`: what `run` would give each.
+        """Run `part` once for several sequences, keyed by their rows in `memory`.
 
-        Their caches are these rows of `memory`, to which their prompts have been written.
+        Return what `run` would return for each. The sequences' caches must be rows of `memory`, their prompts already
+        written.
         """

@@ -1,11 +1,13 @@
-"""Linear layers on a CPU whose weights lie as oneDNN reads them best: packed once, read by every pass from then on.
+"""Linear layers on a CPU with weights in oneDNN's packed layout, packed once and read by every later pass.
 
-A pass of few positions is bound by reading the weights. Kept as torch keeps them they are read at a fraction of the speed of the
-memory, and the more slowly the more positions there are, so that a verification costs as much as several plain passes; packed they
-are read at nearly all of it whether there is one position or eight. torch's own freezing does the same to a model whose weights are
-constants of the compiled code; here they stay its inputs, so that one compiled block serves all layers. Packed weights are a second
-copy of them in memory, which on small layers is worse than none: a single position reads the weight itself (see
-`decoding.runners.cpu_one_position`), and of a model that might lie in the processor's caches two copies do not.
+A pass over few positions is bound by reading the weights. In torch's layout they are read at a fraction of the memory
+bandwidth, and the more positions, the slower, so that a verification costs as much as several plain passes. Packed
+weights are read at nearly full bandwidth for one to eight positions. torch's own freezing does the same if weights
+are constants of the compiled code; here they stay inputs, so that one compiled block serves all layers.
+
+Packed weights are a second copy in memory. For small layers that is a loss: a single position reads the original
+weight (see `decoding.runners.cpu_one_position`), and two copies of a model that might fit in the processor's caches
+do not fit.
 """
 
 from __future__ import annotations
@@ -17,12 +19,12 @@ import torch
 from torch import Tensor, nn
 
 MIN_BYTES = 2**20
-"""Of a weight that is packed. Where layers had 0.1 to 0.3 MB (the demo), packing slowed drafted decoding down by 4 %."""
+"""Minimum size of a packed weight. With layers of 0.1 to 0.3 MB (the demo), packing slowed drafted decoding down by 4 %."""
 
 
 @torch.library.custom_op("sdtune::packed_linear", mutates_args=())
 def packed_linear(values: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
-    """`values` [.., inputs] times a weight [outputs, inputs] that `PackedLinear` has packed."""
+    """Multiply `values` [.., inputs] by a weight [outputs, inputs] that `PackedLinear` has packed."""
     return torch.ops.mkldnn._linear_pointwise(values, packed, bias, "none", [], "")
 
 
@@ -32,16 +34,16 @@ def _(values: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
 
 
 class PackedLinear(nn.Linear):
-    """A linear layer that shares weight and bias with another one, and multiplies by a packed copy of the weight.
+    """A linear layer that shares another one's weight and bias and multiplies by a packed copy of the weight.
 
-    The copy is of the weight as it is now. Under autograd it computes as any linear layer.
+    The copy is of the weight at construction. Under autograd the layer computes like any linear layer.
     """
 
     packed: Tensor
 
     @classmethod
     def of(cls, linear: nn.Linear) -> PackedLinear:
-        """The same layer, packed; `linear` must be one that `can_be_packed`."""
+        """Return `linear` with packed weights; it must satisfy `can_be_packed`."""
         twin = cls.__new__(cls)
         twin.__dict__.update(linear.__dict__)
         with torch.inference_mode():
@@ -49,7 +51,7 @@ class PackedLinear(nn.Linear):
         return twin
 
     def forward(self, input: Tensor) -> Tensor:
-        """[.., inputs] to [.., outputs]."""
+        """Map [.., inputs] to [.., outputs]."""
         if torch.is_grad_enabled():
             return super().forward(input)
         if torch.compiler.is_compiling():
@@ -60,7 +62,10 @@ class PackedLinear(nn.Linear):
 
 
 def can_be_packed(module: nn.Module) -> bool:
-    """Whether oneDNN packs this: a linear layer on a CPU, large, of torch's own kind, in a precision that the CPU computes in."""
+    """Return True if oneDNN packs this module.
+
+    It must be a plain `nn.Linear` on a CPU, large enough, in a precision that the CPU computes in.
+    """
     if type(module) is not nn.Linear or module.weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():
         return False
     if module.weight.nbytes < MIN_BYTES:
@@ -73,9 +78,9 @@ def can_be_packed(module: nn.Module) -> bool:
 
 
 def compile_packed_linear() -> None:
-    """Have inductor call oneDNN for `packed_linear`, without a way through Python.
+    """Make inductor call oneDNN for `packed_linear` directly, without going through Python.
 
-    It does so by itself for oneDNN's own operator, but only where the weights are constants of the code that it compiles.
+    Inductor does so for oneDNN's own operator, but only if the weights are constants of the compiled code.
     """
     lowering = importlib.import_module("torch._inductor.lowering")
     operator = torch.ops.sdtune.packed_linear.default
@@ -84,7 +89,7 @@ def compile_packed_linear() -> None:
 
 
 def _lowered(values: Any, packed: Any, bias: Any) -> Any:
-    """The call in inductor's own terms; `packed` is left as it lies, in an order that inductor knows nothing of."""
+    """Build the call in inductor's IR. `packed` keeps its layout, which inductor does not know."""
     ir = importlib.import_module("torch._inductor.ir")
     kernel = importlib.import_module("torch._inductor.mkldnn_ir").LinearUnary
     inputs = [kernel.require_contiguous(kernel.realize_input(values)), kernel.realize_input(packed)]

@@ -1,4 +1,4 @@
-"""Runs each pass as it is, in the shapes that it happens to have; a long prompt in pieces, so that memory does not grow with it."""
+"""Runs each pass in the shape it has, and long prompts in pieces to bound memory."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from decoding.errors import UnsupportedRunnerError
 from decoding.runners.contract import Inputs, Outputs, Part, PassRequest, Written
 from decoding.runners.greedy_chain import write_by
 from decoding.runners.masks import MaskKinds
-from decoding.runners.shared_pass import RowInputs, Rows, compute_rows, of_one, split_rows
+from decoding.runners.shared_pass import RowInputs, Rows, compute_rows, split_rows, unbatch
 
 MAX_PASS_WIDTH = 1024
-"""Positions of a prompt that are read at once: enough for any device to be busy, few beside what their activations take."""
+"""Maximum number of prompt positions per pass: enough to saturate any device, with modest activation memory."""
 
 
 class EagerRunner:
-    """The plain way: no preparation, no padding, any shape."""
+    """The plain runner: no preparation, no padding, any shape."""
 
     name = "eager"
     block_call = None
@@ -29,7 +29,7 @@ class EagerRunner:
         self._mask_kinds = mask_kinds
 
     def new_cache(self, num_layers: int, capacity: int, num_rows: int = 1) -> KVCache:
-        """A cache of just this capacity."""
+        """Return a cache of exactly this capacity."""
         return KVCache(num_layers, capacity, Storage(num_layers, capacity, num_rows=num_rows))
 
     def run(
@@ -42,7 +42,7 @@ class EagerRunner:
         last_only: bool = False,
         states: Tensor | None = None,
     ) -> Outputs:
-        """See `Runner.run`. Where logits of the last position alone are wanted, a wide pass is made in pieces."""
+        """Run a pass; see `Runner.run`. A wide pass is run in pieces if only the last logits are needed."""
         width = token_ids.shape[1]
         if not last_only or width <= MAX_PASS_WIDTH:
             return self._run(part, token_ids, cache, start, last_only=last_only, states=states)
@@ -58,7 +58,7 @@ class EagerRunner:
         return Outputs(logits, torch.cat(tapped, dim=-2) if tapped else None)
 
     def write_greedily(self, part: Part, token_ids: Tensor, cache: KVCache, start: int, num_tokens: int) -> Written:
-        """See `Runner.write_greedily`: a pass each, as it is."""
+        """Draft greedily with one pass per token; see `Runner.write_greedily`."""
 
         def step(token_ids: Tensor, index: int) -> Outputs:
             return self._run(part, token_ids, cache, start + index, last_only=True, states=None)
@@ -71,12 +71,15 @@ class EagerRunner:
         width = token_ids.shape[1]
         cache.cover(start, width)
         positions = torch.arange(start, start + width, device=token_ids.device)[None]
-        return of_one(part.compute(Inputs(token_ids, positions, cache, int(last_only), states)))
+        return unbatch(part.compute(Inputs(token_ids, positions, cache, int(last_only), states)))
 
     def run_shared_pass(self, part: Part, passes: Mapping[int, PassRequest], memory: Storage) -> dict[int, Outputs]:
-        """See `Runner.run_shared_pass`. `UnsupportedRunnerError` for a model whose masks are not known."""
+        """Run a shared pass; see `Runner.run_shared_pass`.
+
+        Raises `UnsupportedRunnerError` if the model's masks are unknown.
+        """
         if self._mask_kinds is None:
-            raise UnsupportedRunnerError("where the layers of this model look is not known: its texts run one by one")
+            raise UnsupportedRunnerError("the attention masks of this model are unknown: its sequences run one by one")
         rows, cache = Rows.of(passes), KVCache(len(memory.layers), memory.capacity, memory)
         outputs = compute_rows(part, RowInputs.of(passes, rows), cache, self._mask_kinds, rows)
         return split_rows(outputs, passes, rows)

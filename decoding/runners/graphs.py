@@ -1,4 +1,4 @@
-"""CUDA graphs: a pass is recorded once and played back at the cost of one launch."""
+"""CUDA graphs: a pass is recorded once and replayed at the cost of one launch."""
 
 from __future__ import annotations
 
@@ -11,19 +11,21 @@ import torch
 WARM_UPS = 2
 
 
-class Copied(Protocol):
-    """What a pass gives."""
+class Copyable(Protocol):
+    """Outputs that can be copied out of a recording's memory."""
 
     def copied(self) -> Self:
-        """The same in memory of its own."""
+        """Return a copy in separate memory."""
 
 
-Given = TypeVar("Given", bound=Copied)
+OutputsT = TypeVar("OutputsT", bound=Copyable)
 
 
-def record(run: Callable[[], Given], pool: Any = None) -> Callable[[], Given]:
-    """`run` as a recording that shares the memory `pool` with others; its outputs are copies, so that playing another does not
-    change them. A pass that cannot be recorded, because it waits for the host, is run as it is, and a warning says so.
+def record(run: Callable[[], OutputsT], pool: Any = None) -> Callable[[], OutputsT]:
+    """Return `run` as a recording that shares the memory `pool` with others.
+
+    Its outputs are copies, so that replaying another recording does not change them. A pass that cannot be recorded,
+    because it waits for the host, is returned unchanged with a warning.
     """
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
@@ -37,11 +39,11 @@ def record(run: Callable[[], Given], pool: Any = None) -> Callable[[], Given]:
             outputs = run()
     except RuntimeError as cause:
         reason = " ".join(str(cause).split())[:200]
-        warnings.warn(f"a pass is not recorded as a CUDA graph and is slower for it: {reason}", stacklevel=2)
+        warnings.warn(f"a pass cannot be recorded as a CUDA graph and runs slower: {reason}", stacklevel=2)
         torch.cuda.synchronize()
         return run
 
-    def play() -> Given:
+    def play() -> OutputsT:
         graph.replay()
         return outputs.copied()
 

@@ -1,4 +1,4 @@
-"""Tokens that a part writes one after another, each the likeliest, none of them known to the host before the last is there."""
+"""Greedy tokens that a part generates one after another, without waiting for the device in between."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from decoding.acceptance import most_likely
 from decoding.runners.contract import Outputs, Written
 
 RunStep = Callable[[Tensor, int], Outputs]
-"""Runs a part on a token [1, 1], the `index`-th behind the first: logits [1, vocabulary]."""
+"""Runs a part on a token [1, 1], the `index`-th after the first: logits [1, vocabulary]."""
 
 
 def write_by(step: RunStep, token_ids: Tensor, num_tokens: int) -> Written:
-    """`num_tokens` tokens behind `token_ids` [1, 1], a step each."""
+    """Generate `num_tokens` greedy tokens after `token_ids` [1, 1], one step each."""
     written, states = [], []
     for index in range(num_tokens):
         outputs = step(token_ids, index)

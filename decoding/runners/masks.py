@@ -1,4 +1,4 @@
-"""What the positions of a pass may look at, computed from where they stand: the masks of passes of fixed shapes."""
+"""Attention masks of fixed-shape passes, computed from the positions."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class MaskKinds:
-    """The attention windows of a model's layers, and the form in which its attention wants masks."""
+    """The attention windows of a model's layers, and the form of mask that its attention needs."""
 
     windows: tuple[int | None, ...]
-    """A layer each: how many positions it sees back, its own among them, or None if it sees all."""
+    """Per layer, the number of positions it attends to, including the current one; None for all."""
     additive: torch.dtype | None
-    """None for masks that say where to look; else the type of those that are added to the scores."""
+    """Data type of additive masks; None for boolean masks."""
 
     @property
     def kinds(self) -> tuple[int | None, ...]:
-        """The windows that there are, each once."""
+        """The distinct windows."""
         return tuple(dict.fromkeys(self.windows))
 
     def kind_of(self, layer: int) -> int:
-        """Which of `kinds` a layer is of."""
+        """Return the index of a layer's window in `kinds`."""
         return self.kinds.index(self.windows[layer])
 
-    def masks(self, slots: Tensor, places: int) -> tuple[Tensor, ...]:
-        """One of [texts, 1, width, places] for each of `kinds`, for positions that stand at `slots` [width] or [texts, width]."""
-        keys = torch.arange(places, device=slots.device)
+    def masks(self, slots: Tensor, num_slots: int) -> tuple[Tensor, ...]:
+        """Return one mask [batch, 1, width, num_slots] per kind, for positions at `slots` [width] or [batch, width]."""
+        keys = torch.arange(num_slots, device=slots.device)
         own = slots[..., None]
         causal = keys <= own
         return tuple(self._form(causal if window is None else causal & (keys > own - window)) for window in self.kinds)

@@ -1,7 +1,7 @@
-"""Several texts in one pass, each at a place of its own: rows of tensors, padded on the right to the widest.
+"""Several sequences in one pass, each at its own position: rows of tensors, right-padded to the widest.
 
-The last place of the memory is no text's: there goes what padding writes, and what a text writes that takes no part but lies
-between two that do.
+The last slot of the storage belongs to no sequence. Padding writes there, and so does an idle row between two active
+ones.
 """
 
 from __future__ import annotations
@@ -19,46 +19,46 @@ from decoding.runners.masks import MaskKinds
 
 @dataclass(frozen=True)
 class Rows:
-    """Which texts of a memory a pass goes over, and how wide and how far it is."""
+    """The rows of a storage that a shared pass covers, its width and its number of slots."""
 
     first: int
     num_rows: int
     width: int
-    places: int
-    """How many places of the memory it reads."""
+    num_slots: int
+    """Number of slots that the pass reads."""
     resumes: bool
-    """Whether it is given states to resume from."""
+    """True if the pass resumes from known states."""
 
     @classmethod
-    def of(cls, passes: Mapping[int, PassRequest], fewest: int = 1) -> Rows:
-        """As few rows as there are from the first text that takes part to the last, and as few positions as they need.
+    def of(cls, passes: Mapping[int, PassRequest], min_rows: int = 1) -> Rows:
+        """Return the smallest range of rows and positions that covers `passes`.
 
-        If these are less than `fewest`, of a memory that has as many, the rows beside them are there without taking part.
+        The range has at least `min_rows` rows, of which the storage must have as many; additional rows are idle.
         """
         last = max(passes)
-        first = min(*passes, max(last + 1 - fewest, 0))
+        first = min(*passes, max(last + 1 - min_rows, 0))
         ends = [each.start + each.width for each in passes.values()]
-        num_rows = max(last + 1 - first, fewest)
+        num_rows = max(last + 1 - first, min_rows)
         resumes = any(each.states is not None for each in passes.values())
         return cls(first, num_rows, max(each.width for each in passes.values()), max(ends), resumes)
 
 
 @dataclass
 class RowInputs:
-    """What a pass over rows is computed from: everything on the device, so that it can be recorded."""
+    """The inputs of a shared pass, all on the device, so that it can be recorded."""
 
     token_ids: Tensor
     """[rows, width]."""
     start: Tensor
-    """[rows]: the place of each text's first token."""
+    """[rows]: the position of each sequence's first token in the pass."""
     widths: Tensor
-    """[rows]: how many positions are no padding; 0 for a text that takes no part."""
+    """[rows]: the number of positions without padding; 0 for an idle row."""
     states: Tensor | None
     """Known states [.., rows, width, hidden] that the part resumes from."""
 
     @classmethod
     def of(cls, passes: Mapping[int, PassRequest], rows: Rows) -> RowInputs:
-        """Those of the texts in `passes`, below one another."""
+        """Stack the inputs of the sequences in `passes`."""
         device = next(iter(passes.values())).token_ids.device
         asked = [passes.get(row) for row in range(rows.first, rows.first + rows.num_rows)]
         starts, widths = zip(*((each.start, each.width) if each else (0, 0) for each in asked), strict=True)
@@ -68,13 +68,13 @@ class RowInputs:
         return cls(token_ids, start, width, _stacked(states, rows, dim=-2) if states else None)
 
     def copied(self) -> RowInputs:
-        """The same in memory that may be written in any mode."""
+        """Return a copy in memory that is writable in any mode."""
         with torch.inference_mode(False):
             states = None if self.states is None else self.states.clone()
             return RowInputs(self.token_ids.clone(), self.start.clone(), self.widths.clone(), states)
 
     def fill(self, other: RowInputs) -> None:
-        """Take what another pass of the same shape is given, in the memory that this one has."""
+        """Copy the inputs of another pass of the same shape into this memory."""
         for kept, given in ((self.token_ids, other.token_ids), (self.start, other.start), (self.widths, other.widths)):
             kept.copy_(given)
         if self.states is not None and other.states is not None:
@@ -82,16 +82,19 @@ class RowInputs:
 
 
 def compute_rows(part: Part, given: RowInputs, cache: KVCache, mask_kinds: MaskKinds, rows: Rows) -> Outputs:
-    """Run `part` once over `rows` of the memory that `cache` lies in: what comes of all of them. Waits for nothing."""
+    """Run `part` once over `rows` of the storage of `cache`, without waiting for the device.
+
+    Return the outputs of all rows.
+    """
     start, widths = given.start[:, None], given.widths[:, None]
     last, steps = (given.widths - 1).clamp_min(0), torch.arange(rows.width, device=given.start.device)
-    # Padding stands, and looks, where the last token does.
+    # Padding has the position, and thus the mask, of the last token.
     positions = start + torch.minimum(steps, last[:, None])
     slots = torch.where(steps < widths, start + steps, cache.storage.capacity - 1)
     window = cache.window
     window.rows = slice(rows.first, rows.first + rows.num_rows)
-    window.start, window.end = rows.places - rows.width, rows.places
-    window.begin(slots, last, slots.gather(1, last[:, None]), mask_kinds.masks(positions, rows.places))
+    window.start, window.end = rows.num_slots - rows.width, rows.num_slots
+    window.begin(slots, last, slots.gather(1, last[:, None]), mask_kinds.masks(positions, rows.num_slots))
     try:
         return part.compute(
             Inputs(
@@ -109,24 +112,24 @@ def compute_rows(part: Part, given: RowInputs, cache: KVCache, mask_kinds: MaskK
 
 
 def split_rows(outputs: Outputs, passes: Mapping[int, PassRequest], rows: Rows) -> dict[int, Outputs]:
-    """What each of the texts in `passes` gets of what came of all."""
+    """Return the outputs of each sequence in `passes`."""
     return {row: _of_row(outputs, row - rows.first, each) for row, each in passes.items()}
 
 
 def _stacked(values: Mapping[int, Tensor], rows: Rows, dim: int) -> Tensor:
-    """`values` of single texts, [.., 1, up to width, ..] with their positions along `dim`, below one another; zeros elsewhere."""
+    """Stack `values` of single sequences, [.., 1, up to width, ..] with positions along `dim`; pad with zeros."""
     example = next(iter(values.values()))
     shape = list(example.shape)
     shape[dim], shape[dim - 1] = rows.width, rows.num_rows
     stacked = example.new_zeros(shape)
     for row, value in values.items():
-        place = stacked.narrow(dim - 1, row - rows.first, 1).narrow(dim, 0, value.shape[dim])
-        place.copy_(value)
+        target = stacked.narrow(dim - 1, row - rows.first, 1).narrow(dim, 0, value.shape[dim])
+        target.copy_(value)
     return stacked
 
 
 def _of_row(outputs: Outputs, index: int, own: PassRequest) -> Outputs:
-    """What the text in row `index` of a pass gets of it."""
+    """Return the outputs of the sequence in row `index` of a pass."""
     first = own.width - 1 if own.last_only else 0
     states = outputs.states
     if states is not None:
@@ -134,6 +137,6 @@ def _of_row(outputs: Outputs, index: int, own: PassRequest) -> Outputs:
     return Outputs(outputs.logits[index, first : own.width], states)
 
 
-def of_one(outputs: Outputs) -> Outputs:
-    """What comes of a pass over a single text, without the dimension of texts."""
+def unbatch(outputs: Outputs) -> Outputs:
+    """Return the outputs of a single-sequence pass without the batch dimension."""
     return Outputs(outputs.logits[0], outputs.states)

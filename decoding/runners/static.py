@@ -1,10 +1,12 @@
-"""Runs passes in a few fixed shapes, in fixed memory: what is compiled and recorded (CUDA graphs) once is used again and again.
+"""Runs passes in a few fixed shapes and fixed memory, so that compiled code and CUDA graphs are reused.
 
-A pass of `width` positions is padded on the right to the next bucket; it writes its keys and values, the padding's too, at the
-places of its positions, and reads a bucket of places under a mask. What padding has written lies behind the text, is hidden, and is
-overwritten later. Where a pass stands is a tensor, so that a recording serves every place in the text.
+A pass of `width` positions is right-padded to the next bucket. It writes its keys and values, including the
+padding's, at its positions' slots, and reads a bucket of slots under a mask. Entries written by padding are after the
+end of the sequence; they are masked and later overwritten. A pass's position is a tensor, so that one recording
+serves every position in the sequence.
 
-The prompt, and what is wider than the widest bucket, is run as it is. On a CPU nothing is recorded; all else is the same.
+The prompt, and passes wider than the widest bucket, run eagerly. On a CPU nothing is recorded; everything else is the
+same.
 """
 
 from __future__ import annotations
@@ -20,25 +22,25 @@ from torch import Tensor
 from decoding.cache.kv_cache import KVCache, Storage
 from decoding.errors import UnsupportedRunnerError
 from decoding.runners.buckets import CPU_BUCKETS, GPU_BUCKETS, Buckets
-from decoding.runners.compilation import CompiledBlocks, as_prepared, call_block, compiling
+from decoding.runners.compilation import CompiledBlocks, call_block, compiling, without_guards
 from decoding.runners.contract import BlockCall, Inputs, Outputs, Part, PassRequest, Written
 from decoding.runners.eager import EagerRunner
-from decoding.runners.graphs import Given, record
+from decoding.runners.graphs import OutputsT, record
 from decoding.runners.greedy_chain import write_by
 from decoding.runners.masks import MaskKinds
-from decoding.runners.shared_pass import RowInputs, Rows, compute_rows, of_one, split_rows
+from decoding.runners.shared_pass import RowInputs, Rows, compute_rows, split_rows, unbatch
 
 _Key = tuple[Any, int, bool, bool]
-"""Shape and memory of a pass, and torch's modes."""
+"""Shape and storage of a pass, and torch's modes."""
 
 Shape = TypeVar("Shape", "_Shape", Rows)
 
 CHAINS = (8, 4, 2)
-"""How many tokens are written by one recording: a draft of any length is put together from these and single passes."""
+"""Tokens per recording: a draft of any length is composed of these and of single passes."""
 
 
 class StaticRunner:
-    """Fixed shapes for the passes of one model on one device. One pass at a time."""
+    """Fixed-shape passes for one model on one device. One pass at a time."""
 
     name = "static"
 
@@ -56,35 +58,35 @@ class StaticRunner:
         self.buckets = buckets or (GPU_BUCKETS if device.type == "cuda" else CPU_BUCKETS)
         self._mask_kinds = mask_kinds
         self._device = device
-        self._as_they_are = EagerRunner(mask_kinds)
+        self._eager = EagerRunner(mask_kinds)
         self._pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
         self._free: list[Storage] = []
         self._inputs: dict[int, _Buffers] = {}
-        # Recordings go with the part that they are of, and are bound to the memory that they read.
+        # Recordings live as long as their part and are bound to the storage that they read.
         self._prepared: weakref.WeakKeyDictionary[Part, dict[_Key, Callable[[], Any]]] = weakref.WeakKeyDictionary()
         self._row_inputs: dict[Rows, RowInputs] = {}
 
     def new_cache(self, num_layers: int, capacity: int, num_rows: int = 1) -> KVCache:
-        """An empty cache with room for padding, in memory that earlier texts have left if there is enough of it."""
+        """Return an empty cache with room for padding, reusing the storage of earlier sequences if it is large enough."""
         storage = self._take(num_layers, self.buckets.capacity(capacity), num_rows)
         cache = KVCache(num_layers, capacity, storage)
         weakref.finalize(cache, self._free.append, storage).atexit = False
         return cache
 
-    def _take(self, num_layers: int, places: int, num_rows: int) -> Storage:
+    def _take(self, num_layers: int, num_slots: int, num_rows: int) -> Storage:
         alike = [each for each in self._free if (len(each.layers), each.num_rows) == (num_layers, num_rows)]
         for storage in alike:
-            if storage.capacity >= places:
+            if storage.capacity >= num_slots:
                 self._free.remove(storage)
                 return storage
-        # What was free is too small for this text. The new one will do for those too: so the sizes that there are stay few.
+        # The free storages are too small. The new one replaces them, so that only few sizes exist.
         for small in alike:
             self._forget(small)
             self._free.remove(small)
-        return Storage(num_layers, places, num_rows=num_rows)
+        return Storage(num_layers, num_slots, num_rows=num_rows)
 
     def _forget(self, storage: Storage) -> None:
-        """Let go of the recordings that are bound to this memory."""
+        """Drop the recordings that are bound to this storage."""
         for known in self._prepared.values():
             for key in [key for key in known if key[1] == id(storage)]:
                 del known[key]
@@ -99,21 +101,21 @@ class StaticRunner:
         last_only: bool = False,
         states: Tensor | None = None,
     ) -> Outputs:
-        """See `Runner.run`. The outputs are the caller's own: no later pass changes them."""
+        """Run a pass; see `Runner.run`. The caller owns the outputs: no later pass changes them."""
         width = token_ids.shape[1]
         exact_width = self.exact_width if part.is_whole else None
         if start == 0 or width > (exact_width or self.buckets.widest):
-            return self._as_they_are.run(part, token_ids, cache, start, last_only=last_only, states=states)
+            return self._eager.run(part, token_ids, cache, start, last_only=last_only, states=states)
         cache.cover(start, width)
         shape = self._exact_shape(cache, exact_width) if exact_width else self._shape(start, width, last_only, states)
         self._buffers(shape.width).fill(token_ids, start, states)
-        outputs = of_one(self._prepared_pass(part, cache, shape, self._compute))
+        outputs = unbatch(self._prepared_pass(part, cache, shape, self._compute))
         logits = outputs.logits if shape.last_only else outputs.logits[:width]
         kept = None if outputs.states is None else outputs.states[..., :width, :].clone()
         return Outputs(logits[-1:] if last_only else logits, kept)
 
     def write_greedily(self, part: Part, token_ids: Tensor, cache: KVCache, start: int, num_tokens: int) -> Written:
-        """See `Runner.write_greedily`: in as few recordings as there can be, one behind the other."""
+        """Draft greedily in as few recordings as possible; see `Runner.write_greedily`."""
         pieces: list[Written] = []
         while num_tokens:
             piece = self._piece(part, token_ids, cache, start, num_tokens)
@@ -125,7 +127,7 @@ class StaticRunner:
         return Written(written, torch.cat(states, dim=-2) if states else None)
 
     def _piece(self, part: Part, token_ids: Tensor, cache: KVCache, start: int, num_tokens: int) -> Written:
-        """As many of the tokens as one recording writes."""
+        """Draft as many of the tokens as one recording covers."""
         count = next((count for count in CHAINS if count <= num_tokens), 1)
         if count == 1 or start == 0 or (part.is_whole and self.exact_width is not None):
             return write_by(lambda ids, index: self.run(part, ids, cache, start + index, last_only=True), token_ids, 1)
@@ -135,19 +137,19 @@ class StaticRunner:
         return self._prepared_pass(part, cache, shape, self._compute_chain)
 
     def run_shared_pass(self, part: Part, passes: Mapping[int, PassRequest], memory: Storage) -> dict[int, Outputs]:
-        """See `Runner.run_shared_pass`."""
+        """Run a shared pass; see `Runner.run_shared_pass`."""
         if self.exact_width is not None:
-            raise UnsupportedRunnerError("in bit-exact mode a pass is of one text")
+            raise UnsupportedRunnerError("a bit-exact pass covers one sequence only")
         width = max(each.width for each in passes.values())
         if width > self.buckets.widest:
-            return self._as_they_are.run_shared_pass(part, passes, memory)
-        # The compiler takes a size of 1 for a constant: the last text of a batch would be compiled for in the middle of it.
-        rows = Rows.of(passes, fewest=memory.num_rows if self.buckets.all_rows else min(2, memory.num_rows))
+            return self._eager.run_shared_pass(part, passes, memory)
+        # The compiler treats a size of 1 as a constant: a batch's last sequence would trigger a compilation.
+        rows = Rows.of(passes, min_rows=memory.num_rows if self.buckets.all_rows else min(2, memory.num_rows))
         width = self.buckets.width(width)
         furthest = max(each.start for each in passes.values()) + width
-        rows = replace(rows, width=width, places=min(self.buckets.reach(furthest), memory.capacity))
+        rows = replace(rows, width=width, num_slots=min(self.buckets.reach(furthest), memory.capacity))
         given = RowInputs.of(passes, rows)
-        if (kept := replace(rows, places=0)) not in self._row_inputs:
+        if (kept := replace(rows, num_slots=0)) not in self._row_inputs:
             self._row_inputs[kept] = given.copied()
         else:
             self._row_inputs[kept].fill(given)
@@ -155,37 +157,43 @@ class StaticRunner:
         return split_rows(self._prepared_pass(part, cache, rows, self._compute_rows), passes, rows)
 
     def _compute_rows(self, part: Part, cache: KVCache, rows: Rows) -> Outputs:
-        return compute_rows(part, self._row_inputs[replace(rows, places=0)], cache, self._mask_kinds, rows)
+        return compute_rows(part, self._row_inputs[replace(rows, num_slots=0)], cache, self._mask_kinds, rows)
 
     def _shape(self, start: int, width: int, last_only: bool, states: Tensor | None) -> _Shape:
         bucket = self.buckets.width(width)
         return _Shape(bucket, self.buckets.reach(start + bucket), last_only and bucket > 1, states is not None)
 
     def _exact_shape(self, cache: KVCache, width: int) -> _Shape:
-        """One for all passes over a text: kernels are picked by shape, down to the number of rows whose logits are computed."""
+        """Return one shape for all passes over a sequence.
+
+        Kernels are picked by shape, including the number of rows whose logits are computed.
+        """
         return _Shape(width, self.buckets.capacity(cache.capacity), last_only=False, resumes=False)
 
     def _buffers(self, width: int) -> _Buffers:
         if width not in self._inputs:
-            with torch.inference_mode(False):  # they are filled in any mode
+            with torch.inference_mode(False):  # filled in any mode
                 self._inputs[width] = _Buffers(width, self._device)
         return self._inputs[width]
 
     def _prepared_pass(
-        self, part: Part, cache: KVCache, shape: Shape, compute: Callable[[Part, KVCache, Shape], Given]
-    ) -> Given:
-        """Run a pass of this shape, prepared if there was one before: the first compiles what is not, and is recorded."""
+        self, part: Part, cache: KVCache, shape: Shape, compute: Callable[[Part, KVCache, Shape], OutputsT]
+    ) -> OutputsT:
+        """Run a pass of this shape, reusing its preparation if there is one.
+
+        The first pass of a shape is compiled where needed and recorded.
+        """
         known = self._prepared.setdefault(part, {})
         key = (shape, id(cache.storage), torch.is_grad_enabled(), torch.is_inference_mode_enabled())
         if key in known:
-            return cast(Given, known[key]())
+            return cast(OutputsT, known[key]())
         run = _bound(part, cache.storage, shape, compute)
         with compiling(self.block_call):
             outputs = run()
         if self._device.type == "cuda":
             known[key] = record(run, self._pool)
         else:
-            known[key] = run if self.block_call is call_block else as_prepared(run)
+            known[key] = run if self.block_call is call_block else without_guards(run)
         return outputs
 
     def _compute(self, part: Part, cache: KVCache, shape: _Shape) -> Outputs:
@@ -198,7 +206,7 @@ class StaticRunner:
         slots = buffers.slots()
 
         def step(token_ids: Tensor, index: int) -> Outputs:
-            return of_one(self._compute_at(part, cache, shape, token_ids, slots + index, buffers.last, None))
+            return unbatch(self._compute_at(part, cache, shape, token_ids, slots + index, buffers.last, None))
 
         return write_by(step, buffers.token_ids, shape.num_tokens)
 
@@ -213,12 +221,12 @@ class StaticRunner:
         states: Tensor | None,
     ) -> Outputs:
         window, last_slot = cache.window, slots.index_select(0, last)
-        window.begin(slots, last, last_slot, self._mask_kinds.masks(slots, shape.places))
+        window.begin(slots, last, last_slot, self._mask_kinds.masks(slots, shape.num_slots))
         try:
             return part.compute(
                 Inputs(
                     token_ids=token_ids,
-                    positions=torch.minimum(slots, last_slot)[None],  # padding stands where the last token does
+                    positions=torch.minimum(slots, last_slot)[None],  # padding has the last token's position
                     cache=cache,
                     logits_to_keep=last if shape.last_only else 0,
                     states=states,
@@ -231,15 +239,15 @@ class StaticRunner:
 
 
 def _bound(
-    part: Part, storage: Storage, shape: Shape, compute: Callable[[Part, KVCache, Shape], Given]
-) -> Callable[[], Given]:
-    """The pass, bound to memory but neither to a text nor to keeping its part."""
+    part: Part, storage: Storage, shape: Shape, compute: Callable[[Part, KVCache, Shape], OutputsT]
+) -> Callable[[], OutputsT]:
+    """Return the pass bound to its storage, without keeping its part or any sequence alive."""
     whole = KVCache(len(storage.layers), storage.capacity, storage)
     weak = weakref.ref(part)
 
-    def run() -> Given:
+    def run() -> OutputsT:
         alive = weak()
-        assert alive is not None, "a part takes its recordings along"
+        assert alive is not None, "recordings are dropped with their part"
         return compute(alive, whole, shape)
 
     return run
@@ -247,18 +255,18 @@ def _bound(
 
 @dataclass(frozen=True)
 class _Shape:
-    """All that makes a pass of one part in one memory another computation."""
+    """The properties that distinguish the passes of one part in one storage."""
 
     width: int
-    places: int
+    num_slots: int
     last_only: bool
     resumes: bool
     num_tokens: int = 1
-    """How many tokens it writes, a pass of one position each; 1 in a pass that gives logits."""
+    """Number of tokens that the pass generates, one position each; 1 in a pass that returns logits."""
 
 
 class _Buffers:
-    """Where the passes of one width find their inputs."""
+    """The input memory of the passes of one width."""
 
     def __init__(self, width: int, device: torch.device) -> None:
         self.token_ids = torch.zeros((1, width), dtype=torch.long, device=device)
@@ -268,7 +276,7 @@ class _Buffers:
         self._steps = torch.arange(width, device=device)
 
     def fill(self, token_ids: Tensor, start: int, states: Tensor | None) -> None:
-        """Take what a pass is given; what padding finds is what passes before it have left."""
+        """Copy the inputs of a pass; padding keeps the values of earlier passes."""
         width = token_ids.shape[1]
         self.token_ids[:, :width] = token_ids
         self._start.fill_(start)
@@ -280,5 +288,5 @@ class _Buffers:
             self.states[..., : states.shape[-2], :] = states
 
     def slots(self) -> Tensor:
-        """[width]: the places that the pass writes."""
+        """Return the slots [width] that the pass writes."""
         return self._start + self._steps

@@ -1,4 +1,4 @@
-"""The only place that knows transformers' internals: finds the layer stack of a loaded decoder and makes views of it."""
+"""The only package that knows transformers' internals: it finds a decoder's layer stack and makes views of it."""
 
 from decoding.target.anatomy import Anatomy, RopeChange, Sublayer
 from decoding.target.equivalence import agree

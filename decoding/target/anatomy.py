@@ -1,4 +1,4 @@
-"""What a loaded decoder is made of, found by looking at it and running two tokens through it."""
+"""The structure of a loaded decoder, found by inspection and by a two-token pass."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from decoding.target.stand_ins import first_of
 
 @dataclass(frozen=True)
 class Sublayer:
-    """A branch of a block: the name of its module, and how many values the module returns (0 for a bare tensor)."""
+    """A branch of a block: its module's name and its number of return values (0 for a bare tensor)."""
 
     name: str
     num_outputs: int
@@ -27,28 +27,34 @@ class Sublayer:
 
 @dataclass(frozen=True)
 class Anatomy:
-    """What one forward pass showed of the model: where its blocks are and what stands in them."""
+    """The structure that one forward pass revealed: the blocks' location and their sublayers."""
 
     path: tuple[str, ...]
     """Attribute names from the model to its list of blocks."""
     block_outputs: int
-    """How many values a block returns (0 for a bare tensor)."""
+    """Number of values that a block returns (0 for a bare tensor)."""
     attention: tuple[Sublayer | None, ...]
-    """Per block, the module that was handed the cache."""
+    """Per block, the module that received the cache."""
     mlp: tuple[Sublayer | None, ...]
-    """Per block, the heaviest other module that keeps the shape of the hidden states."""
+    """Per block, the largest other module that keeps the shape of the hidden states."""
 
 
 @dataclass(frozen=True)
 class RopeChange:
-    """Where the frequencies of a rotary embedding begin to depend on the length of the text, and whether they change but once."""
+    """The position from which a rotary embedding's frequencies depend on the sequence length.
+
+    `once` is True if the frequencies change only at this position.
+    """
 
     position: int
     once: bool
 
 
 def refuse_recurrent_state(config: Any) -> None:
-    """Raise if the family's own cache cannot be rolled back: `crop` would return without an error and corrupt the output."""
+    """Raise UnsupportedModelError if the model's own cache cannot be rolled back.
+
+    Without this check `crop` would return without an error and corrupt the output.
+    """
     layers = DynamicCache(config=config).layers
     kinds = [
         type(layer).__name__ for layer in layers if not layer.is_croppable and not getattr(layer, "is_sliding", False)
@@ -61,7 +67,11 @@ def refuse_recurrent_state(config: Any) -> None:
 
 
 def examine(model: PreTrainedModel, config: Any) -> Anatomy:
-    """Run two tokens through the model and watch what its blocks are handed and return."""
+    """Run two tokens through the model and record the inputs and outputs of its blocks.
+
+    Raises `UnsupportedModelError` if the model does not run on a `KVCache`, or if a layer does not write its keys and
+    values exactly once per pass.
+    """
     path = _find_blocks(model, config.num_hidden_layers)
     blocks = follow(model, path)
     cache = KVCache(len(blocks), capacity=2)
@@ -90,7 +100,7 @@ def examine(model: PreTrainedModel, config: Any) -> Anatomy:
     except (TypeError, ValueError, LookupError, AttributeError, RuntimeError, NotImplementedError) as cause:
         reason = " ".join(str(cause).split())
         raise UnsupportedModelError(
-            f"{type(model).__name__} does not run on a key-value cache of ours: {reason}"
+            f"{type(model).__name__} does not run on sdtune's key-value cache: {reason}"
         ) from cause
     finally:
         for handle in handles:
@@ -107,7 +117,7 @@ def examine(model: PreTrainedModel, config: Any) -> Anatomy:
         attention.append(next((sublayer for _, sublayer, takes_cache, _ in seen if takes_cache), None))
         others = [sublayer for _, sublayer, takes_cache, keeps_shape in seen if keeps_shape and not takes_cache]
         heaviest = max(others, key=lambda sublayer: _num_weights(getattr(block, sublayer.name)), default=None)
-        # A norm keeps the shape too: an MLP holds matrices.
+        # A norm keeps the shape too, but only an MLP holds matrices.
         is_mlp = heaviest is not None and any(p.ndim > 1 for p in getattr(block, heaviest.name).parameters())
         mlp.append(heaviest if is_mlp else None)
     return Anatomy(path=path, block_outputs=outputs[0], attention=tuple(attention), mlp=tuple(mlp))
@@ -127,7 +137,7 @@ def _run_two_tokens(model: PreTrainedModel, cache: KVCache) -> Tensor:
 
 
 def _find_blocks(model: PreTrainedModel, num_layers: int) -> tuple[str, ...]:
-    """The attribute path of the list of blocks: the outermost ModuleList as long as the configuration says."""
+    """Return the attribute path of the block list: the outermost ModuleList of the configured length."""
     paths: list[list[str]] = [
         name.split(".")
         for name, module in model.named_modules()
@@ -135,14 +145,14 @@ def _find_blocks(model: PreTrainedModel, num_layers: int) -> tuple[str, ...]:
     ]
     if not paths:
         raise UnsupportedModelError(
-            f"{type(model).__name__} has no list of {num_layers} decoder blocks, as its configuration would have it"
+            f"{type(model).__name__} has no list of {num_layers} decoder blocks, the number in its configuration"
         )
     outermost = min(paths, key=len)
     return tuple(outermost)
 
 
 def find_rope_change(config: Any) -> RopeChange | None:
-    """The first position where a rotary embedding begins to look at the length of the text, if there is one."""
+    """Return the first position where a rotary embedding depends on the sequence length, or None."""
     parameters = getattr(config, "rope_parameters", None) or {}
     per_layer_type = [rope for rope in parameters.values() if isinstance(rope, dict)]
     changes = []
@@ -156,7 +166,7 @@ def find_rope_change(config: Any) -> RopeChange | None:
 
 
 def follow(model: Any, path: tuple[str, ...]) -> nn.ModuleList:
-    """The list of blocks at `path` of a model."""
+    """Return the list of blocks at `path` of a model."""
     return functools.reduce(getattr, path, model)
 
 
@@ -169,19 +179,20 @@ def _num_weights(module: nn.Module) -> int:
 
 
 def find_mask_kinds(config: Any, dtype: torch.dtype) -> MaskKinds:
-    """How far each layer looks back, by the rule by which transformers makes masks.
+    """Return each layer's attention window, by transformers' own mask rules.
 
-    Raises `UnsupportedRunnerError` for layers that look at something else, and for attention that takes no such masks.
+    Raises `UnsupportedRunnerError` for layers with other masks, and for attention implementations without fixed-shape
+    masks.
     """
     implementation = config._attn_implementation
     if implementation not in ("sdpa", "eager"):
         raise UnsupportedRunnerError(
-            f"attention {implementation!r} takes no masks of fixed shape: load the model with sdpa"
+            f"attention {implementation!r} does not support fixed-shape masks: load the model with sdpa"
         )
     window = getattr(config, "sliding_window", None)
     default = "full_attention" if window is None else "sliding_attention"
     kinds = getattr(config, "layer_types", None) or [default] * config.num_hidden_layers
     if strange := sorted({*kinds} - {"full_attention", "sliding_attention"}):
-        raise UnsupportedRunnerError(f"layers of {strange[0]!r} have masks of their own")
+        raise UnsupportedRunnerError(f"layers of type {strange[0]!r} need masks that sdtune does not build")
     windows = tuple(window if kind == "sliding_attention" else None for kind in kinds)
     return MaskKinds(windows, additive=dtype if implementation == "eager" else None)

@@ -1,9 +1,9 @@
-"""Attention of several positions over shared key-value heads without a copy of the cache (grouped queries, our formulation).
+"""Grouped-query attention over several positions without copying the cache (our formulation).
 
-Where a mask is given, transformers' `sdpa` first repeats the keys and values of the whole context for every query head that
-shares them. Here the queries that share a head stand below one another instead, as more positions of one head: the same
-products, and the cache is read once. The model's own modules keep their attention; copies of them, which share the weights, are
-handed a configuration that names this one.
+Given a mask, transformers' `sdpa` first repeats the keys and values of the whole context for every query head that
+shares them. Here the queries that share a head are stacked as additional positions of one head: the products are the
+same, and the cache is read once. The model's own modules keep their attention. Copies of them, which share the
+weights, get a configuration that names this implementation.
 """
 
 from __future__ import annotations
@@ -26,22 +26,24 @@ REPLACED = "sdpa"
 def grouped_attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **settings: Any
 ) -> tuple[Tensor, None]:
-    """As transformers' `sdpa`: `query` [texts, heads, width, size], `key` and `value` [texts, key-value heads, places, size], a
-    mask [texts, 1, width, places] or none; the output is [texts, width, heads, size].
+    """Compute attention with the signature of transformers' `sdpa`.
+
+    `query` is [batch, heads, width, size]; `key` and `value` are [batch, key-value heads, num_slots, size]; the mask
+    is [batch, 1, width, num_slots] or None. Return the output [batch, width, heads, size] and None.
     """
-    texts, heads, width, size = query.shape
+    batch, heads, width, size = query.shape
     shared = heads // key.shape[1]
     if shared == 1 or attention_mask is None or attention_mask.shape[1] != 1 or _is_special(settings):
         return sdpa_attention_forward(module, query, key, value, attention_mask, **settings)
     mask = attention_mask[:, :, None].expand(-1, -1, shared, -1, -1).flatten(2, 3)
     output = scaled_dot_product_attention(
-        query.reshape(texts, -1, shared * width, size), key, value, attn_mask=mask, scale=settings.get("scaling")
+        query.reshape(batch, -1, shared * width, size), key, value, attn_mask=mask, scale=settings.get("scaling")
     )
-    return output.reshape(texts, heads, width, value.shape[-1]).transpose(1, 2).contiguous(), None
+    return output.reshape(batch, heads, width, value.shape[-1]).transpose(1, 2).contiguous(), None
 
 
 def _is_special(settings: dict[str, Any]) -> bool:
-    """Whether something is asked for that is left to transformers."""
+    """Return True if the call uses features that are left to transformers."""
     return bool(settings.get("dropout")) or any(
         settings.get(name) is not None for name in ("softcap", "position_bias", "cache")
     )
@@ -51,7 +53,7 @@ AttentionInterface.register(NAME, grouped_attention)
 
 
 def with_grouped_attention(block: nn.Module, sublayer: Sublayer | None) -> nn.Module:
-    """A copy of `block`, sharing its weights, whose attention shares heads without a copy; itself, if that makes no difference."""
+    """Return a copy of `block` with grouped attention, sharing its weights, or `block` if grouping changes nothing."""
     attention = getattr(block, sublayer.name) if sublayer is not None else None
     config = getattr(attention, "config", None)
     if sublayer is None or attention is None or getattr(config, "_attn_implementation", None) != REPLACED:
@@ -59,7 +61,9 @@ def with_grouped_attention(block: nn.Module, sublayer: Sublayer | None) -> nn.Mo
     if getattr(attention, "num_key_value_groups", 1) == 1:
         return block
     own: Any = copy.copy(config)
-    own._attn_implementation_internal = NAME  # the public setter goes on to configurations that both share
+    own._attn_implementation_internal = (
+        NAME  # the public setter would also change nested configurations that both share
+    )
     twin = shallow_copy(attention)
     twin.config = own
     block = shallow_copy(block)

@@ -1,4 +1,4 @@
-"""Whether a runner computes what the model computes without it: found out when a target is made, on a few tokens."""
+"""Checks that a runner computes what the eager model computes, run on a few tokens when a target is made."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ TOKENS_AFTER = 6
 
 @torch.inference_mode()
 def check_runner(target: Target, eager: Target) -> None:
-    """Raise `UnsupportedRunnerError` unless `target` gives what the same model gives as it is; it compiles all there is to compile.
+    """Raise `UnsupportedRunnerError` unless `target` reproduces the logits of `eager`, compiling everything on the way.
 
-    In bit-exact mode, also unless every token gets the same bits at every place of a pass.
+    In bit-exact mode, every token must also get the same bits at every position within a pass.
     """
     token_ids = torch.arange(PROMPT_TOKENS + TOKENS_AFTER, device=target.device)[None] % target.config.vocab_size
     expected = _logits(eager, token_ids, [TOKENS_AFTER - 1, 1])
@@ -32,18 +32,18 @@ def check_runner(target: Target, eager: Target) -> None:
     except (RuntimeError, TypeError, ValueError, LookupError, AttributeError) as cause:
         reason = " ".join(str(cause).split())
         raise UnsupportedRunnerError(
-            f"{type(target.model).__name__} does not run by the runner {target.runner.name!r}: {reason}"
+            f"{type(target.model).__name__} does not run with the runner {target.runner.name!r}: {reason}"
         ) from cause
     if not agree(found, expected):
         raise UnsupportedRunnerError(
-            f"{type(target.model).__name__} gives other logits by the runner {target.runner.name!r} than without it"
+            f"{type(target.model).__name__} gives different logits with the runner {target.runner.name!r} than without it"
         )
     if target.runner.exact_width is not None:
         _check_exactness(target, target.runner.exact_width)
 
 
 def _draft_once(target: Target, token_ids: Tensor) -> None:
-    """Run a view that lacks an attention and an MLP, so that blocks of that kind are compiled before a search times one."""
+    """Run a view without one attention and one MLP, to compile such blocks before a search times them."""
     parts = target.anatomy.attention, target.anatomy.mlp
     attention, mlp = ([index for index, part in enumerate(kind) if part is not None] for kind in parts)
     cache = target.new_cache(token_ids.shape[1])
@@ -60,13 +60,13 @@ def _check_exactness(target: Target, width: int) -> None:
         if not torch.equal(_logits(target, token_ids, [first, width - first]), at_once):
             dtype = str(target.dtype).removeprefix("torch.")
             raise UnsupportedRunnerError(
-                f"{type(target.model).__name__} in {dtype} has no bit-exact mode on this device: what it computes of a token "
-                "depends on its place in a pass"
+                f"{type(target.model).__name__} in {dtype} has no bit-exact mode on this device: a token's logits depend on "
+                "its position within a pass"
             )
 
 
 def _logits(target: Target, token_ids: Tensor, widths: list[int]) -> Tensor:
-    """Logits of the tokens behind the prompt, in passes of these widths."""
+    """Return the logits of the tokens after the prompt, computed in passes of these widths."""
     cache, start = target.new_cache(token_ids.shape[1]), PROMPT_TOKENS
     target.forward(token_ids[:, :start], cache, 0)
     parts = []
@@ -78,7 +78,10 @@ def _logits(target: Target, token_ids: Tensor, widths: list[int]) -> Tensor:
 
 @torch.inference_mode()
 def find_shared_pass_difference(target: Target) -> str | None:
-    """What keeps texts of the target from sharing a pass; None if two of different lengths get what each gets by itself."""
+    """Return why sequences of the target cannot share a pass, or None.
+
+    Two sequences of different lengths must get the logits that each gets by itself.
+    """
     stream = torch.Generator().manual_seed(0)
     ids = torch.randint(target.config.vocab_size, (2, PROMPT_TOKENS + TOKENS_AFTER), generator=stream)
     ids = ids.to(target.device)
@@ -88,21 +91,21 @@ def find_shared_pass_difference(target: Target) -> str | None:
     for row, (length, width) in enumerate(zip(lengths, widths, strict=True)):
         alone = target.new_cache(ids.shape[1])
         cache = KVCache(target.num_layers, ids.shape[1], memory.row(row))
-        behind = ids[row : row + 1, length : length + width]
+        following = ids[row : row + 1, length : length + width]
         for each in (alone, cache):
             EagerRunner().run(target.whole, ids[row : row + 1, :length], each, 0)
-        passes[row] = PassRequest(behind, cache, length, last_only=False, states=None)
-        expected[row] = target.forward(behind, alone, length)
+        passes[row] = PassRequest(following, cache, length, last_only=False, states=None)
+        expected[row] = target.forward(following, alone, length)
     try:
         found = target.runner.run_shared_pass(target.whole, passes, memory)
     except (RuntimeError, TypeError, ValueError, LookupError, AttributeError) as cause:
-        return f"a pass of several texts fails: {' '.join(str(cause).split())}"
+        return f"a pass over several sequences fails: {' '.join(str(cause).split())}"
     if all(agree(found[row].logits, expected[row]) for row in passes):
         return None
-    return "several texts in one pass get other logits than each by itself"
+    return "several sequences in one pass get different logits than each by itself"
 
 
 def agree(a: Tensor, b: Tensor) -> bool:
-    """Whether two computations of the same logits are equal up to the rounding of their precision."""
+    """Return True if two computations of the same logits are equal up to the rounding of their precision."""
     tolerance = 1e-4 if a.dtype == torch.float32 else 0.08
     return bool((a.float() - b.float()).abs().max() <= tolerance * b.float().abs().max().clamp_min(1e-6))

@@ -1,7 +1,7 @@
-"""The model, or a part of it, as a function: a shallow copy that has other modules at some indices of its list of blocks.
+"""The model, or a part of it, as a function: a shallow copy with some blocks replaced.
 
-Weights are shared, the list keeps its length (families index masks and caches by it), and the loaded model itself is never
-changed, so a part leaves nothing behind when it is dropped.
+Weights are shared, and the block list keeps its length, because families index masks and caches by it. The loaded
+model is never changed, so dropping a part leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -24,8 +24,7 @@ from decoding.target.stand_ins import FixedShapes, FixedShapesLMHead, Identity, 
 
 @dataclass(frozen=True, slots=True)
 class LMHead:
-    """The LM head of a model as passes of fixed shapes have it: where it stands, what stands there instead, and how it is called
-    on a single position."""
+    """The LM head for fixed-shape passes: its attribute name, its replacement, and how to call it on one position."""
 
     name: str
     module: nn.Module
@@ -33,9 +32,10 @@ class LMHead:
 
 
 class ModelPart:
-    """A model with `blocks` in the place of its own, whose stand-ins share `current`, as runners run it (`runners.Part`).
+    """A model with `blocks` in place of its own, as runners run it (`runners.Part`).
 
-    It gives the states that a tap has recorded, or those that it resumed from, the appended one among them.
+    Stand-ins among the blocks share `current`. The output states are those recorded by a tap, or those that the pass
+    resumed from, including the appended last one.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class ModelPart:
             setattr(self._module, lm_head.name, FixedShapesLMHead(lm_head.module, self._current, lm_head.call))
 
     def compute(self, inputs: Inputs) -> Outputs:
-        """See `runners.Part`."""
+        """Run one pass; see `runners.Part`."""
         current = self._current
         current.width, current.last, current.states = inputs.token_ids.shape[1], inputs.last, inputs.states
         current.tapped.clear()
@@ -80,7 +80,10 @@ class ModelPart:
     def rounds(
         self, token_ids: Tensor, cache: RoundsCache, *, last_only: bool = False, states: Tensor | None = None
     ) -> Outputs:
-        """Rounds that begin at different places, as a batch padded on the left: logits [rounds, depth or 1, vocabulary]."""
+        """Run rounds that begin at different positions as a left-padded batch.
+
+        Return logits [rounds, depth (1 if `last_only`), vocabulary].
+        """
         current, device = self._current, token_ids.device
         current.width, current.last, current.states = token_ids.shape[1], None, states
         current.tapped.clear()
@@ -100,28 +103,31 @@ class ModelPart:
 
 
 def find_lm_head(model: nn.Module) -> str | None:
-    """Under which name the model has its LM head, if that is a linear layer of its own."""
+    """Return the attribute name of the model's LM head, or None unless it is a linear layer of its own."""
     lm_head = getattr(model, "get_output_embeddings", lambda: None)()
     children = model.named_children() if type(lm_head) is nn.Linear else ()
     return next((name for name, child in children if child is lm_head), None)
 
 
 def _kept(logits: Tensor, wanted: int | Tensor) -> Tensor:
-    """The logits [texts, n, vocabulary] asked for; not every family knows `logits_to_keep`."""
+    """Return the requested logits [batch, n, vocabulary]; not every family supports `logits_to_keep`."""
     if isinstance(wanted, Tensor):
         return logits if logits.shape[1] == wanted.shape[0] else logits.index_select(1, wanted)
     return logits[:, -wanted:] if wanted else logits
 
 
 def run_whole(view: nn.Module, token_ids: Tensor, first: int) -> Tensor:
-    """One forward pass over whole texts [batch, length] without a cache; logits [batch, length - first, vocabulary]."""
+    """Run whole sequences [batch, length] without a cache; return logits [batch, length - first, vocabulary]."""
     num_kept = token_ids.shape[1] - first
     logits = view(input_ids=token_ids, use_cache=False, logits_to_keep=num_kept).logits
     return logits[:, -num_kept:]
 
 
 def without(block: nn.Module, index: int, anatomy: Anatomy, skip_attention: bool, skip_mlp: bool) -> nn.Module:
-    """The block itself, an identity in its place, or a copy with one branch silenced."""
+    """Return the block, an identity in its place, or a copy with one branch zeroed.
+
+    Raises `UnsupportedModelError` if the block has no separate module for that branch.
+    """
     if not skip_attention and not skip_mlp:
         return block
     if skip_attention and skip_mlp:
@@ -138,7 +144,10 @@ def without(block: nn.Module, index: int, anatomy: Anatomy, skip_attention: bool
 
 
 def with_blocks(model: nn.Module, path: tuple[str, ...], blocks: Sequence[nn.Module]) -> nn.Module:
-    """A shallow copy of `model` with `blocks` as its list of blocks; containers on the way are copied, all else is shared."""
+    """Return a shallow copy of `model` with `blocks` as its block list.
+
+    Containers on the path are copied; everything else is shared.
+    """
     view = shallow_copy(model)
     container = view
     for name in path[:-1]:
@@ -150,7 +159,7 @@ def with_blocks(model: nn.Module, path: tuple[str, ...], blocks: Sequence[nn.Mod
 
 
 def with_packed_linears(module: nn.Module) -> nn.Module:
-    """A copy of `module` whose linear layers read packed weights where they can, sharing all else; itself, if none can."""
+    """Return a copy of `module` with packed linear layers where possible, or `module` if there are none."""
     if can_be_packed(module):
         return PackedLinear.of(cast(nn.Linear, module))
     packed = {name: with_packed_linears(child) for name, child in module.named_children()}
@@ -163,7 +172,7 @@ def with_packed_linears(module: nn.Module) -> nn.Module:
 
 
 class _Blocks(nn.ModuleList):
-    """A list of blocks that is its own full slice: some families slice the list at every pass, which copies it otherwise."""
+    """A block list that returns itself as its full slice: some families slice it in every pass, which would copy it."""
 
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice) and index.indices(len(self)) == (0, len(self), 1):
@@ -172,7 +181,7 @@ class _Blocks(nn.ModuleList):
 
 
 def shallow_copy(module: nn.Module) -> nn.Module:
-    """A module of the same class that shares everything but its table of children."""
+    """Return a module of the same class that shares everything but its table of children."""
     twin = copy.copy(module)
     twin.__dict__["_modules"] = dict(module._modules)
     hooked = module.__dict__.get("forward")

@@ -1,4 +1,4 @@
-"""Modules that stand at the index of a block, or of a sublayer, and do something else in its place."""
+"""Modules that replace a block or sublayer at its index."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from decoding.runners.masks import MaskKinds
 
 
 class StandIn(nn.Module):
-    """Stands at the index of a block and answers the block's attributes (families read e.g. `attention_type` in their loop)."""
+    """A replacement for a block that forwards attribute reads to it (families read e.g. `attention_type` in their loop)."""
 
     def __init__(self, block: nn.Module) -> None:
         super().__init__()
@@ -29,7 +29,7 @@ class StandIn(nn.Module):
 
 
 class Identity(StandIn):
-    """Lets the residual stream pass."""
+    """Passes the residual stream through unchanged."""
 
     def __init__(self, block: nn.Module, num_outputs: int) -> None:
         super().__init__(block)
@@ -40,7 +40,7 @@ class Identity(StandIn):
 
 
 class Tap(StandIn):
-    """Runs the block and records what comes out of it."""
+    """Runs the block and records its output states."""
 
     def __init__(self, block: nn.Module, states: list[Tensor]) -> None:
         super().__init__(block)
@@ -53,19 +53,19 @@ class Tap(StandIn):
 
 
 class PassState:
-    """What the stand-ins of one part know of the pass that runs, and what they have seen of it."""
+    """The state that the stand-ins of one part share during a pass: what they need to know and what they record."""
 
     def __init__(self) -> None:
         self.width = 1
         self.last: Tensor | None = None
-        """[1], or one a text: the last position that is no padding; None if none is."""
+        """Index of the last position that is not padding: [1], or one per sequence; None without padding."""
         self.states: Tensor | None = None
-        """[.., width or width - 1, hidden]: what a `Resume` resumes from."""
+        """[.., width or width - 1, hidden]: the states that a `Resume` resumes from."""
         self.tapped: list[Tensor] = []
 
 
 class LastPosition(StandIn):
-    """Runs the block on the last position only of a pass of several."""
+    """Runs the block on the last position of a pass only."""
 
     def __init__(self, block: nn.Module, current: PassState) -> None:
         super().__init__(block)
@@ -73,7 +73,7 @@ class LastPosition(StandIn):
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         current = self.current
-        if hidden_states.shape[-2] > 1:  # the first of them narrows what the others are handed
+        if hidden_states.shape[-2] > 1:  # the first such block narrows the input of the others
             hidden_states = last_position(hidden_states, -2, current.last)
         narrow = functools.partial(_last_position, width=current.width, last=current.last)
         return self.block(
@@ -82,7 +82,7 @@ class LastPosition(StandIn):
 
 
 class Resume(StandIn):
-    """Runs the block on the pass's known states, with the last of the states that come in behind them if it `appends`."""
+    """Runs the block on the pass's known states; if it `appends`, the last incoming state is added after them."""
 
     def __init__(self, block: nn.Module, current: PassState, *, appends: bool = False) -> None:
         super().__init__(block)
@@ -100,7 +100,7 @@ class Resume(StandIn):
 
 
 class Head(StandIn):
-    """Runs an exit head on the branch of the cache, where its keys and values are kept apart from the stack's."""
+    """Runs an exit head on the cache's branch, which keeps its keys and values separate from the stack's."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.block(
@@ -109,7 +109,7 @@ class Head(StandIn):
 
 
 class Emit(StandIn):
-    """Puts known states in the place of whatever comes in."""
+    """Outputs known states instead of its input."""
 
     def __init__(self, block: nn.Module, num_outputs: int) -> None:
         super().__init__(block)
@@ -122,7 +122,7 @@ class Emit(StandIn):
 
 
 class Zero(StandIn):
-    """A sublayer whose branch adds nothing: zeros of the shape of its input."""
+    """A sublayer whose branch adds nothing: zeros of its input's shape."""
 
     def __init__(self, sublayer: nn.Module, num_outputs: int) -> None:
         super().__init__(sublayer)
@@ -134,7 +134,7 @@ class Zero(StandIn):
 
 
 class FixedShapes(StandIn):
-    """In passes of fixed shapes, calls the block by `call` with its part of the cache and the mask of its kind; else as it is."""
+    """Calls the block by `call` in fixed-shape passes, with its cache slot and mask; otherwise runs it as it is."""
 
     def __init__(self, block: nn.Module, index: int, mask_kinds: MaskKinds, call: BlockCall) -> None:
         super().__init__(block)
@@ -142,7 +142,7 @@ class FixedShapes(StandIn):
         self.index, self.mask_kind = index, mask_kinds.kind_of(index)
 
     def around(self, block: nn.Module) -> FixedShapes:
-        """The same for another block in this place."""
+        """Return the same wrapper around another block at this index."""
         twin = FixedShapes.__new__(FixedShapes)
         twin.__dict__.update(self.__dict__)
         twin.__dict__["block"] = block
@@ -150,11 +150,11 @@ class FixedShapes(StandIn):
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         cache = kwargs.get("past_key_values")
-        if not isinstance(cache, KVCache):  # families hand it over in their own ways
+        if not isinstance(cache, KVCache):  # families pass the cache in different ways
             cache = next((value for value in (*args, *kwargs.values()) if isinstance(value, KVCache)), None)
         if cache is None or cache.window.slots is None:
             return self.block(hidden_states, *args, **kwargs)
-        # By its index a layer would find its place in a cache that all share, and be compiled by itself for it.
+        # A layer that looked up its own index in a shared cache would be compiled once per layer.
         slot = cache.slot(self.index, hidden_states.shape[-2])
         args = tuple(slot if value is cache else value for value in args)
         kwargs = {name: slot if value is cache else value for name, value in kwargs.items()}
@@ -164,7 +164,7 @@ class FixedShapes(StandIn):
 
 
 class FixedShapesLMHead(StandIn):
-    """In passes of fixed shapes over one position, calls the LM head by `call`; else as it is."""
+    """Calls the LM head by `call` in fixed-shape passes over one position; otherwise runs it as it is."""
 
     def __init__(self, lm_head: nn.Module, current: PassState, call: BlockCall) -> None:
         super().__init__(lm_head)
@@ -177,12 +177,12 @@ class FixedShapesLMHead(StandIn):
 
 
 def first_of(output: Any) -> Tensor:
-    """The hidden states among what a block returns."""
+    """Return the hidden states among a block's outputs."""
     return output[0] if isinstance(output, tuple) else output
 
 
 def _pack(hidden_states: Tensor, num_outputs: int) -> Any:
-    """A result of the form the family expects: a bare tensor, or a tuple whose other values are None."""
+    """Return the output in the family's form: a bare tensor, or a tuple whose other values are None."""
     return hidden_states if num_outputs == 0 else (hidden_states, *[None] * (num_outputs - 1))
 
 
@@ -191,10 +191,11 @@ def _branch(value: Any) -> Any:
 
 
 def _last_position(value: Any, width: int, last: Tensor | None) -> Any:
-    """What a block is handed beside the hidden states, narrowed to the last of `width` positions.
+    """Narrow a block input other than the hidden states to the last of `width` positions.
 
-    Masks [.., width, keys], rotary embeddings [.., width, size] and inputs of the layer's own have a row a position, position
-    and token ids an element; families differ in the names and the order of these, and some have more dimensions in front.
+    Masks [.., width, keys], rotary embeddings [.., width, size] and per-layer inputs have one row per position;
+    position and token ids have one element per position. Families differ in the names and order of these inputs, and
+    some have more leading dimensions.
     """
     if isinstance(value, tuple):
         return tuple(_last_position(item, width, last) for item in value)
@@ -206,7 +207,7 @@ def _last_position(value: Any, width: int, last: Tensor | None) -> Any:
 
 
 def _with_last(states: Tensor, last_state: Tensor, last: Tensor | None) -> Tensor:
-    """`states` with that of the last position [.., 1, hidden] behind them, or in the place that is kept for it."""
+    """Return `states` with the last position's state [.., 1, hidden] appended, or written to its reserved position."""
     if last is None:
         return torch.cat([states, last_state], dim=-2)
     return with_last(states, last_state, -2, last)

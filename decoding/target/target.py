@@ -1,4 +1,4 @@
-"""A loaded causal language model: what it can be asked for, whole or in part."""
+"""A loaded causal language model and the ways to run it, whole or in part."""
 
 from __future__ import annotations
 
@@ -36,14 +36,15 @@ from decoding.target.views import BlockView, DraftView, ExitView, ResumeView, Ta
 
 
 class Target:
-    """A loaded causal language model, ready to be run whole or in part. One text at a time.
+    """A loaded causal language model that can be run whole or in part, one sequence at a time.
 
-    `runner` is the name of one of `decoding.runners.RUNNERS`, or makes one. `exact_width` turns on its bit-exact mode: behind the
-    prompt every pass of the whole model runs on that many positions, padded, so that a token's logits have the same bits whatever
-    stands beside it, and drafted text equals plain text of this mode bit for bit (the idea of LLM-42, arXiv 2601.17768).
+    `runner` is a name in `decoding.runners.RUNNERS` or a factory. `exact_width` turns on bit-exact mode: after the
+    prompt every pass of the whole model runs on exactly that many positions, padded, so that a token's logits have
+    the same bits whatever else is in the pass, and drafted output equals this mode's plain output bit for bit (the
+    idea of LLM-42, arXiv 2601.17768).
 
     Raises `UnsupportedModelError` if no stack of blocks is found or a block keeps state outside the KV cache, and
-    `UnsupportedRunnerError` if the model cannot be run by this runner, or in this mode.
+    `UnsupportedRunnerError` if the runner or the mode cannot run the model.
     """
 
     def __init__(
@@ -57,7 +58,7 @@ class Target:
         self._mask_kinds, self._unbatchable_reason = _mask_kinds_of(self.config, self.dtype)
         self.runner: Runner = self._build_runner(runner, exact_width)
         self._packs = self.runner.block_call is not None
-        self.stack = [self.in_place(block, index) for index, block in enumerate(self.blocks)]
+        self.stack = [self.prepare_block(block, index) for index, block in enumerate(self.blocks)]
         self.whole = self.part(self.stack, is_whole=True)
         if self.runner.block_call is not None:
             check_runner(self, Target(model))
@@ -79,7 +80,7 @@ class Target:
         is_whole: bool = False,
         verifies: bool = False,
     ) -> ModelPart:
-        """The model with `blocks` in the place of its own; `current` is what stand-ins among them share."""
+        """Return the model with `blocks` in place of its own, whose stand-ins share `current`."""
         return ModelPart(
             self.model,
             self.anatomy.path,
@@ -92,14 +93,17 @@ class Target:
 
     @cached_property
     def _lm_head(self) -> LMHead | None:
-        """On a GPU the recording makes all calls cheap, and there is nothing to pack."""
+        """The LM head for fixed-shape passes on a CPU; None elsewhere.
+
+        On a GPU recording makes calls cheap, and nothing is packed.
+        """
         call, name = self.runner.block_call, find_lm_head(self.model)
         if call is None or name is None or self.device.type != "cpu":
             return None
         return LMHead(name, with_packed_linears(getattr(self.model, name)), call)
 
-    def in_place(self, block: nn.Module, index: int) -> nn.Module:
-        """`block` at the place of the model's block `index`, as this target's runner calls it."""
+    def prepare_block(self, block: nn.Module, index: int) -> nn.Module:
+        """Return `block` at the model's block index `index`, as this target's runner calls it."""
         block = with_grouped_attention(block, self.anatomy.attention[index])
         if self._packs:
             block = with_packed_linears(block)
@@ -117,13 +121,13 @@ class Target:
         last_only: bool = False,
         states: Tensor | None = None,
     ) -> Outputs:
-        """See `Runner.run`. The pass of a text that is written in step with others waits for theirs (`decoding.lockstep`)."""
+        """Run a pass; see `Runner.run`. A sequence in lockstep waits for the others' passes (`decoding.lockstep`)."""
         if cache.lockstep is not None:
             return cache.lockstep(part, PassRequest(token_ids, cache, start, last_only, states))
         return self.runner.run(part, token_ids, cache, start, last_only=last_only, states=states)
 
     def write_greedily(self, part: Part, token_ids: Tensor, cache: KVCache, start: int, num_tokens: int) -> Written:
-        """See `Runner.write_greedily`. A text that is written in step with others asks for its passes one by one."""
+        """Draft greedily; see `Runner.write_greedily`. A sequence in lockstep requests its passes one by one."""
         if cache.lockstep is None:
             return self.runner.write_greedily(part, token_ids, cache, start, num_tokens)
 
@@ -134,13 +138,13 @@ class Target:
 
     @cached_property
     def unbatchable_reason(self) -> str | None:
-        """Why texts of this model cannot share passes; None if they can, which is tried out on a few tokens when first asked."""
+        """Why sequences of this model cannot share passes, or None. Tested on a few tokens at the first access."""
         if self._unbatchable_reason is not None:
             return self._unbatchable_reason
         if self._rope_change is not None:
-            return "its rotary embedding looks at the length of the text, and those of several differ"
+            return "its rotary embedding depends on the sequence length, which differs between sequences"
         if self.runner.exact_width is not None:
-            return "in bit-exact mode a pass is of one text"
+            return "a bit-exact pass covers one sequence only"
         return find_shared_pass_difference(self)
 
     @property
@@ -155,31 +159,32 @@ class Target:
 
     @property
     def device(self) -> torch.device:
-        """Where token ids must be."""
+        """Device of the token ids."""
         return self.model.get_input_embeddings().weight.device
 
     @property
     def dtype(self) -> torch.dtype:
-        """The type the weights compute in."""
+        """Data type of the weights."""
         return self.model.dtype
 
     @property
     def context_length(self) -> int | None:
-        """Most positions the model was made for, if its configuration says so."""
+        """Maximum number of positions in the model's configuration, or None."""
         return getattr(self.config, "max_position_embeddings", None)
 
     @property
     def max_drafted(self) -> int | None:
-        """How many drafted tokens a verification has room for: in bit-exact mode all but one of its positions, else any number."""
+        """Maximum number of drafts per verification: `exact_width - 1` in bit-exact mode, else None (unlimited)."""
         exact_width = self.runner.exact_width
         return None if exact_width is None else exact_width - 1
 
     def widest_pass(self, start: int) -> int | None:
-        """Most positions a pass from `start` may cover and still compute what one-token passes would; None if any number.
+        """Return the maximum width of a pass from `start` that still matches one-token passes; None if unlimited.
 
-        In bit-exact mode passes are of one width, and those of fewer positions are padded to it.
-        A `longrope` or `dynamic` rotary embedding picks the frequencies of a whole pass by its last position: a pass must not
-        straddle the position where they change, and behind it those of a dynamic one change with every token.
+        In bit-exact mode all passes have one width, and narrower ones are padded to it. A `longrope` or `dynamic`
+        rotary embedding picks the frequencies of a whole pass by its last position: a pass must not straddle the
+        position where they change, and after that position the frequencies of a dynamic embedding change with every
+        token.
         """
         widest = [self.runner.exact_width] if self.runner.exact_width is not None else []
         if (change := self._rope_change) is not None:
@@ -190,45 +195,55 @@ class Target:
         return min(widest, default=None)
 
     def new_cache(self, capacity: int) -> KVCache:
-        """An empty cache for one text of at most `capacity` tokens."""
+        """Return an empty cache for one sequence of at most `capacity` tokens."""
         return self.runner.new_cache(self.num_layers, capacity)
 
     def forward(self, token_ids: Tensor, cache: KVCache, start: int, *, last_only: bool = False) -> Tensor:
-        """The whole model on `token_ids` [1, width] at positions from `start`: logits [width (1 if `last_only`), vocabulary]."""
+        """Run the whole model on `token_ids` [1, width] at positions from `start`.
+
+        Return logits [width (1 if `last_only`), vocabulary].
+        """
         return self.run(self.whole, token_ids, cache, start, last_only=last_only).logits
 
     def draft_view(self, skip_attention: Sequence[int], skip_mlp: Sequence[int], *, keep_boundary: bool) -> DraftView:
-        """The model without these sublayers; `keep_boundary` records the states in front of the first block that has a skip."""
+        """Return the model without these sublayers.
+
+        `keep_boundary` records the states before the first block with a skip.
+        """
         return DraftView(self, frozenset(skip_attention), frozenset(skip_mlp), keep_boundary=keep_boundary)
 
     def resume_view(self, boundary: int, *, keep_states: bool = False) -> ResumeView:
-        """The model from block `boundary` on, the states in front of it being known; `keep_states` records those of each pass."""
+        """Return the model from block `boundary` on, for known input states of that block.
+
+        `keep_states` records the boundary states of each pass.
+        """
         return ResumeView(self, boundary, keep_states=keep_states)
 
     def block_view(self, index: int) -> BlockView:
-        """Block `index` by itself."""
+        """Return block `index` by itself."""
         return BlockView(self, index)
 
     def tapped_view(self, boundary: int) -> TappedView:
-        """The whole model, which also gives the states in front of block `boundary`."""
+        """Return the whole model, which also outputs the states before block `boundary`."""
         return TappedView(self, boundary)
 
     def exit_view(self, exit_layer: int, head: nn.Module) -> ExitView:
-        """The first `exit_layer` blocks, `head` in the place of the others, and the model's own final norm and LM head."""
+        """Return the first `exit_layer` blocks followed by `head` and the model's own final norm and LM head."""
         return ExitView(self, exit_layer, head)
 
     def new_exit_head(self) -> nn.Module:
-        """A block of the model's own class for an early exit, a copy of the last one, on its device and in its precision."""
+        """Return a copy of the last block as a new exit head, on its device and in its precision."""
         head = copy.deepcopy(self.blocks[-1])
         return head.requires_grad_(True).eval()
 
     def exit_states(
         self, token_ids: Tensor, exit_layers: Sequence[int], *, first: int = 0
     ) -> tuple[dict[int, Tensor], Tensor]:
-        """One pass over `token_ids` [batch, length] without a cache: the states [batch, length, hidden] behind the first N blocks
-        for each N of `exit_layers`, and the model's logits [batch, length - first, vocabulary] from position `first` on.
+        """Run `token_ids` [batch, length] once without a cache and return exit states and logits.
 
-        Texts shorter than the longest are padded on the right: what stands behind a position does not change it.
+        The states [batch, length, hidden] are those after the first N blocks, for each N of `exit_layers`. The logits
+        [batch, length - first, vocabulary] start at position `first`. Shorter sequences are padded on the right:
+        causal attention ignores later positions. Raises `ValueError` for an impossible exit layer.
         """
         for exit_layer in exit_layers:
             self.check_exit_layer(exit_layer)
@@ -241,10 +256,10 @@ class Target:
         return {exit_layer: kept[0] for exit_layer, kept in states.items()}, logits
 
     def exit_logits(self, token_ids: Tensor, states: Tensor, head: nn.Module | None, *, first: int = 0) -> Tensor:
-        """Logits [batch, length - first, vocabulary] of an exit from position `first` on, given its `states`
-        [batch, length, hidden] of `token_ids` [batch, length].
+        """Return logits [batch, length - first, vocabulary] of an exit, from position `first` on.
 
-        `head` is a block of `new_exit_head`, through whose weights gradients flow, or None for the states as they are.
+        `states` [batch, length, hidden] are the exit's states of `token_ids` [batch, length]. `head` is a block of
+        `new_exit_head`, which receives gradients, or None to use the states as they are.
         """
         emit = Emit(self.blocks[0], self.anatomy.block_outputs)
         emit.states = states
@@ -254,14 +269,18 @@ class Target:
         return run_whole(with_blocks(self.model, self.anatomy.path, blocks), token_ids, first)
 
     def check_exit_layer(self, exit_layer: int) -> None:
-        """Raise ValueError unless the model can exit behind its first `exit_layer` blocks."""
+        """Raise ValueError unless the model can exit after its first `exit_layer` blocks."""
         if not 0 < exit_layer < self.num_layers:
             raise ValueError(
-                f"a draft exits behind the first 1 to {self.num_layers - 1} of {self.num_layers} layers, got {exit_layer}"
+                f"a draft exits after the first 1 to {self.num_layers - 1} of {self.num_layers} layers, got {exit_layer}"
             )
 
     def sublayer_outputs(self, token_ids: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """Attention and MLP outputs of every block, each [width, hidden], before the residual add; one pass, no cache kept."""
+        """Return attention and MLP outputs of every block, each [width, hidden], before the residual add.
+
+        One pass, without keeping the cache. Raises `UnsupportedModelError` if a block has no separate module for one
+        of them.
+        """
         outputs: list[dict[str, Tensor]] = [{} for _ in self.blocks]
         handles = []
         try:
@@ -281,7 +300,7 @@ class Target:
         return [(out["attention"][0], out["mlp"][0]) for out in outputs]
 
     def logit_lens(self, token_ids: Tensor) -> Iterator[Tensor]:
-        """Logits [width, vocabulary] read off behind each block in turn, through the model's own final norm and head."""
+        """Yield logits [width, vocabulary] after each block, through the model's own final norm and LM head."""
         states: list[Tensor] = []
         runner, cache = EagerRunner(), KVCache(self.num_layers, token_ids.shape[1])
         runner.run(self.part([Tap(block, states) for block in self.blocks]), token_ids, cache, 0, last_only=True)
@@ -298,7 +317,10 @@ def _record_output(outputs: dict[str, Tensor], kind: str, module: nn.Module, arg
 
 
 def _mask_kinds_of(config: Any, dtype: torch.dtype) -> tuple[MaskKinds | None, str | None]:
-    """Where the layers look, or why that is not known; passes that leave their masks to the model need not know."""
+    """Return the layers' mask kinds, or None and the reason why they are unknown.
+
+    Passes in which the model builds its own masks do not need them.
+    """
     try:
         return find_mask_kinds(config, dtype), None
     except UnsupportedRunnerError as cause:

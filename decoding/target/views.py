@@ -1,4 +1,4 @@
-"""Views of the target: parts of it that draft, that resume behind a known prefix, or that show states on the way."""
+"""Views of the target: parts that draft, that resume after a known prefix, or that expose intermediate states."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ if TYPE_CHECKING:
 
 
 class DraftView:
-    """The target with sublayers left out. `boundary` is the first block that differs from the target's (None if none does)."""
+    """The target without some sublayers.
+
+    `boundary` is the index of the first block that differs from the target's, or None.
+    """
 
     def __init__(
         self, target: Target, skip_attention: frozenset[int], skip_mlp: frozenset[int], *, keep_boundary: bool
@@ -37,33 +40,33 @@ class DraftView:
         self._part = target.part(blocks, current)
 
     def forward(self, token_ids: Tensor, cache: KVCache, start: int) -> Tensor:
-        """Logits [1, vocabulary] behind the last of `token_ids` [1, width]."""
+        """Return logits [1, vocabulary] after the last of `token_ids` [1, width]."""
         outputs = self._target.run(self._part, token_ids, cache, start, last_only=True)
         if outputs.states is not None:
             self._states.append(outputs.states)
         return outputs.logits
 
     def write(self, token_ids: Tensor, cache: KVCache, start: int, num_tokens: int) -> Written:
-        """Tokens [num_tokens] behind `token_ids` [1, 1] at `start`, each the likeliest, and the boundary states, if kept."""
+        """Draft `num_tokens` greedy tokens after `token_ids` [1, 1] at `start`, recording boundary states if kept."""
         return self._target.write_greedily(self._part, token_ids, cache, start, num_tokens)
 
     def rounds(self, token_ids: Tensor, cache: RoundsCache) -> Tensor:
-        """Many rounds at once, the drafted tokens being given: logits [rounds, depth, vocabulary] of `token_ids` [rounds, depth].
+        """Return logits [rounds, depth, vocabulary] of many rounds whose drafts `token_ids` [rounds, depth] are known.
 
-        Row r stands at the positions from `cache.starts[r]` on: its logits are those that the draft would compute in a round
-        that begins there and drafts just these tokens.
+        Row r covers the positions from `cache.starts[r]` on. Its logits are those that the draft would compute in a
+        round that begins there and drafts exactly these tokens.
         """
         return self._part.rounds(token_ids, cache).logits
 
     def take_states(self) -> list[Tensor]:
-        """The boundary states [.., width, hidden] of each pass since the last call."""
+        """Return and clear the boundary states [.., width, hidden] of each pass since the last call."""
         states = list(self._states)
         self._states.clear()
         return states
 
 
 class BlockView:
-    """One block of the target by itself, in many rounds at once."""
+    """One block of the target by itself, run for many rounds at once."""
 
     def __init__(self, target: Target, index: int) -> None:
         _check_indices(frozenset([index]), target.num_layers)
@@ -79,9 +82,9 @@ class BlockView:
         self._on_tokens = by_itself(blocks[index], PassState())
 
     def rounds(self, token_ids: Tensor, cache: RoundsCache, states: Tensor | None) -> Tensor:
-        """What comes out of the block, [.., rounds, depth, hidden], given the `states` that go in, or None for the embeddings.
+        """Return the block's output [.., rounds, depth, hidden] for its input `states`, or for the embeddings if None.
 
-        `token_ids` [rounds, depth] stand at the positions of `cache`, whose keys and values the block reads.
+        `token_ids` [rounds, depth] are at the positions of `cache`, whose keys and values the block reads.
         """
         part = self._on_tokens if states is None else self._on_given
         output = part.rounds(token_ids, cache, last_only=True, states=states).states
@@ -90,22 +93,29 @@ class BlockView:
 
 
 class ResumeView:
-    """The target from a boundary on. The blocks in front of it compute the last position alone, or nothing if that is known."""
+    """The target from a boundary on.
+
+    Earlier blocks compute the last position only, or nothing if that is known too.
+    """
 
     def __init__(self, target: Target, boundary: int, *, keep_states: bool) -> None:
         if not 0 < boundary < target.num_layers:
             raise ValueError(f"a pass resumes at block 1 to {target.num_layers - 1}, got {boundary}")
         self._run, self.boundary = target.run, boundary
         self._keeps_states, self._states = keep_states, list[Tensor]()
-        front, first, behind = target.stack[:boundary], target.stack[boundary], target.stack[boundary + 1 :]
+        before, first, after = target.stack[:boundary], target.stack[boundary], target.stack[boundary + 1 :]
         known, last = PassState(), PassState()
-        passed_by = [Identity(block, target.anatomy.block_outputs) for block in front]
-        narrowed = [LastPosition(block, last) for block in front]
-        self._from_known = target.part([*passed_by, Resume(first, known), *behind], known, verifies=True)
-        self._from_last = target.part([*narrowed, Resume(first, last, appends=True), *behind], last, verifies=True)
+        passed_by = [Identity(block, target.anatomy.block_outputs) for block in before]
+        narrowed = [LastPosition(block, last) for block in before]
+        self._from_known = target.part([*passed_by, Resume(first, known), *after], known, verifies=True)
+        self._from_last = target.part([*narrowed, Resume(first, last, appends=True), *after], last, verifies=True)
 
     def forward(self, token_ids: Tensor, cache: KVCache, start: int, states: Tensor) -> Tensor:
-        """Logits [width, vocabulary] of `token_ids` [1, width], given the boundary `states` of all, or of all but the last."""
+        """Return logits [width, vocabulary] of `token_ids` [1, width].
+
+        `states` are the boundary states of all positions, or of all but the last. Raises `ValueError` for any other
+        number.
+        """
         width, known = token_ids.shape[1], states.shape[-2]
         if known not in (width, width - 1):
             raise ValueError(
@@ -118,12 +128,12 @@ class ResumeView:
         return outputs.logits
 
     def take_states(self) -> Tensor:
-        """The boundary states [.., width, hidden] of the latest pass, that of its last position among them; they are let go."""
+        """Return and release the boundary states [.., width, hidden] of the latest pass, including its last position's."""
         return self._states.pop()
 
 
 class TappedView:
-    """The whole model, recording the states in front of a boundary."""
+    """The whole model, recording the states before a boundary."""
 
     def __init__(self, target: Target, boundary: int) -> None:
         self._run, current, blocks = target.run, PassState(), list(target.stack)
@@ -133,22 +143,26 @@ class TappedView:
     def forward(
         self, token_ids: Tensor, cache: KVCache, start: int, *, last_only: bool = False
     ) -> tuple[Tensor, Tensor]:
-        """Logits [width (1 if `last_only`), vocabulary] of `token_ids` [1, width], and the boundary states [.., width, hidden]."""
+        """Run `token_ids` [1, width] and record the boundary states.
+
+        Return logits [width (1 if `last_only`), vocabulary] and the states [.., width, hidden].
+        """
         outputs = self._run(self._part, token_ids, cache, start, last_only=last_only)
         assert outputs.states is not None, "the boundary is tapped"
         return outputs.logits, outputs.states
 
 
 class ExitView:
-    """The first `exit_layer` blocks, then a head with keys and values of its own in the cache's branch (EESD, arXiv 2406.03853).
+    """The first `exit_layer` blocks and an exit head (EESD, arXiv 2406.03853).
 
-    The head stands at the last index, so that it is handed the mask and rotary embeddings of the block it was copied from.
+    The head's keys and values are in the cache's branch. The head has the last block index, so that it receives the
+    mask and rotary embeddings of the block it was copied from.
     """
 
     def __init__(self, target: Target, exit_layer: int, head: nn.Module) -> None:
         target.check_exit_layer(exit_layer)
         self._target = target
-        head = target.in_place(head, target.num_layers - 1)
+        head = target.prepare_block(head, target.num_layers - 1)
         passed_by = [Identity(block, target.anatomy.block_outputs) for block in target.stack]
         between = passed_by[exit_layer:-1]
 
@@ -164,9 +178,11 @@ class ExitView:
         self._head_only = target.part([*passed_by[:-1], Resume(Head(head), fill)], fill)
 
     def forward(self, token_ids: Tensor, cache: KVCache, start: int, pending: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Logits [1, vocabulary] behind the last of `token_ids` [1, width], and its state [.., 1, hidden] at the exit.
+        """Return logits [1, vocabulary] after the last of `token_ids` [1, width], and its state [.., 1, hidden] at the
+        exit.
 
-        The blocks run on the last token alone; the head also on the `pending` states [.., width - 1, hidden] of those before.
+        The blocks run on the last token only. The head also runs on the `pending` states [.., width - 1, hidden] of
+        the tokens before.
         """
         part = self._step if pending is None else self._from_pending
         outputs = self._target.run(part, token_ids, cache, start, last_only=True, states=pending)
@@ -174,14 +190,14 @@ class ExitView:
         return outputs.logits, outputs.states
 
     def write(self, token_ids: Tensor, cache: KVCache, start: int, num_tokens: int) -> Written:
-        """Tokens [num_tokens] behind `token_ids` [1, 1] at `start`, each the likeliest, and the states at the exit of the passes.
+        """Draft `num_tokens` greedy tokens after `token_ids` [1, 1] at `start`.
 
-        The head must have seen all in front of `start`.
+        Also return the exit states of the passes. The head must have processed every position before `start`.
         """
         return self._target.write_greedily(self._step, token_ids, cache, start, num_tokens)
 
     def fill(self, token_ids: Tensor, cache: KVCache, start: int, states: Tensor) -> None:
-        """Run the head alone on the `states` [.., width, hidden] of `token_ids` [1, width], for its keys and values."""
+        """Run only the head on the `states` [.., width, hidden] of `token_ids` [1, width], to fill its cache."""
         self._target.run(self._head_only, token_ids, cache, start, last_only=True, states=states)
 
 

@@ -256,7 +256,7 @@ def test_nothing_is_compiled_for_the_text_that_is_the_last(monkeypatch: pytest.M
     assert min(num_rows for _, num_rows in shapes) == 2
 
 
-PADDED = Buckets((1, 4, 9), places=16, all_rows=True)
+PADDED = Buckets((1, 4, 9), slot_step=16, all_rows=True)
 """As on a GPU, where a pass of several texts goes over all rows of their memory, but with few shapes."""
 
 
@@ -303,7 +303,7 @@ def test_passes_of_a_batch_have_few_shapes_and_are_those_of_the_next_batch_too(m
 
 
 def test_a_pass_wider_than_the_widest_bucket_is_run_as_it_is() -> None:
-    narrow = Buckets((1, 2), places=16, all_rows=True)
+    narrow = Buckets((1, 2), slot_step=16, all_rows=True)
     target = Target(build("llama"), lambda kinds, device: StaticRunner(kinds, device, compiled=False, buckets=narrow))
     requests = _requests()
     plain = _unbatchable_reason(plain_decoder(target), requests)

@@ -133,7 +133,7 @@ def test_the_json_schema_takes_a_profile_and_refuses_a_wrong_one() -> None:
         ("temperature: 0.0", "temprature: 0.0", "unknown key 'decoding.temprature'; did you mean 'temperature'"),
         ("num_layers: 24", "num_layers: many", "target.num_layers: .*valid integer.*'many'"),
         ("name: demo", "name: 2026-13-01", "not valid YAML: month must be in 1..12"),
-        ("name: demo", "name: demo\nname: again", "'name' stands twice"),
+        ("name: demo", "name: demo\nname: again", "duplicate key 'name'"),
         ("name: demo", "name: [demo", "not valid YAML"),
     ],
 )

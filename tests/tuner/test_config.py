@@ -75,7 +75,7 @@ def test_wrong_flags_are_one_line_that_says_what_would_be_right(flags: dict[str,
         ("modle: m\ndataset: d\nmodel: m\n", "unknown key 'modle'; did you mean 'model'"),
         ("model: [unclosed\n", "not valid YAML"),
         ("- a\n- b\n", "must be a mapping"),
-        ("model: a\nmodel: b\n", "stands twice"),
+        ("model: a\nmodel: b\n", "duplicate key"),
     ],
 )
 def test_wrong_files_are_one_line_with_the_file_in_it(tmp_path: Path, text: str, message: str) -> None:

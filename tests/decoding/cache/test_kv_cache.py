@@ -102,7 +102,7 @@ def test_updates_are_counted_by_layer() -> None:
 def test_pass_beyond_the_capacity_is_refused() -> None:
     cache = KVCache(num_layers=1, capacity=8)
     cache.cover(6, 2)
-    with pytest.raises(ValueError, match="the cache holds 8 positions, a pass wants position 8"):
+    with pytest.raises(ValueError, match="the cache holds 8 positions, but the pass needs position 8"):
         cache.cover(6, 3)
 
 

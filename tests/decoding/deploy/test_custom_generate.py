@@ -553,11 +553,11 @@ def test_model_that_the_runner_cannot_run_is_run_as_it_is_with_a_warning() -> No
     bloom = build("bloom")
     profile = _profile(bloom)
     with pytest.warns(
-        UserWarning, match=r"does not run by the runner 'static'.* may be slower than profile 'tiny' says"
+        UserWarning, match=r"does not run with the runner 'static'.* may be slower than profile 'tiny' says"
     ):
         decoder = load_decoder(_by(profile, runner="static")).decoder_for(bloom)
     assert decoder.target.runner.name == "eager"
     with pytest.raises(
-        UnsupportedRunnerError, match="does not run by the runner 'static'"
+        UnsupportedRunnerError, match="does not run with the runner 'static'"
     ):  # never less exact than promised
         load_decoder(_by(profile, runner="static", exact_width=4)).decoder_for(bloom)

@@ -92,7 +92,7 @@ def test_broken_yaml_is_refused_in_one_line(tmp_path: Path, content: str) -> Non
 def test_key_that_stands_twice_is_refused(tmp_path: Path, content: str) -> None:
     path = tmp_path / "home.yaml"
     path.write_text(content)
-    assert "key 'a' stands twice" in unreadable(path)
+    assert "duplicate key 'a'" in unreadable(path)
 
 
 @pytest.mark.parametrize(("content", "kind"), [("[1, 2]", "list"), ("just words", "str"), ("", "NoneType")])

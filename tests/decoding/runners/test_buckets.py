@@ -6,7 +6,7 @@ import pytest
 
 from decoding.runners.buckets import CPU_BUCKETS, GPU_BUCKETS, Buckets
 
-SMALL = Buckets(widths=(1, 2, 5), places=8)
+SMALL = Buckets(widths=(1, 2, 5), slot_step=8)
 
 
 def test_width_is_the_narrowest_that_is_wide_enough() -> None:
@@ -17,10 +17,12 @@ def test_width_is_the_narrowest_that_is_wide_enough() -> None:
 def test_reach_holds_what_is_asked_in_few_steps() -> None:
     reaches = [SMALL.reach(end) for end in range(1, 4000)]
     assert all(reach >= end for end, reach in enumerate(reaches, start=1))
-    assert all(reach % SMALL.places == 0 for reach in reaches)
+    assert all(reach % SMALL.slot_step == 0 for reach in reaches)
     assert reaches == sorted(reaches)
     assert len(set(reaches)) < 30
-    assert all(reach <= max(SMALL.places, 1.25 * end + SMALL.places) for end, reach in enumerate(reaches, start=1))
+    assert all(
+        reach <= max(SMALL.slot_step, 1.25 * end + SMALL.slot_step) for end, reach in enumerate(reaches, start=1)
+    )
 
 
 @pytest.mark.parametrize("buckets", [SMALL, CPU_BUCKETS, GPU_BUCKETS])

@@ -33,7 +33,7 @@ from tests.support.families import NUM_LAYERS, SUPPORTED, WINDOW, build, some_to
 PROMPT = some_tokens(9)
 NUM_NEW_TOKENS = 24
 FAMILIES = [family for family in SUPPORTED if family != "bloom"]
-EVERYTHING_PADDED = Buckets(widths=(16,), places=32)
+EVERYTHING_PADDED = Buckets(widths=(16,), slot_step=32)
 BUCKETS = {"exact widths": CPU_BUCKETS, "padded widths": GPU_BUCKETS, "one width": EVERYTHING_PADDED}
 DRAFTS: dict[str, Draft] = {
     "mixed": SKIPS["mixed"],
@@ -186,7 +186,7 @@ def test_prepared_passes_go_with_the_view_they_are_of() -> None:
 
 
 def test_family_that_masks_in_its_own_way_is_refused_in_one_line() -> None:
-    with pytest.raises(UnsupportedRunnerError, match="BloomForCausalLM does not run by the runner 'static'"):
+    with pytest.raises(UnsupportedRunnerError, match="BloomForCausalLM does not run with the runner 'static'"):
         Target(build("bloom"), unwrapped())
 
 
@@ -195,7 +195,7 @@ def test_attention_that_takes_no_masks_is_refused(monkeypatch: pytest.MonkeyPatc
     anatomy = Target(model).anatomy
     monkeypatch.setattr(model.config, "_attn_implementation", "flash_attention_2")
     monkeypatch.setattr("decoding.target.target.examine", lambda model, config: anatomy)  # there is no such kernel here
-    with pytest.raises(UnsupportedRunnerError, match="'flash_attention_2' takes no masks of fixed shape"):
+    with pytest.raises(UnsupportedRunnerError, match="'flash_attention_2' does not support fixed-shape masks"):
         Target(model, "static")
 
 
@@ -204,7 +204,7 @@ def test_wrong_logits_are_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
         return (torch.ones((1, 1, slots.shape[0], places), dtype=torch.bool),)
 
     monkeypatch.setattr(MaskKinds, "masks", all_seen)
-    with pytest.raises(UnsupportedRunnerError, match="gives other logits by the runner 'static' than without it"):
+    with pytest.raises(UnsupportedRunnerError, match="gives different logits with the runner 'static' than without it"):
         Target(build("llama"), unwrapped())
 
 

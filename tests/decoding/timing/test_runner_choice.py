@@ -72,13 +72,13 @@ def test_a_disturbed_sweep_does_not_decide(clock: dict[str, float]) -> None:
 def test_auto_says_why_a_model_is_run_as_it_is() -> None:
     choice = choose_runner(build("bloom"), "auto")
     assert choice.target.runner.name == "eager"
-    assert "BloomForCausalLM does not run by the runner 'static'" in choice.reason
+    assert "BloomForCausalLM does not run with the runner 'static'" in choice.reason
 
 
 def test_by_name_it_is_that_one_or_an_error() -> None:
     assert choose_runner(tiny_llama(), "eager").target.runner.name == "eager"
     assert choose_runner(tiny_llama(), "static").target.runner.name == "static"
-    with pytest.raises(UnsupportedRunnerError, match="does not run by the runner 'static'"):
+    with pytest.raises(UnsupportedRunnerError, match="does not run with the runner 'static'"):
         choose_runner(build("bloom"), "static")
 
 

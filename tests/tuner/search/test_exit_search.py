@@ -268,7 +268,7 @@ def test_exit_that_the_model_does_not_have_is_one_line(
     result = search(studies, study=name)
     assert result.exit_code == 2, result.output
     last = result.stderr.splitlines()[-1]
-    assert last == f"sdtune: studies.{name}: a draft exits behind the first 1 to 5 of 6 layers, got 6"
+    assert last == f"sdtune: studies.{name}: a draft exits after the first 1 to 5 of 6 layers, got 6"
     assert list(workplace.iterdir()) == []
 
 
