@@ -46,16 +46,16 @@ def autoregressive(target: Target, request: Request, new_cache: NewCache | None 
 
     `new_cache` makes the sequence's cache; the default is the target's own.
     """
-    text, cache = _begin(target, request, new_cache)
-    prefill, ended = _prefill(lambda: _read_prompt(target, text, cache), request, text, cache)
+    sequence, cache = _begin(target, request, new_cache)
+    prefill, ended = _prefill(lambda: _read_prompt(target, sequence, cache), request, sequence, cache)
     yield prefill
     while not ended:
         start = time.perf_counter()
-        logits = target.forward(text.span(cache.length, text.length), cache, cache.length, last_only=True)
-        scores = request.shaping.one(text, 0, logits)
+        logits = target.forward(sequence.span(cache.length, sequence.length), cache, cache.length, last_only=True)
+        scores = request.shaping.one(sequence, 0, logits)
         token, _ = request.acceptance.choose(scores)
-        cache.length = text.length
-        tokens, ended = request.ending.append(text, [int(token)])
+        cache.length = sequence.length
+        tokens, ended = request.ending.append(sequence, [int(token)])
         yield Round(tokens, num_drafted=0, num_accepted=0, seconds=time.perf_counter() - start, draft_seconds=0.0)
 
 
@@ -72,24 +72,24 @@ def speculative(
     Yields the prefill first. `controller` observes every round that it steers; pass a fresh one to start without
     history.
     """
-    text, cache = _begin(target, request, new_cache, max_drafted=controller.max_tokens)
-    prefill, ended = _prefill(lambda: drafter.prefill(text, cache), request, text, cache)
+    sequence, cache = _begin(target, request, new_cache, max_drafted=controller.max_tokens)
+    prefill, ended = _prefill(lambda: drafter.prefill(sequence, cache), request, sequence, cache)
     yield prefill
     while not ended:
         start = time.perf_counter()
         # The last token is always the target's: a draft for it would be discarded.
-        limit = request.ending.remaining(text) - 1
+        limit = request.ending.remaining(sequence) - 1
         if (widest := target.widest_pass(cache.length)) is not None:
             limit = min(limit, widest - 1)
-        draft = drafter.draft(text, cache, controller, request.shaping, request.acceptance, limit)
+        draft = drafter.draft(sequence, cache, controller, request.shaping, request.acceptance, limit)
         drafted_at = time.perf_counter()
-        logits = drafter.verify(text, cache, draft)
-        scores = request.shaping.all(text, logits)
-        drafted = text.span(text.length, text.length + draft.num_tokens)[0]
+        logits = drafter.verify(sequence, cache, draft)
+        scores = request.shaping.all(sequence, logits)
+        drafted = sequence.span(sequence.length, sequence.length + draft.num_tokens)[0]
         num_accepted, token = request.acceptance.accept(drafted, draft.probabilities, scores)
         proposal = [*drafted[:num_accepted].tolist(), token]
-        cache.roll_back(text.length + num_accepted)
-        tokens, ended = request.ending.append(text, proposal)
+        cache.roll_back(sequence.length + num_accepted)
+        tokens, ended = request.ending.append(sequence, proposal)
         if draft.steered:
             controller.observe(draft.num_tokens, num_accepted)
         yield Round(
@@ -118,18 +118,18 @@ def _begin(
     return TokenSequence(request.prompt, capacity, target.device), (new_cache or target.new_cache)(capacity)
 
 
-def _read_prompt(target: Target, text: TokenSequence, cache: KVCache) -> Tensor:
-    return target.forward(text.span(0, text.length), cache, 0, last_only=True)
+def _read_prompt(target: Target, sequence: TokenSequence, cache: KVCache) -> Tensor:
+    return target.forward(sequence.span(0, sequence.length), cache, 0, last_only=True)
 
 
 def _prefill(
-    read_prompt: Callable[[], Tensor], request: Request, text: TokenSequence, cache: KVCache
+    read_prompt: Callable[[], Tensor], request: Request, sequence: TokenSequence, cache: KVCache
 ) -> tuple[Prefill, bool]:
     """Run the whole model over the prompt and choose the first token."""
     start = time.perf_counter()
     logits = read_prompt()
-    scores = request.shaping.one(text, 0, logits)
+    scores = request.shaping.one(sequence, 0, logits)
     token, _ = request.acceptance.choose(scores)
-    cache.length = text.length
-    tokens, ended = request.ending.append(text, [int(token)])
+    cache.length = sequence.length
+    tokens, ended = request.ending.append(sequence, [int(token)])
     return Prefill(tokens[0], time.perf_counter() - start), ended

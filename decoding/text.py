@@ -78,20 +78,20 @@ class Shaping:
 
     processors: Sequence[LogitsProcessor] = ()
 
-    def one(self, text: TokenSequence, num_drafted: int, logits: Tensor) -> Tensor:
+    def one(self, sequence: TokenSequence, num_drafted: int, logits: Tensor) -> Tensor:
         """Return scores [vocabulary] after the sequence and `num_drafted` drafts, from logits [1, vocabulary]."""
         scores = logits.float()
         if self.processors:
-            ids = text.span(0, text.length + num_drafted)
+            ids = sequence.span(0, sequence.length + num_drafted)
             for process in self.processors:
                 scores = process(ids, scores)
         return scores[0]
 
-    def all(self, text: TokenSequence, logits: Tensor) -> Tensor:
+    def all(self, sequence: TokenSequence, logits: Tensor) -> Tensor:
         """Return scores [width, vocabulary] after the last token and after each draft, from logits [width, vocabulary]."""
         if not self.processors:
             return logits.float()
-        return torch.stack([self.one(text, index, logits[index : index + 1]) for index in range(logits.shape[0])])
+        return torch.stack([self.one(sequence, index, logits[index : index + 1]) for index in range(logits.shape[0])])
 
 
 @dataclass(frozen=True)
@@ -106,29 +106,29 @@ class Ending:
         if self.max_new_tokens < 1:
             raise ValueError(f"at least one token must be generated, got max_new_tokens={self.max_new_tokens}")
 
-    def append(self, text: TokenSequence, tokens: Sequence[int]) -> tuple[tuple[int, ...], bool]:
+    def append(self, sequence: TokenSequence, tokens: Sequence[int]) -> tuple[tuple[int, ...], bool]:
         """Append `tokens` until one ends the sequence; return the appended tokens and True if it has ended.
 
         Criteria are evaluated after each single token, as in plain decoding.
         """
-        tokens = tokens[: self.remaining(text)]
+        tokens = tokens[: self.remaining(sequence)]
         if not self.criteria:
             end = next((index + 1 for index, token in enumerate(tokens) if token in self.eos_token_ids), None)
             kept = tuple(tokens[:end])
-            text.append(kept)
-            return kept, end is not None or self.remaining(text) == 0
+            sequence.append(kept)
+            return kept, end is not None or self.remaining(sequence) == 0
         for index, token in enumerate(tokens):
-            text.append([token])
-            if self._criterion_met(text) or token in self.eos_token_ids or self.remaining(text) == 0:
+            sequence.append([token])
+            if self._criterion_met(sequence) or token in self.eos_token_ids or self.remaining(sequence) == 0:
                 return tuple(tokens[: index + 1]), True
         return tuple(tokens), False
 
-    def remaining(self, text: TokenSequence) -> int:
+    def remaining(self, sequence: TokenSequence) -> int:
         """Return how many more tokens may be generated."""
-        return self.max_new_tokens - text.num_generated
+        return self.max_new_tokens - sequence.num_generated
 
-    def _criterion_met(self, text: TokenSequence) -> bool:
-        ids = text.span(0, text.length)
+    def _criterion_met(self, sequence: TokenSequence) -> bool:
+        ids = sequence.span(0, sequence.length)
         # All criteria are evaluated, as in plain decoding: some count their calls or stream the tokens.
         met = [bool(torch.as_tensor(criterion(ids, None)).all()) for criterion in self.criteria]
         return any(met)

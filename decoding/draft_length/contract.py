@@ -157,7 +157,7 @@ class CostAwareRule(DraftLengthRule):
         """Return the costs; raise `ValueError` if they have not been measured yet."""
         if self.costs is None:
             raise ValueError(
-                f"the rule {self.rule!r} has no costs: give them with "
+                f"the rule {self.rule!r} has no costs: set them by "
                 "with_costs(decoding.timing.round_costs.measure_round_costs(...)), "
                 "or decode through decoding.decoder.Decoder, which measures them"
             )

@@ -48,7 +48,7 @@ def _requests(sizes: Sequence[tuple[int, int]] = SIZES, vocabulary: int = VOCABU
     ]
 
 
-def _unbatchable_reason(decoder: Decoder, requests: Sequence[Request]) -> list[tuple[int, ...]]:
+def _decode_each_alone(decoder: Decoder, requests: Sequence[Request]) -> list[tuple[int, ...]]:
     return [decoder.generate(request).tokens for request in requests]
 
 
@@ -61,7 +61,7 @@ def _lockstep(decoder: Decoder, requests: Sequence[Request]) -> list[tuple[int, 
 def test_each_text_is_that_of_plain_decoding(family: str, draft: Draft) -> None:
     target = target_of(family)
     requests = _requests()
-    plain = _unbatchable_reason(plain_decoder(target), requests)
+    plain = _decode_each_alone(plain_decoder(target), requests)
     for rule in RULES[:1] if isinstance(draft, PlainDecoding) else RULES:
         assert _lockstep(Decoder(target, draft, rule), requests) == plain
 
@@ -80,7 +80,7 @@ def test_an_exit_head_keeps_its_own_keys_and_values_of_each_text(tmp_path: Any, 
         decoder = Decoder(target, with_lookup, AdaEdl(), prefix_reuse=prefix_reuse, heads=ExitHeads(target, tmp_path))
         alone = [decoder.generate(request) for request in requests]
         together = decoder.generate_batch(requests).generations
-        assert [each.tokens for each in together] == _unbatchable_reason(plain_decoder(target), requests)
+        assert [each.tokens for each in together] == _decode_each_alone(plain_decoder(target), requests)
         # The same drafts too: what the head has seen of a text is what it would have seen of it alone.
         assert [each.num_accepted for each in together] == [each.num_accepted for each in alone]
         assert sum(each.num_accepted for each in alone) > 0
@@ -98,9 +98,9 @@ def test_sampled_texts_are_those_of_the_same_random_stream(draft: str) -> None:
             for row, each in enumerate(plain)
         ]
 
-    texts = _unbatchable_reason(decoder, requests())
+    texts = _decode_each_alone(decoder, requests())
     assert _lockstep(decoder, requests()) == texts
-    assert texts != _unbatchable_reason(decoder, _requests())
+    assert texts != _decode_each_alone(decoder, _requests())
 
 
 def test_texts_end_by_themselves() -> None:
@@ -110,7 +110,7 @@ def test_texts_end_by_themselves() -> None:
     ends = [Request(each.prompt, Ending(25, frozenset(text[4:5]))) for each in requests]
     decoder = Decoder(target, DRAFTS["sublayers"], Fixed(max_tokens=3))
     texts = _lockstep(decoder, ends)
-    assert texts == _unbatchable_reason(plain_decoder(target), ends)
+    assert texts == _decode_each_alone(plain_decoder(target), ends)
     assert len({len(each) for each in texts}) > 1
 
 
@@ -151,7 +151,7 @@ def test_a_kept_controller_learns_of_its_own_text_alone() -> None:
     requests = _requests(((5, 20), (11, 20)))
     rule = BetaThompson(max_tokens=4, persistent=True, costs=RoundCosts(draft_step=0.3, verify=(1.0, 1.05)))
     decoder = Decoder(target, DRAFTS["sublayers"], rule)
-    plain = _unbatchable_reason(plain_decoder(target), requests)
+    plain = _decode_each_alone(plain_decoder(target), requests)
     for _ in range(3):
         assert _lockstep(decoder, requests) == plain
     first = Decoder(target, DRAFTS["sublayers"], rule)
@@ -163,7 +163,7 @@ def test_a_kept_controller_learns_of_its_own_text_alone() -> None:
 def test_one_text_and_none() -> None:
     decoder = Decoder(target_of("llama"), DRAFTS["sublayers"], Fixed(max_tokens=3))
     (request, *_) = _requests()
-    assert _lockstep(decoder, [request]) == _unbatchable_reason(decoder, [request])
+    assert _lockstep(decoder, [request]) == _decode_each_alone(decoder, [request])
     assert _lockstep(decoder, []) == []
 
 
@@ -218,7 +218,7 @@ def test_texts_that_cannot_share_passes_take_turns(target: Any, words: str) -> N
     assert words in str(target.unbatchable_reason)
     requests = _requests()
     decoder = Decoder(target, DRAFTS["sublayers"], Fixed(max_tokens=3))
-    assert _lockstep(decoder, requests) == _unbatchable_reason(plain_decoder(target), requests)
+    assert _lockstep(decoder, requests) == _decode_each_alone(plain_decoder(target), requests)
     rows = [row for row, step in decoder.batch_steps(requests) if isinstance(step, Round)]
     assert rows[:4] == [0, 1, 2, 4], "the text of a single token has no round"
 
@@ -229,7 +229,7 @@ def test_each_text_is_that_of_plain_decoding_by_the_static_runner(family: str) -
     target = Target(build(family), "static")
     requests = _requests()
     assert target.unbatchable_reason is None
-    plain = _unbatchable_reason(plain_decoder(target), requests)
+    plain = _decode_each_alone(plain_decoder(target), requests)
     for draft in DRAFTS.values():
         assert _lockstep(Decoder(target, draft, Fixed(max_tokens=3)), requests) == plain
 
@@ -251,7 +251,7 @@ def test_nothing_is_compiled_for_the_text_that_is_the_last(monkeypatch: pytest.M
         requests = _requests([(4, 20 if row == longest else 5) for row in range(3)])
         for draft in ("plain", "sublayers"):
             decoder = Decoder(target, DRAFTS[draft], Fixed(max_tokens=3))
-            assert _lockstep(decoder, requests) == _unbatchable_reason(plain_decoder(target), requests)
+            assert _lockstep(decoder, requests) == _decode_each_alone(plain_decoder(target), requests)
     assert (1, 2) in shapes
     assert min(num_rows for _, num_rows in shapes) == 2
 
@@ -270,7 +270,7 @@ def test_each_text_is_that_of_plain_decoding_in_padded_passes_over_all_rows(fami
     target = Target(build(family), padded)
     assert target.unbatchable_reason is None
     requests = _requests()
-    plain = _unbatchable_reason(plain_decoder(target), requests)
+    plain = _decode_each_alone(plain_decoder(target), requests)
     for rule in (Fixed(max_tokens=3), TopProbability(max_tokens=5, threshold=0.3)):
         assert _lockstep(Decoder(target, DRAFTS[draft], rule), requests) == plain
 
@@ -290,7 +290,7 @@ def test_passes_of_a_batch_have_few_shapes_and_are_those_of_the_next_batch_too(m
     monkeypatch.setattr(static, "_bound", watched)
     decoder = Decoder(target, DRAFTS["sublayers"], Fixed(max_tokens=3))
     requests = _requests([(4, 20), (6, 9), (5, 14)])
-    expected = _unbatchable_reason(plain_decoder(target), requests)
+    expected = _decode_each_alone(plain_decoder(target), requests)
     assert _lockstep(decoder, requests) == expected
     assert {(rows.first, rows.num_rows) for rows in prepared} == {(0, 3)}
     assert {rows.width for rows in prepared} <= set(PADDED.widths)
@@ -306,7 +306,7 @@ def test_a_pass_wider_than_the_widest_bucket_is_run_as_it_is() -> None:
     narrow = Buckets((1, 2), slot_step=16, all_rows=True)
     target = Target(build("llama"), lambda kinds, device: StaticRunner(kinds, device, compiled=False, buckets=narrow))
     requests = _requests()
-    plain = _unbatchable_reason(plain_decoder(target), requests)
+    plain = _decode_each_alone(plain_decoder(target), requests)
     assert _lockstep(Decoder(target, DRAFTS["sublayers"], Fixed(max_tokens=5)), requests) == plain
 
 

@@ -29,7 +29,7 @@ def _read(target: Target, text: list[int]) -> KVCache:
     return cache
 
 
-def _unbatchable_reason(target: Target, skip: str, text: list[int], start: int) -> Tensor:
+def _draft_one_round(target: Target, skip: str, text: list[int], start: int) -> Tensor:
     """Logits [DEPTH, vocabulary] of one round, drafted token by token behind the target's own keys and values."""
     cache = _read(target, text)
     view = target.draft_view(*SKIPS[skip], keep_boundary=False)
@@ -51,7 +51,7 @@ def test_rounds_at_once_are_the_rounds_one_by_one(family: str, skip: str) -> Non
         for row, (text, start) in enumerate(STARTS):
             torch.testing.assert_close(
                 together[row],
-                _unbatchable_reason(target, skip, TEXTS[text], start),
+                _draft_one_round(target, skip, TEXTS[text], start),
                 rtol=1e-3,
                 atol=1e-3,
                 msg=f"round {row}",
