@@ -77,88 +77,108 @@ class TrialRecord(Document):
 
 @dataclass(frozen=True)
 class Problem:
-    """What a study may know of the task: the model, and the texts that plain decoding wrote from the tuning prompts."""
+    """What a study may know of the task: the model, and plain decoding of the tuning prompts."""
 
     target: Target
     prompts: tuple[tuple[int, ...], ...]
     continuations: tuple[tuple[int, ...], ...]
-    """The target's own greedy continuation of each prompt, in token ids, whatever the temperature."""
+    """The target's greedy continuation of each prompt, in token ids, at any temperature."""
     earlier: Mapping[str, Sequence[TrialRecord]]
-    """The finished trials of the studies that ran before this one, by study name."""
+    """Finished trials of the studies that ran before, by study name."""
     seed: int
     batch_size: int = 1
-    """How many texts, one behind the other, are decoded in step: what trials measure on are such batches, counted from 0."""
+    """Consecutive prompts that are decoded in lockstep. Trials measure such batches, numbered from 0."""
     temperature: float = 0.0
     prefix_reuse: bool = True
     head_drafts: Mapping[int, EarlyExit] = field(default_factory=dict)
-    """The early exits that have a head, by exit layer."""
+    """Early exits that have a head, by exit layer."""
     heads: ExitHeads | None = None
-    """Where those heads are."""
+    """The heads of `head_drafts`."""
     costs: Callable[[int], CostTable] | None = None
-    """Gives what passes of the model cost on this device, for drafts of up to so many tokens: measured when first asked."""
+    """Pass costs on this device, for drafts of at most the given number of tokens; measured on the first call."""
     seconds: float | None = None
-    """Search time that this study may use, its preparation included; None if it is not limited."""
+    """Search time of this study, preparation included; None if unlimited."""
+
+
+class StudySettings(Document):
+    """Settings that every study has, and what they ask of the model."""
+
+    max_trials: int = Field(40, ge=1, description="trials at most")
+    patience: int | None = Field(15, ge=1, description="trials without a better speed-up after which the search ends")
+
+    @property
+    def idle_limit(self) -> int | None:
+        """Trials without a better measured speed-up that end the study; None if the study judges progress itself."""
+        return self.patience
+
+    def identity(self) -> dict[str, Any]:
+        """Return what makes two runs the same search: all settings but limits, so that a search can go on longer."""
+        return self.model_dump(mode="json", exclude={"max_trials", "patience"})
+
+    def check(self, target: Target) -> None:
+        """Raise ValueError for settings that the model cannot satisfy. Called before anything runs."""
+
+    def wanted_heads(self, num_layers: int) -> tuple[int, ...]:
+        """Return the exit layers that need a distilled head, in a model of `num_layers`."""
+        return ()
+
+
+@dataclass(frozen=True)
+class StudySetup:
+    """What the store needs of a study to create or resume it in Optuna."""
+
+    space: Mapping[str, Any]
+    """Identity of the search, as plain data: stored, and compared on resume."""
+    sampler: optuna.samplers.BaseSampler
+    """Optuna's sampler for the parameters that `Study.propose` suggests."""
+    starts: Sequence[Mapping[str, Any]] = ()
+    """Parameter values to try first in a new study."""
     kept: Any = None
-    """What this study gave to `keep` when it was first made, or None if it has just been made."""
+    """Plain data to store with a new study and pass to `Study.create` on resume: what cannot be recomputed exactly."""
 
 
 class Study(ABC):
-    """One search. Its settings are a frozen document, so that a stored study is resumed only with the same ones."""
+    """One search: proposes candidates and learns from their trials.
 
-    name: ClassVar[str]
-    Settings: ClassVar[type[Document]]
+    On resume a new instance observes the stored trials again, so state beyond `StudySetup.kept` comes from `observe` alone.
+    A study that keeps no state of its own overrides `propose` only.
+    """
+
+    name: str
+    """The key in `studies.searches.registry.STUDIES`."""
+    Settings: ClassVar[type[StudySettings]] = StudySettings
+
+    def __init__(self, problem: Problem, settings: Any) -> None:
+        self.problem = problem
+        self.settings = settings
 
     @classmethod
-    @abstractmethod
-    def create(cls, problem: Problem, settings: Any) -> Study:
-        """The study at its beginning; `settings` is an instance of `Settings`."""
+    def create(cls, problem: Problem, settings: Any, kept: Any = None) -> Study:
+        """Return the study before its first trial. Raises ValueError if `problem` lacks something that it needs."""
+        return cls(problem, settings)
+
+    def setup(self) -> StudySetup:
+        """Return what is stored with the study. Called once, right after `create`."""
+        return StudySetup(self.settings.identity(), optuna.samplers.RandomSampler(seed=self.problem.seed))
 
     @abstractmethod
     def propose(self, trial: optuna.Trial) -> tuple[Candidate, dict[str, Any]]:
-        """The next candidate and the notes to keep with it; parameters go through `trial.suggest_*` so Optuna knows them."""
+        """Return the next candidate and the notes to keep with its record. Parameters go through `trial.suggest_*`."""
 
-    @abstractmethod
-    def observe(self, record: TrialRecord) -> None:
+    def observe(self, record: TrialRecord) -> None:  # noqa: B027 - the sampler may keep all state
         """Learn how a trial ended. Also called for each stored trial on resume, oldest first."""
 
-    @abstractmethod
     def finished(self) -> str | None:
-        """Why there is nothing more to try, or None while there is."""
-
-    def starts(self) -> list[dict[str, Any]]:
-        """Parameter values to try before the sampler's own, for a study that has just been made."""
-        return []
-
-    @classmethod  # noqa: B027 - most settings fit every model
-    def check(cls, settings: Any, target: Target) -> None:
-        """Called before anything is run: raise ValueError for settings that ask for what the model does not have."""
-
-    @classmethod
-    def wanted_heads(cls, settings: Any, num_layers: int) -> tuple[int, ...]:
-        """The exit layers that this study wants a distilled head for, in a model of `num_layers`."""
-        return ()
-
-    def keep(self) -> Any:
-        """Plain data to store when the study is first made, and to find in `Problem.kept` on resume: what could not be
-        computed again to the same result."""
+        """Return the reason that nothing is left to try, or None. Limits are applied by `studies.limits`."""
         return None
 
     def expected(self) -> Mapping[str, float]:
-        """By a candidate's key, the speed-up to expect of it, from a study that knows better than what a trial's few prompts
-        showed; none from others, whose measurements stand."""
+        """Return expected speed-ups by candidate key, where the study knows more than a trial's few prompts show."""
         return {}
 
     def remarks(self) -> list[str]:
-        """What a user should know of where the best trial lies, once the study has ended."""
+        """Return what a user should know about the result, once the study has ended."""
         return []
-
-    def sampler(self) -> optuna.samplers.BaseSampler:
-        """Optuna's sampler for the parameters that `propose` suggests."""
-        return optuna.samplers.RandomSampler()
-
-    def space(self) -> dict[str, Any]:
-        """What makes two runs of this study the same search: stored with it and compared on resume."""
-        return {}
 
 
 def best_trials(

@@ -15,7 +15,7 @@ from pydantic import Field, field_validator, model_validator
 from decoding.documents.strict_yaml import Document, Duration, read_mapping, suggest, validate
 from decoding.drafts import Layers
 from decoding.profile import ExactWidth
-from studies import DEFAULT_STUDIES, STUDIES
+from studies.searches.registry import DEFAULT_STUDIES, STUDIES
 from tuner.errors import ConfigError
 from tuner.fields import (
     BUDGET,
@@ -268,7 +268,7 @@ class SearchConfig(Document):
 
     @staticmethod
     def _validated(name: str, settings: Mapping[str, Any]) -> Any:
-        return validate(STUDIES[name].Settings, settings, source=f"studies.{name}", error=ConfigError)
+        return validate(STUDIES[name].load().Settings, settings, source=f"studies.{name}", error=ConfigError)
 
 
 def load_config(

@@ -1,1 +1,1 @@
-"""The searches, one file or folder each: what to try next."""
+"""The studies, one file or folder each, and their registry."""

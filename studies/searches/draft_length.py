@@ -1,23 +1,22 @@
-"""When to stop drafting, for a given draft: a search over all draft-length rules and their parameters (`studies.rule_space`)."""
+"""The search over draft-length rules and their parameters, for given drafts: when to stop drafting."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any
 
 import optuna
 from pydantic import BeforeValidator, Field
 
-from decoding.documents.strict_yaml import Document
 from decoding.draft_length import RULES
 from decoding.drafters.build import build_drafter
 from decoding.drafts import EarlyExit, PlainDecoding, RealDraft
 from decoding.target import Target
-from studies.contract import Candidate, Problem, Study, TrialRecord, best_trials
+from studies.contract import Candidate, Problem, Study, StudySettings, StudySetup, best_trials
 from studies.rule_space import RuleNames, rule_parameters, rule_sampler, suggest_rule
 
 
 def _name_kind(draft: Any) -> Any:
-    """The kind of a draft may be left out: a key that only one has tells them apart."""
+    """Return `draft` with its kind, inferred from a key that only one kind has if the kind is missing."""
     if isinstance(draft, dict) and "kind" not in draft:
         if "exit_layer" in draft:
             return {"kind": "early_exit", **draft}
@@ -28,89 +27,68 @@ def _name_kind(draft: Any) -> Any:
 GivenDraft = Annotated[RealDraft | None, BeforeValidator(_name_kind)]
 
 
-class DraftLengthSettings(Document):
-    """The settings of the draft-length search."""
+class DraftLengthSettings(StudySettings):
+    """Settings of the draft-length search."""
 
     rules: RuleNames = Field(tuple(RULES), description="rules to choose among")
-    num_drafts: int = Field(2, ge=1, description="how many of the best drafts found before to search with")
-    draft: GivenDraft = Field(None, description="search for this draft instead of those found before")
+    num_drafts: int = Field(2, ge=1, description="number of the best earlier drafts to search with")
+    draft: GivenDraft = Field(None, description="draft to search with instead of earlier ones")
     max_tokens: int = Field(16, ge=1, le=64, description="longest draft to consider (K)")
-    max_trials: int = Field(40, ge=1, description="trials at most")
-    patience: int = Field(15, ge=1, description="trials without a better speed-up after which the search ends")
+
+    def check(self, target: Target) -> None:
+        """Raise ValueError for a given draft of layers that the model does not have."""
+        if isinstance(self.draft, EarlyExit):
+            target.check_exit_layer(self.draft.exit_layer)
+        elif self.draft is not None:
+            build_drafter(target, self.draft)
 
 
 class DraftLength(Study):
-    """TPE over draft, rule and the rule's parameters, begun with each rule's defaults on the best draft."""
+    """TPE over draft, rule and the rule's parameters, starting from each rule's defaults on the best draft."""
 
-    name: ClassVar[str] = "draft_length"
-    Settings: ClassVar[type[Document]] = DraftLengthSettings
+    name = "draft_length"
+    Settings = DraftLengthSettings
 
     def __init__(self, problem: Problem, settings: DraftLengthSettings) -> None:
-        self._problem = problem
-        self._settings = settings
+        super().__init__(problem, settings)
         before = _best_before(problem, settings)
         self._drafts = [candidate.draft for candidate in before]
         self._incumbent = [candidate.draft_length for candidate in before[:1]]
-        self._num_trials = 0
-        self._best = 0.0
-        self._last_improvement = 0
 
-    @classmethod
-    def create(cls, problem: Problem, settings: Any) -> DraftLength:
-        """See `Study.create`."""
-        return cls(problem, settings)
-
-    @classmethod
-    def check(cls, settings: Any, target: Target) -> None:
-        """Raise ValueError for a given draft of layers that the model does not have."""
-        if isinstance(settings.draft, EarlyExit):
-            target.check_exit_layer(settings.draft.exit_layer)
-        elif settings.draft is not None:
-            build_drafter(target, settings.draft)
-
-    def sampler(self) -> optuna.samplers.BaseSampler:
-        """See `rule_sampler`."""
-        return rule_sampler(self._problem.seed)
-
-    def space(self) -> dict[str, Any]:
-        """Rules, lengths and drafts; another limit or patience is the same search, going on longer."""
-        settings = self._settings.model_dump(mode="json", exclude={"max_trials", "patience"})
-        return {**settings, "drafts": [draft.model_dump(mode="json") for draft in self._drafts]}
-
-    def starts(self) -> list[dict[str, Any]]:
-        """On the best draft, the rule it was found with, then each rule's defaults."""
-        asked = self._settings.rules
-        rules = [*(rule for rule in self._incumbent if rule.rule in asked), *(RULES[name](rule=name) for name in asked)]
-        starts = [{"draft": 0, **rule_parameters(rule, self._settings.max_tokens)} for rule in rules]
-        return [start for place, start in enumerate(starts) if start not in starts[:place]]
+    def setup(self) -> StudySetup:
+        """Return the setup; the space holds the drafts."""
+        drafts = [draft.model_dump(mode="json") for draft in self._drafts]
+        return StudySetup(
+            space={**self.settings.identity(), "drafts": drafts},
+            sampler=rule_sampler(self.problem.seed),
+            starts=self._starts(),
+        )
 
     def propose(self, trial: optuna.Trial) -> tuple[Candidate, dict[str, Any]]:
-        """A draft, a rule and its parameters, as Optuna suggests them."""
-        place = trial.suggest_categorical("draft", list(range(len(self._drafts))))
-        rule = suggest_rule(trial, self._settings.rules, self._settings.max_tokens)
-        return Candidate(draft=self._drafts[place], draft_length=rule), {"draft_rank": place}
-
-    def observe(self, record: TrialRecord) -> None:
-        """Count trials since the last improvement; what to try next is the sampler's business."""
-        self._num_trials += 1
-        if record.speedup is not None and record.speedup > self._best:
-            self._best, self._last_improvement = record.speedup, self._num_trials
+        """Return a draft, a rule and its parameters, as Optuna suggests them."""
+        rank = trial.suggest_categorical("draft", list(range(len(self._drafts))))
+        rule = suggest_rule(trial, self.settings.rules, self.settings.max_tokens)
+        return Candidate(draft=self._drafts[rank], draft_length=rule), {"draft_rank": rank}
 
     def finished(self) -> str | None:
-        """No draft to search for, the trial limit, or `patience` trials without a better speed-up."""
-        if not self._drafts:
-            return (
-                "there is no draft to search a length for: run conf_layers before it, or set `draft:` under "
-                "`studies: draft_length`"
-            )
-        if self._num_trials >= self._settings.max_trials:
-            return f"{self._num_trials} trials done"
-        idle = self._num_trials - self._last_improvement
-        return f"no better draft length in {idle} trials" if idle >= self._settings.patience else None
+        """Return a reason if there is no draft to search with."""
+        if self._drafts:
+            return None
+        return (
+            "there is no draft to search a length for: run conf_layers before it, or set `draft:` under "
+            "`studies: draft_length`"
+        )
+
+    def _starts(self) -> list[dict[str, Any]]:
+        """Return, for the best draft, the rule that it was found with, then the defaults of each rule."""
+        asked = self.settings.rules
+        rules = [*(rule for rule in self._incumbent if rule.rule in asked), *(RULES[name](rule=name) for name in asked)]
+        starts = [{"draft": 0, **rule_parameters(rule, self.settings.max_tokens)} for rule in rules]
+        return [start for index, start in enumerate(starts) if start not in starts[:index]]
 
 
 def _best_before(problem: Problem, settings: DraftLengthSettings) -> list[Candidate]:
-    """The best candidates of the studies before, each draft once; or the given draft."""
+    """Return the best candidates of earlier studies, each draft once, or the given draft."""
     if settings.draft is not None:
         return [Candidate(draft=settings.draft, draft_length=RULES[settings.rules[0]](rule=settings.rules[0]))]
     earlier = [

@@ -15,6 +15,7 @@ import click
 from rich.console import Console
 
 from decoding.errors import SdtuneError
+from studies.searches.registry import DEFAULT_STUDIES, STUDIES, compared_searches
 
 CommandT = TypeVar("CommandT", bound=Callable[..., Any])
 
@@ -80,8 +81,7 @@ def main() -> None:
     "--study",
     multiple=True,
     metavar="NAME",
-    help="Searches to run, in order; repeatable: joint, predicted, exit_layer, draft_length, conf_layers, skip_sets.  "
-    "[default: joint]",
+    help="Searches to run, in order; repeatable: " + ", ".join(STUDIES) + f".  [default: {', '.join(DEFAULT_STUDIES)}]",
 )
 @click.option("--trials", type=int, metavar="N", help="Trials of each study at most.")
 @click.option(
@@ -771,8 +771,7 @@ def _print_results(shown: Any, out: Path, width: int = 110) -> None:
     "searches",
     multiple=True,
     metavar="NAME",
-    help="Searches to compare: joint, predicted, conf_layers, exit_layer, swift, swift_batched, draft_verify, tpe, random, "
-    "odd_layers; repeatable.  [default: all]",
+    help="Searches to compare: " + ", ".join(compared_searches()) + "; repeatable.  [default: all]",
 )
 @click.option(
     "--seeds", type=click.IntRange(min=1), default=3, show_default=True, metavar="N", help="Runs of each search."
@@ -819,10 +818,8 @@ def compare_searches(
     trial counts as well.
 
     \b
-    A search is a study with its settings (`studies:` in the file), or a method of the study skip_sets:
-      joint, predicted, conf_layers, exit_layer      by their own names
-      swift, draft_verify, tpe, random, odd_layers   skip_sets with this method
-      swift_batched                                  swift, measuring after every 100 candidates only
+    A search is a study with its settings (`studies:` in the file), or a method of the study skip_sets;
+    swift_batched is swift, measuring after every 100 candidates only.
 
     DIR then holds searches.csv (a line a trial), searches.png (speed-up against what was spent) and searches.json
     (everything). Trials and samples are on disk there: the same command again goes on where it stopped, and one with more seeds,

@@ -20,7 +20,6 @@ def build_problem(
     heads: Mapping[int, FoundHead],
     bench: Bench,
     records: Iterable[TrialRecord],
-    kept: object,
     seconds: float | None,
     progress: Progress,
     *,
@@ -28,8 +27,7 @@ def build_problem(
 ) -> Problem:
     """The problem of a study that runs on the tuning prompts of `bench`, behind those that left `records`.
 
-    `kept` is what it gave to keep if it is resumed, `seconds` the search time that it may use, `costs_folder` where measured costs
-    are kept if not where all are.
+    `seconds` is the search time that the study may use; `costs_folder` keeps measured costs elsewhere than in the shared cache.
     """
     earlier: dict[str, list[TrialRecord]] = {}
     for record in records:
@@ -62,7 +60,6 @@ def build_problem(
         heads=task.exit_heads,
         costs=costs,
         seconds=seconds,
-        kept=kept,
     )
 
 

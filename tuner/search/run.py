@@ -14,8 +14,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from decoding.drafts import compact_indices
-from studies import STUDIES
 from studies.contract import TrialRecord, best_trials
+from studies.searches.registry import create_study
 from tuner.config import SearchConfig
 from tuner.errors import SearchError, TrackingError
 from tuner.heads.distill import distil_and_track, of_search
@@ -127,8 +127,8 @@ def _run_studies(
         start = time.perf_counter()
         left = len(config.study) - index
         share = _share_of_time(config, store.spent_seconds(), left)
-        problem = build_problem(task, heads, bench, records, store.kept(name), share, progress)
-        study = STUDIES[name].create(problem, config.study_settings(name))
+        problem = build_problem(task, heads, bench, records, share, progress)
+        study = create_study(name, problem, config.study_settings(name), store.kept(name))
         stored = store.open(study, task.identity, preparation_seconds=time.perf_counter() - start)
         stored.note(RUN_ID, tracker.run_id)
         share = _share_of_time(config, store.spent_seconds(), left)
@@ -158,11 +158,10 @@ def _share_of_time(config: SearchConfig, spent_seconds: float, studies_left: int
     return None if config.timeout is None else max(0.0, config.timeout - spent_seconds) / studies_left
 
 
-def _expected_trials(task: Task, name: str) -> int | None:
+def _expected_trials(task: Task, name: str) -> int:
     """The most trials a study may run, for the progress bar."""
-    settings = task.config.study_settings(name)
-    limits = [task.config.trials, getattr(settings, "max_trials", None), getattr(settings, "max_iterations", None)]
-    return min((limit for limit in limits if limit is not None), default=None)
+    limits = (task.config.trials, task.config.study_settings(name).max_trials)
+    return min(limit for limit in limits if limit is not None)
 
 
 def _race(

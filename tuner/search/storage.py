@@ -16,7 +16,7 @@ import optuna
 import sqlalchemy.exc
 from optuna.trial import TrialState as OptunaState
 
-from studies.contract import Study, TrialRecord, TrialState
+from studies.contract import Study, StudySetup, TrialRecord, TrialState
 from tuner.errors import StorageError
 
 RECORD = "record"
@@ -49,6 +49,7 @@ class StudyStore:
         `preparation_seconds` is what making the study has taken, noted if it is new.
         """
         name = f"{self.experiment}/{study.name}"
+        setup = study.setup()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
             try:
@@ -57,13 +58,13 @@ class StudyStore:
                     study_name=name,
                     storage=self._storage,
                     direction="maximize",
-                    sampler=study.sampler(),
+                    sampler=setup.sampler,
                     pruner=optuna.pruners.WilcoxonPruner(p_threshold=0.1, n_startup_steps=3),
                     load_if_exists=True,
                 )
             except sqlalchemy.exc.SQLAlchemyError as cause:
                 raise StorageError(f"cannot use the storage {self.url}: {_reason(cause)}") from None
-        return self._checked(stored, study, {**identity, "space": study.space()}, preparation_seconds)
+        return self._checked(stored, setup, {**identity, "space": setup.space}, preparation_seconds)
 
     def kept(self, study: str) -> Any:
         """What a stored study gave to keep when it was first made, or None if there is none of that name."""
@@ -106,13 +107,13 @@ class StudyStore:
                 optuna.delete_study(study_name=name, storage=self._storage)
 
     def _checked(
-        self, stored: optuna.Study, study: Study, identity: dict[str, Any], preparation_seconds: float
+        self, stored: optuna.Study, setup: StudySetup, identity: dict[str, Any], preparation_seconds: float
     ) -> StoredStudy:
         known = stored.user_attrs.get(IDENTITY)
         if known is None:
-            for start in study.starts():
-                stored.enqueue_trial(start)
-            stored.set_user_attr(KEPT, study.keep())
+            for start in setup.starts:
+                stored.enqueue_trial(dict(start))
+            stored.set_user_attr(KEPT, setup.kept)
             stored.set_user_attr(PREPARATION, preparation_seconds)
             # Last, so that a study whose making was cut short by a kill is not taken for whole.
             stored.set_user_attr(IDENTITY, json.loads(json.dumps(identity)))

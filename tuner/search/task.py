@@ -16,7 +16,6 @@ from decoding.fingerprint import Fingerprint, fingerprint
 from decoding.probe import probe
 from decoding.target import Target
 from decoding.timing.runner_choice import choose_runner
-from studies import STUDIES
 from tuner.config import SearchConfig
 from tuner.errors import ConfigError
 from tuner.heads.distill import check_folder, num_spare
@@ -139,10 +138,10 @@ def _wanted_heads(config: SearchConfig, target: Target) -> tuple[int, ...]:
     for name in config.study:
         settings = config.study_settings(name)
         try:
-            STUDIES[name].check(settings, target)
+            settings.check(target)
         except ValueError as cause:
             raise ConfigError(f"studies.{name}: {cause}") from None
-        wanted.update(STUDIES[name].wanted_heads(settings, target.num_layers))
+        wanted.update(settings.wanted_heads(target.num_layers))
     return tuple(sorted(wanted))
 
 

@@ -14,7 +14,7 @@ from transformers import OPTConfig, OPTForCausalLM
 from decoding.drafts import LayerSkip
 from decoding.errors import UnsupportedModelError
 from decoding.target import Target
-from studies.contract import Problem, TrialRecord, TrialState
+from studies.contract import Problem, Study, TrialRecord, TrialState
 from studies.measurement import Measurement, PromptSample
 from studies.searches.conf_layers import (
     ConfLayers,
@@ -24,6 +24,7 @@ from studies.searches.conf_layers import (
     select_layers,
     sublayer_entropy,
 )
+from studies.searches.registry import create_study
 from tests.support.tiny import tiny_target
 
 
@@ -112,7 +113,11 @@ def _problem() -> Problem:
     return Problem(tiny_target(8), prompts=texts, continuations=texts, earlier={}, seed=0)
 
 
-def _record(study: ConfLayers, number: int, speedup: float, **facts: Any) -> TrialRecord:
+def limited(problem: Problem, **settings: Any) -> Study:
+    return create_study("conf_layers", problem, ConfLayersSettings(**settings))
+
+
+def _record(study: Study, number: int, speedup: float, **facts: Any) -> TrialRecord:
     trial = optuna.create_study().ask()
     candidate, notes = study.propose(trial)
     sample = PromptSample(
@@ -146,25 +151,25 @@ def test_the_confidences_take_turns() -> None:
 
 
 def test_it_stops_after_patience_iterations_without_a_better_speedup() -> None:
-    study = ConfLayers(_problem(), ConfLayersSettings(patience=3))
+    study = limited(_problem(), patience=3)
     for number, speedup in enumerate([1.0, 1.2, 1.1, 1.2, 0.9]):
         assert study.finished() is None
         study.observe(_record(study, number, speedup))
-    assert study.finished() == "no better skip set in 3 iterations"
+    assert study.finished() == "no better candidate in 3 trials"
 
 
 def test_it_stops_at_the_iteration_limit() -> None:
-    study = ConfLayers(_problem(), ConfLayersSettings(max_iterations=2))
+    study = limited(_problem(), max_trials=2)
     for number in range(2):
         study.observe(_record(study, number, 1.0 + number))
-    assert study.finished() == "2 iterations done"
+    assert study.finished() == "2 trials done"
 
 
 def test_failed_trials_count_as_iterations_without_improvement() -> None:
-    study = ConfLayers(_problem(), ConfLayersSettings(patience=2))
+    study = limited(_problem(), patience=2)
     for number in range(2):
         study.observe(_record(study, number, 1.0, state=TrialState.FAIL, measurement=None, reason="out of memory"))
-    assert study.finished() == "no better skip set in 2 iterations"
+    assert study.finished() == "no better candidate in 2 trials"
 
 
 def test_a_resumed_search_proposes_what_the_uninterrupted_one_would() -> None:

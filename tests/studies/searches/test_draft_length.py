@@ -12,10 +12,10 @@ from decoding.documents.strict_yaml import validate
 from decoding.draft_length import RULES, AdaEdl, TopProbability
 from decoding.drafts import EarlyExit, LayerSkip, Lookup, PromptLookup
 from decoding.errors import SdtuneError
-from studies import STUDIES
 from studies.contract import Problem, TrialRecord
 from studies.rule_space import search_ranges
 from studies.searches.draft_length import DraftLength, DraftLengthSettings
+from studies.searches.registry import create_study
 from tests.support.records import record
 from tests.support.tiny import tiny_target
 
@@ -53,10 +53,10 @@ def test_a_given_draft_is_used_instead() -> None:
 
 def test_it_starts_with_every_rule_at_its_defaults() -> None:
     study = _study(EARLIER)
-    stored = optuna.create_study(sampler=study.sampler())
-    for start in study.starts():
-        stored.enqueue_trial(start)
-    rules = [study.propose(stored.ask())[0].draft_length for _ in study.starts()]
+    stored = optuna.create_study(sampler=study.setup().sampler)
+    for start in study.setup().starts:
+        stored.enqueue_trial(dict(start))
+    rules = [study.propose(stored.ask())[0].draft_length for _ in study.setup().starts]
     assert rules[0] == EARLIER["conf_layers"][1].candidate.draft_length  # the best draft's own
     assert {rule.rule for rule in rules} == set(RULES)
     assert AdaEdl() in rules
@@ -86,21 +86,17 @@ def test_an_unknown_rule_is_refused_by_name() -> None:
 
 
 def test_it_ends_after_patience_trials_without_a_better_speedup() -> None:
-    study = _study(EARLIER, patience=2)
+    study = create_study("draft_length", _study(EARLIER).problem, DraftLengthSettings(patience=2))
     for number, speedup in enumerate([1.0, 1.3, 1.2, 1.25]):
         assert study.finished() is None
         study.observe(record(speedup, number=number))
-    assert study.finished() == "no better draft length in 2 trials"
+    assert study.finished() == "no better candidate in 2 trials"
 
 
 def test_the_space_names_the_drafts_so_another_draft_is_another_study() -> None:
     other = {"conf_layers": [record(1.3, blocks=(4,))]}
-    assert _study(EARLIER).space() != _study(other).space()
-    assert _study(EARLIER, patience=3).space() == _study(EARLIER, max_trials=5).space()
-
-
-def test_the_registry_names_every_study_by_its_own_name() -> None:
-    assert all(study.name == name for name, study in STUDIES.items())
+    assert _study(EARLIER).setup().space != _study(other).setup().space
+    assert _study(EARLIER, patience=3).setup().space == _study(EARLIER, max_trials=5).setup().space
 
 
 @pytest.mark.parametrize(
@@ -138,6 +134,6 @@ def test_wrong_draft_is_one_line_that_says_what_would_be_right(draft: Any, messa
 def test_given_draft_of_layers_that_the_model_does_not_have_is_refused(draft: Any) -> None:
     target = tiny_target(6)
     with pytest.raises(ValueError, match="6"):
-        DraftLength.check(DraftLengthSettings(draft=draft), target)
+        DraftLengthSettings(draft=draft).check(target)
     for fine in ({"exit_layer": 5}, {"skip_mlp": [5]}, None):
-        DraftLength.check(DraftLengthSettings(draft=fine), target)
+        DraftLengthSettings(draft=fine).check(target)

@@ -12,9 +12,10 @@ from pydantic import ValidationError
 from decoding.draft_length import RULES, DraftLengthRule, Fixed, RoundCosts, TopProbability
 from decoding.drafts import EarlyExit, PlainDecoding
 from decoding.target import Target
-from studies.contract import Candidate, Problem, TrialState
+from studies.contract import Candidate, Problem, Study, TrialState
 from studies.searches.exit_forecast import ExitForecast
 from studies.searches.exit_layer import NOTHING, ExitLayer, ExitLayerSettings, promising
+from studies.searches.registry import create_study
 from tests.support.records import record
 from tests.support.tiny import tiny_target
 
@@ -61,16 +62,22 @@ HEADS = {layer: head_draft(layer) for layer in (1, 2, 3, 4)}
 def study_of(target: Target, forecasts: list[ExitForecast] = FORECASTS, **settings: Any) -> ExitLayer:
     """A study that has kept these forecasts."""
     kept = [each.model_dump(mode="json") for each in forecasts]
-    problem = Problem(target, (), (), earlier={}, seed=0, head_drafts=HEADS, kept=kept)
-    return ExitLayer.create(problem, ExitLayerSettings(**settings))
+    problem = Problem(target, (), (), earlier={}, seed=0, head_drafts=HEADS)
+    return ExitLayer.create(problem, ExitLayerSettings(**settings), kept)
+
+
+def limited(target: Target, **settings: Any) -> Study:
+    """The study as a search runs it, with its limits."""
+    study = study_of(target, **settings)
+    return create_study("exit_layer", study.problem, study.settings, study.setup().kept)
 
 
 def begun(study: ExitLayer) -> list[Candidate]:
     """What the study proposes of its starts, in order."""
-    stored = optuna.create_study(sampler=study.sampler())
-    for start in study.starts():
-        stored.enqueue_trial(start)
-    return [study.propose(stored.ask())[0] for _ in study.starts()]
+    stored = optuna.create_study(sampler=study.setup().sampler)
+    for start in study.setup().starts:
+        stored.enqueue_trial(dict(start))
+    return [study.propose(stored.ask())[0] for _ in study.setup().starts]
 
 
 def choices(study: ExitLayer) -> set[str]:
@@ -111,7 +118,7 @@ def test_notes_of_a_trial_say_what_was_forecast(target: Target) -> None:
     study = study_of(target)
     trial = optuna.create_study().ask({})
     stored = optuna.create_study()
-    stored.enqueue_trial(study.starts()[0])
+    stored.enqueue_trial(dict(study.setup().starts[0]))
     trial = stored.ask()
     _, notes = study.propose(trial)
     assert notes == {"predicted_speedup": 1.9, "predicted_agreement": 0.5, "predicted_acceptance": 0.6}
@@ -149,11 +156,11 @@ def test_resumed_study_has_the_space_and_starts_of_the_first_without_forecasting
         raise AssertionError("forecast again")
 
     monkeypatch.setattr("studies.searches.exit_layer.forecast_exits", never)
-    resumed = ExitLayer.create(replace(problem, kept=first.keep()), ExitLayerSettings(max_tokens=3))
-    assert resumed.space() == first.space()
-    assert resumed.starts() == first.starts()
+    resumed = ExitLayer.create(problem, ExitLayerSettings(max_tokens=3), first.setup().kept)
+    assert resumed.setup().space == first.setup().space
+    assert resumed.setup().starts == first.setup().starts
     assert choices(resumed) == choices(first)
-    assert resumed.keep() == first.keep()
+    assert resumed.setup().kept == first.setup().kept
 
 
 def _made_up_costs(target: Target, drafter: Any, max_tokens: int, *, num_texts: int) -> RoundCosts:
@@ -181,19 +188,19 @@ def test_forecast_is_of_all_exits_or_of_those_asked_for(target: Target, monkeypa
 
 
 def test_heads_are_wanted_for_the_first_half_or_for_the_asked_exits() -> None:
-    assert ExitLayer.wanted_heads(ExitLayerSettings(), 10) == (1, 2, 3, 4, 5)
-    assert ExitLayer.wanted_heads(ExitLayerSettings(exit_layers=[3, 8]), 10) == (3, 8)
-    assert ExitLayer.wanted_heads(ExitLayerSettings(heads=["none"], exit_layers=[3]), 10) == ()
-    most = ExitLayer.wanted_heads(ExitLayerSettings(), 80)
+    assert ExitLayerSettings().wanted_heads(10) == (1, 2, 3, 4, 5)
+    assert ExitLayerSettings(exit_layers=[3, 8]).wanted_heads(10) == (3, 8)
+    assert ExitLayerSettings(heads=["none"], exit_layers=[3]).wanted_heads(10) == ()
+    most = ExitLayerSettings().wanted_heads(80)
     assert (len(most), most[0], most[-1]) == (12, 1, 40)
 
 
 @pytest.mark.parametrize("heads", [["none"], ["block"]])
 def test_exit_that_the_model_does_not_have_is_refused(target: Target, heads: list[str]) -> None:
-    ExitLayer.check(ExitLayerSettings(exit_layers=[1, 9], heads=heads), target)
+    ExitLayerSettings(exit_layers=[1, 9], heads=heads).check(target)
     for wrong in (0, 10):
         with pytest.raises(ValueError, match=f"first 1 to 9 of 10 layers, got {wrong}"):
-            ExitLayer.check(ExitLayerSettings(exit_layers=[2, wrong], heads=heads), target)
+            ExitLayerSettings(exit_layers=[2, wrong], heads=heads).check(target)
 
 
 def test_no_exits_at_all_are_no_setting() -> None:
@@ -204,10 +211,10 @@ def test_no_exits_at_all_are_no_setting() -> None:
 def test_another_head_under_the_same_name_is_another_search(target: Target) -> None:
     study = study_of(target)
     for heads in ({**HEADS, 2: head_draft(2, "b")}, {layer: HEADS[layer] for layer in (1, 2, 3)}):
-        problem = replace(study._problem, head_drafts=heads)
-        assert ExitLayer.create(problem, ExitLayerSettings()).space() != study.space()
-    assert study_of(target, patience=3, max_trials=9).space() == study.space()
-    assert study_of(target, max_tokens=6).space() != study.space()
+        problem = replace(study.problem, head_drafts=heads)
+        assert ExitLayer.create(problem, ExitLayerSettings(), study.setup().kept).setup().space != study.setup().space
+    assert study_of(target, patience=3, max_trials=9).setup().space == study.setup().space
+    assert study_of(target, max_tokens=6).setup().space != study.setup().space
 
 
 def best_of(draft: EarlyExit | PlainDecoding, number: int, speedup: float = 1.5) -> Any:
@@ -250,16 +257,16 @@ def test_highest_exit_of_the_model_has_none_beyond(target: Target) -> None:
 
 
 def test_it_ends_after_patience_trials_without_a_better_speedup(target: Target) -> None:
-    study = study_of(target, patience=3)
+    study = limited(target, patience=3)
     for number, speedup in enumerate([1.0, 1.3, None, 1.2]):
         assert study.finished() is None
         study.observe(record(speedup, number=number))
     study.observe(record(2.0, number=4, repeat_of=1))
-    assert study.finished() == "no better exit in 3 trials"
+    assert study.finished() == "no better candidate in 3 trials"
 
 
 def test_it_ends_at_the_trial_limit(target: Target) -> None:
-    study = study_of(target, max_trials=2)
+    study = limited(target, max_trials=2)
     study.observe(record(1.0))
     assert study.finished() is None
     study.observe(record(1.1, number=1, state=TrialState.PRUNED))
@@ -270,4 +277,4 @@ def test_without_an_exit_it_says_why(target: Target) -> None:
     problem = Problem(target, (), (), earlier={}, seed=0)
     study = ExitLayer.create(problem, ExitLayerSettings(heads=["block"]))
     assert "no head was found" in (study.finished() or "")
-    assert study.starts() == [{"exit": NOTHING}]
+    assert list(study.setup().starts) == [{"exit": NOTHING}]

@@ -21,6 +21,7 @@ from studies.measurement import BatchTexts, Measurement
 from studies.prediction.skip_space import SkipSpace
 from studies.searches.joint import Joint, JointSettings
 from studies.searches.predicted import Predicted, PredictedSettings
+from studies.searches.registry import create_study
 from tests.support.costs import made_up_costs
 from tests.support.heads import write_heads
 from tests.support.records import measurement, sample
@@ -47,7 +48,7 @@ def with_heads(problem: Problem, tmp_path_factory: pytest.TempPathFactory) -> Pr
 
 def run(study: Study, trials: int, speed: Callable[[Candidate, dict[str, Any]], float]) -> list[TrialRecord]:
     """Trials whose speed-up is made up, each told to the study before the next is asked for."""
-    stored = optuna.create_study(sampler=study.sampler(), direction="maximize")
+    stored = optuna.create_study(sampler=study.setup().sampler, direction="maximize")
     records = []
     for number in range(trials):
         trial = stored.ask()
@@ -84,8 +85,9 @@ def test_first_choice_beats_what_usual_searches_would_try_first(problem: Problem
     study = Predicted.create(problem, PredictedSettings(**SMALL))
     first = run(study, 1, as_predicted)[0].notes["predicted_speedup"]
     odd = Predicted.create(
-        replace(problem, kept={**study.keep(), "pool": [LayerSkip.blocks((1, 3)).model_dump(mode="json")]}),
+        problem,
         PredictedSettings(**SMALL),
+        {**study.setup().kept, "pool": [LayerSkip.blocks((1, 3)).model_dump(mode="json")]},
     )
     assert first > run(odd, 1, as_predicted)[0].notes["predicted_speedup"]
 
@@ -120,7 +122,7 @@ def test_it_ends_when_nothing_is_within_reach_or_nothing_gets_better(problem: Pr
     assert "no better candidate in 5 trials" in ended
     reached = Predicted.create(problem, PredictedSettings(**SMALL, patience=99))
     run(reached, 6, lambda candidate, notes: 9.0 if notes["corrected_speedup"] < 5 else 1.0)
-    run_out = Predicted.create(problem, PredictedSettings(**SMALL, max_trials=3))
+    run_out = create_study("predicted", problem, PredictedSettings(**SMALL, max_trials=3))
     run(run_out, 3, as_predicted)
     assert run_out.finished() == "3 trials done"
 
@@ -139,7 +141,7 @@ def test_resumed_search_goes_on_as_it_would_have(problem: Problem) -> None:
     settings = PredictedSettings(**SMALL)
     study = Predicted.create(problem, settings)
     records = run(study, 7, as_predicted)
-    again = Predicted.create(replace(problem, kept=study.keep(), costs=None), settings)
+    again = Predicted.create(replace(problem, costs=None), settings, study.setup().kept)
     for record in records[:4]:
         again.observe(record)
     following = run(again, 3, as_predicted)
@@ -155,7 +157,7 @@ def test_rules_asked_for_are_the_only_ones(problem: Problem) -> None:
 
 
 def test_costs_are_needed(problem: Problem) -> None:
-    with pytest.raises(ValueError, match="needs to know what passes of the model cost"):
+    with pytest.raises(ValueError, match="needs the costs of model passes"):
         Predicted.create(replace(problem, costs=None), PredictedSettings())
 
 
@@ -185,7 +187,7 @@ def test_resumed_search_knows_the_drafts_that_joined(with_heads: Problem) -> Non
     limited, settings = replace(with_heads, seconds=1e6), JointSettings(**SMALL, patience=30)
     study = Joint.create(limited, settings)
     records = run(study, 5, as_predicted)
-    again = Joint.create(replace(limited, kept=study.keep(), costs=None), settings)
+    again = Joint.create(replace(limited, costs=None), settings, study.setup().kept)
     for record in records[:3]:
         again.observe(record)
     following = run(again, 2, as_predicted)
@@ -253,7 +255,7 @@ def test_joint_searches_the_kinds_that_are_asked_for(with_heads: Problem, kind: 
     }
     assert study._search.pool
     assert all(kinds[kind](draft) for draft in study._search.pool)
-    wanted = Joint.wanted_heads(JointSettings(kinds=(kind,), exit_layers=(2, 4)), NUM_LAYERS)
+    wanted = JointSettings(kinds=(kind,), exit_layers=(2, 4)).wanted_heads(NUM_LAYERS)
     assert wanted == ((2, 4) if kind == "exit_head" else ())
 
 
@@ -264,9 +266,9 @@ def test_joint_without_any_draft_ends_at_once(problem: Problem) -> None:
 
 
 def test_exit_that_the_model_does_not_have_is_refused(problem: Problem) -> None:
-    Joint.check(JointSettings(exit_layers=(1, 5)), problem.target)
+    JointSettings(exit_layers=(1, 5)).check(problem.target)
     with pytest.raises(ValueError, match="got 6"):
-        Joint.check(JointSettings(exit_layers=(6,)), problem.target)
+        JointSettings(exit_layers=(6,)).check(problem.target)
 
 
 def test_trials_of_batches_correct_the_predictions_for_batches(problem: Problem) -> None:
@@ -278,7 +280,7 @@ def test_trials_of_batches_correct_the_predictions_for_batches(problem: Problem)
     assert predictor.survey.places == (0, 1, 2, 3)
     assert len(study._predictor.survey.places) == 2, "a whole batch, though less would do"
     batch = BatchTexts(count=2, identical=2, ties=0)
-    stored = optuna.create_study(sampler=study.sampler(), direction="maximize")
+    stored = optuna.create_study(sampler=study.setup().sampler, direction="maximize")
     for number in range(6):
         trial = stored.ask()
         wanted, notes = study.propose(trial)

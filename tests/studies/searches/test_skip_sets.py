@@ -16,11 +16,13 @@ from decoding.decoder import plain_decoder
 from decoding.drafts import LayerSkip
 from decoding.target import Target
 from decoding.text import Ending
-from studies.contract import Problem, TrialRecord, TrialState
-from studies.searches.skip_sets import SkipSets, draft_verify, swift
+from studies.contract import Problem, Study, TrialRecord, TrialState
+from studies.searches.registry import create_study
+from studies.searches.skip_sets import draft_verify, swift
 from studies.searches.skip_sets.bayes import suggest_point
+from studies.searches.skip_sets.methods import METHODS
 from studies.searches.skip_sets.settings import SkipSetsSettings
-from studies.searches.skip_sets.study import METHODS
+from studies.searches.skip_sets.study import SkipSets
 from studies.searches.skip_sets.swift import Swift
 from studies.searches.skip_sets.switches import Switches, odd_blocks
 from tests.support.records import measurement
@@ -68,11 +70,11 @@ class Run:
     """A study and its trials in memory, each answered by `speedup`, where None is a failure."""
 
     def __init__(self, problem: Problem, speedup: Speedup = planted, **settings: Any) -> None:
-        self.study = SkipSets(problem, SkipSetsSettings(**settings))
+        self.study = create_study("skip_sets", problem, SkipSetsSettings(**settings))
         self._speedup = speedup
-        self._stored = optuna.create_study(direction="maximize", sampler=self.study.sampler())
-        for start in self.study.starts():
-            self._stored.enqueue_trial(start)
+        self._stored = optuna.create_study(direction="maximize", sampler=self.study.setup().sampler)
+        for start in self.study.setup().starts:
+            self._stored.enqueue_trial(dict(start))
         self.records: list[TrialRecord] = []
 
     def go(self, count: int) -> Run:
@@ -82,11 +84,11 @@ class Run:
             self._step()
         return self
 
-    def resumed(self, study: SkipSets) -> Run:
+    def resumed(self, study: Study) -> Run:
         """The same storage in another process: the sampler is a new one, and the records are told again."""
         for record in self.records:
             study.observe(TrialRecord.model_validate_json(record.model_dump_json()))
-        self.study, self._stored.sampler = study, study.sampler()
+        self.study, self._stored.sampler = study, study.setup().sampler
         return self
 
     @property
@@ -318,17 +320,17 @@ def test_switches_and_drafts_are_each_others_inverse() -> None:
 def test_trials_and_patience_end_it(problem: Problem) -> None:
     assert Run(problem, method="random", max_trials=3).go(9).study.finished() == "3 trials done"
     run = Run(problem, lambda draft: 1.1, method="random", patience=4).go(9)
-    assert run.study.finished() == "no better skip set in 4 trials"
+    assert run.study.finished() == "no better candidate in 4 trials"
     assert len(run.records) == 5
 
 
 def test_space_is_the_search_and_not_how_long_it_goes_on(problem: Problem) -> None:
     spaces = [
-        SkipSets(problem, SkipSetsSettings(**settings)).space()
+        SkipSets(problem, SkipSetsSettings(**settings)).setup().space
         for settings in ({}, {"max_trials": 3, "patience": 2, "swift": {"tolerance": 9}}, {"swift": {"window": 9}})
     ]
     assert spaces[0] == spaces[1] != spaces[2]
-    assert SkipSets(problem, SkipSetsSettings(method="random")).space() != spaces[0]
+    assert SkipSets(problem, SkipSetsSettings(method="random")).setup().space != spaces[0]
 
 
 @pytest.mark.parametrize(
@@ -341,7 +343,7 @@ def test_space_is_the_search_and_not_how_long_it_goes_on(problem: Problem) -> No
 )
 def test_settings_that_leave_nothing_out_are_refused(num_layers: int, settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        SkipSets.check(SkipSetsSettings(**settings), tiny_target(num_layers))
+        SkipSetsSettings(**settings).check(tiny_target(num_layers))
 
 
 def test_a_model_without_separate_mlps_has_the_odd_layers_alone() -> None:
@@ -349,7 +351,7 @@ def test_a_model_without_separate_mlps_has_the_odd_layers_alone() -> None:
         vocab_size=64, hidden_size=16, ffn_dim=32, num_hidden_layers=4, num_attention_heads=2, word_embed_proj_dim=16
     )
     target = Target(OPTForCausalLM(config))
-    SkipSets.check(SkipSetsSettings(method="odd_layers"), target)
+    SkipSetsSettings(method="odd_layers").check(target)
     for method in ("random", "swift", "draft_verify", "tpe"):
         with pytest.raises(ValueError, match="leaves out single sublayers"):
-            SkipSets.check(SkipSetsSettings(method=method), target)
+            SkipSetsSettings(method=method).check(target)

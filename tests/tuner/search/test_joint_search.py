@@ -12,7 +12,7 @@ from decoding.drafts import EarlyExit, LayerSkip, PlainDecoding, PromptLookup
 from decoding.profile import DraftProfile
 from studies.contract import TrialRecord
 from studies.prediction.proposals import Proposals
-from studies.searches.joint import Joint
+from studies.searches.joint import JointSource
 from tests.tuner.conftest import SearchCommand
 from tuner.search.storage import RECORD
 
@@ -52,7 +52,7 @@ def test_stopped_search_goes_on_with_the_pool_it_had(run_joint: SearchCommand, m
     def again(*args: Any) -> Any:
         raise AssertionError("all was rated, and the pool is kept")
 
-    monkeypatch.setattr(Joint, "_first_drafts", again)
+    monkeypatch.setattr(JointSource, "first", again)
     monkeypatch.setattr(Proposals, "_wanted", again)
     result = run_joint("--trials", "4")
     assert result.exit_code == 0, result.output

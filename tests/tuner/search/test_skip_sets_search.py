@@ -8,8 +8,8 @@ import pytest
 
 from decoding.target import Target
 from studies.contract import Problem, TrialRecord, TrialState
-from studies.searches.skip_sets import SkipSets
 from studies.searches.skip_sets.settings import SkipSetsSettings
+from studies.searches.skip_sets.study import SkipSets
 from tests.tuner.conftest import SearchCommand
 from tuner.measuring.paired import Bench
 from tuner.search.storage import StudyStore, sqlite_url

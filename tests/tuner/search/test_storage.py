@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import optuna
 import pytest
 
-from studies.contract import Candidate, Study, TrialRecord, TrialState
+from studies.contract import Candidate, Problem, Study, StudySetup, TrialRecord, TrialState
 from studies.searches.draft_length import DraftLength, DraftLengthSettings
 from tests.support.records import candidate, record
+from tests.support.tiny import tiny_target
 from tuner.errors import StorageError
 from tuner.search.storage import StudyStore, sqlite_url
 
@@ -23,23 +25,13 @@ class OneCandidate(Study):
     name = "one_candidate"
 
     def __init__(self, space: dict[str, Any] | None = None) -> None:
-        self._space = space or {}
+        self._setup = StudySetup(space or {}, optuna.samplers.RandomSampler(seed=0))
 
-    @classmethod
-    def create(cls, problem: Any, settings: Any) -> OneCandidate:
-        return cls()
+    def setup(self) -> StudySetup:
+        return self._setup
 
     def propose(self, trial: optuna.Trial) -> tuple[Candidate, dict[str, Any]]:
         return candidate(), {}
-
-    def observe(self, record: TrialRecord) -> None:
-        pass
-
-    def finished(self) -> str | None:
-        return None
-
-    def space(self) -> dict[str, Any]:
-        return self._space
 
 
 def _store(tmp_path: Path) -> StudyStore:
@@ -122,9 +114,7 @@ def test_an_unusable_url_is_one_line(url: str) -> None:
 
 def test_a_new_study_begins_with_its_starts(tmp_path: Path) -> None:
     settings = DraftLengthSettings(draft=candidate().draft)
-    study = DraftLength.__new__(DraftLength)
-    study._settings, study._drafts, study._problem = settings, [candidate().draft], type("P", (), {"seed": 0})()
-    study._incumbent = []
+    study = DraftLength(Problem(tiny_target(), (), (), earlier={}, seed=0), settings)
     stored = _store(tmp_path).open(study, IDENTITY)
     assert [study.propose(stored.ask())[0].draft_length.rule for _ in settings.rules] == list(settings.rules)
 
@@ -151,14 +141,7 @@ class Keeping(OneCandidate):
 
     def __init__(self, kept: Any = None, first: int = 0) -> None:
         super().__init__()
-        self._kept = kept
-        self._first = first
-
-    def keep(self) -> Any:
-        return self._kept
-
-    def starts(self) -> list[dict[str, Any]]:
-        return [{"place": self._first}, {"place": self._first + 1}]
+        self._setup = replace(self._setup, starts=[{"place": first}, {"place": first + 1}], kept=kept)
 
     def propose(self, trial: optuna.Trial) -> tuple[Candidate, dict[str, Any]]:
         return candidate((trial.suggest_int("place", 0, 99),)), {}

@@ -10,7 +10,7 @@ import optuna
 import pytest
 import torch
 
-from studies.contract import Candidate, Study, TrialRecord, TrialState
+from studies.contract import Candidate, Study, StudySetup, TrialRecord, TrialState
 from studies.measurement import BatchTexts, Measurement, PromptSample
 from tests.support.records import candidate, sample
 from tuner.search.storage import StudyStore, sqlite_url
@@ -28,9 +28,8 @@ class Scripted(Study):
         self._sets = list(sets)
         self.observed: list[TrialRecord] = []
 
-    @classmethod
-    def create(cls, problem: Any, settings: Any) -> Scripted:
-        raise AssertionError("made by the test")
+    def setup(self) -> StudySetup:
+        return StudySetup({}, optuna.samplers.RandomSampler(seed=0))
 
     def propose(self, trial: optuna.Trial) -> tuple[Candidate, dict[str, Any]]:
         return candidate(self._sets[len(self.observed)]), {"place": len(self.observed)}

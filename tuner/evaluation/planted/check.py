@@ -24,8 +24,7 @@ from decoding.draft_length import Fixed
 from decoding.drafts import Draft, LayerSkip, PlainDecoding
 from decoding.rounds import BatchGeneration
 from decoding.target import Target
-from studies import STUDIES
-from studies.contract import Candidate, Problem, Study, best_trials
+from studies.contract import Candidate, Problem, best_trials
 from studies.costs.table import CostTable
 from studies.costs.terms import DraftStep, Pass
 from studies.measurement import Measurement
@@ -33,6 +32,8 @@ from studies.prediction.predictor import Predictor
 from studies.prediction.proposals import propose_skip_sets
 from studies.prediction.skip_space import SkipSpace
 from studies.prediction.survey import Survey
+from studies.searches.predicted import PredictedSettings
+from studies.searches.registry import STUDIES, create_study
 from tuner.errors import SearchError
 from tuner.evaluation.planted.model import plant, planted, prompts
 from tuner.measuring.cost_table import Timer, measure_cost_table
@@ -42,7 +43,8 @@ from tuner.results import stamped
 from tuner.search.storage import StudyStore, sqlite_url
 from tuner.search.trials import Budget, run_study
 
-SEARCHES = ("predicted", "joint")
+SEARCHES = tuple(name for name, entry in STUDIES.items() if issubclass(entry.load().Settings, PredictedSettings))
+"""The studies that search by prediction."""
 MAX_TOKENS = 4
 NUM_REDUNDANT, NUM_GREY = 4, 2
 """Blocks of the small problem."""
@@ -308,11 +310,13 @@ def _search(name: str, bench: PricedBench, target: Target, seed: int, progress: 
         prefix_reuse=False,
         costs=lambda max_tokens: bench.table,
     )
-    settings = STUDIES[name].Settings.model_validate(
-        {"rules": ("fixed",), "max_tokens": MAX_TOKENS, "whole_blocks": True}
+    settings = (
+        STUDIES[name]
+        .load()
+        .Settings.model_validate({"rules": ("fixed",), "max_tokens": MAX_TOKENS, "whole_blocks": True})
     )
     progress.stage(f"seed {seed}: {name}")
-    study: Study = STUDIES[name].create(problem, settings)
+    study = create_study(name, problem, settings)
     with TemporaryDirectory() as folder:
         stored = StudyStore(sqlite_url(Path(folder) / "trials.db"), "planted").open(study, {})
         records, _ = run_study(study, stored, bench, range(len(bench.prompts)), Budget(None, None), lambda record: None)

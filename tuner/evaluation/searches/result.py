@@ -11,6 +11,7 @@ import numpy as np
 from decoding.profile import Interval
 from studies.contract import TrialRecord
 from studies.measurement import Measurement
+from studies.searches.registry import DEFAULT_STUDIES
 from tuner.evaluation.searches.curves import (
     Curve,
     Finals,
@@ -58,7 +59,7 @@ class SearchComparison:
     @property
     def reference(self) -> str:
         """The search that all are compared with: `joint` if it is among them, else the first."""
-        return "joint" if "joint" in self.runs else self.searches[0]
+        return next((name for name in DEFAULT_STUDIES if name in self.runs), self.searches[0])
 
     def counted(self, run: SearchRun) -> list[CurvePoint]:
         """The trials of a run that count."""

@@ -7,28 +7,15 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from decoding.documents.strict_yaml import Document, suggest, validate
+from decoding.documents.strict_yaml import suggest, validate
 from decoding.target import Target
-from studies import STUDIES
-from studies.searches.skip_sets import SkipSets
-from studies.searches.skip_sets.study import METHODS
+from studies.contract import StudySettings
+from studies.searches.registry import STUDIES, compared_searches
 from tuner.config import SearchConfig
 from tuner.errors import ConfigError
 
-NOT_ALONE = ("draft_length", SkipSets.name)
-"""`draft_length` refines the drafts of the studies before it; `skip_sets` stands here under the names of its methods."""
-
-_BATCHED = MappingProxyType({"method": "swift", "swift": {"until_better": False, "round_length": 100}})
-
-SEARCHES: Mapping[str, tuple[str, Mapping[str, Any]]] = MappingProxyType(
-    {
-        "joint": ("joint", {}),
-        **{name: (name, {}) for name in STUDIES if name not in NOT_ALONE},
-        **{method: (SkipSets.name, {"method": method}) for method in METHODS},
-        "swift_batched": (SkipSets.name, _BATCHED),
-    }
-)
-"""What each name stands for: a study, and the settings in which it differs from the study's own."""
+SEARCHES: Mapping[str, tuple[str, Mapping[str, Any]]] = MappingProxyType(compared_searches())
+"""By search name: a study, and the settings in which the search differs from the study's own."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +24,7 @@ class Rival:
 
     name: str
     study: str
-    settings: Document
+    settings: StudySettings
 
 
 def rivals(names: Iterable[str], config: SearchConfig) -> tuple[Rival, ...]:
@@ -49,7 +36,7 @@ def rivals(names: Iterable[str], config: SearchConfig) -> tuple[Rival, ...]:
             raise ConfigError(f"unknown search {name!r}; {suggest(name, SEARCHES)}")
         study, changes = SEARCHES[name]
         given = _changed(config.studies.get(study, {}), changes)
-        settings = validate(STUDIES[study].Settings, given, source=f"studies.{study}", error=ConfigError)
+        settings = validate(STUDIES[study].load().Settings, given, source=f"studies.{study}", error=ConfigError)
         found.append(Rival(name, study, settings))
     return tuple(found)
 
@@ -57,7 +44,7 @@ def rivals(names: Iterable[str], config: SearchConfig) -> tuple[Rival, ...]:
 def check(rival: Rival, target: Target) -> None:
     """Raise `ConfigError` for a search that this model has nothing for."""
     try:
-        STUDIES[rival.study].check(rival.settings, target)
+        rival.settings.check(target)
     except ValueError as cause:
         raise ConfigError(f"search {rival.name}: {cause}") from None
 

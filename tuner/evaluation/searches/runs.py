@@ -15,8 +15,8 @@ import numpy as np
 from pydantic import Field
 
 from decoding.documents.strict_yaml import Document, Duration
-from studies import STUDIES
 from studies.contract import Study, TrialRecord, best_trials
+from studies.searches.registry import create_study
 from tuner.errors import ConfigError, StorageError
 from tuner.evaluation.searches.rivals import Rival
 from tuner.measuring.paired import Bench
@@ -183,13 +183,12 @@ class SearchRunner:
                 self.task.heads,
                 bench,
                 (),
-                kept,
                 self.limits.seconds,
                 self.progress,
                 costs_folder=Path(folder),
             )
             try:
-                return STUDIES[rival.study].create(replace(problem, seed=seed), rival.settings)
+                return create_study(rival.study, replace(problem, seed=seed), rival.settings, kept)
             except ValueError as cause:
                 raise ConfigError(f"search {rival.name}: {cause}") from None
 

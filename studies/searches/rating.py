@@ -1,0 +1,86 @@
+"""Rating of skip sets between trials: within a time limit, and only for as long as they may beat the pool."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from decoding.target import Target
+from studies.prediction.pools import is_same, unlike
+from studies.prediction.predictor import Drafting, Prediction, Predictor
+from studies.prediction.proposals import Proposals
+from studies.prediction.skip_space import SkipSpace
+
+FEWEST_SURVEYED, SURVEYED_PER_ITEM = 160, 3
+NEAR_THE_BEST = 0.85
+"""Share of the pool's best predicted speed-up that a skip set must reach to join the pool."""
+HOPELESS = 0.75
+"""Share below which the best skip set ends the rating. Moves gain a few per cent, not a third."""
+
+
+class Rating:
+    """Skip sets rated one by one by prediction: about `num_surveyed`, or three per sublayer and at least 160."""
+
+    def __init__(
+        self,
+        target: Target,
+        predictor: Predictor,
+        *,
+        whole_blocks: bool = False,
+        num_surveyed: int | None = None,
+        is_over: bool = False,
+    ) -> None:
+        space = SkipSpace.of(target, whole_blocks=whole_blocks)
+        self._most = num_surveyed or max(FEWEST_SURVEYED, SURVEYED_PER_ITEM * len(space.items))
+        self._num_layers = target.num_layers
+        self._predictor = predictor
+        self._proposals = Proposals(space, predictor)
+        self._rated = self._proposals.rate()
+        self._seconds = 0.0
+        self.num_rated = 0
+        self.is_over = is_over
+        """True if nothing is left to rate, enough sets are rated, or they cannot beat the pool."""
+
+    @property
+    def is_under_way(self) -> bool:
+        """True if the best sets so far are worth measuring."""
+        return self._proposals.is_under_way or self.is_over
+
+    def rate(self, seconds: float, pool: Sequence[Drafting]) -> bool:
+        """Rate sets until all calls together have taken `seconds`. Return True if any set was rated.
+
+        With an empty pool, rating goes on until it is under way, whatever the time: there must be something to measure.
+        """
+        before = self.num_rated
+        must_begin = not pool and not self.is_under_way
+        while not self.is_over and ((must_begin and not self.is_under_way) or self._seconds < seconds):
+            start = time.perf_counter()
+            self._rate_next()
+            self.is_over |= self.is_under_way and self._is_hopeless(pool)
+            self._seconds += time.perf_counter() - start
+        return self.num_rated > before
+
+    def worth_measuring(self, pool: Sequence[Drafting], count: int) -> list[Drafting]:
+        """Return the best `count` unlike sets, without those in `pool` and those far slower than its best draft."""
+        rated = self._proposals.best_first()
+        speedups = {prediction.draft: prediction.speedup for prediction in rated}
+        least = NEAR_THE_BEST * self._best_of(pool)
+        return [
+            draft
+            for draft in unlike(rated, count, self._num_layers)
+            if speedups[draft] >= least and not any(is_same(draft, other, self._num_layers) for other in pool)
+        ]
+
+    def _rate_next(self) -> None:
+        prediction: Prediction | None = next(self._rated, None)
+        self.is_over = prediction is None
+        self.num_rated += not self.is_over
+        self.is_over |= self._proposals.is_under_way and self.num_rated >= self._most
+
+    def _is_hopeless(self, pool: Sequence[Drafting]) -> bool:
+        rated = self._proposals.best_first()
+        return not rated or rated[0].speedup < HOPELESS * self._best_of(pool)
+
+    def _best_of(self, pool: Sequence[Drafting]) -> float:
+        """Return the best predicted speed-up in the pool, on the sequences that skip sets are rated on."""
+        return max((self._predictor.best(draft).speedup for draft in pool), default=0.0)

@@ -1,0 +1,70 @@
+"""The registry of studies: names without imports, classes on first use.
+
+To add a study, write one file with a `Study` and add one line to `STUDIES`.
+"""
+
+from __future__ import annotations
+
+import pkgutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, cast
+
+from studies.searches.skip_sets.methods import METHODS
+
+if TYPE_CHECKING:
+    from studies.contract import Problem, Study
+
+
+@dataclass(frozen=True)
+class StudyEntry:
+    """A registered study, which can be listed without importing torch or Optuna."""
+
+    reference: str
+    """`module:Class`, imported by `load`."""
+    compared_as: Mapping[str, Mapping[str, Any]] | None = None
+    """Searches of a comparison: changed settings by search name. None: the study itself, under its own name."""
+
+    def load(self) -> type[Study]:
+        """Import and return the class."""
+        return cast("type[Study]", pkgutil.resolve_name(self.reference))
+
+
+STUDIES: dict[str, StudyEntry] = {
+    "joint": StudyEntry("studies.searches.joint:Joint"),
+    "predicted": StudyEntry("studies.searches.predicted:Predicted"),
+    "conf_layers": StudyEntry("studies.searches.conf_layers:ConfLayers"),
+    "exit_layer": StudyEntry("studies.searches.exit_layer:ExitLayer"),
+    # A comparison runs each search alone, and this study refines the drafts of earlier ones.
+    "draft_length": StudyEntry("studies.searches.draft_length:DraftLength", compared_as={}),
+    "skip_sets": StudyEntry(
+        "studies.searches.skip_sets.study:SkipSets",
+        compared_as={
+            **{method: {"method": method} for method in METHODS},
+            "swift_batched": {"method": "swift", "swift": {"until_better": False, "round_length": 100}},
+        },
+    ),
+}
+
+DEFAULT_STUDIES = ("joint",)
+"""Studies that a search runs unless others are named: all kinds of drafts under one budget."""
+
+
+def compared_searches() -> dict[str, tuple[str, Mapping[str, Any]]]:
+    """Return the searches that can be compared: study name and changed settings by search name."""
+    return {
+        search: (name, changes)
+        for name, entry in STUDIES.items()
+        for search, changes in ({name: {}} if entry.compared_as is None else entry.compared_as).items()
+    }
+
+
+def create_study(name: str, problem: Problem, settings: Any, kept: Any = None) -> Study:
+    """Return the study `name` with its limits applied.
+
+    `settings` is an instance of the study's `Settings`, `kept` the stored `StudySetup.kept` of a study that is resumed.
+    Raises ValueError if the problem lacks something that the study needs.
+    """
+    from studies.limits import Limited
+
+    return Limited(STUDIES[name].load().create(problem, settings, kept), settings.max_trials, settings.idle_limit)
