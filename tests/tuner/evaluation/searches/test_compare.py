@@ -238,7 +238,7 @@ def test_every_run_of_a_search_by_prediction_measures_its_costs(
 def test_studies_with_nothing_to_try_are_one_line(
     compare: Compare, clockwork: Clockwork, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("studies.searches.skip_sets.SkipSets.finished", lambda study: "there is nothing to try")
+    monkeypatch.setattr("studies.searches.skip_sets.study.SkipSets.finished", lambda study: "there is nothing to try")
     refused(compare("random"), "no search came to a trial within 2 trials: random: there is nothing to try")
 
 
