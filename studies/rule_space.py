@@ -1,6 +1,6 @@
-"""The space of draft-length rules as Optuna parameters, read off the rules themselves.
+"""The space of draft-length rules as Optuna parameters, read from the rules themselves.
 
-A rule declares beside each parameter the range worth searching, so a new one is searched as soon as it is registered.
+A rule declares the search range of each parameter, so a new rule is searched as soon as it is registered.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from decoding.draft_length import RULES, DraftLengthRule
 
 
 def rule_sampler(seed: int) -> optuna.samplers.BaseSampler:
-    """TPE that treats the parameters of each rule as one group."""
+    """Return a TPE sampler that treats the parameters of each rule as one group."""
     with warnings.catch_warnings():
         # `group` is marked experimental; a sampler that lost it would search worse, not wrongly.
         warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
@@ -27,7 +27,7 @@ def rule_sampler(seed: int) -> optuna.samplers.BaseSampler:
 
 
 def suggest_rule(trial: optuna.Trial, rules: Sequence[str], max_tokens: int) -> DraftLengthRule:
-    """A rule and its parameters, as the sampler suggests them; drafts reach to `max_tokens`."""
+    """Return a rule with parameters that the sampler suggests; drafts have at most `max_tokens` tokens."""
     name = trial.suggest_categorical("rule", list(rules))
     values: dict[str, Any] = {}
     for field, (low, high, log) in search_ranges(RULES[name], max_tokens).items():
@@ -40,21 +40,21 @@ def suggest_rule(trial: optuna.Trial, rules: Sequence[str], max_tokens: int) -> 
 
 
 def rule_parameters(rule: DraftLengthRule, max_tokens: int) -> dict[str, Any]:
-    """The rule as Optuna parameters, moved into the range that is searched: what to enqueue for `suggest_rule` to find it."""
+    """Return the rule as Optuna parameters for `enqueue_trial`, clipped to the search ranges."""
     ranges = search_ranges(type(rule), max_tokens)
     clipped = {field: min(max(getattr(rule, field), low), high) for field, (low, high, _) in ranges.items()}
     return {"rule": rule.rule, **{f"{rule.rule}.{field}": value for field, value in clipped.items()}}
 
 
 def draw_rule(name: str, max_tokens: int, stream: np.random.Generator) -> DraftLengthRule:
-    """A rule with parameters drawn evenly from the ranges that are searched."""
+    """Return a rule with parameters drawn uniformly from the search ranges."""
     return _rule_at(
         name, max_tokens, {field: float(stream.random()) for field in search_ranges(RULES[name], max_tokens)}
     )
 
 
 def near_rule(rule: DraftLengthRule, max_tokens: int, nearness: float, stream: np.random.Generator) -> DraftLengthRule:
-    """The rule with its parameters moved at random, by a standard deviation of `nearness` of the range that is searched."""
+    """Return the rule with parameters moved at random, by a standard deviation of `nearness` of their search range."""
     places = {}
     for field, (low, high, log) in search_ranges(type(rule), max_tokens).items():
         value = getattr(rule, field)
@@ -64,7 +64,7 @@ def near_rule(rule: DraftLengthRule, max_tokens: int, nearness: float, stream: n
 
 
 def _rule_at(name: str, max_tokens: int, places: dict[str, float]) -> DraftLengthRule:
-    """The rule whose parameters lie at these places, 0 to 1, of their ranges."""
+    """Return the rule with parameters at these fractions, 0 to 1, of their search ranges."""
     values: dict[str, float] = {}
     for field, (low, high, log) in search_ranges(RULES[name], max_tokens).items():
         value = low * (high / low) ** places[field] if log else low + (high - low) * places[field]
@@ -73,7 +73,7 @@ def _rule_at(name: str, max_tokens: int, places: dict[str, float]) -> DraftLengt
 
 
 def search_ranges(rule: type[DraftLengthRule], max_tokens: int) -> dict[str, tuple[float, float, bool]]:
-    """(low, high, logarithmic) of each tunable parameter of a rule; the draft length reaches to `max_tokens`."""
+    """Return (low, high, logarithmic) of each tunable parameter of a rule; `max_tokens` bounds the draft length."""
     ranges = {}
     for name, field in rule.model_fields.items():
         extra = field.json_schema_extra
@@ -84,7 +84,7 @@ def search_ranges(rule: type[DraftLengthRule], max_tokens: int) -> dict[str, tup
 
 
 def check_rules(rules: tuple[str, ...]) -> tuple[str, ...]:
-    """The names, if all are rules; ValueError otherwise."""
+    """Return the names. Raises ValueError if one is not a rule."""
     for rule in rules:
         if rule not in RULES:
             raise ValueError(f"unknown rule {rule!r}; {suggest(rule, RULES)}")
@@ -92,4 +92,4 @@ def check_rules(rules: tuple[str, ...]) -> tuple[str, ...]:
 
 
 RuleNames = Annotated[tuple[str, ...], Field(min_length=1), AfterValidator(check_rules)]
-"""The key of a study's settings that names the rules to choose among."""
+"""Settings key of a study: the rules to choose among."""

@@ -1,7 +1,7 @@
-"""What every exit of a model would do on the target's own texts: predicted from one teacher-forced pass and measured costs.
+"""Forecasts of every exit of a model, from one teacher-forced pass over plain decoding and from measured costs.
 
-Our formulation: EESD (arXiv 2406.03853) is known to us by its abstract. The forecast orders the exits; which one is best is
-for real decoding to say.
+Our formulation; only the abstract of EESD (arXiv 2406.03853) was available to us. A forecast orders the exits; real decoding
+decides which is best.
 """
 
 from __future__ import annotations
@@ -22,27 +22,27 @@ from studies.prediction.replay import replay
 from studies.prediction.survey import Survey
 
 TIMED_EXITS = 3
-"""Exits whose costs are measured; those between are interpolated, as every block costs the same."""
+"""Number of exits whose costs are measured; the others are interpolated, as every block costs the same."""
 
 THRESHOLDS = (0.3, 0.4, 0.5, 0.6, 0.7, 0.8)
 
 
 class ExitForecast(Document):
-    """A prediction, on tuning prompts: never to be reported as a measurement."""
+    """A prediction on tuning prompts. Never reported as a measurement."""
 
     draft: EarlyExit
     agreement: float
-    """Share of positions at which a draft would have been accepted."""
+    """Share of positions at which a drafted token would be accepted."""
     acceptance: float
     """Mean over positions of sum over v of min(p, q), the exact sampling acceptance."""
     rule: AnyRule
-    """The rule that would do best with it, of a few fixed lengths and top-probability thresholds."""
+    """The rule with the best prediction, among fixed lengths and top-probability thresholds."""
     speedup: float
-    """Predicted, with that rule."""
+    """Predicted speed-up with `rule`."""
 
 
 def forecast_exits(problem: Problem, drafts: Sequence[EarlyExit], max_tokens: int) -> list[ExitForecast]:
-    """A forecast for each of `drafts`, the best first. Needs a text of at least two tokens."""
+    """Return a forecast for each of `drafts`, the best first. Needs a continuation of at least two tokens."""
     survey = Survey(
         problem.target,
         problem.prompts,
@@ -97,7 +97,7 @@ def _costs(problem: Problem, drafts: Sequence[EarlyExit], max_tokens: int) -> di
 
 
 def _by_kind(drafts: Sequence[EarlyExit]) -> Iterator[list[EarlyExit]]:
-    """Those without a head and those with one, by exit layer."""
+    """Yield the drafts without a head, then those with one, by exit layer."""
     for has_head in (False, True):
         group = [draft for draft in drafts if (draft.head is not None) == has_head]
         if group:

@@ -1,8 +1,8 @@
-"""Bayesian optimisation over the unit cube: a Gaussian process of what is known, and the point of the highest upper bound.
+"""Bayesian optimisation over the unit cube: a Gaussian process of the known points, and the highest upper bound.
 
-As in the package that the released code of Draft & Verify and of SWIFT uses (`bayesian-optimization`): Matern 2.5 with one
-length scale, values standardised, five restarts of its fit; the upper confidence bound mean + kappa * deviation; the best of
-10,000 random points and ten ascents by L-BFGS-B from others. Both set alpha, the noise, to 0.01.
+As in `bayesian-optimization`, the package that the released code of Draft & Verify and of SWIFT uses: a Matern 2.5 kernel with
+one length scale, standardised values, and five restarts of the fit; the upper confidence bound mean + kappa * deviation; the
+best of 10,000 random points and of ten ascents by L-BFGS-B from other points. Both papers set alpha, the noise, to 0.01.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ RESTARTS = 5
 NUM_RANDOM = 10_000
 NUM_ASCENTS = 10
 STEP = 1e-6
-"""Of the finite differences that an ascent follows."""
+"""Step of the finite differences that an ascent follows."""
 
 
 def suggest_point(
     points: Sequence[SkipPoint], values: Sequence[float], *, size: int, kappa: float, rng: np.random.Generator
 ) -> SkipPoint:
-    """The next point [size] to try, given the `values` of `points`; a random one if there are none yet.
+    """Return the next point [size] to try, given the `values` of `points`, or a random one if there are none.
 
-    Rounded to four digits, so that a stored point is the one that was tried. The same `rng` gives the same point.
+    Rounded to four digits, so that a stored point equals the point that was tried. The same `rng` gives the same point.
     """
     if not points:
         return rng.random(size).round(4)
@@ -47,7 +47,7 @@ def suggest_point(
 
 
 class UpperBound:
-    """mean + kappa * deviation of a Gaussian process fitted to `points` [count, size] and `values` [count]."""
+    """Upper bound mean + kappa * deviation of a Gaussian process fitted to `points` [count, size] and `values` [count]."""
 
     def __init__(self, points: SkipPoint, values: SkipPoint, *, kappa: float, seed: int) -> None:
         self._kappa = kappa
@@ -55,12 +55,12 @@ class UpperBound:
             kernel=Matern(nu=2.5), alpha=NOISE, normalize_y=True, n_restarts_optimizer=RESTARTS, random_state=seed
         )
         with warnings.catch_warnings():
-            # A length scale at its bound is what a few values, or equal ones, lead to.
+            # Few or equal values lead to a length scale at its bound.
             warnings.simplefilter("ignore", ConvergenceWarning)
             self._process.fit(points, values)
 
     def at(self, points: SkipPoint) -> SkipPoint:
-        """The bound [count] at `points` [count, size]."""
+        """Return the bound [count] at `points` [count, size]."""
         with warnings.catch_warnings():
             # A variance that rounding has made negative is set to 0.
             warnings.filterwarnings("ignore", message="Predicted variances smaller than 0", category=UserWarning)
@@ -68,6 +68,6 @@ class UpperBound:
         return np.asarray(mean + self._kappa * deviation)
 
     def depth_and_slope(self, point: SkipPoint) -> tuple[float, SkipPoint]:
-        """Minus the bound at a point [size] and its gradient, all differences in one prediction."""
+        """Return minus the bound at a point [size], and its gradient; one prediction gives all differences."""
         heights = self.at(np.vstack([point, point + STEP * np.eye(len(point))]))
         return -float(heights[0]), -(heights[1:] - heights[0]) / STEP

@@ -1,4 +1,4 @@
-"""The contract between a rival search and the study that runs it: which skip set next, no more."""
+"""The contract between a published skip-set search and the study that runs it."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from studies.searches.skip_sets.settings import SkipSetsSettings
 
 
 class Method(ABC):
-    """One way to choose skip sets. Its state is rebuilt by `observe` alone; `propose` leaves it as it is.
+    """One way to choose skip sets. Its state changes in `observe` alone, never in `propose`.
 
-    Random numbers come from streams of their own for each step, seeded by the problem's seed and the step's number, so that
-    a search that was stopped goes on as if it had not been.
+    Each step has a random stream of its own, seeded by the problem's seed and the step's number, so that a resumed search
+    continues as if it had not been stopped.
     """
 
     whole_blocks: ClassVar[bool] = False
-    """Whether only whole blocks are left out, so that a model need not show attention and MLP apart."""
+    """True if only whole blocks are skipped, so that the model need not have separate attention and MLP modules."""
 
     def __init__(self, problem: Problem, settings: SkipSetsSettings) -> None:
         self.problem = problem
@@ -29,23 +29,23 @@ class Method(ABC):
 
     @classmethod  # noqa: B027 - most settings fit every model
     def check(cls, settings: SkipSetsSettings, target: Target) -> None:
-        """Raise ValueError for settings that leave this model nothing to skip."""
+        """Raise ValueError for settings that leave nothing to skip in this model."""
 
     @abstractmethod
     def propose(self, trial: optuna.Trial, place: int) -> tuple[LayerSkip, dict[str, Any]]:
-        """The set to measure behind `place` finished trials, and the notes to find in the record."""
+        """Return the set to measure after `num_trials` finished trials, and the notes of its record."""
 
-    def observe(self, record: TrialRecord) -> None:  # noqa: B027 - a search need not learn
+    def observe(self, record: TrialRecord) -> None:  # noqa: B027 - the sampler may keep all state
         """Learn how a trial ended."""
 
     def finished(self) -> str | None:
-        """Why the search itself ends, or None; trials and patience are the study's business."""
+        """Return the reason that the method itself ends, or None. Limits are applied by `studies.limits`."""
         return None
 
     def starts(self) -> list[dict[str, Any]]:
-        """See `Study.starts`."""
+        """Return parameter values to try first (`StudySetup.starts`)."""
         return []
 
     def sampler(self) -> optuna.samplers.BaseSampler:
-        """Optuna's sampler for what `propose` suggests; most searches choose by themselves, and their sets are noted."""
+        """Return Optuna's sampler for the parameters that `propose` suggests; most methods choose sets themselves."""
         return optuna.samplers.RandomSampler(seed=self.problem.seed)

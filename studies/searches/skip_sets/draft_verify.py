@@ -1,14 +1,13 @@
 """Draft & Verify's search (arXiv 2309.08168): Bayesian optimisation of the measured speed over a switch for each sublayer.
 
-As in the released code: 2L switches, the first and the last block among them; a sublayer is left out where the point's coordinate
-is above one half; the process is told the point and its measured speed; kappa is 2.576, its package's default; no random
-points at the start. Every iteration is a trial here, so that its budget is the search's (theirs: 1000 iterations, each of 8
-prompts of 32 tokens).
+As in the released code: 2L switches, including the first and the last block; a sublayer is skipped if the point's coordinate
+is above one half; the process is told the point and its measured speed; kappa is 2.576, the default of the package; no random
+points at the start. Every iteration is a trial here, so the budget is the search's (theirs: 1000 iterations of 8 prompts of
+32 tokens).
 
-Our choice: the value is the speed-up over plain decoding of the same prompts and not the speed itself, which drifts with the
-machine; the search begins with the odd blocks where the authors give it two sets of their own for a model of 40 layers; a
-trial that was given up early counts with the prompts it was measured on, a failed one as the slowest known; a set met before
-takes over its measurement.
+Our choices: the value is the speed-up over plain decoding of the same prompts, as the speed itself drifts with the machine;
+the search starts from the odd blocks, where the authors give two sets of their own for a model of 40 layers; a pruned trial
+counts with the prompts it measured, a failed one as the slowest known; a repeated set takes over its measurement.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ KAPPA = 2.576
 
 
 class DraftVerify(Method):
-    """Knows the points tried and their speed-ups."""
+    """State: the points tried and their speed-ups."""
 
     def __init__(self, problem: Problem, settings: SkipSetsSettings) -> None:
         super().__init__(problem, settings)
@@ -38,12 +37,12 @@ class DraftVerify(Method):
         self._values: list[float | None] = []
 
     def propose(self, trial: optuna.Trial, place: int) -> tuple[LayerSkip, dict[str, Any]]:
-        """The odd blocks, then the point of the highest upper bound; the point is noted."""
+        """Return the odd blocks, then the point with the highest upper bound; the notes hold the point."""
         point = self._start() if place == 0 else self._suggest(place)
         return self._switches.draft(point), {"point": point.tolist()}
 
     def observe(self, record: TrialRecord) -> None:
-        """Tell the process of the point; a failed trial has no value of its own."""
+        """Add the point and its speed-up; a failed trial has no value of its own."""
         measured = record.measurement if record.state is not TrialState.FAIL else None
         self._points.append(np.array(record.notes["point"]))
         self._values.append(measured.speedup if measured else None)

@@ -1,4 +1,4 @@
-"""Every other block, unsearched: where SWIFT and ConfLayers begin. What a search must beat to be worth its time."""
+"""Every other block, without a search: the start of SWIFT and ConfLayers, and the baseline of any search."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ class OddLayers(Method):
     _done = False
 
     def propose(self, trial: optuna.Trial, place: int) -> tuple[LayerSkip, dict[str, Any]]:
-        """Blocks 1, 3, 5 ..."""
+        """Return blocks 1, 3, 5 ..."""
         return odd_blocks(self.problem.target.num_layers), {}
 
     def observe(self, record: TrialRecord) -> None:
-        """That was all."""
+        """Note that the only trial is done."""
         self._done = True
 
     def finished(self) -> str | None:
-        """After its trial."""
+        """Return a reason after the only trial."""
         return "the odd blocks are measured" if self._done else None

@@ -1,4 +1,4 @@
-"""Random search: what any search must beat on the same number of measured sets."""
+"""Random search: the baseline of any search with the same number of measured sets."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from studies.searches.skip_sets.switches import Switches
 
 
 class RandomSets(Method):
-    """Sets of exactly K_s = int(2(L-2) * ratio) sublayers of the middle blocks, each as likely, each measured."""
+    """Sets of exactly K_s = int(2(L-2) * ratio) sublayers of the middle blocks, all equally likely."""
 
     def __init__(self, problem: Problem, settings: SkipSetsSettings) -> None:
         super().__init__(problem, settings)
@@ -29,14 +29,14 @@ class RandomSets(Method):
         check_ratio(settings.skip_ratio, target.num_layers)
 
     def propose(self, trial: optuna.Trial, place: int) -> tuple[LayerSkip, dict[str, Any]]:
-        """The set of this place in the stream."""
+        """Return the set of this trial, from a stream of its own."""
         rng = np.random.default_rng([self.problem.seed, place])
         point = self._switches.random(rng, self._switches.num_skipped(self.settings.skip_ratio))
         return self._switches.draft(point), {}
 
 
 def check_ratio(ratio: float, num_layers: int) -> None:
-    """Raise ValueError if a share of the middle sublayers is not even one of them."""
+    """Raise ValueError if `ratio` of the middle sublayers is less than one sublayer."""
     middle = Switches.of_middle_blocks(num_layers)
     if not middle.num_skipped(ratio):
         raise ValueError(

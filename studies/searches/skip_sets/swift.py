@@ -1,20 +1,20 @@
 """SWIFT's search (arXiv 2410.06916): random skip sets and a few Bayesian ones, rated by matchness.
 
-As in the released code: exactly K_s = int(2(L-2) * ratio) attention and MLP sublayers of the middle blocks are left out;
-candidates are random, every 25th is the K_s largest coordinates of the point of the highest upper bound (kappa 2.5). A
-candidate is not decoded with: its matchness is the share of the first W tokens behind the first of a text that it foretells in
-one parallel pass, behind the target's keys and values of the prompt and with its own within the text. A better matchness than
-any before makes it the set to decode with. The search ends above a matchness of 0.95, after 300 candidates without a better
-one, or after 1000.
+As in the released code: exactly K_s = int(2(L-2) * ratio) attention and MLP sublayers of the middle blocks are skipped.
+Candidates are random; every 25th takes the K_s largest coordinates of the point with the highest upper bound (kappa 2.5). A
+candidate is not decoded with. Its matchness is the share of W tokens, after the first token of a continuation, that it predicts
+in one parallel pass, with the target's keys and values of the prompt and its own within the continuation. A candidate with a
+better matchness than all before becomes the set to decode with. The search ends above a matchness of 0.95, after 300
+candidates without a better one, or after 1000.
 
-Our formulation is what a trial is. SWIFT decodes with its best set while it searches; here a trial scores candidates until one
-is better than any before, or until 25 are scored, and then measures the best set not measured yet. So SWIFT's own choices are all
-measured, and when there is none a runner-up is, which SWIFT would not try: matchness takes no account of time. Scoring is
-part of the trial's seconds. The first trial is the odd blocks, with which SWIFT begins to decode. Where measuring takes much
-longer than scoring, `until_better: false` and a greater `round_length` leave more of a budget to scoring.
+The trial is our formulation. SWIFT decodes with its best set while it searches; here a trial scores candidates until one is
+better than all before, or until 25 are scored, and then measures the best set not measured yet. All of SWIFT's own choices are
+therefore measured, and otherwise a runner-up, which SWIFT would not try: matchness ignores time. Scoring is part of the
+trial's seconds. The first trial measures the odd blocks, with which SWIFT starts to decode. If measuring takes much longer
+than scoring, `until_better: false` and a greater `round_length` leave more of a budget to scoring.
 
-What differs: every candidate is scored on the same few texts, the first of the tuning prompts, as their mean; SWIFT scores each
-on the text being written at the time, so that its best so far may owe that to an easier text.
+One difference: every candidate is scored on the same few sequences, those of the first tuning prompts, as their mean. SWIFT
+scores each on the sequence being written, so its best candidate may owe its score to an easier sequence.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ KAPPA = 2.5
 
 @dataclass(frozen=True)
 class _Scored:
-    """A candidate and what came of it."""
+    """A candidate and its score."""
 
     point: SkipPoint
     draft: LayerSkip
@@ -50,7 +50,7 @@ class _Scored:
 
 
 class Swift(Method):
-    """Knows the candidates scored so far, in order, and which were measured."""
+    """State: the candidates scored so far, in order, and the drafts that were measured."""
 
     def __init__(self, problem: Problem, settings: SkipSetsSettings) -> None:
         super().__init__(problem, settings)
@@ -64,7 +64,7 @@ class Swift(Method):
         check_ratio(settings.skip_ratio, target.num_layers)
 
     def propose(self, trial: optuna.Trial, place: int) -> tuple[LayerSkip, dict[str, Any]]:
-        """The odd blocks, then the best set not measured yet once another round of candidates is scored."""
+        """Return the odd blocks, then the best unmeasured set after scoring another round of candidates."""
         if place == 0:
             return odd_blocks(self.problem.target.num_layers), {"scores": [], "bayes_points": []}
         scored = self._score_a_round()
@@ -78,7 +78,7 @@ class Swift(Method):
         }
 
     def observe(self, record: TrialRecord) -> None:
-        """Take over the scores of the trial's round; random candidates are drawn again, the others were noted."""
+        """Take over the scores of the trial's round; random candidates are drawn again, Bayesian ones are in the notes."""
         noted = iter(record.notes["bayes_points"])
         for score in record.notes["scores"]:
             index = len(self._scored)
@@ -87,17 +87,17 @@ class Swift(Method):
         self._measured.add(record.candidate.draft)
 
     def finished(self) -> str | None:
-        """SWIFT's own stops."""
+        """Return the reason if one of SWIFT's own stops applies."""
         return self._why_ended(self._scored)
 
     def matchness(self, draft: LayerSkip) -> float:
-        """Share of the tokens that the draft foretells, the texts weighing the same."""
+        """Return the share of tokens that the draft predicts; all sequences have the same weight."""
         agreements = [recording.agreement for recording in self._survey.record(draft)]
         return sum(agreements) / len(agreements)
 
     @cached_property
     def _survey(self) -> Survey:
-        """A single round of W tokens on each text. Made when first asked, so that its seconds are a trial's."""
+        """Survey of one round of W tokens per sequence, made on first use, so that its seconds count with a trial."""
         settings = self.settings.swift
         texts = self.problem.continuations[: settings.num_texts]
         return Survey(
@@ -108,7 +108,7 @@ class Swift(Method):
         )
 
     def _score_a_round(self) -> list[_Scored]:
-        """All candidates, with those of this trial behind those known."""
+        """Return all candidates: the known ones, then the round of this trial."""
         scored = list(self._scored)
         best = max((each.matchness for each in scored), default=0.0)
         for _ in range(self.settings.swift.round_length):
@@ -121,7 +121,7 @@ class Swift(Method):
         return scored
 
     def _best_unmeasured(self, scored: Sequence[_Scored]) -> _Scored:
-        """The first of the best; where all are measured, as they may be in a small model, the best of all."""
+        """Return the best unmeasured candidate, or the best of all if all are measured, as in a small model."""
         unmeasured = [each for each in scored if each.draft not in self._measured]
         return max(unmeasured or scored, key=lambda each: each.matchness)
 

@@ -1,4 +1,4 @@
-"""Skip sets as switches: a point with a coordinate for each sublayer that a search may leave out."""
+"""Skip sets as switches: a point with one coordinate per sublayer that a search may skip."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from numpy.typing import NDArray
 from decoding.drafts import LayerSkip
 
 SkipPoint = NDArray[np.float64]
-"""[switches], each coordinate from 0 (run it) to 1 (leave it out)."""
+"""Point [switches]; each coordinate is between 0 (run the sublayer) and 1 (skip it)."""
 
 
 @dataclass(frozen=True)
 class Switches:
-    """The attention sublayers of some blocks in order, then their MLPs."""
+    """The attention sublayers of `blocks` in order, then their MLPs."""
 
     blocks: range
 
     @classmethod
     def of_all_blocks(cls, num_layers: int) -> Switches:
-        """Every sublayer, those of the first and the last block among them."""
+        """Return switches for every sublayer, including the first and the last block."""
         return cls(range(num_layers))
 
     @classmethod
     def of_middle_blocks(cls, num_layers: int) -> Switches:
-        """The sublayers of blocks 1 to `num_layers - 2`."""
+        """Return switches for the sublayers of blocks 1 to `num_layers - 2`."""
         return cls(range(1, num_layers - 1))
 
     def __len__(self) -> int:
@@ -34,15 +34,15 @@ class Switches:
 
     @property
     def names(self) -> list[str]:
-        """A name for each switch, as Optuna's parameters have it."""
+        """Names of the switches, as Optuna parameters."""
         return [f"{kind}.{block}" for kind in ("attention", "mlp") for block in self.blocks]
 
     def num_skipped(self, ratio: float) -> int:
-        """K_s, the number of sublayers that SWIFT leaves out: int(2(L-2) * ratio)."""
+        """Return K_s, the number of sublayers that SWIFT skips: int(2(L-2) * ratio)."""
         return int(len(self) * ratio)
 
     def point(self, draft: LayerSkip) -> SkipPoint:
-        """The corner of the cube that a draft stands at; ValueError if it leaves out what has no switch."""
+        """Return the corner of the cube for a draft. Raises ValueError if it skips a sublayer that has no switch."""
         skipped = [(draft.skip_attention, block) for block in self.blocks] + [
             (draft.skip_mlp, block) for block in self.blocks
         ]
@@ -54,17 +54,17 @@ class Switches:
         return point
 
     def draft(self, point: SkipPoint) -> LayerSkip:
-        """Leave out what is above one half (Draft & Verify's reading)."""
+        """Return the draft that skips coordinates above one half (Draft & Verify)."""
         return self._without(point > 0.5)
 
     def largest(self, point: SkipPoint, count: int) -> LayerSkip:
-        """Leave out the `count` sublayers of the largest coordinates (SWIFT's reading); of equals the first."""
+        """Return the draft that skips the `count` largest coordinates (SWIFT), the first of equal ones."""
         chosen = np.zeros(len(self), dtype=bool)
         chosen[np.argsort(-point, kind="stable")[:count]] = True
         return self._without(chosen)
 
     def random(self, rng: np.random.Generator, count: int) -> SkipPoint:
-        """A corner with `count` switches on, each set as likely as any other."""
+        """Return a corner with `count` switches on, all sets equally likely."""
         point = np.zeros(len(self))
         point[rng.choice(len(self), size=count, replace=False)] = 1.0
         return point
@@ -78,5 +78,5 @@ class Switches:
 
 
 def odd_blocks(num_layers: int) -> LayerSkip:
-    """Blocks 1, 3, 5 ... but the last: where the released code of SWIFT and ConfLayers begins."""
+    """Return blocks 1, 3, 5 ... without the last: the start in the released code of SWIFT and ConfLayers."""
     return LayerSkip.blocks(tuple(range(1, num_layers - 1, 2)))

@@ -1,6 +1,6 @@
-"""Optuna's own search: multivariate TPE over a switch for each sublayer of the middle blocks, by the measured speed-up.
+"""Optuna's own search: multivariate TPE over a switch per sublayer of the middle blocks, by the measured speed-up.
 
-The general-purpose rival, with nothing known of language models; begun with the odd blocks (our choice).
+A general-purpose search without knowledge of language models. It starts from the odd blocks (our choice).
 """
 
 from __future__ import annotations
@@ -22,31 +22,31 @@ from studies.searches.skip_sets.switches import Switches, odd_blocks
 
 
 class Tpe(Method):
-    """Optuna keeps the state: what it was told of the finished trials."""
+    """Multivariate TPE; Optuna keeps the state, in the finished trials."""
 
     def __init__(self, problem: Problem, settings: SkipSetsSettings) -> None:
         super().__init__(problem, settings)
         self._switches = Switches.of_middle_blocks(problem.target.num_layers)
 
     def sampler(self) -> BaseSampler:
-        """TPE, seeded anew for each trial."""
+        """Return TPE, seeded again for each trial."""
         return SeededByTrial(self.problem.seed)
 
     def starts(self) -> list[dict[str, Any]]:
-        """The odd blocks."""
+        """Return the odd blocks."""
         odd = self._switches.point(odd_blocks(self.problem.target.num_layers))
         return [dict(zip(self._switches.names, (odd > 0.5).tolist(), strict=True))]
 
     def propose(self, trial: optuna.Trial, place: int) -> tuple[LayerSkip, dict[str, Any]]:
-        """The set that Optuna suggests, switch by switch."""
+        """Return the set that Optuna suggests, switch by switch."""
         suggested = [trial.suggest_categorical(name, [False, True]) for name in self._switches.names]
         return self._switches.draft(np.array(suggested, dtype=float)), {}
 
 
 class SeededByTrial(BaseSampler):
-    """A TPE sampler for each trial, seeded by its number: a search goes on as if it had not been stopped.
+    """A TPE sampler per trial, seeded by the trial's number, so that a resumed search continues as if never stopped.
 
-    TPE itself keeps nothing between trials but its random stream.
+    TPE keeps nothing between trials but its random stream.
     """
 
     def __init__(self, seed: int) -> None:
@@ -54,23 +54,23 @@ class SeededByTrial(BaseSampler):
         self._tpe = self._seeded(0)
 
     def before_trial(self, study: optuna.Study, trial: FrozenTrial) -> None:
-        """Called by Optuna in front of each trial."""
+        """Seed the sampler. Called by Optuna before each trial."""
         self._tpe = self._seeded(trial.number)
 
     def infer_relative_search_space(self, study: optuna.Study, trial: FrozenTrial) -> dict[str, BaseDistribution]:
-        """The switches."""
+        """Return the switches."""
         return self._tpe.infer_relative_search_space(study, trial)
 
     def sample_relative(
         self, study: optuna.Study, trial: FrozenTrial, search_space: dict[str, BaseDistribution]
     ) -> dict[str, Any]:
-        """All switches together."""
+        """Return values of all switches together."""
         return self._tpe.sample_relative(study, trial, search_space)
 
     def sample_independent(
         self, study: optuna.Study, trial: FrozenTrial, param_name: str, param_distribution: BaseDistribution
     ) -> Any:
-        """One switch, at random, as long as there are too few trials for TPE."""
+        """Return a random value of one switch, while there are too few trials for TPE."""
         return self._tpe.sample_independent(study, trial, param_name, param_distribution)
 
     def _seeded(self, number: int) -> TPESampler:

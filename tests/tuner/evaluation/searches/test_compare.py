@@ -245,10 +245,10 @@ def test_studies_with_nothing_to_try_are_one_line(
 def test_a_study_that_cannot_be_made_is_one_line(
     compare: Compare, clockwork: Clockwork, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def create(problem: Any, settings: Any) -> Any:
+    def create(problem: Any, settings: Any, kept: Any) -> Any:
         raise ValueError("the model's context has no room for a draft")
 
-    monkeypatch.setattr("studies.searches.skip_sets.SkipSets.create", create)
+    monkeypatch.setattr("studies.searches.skip_sets.study.SkipSets.create", create)
     refused(compare("random"), "search random: the model's context has no room for a draft")
 
 
