@@ -1,4 +1,4 @@
-"""Fits the seconds of the terms to timed passes, and tells how well the fit predicts passes that it has not seen."""
+"""Fit of the terms' seconds to timed passes, with the error on held-out passes."""
 
 from __future__ import annotations
 
@@ -12,25 +12,27 @@ from studies.costs.terms import Pass, Terms, Vector
 
 REWEIGHTINGS = 6
 TOLERANCE = 0.02
-"""Relative error up to which all passes weigh the same; beyond, a pass weighs as the error is absolute, not squared (Huber)."""
+"""Relative error up to which the loss is quadratic; beyond it is linear (Huber)."""
 TIE = 1e-3
-"""Weight of taking kinds of blocks for alike where nothing tells them apart; a timed pass weighs about 1."""
+"""Weight of the penalty on differences between kinds of blocks; a timed pass has weight 1, roughly."""
 SHORTEST = 1e-6
-"""Of the median pass: no shorter one weighs more."""
-MOST_STEPS = 50
-"""Steps of the solver for each term; it needs two or three."""
+"""Lower limit of a pass's seconds in its weight, relative to the median pass."""
+MAX_ITERATIONS = 50
+"""Maximum iterations of the solver per term; two or three are enough in practice."""
 
 
 def fit_costs(terms: Terms, timed: Mapping[Pass, float], held_out: Mapping[Pass, float]) -> CostTable:
-    """The table that explains the seconds of the passes `timed` best, its error measured on those of `held_out`.
+    """Fit a cost table to the `timed` passes and measure its error on `held_out`.
 
-    Non-negative least squares of the relative errors, in which disturbed passes weigh less (Huber's loss). No term falls where
-    a pass gets wider or its context longer: the unknowns are the steps from one measured width or context to the next.
+    Both map passes to seconds.
 
-    ValueError if `timed` or `held_out` is empty.
+    Non-negative least squares of relative errors with Huber's loss, so that disturbed passes have less weight. The unknowns are
+    the increments between consecutive measured widths or contexts, so that no term decreases with width or context.
+
+    Raises ValueError if `timed` or `held_out` is empty.
     """
     if not timed or not held_out:
-        raise ValueError("a cost table needs timed passes for the fit and others for its error")
+        raise ValueError("a cost table needs timed passes for the fit and held-out passes for its error")
     unit = float(np.median(list(timed.values()))) or 1.0
     seconds = np.fromiter(timed.values(), dtype=float) / unit
     per_step = _per_step(terms, np.stack([terms.amounts(each) for each in timed]))
@@ -46,26 +48,33 @@ def fit_costs(terms: Terms, timed: Mapping[Pass, float], held_out: Mapping[Pass,
 
 
 def _ties(terms: Terms) -> Vector:
-    """Rows, to be zero, that hold the kinds of blocks together: few passes tell apart what each costs over several tokens."""
-    places = terms.split(np.arange(terms.length, dtype=float))["wider"].astype(int)
-    rows = np.eye(terms.length)[places]
+    """Return penalty rows [rows, length] on differences between kinds of blocks.
+
+    Few passes separate the kinds' costs of several tokens.
+    """
+    indices = terms.split(np.arange(terms.length, dtype=float))["wider"].astype(int)
+    rows = np.eye(terms.length)[indices]
     return TIE * (rows - rows.mean(axis=0)).reshape(-1, terms.length) if rows.size else np.zeros((0, terms.length))
 
 
 def _robust(per_step: Vector, seconds: Vector, ties: Vector) -> Vector:
-    """Steps that explain the seconds with the least relative errors; large ones, of disturbed passes, weigh less and less."""
+    """Return the increments [length] with the least Huber loss, by iterative reweighting."""
     scale = 1.0 / np.maximum(seconds, SHORTEST)
     weights = np.ones_like(seconds)
     for _ in range(REWEIGHTINGS):
         row_scale = scale * np.sqrt(weights)
         rows = np.concatenate([per_step * row_scale[:, None], ties])
-        steps, _ = nnls(rows, np.append(seconds * row_scale, np.zeros(len(ties))), maxiter=MOST_STEPS * rows.shape[1])
+        steps, _ = nnls(
+            rows, np.append(seconds * row_scale, np.zeros(len(ties))), maxiter=MAX_ITERATIONS * rows.shape[1]
+        )
         weights = 1.0 / np.maximum(np.abs(per_step @ steps - seconds) * scale / TOLERANCE, 1.0)
     return np.asarray(steps)
 
 
 def _per_step(terms: Terms, amounts: Vector) -> Vector:
-    """What each step of a rising term adds to a pass, [passes, length]: all the amounts from that step on."""
+    """Return the coefficients [passes, length] of the increments.
+
+    An increment counts in all amounts from its index on."""
     groups = []
     for name, group in terms.split(amounts).items():
         for axis in range(-terms.rising[name], 0):
@@ -75,7 +84,7 @@ def _per_step(terms: Terms, amounts: Vector) -> Vector:
 
 
 def _risen(terms: Terms, steps: Vector) -> Vector:
-    """Seconds of the terms, [length], from their steps."""
+    """Return the seconds of the terms [length] from their increments."""
     groups = []
     for name, group in terms.split(steps).items():
         for axis in range(-terms.rising[name], 0):
@@ -87,5 +96,5 @@ def _risen(terms: Terms, steps: Vector) -> Vector:
 def _error(terms: Terms, values: Vector, held_out: Mapping[Pass, float]) -> CostError:
     errors = [abs(float(terms.amounts(each) @ values) / seconds - 1) for each, seconds in held_out.items() if seconds]
     if not errors:
-        errors = [0.0]  # a clock that stands still: nothing can be told apart
+        errors = [0.0]  # a clock without resolution reads 0 for every pass
     return CostError(median=float(np.median(errors)), worst=float(max(errors)), num_passes=len(errors))

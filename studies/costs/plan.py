@@ -1,4 +1,7 @@
-"""Which passes to time for a cost table: few, and so different from one another that every term shows (our formulation)."""
+"""Choice of the passes to time for a cost table (our formulation).
+
+Passes are few, and different enough to separate all terms.
+"""
 
 from __future__ import annotations
 
@@ -9,16 +12,18 @@ from decoding.drafts import LayerSkip
 from studies.costs.terms import DraftStep, Pass, Terms, Verification
 
 FITTED_SHARES = ((0.5, 0.2), (0.2, 0.5), (0.8, 0.5))
-"""Shares of the attention and of the MLP sublayers that drafts for the fit leave out at random."""
+"""Shares of attention and of MLP sublayers that drafts for the fit skip, drawn at random."""
 BLOCK_SHARES = (0.33, 0.67, 0.9)
-"""Shares of the blocks that they leave out whole. The last shows what a draft costs beside its blocks."""
+"""Shares of whole blocks that drafts for the fit skip. The largest share exposes a draft's costs outside its blocks."""
 HELD_OUT_SHARES = ((0.15, 0.15), (0.3, 0.1), (0.4, 0.6), (0.6, 0.5))
-PLACES = (0.5, 0.25, 0.75)
-"""Where in the stack verifications for the fit resume; one of them for each width, in turn."""
+BOUNDARIES = (0.5, 0.25, 0.75)
+"""Relative depths at which verifications for the fit resume; each width uses the next one in turn."""
 
 
 def plan_passes(terms: Terms, seed: int) -> tuple[list[Pass], list[Pass]]:
-    """The passes to fit to, and those held out to tell the error. Which sublayers are left out is drawn from `seed`."""
+    """Return passes for the fit and held-out passes for its error.
+
+    `seed` determines the skipped sublayers."""
     stream = random.Random(seed)
     fitted = list(dict.fromkeys(_fitted_skips(terms, stream)))
     attentions = [LayerSkip(), *_attention_skips(terms, stream)]
@@ -26,7 +31,7 @@ def plan_passes(terms: Terms, seed: int) -> tuple[list[Pass], list[Pass]]:
     first, *others = terms.contexts
     looking = [DraftStep(skip, first, looks=True) for skip in fitted[: len(BLOCK_SHARES)]]
     return (
-        # What depends on the context shows in drafts without attention; the rest is known from the first context.
+        # Skipping attention isolates the cost that depends on the context; the first context determines all other terms.
         [*_steps([*attentions, *fitted], [first]), *looking, *_steps(attentions, others), *_verifications(terms)],
         [*_steps(held_out or fitted[-1:], terms.contexts), *_resumed(terms, stream)],
     )
@@ -37,18 +42,18 @@ def _steps(skips: Iterable[LayerSkip], contexts: Sequence[int]) -> Iterator[Pass
 
 
 def _verifications(terms: Terms) -> Iterator[Pass]:
-    """The whole model at every width and context, and resuming passes of all but the first width."""
+    """Yield full verifications at all widths, and resuming ones at widths above 1."""
     num_layers = terms.kinds.num_layers
     for context in terms.contexts:
         for number, width in enumerate(terms.widths):
             yield Verification(width, context)
-            boundary = round(num_layers * PLACES[number % len(PLACES)])
+            boundary = round(num_layers * BOUNDARIES[number % len(BOUNDARIES)])
             if width > 1 and 0 < boundary < num_layers:
                 yield Verification(width, context, boundary)
 
 
 def _resumed(terms: Terms, stream: random.Random) -> list[Pass]:
-    """A resuming verification for each context, at a place of its own."""
+    """Return a resuming verification per context, each at a random boundary."""
     known = set(_verifications(terms))
     drawn: list[Pass] = []
     if terms.kinds.num_layers > 1:
@@ -65,15 +70,15 @@ def _fitted_skips(terms: Terms, stream: random.Random) -> Iterator[LayerSkip]:
     for shares in FITTED_SHARES:
         yield _mixed(terms, shares, stream)
     for kind in sorted(set(kinds.block)):
-        yield LayerSkip.blocks(_drawn(_places(kinds.block, kind), 0.5, stream))
+        yield LayerSkip.blocks(_drawn(_indices(kinds.block, kind), 0.5, stream))
     for kind in sorted(number for number in set(kinds.mlp) if number is not None):
-        yield LayerSkip(skip_mlp=_drawn(_places(kinds.mlp, kind), 0.5, stream))
+        yield LayerSkip(skip_mlp=_drawn(_indices(kinds.mlp, kind), 0.5, stream))
 
 
 def _attention_skips(terms: Terms, stream: random.Random) -> Iterator[LayerSkip]:
     kinds = terms.kinds.attention
     for kind in sorted(number for number in set(kinds) if number is not None):
-        yield LayerSkip(skip_attention=_drawn(_places(kinds, kind), 0.5, stream))
+        yield LayerSkip(skip_attention=_drawn(_indices(kinds, kind), 0.5, stream))
 
 
 def _held_out_skips(terms: Terms, stream: random.Random) -> Iterator[LayerSkip]:
@@ -85,7 +90,10 @@ def _held_out_skips(terms: Terms, stream: random.Random) -> Iterator[LayerSkip]:
 
 
 def _mixed(terms: Terms, shares: tuple[float, float], stream: random.Random) -> LayerSkip:
-    """Sublayers drawn at random, attention and MLP apart; blocks that show no sublayers are left out as wholes or not at all."""
+    """Return a skip set of attention and MLP sublayers drawn at random.
+
+    Blocks whose sublayers cannot be skipped separately are skipped whole or not at all.
+    """
     kinds = terms.kinds
     attention, mlp = (
         _drawn([index for index, kind in enumerate(each) if kind is not None], share, stream)
@@ -96,11 +104,11 @@ def _mixed(terms: Terms, shares: tuple[float, float], stream: random.Random) -> 
     return LayerSkip(skip_attention=tuple(sorted({*attention, *whole})), skip_mlp=tuple(sorted({*mlp, *whole})))
 
 
-def _places(kinds: Sequence[int | None], kind: int) -> list[int]:
+def _indices(kinds: Sequence[int | None], kind: int) -> list[int]:
     return [index for index, number in enumerate(kinds) if number == kind]
 
 
 def _drawn(indices: Sequence[int], share: float, stream: random.Random) -> tuple[int, ...]:
-    """This share of the indices, at least one if there are any."""
+    """Return a random `share` of the indices, at least one if there are any."""
     count = min(max(round(share * len(indices)), 1), len(indices))
     return tuple(sorted(stream.sample(list(indices), count)))

@@ -1,4 +1,4 @@
-"""What the tables of all evaluations have in common."""
+"""Shared parts of the evaluations' tables."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from rich import box
 from rich.table import Table
 
 ALL = "all"
-"""The group that holds every configuration, in tables by kind."""
+"""Name of the group of all configurations, in tables by kind."""
 
 
 def new_table(title: str, first: str, *headings: str) -> Table:
-    """An empty table: a first column of names, and right-aligned columns of figures."""
+    """Return an empty table: a first column of names, then right-aligned columns of figures."""
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column(first, overflow="fold")
     for heading in headings:
-        table.add_column(heading, justify="right", overflow="fold")  # a figure that is cut is none
+        table.add_column(heading, justify="right", overflow="fold")  # a truncated figure is useless
     return table

@@ -1,4 +1,4 @@
-"""Costs foretold: seconds that are known exactly are found again, and rounds cost what can be reckoned by hand."""
+"""Cost tables: the fit recovers known seconds, and round costs equal sums by hand."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ WIDTHS, CONTEXTS = (1, 2, 3, 5, 9), (64, 256)
 
 
 def seconds_of(kinds: BlockKinds, each: Pass) -> float:
-    """A device on which everything is known; its costs are straight lines in width and context, and no two kinds cost the same."""
+    """Return the seconds of a pass on a made-up device: linear in width and context, different for each kind."""
     far = each.context / 64
     attention = [0.0 if kind is None else (2.0 + 0.5 * far) * (1 + kind) for kind in kinds.attention]
     mlp = [0.0 if kind is None else 3.0 * (1 + 2 * kind) for kind in kinds.mlp]
@@ -70,7 +70,7 @@ def some_skips(kinds: BlockKinds) -> list[LayerSkip]:
 
 
 @pytest.mark.parametrize("kinds", [ALIKE, MIXED, CLOSED], ids=["alike", "mixed", "closed"])
-def test_known_seconds_are_found_again(kinds: BlockKinds) -> None:
+def test_the_fit_recovers_known_seconds(kinds: BlockKinds) -> None:
     table = known_table(kinds)
     assert table.error.worst < 1e-6
     for skip in some_skips(kinds):
@@ -94,20 +94,20 @@ def test_known_seconds_are_found_again(kinds: BlockKinds) -> None:
         (EarlyExit(exit_layer=8), False, 0),
     ],
 )
-def test_blocks_in_front_of_the_first_skip_take_one_token_when_their_states_are_known(
+def test_blocks_before_the_first_skip_take_one_token_with_known_states(
     draft: LayerSkip | EarlyExit, prefix_reuse: bool, boundary: int
 ) -> None:
     table = known_table(ALIKE)
     for num_drafted in (1, 2, 6):
-        foretold = table.verify_seconds(draft, num_drafted, context=64, prefix_reuse=prefix_reuse)
-        # Rest 5.25 and 1.5 a token more; 12 blocks of 5.9; 0.3 a token more in each behind the boundary, 0.05 in front of it.
-        reckoned = 5.25 + 1.5 * num_drafted + 12 * 5.9 + 0.3 * num_drafted * (12 - boundary) + 0.05 * boundary
-        assert foretold == pytest.approx(reckoned, rel=1e-6)
+        predicted = table.verify_seconds(draft, num_drafted, context=64, prefix_reuse=prefix_reuse)
+        # Rest: 5.25, plus 1.5 per extra token. Each of 12 blocks: 5.9; plus 0.3 per extra token after the boundary, 0.05 before it.
+        expected = 5.25 + 1.5 * num_drafted + 12 * 5.9 + 0.3 * num_drafted * (12 - boundary) + 0.05 * boundary
+        assert predicted == pytest.approx(expected, rel=1e-6)
     nothing_drafted = table.verify_seconds(draft, 0, context=64, prefix_reuse=prefix_reuse)
     assert nothing_drafted == table.plain_seconds(context=64) == pytest.approx(5.25 + 12 * 5.9, rel=1e-6)
 
 
-def test_exit_costs_its_blocks_and_a_head_one_more_like_the_last() -> None:
+def test_an_exit_costs_its_blocks_and_a_head_one_more() -> None:
     table = known_table(ALIKE)
     without = table.draft_seconds(EarlyExit(exit_layer=3), context=64)
     head = EarlyExit(exit_layer=3, head="exit_head_3.safetensors", head_sha256="0" * 64)
@@ -121,7 +121,7 @@ def test_exit_costs_its_blocks_and_a_head_one_more_like_the_last() -> None:
         assert len(set(costs.values())) == 1
 
 
-def test_head_is_of_the_last_blocks_kind() -> None:
+def test_a_head_costs_as_much_as_the_last_block() -> None:
     table = known_table(MIXED)
     head = EarlyExit(exit_layer=3, head="exit_head_3.safetensors", head_sha256="0" * 64)
     added = table.draft_seconds(head, context=64) - table.draft_seconds(EarlyExit(exit_layer=3), context=64)
@@ -148,16 +148,16 @@ def test_round_costs_are_in_plain_passes() -> None:
     assert costs.verify[2] == pytest.approx((plain + 3.0 + 0.6 * 6 + 0.05 * 6) / plain, rel=1e-6)
 
 
-def test_lookup_in_front_of_a_draft_is_left_out_of_account() -> None:
+def test_lookup_before_a_draft_costs_nothing() -> None:
     table = known_table(ALIKE)
     skip = LayerSkip.blocks((3, 4))
-    behind = skip.model_copy(update={"lookup": Lookup()})
-    costs = [table.round_costs(draft, 4, context=64, prefix_reuse=True) for draft in (skip, behind)]
+    with_lookup = skip.model_copy(update={"lookup": Lookup()})
+    costs = [table.round_costs(draft, 4, context=64, prefix_reuse=True) for draft in (skip, with_lookup)]
     assert costs[0] == costs[1]
 
 
 @pytest.mark.parametrize("draft", [PlainDecoding(), PromptLookup()], ids=["plain", "lookup"])
-def test_draft_that_runs_no_part_of_the_model_is_refused(draft: Draft) -> None:
+def test_a_draft_without_model_passes_is_refused(draft: Draft) -> None:
     with pytest.raises(ValueError, match="runs no part of the model"):
         known_table(ALIKE).round_costs(draft, 4, context=64, prefix_reuse=True)
 
@@ -171,16 +171,14 @@ def test_draft_that_runs_no_part_of_the_model_is_refused(draft: Draft) -> None:
         (CLOSED, LayerSkip(skip_attention=(3,)), "block 3 has no separate attention module"),
     ],
 )
-def test_layers_that_the_model_does_not_have_are_refused(
-    kinds: BlockKinds, draft: LayerSkip | EarlyExit, reason: str
-) -> None:
+def test_missing_layers_are_refused(kinds: BlockKinds, draft: LayerSkip | EarlyExit, reason: str) -> None:
     table = known_table(kinds)
-    for foretell in (
+    for predict in (
         lambda: table.draft_seconds(draft, context=64),
         lambda: table.verify_seconds(draft, 3, context=64, prefix_reuse=True),
     ):
         with pytest.raises(ValueError, match=reason):
-            foretell()
+            predict()
 
 
 def test_negative_lengths_are_refused() -> None:
@@ -195,7 +193,7 @@ def noisy(timed: list[Pass], spread: Callable[[], float]) -> dict[Pass, float]:
     return {each: seconds_of(ALIKE, each) * spread() for each in timed}
 
 
-def test_error_is_that_of_the_held_out_passes() -> None:
+def test_the_error_is_measured_on_held_out_passes() -> None:
     terms = Terms(ALIKE, WIDTHS, CONTEXTS)
     fitted, held_out = plan_passes(terms, seed=3)
     steps = [each for each in held_out if isinstance(each, DraftStep)][:3]
@@ -216,7 +214,7 @@ def test_one_disturbed_pass_hardly_changes_the_fit() -> None:
     assert table.error.median < 0.01
 
 
-def test_whatever_is_measured_skipping_more_never_costs_more_nor_does_a_longer_draft_cost_less() -> None:
+def test_costs_fall_with_skips_and_rise_with_draft_length() -> None:
     stream = np.random.default_rng(0)
     terms = Terms(ALIKE, WIDTHS, CONTEXTS)
     fitted, held_out = plan_passes(terms, seed=3)
@@ -226,13 +224,13 @@ def test_whatever_is_measured_skipping_more_never_costs_more_nor_does_a_longer_d
     assert_monotone(table)
 
 
-def test_nothing_to_fit_or_to_test_is_refused() -> None:
-    terms = Terms(ALIKE, WIDTHS, CONTEXTS)
-    with pytest.raises(ValueError, match="timed passes"):
-        fit_costs(terms, {Verification(1, 64): 1.0}, {})
+@pytest.mark.parametrize(("timed", "held_out"), [({Verification(1, 64): 1.0}, {}), ({}, {Verification(1, 64): 1.0})])
+def test_a_fit_needs_timed_and_held_out_passes(timed: dict[Pass, float], held_out: dict[Pass, float]) -> None:
+    with pytest.raises(ValueError, match="timed passes for the fit and held-out passes"):
+        fit_costs(Terms(ALIKE, WIDTHS, CONTEXTS), timed, held_out)
 
 
-def test_clock_that_stands_still_makes_all_passes_alike() -> None:
+def test_a_clock_without_resolution_gives_equal_costs() -> None:
     terms = Terms(ALIKE, WIDTHS, CONTEXTS)
     fitted, held_out = plan_passes(terms, seed=3)
     table = fit_costs(terms, dict.fromkeys(fitted, 0.0), dict.fromkeys(held_out, 0.0))
@@ -240,7 +238,7 @@ def test_clock_that_stands_still_makes_all_passes_alike() -> None:
     assert (costs.draft_step, *costs.verify) == (1.0,) * 6
 
 
-def test_table_survives_the_way_to_disk() -> None:
+def test_a_table_survives_serialisation() -> None:
     table = known_table(MIXED)
     assert CostTable.model_validate_json(table.model_dump_json()) == table
 
@@ -253,12 +251,12 @@ def test_table_survives_the_way_to_disk() -> None:
         ({"contexts": (64,)}, "seconds of rest must have the shape"),
     ],
 )
-def test_table_that_contradicts_itself_is_refused(changes: dict[str, object], reason: str) -> None:
+def test_an_inconsistent_table_is_refused(changes: dict[str, object], reason: str) -> None:
     with pytest.raises(ValidationError, match=reason):
         CostTable.model_validate({**known_table(ALIKE).model_dump(), **changes})
 
 
-def test_covers_what_lies_within_the_measured_widths_and_contexts() -> None:
+def test_a_table_covers_its_measured_widths_and_contexts() -> None:
     table = known_table(ALIKE)
     assert table.covers((1, 9), (64, 256))
     assert table.covers((4,), (100,))
@@ -267,7 +265,7 @@ def test_covers_what_lies_within_the_measured_widths_and_contexts() -> None:
     assert not table.covers((4,), (100, 257))
 
 
-def test_description_names_times_and_error() -> None:
+def test_the_description_names_times_and_error() -> None:
     error = CostError(median=0.03, worst=0.071, num_passes=8)
     seconds = TermSeconds(
         rest=((0.001,), (0.001,)), frame=(0.0001,), attention=((0.0002,),), mlp=(0.0003,), wider=(((0.0,),),),
@@ -282,7 +280,7 @@ def test_description_names_times_and_error() -> None:
 
 
 @pytest.mark.parametrize("family", SUPPORTED)
-def test_parts_of_every_family_are_told_apart(family: str) -> None:
+def test_kinds_of_parts_in_every_family(family: str) -> None:
     target = target_of(family)
     kinds = BlockKinds.of(target)
     assert kinds.num_layers == target.num_layers
@@ -292,6 +290,6 @@ def test_parts_of_every_family_are_told_apart(family: str) -> None:
         assert len(set(kinds.attention)) >= len(set(types))
 
 
-def test_blocks_of_a_uniform_model_are_all_alike() -> None:
+def test_a_uniform_model_has_one_kind_of_block() -> None:
     kinds = BlockKinds.of(tiny_target(4))
     assert kinds == BlockKinds(frame=(0,) * 4, attention=(0,) * 4, mlp=(0,) * 4)

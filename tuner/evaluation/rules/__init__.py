@@ -1,1 +1,1 @@
-"""Draft-length rules compared on one draft."""
+"""Comparison of draft-length rules on one draft."""

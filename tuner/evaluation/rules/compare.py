@@ -1,6 +1,7 @@
-"""`sdtune compare-rules`: every draft-length rule on one draft, side by side on the same prompts, against every fixed length.
+"""Comparison of draft-length rules with all fixed lengths, on one draft.
 
-The best fixed length is found by measuring all of them, on the very prompts of the comparison: a bar that no rule is told.
+All are measured side by side on the same prompts. The best fixed length is chosen with hindsight, by measuring all lengths on
+the prompts of the comparison.
 """
 
 from __future__ import annotations
@@ -32,31 +33,32 @@ MIXED = "mixed"
 
 @dataclass(frozen=True)
 class TextKind:
-    """One kind of text: where it is from, and its prompts in the bench."""
+    """One kind of text, and the indices of its prompts in the bench."""
 
     name: str
-    learning: tuple[int, ...]
-    """Places of the prompts that a learning rule is taught by."""
+    warm_up: tuple[int, ...]
+    """Indices of the prompts on which adaptive rules are warmed up."""
     measured: tuple[int, ...]
+    """Indices of the prompts that are measured."""
 
 
 @dataclass(frozen=True)
 class RuleEntry:
-    """One rule and what was measured of it, on all kinds together, kind after kind in turns."""
+    """One rule and its measurement on the prompts of all kinds, interleaved."""
 
     label: str
     rule: DraftLengthRule
     measurement: Measurement
 
     def on(self, indices: Iterable[int]) -> Measurement:
-        """Its samples of some prompts."""
+        """Return the measurement restricted to the prompts `indices`."""
         wanted = set(indices)
         return Measurement(samples=tuple(s for s in self.measurement.samples if s.prompt in wanted))
 
 
 @dataclass(frozen=True)
 class RuleComparison:
-    """What `compare_rules` found; the names of the kinds end with `MIXED` if there are several."""
+    """Result of `compare_rules`."""
 
     draft: Draft
     kinds: tuple[TextKind, ...]
@@ -65,17 +67,17 @@ class RuleComparison:
 
     @property
     def columns(self) -> dict[str, tuple[int, ...]]:
-        """The prompts of each column of the table: those of each kind, and of all."""
+        """Prompt indices by table column: each kind, and `MIXED` for several kinds."""
         columns = {kind.name: kind.measured for kind in self.kinds}
         return columns if len(columns) == 1 else {**columns, MIXED: tuple(p for k in self.kinds for p in k.measured)}
 
     def best_fixed(self, column: str) -> RuleEntry:
-        """The fixed length that was fastest on the prompts of a column."""
+        """Return the fixed length that was fastest on the prompts of `column`."""
         fixed = [entry for entry in self.entries if isinstance(entry.rule, Fixed)]
         return max(fixed, key=lambda entry: entry.on(self.columns[column]).speedup)
 
     def over_best_fixed(self, entry: RuleEntry, column: str) -> Interval:
-        """How many times as fast as the best fixed length a rule is, on the same prompts."""
+        """Return a rule's speed relative to `column`'s best fixed length, on its prompts."""
         indices = self.columns[column]
         return ratio_interval(entry.on(indices), self.best_fixed(column).on(indices))
 
@@ -94,17 +96,17 @@ def compare_rules(
     device: str,
     progress: Progress,
 ) -> RuleComparison:
-    """Measure every fixed length up to `max_tokens` and every other rule on the profile's draft.
+    """Measure all rules and fixed lengths on the profile's draft.
 
-    `prompts` of each dataset are measured, others (`learning_prompts`) teach the rules that learn. Raises `ConfigError`,
-    `DatasetError`, `ProfileError` or `TargetMismatchError` for what the user can put right.
+    Fixed lengths are 1 to `max_tokens`. Of each dataset, `prompts` are measured, and `learning_prompts` further ones warm up
+    adaptive rules. Raises `ConfigError`, `DatasetError`, `ProfileError` or `TargetMismatchError` for wrong input.
     """
     profile = DraftProfile.load(profile_path)
     if isinstance(profile.draft, PlainDecoding):
-        raise ConfigError(f"{profile_path} decodes plainly: there is no draft whose length a rule could choose")
+        raise ConfigError(f"{profile_path} decodes plainly: it has no draft whose length a rule could choose")
     names = [Path(dataset).stem for dataset in datasets]
     if len(set(names)) < len(names) or MIXED in names:
-        raise ConfigError(f"the datasets need names of their own, and none may be {MIXED!r}; got {', '.join(names)}")
+        raise ConfigError(f"the datasets need distinct names, none of them {MIXED!r}; got {', '.join(names)}")
     progress.stage(f"loading {model or profile.target.model}")
     loaded = load(
         model or profile.target.model, revision=profile.target.revision, dtype=profile.target.dtype, device=device
@@ -113,7 +115,7 @@ def compare_rules(
     target = Target(loaded.model, profile.decoding.runner, exact_width=profile.decoding.exact_width)
     heads = ExitHeads(target, profile_path.parent)
     if isinstance(profile.draft, EarlyExit) and profile.draft.head is not None:
-        heads.get(profile.draft)  # a head that is missing is told before anything is run
+        heads.get(profile.draft)  # report a missing head before any computation
     texts: list[Prompt] = []
     parts: list[tuple[str, int, int]] = []
     for name, dataset in zip(names, datasets, strict=True):
@@ -158,21 +160,21 @@ def compare_rules(
 
 
 def _kinds(parts: Sequence[tuple[str, int, int]], bench: Bench, progress: Progress) -> tuple[TextKind, ...]:
-    """The prompts of each kind by their index in the bench, those left out that end too soon."""
+    """Return the kinds; prompts whose continuations end too soon are left out."""
     index_of = {row: index for index, row in enumerate(bench.rows)}
     kinds, start = [], 0
-    for name, num_learning, num_measured in parts:
-        middle, end = start + num_learning, start + num_learning + num_measured
-        learning = tuple(index_of[row] for row in range(start, middle) if row in index_of)
+    for name, num_warm_up, num_measured in parts:
+        middle, end = start + num_warm_up, start + num_warm_up + num_measured
+        warm_up = tuple(index_of[row] for row in range(start, middle) if row in index_of)
         measured = tuple(index_of[row] for row in range(middle, end) if row in index_of)
-        if len(measured) < 2 or not learning:
+        if len(measured) < 2 or not warm_up:
             raise ConfigError(
-                f"{len(measured)} of {num_measured} prompts of {name}, and {len(learning)} of {num_learning} to learn from, are "
-                "continued at a length worth measuring: at least 2 and 1 are needed; give prompts with longer continuations"
+                f"{len(measured)} of {num_measured} prompts of {name}, and {len(warm_up)} of {num_warm_up} for warm-up, have "
+                "continuations long enough to measure: at least 2 and 1 are needed; give prompts with longer continuations"
             )
         if len(measured) < num_measured:
             progress.say(f"{name}: {num_measured - len(measured)} prompts end too soon to measure and are left out")
-        kinds.append(TextKind(name, learning, measured))
+        kinds.append(TextKind(name, warm_up, measured))
         start = end
     return tuple(kinds)
 
@@ -181,18 +183,18 @@ def _measure(
     profile: DraftProfile, kinds: Sequence[TextKind], bench: Bench, max_tokens: int, progress: Progress
 ) -> tuple[RuleEntry, ...]:
     rules: dict[str, DraftLengthRule] = {f"fixed {n}": Fixed(max_tokens=n) for n in range(1, max_tokens + 1)}
-    learning = _in_turns([kind.learning for kind in kinds])
+    warm_up = _interleaved([kind.warm_up for kind in kinds])
     for name, rule in RULES.items():
         if rule is Fixed:
             continue
         rules[name] = rule(rule=name, max_tokens=max_tokens)
         if issubclass(rule, CostAwareRule):
-            taught = bench.warm_up_rule(Candidate(draft=profile.draft, draft_length=rules[name]), learning)
-            rules[f"{name}, warm"] = taught.draft_length
+            warm = bench.warm_up_rule(Candidate(draft=profile.draft, draft_length=rules[name]), warm_up)
+            rules[f"{name}, warm"] = warm.draft_length
     if profile.draft_length not in rules.values():
         rules["the profile's own"] = profile.draft_length
-    indices = _in_turns([kind.measured for kind in kinds])
-    progress.stage("all rules on all prompts", len(rules) * len(indices))
+    indices = _interleaved([kind.measured for kind in kinds])
+    progress.stage("measuring all rules on all prompts", len(rules) * len(indices))
 
     def advance(sample: PromptSample) -> None:
         progress.advance()
@@ -202,14 +204,14 @@ def _measure(
     return tuple(RuleEntry(*parts) for parts in zip(rules, rules.values(), measurements, strict=True))
 
 
-def _in_turns(groups: Sequence[Sequence[int]]) -> list[int]:
-    """One of each group in turn, while there are any: no kind comes in one piece."""
+def _interleaved(groups: Sequence[Sequence[int]]) -> list[int]:
+    """Return the elements of all groups, one per group in turn."""
     longest = max(len(group) for group in groups)
     return [group[index] for index in range(longest) for group in groups if index < len(group)]
 
 
 def write_json(comparison: RuleComparison, path: Path) -> None:
-    """All figures with their intervals, every sample, device and versions; whole or not at all."""
+    """Write all figures with intervals, every sample, and the provenance, atomically."""
     rows = []
     for entry in comparison.entries:
         columns = {}

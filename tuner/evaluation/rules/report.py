@@ -1,4 +1,4 @@
-"""A comparison of draft-length rules, for people: one table."""
+"""Table of a comparison of draft-length rules."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from tuner.tables import facts_grid, spaced
 
 
 def rules_table(comparison: RuleComparison) -> RenderableType:
-    """Every rule on every kind of text: speed-up over plain decoding, and how it stands to the best fixed length there."""
+    """Return a table of the rules' speed-ups by kind of text."""
     columns = list(comparison.columns)
     table = Table(
-        title="Speed-up over plain decoding, and over the best fixed length (95 % intervals, same prompts side by side)",
+        title="Speed-up over plain decoding and over the best fixed length (same prompts, 95 % intervals)",
         title_justify="left",
         box=box.SIMPLE_HEAD,
         pad_edge=False,
     )
     table.add_column("rule", no_wrap=True)
     for heading in (*columns, f"over best fixed ({columns[-1]})", "identical"):
-        table.add_column(heading, justify="right", overflow="fold")  # a figure that is cut is none
+        table.add_column(heading, justify="right", overflow="fold")  # a truncated figure is useless
     for entry in comparison.entries:
         cells = []
         for column, indices in comparison.columns.items():
@@ -34,6 +34,6 @@ def rules_table(comparison: RuleComparison) -> RenderableType:
         table.add_row(Text(entry.label), *cells, ratio, f"{measured.num_identical}/{len(measured.samples)}{ties}")
     legend = facts_grid()
     legend.add_row("draft", spaced(comparison.draft.describe()))
-    legend.add_row("*", "the best fixed length of the column, found by measuring all of them on these prompts")
-    legend.add_row("warm", "starts with what it learnt from other prompts of the same kinds")
+    legend.add_row("*", "best fixed length of the column, chosen by measuring all lengths on these prompts")
+    legend.add_row("warm", "rule warmed up on other prompts of the same kinds")
     return Group(table, legend)

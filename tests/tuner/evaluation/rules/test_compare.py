@@ -45,7 +45,7 @@ def compare(workplace: Path) -> Compare:
     return run
 
 
-def test_every_rule_and_fixed_length_is_measured_on_two_kinds_of_text_and_on_both(
+def test_all_rules_and_fixed_lengths_on_two_kinds_of_text(
     workplace: Path,
     target: Target,
     checkpoint: Path,
@@ -55,7 +55,7 @@ def test_every_rule_and_fixed_length_is_measured_on_two_kinds_of_text_and_on_bot
 ) -> None:
     profile = write_profile(write_heads(target, workplace, [4])[4], AdaEdl(initial_threshold=0.7, max_tokens=3))
     datasets = [write_tiny_prompts(workplace / "code.jsonl"), write_tiny_prompts(workplace / "prose.jsonl", 30)]
-    cheap = RoundCosts(draft_step=0.1, verify=(1.0,) * 4)  # else no learning rule drafts with a model this small
+    cheap = RoundCosts(draft_step=0.1, verify=(1.0,) * 4)  # at the costs of so small a model no adaptive rule drafts
     monkeypatch.setattr("decoding.decoder.measure_round_costs", lambda *_, **__: cheap)
     monkeypatch.setattr(sys, "argv", ["/usr/bin/sdtune", "compare-rules", "a b"])
     result = compare(profile, datasets, out="c.json")
@@ -86,21 +86,21 @@ def test_every_rule_and_fixed_length_is_measured_on_two_kinds_of_text_and_on_bot
     for name in LEARNING:
         assert rules[name]["costs"] is None
         assert rules[f"{name}, warm"]["costs"] is not None
-        assert rules[f"{name}, warm"]["prior"] != rules[name]["prior"], "taught by other prompts"
+        assert rules[f"{name}, warm"]["prior"] != rules[name]["prior"], "warmed up on other prompts"
     for word in (*LABELS, "code", "prose", "mixed", "over best fixed (mixed)", "6/6", "exit at 4, trained head"):
         assert word in result.stdout
     assert "…" not in result.stdout
     lines = {
         label: next(line for line in result.stdout.splitlines() if line.strip().startswith(label)) for label in LABELS
     }
-    assert sum(line.count("*") for line in lines.values()) == 3, "one best fixed length a column"
+    assert sum(line.count("*") for line in lines.values()) == 3, "one best fixed length per column"
     by_label = {row["label"]: row["columns"] for row in written["rules"]}
     for column, label in written["best_fixed"].items():
         assert f"{by_label[label][column]['speedup']['value']:.2f} [" in lines[label]
         assert "*" in lines[label]
 
 
-def test_one_kind_of_text_has_no_mixed_column_and_a_rule_of_the_table_no_second_line(
+def test_one_kind_of_text_has_no_mixed_column_and_each_rule_one_line(
     workplace: Path, write_profile: Callable[..., Path], compare: Compare
 ) -> None:
     profile = write_profile(LayerSkip.blocks((3, 4)), Fixed(max_tokens=2))
@@ -112,7 +112,7 @@ def test_one_kind_of_text_has_no_mixed_column_and_a_rule_of_the_table_no_second_
     assert sorted(path.name for path in workplace.iterdir()) == ["code.jsonl", "p.yaml"]
 
 
-def test_best_fixed_length_may_be_another_on_each_kind() -> None:
+def test_each_kind_of_text_has_its_own_best_fixed_length() -> None:
     def entry(label: str, rule: DraftLengthRule, seconds: tuple[float, ...]) -> RuleEntry:
         samples = (sample(1.0, prompt, draft_seconds=taken) for prompt, taken in enumerate(seconds))
         return RuleEntry(label, rule, Measurement(samples=tuple(samples)))
@@ -130,7 +130,7 @@ def test_best_fixed_length_may_be_another_on_each_kind() -> None:
     assert comparison.over_best_fixed(entries[2], "mixed").value == pytest.approx(2.0)
 
 
-def test_what_cannot_be_compared_is_one_line(
+def test_wrong_input_is_refused_in_one_line(
     workplace: Path, target: Target, write_profile: Callable[..., Path], compare: Compare
 ) -> None:
     code = write_tiny_prompts(workplace / "code.jsonl")
@@ -138,9 +138,9 @@ def test_what_cannot_be_compared_is_one_line(
     refused(compare(write_profile(PlainDecoding(), name="plain.yaml"), [code]), "plain.yaml decodes plainly")
     (workplace / "other").mkdir()
     same_name = write_tiny_prompts(workplace / "other" / "code.jsonl", 30)
-    refused(compare(drafting, [code, same_name]), "the datasets need names of their own", "code, code")
+    refused(compare(drafting, [code, same_name]), "the datasets need distinct names", "code, code")
     mixed = write_tiny_prompts(workplace / "mixed.jsonl")
-    refused(compare(drafting, [code, mixed]), "none may be 'mixed'")
+    refused(compare(drafting, [code, mixed]), "none of them 'mixed'")
     other = save_tiny_checkpoint(workplace / "model", seed=1)
     refused(compare(drafting, [code], model=other), "was tuned for", "other weights")
     for out, words in {
@@ -151,12 +151,12 @@ def test_what_cannot_be_compared_is_one_line(
     draft = write_heads(target, workplace / "elsewhere", [4])[4]
     without_head = compare(write_profile(draft, name="head.yaml"), [code])
     refused(without_head, "no such exit head", "exit_head_4.safetensors")
-    assert "decoding" not in without_head.stderr, "told before anything is run"
+    assert "decoding" not in without_head.stderr, "reported before any computation"
     refused(compare(drafting, [workplace / "none.jsonl"]), "no such dataset")
     refused(compare(drafting, [code], prompts=30), "too few prompts")
 
 
-def test_texts_that_end_too_soon_are_told_of(
+def test_prompts_that_end_too_soon_are_left_out_or_refused(
     workplace: Path,
     write_profile: Callable[..., Path],
     compare: Compare,
@@ -166,7 +166,7 @@ def test_texts_that_end_too_soon_are_told_of(
     code = write_tiny_prompts(workplace / "code.jsonl")
 
     def ends_in(*rows: int) -> None:
-        """Texts of these prompts end at once: first come those to learn from, then those measured."""
+        """Make the continuations of prompts `rows` end at once: rows 0 and 1 are for warm-up, 2 to 4 are measured."""
         from tuner.measuring.paired import Bench
 
         honest = Bench.__init__
@@ -187,7 +187,7 @@ def test_texts_that_end_too_soon_are_told_of(
         assert "code: 1 prompts end too soon to measure and are left out" in result.stderr
         assert "2/2" in result.stdout
     for rows, words in {
-        (0, 1): "3 of 3 prompts of code, and 0 of 2 to learn from",
+        (0, 1): "3 of 3 prompts of code, and 0 of 2 for warm-up",
         (2, 4): "1 of 3 prompts of code",
     }.items():
         with pytest.MonkeyPatch.context() as patch:
