@@ -1,4 +1,4 @@
-"""The acceptance functions on small tensors; that they are exact in distribution is shown in `test_sampling`."""
+"""The acceptance functions on small tensors; `test_sampling` shows that they are exact in distribution."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def rows(*probabilities: list[float]) -> Tensor:
         ([1, 2, 3], [1, 2, 3, 8], (3, 8)),
         ([1, 2, 3], [1, 2, 6, 8], (2, 6)),
         ([1, 2, 3], [6, 2, 3, 8], (0, 6)),
-        ([1, 2, 3], [1, 6, 3, 8], (1, 6)),  # what agrees behind the first disagreement does not count
+        ([1, 2, 3], [1, 6, 3, 8], (1, 6)),  # agreement after the first disagreement does not count
     ],
 )
 def test_greedy_accepts_up_to_the_first_disagreement(
@@ -50,20 +50,20 @@ def test_draft_as_likely_as_in_the_target_is_always_accepted() -> None:
         assert accept_sampled(ids(1, 2), p[:2], p, torch.Generator().manual_seed(seed)) == (2, 2)
 
 
-def test_draft_likelier_in_the_target_is_always_accepted() -> None:
+def test_draft_more_likely_in_the_target_is_always_accepted() -> None:
     q, p = rows([0.1, 0.9]), rows([0.2, 0.8], [1.0, 0.0])
     for seed in range(200):
         assert accept_sampled(ids(0), q, p, torch.Generator().manual_seed(seed)) == (1, 0)
 
 
-def test_draft_that_the_target_never_writes_is_always_rejected() -> None:
+def test_draft_impossible_in_the_target_is_always_rejected() -> None:
     q, p = rows([1.0, 0.0, 0.0]), rows([0.0, 0.4, 0.6], [1.0, 0.0, 0.0])
     outcomes = {accept_sampled(ids(0), q, p, torch.Generator().manual_seed(seed)) for seed in range(200)}
     assert outcomes == {(0, 1), (0, 2)}
 
 
 def test_rejected_draft_is_replaced_by_what_the_target_has_more_of() -> None:
-    # max(p - q, 0) is nothing but token 2; p alone would give token 0 or 1 nine times in ten.
+    # max(p - q, 0) contains token 2 only; p alone would give token 0 or 1 nine times in ten.
     q, p = rows([0.5, 0.5, 0.0]), rows([0.45, 0.45, 0.1], [1.0, 0.0, 0.0])
     outcomes = {accept_sampled(ids(1), q, p, torch.Generator().manual_seed(seed)) for seed in range(500)}
     assert outcomes == {(1, 0), (0, 2)}
@@ -94,17 +94,17 @@ def test_certain_drafts_are_judged_as_those_sampled_from_one_point() -> None:
         assert judged == accept_sampled(drafted, points, p, torch.Generator().manual_seed(seed))
         outcomes.add(judged)
     assert {num_accepted for num_accepted, _ in outcomes} >= {0, 1}
-    assert not {(0, 0), (1, 3), (2, 3)} & outcomes, "a rejected draft does not come back"
+    assert not {(0, 0), (1, 3), (2, 3)} & outcomes, "a rejected draft is not resampled"
 
 
-def test_certain_draft_of_a_target_that_is_certain_too_is_accepted_or_written_all_the_same(
+def test_certain_draft_and_certain_target_always_give_the_targets_token(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     p = rows([0.0, 1.0], [1.0, 0.0])
     assert accept_certain(ids(1), p) == (1, 0)
     assert accept_certain(ids(0), p) == (0, 1)
     monkeypatch.setattr(torch, "rand", lambda *size, **settings: torch.ones(*size))
-    assert accept_certain(ids(1), p) == (0, 1)  # of the residual nothing is left: the target's token, not an error
+    assert accept_certain(ids(1), p) == (0, 1)  # the residual is empty: the target's token, not an error
 
 
 def test_nothing_drafted_for_certain_samples_from_the_target() -> None:

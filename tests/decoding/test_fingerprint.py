@@ -1,4 +1,4 @@
-"""Which model is it? The same in every precision, another for other weights or another configuration."""
+"""Model identity: equal in every precision, different for other weights or another configuration."""
 
 from __future__ import annotations
 
@@ -55,10 +55,10 @@ def test_generating_and_hashing_change_nothing() -> None:
 
 
 def test_the_ends_of_a_weight_are_sampled() -> None:
-    for place in (0, -1):
+    for index in (0, -1):
         model = tiny_llama()
         with torch.no_grad():
-            model.model.layers[2].self_attn.q_proj.weight.view(-1)[place] += 1.0
+            model.model.layers[2].self_attn.q_proj.weight.view(-1)[index] += 1.0
         assert fingerprint(model).weights_sha256 != fingerprint(tiny_llama()).weights_sha256
 
 
@@ -82,7 +82,7 @@ def test_other_weights_and_shapes_are_seen() -> None:
     base = fingerprint(tiny_llama())
     changed = tiny_llama()
     with torch.no_grad():
-        changed.model.layers[3].mlp.up_proj.weight.view(-1)[0] += 1.0  # a sampled place
+        changed.model.layers[3].mlp.up_proj.weight.view(-1)[0] += 1.0  # a sampled index
     assert fingerprint(changed).weights_sha256 != base.weights_sha256
     assert fingerprint(tiny_llama(seed=1)).weights_sha256 != base.weights_sha256
     assert fingerprint(tiny_llama(5)).weights_sha256 != base.weights_sha256

@@ -1,4 +1,4 @@
-"""Texts written in step: each must be what it would be alone, whatever the others do."""
+"""Sequences decoded in lockstep: each must be what it would be alone, whatever the others do."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.support.heads import write_heads
 from tests.support.tiny import tiny_target
 
 SIZES = ((5, 20), (11, 12), (3, 25), (8, 1), (1, 9))
-"""Lengths of prompts, and of what is written behind them."""
+"""Lengths of the prompts and of their continuations."""
 DRAFTS: dict[str, Draft] = {
     "plain": PlainDecoding(),
     "blocks": LayerSkip.blocks((2, 3)),
@@ -58,7 +58,7 @@ def _lockstep(decoder: Decoder, requests: Sequence[Request]) -> list[tuple[int, 
 
 @pytest.mark.parametrize("draft", DRAFTS.values(), ids=DRAFTS)
 @pytest.mark.parametrize("family", SUPPORTED)
-def test_each_text_is_that_of_plain_decoding(family: str, draft: Draft) -> None:
+def test_each_sequence_equals_plain_decoding(family: str, draft: Draft) -> None:
     target = target_of(family)
     requests = _requests()
     plain = _decode_each_alone(plain_decoder(target), requests)
@@ -71,7 +71,7 @@ def test_the_promised_families_share_their_passes() -> None:
 
 
 @pytest.mark.parametrize("prefix_reuse", [True, False])
-def test_an_exit_head_keeps_its_own_keys_and_values_of_each_text(tmp_path: Any, prefix_reuse: bool) -> None:
+def test_an_exit_head_keeps_separate_keys_and_values_per_sequence(tmp_path: Any, prefix_reuse: bool) -> None:
     target = tiny_target()
     draft = write_heads(target, tmp_path, [2])[2]
     requests = _requests(vocabulary=64)
@@ -81,13 +81,13 @@ def test_an_exit_head_keeps_its_own_keys_and_values_of_each_text(tmp_path: Any, 
         alone = [decoder.generate(request) for request in requests]
         together = decoder.generate_batch(requests).generations
         assert [each.tokens for each in together] == _decode_each_alone(plain_decoder(target), requests)
-        # The same drafts too: what the head has seen of a text is what it would have seen of it alone.
+        # The same drafts too: the head has processed the same positions as in single decoding.
         assert [each.num_accepted for each in together] == [each.num_accepted for each in alone]
         assert sum(each.num_accepted for each in alone) > 0
 
 
 @pytest.mark.parametrize("draft", ["plain", "sublayers", "lookup, then blocks"])
-def test_sampled_texts_are_those_of_the_same_random_stream(draft: str) -> None:
+def test_sampled_sequences_depend_on_their_own_random_stream(draft: str) -> None:
     target = target_of("llama")
     decoder = Decoder(target, DRAFTS[draft], Fixed(max_tokens=3))
 
@@ -103,7 +103,7 @@ def test_sampled_texts_are_those_of_the_same_random_stream(draft: str) -> None:
     assert texts != _decode_each_alone(decoder, _requests())
 
 
-def test_texts_end_by_themselves() -> None:
+def test_sequences_end_independently() -> None:
     target = target_of("llama")
     requests = _requests()
     text = plain_decoder(target).generate(requests[2]).tokens
@@ -114,8 +114,8 @@ def test_texts_end_by_themselves() -> None:
     assert len({len(each) for each in texts}) > 1
 
 
-def test_a_pass_is_over_the_texts_that_still_want_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Five texts, plainly: as many passes as the longest has tokens behind its first, not as many as all have."""
+def test_a_pass_covers_the_unfinished_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Five sequences, plainly: the passes of the longest one after its first token, not the sum over all."""
     target = target_of("llama")
     assert target.unbatchable_reason is None
     passes = _watched(target, monkeypatch)
@@ -125,7 +125,7 @@ def test_a_pass_is_over_the_texts_that_still_want_one(monkeypatch: pytest.Monkey
 
 
 def test_drafts_wait_for_one_another(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With drafts of equal length every round has as many passes as a round of a single text."""
+    """With drafts of equal length every round has as many passes as a round of a single sequence."""
     target = target_of("llama")
     assert target.unbatchable_reason is None
     requests = _requests(((6, 24),) * 3)
@@ -138,7 +138,7 @@ def test_drafts_wait_for_one_another(monkeypatch: pytest.MonkeyPatch) -> None:
     assert {len(each) for each in passes} == {3}
 
 
-def test_seconds_are_those_of_all_and_of_each() -> None:
+def test_seconds_are_reported_per_batch_and_per_sequence() -> None:
     batch = plain_decoder(target_of("llama")).generate_batch(_requests())
     assert batch.prefill_seconds > 0
     assert batch.decode_seconds > 0
@@ -146,7 +146,7 @@ def test_seconds_are_those_of_all_and_of_each() -> None:
     assert longest <= batch.prefill_seconds + batch.decode_seconds
 
 
-def test_a_kept_controller_learns_of_its_own_text_alone() -> None:
+def test_a_persistent_controller_observes_its_own_sequence_only() -> None:
     target = target_of("llama")
     requests = _requests(((5, 20), (11, 20)))
     rule = BetaThompson(max_tokens=4, persistent=True, costs=RoundCosts(draft_step=0.3, verify=(1.0, 1.05)))
@@ -213,19 +213,19 @@ def test_steps_may_be_taken_from_within_another_batch() -> None:
     ids=["alibi", "rope", "bit-exact"],
 )
 @pytest.mark.usefixtures("uncompiled")
-def test_texts_that_cannot_share_passes_take_turns(target: Any, words: str) -> None:
+def test_sequences_that_cannot_share_passes_take_turns(target: Any, words: str) -> None:
     target = target()
     assert words in str(target.unbatchable_reason)
     requests = _requests()
     decoder = Decoder(target, DRAFTS["sublayers"], Fixed(max_tokens=3))
     assert _lockstep(decoder, requests) == _decode_each_alone(plain_decoder(target), requests)
     rows = [row for row, step in decoder.batch_steps(requests) if isinstance(step, Round)]
-    assert rows[:4] == [0, 1, 2, 4], "the text of a single token has no round"
+    assert rows[:4] == [0, 1, 2, 4], "the sequence of a single token has no round"
 
 
 @pytest.mark.usefixtures("uncompiled")
 @pytest.mark.parametrize("family", sorted(PROMISED))
-def test_each_text_is_that_of_plain_decoding_by_the_static_runner(family: str) -> None:
+def test_each_sequence_equals_plain_decoding_with_the_static_runner(family: str) -> None:
     target = Target(build(family), "static")
     requests = _requests()
     assert target.unbatchable_reason is None
@@ -235,8 +235,8 @@ def test_each_text_is_that_of_plain_decoding_by_the_static_runner(family: str) -
 
 
 @pytest.mark.usefixtures("uncompiled")
-def test_nothing_is_compiled_for_the_text_that_is_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the static runner a pass of fewer than two rows is none of a batch, whichever text goes on."""
+def test_nothing_is_compiled_for_the_last_remaining_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The static runner keeps at least two rows per pass of a batch, whichever sequence continues."""
     target = Target(build("llama"), "static")
     assert target.unbatchable_reason is None
     shapes: list[tuple[int, int]] = []
@@ -257,7 +257,7 @@ def test_nothing_is_compiled_for_the_text_that_is_the_last(monkeypatch: pytest.M
 
 
 PADDED = Buckets((1, 4, 9), slot_step=16, all_rows=True)
-"""As on a GPU, where a pass of several texts goes over all rows of their memory, but with few shapes."""
+"""As on a GPU, where a shared pass covers all rows of the storage, but with few shapes."""
 
 
 def padded(mask_kinds: MaskKinds, device: torch.device) -> Runner:
@@ -266,7 +266,7 @@ def padded(mask_kinds: MaskKinds, device: torch.device) -> Runner:
 
 @pytest.mark.parametrize("draft", DRAFTS)
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gemma3n", "mixtral"])
-def test_each_text_is_that_of_plain_decoding_in_padded_passes_over_all_rows(family: str, draft: str) -> None:
+def test_padded_passes_over_all_rows_equal_plain_decoding(family: str, draft: str) -> None:
     target = Target(build(family), padded)
     assert target.unbatchable_reason is None
     requests = _requests()
@@ -275,7 +275,7 @@ def test_each_text_is_that_of_plain_decoding_in_padded_passes_over_all_rows(fami
         assert _lockstep(Decoder(target, DRAFTS[draft], rule), requests) == plain
 
 
-def test_passes_of_a_batch_have_few_shapes_and_are_those_of_the_next_batch_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_passes_of_a_batch_have_few_shapes_that_the_next_batch_reuses(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each shape is prepared once: on a GPU, recorded."""
     target = Target(build("llama"), padded)
     assert target.unbatchable_reason is None
@@ -299,7 +299,7 @@ def test_passes_of_a_batch_have_few_shapes_and_are_those_of_the_next_batch_too(m
     for order in ([2, 0, 1], [1, 2, 0]):
         shuffled = [requests[row] for row in order]
         assert _lockstep(decoder, shuffled) == [expected[row] for row in order]
-    assert not prepared, "the memory of the batch before serves the next, and what is bound to it with it"
+    assert not prepared, "the next batch reuses the storage of the previous one and its recordings"
 
 
 def test_a_pass_wider_than_the_widest_bucket_is_run_as_it_is() -> None:
@@ -322,7 +322,7 @@ DYNAMIC_ROPE = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
 
 
 def _watched(target: Target, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
-    """The texts of each pass that several share, from now on."""
+    """The sequences in each shared pass, from now on."""
     passes: list[tuple[int, ...]] = []
     run = target.runner.run_shared_pass
 

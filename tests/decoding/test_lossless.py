@@ -1,4 +1,4 @@
-"""The first test of the project: speculative decoding writes the text of plain decoding, whatever the draft and the rule."""
+"""The project's first test: speculative decoding reproduces plain decoding for every draft and rule."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ RULES: dict[str, DraftLengthRule] = {
     "Beta-Thompson": BetaThompson(max_tokens=6, costs=COSTS),
     "calibrated Thompson": CalibratedThompson(max_tokens=6, costs=COSTS),
 }
-# One that keeps the token of its last pass and one that drops it: without prefix reuse, and for families not promised.
+# One rule keeps the token of its last pass and one drops it: without prefix reuse, and for unsupported families.
 TWO_RULES = ("fixed 3", "AdaEDL, last dropped")
 
 PROMPTS = {"one token": some_tokens(1), "several tokens": some_tokens(9)}
@@ -106,7 +106,7 @@ def write(
 
 
 def has_prefix(draft: Draft) -> bool:
-    """Whether there are blocks in front that the verification need not compute again."""
+    """True if there are leading blocks that the verification need not compute again."""
     return isinstance(draft, EarlyExit) or (isinstance(draft, LayerSkip) and bool(draft.first_skipped))
 
 
@@ -125,7 +125,7 @@ def check_facts(generation: Generation, request: Request, max_drafted: int) -> N
 
 
 def stock_text(target: Target, prompt: Sequence[int], **settings: Any) -> tuple[int, ...]:
-    """What transformers itself writes."""
+    """The output of transformers itself."""
     output = target.model.generate(
         torch.tensor([prompt]), attention_mask=torch.ones((1, len(prompt))), do_sample=False, **settings
     )
@@ -142,7 +142,9 @@ def test_speculative_text_is_the_plain_text(family: str, draft: str) -> None:
     cases = [(rule, True) for rule in (RULES if family in PROMISED else TWO_RULES)]
     if has_prefix(DRAFTS[draft]):
         cases += [(rule, False) for rule in TWO_RULES]
-    prompts = [*PROMPTS][:: 1 if list(DRAFTS).index(draft) % 2 else -1]  # in turns, every kind of draft with both
+    prompts = [*PROMPTS][
+        :: 1 if list(DRAFTS).index(draft) % 2 else -1
+    ]  # alternating, so that every kind of draft meets both
     for number, (rule, prefix_reuse) in enumerate(cases):
         prompt = prompts[number % 2]
         request = Request(PROMPTS[prompt], Ending(NUM_NEW_TOKENS))
@@ -200,7 +202,7 @@ def test_eager_attention_writes_the_plain_text_too(family: str) -> None:
 
 
 class ScriptedController(Controller):
-    """Decides at random, by a stream of its own: also to draft nothing, and to stop before the first token."""
+    """Decides at random, from its own stream: it may also draft nothing, or stop before the first token."""
 
     def __init__(self, seed: int) -> None:
         super().__init__(max_tokens=5)
@@ -215,7 +217,7 @@ class ScriptedController(Controller):
 
 @pytest.mark.parametrize("prefix_reuse", [True, False])
 @pytest.mark.parametrize("draft", ["blocks", "mixed", "first attention", "nothing", "lookup, then blocks"])
-def test_any_decisions_of_a_rule_leave_the_text_as_it_is(draft: str, prefix_reuse: bool) -> None:
+def test_no_decision_of_a_rule_changes_the_output(draft: str, prefix_reuse: bool) -> None:
     request = Request(PROMPTS["several tokens"], Ending(4 * NUM_NEW_TOKENS))
     target = target_of("llama")
     plain = write_plainly(target, request).tokens
@@ -230,7 +232,7 @@ def test_drafts_longer_than_the_text_end_with_it() -> None:
     request = Request(PROMPTS["several tokens"], Ending(NUM_NEW_TOKENS))
     generation = write(target, LayerSkip(), Fixed(max_tokens=64), request)
     assert generation.tokens == write_plainly(target, request).tokens
-    # One round after the prefill's token: all that remains but the last token, which is the target's.
+    # One round after the prefill's token: all remaining tokens except the last, which is the target's.
     assert [(step.num_drafted, step.num_accepted) for step in generation.rounds] == [(NUM_NEW_TOKENS - 2,) * 2]
 
 
@@ -248,7 +250,7 @@ def test_controller_of_an_earlier_text_may_steer_the_next() -> None:
 
 
 @pytest.mark.parametrize("rule", ["Beta-Thompson", "calibrated Thompson"])
-def test_thompson_controller_kept_from_text_to_text_drafts_more_and_less_and_leaves_the_texts_as_they_are(
+def test_persistent_thompson_controller_varies_lengths_but_not_the_output(
     rule: str,
 ) -> None:
     target = target_of("llama")
@@ -262,12 +264,12 @@ def test_thompson_controller_kept_from_text_to_text_drafts_more_and_less_and_lea
     assert {0, 1, 2} <= lengths
 
 
-# --- where a text ends --------------------------------------------------------------------------------------------------
+# --- stopping conditions ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("num_new_tokens", [1, 2, 3, 30])
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
-def test_text_has_the_tokens_asked_for(family: str, num_new_tokens: int) -> None:
+def test_sequence_has_the_requested_number_of_tokens(family: str, num_new_tokens: int) -> None:
     target = target_of(family)
     request = Request(PROMPTS["several tokens"], Ending(num_new_tokens))
     plain = write_plainly(target, request).tokens
@@ -280,7 +282,7 @@ def test_text_has_the_tokens_asked_for(family: str, num_new_tokens: int) -> None
 
 @pytest.mark.parametrize("skip", ["blocks", "last block", "nothing"])
 @pytest.mark.parametrize("rule", ["fixed 3", "fixed 8", "AdaEDL, last dropped"])
-def test_end_token_ends_the_text_wherever_in_a_draft_it_stands(rule: str, skip: str) -> None:
+def test_end_token_ends_the_sequence_anywhere_in_a_draft(rule: str, skip: str) -> None:
     target = target_of("llama")
     prompt = PROMPTS["several tokens"]
     whole = plain_text("llama", "several tokens")
@@ -299,7 +301,7 @@ def test_end_token_ends_the_text_where_generate_ends_it() -> None:
 
 
 class Watching:
-    """A stopping criterion that notes what it is shown, and is met at `token`."""
+    """A stopping criterion that records its inputs and is met at `token`."""
 
     def __init__(self, token: int | None = None) -> None:
         self.token = token
@@ -314,8 +316,8 @@ class Watching:
 def test_stopping_criteria_see_every_single_token_as_in_generate(draft: str) -> None:
     target, prompt = target_of("llama"), PROMPTS["several tokens"]
     whole = plain_text("llama", "several tokens")
-    for place in (0, 1, 5, 9, NUM_NEW_TOKENS - 1):
-        stock, plain, drafted = ([Watching(), Watching(whole[place]), Watching()] for _ in range(3))
+    for index in (0, 1, 5, 9, NUM_NEW_TOKENS - 1):
+        stock, plain, drafted = ([Watching(), Watching(whole[index]), Watching()] for _ in range(3))
         request = Request(prompt, Ending(NUM_NEW_TOKENS, criteria=plain))
         expected = stock_text(
             target, prompt, max_new_tokens=NUM_NEW_TOKENS, stopping_criteria=StoppingCriteriaList(stock)
@@ -338,7 +340,7 @@ def test_stopping_criteria_see_the_end_token_as_in_generate() -> None:
     assert drafted.seen == stock.seen
 
 
-# --- what shapes the tokens ---------------------------------------------------------------------------------------------
+# --- logits processors --------------------------------------------------------------------------------------------------
 
 
 PROCESSORS = {
@@ -367,7 +369,7 @@ def test_logits_processors_shape_the_text_as_in_generate(family: str, processors
             assert write(target, DRAFTS[draft], RULES[rule], request).tokens == expected
 
 
-def test_processors_that_change_the_text_are_among_those_tried() -> None:
+def test_processors_tried_include_some_that_change_the_output() -> None:
     without = write_plainly(target_of("llama"), Request(PROMPTS["several tokens"], Ending(40))).tokens
     texts = {
         write_plainly(
@@ -378,7 +380,7 @@ def test_processors_that_change_the_text_are_among_those_tried() -> None:
     assert len(texts | {without}) > 2
 
 
-# --- frequencies that depend on the length of the text ------------------------------------------------------------------
+# --- frequencies that depend on the sequence length ---------------------------------------------------------------------
 
 
 ROPES = {
@@ -422,10 +424,10 @@ def test_text_that_outgrows_its_rotary_frequencies_is_the_plain_text(rope: str) 
     assert num_looked_up > 50
 
 
-# --- one text after another ---------------------------------------------------------------------------------------------
+# --- consecutive sequences ----------------------------------------------------------------------------------------------
 
 
-def test_texts_written_in_turns_do_not_disturb_each_other() -> None:
+def test_interleaved_sequences_do_not_affect_each_other() -> None:
     target = target_of("gemma3")
     drafter = LayerSkipDrafter(target, SKIPS["blocks"])
     requests = [Request(some_tokens(4 + seed, seed), Ending(NUM_NEW_TOKENS)) for seed in range(3)]
@@ -444,7 +446,7 @@ def test_texts_written_in_turns_do_not_disturb_each_other() -> None:
 
 
 class Failing:
-    """A logits processor that fails when it is asked for the `after`-th time."""
+    """A logits processor that fails on its `after`-th call."""
 
     def __init__(self, after: int) -> None:
         self.left = after

@@ -1,4 +1,4 @@
-"""The same text? And if not, a numerical tie?"""
+"""Comparison of outputs: identical, tied or different."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ def test_the_same_tokens_are_identical() -> None:
     assert found.is_lossless
 
 
-def test_a_near_tie_in_low_precision_is_recognised_and_placed() -> None:
+def test_a_near_tie_in_low_precision_is_recognised_and_located() -> None:
     found = compare(_target(torch.bfloat16, twins=(11, 12)), PROMPT, (1, 11, 3), (1, 12, 4))
     assert (found.identical, found.first_difference, found.tie) == (False, 1, True)
     assert found.is_lossless
 
 
-def test_a_clear_difference_in_low_precision_is_no_tie() -> None:
+def test_a_clear_difference_in_low_precision_is_not_a_tie() -> None:
     target = _target(torch.bfloat16)
     logits = target.forward(torch.tensor([PROMPT]), target.new_cache(6), 0, last_only=True)[0]
     best, worst = int(logits.argmax()), int(logits.argmin())
     assert not compare(target, PROMPT, (best,), (worst,)).is_lossless
 
 
-def test_texts_that_part_from_a_clear_difference_are_not_excused_by_a_later_tie() -> None:
+def test_a_clear_first_difference_is_not_excused_by_a_later_tie() -> None:
     target = _target(torch.bfloat16, twins=(11, 12))
     logits = target.forward(torch.tensor([PROMPT]), target.new_cache(6), 0, last_only=True)[0]
     best, worst = int(logits.argmax()), int(logits.argmin())
@@ -48,7 +48,7 @@ def test_texts_that_part_from_a_clear_difference_are_not_excused_by_a_later_tie(
     assert (found.first_difference, found.tie) == (0, False)
 
 
-def test_a_clear_difference_behind_common_tokens_is_no_tie() -> None:
+def test_a_clear_difference_after_common_tokens_is_not_a_tie() -> None:
     target = _target(torch.bfloat16)
     common: list[int] = []
     for _ in range(2):
@@ -62,7 +62,7 @@ def test_a_clear_difference_behind_common_tokens_is_no_tie() -> None:
 
 
 @pytest.mark.parametrize("prompt", [(5,), (5, 17), PROMPT])
-def test_a_tie_is_recognised_behind_a_prompt_of_any_length(prompt: tuple[int, ...]) -> None:
+def test_a_tie_is_recognised_after_a_prompt_of_any_length(prompt: tuple[int, ...]) -> None:
     found = compare(_target(torch.bfloat16, twins=(11, 12)), prompt, (7, 11), (7, 12))
     assert (found.first_difference, found.tie) == (1, True)
 
@@ -78,7 +78,7 @@ def test_in_float32_no_difference_is_excused() -> None:
     assert not compare(_target(torch.float32, twins=(11, 12)), PROMPT, (11,), (12,)).is_lossless
 
 
-def test_a_text_that_ends_sooner_is_another_text() -> None:
+def test_a_shorter_output_is_different() -> None:
     for dtype in (torch.float32, torch.bfloat16):
         for plain, other in (((1, 2, 3), (1, 2)), ((1, 2), (1, 2, 3)), ((1, 2), ())):
             found = compare(_target(dtype), PROMPT, plain, other)

@@ -1,4 +1,4 @@
-"""What speculative decoding keeps beside what plain decoding does, and that nothing copies the cache."""
+"""The memory that speculative decoding needs beyond plain decoding, and the absence of cache copies."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ DRAFTERS: dict[str, Callable[[Target], Drafter]] = {
 
 
 def kept(target: Target, write: Callable[[NewCache], object]) -> KVCache:
-    """The cache that a text was written in."""
+    """The cache in which a sequence was decoded."""
     made: list[KVCache] = []
 
     def new_cache(capacity: int) -> KVCache:
@@ -68,7 +68,7 @@ def test_a_draft_keeps_its_own_positions_and_an_exit_head_its_own_layer(kind: st
 
 
 class LargestNew(TorchDispatchMode):
-    """The most elements of a tensor that any operation has made in memory of its own."""
+    """The largest number of elements in a tensor that any operation has newly allocated."""
 
     def __init__(self) -> None:
         super().__init__()

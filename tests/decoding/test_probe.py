@@ -1,4 +1,4 @@
-"""What a model can do is found by running it."""
+"""A model's capabilities, found by running it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.support.tiny import tiny_llama
 
 
 class Remembering(nn.Module):
-    """Adds something of the last call to this one, kept in a buffer."""
+    """Adds part of the previous call's output, kept in a buffer, to the current one."""
 
     def __init__(self, mlp: nn.Module) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ def test_the_promised_families_are_all_among_those_tested() -> None:
 
 
 @pytest.mark.parametrize("family", REFUSED)
-def test_a_model_whose_cache_cannot_roll_back_is_refused_in_one_line_that_says_why(family: str) -> None:
+def test_a_model_whose_cache_cannot_roll_back_is_refused_with_the_reason(family: str) -> None:
     found = probe(build(family))
     assert found.refusal is not None
     assert REFUSED[family][2] in found.refusal
@@ -82,7 +82,7 @@ def test_probing_leaves_the_model_as_it_was(family: str) -> None:
     model(ids).logits.sum().backward()  # no weight or buffer has become an inference tensor
 
 
-def test_a_model_in_training_is_put_to_evaluation_and_stays_there() -> None:
+def test_a_model_in_training_mode_is_switched_to_evaluation() -> None:
     model = tiny_llama().train()
     assert probe(model).is_supported
     assert not any(module.training for module in model.modules())
@@ -93,14 +93,14 @@ def test_probing_twice_finds_the_same() -> None:
     assert probe(model) == probe(model)
 
 
-def test_facts_of_the_model_stand_beside_the_findings() -> None:
+def test_facts_of_the_model_are_reported_with_the_findings() -> None:
     model = tiny_llama()
     found = probe(model)
     assert (found.architecture, found.num_layers) == ("LlamaForCausalLM", 6)
     assert (found.num_parameters, found.dtype, found.device) == (model.num_parameters(), "float32", "cpu")
 
 
-def test_a_cache_that_does_not_roll_back_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cache_that_does_not_roll_back_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     honest = KVCache.cover
 
     def forgetful(self: KVCache, start: int, width: int) -> None:
@@ -116,7 +116,7 @@ def test_a_cache_that_does_not_roll_back_is_found_out(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("layer", [0, 2, 5])
-def test_state_kept_outside_the_cache_is_found_out(layer: int) -> None:
+def test_state_kept_outside_the_cache_is_detected(layer: int) -> None:
     model = tiny_llama()
     block = model.model.layers[layer]
     block.mlp = Remembering(block.mlp)
@@ -126,7 +126,7 @@ def test_state_kept_outside_the_cache_is_found_out(layer: int) -> None:
     assert "\n" not in found.refusal
 
 
-def test_a_cache_that_loses_a_token_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cache_that_loses_a_token_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     honest = KVCache.update
 
     def lossy(self: KVCache, keys: Tensor, values: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
@@ -142,8 +142,8 @@ def test_a_cache_that_loses_a_token_is_found_out(monkeypatch: pytest.MonkeyPatch
     assert "different logits from a cache than from one pass" in found.refusal
 
 
-def test_a_draft_that_changes_the_text_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A verification that is right in the middle of the stack, where it is tried first, but not at its beginning."""
+def test_a_draft_that_changes_the_output_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A verification that is right in the middle of the stack, which is tried first, but not at its beginning."""
     honest = ResumeView.forward
 
     def wrong(self: ResumeView, ids: Tensor, cache: KVCache, start: int, states: Tensor) -> Tensor:
@@ -156,7 +156,7 @@ def test_a_draft_that_changes_the_text_is_found_out(monkeypatch: pytest.MonkeyPa
     assert "differs from plain decoding at token" in found.refusal
 
 
-def test_a_model_that_sees_what_is_behind_is_refused() -> None:
+def test_a_model_that_attends_to_later_tokens_is_refused() -> None:
     sizes = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "max_position_embeddings": 64}
     torch.manual_seed(0)
     model = BertForMaskedLM(BertConfig(num_hidden_layers=3, num_attention_heads=4, **sizes)).eval()
@@ -167,7 +167,7 @@ def test_a_model_that_sees_what_is_behind_is_refused() -> None:
 
 
 @pytest.mark.parametrize("kind", [LlamaForSequenceClassification, LlamaModel])
-def test_a_model_that_does_not_write_text_is_refused_in_one_line(kind: type[LlamaModel]) -> None:
+def test_a_model_without_next_token_logits_is_refused_in_one_line(kind: type[LlamaModel]) -> None:
     config = tiny_llama().config
     config.pad_token_id = 0
     found = probe(kind(config).eval())
@@ -176,7 +176,7 @@ def test_a_model_that_does_not_write_text_is_refused_in_one_line(kind: type[Llam
     assert not found.is_supported
 
 
-def test_a_pass_that_cannot_be_resumed_costs_the_reuse_not_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_that_cannot_resume_loses_prefix_reuse_only(monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(self: ResumeView, *args: Any) -> torch.Tensor:
         raise RuntimeError("shapes do not fit")
 

@@ -19,16 +19,18 @@ GENERATION = Generation(
     (
         Round((1, 2, 3), num_drafted=4, num_accepted=2, seconds=0.25, draft_seconds=0.125),
         Round((4,), num_drafted=1, num_accepted=0, seconds=0.125, draft_seconds=0.0625),
-        Round((5,), num_drafted=3, num_accepted=2, seconds=0.25, draft_seconds=0.125),  # an end token, cut behind it
+        Round(
+            (5,), num_drafted=3, num_accepted=2, seconds=0.25, draft_seconds=0.125
+        ),  # an end token, truncated after it
     ),
 )
 
 
-def test_tokens_are_the_prefills_and_those_of_every_round() -> None:
+def test_tokens_include_the_prefills_and_every_rounds() -> None:
     assert GENERATION.tokens == (7, 1, 2, 3, 4, 5)
 
 
-def test_rates_are_of_the_decode_phase_alone() -> None:
+def test_rates_cover_the_decode_phase_only() -> None:
     assert GENERATION.num_decoded == 5
     assert GENERATION.decode_seconds == 0.625
     assert GENERATION.draft_seconds == 0.3125
@@ -78,15 +80,15 @@ def test_drafting_takes_a_part_of_each_round() -> None:
     assert all(0.0 < step.draft_seconds < step.seconds for step in generation.rounds)
 
 
-def test_drafts_behind_the_end_of_the_text_count_as_accepted() -> None:
+def test_drafts_after_the_end_of_the_sequence_count_as_accepted() -> None:
     target, prompt = target_of("llama"), some_tokens(9)
     plain = Generation.collect(autoregressive(target, Request(prompt, Ending(16)))).tokens
-    place = next(index for index in range(2, 8) if plain[index] not in plain[:index])
-    request = Request(prompt, Ending(16, frozenset({plain[place]})))
+    position = next(index for index in range(2, 8) if plain[index] not in plain[:index])
+    request = Request(prompt, Ending(16, frozenset({plain[position]})))
     drafter = LayerSkipDrafter(target, LayerSkip())
     generation = Generation.collect(speculative(target, drafter, Fixed(max_tokens=10).controller(), request))
     (only,) = generation.rounds
-    assert only.tokens == plain[1 : place + 1]
+    assert only.tokens == plain[1 : position + 1]
     assert (only.num_drafted, only.num_accepted) == (10, 10)
 
 

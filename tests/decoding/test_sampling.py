@@ -1,6 +1,6 @@
-"""Sampled text is distributed as plain sampling would have it: a chi-square test of the joint distribution of the first tokens.
+"""Sampled output has the distribution of plain sampling: a chi-square test of the first tokens' joint distribution.
 
-Streams are seeded, so every p-value is the same at every run; acceptances that are wrong on purpose must fail the same test.
+Streams are seeded, so every p-value is the same in every run. Deliberately wrong acceptances must fail the same test.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from decoding.target import Target
 from decoding.text import Ending, LogitsProcessor, Shaping
 from tests.support.families import build
 
-ALPHA = 1e-3  # a right acceptance stays above, by the fixed seeds; a wrong one falls below by many orders of magnitude
+ALPHA = 1e-3  # with these seeds a right acceptance stays above; a wrong one falls below by many orders of magnitude
 FEWEST_EXPECTED = 5.0
 
 Judge = Callable[[Tensor, Tensor, Tensor, torch.Generator], tuple[int, int]]
@@ -35,11 +35,11 @@ Outcome = tuple[int, ...]
 
 
 def p_value(counts: Counter[Outcome], expected: dict[Outcome, float]) -> float:
-    """Of the chi-square test that `counts` come from the probabilities `expected`; rare outcomes are taken together."""
+    """The p-value of the chi-square test that `counts` come from `expected`; rare outcomes are pooled."""
     total = counts.total()
     assert abs(sum(expected.values()) - 1.0) < 1e-4
     impossible = [outcome for outcome in counts if expected.get(outcome, 0.0) == 0.0]
-    assert not impossible, f"outcomes that the target never writes: {impossible[:3]}"
+    assert not impossible, f"outcomes that the target never generates: {impossible[:3]}"
     common = [outcome for outcome, share in expected.items() if share * total >= FEWEST_EXPECTED]
     assert len(common) > 10, "too few outcomes to tell distributions apart"
     observed = [counts[outcome] for outcome in common]
@@ -52,7 +52,7 @@ def p_value(counts: Counter[Outcome], expected: dict[Outcome, float]) -> float:
     return float(stats.chisquare(observed, [value * scale for value in wanted]).pvalue)
 
 
-# --- the acceptance function, on distributions written down --------------------------------------------------------------
+# --- the acceptance function, on explicit distributions -----------------------------------------------------------------
 
 SIZE = 5
 NUM_ROUNDS = 4_000
@@ -73,15 +73,15 @@ def draw(probabilities: Tensor, generator: torch.Generator) -> int:
 
 
 def first_two_tokens(judge: Judge, num_drafted: int, seed: int) -> Counter[Outcome]:
-    """Write two tokens `NUM_ROUNDS` times: a draft of `num_drafted`, judged, and plain sampling for what is missing."""
+    """Generate two tokens `NUM_ROUNDS` times: a judged draft of `num_drafted`, and plain sampling for missing tokens."""
     generator = torch.Generator().manual_seed(seed)
     counts: Counter[Outcome] = Counter()
     for _ in range(NUM_ROUNDS):
         drafted: list[int] = []
-        for place in range(num_drafted):
-            drafted.append(draw(DRAFT[place][tuple(drafted)], generator))
-        q = [DRAFT[place][tuple(drafted[:place])] for place in range(num_drafted)]
-        p = [TARGET[place][tuple(drafted[:place])] for place in range(num_drafted + 1)]
+        for position in range(num_drafted):
+            drafted.append(draw(DRAFT[position][tuple(drafted)], generator))
+        q = [DRAFT[position][tuple(drafted[:position])] for position in range(num_drafted)]
+        p = [TARGET[position][tuple(drafted[:position])] for position in range(num_drafted + 1)]
         num_accepted, token = judge(torch.tensor(drafted), torch.stack(q), torch.stack(p), generator)
         text = [*drafted[:num_accepted], token]
         if len(text) == 1:
@@ -101,8 +101,8 @@ def test_speculative_sampling_is_distributed_as_the_target(num_drafted: int) -> 
     assert p_value(first_two_tokens(accept_sampled, num_drafted, seed=1), EXPECTED_PAIRS) > ALPHA
 
 
-def test_drafts_that_are_certain_need_no_distribution_written_down() -> None:
-    """Deterministic drafts: each the likeliest token of the draft's distribution, given those before it."""
+def test_certain_drafts_need_no_explicit_distribution() -> None:
+    """Deterministic drafts: each is the most likely token of the draft's distribution, given the preceding ones."""
     generator = torch.Generator().manual_seed(2)
     first = int(DRAFT[0].argmax())
     drafted = torch.tensor([first, int(DRAFT[1][first].argmax())])
@@ -118,7 +118,7 @@ def test_drafts_that_are_certain_need_no_distribution_written_down() -> None:
 
 
 def reject_to_target(drafted: Tensor, q: Tensor, p: Tensor, generator: torch.Generator) -> tuple[int, int]:
-    """Wrong: after a rejection it samples from the target, not from what the target has more of than the draft."""
+    """Wrong: after a rejection it samples from the target, not from the residual."""
     num_accepted, _ = accept_sampled(drafted, q, p, generator)
     return num_accepted, draw(p[num_accepted], generator)
 
@@ -129,7 +129,7 @@ def accept_by_target_alone(drafted: Tensor, q: Tensor, p: Tensor, generator: tor
 
 
 def accept_all(drafted: Tensor, q: Tensor, p: Tensor, generator: torch.Generator) -> tuple[int, int]:
-    """Wrong: it accepts whatever the draft says."""
+    """Wrong: it accepts every draft."""
     return len(drafted), draw(p[len(drafted)], generator)
 
 
@@ -141,7 +141,7 @@ def test_wrong_acceptance_fails_the_same_test(judge: Judge) -> None:
     assert p_value(first_two_tokens(judge, 2, seed=1), EXPECTED_PAIRS) < 1e-9
 
 
-# --- whole texts of a tiny model --------------------------------------------------------------------------------------------
+# --- whole sequences of a tiny model-----------------------------------------------------------------------------------------
 
 VOCABULARY = 8
 PROMPT = [3, 1, 4, 1, 5]
@@ -168,7 +168,7 @@ PROCESSORS = {
 
 @functools.cache
 def exact_distribution(processors: str) -> dict[Outcome, float]:
-    """Of the first tokens, from one pass of the model over every text they can begin with."""
+    """The distribution of the first tokens, from one pass of the model over every possible beginning."""
     target = tiny_target()
     expected = {}
     for outcome in itertools.product(range(VOCABULARY), repeat=NUM_TOKENS):
@@ -176,17 +176,17 @@ def exact_distribution(processors: str) -> dict[Outcome, float]:
         with torch.inference_mode():
             logits = target.model(ids).logits[:, len(PROMPT) - 1 : -1].float()
         share = 1.0
-        for place, token in enumerate(outcome):
-            scores = logits[:, place].clone()
+        for position, token in enumerate(outcome):
+            scores = logits[:, position].clone()
             for process in PROCESSORS[processors]:
-                scores = process(ids[:, : len(PROMPT) + place], scores)
+                scores = process(ids[:, : len(PROMPT) + position], scores)
             share *= float(scores.softmax(dim=-1)[0, token])
         expected[outcome] = share
     return expected
 
 
 def first_tokens(steps: Iterator[Prefill | Round]) -> Outcome:
-    """The first tokens of a text, which is written no further than it takes."""
+    """The first tokens of a sequence, which is generated no further than needed."""
     tokens: list[int] = []
     for step in steps:
         tokens += [step.token] if isinstance(step, Prefill) else step.tokens
@@ -255,7 +255,7 @@ def test_plain_sampling_passes_the_same_test() -> None:
 
 
 class WrongSampling(Sampling):
-    """Draws as `Sampling` does and judges by one of the wrong functions."""
+    """Draws like `Sampling` and judges by one of the wrong functions."""
 
     def __init__(self, judge: Judge, generator: torch.Generator) -> None:
         super().__init__(generator)
@@ -275,14 +275,14 @@ def test_texts_of_a_wrong_acceptance_fail_the_same_test(judge: Judge) -> None:
 
 
 class TrustingCopies(Sampling):
-    """Wrong: it accepts whatever was looked up."""
+    """Wrong: it accepts every looked-up token."""
 
     def accept(self, drafted: Tensor, probabilities: Tensor | None, scores: Tensor) -> tuple[int, int]:
         return len(drafted), super().accept(drafted[:0], None, scores[-1:])[1]
 
 
 class RepeatingCopies(Sampling):
-    """Wrong: after a rejection it samples from the whole target, the rejected copy among it."""
+    """Wrong: after a rejection it samples from the whole target, including the rejected copy."""
 
     def accept(self, drafted: Tensor, probabilities: Tensor | None, scores: Tensor) -> tuple[int, int]:
         num_accepted, _ = super().accept(drafted, probabilities, scores)

@@ -1,4 +1,4 @@
-"""The text's buffer, the shaping of scores, and the endings."""
+"""The sequence's buffer, the shaping of scores, and the stopping conditions."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_text_begins_with_its_prompt() -> None:
     assert text.span(0, 3).tolist() == [[5, 6, 7]]
 
 
-def test_drafts_lie_behind_the_text_until_tokens_are_appended() -> None:
+def test_drafts_follow_the_sequence_until_tokens_are_appended() -> None:
     text = text_of(5, 6)
     for index, token in enumerate((1, 2, 3)):
         text.write_draft(index, torch.tensor([token]))
@@ -41,7 +41,7 @@ def test_drafts_known_on_the_host_are_written_at_once() -> None:
     assert (text.length, text.span(2, 5).tolist()) == (2, [[1, 2, 3]])
 
 
-def test_tokens_on_the_host_are_those_of_the_text_without_drafts() -> None:
+def test_tokens_on_the_host_exclude_drafts() -> None:
     text = text_of(5, 6)
     assert list(text.token_ids) == [5, 6]
     text.write_drafts([1, 2])
@@ -51,7 +51,7 @@ def test_tokens_on_the_host_are_those_of_the_text_without_drafts() -> None:
     assert list(text.token_ids) == text.span(0, text.length)[0].tolist() == [5, 6, 1, 9, 4]
 
 
-def test_ngrams_are_indexed_once_a_length_and_grow_with_the_text() -> None:
+def test_ngrams_are_indexed_once_per_length_and_grow_with_the_sequence() -> None:
     text = text_of(5, 6, 5)
     assert text.ngrams(1) is text.ngrams(1) is not text.ngrams(2)
     assert (text.ngrams(1).find_last(), text.ngrams(2).find_last()) == (1, None)
@@ -73,7 +73,7 @@ def test_span_is_a_view_of_the_buffer() -> None:
 
 
 class Noting:
-    """A logits processor that notes the tokens it is shown and adds one to the scores."""
+    """A logits processor that records the tokens it receives and adds one to the scores."""
 
     def __init__(self) -> None:
         self.seen: list[list[int]] = []
@@ -84,7 +84,7 @@ class Noting:
         return scores + 1.0
 
 
-def test_processors_see_the_text_and_the_drafts_before_the_token_they_shape() -> None:
+def test_processors_see_the_sequence_and_the_preceding_drafts() -> None:
     text, noting = text_of(5, 6), Noting()
     for index, token in enumerate((1, 2)):
         text.write_draft(index, torch.tensor([token]))
@@ -154,7 +154,7 @@ def test_criterion_ends_the_text_at_the_token_it_is_met_at() -> None:
     assert text.span(0, text.length).tolist() == [[5, 6, 1, 2]]
 
 
-def test_criteria_are_all_asked_after_each_token_also_after_the_last() -> None:
+def test_every_criterion_is_evaluated_after_each_token_including_the_last() -> None:
     seen: list[list[list[int]]] = [[], [], []]
 
     def noting(which: int, met_at: int) -> Any:
@@ -177,7 +177,7 @@ def test_criteria_may_answer_as_transformers_lets_them(answer: Any) -> None:
 
 
 @pytest.mark.parametrize("number", [0, -1])
-def test_text_of_no_tokens_is_refused(number: int) -> None:
+def test_zero_new_tokens_are_refused(number: int) -> None:
     with pytest.raises(ValueError, match=f"at least one token must be generated, got max_new_tokens={number}"):
         Ending(number)
 

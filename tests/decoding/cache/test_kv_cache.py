@@ -1,4 +1,4 @@
-"""The preallocated cache: what a pass sees of it, rolling back by length, and that nothing is copied."""
+"""The preallocated cache: what a pass reads, rollback by length, and the absence of copies."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_pass_of_the_last_position_alone_writes_at_the_end() -> None:
     assert keys[0, 0, :, 0].tolist() == [1.0, 1.0, 1.0, 5.0]
 
 
-def test_positions_behind_a_rollback_are_written_anew_and_not_read() -> None:
+def test_positions_after_a_rollback_are_rewritten_and_not_read() -> None:
     cache = KVCache(num_layers=1, capacity=8)
     cache.cover(0, 6)
     cache.update(states(6, 1.0), states(6, 1.0), 0)

@@ -1,4 +1,4 @@
-"""The last position of a pass, of one text and of several."""
+"""The last position of a pass, for one sequence and for several."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LAST = torch.tensor([2, 0])
         ((2, 4), -1, 0),  # token ids
     ],
 )
-def test_each_text_has_its_own_last_position(shape: tuple[int, ...], dim: int, texts: int) -> None:
+def test_each_sequence_has_its_own_last_position(shape: tuple[int, ...], dim: int, texts: int) -> None:
     values = torch.arange(torch.tensor(shape).prod().item()).view(shape)
     found = last_position(values, dim, LAST)
     for text, last in enumerate(LAST.tolist()):
@@ -27,14 +27,14 @@ def test_each_text_has_its_own_last_position(shape: tuple[int, ...], dim: int, t
         assert torch.equal(found.select(texts, text).select(dim, 0), own)
 
 
-def test_of_one_text_it_is_one_place_or_the_end() -> None:
+def test_single_sequence_has_one_last_position_or_the_end() -> None:
     values = torch.arange(12).view(1, 4, 3)
     assert last_position(values, -2, None).tolist() == [[[9, 10, 11]]]
     assert last_position(values, -2, torch.tensor([1])).tolist() == [[[3, 4, 5]]]
 
 
 @pytest.mark.parametrize("streams", [(), (5,)])
-def test_last_positions_are_put_in_their_places(streams: tuple[int, ...]) -> None:
+def test_last_positions_are_written_at_their_indices(streams: tuple[int, ...]) -> None:
     values, new = torch.zeros(*streams, 2, 4, 3), torch.ones(*streams, 2, 1, 3)
     found = with_last(values, new, -2, LAST)
     assert found[..., 0, 2, :].eq(1).all()

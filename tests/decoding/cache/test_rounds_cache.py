@@ -1,4 +1,4 @@
-"""Many rounds drafted at once with known tokens: what each of them would have computed by itself."""
+"""Many rounds drafted at once with known tokens equal the same rounds drafted one by one."""
 
 from __future__ import annotations
 
@@ -30,11 +30,13 @@ def _read(target: Target, text: list[int]) -> KVCache:
 
 
 def _draft_one_round(target: Target, skip: str, text: list[int], start: int) -> Tensor:
-    """Logits [DEPTH, vocabulary] of one round, drafted token by token behind the target's own keys and values."""
+    """Return logits [DEPTH, vocabulary] of one round, drafted token by token after the target's own keys and values."""
     cache = _read(target, text)
     view = target.draft_view(*SKIPS[skip], keep_boundary=False)
     steps = range(start, start + DEPTH)
-    return torch.cat([view.forward(torch.tensor([text[place : place + 1]]), cache, place) for place in steps])
+    return torch.cat(
+        [view.forward(torch.tensor([text[position : position + 1]]), cache, position) for position in steps]
+    )
 
 
 @pytest.mark.parametrize("skip", SKIPS)
@@ -46,7 +48,7 @@ def test_rounds_at_once_are_the_rounds_one_by_one(family: str, skip: str) -> Non
     rounds = RoundsCache([(caches[text], start) for text, start in STARTS], DEPTH)
     token_ids = torch.tensor([TEXTS[text][start : start + DEPTH] for text, start in STARTS])
     view = target.draft_view(*SKIPS[skip], keep_boundary=False)
-    for _ in range(2):  # a pass leaves nothing that the next would see
+    for _ in range(2):  # a pass leaves nothing that the next one sees
         together = view.rounds(token_ids, rounds)
         for row, (text, start) in enumerate(STARTS):
             torch.testing.assert_close(

@@ -1,4 +1,4 @@
-"""Strict YAML documents: what is refused, and the one line that says why and what would be right."""
+"""Strict YAML documents: what is refused, and the one-line reason with what would be right."""
 
 from __future__ import annotations
 
@@ -71,11 +71,11 @@ def test_missing_file_is_named(tmp_path: Path) -> None:
     assert unreadable(tmp_path / "none.yaml") == f"no such profile: {tmp_path / 'none.yaml'}"
 
 
-def test_folder_is_no_document(tmp_path: Path) -> None:
+def test_folder_is_refused(tmp_path: Path) -> None:
     assert unreadable(tmp_path).startswith(f"cannot read the profile {tmp_path}: ")
 
 
-def test_bytes_that_are_no_text_are_refused(tmp_path: Path) -> None:
+def test_undecodable_bytes_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "home.yaml"
     path.write_bytes(b"\xff\xfe\x00name")
     assert "cannot read the profile" in unreadable(path)
@@ -89,14 +89,14 @@ def test_broken_yaml_is_refused_in_one_line(tmp_path: Path, content: str) -> Non
 
 
 @pytest.mark.parametrize("content", ["a: 1\nb: 2\na: 3\n", "x: {a: 1, a: 2}\n"])
-def test_key_that_stands_twice_is_refused(tmp_path: Path, content: str) -> None:
+def test_duplicate_key_is_refused(tmp_path: Path, content: str) -> None:
     path = tmp_path / "home.yaml"
     path.write_text(content)
     assert "duplicate key 'a'" in unreadable(path)
 
 
 @pytest.mark.parametrize(("content", "kind"), [("[1, 2]", "list"), ("just words", "str"), ("", "NoneType")])
-def test_document_that_is_no_mapping_is_refused(tmp_path: Path, content: str, kind: str) -> None:
+def test_document_that_is_not_a_mapping_is_refused(tmp_path: Path, content: str, kind: str) -> None:
     path = tmp_path / "home.yaml"
     path.write_text(content)
     assert unreadable(path).endswith(f"must be a mapping of keys to values, got {kind}")
@@ -117,7 +117,7 @@ def test_valid_data_becomes_the_document() -> None:
     assert home.rooms == (1,)
 
 
-def test_missing_key_is_named_with_its_place() -> None:
+def test_missing_key_is_named_with_its_location() -> None:
     assert complaint({}) == "key 'owner' is missing"
     assert complaint({"owner": {}}) == "key 'owner.name' is missing"
 
@@ -150,7 +150,7 @@ def test_wrong_value_is_shown_with_what_would_be_right() -> None:
     assert "'two'" in message
 
 
-def test_error_is_of_the_kind_asked_for() -> None:
+def test_error_has_the_requested_type() -> None:
     class OtherError(SdtuneError):
         pass
 
@@ -173,7 +173,7 @@ def test_dumped_document_reads_back_the_same(tmp_path: Path) -> None:
     assert check(read(path)) == home
 
 
-def test_dumped_keys_stand_in_the_order_of_the_document_innermost_on_one_line() -> None:
+def test_dump_keeps_key_order_and_puts_innermost_collections_on_one_line() -> None:
     lines = dump(check({"owner": {"name": "Ada"}, "rooms": [1, 2]})).splitlines()
     assert lines == [
         "schema: v1",

@@ -1,4 +1,4 @@
-"""Draft-length rules: what every rule must do, the stopping tests on distributions made by hand, AdaEDL's update in numbers."""
+"""Draft-length rules: the common contract, stopping tests on handmade distributions, AdaEDL's update in numbers."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from decoding.draft_length.ada_edl import AdaEdlController
 
 
 def distribution(*probabilities: float) -> DraftDistribution:
-    """Any scores with these softmax probabilities; 0 is a token that a processor removed."""
+    """Scores with these softmax probabilities; 0 is a token that a processor removed."""
     return DraftDistribution(torch.tensor([math.log(p) if p else -math.inf for p in probabilities]) + 3.0)
 
 
@@ -40,18 +40,18 @@ CHEAP = RoundCosts(draft_step=0.01, verify=(1.0, 1.0))
 
 
 def rule_of(name: str, **settings: int) -> DraftLengthRule:
-    """A rule that is ready to steer, by the name it is registered under."""
+    """A rule that is ready to use, by its registered name."""
     rule = RULES[name](**settings)
     return rule.with_costs(CHEAP) if isinstance(rule, CostAwareRule) else rule
 
 
 def state_of(controller: Controller) -> dict[str, object]:
-    """All that a controller holds; random streams by the state they are in."""
+    """The complete state of a controller; random streams by their internal state."""
     state = vars(controller)
     return {name: value.getstate() if isinstance(value, random.Random) else value for name, value in state.items()}
 
 
-# --- what a distribution tells -------------------------------------------------------------------------------------------
+# --- statistics of a distribution ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -76,7 +76,7 @@ def test_facts_of_half_precision_scores_are_computed_in_single() -> None:
     assert facts.entropy == pytest.approx(math.log(1000), rel=1e-5)
 
 
-# --- what every rule must do ---------------------------------------------------------------------------------------------
+# --- contract of every rule -----------------------------------------------------------------------------------------------
 
 NOTHING_TO_LEARN = ("fixed", "top_probability")
 DESCRIPTIONS = {
@@ -107,7 +107,7 @@ class TestEveryRule:
         with pytest.raises(ValidationError, match="max_tokens"):
             RULES[name](max_tokens=max_tokens)
 
-    def test_its_controller_drafts_that_many_and_no_more(self, name: str) -> None:
+    def test_its_controller_drafts_at_most_max_tokens(self, name: str) -> None:
         controller = rule_of(name, max_tokens=5).controller()
         limits = []
         for _ in range(100):
@@ -125,7 +125,7 @@ class TestEveryRule:
             told.observe(num_drafted=4, num_accepted=0)
         assert state_of(fresh) == state_of(rule.controller())
 
-    def test_it_goes_on_behind_a_certain_token_whatever_came_before(self, name: str) -> None:
+    def test_it_continues_after_a_certain_token_whatever_came_before(self, name: str) -> None:
         controller = rule_of(name).controller()
         for outcome in [(4, 0), (4, 4), (1, 1), (0, 0)] * 50:
             controller.limit()
@@ -145,27 +145,27 @@ class TestEveryRule:
                     RULES[name](**{field: value})
         assert searched > 0
 
-    def test_state_is_of_one_text_unless_asked(self, name: str) -> None:
+    def test_state_is_reset_per_sequence_unless_persistent(self, name: str) -> None:
         assert not RULES[name]().persistent
 
-    def test_what_its_controller_has_learnt_is_a_rule_of_the_same_kind_or_nothing(self, name: str) -> None:
+    def test_adapted_rule_is_of_the_same_kind_or_none(self, name: str) -> None:
         rule = rule_of(name)
         controller = rule.controller()
         for _ in range(20):
             controller.decide(0, distribution(0.97, 0.03))
             controller.observe(num_drafted=4, num_accepted=0)
-        learnt = controller.adapted_rule()
-        assert (learnt is None) == (name in NOTHING_TO_LEARN)
-        if learnt is not None:
-            assert type(learnt) is type(rule)
-            assert learnt != rule
-            assert TypeAdapter(AnyRule).validate_python(learnt.model_dump(mode="json")) == learnt
+        adapted = controller.adapted_rule()
+        assert (adapted is None) == (name in NOTHING_TO_LEARN)
+        if adapted is not None:
+            assert type(adapted) is type(rule)
+            assert adapted != rule
+            assert TypeAdapter(AnyRule).validate_python(adapted.model_dump(mode="json")) == adapted
 
     def test_its_description_is_its_name_and_what_is_worth_searching(self, name: str) -> None:
         assert rule_of(name).describe() == DESCRIPTIONS[name]
 
 
-def test_base_controller_always_goes_on() -> None:
+def test_base_controller_always_continues() -> None:
     assert Controller(3).decide(0, uniform(50)) is Decision.CONTINUE
     assert type(Fixed(max_tokens=3).controller()) is Controller
 
@@ -199,7 +199,7 @@ def test_drafting_goes_on_while_the_bound_is_not_below_the_threshold(keep_last: 
     assert controller.decide(2, uniform(4)) is Decision.CONTINUE
 
 
-def test_token_whose_pass_triggers_the_stop_is_kept_or_dropped_as_asked() -> None:
+def test_token_whose_pass_triggers_the_stop_is_kept_only_with_keep_last() -> None:
     threshold = BOUND_OF_FOUR + 1e-4
     assert ada_edl(initial_threshold=threshold, keep_last=True).decide(2, uniform(4)) is Decision.LAST
     assert ada_edl(initial_threshold=threshold, keep_last=False).decide(2, uniform(4)) is Decision.STOP
@@ -227,7 +227,7 @@ def test_bound_is_one_minus_the_root_of_gamma_times_entropy(
     assert above.decide(1, distribution(*probabilities)) is Decision.LAST
 
 
-def test_bound_of_much_entropy_lies_below_every_threshold() -> None:
+def test_bound_at_high_entropy_is_below_every_threshold() -> None:
     # 1 - sqrt(10 * ln 4) = -2.7
     assert ada_edl(initial_threshold=0.0, gamma=10.0).decide(1, uniform(4)) is Decision.LAST
 
@@ -252,7 +252,7 @@ def test_update_follows_algorithm_1() -> None:
         (4, 4, 0.925, 0.402),
         # rate 0.5 * 0.925 + 0.5 * 3/3 = 0.9625, but 3 is not K: 0.402 - 0.01; threshold 0.9 * 0.402 + 0.1 * 0.392
         (3, 3, 0.9625, 0.401),
-        # nothing drafted, nothing learnt
+        # nothing drafted, nothing updated
         (0, 0, 0.9625, 0.401),
         # rate 0.5 * 0.9625 + 0.5 * 0/3 = 0.48125 < 0.9, so 0.401 + 0.01; threshold 0.9 * 0.401 + 0.1 * 0.411
         (3, 0, 0.48125, 0.402),
@@ -274,7 +274,7 @@ def test_rate_that_meets_the_target_does_not_raise_the_threshold() -> None:
     assert controller.threshold == pytest.approx(0.3)
 
 
-def test_threshold_stays_where_a_certain_token_passes_and_above_zero() -> None:
+def test_threshold_stays_between_zero_and_the_highest() -> None:
     settings = {"max_tokens": 4, "initial_threshold": 0.5, "step": 1.0, "threshold_decay": 0.0}
     rising, falling = ada_edl(**settings, target_acceptance=0.9), ada_edl(**settings, target_acceptance=0.0)
     rising.observe(4, 0)
@@ -289,7 +289,7 @@ def test_threshold_decides_the_next_round() -> None:
     assert controller.decide(1, uniform(4)) is Decision.LAST
 
 
-def test_threshold_reached_is_where_a_rule_that_has_learnt_starts() -> None:
+def test_adapted_rule_starts_at_the_threshold_reached() -> None:
     controller = ada_edl(max_tokens=4, initial_threshold=0.4, step=0.5, threshold_decay=0.0)
     controller.observe(4, 0)
     assert controller.adapted_rule() == AdaEdl(max_tokens=4, initial_threshold=0.9, step=0.5, threshold_decay=0.0)
@@ -305,7 +305,7 @@ def test_parameters_out_of_range_are_refused(settings: dict[str, float]) -> None
         AdaEdl(**settings)
 
 
-# --- rules that know what a round costs ---------------------------------------------------------------------------------
+# --- cost-aware rules ---------------------------------------------------------------------------------------------------
 
 
 def test_cost_of_a_round_is_its_draft_passes_and_its_verification() -> None:
@@ -317,14 +317,14 @@ def test_cost_of_a_round_is_its_draft_passes_and_its_verification() -> None:
     ("verify", "beyond"),
     [
         ((1.0, 1.2, 1.5), 2.1),  # 1.5 + 2 * (1.5 - 1.2)
-        ((1.0, 1.4, 1.3), 1.3),  # a last step that falls is not carried on
+        ((1.0, 1.4, 1.3), 1.3),  # a falling last step is not extrapolated
     ],
 )
 def test_verification_wider_than_those_measured_is_extrapolated(verify: tuple[float, ...], beyond: float) -> None:
     assert RoundCosts(draft_step=0.25, verify=verify).of(4) == pytest.approx(beyond + 4 * 0.25)
 
 
-def test_round_drafts_no_negative_number_of_tokens() -> None:
+def test_negative_number_of_drafts_is_refused() -> None:
     with pytest.raises(ValueError, match="0 tokens or more, got -1"):
         CHEAP.of(-1)
 

@@ -1,7 +1,8 @@
-"""The Thompson rules, simulated without a model: what they settle at, what exploring costs, how they change their minds.
+"""The Thompson rules, simulated without a model: convergence, cost of exploring, adaptation.
 
-A simulated text is a draft's top-1 probabilities and how often it is right at each. Costs are in plain passes, speeds in tokens
-per plain pass, so that plain decoding is 1 whatever the machine. All streams are seeded: every figure is the same at every run.
+A simulated sequence consists of a draft's top-1 probabilities and its accuracy at each. Costs are in plain passes,
+speeds in tokens per plain pass, so plain decoding is 1 on any machine. All streams are seeded: every figure is the
+same in every run.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ from decoding.errors import ProfileError
 K = 8
 BOTH = [BetaThompson, CalibratedThompson]
 
-Text = Callable[[random.Random], tuple[float, float]]
+SimulatedSequence = Callable[[random.Random], tuple[float, float]]
 """The next draft: its top-1 probability, and the probability that it is accepted."""
 
 
@@ -61,19 +62,19 @@ CHEAP = costs_of(0.1, 0.02)
 
 
 class Confidence(DraftDistribution):
-    """A distribution of which no more is known than its top probability."""
+    """A distribution of which only the top probability is known."""
 
     def __init__(self, top_probability: float) -> None:
         self.__dict__["top_probability"] = top_probability
 
 
-def equally_good(acceptance: float) -> Text:
-    """A draft whose confidence says nothing."""
+def equally_good(acceptance: float) -> SimulatedSequence:
+    """A draft whose confidence carries no information."""
     return lambda stream: (stream.choice([0.5, 0.85, 0.97]), acceptance)
 
 
-def surely_or_not(share: float) -> Text:
-    """A draft that knows what it knows: nearly certain of this share of the tokens, and unsure of the rest."""
+def surely_or_not(share: float) -> SimulatedSequence:
+    """A calibrated draft: nearly certain for this share of the tokens, and unsure otherwise."""
 
     def text(stream: random.Random) -> tuple[float, float]:
         certainty = 0.97 if stream.random() < share else 0.3
@@ -89,7 +90,7 @@ def overconfident(stream: random.Random) -> tuple[float, float]:
 
 @dataclass
 class Written:
-    """What was simulated."""
+    """The result of a simulation."""
 
     tokens: int
     cost: float
@@ -101,9 +102,9 @@ class Written:
 
 
 def write(
-    controller: Controller, costs: RoundCosts, text: Text, *, num_rounds: int, seed: int, room: int = K
+    controller: Controller, costs: RoundCosts, text: SimulatedSequence, *, num_rounds: int, seed: int, room: int = K
 ) -> Written:
-    """Rounds of drafting as `decoding.drafters.propose` has them; the text has `room` for that many drafts a round."""
+    """Simulate rounds of drafting as in `decoding.drafters.propose`, with `room` for that many drafts per round."""
     stream = random.Random(f"text {seed}")
     written = Written(0, 0.0, [])
     for _ in range(num_rounds):
@@ -113,7 +114,7 @@ def write(
         while length < limit and decision is Decision.CONTINUE:
             certainty, acceptance = text(stream)
             decision = controller.decide(length, Confidence(certainty))
-            assert decision is not Decision.STOP, "the pass is paid: its token is verified"
+            assert decision is not Decision.STOP, "the pass is paid for: its token is verified"
             length += 1
             right = right and stream.random() < acceptance
             num_accepted += right
@@ -125,9 +126,9 @@ def write(
 
 
 def write_in_turn(
-    controllers: Sequence[Controller], costs: RoundCosts, texts: Sequence[Text], num_rounds: int = 60
+    controllers: Sequence[Controller], costs: RoundCosts, texts: Sequence[SimulatedSequence], num_rounds: int = 60
 ) -> float:
-    """The speed over several texts, each steered by the controller at its place."""
+    """The speed over several sequences, each steered by the controller at its index."""
     parts = [
         write(controller, costs, text, num_rounds=num_rounds, seed=seed)
         for seed, (controller, text) in enumerate(zip(controllers, texts, strict=True))
@@ -136,7 +137,7 @@ def write_in_turn(
 
 
 class AlwaysThatMany(Controller):
-    """A fixed length, 0 too."""
+    """A fixed length, which may be 0."""
 
     def __init__(self, length: int) -> None:
         super().__init__(K)
@@ -147,8 +148,8 @@ class AlwaysThatMany(Controller):
 
 
 def expected_speed(lengths: Sequence[int], acceptance: float, costs: RoundCosts) -> float:
-    """Of rounds of these lengths, each token being accepted with the same probability."""
-    tokens = sum(acceptance**place for length in lengths for place in range(length + 1))
+    """The speed of rounds of these lengths, each token being accepted with the same probability."""
+    tokens = sum(acceptance**index for length in lengths for index in range(length + 1))
     return tokens / sum(costs.of(length) for length in lengths)
 
 
@@ -156,8 +157,10 @@ def best_length(acceptance: float, costs: RoundCosts) -> int:
     return max(range(K + 1), key=lambda length: expected_speed([length], acceptance, costs))
 
 
-def mean_speed(rule: CostAwareRule, costs: RoundCosts, text: Text, *, num_rounds: int, num_texts: int = 10) -> float:
-    """Over texts that each begin afresh."""
+def mean_speed(
+    rule: CostAwareRule, costs: RoundCosts, text: SimulatedSequence, *, num_rounds: int, num_texts: int = 10
+) -> float:
+    """The mean speed over sequences that each start without history."""
     speeds = [
         write(
             rule.model_copy(update={"seed": seed, "costs": costs}).controller(),
@@ -171,7 +174,7 @@ def mean_speed(rule: CostAwareRule, costs: RoundCosts, text: Text, *, num_rounds
     return statistics.mean(speeds)
 
 
-# --- what they settle at ------------------------------------------------------------------------------------------------
+# --- convergence --------------------------------------------------------------------------------------------------------
 
 OPTIMA = [
     (0.0, HALF, 0),
@@ -204,7 +207,7 @@ def test_length_settles_at_the_optimum_of_the_costs(
 
 @pytest.mark.parametrize(("acceptance", "costs", "optimum"), OPTIMA)
 @pytest.mark.parametrize("rule", BOTH)
-def test_whole_text_is_nearly_as_fast_as_with_the_best_length_known(
+def test_whole_sequence_is_nearly_as_fast_as_the_best_fixed_length(
     rule: type[CostAwareRule], acceptance: float, costs: RoundCosts, optimum: int
 ) -> None:
     speed = mean_speed(rule(), costs, equally_good(acceptance), num_rounds=500)
@@ -213,9 +216,9 @@ def test_whole_text_is_nearly_as_fast_as_with_the_best_length_known(
 
 @pytest.mark.parametrize("rule", BOTH)
 @pytest.mark.parametrize("text", [equally_good(0.0), overconfident], ids=["unsure", "overconfident"])
-def test_useless_draft_costs_less_than_three_percent(rule: type[CostAwareRule], text: Text) -> None:
+def test_useless_draft_costs_less_than_three_percent(rule: type[CostAwareRule], text: SimulatedSequence) -> None:
     speed = mean_speed(rule(), HALF, text, num_rounds=500, num_texts=20)
-    assert 0.97 < speed < 1.0, "it is given up, but not for ever"
+    assert 0.97 < speed < 1.0, "the draft is abandoned, but not for ever"
 
 
 @pytest.mark.parametrize("share", [0.5, 0.7, 0.9])
@@ -229,12 +232,12 @@ def test_calibrated_rule_gains_where_confidence_tells(share: float) -> None:
     assert calibrated > 1.02 * fixed
 
 
-# --- how they change their minds ------------------------------------------------------------------------------------------
+# --- adaptation -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("rule", BOTH)
 @pytest.mark.parametrize(("before", "after"), [(0.0, 0.9), (0.9, 0.0)], ids=["better", "worse"])
-def test_text_that_changes_is_followed(rule: type[CostAwareRule], before: float, after: float) -> None:
+def test_rule_adapts_when_the_sequence_changes(rule: type[CostAwareRule], before: float, after: float) -> None:
     late: list[int] = []
     for seed in range(10):
         controller = rule(seed=seed).with_costs(THIRD).controller()
@@ -245,8 +248,8 @@ def test_text_that_changes_is_followed(rule: type[CostAwareRule], before: float,
 
 
 @pytest.mark.parametrize("rule", BOTH)
-def test_without_forgetting_a_draft_given_up_stays_so(rule: type[CostAwareRule]) -> None:
-    """What the forgetting is for, and that the test above can fail."""
+def test_without_forgetting_an_abandoned_draft_stays_abandoned(rule: type[CostAwareRule]) -> None:
+    """Shows the purpose of forgetting, and that the test above can fail."""
     late: list[int] = []
     for seed in range(10):
         controller = rule(seed=seed, forgetting=1.0).with_costs(THIRD).controller()
@@ -264,7 +267,7 @@ def best_fixed_speed(costs: RoundCosts) -> float:
 
 
 @pytest.mark.parametrize("rule", BOTH)
-def test_one_controller_for_texts_of_two_kinds_beats_any_fixed_length(rule: type[CostAwareRule]) -> None:
+def test_one_controller_for_two_kinds_of_sequence_beats_any_fixed_length(rule: type[CostAwareRule]) -> None:
     speeds = [
         write_in_turn([rule(seed=seed).with_costs(THIRD).controller()] * len(TEXTS), THIRD, TEXTS) for seed in range(5)
     ]
@@ -273,28 +276,28 @@ def test_one_controller_for_texts_of_two_kinds_beats_any_fixed_length(rule: type
 
 @pytest.mark.parametrize("rule", BOTH)
 def test_fresh_controllers_that_start_warm_beat_any_fixed_length(rule: type[CostAwareRule]) -> None:
-    """The warm start is learnt from other texts of both kinds, and so fits neither."""
-    pupil = rule().with_costs(THIRD).controller()
+    """The warm start comes from other sequences of both kinds, and so fits neither kind."""
+    controller = rule().with_costs(THIRD).controller()
     for seed, text in enumerate(TEXTS):
-        write(pupil, THIRD, text, num_rounds=60, seed=seed + 100)
-    warm = pupil.adapted_rule()
+        write(controller, THIRD, text, num_rounds=60, seed=seed + 100)
+    warm = controller.adapted_rule()
     assert warm is not None
     assert write_in_turn([warm.controller() for _ in TEXTS], THIRD, TEXTS) > 1.03 * best_fixed_speed(THIRD)
 
 
 @pytest.mark.parametrize("rule", BOTH)
 @pytest.mark.parametrize("acceptance", [0.0, 0.9])
-def test_warm_start_saves_what_a_text_takes_to_learn(rule: type[CostAwareRule], acceptance: float) -> None:
+def test_warm_start_saves_the_warm_up_of_a_sequence(rule: type[CostAwareRule], acceptance: float) -> None:
     text = equally_good(acceptance)
-    pupil = rule().with_costs(HALF).controller()
-    write(pupil, HALF, text, num_rounds=200, seed=100)
-    warm = pupil.adapted_rule()
+    controller = rule().with_costs(HALF).controller()
+    write(controller, HALF, text, num_rounds=200, seed=100)
+    warm = controller.adapted_rule()
     assert isinstance(warm, rule)
     cold_speed, warm_speed = (mean_speed(start, HALF, text, num_rounds=25) for start in (rule(), warm))
     assert warm_speed > 1.02 * cold_speed
 
 
-# --- what they learn from a round -----------------------------------------------------------------------------------------
+# --- updates after a round ------------------------------------------------------------------------------------------------
 
 
 def beta(**settings: object) -> BetaThompsonController:
@@ -311,7 +314,7 @@ def calibrated(**settings: object) -> CalibratedThompsonController:
         ((4, 2), 2, 1),  # of the four the last was not tested
         ((4, 0), 0, 1),
         ((4, 4), 4, 0),
-        ((2, 2), 2, 0),  # fewer than it asked for: the text was about to end
+        ((2, 2), 2, 0),  # fewer than requested: the sequence was about to end
         ((0, 0), 0, 0),
     ],
 )
@@ -321,7 +324,7 @@ def test_beta_rule_counts_tested_tokens(outcome: tuple[int, int], accepted: int,
     assert controller.acceptance == BetaPosterior(1.0 + accepted, 1.0 + rejected)
 
 
-def test_beta_rule_forgets_towards_the_uniform_and_less_where_nothing_is_drafted() -> None:
+def test_beta_rule_forgets_towards_uniform_and_less_without_drafts() -> None:
     controller = beta(prior=(5.0, 3.0), forgetting=0.9)
     controller.observe(3, 1)
     # 1 + 0.9 * (5 - 1) + 1 and 1 + 0.9 * (3 - 1) + 1
@@ -340,54 +343,54 @@ def test_draws_at_the_ends_of_the_range_are_lengths_too(prior: tuple[float, floa
 
 
 def bin_of(probability: float) -> int:
-    return next(place for place, (low, high) in enumerate(BINS) if low <= probability < high)
+    return next(index for index, (low, high) in enumerate(BINS) if low <= probability < high)
 
 
 def test_bins_cover_all_probabilities_without_overlap() -> None:
     assert BINS[0][0] == 0.0
     assert BINS[-1][1] == 1.0
     assert all(low < high == following for (low, high), (following, _) in itertools.pairwise(BINS))
-    for place, (low, high) in enumerate(BINS):
-        for probability, expected in ((low, place), ((low + high) / 2, place), (high, min(place + 1, len(BINS) - 1))):
+    for index, (low, high) in enumerate(BINS):
+        for probability, expected in ((low, index), ((low + high) / 2, index), (high, min(index + 1, len(BINS) - 1))):
             controller = calibrated(forgetting=1.0)
             controller.limit()
             controller.decide(0, Confidence(probability))
             controller.observe(1, 1)
-            assert learnt_by_bin(controller) == {expected: (1, 0)}
+            assert evidence_by_bin(controller) == {expected: (1, 0)}
 
 
-def learnt_by_bin(controller: CalibratedThompsonController) -> dict[int, tuple[int, int]]:
-    """(accepted, rejected) beyond the prior, of each bin that has any."""
+def evidence_by_bin(controller: CalibratedThompsonController) -> dict[int, tuple[int, int]]:
+    """(accepted, rejected) beyond the prior, for each bin with evidence."""
     counts = {
-        place: (round(known.accepted - prior[0]), round(known.rejected - prior[1]))
-        for place, (known, prior) in enumerate(zip(controller.acceptance, AS_CONFIDENT, strict=True))
+        index: (round(known.accepted - prior[0]), round(known.rejected - prior[1]))
+        for index, (known, prior) in enumerate(zip(controller.acceptance, AS_CONFIDENT, strict=True))
     }
-    return {place: count for place, count in counts.items() if count != (0, 0)}
+    return {index: count for index, count in counts.items() if count != (0, 0)}
 
 
 @pytest.mark.parametrize(
-    ("num_accepted", "learnt"),
+    ("num_accepted", "adapted"),
     [
         (0, {0.97: (0, 1)}),
         (1, {0.97: (1, 0), 0.5: (0, 1)}),
-        (2, {0.97: (1, 1), 0.5: (1, 0)}),  # the third is of the first one's bin
+        (2, {0.97: (1, 1), 0.5: (1, 0)}),  # the third is in the first one's bin
         (3, {0.97: (2, 0), 0.5: (1, 0), 0.2: (0, 1)}),
         (4, {0.97: (2, 0), 0.5: (1, 0), 0.2: (1, 0)}),
     ],
 )
-def test_bins_of_the_accepted_and_of_the_first_rejected_token_are_credited_and_no_other(
-    num_accepted: int, learnt: dict[float, tuple[int, int]]
+def test_only_bins_of_accepted_and_first_rejected_tokens_are_updated(
+    num_accepted: int, adapted: dict[float, tuple[int, int]]
 ) -> None:
     controller = calibrated(forgetting=1.0)
     controller.limit()
-    for place, probability in enumerate([0.97, 0.5, 0.97, 0.2]):
-        controller.decide(place, Confidence(probability))
+    for index, probability in enumerate([0.97, 0.5, 0.97, 0.2]):
+        controller.decide(index, Confidence(probability))
     controller.observe(4, num_accepted)
-    assert learnt_by_bin(controller) == {bin_of(probability): counts for probability, counts in learnt.items()}
+    assert evidence_by_bin(controller) == {bin_of(probability): counts for probability, counts in adapted.items()}
     assert controller.overall == BetaPosterior(1.0 + num_accepted, 1.0 + (num_accepted < 4))
 
 
-def test_tokens_of_one_round_are_not_credited_in_the_next() -> None:
+def test_tokens_of_one_round_are_not_counted_in_the_next() -> None:
     controller = calibrated(forgetting=1.0)
     for probability, outcome in ((0.97, (1, 1)), (0.5, (1, 0))):
         controller.limit()
@@ -395,14 +398,14 @@ def test_tokens_of_one_round_are_not_credited_in_the_next() -> None:
         controller.observe(*outcome)
     controller.limit()
     controller.observe(0, 0)
-    assert learnt_by_bin(controller) == {bin_of(0.97): (1, 0), bin_of(0.5): (0, 1)}
+    assert evidence_by_bin(controller) == {bin_of(0.97): (1, 0), bin_of(0.5): (0, 1)}
 
 
-def test_gain_is_the_tokens_beyond_those_of_plain_decoding_in_the_same_time() -> None:
+def test_gain_is_tokens_beyond_plain_decoding_in_the_same_time() -> None:
     costs = RoundCosts(draft_step=0.5, verify=(1.2, 1.3, 1.4))
     controller = CalibratedThompson(costs=costs, forgetting=1.0).controller()
     controller.observe(2, 1)
-    # Two tokens in 1.4 + 2 * 0.5 = 2.4 plain passes, which plain steps of 1.2 write too; then three.
+    # Two tokens in 1.4 + 2 * 0.5 = 2.4 plain passes, as many as plain steps of 1.2 give; then three.
     assert (controller.gain.rounds, controller.gain.total) == pytest.approx((2.0, 0.0))
     controller.observe(2, 2)
     assert (controller.gain.rounds, controller.gain.total) == pytest.approx((3.0, 1.0))
@@ -415,10 +418,10 @@ def test_round_without_drafts_fades_the_gain_and_leaves_the_bins() -> None:
     controller.limit()
     controller.decide(0, Confidence(0.97))
     controller.observe(1, 0)
-    before, gain = learnt_by_bin(controller), controller.gain.mean
+    before, gain = evidence_by_bin(controller), controller.gain.mean
     for _ in range(500):
         controller.observe(0, 0)
-    assert learnt_by_bin(controller) == before != {}
+    assert evidence_by_bin(controller) == before != {}
     assert gain < -0.04
     assert controller.gain.mean == pytest.approx(NO_GAIN.mean, abs=1e-6)
     assert controller.gain.rounds == pytest.approx(NO_GAIN.rounds, abs=1e-5)
@@ -431,7 +434,7 @@ def test_bins_fade_in_drafted_rounds() -> None:
         controller.decide(0, Confidence(0.3 if outcome == (1, 0) else 0.97))
         controller.observe(*outcome)
     # The failure is long forgotten; of the successes 1 / (1 - 0.9) = 10 are remembered.
-    assert learnt_by_bin(controller) == {bin_of(0.97): (10, 0)}
+    assert evidence_by_bin(controller) == {bin_of(0.97): (10, 0)}
 
 
 SURE_OF_ITSELF = tuple(
@@ -440,10 +443,10 @@ SURE_OF_ITSELF = tuple(
 WORTH_DRAFTING = GainPrior(mean=9.0, rounds=100.0)
 
 
-def test_drafting_goes_on_behind_a_token_likely_right_and_ends_behind_one_likely_wrong() -> None:
+def test_drafting_continues_after_likely_and_stops_after_unlikely_tokens() -> None:
     controller = calibrated(prior=SURE_OF_ITSELF, gain=WORTH_DRAFTING)
     assert controller.limit() == K
-    decisions = [controller.decide(place, Confidence(p)) for place, p in enumerate([0.97, 0.92, 0.5])]
+    decisions = [controller.decide(index, Confidence(p)) for index, p in enumerate([0.97, 0.92, 0.5])]
     assert decisions == [Decision.CONTINUE, Decision.CONTINUE, Decision.LAST]
 
 
@@ -457,7 +460,7 @@ def test_drafting_ends_where_the_next_token_is_not_worth_its_time() -> None:
     assert decisions == [Decision.CONTINUE, Decision.LAST]
 
 
-def test_rounds_before_count_in_the_rate_to_beat() -> None:
+def test_earlier_rounds_count_in_the_rate_to_beat() -> None:
     told = tuple((8000.0, 2000.0) for _ in BINS)
     rule = CalibratedThompson(costs=HALF, prior=told, gain=WORTH_DRAFTING, max_tokens=4, forgetting=1.0)
     controller = rule.controller()
@@ -480,13 +483,13 @@ def test_gain_decides_whether_to_draft_at_all() -> None:
 
 @pytest.mark.parametrize("rule", BOTH)
 @pytest.mark.parametrize("room", [0, 1, 3])
-def test_texts_with_little_room_are_written_and_learnt_from(rule: type[CostAwareRule], room: int) -> None:
+def test_sequences_near_their_end_are_drafted_and_observed(rule: type[CostAwareRule], room: int) -> None:
     controller = rule(costs=CHEAP).controller()
     written = write(controller, CHEAP, equally_good(1.0), num_rounds=100, seed=0, room=room)
     assert max(written.lengths) == room
-    learnt = controller.adapted_rule()
-    assert isinstance(learnt, rule)
-    assert (learnt.prior != rule().prior) == (room > 0)
+    adapted = controller.adapted_rule()
+    assert isinstance(adapted, rule)
+    assert (adapted.prior != rule().prior) == (room > 0)
 
 
 # --- posteriors -----------------------------------------------------------------------------------------------------------
@@ -535,46 +538,44 @@ def test_warm_start_keeps_the_proportions_and_little_of_the_evidence() -> None:
     assert gain.mean == pytest.approx(2.0 * (WARM_ROUNDS + NO_GAIN.rounds * WARM_ROUNDS / 100.0) / (WARM_ROUNDS + 1.0))
 
 
-# --- what is learnt can be kept -------------------------------------------------------------------------------------------
+# --- adapted rules can be stored ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("rule", BOTH)
-def test_what_was_learnt_is_read_as_it_was_written_and_steers_the_same(
-    rule: type[CostAwareRule], tmp_path: Path
-) -> None:
+def test_adapted_rule_round_trips_through_yaml_and_decides_alike(rule: type[CostAwareRule], tmp_path: Path) -> None:
     controller = rule(persistent=True, costs=THIRD).controller()
     write(controller, THIRD, surely_or_not(0.8), num_rounds=100, seed=0)
-    learnt = controller.adapted_rule()
-    assert isinstance(learnt, rule)
-    (tmp_path / "rule.yaml").write_text(dump(learnt), encoding="utf-8")
+    adapted = controller.adapted_rule()
+    assert isinstance(adapted, rule)
+    (tmp_path / "rule.yaml").write_text(dump(adapted), encoding="utf-8")
     read = validate(
         rule, read_mapping(tmp_path / "rule.yaml", what="rule", error=ProfileError), source="", error=ProfileError
     )
-    assert read == learnt == TypeAdapter(AnyRule).validate_python(learnt.model_dump())
+    assert read == adapted == TypeAdapter(AnyRule).validate_python(adapted.model_dump())
     assert (read.costs, read.persistent) == (THIRD, True)
     first, second = (
-        write(start.controller(), THIRD, surely_or_not(0.8), num_rounds=50, seed=1) for start in (learnt, read)
+        write(start.controller(), THIRD, surely_or_not(0.8), num_rounds=50, seed=1) for start in (adapted, read)
     )
     assert first == second
 
 
 @pytest.mark.parametrize("rule", BOTH)
-def test_nothing_observed_is_nothing_learnt(rule: type[CostAwareRule]) -> None:
+def test_rule_without_observations_is_unchanged(rule: type[CostAwareRule]) -> None:
     started = rule(costs=THIRD)
     assert started.controller().adapted_rule() == started
 
 
 @pytest.mark.parametrize("rule", BOTH)
 def test_draft_that_was_useless_is_tried_again_after_a_warm_start(rule: type[CostAwareRule]) -> None:
-    pupil = rule(costs=HALF).controller()
-    write(pupil, HALF, equally_good(0.0), num_rounds=500, seed=0)
-    warm = pupil.adapted_rule()
+    controller = rule(costs=HALF).controller()
+    write(controller, HALF, equally_good(0.0), num_rounds=500, seed=0)
+    warm = controller.adapted_rule()
     assert warm is not None
     written = write(warm.controller(), HALF, equally_good(0.0), num_rounds=500, seed=1)
     assert 0 < sum(length > 0 for length in written.lengths) < 25
 
 
-# --- their own random streams -----------------------------------------------------------------------------------------------
+# --- private random streams -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("rule", BOTH)
@@ -601,7 +602,7 @@ def test_streams_of_python_and_torch_are_neither_read_nor_moved(rule: type[CostA
     assert lengths(1) == lengths(2)
 
 
-# --- settings that are refused ------------------------------------------------------------------------------------------------
+# --- invalid settings ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -622,6 +623,6 @@ def test_impossible_settings_are_refused(rule: type[CostAwareRule], settings: di
 
 
 def test_simulation_of_a_fixed_length_is_as_fast_as_the_formula_says() -> None:
-    """That the simulation counts right."""
+    """Checks the simulation itself."""
     written = write(Fixed(max_tokens=3).controller(), HALF, equally_good(0.8), num_rounds=20_000, seed=0)
     assert written.speed == pytest.approx(expected_speed([3], 0.8, HALF), rel=0.01)

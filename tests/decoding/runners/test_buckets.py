@@ -1,4 +1,4 @@
-"""Shapes that others are padded to."""
+"""Shapes to which passes are padded."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def test_width_is_the_narrowest_that_is_wide_enough() -> None:
     assert SMALL.widest == 5
 
 
-def test_reach_holds_what_is_asked_in_few_steps() -> None:
+def test_reach_covers_the_request_in_few_steps() -> None:
     reaches = [SMALL.reach(end) for end in range(1, 4000)]
     assert all(reach >= end for end, reach in enumerate(reaches, start=1))
     assert all(reach % SMALL.slot_step == 0 for reach in reaches)
@@ -35,4 +35,4 @@ def test_cache_has_room_for_the_padding_of_a_pass_at_its_end(buckets: Buckets) -
 
 @pytest.mark.parametrize("buckets", [CPU_BUCKETS, GPU_BUCKETS])
 def test_every_draft_of_a_rule_fits(buckets: Buckets) -> None:
-    assert buckets.widest >= 65  # the last token of the text and 64 drafts
+    assert buckets.widest >= 65  # the last token of the sequence and 64 drafts

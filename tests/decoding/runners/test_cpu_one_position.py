@@ -1,4 +1,4 @@
-"""Linear layers on one position: the same results, by another kernel."""
+"""Linear layers on one position: the same results from a different kernel."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ CPU = torch.device("cpu")
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("shape", [(1, 1, 24), (1, 24), (24,)])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
-def test_products_are_those_of_linear(dtype: torch.dtype, tolerance: float, shape: tuple[int, ...], bias: bool) -> None:
+def test_products_equal_linears(dtype: torch.dtype, tolerance: float, shape: tuple[int, ...], bias: bool) -> None:
     torch.manual_seed(0)
     layer, values = nn.Linear(24, 40, bias=bias, dtype=dtype), torch.randn(shape).to(dtype)
     with OnePosition(CPU):

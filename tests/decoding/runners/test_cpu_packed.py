@@ -1,4 +1,4 @@
-"""Linear layers with packed weights: the same results, by another kernel."""
+"""Linear layers with packed weights: the same results from a different kernel."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PRECISIONS = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 
 @pytest.fixture
 def all_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Small layers, as those of the models here, are packed too."""
+    """Pack small layers too, such as those of the test models."""
     monkeypatch.setattr(cpu_packed, "MIN_BYTES", 0)
 
 
@@ -31,7 +31,7 @@ def all_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("shape", [(1, 1, 24), (1, 5, 24), (2, 3, 24), (7, 24)])
 @pytest.mark.parametrize("dtype", PRECISIONS)
-def test_products_are_those_of_linear(dtype: torch.dtype, shape: tuple[int, ...], bias: bool) -> None:
+def test_products_equal_linears(dtype: torch.dtype, shape: tuple[int, ...], bias: bool) -> None:
     torch.manual_seed(0)
     layer, values = nn.Linear(24, 40, bias=bias, dtype=dtype), torch.randn(shape).to(dtype)
     found, expected = PackedLinear.of(layer)(values), layer(values)
@@ -40,7 +40,7 @@ def test_products_are_those_of_linear(dtype: torch.dtype, shape: tuple[int, ...]
     torch.testing.assert_close(found, expected, atol=PRECISIONS[dtype], rtol=PRECISIONS[dtype])
 
 
-def test_it_multiplies_by_the_packed_copy_and_by_the_weight_itself_under_autograd() -> None:
+def test_packed_copy_is_used_except_under_autograd() -> None:
     torch.manual_seed(0)
     layer, values = nn.Linear(24, 40), torch.randn(1, 3, 24)
     packed = PackedLinear.of(layer)
@@ -55,7 +55,7 @@ def test_it_multiplies_by_the_packed_copy_and_by_the_weight_itself_under_autogra
 
 
 @pytest.mark.usefixtures("all_sizes")
-def test_what_is_no_plain_linear_layer_is_not_packed() -> None:
+def test_only_plain_linear_layers_are_packed() -> None:
     class Special(nn.Linear):
         pass
 
@@ -86,18 +86,18 @@ def test_a_copy_of_a_module_has_the_packed_layers_and_shares_all_else() -> None:
     assert type(twin["mlp"][0]) is PackedLinear
     assert twin["mlp"][1] is module["mlp"][1]
     assert twin["norm"] is module["norm"]
-    assert type(module["mlp"][0]) is nn.Linear, "the module itself is as it was"
+    assert type(module["mlp"][0]) is nn.Linear, "the module itself is unchanged"
     assert with_packed_linears(module["norm"]) is module["norm"]
 
 
 def packed_layers(block: nn.Module) -> list[nn.Module]:
-    """Those of a block, or of the block that stands behind another at its place."""
+    """The packed layers of a block, or of the block inside a stand-in."""
     return [each for each in getattr(block, "block", block).modules() if isinstance(each, PackedLinear)]
 
 
 @pytest.mark.usefixtures("uncompiled", "all_sizes")
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gemma3n", "gpt_neox_parallel", "mixtral", "phi3", "qwen3"])
-def test_drafted_and_plain_text_are_those_of_weights_as_they_are(family: str) -> None:
+def test_packed_weights_change_neither_drafted_nor_plain_output(family: str) -> None:
     target = Target(build(family), lambda kinds, device: StaticRunner(kinds, device, compiled=False))
     assert packed_layers(target.stack[0])
     prompt, expected = PROMPTS["several tokens"], plain_text(family, "several tokens")
@@ -108,7 +108,7 @@ def test_drafted_and_plain_text_are_those_of_weights_as_they_are(family: str) ->
 
 
 @pytest.mark.usefixtures("uncompiled", "all_sizes")
-def test_the_static_runner_packs_blocks_and_lm_head_and_leaves_the_model_alone() -> None:
+def test_static_runner_packs_blocks_and_lm_head_but_not_the_model() -> None:
     model = build("llama")
     target = Target(model, "static")
     assert all(len(packed_layers(block)) == 7 for block in target.stack)
@@ -118,7 +118,7 @@ def test_the_static_runner_packs_blocks_and_lm_head_and_leaves_the_model_alone()
     assert len(heads) == 1, "the LM head is packed once, for all parts"
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, of what its compiler imports
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # raised by modules that torch's compiler imports
 @torch.inference_mode()
 def test_compiled_code_calls_onednn_for_any_layer_without_compiling_again() -> None:
     torch.manual_seed(0)

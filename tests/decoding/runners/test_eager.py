@@ -1,4 +1,4 @@
-"""A prompt that is read in pieces is the prompt that is read at once."""
+"""A prompt read in pieces gives the same results as a prompt read at once."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PROMPT = some_tokens(23)
 
 @pytest.fixture
 def pieces(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Passes of five positions at most; their widths."""
+    """Limits passes to five positions; yields their widths."""
     widths: list[int] = []
     honest = ModelPart.compute
 

@@ -1,4 +1,4 @@
-"""Masks of fixed shape."""
+"""Attention masks of fixed-shape passes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from decoding.runners.masks import MaskKinds
 SLOTS = torch.tensor([3, 4])
 
 
-def test_position_sees_itself_and_what_is_before() -> None:
+def test_position_sees_itself_and_earlier_positions() -> None:
     (mask,) = MaskKinds((None, None), additive=None).masks(SLOTS, 6)
     assert mask.shape == (1, 1, 2, 6)
     assert mask[0, 0].int().tolist() == [[1, 1, 1, 1, 0, 0], [1, 1, 1, 1, 1, 0]]

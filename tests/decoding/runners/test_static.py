@@ -1,4 +1,4 @@
-"""Passes of fixed shapes: the same text, whatever is padded; memory that serves one text after another; one compiled block."""
+"""Fixed-shape passes: the same output under any padding, storage reuse across sequences, one compiled block."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ DROPS_LAST = RULES["AdaEDL, last dropped"]
 
 
 def unwrapped(buckets: Buckets = CPU_BUCKETS) -> Callable[[MaskKinds, torch.device], Runner]:
-    """Runners of fixed shapes that compile nothing."""
+    """Static runners that compile nothing."""
     return functools.partial(StaticRunner, compiled=False, buckets=buckets)
 
 
@@ -63,7 +63,7 @@ def plainly(target: Target, request: Request) -> tuple[int, ...]:
 
 @pytest.mark.parametrize("draft", DRAFTS)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_drafted_text_is_that_of_shapes_as_they_are(family: str, draft: str) -> None:
+def test_drafted_output_equals_the_eager_runners(family: str, draft: str) -> None:
     request = Request(PROMPT, Ending(NUM_NEW_TOKENS))
     expected = plainly(Target(build(family)), request)
     for number, buckets in enumerate(BUCKETS):
@@ -74,7 +74,7 @@ def test_drafted_text_is_that_of_shapes_as_they_are(family: str, draft: str) -> 
 
 @pytest.mark.parametrize("buckets", BUCKETS)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_plain_text_is_that_of_shapes_as_they_are(family: str, buckets: str) -> None:
+def test_plain_output_equals_the_eager_runners(family: str, buckets: str) -> None:
     for prompt in ("one token", "several tokens"):
         length = len(plain_text(family, prompt))
         request = Request(some_tokens(1 if prompt == "one token" else 9), Ending(length))
@@ -94,8 +94,8 @@ def test_exit_with_a_head_writes_the_same_text(family: str, prefix_reuse: bool, 
         assert generation.num_drafted > 0
 
 
-def test_head_drafts_what_it_drafts_in_shapes_as_they_are() -> None:
-    """Its keys and values are right too: the same drafts are accepted, round by round."""
+def test_head_drafts_as_with_the_eager_runner() -> None:
+    """The head's keys and values are right too: the same drafts are accepted, round by round."""
     request, lengths = Request(PROMPT, Ending(3 * NUM_NEW_TOKENS)), []
     for target in (Target(build("llama")), static_target("llama", "one width")):
         drafter = EarlyExitDrafter(target, 3, target.new_exit_head())
@@ -114,7 +114,7 @@ def test_text_many_windows_long_is_the_same(family: str) -> None:
     assert write(target, SKIPS["last block"], Fixed(max_tokens=2 * WINDOW), request).tokens == expected
 
 
-def test_eager_attention_is_given_masks_of_its_form() -> None:
+def test_eager_attention_receives_additive_masks() -> None:
     request = Request(PROMPT, Ending(NUM_NEW_TOKENS))
     model = build("llama", attn_implementation="eager")
     assert plainly(Target(model, unwrapped()), request) == plainly(Target(model), request)
@@ -123,10 +123,10 @@ def test_eager_attention_is_given_masks_of_its_form() -> None:
 # --- memory -----------------------------------------------------------------------------------------------------------
 
 
-def test_memory_of_a_text_that_is_done_serves_the_next() -> None:
+def test_storage_of_a_finished_sequence_serves_the_next() -> None:
     target = Target(build("llama"), unwrapped())
     first, second = target.new_cache(20), target.new_cache(20)
-    assert first.storage is not second.storage, "two texts at a time do not share"
+    assert first.storage is not second.storage, "two simultaneous sequences do not share"
     left = first.storage
     del first
     gc.collect()
@@ -135,7 +135,7 @@ def test_memory_of_a_text_that_is_done_serves_the_next() -> None:
     assert long.storage.capacity >= 1000 + CPU_BUCKETS.widest
 
 
-def test_memory_that_is_too_small_is_let_go_with_what_is_bound_to_it() -> None:
+def test_storage_that_is_too_small_is_dropped_with_its_recordings() -> None:
     target = Target(build("llama"), unwrapped())
     runner = target.runner
     assert isinstance(runner, StaticRunner)
@@ -148,10 +148,10 @@ def test_memory_that_is_too_small_is_let_go_with_what_is_bound_to_it() -> None:
     assert len({key[1] for key in prepared}) == len(runner._free) == 1
     sizes = [storage.capacity for storage in runner._free]
     plainly(target, Request(PROMPT, Ending(8)))
-    assert [storage.capacity for storage in runner._free] == sizes, "the larger one serves short texts too"
+    assert [storage.capacity for storage in runner._free] == sizes, "the larger one serves short sequences too"
 
 
-def test_what_another_text_has_left_is_not_seen() -> None:
+def test_remains_of_another_sequence_are_not_seen() -> None:
     target, request = static_target("llama"), Request(PROMPT, Ending(NUM_NEW_TOKENS))
     expected = plainly(target, request)
     plainly(target, Request(some_tokens(30, seed=1), Ending(30)))
@@ -172,7 +172,7 @@ def test_outputs_are_the_callers_own() -> None:
     assert states.shape[-2] == 2
 
 
-def test_prepared_passes_go_with_the_view_they_are_of() -> None:
+def test_prepared_passes_are_dropped_with_their_view() -> None:
     target = Target(build("llama"), unwrapped())
     runner = target.runner
     assert isinstance(runner, StaticRunner)
@@ -185,30 +185,30 @@ def test_prepared_passes_go_with_the_view_they_are_of() -> None:
 # --- what cannot be run so --------------------------------------------------------------------------------------------
 
 
-def test_family_that_masks_in_its_own_way_is_refused_in_one_line() -> None:
+def test_family_with_custom_masks_is_refused_in_one_line() -> None:
     with pytest.raises(UnsupportedRunnerError, match="BloomForCausalLM does not run with the runner 'static'"):
         Target(build("bloom"), unwrapped())
 
 
-def test_attention_that_takes_no_masks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attention_without_mask_support_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     model = build("llama")
     anatomy = Target(model).anatomy
     monkeypatch.setattr(model.config, "_attn_implementation", "flash_attention_2")
-    monkeypatch.setattr("decoding.target.target.examine", lambda model, config: anatomy)  # there is no such kernel here
+    monkeypatch.setattr("decoding.target.target.examine", lambda model, config: anatomy)  # this kernel is not installed
     with pytest.raises(UnsupportedRunnerError, match="'flash_attention_2' does not support fixed-shape masks"):
         Target(model, "static")
 
 
-def test_wrong_logits_are_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    def all_seen(self: MaskKinds, slots: Tensor, places: int) -> tuple[Tensor, ...]:
-        return (torch.ones((1, 1, slots.shape[0], places), dtype=torch.bool),)
+def test_wrong_logits_are_detected(monkeypatch: pytest.MonkeyPatch) -> None:
+    def all_seen(self: MaskKinds, slots: Tensor, num_slots: int) -> tuple[Tensor, ...]:
+        return (torch.ones((1, 1, slots.shape[0], num_slots), dtype=torch.bool),)
 
     monkeypatch.setattr(MaskKinds, "masks", all_seen)
     with pytest.raises(UnsupportedRunnerError, match="gives different logits with the runner 'static' than without it"):
         Target(build("llama"), unwrapped())
 
 
-def test_unknown_runner_is_refused_with_those_that_there_are() -> None:
+def test_unknown_runner_is_refused_with_the_valid_names() -> None:
     assert set(RUNNERS) == {"eager", "static"}
     with pytest.raises(UnsupportedRunnerError, match="no runner 'fast': there are eager, static"):
         Target(build("llama"), "fast")
@@ -218,7 +218,7 @@ def test_unknown_runner_is_refused_with_those_that_there_are() -> None:
 
 
 class Counting:
-    """`torch.compile` with a compiler that counts the graphs it is given and runs them as they are."""
+    """`torch.compile` with a backend that counts its graphs and runs them as they are."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.num_graphs = 0
@@ -259,7 +259,7 @@ def test_a_new_candidate_compiles_nothing(graphs: Counting) -> None:
     ):
         check(skip)
     with torch.inference_mode():
-        for width in range(2, 40):  # that of heads, of their size, of the states ... among them
+        for width in range(2, 40):  # including the number of heads, their size, the hidden size ...
             cache, ids = target.new_cache(50), torch.tensor([some_tokens(4 + width)])
             target.forward(ids[:, :4], cache, 0)
             target.forward(ids[:, 4:], cache, 4)
@@ -268,7 +268,7 @@ def test_a_new_candidate_compiles_nothing(graphs: Counting) -> None:
     assert graphs.num_graphs == known
 
 
-def test_block_that_cannot_be_compiled_runs_as_it_is_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_block_that_cannot_be_compiled_runs_uncompiled_with_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(graph: object, inputs: object) -> None:
         raise RuntimeError("no compiler on this machine")
 
@@ -283,8 +283,8 @@ def test_block_that_cannot_be_compiled_runs_as_it_is_and_says_so(monkeypatch: py
     assert plainly(target, Request(PROMPT, Ending(16))) == plain_text("llama", "several tokens")
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, of what its compiler imports
-def test_real_compiler_gives_the_same_text() -> None:
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # raised by modules that torch's compiler imports
+def test_real_compiler_gives_the_same_output() -> None:
     if compilation_is_impossible():
         pytest.skip("no C++ compiler on this machine")
     target = Target(build("llama"), "static")
@@ -339,8 +339,8 @@ def test_logits_of_the_verification_have_the_bits_of_plain_decoding(
         if start:
             known = tuple(text.span(0, start)[0].tolist())
             for row in range(logits.shape[0]):
-                place = len(token_ids[0]) - logits.shape[0] + row + 1
-                seen.setdefault((*known, *token_ids[0, :place].tolist()), []).append(logits[row].clone())
+                position = len(token_ids[0]) - logits.shape[0] + row + 1
+                seen.setdefault((*known, *token_ids[0, :position].tolist()), []).append(logits[row].clone())
         return logits
 
     monkeypatch.setattr(Target, "forward", forward)
@@ -357,13 +357,13 @@ def test_logits_of_the_verification_have_the_bits_of_plain_decoding(
             texts.append(Generation.collect([first, *steps]).tokens)
     assert texts[0] == texts[1] == texts[2]
     compared = [rows for rows in seen.values() if len(rows) > 1]
-    assert len(compared) >= 39, "each token's logits by plain and by drafted decoding"
+    assert len(compared) >= 39, "each token's logits in plain and in drafted decoding"
     assert all(torch.equal(row, rows[0]) for rows in compared for row in rows)
 
 
 @contextmanager
 def remembered(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[TokenSequence]]:
-    """The texts that are begun meanwhile."""
+    """The sequences that are started in the meantime."""
     made: list[TokenSequence] = []
 
     class Remembered(TokenSequence):
@@ -391,7 +391,7 @@ def test_ties_are_no_excuse_in_bit_exact_mode() -> None:
     assert not compare(target, PROMPT, plain, other).is_lossless
 
 
-def test_model_whose_bits_depend_on_the_place_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_model_whose_bits_depend_on_the_position_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     honest = StaticRunner.run
 
     def run(self: StaticRunner, part: Any, token_ids: Tensor, *args: Any, **settings: Any) -> Outputs:
@@ -405,12 +405,12 @@ def test_model_whose_bits_depend_on_the_place_is_refused(monkeypatch: pytest.Mon
         Target(build("llama"), functools.partial(StaticRunner, compiled=False, exact_width=4))
 
 
-def test_experts_that_take_rows_together_have_no_bit_exact_mode() -> None:
+def test_experts_that_group_rows_have_no_bit_exact_mode() -> None:
     with pytest.raises(UnsupportedRunnerError, match="MixtralForCausalLM in float32 has no bit-exact mode"):
         exact_target("mixtral", torch.float32)
 
 
-def test_bit_exact_mode_is_the_static_runners() -> None:
+def test_only_the_static_runner_has_bit_exact_mode() -> None:
     with pytest.raises(UnsupportedRunnerError, match="the runner 'eager' has no bit-exact mode: 'static' has"):
         Target(build("llama"), exact_width=4)
 
@@ -428,7 +428,7 @@ def test_the_lm_head_of_one_position_is_called_as_the_blocks_are(monkeypatch: py
     called.clear()
     assert plainly(target, Request(PROMPT, Ending(6))) == plain_text("llama", "several tokens")[:6]
     heads = [shape for name, shape in called if name == "Linear"]
-    assert heads == [(1, 1, 32)] * 5, "not that of the prompt, which is run as it is"
+    assert heads == [(1, 1, 32)] * 5, "except the prompt's, which runs eagerly"
 
 
 def test_memory_made_in_inference_mode_serves_passes_outside_it() -> None:

@@ -1,4 +1,4 @@
-"""Attention over shared key-value heads: the results of transformers' own, without repeating the cache."""
+"""Grouped-query attention: transformers' results without repeating the cache."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.support.families import build
 
 
 class Attention(nn.Module):
-    """As much of an attention module as the function looks at."""
+    """The attributes of an attention module that the function reads."""
 
     num_key_value_groups = 3
     is_causal = True
@@ -29,7 +29,7 @@ class Attention(nn.Module):
 @pytest.mark.parametrize("texts", [1, 2])
 @pytest.mark.parametrize("width", [1, 4])
 @pytest.mark.parametrize("form", ["boolean", "additive", "none"])
-def test_outputs_are_those_of_transformers(texts: int, width: int, form: str) -> None:
+def test_outputs_equal_transformers(texts: int, width: int, form: str) -> None:
     torch.manual_seed(0)
     query, key, value = (torch.randn(texts, heads, length, 8) for heads, length in ((6, width), (2, 11), (2, 11)))
     allowed = torch.rand(texts, 1, width, 11) < 0.7
@@ -58,7 +58,7 @@ def test_keys_are_not_repeated_while_a_draft_is_verified(monkeypatch: pytest.Mon
     assert repeated == []
     monkeypatch.setattr("decoding.target.target.with_grouped_attention", lambda block, sublayer: block)
     assert Decoder(Target(model), draft, rule).generate(request).tokens == text
-    assert repeated, "as transformers does by itself"
+    assert repeated, "as transformers does on its own"
 
 
 def test_the_model_keeps_its_own_attention() -> None:

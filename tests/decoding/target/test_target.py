@@ -1,4 +1,4 @@
-"""Views of a model: they compute what they say, share its weights, and leave nothing behind on it."""
+"""Views of a model: correct results, shared weights, and no traces on the model."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def full_logits(target: Target, ids: Tensor) -> Tensor:
 
 
 def draft_logits(target: Target, ids: Tensor, attention: list[int], mlp: list[int]) -> Tensor:
-    """Behind the last token."""
+    """Logits after the last token."""
     view = target.draft_view(attention, mlp, keep_boundary=False)
     return view.forward(ids, target.new_cache(ids.shape[1]), 0)
 
@@ -132,7 +132,7 @@ def test_last_position_alone_is_the_last_row(family: str) -> None:
 
 
 class KeepsAllLogits(LlamaForCausalLM):
-    """A family that does not know `logits_to_keep`."""
+    """A family that does not support `logits_to_keep`."""
 
     def forward(self, *args: Any, logits_to_keep: int = 0, **kwargs: Any) -> Any:
         return super().forward(*args, **kwargs)
@@ -164,7 +164,7 @@ WRITERS = {
 
 
 def silenced(family: str, attention: list[int], mlp: list[int]) -> PreTrainedModel:
-    """The model, its skipped sublayers writing zeros: the same function as without them, at full cost."""
+    """The model with its skipped sublayers writing zeros: the same function as without them, at full cost."""
     model = build(family)
     blocks = Target(model).blocks
     for layers, writer in ((attention, WRITERS[family][0]), (mlp, WRITERS[family][1])):
@@ -217,7 +217,7 @@ def test_boundary_is_the_first_block_that_differs() -> None:
     assert boundaries == [None, 2, 1, 0]
 
 
-def test_states_are_kept_only_where_there_is_a_prefix_and_they_are_asked_for() -> None:
+def test_states_are_kept_only_on_request_and_after_a_prefix() -> None:
     target = target_of("llama")
     for first, asked, kept in ((2, True, 1), (2, False, 0), (0, True, 0)):
         view = target.draft_view([first], [first], keep_boundary=asked)
@@ -228,7 +228,7 @@ def test_states_are_kept_only_where_there_is_a_prefix_and_they_are_asked_for() -
 
 
 @pytest.mark.parametrize("index", [-1, NUM_LAYERS])
-def test_skip_of_a_layer_that_is_not_there_is_refused(index: int) -> None:
+def test_skip_of_a_missing_layer_is_refused(index: int) -> None:
     with pytest.raises(ValueError, match=f"the model has layers 0 to {NUM_LAYERS - 1}, got {index}"):
         target_of("llama").draft_view([1, index], [], keep_boundary=False)
 
@@ -282,7 +282,7 @@ def test_views_of_a_model_with_replaced_forwards_skip_all_the_same() -> None:
 
 @pytest.mark.parametrize("boundary", range(1, NUM_LAYERS))
 @pytest.mark.parametrize("family", FAMILIES)
-def test_pass_resumed_behind_the_prefix_is_the_whole_pass(family: str, boundary: int) -> None:
+def test_pass_resumed_after_the_prefix_equals_the_whole_pass(family: str, boundary: int) -> None:
     target, ids = target_of(family), ids_of(LENGTH + 1)
     half, width = LENGTH // 2, LENGTH - LENGTH // 2
     whole = full_logits(target, ids)
@@ -313,7 +313,7 @@ def test_resumed_pass_runs_the_prefix_on_unknown_positions_only() -> None:
         assert made == [prefix_updates] * 2 + [1] * 3
 
 
-def test_states_are_let_go_after_the_pass() -> None:
+def test_states_are_released_after_the_pass() -> None:
     target, ids = target_of("llama"), ids_of()
     draft, resume = target.draft_view([2], [2], keep_boundary=True), target.resume_view(2)
     draft.forward(ids, target.new_cache(LENGTH), 0)
@@ -326,7 +326,7 @@ def test_states_are_let_go_after_the_pass() -> None:
 
 
 @pytest.mark.parametrize("boundary", [0, NUM_LAYERS])
-def test_pass_cannot_resume_where_there_is_no_prefix_or_nothing_behind_it(boundary: int) -> None:
+def test_pass_cannot_resume_without_a_prefix_or_a_rest(boundary: int) -> None:
     with pytest.raises(ValueError, match=f"a pass resumes at block 1 to {NUM_LAYERS - 1}, got {boundary}"):
         target_of("llama").resume_view(boundary)
 
@@ -380,14 +380,14 @@ def test_sublayer_outputs_are_what_the_modules_return(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_logit_lens_reads_off_each_block_what_a_cut_behind_it_would_say(family: str) -> None:
+def test_logit_lens_equals_a_model_cut_after_each_block(family: str) -> None:
     target, ids = target_of(family), ids_of()
     lenses = list(target.logit_lens(ids))
     assert [lens.shape for lens in lenses] == [(LENGTH, target.config.vocab_size)] * NUM_LAYERS
     assert torch.equal(lenses[-1], full_logits(target, ids))
     for index, lens in enumerate(lenses[:-1]):
-        behind = [*EVERY_LAYER][index + 1 :]
-        assert_close(lens[-1:], draft_logits(target, ids, behind, behind))
+        later = [*EVERY_LAYER][index + 1 :]
+        assert_close(lens[-1:], draft_logits(target, ids, later, later))
 
 
 # --- how wide a pass may be -----------------------------------------------------------------------------------------------------
@@ -413,7 +413,7 @@ def test_pass_does_not_straddle_the_change_of_a_long_rope() -> None:
     assert [target.widest_pass(start) for start in (5, 19, 20, 50)] == [15, 1, None, None]
 
 
-def test_pass_behind_the_length_of_a_dynamic_rope_is_of_one_position() -> None:
+def test_pass_beyond_the_length_of_a_dynamic_rope_has_one_position() -> None:
     target = Target(build("llama", rope_parameters=DYNAMIC, max_position_embeddings=20))
     assert [target.widest_pass(start) for start in (5, 19, 20, 50)] == [15, 1, 1, 1]
 
@@ -424,7 +424,7 @@ HOOK_TABLES = ("_forward_hooks", "_forward_pre_hooks", "_forward_hooks_with_kwar
 
 
 def traces(model: PreTrainedModel) -> dict[str, Any]:
-    """All that could have been changed on a model: its modules, their attributes, hooks and weights, and its configuration."""
+    """Everything that could change on a model: its modules, their attributes, hooks and weights, and its configuration."""
     return {
         "modules": {name: (id(module), type(module), module.training) for name, module in model.named_modules()},
         "attributes": {name: sorted(vars(module)) for name, module in model.named_modules()},
@@ -501,7 +501,7 @@ def test_two_targets_of_one_model_do_not_disturb_each_other() -> None:
     assert torch.equal(model(ids_of()).logits[0], expected)
 
 
-def test_model_with_a_block_count_that_is_not_there_is_refused() -> None:
+def test_model_without_the_configured_number_of_blocks_is_refused() -> None:
     model = make("Llama", **GROUPED)
     model.model.layers = model.model.layers[:3]
     with pytest.raises(UnsupportedModelError, match=f"has no list of {NUM_LAYERS} decoder blocks"):
