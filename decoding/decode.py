@@ -24,7 +24,7 @@ from decoding.text import Ending, Shaping, TokenSequence
 
 @dataclass(frozen=True)
 class Request:
-    """One sequence to generate: the prompt's token ids, how tokens are chosen and shaped, and when to stop."""
+    """One sequence to generate: prompt token ids, choice and shaping of tokens, stopping conditions."""
 
     prompt: Sequence[int]
     ending: Ending

@@ -1,8 +1,14 @@
-"""Errors that callers handle. Each message is one line: what is wrong, the value received, what would be right."""
+"""Errors that callers handle.
+
+Each message is one line: what is wrong, the value received, what would be right.
+"""
 
 
 class SdtuneError(Exception):
-    """An error that the user can fix: the command line prints it as one line and exits with status 2."""
+    """An error that the user can fix.
+
+    The command line prints it as one line and exits with status 2.
+    """
 
 
 class ProfileError(SdtuneError):

@@ -1,6 +1,7 @@
-"""Model identity: hashes of the configuration and of a strided sample of the weights, cheap even at 70B parameters.
+"""Model identity: hashes of the configuration and of a strided sample of the weights.
 
-The sample is rounded to bfloat16 before hashing, so a checkpoint has the same fingerprint in float32 and in bfloat16.
+Hashing is cheap even at 70B parameters. The sample is rounded to bfloat16 first, so a checkpoint has the same
+fingerprint in float32 and in bfloat16.
 """
 
 from __future__ import annotations

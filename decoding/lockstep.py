@@ -48,7 +48,7 @@ def decode_in_lockstep(target: Target, loops: Sequence[Loop], capacity: int) -> 
 
 
 def _records(sequences: Lockstep, loops: Sequence[Loop]) -> Iterator[tuple[int, Prefill | Round]]:
-    """Yield the records of all loops, those of a shared pass as soon as it has run."""
+    """Yield the records of all loops, after each shared pass."""
     records: list[tuple[int, Prefill | Round]] = []
 
     def write(row: int, loop: Loop) -> None:
@@ -75,7 +75,10 @@ class Lockstep:
         self._pending: dict[int, tuple[Part, PassRequest]] = {}
 
     def new_cache(self, row: int, capacity: int) -> KVCache:
-        """Return an empty cache for the sequence in `row`. Its passes may be requested within `run` only."""
+        """Return an empty cache for the sequence in `row`.
+
+        Its passes may be requested within `run` only.
+        """
         if self._cache is None:
             return self._target.new_cache(capacity)
         cache = KVCache(self._target.num_layers, capacity, self._cache.storage.row(row))

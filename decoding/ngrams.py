@@ -1,4 +1,7 @@
-"""Index of the n-grams of a growing token list, for prompt lookup. Knows neither sequences nor drafts."""
+"""Index of the n-grams of a growing token list, for prompt lookup.
+
+Knows neither sequences nor drafts.
+"""
 
 from __future__ import annotations
 
@@ -28,6 +31,6 @@ class NgramIndex:
         self._next_position = max(self._next_position, len(self._token_ids))
 
     def find_last(self) -> int | None:
-        """Return the position after the latest earlier occurrence of the final n-gram, or None if there is none."""
+        """Return the position after the final n-gram's latest earlier occurrence, or None."""
         self.update()
         return self._positions.get(tuple(self._token_ids[-self._length :]))

@@ -30,7 +30,10 @@ GENERATED_TOKENS = 24
 
 @dataclass(frozen=True)
 class Capabilities:
-    """The findings of a probe. `refusal` is a one-line reason why speculative decoding is unsupported, or None."""
+    """The findings of a probe.
+
+    `refusal` is a one-line reason why speculative decoding is unsupported, or None.
+    """
 
     architecture: str
     num_layers: int | None = None
@@ -141,7 +144,10 @@ def _can_skip(target: Target, ids: Tensor, attention: list[int], mlp: list[int])
 
 
 def _can_resume(target: Target, ids: Tensor) -> bool:
-    """Return True if a resumed pass matches a whole pass, with the last position's prefix known or not."""
+    """Return True if a resumed pass matches a whole pass.
+
+    Tested with the last position's prefix known and unknown.
+    """
     boundary = target.num_layers // 2
     half = CONTEXT_TOKENS // 2
     if boundary == 0:

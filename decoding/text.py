@@ -1,4 +1,4 @@
-"""The sequence being generated: its tokens on the device, the shaping of scores, and the stopping conditions."""
+"""The sequence being generated, the shaping of scores, and the stopping conditions."""
 
 from __future__ import annotations
 
@@ -107,9 +107,10 @@ class Ending:
             raise ValueError(f"at least one token must be generated, got max_new_tokens={self.max_new_tokens}")
 
     def append(self, sequence: TokenSequence, tokens: Sequence[int]) -> tuple[tuple[int, ...], bool]:
-        """Append `tokens` until one ends the sequence; return the appended tokens and True if it has ended.
+        """Append `tokens` until one ends the sequence.
 
-        Criteria are evaluated after each single token, as in plain decoding.
+        Return the appended tokens and True if the sequence has ended. Criteria are evaluated after each single token,
+        as in plain decoding.
         """
         tokens = tokens[: self.remaining(sequence)]
         if not self.criteria:

@@ -1,1 +1,1 @@
-"""Key-value caches: one for decoding a sequence, and one that replays many rounds of it at once."""
+"""Key-value caches: one for decoding a sequence, one for replaying many of its rounds at once."""

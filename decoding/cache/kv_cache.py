@@ -20,7 +20,7 @@ from decoding.cache.last_position import last_position
 
 @dataclass(slots=True)
 class Window:
-    """The positions that the current forward pass covers, shared by all layers of a cache and its branch.
+    """The positions that the current pass covers, shared by a cache's layers and its branch.
 
     A fixed-shape pass (`decoding.runners.static`) gives its positions as tensors, so that one recording serves every
     position in the sequence. In any other pass `slots` is None and the positions are plain numbers.
@@ -54,7 +54,7 @@ class Window:
         self.masks = ()
 
     def mask(self, kind: int, width: int) -> Tensor:
-        """Return the mask of one kind of layers for all positions of the pass, or for the last one if `width` is 1."""
+        """Return one kind's mask for all positions of the pass, or for the last if `width` is 1."""
         mask = self.masks[kind]
         if mask.shape[-2] == width:
             return mask
@@ -63,10 +63,11 @@ class Window:
 
 
 class Slot:
-    """Keys and values [batch, heads, capacity, size] of one layer, as a fixed-shape pass reads and writes them.
+    """One layer's keys and values, as a fixed-shape pass reads and writes them.
 
-    `slots` are the indices to write, [width] or [batch, width]. The size of `extent` is the number of slots to read;
-    it is a tensor because compiled code treats a plain number as a constant.
+    `keys` and `values` are [batch, heads, capacity, size]. `slots` are the indices to write, [width] or [batch,
+    width]. The size of `extent` is the number of slots to read; it is a tensor because compiled code treats a plain
+    number as a constant.
     """
 
     def __init__(self, slots: Tensor, keys: Tensor, values: Tensor, extent: Tensor) -> None:
@@ -75,7 +76,7 @@ class Slot:
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
-        """Write this pass's keys and values; return the keys and values of all slots that the pass reads."""
+        """Write this pass's keys and values; return all that the pass reads."""
         for kept, states in ((self.keys, key_states), (self.values, value_states)):
             if self.slots.ndim == 1:
                 kept.index_copy_(2, self.slots, states)
@@ -86,7 +87,7 @@ class Slot:
 
 
 class _CacheLayer(CacheLayerMixin):
-    """Keys and values of one layer, [batch, heads, capacity, head size] each, allocated at the first write.
+    """Keys and values [batch, heads, capacity, head size] of one layer, allocated at the first write.
 
     Sliding-window layers keep all positions too: their masks hide positions outside the window, which a rollback can
     bring back.
@@ -185,7 +186,7 @@ class Storage:
         return self._branch
 
     def row(self, index: int, window: Window | None = None) -> Storage:
-        """Return the memory of one row with its own window; writes to it are writes to this storage."""
+        """Return one row's memory with its own window; both share their contents."""
         own = Storage(0, self.capacity, window)
         own.layers = [_RowLayer(own.window, self.capacity, layer, index) for layer in self.layers]
         own._whole = self, index
@@ -239,15 +240,18 @@ class KVCache(Cache):
 
     @property
     def updates_per_layer(self) -> list[int]:
-        """Number of writes per layer since the cache was made. A layer without writes keeps its state elsewhere."""
+        """Number of writes per layer since the cache was made.
+
+        A layer without writes keeps its state elsewhere.
+        """
         return [layer.num_updates for layer in self.layers]
 
 
 class BranchCache(KVCache):
-    """Keys and values of an exit head: the window and positions of the stack, but separate contents.
+    """Keys and values of an exit head, at the positions of the stack.
 
-    The head sees a position later than the stack does. `pending` holds the hidden states of positions from `length`
-    on that the stack has computed and the head has not yet processed.
+    The head shares the stack's window and sees a position later than the stack does. `pending` holds the hidden
+    states of positions from `length` on that the stack has computed and the head has not yet processed.
     """
 
     def __init__(self, num_layers: int, capacity: int, storage: Storage) -> None:

@@ -26,7 +26,7 @@ def with_last(values: Tensor, last_values: Tensor, dim: int, last: Tensor) -> Te
 
 
 def _spread(last: Tensor, values: Tensor, dim: int) -> Tensor:
-    """Reshape `last` [batch] to as many dimensions as `values`: batch size in the batch dimension, 1 elsewhere."""
+    """Reshape `last` [batch] to the dimensions of `values`: batch size in the batch dimension, else 1."""
     batch_dim = dim - 1 if values.shape[dim - 1] == last.shape[0] else dim - 2
     shape = [1] * values.ndim
     shape[batch_dim] = last.shape[0]

@@ -1,4 +1,4 @@
-"""A cache for many rounds of a sequence in one pass, one row per round, which passes read without changing."""
+"""A read-only cache for running many rounds of a sequence in one pass."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class _RoundsLayer(CacheLayerMixin):
 
 
 class RoundsCache(Cache):
-    """The cache contents at the start of many rounds, one row each, for drafting known tokens in all rounds at once.
+    """The caches of many rounds, one row each, for drafting known tokens at once.
 
     Row r holds the target's keys and values of positions `[0, start_r)` of a sequence, right-aligned in a context as
     long as the longest row, followed by `depth` positions that each pass writes. Passes do not see the writes of

@@ -10,10 +10,10 @@ from decoding.errors import SdtuneError
 
 
 def write_atomically(path: Path, content: bytes, *, what: str, error: type[SdtuneError]) -> None:
-    """Write a temporary file beside `path` and rename it, so that readers see the old content or all of the new.
+    """Write a temporary file beside `path` and rename it.
 
-    If writing fails, raise `error` with `what` and the reason; then nothing has changed and no temporary file
-    remains.
+    Readers see the old content or all of the new. If writing fails, raise `error` with `what` and the reason; then
+    nothing has changed and no temporary file remains.
     """
     try:
         with TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.") as beside:

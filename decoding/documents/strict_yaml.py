@@ -77,7 +77,10 @@ def read_mapping(path: Path, *, what: str, error: type[SdtuneError]) -> dict[str
 
 
 def validate(model: type[DocumentT], data: Any, *, source: str, error: type[SdtuneError]) -> DocumentT:
-    """Build `model` from plain data; raise `error` with the first wrong key, its value and what would be right."""
+    """Build `model` from plain data.
+
+    Raises `error` with the first wrong key, its value and what would be right.
+    """
     try:
         return model.model_validate(data)
     except ValidationError as cause:
@@ -91,7 +94,7 @@ def dump(document: BaseModel) -> str:
 
 
 def suggest(word: str, known: Iterable[str]) -> str:
-    """Return a hint that lists the valid names, starting with the closest match to `word` if there is one."""
+    """Return a hint that lists the valid names, the closest match to `word` first."""
     names = sorted(known)
     near = difflib.get_close_matches(word, names, n=1)
     return (f"did you mean {near[0]!r}? " if near else "") + "valid: " + ", ".join(names)

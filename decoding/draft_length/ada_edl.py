@@ -13,11 +13,11 @@ HIGHEST_THRESHOLD = 0.98  # our formulation: at 1 no draft could ever pass again
 
 
 class AdaEdl(DraftLengthRule):
-    """Stop before drawing the next token when 1 - sqrt(gamma * H) < threshold, with H the draft's entropy in nats.
+    """Stop drafting when 1 - sqrt(gamma * H) < threshold, with H the draft's entropy in nats.
 
-    Defaults are the paper's, except `initial_threshold`, which the paper sweeps, and `keep_last`, which is our
-    addition: the pass that triggers the stop is already paid for, so its token is drafted and verified too.
-    `keep_last=False` is Algorithm 1 unchanged.
+    The test precedes the drawing of the next token. Defaults are the paper's, except `initial_threshold`, which the
+    paper sweeps, and `keep_last`, which is our addition: the pass that triggers the stop is already paid for, so its
+    token is drafted and verified too. `keep_last=False` is Algorithm 1 unchanged.
     """
 
     rule: Literal["ada_edl"] = "ada_edl"

@@ -15,13 +15,13 @@ from decoding.draft_length.posteriors import UNIFORM, BetaPosterior, BetaPrior, 
 
 
 class BetaThompson(CostAwareRule):
-    """Draft the length that maximises tokens per cost for an acceptance probability theta drawn from Beta(A, B).
+    """Draft the length with most tokens per cost for an acceptance probability drawn from Beta(A, B).
 
-    n = argmax over 0..K of (1 + theta + ... + theta^n) / cost(n). With n = 0, a plain step, a useless draft falls
-    back to plain decoding by itself. After each round A <- 1 + g (A - 1) + n_a and B <- 1 + g (B - 1) + [n_a < n_d].
-    A round without drafts also forgets, by g^(1/4) (see `IDLE_AGEING`). Forgetting leads towards Beta(1, 1), not
-    towards zero: A <- g A would take A and with it every theta to zero, and a draft once given up would never be
-    tried again.
+    With theta drawn, n = argmax over 0..K of (1 + theta + ... + theta^n) / cost(n). With n = 0, a plain step, a
+    useless draft falls back to plain decoding by itself. After each round A <- 1 + g (A - 1) + n_a and B <- 1 + g (B
+    - 1) + [n_a < n_d]. A round without drafts also forgets, by g^(1/4) (see `IDLE_AGEING`). Forgetting leads towards
+    Beta(1, 1), not towards zero: A <- g A would take A and with it every theta to zero, and a draft once given up
+    would never be tried again.
 
     Defaults: g = 0.97 remembers the last 1 / (1 - g) = 33 drafted rounds, or 130 rounds without drafts. A useless
     draft that costs half the target's time is then tried in about one round of 30, and decoding stays within 3 % of
@@ -48,7 +48,7 @@ class BetaThompsonController(Controller):
         self.acceptance = BetaPosterior(*rule.prior)
 
     def limit(self) -> int:
-        """Return the best length for an acceptance probability drawn from the posterior; ties go to the shortest."""
+        """Return the best length for a drawn acceptance probability; ties go to the shortest."""
         theta = self.acceptance.draw(self._stream)
         survival = tokens = 1.0
         best, best_rate = 0, 1.0 / self._costs[0]
@@ -61,7 +61,10 @@ class BetaThompsonController(Controller):
         return best
 
     def observe(self, num_drafted: int, num_accepted: int) -> None:
-        """Forget a little, then count the accepted tokens and the first rejected one; later drafts were not tested."""
+        """Forget a little, then count the accepted tokens and the first rejected one.
+
+        Later drafts were not tested.
+        """
         self.acceptance.forget(UNIFORM, self._rule.memory(num_drafted))
         self.acceptance.learn(accepted=num_accepted, rejected=int(num_accepted < num_drafted))
 

@@ -82,7 +82,10 @@ class _RoundSoFar:
 
 
 class CalibratedThompsonController(Controller):
-    """Posteriors per bin, of all tokens and of the gain of drafting; the rate of drafted rounds; a random stream."""
+    """Posteriors of acceptance and of the gain of drafting, and a random stream.
+
+    Acceptance is learned per bin and over all tokens. The controller also remembers the rate of drafted rounds.
+    """
 
     def __init__(self, rule: CalibratedThompson) -> None:
         super().__init__(rule.max_tokens)
@@ -97,12 +100,15 @@ class CalibratedThompsonController(Controller):
         self._round = self._new_round()
 
     def limit(self) -> int:
-        """Return 0 if drafting does not seem to pay at present, else the maximum that `decide` may use."""
+        """Return 0 if drafting does not seem to pay at present, else `max_tokens`."""
         self._round = self._new_round()
         return self.max_tokens if self.gain.draw(self._stream) > 0.0 else 0
 
     def decide(self, num_drafted: int, distribution: DraftDistribution) -> Decision:
-        """Continue if the token after this one is worth its time; this one is verified in any case."""
+        """Continue if the token after this one is worth its time.
+
+        This one is verified in any case.
+        """
         now, length = self._round, num_drafted + 1
         bin_index = bisect_right(EDGES, distribution.top_probability)
         now.bins.append(bin_index)
@@ -115,7 +121,10 @@ class CalibratedThompsonController(Controller):
         )
 
     def observe(self, num_drafted: int, num_accepted: int) -> None:
-        """Update the bins of the accepted tokens and of the first rejected one; later drafts were not tested."""
+        """Update the bins of the accepted tokens and of the first rejected one.
+
+        Later drafts were not tested.
+        """
         memory = self._rule.memory(num_drafted)
         self.gain.forget(NO_GAIN, memory)
         if num_drafted == 0:

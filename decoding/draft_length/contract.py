@@ -1,4 +1,4 @@
-"""The contract of a draft-length rule: frozen settings, and a controller with the state of one sequence.
+"""The contract of a draft-length rule: frozen settings, and a controller per sequence.
 
 A rule may look at past tokens and at the draft's *distribution*, never at the token sampled from it: this keeps
 sampling exact. Rules know nothing of Optuna; the range in which a parameter is worth searching is declared with the
@@ -69,11 +69,12 @@ class DraftDistribution:
 
 
 class Controller:
-    """The state of a rule for one sequence; the base class drafts up to `max_tokens` every round.
+    """The state of a rule for one sequence.
 
-    The drafter calls `limit` once per round and `decide` once per distribution; the loop calls `observe` after the
-    verification. Rounds drafted by a prompt lookup that precedes the draft make none of these calls. A controller
-    must not touch the model, the cache or the sampling's random stream.
+    The base class drafts up to `max_tokens` every round. The drafter calls `limit` once per round and `decide` once
+    per distribution; the loop calls `observe` after the verification. Rounds drafted by a prompt lookup that precedes
+    the draft make none of these calls. A controller must not touch the model, the cache or the sampling's random
+    stream.
     """
 
     def __init__(self, max_tokens: int) -> None:
@@ -89,7 +90,7 @@ class Controller:
         return type(self).decide is not Controller.decide
 
     def limit(self) -> int:
-        """Return the maximum number of tokens to draft in the coming round; 0 makes it a plain step."""
+        """Return the most tokens to draft in the coming round; 0 makes it a plain step."""
         return self.max_tokens
 
     def decide(self, num_drafted: int, distribution: DraftDistribution) -> Decision:
@@ -100,7 +101,7 @@ class Controller:
         """Update the state with the number of the round's drafts that the target accepted."""
 
     def adapted_rule(self) -> DraftLengthRule | None:
-        """Return the rule with the current state as its initial state, or None if the rule has no state."""
+        """Return the rule with the current state as its initial one, or None without state."""
         return None
 
 

@@ -1,4 +1,4 @@
-"""Costs of a round on the device at hand, in units of one plain pass of the target, for cost-aware rules."""
+"""Costs of a round on the device at hand, in plain passes of the target."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ Cost = Annotated[float, Field(gt=0.0, allow_inf_nan=False)]
 
 
 class RoundCosts(Document):
-    """Round times relative to one plain one-token target pass: n draft passes, then the verification of n tokens."""
+    """Round times relative to one plain one-token target pass.
+
+    A round consists of n draft passes and the verification of n tokens.
+    """
 
     draft_step: Cost = Field(description="one draft pass when the draft's length is fixed beforehand")
     look: float = Field(

@@ -32,7 +32,7 @@ anew in each sequence.
 
 
 class GainPrior(Document):
-    """Prior gain of a drafted round: tokens beyond those that plain decoding would generate in the same time."""
+    """Prior gain of a drafted round: tokens beyond plain decoding's in the same time."""
 
     mean: float = Field(0.0, allow_inf_nan=False)
     spread: float = Field(0.5, gt=0.0, allow_inf_nan=False, description="standard deviation of one round, in tokens")
@@ -94,7 +94,10 @@ class GainPosterior:
 
     @property
     def spread(self) -> float:
-        """Standard deviation of one round's gain, in tokens. A lower bound keeps rounding from making it 0."""
+        """Standard deviation of one round's gain, in tokens.
+
+        A lower bound keeps rounding from making it 0.
+        """
         return math.sqrt(max(self.squares / self.rounds - self.mean**2, 1e-6))
 
     def draw(self, stream: random.Random) -> float:

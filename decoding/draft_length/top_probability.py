@@ -1,4 +1,7 @@
-"""Stop after the first token the draft is unsure of (Draft & Verify, arXiv 2309.08168; also ConfLayers' rule)."""
+"""Stop after the first token the draft is unsure of.
+
+Draft & Verify, arXiv 2309.08168; ConfLayers decodes with the same rule.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The contract of a runner, which executes one forward pass of the model or of a part of it.
+"""The contract of a runner, which executes forward passes of the model or its parts.
 
 A runner knows shapes, cache slots and devices. The computation belongs to the part: a runner calls `compute` with
 tensors, any number of times, and may pad them, record the computation and replay it.
@@ -39,7 +39,10 @@ class Inputs:
 
 @dataclass(frozen=True, slots=True)
 class Outputs:
-    """Logits [width or fewer, vocabulary] of a pass, and the states [.., width, hidden] at the part's tap, if any."""
+    """Outputs of a pass.
+
+    `logits` are [width or fewer, vocabulary], `states` [.., width, hidden] the states at the part's tap, if any.
+    """
 
     logits: Tensor
     states: Tensor | None
@@ -51,7 +54,10 @@ class Outputs:
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """Tokens [n] that a part drafted one after another, and the states [.., n, hidden] at its tap, if any."""
+    """Tokens that a part drafted one after another.
+
+    `token_ids` are [n], `states` [.., n, hidden] the states at the part's tap, if any.
+    """
 
     token_ids: Tensor
     states: Tensor | None
@@ -79,7 +85,7 @@ class PassRequest:
 
 
 class Part(Protocol):
-    """The model, or a part of it, as a function of tensors: all that a runner needs."""
+    """The model, or a part of it, as a function of tensors."""
 
     @property
     def is_whole(self) -> bool:
@@ -102,7 +108,7 @@ class Runner(Protocol):
 
     @property
     def exact_width(self) -> int | None:
-        """Number of positions of every whole-model pass after the prompt in bit-exact mode; None in normal mode."""
+        """Width of every whole-model pass after the prompt in bit-exact mode; None in normal mode."""
 
     @property
     def block_call(self) -> BlockCall | None:

@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 
 class OnePosition(TorchFunctionMode):
-    """Rewrites linear layers on one position on a CPU as sums of products, in code compiled under this mode."""
+    """Rewrites linear layers on one CPU position as sums of products, in code compiled under it."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()

@@ -1,9 +1,10 @@
-"""Linear layers on a CPU with weights in oneDNN's packed layout, packed once and read by every later pass.
+"""Linear layers on a CPU with weights in oneDNN's packed layout.
 
 A pass over few positions is bound by reading the weights. In torch's layout they are read at a fraction of the memory
 bandwidth, and the more positions, the slower, so that a verification costs as much as several plain passes. Packed
-weights are read at nearly full bandwidth for one to eight positions. torch's own freezing does the same if weights
-are constants of the compiled code; here they stay inputs, so that one compiled block serves all layers.
+weights are read at nearly full bandwidth for one to eight positions. They are packed once and read by every later
+pass. torch's own freezing does the same if weights are constants of the compiled code; here they stay inputs, so that
+one compiled block serves all layers.
 
 Packed weights are a second copy in memory. For small layers that is a loss: a single position reads the original
 weight (see `decoding.runners.cpu_one_position`), and two copies of a model that might fit in the processor's caches
@@ -34,9 +35,10 @@ def _(values: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
 
 
 class PackedLinear(nn.Linear):
-    """A linear layer that shares another one's weight and bias and multiplies by a packed copy of the weight.
+    """A linear layer that multiplies by a packed copy of its weight.
 
-    The copy is of the weight at construction. Under autograd the layer computes like any linear layer.
+    Weight and bias are shared with the original layer. The copy is of the weight at construction. Under autograd the
+    layer computes like any linear layer.
     """
 
     packed: Tensor

@@ -42,7 +42,10 @@ class EagerRunner:
         last_only: bool = False,
         states: Tensor | None = None,
     ) -> Outputs:
-        """Run a pass; see `Runner.run`. A wide pass is run in pieces if only the last logits are needed."""
+        """Run a pass; see `Runner.run`.
+
+        A wide pass is run in pieces if only the last logits are needed.
+        """
         width = token_ids.shape[1]
         if not last_only or width <= MAX_PASS_WIDTH:
             return self._run(part, token_ids, cache, start, last_only=last_only, states=states)

@@ -27,7 +27,10 @@ class MaskKinds:
         return self.kinds.index(self.windows[layer])
 
     def masks(self, slots: Tensor, num_slots: int) -> tuple[Tensor, ...]:
-        """Return one mask [batch, 1, width, num_slots] per kind, for positions at `slots` [width] or [batch, width]."""
+        """Return one mask [batch, 1, width, num_slots] per kind.
+
+        `slots` are the positions of the pass, [width] or [batch, width].
+        """
         keys = torch.arange(num_slots, device=slots.device)
         own = slots[..., None]
         causal = keys <= own

@@ -1,4 +1,4 @@
-"""Several sequences in one pass, each at its own position: rows of tensors, right-padded to the widest.
+"""Several sequences in one pass, each at its own position, right-padded to the widest.
 
 The last slot of the storage belongs to no sequence. Padding writes there, and so does an idle row between two active
 ones.
@@ -19,7 +19,7 @@ from decoding.runners.masks import MaskKinds
 
 @dataclass(frozen=True)
 class Rows:
-    """The rows of a storage that a shared pass covers, its width and its number of slots."""
+    """The rows of a storage that a shared pass covers, with its width and slots."""
 
     first: int
     num_rows: int
@@ -117,7 +117,7 @@ def split_rows(outputs: Outputs, passes: Mapping[int, PassRequest], rows: Rows) 
 
 
 def _stacked(values: Mapping[int, Tensor], rows: Rows, dim: int) -> Tensor:
-    """Stack `values` of single sequences, [.., 1, up to width, ..] with positions along `dim`; pad with zeros."""
+    """Stack `values` [.., 1, up to width, ..] of single sequences, padded with zeros along `dim`."""
     example = next(iter(values.values()))
     shape = list(example.shape)
     shape[dim], shape[dim - 1] = rows.width, rows.num_rows

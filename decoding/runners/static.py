@@ -1,9 +1,9 @@
-"""Runs passes in a few fixed shapes and fixed memory, so that compiled code and CUDA graphs are reused.
+"""Runs passes in a few fixed shapes, so that compiled code and CUDA graphs are reused.
 
 A pass of `width` positions is right-padded to the next bucket. It writes its keys and values, including the
 padding's, at its positions' slots, and reads a bucket of slots under a mask. Entries written by padding are after the
-end of the sequence; they are masked and later overwritten. A pass's position is a tensor, so that one recording
-serves every position in the sequence.
+end of the sequence; they are masked and later overwritten. A pass's position is a tensor in fixed memory, so that one
+recording serves every position in the sequence.
 
 The prompt, and passes wider than the widest bucket, run eagerly. On a CPU nothing is recorded; everything else is the
 same.
@@ -67,7 +67,10 @@ class StaticRunner:
         self._row_inputs: dict[Rows, RowInputs] = {}
 
     def new_cache(self, num_layers: int, capacity: int, num_rows: int = 1) -> KVCache:
-        """Return an empty cache with room for padding, reusing the storage of earlier sequences if it is large enough."""
+        """Return an empty cache with room for padding.
+
+        The storage of earlier sequences is reused if it is large enough.
+        """
         storage = self._take(num_layers, self.buckets.capacity(capacity), num_rows)
         cache = KVCache(num_layers, capacity, storage)
         weakref.finalize(cache, self._free.append, storage).atexit = False

@@ -1,4 +1,4 @@
-"""The only package that knows transformers' internals: it finds a decoder's layer stack and makes views of it."""
+"""The only package that knows transformers' internals: layer stacks and views of them."""
 
 from decoding.target.anatomy import Anatomy, RopeChange, Sublayer
 from decoding.target.equivalence import agree

@@ -19,7 +19,7 @@ from decoding.target.stand_ins import first_of
 
 @dataclass(frozen=True)
 class Sublayer:
-    """A branch of a block: its module's name and its number of return values (0 for a bare tensor)."""
+    """A branch of a block: its module's name and number of outputs (0 for a bare tensor)."""
 
     name: str
     num_outputs: int

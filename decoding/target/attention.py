@@ -53,7 +53,7 @@ AttentionInterface.register(NAME, grouped_attention)
 
 
 def with_grouped_attention(block: nn.Module, sublayer: Sublayer | None) -> nn.Module:
-    """Return a copy of `block` with grouped attention, sharing its weights, or `block` if grouping changes nothing."""
+    """Return a weight-sharing copy of `block` with grouped attention, or `block` if nothing changes."""
     attention = getattr(block, sublayer.name) if sublayer is not None else None
     config = getattr(attention, "config", None)
     if sublayer is None or attention is None or getattr(config, "_attn_implementation", None) != REPLACED:

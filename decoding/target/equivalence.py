@@ -1,4 +1,7 @@
-"""Checks that a runner computes what the eager model computes, run on a few tokens when a target is made."""
+"""Checks that a runner computes what the eager model computes.
+
+They run on a few tokens when a target is made.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +46,10 @@ def check_runner(target: Target, eager: Target) -> None:
 
 
 def _draft_once(target: Target, token_ids: Tensor) -> None:
-    """Run a view without one attention and one MLP, to compile such blocks before a search times them."""
+    """Run a view without one attention and one MLP, to compile such blocks beforehand.
+
+    A search would time the compilation otherwise.
+    """
     parts = target.anatomy.attention, target.anatomy.mlp
     attention, mlp = ([index for index, part in enumerate(kind) if part is not None] for kind in parts)
     cache = target.new_cache(token_ids.shape[1])
@@ -106,6 +112,6 @@ def find_shared_pass_difference(target: Target) -> str | None:
 
 
 def agree(a: Tensor, b: Tensor) -> bool:
-    """Return True if two computations of the same logits are equal up to the rounding of their precision."""
+    """Return True if two computations of the same logits are equal up to rounding."""
     tolerance = 1e-4 if a.dtype == torch.float32 else 0.08
     return bool((a.float() - b.float()).abs().max() <= tolerance * b.float().abs().max().clamp_min(1e-6))

@@ -1,7 +1,7 @@
-"""The model, or a part of it, as a function: a shallow copy with some blocks replaced.
+"""The model, or a part of it, as a function: a shallow copy with replaced blocks.
 
 Weights are shared, and the block list keeps its length, because families index masks and caches by it. The loaded
-model is never changed, so dropping a part leaves nothing behind.
+model is never changed, so dropping a part leaves no traces.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from decoding.target.stand_ins import FixedShapes, FixedShapesLMHead, Identity, 
 
 @dataclass(frozen=True, slots=True)
 class LMHead:
-    """The LM head for fixed-shape passes: its attribute name, its replacement, and how to call it on one position."""
+    """The LM head for fixed-shape passes: its name, its replacement, and its single-position call."""
 
     name: str
     module: nn.Module
@@ -103,7 +103,7 @@ class ModelPart:
 
 
 def find_lm_head(model: nn.Module) -> str | None:
-    """Return the attribute name of the model's LM head, or None unless it is a linear layer of its own."""
+    """Return the attribute name of the model's own linear LM head, or None."""
     lm_head = getattr(model, "get_output_embeddings", lambda: None)()
     children = model.named_children() if type(lm_head) is nn.Linear else ()
     return next((name for name, child in children if child is lm_head), None)
@@ -159,7 +159,7 @@ def with_blocks(model: nn.Module, path: tuple[str, ...], blocks: Sequence[nn.Mod
 
 
 def with_packed_linears(module: nn.Module) -> nn.Module:
-    """Return a copy of `module` with packed linear layers where possible, or `module` if there are none."""
+    """Return a copy of `module` with packed linear layers, or `module` if none can be packed."""
     if can_be_packed(module):
         return PackedLinear.of(cast(nn.Linear, module))
     packed = {name: with_packed_linears(child) for name, child in module.named_children()}
@@ -172,7 +172,10 @@ def with_packed_linears(module: nn.Module) -> nn.Module:
 
 
 class _Blocks(nn.ModuleList):
-    """A block list that returns itself as its full slice: some families slice it in every pass, which would copy it."""
+    """A block list that returns itself as its full slice.
+
+    Some families slice the list in every pass, which would copy it.
+    """
 
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice) and index.indices(len(self)) == (0, len(self), 1):

@@ -15,7 +15,10 @@ from decoding.runners.masks import MaskKinds
 
 
 class StandIn(nn.Module):
-    """A replacement for a block that forwards attribute reads to it (families read e.g. `attention_type` in their loop)."""
+    """A replacement for a block that answers the block's attributes.
+
+    Families read some in their loop, e.g. `attention_type`.
+    """
 
     def __init__(self, block: nn.Module) -> None:
         super().__init__()
@@ -53,7 +56,7 @@ class Tap(StandIn):
 
 
 class PassState:
-    """The state that the stand-ins of one part share during a pass: what they need to know and what they record."""
+    """The state that a part's stand-ins share during a pass."""
 
     def __init__(self) -> None:
         self.width = 1
@@ -82,7 +85,7 @@ class LastPosition(StandIn):
 
 
 class Resume(StandIn):
-    """Runs the block on the pass's known states; if it `appends`, the last incoming state is added after them."""
+    """Runs the block on the pass's known states, followed by the last incoming one if it `appends`."""
 
     def __init__(self, block: nn.Module, current: PassState, *, appends: bool = False) -> None:
         super().__init__(block)
@@ -100,7 +103,7 @@ class Resume(StandIn):
 
 
 class Head(StandIn):
-    """Runs an exit head on the cache's branch, which keeps its keys and values separate from the stack's."""
+    """Runs an exit head on the cache's branch, separate from the stack's keys and values."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.block(
@@ -134,7 +137,10 @@ class Zero(StandIn):
 
 
 class FixedShapes(StandIn):
-    """Calls the block by `call` in fixed-shape passes, with its cache slot and mask; otherwise runs it as it is."""
+    """Calls the block by `call` in fixed-shape passes, with its cache slot and mask.
+
+    In other passes the block runs as it is.
+    """
 
     def __init__(self, block: nn.Module, index: int, mask_kinds: MaskKinds, call: BlockCall) -> None:
         super().__init__(block)
@@ -164,7 +170,10 @@ class FixedShapes(StandIn):
 
 
 class FixedShapesLMHead(StandIn):
-    """Calls the LM head by `call` in fixed-shape passes over one position; otherwise runs it as it is."""
+    """Calls the LM head by `call` in fixed-shape passes over one position.
+
+    In other passes the LM head runs as it is.
+    """
 
     def __init__(self, lm_head: nn.Module, current: PassState, call: BlockCall) -> None:
         super().__init__(lm_head)
@@ -182,7 +191,10 @@ def first_of(output: Any) -> Tensor:
 
 
 def _pack(hidden_states: Tensor, num_outputs: int) -> Any:
-    """Return the output in the family's form: a bare tensor, or a tuple whose other values are None."""
+    """Return the output in the family's form.
+
+    That is a bare tensor, or a tuple whose other values are None.
+    """
     return hidden_states if num_outputs == 0 else (hidden_states, *[None] * (num_outputs - 1))
 
 
@@ -207,7 +219,7 @@ def _last_position(value: Any, width: int, last: Tensor | None) -> Any:
 
 
 def _with_last(states: Tensor, last_state: Tensor, last: Tensor | None) -> Tensor:
-    """Return `states` with the last position's state [.., 1, hidden] appended, or written to its reserved position."""
+    """Return `states` with the last position's state [.., 1, hidden] appended or filled in."""
     if last is None:
         return torch.cat([states, last_state], dim=-2)
     return with_last(states, last_state, -2, last)

@@ -36,7 +36,7 @@ from decoding.target.views import BlockView, DraftView, ExitView, ResumeView, Ta
 
 
 class Target:
-    """A loaded causal language model that can be run whole or in part, one sequence at a time.
+    """A loaded causal language model, run whole or in part, one sequence at a time.
 
     `runner` is a name in `decoding.runners.RUNNERS` or a factory. `exact_width` turns on bit-exact mode: after the
     prompt every pass of the whole model runs on exactly that many positions, padded, so that a token's logits have
@@ -138,7 +138,10 @@ class Target:
 
     @cached_property
     def unbatchable_reason(self) -> str | None:
-        """Why sequences of this model cannot share passes, or None. Tested on a few tokens at the first access."""
+        """Why sequences of this model cannot share passes, or None.
+
+        Tested on a few tokens at the first access.
+        """
         if self._unbatchable_reason is not None:
             return self._unbatchable_reason
         if self._rope_change is not None:
@@ -179,12 +182,12 @@ class Target:
         return None if exact_width is None else exact_width - 1
 
     def widest_pass(self, start: int) -> int | None:
-        """Return the maximum width of a pass from `start` that still matches one-token passes; None if unlimited.
+        """Return the maximum width of a pass from `start`, or None if unlimited.
 
-        In bit-exact mode all passes have one width, and narrower ones are padded to it. A `longrope` or `dynamic`
-        rotary embedding picks the frequencies of a whole pass by its last position: a pass must not straddle the
-        position where they change, and after that position the frequencies of a dynamic embedding change with every
-        token.
+        A wider pass would not compute what one-token passes do. In bit-exact mode all passes have one width, and
+        narrower ones are padded to it. A `longrope` or `dynamic` rotary embedding picks the frequencies of a whole
+        pass by its last position: a pass must not straddle the position where they change, and after that position
+        the frequencies of a dynamic embedding change with every token.
         """
         widest = [self.runner.exact_width] if self.runner.exact_width is not None else []
         if (change := self._rope_change) is not None:
@@ -228,11 +231,14 @@ class Target:
         return TappedView(self, boundary)
 
     def exit_view(self, exit_layer: int, head: nn.Module) -> ExitView:
-        """Return the first `exit_layer` blocks followed by `head` and the model's own final norm and LM head."""
+        """Return the first `exit_layer` blocks, `head`, and the model's own final norm and LM head."""
         return ExitView(self, exit_layer, head)
 
     def new_exit_head(self) -> nn.Module:
-        """Return a copy of the last block as a new exit head, on its device and in its precision."""
+        """Return a copy of the last block as a new exit head.
+
+        It is on the block's device and in its precision.
+        """
         head = copy.deepcopy(self.blocks[-1])
         return head.requires_grad_(True).eval()
 

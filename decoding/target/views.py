@@ -1,4 +1,4 @@
-"""Views of the target: parts that draft, that resume after a known prefix, or that expose intermediate states."""
+"""Views of the target: parts that draft, resume after a known prefix, or expose states."""
 
 from __future__ import annotations
 
@@ -82,9 +82,10 @@ class BlockView:
         self._on_tokens = by_itself(blocks[index], PassState())
 
     def rounds(self, token_ids: Tensor, cache: RoundsCache, states: Tensor | None) -> Tensor:
-        """Return the block's output [.., rounds, depth, hidden] for its input `states`, or for the embeddings if None.
+        """Return the block's output [.., rounds, depth, hidden].
 
-        `token_ids` [rounds, depth] are at the positions of `cache`, whose keys and values the block reads.
+        `states` are its input, or None for the embeddings. `token_ids` [rounds, depth] are at the positions of
+        `cache`, whose keys and values the block reads.
         """
         part = self._on_tokens if states is None else self._on_given
         output = part.rounds(token_ids, cache, last_only=True, states=states).states
@@ -128,7 +129,7 @@ class ResumeView:
         return outputs.logits
 
     def take_states(self) -> Tensor:
-        """Return and release the boundary states [.., width, hidden] of the latest pass, including its last position's."""
+        """Return and release the latest pass's boundary states [.., width, hidden], the last position's included."""
         return self._states.pop()
 
 
@@ -178,11 +179,10 @@ class ExitView:
         self._head_only = target.part([*passed_by[:-1], Resume(Head(head), fill)], fill)
 
     def forward(self, token_ids: Tensor, cache: KVCache, start: int, pending: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return logits [1, vocabulary] after the last of `token_ids` [1, width], and its state [.., 1, hidden] at the
-        exit.
+        """Return logits [1, vocabulary] after the last of `token_ids` [1, width], and its exit state.
 
-        The blocks run on the last token only. The head also runs on the `pending` states [.., width - 1, hidden] of
-        the tokens before.
+        The state is [.., 1, hidden]. The blocks run on the last token only. The head also runs on the `pending`
+        states [.., width - 1, hidden] of the tokens before.
         """
         part = self._step if pending is None else self._from_pending
         outputs = self._target.run(part, token_ids, cache, start, last_only=True, states=pending)
@@ -197,7 +197,7 @@ class ExitView:
         return self._target.write_greedily(self._step, token_ids, cache, start, num_tokens)
 
     def fill(self, token_ids: Tensor, cache: KVCache, start: int, states: Tensor) -> None:
-        """Run only the head on the `states` [.., width, hidden] of `token_ids` [1, width], to fill its cache."""
+        """Run only the head on the `states` [.., width, hidden] of `token_ids`, to fill its cache."""
         self._target.run(self._head_only, token_ids, cache, start, last_only=True, states=states)
 
 
