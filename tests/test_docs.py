@@ -11,11 +11,9 @@ from typing import Any
 
 import click
 import pytest
-from transformers import AutoModelForCausalLM
 
-from decoding.drafts.prompt_lookup import PromptLookup
-from decoding.fingerprint import fingerprint
-from decoding.profile import DraftProfile, TargetIdentity
+from decoding.drafts import PromptLookup
+from tests.support.profiles import save_profile
 from tuner.cli.main import main
 
 ROOT = Path(__file__).parents[1]
@@ -71,21 +69,7 @@ def demo_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Return the current folder: it holds the demo model and a profile for it."""
     (tmp_path / "configs").symlink_to(ROOT / "configs")
     monkeypatch.chdir(tmp_path)
-    model = AutoModelForCausalLM.from_pretrained("configs/demo/model")
-    identity = fingerprint(model)
-    profile = DraftProfile(
-        name="docs",
-        target=TargetIdentity(
-            model="configs/demo/model",
-            architecture="LlamaForCausalLM",
-            num_layers=model.config.num_hidden_layers,
-            dtype="float32",
-            config_sha256=identity.config_sha256,
-            weights_sha256=identity.weights_sha256,
-        ),
-        draft=PromptLookup(),
-    )
-    profile.save("profile.yaml")
+    save_profile(Path("profile.yaml"), "configs/demo/model", PromptLookup())
     return tmp_path
 
 
