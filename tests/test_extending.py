@@ -12,21 +12,18 @@ from types import ModuleType
 import optuna
 import pytest
 import torch
-from click.testing import CliRunner
-from studies.searches.registry import STUDIES, StudyEntry, create_study
 
 from decoding.decode import Request
 from decoding.decoder import Decoder, plain_decoder
 from decoding.draft_length import RULES, Fixed
-from decoding.drafts import KINDS, DraftKind, LayerSkip
+from decoding.drafts import LayerSkip
 from decoding.runners import RUNNERS
 from decoding.target import Target
 from decoding.text import Ending
 from studies.contract import Candidate, Problem
 from studies.rule_space import suggest_rule
-from tests.support.profiles import save_profile
-from tests.support.tiny import save_tiny_checkpoint, tiny_llama
-from tuner.cli.main import main
+from studies.searches.registry import STUDIES, StudyEntry, create_study
+from tests.support.tiny import tiny_llama
 
 PAGE = Path(__file__).parents[1] / "docs" / "extending.md"
 REQUEST = Request(prompt=(5, 9, 17, 5, 9), ending=Ending(24))
@@ -78,20 +75,6 @@ def test_draft_length_rule(example: Example, target: Target, monkeypatch: pytest
     assert suggest_rule(chosen, ["entropy_limit"], max_tokens=8) == rule(max_tokens=5, limit=1.5)
 
 
-def test_draft_kind(example: Example, target: Target, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    repeat = example("decoding/drafts/repeat.py").Repeat
-    example("decoding/drafters/repeat.py")
-    example("studies/prediction/repeat.py")
-    kind = DraftKind(repeat, "decoding.drafters.repeat:new_drafter", "studies.prediction.repeat:RepeatPredictor")
-    monkeypatch.setitem(KINDS, "repeat", kind)
-    assert kind.load_predictor().__name__ == "RepeatPredictor"
-    candidate = Candidate(draft=repeat(period=2), draft_length=Fixed(max_tokens=3))
-    assert Candidate.model_validate_json(candidate.key) == candidate
-    generation = Decoder(target, candidate.draft, candidate.draft_length).generate(REQUEST)
-    assert generation.tokens == _plain_tokens(target)
-    assert generation.num_drafted > 0
-
-
 def test_study(example: Example, target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     example("studies/searches/single_block.py")
     monkeypatch.setitem(STUDIES, "single_block", StudyEntry("studies.searches.single_block:SingleBlock"))
@@ -101,18 +84,6 @@ def test_study(example: Example, target: Target, monkeypatch: pytest.MonkeyPatch
     candidate, notes = study.propose(optuna.trial.FixedTrial({"block": 4}))
     assert candidate == Candidate(draft=LayerSkip.blocks([4]), draft_length=Fixed(max_tokens=3))
     assert notes == {"block": 4}
-
-
-def test_evaluation(example: Example, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    example("tuner/evaluation/acceptance.py")
-    reference = "tuner.evaluation.acceptance:AcceptanceEvaluation"
-    monkeypatch.setattr("tuner.evaluation.registry.EVALUATIONS", {"acceptance": reference})
-    monkeypatch.setattr("tuner.cli.evaluate.EVALUATIONS", {"acceptance": reference})
-    profile = save_profile(tmp_path / "profile.yaml", save_tiny_checkpoint(tmp_path / "model"), LayerSkip.blocks([4]))
-    arguments = ["--profile", str(profile), "--prompt", "w1 w2 w3", "--max-new-tokens", "8"]
-    result = CliRunner().invoke(main, ["evaluate", "acceptance", *arguments])
-    assert result.exit_code == 0, result.output
-    assert "drafted tokens accepted" in result.output
 
 
 def test_runner(example: Example, target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
