@@ -1,1 +1,1 @@
-"""Searches compared on one problem at equal budgets."""
+"""Comparison of searches on one problem at equal budgets."""

@@ -1,7 +1,8 @@
-"""`sdtune compare-searches`: every search on the same problem with the same budget, and what each had truly found when.
+"""Comparison of searches on the same problem with the same budget.
 
-Searches choose by their own measurements on tuning prompts, which flatter what they choose. Whatever was the best so far of any of
-them, at any time, is measured again on held-out prompts, all side by side; only those figures are compared.
+A search selects by its own measurements on tuning prompts, which overrate the selected candidate. So each candidate that was
+the best so far of any search at any time is measured again on held-out prompts, all side by side. Only these figures are
+compared.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from decoding.drafts import compact_indices
 from studies.contract import Candidate
 from tuner.config import SearchConfig
 from tuner.errors import ConfigError, SearchError
-from tuner.evaluation.searches.held_out import Truth
+from tuner.evaluation.searches.held_out import HeldOutSamples
 from tuner.evaluation.searches.result import SearchComparison
 from tuner.evaluation.searches.rivals import Rival, check, rivals
 from tuner.evaluation.searches.runs import Limits, SearchRun, SearchRunner
@@ -23,7 +24,7 @@ from tuner.results import stamped
 from tuner.search.storage import sqlite_url
 from tuner.search.task import Task, check_writable, open_bench, prepare, refuse_batches
 
-TRIALS_FILE, TRUTH_FILE, REPORT_FILE = "searches.db", "held_out.jsonl", "searches.json"
+TRIALS_FILE, HELD_OUT_FILE, REPORT_FILE = "searches.db", "held_out.jsonl", "searches.json"
 OF_ONE_SEARCH = {"study", "trials", "timeout", "finalists", "studies", "distill", "distillation"}
 PLACES_ON_DISK = {"heads", "storage", "tracking_uri", "experiment", "out"}
 
@@ -31,40 +32,40 @@ PLACES_ON_DISK = {"heads", "storage", "tracking_uri", "experiment", "out"}
 def compare_searches(
     config: SearchConfig, names: Sequence[str], *, num_seeds: int, limits: Limits, out: Path, progress: Progress
 ) -> SearchComparison:
-    """Run the named searches (all if none is named) with each of `num_seeds` seeds, and measure what they had found.
+    """Run the searches `names` (default: all) with `num_seeds` seeds each, and measure their incumbents.
 
-    The seeds count from the configuration's own; a seed orders the tuning prompts and seeds the sampler. Everything is kept in
-    the folder `out`, and not done again. Raises `SdtuneError` for what the user can put right.
+    Seeds are consecutive, starting with the configuration's. A seed determines the order of the tuning prompts and the sampler.
+    Results are stored in the folder `out` and reused. Raises `SdtuneError` for wrong input.
     """
     refuse_batches(config, "sdtune compare-searches")
     chosen = rivals(names, config)
     _check_folder(out)
     task = _prepare(config, chosen, out, progress)
-    # Studies are told of the seconds, and may plan by them: a run with others is another, not a longer one.
-    truth = Truth(out / TRUTH_FILE, {**task.identity, "budget in seconds": limits.seconds})
+    # Studies may plan by the seconds, so a run with another limit is a different run, not a longer one.
+    measured = HeldOutSamples(out / HELD_OUT_FILE, {**task.identity, "budget in seconds": limits.seconds})
     tuning = open_bench(task, task.prompts.tuning, "decoding the tuning prompts plainly", progress)
     runs = _run_all(
         SearchRunner(task, tuning, sqlite_url(out / TRIALS_FILE), limits, progress), chosen, num_seeds, progress
     )
     _check_budget(runs, limits)
     held_out = open_bench(task, task.prompts.held_out, "decoding the held-out prompts plainly", progress)
-    lesson = range(min(task.config.prompts_per_trial, len(tuning.prompts)))
-    progress.stage("teaching the rules that learn")
-    truth.complete(_incumbents(runs, limits), held_out, lambda each: tuning.warm_up_rule(each, lesson), progress)
+    warm_up = range(min(task.config.prompts_per_trial, len(tuning.prompts)))
+    progress.stage("warming up adaptive rules")
+    measured.complete(_incumbents(runs, limits), held_out, lambda each: tuning.warm_up_rule(each, warm_up), progress)
     ordered = {rival.name: tuple(sorted(_of(rival, runs), key=lambda run: run.seed)) for rival in chosen}
-    return SearchComparison(ordered, limits, truth.measurements(), len(held_out.prompts), _facts(task, chosen))
+    return SearchComparison(ordered, limits, measured.measurements(), len(held_out.prompts), _facts(task, chosen))
 
 
 def _check_folder(out: Path) -> None:
     try:
         out.mkdir(exist_ok=True)
     except OSError as cause:
-        raise ConfigError(f"cannot make the folder {out}: {cause.strerror}") from None
+        raise ConfigError(f"cannot create the folder {out}: {cause.strerror}") from None
     check_writable(out / REPORT_FILE, what="the comparison", name=REPORT_FILE, error=ConfigError)
 
 
 def _prepare(config: SearchConfig, chosen: Sequence[Rival], out: Path, progress: Progress) -> Task:
-    """The task of all searches together; heads are taken as they are."""
+    """Return the task shared by all searches; missing heads are not trained."""
     settings: dict[str, dict[str, Any]] = {}
     for rival in chosen:
         settings.setdefault(rival.study, rival.settings.model_dump(mode="json"))
@@ -75,13 +76,16 @@ def _prepare(config: SearchConfig, chosen: Sequence[Rival], out: Path, progress:
     if task.missing_heads:
         missing = compact_indices(task.missing_heads)
         progress.say(
-            f"no exit head in {config.heads} for exit {missing}: comparing without (sdtune distill makes them)"
+            f"no exit head in {config.heads} for exit {missing}: comparing without it (sdtune distill makes one)"
         )
     return task
 
 
 def _run_all(runner: SearchRunner, chosen: Sequence[Rival], num_seeds: int, progress: Progress) -> list[SearchRun]:
-    """Seed after seed; which search is first moves on by one, so that none always has the cold or the busy machine."""
+    """Run all searches for each seed.
+
+    The order rotates, so that no search always has the cold machine.
+    """
     runs: list[SearchRun] = []
     for turn in range(num_seeds):
         seed, first = runner.task.config.seed + turn, turn % len(chosen)
@@ -100,16 +104,16 @@ def _check_budget(runs: Sequence[SearchRun], limits: Limits) -> None:
     first = [points[0] for run in runs if (points := run.points())]
     if not first:
         why = "; ".join(dict.fromkeys(f"{run.search}: {run.ended}" for run in runs))
-        raise SearchError(f"no search came to a trial within {limits}: {why}")
+        raise SearchError(f"no search finished a trial within {limits}: {why}")
     raise SearchError(
-        f"the budget of {limits} is too small for a single trial: the first to end had taken "
-        f"{min(point.seconds for point in first):.1f} s, preparation included, and the smallest "
-        f"{min(point.tokens for point in first)} tokens; give more"
+        f"the budget of {limits} is too small for a single trial: the fastest search needed "
+        f"{min(point.seconds for point in first):.1f} s for preparation and its first trial, and the smallest first trial "
+        f"{min(point.tokens for point in first)} tokens; raise the budget"
     )
 
 
 def _incumbents(runs: Sequence[SearchRun], limits: Limits) -> Iterator[Candidate]:
-    """Whatever was the best so far of a search at any time within its budget."""
+    """Yield every candidate that was ever the best so far within a run's budget."""
     for run in runs:
         for point in run.within(limits):
             if point.incumbent is not None:
@@ -121,7 +125,7 @@ def _of(rival: Rival, runs: Sequence[SearchRun]) -> list[SearchRun]:
 
 
 def _facts(task: Task, chosen: Sequence[Rival]) -> dict[str, Any]:
-    """The problem, the searches' settings, device and versions; no folders of this machine."""
+    """Return the problem, the searches' settings, and the provenance, without folders of this machine."""
     facts = {
         "problem": task.config.model_dump(mode="json", exclude={*OF_ONE_SEARCH, *PLACES_ON_DISK}),
         "searches": {

@@ -1,4 +1,4 @@
-"""Arithmetic of comparing searches: step curves over what was spent, and intervals over seeds and prompts. Pure functions."""
+"""Step curves over the budget spent, and intervals over seeds and prompts. Pure functions."""
 
 from __future__ import annotations
 
@@ -16,23 +16,26 @@ from studies.measurement import Measurement
 RESAMPLES = 9_999
 
 Curve = tuple[tuple[float, float], ...]
-"""Steps: (what had been spent, the value from there on), in order; before the first nothing had been found, and 1 holds."""
+"""Steps (budget spent, value from there on) in ascending order. Before the first step the value is 1, plain decoding."""
 
 
 def value_at(curve: Curve, spent: float) -> float:
-    """The value when so much had been spent."""
-    place = bisect_right([start for start, _ in curve], spent)
-    return curve[place - 1][1] if place else 1.0
+    """Return the value of `curve` at budget `spent`."""
+    index = bisect_right([start for start, _ in curve], spent)
+    return curve[index - 1][1] if index else 1.0
 
 
 def mean_curve(curves: Sequence[Curve]) -> Curve:
-    """The mean over seeds, with a step wherever one of them has one."""
+    """Return the mean curve, with a step wherever one of them has one."""
     starts = sorted({start for curve in curves for start, _ in curve})
     return tuple((start, float(np.mean([value_at(curve, start) for curve in curves]))) for start in starts)
 
 
 def reached_at(curve: Curve, value: float) -> float | None:
-    """What had been spent when the curve first was at `value` or above; 0 for a value of plain decoding, None for never."""
+    """Return the budget spent when `curve` first reached `value`; None if never.
+
+    A value of at most 1 is reached at 0, as plain decoding needs no search.
+    """
     if value <= 1.0:
         return 0.0
     return next((start for start, height in curve if height >= value), None)
@@ -40,9 +43,9 @@ def reached_at(curve: Curve, value: float) -> float | None:
 
 @dataclass(frozen=True)
 class Finals:
-    """Seconds per token on the held-out prompts of what a search ended with, a row a seed: [seeds, prompts] both.
+    """Seconds per token of a search's final candidates on held-out prompts, [seeds, prompts].
 
-    The plain decoding that each was paired with stands beside it; where plain decoding is what the search ended with, both are 1.
+    `plain` is the plain decoding paired with each final candidate. Where a search ended with plain decoding, both are 1.
     """
 
     plain: np.ndarray
@@ -50,26 +53,29 @@ class Finals:
 
     @classmethod
     def of(cls, measurements: Sequence[Measurement | None], num_prompts: int) -> Finals:
-        """One measurement a seed, None for plain decoding; ValueError if one does not hold the prompts in order."""
+        """Build from one measurement per seed, None for plain decoding.
+
+        Raises ValueError unless each measurement has the prompts once and in order.
+        """
         plain, draft = np.ones((2, len(measurements), num_prompts))
         for seed, measured in enumerate(measurements):
             if measured is None:
                 continue
             if [sample.prompt for sample in measured.samples] != list(range(num_prompts)):
-                raise ValueError(f"a measurement must hold {num_prompts} prompts, each once and in order")
+                raise ValueError(f"a measurement must have {num_prompts} prompts, each once and in order")
             plain[seed] = [sample.plain_seconds / sample.plain_tokens for sample in measured.samples]
             draft[seed] = [sample.draft_seconds / sample.draft_tokens for sample in measured.samples]
         return cls(plain, draft)
 
     def speedups(self) -> np.ndarray:
-        """The speed-up of each seed, [seeds]: mean plain over mean drafted seconds per token."""
+        """Return mean plain over mean drafted seconds per token of each seed, [seeds]."""
         return self.plain.mean(axis=1) / self.draft.mean(axis=1)
 
     def resampled(self) -> np.ndarray:
-        """The mean speed-up over seeds in each resample of seeds and of prompts, [resamples].
+        """Return the mean speed-up over seeds in each resample of seeds and prompts, [resamples].
 
-        All seeds share the prompts, so one draw of prompts serves them all. The random stream is fixed: two searches with as
-        many seeds and prompts are resampled alike, which pairs them.
+        All seeds share the prompts, so a resample draws prompts once for all seeds. The random stream is fixed, so searches
+        with equal numbers of seeds and prompts have the same resamples, which pairs them.
         """
         num_seeds, num_prompts = self.plain.shape
         stream = np.random.default_rng(0)
@@ -82,24 +88,27 @@ class Finals:
 
 
 def speedup_interval(finals: Finals) -> Interval:
-    """The mean speed-up over seeds, with its 95 % interval: bootstrap over seeds and prompts, as wide as few prompts need."""
+    """Return the mean speed-up over seeds, with its 95 % bootstrap interval."""
     return _interval(float(finals.speedups().mean()), finals.resampled(), finals.plain.shape[1])
 
 
-def quotient_interval(ahead: Finals, behind: Finals) -> Interval:
-    """The mean speed-up of `ahead` over that of `behind`, resampled together: the same seeds and prompts of both.
+def quotient_interval(numerator: Finals, denominator: Finals) -> Interval:
+    """Return the quotient of two mean speed-ups, with its paired 95 % interval.
 
-    ValueError if they have not as many seeds and prompts.
+    Raises ValueError unless both have the same numbers of seeds and prompts.
     """
-    if ahead.plain.shape != behind.plain.shape:
-        raise ValueError(f"{ahead.plain.shape} seeds and prompts cannot be paired with {behind.plain.shape}")
-    value = float(ahead.speedups().mean() / behind.speedups().mean())
-    return _interval(value, ahead.resampled() / behind.resampled(), ahead.plain.shape[1])
+    if numerator.plain.shape != denominator.plain.shape:
+        raise ValueError(f"{numerator.plain.shape} seeds and prompts cannot be paired with {denominator.plain.shape}")
+    value = float(numerator.speedups().mean() / denominator.speedups().mean())
+    return _interval(value, numerator.resampled() / denominator.resampled(), numerator.plain.shape[1])
 
 
 def _interval(value: float, resampled: np.ndarray, num_prompts: int) -> Interval:
-    """The percentiles, drawn apart (in logarithms) by what Student's t and the variance of a small sample ask for: on a few dozen
-    prompts they lie too close, see `studies.measurement`."""
+    """Return the percentile interval, widened in logarithms for small samples.
+
+    On a few dozen prompts percentiles are too close to each other. They are widened by the ratio of Student's t to the normal
+    quantile and by the bias of a small sample's variance; see `studies.measurement`.
+    """
     wider = stats.t.ppf(0.975, num_prompts - 1) / stats.norm.ppf(0.975) * math.sqrt(num_prompts / (num_prompts - 1))
     low, high = (value * (float(edge) / value) ** wider for edge in np.percentile(resampled, [2.5, 97.5]))
     return Interval(value=value, ci95=(low, high))

@@ -1,4 +1,4 @@
-"""What candidates are worth: decoded side by side on held-out prompts, every sample on disk, so that none is measured twice."""
+"""Held-out measurements of candidates, side by side; every sample is stored."""
 
 from __future__ import annotations
 
@@ -19,47 +19,53 @@ from tuner.measuring.paired import Bench
 from tuner.progress import Progress
 
 CHUNK = 8
-"""Candidates that decode a prompt in turn with one plain decoding of it: nearly at the same time, and together in memory."""
+"""Maximum number of candidates that share one plain decoding per prompt; all of them are in memory together."""
 
 
 class _Line(Document):
-    """One line of the file, behind the first: a candidate, what its rule was taught, and its samples so far."""
+    """Line of the file: a candidate, its warmed-up version, and its samples."""
 
     candidate: Candidate
-    taught: Candidate
+    warmed_up: Candidate
     samples: tuple[PromptSample, ...] = ()
 
 
-class Truth:
-    """The held-out samples of candidates, in a file of JSON lines; its first line says which problem they belong to."""
+class HeldOutSamples:
+    """Held-out samples of candidates, in a JSON-lines file whose first line identifies the problem."""
 
     def __init__(self, path: Path, identity: Mapping[str, Any]) -> None:
-        """Read the file, or begin it. Raises `ConfigError` if it cannot be read or written, or belongs to another problem."""
+        """Read or create the file.
+
+        Raises `ConfigError` if it cannot be read or written, or belongs to another problem.
+        """
         self._path = path
         self._identity = json.loads(json.dumps(identity))
         self._lines = self._read() if path.exists() else {}
         self._save()
 
     def measurements(self) -> dict[str, Measurement]:
-        """What is known of each candidate, by its key."""
+        """Return the measurement of each candidate so far, by its key."""
         return {key: Measurement(samples=line.samples) for key, line in self._lines.items()}
 
-    def taught(self, candidate: Candidate) -> Candidate:
-        """The candidate as it was measured: its rule with what it had been taught."""
-        return self._lines[candidate.key].taught
+    def warmed_up(self, candidate: Candidate) -> Candidate:
+        """Return the candidate as it was measured, with its warmed-up rule."""
+        return self._lines[candidate.key].warmed_up
 
     def complete(
         self,
         candidates: Iterable[Candidate],
         bench: Bench,
-        teach: Callable[[Candidate], Candidate],
+        warm_up: Callable[[Candidate], Candidate],
         progress: Progress,
     ) -> None:
-        """Measure what is missing of these on all prompts of `bench`; `teach` readies the rule of one that is new."""
+        """Measure the missing samples of `candidates` on all prompts of `bench`.
+
+        `warm_up` prepares new candidates.
+        """
         wanted = {candidate.key: candidate for candidate in candidates}
         for key, candidate in wanted.items():
             if key not in self._lines:
-                self._lines[key] = _Line(candidate=candidate, taught=teach(candidate))
+                self._lines[key] = _Line(candidate=candidate, warmed_up=warm_up(candidate))
         missing = {key: self._missing(key, len(bench.prompts)) for key in wanted}
         progress.stage("incumbents on held-out prompts", sum(map(len, missing.values())))
         for keys, indices in _chunks(missing):
@@ -76,7 +82,7 @@ class Truth:
             if key == keys[-1]:
                 self._save()
 
-        bench.side_by_side([self._lines[key].taught for key in keys], indices, on_sample=keep)
+        bench.side_by_side([self._lines[key].warmed_up for key in keys], indices, on_sample=keep)
 
     def _missing(self, key: str, num_prompts: int) -> tuple[int, ...]:
         known = {sample.prompt for sample in self._lines[key].samples}
@@ -107,7 +113,7 @@ class Truth:
 
 
 def _chunks(missing: Mapping[str, tuple[int, ...]]) -> Iterator[tuple[list[str], tuple[int, ...]]]:
-    """Candidates that lack the same prompts, at most `CHUNK` together."""
+    """Yield groups of at most `CHUNK` candidates that lack the same prompts."""
     alike: dict[tuple[int, ...], list[str]] = {}
     for key, indices in missing.items():
         if indices:

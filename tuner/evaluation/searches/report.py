@@ -1,4 +1,4 @@
-"""A comparison of searches for people: the table, the CSV, the picture and the JSON with everything. Measures nothing."""
+"""Report of a comparison of searches: table, CSV, picture, and JSON with all data."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 COLOURS = ["#d55e00", "#0072b2", "#009e73", "#e69f00", "#cc79a7", "#56b4e9", "#000000", "#999999", "#8c510a", "#7570b3"]
-"""One a search, in order; most are Okabe and Ito's, which colour-blind readers tell apart too."""
+"""One colour per search, in order; most are from the colour-blind safe palette of Okabe and Ito."""
 WIDE = 30
-"""How many times the first step the last may be at before the picture's axis is logarithmic."""
+"""Ratio of the last step to the first above which the picture's axis is logarithmic."""
 CSV_COLUMNS = (
     *("search", "seed", "trial", "state", "seconds", "tokens", "counts", "tuning_speedup"),
     *("incumbent_trial", "incumbent_held_out_speedup", "draft", "draft_length"),
@@ -35,7 +35,7 @@ CSV_COLUMNS = (
 
 
 def searches_table(found: SearchComparison) -> RenderableType:
-    """A line a search: what it ended with on held-out prompts, what it spent, and when the reference had come as far."""
+    """Return a table of the searches: held-out speed-up, spending, comparison with the reference."""
     num_seeds = len(found.runs[found.reference])
     table = Table(
         title=f"Held-out speed-up after {found.limits}, {num_seeds} seed{'s' if num_seeds > 1 else ''} (95 % intervals)",
@@ -45,7 +45,7 @@ def searches_table(found: SearchComparison) -> RenderableType:
     )
     table.add_column("search", no_wrap=True)
     columns = ("speed-up", f"over {found.reference}", "trials", "seconds", "tokens", "identical")
-    for heading in (*columns, f"{found.reference} there after"):
+    for heading in (*columns, f"{found.reference} matches after"):
         table.add_column(heading, justify="right", overflow="fold")
     for search in found.searches:
         same, of = found.identical(search)
@@ -69,25 +69,25 @@ def searches_table(found: SearchComparison) -> RenderableType:
 
 
 def _legend(found: SearchComparison) -> Iterator[tuple[str, str]]:
-    yield "speed-up", "over plain decoding, of the best by a search's own trials; plain decoding counts as 1"
+    yield "speed-up", "of the search's best candidate over plain decoding; 1 if it found nothing faster"
     yield (
         "trials ...",
-        "means over seeds; preparation is among the seconds, a trial that ended beyond the budget not counted",
+        "means over seeds; seconds include preparation, trials that ended beyond the budget do not count",
     )
     yield (
-        f"{found.reference} there after",
-        f"seconds and tokens after which {found.reference} had what the search ended with, as shares of what that spent",
+        f"{found.reference} matches after",
+        f"share of the search's seconds and tokens that {found.reference} needed to reach the same speed-up",
     )
     for search in found.searches:
         ended = [f"seed {run.seed}: {run.ended}" for run in found.runs[search] if run.ended_itself]
         if ended:
             yield f"* {search}", f"finished early and kept its best; {'; '.join(ended)}"
-        if untold := [str(run.seed) for run in found.runs[search] if not found.counted(run)]:
-            yield search, f"no trial ended within the budget with seed {', '.join(untold)}"
-        if other := [str(run.seed) for run in found.runs[search] if not _is_lossless(found, run)]:
+        if empty := [str(run.seed) for run in found.runs[search] if not found.counted(run)]:
+            yield search, f"no trial ended within the budget with seed {', '.join(empty)}"
+        if lossy := [str(run.seed) for run in found.runs[search] if not _is_lossless(found, run)]:
             yield (
                 search,
-                f"not the text of plain decoding on held-out prompts, so counted as that: seed {', '.join(other)}",
+                f"output differs from plain decoding on held-out prompts, so its speed-up counts as 1: seed {', '.join(lossy)}",
             )
 
 
@@ -108,7 +108,7 @@ def _reach(found: SearchComparison, search: str) -> str:
 
 
 def searches_csv(found: SearchComparison) -> str:
-    """One line a search, seed and trial: what had been spent when it ended, and the best so far by then."""
+    """Return a CSV of all trials, with the budget spent and the incumbent at each end."""
     text = io.StringIO()
     writer = csv.DictWriter(text, CSV_COLUMNS, lineterminator="\n")
     writer.writeheader()
@@ -120,8 +120,8 @@ def searches_csv(found: SearchComparison) -> str:
 
 def _trial_rows(found: SearchComparison, run: SearchRun) -> Iterator[dict[str, Any]]:
     num_counted = len(found.counted(run))
-    for place, point in enumerate(run.points()):
-        counts = place < num_counted
+    for index, point in enumerate(run.points()):
+        counts = index < num_counted
         trial, incumbent = point.trial, point.incumbent
         yield {
             "search": run.search,
@@ -133,7 +133,7 @@ def _trial_rows(found: SearchComparison, run: SearchRun) -> Iterator[dict[str, A
             "counts": int(counts),
             "tuning_speedup": None if trial.speedup is None else round(trial.speedup, 5),
             "incumbent_trial": None if incumbent is None else incumbent.number,
-            # What came beyond the budget is not measured again.
+            # Incumbents from beyond the budget have no held-out measurement.
             "incumbent_held_out_speedup": round(found.held_out_speedup(incumbent), 5) if counts else None,
             "draft": trial.candidate.draft.describe(),
             "draft_length": trial.candidate.draft_length.describe(),
@@ -141,7 +141,7 @@ def _trial_rows(found: SearchComparison, run: SearchRun) -> Iterator[dict[str, A
 
 
 def searches_json(found: SearchComparison) -> dict[str, Any]:
-    """All figures with their intervals, every incumbent and every held-out sample, device and versions."""
+    """Return all figures with intervals, every incumbent, every held-out sample, and the facts."""
     return {
         **found.facts,
         "limits": found.limits.model_dump(mode="json"),
@@ -192,7 +192,10 @@ def _run(found: SearchComparison, run: SearchRun) -> dict[str, Any]:
 
 
 def searches_picture(found: SearchComparison, file: IO[bytes]) -> None:
-    """Best-so-far held-out speed-up against seconds and against tokens: a line a search, thin lines its seeds."""
+    """Draw the held-out speed-up of the best so far against seconds and tokens.
+
+    Thick lines are searches (means over seeds), thin lines are seeds.
+    """
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(13, 5), layout="constrained")
@@ -215,10 +218,10 @@ def _draw(found: SearchComparison, axis: Axis, axes: Axes) -> None:
     first, last = min(steps, default=1.0), limit or max(steps, default=1.0)
     is_wide = last > WIDE * first
     begin = first / 2 if is_wide else 0.0
-    for place, (search, of_seeds) in enumerate(curves.items()):
-        colour = COLOURS[place % len(COLOURS)]
+    for index, (search, of_seeds) in enumerate(curves.items()):
+        colour = COLOURS[index % len(COLOURS)]
         mean = found.mean_curve(search, axis)
-        # A search that is finished keeps its best to the end of the budget; without one, nobody knows what comes.
+        # A finished search keeps its best to the end of the budget. Without a budget the curve ends with its last step.
         end = limit or (mean[-1][0] if mean else begin)
         if len(of_seeds) > 1:
             for curve in of_seeds:
@@ -233,13 +236,13 @@ def _draw(found: SearchComparison, axis: Axis, axes: Axes) -> None:
 
 
 def _extended(curve: Curve, begin: float, end: float) -> tuple[list[float], list[float]]:
-    """From plain decoding at the beginning to what holds at the end."""
+    """Return x and y of a curve, extended to `begin` and `end`."""
     points = [(begin, 1.0), *curve, (end, curve[-1][1] if curve else 1.0)]
     return [start for start, _ in points], [value for _, value in points]
 
 
 def write_report(found: SearchComparison, folder: Path) -> None:
-    """`searches.csv`, `searches.json` and `searches.png`, each whole or not at all. Raises `ConfigError`."""
+    """Write `searches.csv`, `searches.json` and `searches.png` atomically; raise `ConfigError` if that fails."""
     picture = io.BytesIO()
     searches_picture(found, picture)
     files = {

@@ -1,4 +1,4 @@
-"""What a comparison of searches found: its runs and the held-out samples, and all that follows from them. Measures nothing."""
+"""Result of a comparison of searches: runs, held-out samples, and figures derived from them."""
 
 from __future__ import annotations
 
@@ -27,99 +27,99 @@ Axis = Literal["seconds", "tokens"]
 
 @dataclass(frozen=True)
 class Reach:
-    """When the reference had reached what a rival ended with, on the mean curves over seeds, in seconds or tokens."""
+    """Seconds or tokens after which the reference's mean curve reached a rival's final speed-up."""
 
     at: float | None
-    """None: not within its budget."""
+    """None if it was not reached within the budget."""
     rival_spent: float
-    """Mean over seeds of what the rival spent."""
+    """Seconds or tokens that the rival spent, mean over seeds."""
 
     @property
     def share(self) -> float | None:
-        """`at` as a share of what the rival spent; None if that is nothing."""
+        """Ratio of `at` to the rival's spending; None if either is missing."""
         return None if self.at is None or not self.rival_spent else self.at / self.rival_spent
 
 
 @dataclass(frozen=True)
 class SearchComparison:
-    """The runs of each search, one a seed, and what their incumbents do on held-out prompts."""
+    """Runs of each search, one per seed, with the held-out measurements of their incumbents."""
 
     runs: Mapping[str, tuple[SearchRun, ...]]
     limits: Limits
     held_out: Mapping[str, Measurement]
-    """The measurement of each incumbent, by its candidate's key."""
+    """Measurement of each incumbent, by its candidate's key."""
     num_held_out: int
     facts: Mapping[str, Any]
 
     @property
     def searches(self) -> tuple[str, ...]:
-        """In the order they were asked for."""
+        """Names of the searches in the requested order."""
         return tuple(self.runs)
 
     @property
     def reference(self) -> str:
-        """The search that all are compared with: `joint` if it is among them, else the first."""
+        """Reference of the comparison: the first default study present, otherwise the first search."""
         return next((name for name in DEFAULT_STUDIES if name in self.runs), self.searches[0])
 
     def counted(self, run: SearchRun) -> list[CurvePoint]:
-        """The trials of a run that count."""
+        """Return the trials of a run that ended within the budget."""
         return run.within(self.limits)
 
     def final(self, run: SearchRun) -> TrialRecord | None:
-        """What a run ended with; None for plain decoding."""
+        """Return the final incumbent of a run; None for plain decoding."""
         counted = self.counted(run)
         return counted[-1].incumbent if counted else None
 
     def measured(self, incumbent: TrialRecord | None) -> Measurement | None:
-        """The held-out samples of an incumbent; None for plain decoding."""
+        """Return the held-out samples of an incumbent; None for plain decoding."""
         return None if incumbent is None else self.held_out[incumbent.candidate.key]
 
-    def in_force(self, incumbent: TrialRecord | None) -> Measurement | None:
-        """The same, and None too for an incumbent that writes another text than plain decoding there: it may not be used."""
+    def usable(self, incumbent: TrialRecord | None) -> Measurement | None:
+        """Return the held-out samples of a lossless incumbent; None for others and plain decoding."""
         measured = self.measured(incumbent)
         return measured if measured is not None and measured.is_lossless else None
 
     def held_out_speedup(self, incumbent: TrialRecord | None) -> float:
-        """Of an incumbent, 1 for plain decoding."""
-        measured = self.in_force(incumbent)
+        """Return the held-out speed-up of an incumbent; 1 for plain decoding."""
+        measured = self.usable(incumbent)
         return 1.0 if measured is None else measured.speedup
 
     def curve(self, run: SearchRun, axis: Axis) -> Curve:
-        """The held-out speed-up of the best so far against what was spent."""
+        """Return the held-out speed-up of the best so far against the budget spent."""
         return tuple((float(getattr(p, axis)), self.held_out_speedup(p.incumbent)) for p in self.counted(run))
 
     def mean_curve(self, search: str, axis: Axis) -> Curve:
-        """The mean of the seeds' curves."""
+        """Return the mean curve of a search over its seeds."""
         return mean_curve([self.curve(run, axis) for run in self.runs[search]])
 
     def spent(self, search: str, axis: Axis) -> float:
-        """What a search spent, the mean over seeds."""
-        place = 0 if axis == "seconds" else 1
-        return float(np.mean([run.spent(self.limits)[place] for run in self.runs[search]]))
+        """Return the seconds or tokens that a search spent, mean over seeds."""
+        index = 0 if axis == "seconds" else 1
+        return float(np.mean([run.spent(self.limits)[index] for run in self.runs[search]]))
 
     def num_trials(self, search: str) -> float:
-        """Trials that count, the mean over seeds."""
+        """Return the number of trials within the budget, mean over seeds."""
         return float(np.mean([len(self.counted(run)) for run in self.runs[search]]))
 
     def finals(self, search: str) -> Finals:
-        """What a search ended with, with each seed."""
-        return Finals.of([self.in_force(self.final(run)) for run in self.runs[search]], self.num_held_out)
+        """Return the final incumbents' seconds per token."""
+        return Finals.of([self.usable(self.final(run)) for run in self.runs[search]], self.num_held_out)
 
     def speedup(self, search: str) -> Interval:
-        """On held-out prompts at the end of the budget, over seeds and prompts."""
+        """Return the held-out speed-up at the end of the budget, with its interval."""
         return speedup_interval(self.finals(search))
 
     def over_reference(self, search: str) -> Interval:
-        """How many times the reference's speed-up a search's is, on the same prompts and seeds."""
+        """Return the quotient of a search's speed-up and the reference's, with its interval."""
         return quotient_interval(self.finals(search), self.finals(self.reference))
 
     def reach(self, rival: str, axis: Axis) -> Reach:
-        """When the reference had reached what `rival` ended with."""
+        """Return when the reference reached the final speed-up of `rival`."""
         value = float(self.finals(rival).speedups().mean())
         return Reach(reached_at(self.mean_curve(self.reference, axis), value), self.spent(rival, axis))
 
     def identical(self, search: str) -> tuple[int, int]:
-        """Held-out texts of what a search ended with that are plain decoding's, token by token, and all of them."""
+        """Return the number of held-out outputs equal to plain decoding, and the total number."""
         finals = [self.measured(self.final(run)) for run in self.runs[search]]
         same = sum(self.num_held_out if each is None else each.num_identical for each in finals)
         return same, self.num_held_out * len(finals)

@@ -1,4 +1,4 @@
-"""The searches that can be compared, by name: each is a study with settings. Runs nothing."""
+"""Registry of the searches that can be compared; each is a study with settings."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from tuner.config import SearchConfig
 from tuner.errors import ConfigError
 
 SEARCHES: Mapping[str, tuple[str, Mapping[str, Any]]] = MappingProxyType(compared_searches())
-"""By search name: a study, and the settings in which the search differs from the study's own."""
+"""Study of each search, and the settings in which it differs from the study's defaults."""
 
 
 @dataclass(frozen=True)
 class Rival:
-    """One search of a comparison."""
+    """One search in a comparison: a study and its settings."""
 
     name: str
     study: str
@@ -28,8 +28,10 @@ class Rival:
 
 
 def rivals(names: Iterable[str], config: SearchConfig) -> tuple[Rival, ...]:
-    """The named searches, each once and in this order, all of `SEARCHES` if none is named; their settings are those of
-    `config`, changed by what the name says. Raises `ConfigError` for a name that is none."""
+    """Return the named searches without repeats, in order; all of `SEARCHES` by default.
+
+    Settings come from `config`, updated with the name's own. Raises `ConfigError` for an unknown name.
+    """
     found = []
     for name in dict.fromkeys(names or SEARCHES):
         if name not in SEARCHES:
@@ -42,7 +44,7 @@ def rivals(names: Iterable[str], config: SearchConfig) -> tuple[Rival, ...]:
 
 
 def check(rival: Rival, target: Target) -> None:
-    """Raise `ConfigError` for a search that this model has nothing for."""
+    """Raise `ConfigError` unless the search can run on `target`."""
     try:
         rival.settings.check(target)
     except ValueError as cause:
@@ -50,6 +52,6 @@ def check(rival: Rival, target: Target) -> None:
 
 
 def _changed(given: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """`given` with `changes`, mappings within it key by key."""
+    """Return `given` updated with `changes`, merging nested mappings."""
     inner = {key: _changed(given.get(key, {}), value) for key, value in changes.items() if isinstance(value, Mapping)}
     return {**given, **changes, **inner}

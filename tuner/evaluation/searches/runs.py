@@ -1,6 +1,6 @@
-"""One search of a comparison, run until its budget is spent, its trials on disk: what a run has spent, and what it had found.
+"""Runs of searches until their budget is spent, with all trials on disk.
 
-A run goes on where it was stopped, and what it had spent before counts. One whose budget is spent is read, not made again.
+A stopped run resumes, and its earlier spending counts. A finished run is read from disk.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ ENDED, INCUMBENTS = "ended", "incumbents"
 
 
 class Limits(Document):
-    """What each search of a comparison may spend; what is None is not limited."""
+    """Budget of each search in a comparison; None is unlimited."""
 
-    seconds: Duration | None = Field(None, description="of preparing the study and of its trials")
-    tokens: int | None = Field(None, ge=1, description="decoded in measuring, plainly and with drafts")
-    trials: int | None = Field(None, ge=1)
+    seconds: Duration | None = Field(None, description="time of preparing the study and of its trials")
+    tokens: int | None = Field(None, ge=1, description="tokens decoded in trials, with and without drafts")
+    trials: int | None = Field(None, ge=1, description="number of trials")
 
     def hold(self, seconds: float, tokens: int, trials: int) -> bool:
-        """Whether so much lies within them."""
+        """Return whether the amounts are within the limits."""
         spent = ((self.seconds, seconds), (self.tokens, tokens), (self.trials, trials))
         return all(limit is None or each <= limit for limit, each in spent)
 
@@ -48,55 +48,56 @@ class Limits(Document):
 
 @dataclass(frozen=True)
 class CurvePoint:
-    """A run when a trial had ended: what it had spent, its preparation included, and the best it had found."""
+    """State of a run at the end of a trial; spending includes preparation."""
 
     seconds: float
     tokens: int
     trial: TrialRecord
     incumbent: TrialRecord | None
-    """The best complete trial so far, as the search saw it then; None: plain decoding, no trial being faster."""
+    """Best complete trial so far, as the search rated it then; None if none is faster than plain decoding."""
 
 
 @dataclass(frozen=True)
 class SearchRun:
-    """What one search did with one seed."""
+    """Run of one search with one seed."""
 
     search: str
     seed: int
     preparation_seconds: float
     records: tuple[TrialRecord, ...]
     ended: str
-    """Why no further trial was run."""
+    """The reason why the run ended."""
     ended_itself: bool
-    """It said that it was finished, before its budget was spent."""
+    """True if the study finished before its budget was spent."""
     remarks: tuple[str, ...] = ()
     incumbents: tuple[int | None, ...] | None = None
-    """Behind each trial, the place among the records of the best one, or None for plain decoding; if not given, it is the one
-    that measured best."""
+    """Index of the best record after each trial, None for plain decoding; by default the best measured one."""
 
     def points(self) -> list[CurvePoint]:
-        """The run after each of its trials, the first first."""
+        """Return the state of the run after each of its trials, in order."""
         found: list[CurvePoint] = []
         seconds, tokens = self.preparation_seconds, 0
-        for place, record in enumerate(self.records):
+        for index, record in enumerate(self.records):
             seconds += record.seconds
             tokens += decoded_tokens(record)
-            found.append(CurvePoint(seconds, tokens, record, self._incumbent(place)))
+            found.append(CurvePoint(seconds, tokens, record, self._incumbent(index)))
         return found
 
     def _incumbent(self, last: int) -> TrialRecord | None:
         if self.incumbents is None:
             return _best(self.records[: last + 1], {})
-        place = self.incumbents[last]
-        return None if place is None else self.records[place]
+        index = self.incumbents[last]
+        return None if index is None else self.records[index]
 
     def within(self, limits: Limits) -> list[CurvePoint]:
-        """The trials that had ended within the budget: one that was begun within it may have ended beyond."""
+        """Return the states after trials that ended within the budget."""
         return [p for n, p in enumerate(self.points(), 1) if limits.hold(p.seconds, p.tokens, n)]
 
     def spent(self, limits: Limits) -> tuple[float, int]:
-        """Seconds and decoded tokens, no more than `limits`: of a trial that ended beyond one of them only what lies within
-        it counts, and of the other nothing."""
+        """Return the seconds and decoded tokens spent, at most `limits`.
+
+        A trial that ended beyond the budget counts up to a limited quantity's limit, and not at all in an unlimited quantity.
+        """
         counted = self.within(limits)
         seconds = counted[-1].seconds if counted else self.preparation_seconds
         tokens = counted[-1].tokens if counted else 0
@@ -109,16 +110,16 @@ class SearchRun:
 
 
 def _best(records: Sequence[TrialRecord], expected: Mapping[str, float]) -> TrialRecord | None:
-    """The trial of which most is expected, or None if that is no more than of plain decoding."""
+    """Return the trial with the highest expected speed-up; None unless it exceeds plain decoding."""
     best = best_trials(records, 1, expected=expected)
     is_faster = bool(best) and expected.get(best[0].candidate.key, best[0].speedup or 0.0) > 1.0
     return best[0] if is_faster else None
 
 
 def decoded_tokens(record: TrialRecord) -> int:
-    """The tokens that a trial decoded to be measured, plainly and with its draft; a repeat decodes none.
+    """Return the number of tokens that a trial decoded, with and without its draft.
 
-    Warming up, teaching a rule and passes over texts that are there already decode none either: their seconds count.
+    A repeat decodes none. Warm-up and passes over existing texts cost seconds, but their tokens do not count.
     """
     if record.measurement is None or record.repeat_of is not None:
         return 0
@@ -127,7 +128,7 @@ def decoded_tokens(record: TrialRecord) -> int:
 
 @dataclass
 class _Spending(Budget):
-    """A budget in seconds that also knows tokens; what was spent before counts."""
+    """Budget that limits tokens too; earlier spending counts."""
 
     tokens: int | None = None
     spent_tokens: int = 0
@@ -148,7 +149,7 @@ class _Spending(Budget):
 
 @dataclass(frozen=True)
 class SearchRunner:
-    """Runs searches on one problem: the prompts of `bench`, in an order that the seed says."""
+    """Runner of searches on one problem; the seed orders the prompts of `bench`."""
 
     task: Task
     bench: Bench
@@ -158,13 +159,13 @@ class SearchRunner:
     progress: Progress
 
     def run(self, rival: Rival, seed: int) -> SearchRun:
-        """The whole run of a search: what is stored of it, and what its budget still allows."""
+        """Run a search until its budget is spent, resuming from its stored trials."""
         store = StudyStore(self.url, f"{rival.name}/seed {seed}")
         if (run := self._run_before(store, rival, seed)) is not None:
-            self.progress.say(f"{rival.name}, seed {seed}: {len(run.records)} trials found, nothing left to spend")
+            self.progress.say(f"{rival.name}, seed {seed}: {len(run.records)} stored trials, nothing left to do")
             return run
         order = np.random.default_rng(seed).permutation(len(self.bench.prompts))
-        bench = self.bench.reordered([int(place) for place in order])
+        bench = self.bench.reordered([int(index) for index in order])
         start = time.perf_counter()
         study = self._create(rival, seed, bench, store.kept(rival.study))
         try:
@@ -172,11 +173,14 @@ class SearchRunner:
                 study, {**self.task.identity, "seed": seed}, preparation_seconds=time.perf_counter() - start
             )
         except StorageError as cause:
-            raise StorageError(f"{cause} (searches are kept apart by another --out)") from None
+            raise StorageError(f"{cause} (use another --out for another comparison)") from None
         return self._finish(rival, seed, study, stored, store.noted(PREPARATION), bench)
 
     def _create(self, rival: Rival, seed: int, bench: Bench, kept: object) -> Study:
-        """The study at its beginning. Costs that were measured for another run are not known to it, or they would be free."""
+        """Create the study in its initial state.
+
+        Costs measured for other runs are hidden from it, as reusing them would be free.
+        """
         with TemporaryDirectory() as folder:
             problem = build_problem(
                 self.task,
@@ -197,7 +201,7 @@ class SearchRunner:
     ) -> SearchRun:
         known = stored.records()
         if known:
-            self.progress.say(f"{rival.name}, seed {seed}: {len(known)} finished trials found, going on from there")
+            self.progress.say(f"{rival.name}, seed {seed}: {len(known)} stored trials, resuming")
             self.progress.advance(len(known))
         budget = _Spending.of(self.limits, known, preparation)
         incumbents = _padded(stored.noted(INCUMBENTS), len(known))
@@ -212,15 +216,15 @@ class SearchRunner:
             best = best_trials(known, 1)
             self.progress.trial(record, best[0] if best else None)
 
-        places = range(min(self.task.config.prompts_per_trial, len(bench.prompts)))
-        records, why = run_study(study, stored, bench, places, budget, keep)
+        indices = range(min(self.task.config.prompts_per_trial, len(bench.prompts)))
+        records, why = run_study(study, stored, bench, indices, budget, keep)
         itself = why != budget.exhausted(len(records))
         remarks = tuple(study.remarks())
         stored.note(ENDED, {"settings": _plain(rival), "why": why, "itself": itself, "remarks": remarks})
         return SearchRun(rival.name, seed, preparation, tuple(records), why, itself, remarks, tuple(incumbents))
 
     def _run_before(self, store: StudyStore, rival: Rival, seed: int) -> SearchRun | None:
-        """A run of an earlier comparison for which nothing is left to do."""
+        """Return the run of an earlier comparison if it is complete, otherwise None."""
         noted, stored = store.noted(ENDED), store.find(rival.study)
         if noted is None or stored is None or noted["settings"] != _plain(rival):
             return None
@@ -235,7 +239,10 @@ class SearchRunner:
 
 
 def _padded(incumbents: Sequence[int | None] | None, count: int) -> list[int | None]:
-    """The incumbents noted; a run killed right behind a trial lacks the last, for which the one before it stands."""
+    """Return the stored incumbents, padded to `count`.
+
+    A run killed right after a trial lacks the last one; the incumbent before it is repeated.
+    """
     noted = list(incumbents or ())
     last = noted[-1] if noted else None
     return [*noted, *[last] * (count - len(noted))]

@@ -1,4 +1,4 @@
-"""`sdtune compare-searches` on a tiny model: runs, held-out samples, what is done again and what is not, and what is refused."""
+"""Comparison of searches on a tiny model: runs, held-out samples, resuming, refusals."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from tests.support.refusals import refused
 from tuner.cli.main import main
 from tuner.config import SearchConfig
 from tuner.errors import ConfigError
-from tuner.evaluation.searches.compare import TRUTH_FILE
-from tuner.evaluation.searches.held_out import CHUNK, Truth
+from tuner.evaluation.searches.compare import HELD_OUT_FILE
+from tuner.evaluation.searches.held_out import CHUNK, HeldOutSamples
 from tuner.evaluation.searches.rivals import SEARCHES, rivals
 from tuner.measuring.cost_table import measure_cost_table
 from tuner.measuring.paired import Bench
@@ -159,7 +159,7 @@ def test_two_searches_with_two_seeds(
     assert all([sample["prompt"] for sample in each["samples"]] == [0, 1, 2, 3] for each in found["held_out"])
 
 
-def test_nothing_is_done_twice(compare: Compare, clockwork: Clockwork) -> None:
+def test_a_finished_comparison_is_read_and_a_longer_one_resumes(compare: Compare, clockwork: Clockwork) -> None:
     assert compare("random").exit_code == 0
     first, num_trials, num_samples = written(), len(clockwork.trials), clockwork.held_out
     assert num_trials == 4
@@ -167,17 +167,19 @@ def test_nothing_is_done_twice(compare: Compare, clockwork: Clockwork) -> None:
     assert again.exit_code == 0, again.output
     assert (len(clockwork.trials), clockwork.held_out) == (num_trials, num_samples)
     assert {**written(), "provenance": ""} == {**first, "provenance": ""}
-    assert "random, seed 1: 2 trials found, nothing left to spend" in again.stderr
+    assert "random, seed 1: 2 stored trials, nothing left to do" in again.stderr
     longer = compare("random", budget_trials="3")
     assert longer.exit_code == 0, longer.output
     assert len(clockwork.trials) == num_trials + 2
-    assert "random, seed 0: 2 finished trials found, going on from there" in longer.stderr
+    assert "random, seed 0: 2 stored trials, resuming" in longer.stderr
     assert compare("random", budget_trials="1").exit_code == 0
     assert len(clockwork.trials) == num_trials + 2
-    assert [run["trials"] for run in written()["runs"]] == [1] * 2, "of a longer run what lies within the budget counts"
+    assert [run["trials"] for run in written()["runs"]] == [1] * 2, (
+        "only the trials of the longer run within the budget count"
+    )
 
 
-def test_killed_in_a_trial_it_goes_on_behind_the_last_finished_one(compare: Compare, clockwork: Clockwork) -> None:
+def test_a_run_killed_in_a_trial_resumes_after_the_last_one(compare: Compare, clockwork: Clockwork) -> None:
     clockwork.stop_at_trial = 3
     killed = compare(seeds="1")
     assert killed.exit_code == 130
@@ -190,7 +192,7 @@ def test_killed_in_a_trial_it_goes_on_behind_the_last_finished_one(compare: Comp
     assert [run["trials"] for run in written()["runs"]] == [2] * 2
 
 
-def test_killed_on_held_out_prompts_it_measures_what_is_missing(compare: Compare, clockwork: Clockwork) -> None:
+def test_a_run_killed_on_held_out_prompts_measures_the_rest(compare: Compare, clockwork: Clockwork) -> None:
     assert compare("odd_layers", "random", seeds="1", out="whole").exit_code == 0
     num_samples, num_candidates = clockwork.held_out, len(written("whole")["held_out"])
     assert num_samples == 4 * num_candidates
@@ -198,7 +200,7 @@ def test_killed_on_held_out_prompts_it_measures_what_is_missing(compare: Compare
     assert compare("odd_layers", "random", seeds="1").exit_code == 130
     clockwork.stop_at_sample = 10_000
     assert compare("odd_layers", "random", seeds="1").exit_code == 0
-    # The sample in whose prompt it was killed is lost: samples are put on disk when all of a prompt are there.
+    # Samples are stored once all candidates have decoded a prompt, so one sample of the interrupted prompt is lost.
     assert clockwork.held_out == num_samples + 1
     assert sorted(str(each["candidate"]) for each in written()["held_out"]) == sorted(
         str(each["candidate"]) for each in written("whole")["held_out"]
@@ -217,7 +219,7 @@ def test_a_search_that_finishes_early_keeps_its_best(compare: Compare, clockwork
     assert written()["runs"][0]["ended"] == odd["ended"]
 
 
-def test_every_run_of_a_search_by_prediction_measures_its_costs(
+def test_each_run_of_a_predicting_search_measures_its_costs(
     compare: Compare, clockwork: Clockwork, workplace: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls = []
@@ -235,14 +237,14 @@ def test_every_run_of_a_search_by_prediction_measures_its_costs(
     assert all(0 < run["preparation_seconds"] < run["seconds"] for run in written()["runs"])
 
 
-def test_studies_with_nothing_to_try_are_one_line(
+def test_studies_with_nothing_to_try_are_refused(
     compare: Compare, clockwork: Clockwork, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("studies.searches.skip_sets.study.SkipSets.finished", lambda study: "there is nothing to try")
-    refused(compare("random"), "no search came to a trial within 2 trials: random: there is nothing to try")
+    refused(compare("random"), "no search finished a trial within 2 trials: random: there is nothing to try")
 
 
-def test_a_study_that_cannot_be_made_is_one_line(
+def test_a_study_that_cannot_be_created_is_refused(
     compare: Compare, clockwork: Clockwork, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def create(problem: Any, settings: Any, kept: Any) -> Any:
@@ -252,8 +254,8 @@ def test_a_study_that_cannot_be_made_is_one_line(
     refused(compare("random"), "search random: the model's context has no room for a draft")
 
 
-def test_a_budget_of_tokens_counts_what_was_decoded(compare: Compare, clockwork: Clockwork) -> None:
-    # A trial decodes two prompts of 11 tokens behind the first, plainly and drafted: the third ends beyond 100.
+def test_a_budget_of_tokens_counts_decoded_tokens(compare: Compare, clockwork: Clockwork) -> None:
+    # A trial decodes two prompts, 11 tokens each after the first, with and without drafts: the third trial exceeds 100.
     result = compare("random", seeds="1", budget_trials=None, budget_tokens="100")
     assert result.exit_code == 0, result.output
     (run,) = written()["runs"]
@@ -261,7 +263,7 @@ def test_a_budget_of_tokens_counts_what_was_decoded(compare: Compare, clockwork:
     assert len(clockwork.trials) == 3
 
 
-def test_what_was_spent_before_counts_against_the_seconds(compare: Compare, clockwork: Clockwork) -> None:
+def test_earlier_seconds_count_against_the_budget(compare: Compare, clockwork: Clockwork) -> None:
     clockwork.stop_at_trial = 1
     assert compare("random", seeds="1", budget="1h").exit_code == 130
     from tuner.search.storage import StudyStore, sqlite_url
@@ -283,7 +285,7 @@ def test_what_was_spent_before_counts_against_the_seconds(compare: Compare, cloc
     assert spent > 0
 
 
-def test_what_cannot_be_compared_is_one_line(
+def test_wrong_input_is_refused_in_one_line(
     compare: Compare, clockwork: Clockwork, workplace: Path, checkpoint: Path
 ) -> None:
     refused(compare("swfit"), "unknown search 'swfit'", "did you mean 'swift'?", "odd_layers, predicted, random")
@@ -291,22 +293,22 @@ def test_what_cannot_be_compared_is_one_line(
     refused(compare(config=None, model=str(checkpoint)), "which dataset?")
     refused(compare(budget="soon"), "budget: seconds: must be a duration")
     refused(compare(budget_tokens="0"), "budget: tokens")
-    refused(compare(out="no/such"), "cannot make the folder no/such")
+    refused(compare(out="no/such"), "cannot create the folder no/such")
     (workplace / "file").write_text("")
-    refused(compare(out="file"), "cannot make the folder file")
+    refused(compare(out="file"), "cannot create the folder file")
     few = compare("random", seeds="1", budget_trials=None, budget_tokens="1", out="few")
-    refused(few, "the budget of 1 tokens is too small for a single trial", "the smallest 44 tokens")
+    refused(few, "the budget of 1 tokens is too small for a single trial", "the smallest first trial 44 tokens")
     assert compare("random", seeds="1").exit_code == 0
     refused(compare("random", max_prompts=None, held_out_prompts="5"), "found holds a comparison with another data")
     refused(compare("random", budget="1h"), "with another budget in seconds", "give another --out")
     with (workplace.parent / "small.yaml").open("a") as file:
         file.write("studies: {skip_sets: {skip_ratio: 0.3}, joint: {kinds: [exit_head]}}\n")
     refused(compare("random"), "was a search with another space", "another --out")
-    Path("found", TRUTH_FILE).write_text("{}\n")
-    refused(compare("random"), f"{TRUTH_FILE} does not hold the held-out samples")
+    Path("found", HELD_OUT_FILE).write_text("{}\n")
+    refused(compare("random"), f"{HELD_OUT_FILE} does not hold the held-out samples")
 
 
-def test_names_stand_for_studies_with_settings() -> None:
+def test_names_map_to_studies_with_settings() -> None:
     given = {"skip_sets": {"skip_ratio": 0.3, "swift": {"window": 8, "round_length": 7}}, "joint": {"num_exits": 1}}
     config = SearchConfig(model="m", dataset="d", studies=given)
     found = {rival.name: rival for rival in rivals(["swift_batched", "swift", "joint", "swift"], config)}
@@ -335,7 +337,7 @@ def test_names_stand_for_studies_with_settings() -> None:
     assert all(name in told.partition("Searches to compare:")[2] for name in SEARCHES)
 
 
-def test_truth_decodes_in_chunks_and_teaches_rules_that_learn(
+def test_held_out_samples_come_in_chunks_with_warmed_up_rules(
     tmp_path: Path, target: Target, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("decoding.decoder.measure_round_costs", partial(_cheap_costs))
@@ -349,22 +351,22 @@ def test_truth_decodes_in_chunks_and_teaches_rules_that_learn(
         return honest(bench, candidates, indices, on_sample)
 
     monkeypatch.setattr(Bench, "side_by_side", side_by_side)
-    learning = candidate((3,), BetaThompson())
-    wanted = [*(candidate((2,), Fixed(max_tokens=length)) for length in range(1, CHUNK + 2)), learning]
-    truth = Truth(tmp_path / "t.jsonl", {"model": "a"})
-    truth.complete(wanted, bench, lambda each: bench.warm_up_rule(each, [0]), Unwatched())
+    adaptive = candidate((3,), BetaThompson())
+    wanted = [*(candidate((2,), Fixed(max_tokens=length)) for length in range(1, CHUNK + 2)), adaptive]
+    measured = HeldOutSamples(tmp_path / "t.jsonl", {"model": "a"})
+    measured.complete(wanted, bench, lambda each: bench.warm_up_rule(each, [0]), Unwatched())
     assert together == [CHUNK, 2]
-    assert all(len(measured.samples) == 3 for measured in truth.measurements().values())
-    assert truth.taught(wanted[0]) == wanted[0]
-    taught = truth.taught(learning).draft_length
-    assert isinstance(taught, BetaThompson)
-    assert taught.costs is not None
-    again = Truth(tmp_path / "t.jsonl", {"model": "a"})
+    assert all(len(each.samples) == 3 for each in measured.measurements().values())
+    assert measured.warmed_up(wanted[0]) == wanted[0]
+    warmed_up = measured.warmed_up(adaptive).draft_length
+    assert isinstance(warmed_up, BetaThompson)
+    assert warmed_up.costs is not None
+    again = HeldOutSamples(tmp_path / "t.jsonl", {"model": "a"})
     again.complete(wanted, bench, _never, Unwatched())
     assert len(together) == 2
-    assert again.measurements() == truth.measurements()
+    assert again.measurements() == measured.measurements()
     with pytest.raises(ConfigError, match="with another data and model: give another --out"):
-        Truth(tmp_path / "t.jsonl", {"model": "b", "data": "c"})
+        HeldOutSamples(tmp_path / "t.jsonl", {"model": "b", "data": "c"})
 
 
 def _cheap_costs(*args: Any, **how: Any) -> Any:
@@ -374,4 +376,4 @@ def _cheap_costs(*args: Any, **how: Any) -> Any:
 
 
 def _never(each: Candidate) -> Candidate:
-    raise AssertionError("taught before")
+    raise AssertionError("warmed up before")
