@@ -1,1 +1,1 @@
-"""How often a speed-up is claimed where there is none, and how often intervals hold the true value."""
+"""Checks of false claims of a speed-up and of the coverage of intervals."""

@@ -1,13 +1,13 @@
-"""`sdtune check-integrity`, second half: do the reported 95 % intervals hold what they are of?
+"""Coverage of the reported 95 % intervals.
 
-Random configurations are decoded over all prompts again and again, pass by pass, all configurations in each pass: passes of one
-configuration lie minutes apart. A usual confirmation is so many prompts of one pass, so that times which belong together stay
-together. The value it should hold is that of all samples it does not use, over all prompts.
+Random configurations are decoded over all prompts in several passes. Each pass measures all configurations, so passes of one
+configuration are minutes apart. A typical confirmation is drawn from the prompts of one pass, so that noise which is correlated
+in time stays together. Its true value is the speed-up over all prompts of the samples that the confirmation does not use.
 
-Prompts are drawn with replacement, as the prompts at hand stand for all the text there is: without it a confirmation would hold
-half of that and be nearer the truth than any in practice. A prompt that is drawn again brings its sample of the next pass, as
-the same sample twice would bring the same noise twice. The value is measured too, and its own noise makes a perfect interval
-miss it a little more often than it says, less so with more passes.
+Prompts are drawn with replacement, as the available prompts represent all text. Without replacement a confirmation would
+contain half of the prompts behind the true value, and would be closer to it than in practice. A prompt drawn again contributes
+its sample of the next pass, because a repeated sample would repeat its noise. The true value is measured too: its own noise
+makes a perfect interval miss it slightly more often than in 5 % of the cases, less so with more passes.
 """
 
 from __future__ import annotations
@@ -30,53 +30,53 @@ from tuner.progress import Progress
 from tuner.search.task import Task
 
 PROMPTS = 24
-"""Prompts of a usual confirmation."""
+"""Number of prompts in a typical confirmation."""
 DRAWS = 5
-"""Confirmations drawn from each pass."""
-FEWEST_PASSES = 3
-"""With fewer no prompt could be drawn twice."""
+"""Number of confirmations drawn from each pass."""
+MIN_PASSES = 3
+"""With fewer passes no prompt could be drawn twice."""
 
 
 class Confirmation(Document):
-    """An interval as a search would report it, and the value that it should hold."""
+    """Interval as a search would report it, and the true value."""
 
     interval: Interval
-    truth: float = Field(description="speed-up over all prompts, of the samples that the interval does not use")
+    truth: float = Field(description="speed-up over all prompts of the samples that the interval does not use")
 
     @property
     def is_above(self) -> bool:
-        """The interval lies wholly above the value: it claims too much."""
+        """True if the whole interval is above the true value: it claims too much."""
         return self.interval.ci95[0] > self.truth
 
     @property
     def is_below(self) -> bool:
-        """The interval lies wholly below the value."""
+        """True if the whole interval is below the true value."""
         return self.interval.ci95[1] < self.truth
 
     @property
     def is_covered(self) -> bool:
-        """The interval holds the value."""
+        """True if the interval contains the true value."""
         return not (self.is_above or self.is_below)
 
 
 class Configuration(Document):
-    """One random configuration and its confirmations."""
+    """One random configuration, its passes and its confirmations."""
 
     candidate: Candidate
     kind: str
-    passes: tuple[Measurement, ...] = Field(min_length=FEWEST_PASSES, repr=False)
+    passes: tuple[Measurement, ...] = Field(min_length=MIN_PASSES, repr=False)
     confirmations: tuple[Confirmation, ...] = Field(min_length=1)
 
 
 class CoverageCheck(Document):
-    """All configurations."""
+    """Result of the coverage check."""
 
     configurations: tuple[Configuration, ...] = Field(min_length=1)
-    prompts_in_all: int
-    prompts_drawn: int
+    num_prompts: int
+    num_drawn: int
 
     def by_kind(self) -> dict[str, list[Confirmation]]:
-        """The confirmations of all configurations, and of each kind of draft."""
+        """Return the confirmations of all configurations, and of each kind of draft."""
         groups: dict[str, list[Confirmation]] = {ALL: []}
         for configuration in sorted(self.configurations, key=lambda each: each.kind):
             groups[ALL] += configuration.confirmations
@@ -85,13 +85,13 @@ class CoverageCheck(Document):
 
     @property
     def share(self) -> float:
-        """Share of the intervals that hold the value."""
+        """Share of the intervals that contain the true value."""
         confirmations = self.by_kind()[ALL]
         return sum(each.is_covered for each in confirmations) / len(confirmations)
 
     @property
     def spread_of_passes(self) -> float:
-        """Standard deviation of the logarithm of a pass's speed-up, prompts being the same: noise, and drift between passes."""
+        """Standard deviation of a pass's log speed-up on the same prompts: noise and drift."""
         logs = [np.log([measured.speedup for measured in each.passes]) for each in self.configurations]
         return float(np.sqrt(np.mean([np.var(each, ddof=1) for each in logs])))
 
@@ -99,13 +99,13 @@ class CoverageCheck(Document):
 def check_coverage(
     task: Task, bench: Bench, *, count: int, num_passes: int, max_tokens: int, progress: Progress
 ) -> CoverageCheck:
-    """Decode with `count` random configurations in `num_passes` passes. ValueError for fewer than three passes."""
-    if num_passes < FEWEST_PASSES:
-        raise ValueError(f"needs {FEWEST_PASSES} passes at least, got {num_passes}")
+    """Measure `count` random configurations in `num_passes` passes; raise ValueError below `MIN_PASSES`."""
+    if num_passes < MIN_PASSES:
+        raise ValueError(f"at least {MIN_PASSES} passes are needed, got {num_passes}")
     drawer = random_candidates(task.target, head_drafts(task), tuple(RULES), max_tokens)
     candidates = drawer.draw(count, task.config.seed)
     indices = range(len(bench.prompts))
-    progress.stage("decoding with random configurations again and again", num_passes * len(candidates) * len(indices))
+    progress.stage("decoding with random configurations in several passes", num_passes * len(candidates) * len(indices))
     passes = [
         [bench.measure(candidate, indices, on_sample=lambda _: progress.advance()) for candidate in candidates]
         for _ in range(num_passes)
@@ -122,17 +122,17 @@ def check_coverage(
             )
             for candidate, of_candidate in zip(candidates, zip(*passes, strict=True), strict=True)
         ),
-        prompts_in_all=len(indices),
-        prompts_drawn=drawn,
+        num_prompts=len(indices),
+        num_drawn=drawn,
     )
 
 
 def confirmations_from(
     passes: Sequence[Measurement], num_prompts: int, stream: np.random.Generator
 ) -> list[Confirmation]:
-    """`DRAWS` confirmations that begin with the samples of each pass, each with the value of all samples it does not use.
+    """Draw `DRAWS` confirmations from each pass, each with the value of its unused samples.
 
-    All passes hold the same prompts in the same order.
+    All passes must have the same prompts in the same order.
     """
     found = []
     for first in range(len(passes)):
@@ -147,7 +147,10 @@ def confirmations_from(
 def _draw(
     num_passes: int, num_prompts: int, count: int, first: int, stream: np.random.Generator
 ) -> dict[int, tuple[int, ...]]:
-    """`count` prompts drawn with replacement: which passes' samples of each are used, from `first` on. One is always left."""
+    """Draw `count` prompts with replacement, and return the passes whose samples each uses.
+
+    Passes count from `first` on. At least one sample of each prompt stays unused.
+    """
     times = np.zeros(num_prompts, dtype=int)
     while times.sum() < count:
         prompt = int(stream.integers(num_prompts))
@@ -159,7 +162,7 @@ def _draw(
 
 
 def _speedup_of_unused(passes: Sequence[Measurement], used: Mapping[int, Sequence[int]]) -> float:
-    """Each prompt weighs the same, however many of its samples are left."""
+    """Return the speed-up of the unused samples; all prompts have the same weight."""
     seconds = np.array(
         [
             [(s.plain_seconds / s.plain_tokens, s.draft_seconds / s.draft_tokens) for s in measured.samples]

@@ -1,12 +1,12 @@
-"""`sdtune check-integrity`, first half: how often is a speed-up claimed where none can be?
+"""Rate of speed-ups claimed for candidates that cannot win.
 
-Each run is a search in small: candidates that cannot win are measured as trials, the best race, the winner is confirmed on
-held-out prompts, and `tuner.search.decision` says whether that is a speed-up. Only the studies are left out, as there is nothing to
-propose, and the pruning of trials, which saves time and chooses nothing.
+Each run is a small search: candidates that cannot win are measured as trials, the best ones race, the winner is confirmed on
+held-out prompts, and `tuner.search.decision` decides whether to claim a speed-up. Studies are left out, as there is nothing to
+propose. So is pruning, which saves time and does not affect the choice.
 
-Forty real searches would take hours. Unless asked to decode anew for every run, each prompt is decoded several times once and
-for all, and the runs draw prompts and repetitions from that bank. Its samples are real, with real noise, but all runs share
-them: they are not as many as independent runs, and that the machine may be slow for a while shows only in runs decoded anew.
+Forty real searches would take hours. By default each prompt is decoded several times into a bank, and the runs draw prompts and
+repetitions from it. Its samples have real noise, but all runs share them, so the runs are not independent. Noise that is
+correlated in time shows only in runs decoded afresh.
 """
 
 from __future__ import annotations
@@ -30,37 +30,37 @@ from tuner.search.race import Measuring
 from tuner.search.task import Task
 
 STUDY = "null"
-MOST_CLAIMS = 0.05
-"""Share of the runs that may claim a speed-up: what 95 % intervals promise, and twice what they promise of one side."""
+MAX_CLAIMS = 0.05
+"""Maximum share of runs that may claim a speed-up: the error rate of 95 % intervals (half of it is on one side)."""
 
 
 class NullRun(Document):
-    """What one search in small came to."""
+    """Result of one small search."""
 
-    best_trial: float = Field(description="speed-up of the best trial, which choosing flatters")
-    confirmed: Interval
-    claims: bool
+    best_trial: float = Field(description="speed-up of the best trial, biased upwards by selection")
+    confirmed: Interval = Field(description="speed-up of the winner on held-out prompts")
+    claims: bool = Field(description="true if a speed-up was claimed")
 
 
 class NullCheck(Document):
-    """One family of candidates that cannot win, and the verdicts on it."""
+    """One family of candidates that cannot win, and its runs."""
 
     family: str
     truth: str
     num_candidates: int
     in_bank: tuple[Measurement, ...] = Field(
-        description="what was decoded of the held-out prompts, all repetitions; none if decoded anew", repr=False
+        description="all repetitions of the held-out prompts; empty if decoded afresh", repr=False
     )
     runs: tuple[NullRun, ...] = Field(min_length=1)
 
     @property
     def num_claims(self) -> int:
-        """Runs that claimed a speed-up."""
+        """Number of runs that claimed a speed-up."""
         return sum(run.claims for run in self.runs)
 
     @property
     def share(self) -> Interval:
-        """Share of the runs that claimed one, with the exact interval of independent runs (Clopper and Pearson)."""
+        """Share of the runs that claimed a speed-up, with its exact Clopper-Pearson interval."""
         found = stats.binomtest(self.num_claims, len(self.runs)).proportion_ci(confidence_level=0.95)
         return Interval(value=self.num_claims / len(self.runs), ci95=(float(found.low), float(found.high)))
 
@@ -76,7 +76,7 @@ def check_nulls(
     fresh: bool,
     progress: Progress,
 ) -> NullCheck:
-    """Let the decision choose among the family's candidates `num_runs` times, each on prompts drawn anew."""
+    """Run `num_runs` small searches among the family's candidates, each on newly drawn prompts."""
     if fresh:
         open_benches, in_bank = _decoding(tuning, held_out, family), []
     else:
@@ -86,7 +86,7 @@ def check_nulls(
         ]
         open_benches = _drawing(banks[0], banks[1], family)
         in_bank = [banks[1].all_of(each) for each in family.decoded]
-    progress.stage(f"{family.name}: searches among candidates that cannot win", num_runs)
+    progress.stage(f"{family.name}: small searches", num_runs)
     stream = np.random.default_rng(task.config.seed)
     runs = []
     for _ in range(num_runs):
@@ -102,7 +102,7 @@ def check_nulls(
 
 
 OpenBenches = Callable[[np.random.Generator], tuple[Measuring, Measuring]]
-"""Gives the benches of a run, for tuning and held out, with prompts drawn anew."""
+"""Function that returns the tuning and the held-out bench of a run, with newly drawn prompts."""
 
 
 def _drawing(tuning: Bank, held_out: Bank, family: Family) -> OpenBenches:
@@ -127,7 +127,7 @@ def _fill(bench: Bench, family: Family, repetitions: int, part: str, progress: P
 
 
 def search_among(family: Family, tuning: Measuring, held_out: Measuring, config: SearchConfig) -> NullRun:
-    """Trials, race, confirmation and verdict, as a search goes."""
+    """Run trials, race, confirmation and decision, as a search does."""
     indices = tuning.indices[: config.samples_per_trial]
     records = [
         _trial(number, candidate, tuning.measure(candidate, indices))

@@ -1,4 +1,4 @@
-"""What the checks of integrity found, for people: tables for the terminal and the text file."""
+"""Tables of the integrity checks."""
 
 from __future__ import annotations
 
@@ -9,16 +9,14 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from tuner.evaluation.integrity.coverage import CoverageCheck
-from tuner.evaluation.integrity.nulls import MOST_CLAIMS, NullCheck
+from tuner.evaluation.integrity.nulls import MAX_CLAIMS, NullCheck
 from tuner.evaluation.tables import ALL, new_table
 
 
 def nulls_table(checks: Sequence[NullCheck]) -> RenderableType:
-    """How often a speed-up was claimed where none can be, family by family."""
-    title = f"Speed-ups claimed where none can be (at most {MOST_CLAIMS:.0%} of the runs should)"
-    table = new_table(
-        title, "candidates", "number", "best trial", "confirmed", "runs", "claims", "share, 95 % interval"
-    )
+    """Return a table of false claims by family."""
+    title = f"False claims of a speed-up (limit: {MAX_CLAIMS:.0%} of the runs)"
+    table = new_table(title, "candidates", "count", "best trial", "confirmed", "runs", "claims", "share, 95 % interval")
     for check in checks:
         table.add_row(
             check.family,
@@ -35,16 +33,16 @@ def nulls_table(checks: Sequence[NullCheck]) -> RenderableType:
         known = (
             f"; {', '.join(f'{bank:.3f}' for bank in banks)} in the bank of held-out prompts"
             if banks
-            else "; decoded anew"
+            else "; decoded afresh"
         )
         lines.append(f"{check.family:<10} speed-up {check.truth}{known}")
     return Group(table, *(Text(line) for line in lines))
 
 
 def coverage_table(check: CoverageCheck) -> RenderableType:
-    """How often a confirmation's interval held the value of the other passes, by kind of draft."""
-    title = "Confirmations whose 95 % interval holds the value of a long re-measurement (at least 90 % should)"
-    table = new_table(title, "configurations", "number", "intervals", "hold it", "claim too much", "claim too little")
+    """Return a table of the intervals' coverage by kind of draft."""
+    title = "Coverage of 95 % intervals of a confirmation (at least 90 % expected)"
+    table = new_table(title, "configurations", "count", "intervals", "covered", "too high", "too low")
     for name, confirmations in check.by_kind().items():
         shares = (
             sum(each.is_covered for each in confirmations),
@@ -55,7 +53,7 @@ def coverage_table(check: CoverageCheck) -> RenderableType:
         shown = (f"{share / len(confirmations):.1%}" for share in shares)
         table.add_row(name, str(number), str(len(confirmations)), *shown)
     line = (
-        f"intervals  of {check.prompts_drawn} prompts drawn from one pass over {check.prompts_in_all}; from pass to pass a "
-        f"speed-up varies by {check.spread_of_passes:.1%}, the prompts being the same"
+        f"intervals  from {check.num_drawn} prompts drawn from one pass over {check.num_prompts}; on the same prompts a "
+        f"speed-up varies by {check.spread_of_passes:.1%} from pass to pass"
     )
     return Group(table, Text(line))

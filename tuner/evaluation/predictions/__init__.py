@@ -1,1 +1,1 @@
-"""Predicted speed-ups compared with real decoding."""
+"""Comparison of predicted speed-ups with real decoding."""

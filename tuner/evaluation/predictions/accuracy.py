@@ -1,4 +1,4 @@
-"""How well predicted speed-ups agree with measured ones: in order, in size, and on the whole."""
+"""Agreement of predicted and measured speed-ups: rank, size and bias."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ class Accuracy(Document):
     """Agreement of predictions with measurements of the same configurations."""
 
     count: int
-    spearman: float | None = Field(description="rank correlation; none for fewer than 3 pairs, or where all are alike")
-    pearson_of_logs: float | None = Field(description="of the logarithms; none as above")
-    median_error: float = Field(description="of |predicted / measured - 1|")
-    worst_error: float
-    bias: float = Field(
-        description="geometric mean of measured over predicted: above 1, more was measured than foretold"
-    )
+    spearman: float | None = Field(description="rank correlation; None for fewer than 3 pairs or constant values")
+    pearson_of_logs: float | None = Field(description="Pearson correlation of logarithms; None likewise")
+    median_error: float = Field(description="median of |predicted / measured - 1|")
+    worst_error: float = Field(description="maximum of |predicted / measured - 1|")
+    bias: float = Field(description="geometric mean of measured / predicted; above 1 the predictions are too low")
 
 
 def accuracy(predicted: Sequence[float], measured: Sequence[float]) -> Accuracy:
-    """Compare speed-ups pairwise. ValueError if there are none, or not equally many."""
+    """Compare speed-ups pairwise; raise ValueError unless both have the same length, at least 1."""
     if not predicted or len(predicted) != len(measured):
-        raise ValueError(f"needs as many predictions as measurements, got {len(predicted)} and {len(measured)}")
+        raise ValueError(
+            f"predictions and measurements must be equally many, at least 1, got {len(predicted)} and {len(measured)}"
+        )
     logs = np.log(predicted), np.log(measured)
     errors = np.abs(np.exp(logs[0] - logs[1]) - 1)
     may_correlate = len(predicted) >= FEWEST_TO_CORRELATE and all(np.ptp(each) > 0 for each in logs)
@@ -47,17 +47,17 @@ def accuracy(predicted: Sequence[float], measured: Sequence[float]) -> Accuracy:
 
 
 def corrected_by_others(predictions: Sequence[Prediction], measured: Sequence[float]) -> list[float]:
-    """Each predicted speed-up with the error taken out that all the other pairs teach (leave one out).
+    """Return predicted speed-ups, each corrected by all other pairs (leave one out).
 
-    ValueError for fewer than two pairs.
+    Raises ValueError for fewer than two pairs.
     """
     if len(predictions) < 2:
-        raise ValueError(f"needs two predictions at least, got {len(predictions)}")
+        raise ValueError(f"at least 2 predictions are needed, got {len(predictions)}")
     corrected = []
-    for place, prediction in enumerate(predictions):
+    for index, prediction in enumerate(predictions):
         residual = Residual()
         for other, (known, speedup) in enumerate(zip(predictions, measured, strict=True)):
-            if other != place:
+            if other != index:
                 residual.learn(known, speedup)
         (value,), _ = residual.corrected([prediction])
         corrected.append(float(value))

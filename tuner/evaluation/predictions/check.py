@@ -1,7 +1,7 @@
-"""`sdtune check-predictions`, first half: what is foretold of random configurations against what real decoding shows.
+"""Comparison of predictions with real decoding, for random configurations.
 
-The survey reads the very texts that are then decoded, so that what is off is the prediction and not the choice of texts. Rules
-that learn start cold on every text, as the replay has them. A trial of a search is of fewer prompts: there, noise comes on top.
+The survey reads the same texts that are decoded, so differences are errors of the prediction and not of the choice of texts.
+Adaptive rules start cold on every text, as in the replay. A trial of a search has fewer prompts, so its noise is larger.
 """
 
 from __future__ import annotations
@@ -32,16 +32,18 @@ from tuner.progress import Progress
 from tuner.search.task import Task
 
 CHUNK = 6
-"""Configurations that are decoded side by side, prompt by prompt, with one plain decoding for all of them."""
+"""Configurations that are measured side by side and share one plain decoding per prompt."""
 
 
 class Compared(Document):
-    """One configuration: what was foretold of it, and what real decoding showed. Costs are in plain passes."""
+    """Prediction and measurement of one configuration. Costs are in plain passes."""
 
     candidate: Candidate
     kind: str
     predicted: float
-    corrected: float = Field(description="the error taken out that all the other configurations teach (leave one out)")
+    corrected: float = Field(
+        description="prediction corrected by the residual of all other configurations (leave one out)"
+    )
     measured: Interval
     predicted_tokens_per_round: float
     measured_tokens_per_round: float
@@ -51,16 +53,16 @@ class Compared(Document):
 
 
 class PredictionCheck(Document):
-    """All pairs, the table of costs that the predictions rest on, and what they took."""
+    """All compared configurations, the cost table of the predictions, and the time spent."""
 
     pairs: tuple[Compared, ...] = Field(min_length=2)
     costs: CostTable
-    cost_seconds: float = Field(description="of measuring the table of costs")
-    prediction_seconds: float = Field(description="of reading the texts, recording the drafts and replaying the rules")
-    decoding_seconds: float
+    cost_seconds: float = Field(description="time of measuring the cost table")
+    prediction_seconds: float = Field(description="time of reading texts, recording drafts and replaying rules")
+    decoding_seconds: float = Field(description="time of real decoding")
 
     def by_group(self) -> dict[str, tuple[Compared, ...]]:
-        """The pairs of all configurations, of each kind of draft, and of each rule."""
+        """Return all pairs, the pairs of each kind of draft and of each rule."""
         groups: dict[str, tuple[Compared, ...]] = {ALL: self.pairs}
         for name_of in (_kind, _rule):
             for name in sorted({name_of(pair) for pair in self.pairs}):
@@ -68,21 +70,21 @@ class PredictionCheck(Document):
         return groups
 
     def raw(self, pairs: Sequence[Compared]) -> Accuracy:
-        """How good the predictions were."""
+        """Return the accuracy of the predicted speed-ups."""
         return accuracy([pair.predicted for pair in pairs], [pair.measured.value for pair in pairs])
 
     def corrected(self, pairs: Sequence[Compared]) -> Accuracy:
-        """How good they were with the correction that all other configurations teach."""
+        """Return the accuracy of the corrected speed-ups."""
         return accuracy([pair.corrected for pair in pairs], [pair.measured.value for pair in pairs])
 
     def tokens_per_round(self, pairs: Sequence[Compared]) -> Accuracy:
-        """How good the part of it was that foretells what is accepted."""
+        """Return the accuracy of the predicted tokens per round."""
         return accuracy(
             [pair.predicted_tokens_per_round for pair in pairs], [pair.measured_tokens_per_round for pair in pairs]
         )
 
     def round_cost(self, pairs: Sequence[Compared]) -> Accuracy:
-        """How good the part of it was that foretells what rounds cost."""
+        """Return the accuracy of the predicted round costs."""
         return accuracy([pair.predicted_round_cost for pair in pairs], [pair.measured_round_cost for pair in pairs])
 
 
@@ -96,28 +98,28 @@ def _rule(pair: Compared) -> str:
 
 @dataclass(frozen=True)
 class Foresight:
-    """Makes predictors for the texts behind a bench's first prompts."""
+    """Factory of predictors for the continuations of a bench's first prompts."""
 
     new_survey: Callable[[], Survey]
     costs: CostTable
     cost_seconds: float
-    """Of measuring `costs`."""
+    """Time of measuring `costs`."""
     indices: range
     """The prompts surveyed, by their index in the bench."""
     max_tokens: int
     prefix_reuse: bool
 
     def predictor(self) -> Predictor:
-        """One that has read the texts and knows no draft yet."""
+        """Return a new predictor that has read the texts and knows no drafts."""
         return Predictor(self.new_survey(), self.costs, max_tokens=self.max_tokens, prefix_reuse=self.prefix_reuse)
 
 
 def foresee(task: Task, bench: Bench, *, num_prompts: int, max_tokens: int, progress: Progress) -> Foresight:
-    """Measure what passes cost, for foretelling drafts on the first `num_prompts` prompts of a bench, or on all if they are fewer.
+    """Return a predictor factory for the first `num_prompts` prompts of `bench`.
 
-    The costs are measured anew and not taken from an earlier search: what is checked is today's machine.
+    Costs are measured again instead of reused from an earlier search, because the check is of the current machine.
     """
-    progress.stage("measuring what passes of the model cost")
+    progress.stage("measuring pass costs")
     prompts, continuations = bench.prompts[:num_prompts], bench.greedy_texts[:num_prompts]
     lengths = [len(prompt) for prompt in prompts]
     contexts = sorted({min(lengths), max(lengths) + bench.max_new_tokens})
@@ -143,17 +145,17 @@ def foresee(task: Task, bench: Bench, *, num_prompts: int, max_tokens: int, prog
 def check_predictions(
     task: Task, bench: Bench, foresight: Foresight, *, count: int, progress: Progress
 ) -> PredictionCheck:
-    """Foretell `count` random configurations, then decode with them. ValueError for fewer than two."""
+    """Predict `count` random configurations, at least 2, then decode with them."""
     if count < 2:
-        raise ValueError(f"needs two configurations at least, got {count}")
+        raise ValueError(f"at least 2 configurations are needed, got {count}")
     drawer = random_candidates(task.target, head_drafts(task), tuple(RULES), foresight.max_tokens)
     candidates = drawer.draw(count, task.config.seed)
-    progress.stage("foretelling random configurations", len(candidates))
+    progress.stage("predicting random configurations", len(candidates))
     start = time.perf_counter()
     predictor = foresight.predictor()
     predictions = [_predict(predictor, candidate, progress) for candidate in candidates]
     predicted = time.perf_counter()
-    progress.stage("decoding with them", len(candidates) * len(foresight.indices))
+    progress.stage("decoding with random configurations", len(candidates) * len(foresight.indices))
     measurements = _measure(bench, candidates, foresight.indices, progress)
     decoded = time.perf_counter()
     speedups = [measurement.speedup for measurement in measurements]

@@ -1,6 +1,7 @@
-"""Parameters of a draft-length rule found by replay alone (our formulation): drawn at random, then moved about the best.
+"""Tuning of a draft-length rule by replay alone (our formulation).
 
-No text is decoded. A replay is a prediction, so what is found here is a candidate to measure and not a result.
+Settings are drawn at random, then near the best one. Nothing is decoded. A replay is a prediction, so its best setting is a
+candidate to measure, not a result.
 """
 
 from __future__ import annotations
@@ -12,18 +13,18 @@ from studies.prediction.predictor import Drafting, Prediction, Predictor
 from studies.rule_space import draw_rule, near_rule
 
 EXPLORING = 0.5
-"""Share of the replays that are drawn from the whole space, before the rest is spent near the best."""
+"""Share of the replays drawn from the whole space; the rest is drawn near the best setting."""
 WIDEST, NARROWEST = 0.2, 0.02
-"""How far from the best the first and the last of the latter lie: standard deviations, as a share of the range."""
+"""Standard deviations of the first and the last local draw, as a share of the range."""
 
 
 def tune_by_replay(predictor: Predictor, draft: Drafting, rule: str, *, count: int, seed: int) -> Prediction:
-    """The best of about `count` settings of `rule` on `draft`, the rule's defaults among them; equal ones are replayed once.
+    """Return the best of up to `count` settings of `rule` on `draft`, defaults included.
 
-    Settings are known apart by their parameters. ValueError if `count` is below 1.
+    Equal settings are replayed once. Raises ValueError if `count` is below 1.
     """
     if count < 1:
-        raise ValueError(f"needs one replay at least, got {count}")
+        raise ValueError(f"at least 1 replay is needed, got {count}")
     stream = np.random.default_rng(seed)
     most = predictor.max_tokens
     default = RULES[rule](rule=rule)

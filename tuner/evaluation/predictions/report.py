@@ -1,4 +1,4 @@
-"""Predictions compared with decoding, for people: tables, a CSV and a picture of all pairs."""
+"""Report of predictions against decoding: tables, CSV, picture."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ COLOURS = ("#1b6ca8", "#d55e00", "#2e8b57", "#8e5ea2", "#b8860b")
 
 
 def predictions_table(check: PredictionCheck) -> RenderableType:
-    """How good the predictions were, over all configurations and by kind of draft and of rule."""
+    """Return tables of prediction accuracy: overall, by kind of draft, by rule, by component."""
     groups = check.by_group()
-    plain = _accuracy_table("Predicted against measured speed-up", groups, check.raw)
+    plain = _accuracy_table("Predicted vs measured speed-up", groups, check.raw)
     corrected = _accuracy_table(
-        "The same with the correction that all other configurations teach (leave one out)",
+        "Corrected by the residual of all other configurations (leave one out)",
         {ALL: groups[ALL]},
         check.corrected,
     )
-    parts = _accuracy_table("What the predictions are made of", {}, check.raw)
-    _add(parts, "tokens a round", check.tokens_per_round(check.pairs))
-    _add(parts, "cost of a round", check.round_cost(check.pairs))
+    parts = _accuracy_table("Components of the prediction", {}, check.raw)
+    _add(parts, "tokens per round", check.tokens_per_round(check.pairs))
+    _add(parts, "cost per round", check.round_cost(check.pairs))
     return Group(plain, corrected, parts, *(Text(line) for line in _prediction_facts(check)))
 
 
@@ -37,7 +37,7 @@ def _accuracy_table(
     title: str, groups: dict[str, tuple[Compared, ...]], of: Callable[[Sequence[Compared]], Accuracy]
 ) -> Table:
     table = new_table(
-        title, "configurations", "number", "Spearman", "Pearson (log)", "median error", "worst", "measured / predicted"
+        title, "configurations", "count", "Spearman", "Pearson (log)", "median error", "worst", "measured / predicted"
     )
     for name, pairs in groups.items():
         _add(table, name, of(pairs))
@@ -63,14 +63,14 @@ def _prediction_facts(check: PredictionCheck) -> list[str]:
         f"seconds  {check.cost_seconds:.1f} for the costs, {check.prediction_seconds:.1f} for the predictions ({per_draft:.2f} "
         f"each), {check.decoding_seconds:.1f} for decoding",
         f"costs    {check.costs.describe()}",
-        f"texts    {wrong} of {len(samples)} were not those of plain decoding",
+        f"outputs  {wrong} of {len(samples)} differ from plain decoding",
     ]
 
 
 def tuning_table(check: TuningCheck) -> RenderableType:
-    """Rules tuned by replay against rules tuned by real decoding, on held-out prompts."""
-    title = "Rules tuned by replay alone, over the same rules tuned by real decoding (held-out prompts, 95 % intervals)"
-    table = new_table(title, "draft and rule", "ratio", "replay", "decoding", "replay, s", "decoding, s", "share of s")
+    """Return a table of rules tuned by replay and by decoding."""
+    title = "Rules tuned by replay vs by real decoding (speed-ups on held-out prompts, 95 % intervals)"
+    table = new_table(title, "draft and rule", "ratio", "replay", "decoding", "replay, s", "decoding, s", "time ratio")
     for each in check.tuned:
         table.add_row(
             Text(f"{each.draft.describe()}; {each.replayed.rule}", overflow="fold"),
@@ -83,14 +83,14 @@ def tuning_table(check: TuningCheck) -> RenderableType:
         )
     lines = [
         f"ratio    {check.ratio:.3f} (geometric mean); {check.num_level} of {len(check.tuned)} at {NEAR} or above",
-        f"seconds  {check.shared_seconds:.1f} for costs and texts, shared by all; with them replay took "
-        f"{check.share_of_seconds:.3f} of the seconds of real tuning ({check.tuned[0].num_trials} trials each)",
+        f"seconds  {check.shared_seconds:.1f} for costs and texts, shared by all; including them, tuning by replay took "
+        f"{check.share_of_seconds:.3f} of the time of tuning by decoding ({check.tuned[0].num_trials} trials each)",
     ]
     return Group(table, *(Text(line) for line in lines))
 
 
 def pairs_csv(check: PredictionCheck) -> str:
-    """One line a configuration: what was foretold and what was measured."""
+    """Return a CSV with one line per configuration: predictions and measurements."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     figures = (
@@ -118,7 +118,7 @@ def pairs_csv(check: PredictionCheck) -> str:
 
 
 def pairs_picture(check: PredictionCheck) -> bytes:
-    """A PNG of measured over predicted speed-up, a point for each configuration with its 95 % interval."""
+    """Return a PNG of measured against predicted speed-ups, with 95 % intervals."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(6.5, 6), layout="constrained")
@@ -135,7 +135,7 @@ def pairs_picture(check: PredictionCheck) -> bytes:
             predicted, values, yerr=bars, fmt="o", ms=4, lw=0.8, color=COLOURS[index % len(COLOURS)], label=kind
         )
     ends = [min(axes.get_xlim()[0], axes.get_ylim()[0]), max(axes.get_xlim()[1], axes.get_ylim()[1])]
-    axes.plot(ends, ends, color="#888888", lw=1, label="as foretold")
+    axes.plot(ends, ends, color="#888888", lw=1, label="as predicted")
     axes.set(xlabel="predicted speed-up", ylabel="measured speed-up", title="Random configurations")
     axes.legend(frameon=False)
     picture = io.BytesIO()

@@ -1,8 +1,8 @@
-"""`sdtune check-predictions`, second half: draft-length rules tuned by replay alone against rules tuned by real decoding.
+"""Comparison of draft-length rules tuned by replay alone with rules tuned by real decoding.
 
-Both sides begin with the rule's defaults and know the tuning prompts only; what each found is then decoded side by side on the
-held-out prompts. What the replays need is counted: recording the draft with each rule, as if every rule were tuned by itself, and
-the table of costs and the reading of the texts once, as all drafts and rules share them.
+Both methods start with the rule's defaults and see only the tuning prompts. Their settings are then decoded side by side on the
+held-out prompts. The time of tuning by replay includes recording the draft, counted for each rule, and once for all the cost
+table and the reading of the texts, which all drafts and rules share.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ from tuner.progress import Progress
 from tuner.search.task import Task
 
 SKIP_SETS = 120
-"""Drafts foretold to find a skip set worth tuning a rule for."""
+"""Number of skip sets predicted to find the best one."""
 NEAR = 0.98
-"""What counts as level with real tuning: within 2 %."""
+"""Ratio from which tuning by replay is as good as tuning by decoding: within 2 %."""
 
 
 class TunedBoth(Document):
-    """One rule on one draft, tuned both ways, and how the two stand on held-out prompts."""
+    """One rule on one draft, tuned by both methods, with held-out speed-ups."""
 
     draft: Draft
-    replayed: AnyRule = Field(description="the setting that replay found")
-    decoded: AnyRule = Field(description="the setting that real decoding found")
-    ratio: Interval = Field(description="how many times as fast replay's setting is as real decoding's")
+    replayed: AnyRule = Field(description="setting found by replay")
+    decoded: AnyRule = Field(description="setting found by real decoding")
+    ratio: Interval = Field(description="speed of replay's setting relative to decoding's setting")
     replayed_speedup: Interval
     decoded_speedup: Interval
     replay_seconds: float
@@ -54,10 +54,10 @@ class TunedBoth(Document):
 
 
 class TuningCheck(Document):
-    """All rules on all drafts, and what they share."""
+    """All rules on all drafts, and their shared time."""
 
     tuned: tuple[TunedBoth, ...] = Field(min_length=1)
-    shared_seconds: float = Field(description="of measuring the costs and reading the texts, once for all")
+    shared_seconds: float = Field(description="time of measuring costs and reading texts, once for all")
 
     @property
     def ratio(self) -> float:
@@ -66,18 +66,21 @@ class TuningCheck(Document):
 
     @property
     def num_level(self) -> int:
-        """Of how many the ratio is within 2 % of real tuning, or better."""
+        """Number of rules for which tuning by replay is at most 2 % slower."""
         return sum(each.ratio.value >= NEAR for each in self.tuned)
 
     @property
     def share_of_seconds(self) -> float:
-        """All seconds of the replays, those shared with them, over those of real tuning."""
+        """Time of tuning by replay, shared time included, over tuning by decoding."""
         replayed = sum(each.replay_seconds for each in self.tuned) + self.shared_seconds
         return replayed / sum(each.decoding_seconds for each in self.tuned)
 
 
 def drafts_to_tune(task: Task, predictor: Predictor, heads: Iterable[EarlyExit], count: int) -> list[Drafting]:
-    """The best exit, the best skip set and the best exit with a head, as foretold; then the next best of each. At most `count`."""
+    """Return up to `count` drafts with high predicted speed-ups.
+
+    The best exit, skip set and exit with head come first, then the second best of each, and so on.
+    """
     layers = range(1, task.target.num_layers)
     exits = predictor.best_first(EarlyExit(exit_layer=layer) for layer in layers)
     as_exits = {EarlyExit(exit_layer=layer).skipped(task.target.num_layers) for layer in layers}
@@ -100,7 +103,7 @@ def check_rule_tuning(
     num_trials: int,
     progress: Progress,
 ) -> TuningCheck:
-    """Tune each of `rules` on each draft both ways, and decode the held-out prompts with what came of it."""
+    """Tune each rule on each draft by both methods; compare on held-out prompts."""
     start = time.perf_counter()
     predictor = foresight.predictor()
     shared_seconds = foresight.cost_seconds + time.perf_counter() - start
@@ -121,7 +124,7 @@ def check_rule_tuning(
 
 @dataclass(frozen=True)
 class _Found:
-    """What both ways found for one rule, and the seconds each took."""
+    """Settings of one rule found by both methods, and the seconds each took."""
 
     replayed: Candidate
     decoded: Candidate
@@ -159,7 +162,10 @@ def tune_by_decoding(
     seed: int,
     on_trial: Callable[[], None] = lambda: None,
 ) -> DraftLengthRule:
-    """The setting that measured best in `num_trials` trials of Optuna's TPE, the defaults first, none measured twice."""
+    """Return the best setting of `num_trials` TPE trials.
+
+    Defaults are tried first. A repeated setting is not measured again.
+    """
     study = optuna.create_study(direction="maximize", sampler=rule_sampler(seed))
     study.enqueue_trial(rule_parameters(RULES[rule](rule=rule), max_tokens))
     measured: dict[DraftLengthRule, float] = {}
@@ -178,7 +184,7 @@ def _compare(
 ) -> list[TunedBoth]:
     candidates = {each.key: each for pair in found for each in (pair.replayed, pair.decoded)}
     indices = range(len(bench.prompts))
-    progress.stage("decoding the held-out prompts with both", len(indices) * len(candidates))
+    progress.stage("measuring both settings on held-out prompts", len(indices) * len(candidates))
     measurements = bench.side_by_side(list(candidates.values()), indices, on_sample=lambda _: progress.advance())
     of: dict[str, Measurement] = dict(zip(candidates, measurements, strict=True))
     return [

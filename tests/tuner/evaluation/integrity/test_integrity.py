@@ -18,6 +18,7 @@ from decoding.target import Target
 from studies.contract import Candidate
 from studies.measurement import Measurement
 from tests.support.records import measurement, sample
+from tests.support.refusals import refused
 from tests.support.tiny import tiny_target
 from tuner.cli.main import main
 from tuner.config import SearchConfig
@@ -31,7 +32,7 @@ Check = Callable[..., Result]
 
 
 class NoisyBench:
-    """A bench whose decodings take what a random stream says: `true` times as fast as plain decoding, give or take."""
+    """Bench with random times: candidates are `true` times as fast as plain decoding, with log-normal noise."""
 
     def __init__(self, num_prompts: int, true: float = 1.0, noise: float = 0.05, seed: int = 0) -> None:
         self.prompts = list(range(num_prompts))
@@ -54,7 +55,7 @@ class NoisyBench:
 
 
 def claims(family: Family, true: float, runs: int = 30) -> int:
-    """Of `runs` searches, how many claim a speed-up where each candidate is `true` times as fast as plain decoding."""
+    """Return how many of `runs` searches claim a speed-up if candidates are `true` times as fast as plain decoding."""
     stream = np.random.default_rng(1)
     banks = [Bank.fill(NoisyBench(20, true, seed=seed), family.decoded, 6) for seed in (0, 1)]  # type: ignore[arg-type]
     found = 0
@@ -64,14 +65,14 @@ def claims(family: Family, true: float, runs: int = 30) -> int:
     return found
 
 
-def test_what_cannot_win_is_hardly_ever_claimed_and_what_does_win_is() -> None:
+def test_true_speedups_are_claimed_and_others_hardly_ever() -> None:
     disguised = families(8)["disguised"]
     assert claims(disguised, 1.0) <= 3
     assert claims(disguised, 1.1) == 30
     assert claims(disguised, 0.9) == 0
 
 
-def test_choosing_flatters_the_best_trial_and_not_what_is_confirmed() -> None:
+def test_selection_biases_the_best_trial_but_not_the_confirmation() -> None:
     family = families(16)["idle"]
     stream = np.random.default_rng(0)
     runs = [
@@ -82,7 +83,7 @@ def test_choosing_flatters_the_best_trial_and_not_what_is_confirmed() -> None:
     assert np.mean([run.confirmed.value for run in runs]) == pytest.approx(1.0, abs=0.01)
 
 
-def test_candidates_look_like_drafts_and_are_not_all_decoded_as_such() -> None:
+def test_candidates_look_like_drafts_but_decode_as_their_family() -> None:
     made = families(5)
     assert {name: len(family.candidates) for name, family in made.items()} == {"disguised": 5, "idle": 5, "whole": 3}
     for family in made.values():
@@ -99,7 +100,7 @@ def bench() -> Bench:
     return Bench(tiny_target(4), prompts, max_new_tokens=10)
 
 
-def test_idle_candidates_draft_nothing_and_the_whole_model_is_always_right(bench: Bench) -> None:
+def test_idle_candidates_never_draft_and_whole_models_are_accepted(bench: Bench) -> None:
     made = families(2)
     (idle,) = made["idle"].decoded
     measured = bench.measure(idle, [0, 1])
@@ -113,7 +114,7 @@ def test_idle_candidates_draft_nothing_and_the_whole_model_is_always_right(bench
 
 @pytest.mark.parametrize("num_prompts", [4, 5])
 @pytest.mark.parametrize("repetitions", [2, 3])
-def test_a_bank_holds_every_prompt_in_both_orders(num_prompts: int, repetitions: int) -> None:
+def test_a_bank_has_every_prompt_in_both_orders(num_prompts: int, repetitions: int) -> None:
     family = families(3)["whole"]
     made = NoisyBench(num_prompts)
     bank = Bank.fill(made, family.decoded, repetitions)  # type: ignore[arg-type]
@@ -124,7 +125,7 @@ def test_a_bank_holds_every_prompt_in_both_orders(num_prompts: int, repetitions:
         per_prompt = Counter(s.prompt for s in bank.all_of(candidate).samples)
         assert per_prompt == dict.fromkeys(range(num_prompts), repetitions)
     order = [candidate for candidate, _ in made.asked]
-    assert order == family.decoded * repetitions, "pass by pass, so that repetitions lie apart"
+    assert order == family.decoded * repetitions, "pass by pass, so that repetitions are apart in time"
 
 
 def test_a_bank_needs_both_orders() -> None:
@@ -132,7 +133,7 @@ def test_a_bank_needs_both_orders() -> None:
         Bank.fill(NoisyBench(3), families(1)["idle"].decoded, 1)  # type: ignore[arg-type]
 
 
-def test_resampled_measurements_are_of_the_prompts_drawn_and_in_the_order_asked() -> None:
+def test_resampled_measurements_keep_prompts_and_order() -> None:
     family = families(4)["disguised"]
     bank = Bank.fill(NoisyBench(6), family.decoded, 4)  # type: ignore[arg-type]
     drawn = ResampledBench(bank, family, 10, np.random.default_rng(0))
@@ -146,7 +147,7 @@ def test_resampled_measurements_are_of_the_prompts_drawn_and_in_the_order_asked(
         assert each.ratio in there
 
 
-def test_fresh_measurements_decode_what_a_candidate_stands_for() -> None:
+def test_fresh_measurements_decode_the_family_s_candidate() -> None:
     family = families(4)["disguised"]
     made = NoisyBench(6)
     fresh = FreshBench(made, family, 5, np.random.default_rng(0))  # type: ignore[arg-type]
@@ -158,7 +159,7 @@ def test_fresh_measurements_decode_what_a_candidate_stands_for() -> None:
     assert [s.prompt for s in measured.samples] == seen == [4, 0]
 
 
-def test_the_share_of_claims_has_its_interval() -> None:
+def test_the_share_of_claims_has_an_exact_interval() -> None:
     interval = measurement([1.1, 1.2]).speedup_interval()
     runs = tuple(NullRun(best_trial=1.1, confirmed=interval, claims=number < 2) for number in range(40))
     check = NullCheck(family="idle", truth="1", num_candidates=3, in_bank=(), runs=runs)
@@ -166,21 +167,20 @@ def test_the_share_of_claims_has_its_interval() -> None:
     assert check.share.ci95 == pytest.approx((0.0061, 0.1692), abs=1e-3)
 
 
-def test_confirmations_are_drawn_from_one_pass_and_held_against_what_they_do_not_use() -> None:
+def test_confirmations_of_one_pass_are_compared_with_unused_samples() -> None:
     passes = [measurement([1.2] * 40), measurement([2.0] * 40), measurement([2.0] * 40)]
     found = confirmations_from(passes, 4, np.random.default_rng(0))
     assert len(found) == 15
-    for each in found[
-        :5
-    ]:  # the first pass: four of its 40 samples are not in the truth (all in one: 2 / 3 of 0.8 more)
-        assert each.interval.value == pytest.approx(1.2, abs=0.21), "a prompt drawn again brings another pass's sample"
+    first_pass = found[:5]  # the truth lacks the samples in use, up to four of the 40 in this pass
+    for each in first_pass:
+        assert each.interval.value == pytest.approx(1.2, abs=0.21), "a prompt drawn again uses another pass's sample"
         assert 1.2 + 0.8 * 2 / 3 < each.truth < 1.8
         assert each.is_below
         assert not each.is_covered
     assert all(each.is_above for each in found[5:10])
 
 
-def test_no_sample_stands_in_a_confirmation_twice_nor_in_its_truth() -> None:
+def test_no_sample_is_used_twice_or_in_the_truth() -> None:
     seconds = iter(range(1, 1000))
     passes = [
         Measurement(samples=tuple(sample(1.0, p, plain_seconds=float(next(seconds))) for p in range(3)))
@@ -188,11 +188,11 @@ def test_no_sample_stands_in_a_confirmation_twice_nor_in_its_truth() -> None:
     ]
     everything = sum(s.plain_seconds for measured in passes for s in measured.samples)
     for each in confirmations_from(passes, 9, np.random.default_rng(0)):
-        # All prompts are used three times, one sample of each is left: values of used and unused add up to all.
+        # Every prompt is used three times and has one unused sample, so used and unused values add up to all.
         assert 9 * each.interval.value + 3 * each.truth == pytest.approx(everything)
 
 
-def test_intervals_of_honest_noise_are_covered() -> None:
+def test_intervals_cover_the_truth_under_independent_noise() -> None:
     stream = np.random.default_rng(0)
     of_prompts = stream.normal(0, 0.15, size=48)
     configurations = []
@@ -206,13 +206,13 @@ def test_intervals_of_honest_noise_are_covered() -> None:
                 confirmations=tuple(confirmations_from(passes, 24, stream)),
             )
         )
-    check = CoverageCheck(configurations=tuple(configurations), prompts_in_all=48, prompts_drawn=24)
+    check = CoverageCheck(configurations=tuple(configurations), num_prompts=48, num_drawn=24)
     assert 0.88 < check.share < 0.99
     assert check.spread_of_passes == pytest.approx(0.03 / 48**0.5, rel=0.5)
     assert {name: len(found) for name, found in check.by_kind().items()} == {"all": 300, "exit": 300}
 
 
-def test_an_interval_that_touches_the_value_holds_it() -> None:
+def test_an_interval_contains_its_edges() -> None:
     interval = measurement([1.5, 1.5]).speedup_interval()
     assert Confirmation(interval=interval, truth=interval.ci95[0]).is_covered
 
@@ -238,7 +238,7 @@ def check(
     return run
 
 
-def test_families_and_intervals_are_checked_by_one_command(tmp_path: Path, check: Check) -> None:
+def test_one_command_checks_families_and_intervals(tmp_path: Path, check: Check) -> None:
     result = check(configurations=2, passes=3, **{"max-tokens": 2})
     assert result.exit_code == 0, result.output
     out = tmp_path / "check_integrity"
@@ -252,24 +252,24 @@ def test_families_and_intervals_are_checked_by_one_command(tmp_path: Path, check
         assert each["share"]["value"] == sum(run["claims"] for run in each["runs"]) / 3
         assert all(len(measured["samples"]) == 2 * 2 for measured in each["in_bank"])
     coverage = found["coverage"]
-    assert (coverage["prompts_in_all"], coverage["prompts_drawn"]) == (5, 5)
+    assert (coverage["num_prompts"], coverage["num_drawn"]) == (5, 5)
     assert len(coverage["configurations"]) == 2
     for each in coverage["configurations"]:
         assert [len(measured["samples"]) for measured in each["passes"]] == [5, 5, 5]
         assert len(each["confirmations"]) == 15
         assert each["candidate"]["draft_length"]["max_tokens"] <= 2
-    for words in ("disguised", "claims", "held-out prompts", "hold it", "claim too much"):
+    for words in ("disguised", "claims", "held-out prompts", "covered", "too high"):
         assert words in result.stdout
         assert words in (out / "integrity.txt").read_text()
 
 
-def test_fresh_runs_decode_for_themselves(tmp_path: Path, check: Check, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fresh_runs_decode_every_measurement(tmp_path: Path, check: Check, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Bank, "fill", None)
     result = check("--fresh", family="idle", runs=1, out="there")
     assert result.exit_code == 0, result.output
     (found,) = json.loads((tmp_path / "there" / "integrity.json").read_text())["nulls"]
     assert (found["family"], found["in_bank"], len(found["runs"])) == ("idle", [], 1)
-    assert "decoded anew" in result.stdout
+    assert "decoded afresh" in result.stdout
 
 
 @pytest.mark.parametrize(
@@ -282,13 +282,8 @@ def test_fresh_runs_decode_for_themselves(tmp_path: Path, check: Check, monkeypa
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
 )
-def test_what_cannot_be_checked_is_one_line(
+def test_wrong_input_is_refused_in_one_line(
     tmp_path: Path, check: Check, flags: dict[str, Any], words: list[str]
 ) -> None:
-    result = check(**flags)
-    assert result.exit_code == 2, result.output
-    last = result.stderr.splitlines()[-1]
-    assert last.startswith("sdtune: ")
-    for word in words:
-        assert word in last
+    refused(check(**flags), *words)
     assert [path.name for path in tmp_path.iterdir()] == ["small.yaml"]
