@@ -4,23 +4,24 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from functools import cached_property, partial
+from functools import partial
 
 from decoding.decode import NewCache, Request, autoregressive, capacity_for, speculative
-from decoding.draft_length import Controller, CostAwareRule, DraftLengthRule, Fixed
+from decoding.draft_length import Controller, DraftLengthRule, Fixed
 from decoding.drafters.build import build_drafter
 from decoding.drafts import Draft, PlainDecoding
 from decoding.exit_heads import ExitHeads
 from decoding.lockstep import decode_in_lockstep
+from decoding.profile import Decoding
 from decoding.rounds import BatchGeneration, Generation, Prefill, Round
 from decoding.target import Target
-from decoding.timing.round_costs import measure_round_costs
 
 
 class Decoder:
-    """Decodes text after text. Each starts with a fresh controller, unless the rule is `persistent`.
+    """Decodes sequences with a draft and a rule. Each sequence has a fresh controller, unless the rule is `persistent`.
 
-    `num_texts` is how many it will mostly write in step: a rule that weighs costs and has none gets those of so many.
+    A rule that weighs costs must have them: see `decoding.timing.draft_costs.with_measured_costs`. Raises ValueError for layers
+    that the target does not have, and `ExitHeadError` for a missing or wrong head.
     """
 
     def __init__(
@@ -28,27 +29,15 @@ class Decoder:
         target: Target,
         draft: Draft,
         rule: DraftLengthRule,
+        decoding: Decoding = Decoding(),
         *,
-        prefix_reuse: bool = True,
         heads: ExitHeads | None = None,
-        num_texts: int = 1,
     ) -> None:
         self.target = target
-        self._rule = rule
-        self._num_texts = num_texts
-        # A prefix that the draft has computed, a token at a time, has not the bits of the wide passes of bit-exact mode.
-        prefix_reuse = prefix_reuse and target.runner.exact_width is None
-        self._drafter = build_drafter(target, draft, prefix_reuse=prefix_reuse, heads=heads)
+        self.rule = rule
+        self._drafter = build_drafter(target, draft, decoding, heads=heads)
         self._kept: dict[int, Controller] = {}
-        """By place in the batch: texts in step must not meddle with one another's rounds."""
-
-    @cached_property
-    def rule(self) -> DraftLengthRule:
-        """The rule it decodes with; one that needs costs and has none gets those measured here, at its first use."""
-        if self._drafter is None or not isinstance(self._rule, CostAwareRule) or self._rule.costs is not None:
-            return self._rule
-        costs = measure_round_costs(self.target, self._drafter, self._rule.max_tokens, num_texts=self._num_texts)
-        return self._rule.with_costs(costs)
+        """By row of the batch: sequences in lockstep must not observe one another's rounds."""
 
     def adapted_rule(self) -> DraftLengthRule | None:
         """The rule with what a persistent controller has learnt so far, in batches that of the first text; None if none was kept,
@@ -62,7 +51,7 @@ class Decoder:
 
     def batch_steps(self, requests: Sequence[Request]) -> Iterator[tuple[int, Prefill | Round]]:
         """Write several texts in step (`decoding.lockstep`), yielding their records with the number of each's text."""
-        max_drafted = 0 if self._drafter is None else self._rule.max_tokens
+        max_drafted = 0 if self._drafter is None else self.rule.max_tokens
         capacity = max((capacity_for(self.target, request, max_drafted) for request in requests), default=0)
         loops = [partial(self._loop, request, row) for row, request in enumerate(requests)]
         return decode_in_lockstep(self.target, loops, capacity)

@@ -19,7 +19,7 @@ from greenlet import getcurrent, greenlet
 from decoding.cache.kv_cache import KVCache
 from decoding.decode import NewCache
 from decoding.rounds import Prefill, Round
-from decoding.runners import Outputs, Part, PassRequest
+from decoding.runners.contract import Outputs, Part, PassRequest
 from decoding.target import Target
 
 Loop = Callable[[NewCache], Iterator[Prefill | Round]]

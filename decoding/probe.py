@@ -21,6 +21,7 @@ from decoding.draft_length import Fixed
 from decoding.drafts import LayerSkip
 from decoding.errors import UnsupportedModelError
 from decoding.losslessness import compare
+from decoding.profile import Decoding
 from decoding.target import Target, agree
 from decoding.text import Ending
 
@@ -90,7 +91,7 @@ def _find_refusal(target: Target, ids: Tensor, blocks: Sequence[int], reuse: boo
     request = Request(ids[0].tolist(), Ending(GENERATED_TOKENS))
     plain = plain_decoder(target).generate(request).tokens
     draft = LayerSkip.blocks([index for index in blocks if index % 2])
-    drafted = Decoder(target, draft, Fixed(max_tokens=4), prefix_reuse=reuse).generate(request).tokens
+    drafted = Decoder(target, draft, Fixed(max_tokens=4), Decoding(prefix_reuse=reuse)).generate(request).tokens
     comparison = compare(target, request.prompt, plain, drafted)
     if comparison.is_lossless:
         return None

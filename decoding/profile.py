@@ -8,13 +8,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, WithJsonSchema, model_validator
 
 from decoding.documents.atomic_write import write_atomically
 from decoding.documents.strict_yaml import Document, dump, read_mapping, validate
 from decoding.draft_length import AnyRule, Fixed
 from decoding.drafts import Draft
 from decoding.errors import ProfileError
+from decoding.runners import PLAIN_RUNNER, RUNNERS, bit_exact_runners, check_runner_name, has_bit_exact_mode
 
 SCHEMA = "sdtune/v1"
 
@@ -36,24 +37,33 @@ class TargetIdentity(Document):
 ExactWidth = Annotated[int, Field(ge=2, le=65)]
 
 
+RunnerName = Annotated[
+    str, AfterValidator(check_runner_name), WithJsonSchema({"type": "string", "enum": list(RUNNERS)})
+]
+"""Name of a registered runner."""
+
+
 class Decoding(Document):
-    """How the profile was measured to decode; `generate`'s own arguments win over the temperature."""
+    """How sequences are decoded; `generate`'s own arguments override the temperature."""
 
     temperature: float = Field(0.0, ge=0.0, description="0 is greedy")
-    prefix_reuse: bool = Field(True, description="verify only from the first block the draft computes otherwise")
-    runner: Literal["eager", "static"] = Field(
-        "eager", description="how passes are executed: as they are, or in fixed shapes, compiled and recorded"
+    prefix_reuse: bool = Field(
+        True, description="verify from the first block that the draft changes, reusing its states before it"
+    )
+    runner: RunnerName = Field(
+        PLAIN_RUNNER, description="how passes run: eager, or static, in fixed shapes, compiled and recorded"
     )
     exact_width: ExactWidth | None = Field(
         None,
         exclude_if=lambda width: width is None,
-        description="bit-exact mode of the static runner: on how many positions every pass of the whole model runs",
+        description="bit-exact mode: positions of every pass of the whole model",
     )
 
     @model_validator(mode="after")
-    def _mode_is_the_static_runners(self) -> Decoding:
-        if self.exact_width is not None and self.runner != "static":
-            raise ValueError(f"the bit-exact mode (exact_width) is the static runner's, got runner {self.runner!r}")
+    def _runner_has_the_mode(self) -> Decoding:
+        if self.exact_width is not None and not has_bit_exact_mode(self.runner):
+            modes = " or ".join(bit_exact_runners())
+            raise ValueError(f"the runner {self.runner!r} has no bit-exact mode (exact_width): use runner {modes}")
         return self
 
 

@@ -21,6 +21,7 @@ from decoding.documents.strict_yaml import Document
 from decoding.draft_length import AnyRule, DraftLengthRule
 from decoding.drafts import Draft, EarlyExit
 from decoding.exit_heads import ExitHeads
+from decoding.profile import Decoding
 from decoding.target import Target
 from studies.measurement import Measurement, pooled
 
@@ -88,8 +89,8 @@ class Problem:
     seed: int
     batch_size: int = 1
     """Consecutive prompts that are decoded in lockstep. Trials measure such batches, numbered from 0."""
-    temperature: float = 0.0
-    prefix_reuse: bool = True
+    decoding: Decoding = Decoding()
+    """How candidates and plain decoding are decoded: temperature, runner, prefix reuse, bit-exact width."""
     head_drafts: Mapping[int, EarlyExit] = field(default_factory=dict)
     """Early exits that have a head, by exit layer."""
     heads: ExitHeads | None = None

@@ -26,6 +26,7 @@ from decoding.fingerprint import fingerprint
 from decoding.profile import DraftProfile
 from decoding.rounds import BatchGeneration, Generation, Prefill, Round
 from decoding.target import Target
+from decoding.timing.draft_costs import with_measured_costs
 
 OnTokens = Callable[[tuple[int, ...]], None]
 
@@ -103,14 +104,10 @@ class ProfileDecoder:
         """The profile applied to `model`; checked and built once, and again if another model comes."""
         if self._decoder is None or self._decoder.target.model is not model:
             check_target(self.profile, model, strict=self.strict)
-            profile, target = self.profile, _target_of(self.profile, model)
-            self._decoder = Decoder(
-                target,
-                profile.draft,
-                profile.draft_length,
-                prefix_reuse=profile.decoding.prefix_reuse,
-                heads=ExitHeads(target, self._heads_folder) if self._heads_folder else None,
-            )
+            draft, decoding, target = self.profile.draft, self.profile.decoding, _target_of(self.profile, model)
+            heads = ExitHeads(target, self._heads_folder) if self._heads_folder else None
+            rule = with_measured_costs(target, draft, self.profile.draft_length, decoding, heads=heads)
+            self._decoder = Decoder(target, draft, rule, decoding, heads=heads)
         return self._decoder
 
 

@@ -147,7 +147,7 @@ class CostAwareRule(DraftLengthRule):
     )
     seed: int = Field(0, ge=0, description="seed of the rule's own random stream")
     costs: RoundCosts | None = Field(
-        None, description="measured on the device at hand; the decoder measures them if the profile has none"
+        None, description="measured on the device at hand; `load_decoder` measures them if the profile has none"
     )
 
     def with_costs(self, costs: RoundCosts) -> Self:
@@ -160,7 +160,7 @@ class CostAwareRule(DraftLengthRule):
             raise ValueError(
                 f"the rule {self.rule!r} has no costs: set them by "
                 "with_costs(decoding.timing.round_costs.measure_round_costs(...)), "
-                "or decode through decoding.decoder.Decoder, which measures them"
+                "or resolve them with decoding.timing.draft_costs.with_measured_costs(...)"
             )
         return self.costs
 

@@ -10,14 +10,15 @@ from decoding.drafters.prompt_lookup import PromptLookupDrafter
 from decoding.drafts import Draft, EarlyExit, LayerSkip, PlainDecoding, PromptLookup
 from decoding.errors import ExitHeadError
 from decoding.exit_heads import ExitHeads
+from decoding.profile import Decoding
 from decoding.target import Target
 
 
 def build_drafter(
     target: Target,
     draft: Draft,
+    decoding: Decoding = Decoding(),
     *,
-    prefix_reuse: bool = True,
     heads: ExitHeads | None = None,
 ) -> Drafter | None:
     """The drafter of `draft`, or None for plain decoding; `heads` gives the exit head of one that has a head.
@@ -28,6 +29,8 @@ def build_drafter(
         return None
     if isinstance(draft, PromptLookup):
         return PromptLookupDrafter(target, draft)
+    # In bit-exact mode a prefix that the draft computed has other bits than the wide passes of the target.
+    prefix_reuse = decoding.prefix_reuse and target.runner.exact_width is None
     drafter = _model_drafter(target, draft, prefix_reuse=prefix_reuse, heads=heads)
     return drafter if draft.lookup is None else LookupFirst(drafter, draft.lookup)
 

@@ -1,52 +1,66 @@
-"""Runners: how a forward pass is executed, one file each.
+"""Runners, one file each: how a forward pass is executed. The contract is in `decoding.runners.contract`.
 
-The eager runner runs passes as they are; the static runner compiles and records passes of fixed shapes.
+A runner is added by its file and one line of `RUNNERS`. Imports `decoding.cache` and nothing else of `decoding`.
+Names are known without importing torch: a class is imported when it is first asked for.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import pkgutil
+from typing import TYPE_CHECKING
 
-import torch
-
+from decoding.documents.strict_yaml import suggest
 from decoding.errors import UnsupportedRunnerError
-from decoding.runners.contract import Inputs, Outputs, Part, PassRequest, Runner, Written
-from decoding.runners.eager import EagerRunner
-from decoding.runners.masks import MaskKinds
-from decoding.runners.static import StaticRunner
 
-__all__ = [
-    "RUNNERS",
-    "EagerRunner",
-    "Inputs",
-    "MaskKinds",
-    "Outputs",
-    "Part",
-    "PassRequest",
-    "Runner",
-    "StaticRunner",
-    "Written",
-    "build_runner",
-]
+if TYPE_CHECKING:
+    import torch
 
-RunnerFactory = Callable[[MaskKinds, torch.device], Runner]
-"""Makes a runner for a model with these mask kinds, on this device."""
+    from decoding.runners.contract import Runner, RunnerClass
+    from decoding.runners.masks import MaskKinds
 
-RUNNERS: dict[str, RunnerFactory] = {
-    "eager": lambda mask_kinds, device: EagerRunner(mask_kinds),
-    "static": StaticRunner,
+RUNNERS: dict[str, str] = {
+    "eager": "decoding.runners.eager:EagerRunner",
+    "static": "decoding.runners.static:StaticRunner",
 }
+"""Classes by name, as `module:class`."""
+
+PLAIN_RUNNER = "eager"
+"""Name of the runner that runs any model, and that a profile names by default."""
+
+
+def check_runner_name(name: str) -> str:
+    """Return `name` if a runner has it; raise ValueError with the valid names if none has."""
+    if name not in RUNNERS:
+        raise ValueError(f"unknown runner {name!r}; {suggest(name, RUNNERS)}")
+    return name
+
+
+def has_bit_exact_mode(name: str) -> bool:
+    """Return whether the runner of this name can run every pass of the whole model at one width."""
+    return _class_of(name).has_bit_exact_mode
+
+
+def bit_exact_runners() -> tuple[str, ...]:
+    """Return the names of the runners with a bit-exact mode."""
+    return tuple(filter(has_bit_exact_mode, RUNNERS))
 
 
 def build_runner(name: str, mask_kinds: MaskKinds, device: torch.device, exact_width: int | None = None) -> Runner:
-    """Return the runner of this name, in bit-exact mode if `exact_width` is given.
+    """Return the runner of this name for one model on `device`, in bit-exact mode if `exact_width` is given.
 
-    Raises `UnsupportedRunnerError` for an unknown name, and for a runner without bit-exact mode.
+    Raises `UnsupportedRunnerError` for an unknown name, or a runner without a bit-exact mode.
     """
     if name not in RUNNERS:
-        raise UnsupportedRunnerError(f"no runner {name!r}: there are {', '.join(sorted(RUNNERS))}")
+        raise UnsupportedRunnerError(f"unknown runner {name!r}; {suggest(name, RUNNERS)}")
     if exact_width is None:
-        return RUNNERS[name](mask_kinds, device)
-    if name != StaticRunner.name:
-        raise UnsupportedRunnerError(f"the runner {name!r} has no bit-exact mode: {StaticRunner.name!r} has")
-    return StaticRunner(mask_kinds, device, exact_width=exact_width)
+        return _class_of(name)(mask_kinds, device)
+    if not has_bit_exact_mode(name):
+        raise UnsupportedRunnerError(
+            f"the runner {name!r} has no bit-exact mode: {', '.join(map(repr, bit_exact_runners()))} has"
+        )
+    return _class_of(name)(mask_kinds, device, exact_width=exact_width)
+
+
+def _class_of(name: str) -> RunnerClass:
+    found: RunnerClass = pkgutil.resolve_name(RUNNERS[name])
+    return found

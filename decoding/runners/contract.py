@@ -10,9 +10,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor, nn
 
 from decoding.cache.kv_cache import KVCache, Storage
+from decoding.runners.masks import MaskKinds
 
 BlockCall = Callable[[nn.Module, Tensor, tuple[Any, ...], dict[str, Any]], Any]
 """Runs a block on hidden states [.., width, hidden] and the block's other arguments."""
@@ -99,6 +101,16 @@ class Part(Protocol):
         """Compute logits [batch, width or fewer, vocabulary] in one pass, writing the cache at its window."""
 
 
+class RunnerClass(Protocol):
+    """Class of a runner as its entry in `decoding.runners.RUNNERS` names it."""
+
+    has_bit_exact_mode: bool
+    """True if the runner takes `exact_width`, the width at which it runs every pass of the whole model."""
+
+    def __call__(self, mask_kinds: MaskKinds, device: torch.device, **settings: Any) -> Runner:
+        """Return the runner of one model, whose layers attend as `mask_kinds` says, on `device`."""
+
+
 class Runner(Protocol):
     """Executes the passes of one model's parts."""
 
@@ -147,3 +159,7 @@ class Runner(Protocol):
         Return what `run` would return for each. The sequences' caches must be rows of `memory`, their prompts already
         written.
         """
+
+
+RunnerFactory = Callable[[MaskKinds, torch.device], Runner]
+"""Makes the runner of a model whose layers attend as the first argument says."""

@@ -22,10 +22,11 @@ class EagerRunner:
     """The plain runner: no preparation, no padding, any shape."""
 
     name = "eager"
+    has_bit_exact_mode = False
     block_call = None
     exact_width = None
 
-    def __init__(self, mask_kinds: MaskKinds | None = None) -> None:
+    def __init__(self, mask_kinds: MaskKinds | None = None, device: torch.device | None = None) -> None:
         self._mask_kinds = mask_kinds
 
     def new_cache(self, num_layers: int, capacity: int, num_rows: int = 1) -> KVCache:

@@ -43,6 +43,7 @@ class StaticRunner:
     """Fixed-shape passes for one model on one device. One pass at a time."""
 
     name = "static"
+    has_bit_exact_mode = True
 
     def __init__(
         self,

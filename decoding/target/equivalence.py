@@ -12,7 +12,8 @@ from torch import Tensor
 
 from decoding.cache.kv_cache import KVCache, Storage
 from decoding.errors import UnsupportedRunnerError
-from decoding.runners import EagerRunner, PassRequest
+from decoding.runners.contract import PassRequest
+from decoding.runners.eager import EagerRunner
 
 if TYPE_CHECKING:
     from decoding.target.target import Target

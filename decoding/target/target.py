@@ -14,19 +14,12 @@ from transformers import PreTrainedModel
 
 from decoding.cache.kv_cache import KVCache
 from decoding.errors import UnsupportedModelError, UnsupportedRunnerError
-from decoding.runners import (
-    EagerRunner,
-    MaskKinds,
-    Outputs,
-    Part,
-    PassRequest,
-    Runner,
-    RunnerFactory,
-    Written,
-    build_runner,
-)
+from decoding.runners import PLAIN_RUNNER, build_runner
 from decoding.runners.compilation import call_block
+from decoding.runners.contract import Outputs, Part, PassRequest, Runner, RunnerFactory, Written
+from decoding.runners.eager import EagerRunner
 from decoding.runners.greedy_chain import write_by
+from decoding.runners.masks import MaskKinds
 from decoding.target.anatomy import examine, find_mask_kinds, find_rope_change, follow, refuse_recurrent_state
 from decoding.target.attention import with_grouped_attention
 from decoding.target.equivalence import check_runner, find_shared_pass_difference
@@ -48,7 +41,7 @@ class Target:
     """
 
     def __init__(
-        self, model: PreTrainedModel, runner: str | RunnerFactory = "eager", *, exact_width: int | None = None
+        self, model: PreTrainedModel, runner: str | RunnerFactory = PLAIN_RUNNER, *, exact_width: int | None = None
     ) -> None:
         self.model = model.eval()
         self.config: Any = model.config.get_text_config()
@@ -64,7 +57,7 @@ class Target:
             check_runner(self, Target(model))
 
     def _build_runner(self, runner: str | RunnerFactory, exact_width: int | None) -> Runner:
-        if runner == "eager" and exact_width is None:
+        if runner == PLAIN_RUNNER and exact_width is None:
             return EagerRunner(self._mask_kinds)
         if self._mask_kinds is None:
             raise UnsupportedRunnerError(str(self._unbatchable_reason))

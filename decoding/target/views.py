@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from decoding.cache.kv_cache import KVCache
 from decoding.cache.rounds_cache import RoundsCache
-from decoding.runners import Written
+from decoding.runners.contract import Written
 from decoding.target.parts import ModelPart, without
 from decoding.target.stand_ins import Head, Identity, LastPosition, PassState, Resume, Tap
 

@@ -12,10 +12,9 @@ import numpy as np
 
 from decoding.documents.strict_yaml import Document
 from decoding.draft_length import AnyRule, DraftLengthRule, Fixed, RoundCosts, TopProbability
-from decoding.drafters.build import build_drafter
 from decoding.drafts import EarlyExit
 from decoding.lockstep import shared_batch_size
-from decoding.timing.round_costs import measure_round_costs
+from decoding.timing.draft_costs import measure_draft_costs
 from studies.contract import Problem
 from studies.prediction.lockstep_cost import LockstepBatches, batches_of
 from studies.prediction.replay import replay
@@ -47,7 +46,7 @@ def forecast_exits(problem: Problem, drafts: Sequence[EarlyExit], max_tokens: in
         problem.target,
         problem.prompts,
         problem.continuations,
-        temperature=problem.temperature,
+        temperature=problem.decoding.temperature,
         seed=problem.seed,
         heads=problem.heads,
     )
@@ -58,7 +57,7 @@ def forecast_exits(problem: Problem, drafts: Sequence[EarlyExit], max_tokens: in
     )
     forecasts = []
     for draft in drafts:
-        together = batches.of_draft(draft, prefix_reuse=problem.prefix_reuse)
+        together = batches.of_draft(draft, prefix_reuse=problem.decoding.prefix_reuse)
         replays = {
             rule: replay(rule, recordings[draft], costs[draft], None, together, max_drafted=problem.target.max_drafted)
             for rule in _rules(max_tokens)
@@ -83,15 +82,16 @@ def _rules(max_tokens: int) -> list[DraftLengthRule]:
 
 
 def _costs(problem: Problem, drafts: Sequence[EarlyExit], max_tokens: int) -> dict[EarlyExit, RoundCosts]:
-    target = problem.target
     costs: dict[EarlyExit, RoundCosts] = {}
     for group in _by_kind(drafts):
         places = np.linspace(0, len(group) - 1, min(TIMED_EXITS, len(group))).round().astype(int)
         timed: dict[int, RoundCosts] = {}
         for draft in (group[place] for place in places):
-            drafter = build_drafter(target, draft, prefix_reuse=problem.prefix_reuse, heads=problem.heads)
-            assert drafter is not None, "an early exit drafts"
-            timed[draft.exit_layer] = measure_round_costs(target, drafter, max_tokens, num_texts=problem.batch_size)
+            measured = measure_draft_costs(
+                problem.target, draft, max_tokens, problem.decoding, heads=problem.heads, num_texts=problem.batch_size
+            )
+            assert measured is not None, "an early exit drafts"
+            timed[draft.exit_layer] = measured
         costs |= {draft: _interpolate(timed, draft.exit_layer) for draft in group}
     return costs
 

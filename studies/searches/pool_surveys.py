@@ -44,7 +44,7 @@ class PoolSurveys:
             problem.target,
             problem.prompts[sequences],
             problem.continuations[sequences],
-            temperature=problem.temperature,
+            temperature=problem.decoding.temperature,
             seed=problem.seed + sequences.start,
             heads=problem.heads,
             exits=exit_layers,

@@ -16,10 +16,14 @@ from decoding.draft_length import AdaEdl, BetaThompson, DraftLengthRule, Fixed, 
 from decoding.drafts import Draft, EarlyExit, LayerSkip, Lookup, PlainDecoding, PromptLookup
 from decoding.exit_heads import ExitHeads
 from decoding.lockstep import decode_in_lockstep
+from decoding.profile import Decoding
 from decoding.rounds import Prefill, Round
-from decoding.runners import MaskKinds, Outputs, Part, PassRequest, Runner, StaticRunner, static
+from decoding.runners import static
 from decoding.runners.buckets import Buckets
+from decoding.runners.contract import Outputs, Part, PassRequest, Runner
+from decoding.runners.masks import MaskKinds
 from decoding.runners.shared_pass import RowInputs, Rows, compute_rows
+from decoding.runners.static import StaticRunner
 from decoding.target import Target
 from decoding.text import Ending, Shaping
 from tests.support.families import PROMISED, SUPPORTED, VOCABULARY, build, target_of
@@ -77,7 +81,9 @@ def test_an_exit_head_keeps_separate_keys_and_values_per_sequence(tmp_path: Any,
     requests = _requests(vocabulary=64)
     for lookup in (None, Lookup(max_tokens=5)):
         with_lookup = draft.model_copy(update={"lookup": lookup})
-        decoder = Decoder(target, with_lookup, AdaEdl(), prefix_reuse=prefix_reuse, heads=ExitHeads(target, tmp_path))
+        decoder = Decoder(
+            target, with_lookup, AdaEdl(), Decoding(prefix_reuse=prefix_reuse), heads=ExitHeads(target, tmp_path)
+        )
         alone = [decoder.generate(request) for request in requests]
         together = decoder.generate_batch(requests).generations
         assert [each.tokens for each in together] == _decode_each_alone(plain_decoder(target), requests)

@@ -37,6 +37,7 @@ from decoding.draft_length import (
 from decoding.drafters.build import build_drafter
 from decoding.drafters.layer_skip import LayerSkipDrafter
 from decoding.drafts import Draft, EarlyExit, LayerSkip, Lookup, PromptLookup
+from decoding.profile import Decoding
 from decoding.rounds import Generation
 from decoding.target import Target
 from decoding.text import Ending, Shaping
@@ -96,7 +97,7 @@ def write(
     target: Target, draft: Draft, rule: DraftLengthRule | Controller, request: Request, *, prefix_reuse: bool = True
 ) -> Generation:
     """Decode speculatively, and check that the facts of every round add up."""
-    drafter = build_drafter(target, draft, prefix_reuse=prefix_reuse)
+    drafter = build_drafter(target, draft, Decoding(prefix_reuse=prefix_reuse))
     assert drafter is not None
     controller = rule.controller() if isinstance(rule, DraftLengthRule) else rule
     generation = Generation.collect(speculative(target, drafter, controller, request))

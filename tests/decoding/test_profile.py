@@ -129,7 +129,7 @@ def test_the_json_schema_takes_a_profile_and_refuses_a_wrong_one() -> None:
         ("12-15", "12.0", "draft.skip_attention: must hold layer indices"),
         ("skip_mlp: [12, 13]", "skip_mlp: 12", "draft.skip_mlp: must be a list of layer indices"),
         ("rule: fixed, ", "", "key 'draft_length.rule' is missing"),
-        ("runner: eager", "runner: fast", "decoding.runner: input should be 'eager' .*'fast'"),
+        ("runner: eager", "runner: fast", "decoding.runner: unknown runner 'fast'; valid: eager, static"),
         ("temperature: 0.0", "temprature: 0.0", "unknown key 'decoding.temprature'; did you mean 'temperature'"),
         ("num_layers: 24", "num_layers: many", "target.num_layers: .*valid integer.*'many'"),
         ("name: demo", "name: 2026-13-01", "not valid YAML: month must be in 1..12"),

@@ -13,7 +13,7 @@ from decoding.documents.strict_yaml import Document
 from decoding.draft_length import RoundCosts
 from decoding.drafts import Draft, EarlyExit, LayerSkip, PlainDecoding, PromptLookup
 from decoding.rounds import Generation, Round
-from decoding.runners import Runner
+from decoding.runners.contract import Runner
 from decoding.text import Ending
 from decoding.timing.stopwatch import Clock, without_garbage_collection
 from studies.costs.table import CostTable

@@ -16,13 +16,15 @@ from transformers.generation import TemperatureLogitsWarper
 from decoding.acceptance import Greedy, Sampling
 from decoding.decode import Request
 from decoding.decoder import Decoder, plain_decoder
-from decoding.draft_length import CostAwareRule, RoundCosts
+from decoding.draft_length import CostAwareRule, DraftLengthRule, RoundCosts
 from decoding.drafts import Draft
 from decoding.exit_heads import ExitHeads
 from decoding.losslessness import compare
+from decoding.profile import Decoding
 from decoding.rounds import BatchGeneration
 from decoding.target import Target
 from decoding.text import Ending, Shaping
+from decoding.timing.draft_costs import measure_draft_costs
 from decoding.timing.stopwatch import Stopwatch, without_garbage_collection
 from studies.contract import Candidate
 from studies.measurement import BatchTexts, Measurement, PromptSample
@@ -50,9 +52,8 @@ class Bench:
         prompts: Sequence[Sequence[int]],
         *,
         max_new_tokens: int,
-        temperature: float = 0.0,
+        decoding: Decoding = Decoding(),
         eos_token_ids: frozenset[int] = frozenset(),
-        prefix_reuse: bool = True,
         heads: ExitHeads | None = None,
         seed: int = 0,
         batch_size: int = 1,
@@ -61,9 +62,8 @@ class Bench:
         self.target = target
         self.batch_size = batch_size
         self.max_new_tokens = max_new_tokens
-        self.temperature = temperature
+        self.decoding = decoding
         self._eos = eos_token_ids
-        self._prefix_reuse = prefix_reuse
         self._heads = heads
         self._seed = seed
         self._costs: dict[Draft, RoundCosts] = {}
@@ -135,25 +135,22 @@ class Bench:
         return candidate.with_rule(learnt.model_copy(update={"persistent": rule.persistent}))
 
     def _decoder(self, candidate: Candidate) -> Decoder:
-        """The candidate's decoder; the costs of a draft are measured once, for all the rules that weigh them."""
+        return Decoder(self.target, candidate.draft, self._ready_rule(candidate), self.decoding, heads=self._heads)
+
+    def _ready_rule(self, candidate: Candidate) -> DraftLengthRule:
+        """The candidate's rule with costs, if it weighs any. The costs of a draft are measured once for all rules."""
         draft, rule = candidate.draft, candidate.draft_length
-        known = self._costs.get(draft)
-        if isinstance(rule, CostAwareRule) and rule.costs is None and known and len(known.verify) > rule.max_tokens:
-            rule = rule.with_costs(known)
-        decoder = Decoder(
-            self.target,
-            draft,
-            rule,
-            prefix_reuse=self._prefix_reuse,
-            heads=self._heads,
-            num_texts=self.batch_size,
-        )
-        if isinstance(rule, CostAwareRule) and rule.costs is None:
-            measured = decoder.rule
-            assert isinstance(measured, CostAwareRule), "the same rule, with costs"
-            if measured.costs is not None:  # a draft of nothing has none
-                self._costs[draft] = measured.costs
-        return decoder
+        if not isinstance(rule, CostAwareRule) or rule.costs is not None:
+            return rule
+        costs = self._costs.get(draft)
+        if costs is None or len(costs.verify) <= rule.max_tokens:
+            costs = measure_draft_costs(
+                self.target, draft, rule.max_tokens, self.decoding, heads=self._heads, num_texts=self.batch_size
+            )
+            if costs is None:  # plain decoding has none
+                return rule
+            self._costs[draft] = costs
+        return rule.with_costs(costs)
 
     def _warm_up(self, decoder: Decoder, index: int) -> None:
         for each in (self._plain, decoder):
@@ -216,7 +213,7 @@ class Bench:
         return self._decode(decoder, index)
 
     def _greedy_tokens(self, decoder: Decoder, index: int, drafted: BatchGeneration) -> list[tuple[int, ...]]:
-        greedy = drafted if self.temperature == 0 else self._decode(decoder, index, greedy=True)
+        greedy = drafted if self.decoding.temperature == 0 else self._decode(decoder, index, greedy=True)
         return [text.tokens for text in greedy.generations]
 
     def _decode(self, decoder: Decoder, index: int, **how: Any) -> BatchGeneration:
@@ -232,7 +229,9 @@ class Bench:
 
     def _request(self, prompt: Sequence[int], *, greedy: bool = False, max_new_tokens: int | None = None) -> Request:
         ending = Ending(max_new_tokens or self.max_new_tokens, self._eos)
-        if greedy or self.temperature == 0:
+        if greedy or self.decoding.temperature == 0:
             return Request(prompt, ending, Greedy())
         generator = torch.Generator(self.target.device).manual_seed(self._seed)
-        return Request(prompt, ending, Sampling(generator), Shaping((TemperatureLogitsWarper(self.temperature),)))
+        return Request(
+            prompt, ending, Sampling(generator), Shaping((TemperatureLogitsWarper(self.decoding.temperature),))
+        )

@@ -13,7 +13,6 @@ from decoding.drafts import Draft, EarlyExit, PlainDecoding
 from decoding.fingerprint import tokenizer_sha256
 from decoding.profile import (
     DatasetFacts,
-    Decoding,
     DraftProfile,
     Exactness,
     Interval,
@@ -83,7 +82,7 @@ def conclude(
         target=_profile_target(task),
         draft=_placed(task, trial.candidate.draft, task.config.out) if wins else PlainDecoding(),
         draft_length=trial.candidate.draft_length if wins else Fixed(),
-        decoding=_decoding(task),
+        decoding=task.decoding,
         measured=_measured(task, measurement, interval, held_out, cost) if wins else None,
         provenance=ProfileOrigin(
             created=datetime.now(UTC).isoformat(timespec="seconds"),
@@ -133,15 +132,6 @@ def _measured(task: Task, measurement: Measurement, interval: Interval, bench: B
     )
 
 
-def _decoding(task: Task) -> Decoding:
-    return Decoding(
-        temperature=task.config.temperature,
-        prefix_reuse=task.config.prefix_reuse,
-        runner="static" if task.target.runner.name == "static" else "eager",
-        exact_width=task.target.runner.exact_width,
-    )
-
-
 def _profile_target(task: Task) -> TargetIdentity:
     return TargetIdentity(
         model=task.loaded.name,
@@ -167,7 +157,7 @@ def save_best_so_far(task: Task, records: Iterable[TrialRecord]) -> tuple[TrialR
         target=_profile_target(task),
         draft=_placed(task, best.candidate.draft, out),
         draft_length=best.candidate.draft_length,
-        decoding=_decoding(task),
+        decoding=task.decoding,
     ).save(out)
     return best, out
 

@@ -14,6 +14,7 @@ from decoding.errors import ProfileError, SdtuneError, UnsupportedModelError
 from decoding.exit_heads import ExitHeads, head_name
 from decoding.fingerprint import Fingerprint, fingerprint
 from decoding.probe import probe
+from decoding.profile import Decoding
 from decoding.target import Target
 from decoding.timing.runner_choice import choose_runner
 from tuner.config import SearchConfig
@@ -42,6 +43,17 @@ class Task:
     """The exit heads that the studies want and that are there, by exit layer."""
     missing_heads: tuple[int, ...]
     """The exits whose head is wanted and is not there yet."""
+
+    @property
+    def decoding(self) -> Decoding:
+        """How trials, the race and the profile decode, by the runner that was chosen."""
+        runner = self.target.runner
+        return Decoding(
+            temperature=self.config.temperature,
+            prefix_reuse=self.config.prefix_reuse,
+            runner=runner.name,
+            exact_width=runner.exact_width,
+        )
 
     @cached_property
     def exit_heads(self) -> ExitHeads:
@@ -157,9 +169,8 @@ def open_bench(task: Task, prompts: Sequence[Prompt], stage: str, progress: Prog
         task.target,
         [prompt.token_ids for prompt in prompts],
         max_new_tokens=task.config.max_new_tokens,
-        temperature=task.config.temperature,
+        decoding=task.decoding,
         eos_token_ids=eos_token_ids(task.loaded.model),
-        prefix_reuse=task.config.prefix_reuse,
         heads=task.exit_heads,
         seed=task.config.seed,
         batch_size=task.config.batch_size,

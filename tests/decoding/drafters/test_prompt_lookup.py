@@ -26,6 +26,7 @@ from decoding.drafters.lookup_first import LookupFirst, steered_part
 from decoding.drafters.prompt_lookup import PromptLookupDrafter, copied, find_copy
 from decoding.drafts import Draft, EarlyExit, LayerSkip, Lookup, PromptLookup
 from decoding.exit_heads import ExitHeads
+from decoding.profile import Decoding
 from decoding.rounds import Generation
 from decoding.target import Target
 from decoding.text import Ending, Shaping, TokenSequence
@@ -239,7 +240,7 @@ DRAFTS: dict[str, Draft] = {
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 def test_text_that_repeats_itself_is_the_plain_text(family: str, draft: str, prefix_reuse: bool) -> None:
     target = target_of(family)
-    drafter = build_drafter(target, DRAFTS[draft], prefix_reuse=prefix_reuse)
+    drafter = build_drafter(target, DRAFTS[draft], Decoding(prefix_reuse=prefix_reuse))
     for name, rule in RULES.items():
         generation = write(target, drafter, rule.controller(), request_for(family))
         assert generation.tokens == plain_text(family), name

@@ -16,9 +16,8 @@ from decoding.drafters.contract import Drafter, Proposal
 from decoding.drafters.early_exit import EarlyExitDrafter
 from decoding.drafters.layer_skip import LayerSkipDrafter
 from decoding.drafts import LayerSkip
-from decoding.runners import StaticRunner
 from decoding.runners.buckets import CPU_BUCKETS
-from decoding.runners.static import CHAINS
+from decoding.runners.static import CHAINS, StaticRunner
 from decoding.target import Target
 from decoding.text import Shaping, TokenSequence
 from tests.decoding.drafters.test_early_exit import untrained_head

@@ -9,9 +9,10 @@ from torch import nn
 from decoding.decode import Request
 from decoding.decoder import Decoder
 from decoding.draft_length import Fixed, TopProbability
-from decoding.runners import StaticRunner, cpu_packed
+from decoding.runners import cpu_packed
 from decoding.runners.compilation import CompiledBlocks, compiling
 from decoding.runners.cpu_packed import MIN_BYTES, PackedLinear, can_be_packed
+from decoding.runners.static import StaticRunner
 from decoding.target import Target
 from decoding.target.parts import with_packed_linears
 from decoding.text import Ending

@@ -10,19 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-import decoding.decoder
 from decoding.acceptance import Acceptance
 from decoding.cache.kv_cache import KVCache, Storage
-from decoding.decode import Request
-from decoding.decoder import Decoder
 from decoding.draft_length import (
-    AdaEdl,
-    BetaThompson,
-    CalibratedThompson,
     Controller,
-    CostAwareRule,
-    DraftLengthRule,
-    Fixed,
     RoundCosts,
 )
 from decoding.drafters.build import build_drafter
@@ -30,12 +21,11 @@ from decoding.drafters.contract import Drafter, Proposal
 from decoding.drafters.layer_skip import LayerSkipDrafter
 from decoding.drafters.lookup_first import LookupFirst
 from decoding.drafters.prompt_lookup import PromptLookupDrafter
-from decoding.drafts import Draft as ProfileDraft
-from decoding.drafts import LayerSkip, Lookup, PlainDecoding, PromptLookup
+from decoding.drafts import LayerSkip, Lookup, PromptLookup
 from decoding.exit_heads import ExitHeads
-from decoding.runners import Outputs, Part, PassRequest
+from decoding.runners.contract import Outputs, Part, PassRequest
 from decoding.target import Target
-from decoding.text import Ending, Shaping, TokenSequence
+from decoding.text import Shaping, TokenSequence
 from decoding.timing.round_costs import LEAST_COST, MOST_SWEEPS, measure_round_costs
 from tests.support.heads import write_heads
 from tests.support.tiny import tiny_target
@@ -303,78 +293,3 @@ def test_of_a_lookup_in_front_nothing_is_measured() -> None:
 
 
 # --- the decoder that asks for it -----------------------------------------------------------------------------------------
-
-MEASURED = RoundCosts(draft_step=0.2, verify=(1.0, 1.1))
-REQUEST = Request([1, 2, 3], Ending(12))
-
-
-@pytest.fixture
-def measurements(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The `max_tokens` of every measurement that was asked for, times the texts; none is made."""
-    asked: list[int] = []
-
-    def stand_in(target: Target, drafter: Drafter, max_tokens: int, *, num_texts: int) -> RoundCosts:
-        asked.append(max_tokens * num_texts)
-        return MEASURED
-
-    monkeypatch.setattr(decoding.decoder, "measure_round_costs", stand_in)
-    return asked
-
-
-@pytest.mark.parametrize("persistent", [True, False])
-@pytest.mark.parametrize("rule", [BetaThompson(max_tokens=5), CalibratedThompson(max_tokens=5)])
-def test_costs_are_measured_once_at_the_first_text(
-    rule: CostAwareRule, persistent: bool, measurements: list[int]
-) -> None:
-    rule = rule.model_copy(update={"persistent": persistent})
-    decoder = Decoder(tiny_target(), SKIP, rule)
-    assert measurements == []
-    plain = Decoder(tiny_target(), PlainDecoding(), Fixed()).generate(REQUEST).tokens
-    assert [decoder.generate(REQUEST).tokens for _ in range(3)] == [plain] * 3
-    assert measurements == [5]
-    assert decoder.rule == rule.with_costs(MEASURED)
-
-
-def test_costs_are_those_of_as_many_texts_as_the_decoder_is_for(measurements: list[int]) -> None:
-    decoder = Decoder(tiny_target(), SKIP, BetaThompson(max_tokens=5), num_texts=4)
-    assert decoder.rule == BetaThompson(max_tokens=5, costs=MEASURED)
-    assert measurements == [20]
-
-
-@pytest.mark.parametrize(
-    ("draft", "rule"),
-    [
-        (SKIP, BetaThompson(costs=MEASURED)),
-        (SKIP, CalibratedThompson(costs=MEASURED, persistent=True)),
-        (SKIP, Fixed(max_tokens=3)),
-        (PlainDecoding(), BetaThompson()),
-        (PlainDecoding(), BetaThompson(persistent=True)),
-    ],
-)
-def test_nothing_is_measured_that_is_known_or_not_needed(
-    draft: ProfileDraft, rule: DraftLengthRule, measurements: list[int]
-) -> None:
-    decoder = Decoder(tiny_target(), draft, rule)
-    decoder.generate(REQUEST)
-    assert measurements == []
-    assert decoder.rule is rule
-
-
-@pytest.mark.parametrize("rule", [BetaThompson(costs=MEASURED), CalibratedThompson(costs=MEASURED), AdaEdl()])
-def test_decoder_tells_what_a_persistent_controller_has_learnt(rule: DraftLengthRule) -> None:
-    decoder = Decoder(tiny_target(), SKIP, rule.model_copy(update={"persistent": True}))
-    assert decoder.adapted_rule() is None
-    decoder.generate(REQUEST)
-    first = decoder.adapted_rule()
-    assert first is not None
-    assert type(first) is type(rule)
-    assert first not in (rule, decoder.rule)
-    decoder.generate(REQUEST)
-    assert decoder.adapted_rule() != first
-
-
-@pytest.mark.parametrize("rule", [BetaThompson(costs=MEASURED), Fixed(persistent=True)])
-def test_decoder_that_keeps_nothing_has_learnt_nothing(rule: DraftLengthRule) -> None:
-    decoder = Decoder(tiny_target(), SKIP, rule)
-    decoder.generate(REQUEST)
-    assert decoder.adapted_rule() is None

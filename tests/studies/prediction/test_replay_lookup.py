@@ -11,7 +11,7 @@ from decoding.decode import Request
 from decoding.decoder import Decoder, plain_decoder
 from decoding.draft_length import BetaThompson, DraftLengthRule, Fixed, RoundCosts, TopProbability
 from decoding.drafts import EarlyExit, LayerSkip, Lookup, PromptLookup
-from decoding.runners import StaticRunner
+from decoding.runners.static import StaticRunner
 from decoding.target import Target
 from decoding.text import Ending
 from studies.prediction.replay import LookupReplay, replay, replay_copies

@@ -16,6 +16,7 @@ from decoding.decoder import plain_decoder
 from decoding.draft_length import RoundCosts
 from decoding.drafts import EarlyExit
 from decoding.exit_heads import ExitHeads
+from decoding.profile import Decoding
 from decoding.target import Target
 from decoding.text import Ending
 from studies.contract import Problem
@@ -40,7 +41,7 @@ def timed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         step = STEPS[(len(asked) - 1) % len(STEPS)]
         return RoundCosts(draft_step=step, verify=tuple(1 + step * width for width in range(max_tokens + 1)))
 
-    monkeypatch.setattr("studies.searches.exit_forecast.measure_round_costs", costs)
+    monkeypatch.setattr("decoding.timing.draft_costs.measure_round_costs", costs)
     return asked
 
 
@@ -128,7 +129,7 @@ def test_last_block_as_the_head_of_the_last_exit_agrees_everywhere(
     problem: Problem, tmp_path: Path, temperature: float
 ) -> None:
     drafts = write_heads(problem.target, tmp_path, [5])
-    asked = replace(problem, heads=ExitHeads(problem.target, tmp_path), temperature=temperature)
+    asked = replace(problem, heads=ExitHeads(problem.target, tmp_path), decoding=Decoding(temperature=temperature))
     forecasts = forecast_exits(asked, [*drafts.values(), *exits([5])], MAX_TOKENS)
     without, with_head = sorted(forecasts, key=lambda each: each.draft.head is not None)
     assert with_head.agreement == 1.0

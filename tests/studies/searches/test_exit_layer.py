@@ -147,7 +147,7 @@ def test_only_the_asked_rules_are_proposed(target: Target) -> None:
 def test_resumed_study_has_the_space_and_starts_of_the_first_without_forecasting_again(
     target: Target, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("studies.searches.exit_forecast.measure_round_costs", _made_up_costs)
+    monkeypatch.setattr("decoding.timing.draft_costs.measure_round_costs", _made_up_costs)
     prompts = ((5, 6, 7),)
     problem = Problem(target, prompts, ((8, 9, 10, 11),), earlier={}, seed=0)
     first = ExitLayer.create(problem, ExitLayerSettings(max_tokens=3))

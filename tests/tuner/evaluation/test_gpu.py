@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from decoding.runners import StaticRunner
+from decoding.runners.static import StaticRunner
 from decoding.target import Target
 from tests.support.tiny import tiny_llama
 from tuner.bench.contenders import check_names

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from decoding.cache.kv_cache import KVCache, Storage
 from decoding.drafts import EarlyExit, LayerSkip
-from decoding.runners import Inputs, Outputs, Part, PassRequest
+from decoding.runners.contract import Inputs, Outputs, Part, PassRequest
 from decoding.target import Target
 from decoding.target.parts import ModelPart
 from decoding.timing.round_costs import LEAST_COST

@@ -25,6 +25,7 @@ from decoding.draft_length import (
 from decoding.drafts import EarlyExit, LayerSkip, PlainDecoding
 from decoding.exit_heads import ExitHeads
 from decoding.losslessness import Comparison
+from decoding.profile import Decoding
 from decoding.rounds import BatchGeneration
 from studies.contract import Candidate
 from studies.measurement import BatchTexts, Measurement
@@ -112,7 +113,7 @@ def test_every_sample_is_shown_as_it_comes_and_may_stop_the_measurement() -> Non
 
 
 def test_a_sampled_run_is_reproducible_and_checked_by_a_greedy_one() -> None:
-    first, second = (_bench(temperature=0.7).measure(CANDIDATES[1], range(3)) for _ in range(2))
+    first, second = (_bench(decoding=Decoding(temperature=0.7)).measure(CANDIDATES[1], range(3)) for _ in range(2))
     assert _facts(first) == _facts(second)
     assert first.num_identical == 3
 
@@ -151,7 +152,7 @@ def timed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         asked.append(max_tokens)
         return RoundCosts(draft_step=0.1 * len(asked), verify=(1.0,) * (max_tokens + 1))
 
-    monkeypatch.setattr("decoding.decoder.measure_round_costs", costs)
+    monkeypatch.setattr("decoding.timing.draft_costs.measure_round_costs", costs)
     return asked
 
 
@@ -206,7 +207,7 @@ def test_other_rules_are_not_taught(timed: list[int]) -> None:
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
 def test_candidates_side_by_side_write_what_they_write_alone(temperature: float) -> None:
-    bench = _bench(temperature=temperature)
+    bench = _bench(decoding=Decoding(temperature=temperature))
     together = bench.side_by_side(CANDIDATES[:3], [3, 0, 4, 1])
     alone = [bench.measure(wanted, [3, 0, 4, 1]) for wanted in CANDIDATES[:3]]
     assert [_facts(measured) for measured in together] == [_facts(measured) for measured in alone]
@@ -308,7 +309,7 @@ def test_one_wrong_text_of_a_batch_is_enough(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_sampled_batches_are_compared_by_greedy_ones() -> None:
-    measured = _bench(batch_size=2, temperature=0.8).measure(CANDIDATES[0], [0, 1])
+    measured = _bench(batch_size=2, decoding=Decoding(temperature=0.8)).measure(CANDIDATES[0], [0, 1])
     assert measured.num_identical == 4
 
 
@@ -319,7 +320,7 @@ def test_costs_are_those_of_a_round_of_the_batch(monkeypatch: pytest.MonkeyPatch
         asked.append(num_texts)
         return RoundCosts(draft_step=0.1, verify=(1.0,) * (max_tokens + 1))
 
-    monkeypatch.setattr("decoding.decoder.measure_round_costs", costs)
+    monkeypatch.setattr("decoding.timing.draft_costs.measure_round_costs", costs)
     bench = _bench(batch_size=2)
     taught = bench.warm_up_rule(candidate((1, 3), BetaThompson(max_tokens=3)), [0, 1])
     assert asked == [2]

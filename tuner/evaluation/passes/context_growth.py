@@ -105,7 +105,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     loaded = load(arguments.model or profile.target.model, dtype=profile.target.dtype, device=arguments.device)
     target = load_decoder(profile, folder=arguments.profile.parent).decoder_for(loaded.model).target
     heads = ExitHeads(target, arguments.profile.parent)
-    drafter = build_drafter(target, profile.draft, prefix_reuse=profile.decoding.prefix_reuse, heads=heads)
+    drafter = build_drafter(target, profile.draft, profile.decoding, heads=heads)
     if drafter is None:
         raise ConfigError("the profile decodes plainly: there are no rounds to compare")
     made_for = reach_as_far(target, max(arguments.contexts) + 1 + arguments.max_tokens)

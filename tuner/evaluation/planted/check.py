@@ -22,6 +22,7 @@ from rich.table import Table
 from decoding.documents.atomic_write import write_atomically
 from decoding.draft_length import Fixed
 from decoding.drafts import Draft, LayerSkip, PlainDecoding
+from decoding.profile import Decoding
 from decoding.rounds import BatchGeneration
 from decoding.target import Target
 from studies.contract import Candidate, Problem, best_trials
@@ -49,6 +50,7 @@ MAX_TOKENS = 4
 NUM_REDUNDANT, NUM_GREY = 4, 2
 """Blocks of the small problem."""
 NUM_PROMPTS, PROMPT_LENGTH, NUM_TOKENS = 3, 16, 24
+DECODING = Decoding(prefix_reuse=False)
 CONTEXT = PROMPT_LENGTH + NUM_TOKENS / 2
 ENDS, WIDENING = 2.0, 0.05
 """What a pass costs beside its sublayers, in sublayers; what each further token of a verification costs, in passes."""
@@ -68,6 +70,8 @@ _PROBLEM = {
     "torch": torch.__version__,
 }
 """What the optimum of a seed depends on."""
+
+DECODING = Decoding(prefix_reuse=False)
 
 
 @dataclass(frozen=True)
@@ -91,6 +95,9 @@ class Found:
     def effort(self) -> float:
         """Of the exhaustive search's evaluations, those the search needed."""
         return self.evaluations / self.num_candidates
+
+
+DECODING = Decoding(prefix_reuse=False)
 
 
 @dataclass(frozen=True)
@@ -138,6 +145,9 @@ class PricedBench(Bench):
             for text in drafted.generations
             for step in text.rounds
         )
+
+
+DECODING = Decoding(prefix_reuse=False)
 
 
 @dataclass(frozen=True)
@@ -266,7 +276,7 @@ def _bench(target: Target, seed: int) -> PricedBench:
         target, max_tokens=MAX_TOKENS, contexts=(PROMPT_LENGTH, PROMPT_LENGTH + NUM_TOKENS), timer=_timer(target)
     )
     texts = prompts(NUM_PROMPTS, PROMPT_LENGTH, seed)
-    return PricedBench(target, texts, max_new_tokens=NUM_TOKENS, prefix_reuse=False, seed=seed, table=table)
+    return PricedBench(target, texts, max_new_tokens=NUM_TOKENS, decoding=DECODING, seed=seed, table=table)
 
 
 def _timer(target: Target) -> Timer:
@@ -307,7 +317,7 @@ def _search(name: str, bench: PricedBench, target: Target, seed: int, progress: 
         tuple(bench.greedy_texts),
         earlier={},
         seed=seed,
-        prefix_reuse=False,
+        decoding=DECODING,
         costs=lambda max_tokens: bench.table,
     )
     settings = (

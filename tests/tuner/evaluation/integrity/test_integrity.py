@@ -224,7 +224,7 @@ def check(
     """`sdtune check-integrity` with small sizes, in an empty folder."""
     monkeypatch.chdir(tmp_path)
     cheap = RoundCosts(draft_step=0.2, verify=(1.0, 1.05, 1.1, 1.15))
-    monkeypatch.setattr("decoding.decoder.measure_round_costs", lambda *_, **__: cheap)
+    monkeypatch.setattr("decoding.timing.draft_costs.measure_round_costs", lambda *_, **__: cheap)
     (tmp_path / "small.yaml").write_text(
         f"model: {checkpoint}\ndataset: {prompts_file}\nmax_new_tokens: 10\ntuning_prompts: 3\nheld_out_prompts: 2\n"
         "prompts_per_trial: 2\ngroup_column: file\n"

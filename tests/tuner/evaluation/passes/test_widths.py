@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from decoding.runners import Inputs, Outputs
+from decoding.runners.contract import Inputs, Outputs
 from decoding.target import Target
 from decoding.target.parts import ModelPart
 from tests.support.tiny import tiny_llama

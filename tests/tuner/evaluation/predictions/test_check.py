@@ -47,7 +47,7 @@ def check(here: Path, target: Target, checkpoint: Path, prompts_file: Path, monk
     monkeypatch.setattr("tuner.evaluation.predictions.rule_tuning.SKIP_SETS", 10)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     cheap = RoundCosts(draft_step=0.2, verify=(1.0, 1.05, 1.1, 1.15))
-    monkeypatch.setattr("decoding.decoder.measure_round_costs", lambda *_, **__: cheap)
+    monkeypatch.setattr("decoding.timing.draft_costs.measure_round_costs", lambda *_, **__: cheap)
     (here / "small.yaml").write_text(
         f"model: {checkpoint}\ndataset: {prompts_file}\nmax_new_tokens: 12\ntuning_prompts: 4\nheld_out_prompts: 3\n"
         "prompts_per_trial: 2\ngroup_column: file\n"

@@ -56,7 +56,7 @@ def test_all_rules_and_fixed_lengths_on_two_kinds_of_text(
     profile = write_profile(write_heads(target, workplace, [4])[4], AdaEdl(initial_threshold=0.7, max_tokens=3))
     datasets = [write_tiny_prompts(workplace / "code.jsonl"), write_tiny_prompts(workplace / "prose.jsonl", 30)]
     cheap = RoundCosts(draft_step=0.1, verify=(1.0,) * 4)  # at the costs of so small a model no adaptive rule drafts
-    monkeypatch.setattr("decoding.decoder.measure_round_costs", lambda *_, **__: cheap)
+    monkeypatch.setattr("decoding.timing.draft_costs.measure_round_costs", lambda *_, **__: cheap)
     monkeypatch.setattr(sys, "argv", ["/usr/bin/sdtune", "compare-rules", "a b"])
     result = compare(profile, datasets, out="c.json")
     assert result.exit_code == 0, result.output

@@ -340,7 +340,7 @@ def test_names_map_to_studies_with_settings() -> None:
 def test_held_out_samples_come_in_chunks_with_warmed_up_rules(
     tmp_path: Path, target: Target, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("decoding.decoder.measure_round_costs", partial(_cheap_costs))
+    monkeypatch.setattr("decoding.timing.draft_costs.measure_round_costs", partial(_cheap_costs))
     prompts = [tuple((index * 7 + place * 5) % 60 + 2 for place in range(5 + index)) for index in range(3)]
     bench = Bench(target, prompts, max_new_tokens=12)
     together: list[int] = []

@@ -1,0 +1,49 @@
+"""The costs that a draft-length rule weighs: given with the rule, or measured for its draft before a decoder is built."""
+
+from __future__ import annotations
+
+from decoding.draft_length import CostAwareRule, DraftLengthRule, RoundCosts
+from decoding.drafters.build import build_drafter
+from decoding.drafts import Draft
+from decoding.exit_heads import ExitHeads
+from decoding.profile import Decoding
+from decoding.target import Target
+from decoding.timing.round_costs import measure_round_costs
+
+
+def lacks_costs(rule: DraftLengthRule) -> bool:
+    """Return whether `rule` weighs costs and has none yet."""
+    return isinstance(rule, CostAwareRule) and rule.costs is None
+
+
+def measure_draft_costs(
+    target: Target,
+    draft: Draft,
+    max_tokens: int,
+    decoding: Decoding,
+    *,
+    heads: ExitHeads | None = None,
+    num_texts: int = 1,
+) -> RoundCosts | None:
+    """Measure the rounds of `draft` up to `max_tokens` tokens, in plain passes; return None for plain decoding.
+
+    With `num_texts` above 1 the rounds are those of a batch of that size. Raises `ExitHeadError` for a missing or wrong head.
+    """
+    drafter = build_drafter(target, draft, decoding, heads=heads)
+    return None if drafter is None else measure_round_costs(target, drafter, max_tokens, num_texts=num_texts)
+
+
+def with_measured_costs(
+    target: Target,
+    draft: Draft,
+    rule: DraftLengthRule,
+    decoding: Decoding,
+    *,
+    heads: ExitHeads | None = None,
+    num_texts: int = 1,
+) -> DraftLengthRule:
+    """Return `rule` ready for a `Decoder`: with costs measured here if it weighs costs and has none."""
+    if not isinstance(rule, CostAwareRule) or not lacks_costs(rule):
+        return rule
+    costs = measure_draft_costs(target, draft, rule.max_tokens, decoding, heads=heads, num_texts=num_texts)
+    return rule if costs is None else rule.with_costs(costs)
