@@ -105,9 +105,8 @@ def speculative(
 def capacity_for(target: Target, request: Request, max_drafted: int) -> int:
     """Return the number of positions that a sequence may reach, drafts included."""
     if target.runner.exact_width is not None:
-        max_drafted = (
-            target.runner.exact_width
-        )  # also for plain decoding: the number of keys read is part of a pass's shape
+        # Also for plain decoding: the number of keys read is part of a pass's shape.
+        max_drafted = target.runner.exact_width
     return len(request.prompt) + request.ending.max_new_tokens + max_drafted + 1
 
 

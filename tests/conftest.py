@@ -1,4 +1,7 @@
-"""One torch thread per test process: several on few cores wait for each other. And what tests of several packages use."""
+"""Fixtures of all tests.
+
+Each test process uses one torch thread, because several threads on few cores wait for each other.
+"""
 
 import pytest
 import torch
@@ -13,5 +16,5 @@ def _one_thread() -> None:
 
 @pytest.fixture
 def uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The static runner without its compiler, which takes half a minute."""
+    """Run the static runner without its compiler, which takes half a minute."""
     monkeypatch.setattr("decoding.runners.static.CompiledBlocks", lambda: call_block)

@@ -49,9 +49,8 @@ class AdaEdlController(Controller):
         super().__init__(rule.max_tokens)
         self._rule = rule
         self.threshold = rule.initial_threshold
-        self.acceptance_rate = (
-            rule.target_acceptance
-        )  # our formulation: the paper gives no initial value; this one is neutral
+        # Our formulation: the paper gives no initial value; this one is neutral.
+        self.acceptance_rate = rule.target_acceptance
 
     def decide(self, num_drafted: int, distribution: DraftDistribution) -> Decision:
         """Compare the acceptance bound with the threshold; at least one token is drafted."""

@@ -61,9 +61,8 @@ def with_grouped_attention(block: nn.Module, sublayer: Sublayer | None) -> nn.Mo
     if getattr(attention, "num_key_value_groups", 1) == 1:
         return block
     own: Any = copy.copy(config)
-    own._attn_implementation_internal = (
-        NAME  # the public setter would also change nested configurations that both share
-    )
+    # The public setter would also change nested configurations that both share.
+    own._attn_implementation_internal = NAME
     twin = shallow_copy(attention)
     twin.config = own
     block = shallow_copy(block)

@@ -328,7 +328,7 @@ DYNAMIC_ROPE = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
 
 
 def _watched(target: Target, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
-    """The sequences in each shared pass, from now on."""
+    """Collect the sequences in each shared pass, from now on."""
     passes: list[tuple[int, ...]] = []
     run = target.runner.run_shared_pass
 

@@ -107,7 +107,7 @@ def write(
 
 
 def has_prefix(draft: Draft) -> bool:
-    """True if there are leading blocks that the verification need not compute again."""
+    """Return True if there are leading blocks that the verification need not compute again."""
     return isinstance(draft, EarlyExit) or (isinstance(draft, LayerSkip) and bool(draft.first_skipped))
 
 
@@ -126,7 +126,7 @@ def check_facts(generation: Generation, request: Request, max_drafted: int) -> N
 
 
 def stock_text(target: Target, prompt: Sequence[int], **settings: Any) -> tuple[int, ...]:
-    """The output of transformers itself."""
+    """Return the output of transformers itself."""
     output = target.model.generate(
         torch.tensor([prompt]), attention_mask=torch.ones((1, len(prompt))), do_sample=False, **settings
     )

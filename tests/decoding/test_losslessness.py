@@ -13,7 +13,7 @@ PROMPT = (5, 17, 33, 8, 2, 9)
 
 
 def _target(dtype: torch.dtype, twins: tuple[int, int] | None = None) -> Target:
-    """A tiny model; the logits of `twins` are always equal."""
+    """Return a tiny model; the logits of `twins` are always equal."""
     model = tiny_llama()
     if twins:
         with torch.no_grad():

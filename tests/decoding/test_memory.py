@@ -31,7 +31,7 @@ DRAFTERS: dict[str, Callable[[Target], Drafter]] = {
 
 
 def kept(target: Target, write: Callable[[NewCache], object]) -> KVCache:
-    """The cache in which a sequence was decoded."""
+    """Return the cache in which a sequence was decoded."""
     made: list[KVCache] = []
 
     def new_cache(capacity: int) -> KVCache:

@@ -35,7 +35,7 @@ Outcome = tuple[int, ...]
 
 
 def p_value(counts: Counter[Outcome], expected: dict[Outcome, float]) -> float:
-    """The p-value of the chi-square test that `counts` come from `expected`; rare outcomes are pooled."""
+    """Return the p-value of the chi-square test that `counts` come from `expected`; rare outcomes are pooled."""
     total = counts.total()
     assert abs(sum(expected.values()) - 1.0) < 1e-4
     impossible = [outcome for outcome in counts if expected.get(outcome, 0.0) == 0.0]
@@ -168,7 +168,7 @@ PROCESSORS = {
 
 @functools.cache
 def exact_distribution(processors: str) -> dict[Outcome, float]:
-    """The distribution of the first tokens, from one pass of the model over every possible beginning."""
+    """Return the distribution of the first tokens, from one pass over every possible beginning."""
     target = tiny_target()
     expected = {}
     for outcome in itertools.product(range(VOCABULARY), repeat=NUM_TOKENS):
@@ -186,7 +186,7 @@ def exact_distribution(processors: str) -> dict[Outcome, float]:
 
 
 def first_tokens(steps: Iterator[Prefill | Round]) -> Outcome:
-    """The first tokens of a sequence, which is generated no further than needed."""
+    """Return the first tokens of a sequence, which is generated no further than needed."""
     tokens: list[int] = []
     for step in steps:
         tokens += [step.token] if isinstance(step, Prefill) else step.tokens

@@ -1,8 +1,9 @@
-"""Tiny random models of many families, in float32: what the losslessness grid decodes with.
+"""Tiny random float32 models of many families, for the losslessness grid.
 
-Each is built from its family's own configuration, with a window shorter than the texts where it has one. Random weights of the
-usual scale give near-uniform logits and texts that repeat one token. Here the logits are spread and later blocks are quieter
-than earlier ones, so that a draft without some of them is right sometimes but not always.
+Each is built from its family's own configuration, with a window shorter than the sequences where it has one. Random
+weights of the usual scale give near-uniform logits and sequences that repeat one token. Here the logits are spread
+and later blocks are quieter than earlier ones, so that a draft without some of them is right sometimes but not
+always.
 """
 
 from __future__ import annotations
@@ -62,8 +63,8 @@ GEMMA_3N = {
 }
 GEMMA_4 = {**HEADS, **MIXED_WINDOWS, **PER_LAYER_INPUTS, "global_head_dim": 8}
 
-# Name -> transformers' configuration class without `Config`, and what differs from SIZES. Seeds are chosen for texts that do
-# not fall into repeating a token or two.
+# Name -> transformers' configuration class without `Config`, and deviations from SIZES. Seeds are chosen so that the output does
+# not degenerate into repeating a token or two.
 SUPPORTED: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {"seed": 3, **GROUPED}),
     "qwen2": ("Qwen2", GROUPED),
@@ -78,7 +79,7 @@ SUPPORTED: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": ("Mixtral", {"seed": 5, **LOCAL_EXPERTS, **GROUPED}),
 }
 PROMISED = frozenset(SUPPORTED)
-# Each of these has something that a view must not trip over: blocks that return tuples; masks handed over by place; alibi;
+# Each has something that a view must handle: blocks that return tuples; positional mask arguments; alibi;
 # sinks and an MLP that returns a tuple; states of four dimensions; an input of its own for each layer.
 SUPPORTED |= {
     "gptj": ("GPTJ", {"n_embd": 32, "n_layer": NUM_LAYERS, "n_head": 4, "rotary_dim": 4, "seed": 1}),
@@ -89,7 +90,7 @@ SUPPORTED |= {
     "gemma4": ("Gemma4Text", {"num_kv_shared_layers": 0, **GEMMA_4}),
 }
 
-# Name -> as above, and a word of the reason for the refusal.
+# Name -> as above, and a word from the reason for the refusal.
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "qwen3_next": (
         "Qwen3Next",
@@ -114,13 +115,13 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
 
 
 def build(family: str, **settings: Any) -> PreTrainedModel:
-    """The tiny model of one of the families above; `settings` win over its own."""
+    """Build the tiny model of one of the families above; `settings` override its own."""
     config_class, own = (SUPPORTED.get(family) or REFUSED[family])[:2]
     return make(config_class, **{**own, **settings})
 
 
 def make(config_class: str, *, seed: int = 0, **settings: Any) -> PreTrainedModel:
-    """A tiny causal language model of transformers' `{config_class}Config`, sizes as above where `settings` do not differ."""
+    """Build a tiny causal language model of transformers' `{config_class}Config` with SIZES and `settings`."""
     torch.manual_seed(seed)
     config = getattr(transformers, f"{config_class}Config")(**{**SIZES, **settings})
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
@@ -130,19 +131,19 @@ def make(config_class: str, *, seed: int = 0, **settings: Any) -> PreTrainedMode
 
 @functools.cache
 def target_of(family: str) -> Target:
-    """The family's model, built once a process."""
+    """Return the family's model, built once per process."""
     return Target(build(family))
 
 
 def some_tokens(count: int, seed: int = 0) -> list[int]:
-    """A prompt of `count` random tokens."""
+    """Return a prompt of `count` random tokens."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(VOCABULARY, (count,), generator=generator).tolist()
 
 
 @torch.no_grad()
 def liven(model: PreTrainedModel) -> None:
-    """Draw weights that keep the size of what passes through them, and make each block quieter than the one before."""
+    """Draw weights that preserve activation sizes, and make each block quieter than the one before."""
     for path, module in model.named_modules():
         block = re.search(r"\.(?:layers|h)\.(\d+)", path)
         loudness = 0.9 ** int(block.group(1)) if block else 1.0

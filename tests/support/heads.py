@@ -13,7 +13,7 @@ from decoding.target import Target
 
 
 def training(**facts: Any) -> HeadTraining:
-    """What a head says of its training."""
+    """Return the training facts of a head."""
     figures = ExitFigures(acceptance=0.5, agreement=0.5)
     values: dict[str, Any] = {
         "model": "m",

@@ -1,4 +1,4 @@
-"""Samples, measurements and trial records made by hand."""
+"""Handmade samples, measurements and trial records."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from studies.measurement import Measurement, PromptSample
 
 
 def sample(ratio: float, prompt: int = 0, **facts: Any) -> PromptSample:
-    """A prompt on which the candidate was `ratio` times as fast as plain decoding: 10 tokens, 5 rounds, 8 of 10 drafts taken."""
+    """Return a sample with a speed-up of `ratio` over plain decoding: 10 tokens, 5 rounds, 8 of 10 drafts accepted."""
     values: dict[str, Any] = {
         "prompt": prompt,
         "plain_seconds": ratio,
@@ -28,12 +28,12 @@ def sample(ratio: float, prompt: int = 0, **facts: Any) -> PromptSample:
 
 
 def measurement(ratios: Sequence[float]) -> Measurement:
-    """A measurement with one prompt for each ratio."""
+    """Return a measurement with one prompt for each ratio."""
     return Measurement(samples=tuple(sample(ratio, index) for index, ratio in enumerate(ratios)))
 
 
 def candidate(blocks: Sequence[int] = (2, 3), rule: DraftLengthRule | None = None) -> Candidate:
-    """Skip these blocks."""
+    """Return a candidate that skips these blocks."""
     return Candidate(draft=LayerSkip.blocks(tuple(blocks)), draft_length=rule or Fixed(max_tokens=4))
 
 
@@ -45,7 +45,7 @@ def record(
     blocks: Sequence[int] = (2, 3),
     **facts: Any,
 ) -> TrialRecord:
-    """A complete trial with this speed-up, or a failed one if it has none."""
+    """Return a complete trial with this speed-up, or a failed one if it has none."""
     values: dict[str, Any] = {
         "study": study,
         "number": number,

@@ -1,4 +1,4 @@
-"""Tiny random models and tokenizers, built in the test that uses them."""
+"""Tiny random models and tokenizers, built by the tests that use them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ WORDS = [f"w{index}" for index in range(62)]
 def tiny_llama(
     num_layers: int = 6, *, seed: int = 0, vocab_size: int = 64, eos_token_id: int | None = None
 ) -> LlamaForCausalLM:
-    """A Llama in float32 whose deeper blocks matter less, so that drafts are accepted often but not always."""
+    """Build a float32 Llama whose deeper blocks matter less, so that some drafts are accepted but not all."""
     torch.manual_seed(seed)
     model = LlamaForCausalLM(
         LlamaConfig(
@@ -42,12 +42,12 @@ def tiny_llama(
 
 
 def tiny_target(num_layers: int = 6, **options: int) -> Target:
-    """A `tiny_llama`, wrapped."""
+    """Return a `tiny_llama` as a target."""
     return Target(tiny_llama(num_layers, **options))
 
 
 def tiny_tokenizer() -> PreTrainedTokenizerFast:
-    """A word-level tokenizer of the words w0 ... w61 and two special tokens, fitting `tiny_llama`."""
+    """Build a word-level tokenizer of the words w0 ... w61 and two special tokens, fitting `tiny_llama`."""
     vocabulary = {word: index for index, word in enumerate(["<bos>", "<unk>", *WORDS])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
@@ -55,14 +55,14 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def save_tiny_checkpoint(folder: Path, num_layers: int = 6, *, seed: int = 0) -> Path:
-    """A model folder as `save_pretrained` writes it."""
+    """Write a model folder with `save_pretrained`."""
     tiny_llama(num_layers, seed=seed).save_pretrained(folder)
     tiny_tokenizer().save_pretrained(folder)
     return folder
 
 
 def write_tiny_prompts(path: Path, count: int = 24) -> Path:
-    """A .jsonl of distinct prompts of the tiny tokenizer's words, with a group column."""
+    """Write a .jsonl of distinct prompts of the tiny tokenizer's words, with a group column."""
     lines = []
     for index in range(count):
         words = " ".join(WORDS[(index * 7 + place * (index + 3)) % len(WORDS)] for place in range(4 + index % 5))

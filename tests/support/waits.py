@@ -1,4 +1,4 @@
-"""How often the host asks a tensor for a number: on a device each of these is a wait."""
+"""Counts how often the host reads a number from a tensor: on a device each read is a wait."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 @contextmanager
 def waits() -> Iterator[list[str]]:
-    """The ways in which numbers are asked for meanwhile, in order."""
+    """Record the ways in which numbers are read in the meantime, in order."""
     asked: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
         for name in ("item", "tolist", "__bool__", "__int__", "__float__", "__index__"):

@@ -40,13 +40,13 @@ CHEAP = RoundCosts(draft_step=0.01, verify=(1.0, 1.0))
 
 
 def rule_of(name: str, **settings: int) -> DraftLengthRule:
-    """A rule that is ready to use, by its registered name."""
+    """Return a rule that is ready to use, by its registered name."""
     rule = RULES[name](**settings)
     return rule.with_costs(CHEAP) if isinstance(rule, CostAwareRule) else rule
 
 
 def state_of(controller: Controller) -> dict[str, object]:
-    """The complete state of a controller; random streams by their internal state."""
+    """Return the complete state of a controller; random streams by their internal state."""
     state = vars(controller)
     return {name: value.getstate() if isinstance(value, random.Random) else value for name, value in state.items()}
 

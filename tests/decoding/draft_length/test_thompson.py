@@ -69,12 +69,12 @@ class Confidence(DraftDistribution):
 
 
 def equally_good(acceptance: float) -> SimulatedSequence:
-    """A draft whose confidence carries no information."""
+    """Return a draft whose confidence carries no information."""
     return lambda stream: (stream.choice([0.5, 0.85, 0.97]), acceptance)
 
 
 def surely_or_not(share: float) -> SimulatedSequence:
-    """A calibrated draft: nearly certain for this share of the tokens, and unsure otherwise."""
+    """Return a calibrated draft: nearly certain for this share of the tokens, unsure otherwise."""
 
     def text(stream: random.Random) -> tuple[float, float]:
         certainty = 0.97 if stream.random() < share else 0.3
@@ -128,7 +128,7 @@ def write(
 def write_in_turn(
     controllers: Sequence[Controller], costs: RoundCosts, texts: Sequence[SimulatedSequence], num_rounds: int = 60
 ) -> float:
-    """The speed over several sequences, each steered by the controller at its index."""
+    """Return the speed over several sequences, each steered by the controller at its index."""
     parts = [
         write(controller, costs, text, num_rounds=num_rounds, seed=seed)
         for seed, (controller, text) in enumerate(zip(controllers, texts, strict=True))
@@ -148,7 +148,7 @@ class AlwaysThatMany(Controller):
 
 
 def expected_speed(lengths: Sequence[int], acceptance: float, costs: RoundCosts) -> float:
-    """The speed of rounds of these lengths, each token being accepted with the same probability."""
+    """Return the speed of rounds of these lengths at a constant acceptance probability."""
     tokens = sum(acceptance**index for length in lengths for index in range(length + 1))
     return tokens / sum(costs.of(length) for length in lengths)
 
@@ -160,7 +160,7 @@ def best_length(acceptance: float, costs: RoundCosts) -> int:
 def mean_speed(
     rule: CostAwareRule, costs: RoundCosts, text: SimulatedSequence, *, num_rounds: int, num_texts: int = 10
 ) -> float:
-    """The mean speed over sequences that each start without history."""
+    """Return the mean speed over sequences that each start without history."""
     speeds = [
         write(
             rule.model_copy(update={"seed": seed, "costs": costs}).controller(),
@@ -360,7 +360,7 @@ def test_bins_cover_all_probabilities_without_overlap() -> None:
 
 
 def evidence_by_bin(controller: CalibratedThompsonController) -> dict[int, tuple[int, int]]:
-    """(accepted, rejected) beyond the prior, for each bin with evidence."""
+    """Return (accepted, rejected) beyond the prior, for each bin with evidence."""
     counts = {
         index: (round(known.accepted - prior[0]), round(known.rejected - prior[1]))
         for index, (known, prior) in enumerate(zip(controller.acceptance, AS_CONFIDENT, strict=True))

@@ -24,7 +24,7 @@ PRECISIONS = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 
 @pytest.fixture
 def all_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pack small layers too, such as those of the test models."""
+    """Pack small layers too, like those of the test models."""
     monkeypatch.setattr(cpu_packed, "MIN_BYTES", 0)
 
 
@@ -92,7 +92,7 @@ def test_a_copy_of_a_module_has_the_packed_layers_and_shares_all_else() -> None:
 
 
 def packed_layers(block: nn.Module) -> list[nn.Module]:
-    """The packed layers of a block, or of the block inside a stand-in."""
+    """Return the packed layers of a block, or of the block inside a stand-in."""
     return [each for each in getattr(block, "block", block).modules() if isinstance(each, PackedLinear)]
 
 

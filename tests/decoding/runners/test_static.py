@@ -48,7 +48,7 @@ DROPS_LAST = RULES["AdaEDL, last dropped"]
 
 
 def unwrapped(buckets: Buckets = CPU_BUCKETS) -> Callable[[MaskKinds, torch.device], Runner]:
-    """Static runners that compile nothing."""
+    """Make static runners that compile nothing."""
     return functools.partial(StaticRunner, compiled=False, buckets=buckets)
 
 
@@ -365,7 +365,7 @@ def test_logits_of_the_verification_have_the_bits_of_plain_decoding(
 
 @contextmanager
 def remembered(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[TokenSequence]]:
-    """The sequences that are started in the meantime."""
+    """Collect the sequences that are started in the meantime."""
     made: list[TokenSequence] = []
 
     class Remembered(TokenSequence):

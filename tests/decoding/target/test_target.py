@@ -164,7 +164,7 @@ WRITERS = {
 
 
 def silenced(family: str, attention: list[int], mlp: list[int]) -> PreTrainedModel:
-    """The model with its skipped sublayers writing zeros: the same function as without them, at full cost."""
+    """Return the model with its skipped sublayers writing zeros: the same function at full cost."""
     model = build(family)
     blocks = Target(model).blocks
     for layers, writer in ((attention, WRITERS[family][0]), (mlp, WRITERS[family][1])):
