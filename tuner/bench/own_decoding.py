@@ -8,10 +8,10 @@ from typing import Any
 from decoding.decode import Request
 from decoding.decoder import Decoder
 from decoding.profile import Decoding, DraftProfile
-from decoding.rounds import Prefill
 from decoding.text import Ending
-from tuner.bench.contest import Prompts, Stopwatch
+from tuner.bench.contest import Prompts
 from tuner.config import EXACT_WIDTH
+from tuner.measuring.recording import Recorder, record_decoding
 
 MODES: dict[str, dict[str, Any]] = {
     "eager": {"runner": "eager", "exact_width": None},
@@ -42,11 +42,10 @@ class OwnDecoding:
         """What it is, for the table."""
         return self._description
 
-    def write(self, prompts: Prompts, max_new_tokens: int, watch: Stopwatch) -> None:
+    def write(self, prompts: Prompts, max_new_tokens: int, recorder: Recorder) -> None:
         """See `Contender.write`."""
         requests = [Request(prompt, Ending(max_new_tokens, self._eos)) for prompt in prompts]
-        for text, step in self._decoder.batch_steps(requests):
-            watch.put((step.token,) if isinstance(step, Prefill) else step.tokens, text)
+        record_decoding(self._decoder, requests, recorder)
 
 
 def profile_by(mode: str, profile: DraftProfile) -> DraftProfile:

@@ -15,10 +15,10 @@ from decoding.profile import Interval
 from studies.measurement import paired_interval
 from tuner.bench.accounting import Account
 from tuner.bench.contenders import PLAIN, PROFILE
-from tuner.bench.contest import TimedBatch
 from tuner.bench.roofline import Roofline
 from tuner.errors import DatasetError
-from tuner.measuring.paired import FEWEST_DECODED
+from tuner.measuring.baseline import FEWEST_DECODED
+from tuner.measuring.recording import TimedBatch
 
 
 class TextSample(Document):
@@ -50,14 +50,14 @@ class TextSample(Document):
     ) -> TextSample:
         """What is kept of a text, the number of which in its batch is `text`."""
         decoded = batch.decoded(text)
-        num_decoded = sum(len(tokens) for tokens in decoded)
+        num_decoded = sum(len(each.tokens) for each in decoded)
         return cls(
             prompt=prompt,
             repeat=repeat,
-            batch_size=len(batch.texts),
+            batch_size=len(batch.sequences),
             prompt_tokens=prompt_tokens,
             prefill_seconds=batch.prefill_seconds,
-            prefill_tokens=len(batch.texts[text].tokens) - num_decoded,
+            prefill_tokens=len(batch.sequences[text].tokens) - num_decoded,
             decode_seconds=batch.decode_seconds,
             decode_tokens=num_decoded,
             passes=len(decoded),

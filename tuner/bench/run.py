@@ -17,13 +17,15 @@ from decoding.losslessness import Comparison, compare
 from decoding.text import Ending
 from tuner.bench.accounting import Account, longest_draft, take_account
 from tuner.bench.contenders import ALWAYS, PLAIN, Setting, enter
-from tuner.bench.contest import Contest, Prompts, TimedBatch
+from tuner.bench.contest import Contest, Prompts
 from tuner.bench.own_decoding import profile_by
 from tuner.bench.report import TABLE_WIDTH, bench_json, bench_picture, bench_table
 from tuner.bench.result import BenchResult, Entry, TextSample, comparable, mean_context, units_of
 from tuner.bench.roofline import Roofline, measure_bandwidth, reading
 from tuner.bench.task import BenchConfig, BenchTask, prepare_bench, token_ids
+from tuner.measuring.clock import WallClock
 from tuner.measuring.cost_table import measure_cost_table
+from tuner.measuring.recording import TimedBatch
 from tuner.progress import Progress
 from tuner.results import check_results_folder, public_name, stamped, write_json, write_result, write_text
 
@@ -57,7 +59,7 @@ def run_bench(task: BenchTask, progress: Progress) -> BenchResult:
     prompts = token_ids(task.measured)
     progress.stage("contenders choose on tuning prompts")
     contenders, left_out = enter(task.names, _setting(task, progress))
-    contest = Contest(contenders, device, needed=ALWAYS)
+    contest = Contest(contenders, WallClock(device), needed=ALWAYS)
     progress.stage("warming up")
     contest.warm_up(_longest_and_shortest(task.batches))
     samples = _hold(contest, task, progress)
@@ -123,10 +125,10 @@ def _hold(contest: Contest, task: BenchTask, progress: Progress) -> dict[str, li
     def note(number: int, repeat: int, batches: Mapping[str, TimedBatch]) -> None:
         first = number * batch_size
         for name, batch in batches.items():
-            for text, each in enumerate(batch.texts):
+            for text, each in enumerate(batch.sequences):
                 written.setdefault((name, first + text), each.tokens)
         for name, batch in batches.items():
-            for text, each in enumerate(batch.texts):
+            for text, each in enumerate(batch.sequences):
                 place = first + text
                 comparison = compared(name, place, each.tokens)
                 samples[name].append(TextSample.of(place, repeat, len(prompts[place]), batch, text, comparison))

@@ -16,8 +16,10 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation import BaseStreamer
 
-from tuner.bench.contest import Contest, Prompts, Stopwatch, TimedBatch
+from tuner.bench.contest import Contest, Prompts
 from tuner.inputs.models import quiet
+from tuner.measuring.clock import WallClock
+from tuner.measuring.recording import Recorder, TimedBatch
 
 # All that is kept of a model's own settings: marks of text, and how drafts are made. Others would make it another text.
 DRAFTING_SETTINGS = (
@@ -62,7 +64,7 @@ class StockGeneration:
         """What it is, for the table."""
         return self._description
 
-    def write(self, prompts: Prompts, max_new_tokens: int, watch: Stopwatch) -> None:
+    def write(self, prompts: Prompts, max_new_tokens: int, recorder: Recorder) -> None:
         """See `Contender.write`; the model's generation settings are put back. Shorter prompts are padded on the left."""
         with self._greedy():
             token_ids, mask = _padded(prompts, self._model.generation_config.pad_token_id or 0)
@@ -70,7 +72,7 @@ class StockGeneration:
                 token_ids.to(self._model.device),
                 attention_mask=mask.to(self._model.device),
                 max_new_tokens=max_new_tokens,
-                streamer=_Streamer(watch, len(prompts), self._eos),
+                streamer=_Streamer(recorder, len(prompts), self._eos),
                 **self._options,
             )
 
@@ -113,12 +115,12 @@ class EarlyExitGeneration(StockGeneration):
         """The options, and tokens per second of the exits that were tried."""
         return {**super().settings, "tried": {str(exit_layer): rate for exit_layer, rate in self._tried.items()}}
 
-    def write(self, prompts: Prompts, max_new_tokens: int, watch: Stopwatch) -> None:
+    def write(self, prompts: Prompts, max_new_tokens: int, recorder: Recorder) -> None:
         """See `Contender.write`; after an error transformers leaves the number of layers cut short, so that it is put back here."""
         config: Any = self._model.base_model.config
         num_layers = config.num_hidden_layers
         try:
-            super().write(prompts, max_new_tokens, watch)
+            super().write(prompts, max_new_tokens, recorder)
         finally:
             config.num_hidden_layers = num_layers
 
@@ -126,8 +128,8 @@ class EarlyExitGeneration(StockGeneration):
 class _Streamer(BaseStreamer):
     """Hands over what is generated, and drops the prompts, which come first, and the padding behind a text that has ended."""
 
-    def __init__(self, watch: Stopwatch, num_texts: int, eos_token_ids: Collection[int]) -> None:
-        self._watch = watch
+    def __init__(self, recorder: Recorder, num_texts: int, eos_token_ids: Collection[int]) -> None:
+        self._recorder = recorder
         self._eos = frozenset(eos_token_ids)
         self._writing = list(range(num_texts))
         self._saw_prompts = False
@@ -139,7 +141,7 @@ class _Streamer(BaseStreamer):
         if self._saw_prompts:
             passed = value.reshape(-1, 1) if value.ndim == 1 else value
             for text in self._writing:
-                self._watch.put(passed[text].tolist(), text)
+                self._recorder.put(passed[text].tolist(), text)
             self._writing = [text for text in self._writing if self._eos.isdisjoint(passed[text].tolist())]
         self._saw_prompts = True
 
@@ -177,7 +179,7 @@ def fastest_exit(
     exits = {str(n): EarlyExitGeneration(model, eos_token_ids, n, {}) for n in exits_to_try(num_layers)}
     if not exits:
         raise ValueError(f"a model of {num_layers} layer has no exit")
-    contest = Contest(exits, model.device)
+    contest = Contest(exits, WallClock(model.device))
     one_by_one = [[prompt] for prompt in prompts]
     contest.warm_up(one_by_one[:1])
     if not contest.running:

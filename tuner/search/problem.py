@@ -49,8 +49,8 @@ def build_problem(
 
     return Problem(
         target=task.target,
-        prompts=tuple(bench.prompts),
-        continuations=tuple(bench.greedy_texts),
+        prompts=bench.prompts,
+        continuations=bench.continuations,
         earlier=earlier,
         seed=task.config.seed,
         batch_size=bench.batch_size,

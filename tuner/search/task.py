@@ -16,6 +16,7 @@ from decoding.fingerprint import Fingerprint, fingerprint
 from decoding.probe import probe
 from decoding.profile import Decoding
 from decoding.target import Target
+from decoding.text import Ending
 from decoding.timing.runner_choice import choose_runner
 from tuner.config import SearchConfig
 from tuner.errors import ConfigError
@@ -24,6 +25,8 @@ from tuner.heads.found import FoundHead, find_heads, missing_heads, num_trained_
 from tuner.inputs.environment import device_name
 from tuner.inputs.models import Loaded, eos_token_ids, load
 from tuner.inputs.prompts import Prompt, PromptSet, search_prompts
+from tuner.measuring.baseline import decode_baseline
+from tuner.measuring.clock import WallClock
 from tuner.measuring.paired import Bench
 from tuner.progress import Progress
 
@@ -165,25 +168,28 @@ def _may_distil(config: SearchConfig, wanted: Iterable[int]) -> bool:
 def open_bench(task: Task, prompts: Sequence[Prompt], stage: str, progress: Progress) -> Bench:
     """Decode these prompts plainly and give the bench to measure on; `stage` says which they are."""
     progress.stage(stage, len(prompts))
-    bench = Bench(
+    baseline = decode_baseline(
         task.target,
         [prompt.token_ids for prompt in prompts],
-        max_new_tokens=task.config.max_new_tokens,
-        decoding=task.decoding,
-        eos_token_ids=eos_token_ids(task.loaded.model),
-        heads=task.exit_heads,
-        seed=task.config.seed,
+        Ending(task.config.max_new_tokens, eos_token_ids(task.loaded.model)),
         batch_size=task.config.batch_size,
         on_progress=progress.advance,
     )
-    if bench.num_too_short:
-        progress.say(f"{bench.num_too_short} of {len(prompts)} prompts end too soon to measure and are left out")
-    if bench.num_left_over:
+    if baseline.num_too_short:
+        progress.say(f"{baseline.num_too_short} of {len(prompts)} prompts end too soon to measure and are left out")
+    if baseline.num_left_over:
         progress.say(
-            f"{len(bench.prompts) + bench.num_left_over} prompts make {len(bench.indices)} batches of {bench.batch_size}: "
-            f"{bench.num_left_over} left out"
+            f"{len(baseline.prompts) + baseline.num_left_over} prompts make {len(baseline.indices)} batches of "
+            f"{baseline.batch_size}: {baseline.num_left_over} left out"
         )
-    return bench
+    return Bench(
+        task.target,
+        baseline,
+        decoding=task.decoding,
+        heads=task.exit_heads,
+        seed=task.config.seed,
+        clock=WallClock(task.target.device),
+    )
 
 
 def check_writable(

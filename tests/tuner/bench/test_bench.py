@@ -20,12 +20,13 @@ from decoding.profile import DatasetFacts, Decoding, Exactness, Interval, Measur
 from decoding.target import Target
 from studies.measurement import Measurement
 from tests.support.heads import write_heads
+from tests.support.recordings import real_recorder, timed_sequence
 from tests.support.records import sample
 from tests.support.refusals import refused
 from tests.support.tiny import save_tiny_checkpoint, write_tiny_prompts
 from tuner.bench.accounting import Account
 from tuner.bench.contenders import CONTENDERS, default_names
-from tuner.bench.contest import Prompts, Stopwatch, TimedBatch, TimedText
+from tuner.bench.contest import Prompts
 from tuner.bench.own_decoding import MODES, OwnDecoding
 from tuner.bench.report import bench_json, bench_picture, bench_table
 from tuner.bench.result import BenchResult, Entry, TextSample, comparable, mean_context
@@ -33,6 +34,7 @@ from tuner.bench.roofline import Bandwidth, Reading, Roofline
 from tuner.cli.main import main
 from tuner.errors import DatasetError
 from tuner.inputs.prompts import load_prompts
+from tuner.measuring.recording import Recorder, TimedBatch
 
 SIZES = {"tuning-prompts": 4, "held-out-prompts": 3}
 OTHER_RUNNERS = [f"{who}-{mode}" for mode in MODES for who in ("plain", "profile")]
@@ -189,7 +191,7 @@ def test_who_cannot_run_here_is_left_out_with_the_reason(
         def describe(self) -> str:
             return "breaks"
 
-        def write(self, prompts: Prompts, max_new_tokens: int, watch: Stopwatch) -> None:
+        def write(self, prompts: Prompts, max_new_tokens: int, recorder: Recorder) -> None:
             raise NotImplementedError("no such cache for this family")
 
     def impossible(setting: Any) -> Any:
@@ -224,12 +226,12 @@ def test_another_text_is_told_apart(
         def describe(self) -> str:
             return "writes a wrong last token"
 
-        def write(self, prompts: Prompts, max_new_tokens: int, watch: Stopwatch) -> None:
-            honest = Stopwatch(num_texts=len(prompts))
+        def write(self, prompts: Prompts, max_new_tokens: int, recorder: Recorder) -> None:
+            honest = real_recorder(len(prompts))
             self._honest.write(prompts, max_new_tokens, honest)
-            tokens = honest.batch().texts[0].tokens
+            tokens = honest.batch().sequences[0].tokens
             for token in [*tokens[:-1], (tokens[-1] + 1) % 64]:
-                watch.put([token])
+                recorder.put([token])
 
     make = CONTENDERS["hf"]
     monkeypatch.setitem(CONTENDERS, "hf", lambda setting: Wrong(make(setting)))
@@ -338,7 +340,7 @@ def made_up(*, batch_size: int = 1, **entries: Sequence[TextSample]) -> BenchRes
 
 
 def test_a_text_is_kept_as_it_came() -> None:
-    batch = TimedBatch((TimedText(((1, 2), (3,), (4, 5, 6)), (1.0, 1.5, 3.0)),))
+    batch = TimedBatch((timed_sequence(((1, 2), (3,), (4, 5, 6)), (1.0, 1.5, 3.0)),))
     kept = TextSample.of(3, 1, 17, batch, 0, Comparison(identical=False, first_difference=2, tie=True))
     expected = text_sample(
         2.0, 3, 1, prompt_tokens=17, prefill_seconds=1.0, prefill_tokens=2, decode_tokens=4, passes=2
@@ -508,9 +510,9 @@ def test_a_batch_is_compared_with_texts_that_were_written_alone(
 ) -> None:
     honest = OwnDecoding.write
 
-    def write(self: OwnDecoding, prompts: Prompts, max_new_tokens: int, watch: Stopwatch) -> None:
+    def write(self: OwnDecoding, prompts: Prompts, max_new_tokens: int, recorder: Recorder) -> None:
         honest(
-            self, [prompts[0], *prompts[:1]], max_new_tokens, watch
+            self, [prompts[0], *prompts[:1]], max_new_tokens, recorder
         )  # plain decoding's batch, and everybody's, is wrong
 
     monkeypatch.setattr(OwnDecoding, "write", write)
@@ -521,7 +523,7 @@ def test_a_batch_is_compared_with_texts_that_were_written_alone(
 
 
 def test_texts_of_a_batch_are_kept_with_the_seconds_of_all() -> None:
-    texts = TimedText(((1,), (2, 3), (4,)), (1.0, 2.0, 5.0)), TimedText(((5,), (6,)), (1.5, 7.5))
+    texts = timed_sequence(((1,), (2, 3), (4,)), (1.0, 2.0, 5.0)), timed_sequence(((5,), (6,)), (1.5, 7.5))
     kept = [TextSample.of(4 + n, 0, 20, TimedBatch(texts), n, Comparison(identical=n == 0)) for n in (0, 1)]
     facts = {"prompt_tokens": 20, "batch_size": 2, "prefill_seconds": 1.5, "prefill_tokens": 1}
     assert kept == [
@@ -609,9 +611,9 @@ def test_bit_exact_text_is_compared_with_that_of_its_own_mode_to_the_last_token(
 ) -> None:
     honest = OwnDecoding.write
 
-    def write(self: OwnDecoding, prompts: Prompts, max_new_tokens: int, watch: Stopwatch) -> None:
+    def write(self: OwnDecoding, prompts: Prompts, max_new_tokens: int, recorder: Recorder) -> None:
         others = [[*prompt[:-1], prompt[-1] ^ 1] for prompt in prompts]
-        honest(self, others if "plain, in bit-exact" in self.describe() else prompts, max_new_tokens, watch)
+        honest(self, others if "plain, in bit-exact" in self.describe() else prompts, max_new_tokens, recorder)
 
     monkeypatch.setattr(OwnDecoding, "write", write)
     assert bench(write_profile(LayerSkip.blocks((3, 4))), code, against="profile-bitwise").exit_code == 0

@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from tuner.bench.contest import Contest, Prompts, Stopwatch, TimedBatch
-from tuner.measuring.paired import WARM_UP_TOKENS
+from tuner.bench.contest import Contest, Prompts
+from tuner.measuring.clock import WallClock
+from tuner.measuring.recording import Recorder, TimedBatch
+from tuner.measuring.turns import WARM_UP_TOKENS
 
-CPU = torch.device("cpu")
+CLOCK = WallClock(torch.device("cpu"))
 
 
 class Scripted:
@@ -26,14 +28,14 @@ class Scripted:
     def describe(self) -> str:
         return self.name
 
-    def write(self, prompts: Prompts, max_new_tokens: int, watch: Stopwatch) -> None:
+    def write(self, prompts: Prompts, max_new_tokens: int, recorder: Recorder) -> None:
         self.log.append((self.name, prompts[0][0]))
         if prompts[0][0] == self.fails_at:
             raise RuntimeError("out of luck\nand more")
         assert not gc.isenabled() or max_new_tokens == WARM_UP_TOKENS
         for text in range(len(prompts)):
-            watch.put([7], text)
-            watch.put(range(max_new_tokens - 1), text)
+            recorder.put([7], text)
+            recorder.put(range(max_new_tokens - 1), text)
 
 
 def single(*prompts: Sequence[int]) -> list[Prompts]:
@@ -41,42 +43,9 @@ def single(*prompts: Sequence[int]) -> list[Prompts]:
     return [[prompt] for prompt in prompts]
 
 
-def test_the_prefill_ends_with_the_first_tokens_and_what_is_decoded_comes_behind_them() -> None:
-    times = iter([10.0, 11.0, 13.0, 16.0])
-    watch = Stopwatch(lambda: next(times))
-    for tokens in ([5, 6], [7], [8, 9, 1]):
-        watch.put(tokens)
-    batch = watch.batch()
-    assert [text.tokens for text in batch.texts] == [(5, 6, 7, 8, 9, 1)]
-    assert (batch.prefill_seconds, batch.decode_seconds) == (1.0, 5.0)
-    assert (batch.num_decoded, batch.decoded(0)) == (4, ((7,), (8, 9, 1)))
-
-
-def test_the_prefill_of_a_batch_ends_with_the_first_tokens_of_the_last_text() -> None:
-    times = iter([10.0, 11.0, 12.0, 14.0, 15.0, 16.0, 20.0])
-    watch = Stopwatch(lambda: next(times), num_texts=2)
-    for text, tokens in [(0, [5]), (0, [6, 7]), (1, [8]), (0, [9]), (1, [1, 2, 3]), (1, [4])]:
-        watch.put(tokens, text)
-    batch = watch.batch()
-    assert [text.tokens for text in batch.texts] == [(5, 6, 7, 9), (8, 1, 2, 3, 4)]
-    assert (batch.prefill_seconds, batch.decode_seconds) == (4.0, 6.0)
-    # What came of the first text while the prompt of the second was read counts with the prefill, as its seconds do.
-    assert [batch.decoded(text) for text in (0, 1)] == [((9,),), ((1, 2, 3), (4,))]
-    assert batch.num_decoded == 5
-
-
-def test_a_text_of_nothing_is_no_text() -> None:
-    with pytest.raises(ValueError, match="not a single token"):
-        Stopwatch().batch()
-    watch = Stopwatch(num_texts=2)
-    watch.put([1], 1)
-    with pytest.raises(ValueError, match="not a single token"):
-        watch.batch()
-
-
 def test_who_is_first_moves_on_by_one_from_text_to_text() -> None:
     log: list[tuple[str, int]] = []
-    contest = Contest({name: Scripted(name, log) for name in "abc"}, CPU)
+    contest = Contest({name: Scripted(name, log) for name in "abc"}, CLOCK)
     seen: list[tuple[int, int, dict[str, TimedBatch]]] = []
     contest.hold(
         single((1,), (2,)), max_new_tokens=4, repeats=2, on_batch=lambda *each: seen.append((*each[:2], dict(each[2])))
@@ -88,18 +57,18 @@ def test_who_is_first_moves_on_by_one_from_text_to_text() -> None:
         *[("a", 2), ("b", 2), ("c", 2)],
     ]
     assert [each[:2] for each in seen] == [(0, 0), (1, 0), (0, 1), (1, 1)]
-    assert all(batch.texts[0].tokens == (7, 0, 1, 2) for _, _, written in seen for batch in written.values())
+    assert all(batch.sequences[0].tokens == (7, 0, 1, 2) for _, _, written in seen for batch in written.values())
     assert all(set(written) == {"a", "b", "c"} for _, _, written in seen)
 
 
 def test_a_batch_is_one_turn() -> None:
     log: list[tuple[str, int]] = []
-    contest = Contest({name: Scripted(name, log) for name in "ab"}, CPU)
+    contest = Contest({name: Scripted(name, log) for name in "ab"}, CLOCK)
     seen: list[int] = []
     contest.hold(
         [[(1,), (2,), (3,)], [(4,), (5,), (6,)]],
         max_new_tokens=4,
-        on_batch=lambda place, repeat, written: seen.extend(len(written[name].texts) for name in "ab"),
+        on_batch=lambda index, repeat, written: seen.extend(len(written[name].sequences) for name in "ab"),
     )
     assert log == [("a", 1), ("b", 1), ("b", 4), ("a", 4)]
     assert seen == [3] * 4
@@ -110,11 +79,11 @@ def test_everybody_is_warmed_up_with_a_few_tokens() -> None:
     lengths: list[int] = []
 
     class Counted(Scripted):
-        def write(self, prompts: Prompts, max_new_tokens: int, watch: Stopwatch) -> None:
+        def write(self, prompts: Prompts, max_new_tokens: int, recorder: Recorder) -> None:
             lengths.append(max_new_tokens)
-            super().write(prompts, max_new_tokens, watch)
+            super().write(prompts, max_new_tokens, recorder)
 
-    contest = Contest({name: Counted(name, log) for name in "ab"}, CPU)
+    contest = Contest({name: Counted(name, log) for name in "ab"}, CLOCK)
     contest.warm_up(single((1,), (2,)))
     assert log == [("a", 1), ("b", 1), ("a", 2), ("b", 2)]
     assert set(lengths) == {WARM_UP_TOKENS}
@@ -122,10 +91,10 @@ def test_everybody_is_warmed_up_with_a_few_tokens() -> None:
 
 def test_who_fails_is_left_out_with_the_reason_and_the_others_go_on() -> None:
     log: list[tuple[str, int]] = []
-    contest = Contest({"a": Scripted("a", log), "b": Scripted("b", log, fails_at=2)}, CPU, needed=["a"])
+    contest = Contest({"a": Scripted("a", log), "b": Scripted("b", log, fails_at=2)}, CLOCK, needed=["a"])
     wrote: list[set[str]] = []
     contest.hold(
-        single((1,), (2,), (3,)), max_new_tokens=4, on_batch=lambda place, repeat, written: wrote.append(set(written))
+        single((1,), (2,), (3,)), max_new_tokens=4, on_batch=lambda index, repeat, written: wrote.append(set(written))
     )
     assert wrote == [{"a", "b"}, {"a"}, {"a"}]
     assert contest.left_out == {"b": "RuntimeError: out of luck"}
@@ -135,7 +104,7 @@ def test_who_fails_is_left_out_with_the_reason_and_the_others_go_on() -> None:
 
 def test_who_must_not_fail_raises_and_garbage_is_collected_again() -> None:
     was_enabled = gc.isenabled()
-    contest = Contest({"a": Scripted("a", [], fails_at=1)}, CPU, needed=["a"])
+    contest = Contest({"a": Scripted("a", [], fails_at=1)}, CLOCK, needed=["a"])
     with pytest.raises(RuntimeError, match="out of luck"):
         contest.hold(single((1,)), max_new_tokens=4, on_batch=lambda *each: None)
     assert gc.isenabled() == was_enabled

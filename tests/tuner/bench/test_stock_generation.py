@@ -11,9 +11,11 @@ from decoding.decode import Request
 from decoding.decoder import plain_decoder
 from decoding.target import Target
 from decoding.text import Ending
+from tests.support.recordings import real_recorder
 from tests.support.tiny import tiny_llama
-from tuner.bench.contest import Prompts, Stopwatch, TimedText
+from tuner.bench.contest import Prompts
 from tuner.bench.stock_generation import EarlyExitGeneration, StockGeneration, exits_to_try, fastest_exit
+from tuner.measuring.recording import TimedSequence
 
 PROMPTS = [tuple((seed * 11 + place * 5) % 60 + 2 for place in range(6 + seed)) for seed in range(4)]
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -34,15 +36,15 @@ def plain(model: LlamaForCausalLM, prompt: tuple[int, ...], eos: frozenset[int] 
     return plain_decoder(Target(model)).generate(Request(prompt, Ending(NEW_TOKENS, eos))).tokens
 
 
-def written(contender: StockGeneration, prompt: tuple[int, ...]) -> TimedText:
+def written(contender: StockGeneration, prompt: tuple[int, ...]) -> TimedSequence:
     (text,) = written_together(contender, [prompt])
     return text
 
 
-def written_together(contender: StockGeneration, prompts: Prompts) -> tuple[TimedText, ...]:
-    watch = Stopwatch(num_texts=len(prompts))
-    contender.write(prompts, NEW_TOKENS, watch)
-    return watch.batch().texts
+def written_together(contender: StockGeneration, prompts: Prompts) -> tuple[TimedSequence, ...]:
+    recorder = real_recorder(len(prompts))
+    contender.write(prompts, NEW_TOKENS, recorder)
+    return recorder.batch().sequences
 
 
 def contenders(model: LlamaForCausalLM, eos: frozenset[int]) -> dict[str, StockGeneration]:
@@ -56,9 +58,10 @@ def test_the_text_is_that_of_plain_decoding(model: LlamaForCausalLM, name: str) 
     for prompt in PROMPTS:
         text = written(contender, prompt)
         assert text.tokens == plain(model, prompt)
-        assert text.seconds == tuple(sorted(text.seconds))
+        seconds = [each.seconds for each in text.passes]
+        assert seconds == sorted(seconds)
         if name in ("dynamic", "static"):
-            assert [len(each) for each in text.passes] == [1] * NEW_TOKENS
+            assert [len(each.tokens) for each in text.passes] == [1] * NEW_TOKENS
 
 
 @pytest.mark.parametrize("name", [*OPTIONS, "exit"])
@@ -81,8 +84,9 @@ def test_texts_of_a_batch_are_those_of_each_prompt_alone(
         alone = [plain(model, prompt, eos) for prompt in PROMPTS]
         together = written_together(contenders(model, eos)[name], PROMPTS)
         assert [text.tokens for text in together] == alone
-        # A token a pass, and none behind the end of a text, while longer ones go on.
-        assert [text.passes for text in together] == [tuple((token,) for token in text) for text in alone]
+        # A token a pass, and none after the end of a text, while longer ones go on.
+        passes = [[each.tokens for each in text.passes] for text in together]
+        assert passes == [[(token,) for token in text] for text in alone]
     assert len({len(text) for text in alone}) > 1
 
 
@@ -105,10 +109,10 @@ def test_the_models_own_settings_make_no_other_text_and_are_put_back(model: Llam
 def test_drafts_are_as_long_as_the_models_own_settings_say(model: LlamaForCausalLM) -> None:
     exit_at = EarlyExitGeneration(model, NO_EOS, 5, {})
     model.generation_config.assistant_confidence_threshold = 0.0  # a random model is never sure
-    longest = max(len(each) for prompt in PROMPTS for each in written(exit_at, prompt).passes)
+    longest = max(len(each.tokens) for prompt in PROMPTS for each in written(exit_at, prompt).passes)
     assert longest > 3, "else nothing is seen below"
     model.generation_config.num_assistant_tokens = 2
-    assert max(len(each) for prompt in PROMPTS for each in written(exit_at, prompt).passes) <= 3
+    assert max(len(each.tokens) for prompt in PROMPTS for each in written(exit_at, prompt).passes) <= 3
     assert exit_at.settings["generation_config"]["num_assistant_tokens"] == 2
 
 

@@ -26,9 +26,9 @@ from decoding.drafts import EarlyExit, LayerSkip, PlainDecoding
 from decoding.exit_heads import ExitHeads
 from decoding.losslessness import Comparison
 from decoding.profile import Decoding
-from decoding.rounds import BatchGeneration
 from studies.contract import Candidate
 from studies.measurement import BatchTexts, Measurement
+from tests.support.benches import LoggingClock, bench_on, per_token
 from tests.support.heads import write_heads
 from tests.support.records import candidate
 from tests.support.tiny import tiny_target
@@ -45,7 +45,7 @@ CANDIDATES = [
 
 
 def _bench(**options: Any) -> Bench:
-    return Bench(tiny_target(), PROMPTS, **{"max_new_tokens": 16, **options})
+    return bench_on(tiny_target(), PROMPTS, **options)
 
 
 def _facts(measured: Measurement) -> list[tuple[int, ...]]:
@@ -83,18 +83,27 @@ def test_a_trial_leaves_no_trace_on_the_model() -> None:
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 
 
-def test_plain_decoding_and_the_candidate_take_turns_in_going_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    bench = _bench()
-    order: list[tuple[int, bool]] = []
-    timed = Bench._timed
+def test_plain_decoding_and_the_candidate_take_turns_in_going_first() -> None:
+    clock = LoggingClock(per_token())
+    measured = _bench(clock=clock).measure(CANDIDATES[0], [4, 0, 2])
+    plain, draft = PlainDecoding(), CANDIDATES[0].draft
+    assert clock.drafts == [plain, draft, draft, plain, plain, draft]
+    assert [sample.prompt for sample in measured.samples] == [4, 0, 2]
 
-    def spy(self: Bench, decoder: Decoder, index: int) -> Any:
-        order.append((index, decoder is self._plain))
-        return timed(self, decoder, index)
 
-    monkeypatch.setattr(Bench, "_timed", spy)
-    bench.measure(CANDIDATES[0], range(3))
-    assert order == [(0, True), (0, False), (1, False), (1, True), (2, True), (2, False)]
+def test_seconds_are_what_the_clock_says() -> None:
+    clock = LoggingClock(per_token(plain=3.0, drafted=2.0))
+    (sample,) = _bench(clock=clock).measure(CANDIDATES[0], [1]).samples
+    assert (sample.plain_seconds, sample.draft_seconds) == (3.0 * 15, 2.0 * 15)
+
+
+def test_plain_decoding_is_not_repeated_where_it_costs_the_same_each_time() -> None:
+    clock = LoggingClock(per_token(), is_deterministic=True)
+    bench = _bench(clock=clock)
+    first, second = (bench.measure(CANDIDATES[0], range(2)) for _ in range(2))
+    assert [draft for draft in clock.drafts if draft == PlainDecoding()] == [PlainDecoding()] * 2
+    assert first == second
+    assert first.num_identical == 2
 
 
 def test_every_sample_is_shown_as_it_comes_and_may_stop_the_measurement() -> None:
@@ -125,17 +134,17 @@ def test_plain_decoding_can_be_measured_against_itself() -> None:
 
 
 def test_prompts_whose_text_ends_at_once_are_left_out() -> None:
-    texts = _bench().greedy_texts
+    texts = _bench().continuations
 
     def kept(token: int) -> list[int]:
         return [index for index, text in enumerate(texts) if token not in text[:9]]  # the prefill's token and 8 decoded
 
     ends_some = next(token for token in sorted({t for text in texts for t in text}) if 2 <= len(kept(token)) < 5)
     bench = _bench(eos_token_ids=frozenset({ends_some}))
-    assert set(bench.prompts) <= {PROMPTS[index] for index in range(5)}
+    assert set(bench.prompts) <= set(PROMPTS)
     assert {PROMPTS[index] for index in kept(ends_some)} <= set(bench.prompts)
-    assert bench.num_too_short == 5 - len(bench.prompts) > 0
-    assert [PROMPTS[row] for row in bench.rows] == bench.prompts
+    assert bench.baseline.num_too_short == 5 - len(bench.prompts) > 0
+    assert tuple(PROMPTS[row] for row in bench.baseline.rows) == bench.prompts
 
 
 def test_prompts_that_all_end_at_once_are_refused() -> None:
@@ -170,12 +179,12 @@ def test_the_same_prompts_in_another_order_know_nothing_of_costs(timed: list[int
     bench = _bench(max_new_tokens=10)
     bench.measure(candidate((1, 3), BetaThompson(max_tokens=6)), range(2))
     other = bench.reordered([4, 0, 1, 3, 2])
-    assert other.prompts == [bench.prompts[index] for index in (4, 0, 1, 3, 2)]
-    assert other.rows == [4, 0, 1, 3, 2]
+    assert other.prompts == tuple(bench.prompts[index] for index in (4, 0, 1, 3, 2))
+    assert other.baseline.rows == (4, 0, 1, 3, 2)
     measured = other.measure(candidate((1, 3), BetaThompson(max_tokens=6)), range(5))
     assert measured.num_identical == 5, "each text beside its prompt"
     assert timed == [6, 6]
-    assert bench.rows == [0, 1, 2, 3, 4]
+    assert bench.baseline.rows == (0, 1, 2, 3, 4)
 
 
 def test_costs_that_a_rule_brings_along_are_its_own_alone(timed: list[int]) -> None:
@@ -214,26 +223,14 @@ def test_candidates_side_by_side_write_what_they_write_alone(temperature: float)
     assert all(measured.num_identical == 4 for measured in together)
 
 
-def test_side_by_side_plain_decoding_is_timed_once_a_prompt_and_everybody_goes_first_in_turn(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    bench = _bench(max_new_tokens=10)
-    order: list[tuple[int, Any]] = []
-    timed = Bench._timed
-
-    def spy(self: Bench, decoder: Decoder, index: int) -> Any:
-        order.append((index, "plain" if decoder is self._plain else decoder.rule.max_tokens))
-        return timed(self, decoder, index)
-
-    monkeypatch.setattr(Bench, "_timed", spy)
+def test_side_by_side_plain_decoding_is_timed_once_a_prompt_and_each_goes_first_in_turn() -> None:
+    clock = LoggingClock(per_token())
+    bench = _bench(max_new_tokens=10, clock=clock)
     seen: list[int] = []
-    pair = [candidate((1,), Fixed(max_tokens=2)), candidate((1,), Fixed(max_tokens=3))]
+    pair = [candidate((1,), Fixed(max_tokens=2)), candidate((2,), Fixed(max_tokens=3))]
     first, second = bench.side_by_side(pair, range(3), on_sample=lambda sample: seen.append(sample.prompt))
-    assert order == [
-        *[(0, "plain"), (0, 2), (0, 3)],
-        *[(1, 2), (1, 3), (1, "plain")],
-        *[(2, 3), (2, "plain"), (2, 2)],
-    ]
+    plain, one, other = PlainDecoding(), pair[0].draft, pair[1].draft
+    assert clock.drafts == [plain, one, other, one, other, plain, other, plain, one]
     assert seen == [0, 0, 1, 1, 2, 2]
     assert [s.plain_seconds for s in first.samples] == [s.plain_seconds for s in second.samples]
 
@@ -241,7 +238,7 @@ def test_side_by_side_plain_decoding_is_timed_once_a_prompt_and_everybody_goes_f
 def test_heads_of_the_bench_are_drafted_with(tmp_path: Path) -> None:
     target = tiny_target()
     draft = write_heads(target, tmp_path, [5])[5]
-    bench = Bench(target, PROMPTS, max_new_tokens=16, heads=ExitHeads(target, tmp_path))
+    bench = bench_on(target, PROMPTS, heads=ExitHeads(target, tmp_path))
     measured = bench.measure(Candidate(draft=draft, draft_length=Fixed(max_tokens=3)), range(5))
     assert measured.acceptance_rate == 1.0, "the last block behind all others is the model itself"
     without = Candidate(draft=EarlyExit(exit_layer=5), draft_length=Fixed(max_tokens=3))
@@ -262,30 +259,32 @@ def _facts_of_texts(bench: Bench, wanted: Candidate, indices: Sequence[int]) -> 
 @pytest.mark.parametrize("wanted", CANDIDATES)
 def test_a_batch_is_its_prompts_together(wanted: Candidate) -> None:
     bench = _bench(batch_size=2)
-    assert (list(bench.indices), bench.num_left_over) == ([0, 1], 1)
-    assert bench.prompts == list(PROMPTS[:4])
+    assert (list(bench.indices), bench.baseline.num_left_over) == ([0, 1], 1)
+    assert bench.prompts == tuple(PROMPTS[:4])
     measured = bench.measure(wanted, bench.indices)
     assert [facts[1:5] for facts in _facts(measured)] == _facts_of_texts(_bench(), wanted, bench.indices)
     assert (measured.num_prompts, measured.num_identical, measured.batch_size) == (4, 4, 2)
     assert all(sample.identical and sample.plain_tokens == 30 for sample in measured.samples)
 
 
-def test_a_batch_is_decoded_in_step_plainly_too_and_timed_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    bench = _bench(batch_size=2)
-    asked: list[tuple[bool, int]] = []
-    decode = Decoder.generate_batch
+def test_a_batch_is_decoded_in_lockstep_plainly_too_and_timed_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = LoggingClock(per_token(drafted=0.5))
+    bench = _bench(batch_size=2, clock=clock)
+    sizes: list[int] = []
+    steps = Decoder.batch_steps
 
-    def watched(self: Decoder, requests: Sequence[Request]) -> BatchGeneration:
-        asked.append((self is bench._plain, len(requests)))
-        return dataclasses.replace(decode(self, requests), decode_seconds=2.0 if self is bench._plain else 1.0)
+    def watched(self: Decoder, requests: Sequence[Request]) -> Any:
+        sizes.append(len(requests))
+        return steps(self, requests)
 
-    monkeypatch.setattr(Decoder, "generate_batch", watched)
-    monkeypatch.setattr(Decoder, "generate", lambda *_: pytest.fail("a text was decoded by itself"))
+    monkeypatch.setattr(Decoder, "batch_steps", watched)
+    monkeypatch.setattr(Decoder, "steps", lambda *_: pytest.fail("a sequence was decoded by itself"))
     measured = bench.measure(CANDIDATES[0], bench.indices)
-    warm_up = [(True, 2), (False, 2)]
-    assert asked == [*warm_up, (True, 2), (False, 2), (False, 2), (True, 2)]
+    plain, draft = PlainDecoding(), CANDIDATES[0].draft
+    assert clock.drafts == [plain, draft, draft, plain]
+    assert sizes == [2] * 6, "warm-up and both batches"
     assert measured.speedup == 2.0
-    assert measured.plain_tokens_per_second == 15.0
+    assert measured.plain_tokens_per_second == 1.0
 
 
 def test_prompts_of_a_batch_stay_together_in_the_order_given() -> None:
@@ -297,7 +296,9 @@ def test_prompts_of_a_batch_stay_together_in_the_order_given() -> None:
 
 def test_one_wrong_text_of_a_batch_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
     bench = _bench(batch_size=2)
-    bench.greedy_texts[3] = (*bench.greedy_texts[3][:-1], 63)
+    *others, last = bench.continuations
+    wrong_baseline = dataclasses.replace(bench.baseline, continuations=(*others, (*last[:-1], 63)))
+    bench = Bench(bench.target, wrong_baseline)
     right, wrong = bench.measure(CANDIDATES[0], bench.indices).samples
     assert right.identical
     assert not wrong.identical

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import mlflow
 import optuna
@@ -17,10 +16,9 @@ from decoding.deploy import load_decoder
 from decoding.profile import DraftProfile
 from decoding.target import Target
 from studies.contract import TrialRecord
-from studies.measurement import PromptSample
+from tests.support.benches import charge, per_token
 from tests.tuner.conftest import SearchCommand
 from tuner.cli.main import main
-from tuner.measuring.paired import Bench
 from tuner.search.storage import RECORD
 
 STORAGE = "sqlite:///sdtune.db"
@@ -37,16 +35,8 @@ def run_joint(run_search: SearchCommand, workplace: Path) -> SearchCommand:
 
 @pytest.fixture
 def rigged(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Plain decoding is reported three times as slow as it was, so that a draft wins on a model too small to gain from one."""
-    honest = Bench._sample
-
-    def sample(self: Bench, *args: Any, **kwargs: Any) -> PromptSample:
-        found = honest(self, *args, **kwargs)
-        ratio = 3 if found.drafted else 1
-        seconds = ratio * found.draft_seconds * found.plain_tokens / found.draft_tokens
-        return found.model_copy(update={"plain_seconds": seconds})
-
-    monkeypatch.setattr(Bench, "_sample", sample)
+    """Charge plain decoding three times as much as drafts, so that a draft wins on a model too small to gain from one."""
+    charge(monkeypatch, per_token(plain=3.0, drafted=1.0))
 
 
 def _records(study: str) -> list[TrialRecord]:
@@ -60,9 +50,9 @@ def test_search_for_batches_yields_a_profile_that_writes_the_texts_of_plain_deco
     run_joint: SearchCommand, workplace: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sizes: set[int] = set()
-    decode = Decoder.generate_batch
+    decode = Decoder.batch_steps
     monkeypatch.setattr(
-        Decoder, "generate_batch", lambda self, requests: (sizes.add(len(requests)), decode(self, requests))[1]
+        Decoder, "batch_steps", lambda self, requests: (sizes.add(len(requests)), decode(self, requests))[1]
     )
     result = run_joint(batch_size="2", held_out_prompts="7")
     assert result.exit_code == 0, result.output

@@ -21,7 +21,7 @@ from decoding.exit_heads import file_sha256, head_name, prompt_sha256, read_fact
 from decoding.profile import DraftProfile
 from decoding.target import Target
 from studies.contract import TrialRecord, TrialState
-from studies.measurement import PromptSample
+from tests.support.benches import charge, per_token
 from tests.support.heads import training, write_heads
 from tests.support.tiny import tiny_target, tiny_tokenizer
 from tests.tuner.conftest import SearchCommand
@@ -50,17 +50,8 @@ def search(workplace: Path, run_search: SearchCommand) -> ExitSearch:
 
 @pytest.fixture
 def rigged(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What drafts is reported three times as fast as plain decoding, so that a head wins on a model too small to gain from one."""
-    honest = Bench._sample
-
-    def sample(self: Bench, *args: Any, **kwargs: Any) -> PromptSample:
-        found = honest(self, *args, **kwargs)
-        times = 3 if found.drafted else 1
-        return found.model_copy(
-            update={"plain_seconds": times * found.draft_seconds * found.plain_tokens / found.draft_tokens}
-        )
-
-    monkeypatch.setattr(Bench, "_sample", sample)
+    """Charge plain decoding three times as much as drafts, so that a draft wins on a model too small to gain from one."""
+    charge(monkeypatch, per_token(plain=3.0, drafted=1.0))
 
 
 def _records(workplace: Path) -> list[TrialRecord]:
@@ -200,13 +191,7 @@ def test_when_drafting_nothing_is_best_the_profile_says_plain_decoding(
     search: ExitSearch, workplace: Path, target: Target, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_heads(target, workplace.parent / "heads", [4, 5])
-    honest = Bench._sample
-
-    def slow(self: Bench, *args: Any, **kwargs: Any) -> PromptSample:
-        found = honest(self, *args, **kwargs)
-        return found.model_copy(update={"draft_seconds": 100.0 if found.drafted else found.plain_seconds})
-
-    monkeypatch.setattr(Bench, "_sample", slow)
+    charge(monkeypatch, per_token(drafted=100.0))
     rules = {"exit_layer": {**HEADS["exit_layer"], "rules": ["ada_edl", "fixed"]}}
     result = search(rules, trials="4")
     assert result.exit_code == 0, result.output

@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from decoding.deploy import load_decoder
 from decoding.profile import DraftProfile
 from studies.contract import TrialRecord
-from studies.measurement import PromptSample
+from tests.support.benches import charge, per_token
 from tests.support.paths import ROOT
 from tests.tuner.conftest import SearchCommand
 from tuner.cli.main import main
@@ -31,17 +31,8 @@ from tuner.measuring.paired import Bench
 
 @pytest.fixture
 def rigged(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Plain decoding is reported three times as slow as it was, so that a draft wins on a model too small to gain from one."""
-    honest = Bench._sample
-
-    def sample(self: Bench, *args: Any, **kwargs: Any) -> PromptSample:
-        found = honest(self, *args, **kwargs)
-        ratio = 3 if found.drafted else 1  # a candidate that drafts nothing is plain decoding
-        return found.model_copy(
-            update={"plain_seconds": ratio * found.draft_seconds * found.plain_tokens / found.draft_tokens}
-        )
-
-    monkeypatch.setattr(Bench, "_sample", sample)
+    """Charge plain decoding three times as much as drafts, so that a draft wins on a model too small to gain from one."""
+    charge(monkeypatch, per_token(plain=3.0, drafted=1.0))
 
 
 def _runs(workplace: Path) -> tuple[Any, list[Any]]:
@@ -127,12 +118,7 @@ def test_everything_is_in_mlflow(run_search: SearchCommand, workplace: Path) -> 
 def test_when_nothing_wins_the_profile_says_plain_decoding(
     run_search: SearchCommand, workplace: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    honest = Bench._sample
-
-    def slow(self: Bench, *args: Any, **kwargs: Any) -> PromptSample:
-        return honest(self, *args, **kwargs).model_copy(update={"draft_seconds": 100.0})
-
-    monkeypatch.setattr(Bench, "_sample", slow)
+    charge(monkeypatch, per_token(drafted=100.0))
     result = run_search()
     assert result.exit_code == 0, result.output
     assert "Nothing beats plain decoding" in result.stdout
@@ -283,9 +269,9 @@ def test_kill_9_in_the_middle_loses_no_finished_trial(
     ]
     slow = f"{arguments!r}"
     script = (
-        "import sys, time; from tuner.measuring.paired import Bench; honest = Bench._sample\n"
-        "def sample(self, *a, **k):\n    time.sleep(0.05); return honest(self, *a, **k)\n"
-        f"Bench._sample = sample\nfrom tuner.cli.main import main; main(['search', *{slow}])"
+        "import time; from tuner.search import task; from tuner.measuring.clock import WallClock\n"
+        "class Slow(WallClock):\n    def start(self, draft=None):\n        time.sleep(0.05); return super().start(draft)\n"
+        f"task.WallClock = Slow\nfrom tuner.cli.main import main; main(['search', *{slow}])"
     )
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(

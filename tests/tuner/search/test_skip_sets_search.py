@@ -10,6 +10,7 @@ from decoding.target import Target
 from studies.contract import Problem, TrialRecord, TrialState
 from studies.searches.skip_sets.settings import SkipSetsSettings
 from studies.searches.skip_sets.study import SkipSets
+from tests.support.benches import bench_on
 from tests.tuner.conftest import SearchCommand
 from tuner.measuring.paired import Bench
 from tuner.search.storage import StudyStore, sqlite_url
@@ -21,11 +22,11 @@ PLACES = range(3)
 @pytest.fixture(scope="module")
 def bench(target: Target) -> Bench:
     prompts = [tuple((index * 7 + place * 5) % 60 + 2 for place in range(5 + index)) for index in range(4)]
-    return Bench(target, prompts, max_new_tokens=12)
+    return bench_on(target, prompts, max_new_tokens=12)
 
 
 def _run(folder: Path, bench: Bench, method: str, trials: int) -> list[TrialRecord]:
-    texts = tuple(bench.prompts), tuple(bench.greedy_texts)
+    texts = bench.prompts, bench.continuations
     study = SkipSets(Problem(bench.target, *texts, earlier={}, seed=1), SkipSetsSettings(method=method))  # type: ignore[arg-type]
     stored = StudyStore(sqlite_url(folder / "trials.db"), "e").open(study, {})
     return run_study(study, stored, bench, PLACES, Budget(trials, None), lambda record: None)[0]

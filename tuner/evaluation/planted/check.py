@@ -7,13 +7,11 @@ best of a thousand noisy timings would not be the best setting. These are checks
 from __future__ import annotations
 
 import json
-import random
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from itertools import combinations
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
 import torch
 from rich.console import Group
@@ -21,14 +19,9 @@ from rich.table import Table
 
 from decoding.documents.atomic_write import write_atomically
 from decoding.draft_length import Fixed
-from decoding.drafts import Draft, LayerSkip, PlainDecoding
-from decoding.profile import Decoding
-from decoding.rounds import BatchGeneration
+from decoding.drafts import LayerSkip
 from decoding.target import Target
 from studies.contract import Candidate, Problem, best_trials
-from studies.costs.table import CostTable
-from studies.costs.terms import DraftStep, Pass
-from studies.measurement import Measurement
 from studies.prediction.predictor import Predictor
 from studies.prediction.proposals import propose_skip_sets
 from studies.prediction.skip_space import SkipSpace
@@ -36,9 +29,21 @@ from studies.prediction.survey import Survey
 from studies.searches.predicted import PredictedSettings
 from studies.searches.registry import STUDIES, create_study
 from tuner.errors import SearchError
-from tuner.evaluation.planted.model import plant, planted, prompts
-from tuner.measuring.cost_table import Timer, measure_cost_table
-from tuner.measuring.paired import Bench, OnSample
+from tuner.evaluation.planted.model import planted
+from tuner.evaluation.planted.problem import (
+    DECODING,
+    ENDS,
+    MAX_TOKENS,
+    NUM_GREY,
+    NUM_PROMPTS,
+    NUM_REDUNDANT,
+    NUM_TOKENS,
+    PROMPT_LENGTH,
+    WIDENING,
+    PlantedProblem,
+    small_problem,
+)
+from tuner.measuring.paired import Bench
 from tuner.progress import Progress
 from tuner.results import stamped
 from tuner.search.storage import StudyStore, sqlite_url
@@ -46,14 +51,6 @@ from tuner.search.trials import Budget, run_study
 
 SEARCHES = tuple(name for name, entry in STUDIES.items() if issubclass(entry.load().Settings, PredictedSettings))
 """The studies that search by prediction."""
-MAX_TOKENS = 4
-NUM_REDUNDANT, NUM_GREY = 4, 2
-"""Blocks of the small problem."""
-NUM_PROMPTS, PROMPT_LENGTH, NUM_TOKENS = 3, 16, 24
-DECODING = Decoding(prefix_reuse=False)
-CONTEXT = PROMPT_LENGTH + NUM_TOKENS / 2
-ENDS, WIDENING = 2.0, 0.05
-"""What a pass costs beside its sublayers, in sublayers; what each further token of a verification costs, in passes."""
 ENOUGH, LITTLE = 0.98, 0.03
 """What a search should find of the best speed-up, in what share of the exhaustive search's evaluations."""
 NUM_REFINED = 20
@@ -70,8 +67,6 @@ _PROBLEM = {
     "torch": torch.__version__,
 }
 """What the optimum of a seed depends on."""
-
-DECODING = Decoding(prefix_reuse=False)
 
 
 @dataclass(frozen=True)
@@ -97,9 +92,6 @@ class Found:
         return self.evaluations / self.num_candidates
 
 
-DECODING = Decoding(prefix_reuse=False)
-
-
 @dataclass(frozen=True)
 class Recovered:
     """What was found of the redundancy of a larger problem."""
@@ -113,43 +105,6 @@ class Recovered:
     drafts_rated: int
 
 
-class PricedBench(Bench):
-    """Real decoding whose seconds are counted from a table, a plain step being a second: plain decoding need not be timed again."""
-
-    def __init__(self, *args: Any, table: CostTable, **settings: Any) -> None:
-        self.table = table
-        super().__init__(*args, **settings)
-
-    def measure(
-        self, candidate: Candidate, indices: Sequence[int], on_sample: OnSample = lambda sample: None
-    ) -> Measurement:
-        """Decode the prompts at `indices` with the candidate, and count what that costs."""
-        decoder = self._decoder(candidate)
-        samples = []
-        for index in indices:
-            drafted = self._timed(decoder, index)
-            sample = self._compare(decoder, index, drafted, drafted)
-            seconds = {
-                "plain_seconds": float(drafted.num_decoded),
-                "draft_seconds": self._price(candidate.draft, drafted),
-            }
-            samples.append(sample.model_copy(update=seconds))
-            on_sample(samples[-1])
-        return Measurement(samples=tuple(samples))
-
-    def _price(self, draft: Draft, drafted: BatchGeneration) -> float:
-        part = draft if isinstance(draft, LayerSkip) else LayerSkip()
-        costs = self.table.round_costs(part, MAX_TOKENS, context=CONTEXT, prefix_reuse=False)
-        return sum(
-            costs.verify_cost(step.num_drafted) if step.looked_up else costs.of(step.num_drafted)
-            for text in drafted.generations
-            for step in text.rounds
-        )
-
-
-DECODING = Decoding(prefix_reuse=False)
-
-
 @dataclass(frozen=True)
 class Optimum:
     """The best that an exhaustive search has found of the small problem of a seed."""
@@ -159,6 +114,9 @@ class Optimum:
     num_candidates: int
 
 
+FindOptimum = Callable[[PlantedProblem, Progress], Optimum]
+
+
 def find_best_of_all(
     seeds: Iterable[int],
     progress: Progress,
@@ -166,22 +124,22 @@ def find_best_of_all(
     *,
     optima: Sequence[Optimum] = (),
     on_optimum: Callable[[Optimum], None] = lambda optimum: None,
+    find_optimum: FindOptimum | None = None,
 ) -> list[Found]:
     """12 blocks, 4 of them redundant: each search against the best of all 1,023 sets of the 10 blocks between first and last.
 
     That takes minutes for each seed: those of `optima` are taken as known, `on_optimum` is told of the others.
     """
     found = []
+    find_optimum = find_optimum or exhaustive
     known = {optimum.seed: optimum for optimum in optima}
     for seed in seeds:
-        redundant, grey = _drawn_blocks(12, seed)
-        target = Target(plant(12, redundant, redundant, grey_attention=grey, grey_mlp=grey, seed=seed))
-        bench = _bench(target, seed)
+        problem = small_problem(seed)
         if (optimum := known.get(seed)) is None:
-            optimum = Optimum(seed, *_exhaustive(bench, seed, progress))
+            optimum = find_optimum(problem, progress)
             on_optimum(optimum)
         for name in searches:
-            speedup, evaluations = _search(name, bench, target, seed, progress)
+            speedup, evaluations = _search(name, problem, progress)
             found.append(Found(seed, name, speedup, optimum.best, evaluations, optimum.num_candidates))
             progress.say(f"seed {seed}: {name} found {found[-1].share:.1%} of the best in {evaluations} evaluations")
     return found
@@ -192,19 +150,17 @@ def recover(sizes: Iterable[int], seeds: Sequence[int], progress: Progress) -> l
     recovered = []
     for num_layers in sizes:
         for seed in seeds:
-            problem = planted(num_layers, seed=seed)
-            target = Target(problem.model)
+            known = planted(num_layers, seed=seed)
             progress.stage(f"{num_layers} layers, seed {seed}")
-            bench = _bench(target, seed)
-            survey = Survey(target, bench.prompts, bench.greedy_texts)
-            predictor = Predictor(survey, bench.table, max_tokens=MAX_TOKENS, prefix_reuse=False)
-            space = SkipSpace.of(target)
+            problem = PlantedProblem.of(Target(known.model), seed)
+            survey = Survey(problem.target, problem.bench.prompts, problem.bench.continuations)
+            predictor = Predictor(survey, problem.table, max_tokens=MAX_TOKENS, prefix_reuse=False)
+            space = SkipSpace.of(problem.target)
             best = propose_skip_sets(space, predictor, max(160, 3 * len(space.items)))[0]
             assert isinstance(best.draft, LayerSkip), "proposals of skip sets are skip sets"
-            known, chosen = space.places(problem.redundant), space.places(best.draft)
-            recovered.append(
-                Recovered(num_layers, seed, len(known), len(known & chosen), len(chosen - known), predictor.num_drafts)
-            )
+            redundant, chosen = space.places(known.redundant), space.places(best.draft)
+            found, others = len(redundant & chosen), len(chosen - redundant)
+            recovered.append(Recovered(num_layers, seed, len(redundant), found, others, predictor.num_drafts))
     return recovered
 
 
@@ -264,72 +220,61 @@ def write_results(
     )
 
 
-def _drawn_blocks(num_layers: int, seed: int) -> tuple[list[int], list[int]]:
-    """Redundant and grey blocks, between the first and the last."""
-    inner = list(range(1, num_layers - 1))
-    random.Random(f"blocks/{seed}").shuffle(inner)
-    return sorted(inner[:NUM_REDUNDANT]), sorted(inner[NUM_REDUNDANT : NUM_REDUNDANT + NUM_GREY])
+def exhaustive(
+    problem: PlantedProblem,
+    progress: Progress,
+    skip_sets: Sequence[LayerSkip] | None = None,
+    *,
+    num_refined: int = NUM_REFINED,
+) -> Optimum:
+    """Decode with every skip set (all sets of inner blocks, unless given) and return the best speed-up.
 
-
-def _bench(target: Target, seed: int) -> PricedBench:
-    table = measure_cost_table(
-        target, max_tokens=MAX_TOKENS, contexts=(PROMPT_LENGTH, PROMPT_LENGTH + NUM_TOKENS), timer=_timer(target)
-    )
-    texts = prompts(NUM_PROMPTS, PROMPT_LENGTH, seed)
-    return PricedBench(target, texts, max_new_tokens=NUM_TOKENS, decoding=DECODING, seed=seed, table=table)
-
-
-def _timer(target: Target) -> Timer:
-    whole = ENDS + 2 * target.num_layers
-
-    def seconds(each: Pass) -> float:
-        if isinstance(each, DraftStep):
-            return 1.0 - (len(each.skip.skip_attention) + len(each.skip.skip_mlp)) / whole
-        return 1.0 + WIDENING * (each.width - 1)
-
-    return seconds
-
-
-def _exhaustive(bench: PricedBench, seed: int, progress: Progress) -> tuple[float, int]:
-    """The best speed-up of all sets at the longest draft, the best sets at every length; and how many candidates that were."""
-    inner = range(1, bench.target.num_layers - 1)
-    sets = [LayerSkip.blocks(blocks) for size in range(1, len(inner) + 1) for blocks in combinations(inner, size)]
-    progress.stage(f"seed {seed}: all {len(sets)} sets of blocks", len(sets))
+    All sets are tried at the longest draft; the `num_refined` best of them at every length.
+    """
+    sets = all_skip_sets(problem.target.num_layers) if skip_sets is None else skip_sets
+    progress.stage(f"seed {problem.seed}: all {len(sets)} sets of blocks", len(sets))
     speedups: dict[LayerSkip, float] = {}
     for skip in sets:
-        speedups[skip] = _measure(bench, skip, MAX_TOKENS)
+        speedups[skip] = _measure(problem.bench, skip, MAX_TOKENS)
         progress.advance()
-    refined = sorted(sets, key=lambda skip: -speedups[skip])[:NUM_REFINED]
-    others = [_measure(bench, skip, length) for skip in refined for length in range(1, MAX_TOKENS)]
-    return max([*speedups.values(), *others]), len(speedups) + len(others)
+    refined = sorted(sets, key=lambda skip: -speedups[skip])[:num_refined]
+    others = [_measure(problem.bench, skip, length) for skip in refined for length in range(1, MAX_TOKENS)]
+    return Optimum(problem.seed, max([*speedups.values(), *others]), len(speedups) + len(others))
 
 
-def _measure(bench: PricedBench, skip: LayerSkip, length: int) -> float:
+def all_skip_sets(num_layers: int) -> list[LayerSkip]:
+    """Return every set of blocks between the first and the last one."""
+    inner = range(1, num_layers - 1)
+    return [LayerSkip.blocks(blocks) for size in range(1, len(inner) + 1) for blocks in combinations(inner, size)]
+
+
+def _measure(bench: Bench, skip: LayerSkip, length: int) -> float:
     candidate = Candidate(draft=skip, draft_length=Fixed(max_tokens=length))
-    return bench.measure(candidate, range(len(bench.prompts))).speedup
+    return bench.measure(candidate, bench.indices).speedup
 
 
-def _search(name: str, bench: PricedBench, target: Target, seed: int, progress: Progress) -> tuple[float, int]:
-    """The speed-up that a search finds, and the candidates that it has measured."""
+def _search(name: str, planted: PlantedProblem, progress: Progress) -> tuple[float, int]:
+    """Run a search and return the speed-up that it finds and the number of candidates that it measures."""
+    bench = planted.bench
     problem = Problem(
-        target,
-        tuple(bench.prompts),
-        tuple(bench.greedy_texts),
+        planted.target,
+        bench.prompts,
+        bench.continuations,
         earlier={},
-        seed=seed,
+        seed=planted.seed,
         decoding=DECODING,
-        costs=lambda max_tokens: bench.table,
+        costs=lambda max_tokens: planted.table,
     )
     settings = (
         STUDIES[name]
         .load()
         .Settings.model_validate({"rules": ("fixed",), "max_tokens": MAX_TOKENS, "whole_blocks": True})
     )
-    progress.stage(f"seed {seed}: {name}")
+    progress.stage(f"seed {planted.seed}: {name}")
     study = create_study(name, problem, settings)
     with TemporaryDirectory() as folder:
         stored = StudyStore(sqlite_url(Path(folder) / "trials.db"), "planted").open(study, {})
-        records, _ = run_study(study, stored, bench, range(len(bench.prompts)), Budget(None, None), lambda record: None)
+        records, _ = run_study(study, stored, bench, bench.indices, Budget(None, None), lambda record: None)
     best = best_trials(records, 1, expected=study.expected())
-    drafted = [r for r in records if not isinstance(r.candidate.draft, PlainDecoding) and r.repeat_of is None]
+    drafted = [r for r in records if r.candidate.draft.drafts and r.repeat_of is None]
     return (best[0].speedup or 0.0) if best else 0.0, len(drafted)

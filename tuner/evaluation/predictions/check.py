@@ -120,7 +120,7 @@ def foresee(task: Task, bench: Bench, *, num_prompts: int, max_tokens: int, prog
     Costs are measured again instead of reused from an earlier search, because the check is of the current machine.
     """
     progress.stage("measuring pass costs")
-    prompts, continuations = bench.prompts[:num_prompts], bench.greedy_texts[:num_prompts]
+    prompts, continuations = bench.prompts[:num_prompts], bench.continuations[:num_prompts]
     lengths = [len(prompt) for prompt in prompts]
     contexts = sorted({min(lengths), max(lengths) + bench.max_new_tokens})
     config = task.config

@@ -19,11 +19,14 @@ from decoding.drafts import Draft, EarlyExit, PlainDecoding
 from decoding.exit_heads import ExitHeads
 from decoding.profile import DraftProfile, Interval
 from decoding.target import Target
+from decoding.text import Ending
 from studies.contract import Candidate
 from studies.measurement import Measurement, PromptSample, ratio_interval
 from tuner.errors import ConfigError
 from tuner.inputs.models import eos_token_ids, load
 from tuner.inputs.prompts import Prompt, load_prompts
+from tuner.measuring.baseline import decode_baseline
+from tuner.measuring.clock import WallClock
 from tuner.measuring.paired import Bench
 from tuner.progress import Progress
 from tuner.results import stamped
@@ -132,15 +135,19 @@ def compare_rules(
         parts.append((name, len(found.tuning), len(found.held_out)))
         texts += [*found.tuning, *found.held_out]
     progress.stage("decoding all prompts plainly", len(texts))
-    bench = Bench(
+    baseline = decode_baseline(
         target,
         [prompt.token_ids for prompt in texts],
-        max_new_tokens=max_new_tokens,
+        Ending(max_new_tokens, eos_token_ids(loaded.model)),
+        on_progress=progress.advance,
+    )
+    bench = Bench(
+        target,
+        baseline,
         decoding=profile.decoding,
-        eos_token_ids=eos_token_ids(loaded.model),
         heads=heads,
         seed=seed,
-        on_progress=progress.advance,
+        clock=WallClock(target.device),
     )
     kinds = _kinds(parts, bench, progress)
     entries = _measure(profile, kinds, bench, max_tokens, progress)
@@ -160,7 +167,7 @@ def compare_rules(
 
 def _kinds(parts: Sequence[tuple[str, int, int]], bench: Bench, progress: Progress) -> tuple[TextKind, ...]:
     """Return the kinds; prompts whose continuations end too soon are left out."""
-    index_of = {row: index for index, row in enumerate(bench.rows)}
+    index_of = {row: index for index, row in enumerate(bench.baseline.rows)}
     kinds, start = [], 0
     for name, num_warm_up, num_measured in parts:
         middle, end = start + num_warm_up, start + num_warm_up + num_measured

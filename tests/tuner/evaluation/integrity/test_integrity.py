@@ -17,6 +17,7 @@ from decoding.drafts import LayerSkip, PlainDecoding
 from decoding.target import Target
 from studies.contract import Candidate
 from studies.measurement import Measurement
+from tests.support.benches import bench_on
 from tests.support.records import measurement, sample
 from tests.support.refusals import refused
 from tests.support.tiny import tiny_target
@@ -97,7 +98,7 @@ def test_candidates_look_like_drafts_but_decode_as_their_family() -> None:
 @pytest.fixture(scope="module")
 def bench() -> Bench:
     prompts = [[(seed * 11 + index * 5) % 60 + 2 for index in range(5 + seed)] for seed in range(3)]
-    return Bench(tiny_target(4), prompts, max_new_tokens=10)
+    return bench_on(tiny_target(4), prompts, max_new_tokens=10)
 
 
 def test_idle_candidates_never_draft_and_whole_models_are_accepted(bench: Bench) -> None:

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-import tuner.evaluation.planted.check as check
 from decoding.draft_length import Fixed
 from decoding.drafts import LayerSkip
 from decoding.target import Target
@@ -18,6 +17,8 @@ from tuner.evaluation.planted.check import (
     Found,
     Optimum,
     Recovered,
+    all_skip_sets,
+    exhaustive,
     find_best_of_all,
     known_optima,
     recover,
@@ -25,20 +26,21 @@ from tuner.evaluation.planted.check import (
     write_results,
 )
 from tuner.evaluation.planted.model import plant
+from tuner.evaluation.planted.problem import ENDS, WIDENING, PlantedProblem
 from tuner.progress import Unwatched
 
 
 @pytest.fixture(scope="module")
-def bench() -> check.PricedBench:
-    return check._bench(Target(plant(12, [3, 5], [3, 5], seed=0)), 0)
+def problem() -> PlantedProblem:
+    return PlantedProblem.of(Target(plant(12, [3, 5], [3, 5], seed=0)), 0)
 
 
-def test_price_of_decoding_is_that_of_its_rounds(bench: check.PricedBench) -> None:
+def test_price_of_decoding_is_the_price_of_its_rounds(problem: PlantedProblem) -> None:
     skip = LayerSkip.blocks((3, 5))
-    measured = bench.measure(Candidate(draft=skip, draft_length=Fixed(max_tokens=3)), range(3))
-    whole = check.ENDS + 24
+    measured = problem.bench.measure(Candidate(draft=skip, draft_length=Fixed(max_tokens=3)), range(3))
+    whole = ENDS + 24
     for sample in measured.samples:
-        verified = sample.rounds + check.WIDENING * sample.drafted
+        verified = sample.rounds + WIDENING * sample.drafted
         drafted = sample.drafted * (1 - 4 / whole)
         assert sample.draft_seconds == pytest.approx(verified + drafted, rel=1e-3)
         assert sample.plain_seconds == sample.plain_tokens
@@ -46,31 +48,47 @@ def test_price_of_decoding_is_that_of_its_rounds(bench: check.PricedBench) -> No
     assert measured.acceptance_rate > 0.8
 
 
-def test_same_setting_costs_the_same_each_time(bench: check.PricedBench) -> None:
+def test_same_setting_costs_the_same_each_time(problem: PlantedProblem) -> None:
     candidate = Candidate(draft=LayerSkip.blocks((3,)), draft_length=Fixed(max_tokens=2))
-    one, other = (bench.measure(candidate, range(3)).samples for _ in range(2))
+    one, other = (problem.bench.measure(candidate, range(3)).samples for _ in range(2))
     assert [s.model_dump() for s in one] == [s.model_dump() for s in other]
 
 
-def test_searches_are_held_against_the_best_of_all_sets(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(check, "combinations", lambda inner, size: [(3, 5), (2, 4)] if size == 2 else [(1,)])
-    monkeypatch.setattr(check, "NUM_REFINED", 1)
+def test_searches_are_compared_with_the_best_of_all_sets() -> None:
+    sets = [LayerSkip.blocks(blocks) for blocks in [(1,), (3, 5), (2, 4)]]
     optima: list[Optimum] = []
-    (found,) = find_best_of_all([0], Unwatched(), ["predicted"], on_optimum=optima.append)
+    (found,) = find_best_of_all(
+        [0],
+        Unwatched(),
+        ["predicted"],
+        on_optimum=optima.append,
+        find_optimum=lambda problem, progress: exhaustive(problem, progress, sets, num_refined=1),
+    )
     assert optima == [Optimum(0, found.best, 6)]
     assert found.num_candidates == 3 + 3
     assert found.share > 0.98
     assert 0 < found.evaluations <= 24
 
 
-def test_known_best_is_not_looked_for_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_exhaustive_search_is_over_all_sets_of_inner_blocks(problem: PlantedProblem) -> None:
+    assert len(all_skip_sets(12)) == len(set(all_skip_sets(12))) == 2**10 - 1
+    assert {LayerSkip.blocks((1,)), LayerSkip.blocks(tuple(range(1, 11)))} <= set(all_skip_sets(12))
+
+
+def test_known_best_is_not_searched_for_again(tmp_path: Path) -> None:
     path = tmp_path / "planted.json"
     assert known_optima(path) == []
     write_results([], [], path, [Optimum(0, 1.25, 1083)])
-    monkeypatch.setattr(check, "_exhaustive", None)
-    (found,) = find_best_of_all([0], Unwatched(), ["predicted"], optima=known_optima(path))
+    (found,) = find_best_of_all(
+        [0],
+        Unwatched(),
+        ["predicted"],
+        optima=known_optima(path),
+        find_optimum=lambda problem, progress: pytest.fail("the optimum is known"),
+    )
     assert (found.best, found.num_candidates) == (1.25, 1083)
-    monkeypatch.setattr(check, "_PROBLEM", {"max_tokens": 5})
+    document = json.loads(path.read_text())
+    path.write_text(json.dumps({**document, "problem": {**document["problem"], "max_tokens": 5}}))
     assert known_optima(path) == [], "of another problem"
     path.write_text("[]")
     with pytest.raises(SearchError, match="does not hold the results"):

@@ -14,12 +14,13 @@ import numpy as np
 import pytest
 from click.testing import CliRunner, Result
 
-from decoding.decoder import Decoder
 from decoding.draft_length import BetaThompson, Fixed
 from decoding.drafts import Draft, LayerSkip
+from decoding.rounds import Round
 from decoding.target import Target
 from studies.contract import Candidate
 from studies.measurement import PromptSample
+from tests.support.benches import bench_on, charge
 from tests.support.records import candidate
 from tests.support.refusals import refused
 from tuner.cli.main import main
@@ -28,6 +29,7 @@ from tuner.errors import ConfigError
 from tuner.evaluation.searches.compare import HELD_OUT_FILE
 from tuner.evaluation.searches.held_out import CHUNK, HeldOutSamples
 from tuner.evaluation.searches.rivals import SEARCHES, rivals
+from tuner.measuring.clock import PriceList
 from tuner.measuring.cost_table import measure_cost_table
 from tuner.measuring.paired import Bench
 from tuner.progress import Unwatched
@@ -66,49 +68,45 @@ def compare(workplace: Path, checkpoint: Path, prompts_file: Path, monkeypatch: 
     return run
 
 
+def _price(draft: Draft, record: Round) -> float:
+    num_skipped = len(draft.skip_attention) + len(draft.skip_mlp) if isinstance(draft, LayerSkip) else 0
+    return 1e-3 * len(record.tokens) / (0.9 + 0.1 * num_skipped)
+
+
 class Clockwork:
-    """Real decoding, but a draft is said to be the faster the more it skips; counts trials and held-out samples."""
+    """Real decoding, charged the less the more a draft skips; counts trials and held-out samples."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.trials: list[list[int]] = []
         """The prompts of each trial, by their rows in the tuning set."""
         self.held_out = 0
         self.stop_at_trial = self.stop_at_sample = 10_000
-        measure, compare, build = Bench.measure, Bench._compare, Bench._decoder
-        drafts: dict[Decoder, Draft] = {}
-
-        def built(bench: Bench, each: Candidate) -> Decoder:
-            decoder = build(bench, each)
-            drafts[decoder] = each.draft
-            return decoder
+        measure, side_by_side = Bench.measure, Bench.side_by_side
 
         def counted(bench: Bench, each: Candidate, indices: Any, on_sample: Any) -> Any:
             if len(self.trials) == self.stop_at_trial:
                 raise KeyboardInterrupt
-            self.trials.append([bench.rows[index] for index in indices])
+            self.trials.append([bench.baseline.rows[index] for index in indices])
             self.is_trial = True
             try:
                 return measure(bench, each, indices, on_sample)
             finally:
                 self.is_trial = False
 
-        def said(bench: Bench, decoder: Any, index: int, plain: Any, drafted: Any) -> PromptSample:
-            if not self.is_trial:
-                if self.held_out == self.stop_at_sample:
-                    raise KeyboardInterrupt
-                self.held_out += 1
-            sample = compare(bench, decoder, index, plain, drafted)
-            draft = drafts[decoder]
-            num_skipped = len(draft.skip_attention) + len(draft.skip_mlp) if isinstance(draft, LayerSkip) else 0
-            seconds = 1e-3 * sample.draft_tokens
-            return sample.model_copy(
-                update={"plain_seconds": seconds * (0.9 + 0.1 * num_skipped), "draft_seconds": seconds}
-            )
+        def together(bench: Bench, candidates: Any, indices: Any, on_sample: Any) -> Any:
+            def seen(sample: PromptSample) -> None:
+                if not self.is_trial:
+                    if self.held_out == self.stop_at_sample:
+                        raise KeyboardInterrupt
+                    self.held_out += 1
+                on_sample(sample)
+
+            return side_by_side(bench, candidates, indices, seen)
 
         self.is_trial = False
-        monkeypatch.setattr(Bench, "_decoder", built)
+        charge(monkeypatch, PriceList(_price))
         monkeypatch.setattr(Bench, "measure", counted)
-        monkeypatch.setattr(Bench, "_compare", said)
+        monkeypatch.setattr(Bench, "side_by_side", together)
 
 
 @pytest.fixture
@@ -342,7 +340,7 @@ def test_held_out_samples_come_in_chunks_with_warmed_up_rules(
 ) -> None:
     monkeypatch.setattr("decoding.timing.draft_costs.measure_round_costs", partial(_cheap_costs))
     prompts = [tuple((index * 7 + place * 5) % 60 + 2 for place in range(5 + index)) for index in range(3)]
-    bench = Bench(target, prompts, max_new_tokens=12)
+    bench = bench_on(target, prompts, max_new_tokens=12)
     together: list[int] = []
     honest = Bench.side_by_side
 

@@ -1,0 +1,51 @@
+"""Clocks: real seconds from the start of a decoding, or the prices of its rounds."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from decoding.draft_length import RoundCosts
+from decoding.drafts import Draft, LayerSkip, PlainDecoding
+from decoding.rounds import Round
+from tuner.measuring.clock import PriceList, WallClock
+
+
+def a_round(num_drafted: int, *, looked_up: bool = False) -> Round:
+    return Round((1,), num_drafted, 0, seconds=9.0, draft_seconds=9.0, looked_up=looked_up)
+
+
+def test_wall_clock_counts_from_the_start_of_a_decoding() -> None:
+    times = iter([10.0, 11.5, 14.0, 20.0, 21.0])
+    clock = WallClock(torch.device("cpu"), lambda: next(times))
+    elapsed = clock.start()
+    assert (elapsed(None), elapsed(a_round(3))) == (1.5, 4.0)
+    assert clock.start(PlainDecoding())(None) == 1.0, "each decoding from its own start"
+
+
+def test_prices_add_up_over_the_rounds_of_a_decoding() -> None:
+    clock = PriceList(lambda draft, record: 2.0 * record.num_drafted)
+    elapsed, other = clock.start(LayerSkip.blocks((1,))), clock.start(LayerSkip.blocks((1,)))
+    assert [elapsed(None), elapsed(a_round(3)), elapsed(a_round(1))] == [0.0, 6.0, 8.0]
+    assert other(a_round(1)) == 2.0, "decodings are charged apart"
+
+
+def test_prices_of_round_costs() -> None:
+    costs = RoundCosts(draft_step=0.25, verify=(1.0, 1.1, 1.2))
+    asked: list[Draft] = []
+
+    def costs_of(draft: Draft) -> RoundCosts:
+        asked.append(draft)
+        return costs
+
+    clock = PriceList.of_costs(costs_of)
+    skip = LayerSkip.blocks((1,))
+    assert clock.start(skip)(a_round(2)) == pytest.approx(1.2 + 2 * 0.25)
+    assert clock.start(skip)(a_round(2, looked_up=True)) == pytest.approx(1.2), "copied tokens cost no draft pass"
+    assert clock.start(PlainDecoding())(a_round(0)) == 1.0
+    assert asked == [skip, skip], "plain decoding is the unit"
+
+
+def test_price_list_needs_a_draft() -> None:
+    with pytest.raises(ValueError, match="rounds of a draft"):
+        PriceList(lambda draft, record: 1.0).start()

@@ -1,0 +1,101 @@
+"""The prompts of a bench and their plain continuations, against which candidates are compared token by token."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from decoding.decode import Request
+from decoding.decoder import plain_decoder
+from decoding.target import Target
+from decoding.text import Ending
+from tuner.errors import DatasetError
+
+FEWEST_DECODED = 8
+"""Decode-phase tokens of a sequence below which its decoding rate says nothing."""
+
+
+@dataclass(frozen=True)
+class Baseline:
+    """Prompts that can be measured, in whole batches, with their plain greedy continuations.
+
+    Batch `i` consists of the prompts `i * batch_size` to `(i + 1) * batch_size - 1`. Prompts that fill no batch are left out: they
+    would be decoded at another speed.
+    """
+
+    prompts: tuple[tuple[int, ...], ...]
+    """Token ids of each prompt."""
+    continuations: tuple[tuple[int, ...], ...]
+    """Token ids that plain greedy decoding writes after each prompt, up to `ending`."""
+    rows: tuple[int, ...]
+    """Index of each prompt among the prompts given."""
+    ending: Ending
+    batch_size: int = 1
+    num_too_short: int = 0
+    """Number of prompts left out because their continuations are shorter than `FEWEST_DECODED`."""
+    num_left_over: int = 0
+    """Number of prompts left out because they fill no batch."""
+
+    @property
+    def indices(self) -> range:
+        """Indices of the batches; of the prompts if `batch_size` is 1."""
+        return range(len(self.prompts) // self.batch_size)
+
+    def members(self, index: int) -> range:
+        """Return the indices of the prompts in batch `index`."""
+        return range(index * self.batch_size, (index + 1) * self.batch_size)
+
+    def reordered(self, order: Sequence[int]) -> Baseline:
+        """Return the same prompts in the order given by their indices."""
+        return replace(
+            self,
+            prompts=tuple(self.prompts[index] for index in order),
+            continuations=tuple(self.continuations[index] for index in order),
+            rows=tuple(self.rows[index] for index in order),
+        )
+
+
+def decode_baseline(
+    target: Target,
+    prompts: Sequence[Sequence[int]],
+    ending: Ending,
+    *,
+    batch_size: int = 1,
+    on_progress: Callable[[], None] = lambda: None,
+) -> Baseline:
+    """Decode the prompts plainly and greedily, and keep the ones with continuations long enough to measure.
+
+    `on_progress` is called after each prompt. Raises DatasetError if fewer than two batches remain.
+    """
+    plain = plain_decoder(target)
+    kept: list[tuple[int, tuple[int, ...]]] = []
+    for row, prompt in enumerate(prompts):
+        generation = plain.generate(Request(prompt, ending))
+        on_progress()
+        if generation.num_decoded >= FEWEST_DECODED:
+            kept.append((row, generation.tokens))
+    num_left_over = len(kept) % batch_size
+    used = kept[: len(kept) - num_left_over]
+    baseline = Baseline(
+        prompts=tuple(tuple(prompts[row]) for row, _ in used),
+        continuations=tuple(continuation for _, continuation in used),
+        rows=tuple(row for row, _ in used),
+        ending=ending,
+        batch_size=batch_size,
+        num_too_short=len(prompts) - len(kept),
+        num_left_over=num_left_over,
+    )
+    _check_enough(baseline, len(prompts))
+    return baseline
+
+
+def _check_enough(baseline: Baseline, num_prompts: int) -> None:
+    """Raise DatasetError unless there are two batches, which an interval needs."""
+    if len(baseline.indices) >= 2:
+        return
+    size = baseline.batch_size
+    needed = "" if size == 1 else f", and {2 * size} longer ones make two batches of {size}"
+    raise DatasetError(
+        f"{baseline.num_too_short} of {num_prompts} prompts end within {FEWEST_DECODED} tokens of plain decoding{needed}: "
+        "give prompts that the model continues at greater length"
+    )
