@@ -1,4 +1,4 @@
-"""Where a profile's decode time goes: into passes of the model or around them, and whether its rounds cost what they should."""
+"""Account of a profile's decode time: model passes against everything else, and measured against expected costs of rounds."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from decoding.timing.stopwatch import Clock, without_garbage_collection
 from studies.costs.table import CostTable
 
 COPYING = 1e-4
-"""Plain passes that a copied token is taken to cost: a look into a dictionary."""
+"""Assumed cost of a copied token in plain passes: one look into a dictionary."""
 
 
 class Account(Document):
-    """Decoding with the profile and plainly, text by text in turn, and what the cost table says of the same rounds."""
+    """Times of decoding with the profile and plainly, prompt by prompt in turn, and the expected cost of the same rounds."""
 
     plain_seconds: float
     plain_tokens: int
     profile_seconds: float
     profile_tokens: int
     pass_seconds: float
-    """The part of `profile_seconds` that was spent in passes of the model or of its parts."""
+    """Part of `profile_seconds` spent in passes of the model or of its parts."""
     expected_passes: float
-    """What the profile's rounds should cost by the table, in plain passes."""
+    """Cost of the profile's rounds according to the cost table, in plain passes."""
 
     @property
     def bookkeeping(self) -> float:
@@ -41,17 +41,17 @@ class Account(Document):
 
     @property
     def speedup(self) -> float:
-        """Plain seconds a token over the profile's, over all texts."""
+        """Plain seconds per token divided by the profile's, over all prompts."""
         return (self.plain_seconds / self.plain_tokens) / (self.profile_seconds / self.profile_tokens)
 
     @property
     def expected_speedup(self) -> float:
-        """The speed-up that the accepted lengths should give by the table."""
+        """Speed-up that the cost table predicts for the accepted lengths."""
         return self.profile_tokens / self.expected_passes
 
 
 class Meter:
-    """Seconds spent in the passes of a runner."""
+    """Stopwatch of a runner's passes, in seconds."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
@@ -60,12 +60,15 @@ class Meter:
 
 @contextmanager
 def metered(runner: Runner, clock: Clock = time.perf_counter) -> Iterator[Meter]:
-    """Count the seconds of the runner's passes meanwhile. On an accelerator these only begin the work."""
+    """Count the seconds of the runner's passes inside the context.
+
+    Passes on an accelerator return before they are done, so the count is meaningful on the CPU only.
+    """
     meter = Meter()
 
     def timed(run: Callable[..., Any]) -> Callable[..., Any]:
         def run_timed(*args: Any, **settings: Any) -> Any:
-            if meter.is_running:  # one way of running is made of another
+            if meter.is_running:  # one way of running calls another
                 return run(*args, **settings)
             meter.is_running, start = True, clock()
             try:
@@ -94,9 +97,9 @@ def take_account(
     prefix_reuse: bool,
     on_text: Callable[[], None] = lambda: None,
 ) -> Account:
-    """Decode each of `prompts` plainly and with `decoder`, whose draft is `draft`, on a device whose passes wait for their end.
+    """Decode `prompts` plainly and with `decoder`, whose draft is `draft`, and account for the time. CPU only.
 
-    The table must cover the lengths of the drafts and of the texts.
+    The table must cover the lengths of the drafts and of the sequences. `on_text` is called after each prompt.
     """
     plain = plain_decoder(decoder.target)
     looks = decoder.rule.controller().looks_at_drafts
@@ -129,7 +132,7 @@ def take_account(
 
 
 class _Costs:
-    """Plain passes that rounds cost at one length of the text."""
+    """Cost of rounds in plain passes, at one length of the sequence."""
 
     def __init__(self, draft: Draft, table: CostTable, *, context: float, prefix_reuse: bool, looks: bool) -> None:
         longest = table.widths[-1] - 1
@@ -146,7 +149,7 @@ class _Costs:
 
 
 def longest_draft(draft: Draft, max_tokens: int) -> int:
-    """Most tokens that a round drafts: by the rule, or by the lookup in front."""
+    """Return the most tokens that a round drafts, by the rule or by the prompt lookup before it."""
     if isinstance(draft, PlainDecoding):
         return 1
     lookup = None if isinstance(draft, PromptLookup) else draft.lookup

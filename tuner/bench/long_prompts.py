@@ -1,4 +1,4 @@
-"""Prompts made as long as one wants: other texts of the same data set in front of short ones, long ones cut from the left."""
+"""Prompts of a given length: short ones are preceded by other rows of the data set, long ones are cut from the left."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from tuner.errors import DatasetError
 from tuner.inputs.prompts import Prompt, cut_from_left, encode_prompt
 
 BETWEEN = "\n\n"
-"""What stands between two texts."""
+"""Separator between two rows."""
 
 
 def at_length(
     prompts: Sequence[Prompt], length: int, fillers: Sequence[Prompt], tokenizer: object, *, chat_template: bool = True
 ) -> list[Prompt]:
-    """The prompts with so many texts of `fillers` in front that each has `length` tokens; what is too much is cut from the left.
+    """Return the prompts, each preceded by rows of `fillers` and cut from the left to `length` tokens.
 
-    The end of each stays as it is, so that it asks for the same text behind more of a context. Every prompt begins with another
-    filler, and none is filled with its own text. Whole characters are cut: a prompt may lack a token or two of `length`.
+    The end of a prompt stays as it is, so that it asks for the same continuation after a longer context. Every prompt starts with
+    another filler and never with its own row. Only whole characters are cut: a prompt may be a token or two short of `length`.
 
-    Raises `DatasetError` if the fillers are too short, or if `length` is too short for special tokens and chat template.
+    Raises DatasetError if the fillers are too short, or if `length` leaves no room beside special tokens and chat template.
     """
     return [
         _lengthened(prompt, length, _others(prompt, fillers, turn), tokenizer, chat_template)
@@ -47,8 +47,8 @@ def _lengthened(
         token_ids = encode(text)
     if len(token_ids) < length:
         raise DatasetError(
-            f"the data set has too little text for prompts of {length} tokens: row {prompt.row} with all others in front "
-            f"that may stand there makes {len(token_ids)}; give a shorter --context or more rows"
+            f"the data set has too little text for prompts of {length} tokens: row {prompt.row} preceded by all other rows "
+            f"makes {len(token_ids)}; give a shorter --context or more rows"
         )
     if len(token_ids) == length:
         return Prompt(prompt.row, tuple(token_ids), text)

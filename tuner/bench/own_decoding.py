@@ -1,4 +1,4 @@
-"""Our own loops as contenders: the profile or plain decoding, by the profile's runner or by another."""
+"""Our own loops as contenders: the profile or plain decoding, with the profile's runner or another one."""
 
 from __future__ import annotations
 
@@ -21,7 +21,10 @@ MODES: dict[str, dict[str, Any]] = {
 
 
 class OwnDecoding:
-    """A decoder of ours, with our own loop and cache. `same_as` names the contender whose text it must write, if not plain's."""
+    """A decoder with our own loop and cache.
+
+    `same_as` names the contender whose tokens it must write; None is plain decoding.
+    """
 
     def __init__(
         self,
@@ -39,7 +42,7 @@ class OwnDecoding:
         self.same_as = same_as
 
     def describe(self) -> str:
-        """What it is, for the table."""
+        """See `Contender.describe`."""
         return self._description
 
     def write(self, prompts: Prompts, max_new_tokens: int, recorder: Recorder) -> None:
@@ -49,7 +52,7 @@ class OwnDecoding:
 
 
 def profile_by(mode: str, profile: DraftProfile) -> DraftProfile:
-    """The profile in one of `MODES`."""
+    """Return the profile in one of `MODES`."""
     changed = {**profile.decoding.model_dump(), **MODES[mode]}
     if profile.decoding.exact_width is not None and mode == "bitwise":
         changed["exact_width"] = profile.decoding.exact_width

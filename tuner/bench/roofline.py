@@ -1,6 +1,6 @@
-"""How fast decoding could be at most with one token a pass and text: what a pass must read over how fast the device reads.
+"""Roofline of decoding with one token per pass: the bytes that a pass must read over the memory bandwidth of the device.
 
-A decoder that gets several tokens out of a pass may be above it, and so may one whose model stays in the processor's caches.
+Decoding may exceed the bound if a pass gives several tokens, or if the model fits the processor's caches.
 """
 
 from __future__ import annotations
@@ -20,54 +20,54 @@ from decoding.target import Target
 from decoding.timing.stopwatch import Clock, Stopwatch
 
 BUFFER_BYTES = {"cpu": 2**29, "cuda": 2**31}
-"""Much more than the caches, and on an accelerator enough that starting a read is nothing beside it."""
+"""Size of the buffer that is read: much larger than the caches, and large enough to hide the start of a read."""
 NUM_READS = 15
 
 
 class Bandwidth(Document):
-    """What was measured of the device's memory: seconds of each read of a buffer."""
+    """Measured memory bandwidth of the device: the seconds of each read of a buffer."""
 
     buffer_bytes: int
     seconds: tuple[float, ...] = Field(min_length=1)
 
     @property
     def bytes_per_second(self) -> float:
-        """Of the median read."""
+        """Bandwidth of the median read."""
         return self.buffer_bytes / median(self.seconds)
 
     def and_also(self, other: Bandwidth) -> Bandwidth:
-        """This and the reads of another time, of a buffer as large."""
+        """Return these reads together with the reads of another time; both buffers must have the same size."""
         assert self.buffer_bytes == other.buffer_bytes, "seconds of reads of different sizes are not comparable"
         return Bandwidth(buffer_bytes=self.buffer_bytes, seconds=(*self.seconds, *other.seconds))
 
 
 class Reading(Document):
-    """Bytes that a pass of one token a text must read."""
+    """Bytes that a pass of one token per sequence must read."""
 
     weights: int
-    keys_and_values: float = Field(description="of a text with the mean context, over all layers")
-    mean_context: float = Field(description="positions, the one being computed among them")
+    keys_and_values: float = Field(description="keys and values of one sequence at the mean context, over all layers")
+    mean_context: float = Field(description="mean number of positions attended to, including the one being computed")
     experts: tuple[int, int] | None = Field(
-        None, description="of a mixture: how many a token is computed by, and of how many; only those are counted"
+        None, description="mixture of experts: number of experts per token and in total; only the former are counted"
     )
 
-    batch_size: int = Field(1, description="texts of a pass: weights are read once for all of them")
+    batch_size: int = Field(1, description="sequences per pass: weights are read once for all of them")
 
     @property
     def total(self) -> float:
-        """All of it, for all texts."""
+        """Bytes of weights, keys and values for all sequences."""
         return self.weights + self.batch_size * self.keys_and_values
 
 
 class Roofline(Document):
-    """The bound and what it is made of."""
+    """Upper bound of the decoding rate and the measurements behind it."""
 
     bandwidth: Bandwidth
     reading: Reading
 
     @property
     def tokens_per_second(self) -> float:
-        """Most tokens a second, of all texts, of decoding that gets one token a text out of a pass."""
+        """Upper bound in tokens per second over all sequences, at one token per sequence and pass."""
         return self.reading.batch_size * self.bandwidth.bytes_per_second / self.reading.total
 
 
@@ -78,10 +78,10 @@ def measure_bandwidth(
     num_reads: int = NUM_READS,
     clock: Clock = time.perf_counter,
 ) -> Bandwidth:
-    """Time reads of a float32 buffer on `device`: its sum, by as many threads as torch uses, so that each byte is read once.
+    """Time reads of a float32 buffer on `device`, in torch's number of threads.
 
-    Of sum, maximum, matrix times vector and copy, the sum read fastest where this was written. The first read is not counted.
-    `clock` gives seconds. On an accelerator the buffer takes at most half of the memory that is free.
+    A read is the sum of the buffer: it was the fastest of sum, maximum, matrix times vector and copy. The first read is not
+    counted. `clock` gives seconds. On an accelerator the buffer takes at most half of the free memory.
     """
     size = buffer_bytes or BUFFER_BYTES.get(device.type, BUFFER_BYTES["cpu"])
     if buffer_bytes is None and device.type == "cuda":
@@ -94,14 +94,13 @@ def measure_bandwidth(
 
 
 def reading(target: Target, contexts: Sequence[float], *, batch_size: int = 1) -> Reading:
-    """What a pass of one token for each of `batch_size` texts reads of the model and of its cache.
+    """Return the bytes that a pass of one token for each of `batch_size` sequences reads of the weights and the cache.
 
-    Of the cache, on average over `contexts` (positions, each at least 1).
+    Reads of the cache are the mean over `contexts` (positions, each at least 1).
 
-    Weights are those of the modules that such a pass runs, found by running one. Of an embedding it reads one row, which is not
-    counted; the same table counts where it is the output layer too. Of a stack of experts (weights of three dimensions) it
-    reads those that the configuration routes a token to; those of several texts may be the same, so that no more are counted.
-    Keys and values are counted in the type of the cache, as far back as a layer's window reaches.
+    One pass is run to find the modules whose weights count. An embedding counts only where it is the output layer too: a pass
+    reads a single row of it. Of a stack of experts (three-dimensional weights) only the experts of one token count, because the
+    sequences of a batch may share them. Keys and values count in the data type of the cache, back to the layer's window.
     """
     weights, experts, per_position = _one_pass(target)
     windows = [_window(target.config, index) for index in range(len(per_position))]
@@ -120,7 +119,7 @@ def reading(target: Target, contexts: Sequence[float], *, batch_size: int = 1) -
 
 @torch.inference_mode()
 def _one_pass(target: Target) -> tuple[int, tuple[int, int] | None, list[int]]:
-    """Bytes of weights that a pass reads, what of the experts is in them, and bytes of a position in the cache of each layer."""
+    """Return the bytes of weights that a pass reads, its experts (used, total), and the cache bytes per position and layer."""
     ran: dict[int, nn.Module] = {}
     cache = target.new_cache(1)
     with ExitStack() as hooks:
@@ -147,7 +146,7 @@ def _one_pass(target: Target) -> tuple[int, tuple[int, int] | None, list[int]]:
 
 
 def _window(config: Any, index: int) -> int | None:
-    """How many positions a layer attends to at most, or None for all."""
+    """Return the most positions that a layer attends to, or None for all."""
     kinds = getattr(config, "layer_types", None)
     slides = kinds is None or kinds[index] == "sliding_attention"
     return getattr(config, "sliding_window", None) if slides else None

@@ -567,7 +567,9 @@ def test_a_batch_counts_if_its_texts_are_long_enough_on_average() -> None:
     entries = [Entry(name, name, {}, tuple(in_batches([1.0] * 4, tokens))) for name in ("profile", "plain")]
     assert comparable(entries)[2] == (0, 2, 3)
     short = [Entry(each.name, "", {}, tuple(in_batches([1.0] * 2, [(20, 20), (7, 7)]))) for each in entries]
-    with pytest.raises(DatasetError, match="only 1 batches of 2 prompts are continued with at least 8 tokens a text"):
+    with pytest.raises(
+        DatasetError, match="only 1 batches of 2 prompts are continued with at least 8 tokens per sequence"
+    ):
         comparable(short)
 
 
