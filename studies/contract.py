@@ -1,8 +1,7 @@
 """The contract between a study and the search that runs it, and the records that pass between them.
 
-A study says what to try next. It never measures, stores or prints: `tuner.search.run` asks it for a candidate, measures that
-by real decoding, stores the record and tells the study. On resume the stored records are told again, in order, so a study
-that keeps its state in `observe` alone continues where it stopped.
+A study proposes what to try next. It never measures, stores or prints: `tuner.search.trials` asks it for a candidate, measures
+the candidate by real decoding, stores the record and passes it to `Study.observe`.
 """
 
 from __future__ import annotations
@@ -30,18 +29,18 @@ if TYPE_CHECKING:
 
 
 class Candidate(Document):
-    """One setting to measure: a draft and the rule that says when to stop drafting."""
+    """A draft and its draft-length rule, to be measured."""
 
     draft: Draft
     draft_length: AnyRule
 
     @property
     def key(self) -> str:
-        """The canonical form: equal candidates have equal keys."""
+        """Canonical form: equal candidates have equal keys."""
         return self.model_dump_json()
 
     def with_rule(self, rule: DraftLengthRule) -> Candidate:
-        """The same draft with another rule."""
+        """Return the same draft with another rule."""
         return self.model_copy(update={"draft_length": rule})
 
 
@@ -54,7 +53,7 @@ class TrialState(StrEnum):
 
 
 class TrialRecord(Document):
-    """One finished trial of a study, as stored, tracked and told."""
+    """One finished trial of a study, as stored and tracked."""
 
     study: str
     number: int
@@ -62,17 +61,17 @@ class TrialRecord(Document):
     candidate: Candidate
     measurement: Measurement | None = None
     repeat_of: int | None = None
-    """The earlier trial whose measurement this one took over, the candidate being the same."""
+    """Number of the earlier trial of the same candidate whose measurement this trial took over."""
     reason: str | None = None
-    """Why it was pruned or failed."""
+    """Reason that the trial was pruned or failed."""
     seconds: float = 0.0
-    """Of learning from the trial before, proposing and measuring: what the search spent on this one."""
+    """Search time of this trial: learning from the previous trial, proposing and measuring."""
     notes: dict[str, Any] = Field(default_factory=dict)
-    """What the study wants to remember of it (told back on resume), and what a reviewer may want to sort by."""
+    """Plain data of the study, available again on resume, and facts that a reviewer may sort by."""
 
     @property
     def speedup(self) -> float | None:
-        """The measured speed-up of a complete trial, else None."""
+        """Measured speed-up of a complete trial, else None."""
         return self.measurement.speedup if self.state is TrialState.COMPLETE and self.measurement else None
 
 
@@ -189,22 +188,25 @@ def best_trials(
     expected: Mapping[str, float] = MappingProxyType({}),
     same: Callable[[Candidate], str] = lambda candidate: candidate.key,
 ) -> list[TrialRecord]:
-    """The `count` best complete trials by the speed-up `expected` of a candidate's key, or measured where none is; those with the
-    same value of `same` once. Trials of one candidate, by several studies, pool what they measured and stand as the first."""
-    of_candidates: dict[str, list[TrialRecord]] = {}
+    """Return the `count` best complete trials, by the speed-up `expected` for the candidate's key, else by the measured one.
+
+    Of trials with the same value of `same`, only the best is returned. Trials of one candidate by several studies are pooled:
+    the first of them is returned, with the samples of all.
+    """
+    by_candidate: dict[str, list[TrialRecord]] = {}
     for record in records:
         if record.state is TrialState.COMPLETE and record.measurement and record.repeat_of is None:
-            of_candidates.setdefault(record.candidate.key, []).append(record)
+            by_candidate.setdefault(record.candidate.key, []).append(record)
     best: dict[str, TrialRecord] = {}
     for record in sorted(
-        map(_together, of_candidates.values()), key=lambda r: -expected.get(r.candidate.key, r.speedup or 0.0)
+        map(_pooled_trial, by_candidate.values()), key=lambda r: -expected.get(r.candidate.key, r.speedup or 0.0)
     ):
         best.setdefault(same(record.candidate), record)
     return list(best.values())[:count]
 
 
-def _together(trials: Sequence[TrialRecord]) -> TrialRecord:
-    """The first of the trials of one candidate, with the samples of all."""
+def _pooled_trial(trials: Sequence[TrialRecord]) -> TrialRecord:
+    """Return the first of the trials of one candidate, with the samples of all."""
     if len(trials) == 1:
         return trials[0]
     measurement = pooled([trial.measurement for trial in trials if trial.measurement is not None])

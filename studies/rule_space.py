@@ -55,19 +55,19 @@ def draw_rule(name: str, max_tokens: int, stream: np.random.Generator) -> DraftL
 
 def near_rule(rule: DraftLengthRule, max_tokens: int, nearness: float, stream: np.random.Generator) -> DraftLengthRule:
     """Return the rule with parameters moved at random, by a standard deviation of `nearness` of their search range."""
-    places = {}
+    fractions = {}
     for field, (low, high, log) in search_ranges(type(rule), max_tokens).items():
         value = getattr(rule, field)
-        place = math.log(value / low) / math.log(high / low) if log else (value - low) / ((high - low) or 1.0)
-        places[field] = float(np.clip(place + stream.normal(0.0, nearness), 0.0, 1.0))
-    return _rule_at(rule.rule, max_tokens, places)
+        fraction = math.log(value / low) / math.log(high / low) if log else (value - low) / ((high - low) or 1.0)
+        fractions[field] = float(np.clip(fraction + stream.normal(0.0, nearness), 0.0, 1.0))
+    return _rule_at(rule.rule, max_tokens, fractions)
 
 
-def _rule_at(name: str, max_tokens: int, places: dict[str, float]) -> DraftLengthRule:
+def _rule_at(name: str, max_tokens: int, fractions: dict[str, float]) -> DraftLengthRule:
     """Return the rule with parameters at these fractions, 0 to 1, of their search ranges."""
     values: dict[str, float] = {}
     for field, (low, high, log) in search_ranges(RULES[name], max_tokens).items():
-        value = low * (high / low) ** places[field] if log else low + (high - low) * places[field]
+        value = low * (high / low) ** fractions[field] if log else low + (high - low) * fractions[field]
         values[field] = round(value) if field == "max_tokens" else value
     return RULES[name](rule=name, **values)
 

@@ -72,7 +72,7 @@ class ConfLayers(Study):
         self._num_iterations = 0
 
     def propose(self, trial: optuna.Trial) -> tuple[Candidate, dict[str, Any]]:
-        """Return the skip set of this iteration; the notes hold the lambda and confidence behind it."""
+        """Return the skip set of this iteration; the notes hold its lambda and confidence."""
         confidence = self.settings.confidences[self._num_iterations % len(self.settings.confidences)]
         thread = self._threads.get(confidence) or self._advance(confidence, 0.0)
         notes = {

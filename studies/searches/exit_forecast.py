@@ -84,9 +84,9 @@ def _rules(max_tokens: int) -> list[DraftLengthRule]:
 def _costs(problem: Problem, drafts: Sequence[EarlyExit], max_tokens: int) -> dict[EarlyExit, RoundCosts]:
     costs: dict[EarlyExit, RoundCosts] = {}
     for group in _by_kind(drafts):
-        places = np.linspace(0, len(group) - 1, min(TIMED_EXITS, len(group))).round().astype(int)
+        indices = np.linspace(0, len(group) - 1, min(TIMED_EXITS, len(group))).round().astype(int)
         timed: dict[int, RoundCosts] = {}
-        for draft in (group[place] for place in places):
+        for draft in (group[index] for index in indices):
             measured = measure_draft_costs(
                 problem.target, draft, max_tokens, problem.decoding, heads=problem.heads, num_texts=problem.batch_size
             )

@@ -18,7 +18,7 @@ def default_exit_layers(num_layers: int) -> tuple[int, ...]:
 
 
 def check_exits(exit_layers: Iterable[int] | None, target: Target) -> None:
-    """Raise ValueError for an exit that the model does not have. None stands for the defaults."""
+    """Raise ValueError for an exit that the model does not have. None is the default, which fits every model."""
     for exit_layer in exit_layers or ():
         target.check_exit_layer(exit_layer)
 

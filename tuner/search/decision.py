@@ -1,6 +1,6 @@
-"""From trials to a verdict: who races, who is confirmed on held-out prompts, and whether what was measured there is a speed-up.
+"""From trials to a verdict: the finalists, their confirmation on held-out prompts, and the claim of a speed-up.
 
-A search decides here, and `sdtune check-integrity` puts the very same decision to the test.
+A search decides here, and `sdtune evaluate integrity` tests the same decision.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from tuner.progress import Progress
 from tuner.search.race import Finalist, Measuring, race
 
 REFERENCE_RULES = ("ada_edl",)
-"""Published rules that stand in the final table whether they came far or not."""
+"""Published rules that are always in the final table."""
 
 
 @dataclass(frozen=True)
 class Confirmed:
-    """A candidate on the held-out prompts, and its line in the final table."""
+    """A candidate measured on the held-out prompts, and its label in the final table."""
 
     label: str
     trial: TrialRecord
@@ -30,8 +30,10 @@ class Confirmed:
 
 
 def claims_speedup(candidate: Candidate, raced: Measurement, confirmed: Measurement) -> bool:
-    """Whether a winner is said to beat plain decoding: it drafts, its text was right throughout, and on the held-out prompts
-    (`confirmed`) its 95 % interval lies above 1."""
+    """Return True if a speed-up is claimed for a candidate.
+
+    It must draft, be lossless in race and confirmation, and have its 95 % interval on the held-out prompts (`confirmed`) above 1.
+    """
     drafts = not isinstance(candidate.draft, PlainDecoding)
     is_lossless = confirmed.is_lossless and raced.is_lossless
     return drafts and is_lossless and confirmed.speedup_interval().ci95[0] > 1.0
@@ -45,10 +47,10 @@ def race_best(
     progress: Progress,
     expected: Mapping[str, float] = MappingProxyType({}),
 ) -> list[Finalist]:
-    """The best trials of all studies together, and the best of each, on the tuning prompts no trial has seen; none if no trial is
-    complete. The best are those of which most is `expected` (`Study.expected`).
+    """Race the best trials of all studies and the best of each, on tuning prompts that no trial decoded; the fastest first.
 
-    A rule that learns goes in with what it learns from the prompts of the trials.
+    Best is by `expected` speed-up (`Study.expected`), else measured. Adaptive rules are warmed up on the prompts of the trials.
+    Returns an empty list if no trial is complete.
     """
     of_studies = [[record for record in records if record.study == name] for name in studies]
     best_of_each = [best for of_study in of_studies for best in best_trials(of_study, 1, expected=expected)]
@@ -57,16 +59,16 @@ def race_best(
     of_trials, unseen = bench.indices[: config.samples_per_trial], bench.indices[config.samples_per_trial :]
     indices = unseen if len(unseen) >= 2 else bench.indices
     progress.stage("race of the finalists", len(indices) * len(finalists))
-    taught = [
+    warmed_up = [
         r.model_copy(update={"candidate": bench.warm_up_rule(r.candidate, of_trials)}) for r in finalists.values()
     ]
-    return race(taught, bench, indices, on_lap=progress.advance)
+    return race(warmed_up, bench, indices, on_lap=progress.advance)
 
 
 def confirm(
     finalists: Sequence[Finalist], records: Sequence[TrialRecord], bench: Measuring, progress: Progress
 ) -> list[Confirmed]:
-    """The winner of the race, the best finalist of each study, and the best trial with each reference rule, on held-out prompts."""
+    """Measure the best finalist of each study and the best trial of each reference rule on held-out prompts, the winner first."""
     chosen: dict[str, tuple[str, TrialRecord]] = {}
     for label, trial in [*_best_of_studies(finalists), *_references(records)]:
         chosen.setdefault(trial.candidate.key, (label, trial))
@@ -79,7 +81,7 @@ def confirm(
 
 
 def _best_of_studies(finalists: Sequence[Finalist]) -> list[tuple[str, TrialRecord]]:
-    """The first finalist of each study, the winner first; what several of a study have in common is its name."""
+    """Return the first finalist of each study with the study's name, the winner first."""
     best: dict[str, TrialRecord] = {}
     for finalist in finalists:
         best.setdefault(finalist.trial.study, finalist.trial)
@@ -87,7 +89,7 @@ def _best_of_studies(finalists: Sequence[Finalist]) -> list[tuple[str, TrialReco
 
 
 def _references(records: Sequence[TrialRecord]) -> list[tuple[str, TrialRecord]]:
-    """The best trial with each reference rule, also one that was given up early: not to win, but to be seen."""
+    """Return the best trial with each reference rule, pruned ones included: they cannot win, but are reported."""
     references = []
     for rule in REFERENCE_RULES:
         tried = [

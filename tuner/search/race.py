@@ -1,8 +1,8 @@
-"""The finalists of all studies race on tuning prompts they were not chosen by; who falls clearly behind drops out.
+"""The race: finalists of all studies decode tuning prompts that did not select them; clearly slower ones drop out.
 
-The race's own samples decide: those that made a candidate a finalist flatter it. It goes over the prompts again, a few times at
-most, as long as finalists are left that may differ by more than matters: another pass takes the clock's noise out of a prompt's
-samples, not what is particular to the prompts. Where prompts are decoded in batches, what is said of prompts holds for these.
+Only the race's own samples count, as the samples that selected a finalist flatter it. The prompts are repeated, a few times at
+most, while finalists are left that may differ by more than matters: another pass reduces the noise of the clock, not the
+differences between prompts. With batches, read batch for prompt.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from studies.contract import Candidate, TrialRecord
 from studies.measurement import Measurement, PromptSample, pooled
 
 LAP = 4
-"""Prompts between two looks at who is behind."""
+"""Prompts between two checks for dropouts."""
 FEWEST_TO_JUDGE = 8
-"""Prompts before the first look."""
+"""Prompts before the first check."""
 DROP_AT_P = 0.05
-"""A finalist drops out when a paired t-test of the log ratios against the leader is below this."""
+"""p-value of a paired t-test of log ratios against the leader, below which a finalist drops out."""
 MOST_PASSES = 3
-"""Times that the prompts are gone over while the finalists cannot be told apart."""
+"""Passes over the prompts, at most, while the finalists cannot be told apart."""
 ALIKE = 0.01
-"""Finalists whose speed-ups differ by less than this share, by a paired 95 % interval, need not be told apart."""
+"""Relative difference of speed-ups, by a paired 95 % interval, below which finalists need not be told apart."""
 
 
 class Measuring(Protocol):
@@ -39,22 +39,22 @@ class Measuring(Protocol):
     def measure(
         self, candidate: Candidate, indices: Sequence[int], on_sample: Callable[[PromptSample], None] = ...
     ) -> Measurement:
-        """A candidate on the prompts at these indices; `on_sample` sees each sample."""
+        """Measure a candidate on the prompts at `indices`; `on_sample` gets each sample."""
 
     def warm_up_rule(self, candidate: Candidate, indices: Sequence[int]) -> Candidate:
-        """The candidate with what its rule learns from the prompts at these indices."""
+        """Return the candidate with its rule warmed up on the prompts at `indices`."""
 
 
 @dataclass(frozen=True)
 class Finalist:
-    """A candidate in the race: the trial that brought it here, and what the race has measured of it."""
+    """A candidate in the race: its trial, and its measurement by the race."""
 
     trial: TrialRecord
     measurement: Measurement
 
     @property
     def speedup(self) -> float:
-        """The race's speed-up, on tuning prompts."""
+        """Speed-up in the race, on tuning prompts."""
         return self.measurement.speedup
 
 
@@ -64,10 +64,10 @@ def race(
     indices: Sequence[int],
     on_lap: Callable[[int], None] = lambda done: None,
 ) -> list[Finalist]:
-    """Race the candidates of `trials` over `indices`, in laps, all on the same prompts; fastest first, dropouts behind them.
+    """Race the candidates of `trials` over the prompts at `indices`, in laps; return them fastest first, then the dropouts.
 
-    Those left are gone over `indices` with again until one is ahead, or none by more than matters. A finalist whose text is not
-    that of plain decoding is disqualified and comes last. `on_lap` is told how many (candidate, prompt) pairs a lap has measured.
+    Passes are repeated until one finalist leads, or none by more than matters. A finalist whose output differs from plain
+    decoding is disqualified and comes last. `on_lap` gets the number of (candidate, prompt) pairs that a lap measured.
     """
     running = {trial.candidate.key: Finalist(trial, Measurement(samples=())) for trial in trials}
     out: list[Finalist] = []
@@ -80,7 +80,7 @@ def race(
                 measured = bench.measure(finalist.trial.candidate, lap)
                 running[key] = Finalist(finalist.trial, pooled([finalist.measurement, measured]))
                 on_lap(len(lap))
-            dropped = _disqualified(running.values()) or _clearly_behind(list(running.values()))
+            dropped = _disqualified(running.values()) or _clearly_slower(list(running.values()))
             out = [*dropped, *out]
             running = {key: finalist for key, finalist in running.items() if finalist not in dropped}
         if _are_alike(list(running.values())):
@@ -90,11 +90,11 @@ def race(
 
 
 def _disqualified(finalists: Iterable[Finalist]) -> list[Finalist]:
-    """Those that wrote another text than plain decoding: out, whatever their speed."""
+    """Return the finalists whose output differs from plain decoding, whatever their speed."""
     return [finalist for finalist in finalists if not finalist.measurement.is_lossless]
 
 
-def _clearly_behind(finalists: list[Finalist]) -> list[Finalist]:
+def _clearly_slower(finalists: list[Finalist]) -> list[Finalist]:
     leader = _fastest_first(finalists)[0]
     ahead = _log_ratios(leader)
     if len(ahead) < FEWEST_TO_JUDGE:
@@ -107,7 +107,7 @@ def _clearly_behind(finalists: list[Finalist]) -> list[Finalist]:
 
 
 def _are_alike(finalists: list[Finalist]) -> bool:
-    """Whether nobody is left who may be ahead or behind by more than matters; also if one or none is left."""
+    """Return True if no finalist may be faster or slower by more than matters, or at most one is left."""
     if len(finalists) < 2:
         return True
     leader, *others = _fastest_first(finalists)
@@ -119,7 +119,7 @@ def _are_alike(finalists: list[Finalist]) -> bool:
 
 
 def _log_ratios(finalist: Finalist) -> np.ndarray:
-    """Of each prompt, the mean over the passes: times of one prompt are no independent samples of texts."""
+    """Return the mean log ratio of each prompt over the passes: repeated times of a prompt are not independent samples."""
     of_prompts: dict[int, list[float]] = {}
     for sample in finalist.measurement.samples:
         of_prompts.setdefault(sample.prompt, []).append(np.log(sample.ratio))

@@ -1,7 +1,7 @@
 """Finished trials on disk: one Optuna study per search, in any storage Optuna knows (SQLite by default).
 
-A trial is on disk before the next begins. A stored study remembers what it was a search over, and is resumed only with the
-same model, data and space.
+A trial is on disk before the next begins. A stored study holds its identity, and is resumed only with the same model, data
+and space.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ PREPARATION = "preparation_seconds"
 
 
 class StudyStore:
-    """The studies of one experiment in one storage. Raises `StorageError`, in one line, for what the user can put right."""
+    """The studies of one experiment in one storage. Raises `StorageError`, in one line, for errors that the user can correct."""
 
     def __init__(self, url: str, experiment: str) -> None:
         self.url = url
@@ -38,15 +38,16 @@ class StudyStore:
             raise StorageError(f"cannot open the storage {url}: {_reason(cause)}") from None
 
     def discard_if_new(self) -> None:
-        """Remove the SQLite file that opening this store has made, for a search that cannot begin."""
+        """Remove the SQLite file if this store created it, for a search that cannot begin."""
         self._storage.remove_session()
         for path in self._made:
             path.unlink(missing_ok=True)
 
     def open(self, study: Study, identity: Mapping[str, Any], *, preparation_seconds: float = 0.0) -> StoredStudy:
-        """The stored study of this search, made if it is new; refuses one whose identity (model, data, space) differs.
+        """Return the stored study of this search, created if it is new.
 
-        `preparation_seconds` is what making the study has taken, noted if it is new.
+        `preparation_seconds` is the time that creating the study took, stored if it is new. Raises `StorageError` if the stored
+        study has another identity (model, data, space).
         """
         name = f"{self.experiment}/{study.name}"
         setup = study.setup()
@@ -67,22 +68,22 @@ class StudyStore:
         return self._checked(stored, setup, {**identity, "space": setup.space}, preparation_seconds)
 
     def kept(self, study: str) -> Any:
-        """What a stored study gave to keep when it was first made, or None if there is none of that name."""
+        """Return `StudySetup.kept` of a stored study, or None if no study of that name is stored."""
         stored = self._whole(study)
         return None if stored is None else stored.user_attrs.get(KEPT)
 
     def find(self, study: str) -> StoredStudy | None:
-        """A stored study to read, whatever it was a search over, or None if there is none of that name."""
+        """Return a stored study of any identity, to be read, or None if no study of that name is stored."""
         stored = self._whole(study)
         return None if stored is None else StoredStudy(stored, self.url)
 
     def noted(self, key: str) -> Any:
-        """What a study of this experiment was told to remember under `key`, or None."""
+        """Return the note `key` of the first study of this experiment that has it, or None."""
         values = (study.user_attrs.get(key) for study in self._studies())
         return next((value for value in values if value is not None), None)
 
     def spent_seconds(self, names: Collection[str] | None = None) -> float:
-        """Seconds of all finished trials of this experiment and of preparing its studies; of those named, or of all."""
+        """Return the seconds of all finished trials and of preparing the studies: of `names`, or of all in this experiment."""
         spent = 0.0
         for study in self._studies():
             if names is None or study.study_name.removeprefix(f"{self.experiment}/") in names:
@@ -96,12 +97,12 @@ class StudyStore:
                 yield optuna.load_study(study_name=name, storage=self._storage)
 
     def _whole(self, study: str) -> optuna.Study | None:
-        """The study of that name, unless its making was cut short."""
+        """Return the study of that name, unless its creation was interrupted."""
         name = f"{self.experiment}/{study}"
         return next((each for each in self._studies() if each.study_name == name and IDENTITY in each.user_attrs), None)
 
     def _discard_half_made(self, name: str) -> None:
-        """Remove a study whose making was cut short by a kill: it has no trials yet, and is made anew."""
+        """Remove a study whose creation was killed: it has no trials yet, and is created again."""
         for study in self._studies():
             if study.study_name == name and IDENTITY not in study.user_attrs:
                 optuna.delete_study(study_name=name, storage=self._storage)
@@ -115,7 +116,7 @@ class StudyStore:
                 stored.enqueue_trial(dict(start))
             stored.set_user_attr(KEPT, setup.kept)
             stored.set_user_attr(PREPARATION, preparation_seconds)
-            # Last, so that a study whose making was cut short by a kill is not taken for whole.
+            # Last, so that a study whose creation was killed is not taken for complete.
             stored.set_user_attr(IDENTITY, json.loads(json.dumps(identity)))
         elif differing := _difference(known, json.loads(json.dumps(identity))):
             raise StorageError(
@@ -135,12 +136,12 @@ class StoredStudy:
         self.url = url
 
     def sweep(self) -> None:
-        """Close trials left behind by a process that was killed: what they were measuring is lost, all before is not."""
+        """Close the running trial of a process that was killed; only its measurement is lost."""
         for trial in self._study.get_trials(deepcopy=False, states=(OptunaState.RUNNING,)):
             self._study.tell(trial.number, state=OptunaState.FAIL)
 
     def records(self) -> list[TrialRecord]:
-        """The finished trials, oldest first."""
+        """Return the finished trials, oldest first."""
         trials = self._study.get_trials(deepcopy=False)
         return [
             TrialRecord.model_validate_json(trial.user_attrs[RECORD]) for trial in trials if RECORD in trial.user_attrs
@@ -151,7 +152,7 @@ class StoredStudy:
         return self._study.ask()
 
     def finish(self, trial: optuna.Trial, record: TrialRecord) -> None:
-        """Put a finished trial on disk."""
+        """Write a finished trial to disk."""
         trial.set_user_attr(RECORD, record.model_dump_json())
         if record.state is TrialState.COMPLETE:
             self._study.tell(trial, record.speedup)
@@ -159,16 +160,16 @@ class StoredStudy:
             self._study.tell(trial, state=OptunaState.PRUNED if record.state is TrialState.PRUNED else OptunaState.FAIL)
 
     def note(self, key: str, value: Any) -> None:
-        """Remember something beside the trials."""
+        """Store a note beside the trials."""
         self._study.set_user_attr(key, value)
 
     def noted(self, key: str) -> Any:
-        """What this study was told to remember under `key`, or None."""
+        """Return the note `key`, or None."""
         return self._study.user_attrs.get(key)
 
 
 def sqlite_url(path: Path) -> str:
-    """The storage URL of a SQLite file."""
+    """Return the storage URL of a SQLite file."""
     return f"sqlite:///{path}"
 
 
@@ -177,7 +178,7 @@ def _sqlite_path(url: str) -> Path | None:
 
 
 def _difference(known: dict[str, Any], wanted: dict[str, Any]) -> str | None:
-    """The names of what differs, in words."""
+    """Return the names of the keys that differ, in words, or None."""
     differing = [key.replace("_", " ") for key in sorted({*known, *wanted}) if known.get(key) != wanted.get(key)]
     return " and ".join(differing) or None
 

@@ -1,7 +1,7 @@
-"""Runs one study: asks it for a candidate, measures that by real decoding, puts the record on disk, tells the study.
+"""Runs one study: asks for a candidate, measures it by real decoding, stores the record, tells the study.
 
-A candidate whose text is not plain decoding's is a failed trial, whatever its speed; so is one that raises. A trial that
-looks worse than the best prompt by prompt is pruned. A candidate met before takes over the earlier measurement.
+A candidate whose output differs from plain decoding is a failed trial, whatever its speed; so is one that raises. A trial that
+looks worse than the best, prompt by prompt, is pruned. A repeated candidate takes over the earlier measurement.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import optuna
 import torch
@@ -30,14 +29,14 @@ OnRecord = Callable[[TrialRecord], None]
 
 @dataclass
 class Budget:
-    """What a study may spend: trials, its stored ones included, and seconds of trials from now on."""
+    """Limits of a study: trials, stored ones included, and seconds of trials from now on. None is unlimited."""
 
     trials: int | None
     seconds: float | None
     spent_seconds: float = 0.0
 
     def exhausted(self, num_trials: int) -> str | None:
-        """Why no further trial of a study with `num_trials` may begin, or None."""
+        """Return the reason that a study with `num_trials` may begin no further trial, or None."""
         if self.trials is not None and num_trials >= self.trials:
             return f"all {num_trials} trials are spent"
         if self.seconds is not None and self.spent_seconds >= self.seconds:
@@ -45,107 +44,113 @@ class Budget:
         return None
 
 
-class _NotLosslessError(Exception):
-    """The candidate wrote another text than plain decoding."""
-
-
 def run_study(
     study: Study, stored: StoredStudy, bench: Bench, indices: Sequence[int], budget: Budget, on_record: OnRecord
 ) -> tuple[list[TrialRecord], str]:
-    """Run `study` until it is finished or the budget is; `indices` are the tuning prompts a trial decodes.
+    """Run `study` until it is finished or `budget` is spent, with trials on the prompts (or batches) at `indices`.
 
-    Returns all its records, those of earlier runs first, and why it ended.
+    Returns all records, stored ones first, and the reason for the end.
     """
     records = stored.records()
     for record in records:
         study.observe(record)
     start = time.perf_counter()
-    # The budget first: a study may think long before it says whether it goes on.
+    # The budget first: a study may compute for long before it answers.
     while (ended := budget.exhausted(len(records)) or study.finished()) is None:
         trial = stored.ask()
         candidate, notes = study.propose(trial)
-        record = _run_trial(study.name, trial, candidate, notes, records, bench, indices, start)
+        outcome = _repeated(trial, candidate, records) or _measured(trial, candidate, bench, indices)
+        record = TrialRecord(
+            study=study.name,
+            number=trial.number,
+            candidate=candidate,
+            notes=notes,
+            seconds=time.perf_counter() - start,
+            **vars(outcome),
+        )
+        # On disk before the study learns of it: a kill from here on loses nothing.
         stored.finish(trial, record)
         records.append(record)
         budget.spent_seconds += record.seconds
-        told = time.perf_counter()
+        start = time.perf_counter()
         study.observe(record)
-        learning = time.perf_counter() - told
+        learning = time.perf_counter() - start
         on_record(record)
-        # A trial is on disk before the study learns of it: what that takes, and what it takes to see whether to go on (a study
-        # may choose what comes next to tell), counts with the trial it leads to.
+        # Learning from this trial and choosing the next count with the next; showing the record counts with none.
         start = time.perf_counter() - learning
     return records, ended
 
 
-def _run_trial(
-    study: str,
-    trial: optuna.Trial,
-    candidate: Candidate,
-    notes: dict[str, Any],
-    earlier: Sequence[TrialRecord],
-    bench: Bench,
-    indices: Sequence[int],
-    start: float,
-) -> TrialRecord:
-    """Measure a candidate; its seconds run from `start`, where the study began to think of it."""
-    facts: dict[str, Any] = {"study": study, "number": trial.number, "candidate": candidate, "notes": notes}
-    if known := _measured_before(candidate, earlier):
-        for sample in known.measurement.samples if known.measurement else ():
-            trial.report(sample.ratio, step=sample.prompt)
-        return TrialRecord(
-            **facts,
-            state=known.state,
-            measurement=known.measurement,
-            repeat_of=known.number,
-            seconds=time.perf_counter() - start,
-        )
-    samples: list[PromptSample] = []
+@dataclass(frozen=True)
+class _Outcome:
+    """The fields of a record that measuring decides."""
 
-    def watch(sample: PromptSample) -> None:
-        samples.append(sample)
+    state: TrialState
+    measurement: Measurement | None
+    reason: str | None = None
+    repeat_of: int | None = None
+
+
+class _NotLosslessError(Exception):
+    """The candidate's output differs from plain decoding."""
+
+
+class _Watch:
+    """Collects the samples of a trial, and ends it early if the output is wrong or the candidate too slow."""
+
+    def __init__(self, trial: optuna.Trial) -> None:
+        self._trial = trial
+        self._samples: list[PromptSample] = []
+
+    def __call__(self, sample: PromptSample) -> None:
+        self._samples.append(sample)
         if not (sample.identical or sample.tie):
-            raise _NotLosslessError(_wrong_text(sample))
-        trial.report(sample.ratio, step=sample.prompt)
-        if trial.should_prune():
-            measured = f"{len(samples)} {'prompts' if sample.batch is None else 'batches'}"
+            raise _NotLosslessError(_wrong_output(sample))
+        self._trial.report(sample.ratio, step=sample.prompt)
+        if self._trial.should_prune():
+            measured = f"{len(self._samples)} {'prompts' if sample.batch is None else 'batches'}"
             raise optuna.TrialPruned(f"slower than the best trial after {measured}")
 
-    state, reason = TrialState.COMPLETE, None
+    def outcome(self, state: TrialState, reason: str | None = None) -> _Outcome:
+        """Return the outcome with the samples so far."""
+        return _Outcome(state, Measurement(samples=tuple(self._samples)) if self._samples else None, reason)
+
+
+def _measured(trial: optuna.Trial, candidate: Candidate, bench: Bench, indices: Sequence[int]) -> _Outcome:
+    """Warm up the candidate's rule, measure the candidate and return the outcome."""
+    watch = _Watch(trial)
     try:
         # In production an adaptive rule starts warmed up, so it is warmed up before it is measured.
-        warm = bench.warm_up_rule(candidate, indices[:NUM_WARM_UP])
-        bench.measure(warm, indices, on_sample=watch)
+        warmed_up = bench.warm_up_rule(candidate, indices[:NUM_WARM_UP])
+        bench.measure(warmed_up, indices, on_sample=watch)
     except optuna.TrialPruned as pruned:
-        state, reason = TrialState.PRUNED, str(pruned)
-    except (
-        Exception
-    ) as failure:  # a failed trial, whatever failed in it: recorded with its reason, shown, and the search goes on
-        state, reason = TrialState.FAIL, describe_failure(failure)
+        return watch.outcome(TrialState.PRUNED, str(pruned))
+    except Exception as failure:  # any failure fails the trial: it is recorded and shown, and the search goes on
         _free_memory(failure)
-    return TrialRecord(
-        **facts,
-        state=state,
-        measurement=Measurement(samples=tuple(samples)) if samples else None,
-        reason=reason,
-        seconds=time.perf_counter() - start,
-    )
+        return watch.outcome(TrialState.FAIL, describe_failure(failure))
+    return watch.outcome(TrialState.COMPLETE)
 
 
-def _wrong_text(sample: PromptSample) -> str:
+def _repeated(trial: optuna.Trial, candidate: Candidate, earlier: Sequence[TrialRecord]) -> _Outcome | None:
+    """Return the outcome of an earlier trial of the same candidate, or None. A failed trial is not taken over."""
+    same = (record for record in earlier if record.candidate.key == candidate.key and record.repeat_of is None)
+    known = next((record for record in same if record.state is not TrialState.FAIL), None)
+    if known is None:
+        return None
+    for sample in known.measurement.samples if known.measurement else ():
+        trial.report(sample.ratio, step=sample.prompt)
+    return _Outcome(known.state, known.measurement, repeat_of=known.number)
+
+
+def _wrong_output(sample: PromptSample) -> str:
     if (batch := sample.batch) is None:
-        return f"the text of tuning prompt {sample.prompt} is not that of plain decoding"
+        return f"the output for tuning prompt {sample.prompt} differs from plain decoding"
     wrong = batch.count - batch.identical - batch.ties
-    return f"{wrong} of {batch.count} texts of tuning batch {sample.prompt} are not those of plain decoding"
-
-
-def _measured_before(candidate: Candidate, earlier: Sequence[TrialRecord]) -> TrialRecord | None:
-    same = (r for r in earlier if r.candidate.key == candidate.key and r.repeat_of is None)
-    return next((r for r in same if r.state is not TrialState.FAIL), None)
+    return f"{wrong} of {batch.count} outputs for tuning batch {sample.prompt} differ from plain decoding"
 
 
 def describe_failure(failure: Exception) -> str:
-    """The first line of what went wrong, for a table."""
+    """Return the first line of the failure's message, for a table."""
     name = "" if isinstance(failure, _NotLosslessError) else f"{type(failure).__name__}: "
     return name + (str(failure).strip().splitlines() or ["no message"])[0]
 

@@ -32,7 +32,7 @@ class Method(ABC):
         """Raise ValueError for settings that leave nothing to skip in this model."""
 
     @abstractmethod
-    def propose(self, trial: optuna.Trial, place: int) -> tuple[LayerSkip, dict[str, Any]]:
+    def propose(self, trial: optuna.Trial, num_trials: int) -> tuple[LayerSkip, dict[str, Any]]:
         """Return the set to measure after `num_trials` finished trials, and the notes of its record."""
 
     def observe(self, record: TrialRecord) -> None:  # noqa: B027 - the sampler may keep all state

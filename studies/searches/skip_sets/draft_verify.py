@@ -36,9 +36,9 @@ class DraftVerify(Method):
         self._points: list[SkipPoint] = []
         self._values: list[float | None] = []
 
-    def propose(self, trial: optuna.Trial, place: int) -> tuple[LayerSkip, dict[str, Any]]:
+    def propose(self, trial: optuna.Trial, num_trials: int) -> tuple[LayerSkip, dict[str, Any]]:
         """Return the odd blocks, then the point with the highest upper bound; the notes hold the point."""
-        point = self._start() if place == 0 else self._suggest(place)
+        point = self._start() if num_trials == 0 else self._suggest(num_trials)
         return self._switches.draft(point), {"point": point.tolist()}
 
     def observe(self, record: TrialRecord) -> None:
@@ -50,7 +50,7 @@ class DraftVerify(Method):
     def _start(self) -> SkipPoint:
         return self._switches.point(odd_blocks(self.problem.target.num_layers))
 
-    def _suggest(self, place: int) -> SkipPoint:
+    def _suggest(self, num_trials: int) -> SkipPoint:
         known = [value for value in self._values if value is not None]
         values = [min(known) if value is None else value for value in self._values] if known else []
         return suggest_point(
@@ -58,5 +58,5 @@ class DraftVerify(Method):
             values,
             size=len(self._switches),
             kappa=KAPPA,
-            rng=np.random.default_rng([self.problem.seed, place]),
+            rng=np.random.default_rng([self.problem.seed, num_trials]),
         )

@@ -18,7 +18,7 @@ class OddLayers(Method):
     whole_blocks = True
     _done = False
 
-    def propose(self, trial: optuna.Trial, place: int) -> tuple[LayerSkip, dict[str, Any]]:
+    def propose(self, trial: optuna.Trial, num_trials: int) -> tuple[LayerSkip, dict[str, Any]]:
         """Return blocks 1, 3, 5 ..."""
         return odd_blocks(self.problem.target.num_layers), {}
 

@@ -28,9 +28,9 @@ class RandomSets(Method):
         """Raise ValueError if K_s is 0."""
         check_ratio(settings.skip_ratio, target.num_layers)
 
-    def propose(self, trial: optuna.Trial, place: int) -> tuple[LayerSkip, dict[str, Any]]:
+    def propose(self, trial: optuna.Trial, num_trials: int) -> tuple[LayerSkip, dict[str, Any]]:
         """Return the set of this trial, from a stream of its own."""
-        rng = np.random.default_rng([self.problem.seed, place])
+        rng = np.random.default_rng([self.problem.seed, num_trials])
         point = self._switches.random(rng, self._switches.num_skipped(self.settings.skip_ratio))
         return self._switches.draft(point), {}
 

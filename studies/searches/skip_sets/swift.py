@@ -63,9 +63,9 @@ class Swift(Method):
         """Raise ValueError if K_s is 0."""
         check_ratio(settings.skip_ratio, target.num_layers)
 
-    def propose(self, trial: optuna.Trial, place: int) -> tuple[LayerSkip, dict[str, Any]]:
+    def propose(self, trial: optuna.Trial, num_trials: int) -> tuple[LayerSkip, dict[str, Any]]:
         """Return the odd blocks, then the best unmeasured set after scoring another round of candidates."""
-        if place == 0:
+        if num_trials == 0:
             return odd_blocks(self.problem.target.num_layers), {"scores": [], "bayes_points": []}
         scored = self._score_a_round()
         best = self._best_unmeasured(scored)
@@ -99,11 +99,11 @@ class Swift(Method):
     def _survey(self) -> Survey:
         """Survey of one round of W tokens per sequence, made on first use, so that its seconds count with a trial."""
         settings = self.settings.swift
-        texts = self.problem.continuations[: settings.num_texts]
+        continuations = self.problem.continuations[: settings.num_texts]
         return Survey(
             self.problem.target,
             self.problem.prompts[: settings.num_texts],
-            [text[: settings.window + 1] for text in texts],
+            [continuation[: settings.window + 1] for continuation in continuations],
             depth=settings.window,
         )
 

@@ -37,7 +37,7 @@ class Tpe(Method):
         odd = self._switches.point(odd_blocks(self.problem.target.num_layers))
         return [dict(zip(self._switches.names, (odd > 0.5).tolist(), strict=True))]
 
-    def propose(self, trial: optuna.Trial, place: int) -> tuple[LayerSkip, dict[str, Any]]:
+    def propose(self, trial: optuna.Trial, num_trials: int) -> tuple[LayerSkip, dict[str, Any]]:
         """Return the set that Optuna suggests, switch by switch."""
         suggested = [trial.suggest_categorical(name, [False, True]) for name in self._switches.names]
         return self._switches.draft(np.array(suggested, dtype=float)), {}

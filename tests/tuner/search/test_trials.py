@@ -120,7 +120,7 @@ def test_another_text_than_plain_decoding_fails_the_trial_whatever_its_speed(tmp
     bench = FakeBench(lambda wanted, index: sample(9.0, index, identical=index != 2))
     (record,), _, _ = _run(tmp_path, [[3]], bench)
     assert record.state is TrialState.FAIL
-    assert record.reason == "the text of tuning prompt 2 is not that of plain decoding"
+    assert record.reason == "the output for tuning prompt 2 differs from plain decoding"
 
 
 def test_another_text_in_a_batch_fails_the_trial(tmp_path: Path) -> None:
@@ -128,7 +128,7 @@ def test_another_text_in_a_batch_fails_the_trial(tmp_path: Path) -> None:
     bench = FakeBench(lambda wanted, index: sample(9.0, index, identical=False, batch=batch))
     (record,), _, _ = _run(tmp_path, [[3]], bench)
     assert record.state is TrialState.FAIL
-    assert record.reason == "2 of 4 texts of tuning batch 0 are not those of plain decoding"
+    assert record.reason == "2 of 4 outputs for tuning batch 0 differ from plain decoding"
 
 
 def test_a_numerical_tie_does_not_fail_the_trial(tmp_path: Path) -> None:

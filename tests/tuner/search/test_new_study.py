@@ -1,0 +1,63 @@
+"""A new study is one file and one line of the registry: `sdtune search` then runs, limits, resumes and reports it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import optuna
+import pytest
+
+from decoding.profile import DraftProfile
+from studies.contract import TrialRecord
+from studies.searches.registry import STUDIES, StudyEntry
+from tests.tuner.conftest import SearchCommand
+from tuner.config import load_config
+from tuner.evaluation.searches.rivals import rivals
+
+
+@pytest.fixture(autouse=True)
+def registered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(STUDIES, "one_block", StudyEntry("tests.support.toy_study:OneBlock"))
+
+
+def _records(workplace: Path) -> list[TrialRecord]:
+    study = optuna.load_study(study_name="tiny/one_block", storage=f"sqlite:///{workplace / 'sdtune.db'}")
+    return [TrialRecord.model_validate_json(trial.user_attrs["record"]) for trial in study.trials]
+
+
+def _set(workplace: Path, settings: str) -> None:
+    config = workplace.parent / "small.yaml"
+    config.write_text(f"{config.read_text()}studies: {{one_block: {settings}}}\n")
+
+
+def test_new_study_is_searched_limited_and_resumed(run_search: SearchCommand, workplace: Path) -> None:
+    _set(workplace, "{lowest: 2, max_trials: 2}")
+    result = run_search(study="one_block", trials=None)
+    assert result.exit_code == 0, result.output
+    assert "one_block: 2 trials done" in result.stderr
+    first = _records(workplace)
+    assert [record.study for record in first] == ["one_block"] * 2
+    assert all(record.measurement is not None and record.measurement.is_lossless for record in first)
+    assert {record.notes["block"] for record in first} <= {2, 3, 4}
+    assert "one_block" in result.stdout
+    assert DraftProfile.load("profile.yaml").provenance.study == "one_block"
+
+    config = workplace.parent / "small.yaml"
+    config.write_text(config.read_text().replace("max_trials: 2", "max_trials: 3"))
+    again = run_search(study="one_block", trials=None)
+    assert "2 finished trials found" in again.stderr
+    assert _records(workplace)[:2] == first
+    assert len(_records(workplace)) == 3
+
+
+def test_settings_of_a_new_study_are_checked(run_search: SearchCommand, workplace: Path) -> None:
+    _set(workplace, "{lowest: 5}")
+    result = run_search(study="one_block")
+    assert result.exit_code == 2
+    assert "studies.one_block: lowest: block 5 of 6 layers is the last" in result.stderr
+
+
+def test_new_study_can_be_compared(workplace: Path) -> None:
+    config = load_config(None, {"model": "m", "dataset": "d", "studies": {"one_block": {"lowest": 3}}})
+    (rival,) = rivals(["one_block"], config)
+    assert (rival.study, rival.settings.model_dump()["lowest"]) == ("one_block", 3)
