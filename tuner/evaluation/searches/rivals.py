@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any
 
 from decoding.documents.strict_yaml import suggest, validate
@@ -13,9 +12,6 @@ from studies.contract import StudySettings
 from studies.searches.registry import STUDIES, compared_searches
 from tuner.config import SearchConfig
 from tuner.errors import ConfigError
-
-SEARCHES: Mapping[str, tuple[str, Mapping[str, Any]]] = MappingProxyType(compared_searches())
-"""Study of each search, and the settings in which it differs from the study's defaults."""
 
 
 @dataclass(frozen=True)
@@ -28,15 +24,16 @@ class Rival:
 
 
 def rivals(names: Iterable[str], config: SearchConfig) -> tuple[Rival, ...]:
-    """Return the named searches without repeats, in order; all of `SEARCHES` by default.
+    """Return the named searches without repeats, in order; all of `compared_searches` by default.
 
     Settings come from `config`, updated with the name's own. Raises `ConfigError` for an unknown name.
     """
+    known = compared_searches()
     found = []
-    for name in dict.fromkeys(names or SEARCHES):
-        if name not in SEARCHES:
-            raise ConfigError(f"unknown search {name!r}; {suggest(name, SEARCHES)}")
-        study, changes = SEARCHES[name]
+    for name in dict.fromkeys(names or known):
+        if name not in known:
+            raise ConfigError(f"unknown search {name!r}; {suggest(name, known)}")
+        study, changes = known[name]
         given = _changed(config.studies.get(study, {}), changes)
         settings = validate(STUDIES[study].load().Settings, given, source=f"studies.{study}", error=ConfigError)
         found.append(Rival(name, study, settings))

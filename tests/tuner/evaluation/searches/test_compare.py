@@ -20,6 +20,7 @@ from decoding.rounds import Round
 from decoding.target import Target
 from studies.contract import Candidate
 from studies.measurement import PromptSample
+from studies.searches.registry import compared_searches
 from tests.support.benches import bench_on, charge
 from tests.support.records import candidate
 from tests.support.refusals import refused
@@ -28,7 +29,7 @@ from tuner.config import SearchConfig
 from tuner.errors import ConfigError
 from tuner.evaluation.searches.compare import HELD_OUT_FILE
 from tuner.evaluation.searches.held_out import CHUNK, HeldOutSamples
-from tuner.evaluation.searches.rivals import SEARCHES, rivals
+from tuner.evaluation.searches.rivals import rivals
 from tuner.measuring.clock import PriceList
 from tuner.measuring.cost_table import measure_cost_table
 from tuner.measuring.paired import Bench
@@ -318,9 +319,9 @@ def test_names_map_to_studies_with_settings() -> None:
     assert (plain["swift"]["round_length"], plain["swift"]["until_better"]) == (7, True)
     assert found["joint"].settings.model_dump()["num_exits"] == 1
     everything = rivals([], config)
-    assert [rival.name for rival in everything] == list(SEARCHES)
+    assert [rival.name for rival in everything] == list(compared_searches())
     assert everything[0].name == "joint"
-    assert set(SEARCHES) >= {
+    assert set(compared_searches()) >= {
         "swift",
         "draft_verify",
         "tpe",
@@ -330,9 +331,9 @@ def test_names_map_to_studies_with_settings() -> None:
         "exit_layer",
         "predicted",
     }
-    assert not {"skip_sets", "draft_length"} & set(SEARCHES)
+    assert not {"skip_sets", "draft_length"} & set(compared_searches())
     told = " ".join(CliRunner().invoke(main, ["compare-searches", "--help"]).output.split())
-    assert all(name in told.partition("Searches to compare:")[2] for name in SEARCHES)
+    assert all(name in told.partition("Searches to compare:")[2] for name in compared_searches())
 
 
 def test_held_out_samples_come_in_chunks_with_warmed_up_rules(
