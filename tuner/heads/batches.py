@@ -15,7 +15,7 @@ from torch import Tensor
 from tuner.heads.texts import WrittenText
 
 BUCKET = 16
-"""Batches' worth of texts that are sorted by length together, so that each batch needs little padding."""
+"""Number of batches whose texts are sorted by length together, so that each batch needs little padding."""
 
 
 @dataclass(frozen=True)

@@ -123,7 +123,7 @@ def train(
             for exit_layer, loss in run.losses[-1].items():
                 if not math.isfinite(loss):
                     raise DistillationError(
-                        f"the loss of exit {exit_layer} is {loss} in step {run.step}: try a lower learning rate than "
+                        f"the loss of exit {exit_layer} is {loss} at step {run.step}: try a lower learning rate than "
                         f"{highest_rate:.1g}"
                     )
             on_step()

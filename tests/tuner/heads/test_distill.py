@@ -31,7 +31,7 @@ DistillCommand = Callable[..., Result]
 
 @pytest.fixture
 def arguments(workplace: Path, checkpoint: Path, prompts_file: Path) -> dict[str, str | None]:
-    """The flags of a small distillation."""
+    """Return the flags of a small distillation."""
     config = workplace.parent / "small.yaml"
     config.write_text(
         "max_new_tokens: 12\ntuning_prompts: 6\nheld_out_prompts: 6\nprompts_per_trial: 4\ntimeout: 90s\nout: profile.yaml\n"

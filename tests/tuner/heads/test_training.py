@@ -275,7 +275,7 @@ class TestTraining:
         run = Run({2: Student(target)})
         with torch.no_grad():
             run.students[2].masters[0].fill_(math.nan)
-        with pytest.raises(DistillationError, match=r"loss of exit 2 is nan in step 1.*lower learning rate"):
+        with pytest.raises(DistillationError, match=r"loss of exit 2 is nan at step 1.*lower learning rate"):
             train(run, target, written_by(target), SETTINGS, seed=0)
         assert all(parameter.requires_grad for parameter in target.model.parameters())
 

@@ -17,9 +17,10 @@ from tuner.heads.distill import MIN_SPARE_PROMPTS, of_search
 from tuner.heads.found import FoundHead, num_trained_on
 from tuner.inputs.models import Loaded
 from tuner.inputs.prompts import PromptSet, load_prompts
+from tuner.progress import Unwatched
 
 
-class RecordedLines:
+class RecordedLines(Unwatched):
     """Progress that records its lines."""
 
     def __init__(self) -> None:
@@ -56,7 +57,7 @@ def trained_on(
     target: Target, loaded: Loaded, drawn_prompts: PromptSet, progress: RecordedLines, **distillation: Any
 ) -> set[tuple[int, ...]]:
     config = SearchConfig(model="m", dataset="d", distillation=distillation)
-    work = of_search(config, loaded, target, drawn_prompts, progress)  # type: ignore[arg-type]
+    work = of_search(config, loaded, target, drawn_prompts, progress)
     return {prompt.token_ids for prompt in work.training_prompts}
 
 

@@ -222,8 +222,8 @@ class TestHub:
     def test_config_split_and_revision_reach_the_hub(self, tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         asked = []
 
-        def load_dataset(place: str, config: str | None, **options: Any) -> datasets.Dataset:
-            asked.append((place, config, options["split"], options["revision"]))
+        def load_dataset(source: str, config: str | None, **options: Any) -> datasets.Dataset:
+            asked.append((source, config, options["split"], options["revision"]))
             return datasets.Dataset.from_dict({"text": WORDS, "document": WORDS})
 
         monkeypatch.setattr(datasets, "load_dataset", load_dataset)

@@ -13,7 +13,7 @@ from decoding.documents.strict_yaml import Document
 from studies.prediction.predictor import Prediction
 from studies.prediction.residual import Residual
 
-FEWEST_TO_CORRELATE = 3
+MIN_PAIRS_TO_CORRELATE = 3
 
 
 class Accuracy(Document):
@@ -35,7 +35,7 @@ def accuracy(predicted: Sequence[float], measured: Sequence[float]) -> Accuracy:
         )
     logs = np.log(predicted), np.log(measured)
     errors = np.abs(np.exp(logs[0] - logs[1]) - 1)
-    may_correlate = len(predicted) >= FEWEST_TO_CORRELATE and all(np.ptp(each) > 0 for each in logs)
+    may_correlate = len(predicted) >= MIN_PAIRS_TO_CORRELATE and all(np.ptp(each) > 0 for each in logs)
     return Accuracy(
         count=len(predicted),
         spearman=float(stats.spearmanr(*logs).statistic) if may_correlate else None,

@@ -6,10 +6,12 @@ candidate to measure, not a result.
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import numpy as np
 
 from decoding.draft_length import RULES, DraftLengthRule
-from studies.prediction.predictor import Drafting, Prediction, Predictor
+from studies.prediction.predictor import Drafting, Prediction
 from studies.rule_space import draw_rule, near_rule
 
 EXPLORING = 0.5
@@ -18,7 +20,17 @@ WIDEST, NARROWEST = 0.2, 0.02
 """Standard deviations of the first and the last local draw, as a share of the range."""
 
 
-def tune_by_replay(predictor: Predictor, draft: Drafting, rule: str, *, count: int, seed: int) -> Prediction:
+class RulePredictor(Protocol):
+    """Predictor of drafts with any rule, such as `studies.prediction.predictor.Predictor`."""
+
+    max_tokens: int
+    """Longest draft that can be predicted, in tokens."""
+
+    def predict(self, draft: Drafting, rule: DraftLengthRule) -> Prediction:
+        """Predict `draft` with `rule`."""
+
+
+def tune_by_replay(predictor: RulePredictor, draft: Drafting, rule: str, *, count: int, seed: int) -> Prediction:
     """Return the best of up to `count` settings of `rule` on `draft`, defaults included.
 
     Equal settings are replayed once. Raises ValueError if `count` is below 1.

@@ -1,4 +1,4 @@
-"""`sdtune check-integrity` on a tiny model and with made-up measurements."""
+"""Checks of false claims and coverage, on a tiny model and with made-up measurements."""
 
 from __future__ import annotations
 
@@ -222,7 +222,7 @@ def test_an_interval_contains_its_edges() -> None:
 def check(
     tmp_path: Path, checkpoint: Path, prompts_file: Path, monkeypatch: pytest.MonkeyPatch, target: Target
 ) -> Iterator[Check]:
-    """`sdtune check-integrity` with small sizes, in an empty folder."""
+    """Return the integrity check with small sizes, run in an empty folder."""
     monkeypatch.chdir(tmp_path)
     cheap = RoundCosts(draft_step=0.2, verify=(1.0, 1.05, 1.1, 1.15))
     monkeypatch.setattr("decoding.timing.draft_costs.measure_round_costs", lambda *_, **__: cheap)

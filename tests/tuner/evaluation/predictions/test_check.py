@@ -1,4 +1,4 @@
-"""`sdtune check-predictions` on a tiny model and with made-up measurements."""
+"""Predictions against decoding, on a tiny model and with made-up measurements."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ Check = Callable[..., Result]
 
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty folder that is the current one: a check tracks nothing."""
+    """Return an empty working directory."""
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
 
 @pytest.fixture
 def check(here: Path, target: Target, checkpoint: Path, prompts_file: Path, monkeypatch: pytest.MonkeyPatch) -> Check:
-    """`sdtune check-predictions` with small sizes, two exit heads, and costs that are made up."""
+    """Return the prediction check with small sizes, two exit heads, and made-up costs."""
 
     def costs(_: Target, *, max_tokens: int, **options: Any) -> Any:
         return made_up_costs(target, max_tokens)

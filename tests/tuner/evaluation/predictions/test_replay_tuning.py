@@ -28,7 +28,7 @@ class MadeUp:
 
 
 def test_tuning_finds_the_best_setting() -> None:
-    best = tune_by_replay(MadeUp(), LayerSkip(), "top_probability", count=200, seed=0)  # type: ignore[arg-type]
+    best = tune_by_replay(MadeUp(), LayerSkip(), "top_probability", count=200, seed=0)
     assert isinstance(best.rule, TopProbability)
     assert best.rule.max_tokens == 4
     assert best.rule.threshold == pytest.approx(0.37, abs=0.02)
@@ -36,7 +36,7 @@ def test_tuning_finds_the_best_setting() -> None:
 
 def test_settings_are_in_range_and_replayed_once() -> None:
     predictor = MadeUp()
-    best = tune_by_replay(predictor, LayerSkip(), "fixed", count=100, seed=0)  # type: ignore[arg-type]
+    best = tune_by_replay(predictor, LayerSkip(), "fixed", count=100, seed=0)
     assert best.rule.max_tokens == 4
     assert sorted(rule.max_tokens for rule in predictor.asked) == [1, 2, 3, 4, 5, 6]
 
@@ -44,10 +44,10 @@ def test_settings_are_in_range_and_replayed_once() -> None:
 @pytest.mark.parametrize("rule", RULES)
 def test_tuning_begins_with_the_defaults(rule: str) -> None:
     predictor = MadeUp()
-    tune_by_replay(predictor, LayerSkip(), rule, count=1, seed=0)  # type: ignore[arg-type]
+    tune_by_replay(predictor, LayerSkip(), rule, count=1, seed=0)
     assert predictor.asked == [RULES[rule](rule=rule, max_tokens=6)]
 
 
 def test_nothing_to_replay_is_refused() -> None:
     with pytest.raises(ValueError, match="at least 1 replay"):
-        tune_by_replay(MadeUp(), LayerSkip(), "fixed", count=0, seed=0)  # type: ignore[arg-type]
+        tune_by_replay(MadeUp(), LayerSkip(), "fixed", count=0, seed=0)

@@ -1,4 +1,4 @@
-"""`sdtune compare-rules` on a tiny model: every rule against every fixed length, on one or several kinds of text."""
+"""Comparison of rules on a tiny model: all rules and fixed lengths, on one or several kinds of text."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ Compare = Callable[..., Result]
 
 @pytest.fixture
 def compare(workplace: Path) -> Compare:
-    """`sdtune compare-rules` with small sizes."""
+    """Return the comparison of rules with small sizes."""
 
     def run(profile: Path, datasets: list[Path], **flags: Any) -> Result:
         sizes = {"prompts": 3, "learning-prompts": 2, "max-tokens": 3, "max-new-tokens": 12, **flags}

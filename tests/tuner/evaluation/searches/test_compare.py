@@ -41,7 +41,7 @@ RESULTS = ["held_out.jsonl", "searches.csv", "searches.db", "searches.json", "se
 
 @pytest.fixture
 def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty folder that is the current one; no MLflow store, which making takes seconds and nothing here needs."""
+    """Return an empty working directory, without an MLflow store, which takes seconds to create."""
     here = tmp_path / "here"
     here.mkdir()
     monkeypatch.chdir(here)
@@ -52,9 +52,9 @@ def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def compare(workplace: Path, checkpoint: Path, prompts_file: Path, monkeypatch: pytest.MonkeyPatch) -> Compare:
-    """`sdtune compare-searches` with two searches, two seeds and two trials, unless told otherwise; it draws nothing."""
+    """Return the comparison of two searches by default, with two seeds and two trials, without the picture."""
     monkeypatch.setattr(
-        "tuner.evaluation.searches.report.searches_picture", lambda found, file: file.write(b"drawn elsewhere")
+        "tuner.evaluation.searches.report.searches_picture", lambda found, file: file.write(b"no picture")
     )
     text = "max_new_tokens: 12\ntuning_prompts: 6\nheld_out_prompts: 4\nprompts_per_trial: 2\ngroup_column: file\n"
     (workplace.parent / "small.yaml").write_text(f"model: {checkpoint}\ndataset: {prompts_file}\n{text}")
@@ -75,11 +75,11 @@ def _price(draft: Draft, record: Round) -> float:
 
 
 class Clockwork:
-    """Real decoding, charged the less the more a draft skips; counts trials and held-out samples."""
+    """Real decoding at made-up prices: each skipped sublayer adds 0.1 to the speed-up. Counts trials and samples."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.trials: list[list[int]] = []
-        """The prompts of each trial, by their rows in the tuning set."""
+        """Prompts of each trial, as rows of the tuning set."""
         self.held_out = 0
         self.stop_at_trial = self.stop_at_sample = 10_000
         measure, side_by_side = Bench.measure, Bench.side_by_side
@@ -145,7 +145,7 @@ def test_two_searches_with_two_seeds(
     assert len(rows) == 8
     for first, second in zip(rows[::2], rows[1::2], strict=True):
         assert float(first["seconds"]) < float(second["seconds"])
-        # What a draft is said to gain depends on the draft alone: held-out figures are those of the trials.
+        # The made-up speed-up depends on the draft alone, so held-out figures equal those of the trials.
         best = max(float(first["tuning_speedup"]), float(second["tuning_speedup"] or 0))
         assert float(second["incumbent_held_out_speedup"]) == pytest.approx(best, abs=1e-4)
         assert int(first["tokens"]) == 2 * 22

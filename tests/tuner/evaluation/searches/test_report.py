@@ -204,7 +204,10 @@ def shown(comparison: SearchComparison) -> str:
 
 @pytest.fixture
 def two() -> SearchComparison:
-    """`joint` and `random` with two seeds; `random` finished early with seed 1, and had no time with seed 0."""
+    """Return runs of `joint` and `random` with two seeds.
+
+    `random` finished early with seed 1, and ended its only trial beyond the budget with seed 0.
+    """
     late = run(1.2, search="random", seconds=20.0)
     early = SearchRun("random", 1, 1.0, run(0.9, search="random", seed=1).records, "1 trials done", True)
     joint = [run(1.1, None, 1.4, search="joint", seed=seed, blocks=[4, 5, 6]) for seed in (0, 1)]
