@@ -5,9 +5,9 @@ configuration are minutes apart. A typical confirmation is drawn from the prompt
 in time stays together. Its true value is the speed-up over all prompts of the samples that the confirmation does not use.
 
 Prompts are drawn with replacement, as the available prompts represent all text. Without replacement a confirmation would
-contain half of the prompts behind the true value, and would be closer to it than in practice. A prompt drawn again contributes
-its sample of the next pass, because a repeated sample would repeat its noise. The true value is measured too: its own noise
-makes a perfect interval miss it slightly more often than in 5 % of the cases, less so with more passes.
+contain half of the prompts that determine the true value, and would be closer to it than in practice. A prompt drawn again
+contributes its sample of the next pass, because a repeated sample would repeat its noise. The true value is measured too: its
+own noise makes a perfect interval miss it slightly more often than in 5 % of the cases, less so with more passes.
 """
 
 from __future__ import annotations

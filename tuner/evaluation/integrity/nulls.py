@@ -31,7 +31,7 @@ from tuner.search.task import Task
 
 STUDY = "null"
 MAX_CLAIMS = 0.05
-"""Maximum share of runs that may claim a speed-up: the error rate of 95 % intervals (half of it is on one side)."""
+"""Maximum share of runs that may claim a speed-up: the error rate of 95 % intervals. Half of it is on one side."""
 
 
 class NullRun(Document):

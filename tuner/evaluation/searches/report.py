@@ -49,7 +49,7 @@ def searches_table(found: SearchComparison) -> RenderableType:
         table.add_column(heading, justify="right", overflow="fold")
     for search in found.searches:
         same, of = found.identical(search)
-        early = "*" if any(run.ended_itself for run in found.runs[search]) else " "
+        early = "*" if any(run.finished_early for run in found.runs[search]) else " "
         table.add_row(
             Text(search),
             _interval(found.speedup(search)),
@@ -79,7 +79,7 @@ def _legend(found: SearchComparison) -> Iterator[tuple[str, str]]:
         f"share of the search's seconds and tokens that {found.reference} needed to reach the same speed-up",
     )
     for search in found.searches:
-        ended = [f"seed {run.seed}: {run.ended}" for run in found.runs[search] if run.ended_itself]
+        ended = [f"seed {run.seed}: {run.ended}" for run in found.runs[search] if run.finished_early]
         if ended:
             yield f"* {search}", f"finished early and kept its best; {'; '.join(ended)}"
         if empty := [str(run.seed) for run in found.runs[search] if not found.counted(run)]:
@@ -183,7 +183,7 @@ def _run(found: SearchComparison, run: SearchRun) -> dict[str, Any]:
         "tokens": tokens,
         "trials": len(found.counted(run)),
         "ended": run.ended,
-        "finished_early": run.ended_itself,
+        "finished_early": run.finished_early,
         "remarks": list(run.remarks),
         "final": None if final is None else final.candidate.model_dump(mode="json"),
         "tuning_speedup": None if final is None else final.speedup,

@@ -67,7 +67,7 @@ class SearchRun:
     records: tuple[TrialRecord, ...]
     ended: str
     """The reason why the run ended."""
-    ended_itself: bool
+    finished_early: bool
     """True if the study finished before its budget was spent."""
     remarks: tuple[str, ...] = ()
     incumbents: tuple[int | None, ...] | None = None
@@ -127,14 +127,14 @@ def decoded_tokens(record: TrialRecord) -> int:
 
 
 @dataclass
-class _Spending(Budget):
+class _SearchBudget(Budget):
     """Budget that limits tokens too; earlier spending counts."""
 
     tokens: int | None = None
     spent_tokens: int = 0
 
     @classmethod
-    def of(cls, limits: Limits, records: Sequence[TrialRecord], preparation_seconds: float) -> _Spending:
+    def of(cls, limits: Limits, records: Sequence[TrialRecord], preparation_seconds: float) -> _SearchBudget:
         spent = preparation_seconds + sum(record.seconds for record in records)
         return cls(limits.trials, limits.seconds, spent, limits.tokens, sum(map(decoded_tokens, records)))
 
@@ -203,7 +203,7 @@ class SearchRunner:
         if known:
             self.progress.say(f"{rival.name}, seed {seed}: {len(known)} stored trials, resuming")
             self.progress.advance(len(known))
-        budget = _Spending.of(self.limits, known, preparation)
+        budget = _SearchBudget.of(self.limits, known, preparation)
         incumbents = _padded(stored.noted(INCUMBENTS), len(known))
 
         def keep(record: TrialRecord) -> None:
@@ -218,10 +218,12 @@ class SearchRunner:
 
         indices = range(min(self.task.config.prompts_per_trial, len(bench.prompts)))
         records, why = run_study(study, stored, bench, indices, budget, keep)
-        itself = why != budget.exhausted(len(records))
+        finished_early = why != budget.exhausted(len(records))
         remarks = tuple(study.remarks())
-        stored.note(ENDED, {"settings": _plain(rival), "why": why, "itself": itself, "remarks": remarks})
-        return SearchRun(rival.name, seed, preparation, tuple(records), why, itself, remarks, tuple(incumbents))
+        stored.note(
+            ENDED, {"settings": _plain(rival), "why": why, "finished_early": finished_early, "remarks": remarks}
+        )
+        return SearchRun(rival.name, seed, preparation, tuple(records), why, finished_early, remarks, tuple(incumbents))
 
     def _run_before(self, store: StudyStore, rival: Rival, seed: int) -> SearchRun | None:
         """Return the run of an earlier comparison if it is complete, otherwise None."""
@@ -229,13 +231,17 @@ class SearchRunner:
         if noted is None or stored is None or noted["settings"] != _plain(rival):
             return None
         preparation, records = store.noted(PREPARATION), tuple(stored.records())
-        budget = _Spending.of(self.limits, records, preparation)
-        itself = noted["itself"] and self.limits.hold(budget.spent_seconds, budget.spent_tokens, len(records))
-        why = noted["why"] if itself else budget.exhausted(len(records))
+        budget = _SearchBudget.of(self.limits, records, preparation)
+        finished_early = noted["finished_early"] and self.limits.hold(
+            budget.spent_seconds, budget.spent_tokens, len(records)
+        )
+        why = noted["why"] if finished_early else budget.exhausted(len(records))
         if why is None:
             return None
         incumbents = tuple(_padded(store.noted(INCUMBENTS), len(records)))
-        return SearchRun(rival.name, seed, preparation, records, why, itself, tuple(noted["remarks"]), incumbents)
+        return SearchRun(
+            rival.name, seed, preparation, records, why, finished_early, tuple(noted["remarks"]), incumbents
+        )
 
 
 def _padded(incumbents: Sequence[int | None] | None, count: int) -> list[int | None]:
