@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tuner.heads.texts import WrittenText
+from tuner.heads.texts import GeneratedText
 
 BUCKET = 16
 """Number of batches whose texts are sorted by length together, so that each batch needs little padding."""
@@ -28,7 +28,7 @@ class TrainingBatch:
     response_mask: Tensor  # [texts, length - first], bool
 
     @classmethod
-    def of(cls, texts: Sequence[WrittenText], device: torch.device) -> TrainingBatch:
+    def of(cls, texts: Sequence[GeneratedText], device: torch.device) -> TrainingBatch:
         """Return the batch of `texts` on `device`."""
         length = max(len(text.prompt) + len(text.response) for text in texts) - 1
         first = min(len(text.prompt) for text in texts) - 1
@@ -41,7 +41,7 @@ class TrainingBatch:
         return cls(token_ids.to(device), first, mask.to(device))
 
 
-def batches_by_length(texts: Sequence[WrittenText], batch_size: int) -> list[list[WrittenText]]:
+def batches_by_length(texts: Sequence[GeneratedText], batch_size: int) -> list[list[GeneratedText]]:
     """Return batches of all texts, shortest texts first."""
     ordered = sorted(texts, key=_length)
     return [ordered[first : first + batch_size] for first in range(0, len(ordered), batch_size)]
@@ -50,21 +50,21 @@ def batches_by_length(texts: Sequence[WrittenText], batch_size: int) -> list[lis
 class Schedule:
     """Shuffled batches of texts of similar length, reshuffled in every epoch."""
 
-    def __init__(self, texts: Sequence[WrittenText], batch_size: int, seed: int) -> None:
+    def __init__(self, texts: Sequence[GeneratedText], batch_size: int, seed: int) -> None:
         self._texts = texts
         self._batch_size = batch_size
         self._seed = seed
         self._num_batches = -(-len(texts) // batch_size)
-        self._epoch: tuple[int, list[list[WrittenText]]] = (-1, [])
+        self._epoch: tuple[int, list[list[GeneratedText]]] = (-1, [])
 
-    def texts_of(self, step: int) -> list[WrittenText]:
+    def texts_of(self, step: int) -> list[GeneratedText]:
         """Return the texts of `step`, counted from 0."""
         epoch, index = divmod(step, self._num_batches)
         if epoch != self._epoch[0]:
             self._epoch = epoch, self._shuffled(epoch)
         return self._epoch[1][index]
 
-    def _shuffled(self, epoch: int) -> list[list[WrittenText]]:
+    def _shuffled(self, epoch: int) -> list[list[GeneratedText]]:
         generator = random.Random(f"{self._seed}/{epoch}")
         order = generator.sample(self._texts, len(self._texts))
         width = BUCKET * self._batch_size
@@ -74,5 +74,5 @@ class Schedule:
         return batches
 
 
-def _length(text: WrittenText) -> int:
+def _length(text: GeneratedText) -> int:
     return len(text.prompt) + len(text.response)

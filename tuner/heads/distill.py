@@ -35,7 +35,7 @@ from tuner.config import DistillSettings, SearchConfig
 from tuner.heads.checkpoint import OtherCheckpointError, differences, load_checkpoint, save_checkpoint
 from tuner.heads.evaluation import Heads, evaluate
 from tuner.heads.report import loss_curve_csv
-from tuner.heads.texts import TextPlan, WrittenText, write_texts
+from tuner.heads.texts import GeneratedText, TextPlan, generate_texts
 from tuner.heads.training import Losses, Run, Student, train
 from tuner.inputs.environment import device_name, git_revision, versions
 from tuner.inputs.models import Loaded, load
@@ -311,25 +311,25 @@ def log_distilled(tracker: Tracker, distilled: Distilled) -> None:
     tracker.log_artifact(distilled.folder / CURVE)
 
 
-def _texts(work: Distillation, writing: TextPlan, stage: str, min_tokens: int, progress: Progress) -> list[WrittenText]:
+def _texts(work: Distillation, plan: TextPlan, stage: str, min_tokens: int, progress: Progress) -> list[GeneratedText]:
     """Return the texts of a plan, stored or newly generated.
 
     Each identity has its own file, so texts never mix.
     """
-    identity = writing.identity(work.model, work.target.dtype)
-    progress.stage(stage, len(writing.prompts) * writing.samples)
+    identity = plan.identity(work.model, work.target.dtype)
+    progress.stage(stage, len(plan.prompts) * plan.samples)
     path = work.folder / "texts" / f"{hash_json(identity)[:12]}.jsonl"
-    texts = write_texts(work.target, writing, path, identity, progress.advance)
+    texts = generate_texts(work.target, plan, path, identity, progress.advance)
     if (num_tokens := _num_tokens(texts)) < min_tokens:
         raise DistillationError(
-            f"too little text: {len(writing.prompts)} prompts gave {num_tokens} tokens, and at least {min_tokens} are "
+            f"too little text: {len(plan.prompts)} prompts gave {num_tokens} tokens, and at least {min_tokens} are "
             "needed; give more prompts or more response tokens"
         )
     return texts
 
 
 def _evaluate(
-    work: Distillation, heads: Heads, texts: Sequence[WrittenText], stage: str, progress: Progress
+    work: Distillation, heads: Heads, texts: Sequence[GeneratedText], stage: str, progress: Progress
 ) -> dict[int, ExitFigures]:
     progress.stage(stage, len(texts))
     return evaluate(work.target, heads, texts, work.settings.batch_size, progress.advance)
@@ -338,7 +338,7 @@ def _evaluate(
 def _train(
     work: Distillation,
     exits: Sequence[int],
-    texts: Sequence[WrittenText],
+    texts: Sequence[GeneratedText],
     progress: Progress,
     on_losses: OnLosses,
     overwrite: bool,
@@ -380,7 +380,7 @@ def _resume(run: Run, work: Distillation, progress: Progress, overwrite: bool) -
 def _facts(
     work: Distillation,
     exit_layer: int,
-    texts: Sequence[WrittenText],
+    texts: Sequence[GeneratedText],
     steps: int,
     seconds: float,
     before: ExitFigures,
@@ -412,7 +412,7 @@ def _facts(
     )
 
 
-def _num_tokens(texts: Sequence[WrittenText]) -> int:
+def _num_tokens(texts: Sequence[GeneratedText]) -> int:
     return sum(len(text.response) for text in texts)
 
 

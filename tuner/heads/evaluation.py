@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from decoding.exit_heads import ExitFigures
 from decoding.target import Target
 from tuner.heads.batches import TrainingBatch, batches_by_length
-from tuner.heads.texts import WrittenText
+from tuner.heads.texts import GeneratedText
 
 Heads = Mapping[int, nn.Module | None]
 """Heads by exit layer; None is an exit without a head."""
@@ -20,7 +20,7 @@ Heads = Mapping[int, nn.Module | None]
 def evaluate(
     target: Target,
     heads: Heads,
-    texts: Sequence[WrittenText],
+    texts: Sequence[GeneratedText],
     batch_size: int,
     on_progress: Callable[[int], None] = lambda num_texts: None,
 ) -> dict[int, ExitFigures]:

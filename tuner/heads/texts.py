@@ -27,7 +27,7 @@ SCHEMA = "sdtune-texts/v1"
 
 
 @dataclass(frozen=True)
-class WrittenText:
+class GeneratedText:
     """Token ids of a prompt and of the response, including its end-of-text token."""
 
     prompt: tuple[int, ...]
@@ -71,48 +71,48 @@ class TextPlan:
         }
 
 
-def write_texts(
+def generate_texts(
     target: Target,
-    writing: TextPlan,
+    plan: TextPlan,
     path: Path,
     identity: dict[str, Any],
     on_progress: Callable[[int], None] = lambda num_texts: None,
-) -> list[WrittenText]:
-    """Return all texts of `writing`, generating and appending those missing from `path`.
+) -> list[GeneratedText]:
+    """Return all texts of `plan`, generating and appending those missing from `path`.
 
     `on_progress` is called with the number of texts read or generated since the last call. Raises `DistillationError` if the
     file cannot be written, is damaged, or holds texts of another identity.
     """
-    texts = _open(path, identity, writing)
+    texts = _open(path, identity, plan)
     on_progress(len(texts))
     first = 0
-    for number, batch in enumerate(writing.batches):
+    for number, batch in enumerate(plan.batches):
         if first >= len(texts):
-            written = write_batch(target, batch, writing, number)
-            _append(path, written)
-            texts += written
+            generated = generate_batch(target, batch, plan, number)
+            _append(path, generated)
+            texts += generated
             on_progress(len(batch))
         first += len(batch)
     return texts
 
 
-def write_batch(
-    target: Target, prompts: Sequence[tuple[int, ...]], writing: TextPlan, number: int
-) -> list[WrittenText]:
+def generate_batch(
+    target: Target, prompts: Sequence[tuple[int, ...]], plan: TextPlan, number: int
+) -> list[GeneratedText]:
     """Generate one text per prompt.
 
     The batch number seeds the sampling, so that a resumed run generates the same texts.
     """
     longest = max(map(len, prompts))
-    room = writing.response_tokens
+    room = plan.response_tokens
     if target.context_length is not None:
         room = min(room, target.context_length - longest)
     padded = [[0] * (longest - len(prompt)) + list(prompt) for prompt in prompts]
     known = [[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts]
-    model = _generating_plainly(target, writing.temperature, room)
+    model = _with_plain_generation(target, plan.temperature, room)
     began = time.perf_counter()
     with torch.random.fork_rng([target.device] if target.device.type == "cuda" else []), torch.no_grad():
-        torch.manual_seed(_batch_seed(writing.seed, number))
+        torch.manual_seed(_batch_seed(plan.seed, number))
         ids = model.generate(
             torch.tensor(padded, device=target.device), attention_mask=torch.tensor(known, device=target.device)
         )
@@ -120,10 +120,10 @@ def write_batch(
     ends = frozenset(eos if isinstance(eos, list) else [eos])
     rows = ids[:, longest:].tolist()
     seconds = (time.perf_counter() - began) / len(prompts)
-    return [WrittenText(prompt, _up_to(ends, row), seconds) for prompt, row in zip(prompts, rows, strict=True)]
+    return [GeneratedText(prompt, _up_to(ends, row), seconds) for prompt, row in zip(prompts, rows, strict=True)]
 
 
-def _generating_plainly(target: Target, temperature: float, max_new_tokens: int) -> Any:
+def _with_plain_generation(target: Target, temperature: float, max_new_tokens: int) -> Any:
     """Return a shallow copy of the model with plain generation settings.
 
     `generate` takes every setting that a call leaves open from the model's own generation settings.
@@ -152,7 +152,7 @@ def _up_to(ends: frozenset[int], tokens: list[int]) -> tuple[int, ...]:
 # --- the file -----------------------------------------------------------------------------------------------------------
 
 
-def _open(path: Path, identity: dict[str, Any], writing: TextPlan) -> list[WrittenText]:
+def _open(path: Path, identity: dict[str, Any], plan: TextPlan) -> list[GeneratedText]:
     """Return the texts of complete batches in `path`, and truncate the file after them.
 
     A killed run may leave an incomplete batch. A missing or empty file is created with its header.
@@ -172,12 +172,12 @@ def _open(path: Path, identity: dict[str, Any], writing: TextPlan) -> list[Writt
                 f"{path} holds texts generated with other settings: remove it, or use another folder"
             )
         texts = [_parse(line, number, path) for number, line in enumerate(lines[1:], start=2)]
-        expected = [prompt for batch in writing.batches for prompt in batch]
+        expected = [prompt for batch in plan.batches for prompt in batch]
         if [text.prompt for text in texts] != expected[: len(texts)]:
             raise DistillationError(
                 f"the texts in {path} are damaged: their prompts do not match the requested ones; remove the file"
             )
-        kept = _whole_batches(writing, len(texts))
+        kept = _whole_batches(plan, len(texts))
         with path.open("r+b") as file:
             file.truncate(sum(map(len, lines[: kept + 1])))
     except OSError as cause:
@@ -185,20 +185,20 @@ def _open(path: Path, identity: dict[str, Any], writing: TextPlan) -> list[Writt
     return texts[:kept]
 
 
-def _whole_batches(writing: TextPlan, num_texts: int) -> int:
+def _whole_batches(plan: TextPlan, num_texts: int) -> int:
     """Return how many of the first `num_texts` texts belong to complete batches."""
     kept = 0
-    for batch in writing.batches:
+    for batch in plan.batches:
         if kept + len(batch) > num_texts:
             break
         kept += len(batch)
     return kept
 
 
-def _parse(line: bytes, number: int, path: Path) -> WrittenText:
+def _parse(line: bytes, number: int, path: Path) -> GeneratedText:
     try:
         data = json.loads(line)
-        text = WrittenText(tuple(data["prompt"]), tuple(data["response"]), float(data["seconds"]))
+        text = GeneratedText(tuple(data["prompt"]), tuple(data["response"]), float(data["seconds"]))
         if not text.response or not all(isinstance(token, int) for token in (*text.prompt, *text.response)):
             raise ValueError("no token ids")
     except (ValueError, TypeError, KeyError):
@@ -208,7 +208,7 @@ def _parse(line: bytes, number: int, path: Path) -> WrittenText:
     return text
 
 
-def _append(path: Path, texts: Sequence[WrittenText]) -> None:
+def _append(path: Path, texts: Sequence[GeneratedText]) -> None:
     lines = [json.dumps(asdict(text)) + "\n" for text in texts]
     try:
         with path.open("a", encoding="utf-8") as file:

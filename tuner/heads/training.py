@@ -24,7 +24,7 @@ from decoding.errors import DistillationError
 from decoding.target import Target
 from tuner.config import DistillSettings
 from tuner.heads.batches import Schedule, TrainingBatch
-from tuner.heads.texts import WrittenText
+from tuner.heads.texts import GeneratedText
 
 WARM_UP = 0.05
 """Share of the training over which the learning rate rises to its peak."""
@@ -101,7 +101,7 @@ class Run:
 def train(
     run: Run,
     target: Target,
-    texts: Sequence[WrittenText],
+    texts: Sequence[GeneratedText],
     settings: DistillSettings,
     seed: int,
     on_step: Callable[[], None] = lambda: None,

@@ -23,7 +23,7 @@ from tests.support.paths import ROOT
 from tests.support.refusals import refused
 from tuner.cli.main import main
 from tuner.heads.evaluation import evaluate
-from tuner.heads.texts import TextPlan, WrittenText, write_texts
+from tuner.heads.texts import GeneratedText, TextPlan, generate_texts
 from tuner.inputs.prompts import PromptSet, load_prompts
 
 DistillCommand = Callable[..., Result]
@@ -112,7 +112,7 @@ class TestHeads:
         target = Target(AutoModelForCausalLM.from_pretrained(checkpoint))
         prompts = _prompts(prompts_file, checkpoint)
         held_out = TextPlan(tuple(prompt.token_ids for prompt in prompts.held_out), 1, 0.0, 12, 32, 0)
-        texts = write_texts(target, held_out, workplace / "again.jsonl", {})
+        texts = generate_texts(target, held_out, workplace / "again.jsonl", {})
         for exit_layer in (2, 3):
             path = heads / f"exit_head_{exit_layer}.safetensors"
             training = read_facts(path).training
@@ -160,10 +160,10 @@ class TestHeads:
         assert run_distill(exit_layers="2").exit_code == 0
         first = (workplace / "heads" / "exit_head_2.safetensors").read_bytes()
 
-        def never(*args: Any) -> list[WrittenText]:
+        def never(*args: Any) -> list[GeneratedText]:
             raise AssertionError("the texts are there")
 
-        monkeypatch.setattr("tuner.heads.texts.write_batch", never)
+        monkeypatch.setattr("tuner.heads.texts.generate_batch", never)
         assert run_distill(exit_layers="2,4").exit_code == 0
         assert (workplace / "heads" / "exit_head_2.safetensors").read_bytes() == first
         assert (workplace / "heads" / "exit_head_4.safetensors").exists()

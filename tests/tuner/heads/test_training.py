@@ -28,7 +28,7 @@ from tuner.heads import training as training_module
 from tuner.heads.batches import Schedule, TrainingBatch
 from tuner.heads.checkpoint import OtherCheckpointError, load_checkpoint, save_checkpoint
 from tuner.heads.evaluation import acceptance, evaluate
-from tuner.heads.texts import TextPlan, WrittenText, write_batch, write_texts
+from tuner.heads.texts import GeneratedText, TextPlan, generate_batch, generate_texts
 from tuner.heads.training import Run, Student, rate_factor, soft_label_loss, train
 
 PROMPTS = tuple(tuple(some_tokens(3 + seed % 6, seed=seed)) for seed in range(12))
@@ -36,22 +36,22 @@ SMALL_PROMPTS = tuple(tuple(token % 64 for token in prompt) for prompt in PROMPT
 SETTINGS = DistillSettings(steps=30, batch_size=6, learning_rate=1e-2)
 
 
-def writing(prompts: tuple[tuple[int, ...], ...] = SMALL_PROMPTS, **changes: Any) -> TextPlan:
+def plan_of(prompts: tuple[tuple[int, ...], ...] = SMALL_PROMPTS, **changes: Any) -> TextPlan:
     defaults = {"samples": 2, "temperature": 1.0, "response_tokens": 12, "batch_size": 5, "seed": 0}
     return TextPlan(prompts=prompts, **{**defaults, **changes})
 
 
-def written_by(target: Target, **changes: Any) -> list[WrittenText]:
-    asked = writing(**changes)
-    return [text for number, batch in enumerate(asked.batches) for text in write_batch(target, batch, asked, number)]
+def generated_by(target: Target, **changes: Any) -> list[GeneratedText]:
+    plan = plan_of(**changes)
+    return [text for number, batch in enumerate(plan.batches) for text in generate_batch(target, batch, plan, number)]
 
 
-def stored(target: Target, path: Path, **changes: Any) -> list[WrittenText]:
-    asked = writing(**changes)
-    return write_texts(target, asked, path, asked.identity(fingerprint(target.model), target.dtype))
+def stored(target: Target, path: Path, **changes: Any) -> list[GeneratedText]:
+    plan = plan_of(**changes)
+    return generate_texts(target, plan, path, plan.identity(fingerprint(target.model), target.dtype))
 
 
-def trained(target: Target, texts: list[WrittenText], *exits: int, settings: DistillSettings = SETTINGS) -> Run:
+def trained(target: Target, texts: list[GeneratedText], *exits: int, settings: DistillSettings = SETTINGS) -> Run:
     run = Run({exit_layer: Student(target) for exit_layer in exits})
     train(run, target, texts, settings, seed=0)
     return run
@@ -68,7 +68,7 @@ def same(first: list[Tensor], second: list[Tensor]) -> bool:
 class TestTexts:
     def test_greedy_texts_equal_plain_decoding(self) -> None:
         target = tiny_target()
-        texts = written_by(target, samples=1, temperature=0.0)
+        texts = generated_by(target, samples=1, temperature=0.0)
         assert {text.prompt for text in texts} == set(SMALL_PROMPTS)
         for text in texts:
             request = Request(list(text.prompt), Ending(12, frozenset()), Greedy())
@@ -76,9 +76,9 @@ class TestTexts:
 
     def test_sampled_texts_vary_and_repeat_for_a_seed(self) -> None:
         target = tiny_target()
-        texts = written_by(target)
-        assert texts == written_by(target)
-        assert texts != written_by(target, seed=1)
+        texts = generated_by(target)
+        assert texts == generated_by(target)
+        assert texts != generated_by(target, seed=1)
         assert len({text.response for text in texts if text.prompt == SMALL_PROMPTS[0]}) == 2
 
     def test_sampling_leaves_the_random_state_alone(self) -> None:
@@ -86,13 +86,13 @@ class TestTexts:
         torch.manual_seed(5)
         expected = torch.rand(3)
         torch.manual_seed(5)
-        written_by(target)
+        generated_by(target)
         assert torch.equal(torch.rand(3), expected)
 
     def test_an_end_of_text_token_is_the_last_one(self) -> None:
         plain = tiny_llama()
         plain.generation_config.eos_token_id = 7
-        texts = written_by(Target(plain), response_tokens=40)
+        texts = generated_by(Target(plain), response_tokens=40)
         ended = [text for text in texts if len(text.response) < 40]
         assert ended
         assert all(text.response[-1] == 7 for text in ended)
@@ -102,12 +102,12 @@ class TestTexts:
         model = tiny_llama()
         model.generation_config.update(repetition_penalty=5.0, top_k=1, min_new_tokens=3, max_length=4, num_beams=2)
         before = model.generation_config.to_dict()
-        assert written_by(Target(model)) == written_by(tiny_target())
+        assert generated_by(Target(model)) == generated_by(tiny_target())
         assert model.generation_config.to_dict() == before
 
     def test_texts_stay_within_the_context(self) -> None:
         prompt = tuple(token % 64 for token in some_tokens(250))
-        assert [len(text.response) for text in written_by(tiny_target(), prompts=(prompt,), samples=1)] == [6]
+        assert [len(text.response) for text in generated_by(tiny_target(), prompts=(prompt,), samples=1)] == [6]
 
 
 class TestTextsOnDisk:
@@ -120,11 +120,11 @@ class TestTextsOnDisk:
         assert len(lines) == 1 + len(whole) == 25
         numbers: list[int] = []
 
-        def counted(target: Target, prompts: Any, asked: TextPlan, number: int) -> list[WrittenText]:
+        def counted(target: Target, prompts: Any, plan: TextPlan, number: int) -> list[GeneratedText]:
             numbers.append(number)
-            return write_batch(target, prompts, asked, number)
+            return generate_batch(target, prompts, plan, number)
 
-        monkeypatch.setattr(texts_module, "write_batch", counted)
+        monkeypatch.setattr(texts_module, "generate_batch", counted)
         path.write_bytes(b"".join(lines[:13]) + lines[13][:9])  # two batches, two texts of the third, and a torn line
         assert stored(target, path) == whole
         assert numbers == [2, 3, 4]
@@ -180,7 +180,7 @@ class TestTextsOnDisk:
 
 class TestBatches:
     def test_the_mask_selects_positions_that_predict_the_response(self) -> None:
-        texts = [WrittenText((1, 2, 3), (4, 5)), WrittenText((6,), (7, 8, 9)), WrittenText((1, 2), (3,))]
+        texts = [GeneratedText((1, 2, 3), (4, 5)), GeneratedText((6,), (7, 8, 9)), GeneratedText((1, 2), (3,))]
         batch = TrainingBatch.of(texts, torch.device("cpu"))
         assert batch.token_ids.shape == (3, 4)
         assert batch.first == 0
@@ -190,7 +190,7 @@ class TestBatches:
             assert tuple(following.tolist()) == text.response
 
     def test_every_epoch_has_each_text_once_in_a_new_order(self) -> None:
-        texts = [WrittenText((1,) * (1 + number % 9), (number,)) for number in range(40)]
+        texts = [GeneratedText((1,) * (1 + number % 9), (number,)) for number in range(40)]
         schedule = Schedule(texts, batch_size=6, seed=0)
         passes = [
             [text for step in range(7 * epoch, 7 * epoch + 7) for text in schedule.texts_of(step)] for epoch in (0, 1)
@@ -208,7 +208,7 @@ class TestFigures:
 
     def test_an_exit_that_equals_the_model_has_perfect_figures(self) -> None:
         target = tiny_target()
-        texts = written_by(target)
+        texts = generated_by(target)
         figures = evaluate(target, {5: target.blocks[-1], 2: None}, texts, batch_size=5)
         assert figures[5].agreement == 1.0
         assert figures[5].acceptance == pytest.approx(1.0, abs=1e-4)
@@ -216,7 +216,7 @@ class TestFigures:
 
     def test_figures_are_token_means_at_any_batch_size(self) -> None:
         target = tiny_target()
-        texts = written_by(target)
+        texts = generated_by(target)
         alone = [evaluate(target, {2: None}, [text], 1)[2] for text in texts]
         for batch_size in (1, 7):
             together = evaluate(target, {2: None}, texts, batch_size)[2]
@@ -227,8 +227,8 @@ class TestFigures:
 class TestTraining:
     def test_the_loss_falls_and_acceptance_rises(self) -> None:
         target = tiny_target()
-        unseen = written_by(target, prompts=tuple(prompt[::-1] for prompt in SMALL_PROMPTS), seed=9)
-        run = trained(target, written_by(target), 1, 3)
+        unseen = generated_by(target, prompts=tuple(prompt[::-1] for prompt in SMALL_PROMPTS), seed=9)
+        run = trained(target, generated_by(target), 1, 3)
         for exit_layer, student in run.students.items():
             losses = [of_step[exit_layer] for of_step in run.losses]
             assert sum(losses[-5:]) < sum(losses[:5])
@@ -245,13 +245,13 @@ class TestTraining:
 
     def test_the_loss_is_zero_for_an_exit_that_equals_the_model(self) -> None:
         target = tiny_target()
-        run = trained(target, written_by(target), 2, 5, settings=SETTINGS.model_copy(update={"steps": 1}))
+        run = trained(target, generated_by(target), 2, 5, settings=SETTINGS.model_copy(update={"steps": 1}))
         assert run.losses[0][5] == pytest.approx(0.0, abs=1e-5)
         assert run.losses[0][2] > 0.01
 
     def test_exits_trained_together_equal_exits_trained_alone(self) -> None:
         target = tiny_target()
-        texts = written_by(target)
+        texts = generated_by(target)
         settings = SETTINGS.model_copy(update={"steps": 4})
         together = trained(target, texts, 1, 2, 4, settings=settings)
         for exit_layer in (1, 2, 4):
@@ -263,7 +263,7 @@ class TestTraining:
         target = tiny_target()
         embeddings = target.model.get_input_embeddings().weight.requires_grad_(False)
         before = {name: tensor.clone() for name, tensor in target.model.state_dict().items()}
-        trained(target, written_by(target), 2, settings=SETTINGS.model_copy(update={"steps": 2}))
+        trained(target, generated_by(target), 2, settings=SETTINGS.model_copy(update={"steps": 2}))
         assert all(torch.equal(before[name], tensor) for name, tensor in target.model.state_dict().items())
         required = [parameter for parameter in target.model.parameters() if parameter.requires_grad]
         assert len(required) == len(list(target.model.parameters())) - 1
@@ -276,13 +276,13 @@ class TestTraining:
         with torch.no_grad():
             run.students[2].masters[0].fill_(math.nan)
         with pytest.raises(DistillationError, match=r"loss of exit 2 is nan at step 1.*lower learning rate"):
-            train(run, target, written_by(target), SETTINGS, seed=0)
+            train(run, target, generated_by(target), SETTINGS, seed=0)
         assert all(parameter.requires_grad for parameter in target.model.parameters())
 
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
     def test_a_target_of_lower_precision(self, dtype: torch.dtype) -> None:
         target = Target(tiny_llama().to(dtype))
-        texts = written_by(target)
+        texts = generated_by(target)
         run = trained(target, texts, 2)
         student = run.students[2]
         assert {weight.dtype for weight in student.head.parameters()} == {dtype}
@@ -296,7 +296,7 @@ class TestTraining:
     @pytest.mark.parametrize("family", ["gpt_neox_parallel", "gemma2", "mixtral", "bloom", "gemma3n"])
     def test_other_families(self, family: str) -> None:
         target = Target(build(family))
-        texts = written_by(target, prompts=PROMPTS)
+        texts = generated_by(target, prompts=PROMPTS)
         run = trained(target, texts, 2, settings=SETTINGS.model_copy(update={"steps": 15}))
         losses = [of_step[2] for of_step in run.losses]
         assert sum(losses[-4:]) < sum(losses[:4])
@@ -321,7 +321,7 @@ class TestTraining:
 
         target = tiny_target()
         monkeypatch.setattr(Student, "update", noted)
-        texts = [WrittenText((1, 2), (3, 4))]
+        texts = [GeneratedText((1, 2), (3, 4))]
         run = trained(target, texts, 2, settings=DistillSettings(steps=1000, timeout="12s", learning_rate=1.0))
         assert run.step == 12
         assert run.seconds == 12.0
@@ -344,10 +344,10 @@ TEN_STEPS = SETTINGS.model_copy(update={"steps": 10})
 
 class TestCheckpoints:
     @pytest.fixture
-    def stopped(self, tmp_path: Path) -> tuple[Target, list[WrittenText], Path]:
+    def stopped(self, tmp_path: Path) -> tuple[Target, list[GeneratedText], Path]:
         """Training of ten steps, stopped after the sixth, with its last checkpoint after the fourth."""
         target = tiny_target()
-        texts = written_by(target)
+        texts = generated_by(target)
         run, path = Run({1: Student(target), 3: Student(target)}), tmp_path / "checkpoint.pt"
 
         def stop() -> None:
@@ -375,7 +375,7 @@ class TestCheckpoints:
 
     def test_checkpoints_keep_float32_masters_in_lower_precision(self, tmp_path: Path) -> None:
         target = Target(tiny_llama().to(torch.bfloat16))
-        run = trained(target, written_by(target), 2, settings=SETTINGS.model_copy(update={"steps": 2}))
+        run = trained(target, generated_by(target), 2, settings=SETTINGS.model_copy(update={"steps": 2}))
         save_checkpoint(run, IDENTITY, tmp_path / "checkpoint.pt")
         fresh = Run({2: Student(target)})
         load_checkpoint(fresh, IDENTITY, tmp_path / "checkpoint.pt")
