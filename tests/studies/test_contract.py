@@ -8,7 +8,7 @@ from studies.contract import best_trials
 from tests.support.records import measurement, record
 
 
-def test_best_are_those_of_which_most_is_expected_and_else_those_that_measured_best() -> None:
+def test_best_trials_are_ordered_by_expectation_else_by_measurement() -> None:
     trials = [record(1.5, blocks=(1,), number=0), record(1.3, blocks=(2,), number=1), record(None, number=2)]
     assert [each.number for each in best_trials(trials, 2)] == [0, 1]
     expected = {trials[0].candidate.key: 1.1}

@@ -57,19 +57,7 @@ def run_study(
     start = time.perf_counter()
     # The budget first: a study may compute for long before it answers.
     while (ended := budget.exhausted(len(records)) or study.finished()) is None:
-        trial = stored.ask()
-        candidate, notes = study.propose(trial)
-        outcome = _repeated(trial, candidate, records) or _measured(trial, candidate, bench, indices)
-        record = TrialRecord(
-            study=study.name,
-            number=trial.number,
-            candidate=candidate,
-            notes=notes,
-            seconds=time.perf_counter() - start,
-            **vars(outcome),
-        )
-        # On disk before the study learns of it: a kill from here on loses nothing.
-        stored.finish(trial, record)
+        record = _run_trial(study, stored, bench, indices, records, start)
         records.append(record)
         budget.spent_seconds += record.seconds
         start = time.perf_counter()
@@ -79,6 +67,31 @@ def run_study(
         # Learning from this trial and choosing the next count with the next; showing the record counts with none.
         start = time.perf_counter() - learning
     return records, ended
+
+
+def _run_trial(
+    study: Study,
+    stored: StoredStudy,
+    bench: Bench,
+    indices: Sequence[int],
+    earlier: Sequence[TrialRecord],
+    start: float,
+) -> TrialRecord:
+    """Run one trial and write it to disk. Its seconds count from `start`, when the study began to choose it."""
+    trial = stored.ask()
+    candidate, notes = study.propose(trial)
+    outcome = _repeated(trial, candidate, earlier) or _measured(trial, candidate, bench, indices)
+    record = TrialRecord(
+        study=study.name,
+        number=trial.number,
+        candidate=candidate,
+        notes=notes,
+        seconds=time.perf_counter() - start,
+        **vars(outcome),
+    )
+    # On disk before the study learns of it: a kill from here on loses nothing.
+    stored.finish(trial, record)
+    return record
 
 
 @dataclass(frozen=True)

@@ -56,7 +56,7 @@ def test_thresholds_of_immediate_neighbours(lam: float, expected: list[int]) -> 
 
 def test_the_window_grows_with_depth_and_curvature() -> None:
     # z of (0, 0, 0, 0, 3, 0, 0, 0): 3 at block 5, the rest equal. Gradient twice is 0 at the first two places (k = 2, A = 10).
-    # Uncapped, blocks far behind the peak see it in a window that has grown and fall below their neighbours' mean; with
+    # Uncapped, blocks far after the peak see it in a window that has grown and fall below their neighbours' mean; with
     # immediate neighbours only blocks 4 and 6 do.
     values = [0.0, 0.0, 0.0, 0.0, 3.0, 0.0, 0.0, 0.0]
     assert select_layers(values, lam=0.0, num_layers=10, window_growth_cap=0) == [4, 6]

@@ -1,4 +1,4 @@
-"""What holds of every registered study: create, propose, observe, resume, end, and leave nothing behind."""
+"""Conformance of every registered study: create, propose, observe, resume, end, and leave no residue."""
 
 from __future__ import annotations
 

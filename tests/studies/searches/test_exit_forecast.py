@@ -66,7 +66,7 @@ def by_layer(forecasts: list[ExitForecast]) -> dict[int, ExitForecast]:
 
 @torch.no_grad()
 def direct_recordings(problem: Problem, exit_layer: int) -> list[Recording]:
-    """From the hidden states that transformers gives: each position behind the prefill's token."""
+    """From the hidden states that transformers gives: each position after the prefill's token."""
     model = problem.target.model
     recordings = []
     for prompt, text in zip(problem.prompts, problem.continuations, strict=True):
@@ -112,7 +112,7 @@ def test_rule_of_a_forecast_is_the_best_of_those_tried(problem: Problem) -> None
     assert 1 <= forecast.rule.max_tokens <= MAX_TOKENS
 
 
-def test_forecast_for_batches_is_that_of_texts_in_step(problem: Problem) -> None:
+def test_forecast_for_batches_is_of_sequences_in_lockstep(problem: Problem) -> None:
     assert problem.target.unbatchable_reason is None
     pairs = replace(problem, batch_size=2)
     (forecast,) = forecast_exits(pairs, exits([3]), MAX_TOKENS)
@@ -159,7 +159,7 @@ def test_heads_are_read_from_disk_once_and_not_again_for_every_text(
     monkeypatch.setattr("decoding.exit_heads.load_exit_head", load)
     asked = replace(problem, heads=ExitHeads(problem.target, tmp_path))
     forecast_exits(asked, list(drafts.values()), MAX_TOKENS)
-    assert len(read) <= len(drafts) + 3, "once to foretell, and the timed ones again"
+    assert len(read) <= len(drafts) + 3, "once to predict, and the timed ones again"
 
 
 def test_texts_of_a_single_token_are_passed_over(problem: Problem) -> None:

@@ -144,7 +144,7 @@ def test_only_the_asked_rules_are_proposed(target: Target) -> None:
         ExitLayerSettings(rules=("adaedl",))
 
 
-def test_resumed_study_has_the_space_and_starts_of_the_first_without_forecasting_again(
+def test_resumed_study_keeps_space_and_starts_without_a_second_forecast(
     target: Target, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("decoding.timing.draft_costs.measure_round_costs", _made_up_costs)
@@ -243,7 +243,7 @@ def test_best_exit_at_an_edge_is_remarked_if_there_are_exits_beyond(
     assert [remark[: len(words)] for remark in study.remarks()] == ([words] if words else [])
 
 
-def test_nothing_is_remarked_before_anything_was_measured_or_if_one_exit_was_asked_for(target: Target) -> None:
+def test_no_remark_before_a_trial_or_with_a_single_exit(target: Target) -> None:
     assert study_of(target).remarks() == []
     single = study_of(target, [forecast(5, 1.2)])
     single.observe(best_of(EarlyExit(exit_layer=5), 0))

@@ -195,7 +195,7 @@ def test_resumed_search_knows_the_drafts_that_joined(with_heads: Problem) -> Non
     assert [each.candidate for each in following] == [each.candidate for each in records[3:]]
 
 
-def test_rating_ends_where_skip_sets_are_far_behind(problem: Problem) -> None:
+def test_rating_ends_where_skip_sets_are_far_slower(problem: Problem) -> None:
     """Texts that repeat themselves are copied nearly for nothing: no skip set of this model comes near."""
     loop = tuple(place % 6 + 2 for place in range(40))
     repeating = replace(problem, prompts=(loop[:16],), continuations=(loop[16:],))
@@ -272,7 +272,7 @@ def test_exit_that_the_model_does_not_have_is_refused(problem: Problem) -> None:
 
 
 def test_trials_of_batches_correct_the_predictions_for_batches(problem: Problem) -> None:
-    """Trials measure two batches of two texts, the last text is left out: twice as fast as foretold, and so is all else."""
+    """Trials measure two batches of two texts, the last text is left out: twice as fast as predicted, and so is all else."""
     assert problem.target.unbatchable_reason is None
     pairs = replace(problem, prompts=problem.prompts[:4], continuations=problem.continuations[:4], batch_size=2)
     study = Predicted.create(pairs, PredictedSettings(**SMALL, survey_tokens=30, pool_tokens=80))
@@ -284,9 +284,9 @@ def test_trials_of_batches_correct_the_predictions_for_batches(problem: Problem)
     for number in range(6):
         trial = stored.ask()
         wanted, notes = study.propose(trial)
-        foretold = predictor.predict(wanted.draft, wanted.draft_length).replayed
-        assert len(foretold.costs_per_token) == 2
-        samples = tuple(sample(2 / cost, place, batch=batch) for place, cost in enumerate(foretold.costs_per_token))
+        predicted = predictor.predict(wanted.draft, wanted.draft_length).replayed
+        assert len(predicted.costs_per_token) == 2
+        samples = tuple(sample(2 / cost, place, batch=batch) for place, cost in enumerate(predicted.costs_per_token))
         facts = {
             "study": study.name,
             "number": number,

@@ -62,8 +62,8 @@ def worth(draft: LayerSkip) -> float:
 def planted(draft: LayerSkip) -> float:
     """A speed-up with a known best: attention of the blocks from 4 on is free to leave out, all else costs acceptance."""
     free = sum(block >= 4 for block in draft.skip_attention)
-    dear = sum(block < 4 for block in draft.skip_attention) + len(draft.skip_mlp)
-    return 1.0 + 0.1 * free - 0.05 * dear
+    harmful = sum(block < 4 for block in draft.skip_attention) + len(draft.skip_mlp)
+    return 1.0 + 0.1 * free - 0.05 * harmful
 
 
 class Run:
@@ -246,7 +246,7 @@ def test_swift_stops_as_its_code_does(
     assert run.records[-1].notes["num_scored"] == num_scored
 
 
-def test_swift_scores_the_share_of_tokens_that_a_parallel_pass_foretells(problem: Problem, target: Target) -> None:
+def test_swift_scores_the_share_of_tokens_that_a_parallel_pass_predicts(problem: Problem, target: Target) -> None:
     window, draft = 12, LayerSkip(skip_attention=(2, 5), skip_mlp=(1, 4, 6))
     shares = []
     for prompt, text in zip(problem.prompts[:2], problem.continuations, strict=False):
@@ -254,8 +254,8 @@ def test_swift_scores_the_share_of_tokens_that_a_parallel_pass_foretells(problem
         target.forward(_ids(prompt), cache, 0)
         view = target.draft_view(draft.skip_attention, draft.skip_mlp, keep_boundary=False)
         # Token by token through one cache: each reads the draft's own keys and values of those before.
-        said = [int(view.forward(_ids([text[i]]), cache, len(prompt) + i).argmax()) for i in range(window)]
-        shares.append(np.mean(np.array(said) == text[1 : window + 1]))
+        predicted = [int(view.forward(_ids([text[i]]), cache, len(prompt) + i).argmax()) for i in range(window)]
+        shares.append(np.mean(np.array(predicted) == text[1 : window + 1]))
     settings = SkipSetsSettings(method="swift", swift={"window": window, "num_texts": 2})
     assert Swift(problem, settings).matchness(draft) == pytest.approx(np.mean(shares))
     assert 0.0 < np.mean(shares) < 1.0

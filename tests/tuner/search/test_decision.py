@@ -25,7 +25,7 @@ class MadeUpBench:
 
     def __init__(self, num_prompts: int) -> None:
         self.indices = range(num_prompts)
-        self.learnt: list[tuple[int, ...]] = []
+        self.warmed_up: list[tuple[int, ...]] = []
         self.measured: dict[int, tuple[int, ...]] = {}
 
     def measure(self, wanted: Candidate, indices: Sequence[int], on_sample: Any = lambda sample: None) -> Measurement:
@@ -35,7 +35,7 @@ class MadeUpBench:
         return Measurement(samples=tuple(sample(1 + block / 10 + index / 1000, index) for index in indices))
 
     def warm_up_rule(self, wanted: Candidate, indices: Sequence[int]) -> Candidate:
-        self.learnt.append(tuple(indices))
+        self.warmed_up.append(tuple(indices))
         return wanted
 
 
@@ -55,7 +55,7 @@ def test_another_text_or_no_draft_is_no_speedup() -> None:
     assert not claims_speedup(Candidate(draft=PlainDecoding(), draft_length=Fixed()), FASTER, FASTER)
 
 
-def test_the_best_of_all_and_the_best_of_each_study_race_on_prompts_that_no_trial_has_seen() -> None:
+def test_the_best_of_all_and_of_each_study_race_on_unseen_prompts() -> None:
     trials = [
         record(1.5, blocks=(1,), number=0),
         record(1.4, blocks=(2,), number=1),
@@ -69,7 +69,7 @@ def test_the_best_of_all_and_the_best_of_each_study_race_on_prompts_that_no_tria
         LayerSkip.blocks((2,)),
         LayerSkip.blocks((1,)),
     ]
-    assert set(bench.learnt) == {(0, 1)}
+    assert set(bench.warmed_up) == {(0, 1)}
     assert {min(indices) for indices in bench.measured.values()} == {2}
     held_out = MadeUpBench(5)
     confirmed = confirm(finalists, trials, held_out, Unwatched())

@@ -34,7 +34,7 @@ def test_the_fastest_wins_whatever_its_trial_said() -> None:
     assert [finalist.trial.number for finalist in ranking] == [1, 0]
 
 
-def test_who_is_clearly_behind_drops_out_and_ranks_last() -> None:
+def test_clearly_slower_finalists_drop_out_and_rank_last() -> None:
     bench = TrackBench(lambda block: {1: 1.5, 2: 1.4, 3: 0.5}[block])
     trials = [record(blocks=(block,), number=block) for block in (3, 1, 2)]
     ranking = race(trials, bench, range(24))  # type: ignore[arg-type]
@@ -93,7 +93,7 @@ def test_a_single_finalist_wins() -> None:
     assert len(only.measurement.samples) == 4
 
 
-def test_a_finalist_that_changes_the_text_is_out_whatever_its_speed() -> None:
+def test_a_finalist_with_wrong_output_is_out_whatever_its_speed() -> None:
     class Unfaithful(TrackBench):
         def measure(self, wanted: Candidate, indices: Sequence[int], **options: Any) -> Measurement:
             measured = super().measure(wanted, indices, **options)

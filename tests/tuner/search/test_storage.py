@@ -159,7 +159,7 @@ def test_what_a_study_keeps_when_it_is_made_is_what_later_ones_get(tmp_path: Pat
     assert again.spent_seconds() == 5.0, "what the study took when it was made"
 
 
-def test_time_spent_is_that_of_trials_and_of_preparing_the_studies_asked_for(tmp_path: Path) -> None:
+def test_spent_seconds_are_of_trials_and_of_preparing_named_studies(tmp_path: Path) -> None:
     store = _store(tmp_path)
     stored = store.open(Keeping(), IDENTITY, preparation_seconds=5.0)
     stored.finish(stored.ask(), record(1.25, seconds=2.0))

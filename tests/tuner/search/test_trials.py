@@ -47,10 +47,10 @@ class FakeBench:
     def __init__(self, answer: Callable[[Candidate, int], PromptSample]) -> None:
         self._answer = answer
         self.measured: list[tuple[int, ...]] = []
-        self.lessons: list[tuple[int, ...]] = []
+        self.warm_ups: list[tuple[int, ...]] = []
 
     def warm_up_rule(self, wanted: Candidate, indices: Sequence[int]) -> Candidate:
-        self.lessons.append(tuple(indices))
+        self.warm_ups.append(tuple(indices))
         return wanted.with_rule(wanted.draft_length.model_copy(update={"persistent": True}))
 
     def measure(
@@ -77,7 +77,7 @@ def _by_first_block(wanted: Candidate, index: int) -> PromptSample:
     return sample(1.0 + wanted.draft.skip_attention[0] / 10 + index / 1000, index)
 
 
-def test_a_rule_is_taught_before_its_trial_which_is_recorded_as_proposed(tmp_path: Path) -> None:
+def test_a_rule_is_warmed_up_before_its_trial_and_recorded_as_proposed(tmp_path: Path) -> None:
     measured: list[bool] = []
 
     def answer(wanted: Candidate, index: int) -> PromptSample:
@@ -86,12 +86,12 @@ def test_a_rule_is_taught_before_its_trial_which_is_recorded_as_proposed(tmp_pat
 
     bench = FakeBench(answer)
     records, _, _ = _run(tmp_path, [[3]], bench)
-    assert bench.lessons == [tuple(PLACES[:NUM_WARM_UP])]
-    assert all(measured), "what was taught is what is measured"
+    assert bench.warm_ups == [tuple(PLACES[:NUM_WARM_UP])]
+    assert all(measured), "the warmed-up rule is measured"
     assert not records[0].candidate.draft_length.persistent
 
 
-def test_every_trial_is_measured_recorded_and_told(tmp_path: Path) -> None:
+def test_every_trial_is_measured_recorded_and_observed(tmp_path: Path) -> None:
     records, ended, study = _run(tmp_path, [[3], [4]], FakeBench(_by_first_block))
     assert ended == "all proposed"
     assert [record.state for record in records] == [TrialState.COMPLETE] * 2
@@ -116,14 +116,14 @@ def test_a_candidate_that_is_slower_prompt_by_prompt_is_pruned(tmp_path: Path) -
     assert records[1].speedup is None
 
 
-def test_another_text_than_plain_decoding_fails_the_trial_whatever_its_speed(tmp_path: Path) -> None:
+def test_output_that_differs_from_plain_decoding_fails_the_trial(tmp_path: Path) -> None:
     bench = FakeBench(lambda wanted, index: sample(9.0, index, identical=index != 2))
     (record,), _, _ = _run(tmp_path, [[3]], bench)
     assert record.state is TrialState.FAIL
     assert record.reason == "the output for tuning prompt 2 differs from plain decoding"
 
 
-def test_another_text_in_a_batch_fails_the_trial(tmp_path: Path) -> None:
+def test_wrong_output_in_a_batch_fails_the_trial(tmp_path: Path) -> None:
     batch = BatchTexts(count=4, identical=1, ties=1)
     bench = FakeBench(lambda wanted, index: sample(9.0, index, identical=False, batch=batch))
     (record,), _, _ = _run(tmp_path, [[3]], bench)
@@ -144,7 +144,7 @@ def test_a_numerical_tie_does_not_fail_the_trial(tmp_path: Path) -> None:
         (ValueError(""), "ValueError: no message"),
     ],
 )
-def test_a_trial_that_raises_is_recorded_with_its_reason_and_the_search_goes_on(
+def test_a_trial_that_raises_is_recorded_and_the_search_goes_on(
     tmp_path: Path, failure: Exception, reason: str
 ) -> None:
     def answer(wanted: Candidate, index: int) -> PromptSample:
@@ -246,8 +246,7 @@ def test_seconds_of_a_trial_are_those_of_thinking_and_of_measuring(
     stored = StudyStore(sqlite_url(tmp_path / "trials.db"), "e").open(study := Thinking([[3], [4], [3]]), {})
     budget = Budget(None, None)
     records, _ = run_study(study, stored, FakeBench(answer), PLACES, budget, show)  # type: ignore[arg-type]
-    # Learning from a trial comes behind it: its half second is in the next, as is seeing whether to go on. What was met before is
-    # not measured again.
+    # Learning from a trial (0.5 s) and deciding whether to go on (0.25 s) count with the next trial. A repeat is not measured.
     assert [record.seconds for record in records] == [62.25, 62.75, 2.75]
     assert budget.spent_seconds == 127.75
     assert stored.records() == records
