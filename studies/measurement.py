@@ -154,7 +154,7 @@ def paired_interval(behind: np.ndarray, ahead: np.ndarray) -> Interval:
     the logarithm of the ratio, linearised in the prompts' seconds (the ratio estimator of survey sampling).
 
     On a few dozen prompts the percentile bootstrap is too narrow: on real samples it held the value of a long re-measurement in
-    89.6 % of 1,350 draws, bias-corrected in 87.3 %, and this in 92.1 % (the samples are those of `sdtune check-integrity`).
+    89.6 % of 1,350 draws, bias-corrected in 87.3 %, and this in 92.1 % (the samples are those of `sdtune evaluate integrity`).
     """
     value = float(np.mean(behind) / np.mean(ahead))
     influence = behind / np.mean(behind) - ahead / np.mean(ahead)

@@ -32,6 +32,7 @@ from tuner.fields import (
     Model,
     Names,
     PromptColumn,
+    Revision,
     Seed,
     Threads,
 )
@@ -103,7 +104,7 @@ class SearchConfig(Document):
     """Settings of `sdtune search`; every key but the two mappings is also a flag of the same name."""
 
     model: Model
-    revision: str | None = Field(None, description="Revision of the model on the hub.", json_schema_extra=PROBLEM)
+    revision: Revision = None
     dataset: Dataset
     prompt_column: PromptColumn = None
     group_column: GroupColumn = None
@@ -123,7 +124,7 @@ class SearchConfig(Document):
     study: Names = Field(
         DEFAULT_STUDIES,
         min_length=1,
-        description="Studies to run, in order; repeatable.",
+        description=f"Studies to run, in order; repeatable: {', '.join(STUDIES)}.",
         json_schema_extra={**BUDGET, "metavar": "NAME"},
     )
     trials: int | None = Field(
@@ -152,7 +153,7 @@ class SearchConfig(Document):
         description="Prompts decoded in lockstep, as production will; intervals are then over batches.",
         json_schema_extra=DECODING,
     )
-    dtype: Dtype = Field("auto", description="Precision of the weights.", json_schema_extra=DECODING)
+    dtype: Dtype = "auto"
     device: Device = "auto"
     threads: Threads = None
     runner: Literal["auto", "eager", "static"] = Field(

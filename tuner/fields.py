@@ -5,6 +5,7 @@ Imports pydantic only, so that `--help` stays fast.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, JsonValue
@@ -28,6 +29,7 @@ def split_names(value: Any) -> Any:
 
 Names = Annotated[tuple[str, ...], BeforeValidator(split_names)]
 Model = Annotated[str, Field(description="Folder or hub id of a causal language model.", json_schema_extra=PROBLEM)]
+Revision = Annotated[str | None, Field(description="Revision of the model on the hub.", json_schema_extra=PROBLEM)]
 Dataset = Annotated[
     str,
     Field(
@@ -56,7 +58,8 @@ MaxPromptTokens = Annotated[
     int | None,
     Field(ge=1, description="Cut longer prompts from the left; default: they are an error.", json_schema_extra=PROBLEM),
 ]
-Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+_DTYPES = Literal["auto", "float32", "bfloat16", "float16"]
+Dtype = Annotated[_DTYPES, Field(description="Precision of the weights.", json_schema_extra=DECODING)]
 Device = Annotated[str, Field(description="Device: auto, cpu, cuda, cuda:1 ...", json_schema_extra=DECODING)]
 Threads = Annotated[
     int | None,
@@ -68,4 +71,16 @@ Threads = Annotated[
 ]
 Seed = Annotated[
     int, Field(ge=0, description="Seed of the split, the samplers and the sampling.", json_schema_extra=PROBLEM)
+]
+Profile = Annotated[
+    Path,
+    Field(description="Profile that `sdtune search` wrote.", json_schema_extra={**PROBLEM, "metavar": "FILE"}),
+]
+ProfileModel = Annotated[
+    str | None,
+    Field(description="Folder or hub id of the model; default: the profile's.", json_schema_extra=PROBLEM),
+]
+ProfileDtype = Annotated[
+    _DTYPES | None,
+    Field(description="Precision of the weights; default: the profile's.", json_schema_extra=DECODING),
 ]

@@ -5,9 +5,10 @@ The command line draws them (`tuner.cli.progress_bar`); `Unwatched` ignores them
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from studies.contract import TrialRecord
+if TYPE_CHECKING:
+    from studies.contract import TrialRecord
 
 
 class Progress(Protocol):

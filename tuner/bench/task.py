@@ -6,13 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from pydantic import Field
-
 from decoding.decoder import Decoder
 from decoding.deploy import load_decoder
-from decoding.documents.strict_yaml import Document
 from decoding.profile import DatasetFacts, DraftProfile
 from decoding.target import Target
+from tuner.bench.config import BenchConfig
 from tuner.bench.contenders import check_names, default_names, side_by_side
 from tuner.bench.contest import Prompts
 from tuner.bench.long_prompts import at_length
@@ -29,29 +27,6 @@ CHOOSING_PROMPTS = 3
 """Tuning prompts by which contenders that have something to choose do so."""
 MOST_FILLERS = 1000
 """Rows that are read at most to make prompts longer."""
-
-
-class BenchConfig(Document):
-    """The settings of a bench; what is None is taken from the profile, or from what is usual where it says nothing."""
-
-    dataset: str
-    against: tuple[str, ...] | None = None
-    model: str | None = None
-    dtype: str | None = None
-    device: str = "auto"
-    runner: str | None = None
-    batch_size: int = Field(1, ge=1)
-    context: int | None = None
-    max_new_tokens: int | None = None
-    prompts: int | None = None
-    repeats: int = 1
-    prompt_column: str | None = None
-    group_column: str | None = None
-    chat_template: bool = True
-    max_prompt_tokens: int | None = None
-    tuning_prompts: int | None = None
-    held_out_prompts: int | None = None
-    seed: int = 0
 
 
 @dataclass(frozen=True)

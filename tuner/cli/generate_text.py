@@ -1,9 +1,8 @@
-"""`sdtune generate`: continue one prompt with a profile, as text arrives, and compare with plain decoding if asked."""
+"""Streaming of one continuation: the text to stdout, the rates and the comparison with plain decoding to stderr."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,50 +19,39 @@ from decoding.profile import DraftProfile
 from decoding.rounds import Generation, Prefill, Round
 from decoding.target import Target
 from decoding.text import Ending, Shaping
+from tuner.cli.generate import GenerateSettings
 from tuner.inputs.models import eos_token_ids, load
 from tuner.inputs.prompts import encode_prompt
 
 
-def generate(
-    profile_path: Path,
-    prompt: str,
-    *,
-    model: str | None,
-    max_new_tokens: int,
-    temperature: float | None,
-    seed: int,
-    chat_template: bool,
-    dtype: str | None,
-    device: str,
-    compare: bool,
-) -> None:
+def stream(settings: GenerateSettings) -> None:
     """Stream the continuation to stdout and the rates to stderr.
 
-    Raises `ProfileError`, `ExitHeadError`, `ConfigError` or `TargetMismatchError` for a profile, head or model that does not do.
+    Raises `ProfileError`, `ExitHeadError`, `ConfigError` or `TargetMismatchError` for a wrong profile, head or model.
     """
-    profile = DraftProfile.load(profile_path)
-    deployed = load_decoder(profile, folder=profile_path.parent)
+    profile = DraftProfile.load(settings.profile)
+    deployed = load_decoder(profile, folder=settings.profile.parent)
     loaded = load(
-        model or profile.target.model,
+        settings.model or profile.target.model,
         revision=profile.target.revision,
-        dtype=dtype or profile.target.dtype,
-        device=device,
+        dtype=settings.dtype or profile.target.dtype,
+        device=settings.device,
     )
     decoder = deployed.decoder_for(loaded.model)
-    chosen_temperature = profile.decoding.temperature if temperature is None else temperature
-    ids = encode_prompt(prompt, loaded.tokenizer, chat_template=chat_template)
-    ending = Ending(max_new_tokens, eos_token_ids(loaded.model))
+    temperature = profile.decoding.temperature if settings.temperature is None else settings.temperature
+    ids = encode_prompt(settings.prompt, loaded.tokenizer, chat_template=settings.chat_template)
+    ending = Ending(settings.max_new_tokens, eos_token_ids(loaded.model))
 
     def request() -> Request:
-        return _request(ids, ending, chosen_temperature, seed, decoder.target.device)
+        return _request(ids, ending, temperature, settings.seed, decoder.target.device)
 
-    drafted = _stream(decoder.steps(request()), loaded.tokenizer)
+    drafted = _print(decoder.steps(request()), loaded.tokenizer)
     messages = Console(stderr=True, highlight=False)
     messages.print(f"profile  {_rate(drafted)}, {_drafting(drafted)}")
-    if compare:
+    if settings.compare:
         plain = plain_decoder(decoder.target).generate(request())
         messages.print(f"plain    {_rate(plain)}")
-        messages.print(_verdict(decoder.target, ids, plain, drafted, chosen_temperature))
+        messages.print(_verdict(decoder.target, ids, plain, drafted, temperature))
 
 
 def _request(prompt: list[int], ending: Ending, temperature: float, seed: int, device: torch.device) -> Request:
@@ -73,8 +61,8 @@ def _request(prompt: list[int], ending: Ending, temperature: float, seed: int, d
     return Request(prompt, ending, Sampling(generator), Shaping((TemperatureLogitsWarper(temperature),)))
 
 
-def _stream(steps: Iterator[Prefill | Round], tokenizer: Any) -> Generation:
-    """Print the text as its rounds come in, whole words at a time."""
+def _print(steps: Iterator[Prefill | Round], tokenizer: Any) -> Generation:
+    """Print the text round by round, whole words at a time."""
     streamer = TextStreamer(tokenizer, skip_special_tokens=True)
     done = []
     for step in steps:
@@ -88,9 +76,7 @@ def _rate(generation: Generation) -> str:
     if not generation.num_decoded:
         return "1 token, from the prefill alone"
     rate = generation.num_decoded / generation.decode_seconds
-    return (
-        f"{rate:.1f} tokens/s over {generation.num_decoded} tokens (prefill {generation.prefill.seconds:.2f} s apart)"
-    )
+    return f"{rate:.1f} tokens/s over {generation.num_decoded} tokens (after a prefill of {generation.prefill.seconds:.2f} s)"
 
 
 def _drafting(generation: Generation) -> str:
@@ -98,14 +84,16 @@ def _drafting(generation: Generation) -> str:
         return "nothing drafted"
     share = generation.num_accepted / generation.num_drafted
     per_round = generation.num_decoded / len(generation.rounds)
-    return f"{share:.0%} of {generation.num_drafted} drafts accepted, {per_round:.2f} tokens a round"
+    return f"{share:.0%} of {generation.num_drafted} drafts accepted, {per_round:.2f} tokens per round"
 
 
 def _verdict(target: Target, prompt: list[int], plain: Generation, drafted: Generation, temperature: float) -> str:
     if temperature > 0:
-        return "tokens   sampled: the two texts share a distribution, not their tokens (compare at --temperature 0)"
+        return (
+            "tokens   sampled: both texts follow one distribution, with different tokens (compare at --temperature 0)"
+        )
     comparison = compare_texts(target, prompt, plain.tokens, drafted.tokens)
     if comparison.identical:
         return f"tokens   identical ({len(plain.tokens)})"
     what = "a numerical tie" if comparison.tie else "NOT a tie: please report this"
-    return f"tokens   differ from token {comparison.first_difference} on, {what}"
+    return f"tokens   differ from token {comparison.first_difference}, {what}"

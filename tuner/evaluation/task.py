@@ -27,7 +27,7 @@ def prepare_check(config: SearchConfig, out: Path, progress: Progress) -> Task:
     That is made when the first result is written. Raises `ConfigError` if nothing could be written there, and what
     `tuner.search.task.prepare` raises.
     """
-    refuse_batches(config, "this check")
+    refuse_batches(config, "this evaluation")
     place = check_results_folder(out)
     # Heads are taken as they are, and no profile is written: a place is named where one could be.
     return prepare(config.model_copy(update={"distill": "never", "out": place / "profile.yaml"}), progress)

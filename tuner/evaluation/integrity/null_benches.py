@@ -1,4 +1,4 @@
-"""Candidates that cannot win, and benches that measure them: what `sdtune check-integrity` lets the tuner's decision choose from.
+"""Candidates that cannot win, and the benches that measure them: input of the decision that `sdtune evaluate integrity` tests.
 
 The decision sees candidates that look like any others. What is decoded for them is plain decoding itself, a draft that is never
 asked for a token, or a draft that is the whole model.

@@ -1,4 +1,4 @@
-"""`sdtune check-integrity` from its configuration to its results on disk."""
+"""`sdtune evaluate integrity` from its settings to its results on disk."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from pathlib import Path
 from rich.console import Group, RenderableType
 
 from decoding.documents.strict_yaml import suggest
-from tuner.config import SearchConfig
 from tuner.errors import ConfigError
 from tuner.evaluation.integrity.coverage import CoverageCheck, check_coverage
 from tuner.evaluation.integrity.null_benches import Family, families
 from tuner.evaluation.integrity.nulls import NullCheck, check_nulls
 from tuner.evaluation.integrity.report import coverage_table, nulls_table
+from tuner.evaluation.integrity.settings import IntegrityEvaluation
 from tuner.evaluation.task import facts_of, prepare_check
 from tuner.progress import Progress
 from tuner.results import write_json, write_text
@@ -22,44 +22,46 @@ from tuner.search.task import Task, open_bench
 NAME = "integrity"
 
 
-def run_and_write(
-    config: SearchConfig,
-    out: Path,
-    *,
-    family: Sequence[str],
-    copies: int,
-    runs: int,
-    repetitions: int,
-    fresh: bool,
-    configurations: int,
-    passes: int,
-    max_tokens: int,
-    progress: Progress,
-) -> RenderableType:
-    """Search among candidates that cannot win, then check intervals if `configurations` is not 0; the tables of what was found.
+def run_and_write(settings: IntegrityEvaluation, progress: Progress) -> RenderableType:
+    """Search among candidates that cannot win, then check intervals unless `configurations` is 0; return the tables.
 
-    What is done is on disk before the next part begins. Raises errors of ours for what the user can put right.
+    Finished parts are on disk before the next begins. Raises `SdtuneError` for errors of the user.
     """
-    chosen = _families(family, copies)
-    task = prepare_check(config, out, progress)
-    tuning = open_bench(task, task.prompts.tuning, "decoding the tuning prompts plainly", progress)
-    held_out = open_bench(task, task.prompts.held_out, "decoding the held-out prompts plainly", progress)
+    chosen = _families(settings.family, settings.copies)
+    task = prepare_check(settings.config, settings.out, progress)
     nulls: list[NullCheck] = []
     shown: RenderableType = ""
-    for each in chosen:
+    tuning = open_bench(task, task.prompts.tuning, "decoding the tuning prompts plainly", progress)
+    held_out = open_bench(task, task.prompts.held_out, "decoding the held-out prompts plainly", progress)
+    for family in chosen:
         found = check_nulls(
-            task, tuning, held_out, each, num_runs=runs, repetitions=repetitions, fresh=fresh, progress=progress
+            task,
+            tuning,
+            held_out,
+            family,
+            num_runs=settings.num_runs,
+            repetitions=settings.repetitions,
+            fresh=settings.fresh,
+            progress=progress,
         )
         nulls.append(found)
-        shown = _write(task, out, nulls, None)
-    if configurations:
-        prompts = [*task.prompts.tuning, *task.prompts.held_out]
-        bench = open_bench(task, prompts, "decoding all prompts plainly", progress)
-        coverage = check_coverage(
-            task, bench, count=configurations, num_passes=passes, max_tokens=max_tokens, progress=progress
-        )
-        shown = _write(task, out, nulls, coverage)
+        shown = _write(task, settings.out, nulls, None)
+    if settings.configurations:
+        shown = _write(task, settings.out, nulls, _coverage(task, settings, progress))
     return shown
+
+
+def _coverage(task: Task, settings: IntegrityEvaluation, progress: Progress) -> CoverageCheck:
+    prompts = [*task.prompts.tuning, *task.prompts.held_out]
+    bench = open_bench(task, prompts, "decoding all prompts plainly", progress)
+    return check_coverage(
+        task,
+        bench,
+        count=settings.configurations,
+        num_passes=settings.passes,
+        max_tokens=settings.max_tokens,
+        progress=progress,
+    )
 
 
 def _families(names: Sequence[str], copies: int) -> list[Family]:

@@ -3,7 +3,7 @@
 `prose` is cut from the running interpreter's documentation topics, which the model never saw; `tables` are seeded columns of
 numbers; `asserts` are the monotonous checks of a test; `fills` are arrays of one constant. Run as `python -m
 tuner.evaluation.models.demo_kinds`;
-a draft-length rule that adapts can be compared on a mixture of them with `sdtune compare-rules`. Deterministic: the same
+a draft-length rule that adapts can be compared on a mixture of them with `sdtune evaluate rules`. Deterministic: the same
 interpreter and seed give the same prompts.
 """
 

@@ -198,7 +198,9 @@ def known_optima(path: Path) -> list[Optimum]:
     except OSError as cause:
         raise SearchError(f"cannot read {path}: {cause.strerror}") from None
     except (ValueError, LookupError, TypeError):
-        raise SearchError(f"{path} does not hold the results of check-planted: give another --out") from None
+        raise SearchError(
+            f"{path} does not hold the results of `sdtune evaluate planted`: give another --out"
+        ) from None
 
 
 def write_results(

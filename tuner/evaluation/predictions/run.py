@@ -1,4 +1,4 @@
-"""`sdtune check-predictions` from its configuration to its results on disk."""
+"""`sdtune evaluate predictions` from its settings to its results on disk."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from pathlib import Path
 from rich.console import Group, RenderableType
 
 from decoding.draft_length import RULES
-from tuner.config import SearchConfig
 from tuner.evaluation.predictions.check import Foresight, PredictionCheck, check_predictions, foresee
 from tuner.evaluation.predictions.report import pairs_csv, pairs_picture, predictions_table, tuning_table
 from tuner.evaluation.predictions.rule_tuning import TuningCheck, check_rule_tuning, drafts_to_tune
+from tuner.evaluation.predictions.settings import PredictionsEvaluation
 from tuner.evaluation.task import facts_of, head_drafts, prepare_check
 from tuner.measuring.paired import Bench
 from tuner.progress import Progress
@@ -20,45 +20,28 @@ from tuner.search.task import Task, open_bench
 NAME = "predictions"
 
 
-def run_and_write(
-    config: SearchConfig,
-    out: Path,
-    *,
-    configurations: int,
-    num_prompts: int,
-    max_tokens: int,
-    num_drafts: int,
-    num_replays: int,
-    num_trials: int,
-    progress: Progress,
-) -> RenderableType:
-    """Check predictions, then tuning by replay if `num_drafts` is not 0; the tables that say what was found.
+def run_and_write(settings: PredictionsEvaluation, progress: Progress) -> RenderableType:
+    """Evaluate predictions, then tuning by replay unless `drafts` is 0, and return the tables.
 
-    The first half is on disk before the second begins. Raises errors of ours for what the user can put right.
+    The first half is on disk before the second begins. Raises `SdtuneError` for errors of the user.
     """
-    task = prepare_check(config, out, progress)
+    task = prepare_check(settings.config, settings.out, progress)
     tuning = open_bench(task, task.prompts.tuning, "decoding the tuning prompts plainly", progress)
-    foresight = foresee(task, tuning, num_prompts=num_prompts, max_tokens=max_tokens, progress=progress)
-    check = check_predictions(task, tuning, foresight, count=configurations, progress=progress)
-    shown = _write(task, out, check, None)
-    if num_drafts:
-        tuned = _tune(task, tuning, foresight, num_drafts, num_replays, num_trials, progress)
-        shown = _write(task, out, check, tuned)
+    foresight = foresee(task, tuning, num_prompts=settings.prompts, max_tokens=settings.max_tokens, progress=progress)
+    check = check_predictions(task, tuning, foresight, count=settings.configurations, progress=progress)
+    shown = _write(task, settings.out, check, None)
+    if settings.drafts:
+        tuned = _tune(task, tuning, foresight, settings, progress)
+        shown = _write(task, settings.out, check, tuned)
     return shown
 
 
 def _tune(
-    task: Task,
-    tuning: Bench,
-    foresight: Foresight,
-    num_drafts: int,
-    num_replays: int,
-    num_trials: int,
-    progress: Progress,
+    task: Task, tuning: Bench, foresight: Foresight, settings: PredictionsEvaluation, progress: Progress
 ) -> TuningCheck:
     held_out = open_bench(task, task.prompts.held_out, "decoding the held-out prompts plainly", progress)
-    progress.stage("looking for drafts to tune rules for")
-    drafts = drafts_to_tune(task, foresight.predictor(), head_drafts(task).values(), num_drafts)
+    progress.stage("proposing drafts to tune rules for")
+    drafts = drafts_to_tune(task, foresight.predictor(), head_drafts(task).values(), settings.drafts)
     return check_rule_tuning(
         task,
         tuning,
@@ -66,8 +49,8 @@ def _tune(
         foresight,
         drafts,
         rules=tuple(RULES),
-        num_replays=num_replays,
-        num_trials=num_trials,
+        num_replays=settings.replays,
+        num_trials=settings.trials,
         progress=progress,
     )
 

@@ -91,7 +91,7 @@ def compare_rules(
     *,
     model: str | None,
     prompts: int,
-    learning_prompts: int,
+    warm_up_prompts: int,
     max_tokens: int,
     max_new_tokens: int,
     prompt_column: str | None,
@@ -101,7 +101,7 @@ def compare_rules(
 ) -> RuleComparison:
     """Measure all rules and fixed lengths on the profile's draft.
 
-    Fixed lengths are 1 to `max_tokens`. Of each dataset, `prompts` are measured, and `learning_prompts` further ones warm up
+    Fixed lengths are 1 to `max_tokens`. Of each dataset, `prompts` are measured, and `warm_up_prompts` further ones warm up
     adaptive rules. Raises `ConfigError`, `DatasetError`, `ProfileError` or `TargetMismatchError` for wrong input.
     """
     profile = DraftProfile.load(profile_path)
@@ -125,7 +125,7 @@ def compare_rules(
         found = load_prompts(
             dataset,
             loaded.tokenizer,
-            num_tuning=learning_prompts,
+            num_tuning=warm_up_prompts,
             num_held_out=prompts,
             max_new_tokens=max_new_tokens,
             context_length=target.context_length,

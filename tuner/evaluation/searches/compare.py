@@ -37,7 +37,7 @@ def compare_searches(
     Seeds are consecutive, starting with the configuration's. A seed determines the order of the tuning prompts and the sampler.
     Results are stored in the folder `out` and reused. Raises `SdtuneError` for wrong input.
     """
-    refuse_batches(config, "sdtune compare-searches")
+    refuse_batches(config, "sdtune evaluate searches")
     chosen = rivals(names, config)
     _check_folder(out)
     task = _prepare(config, chosen, out, progress)

@@ -234,7 +234,7 @@ def check(
     def run(*switches: str, **flags: Any) -> Result:
         sizes = {"config": "small.yaml", "repetitions": 2, "runs": 3, "configurations": 0, "copies": 2, **flags}
         arguments = [part for key, value in sizes.items() for part in (f"--{key}", str(value))]
-        return CliRunner().invoke(main, ["check-integrity", *arguments, *switches])
+        return CliRunner().invoke(main, ["evaluate", "integrity", *arguments, *switches])
 
     return run
 
@@ -242,7 +242,7 @@ def check(
 def test_one_command_checks_families_and_intervals(tmp_path: Path, check: Check) -> None:
     result = check(configurations=2, passes=3, **{"max-tokens": 2})
     assert result.exit_code == 0, result.output
-    out = tmp_path / "check_integrity"
+    out = tmp_path / "evaluate_integrity"
     assert sorted(path.name for path in out.iterdir()) == ["integrity.json", "integrity.txt"]
     text = (out / "integrity.json").read_text()
     assert str(tmp_path) not in text, "no machine paths"
@@ -277,7 +277,7 @@ def test_fresh_runs_decode_every_measurement(tmp_path: Path, check: Check, monke
     ("flags", "words"),
     [
         ({"family": "idel"}, ["unknown family 'idel'", "did you mean 'idle'"]),
-        ({"repetitions": 1}, ["repetitions", "check-integrity --help"]),
+        ({"repetitions": 1}, ["repetitions", "evaluate integrity --help"]),
         ({"config": "nowhere.yaml"}, ["no such configuration"]),
         ({"out": "small.yaml"}, ["cannot write results into small.yaml"]),
     ],

@@ -57,7 +57,7 @@ def check(here: Path, target: Target, checkpoint: Path, prompts_file: Path, monk
     def run(**flags: Any) -> Result:
         sizes = {"config": "small.yaml", "configurations": 10, "prompts": 2, "max-tokens": 3, "drafts": 0, **flags}
         arguments = [part for key, value in sizes.items() for part in (f"--{key}", str(value))]
-        return CliRunner().invoke(main, ["check-predictions", *arguments])
+        return CliRunner().invoke(main, ["evaluate", "predictions", *arguments])
 
     return run
 
@@ -65,7 +65,7 @@ def check(here: Path, target: Target, checkpoint: Path, prompts_file: Path, monk
 def test_random_configurations_are_predicted_and_decoded(here: Path, check: Check, checkpoint: Path) -> None:
     result = check()
     assert result.exit_code == 0, result.output
-    out = here / "check_predictions"
+    out = here / "evaluate_predictions"
     assert sorted(path.name for path in out.iterdir()) == [
         f"predictions.{kind}" for kind in ("csv", "json", "png", "txt")
     ]
@@ -141,7 +141,7 @@ def test_tuning_by_decoding_begins_with_defaults_and_repeats_nothing() -> None:
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        ({"configurations": 1}, ["configurations", "check-predictions --help"]),
+        ({"configurations": 1}, ["--configurations", "evaluate predictions --help"]),
         ({"config": "nowhere.yaml"}, ["no such configuration"]),
         ({"model": "no/such-model"}, ["no such model"]),
         ({"out": "small.yaml"}, ["cannot write results into small.yaml"]),

@@ -38,8 +38,8 @@ def compare(workplace: Path) -> Compare:
     """Return the comparison of rules with small sizes."""
 
     def run(profile: Path, datasets: list[Path], **flags: Any) -> Result:
-        sizes = {"prompts": 3, "learning-prompts": 2, "max-tokens": 3, "max-new-tokens": 12, **flags}
-        arguments = ["compare-rules", "--profile", str(profile)]
+        sizes = {"prompts": 3, "warm-up-prompts": 2, "max-tokens": 3, "max-new-tokens": 12, **flags}
+        arguments = ["evaluate", "rules", "--profile", str(profile)]
         arguments += [part for dataset in datasets for part in ("--dataset", str(dataset))]
         return CliRunner().invoke(main, [*arguments, *(p for k, v in sizes.items() for p in (f"--{k}", str(v)))])
 
@@ -58,11 +58,11 @@ def test_all_rules_and_fixed_lengths_on_two_kinds_of_text(
     datasets = [write_tiny_prompts(workplace / "code.jsonl"), write_tiny_prompts(workplace / "prose.jsonl", 30)]
     cheap = RoundCosts(draft_step=0.1, verify=(1.0,) * 4)  # at the costs of so small a model no adaptive rule drafts
     monkeypatch.setattr("decoding.timing.draft_costs.measure_round_costs", lambda *_, **__: cheap)
-    monkeypatch.setattr(sys, "argv", ["/usr/bin/sdtune", "compare-rules", "a b"])
+    monkeypatch.setattr(sys, "argv", ["/usr/bin/sdtune", "evaluate", "rules", "a b"])
     result = compare(profile, datasets, out="c.json")
     assert result.exit_code == 0, result.output
     written = json.loads((workplace / "c.json").read_text())
-    assert written["provenance"]["command"] == "sdtune compare-rules 'a b'"
+    assert written["provenance"]["command"] == "sdtune evaluate rules 'a b'"
     assert (written["model"], written["dtype"], written["max_new_tokens"]) == (str(checkpoint), "float32", 12)
     assert written["provenance"]["device"]
     assert {"torch", "transformers", "sdtune"} <= set(written["provenance"]["versions"])

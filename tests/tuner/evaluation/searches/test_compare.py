@@ -64,7 +64,7 @@ def compare(workplace: Path, checkpoint: Path, prompts_file: Path, monkeypatch: 
         flags |= {key.replace("_", "-"): value for key, value in changes.items()}  # type: ignore[misc]
         given = [part for key, value in flags.items() if value is not None for part in (f"--{key}", value)]
         named = [part for name in searches or ("random", "tpe") for part in ("--search", name)]
-        return CliRunner().invoke(main, ["compare-searches", *given, *named])
+        return CliRunner().invoke(main, ["evaluate", "searches", *given, *named])
 
     return run
 
@@ -123,7 +123,7 @@ def written(folder: str = "found") -> dict[str, Any]:
 def test_two_searches_with_two_seeds(
     compare: Compare, clockwork: Clockwork, workplace: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sys, "argv", ["/usr/bin/sdtune", "compare-searches"])
+    monkeypatch.setattr(sys, "argv", ["/usr/bin/sdtune", "evaluate", "searches"])
     result = compare()
     assert result.exit_code == 0, result.output
     assert sorted(path.name for path in Path("found").iterdir()) == RESULTS
@@ -182,7 +182,7 @@ def test_a_run_killed_in_a_trial_resumes_after_the_last_one(compare: Compare, cl
     clockwork.stop_at_trial = 3
     killed = compare(seeds="1")
     assert killed.exit_code == 130
-    assert "stopped; the same command again goes on" in killed.stderr
+    assert "stopped; the same command resumes" in killed.stderr
     assert sorted(path.name for path in Path("found").iterdir()) == ["held_out.jsonl", "searches.db"]
     clockwork.stop_at_trial = 10_000
     result = compare(seeds="1")
@@ -290,8 +290,8 @@ def test_wrong_input_is_refused_in_one_line(
     refused(compare("swfit"), "unknown search 'swfit'", "did you mean 'swift'?", "odd_layers, predicted, random")
     refused(compare("draft_length"), "unknown search 'draft_length'")
     refused(compare(config=None, model=str(checkpoint)), "which dataset?")
-    refused(compare(budget="soon"), "budget: seconds: must be a duration")
-    refused(compare(budget_tokens="0"), "budget: tokens")
+    refused(compare(budget="soon"), "budget: must be a duration")
+    refused(compare(budget_tokens="0"), "--budget-tokens")
     refused(compare(out="no/such"), "cannot create the folder no/such")
     (workplace / "file").write_text("")
     refused(compare(out="file"), "cannot create the folder file")
@@ -332,7 +332,7 @@ def test_names_map_to_studies_with_settings() -> None:
         "predicted",
     }
     assert not {"skip_sets", "draft_length"} & set(compared_searches())
-    told = " ".join(CliRunner().invoke(main, ["compare-searches", "--help"]).output.split())
+    told = " ".join(CliRunner().invoke(main, ["evaluate", "searches", "--help"]).output.split())
     assert all(name in told.partition("Searches to compare:")[2] for name in compared_searches())
 
 

@@ -1,0 +1,82 @@
+"""Settings of `sdtune bench`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field
+
+from decoding.documents.strict_yaml import Document
+from tuner.fields import (
+    DECODING,
+    OUTPUTS,
+    PROBLEM,
+    ChatTemplate,
+    Dataset,
+    Device,
+    Extra,
+    GroupColumn,
+    MaxPromptTokens,
+    Names,
+    Profile,
+    ProfileDtype,
+    ProfileModel,
+    PromptColumn,
+    Seed,
+    Threads,
+)
+
+COMPARISON: Extra = {"group": "Comparison"}
+
+
+class BenchConfig(Document):
+    """Settings of a bench; None means the profile's value, or the usual one where the profile has none."""
+
+    profile: Profile
+    dataset: Dataset
+    model: ProfileModel = None
+    prompt_column: PromptColumn = None
+    group_column: GroupColumn = None
+    chat_template: ChatTemplate = True
+    max_prompt_tokens: MaxPromptTokens = None
+    tuning_prompts: int | None = Field(
+        None, ge=1, description="As in the search; default: the profile's.", json_schema_extra=PROBLEM
+    )
+    held_out_prompts: int | None = Field(
+        None, ge=2, description="As in the search; default: the profile's.", json_schema_extra=PROBLEM
+    )
+    max_new_tokens: int | None = Field(
+        None, ge=9, description="Tokens to generate; default: the profile's.", json_schema_extra=PROBLEM
+    )
+    seed: Seed = 0
+    against: Names | None = Field(
+        None,
+        description="Contenders beside profile and plain, e.g. hf,hf-static,plain-eager; default: all hf ones, hf-static on CUDA "
+        "only.",
+        json_schema_extra={**COMPARISON, "metavar": "LIST"},
+    )
+    prompts: int | None = Field(
+        None, ge=2, description="Held-out prompts to measure; default: all.", json_schema_extra=COMPARISON
+    )
+    context: int | None = Field(
+        None, ge=1, description="Length of each prompt, in tokens; default: as it is.", json_schema_extra=COMPARISON
+    )
+    batch_size: int = Field(
+        1,
+        ge=1,
+        description="Prompts continued in lockstep; an incomplete last batch is skipped.",
+        json_schema_extra=COMPARISON,
+    )
+    repeats: int = Field(1, ge=1, description="Times that every prompt is decoded.", json_schema_extra=COMPARISON)
+    runner: Literal["eager", "static", "bitwise"] | None = Field(
+        None,
+        description="Runner of profile and plain; bitwise is static in bit-exact mode; default: the profile's.",
+        json_schema_extra=DECODING,
+    )
+    dtype: ProfileDtype = None
+    device: Device = "auto"
+    threads: Threads = None
+    out: Path = Field(
+        Path("bench"), description="Folder of the results.", json_schema_extra={**OUTPUTS, "metavar": "DIR"}
+    )

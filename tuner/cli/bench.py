@@ -1,0 +1,56 @@
+"""`sdtune bench`: a profile beside plain decoding and transformers' own ways to generate."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+from tuner.bench.config import BenchConfig
+from tuner.cli.options import GroupedCommand, options_of, settings_from
+from tuner.cli.terminal import print_results, progress_on_stderr, use_threads
+
+
+@click.command(cls=GroupedCommand)
+@options_of(BenchConfig)
+def bench(**flags: Any) -> None:
+    """Compare a profile with what you would use instead.
+
+    All contenders continue the same held-out prompts greedily, in one process, in turns, with one stopwatch; prefill and
+    decode phase are timed apart. The table shows decoded tokens per second, the speed-up over plain decoding, the profile's
+    speed-up over each contender, and how many outputs equal plain decoding's.
+
+    \b
+      profile            as `load_decoder` runs it; always there
+      plain              our own loop, one token per pass; always there, the reference
+      hf                 transformers' generate, greedy, with its default cache
+      hf-early-exit      generate(assistant_early_exit=N), with the N that is fastest on tuning prompts
+      hf-prompt-lookup   generate(prompt_lookup_num_tokens=10)
+      hf-static          generate(cache_implementation="static"), which transformers compiles on CUDA
+      plain-eager, profile-static, profile-bitwise ...     plain or profile with another of our runners
+      roofline           upper bound of one token per pass: bytes to read over measured memory bandwidth
+
+    A contender that this model or device cannot run is left out; the table gives the reason. With columns and seed as in
+    the search, the prompts are those that it held out: the profile records the numbers of prompts and a fingerprint, and
+    the table says whether they match. --context puts other rows, never held-out ones, before each prompt, and cuts the
+    result from the left. With --batch-size, seconds run until the last sequence of a batch ends; each sequence is compared
+    with what plain decoding generates from its prompt alone. hf-early-exit, hf-prompt-lookup and bit-exact mode decode one
+    sequence at a time, and are not run in batches.
+
+    Writes bench.json (all figures and samples), bench.txt (the table) and bench.png into the folder --out.
+
+    \b
+    Examples:
+      sdtune bench --profile profile.yaml --dataset configs/demo/prompts.jsonl --group-column file
+      sdtune bench --profile llama-code.yaml --dataset humaneval --against hf,hf-static --context 4096
+      sdtune bench --profile llama-code.yaml --dataset humaneval --against plain-static,hf --batch-size 8
+    """
+    config = settings_from(BenchConfig, flags)
+
+    from tuner.bench.report import TABLE_WIDTH
+    from tuner.bench.run import run_and_write
+
+    use_threads(config.threads)
+    with progress_on_stderr() as progress:
+        shown = run_and_write(config, config.profile, config.out, progress=progress)
+    print_results(shown, config.out, width=TABLE_WIDTH)

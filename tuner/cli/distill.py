@@ -1,0 +1,81 @@
+"""`sdtune distill`: exit heads for a model, trained on its own continuations."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console
+
+from tuner.cli.options import GroupedCommand, options_of
+from tuner.cli.terminal import CONFIG_OPTION, print_facts, progress_on_stderr, resumable, use_threads
+from tuner.config import DistillSettings, SearchConfig, load_config
+
+OF_THE_SEARCH = (
+    "model",
+    "revision",
+    "dataset",
+    "prompt_column",
+    "group_column",
+    "chat_template",
+    "max_prompt_tokens",
+    "tuning_prompts",
+    "held_out_prompts",
+    "seed",
+    "dtype",
+    "device",
+    "threads",
+    "heads",
+    "tracking_uri",
+    "experiment",
+)
+"""Settings of the search that decide which prompts are training prompts, and where the heads go."""
+
+
+@click.command(cls=GroupedCommand)
+@CONFIG_OPTION
+@options_of(DistillSettings)
+@options_of(SearchConfig, only=OF_THE_SEARCH, flags={"heads": "--out"}, may_be_in_file=True)
+@click.option("--overwrite", is_flag=True, help="Replace the heads asked for, and unfinished work of other settings.")
+def distill(config_file: Path | None, overwrite: bool, **flags: Any) -> None:
+    """Train exit heads, with which early exits draft better (self-distillation, as in EESD, arXiv 2406.03853).
+
+    A head is one more decoder layer after the first N. The model continues the training prompts, and the head of each exit
+    is trained to predict the model's own next tokens; the model itself is not changed. All heads are trained in one pass.
+    `sdtune search` with the same prompts and seed then drafts with them; its held-out prompts are never training prompts.
+    Many different prompts make a better head than many continuations of a few: name a large dataset with --training-dataset.
+
+    Memory: the model, and per exit one layer with 12 more bytes per weight. Continuations and checkpoints are on disk: the
+    same command resumes where it stopped.
+
+    \b
+    Examples:
+      sdtune distill --config configs/demo.yaml
+      sdtune distill --model meta-llama/Llama-3.1-8B --dataset humaneval --training-dataset prompts.jsonl --timeout 30m
+    """
+    settings = {name: flags.pop(name) for name in DistillSettings.model_fields}
+    config = load_config(config_file, flags, settings)
+
+    from tuner.heads.distill import distil_and_track, prepare
+    from tuner.heads.report import exits_table
+    from tuner.tracking import ui_command
+
+    use_threads(config.threads)
+    results = Console()
+    with progress_on_stderr() as progress:
+        work = prepare(config, progress)
+        finished = {} if overwrite else work.finished()
+        missing = [exit_layer for exit_layer in work.exits if exit_layer not in finished]
+        with resumable():
+            made = distil_and_track(work, missing, config, progress, overwrite=overwrite) if missing else None
+    results.print(exits_table(dict(sorted({**finished, **(made.facts if made else {})}.items()))))
+    if finished:
+        results.print(f"already trained with these settings: {', '.join(map(str, finished))}")
+    if made is not None:
+        print_facts(
+            results,
+            cost=f"{made.writing_seconds:.0f} s of sampling continuations, {made.training_seconds:.0f} s of training",
+            review=ui_command(config.tracking_uri),
+        )
+    print_facts(results, heads=f"{config.heads}   (sdtune search --heads {config.heads})")

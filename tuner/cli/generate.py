@@ -1,0 +1,47 @@
+"""`sdtune generate`: one prompt, continued with a profile."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+from pydantic import Field
+
+from decoding.documents.strict_yaml import Document
+from tuner.cli.options import GroupedCommand, options_of, settings_from
+from tuner.cli.terminal import use_threads
+from tuner.fields import DECODING, PROBLEM, ChatTemplate, Device, Profile, ProfileDtype, ProfileModel, Seed, Threads
+
+
+class GenerateSettings(Document):
+    """Settings of `sdtune generate`."""
+
+    profile: Profile
+    prompt: str = Field(description="Text to continue.", json_schema_extra=PROBLEM)
+    model: ProfileModel = None
+    max_new_tokens: int = Field(128, ge=1, description="Most tokens to generate.", json_schema_extra=PROBLEM)
+    chat_template: ChatTemplate = True
+    temperature: float | None = Field(
+        None, ge=0, description="Sampling temperature; 0 is greedy; default: the profile's.", json_schema_extra=DECODING
+    )
+    seed: Seed = 0
+    dtype: ProfileDtype = None
+    device: Device = "auto"
+    threads: Threads = None
+    compare: bool = Field(
+        False,
+        description="Also decode plainly; print both rates and whether the tokens are equal.",
+        json_schema_extra=DECODING,
+    )
+
+
+@click.command(cls=GroupedCommand)
+@options_of(GenerateSettings)
+def generate(**flags: Any) -> None:
+    """Continue a prompt with a profile. The text streams to stdout, the rates go to stderr."""
+    settings = settings_from(GenerateSettings, flags)
+
+    from tuner.cli.generate_text import stream
+
+    use_threads(settings.threads)
+    stream(settings)

@@ -1,0 +1,128 @@
+"""`sdtune search`: from a configuration to a profile."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+from rich.console import Console
+
+from tuner.cli.options import GroupedCommand, options_of
+from tuner.cli.terminal import CONFIG_OPTION, print_facts, progress_on_stderr, quieten_optuna, use_threads
+from tuner.config import SearchConfig, load_config
+
+if TYPE_CHECKING:
+    from tuner.search.outcome import SearchResult
+    from tuner.search.run import InterruptedSearchError
+    from tuner.search.task import Task
+
+
+@click.command(cls=GroupedCommand)
+@CONFIG_OPTION
+@options_of(SearchConfig, may_be_in_file=True)
+@click.option("--dry-run", is_flag=True, help="Load and check everything, print the plan, write nothing.")
+def search(config_file: Path | None, dry_run: bool, **flags: Any) -> None:
+    """Search for the fastest lossless draft and write a profile.
+
+    Each candidate is scored by real speculative decoding, paired with plain decoding in the same process, and must produce
+    the same tokens. Finalists race on further tuning prompts. The winner is measured on held-out prompts; unless it is
+    faster there with 95 % confidence, the profile says to decode plainly.
+
+    Finished trials are on disk: the same command resumes where it stopped, within what is left of its budget.
+
+    \b
+    Examples:
+      sdtune search --config configs/demo.yaml
+      sdtune search --model meta-llama/Llama-3.1-8B --dataset humaneval --timeout 30m --out llama-code.yaml
+    """
+    config = load_config(config_file, flags)
+
+    from tuner.search.report import results_table
+    from tuner.search.run import InterruptedSearchError
+    from tuner.search.run import search as run_search
+    from tuner.search.task import prepare
+
+    quieten_optuna()
+    use_threads(config.threads)
+    results = Console()
+    with progress_on_stderr() as progress:
+        task = prepare(config, progress)
+        if dry_run:
+            _print_plan(results, task)
+            return
+        try:
+            found = run_search(task, progress)
+        except InterruptedSearchError as interrupted:
+            _print_interrupted(interrupted)
+            raise KeyboardInterrupt from None
+    results.print(results_table(found.rows))
+    _print_conclusion(results, found, config)
+
+
+def _print_plan(console: Console, task: Task) -> None:
+    config = task.config
+    target, prompts = task.target, task.prompts
+    batches = f", in batches of {config.batch_size}" if config.batch_size > 1 else ""
+    print_facts(
+        console,
+        model=f"{config.model}: {target.num_layers} layers, {target.dtype}, on {target.device}",
+        prompts=f"{config.dataset}: {len(prompts.tuning)} for tuning ({config.samples_per_trial * config.batch_size} per trial), "
+        f"{len(prompts.held_out)} held out, {config.max_new_tokens} tokens each{batches}",
+        heads=_planned_heads(task),
+    )
+    for name in config.study:
+        print_facts(console, study=f"{name}: {config.study_settings(name)}")
+    print_facts(
+        console,
+        storage=f"{config.storage}, experiment {config.resolved_experiment()!r}",
+        tracking=config.tracking_uri,
+        profile=config.out,
+    )
+    console.print("dry run: nothing was written")
+
+
+def _planned_heads(task: Task) -> str | None:
+    if not task.heads and not task.missing_heads:
+        return None
+    then = "would be distilled first" if task.config.distill == "auto" else "are not used"
+    missing = f"; {len(task.missing_heads)} missing ones {then}" if task.missing_heads else ""
+    return f"{task.config.heads}: {len(task.heads)} found{missing}"
+
+
+def _print_interrupted(interrupted: InterruptedSearchError) -> None:
+    if interrupted.best is None:
+        click.echo("sdtune: stopped before a trial was finished", err=True)
+        return
+    best = interrupted.best
+    click.echo(
+        f"sdtune: stopped; best so far {best.speedup:.2f}x on tuning prompts: {best.candidate.draft.describe()}",
+        err=True,
+    )
+    if interrupted.out is not None:
+        click.echo(f"sdtune: unconfirmed profile written to {interrupted.out}; the same command resumes", err=True)
+
+
+def _print_conclusion(console: Console, found: SearchResult, config: SearchConfig) -> None:
+    from tuner.tracking import ui_command
+
+    for name, reason in found.studies.items():
+        print_facts(console, search=f"{name}: {reason}")
+    cost = found.cost
+    heads = f"; {cost.distillation_seconds:.0f} s of distilling exit heads" if cost.distillation_seconds else ""
+    print_facts(console, cost=f"{cost.num_trials} trials, {cost.search_seconds:.0f} s of search{heads}")
+    interval = found.confirmed.speedup_interval()
+    shown = f"{interval.value:.2f}x, 95 % interval {interval.ci95[0]:.2f} to {interval.ci95[1]:.2f}"
+    if found.profile.measured is None:
+        console.print(
+            "[bold]Nothing beats plain decoding with 95 % confidence[/bold]; the profile says to decode plainly."
+        )
+        if found.winner.candidate.draft.kind != "none":
+            print_facts(console, nearest=f"{found.winner.study}: {shown}")
+    else:
+        print_facts(console, winner=f"{found.winner.study}: [bold]{shown}[/bold] on held-out prompts")
+    print_facts(
+        console,
+        profile=f"{config.out}   (sdtune show {config.out})",
+        review=ui_command(config.tracking_uri),
+    )

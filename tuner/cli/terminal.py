@@ -1,0 +1,77 @@
+"""What commands share: progress on stderr, results on stdout, and settings of the process.
+
+Imports torch and optuna only when they are needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console, RenderableType
+
+from tuner.cli.options import GroupedOption
+from tuner.progress import Progress
+
+CONFIG_OPTION = click.option(
+    "--config",
+    "config_file",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    cls=GroupedOption,
+    heading="Configuration",
+    help="YAML file with any of these settings, and with those of the studies; flags win.",
+)
+RESULTS_WIDTH = 110
+
+
+@contextmanager
+def progress_on_stderr() -> Iterator[Progress]:
+    """Draw progress bars on stderr while the context lasts."""
+    from tuner.cli.progress_bar import TerminalProgress
+
+    with TerminalProgress(Console(stderr=True)) as progress:
+        yield progress
+
+
+def print_results(shown: RenderableType, out: Path | None, *, width: int = RESULTS_WIDTH) -> None:
+    """Print results on stdout, at least `width` columns wide, and the place where they were written."""
+    console = Console(width=max(Console().width, width))
+    console.print(shown, highlight=False)
+    if out is not None:
+        console.print(f"results  {out}", soft_wrap=True, highlight=False)
+
+
+def use_threads(threads: int | None) -> None:
+    """Set the number of CPU threads of torch, unless it is None."""
+    if threads is not None:
+        import torch
+
+        torch.set_num_threads(threads)
+
+
+def quieten_optuna() -> None:
+    """Keep optuna from reporting every study on stderr, where the progress bar is."""
+    import optuna
+
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+
+
+@contextmanager
+def resumable() -> Iterator[None]:
+    """Say on Ctrl-C that the same command resumes the work."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        click.echo("sdtune: stopped; the same command resumes", err=True)
+        raise
+
+
+def print_facts(console: Console, **facts: Any) -> None:
+    """Print one line per fact: its name, and what is known."""
+    for name, fact in facts.items():
+        if fact is not None:
+            console.print(f"{name:<8} {fact}", soft_wrap=True, highlight=False)
