@@ -1,4 +1,4 @@
-"""Draws a search in the terminal: one progress bar per stage with the best so far. On stderr, so that stdout holds results."""
+"""Progress in the terminal: one bar per stage with the best so far. On stderr, so that stdout holds results."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from studies.contract import TrialRecord, TrialState
 
 
 class TerminalProgress:
-    """A `tuner.progress.Progress` on a rich console. Use as a context manager."""
+    """`tuner.progress.Progress` on a rich console, to be used as a context manager."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -36,13 +36,13 @@ class TerminalProgress:
         self._task: TaskID | None = None
 
     def __enter__(self) -> TerminalProgress:
-        self._bar.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._bar.stop()
+        if self._task is not None:
+            self._bar.stop()
 
     def stage(self, name: str, total: int | None = None) -> None:
         """Close the bar of the last stage and open the next."""
@@ -50,6 +50,7 @@ class TerminalProgress:
             self._bar.stop_task(self._task)
         if not self._console.is_terminal:
             self._console.print(name if total is None else f"{name} ({total})")
+        self._bar.start()  # not before the first stage: an error of the settings is then a single line
         self._task = self._bar.add_task(name, total=total, remark="")
 
     def advance(self, steps: int = 1) -> None:
@@ -66,16 +67,16 @@ class TerminalProgress:
             self.say(f"trial {record.study}/{record.number} failed: {record.reason}")
         elif not self._console.is_terminal:
             shown = f"{record.speedup:.2f}x" if record.speedup else record.state.lower()
-            again = f" (as trial {record.repeat_of})" if record.repeat_of is not None else ""
+            again = f" (repeats trial {record.repeat_of})" if record.repeat_of is not None else ""
             self._console.print(
                 f"  {record.study}/{record.number}: {shown}{again}  {record.candidate.draft.describe()}"
             )
 
     def show(self, text: str) -> None:
-        """What stands behind the bar."""
+        """Show `text` after the bar."""
         if self._task is not None:
             self._bar.update(self._task, remark=text)
 
     def say(self, line: str) -> None:
-        """A line above the bar."""
+        """Print a line above the bar."""
         self._bar.console.print(line, highlight=False)

@@ -15,6 +15,13 @@ EVALUATIONS: Mapping[str, str] = MappingProxyType(
         "predictions": "tuner.evaluation.predictions.settings:PredictionsEvaluation",
         "integrity": "tuner.evaluation.integrity.settings:IntegrityEvaluation",
         "planted": "tuner.evaluation.planted.settings:PlantedEvaluation",
+        "passes": "tuner.evaluation.passes.settings:PassesEvaluation",
+        "gpu": "tuner.evaluation.gpu.settings:GpuEvaluation",
+        "demo-model": "tuner.evaluation.models.demo_model.settings:DemoModelTraining",
+        "demo-prompts": "tuner.evaluation.models.settings:DemoPrompts",
+        "demo-kinds": "tuner.evaluation.models.settings:DemoKinds",
+        "widen": "tuner.evaluation.models.settings:Widening",
+        "planted-model": "tuner.evaluation.models.settings:PlantedModel",
     }
 )
 """To add an evaluation, write its class and name it here."""

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import io
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
 from rich.console import Console
 
-from decoding.runners.static import StaticRunner
-from decoding.target import Target
-from tests.support.tiny import tiny_llama
 from tuner.bench.contenders import check_names
+from tuner.cli.evaluate import evaluate
 from tuner.cli.main import main
-from tuner.evaluation.gpu import BenchmarkStep, Done, figures, plan, run_all, run_step, table
-from tuner.evaluation.models.widen import main as widen
-from tuner.evaluation.passes.readiness import measure_readiness
+from tuner.evaluation.gpu.plan import plan
+from tuner.evaluation.gpu.report import figures, table
+from tuner.evaluation.gpu.run import run_all
+from tuner.evaluation.gpu.steps import BenchmarkStep, Done, run_step
 
 BENCH: dict[str, Any] = {
     "provenance": {"device": "a device"},
@@ -39,24 +40,20 @@ BENCH: dict[str, Any] = {
 
 
 def test_every_step_is_a_command_with_flags_that_it_has(tmp_path: Path) -> None:
-    steps = plan(tmp_path, "cuda", "8b", 120)
-    commands = 0
-    for step in steps:
-        module, *arguments = step.arguments
-        if module == "tuner.cli.main":
-            main.commands[arguments[0]].make_context(arguments[0], arguments[1:])
-            commands += 1
-        elif module == "tuner.evaluation.models.widen":
-            widen.make_context(module, arguments)
-            commands += 1
-    assert commands == len(steps) - 1
+    for step in plan(tmp_path, "cuda", "8b", 120):
+        group, (name, *arguments) = main, step.arguments
+        if name == "evaluate":
+            group, (name, *arguments) = evaluate, arguments
+        command = group.get_command(click.Context(group), name)
+        assert command is not None, step.name
+        command.make_context(name, arguments)  # raises for an unknown flag
 
 
 def test_batches_are_benched_behind_single_texts_on_prompts_that_the_search_held_out(tmp_path: Path) -> None:
     steps = {step.name: step.arguments for step in plan(tmp_path, "cuda", "8b", 120)}
     names = list(steps)
     first = names.index("bench")
-    assert names[first + 1 : first + 3] == ["bench of 4 texts side by side", "bench of 16 texts side by side"]
+    assert names[first + 1 : first + 3] == ["bench in batches of 4", "bench in batches of 16"]
 
     def flag(step: str, name: str) -> str:
         return steps[step][steps[step].index(name) + 1]
@@ -82,7 +79,7 @@ def test_all_steps_together_have_their_time(tmp_path: Path) -> None:
     done = run_all(steps, tmp_path, run, seconds=150.0, clock=lambda: now)
     assert limits == [90.0, 80.0, 10.0]
     assert [each.ok for each in done] == [True, True, True, False]
-    assert done[-1].said == "not run: the 150 s for all steps are up"
+    assert done[-1].last_line == "not run: the 150 s for all steps are up"
     assert json.loads((tmp_path / "gpu_benchmark.json").read_text())["steps"][-1]["ok"] is False
 
 
@@ -108,24 +105,21 @@ def test_a_step_that_fails_is_told_and_the_others_still_run(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(
-    ("arguments", "ok", "said"),
+    ("code", "ok", "last_line"),
     [
-        (("timeit", "-n", "1", "-r", "1", "print(6 * 7)"), True, "loop"),
-        (("timeit", "-n", "1", "-r", "1", "raise ValueError('no such device')"), False, "no such device"),
-        (("timeit", "-n", "1", "-r", "1", "import time; time.sleep(60)"), False, "given up after 2 s"),
+        ("print(6 * 7)", True, "42"),
+        ("raise ValueError('no such device')", False, "no such device"),
+        ("import time; time.sleep(60)", False, "given up after 2 s"),
     ],
 )
-def test_a_step_is_run_in_a_process_of_its_own(tmp_path: Path, arguments: tuple[str, ...], ok: bool, said: str) -> None:
-    done = run_step(BenchmarkStep("a step", arguments, timeout=2), tmp_path)
+def test_a_step_is_run_in_a_process_of_its_own(tmp_path: Path, code: str, ok: bool, last_line: str) -> None:
+    done = run_step(BenchmarkStep("a step", (code,), timeout=2), tmp_path, (sys.executable, "-c"))
     assert done.ok is ok
-    assert said in done.said
+    assert last_line in done.last_line
     assert (tmp_path / "a_step.log").exists()
 
 
-def test_readiness_is_of_candidates_that_differ() -> None:
-    target = Target(tiny_llama(6), lambda kinds, device: StaticRunner(kinds, device, compiled=False))
-    measured = measure_readiness(target, num_candidates=3)
-    assert len({each["draft"] for each in measured}) == 3
-    for each in measured:
-        assert each["switch_seconds"] == pytest.approx(each["first_seconds"] - each["second_seconds"])
-        assert each["second_seconds"] > 0
+def test_figures_hold_the_readiness_of_candidates(tmp_path: Path) -> None:
+    (tmp_path / "passes").mkdir()
+    (tmp_path / "passes" / "passes.json").write_text(json.dumps({"readiness": {"candidates": []}}))
+    assert figures(tmp_path) == {"readiness": {"candidates": []}}

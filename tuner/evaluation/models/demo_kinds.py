@@ -1,9 +1,7 @@
-"""Further kinds of prompts for the demo model, on which the same draft is right more or less often than on its own code.
+"""Further kinds of prompts for the demo model, on which drafts are accepted more or less often than on its own code.
 
 `prose` is cut from the running interpreter's documentation topics, which the model never saw; `tables` are seeded columns of
-numbers; `asserts` are the monotonous checks of a test; `fills` are arrays of one constant. Run as `python -m
-tuner.evaluation.models.demo_kinds`;
-a draft-length rule that adapts can be compared on a mixture of them with `sdtune evaluate rules`. Deterministic: the same
+numbers; `asserts` are the monotonous checks of a test; `fills` are arrays of one constant. Deterministic: the same
 interpreter and seed give the same prompts.
 """
 
@@ -11,14 +9,12 @@ from __future__ import annotations
 
 import json
 import random
-from pathlib import Path
+from collections.abc import Callable
 from pydoc_data.topics import topics
 
-import click
-from rich.console import Console
-
 from decoding.documents.atomic_write import write_atomically
-from decoding.errors import SdtuneError
+from tuner.evaluation.models.demo_model.recipe import RecipeError
+from tuner.evaluation.models.settings import DemoKinds
 
 LENGTH = 600
 """Characters of a prompt of prose."""
@@ -27,7 +23,7 @@ NUM_ROWS = 24
 
 
 def prose(num_prompts: int, seed: int) -> list[str]:
-    """The middle of that many documentation topics, from the beginning of a word on. ValueError if there are too few."""
+    """Return the middles of `num_prompts` documentation topics, from the beginning of a word. ValueError if there are too few."""
     long_enough = sorted(name for name, text in topics.items() if len(text) > 3 * LENGTH)
     if len(long_enough) < num_prompts:
         raise ValueError(f"this interpreter has {len(long_enough)} topics long enough, fewer than {num_prompts}")
@@ -41,7 +37,7 @@ def _middle(text: str) -> str:
 
 
 def tables(num_prompts: int, seed: int) -> list[str]:
-    """Rows of random numbers, each table with a width and a number of columns of its own."""
+    """Return tables of random numbers, each with its own width and number of columns."""
     generator = random.Random(seed)
     prompts = []
     for _ in range(num_prompts):
@@ -55,7 +51,7 @@ def tables(num_prompts: int, seed: int) -> list[str]:
 
 
 def asserts(num_prompts: int, seed: int) -> list[str]:
-    """Checks of a function with a random name on the numbers from 0 on, which it multiplies."""
+    """Return checks of a function with a random name that multiplies the numbers from 0."""
     generator = random.Random(seed)
     prompts = []
     for _ in range(num_prompts):
@@ -66,7 +62,7 @@ def asserts(num_prompts: int, seed: int) -> list[str]:
 
 
 def fills(num_prompts: int, seed: int) -> list[str]:
-    """Arrays initialised to one constant, each with a name, a constant and a number of columns of its own."""
+    """Return arrays initialised to one constant, each with its own name, constant and number of columns."""
     generator = random.Random(seed)
     prompts = []
     for _ in range(num_prompts):
@@ -77,26 +73,25 @@ def fills(num_prompts: int, seed: int) -> list[str]:
     return prompts
 
 
-@click.command(context_settings={"show_default": True})
-@click.option("--out", type=click.Path(path_type=Path), default=Path("configs/demo"), help="Folder to write into.")
-@click.option("--num-prompts", type=click.IntRange(1), default=32, help="Of each kind.")
-@click.option("--seed", type=int, default=0)
-def main(out: Path, num_prompts: int, seed: int) -> None:
-    """Write prose.jsonl, tables.jsonl, asserts.jsonl and fills.jsonl."""
+KINDS: dict[str, Callable[[int, int], list[str]]] = {
+    "prose": prose,
+    "tables": tables,
+    "asserts": asserts,
+    "fills": fills,
+}
+"""Prompts by kind, made from their number and a seed."""
+
+
+def write_kinds(settings: DemoKinds) -> dict[str, int]:
+    """Write one file of JSON lines per kind and return the numbers of prompts by file name.
+
+    Raises `RecipeError` if there are too few prompts of a kind, or if a file cannot be written.
+    """
     try:
-        kinds = {
-            "prose": prose(num_prompts, seed),
-            "tables": tables(num_prompts, seed),
-            "asserts": asserts(num_prompts, seed),
-            "fills": fills(num_prompts, seed),
-        }
-    except ValueError as error:
-        raise click.ClickException(str(error)) from None
-    for kind, prompts in kinds.items():
+        found = {kind: draw(settings.num_prompts, settings.seed) for kind, draw in KINDS.items()}
+    except ValueError as cause:
+        raise RecipeError(str(cause)) from None
+    for kind, prompts in found.items():
         text = "".join(json.dumps({"prompt": prompt}, ensure_ascii=False) + "\n" for prompt in prompts)
-        write_atomically(out / f"{kind}.jsonl", text.encode(), what="the prompts", error=SdtuneError)
-        Console().print(f"{len(prompts)} prompts in {out / kind}.jsonl")
-
-
-if __name__ == "__main__":
-    main()
+        write_atomically(settings.out / f"{kind}.jsonl", text.encode(), what="the prompts", error=RecipeError)
+    return {f"{kind}.jsonl": len(prompts) for kind, prompts in found.items()}

@@ -1,18 +1,17 @@
 """Widening: a model that computes what a trained small one computes, and costs what a wide one costs.
 
-Acceptance, entropy and redundancy of layers stay those of the trained model, so searches and decoders can be measured at sizes
-that nobody trained for the purpose; whatever is measured so is reported as widened. Run as `python -m
-tuner.evaluation.models.widen`.
+Acceptance, entropy and redundancy of layers stay the trained model's, so searches and decoders can be measured at sizes
+that nobody trained for the purpose. Figures of such a model are always reported as widened.
 
-The wide model is a random one in which the trained one is embedded and everything else is silenced (our formulation). States
-have further dimensions that always hold zero: the columns of the embedding and the rows of `o_proj` and `down_proj` that belong
-to them are zero. Further heads and MLP neurons compute with random weights, and their columns of `o_proj` and `down_proj` are
-zero. What only ever meets zeros stays random, so no weight matrix is trivial as a whole. Three things make it exact:
+The trained model is embedded in a random wide one, and everything else is silenced (our formulation). Added dimensions of
+the hidden states always hold zero: their columns of the embedding and their rows of `o_proj` and `down_proj` are zero. Added
+heads and MLP neurons compute with random weights, and their columns of `o_proj` and `down_proj` are zero. Weights that only
+ever multiply zeros stay random, so no weight matrix is trivial as a whole. Three things make it exact:
 
 * RMSNorm takes its mean over H dimensions instead of h: gains are multiplied by sqrt(h / H) and epsilon by h / H.
-* A longer head keeps the trained one's rotary frequencies: those of pair k among d are those of pair m * k among m * d. The
-  other dimensions of its queries are zero, and its queries grow by sqrt(m) against attention's scaling.
-* Tied embeddings are untied: the head is read whole at every pass either way, and wide models mostly have one of their own.
+* A head longer by a factor m keeps the trained rotary frequencies: pair k among d has the frequency of pair m * k among
+  m * d. The other dimensions of its queries are zero, and its queries grow by sqrt(m) against attention's scaling.
+* Tied embeddings are untied: every pass reads the whole head either way, and most wide models have an untied one.
 
 In float32 the logits are the trained model's up to rounding. In bfloat16 activations round otherwise in a wide model, and so do
 its gains unless H / h is a power of 4. ConfLayers' sublayer entropy is taken over the hidden dimensions, so the zeros show in it.
@@ -26,10 +25,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-import click
 import torch
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaConfig, PreTrainedModel
 
@@ -37,21 +33,23 @@ from decoding.errors import SdtuneError
 from decoding.exit_heads import load_exit_head, read_facts, save_exit_head
 from decoding.fingerprint import fingerprint
 from decoding.target import Target
+from tuner.evaluation.models.settings import Widening
+from tuner.inputs.models import DTYPES
+from tuner.progress import Progress
 
 ORIGIN_KEY = "sdtune_widened_from"
-"""Where the configuration of a widened model says of which weights it is."""
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+"""Key in the configuration of a widened model that identifies its source weights."""
 SILENT_OUTSIDE = frozenset({"embed_tokens", "o_proj", "down_proj"})
 NORMS = frozenset({"input_layernorm", "post_attention_layernorm", "norm"})
 
 
 class WidenError(SdtuneError):
-    """A model that cannot be widened as asked, or a place that cannot be written to."""
+    """A model that cannot be widened as asked, or a folder that cannot be written."""
 
 
 @dataclass(frozen=True)
 class Widths:
-    """The sizes of a Llama that widening changes."""
+    """Sizes of a Llama that widening changes."""
 
     hidden_size: int
     intermediate_size: int
@@ -61,25 +59,25 @@ class Widths:
 
     @classmethod
     def of(cls, config: LlamaConfig) -> Widths:
-        """Those of a configuration."""
+        """Return the sizes of a configuration."""
         return cls(**{name: getattr(config, name) for name in cls.__dataclass_fields__})
 
     @property
     def group_size(self) -> int:
-        """Query heads that share one key-value head."""
+        """Number of query heads that share one key-value head."""
         return self.num_attention_heads // self.num_key_value_heads
 
 
 PRESETS = {
-    # 24 layers of it are about 250 M parameters: more than the caches of a CPU hold.
+    # 24 layers make about 250 M parameters: more than the caches of a CPU hold.
     "250m": Widths(1024, 2304, 16, 8, 64),
-    # The blocks of an 8B model (which has 32 of them and a larger vocabulary).
+    # The blocks of an 8B model, which has 32 blocks and a larger vocabulary.
     "8b": Widths(4096, 14336, 32, 8, 128),
 }
 
 
 def complete_widths(config: LlamaConfig, preset: str | None, given: Mapping[str, int | None]) -> Widths:
-    """The widths asked for: those `given`, then the preset's, then heads as long and in groups as large as the source's.
+    """Return the widths: those `given`, then the preset's, then heads of the source's length and group size.
 
     Raises `WidenError` if a size is missing.
     """
@@ -95,7 +93,7 @@ def complete_widths(config: LlamaConfig, preset: str | None, given: Mapping[str,
 
 
 def check_widths(config: LlamaConfig, wide: Widths) -> None:
-    """Raise `WidenError` unless a model of `config` can be embedded in one of these widths."""
+    """Raise `WidenError` unless a model of `config` can be embedded in a model of widths `wide`."""
     source = Widths.of(config)
     for name, size in asdict(wide).items():
         if size < getattr(source, name):
@@ -120,7 +118,7 @@ def check_widths(config: LlamaConfig, wide: Widths) -> None:
 
 
 class Layout:
-    """Where the coordinates of a narrow model lie in a wide one."""
+    """Positions of a narrow model's coordinates in a wide one."""
 
     def __init__(self, narrow: LlamaConfig, wide: LlamaConfig, device: torch.device) -> None:
         source, target = Widths.of(narrow), Widths.of(wide)
@@ -158,7 +156,7 @@ class Layout:
 
     @torch.no_grad()
     def embed(self, name: str, wide: Tensor, narrow: Tensor) -> None:
-        """Write the parameter `name` of the narrow model into that of the wide one, which holds random values."""
+        """Write the parameter `name` of the narrow model into the wide model's, which holds random values."""
         module, kind = name.split(".")[-2:]
         if module in NORMS:
             wide[self.hidden] = _like(wide, narrow.float() * self.gain)
@@ -175,7 +173,7 @@ class Layout:
 
 
 def _inside_head(narrow: int, wide: int) -> Tensor:
-    """The dimensions of a wide head that turn at the frequencies of a narrow one's: pairs are half a head apart."""
+    """Return the dimensions of a wide head that rotate at a narrow head's frequencies; pairs are half a head apart."""
     pairs = torch.arange(narrow // 2) * (wide // narrow)
     return torch.cat([pairs, pairs + wide // 2])
 
@@ -193,9 +191,10 @@ def widen(
     seed: int = 0,
     on_parameter: Callable[[], None] = lambda: None,
 ) -> PreTrainedModel:
-    """A model of `widths` that computes what `model` (a LlamaForCausalLM) computes; `on_parameter` is called once a parameter.
+    """Return a model of `widths` that computes what `model`, a LlamaForCausalLM, computes.
 
-    The random weights depend on dtype, device and seed, what is computed does not. Raises `WidenError` if `widths` do not hold it.
+    `on_parameter` is called once per parameter. The random weights depend on dtype, device and seed; the output does not.
+    Raises `WidenError` if `model` does not fit into `widths`.
     """
     check_architecture(model.config)
     check_widths(model.config, widths)
@@ -213,7 +212,7 @@ def widen(
 
 
 def check_architecture(config: object) -> None:
-    """Raise `WidenError` for any model but a Llama: others have other parts to silence."""
+    """Raise `WidenError` for any model but a Llama: other architectures have other parts to silence."""
     if not isinstance(config, LlamaConfig):
         raise WidenError(f"only a LlamaForCausalLM can be widened, got a model of {type(config).__name__}")
 
@@ -234,10 +233,10 @@ def _wide_config(model: PreTrainedModel, widths: Widths) -> LlamaConfig:
 
 
 def widen_head(path: Path, narrow: Target, wide: Target, folder: Path) -> Path:
-    """Write the exit head at `path`, of the model `narrow`, as one of the model it was widened to; where it lies in `folder`.
+    """Widen the exit head at `path` of the model `narrow`, write it into `folder` for the model `wide`, and return its path.
 
-    It computes what the trained head computes, so what its file says of its training stays. Raises `ExitHeadError` for a file
-    that is no head of `narrow`, or a place that is unwritable.
+    It computes what the trained head computes, so the facts on its training are kept. Raises `ExitHeadError` for a file that
+    is not a head of `narrow`, or a folder that cannot be written.
     """
     facts = read_facts(path)
     trained = load_exit_head(path, narrow, facts.exit_layer).state_dict()
@@ -252,12 +251,12 @@ def widen_head(path: Path, narrow: Target, wide: Target, folder: Path) -> Path:
 
 
 def num_parameters(model: PreTrainedModel) -> int:
-    """Values in the weights; tied ones count once."""
+    """Return the number of values in the weights; tied ones count once."""
     return sum(parameter.numel() for parameter in model.parameters())
 
 
 def load_source(folder: Path) -> PreTrainedModel:
-    """The model to widen in float32. Raises `WidenError` if there is none or it is no Llama."""
+    """Return the model to widen, in float32. Raises `WidenError` if there is none or it is not a Llama."""
     try:
         check_architecture(AutoConfig.from_pretrained(folder))
         return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
@@ -266,7 +265,7 @@ def load_source(folder: Path) -> PreTrainedModel:
 
 
 def check_device(device: str) -> None:
-    """Raise `WidenError` for a device that is not there."""
+    """Raise `WidenError` for a device that does not exist."""
     try:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as cause:
@@ -276,7 +275,7 @@ def check_device(device: str) -> None:
 
 
 def head_files(folder: Path) -> list[Path]:
-    """The exit heads in a folder. Raises `WidenError` if there are none."""
+    """Return the files of the exit heads in a folder. Raises `WidenError` if there are none."""
     paths = sorted(folder.glob("*.safetensors"))
     if not paths:
         raise WidenError(f"there is no exit head in {folder}")
@@ -284,7 +283,7 @@ def head_files(folder: Path) -> list[Path]:
 
 
 def check_out(out: Path) -> None:
-    """Raise `WidenError` if there is something in the place to write to."""
+    """Raise `WidenError` if `out` exists."""
     if out.exists():
         raise WidenError(f"{out} exists; choose another --out")
 
@@ -292,10 +291,9 @@ def check_out(out: Path) -> None:
 def write_widened(
     source: PreTrainedModel, wide: PreTrainedModel, folder: Path, out: Path, heads: Sequence[Path] = ()
 ) -> None:
-    """Write `wide`, the tokenizer in the `folder` of its source and, as `out`/heads, the source's exit heads widened.
+    """Write `wide`, the tokenizer in the source's `folder`, and the widened exit heads as `out`/heads, whole or not at all.
 
-    `out` is there whole or not at all. Raises `WidenError` if it is there already or cannot be written, `ExitHeadError` for a
-    head of another model.
+    Raises `WidenError` if `out` exists or cannot be written, `ExitHeadError` for a head of another model.
     """
     check_out(out)
     try:
@@ -314,67 +312,30 @@ def write_widened(
         raise WidenError(f"cannot write the widened model {out}: {str(cause).strip().splitlines()[0]}") from None
 
 
-@click.command(context_settings={"show_default": True})
-@click.option("--model", type=click.Path(path_type=Path, exists=True, file_okay=False), required=True)
-@click.option("--out", type=click.Path(path_type=Path), required=True, help="Folder to make.")
-@click.option("--preset", type=click.Choice(list(PRESETS)), help="Sizes by name; those given beside it win.")
-@click.option("--hidden-size", type=click.IntRange(1))
-@click.option("--intermediate-size", type=click.IntRange(1), help="Neurons of an MLP.")
-@click.option(
-    "--num-heads", "num_attention_heads", type=click.IntRange(1), help="[default: as many as fill the states]"
-)
-@click.option("--num-key-value-heads", type=click.IntRange(1), help="[default: groups as large as the source's]")
-@click.option("--head-dim", type=click.IntRange(1), help="A multiple of the source's.  [default: the source's]")
-@click.option("--dtype", type=click.Choice(list(DTYPES)), default="bfloat16")
-@click.option(
-    "--heads",
-    type=click.Path(path_type=Path, exists=True, file_okay=False),
-    help="The source's exit heads, to be widened into OUT/heads.",
-)
-@click.option("--device", default="cpu", help="Where to build it: cpu, cuda, ...")
-@click.option("--seed", type=int, default=0, help="Of the weights that do not matter.")
-def main(
-    model: Path,
-    out: Path,
-    preset: str | None,
-    dtype: str,
-    heads: Path | None,
-    device: str,
-    seed: int,
-    **sizes: int | None,
-) -> None:
-    """Write a wider model that computes the same as a trained Llama."""
-    console = Console()
-    try:
-        check_out(out)
-        check_device(device)
-        head_paths = head_files(heads) if heads else []
-        source = load_source(model)
-        widths = complete_widths(source.config, preset, sizes)
-        check_widths(source.config, widths)
-        with _progress(console) as progress:
-            task = progress.add_task("parameters", total=len(source.state_dict()))
-            wide = widen(
-                source,
-                widths,
-                dtype=DTYPES[dtype],
-                device=device,
-                seed=seed,
-                on_parameter=lambda: progress.advance(task),
-            )
-        write_widened(source, wide, model, out, head_paths)
-    except SdtuneError as error:
-        raise click.ClickException(str(error)) from None
-    console.print(f"{num_parameters(source):,} parameters widened to {num_parameters(wide):,} in {dtype}: {out}")
-    if head_paths:
-        console.print(f"{len(head_paths)} exit heads in {out / 'heads'}")
+def run_and_write(settings: Widening, progress: Progress) -> str:
+    """Widen the model and its heads, write the folder, and return a line on what was done.
 
-
-def _progress(console: Console) -> Progress:
-    return Progress(
-        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), console=console
+    Raises `WidenError` or `ExitHeadError` for what the user can put right; then nothing is left behind.
+    """
+    check_out(settings.out)
+    check_device(settings.device)
+    heads = head_files(settings.heads) if settings.heads else []
+    source = load_source(settings.model)
+    given = {name: getattr(settings, name) for name in Widths.__dataclass_fields__}
+    widths = complete_widths(source.config, settings.preset, given)
+    check_widths(source.config, widths)
+    progress.stage("widening parameters", len(source.state_dict()))
+    wide = widen(
+        source,
+        widths,
+        dtype=DTYPES[settings.dtype],
+        device=settings.device,
+        seed=settings.seed,
+        on_parameter=progress.advance,
     )
-
-
-if __name__ == "__main__":
-    main()
+    write_widened(source, wide, settings.model, settings.out, heads)
+    widened = f", {len(heads)} exit heads in {settings.out / 'heads'}" if heads else ""
+    return (
+        f"{num_parameters(source):,} parameters widened to {num_parameters(wide):,} in {settings.dtype}: "
+        f"{settings.out}{widened}"
+    )

@@ -1,15 +1,13 @@
-"""How long a new candidate takes to be ready by the static runner: its first text against its second.
-
-Run as `python -m tuner.evaluation.passes.readiness`.
-"""
+"""Seconds until a new candidate is ready with the static runner: its first sequence against its second."""
 
 from __future__ import annotations
 
-import argparse
-import json
 import random
-from pathlib import Path
-from typing import Any
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from rich.console import RenderableType
+from transformers import PreTrainedModel
 
 from decoding.decode import Request
 from decoding.decoder import Decoder
@@ -18,62 +16,60 @@ from decoding.drafts import LayerSkip
 from decoding.target import Target
 from decoding.text import Ending
 from decoding.timing.stopwatch import Stopwatch
-from tuner.inputs.environment import device_name, versions
-from tuner.inputs.models import load
+from tuner.evaluation.tables import new_table
+
+if TYPE_CHECKING:
+    from tuner.evaluation.passes.settings import PassesEvaluation
 
 NUM_CANDIDATES = 6
 DRAFTED = 4
+"""Tokens of each draft."""
 PROMPT_TOKENS, NEW_TOKENS = 64, 32
 
 
-def measure_readiness(target: Target, *, num_candidates: int = NUM_CANDIDATES, seed: int = 0) -> list[dict[str, Any]]:
-    """Seconds of the first and of the second text of random skip sets, one after another; the first candidate compiles for all.
+def measure(model: PreTrainedModel, settings: PassesEvaluation) -> dict[str, Any]:
+    """Make random candidates ready and return the seconds of each."""
+    measured = measure_readiness(Target(model, "static"), num_candidates=settings.candidates, seed=settings.seed)
+    return {"candidates": measured}
 
-    What the first takes more than the second is what the switch to the candidate costs.
+
+def measure_readiness(target: Target, *, num_candidates: int = NUM_CANDIDATES, seed: int = 0) -> list[dict[str, Any]]:
+    """Time the first and the second sequence of random skip sets, one after another.
+
+    The first candidate compiles for all. The difference of the two is the cost of switching to the candidate.
     """
     stream = random.Random(seed)
     prompt = [stream.randrange(target.config.vocab_size) for _ in range(PROMPT_TOKENS)]
-    watch, measured = Stopwatch(target.device), []
+    measured = []
     for _ in range(num_candidates):
         attention, mlp = (sorted(stream.sample(range(target.num_layers), target.num_layers // 3)) for _ in range(2))
         skip = LayerSkip(skip_attention=tuple(attention), skip_mlp=tuple(mlp))
-        start = watch.now()
-        decoder = Decoder(target, skip, Fixed(max_tokens=DRAFTED))
-        seconds = []
-        for _ in range(2):
-            decoder.generate(Request(prompt, Ending(NEW_TOKENS)))
-            seconds.append(watch.now() - start)
-            start = watch.now()
+        first, second = _first_and_second(target, skip, prompt)
         measured.append(
             {
                 "draft": skip.describe(),
-                "first_seconds": seconds[0],
-                "second_seconds": seconds[1],
-                "switch_seconds": seconds[0] - seconds[1],
+                "first_seconds": first,
+                "second_seconds": second,
+                "switch_seconds": first - second,
             }
         )
     return measured
 
 
-def main() -> None:
-    """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", required=True)
-    parser.add_argument("--device", default="auto")
-    parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--out", type=Path, required=True)
-    arguments = parser.parse_args()
-    loaded = load(arguments.model, dtype=arguments.dtype, device=arguments.device)
-    target = Target(loaded.model, "static")
-    document = {
-        "device": device_name(target.device),
-        "dtype": arguments.dtype,
-        "versions": versions(),
-        "candidates": measure_readiness(target),
-    }
-    arguments.out.write_text(json.dumps(document, indent=1))
-    print("a candidate is ready after", ", ".join(f"{each['switch_seconds']:.2f} s" for each in document["candidates"]))
+def _first_and_second(target: Target, skip: LayerSkip, prompt: list[int]) -> tuple[float, float]:
+    watch = Stopwatch(target.device)
+    start = watch.now()
+    decoder = Decoder(target, skip, Fixed(max_tokens=DRAFTED))
+    decoder.generate(Request(prompt, Ending(NEW_TOKENS)))
+    middle = watch.now()
+    decoder.generate(Request(prompt, Ending(NEW_TOKENS)))
+    return middle - start, watch.now() - middle
 
 
-if __name__ == "__main__":
-    main()
+def show(measured: Mapping[str, Any]) -> RenderableType:
+    """Return the table of all candidates."""
+    table = new_table("Readiness of new candidates, static runner", "draft", "first s", "second s", "switch s")
+    for each in measured["candidates"]:
+        seconds = [f"{each[name]:.2f}" for name in ("first_seconds", "second_seconds", "switch_seconds")]
+        table.add_row(each["draft"], *seconds)
+    return table

@@ -3,7 +3,7 @@
 Every attention and every MLP sublayer is of one of three kinds. *Redundant* ones add next to nothing to the residual stream: a
 draft without all of them says almost always what the model says. *Important* ones add about as much as any other, within a
 factor of three: skipping a single one costs agreement, an early or loud one most. *Grey* ones lie between: one of them costs some
-per cent, several together far more. Run as `python -m tuner.evaluation.planted.model`. The construction is our
+per cent, several together far more. The construction is our
 formulation; its constants were
 tuned so that this holds for 12, 32 and 80 layers, with texts that do not fall into loops. What skipping saves is not modelled:
 sublayers cost what they cost.
@@ -19,9 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import click
 import torch
-from rich.console import Console
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
@@ -46,6 +44,10 @@ LOGITS = 2.5  # standard deviation: about 3 of the 5.5 nats that 256 equally lik
 ATTENTION, MLP = "attention", "mlp"
 Sublayers = frozenset[tuple[str, int]]
 """Kind and block of each."""
+
+
+class PlantedError(SdtuneError):
+    """A planted model that cannot be made or written as asked."""
 
 
 class PlantedSets(Document):
@@ -279,27 +281,18 @@ def _as_skip(sublayers: Iterable[tuple[str, int]]) -> LayerSkip:
     )
 
 
-@click.command(context_settings={"show_default": True})
-@click.option("--num-layers", type=click.IntRange(1), default=12)
-@click.option("--out", type=click.Path(path_type=Path), required=True, help="Folder to make.")
-@click.option("--share", type=click.FloatRange(0, 1), default=0.45, help="Of the sublayers that is redundant.")
-@click.option("--seed", type=int, default=0)
-def main(num_layers: int, out: Path, share: float, seed: int) -> None:
-    """Write a random model with planted redundancy, and planted.json, which says what was planted."""
+def write_planted(out: Path, num_layers: int, *, share: float, seed: int) -> Planted:
+    """Write a planted model and `planted.json` into the new folder `out`, and return the problem.
+
+    Raises `PlantedError` if `out` exists or cannot be written, or if the sets do not leave an important sublayer.
+    """
     if out.exists():
-        raise click.ClickException(f"{out} exists; choose another --out")
+        raise PlantedError(f"{out} exists; choose another --out")
     try:
         problem = planted(num_layers, seed=seed, share=share)
         problem.model.save_pretrained(out)
-        content = problem.sets.model_dump_json(indent=2).encode() + b"\n"
-        write_atomically(out / "planted.json", content, what="the planted sets", error=SdtuneError)
-    except (SdtuneError, ValueError, OSError) as error:
-        raise click.ClickException(str(error)) from None
-    console = Console()
-    console.print(f"redundant: {problem.redundant.describe()}")
-    console.print(f"grey: {problem.sets.grey.describe()}")
-    console.print(f"model and planted.json in {out}")
-
-
-if __name__ == "__main__":
-    main()
+    except (ValueError, OSError) as cause:
+        raise PlantedError(str(cause)) from None
+    content = problem.sets.model_dump_json(indent=2).encode() + b"\n"
+    write_atomically(out / "planted.json", content, what="the planted sets", error=PlantedError)
+    return problem

@@ -9,7 +9,8 @@ from pydoc_data.topics import topics
 import pytest
 from click.testing import CliRunner
 
-from tuner.evaluation.models.demo_kinds import LENGTH, NUM_ROWS, asserts, fills, main, prose, tables
+from tuner.cli.main import main
+from tuner.evaluation.models.demo_kinds import LENGTH, NUM_ROWS, asserts, fills, prose, tables
 
 
 @pytest.mark.parametrize("kind", [prose, tables, asserts, fills])
@@ -40,11 +41,11 @@ def test_fills_repeat_one_row() -> None:
 
 
 def test_files_are_written_and_too_many_are_refused(tmp_path: Path) -> None:
-    done = CliRunner().invoke(main, ["--out", str(tmp_path), "--num-prompts", "5"])
+    done = CliRunner().invoke(main, ["evaluate", "demo-kinds", "--out", str(tmp_path), "--num-prompts", "5"])
     assert done.exit_code == 0, done.output
     for kind in ("prose", "tables", "asserts", "fills"):
         lines = (tmp_path / f"{kind}.jsonl").read_text(encoding="utf-8").splitlines()
         assert len({json.loads(line)["prompt"] for line in lines}) == 5
-    refused = CliRunner().invoke(main, ["--out", str(tmp_path), "--num-prompts", "5000"])
-    assert refused.exit_code == 1
+    refused = CliRunner().invoke(main, ["evaluate", "demo-kinds", "--out", str(tmp_path), "--num-prompts", "5000"])
+    assert refused.exit_code == 2
     assert "fewer than 5000" in refused.output

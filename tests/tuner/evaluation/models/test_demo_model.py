@@ -2,8 +2,6 @@ import csv
 import json
 import platform
 from collections import Counter
-from dataclasses import replace
-from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
@@ -13,8 +11,15 @@ from click.testing import CliRunner
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.support.paths import DEMO
-from tuner.evaluation.models import demo_model, demo_prompts
-from tuner.evaluation.models.demo_model import Corpus, Recipe, RecipeError, Start
+from tuner.cli.main import main
+from tuner.evaluation.models import demo_prompts
+from tuner.evaluation.models.demo_model import training
+from tuner.evaluation.models.demo_model.corpus import Corpus, library_corpus, window_starts
+from tuner.evaluation.models.demo_model.held_out import held_out_loss, token_bytes
+from tuner.evaluation.models.demo_model.layer_dropout import StepPlan, plan_step, tapped
+from tuner.evaluation.models.demo_model.recipe import Recipe, RecipeError
+from tuner.evaluation.models.demo_model.run import Start, train
+from tuner.evaluation.models.demo_model.training import new_model
 
 CPU = torch.device("cpu")
 TINY = Recipe(
@@ -51,13 +56,13 @@ def fill(folder: Path, names: list[str]) -> None:
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
     root = tmp_path_factory.mktemp("library")
     fill(root, [f"module_{number}.py" for number in range(6)])
-    return demo_model.library_corpus("library", root, num_held_out=2)
+    return library_corpus("library", root, num_held_out=2)
 
 
 @pytest.fixture(scope="module")
 def finished(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("finished")
-    demo_model.train(TINY, corpus, out, device=CPU)
+    train(TINY, corpus, out, device=CPU)
     return out
 
 
@@ -96,8 +101,8 @@ def test_no_file_names_a_folder_of_the_machine(finished: Path, corpus: Corpus) -
 
 
 def test_the_same_seed_gives_the_same_weights(finished: Path, corpus: Corpus, tmp_path: Path) -> None:
-    demo_model.train(TINY, corpus, tmp_path / "again", device=CPU)
-    demo_model.train(replace(TINY, seed=1), corpus, tmp_path / "other", device=CPU)
+    train(TINY, corpus, tmp_path / "again", device=CPU)
+    train(TINY.model_copy(update={"seed": 1}), corpus, tmp_path / "other", device=CPU)
     assert equal(finished, tmp_path / "again")
     assert not equal(finished, tmp_path / "other")
 
@@ -105,28 +110,26 @@ def test_the_same_seed_gives_the_same_weights(finished: Path, corpus: Corpus, tm
 def test_a_killed_run_resumes_to_the_same_result(
     finished: Path, corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    draw = demo_model.plan_step
-
-    def killed_at_7(recipe: Recipe, step: int) -> demo_model.StepPlan:
+    def killed_at_7(recipe: Recipe, step: int) -> StepPlan:
         if step == 7:
             raise KeyboardInterrupt
-        return draw(recipe, step)
+        return plan_step(recipe, step)
 
     with monkeypatch.context() as patch:
-        patch.setattr(demo_model, "plan_step", killed_at_7)
+        patch.setattr(training, "plan_step", killed_at_7)
         with pytest.raises(KeyboardInterrupt):
-            demo_model.train(TINY, corpus, tmp_path, device=CPU)
+            train(TINY, corpus, tmp_path, device=CPU)
     with pytest.raises(RecipeError, match="another steps, context"):
-        demo_model.train(replace(TINY, steps=20, context=8), corpus, tmp_path, device=CPU)
+        train(TINY.model_copy(update={"steps": 20, "context": 8}), corpus, tmp_path, device=CPU)
 
     seen: list[int] = []
 
-    def watched(recipe: Recipe, step: int) -> demo_model.StepPlan:
+    def watched(recipe: Recipe, step: int) -> StepPlan:
         seen.append(step)
-        return draw(recipe, step)
+        return plan_step(recipe, step)
 
-    monkeypatch.setattr(demo_model, "plan_step", watched)
-    demo_model.train(TINY, corpus, tmp_path, device=CPU)
+    monkeypatch.setattr(training, "plan_step", watched)
+    train(TINY, corpus, tmp_path, device=CPU)
     assert seen == list(range(5, 12))
     assert equal(finished, tmp_path)
     assert (finished / "training_curve.csv").read_text() == (tmp_path / "training_curve.csv").read_text()
@@ -134,18 +137,18 @@ def test_a_killed_run_resumes_to_the_same_result(
 
 def test_a_finished_run_is_not_overwritten(finished: Path, corpus: Corpus) -> None:
     with pytest.raises(RecipeError, match="finished run"):
-        demo_model.train(TINY, corpus, finished, device=CPU)
+        train(TINY, corpus, finished, device=CPU)
 
 
 def test_a_finished_model_is_continued_with_its_tokenizer(finished: Path, corpus: Corpus, tmp_path: Path) -> None:
-    report = demo_model.train(TINY, corpus, tmp_path, device=CPU, start=Start(finished, "first stage"))
+    report = train(TINY, corpus, tmp_path, device=CPU, start=Start(finished, "first stage"))
     assert (tmp_path / "tokenizer.json").read_text() == (finished / "tokenizer.json").read_text()
     assert report["continued_from"]["note"] == "first stage"
     assert report["continued_from"]["training"]["steps"] == 12
     first = json.loads((finished / "training.json").read_text())
     assert report["held_out_before"] == pytest.approx(first["held_out"]["nats_per_token"])
     with pytest.raises(RecipeError, match="hidden_size=16, the recipe 32"):
-        demo_model.train(replace(TINY, hidden_size=32), corpus, tmp_path / "x", device=CPU, start=Start(finished))
+        train(TINY.model_copy(update={"hidden_size": 32}), corpus, tmp_path / "x", device=CPU, start=Start(finished))
 
 
 def test_the_held_out_loss_takes_every_token_once(finished: Path) -> None:
@@ -154,7 +157,7 @@ def test_the_held_out_loss_takes_every_token_once(finished: Path) -> None:
     text = source(9)
     tokens = torch.tensor(tokenizer(text)["input_ids"], dtype=torch.int32)
     context = (len(tokens) - 1) // 3
-    loss = demo_model.held_out_loss(model, tokenizer, tokens, context, batch_size=2)
+    loss = held_out_loss(model, tokenizer, tokens, context, batch_size=2)
     assert loss.num_tokens == 3 * context
     nats = [
         model(input_ids=piece[None, :-1]).logits.log_softmax(-1)[0].gather(1, piece[1:, None]).sum().item()
@@ -162,18 +165,18 @@ def test_the_held_out_loss_takes_every_token_once(finished: Path) -> None:
         if (piece := tokens[start : start + context + 1].long()) is not None
     ]
     assert loss.nats_per_token == pytest.approx(-sum(nats) / loss.num_tokens, rel=1e-5)
-    assert int(demo_model.token_bytes(tokenizer)[tokens.long()].sum()) == len(text.encode())
+    assert int(token_bytes(tokenizer)[tokens.long()].sum()) == len(text.encode())
 
 
 def test_layer_forwards_are_restored_even_after_an_error() -> None:
-    model = demo_model.new_model(TINY)
+    model = new_model(TINY)
     tokens = torch.arange(8)[None]
     before = model(tokens).logits
 
     def use() -> None:
-        with demo_model.tapped(model.model.layers) as tap:
+        with tapped(model.model.layers) as tap:
             assert torch.equal(model(tokens).logits, before)
-            tap.plan = demo_model.StepPlan(frozenset({1, 3}), 1)
+            tap.plan = StepPlan(frozenset({1, 3}), 1)
             assert not torch.equal(model(tokens).logits, before)
             assert tap.exit_hidden is not None
             raise KeyboardInterrupt
@@ -189,16 +192,16 @@ def test_layer_dropout_grows_with_depth_and_rates_end_at_zero() -> None:
     rates = [recipe.layer_dropout(index) for index in range(recipe.num_layers)]
     assert rates == sorted(rates)
     assert (rates[0], rates[-1]) == (0, pytest.approx(0.2))
-    plans = [demo_model.plan_step(recipe, step) for step in range(2000)]
+    plans = [plan_step(recipe, step) for step in range(2000)]
     assert Counter(plan.exit_block for plan in plans).keys() == set(range(2, 23))
-    assert sum(23 in plan.left_out for plan in plans) / 2000 == pytest.approx(0.2, abs=0.03)
+    assert sum(23 in plan.skipped for plan in plans) / 2000 == pytest.approx(0.2, abs=0.03)
     factors = [recipe.rate_factor(step) for step in (0, recipe.warmup_steps, recipe.steps // 2, recipe.steps)]
     assert factors == [pytest.approx(1 / 61), 1, 1, 0]
 
 
 def test_an_epoch_takes_every_window_once() -> None:
-    recipe = replace(TINY, batch_size=3)
-    starts = sorted(start for step in range(4) for start in demo_model.window_starts(13 * 16, recipe, step))
+    recipe = TINY.model_copy(update={"batch_size": 3})
+    starts = sorted(start for step in range(4) for start in window_starts(13 * 16, recipe, step))
     assert len(starts) == 12
     assert {later - earlier for earlier, later in pairwise(starts)} == {16}
     assert starts[0] >= 0
@@ -207,10 +210,10 @@ def test_an_epoch_takes_every_window_once() -> None:
 
 def test_tests_are_added_without_data_and_without_copies_of_held_out_files(tmp_path: Path) -> None:
     fill(tmp_path, ["a.py", "b.py", "test/test_a.py", "test/data/copy.py", "idlelib/shell.py", "lib2to3/main.py"])
-    plain = demo_model.library_corpus("library", tmp_path, num_held_out=1)
+    plain = library_corpus("library", tmp_path, num_held_out=1)
     held_out = plain.held_out_files[0]
     (tmp_path / "test" / "copied.py").write_text("# a copy\n" + held_out.read_text())
-    corpus = demo_model.library_corpus("library+tests", tmp_path, num_held_out=1)
+    corpus = library_corpus("library+tests", tmp_path, num_held_out=1)
     assert corpus.held_out_files == plain.held_out_files
     assert set(corpus.training_files) == {*plain.training_files, tmp_path / "test" / "test_a.py"}
     assert corpus.num_duplicates == 1
@@ -218,21 +221,26 @@ def test_tests_are_added_without_data_and_without_copies_of_held_out_files(tmp_p
 
 def test_a_corpus_without_tests_or_of_another_name_is_refused(corpus: Corpus) -> None:
     with pytest.raises(RecipeError, match="without its `test` package"):
-        demo_model.library_corpus("library+tests", corpus.root)
+        library_corpus("library+tests", corpus.root)
     with pytest.raises(RecipeError, match="valid: library, library\\+tests"):
-        demo_model.library_corpus("books", corpus.root)
+        library_corpus("books", corpus.root)
 
 
-def test_the_command_line_trains(corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(demo_model, "library_corpus", lambda name: corpus)
-    monkeypatch.setattr(demo_model, "Recipe", partial(replace, TINY))
-    arguments = ["--out", str(tmp_path / "out"), "--steps", "2", "--context", "16", "--device", "cpu"]
-    result = CliRunner().invoke(demo_model.main, arguments)
+def test_command_trains_with_flags_of_the_recipe(
+    corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tuner.evaluation.models.demo_model.corpus.library_corpus", lambda name: corpus)
+    recipe = TINY.model_copy(update={"steps": 2})
+    flags = [part for name, value in recipe for part in (f"--{name.replace('_', '-')}", str(value))]
+    arguments = ["evaluate", "demo-model", "--out", str(tmp_path / "out"), "--device", "cpu", *flags]
+    result = CliRunner().invoke(main, arguments)
     assert result.exit_code == 0, result.output
-    assert "bits a byte" in result.output
-    again = CliRunner().invoke(demo_model.main, arguments)
-    assert again.exit_code == 1
-    assert "finished run" in again.output
+    assert "bits per byte" in result.stdout
+    assert json.loads((tmp_path / "out" / "training.json").read_text())["recipe"] == recipe.model_dump()
+    again = CliRunner().invoke(main, arguments)
+    assert again.exit_code == 2
+    assert again.stderr.splitlines()[-1].startswith("sdtune: ")
+    assert "finished run" in again.stderr
 
 
 def test_the_shipped_model_is_stock_and_small() -> None:
@@ -262,11 +270,11 @@ def test_the_shipped_lists_are_what_the_recipes_give_on_the_python_they_were_mad
     """On another interpreter the sources differ; there the recipes only have to run."""
     out, files = tmp_path / "prompts.jsonl", DEMO / "held_out_files.json"
     arguments = ["--model", str(DEMO / "model"), "--held-out", str(files), "--out", str(out)]
-    corpus = demo_model.library_corpus("library")
+    corpus = library_corpus("library")
     if platform.python_version() != "3.11.7":
         (tmp_path / "files.json").write_text(json.dumps(corpus.held_out_names))
         arguments[3] = str(tmp_path / "files.json")
-    result = CliRunner().invoke(demo_prompts.main, arguments)
+    result = CliRunner().invoke(main, ["evaluate", "demo-prompts", *arguments])
     assert result.exit_code == 0, result.output
     if platform.python_version() == "3.11.7":
         assert corpus.held_out_names == json.loads(files.read_text())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import torch
@@ -22,6 +23,8 @@ from decoding.text import Ending
 from tests.support.families import build, liven
 from tests.support.heads import training, write_heads
 from tests.support.tiny import save_tiny_checkpoint, tiny_llama, tiny_target
+from tuner.cli.main import main
+from tuner.evaluation.models.settings import Widening
 from tuner.evaluation.models.widen import (
     ORIGIN_KEY,
     PRESETS,
@@ -29,7 +32,6 @@ from tuner.evaluation.models.widen import (
     Widths,
     check_widths,
     complete_widths,
-    main,
     num_parameters,
     widen,
     widen_head,
@@ -223,11 +225,26 @@ def test_presets_are_as_large_as_they_are_called() -> None:
     assert 5.0e9 < sizes["8b"] < 5.5e9, "24 of the 32 blocks of an 8B model"
 
 
+def test_every_preset_is_an_option() -> None:
+    assert set(PRESETS) == set(get_args(get_args(Widening.model_fields["preset"].annotation)[0]))
+
+
 def test_command_writes_a_whole_folder(tmp_path: Path) -> None:
     folder, out = save_tiny_checkpoint(tmp_path / "source", 3), tmp_path / "wide"
     source = AutoModelForCausalLM.from_pretrained(folder)
     write_heads(Target(source), tmp_path / "heads", [1, 2])
-    arguments = ["--model", str(folder), "--out", str(out), "--hidden-size", "64", "--intermediate-size", "96"]
+    arguments = [
+        "evaluate",
+        "widen",
+        "--model",
+        str(folder),
+        "--out",
+        str(out),
+        "--hidden-size",
+        "64",
+        "--intermediate-size",
+        "96",
+    ]
     done = CliRunner().invoke(main, [*arguments, "--dtype", "float32", "--heads", str(tmp_path / "heads")])
     assert done.exit_code == 0, done.output
     wide = AutoModelForCausalLM.from_pretrained(out)
@@ -245,7 +262,7 @@ def test_command_writes_a_whole_folder(tmp_path: Path) -> None:
         heads.get(EarlyExit(exit_layer=exit_layer, head=name, head_sha256=file_sha256(out / "heads" / name)))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["heads", "source", "wide"]
     again = CliRunner().invoke(main, arguments)
-    assert (again.exit_code, again.output.strip()) == (1, f"Error: {out} exists; choose another --out")
+    assert (again.exit_code, again.stderr.strip()) == (2, f"sdtune: {out} exists; choose another --out")
 
 
 @pytest.mark.parametrize(
@@ -262,10 +279,12 @@ def test_command_refuses_in_one_line(
 ) -> None:
     folder = save_tiny_checkpoint(tmp_path / "source", 2)
     monkeypatch.chdir(tmp_path)
-    refused = CliRunner().invoke(main, ["--model", str(folder), "--out", str(tmp_path / "wide"), *flags])
-    assert refused.exit_code == 1
-    last = refused.output.strip().splitlines()[-1]
-    assert last.startswith("Error: ")
+    refused = CliRunner().invoke(
+        main, ["evaluate", "widen", "--model", str(folder), "--out", str(tmp_path / "wide"), *flags]
+    )
+    assert refused.exit_code == 2
+    last = refused.stderr.strip().splitlines()[-1]
+    assert last.startswith("sdtune: ")
     assert message in last
     assert not (tmp_path / "wide").exists()
 
@@ -274,7 +293,16 @@ def test_folders_without_a_llama_are_refused(tmp_path: Path) -> None:
     build("qwen2").save_pretrained(tmp_path / "qwen2")
     (tmp_path / "empty").mkdir()
     for name, message in (("qwen2", "only a LlamaForCausalLM"), ("empty", "cannot load the model")):
-        arguments = ["--model", str(tmp_path / name), "--out", str(tmp_path / "wide"), "--preset", "250m"]
+        arguments = [
+            "evaluate",
+            "widen",
+            "--model",
+            str(tmp_path / name),
+            "--out",
+            str(tmp_path / "wide"),
+            "--preset",
+            "250m",
+        ]
         refused = CliRunner().invoke(main, arguments)
-        assert refused.exit_code == 1
+        assert refused.exit_code == 2
         assert message in refused.output

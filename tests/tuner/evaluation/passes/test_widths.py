@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-
 import pytest
 
 from decoding.runners.contract import Inputs, Outputs
 from decoding.target import Target
 from decoding.target.parts import ModelPart
 from tests.support.tiny import tiny_llama
-from tuner.evaluation.passes.widths import main, summarise, time_widths
+from tuner.evaluation.passes.widths import summarise, time_widths
 
 
 class Clock:
@@ -58,17 +55,3 @@ def test_rows_say_how_much_more_several_positions_take_than_one() -> None:
     assert rows["static", 4]["over_one_position"][0] == pytest.approx(1.5)
     assert rows["static", 4]["over_eager"][0] == pytest.approx(0.25)
     assert rows["static", 4]["median_seconds"] == 1.5
-
-
-@pytest.mark.usefixtures("uncompiled")
-def test_command_writes_all_of_it(
-    tmp_path: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    out = tmp_path / "widths.json"
-    arguments = ["--model", str(checkpoint), "--sweeps", "2", "--out", str(out)]
-    monkeypatch.setattr("sys.argv", ["pass_widths", *arguments])
-    main()
-    document = json.loads(out.read_text())
-    assert {row["runner"] for row in document["rows"]} == {"eager", "static"}
-    assert document["versions"]["torch"]
-    assert capsys.readouterr().out.count("static") == len(document["rows"]) / 2

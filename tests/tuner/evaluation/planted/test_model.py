@@ -18,12 +18,12 @@ from decoding.drafts import LayerSkip
 from decoding.fingerprint import fingerprint
 from decoding.target import Target
 from decoding.text import Ending
+from tuner.cli.main import main
 from tuner.evaluation.planted.model import (
     Planted,
     PlantedSets,
     agreement,
     draw_sets,
-    main,
     plant,
     planted,
     prompts,
@@ -166,15 +166,19 @@ def test_impossible_sets_are_refused(redundant: list[int], grey: list[int], mess
 
 
 def test_command_writes_model_and_sets(tmp_path: Path) -> None:
-    done = CliRunner().invoke(main, ["--num-layers", "6", "--seed", "2", "--out", str(tmp_path / "planted")])
+    done = CliRunner().invoke(
+        main, ["evaluate", "planted-model", "--num-layers", "6", "--seed", "2", "--out", str(tmp_path / "planted")]
+    )
     assert done.exit_code == 0, done.output
     sets = PlantedSets.model_validate_json((tmp_path / "planted" / "planted.json").read_text())
     problem = planted(6, seed=2)
     assert sets == problem.sets
     assert fingerprint(AutoModelForCausalLM.from_pretrained(tmp_path / "planted")) == fingerprint(problem.model)
-    again = CliRunner().invoke(main, ["--out", str(tmp_path / "planted")])
-    assert (again.exit_code, again.output) == (1, f"Error: {tmp_path / 'planted'} exists; choose another --out\n")
-    refused = CliRunner().invoke(main, ["--num-layers", "2", "--out", str(tmp_path / "two")])
-    assert refused.exit_code == 1
-    assert "Error: 2 redundant and 2 grey sublayers do not leave an important one" in refused.output
+    again = CliRunner().invoke(main, ["evaluate", "planted-model", "--out", str(tmp_path / "planted")])
+    assert (again.exit_code, again.stderr) == (2, f"sdtune: {tmp_path / 'planted'} exists; choose another --out\n")
+    refused = CliRunner().invoke(
+        main, ["evaluate", "planted-model", "--num-layers", "2", "--out", str(tmp_path / "two")]
+    )
+    assert refused.exit_code == 2
+    assert "sdtune: 2 redundant and 2 grey sublayers do not leave an important one" in refused.output
     assert not (tmp_path / "two").exists()

@@ -1,0 +1,1 @@
+"""The benchmark of one GPU: its plan, and the process that runs each step."""

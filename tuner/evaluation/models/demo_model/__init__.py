@@ -1,0 +1,1 @@
+"""The demo model: its recipe, corpus, training and report. What a run leaves is a stock transformers folder."""
