@@ -101,12 +101,12 @@ def _option(name: str, field: FieldInfo, flag: str | None, *, required: bool) ->
     shown = flag or f"--{name.replace('_', '-')}"
     if settings.pop("is_switch", False):
         shown, settings = (shown, {"is_flag": True}) if field.default is False else (f"{shown}/--no-{shown[2:]}", {})
+        settings["default"] = None  # else click fills in False
     return click.option(
         shown,
         name,
         cls=GroupedOption,
         heading=str(extra.get("group", "Options")),
-        default=None,
         required=required and field.is_required(),
         help=_help(field),
         **settings,

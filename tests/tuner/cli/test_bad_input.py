@@ -62,7 +62,7 @@ def test_a_wrong_command_line(workplace: Path, arguments: list[str], words: list
 
 
 def test_a_folder_that_is_no_model(run_search: SearchCommand, workplace: Path) -> None:
-    refused(run_search(model=str(workplace)), "is no model", "config.json")
+    refused(run_search(model=str(workplace)), "is not a model folder", "config.json")
 
 
 @pytest.mark.parametrize(
