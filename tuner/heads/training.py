@@ -72,7 +72,7 @@ class Student:
 
     @torch.no_grad()
     def stored_head(self) -> nn.Module:
-        """Return the head as loaded from a file: in the target's precision, rounded to bfloat16."""
+        """Return the head as loaded from a file: target's precision, rounded to bfloat16."""
         stored = copy.deepcopy(self.head).requires_grad_(False)
         for weight, master in zip(stored.parameters(), self.masters, strict=True):
             weight.copy_(master.to(torch.bfloat16))

@@ -270,7 +270,7 @@ def _read_folder(path: Path, config: str | None, split: str | None) -> tuple[Any
 def _read_repository(
     location: str, config: str | None, split: str | None, revision: str | None = None
 ) -> tuple[Any, str | None]:
-    """Return the rows and the split of a hub dataset or a folder laid out like one."""
+    """Return the rows and the split of a hub dataset or similar folder."""
     folder = _existing(location)
     if folder is None:
         what, advice = (

@@ -97,7 +97,7 @@ def _rule(pair: Compared) -> str:
 
 
 @dataclass(frozen=True)
-class Foresight:
+class PredictorFactory:
     """Factory of predictors for the continuations of a bench's first prompts."""
 
     new_survey: Callable[[], Survey]
@@ -114,7 +114,9 @@ class Foresight:
         return Predictor(self.new_survey(), self.costs, max_tokens=self.max_tokens, prefix_reuse=self.prefix_reuse)
 
 
-def foresee(task: Task, bench: Bench, *, num_prompts: int, max_tokens: int, progress: Progress) -> Foresight:
+def predictor_factory(
+    task: Task, bench: Bench, *, num_prompts: int, max_tokens: int, progress: Progress
+) -> PredictorFactory:
     """Return a predictor factory for the first `num_prompts` prompts of `bench`.
 
     Costs are measured again instead of reused from an earlier search, because the check is of the current machine.
@@ -139,32 +141,32 @@ def foresee(task: Task, bench: Bench, *, num_prompts: int, max_tokens: int, prog
             heads=task.exit_heads,
         )
 
-    return Foresight(new_survey, costs, seconds, range(len(prompts)), max_tokens, config.prefix_reuse)
+    return PredictorFactory(new_survey, costs, seconds, range(len(prompts)), max_tokens, config.prefix_reuse)
 
 
 def check_predictions(
-    task: Task, bench: Bench, foresight: Foresight, *, count: int, progress: Progress
+    task: Task, bench: Bench, factory: PredictorFactory, *, count: int, progress: Progress
 ) -> PredictionCheck:
     """Predict `count` random configurations, at least 2, then decode with them."""
     if count < 2:
         raise ValueError(f"at least 2 configurations are needed, got {count}")
-    drawer = random_candidates(task.target, head_drafts(task), tuple(RULES), foresight.max_tokens)
+    drawer = random_candidates(task.target, head_drafts(task), tuple(RULES), factory.max_tokens)
     candidates = drawer.draw(count, task.config.seed)
     progress.stage("predicting random configurations", len(candidates))
     start = time.perf_counter()
-    predictor = foresight.predictor()
+    predictor = factory.predictor()
     predictions = [_predict(predictor, candidate, progress) for candidate in candidates]
     predicted = time.perf_counter()
-    progress.stage("decoding with random configurations", len(candidates) * len(foresight.indices))
-    measurements = _measure(bench, candidates, foresight.indices, progress)
+    progress.stage("decoding with random configurations", len(candidates) * len(factory.indices))
+    measurements = _measure(bench, candidates, factory.indices, progress)
     decoded = time.perf_counter()
     speedups = [measurement.speedup for measurement in measurements]
     corrected = corrected_by_others(predictions, speedups)
     rows = zip(candidates, predictions, corrected, measurements, strict=True)
     return PredictionCheck(
         pairs=tuple(_compared(*row) for row in rows),
-        costs=foresight.costs,
-        cost_seconds=foresight.cost_seconds,
+        costs=factory.costs,
+        cost_seconds=factory.cost_seconds,
         prediction_seconds=predicted - start,
         decoding_seconds=decoded - predicted,
     )

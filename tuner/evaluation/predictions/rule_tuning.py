@@ -25,7 +25,7 @@ from studies.prediction.predictor import Drafting, Predictor
 from studies.prediction.proposals import propose_skip_sets
 from studies.prediction.skip_space import SkipSpace
 from studies.rule_space import rule_parameters, rule_sampler, suggest_rule
-from tuner.evaluation.predictions.check import Foresight
+from tuner.evaluation.predictions.check import PredictorFactory
 from tuner.evaluation.predictions.replay_tuning import tune_by_replay
 from tuner.measuring.paired import Bench
 from tuner.progress import Progress
@@ -95,7 +95,7 @@ def check_rule_tuning(
     task: Task,
     tuning: Bench,
     held_out: Bench,
-    foresight: Foresight,
+    factory: PredictorFactory,
     drafts: Sequence[Drafting],
     *,
     rules: Sequence[str],
@@ -105,8 +105,8 @@ def check_rule_tuning(
 ) -> TuningCheck:
     """Tune each rule on each draft by both methods; compare on held-out prompts."""
     start = time.perf_counter()
-    predictor = foresight.predictor()
-    shared_seconds = foresight.cost_seconds + time.perf_counter() - start
+    predictor = factory.predictor()
+    shared_seconds = factory.cost_seconds + time.perf_counter() - start
     tuned: list[TunedBoth] = []
     for draft in drafts:
         progress.stage(f"tuning rules for {draft.describe()}", len(rules) * num_trials)

@@ -7,7 +7,7 @@ from pathlib import Path
 from rich.console import Group, RenderableType
 
 from decoding.draft_length import RULES
-from tuner.evaluation.predictions.check import Foresight, PredictionCheck, check_predictions, foresee
+from tuner.evaluation.predictions.check import PredictionCheck, PredictorFactory, check_predictions, predictor_factory
 from tuner.evaluation.predictions.report import pairs_csv, pairs_picture, predictions_table, tuning_table
 from tuner.evaluation.predictions.rule_tuning import TuningCheck, check_rule_tuning, drafts_to_tune
 from tuner.evaluation.predictions.settings import PredictionsEvaluation
@@ -27,26 +27,28 @@ def run_and_write(settings: PredictionsEvaluation, progress: Progress) -> Render
     """
     task = prepare_check(settings.config, settings.out, progress)
     tuning = open_bench(task, task.prompts.tuning, "decoding the tuning prompts plainly", progress)
-    foresight = foresee(task, tuning, num_prompts=settings.prompts, max_tokens=settings.max_tokens, progress=progress)
-    check = check_predictions(task, tuning, foresight, count=settings.configurations, progress=progress)
+    factory = predictor_factory(
+        task, tuning, num_prompts=settings.prompts, max_tokens=settings.max_tokens, progress=progress
+    )
+    check = check_predictions(task, tuning, factory, count=settings.configurations, progress=progress)
     shown = _write(task, settings.out, check, None)
     if settings.drafts:
-        tuned = _tune(task, tuning, foresight, settings, progress)
+        tuned = _tune(task, tuning, factory, settings, progress)
         shown = _write(task, settings.out, check, tuned)
     return shown
 
 
 def _tune(
-    task: Task, tuning: Bench, foresight: Foresight, settings: PredictionsEvaluation, progress: Progress
+    task: Task, tuning: Bench, factory: PredictorFactory, settings: PredictionsEvaluation, progress: Progress
 ) -> TuningCheck:
     held_out = open_bench(task, task.prompts.held_out, "decoding the held-out prompts plainly", progress)
     progress.stage("proposing drafts to tune rules for")
-    drafts = drafts_to_tune(task, foresight.predictor(), head_drafts(task).values(), settings.drafts)
+    drafts = drafts_to_tune(task, factory.predictor(), head_drafts(task).values(), settings.drafts)
     return check_rule_tuning(
         task,
         tuning,
         held_out,
-        foresight,
+        factory,
         drafts,
         rules=tuple(RULES),
         num_replays=settings.replays,

@@ -108,7 +108,7 @@ def _reach(found: SearchComparison, search: str) -> str:
 
 
 def searches_csv(found: SearchComparison) -> str:
-    """Return a CSV of all trials, with the budget spent and the incumbent at each end."""
+    """Return a CSV of all trials, with the budget spent and the incumbent."""
     text = io.StringIO()
     writer = csv.DictWriter(text, CSV_COLUMNS, lineterminator="\n")
     writer.writeheader()
