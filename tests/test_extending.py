@@ -87,8 +87,8 @@ def test_study(example: Example, target: Target, monkeypatch: pytest.MonkeyPatch
 
 
 def test_runner(example: Example, target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
-    runner = example("decoding/runners/traced.py").TracedRunner
-    monkeypatch.setitem(RUNNERS, "traced", lambda mask_kinds, device: runner(mask_kinds))
+    example("decoding/runners/traced.py")
+    monkeypatch.setitem(RUNNERS, "traced", "decoding.runners.traced:TracedRunner")
     traced = Target(target.model, "traced")
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         generation = Decoder(traced, LayerSkip.blocks([4]), Fixed(max_tokens=3)).generate(REQUEST)
