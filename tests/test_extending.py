@@ -12,6 +12,7 @@ from types import ModuleType
 import optuna
 import pytest
 import torch
+from click.testing import CliRunner
 
 from decoding.decode import Request
 from decoding.decoder import Decoder, plain_decoder
@@ -23,7 +24,9 @@ from decoding.text import Ending
 from studies.contract import Candidate, Problem
 from studies.rule_space import suggest_rule
 from studies.searches.registry import STUDIES, StudyEntry, create_study
-from tests.support.tiny import tiny_llama
+from tests.support.profiles import save_profile
+from tests.support.tiny import save_tiny_checkpoint, tiny_llama
+from tuner.cli.main import main
 
 PAGE = Path(__file__).parents[1] / "docs" / "extending.md"
 REQUEST = Request(prompt=(5, 9, 17, 5, 9), ending=Ending(24))
@@ -84,6 +87,18 @@ def test_study(example: Example, target: Target, monkeypatch: pytest.MonkeyPatch
     candidate, notes = study.propose(optuna.trial.FixedTrial({"block": 4}))
     assert candidate == Candidate(draft=LayerSkip.blocks([4]), draft_length=Fixed(max_tokens=3))
     assert notes == {"block": 4}
+
+
+def test_evaluation(example: Example, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    example("tuner/evaluation/acceptance.py")
+    reference = "tuner.evaluation.acceptance:AcceptanceEvaluation"
+    monkeypatch.setattr("tuner.evaluation.registry.EVALUATIONS", {"acceptance": reference})
+    monkeypatch.setattr("tuner.cli.evaluate.EVALUATIONS", {"acceptance": reference})
+    profile = save_profile(tmp_path / "profile.yaml", save_tiny_checkpoint(tmp_path / "model"), LayerSkip.blocks([4]))
+    arguments = ["--profile", str(profile), "--prompt", "w1 w2 w3", "--max-new-tokens", "8"]
+    result = CliRunner().invoke(main, ["evaluate", "acceptance", *arguments])
+    assert result.exit_code == 0, result.output
+    assert "drafted tokens accepted" in result.output
 
 
 def test_runner(example: Example, target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
