@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from decoding.drafts import KINDS
 from tests.support.paths import ROOT
 
 ALLOWED = {
@@ -122,3 +123,27 @@ def test_every_folder_of_code_says_what_it_holds() -> None:
         init = path.parent / "__init__.py"
         assert init.exists(), path
         assert ast.get_docstring(ast.parse(init.read_text(encoding="utf-8"))), init
+
+
+def _asks_for_a_kind(node: ast.AST) -> bool:
+    """True for `isinstance` with the class of a draft document, and for a comparison of `.kind` with the name of a kind."""
+    documents = {kind.document.__name__ for kind in KINDS.values()} | {"DraftDocument"}
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "isinstance":
+        return any(isinstance(name, ast.Name) and name.id in documents for name in ast.walk(node.args[1]))
+    if isinstance(node, ast.MatchClass):
+        return isinstance(node.cls, ast.Name) and node.cls.id in documents
+    if isinstance(node, ast.Compare):
+        sides = [node.left, *node.comparators]
+        asks = any(isinstance(side, ast.Attribute) and side.attr == "kind" for side in sides)
+        return asks and any(isinstance(side, ast.Constant) and side.value in KINDS for side in sides)
+    return False
+
+
+def test_draft_kinds_are_asked_for_nowhere_but_in_their_documents() -> None:
+    for package in ALLOWED:
+        for path in _files(package):
+            if path.is_relative_to(ROOT / "decoding" / "drafts"):
+                continue
+            nodes = ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+            lines = [node.lineno for node in nodes if _asks_for_a_kind(node)]  # type: ignore[attr-defined]
+            assert not lines, f"{path}, lines {lines}: ask the draft document instead (decoding/drafts/contract.py)"

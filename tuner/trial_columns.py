@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from decoding.drafts import EarlyExit, LayerSkip, PromptLookup, compact_indices
 from studies.contract import TrialRecord
 
 
@@ -12,18 +11,7 @@ def trial_params(record: TrialRecord) -> dict[str, Any]:
     """What was tried."""
     draft, rule = record.candidate.draft, record.candidate.draft_length
     params: dict[str, Any] = {"study": record.study, "trial": record.number, "kind": draft.kind, "rule": rule.rule}
-    if isinstance(draft, LayerSkip):
-        params |= {
-            "skip_attention": compact_indices(draft.skip_attention),
-            "skip_mlp": compact_indices(draft.skip_mlp),
-            "num_skipped_sublayers": len(draft.skip_attention) + len(draft.skip_mlp),
-        }
-    if isinstance(draft, EarlyExit):
-        params |= {"exit_layer": draft.exit_layer, "exit_head": "block" if draft.head else "none"}
-    if isinstance(draft, LayerSkip | EarlyExit) and draft.lookup is not None:
-        params |= {f"lookup.{key}": value for key, value in draft.lookup.model_dump().items()}
-    if isinstance(draft, PromptLookup):
-        params |= {f"lookup.{key}": value for key, value in draft.model_dump(exclude={"kind"}).items()}
+    params |= draft.columns()
     params |= {f"rule.{key}": value for key, value in rule.model_dump(exclude={"rule"}).items()}
     # Costs and priors of a learning rule stand in the artefact `candidate.yaml`, whole.
     params = {key: value for key, value in params.items() if isinstance(value, str | int | float | bool)}

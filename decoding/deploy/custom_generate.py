@@ -19,7 +19,6 @@ from transformers.generation import GenerateDecoderOnlyOutput, GenerationConfig
 from decoding.decode import Request
 from decoding.decoder import Decoder
 from decoding.deploy.requests import requests_of
-from decoding.drafts import EarlyExit
 from decoding.errors import ExitHeadError, TargetMismatchError, UnsupportedRequestError, UnsupportedRunnerError
 from decoding.exit_heads import ExitHeads, check_head_file
 from decoding.fingerprint import fingerprint
@@ -147,12 +146,13 @@ def _target_of(profile: DraftProfile, model: PreTrainedModel) -> Target:
 
 def _checked_heads_folder(profile: DraftProfile, folder: str | Path | None) -> Path | None:
     """The folder of the profile's exit head, where it lies unharmed; None if the profile needs none."""
-    draft = profile.draft
-    if not isinstance(draft, EarlyExit) or draft.head is None or draft.head_sha256 is None:
+    files = profile.draft.files
+    if not files:
         return None
     if folder is None:
-        raise ExitHeadError(f"where is the exit head {draft.head} of profile {profile.name!r}? give folder=")
-    check_head_file(Path(folder) / draft.head, draft.head_sha256)
+        raise ExitHeadError(f"profile {profile.name!r} needs {', '.join(files)}: give folder= where it lies")
+    for name, sha256 in files.items():
+        check_head_file(Path(folder) / name, sha256)
     return Path(folder)
 
 

@@ -1,14 +1,10 @@
-"""The drafter of a profile's draft: which class drafts which kind."""
+"""Building the drafter of a draft: `decoding.drafts.KINDS` names the factory of each kind."""
 
 from __future__ import annotations
 
-from decoding.drafters.contract import Drafter
-from decoding.drafters.early_exit import EarlyExitDrafter
-from decoding.drafters.layer_skip import LayerSkipDrafter
+from decoding.drafters.contract import Drafter, NewDrafter
 from decoding.drafters.lookup_first import LookupFirst
-from decoding.drafters.prompt_lookup import PromptLookupDrafter
-from decoding.drafts import Draft, EarlyExit, LayerSkip, PlainDecoding, PromptLookup
-from decoding.errors import ExitHeadError
+from decoding.drafts import KINDS, Draft
 from decoding.exit_heads import ExitHeads
 from decoding.profile import Decoding
 from decoding.target import Target
@@ -21,29 +17,25 @@ def build_drafter(
     *,
     heads: ExitHeads | None = None,
 ) -> Drafter | None:
-    """The drafter of `draft`, or None for plain decoding; `heads` gives the exit head of one that has a head.
+    """Return the drafter of `draft`, or None for plain decoding; `heads` holds the exit head of a draft that has one.
 
-    Raises ValueError for layers that the target does not have, and `ExitHeadError` for a head that is missing or another one.
+    Raises ValueError for layers that the target does not have, and `ExitHeadError` for a missing or different head.
     """
-    if isinstance(draft, PlainDecoding):
-        return None
-    if isinstance(draft, PromptLookup):
-        return PromptLookupDrafter(target, draft)
     # In bit-exact mode a prefix that the draft computed has other bits than the wide passes of the target.
     prefix_reuse = decoding.prefix_reuse and target.runner.exact_width is None
-    drafter = _model_drafter(target, draft, prefix_reuse=prefix_reuse, heads=heads)
-    return drafter if draft.lookup is None else LookupFirst(drafter, draft.lookup)
+    new_drafter: NewDrafter = KINDS[draft.kind].load_drafter()
+    drafter = new_drafter(target, draft.without_lookup(), prefix_reuse=prefix_reuse, heads=heads)
+    if drafter is None or draft.lookup_first is None:
+        return drafter
+    return LookupFirst(drafter, draft.lookup_first)
 
 
-def _model_drafter(
-    target: Target, draft: LayerSkip | EarlyExit, *, prefix_reuse: bool, heads: ExitHeads | None
-) -> Drafter:
-    """The drafter that runs a part of the model, without the lookup that may stand in front of it."""
-    if isinstance(draft, LayerSkip):
-        return LayerSkipDrafter(target, draft, prefix_reuse=prefix_reuse)
-    target.check_exit_layer(draft.exit_layer)
-    if draft.head is None:
-        return LayerSkipDrafter(target, draft.skipped(target.num_layers), prefix_reuse=prefix_reuse)
-    if heads is None:
-        raise ExitHeadError(f"where is the exit head {draft.head}? give the folder that it lies in")
-    return EarlyExitDrafter(target, draft.exit_layer, heads.get(draft), prefix_reuse=prefix_reuse)
+def check_draft(target: Target, draft: Draft) -> None:
+    """Raise ValueError unless `target` can run `draft`; no file of the draft is read."""
+    draft.check(target.num_layers)
+    if draft.runs_model:
+        build_drafter(target, draft.skipped(target.num_layers))
+
+
+def no_drafter(target: Target, draft: Draft, *, prefix_reuse: bool, heads: ExitHeads | None) -> None:
+    """Return None: plain decoding has no drafter."""

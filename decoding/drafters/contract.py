@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
 from decoding.acceptance import Acceptance
 from decoding.cache.kv_cache import KVCache
 from decoding.draft_length import Controller
+from decoding.exit_heads import ExitHeads
+from decoding.target import Target
 from decoding.text import Shaping, TokenSequence
 
 
@@ -54,3 +56,13 @@ class Drafter(Protocol):
 
     def verify(self, text: TokenSequence, cache: KVCache, draft: Proposal) -> Tensor:
         """The target's logits [num_tokens + 1, vocabulary] behind the text's last token and behind each draft."""
+
+
+class NewDrafter(Protocol):
+    """Builds the drafter of one kind; `decoding.drafts.KINDS` names it."""
+
+    def __call__(self, target: Target, draft: Any, *, prefix_reuse: bool, heads: ExitHeads | None) -> Drafter | None:
+        """Return the drafter of `draft`, which comes without the lookup before it.
+
+        Raises ValueError for layers that `target` does not have, and `ExitHeadError` for a head that `heads` does not hold.
+        """

@@ -15,8 +15,12 @@ from torch import Tensor, nn
 from decoding.acceptance import Acceptance, most_likely
 from decoding.cache.kv_cache import KVCache
 from decoding.draft_length import Controller
-from decoding.drafters.contract import Proposal
+from decoding.drafters.contract import Drafter, Proposal
+from decoding.drafters.layer_skip import LayerSkipDrafter
 from decoding.drafters.propose import propose
+from decoding.drafts import EarlyExit
+from decoding.errors import ExitHeadError
+from decoding.exit_heads import ExitHeads
 from decoding.target import Target
 from decoding.text import Shaping, TokenSequence
 
@@ -81,3 +85,16 @@ class EarlyExitDrafter:
         branch = cache.branch
         branch.extend(states[..., branch.num_known - cache.length :, :])
         return logits
+
+
+def new_drafter(target: Target, draft: EarlyExit, *, prefix_reuse: bool, heads: ExitHeads | None) -> Drafter:
+    """Return the drafter of an exit; without a head it is the skip set of all blocks after the exit.
+
+    Raises ValueError for an exit that `target` does not have, and `ExitHeadError` for a head that `heads` does not hold.
+    """
+    target.check_exit_layer(draft.exit_layer)
+    if draft.head is None:
+        return LayerSkipDrafter(target, draft.skipped(target.num_layers), prefix_reuse=prefix_reuse)
+    if heads is None:
+        raise ExitHeadError(f"the draft needs the exit head {draft.head}: give the folder that holds it")
+    return EarlyExitDrafter(target, draft.exit_layer, heads.get(draft), prefix_reuse=prefix_reuse)

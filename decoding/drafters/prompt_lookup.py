@@ -20,6 +20,7 @@ from decoding.cache.kv_cache import KVCache
 from decoding.draft_length import Controller, Decision, DraftDistribution
 from decoding.drafters.contract import Proposal
 from decoding.drafts import Lookup, PromptLookup
+from decoding.exit_heads import ExitHeads
 from decoding.target import Target
 from decoding.text import Shaping, TokenSequence
 
@@ -71,6 +72,12 @@ def find_copy(text: TokenSequence, lookup: PromptLookup | Lookup) -> int | None:
     return None
 
 
+def look_up(text: TokenSequence, num_tokens: int, lookup: PromptLookup | Lookup) -> list[int] | None:
+    """Return the `num_tokens` tokens that a lookup copies after `text`, or None if it finds nothing."""
+    index = find_copy(text, lookup)
+    return None if index is None else copied(text.token_ids, index, num_tokens)
+
+
 def copied(token_ids: Sequence[int], place: int, num_tokens: int) -> list[int]:
     """The `num_tokens` tokens that continue `token_ids` as they went on from `place`.
 
@@ -95,3 +102,10 @@ def length_allowed(controller: Controller, limit: int) -> int:
         if decision is not Decision.CONTINUE:
             return num_drafted + (decision is Decision.LAST)
     return limit
+
+
+def new_drafter(
+    target: Target, draft: PromptLookup, *, prefix_reuse: bool, heads: ExitHeads | None
+) -> PromptLookupDrafter:
+    """Return the drafter of a prompt lookup."""
+    return PromptLookupDrafter(target, draft)

@@ -88,8 +88,8 @@ def _adapter(documents: tuple[type[DraftDocument], ...]) -> TypeAdapter[Any]:
 
 
 if TYPE_CHECKING:
-    Draft = LayerSkip | EarlyExit | PromptLookup | PlainDecoding
-    RealDraft = LayerSkip | EarlyExit | PromptLookup
+    Draft = DraftDocument
+    RealDraft = DraftDocument
 else:
     Draft = Annotated[DraftDocument, _ByKind()]
     """A document key that holds a draft of any registered kind."""

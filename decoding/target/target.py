@@ -270,9 +270,7 @@ class Target:
     def check_exit_layer(self, exit_layer: int) -> None:
         """Raise ValueError unless the model can exit after its first `exit_layer` blocks."""
         if not 0 < exit_layer < self.num_layers:
-            raise ValueError(
-                f"a draft exits after the first 1 to {self.num_layers - 1} of {self.num_layers} layers, got {exit_layer}"
-            )
+            raise ValueError(f"draft exits at layer {exit_layer}, but it must be 1 to {self.num_layers - 1}")
 
     def sublayer_outputs(self, token_ids: Tensor) -> list[tuple[Tensor, Tensor]]:
         """Return attention and MLP outputs of every block, each [width, hidden], before the residual add.

@@ -15,9 +15,9 @@ from pydantic import Field, model_validator
 
 from decoding.documents.strict_yaml import Document
 from decoding.draft_length import RoundCosts
-from decoding.drafts import Draft, EarlyExit, LayerSkip
+from decoding.drafts import Draft, LayerSkip
 from decoding.timing.round_costs import LEAST_COST
-from studies.costs.terms import BlockKinds, DraftStep, Pass, Terms, Vector, Verification, skipped_by
+from studies.costs.terms import BlockKinds, DraftStep, Pass, Terms, Vector, Verification
 
 SublayerKind = Literal["attention", "mlp"]
 Seconds = Annotated[float, Field(ge=0.0, allow_inf_nan=False)]
@@ -78,18 +78,14 @@ class CostTable(Document):
 
     def draft_seconds(self, draft: Draft, *, context: float) -> float:
         """Seconds of one draft step, the choice of its token included."""
-        part = _part_of_model(draft)
-        skip = skipped_by(part, self.kinds.num_layers)
-        self.kinds.check(skip)
-        return self._predict(DraftStep(skip, context, has_head=isinstance(part, EarlyExit) and part.head is not None))
+        return self._predict(DraftStep(self._skipped(draft), context, has_head=draft.has_head))
 
     def verify_seconds(self, draft: Draft, num_drafted: int, *, context: float, prefix_reuse: bool) -> float:
         """Seconds of verifying `num_drafted` tokens. With `prefix_reuse` the blocks in front of the first that the draft computes
         otherwise take the last token alone, unless nothing was drafted, so that no states are known."""
         if num_drafted < 0:
             raise ValueError(f"a round drafts 0 tokens or more, got {num_drafted}")
-        skip = skipped_by(_part_of_model(draft), self.kinds.num_layers)
-        self.kinds.check(skip)
+        skip = self._skipped(draft)
         boundary = (skip.first_skipped or 0) if prefix_reuse and num_drafted else 0
         return self._predict(Verification(num_drafted + 1, context, boundary))
 
@@ -153,6 +149,13 @@ class CostTable(Document):
             f"{error.num_passes} held-out passes"
         )
 
+    def _skipped(self, draft: Draft) -> LayerSkip:
+        """Return what a draft skips. Raises ValueError unless the model can run it."""
+        skip = draft.skipped(self.kinds.num_layers)
+        draft.check(self.kinds.num_layers)
+        self.kinds.check(skip)
+        return skip
+
     def _mean_block_seconds(self, context: float) -> float:
         layers = range(self.kinds.num_layers)
         return float(np.mean([self.block_seconds(index, context=context) for index in layers]))
@@ -168,12 +171,6 @@ class CostTable(Document):
 
     def _predict(self, each: Pass) -> float:
         return float(self._terms.amounts(each) @ self._values)
-
-
-def _part_of_model(draft: Draft) -> LayerSkip | EarlyExit:
-    if not isinstance(draft, LayerSkip | EarlyExit):
-        raise ValueError(f"{draft.describe()} runs no part of the model: there is nothing to foretell")
-    return draft
 
 
 def _cost(seconds: float, plain: float) -> float:

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from decoding.documents.strict_yaml import Document
-from decoding.drafts import EarlyExit, LayerSkip
+from decoding.drafts import LayerSkip
 from decoding.target import Sublayer, Target
 
 Vector = NDArray[np.float64]
@@ -173,17 +173,6 @@ class Terms:
         """How many of `blocks` have a part of each kind; a block behind the last is one like the last."""
         last = self.kinds.num_layers - 1
         return _counts([kinds[min(index, last)] for index in blocks], num_kinds)
-
-
-def skipped_by(draft: LayerSkip | EarlyExit, num_layers: int) -> LayerSkip:
-    """What a draft leaves out of a model with `num_layers`, its head and its lookup apart; ValueError for an exit it has not."""
-    if isinstance(draft, LayerSkip):
-        return draft
-    if draft.exit_layer >= num_layers:
-        raise ValueError(
-            f"a draft exits behind the first 1 to {num_layers - 1} of {num_layers} layers, got {draft.exit_layer}"
-        )
-    return draft.skipped(num_layers)
 
 
 def _between(points: Sequence[int], place: float) -> Vector:

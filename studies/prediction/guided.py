@@ -19,10 +19,11 @@ import optuna
 from optuna.distributions import BaseDistribution
 
 from decoding.draft_length import RULES, DraftLengthRule
-from decoding.drafts import PlainDecoding, PromptLookup
+from decoding.drafts import Draft
 from studies.contract import Candidate, TrialRecord, TrialState
 from studies.measurement import Measurement
-from studies.prediction.predictor import Drafting, Prediction, Predictor, part_of_model, usual_rules
+from studies.prediction.contract import Prediction
+from studies.prediction.predictor import Predictor, usual_rules
 from studies.prediction.residual import Residual
 from studies.rule_space import draw_rule, near_rule, rule_parameters, suggest_rule
 
@@ -63,21 +64,21 @@ class GuidedSearch:
     """What was measured, and what to measure next. The same trials lead to the same choices, so that a search resumes as it was."""
 
     def __init__(
-        self, pool: Iterable[Drafting], predictor: Predictor, rules: Sequence[str], *, seed: int, patience: int
+        self, pool: Iterable[Draft], predictor: Predictor, rules: Sequence[str], *, seed: int, patience: int
     ) -> None:
-        self.pool: list[Drafting] = []
+        self.pool: list[Draft] = []
         self.predictor, self._rules = predictor, tuple(rules)
         self._seed, self._patience = seed, patience
         self._residual = Residual()
         self._known: set[str] = set()
-        self._behaviours: set[tuple[Drafting, object]] = set()
+        self._behaviours: set[tuple[Draft, object]] = set()
         self._complete: dict[str, Prediction] = {}
         self._incumbent: str | None = None
         self._num_trials = self._last_improvement = 0
         self._next: tuple[int, int, Choice | None] | None = None
         self.add(pool)
 
-    def add(self, drafts: Iterable[Drafting]) -> list[Drafting]:
+    def add(self, drafts: Iterable[Draft]) -> list[Draft]:
         """Put drafts into the pool, behind those that are there; returns those that were not. Patience begins anew for them."""
         added = [draft for draft in dict.fromkeys(drafts) if draft not in self.pool]
         self.pool += added
@@ -106,7 +107,6 @@ class GuidedSearch:
         """Learn from a trial how far its prediction was off."""
         self._num_trials += 1
         draft, measurement = record.candidate.draft, record.measurement
-        assert not isinstance(draft, PlainDecoding), "a pool holds drafts"
         prediction = self.predictor.predict(draft, record.candidate.draft_length)
         self._known.add(record.candidate.key)
         self._behaviours.add((draft, prediction.replayed))
@@ -189,9 +189,7 @@ class GuidedSearch:
         usual_rules_asked = [each for each in usual_rules(most) if each.rule in self._rules]
         defaults = [self._within(RULES[name](rule=name)) for name in self._rules]
         on_each = []
-        self.predictor.survey.record_all(
-            part_of_model(draft) for draft in self.pool if not isinstance(draft, PromptLookup)
-        )
+        self.predictor.record(self.pool)
         for draft in self.pool:
             usual = self.predictor.predict_all(draft, usual_rules_asked)[:USUAL]
             on_each.append(

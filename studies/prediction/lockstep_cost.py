@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from decoding.draft_length import RoundCosts
-from decoding.drafts import EarlyExit, LayerSkip
+from decoding.drafts import Draft
 
 
 class ReplayedRound(NamedTuple):
@@ -44,11 +44,10 @@ class LockstepBatches:
     has_head: bool = False
     """Whether an exit head drafts: its first pass of a round may have to take along what it has not seen yet."""
 
-    def of_draft(self, draft: LayerSkip | EarlyExit, *, prefix_reuse: bool) -> LockstepBatches:
-        """The same texts with this draft."""
-        if isinstance(draft, EarlyExit):
-            return LockstepBatches(self.batches, resumes=prefix_reuse, has_head=draft.head is not None)
-        return LockstepBatches(self.batches, resumes=prefix_reuse and bool(draft.first_skipped))
+    def of_draft(self, draft: Draft, *, prefix_reuse: bool) -> LockstepBatches:
+        """Return the same batches with this draft."""
+        resumes = prefix_reuse and draft.num_shared_blocks > 0
+        return LockstepBatches(self.batches, resumes=resumes, has_head=draft.has_head)
 
     def asked(self, rounds: Iterable[ReplayedRound], costs: RoundCosts, copied: RoundCosts | None) -> Iterator[Asked]:
         """The passes of a text's rounds, one by one; for `copied` see `cost_unbatched`."""

@@ -1,64 +1,43 @@
-"""What a draft would gain, foretold from a survey of the texts and a table of costs, without decoding.
+"""Predicted speed-ups of drafts, from a survey of sequences and a cost table, without decoding.
 
-Our formulation: tokens per round over the cost of a round, by replaying the draft-length rule on what the draft would have
-drafted. A prediction chooses what to measure; it is never reported as a measurement. Of prompts that are decoded in step the costs
-must be those of as many texts, and the replay goes in step too.
+Our formulation: tokens per round over the cost of a round, from replaying the draft-length rule on what the draft would have
+drafted. A prediction chooses what to measure; it is never reported as a measurement. For prompts decoded in lockstep, the cost
+table must be that of batched passes, and the replay shares passes as decoding does.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Hashable, Iterable, Sequence
+from functools import cached_property, partial
 from typing import Protocol
 
 from decoding.draft_length import DraftLengthRule, Fixed, RoundCosts, TopProbability
-from decoding.drafts import EarlyExit, LayerSkip, Lookup, PromptLookup
+from decoding.drafters.prompt_lookup import look_up
+from decoding.drafts import Draft, LayerSkip
 from decoding.lockstep import shared_batch_size
+from studies.prediction.contract import Prediction, predictor_of
 from studies.prediction.lockstep_cost import LockstepBatches, batches_of
-from studies.prediction.replay import Copies, LookupReplay, Replayed, replay, replay_copies
-from studies.prediction.survey import JoinedSurvey, Survey, SurveyedDraft
+from studies.prediction.replay import Copies, LookupReplay, replay, replay_copies, replay_plain
+from studies.prediction.survey import Guess, JoinedSurvey, Survey
 
 LENGTHS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16)
 THRESHOLDS = (0.3, 0.4, 0.5, 0.6, 0.7, 0.8)
 COPYING = 1e-3
-"""What copying a token is taken to cost, in plain passes: nothing that a clock could tell."""
+"""Assumed cost of copying a token, in plain passes: too small to be measured."""
 
 
 class Costs(Protocol):
-    """Foretells what the rounds of any draft cost, as `studies.costs.table.CostTable` does."""
+    """Predicts the costs of any draft's rounds, as `studies.costs.table.CostTable` does."""
 
-    def round_costs(self, draft: SurveyedDraft, max_tokens: int, *, context: float, prefix_reuse: bool) -> RoundCosts:
-        """Costs of drafts of up to `max_tokens` tokens behind `context` tokens, in plain passes."""
-
-
-Drafting = LayerSkip | EarlyExit | PromptLookup
-"""Every draft but plain decoding."""
-
-
-@dataclass(frozen=True)
-class Prediction:
-    """A draft with a rule, and what a replay foretells of the two."""
-
-    draft: Drafting
-    rule: DraftLengthRule
-    replayed: Replayed
-    agreement: float
-    """Share of positions at which a one-token draft would have been accepted."""
-    acceptance: float
-    """Mean over positions of sum over v of min(p, q): how near the draft's distribution is to the target's, greedy or not."""
-
-    @property
-    def speedup(self) -> float:
-        """Predicted speed-up over plain decoding."""
-        return self.replayed.speedup
+    def round_costs(self, draft: Draft, max_tokens: int, *, context: float, prefix_reuse: bool) -> RoundCosts:
+        """Return the costs of drafts of up to `max_tokens` tokens after `context` tokens, in plain passes."""
 
 
 class Predictor:
-    """Foretells speed-ups on the texts of a survey; what is known of a draft is remembered.
+    """Predicts speed-ups on the sequences of a survey, and remembers every prediction.
 
-    With a `batch_size` above 1 texts are measured in batches, one behind the other, and `costs` are those of passes over as many,
-    or over one where they take turns.
+    With a `batch_size` above 1, consecutive sequences form batches. `costs` are then those of batched passes, or of single ones
+    where the target cannot share passes.
     """
 
     def __init__(
@@ -74,108 +53,117 @@ class Predictor:
         self.max_tokens = max_tokens
         self._batch_size = batch_size
         self._table, self._prefix_reuse = costs, prefix_reuse
-        self._costs: dict[SurveyedDraft, RoundCosts] = {}
-        self._best: dict[Drafting, Prediction] = {}
-        self._known: dict[tuple[Drafting, DraftLengthRule], Prediction] = {}
-        self._copies: dict[Lookup | PromptLookup, list[Copies]] = {}
+        self._costs: dict[Draft, RoundCosts] = {}
+        self._best: dict[Draft, Prediction] = {}
+        self._known: dict[tuple[Draft, DraftLengthRule], Prediction] = {}
+        self._copies: dict[Hashable, list[Copies]] = {}
 
     @property
     def num_drafts(self) -> int:
-        """Drafts foretold so far: what an effort is counted in."""
+        """Number of drafts predicted so far: the unit of search effort."""
         return len(self._best)
 
     @cached_property
     def parts(self) -> dict[int, tuple[int, ...]]:
-        """By the place that a sample is of: which of `Replayed.costs_per_token` foretell it."""
-        batches = batches_of(self.survey.places, self._batch_size)
-        if self._together is None:
+        """For each sample (a sequence or a batch, by its index): the entries of `Replayed.costs_per_token` that predict it."""
+        batches = batches_of(self.survey.indices, self._batch_size)
+        if self._lockstep is None:
             return batches
         return {batch: (number,) for number, batch in enumerate(batches)}
 
     @cached_property
-    def _together(self) -> LockstepBatches | None:
-        """The texts in step; None if each is by itself."""
+    def _lockstep(self) -> LockstepBatches | None:
+        """The batches of sequences in lockstep; None if each sequence is decoded by itself."""
         if self._batch_size == 1 or shared_batch_size(self.survey.target, self._batch_size) == 1:
             return None
-        return LockstepBatches(tuple(batches_of(self.survey.places, self._batch_size).values()))
+        return LockstepBatches(tuple(batches_of(self.survey.indices, self._batch_size).values()))
 
-    def costs(self, draft: SurveyedDraft) -> RoundCosts:
-        """What the rounds of a model's draft cost; a lookup in front of it does not count."""
-        draft = part_of_model(draft)
+    def costs(self, draft: Draft) -> RoundCosts:
+        """Return the costs of a draft's rounds, without the lookup before it.
+
+        Raises ValueError for a draft that runs no part of the target.
+        """
+        draft = draft.without_lookup()
         if draft not in self._costs:
             self._costs[draft] = self._round_costs(draft, prefix_reuse=self._prefix_reuse)
         return self._costs[draft]
 
     @cached_property
     def whole(self) -> RoundCosts:
-        """What verifying costs where no states of the prefix are known, as of tokens that were looked up."""
+        """Costs of rounds of copied tokens: without states of a prefix, the whole target verifies."""
         verify = self._round_costs(LayerSkip(), prefix_reuse=False).verify
         return RoundCosts(draft_step=COPYING, verify=verify)
 
-    def predict(self, draft: Drafting, rule: DraftLengthRule) -> Prediction:
-        """One draft with one rule."""
+    def record(self, drafts: Iterable[Draft]) -> None:
+        """Record those of `drafts` that are predicted from recordings; in one call, exits share a pass."""
+        self.survey.record_all(draft.without_lookup() for draft in drafts if predictor_of(draft).is_recorded)
+
+    def predict(self, draft: Draft, rule: DraftLengthRule) -> Prediction:
+        """Return the prediction of one draft with one rule, by the registered predictor of its kind."""
         if (draft, rule) not in self._known:
-            self._known[draft, rule] = self._predict(draft, rule)
+            self._known[draft, rule] = predictor_of(draft).predict(draft, rule, self)
         return self._known[draft, rule]
 
-    def _predict(self, draft: Drafting, rule: DraftLengthRule) -> Prediction:
-        if isinstance(draft, PromptLookup):
-            copies = self._copies_of(draft, rule.max_tokens)
-            right = _share_right(copies)
-            replayed = replay_copies(
-                rule, copies, self.whole, self._together, max_drafted=self.survey.target.max_drafted
-            )
-            return Prediction(draft, rule, replayed, right, right)
-        recordings = self.survey.record(part_of_model(draft))
+    def replay_recordings(self, draft: Draft, rule: DraftLengthRule) -> Prediction:
+        """Return the prediction of a recorded draft: `rule` is replayed on its distributions, after the lookup if it has one."""
+        recordings = self.survey.record(draft.without_lookup())
         lookup = None
-        if draft.lookup is not None:
-            copies = self._copies_of(draft.lookup, draft.lookup.max_tokens)
-            lookup = LookupReplay(copies, draft.lookup.max_tokens, self.whole)
+        if (first := draft.lookup_first) is not None:
+            copies = self._copies_of(first, partial(look_up, lookup=first), first.max_tokens)
+            lookup = LookupReplay(copies, first.max_tokens, self.whole)
         tested = sum(len(recording.matches) for recording in recordings)
         agreed = sum(sum(recording.matches) for recording in recordings)
         overlap = sum(recording.acceptance * len(recording.matches) for recording in recordings)
-        together = self._together.of_draft(draft, prefix_reuse=self._prefix_reuse) if self._together else None
-        costs = self.costs(draft)
-        replayed = replay(rule, recordings, costs, lookup, together, max_drafted=self.survey.target.max_drafted)
+        lockstep = self._lockstep.of_draft(draft, prefix_reuse=self._prefix_reuse) if self._lockstep else None
+        max_drafted = self.survey.target.max_drafted
+        replayed = replay(rule, recordings, self.costs(draft), lookup, lockstep, max_drafted=max_drafted)
         return Prediction(draft, rule, replayed, agreed / tested, overlap / tested)
 
-    def predict_all(self, draft: Drafting, rules: Iterable[DraftLengthRule]) -> list[Prediction]:
-        """One draft with many rules, the best first."""
+    def replay_guesses(self, draft: Draft, rule: DraftLengthRule, guess: Guess) -> Prediction:
+        """Return the prediction of a draft that runs no model: `guess` gives its tokens, and `rule` their number."""
+        copies = self._copies_of(draft, guess, rule.max_tokens)
+        right = _share_right(copies)
+        max_drafted = self.survey.target.max_drafted
+        replayed = replay_copies(rule, copies, self.whole, self._lockstep, max_drafted=max_drafted)
+        return Prediction(draft, rule, replayed, right, right)
+
+    def replay_plain(self, draft: Draft, rule: DraftLengthRule) -> Prediction:
+        """Return the prediction of plain decoding: every token costs one plain pass."""
+        num_parts = sum(len(numbers) for numbers in self.parts.values())
+        return Prediction(draft, rule, replay_plain(self.survey.num_positions, num_parts), 0.0, 0.0)
+
+    def predict_all(self, draft: Draft, rules: Iterable[DraftLengthRule]) -> list[Prediction]:
+        """Return the predictions of one draft with many rules, best first."""
         return sorted((self.predict(draft, rule) for rule in rules), key=lambda prediction: -prediction.speedup)
 
-    def best(self, draft: Drafting) -> Prediction:
-        """The draft with the best of a few fixed lengths and top-probability thresholds."""
+    def best(self, draft: Draft) -> Prediction:
+        """Return the draft's best prediction among the `usual_rules`."""
         if draft not in self._best:
             self._best[draft] = self.predict_all(draft, usual_rules(self.max_tokens))[0]
         return self._best[draft]
 
-    def best_first(self, drafts: Iterable[Drafting]) -> list[Prediction]:
-        """Each draft with its best rule, the best draft first."""
+    def best_first(self, drafts: Iterable[Draft]) -> list[Prediction]:
+        """Return the best prediction of each draft, best first."""
         return sorted((self.best(draft) for draft in drafts), key=lambda prediction: -prediction.speedup)
 
-    def _round_costs(self, draft: SurveyedDraft, *, prefix_reuse: bool) -> RoundCosts:
+    def _round_costs(self, draft: Draft, *, prefix_reuse: bool) -> RoundCosts:
         context = self.survey.mean_context
         return self._table.round_costs(draft, self.max_tokens, context=context, prefix_reuse=prefix_reuse)
 
-    def _copies_of(self, lookup: Lookup | PromptLookup, most: int) -> list[Copies]:
-        """Looked at once for each n-gram length, as far as any rule may draft."""
-        if lookup not in self._copies:
-            self._copies[lookup] = self.survey.copies(lookup, max(most, self.max_tokens))
-        return self._copies[lookup]
+    def _copies_of(self, key: Hashable, guess: Guess, most: int) -> list[Copies]:
+        """Return the survey's copies by `guess`, computed once per `key` for the longest draft of any rule."""
+        if key not in self._copies:
+            self._copies[key] = self.survey.copies(guess, max(most, self.max_tokens))
+        return self._copies[key]
 
 
 def _share_right(copies: Sequence[Copies]) -> float:
-    """Of all positions, those at which a copied token would be right."""
-    return sum(bool(num_right) for text in copies for num_right in text) / sum(len(text) for text in copies)
-
-
-def part_of_model(draft: SurveyedDraft) -> SurveyedDraft:
-    """The draft without the lookup in front of it."""
-    return draft.model_copy(update={"lookup": None}) if draft.lookup is not None else draft
+    """Return the share of positions at which the first guessed token is right."""
+    return sum(bool(num_right) for sequence in copies for num_right in sequence) / sum(map(len, copies))
 
 
 def usual_rules(max_tokens: int) -> list[DraftLengthRule]:
-    """Rules that tell drafts apart well enough for a first look."""
+    """Return a few fixed lengths and top-probability thresholds: enough to compare drafts."""
     lengths = [length for length in LENGTHS if length <= max_tokens]
     fixed: list[DraftLengthRule] = [Fixed(max_tokens=length) for length in lengths]
     return [*fixed, *(TopProbability(max_tokens=max_tokens, threshold=threshold) for threshold in THRESHOLDS)]

@@ -14,8 +14,9 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 
 from decoding.drafts import EarlyExit, LayerSkip
+from studies.prediction.contract import Prediction
 from studies.prediction.cosine import cosine_skips
-from studies.prediction.predictor import Prediction, Predictor
+from studies.prediction.predictor import Predictor
 from studies.prediction.skip_space import SkipSet, SkipSpace
 
 LEAST_GAIN = 1e-3

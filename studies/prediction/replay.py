@@ -122,6 +122,11 @@ class Replayed:
         return len(texts) / sum(self.costs_per_token[text] for text in texts)
 
 
+def replay_plain(num_tokens: int, num_parts: int) -> Replayed:
+    """Return the replay of plain decoding on `num_parts` sequences or batches: each token costs one plain pass."""
+    return Replayed(num_tokens, num_tokens, 0, float(num_tokens), (1.0,) * num_parts)
+
+
 @dataclass(frozen=True)
 class LookupReplay:
     """Prompt lookup in front of a draft: what it would copy on each text, how many tokens at a time, and what verifying n costs."""

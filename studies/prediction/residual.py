@@ -14,7 +14,7 @@ import numpy as np
 from sklearn.gaussian_process import GaussianProcessRegressor
 from sklearn.gaussian_process.kernels import RBF, ConstantKernel, WhiteKernel
 
-from studies.prediction.predictor import Prediction
+from studies.prediction.contract import Prediction
 
 # Standard deviations of the logarithm: a bias that all predictions share, one that like drafts share, and the noise of a trial.
 SHARED, OF_ALIKE, NOISE = 0.15, 0.08, 0.03

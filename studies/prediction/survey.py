@@ -1,15 +1,15 @@
-"""What drafts would do on texts that the target has written: recorded in a pass or two each, without decoding.
+"""Recordings of drafts on sequences that the target has written: one or two passes per draft, without decoding.
 
-Our formulation. The target reads every text once. A draft that skips sublayers is then run over rounds that begin every few
-tokens of the texts, all at once and with the text's own tokens for drafts: each round finds the target's keys and values in
-front of it and the draft's own within it, as in decoding. SWIFT (arXiv 2410.06916) rates a skip set by one pass in which the
-draft reads its own keys and values throughout, which decoding never does. Early exits are recorded from the states that the
-target's pass leaves: in the blocks they run, draft and target are the same.
+Our formulation. The target reads every sequence once. A draft that skips sublayers then runs all rounds at once, a round
+starting every few tokens, with the sequence's own tokens as drafts: within a round it reads its own keys and values, before it
+the target's, as in decoding. SWIFT (arXiv 2410.06916) rates a skip set by one pass in which the draft reads its own keys and values
+throughout, which never happens in decoding. Early exits are recorded from the hidden states of the target's pass: up to the
+exit, draft and target are the same.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -17,37 +17,38 @@ import torch
 from torch import Tensor, nn
 
 from decoding.cache.rounds_cache import RoundsCache
-from decoding.drafters.prompt_lookup import copied, find_copy
-from decoding.drafts import EarlyExit, LayerSkip, Lookup, PromptLookup
+from decoding.drafts import Draft, EarlyExit, LayerSkip
 from decoding.exit_heads import ExitHeads
 from decoding.target import Target
 from decoding.text import TokenSequence
+from studies.prediction.contract import exits_of, predictor_of
 from studies.prediction.replay import Copies, Recording, TargetText, draws
 
 DEPTH = 4
-"""Tokens of a recorded round: about what drafts come to, so that the draft reads as much of its own as it would."""
+"""Tokens per recorded round: the usual draft length, so that a draft reads as many of its own keys as in decoding."""
 
-SurveyedDraft = LayerSkip | EarlyExit
+Guess = Callable[[TokenSequence, int], list[int] | None]
+"""Proposes exactly so many tokens after a text without a model, or None."""
 
 
 @dataclass(frozen=True)
 class _Read:
-    """A text that the target has read: all its tokens but the last, which nothing follows."""
+    """A sequence that the target has read: all its tokens but the last."""
 
     token_ids: Tensor
     """[1, length]"""
     first: int
-    """Place of the prefill's token: from there on a draft would have drafted the next one."""
+    """Position of the prefill's token: the first after which a draft would start."""
     continuation: tuple[int, ...]
     target: TargetText
 
 
 class Survey:
-    """The texts of a search as drafts would see them. A draft is recorded once and remembered.
+    """The sequences of a search, and the recording of every draft that was asked for.
 
-    `prompts` and `continuations` are token ids; a continuation begins with the prefill's token, and those of a single token are
-    passed over. ValueError if none is left. `heads` holds the exit heads of drafts that have one; of `exits` it is known at once
-    that they will be asked for, which spares another pass over the texts.
+    `prompts` and `continuations` are token ids. A continuation begins with the prefill's token; continuations of a single token
+    are skipped. Raises ValueError if none is left. `heads` holds the exit heads. Naming the exit layers that will be recorded
+    as `exits` saves a second pass over the sequences.
     """
 
     def __init__(
@@ -64,52 +65,76 @@ class Survey:
     ) -> None:
         self.target = target
         self._temperature, self._seed, self._heads, self._depth = temperature, seed, heads, depth
-        self._recordings: dict[SurveyedDraft, list[Recording]] = {}
+        self._recordings: dict[Draft, list[Recording]] = {}
         given = list(zip(prompts, continuations, strict=True))
-        self.places = tuple(place for place, (_, continuation) in enumerate(given) if len(continuation) > 1)
-        """Which of the texts given are read."""
-        if not self.places:
-            raise ValueError("a survey needs a text of at least two tokens behind its prompt")
+        self.indices = tuple(index for index, (_, continuation) in enumerate(given) if len(continuation) > 1)
+        """Indices of the given sequences that are surveyed."""
+        if not self.indices:
+            raise ValueError("a survey needs a continuation of at least two tokens")
         wanted = sorted(set(exits))
         with torch.inference_mode():
-            read = [self._read(*given[place], wanted) for place in self.places]
+            read = [self._read(*given[index], wanted) for index in self.indices]
         self._texts = [text for text, _ in read]
         self._states = {layer: [states[layer] for _, states in read] for layer in wanted}
 
     @property
     def num_positions(self) -> int:
-        """Tokens that every draft is asked for."""
+        """Number of recorded positions of each draft."""
         return sum(text.target.num_positions for text in self._texts)
 
     @property
     def mean_context(self) -> float:
-        """Tokens in front of a recorded position, on average."""
+        """Mean number of tokens before a recorded position."""
         return sum(text.token_ids.shape[1] - text.target.num_positions / 2 for text in self._texts) / len(self._texts)
 
-    def record(self, draft: SurveyedDraft) -> list[Recording]:
-        """The draft on each of the texts."""
+    def record(self, draft: Draft) -> list[Recording]:
+        """Return the recordings of one draft, one per sequence."""
         return self.record_all([draft])[0]
 
     @torch.inference_mode()
-    def record_all(self, drafts: Iterable[SurveyedDraft]) -> list[list[Recording]]:
-        """Each draft on each of the texts; exits together, as one pass over a text gives the states of all."""
+    def record_all(self, drafts: Iterable[Draft]) -> list[list[Recording]]:
+        """Return the recordings of each draft; one pass over a sequence serves all exits among them."""
         drafts = list(drafts)
         missing = [draft for draft in dict.fromkeys(drafts) if draft not in self._recordings]
-        self._keep_states(draft.exit_layer for draft in missing if isinstance(draft, EarlyExit))
+        self._keep_states(exits_of(missing))
         for draft in missing:
-            logits = self._exit(draft) if isinstance(draft, EarlyExit) else self._skip(draft)
+            logits = predictor_of(draft).logits(draft, self)
             self._recordings[draft] = [
                 Recording.against(text.target, drafted, temperature=self._temperature, seed=self._seed + index)
                 for index, (text, drafted) in enumerate(zip(self._texts, logits, strict=True))
             ]
         return [self._recordings[draft] for draft in drafts]
 
-    def copies(self, lookup: PromptLookup | Lookup, most: int) -> list[Copies]:
-        """What prompt lookup would copy in a round behind each position of each text, looked at as far as `most` tokens."""
-        return [_copies(text, self._accepted(index), lookup, most) for index, text in enumerate(self._texts)]
+    def copies(self, guess: Guess, most: int) -> list[Copies]:
+        """Return, for each position of each sequence, how many of up to `most` guessed tokens would be accepted."""
+        return [_copies(text, self._accepted(index), guess, most) for index, text in enumerate(self._texts)]
+
+    def skip_logits(self, draft: LayerSkip) -> list[Tensor]:
+        """Return the logits [positions, vocabulary] of a skip set on each sequence."""
+        cache, token_ids = self.rounds
+        view = self.target.draft_view(draft.skip_attention, draft.skip_mlp, keep_boundary=False)
+        logits = view.rounds(token_ids, cache)
+        logits_of_texts, row = [], 0
+        for text in self._texts:
+            num_rounds = -(-text.target.num_positions // self._depth)
+            logits_of_texts.append(logits[row : row + num_rounds].flatten(0, 1)[: text.target.num_positions])
+            row += num_rounds
+        return logits_of_texts
+
+    def exit_logits(self, draft: EarlyExit) -> list[Tensor]:
+        """Return the logits [positions, vocabulary] of an exit on each sequence."""
+        self._keep_states([draft.exit_layer])
+        head = self._head(draft)
+        return [
+            self.target.exit_logits(text.token_ids, states, head, first=text.first)[0]
+            for text, states in zip(self._texts, self._states[draft.exit_layer], strict=True)
+        ]
 
     def _accepted(self, index: int) -> list[bool]:
-        """Whether the text's token at each position would be accepted if it were copied: always if greedy, else as it is likely."""
+        """Return for each position whether the sequence's token would be accepted if guessed.
+
+        Always if greedy; else drawn with the token's probability.
+        """
         text = self._texts[index]
         if not self._temperature:
             return [True] * text.target.num_positions
@@ -123,8 +148,8 @@ class Survey:
     ) -> tuple[_Read, Mapping[int, Tensor]]:
         token_ids = torch.tensor([[*prompt, *continuation[:-1]]], device=self.target.device)
         states, logits = self.target.exit_states(token_ids, exits, first=len(prompt))
-        said = TargetText.of(logits[0], temperature=self._temperature)
-        return _Read(token_ids, len(prompt), tuple(continuation), said), states
+        target = TargetText.of(logits[0], temperature=self._temperature)
+        return _Read(token_ids, len(prompt), tuple(continuation), target), states
 
     def _keep_states(self, exit_layers: Iterable[int]) -> None:
         wanted = sorted(set(exit_layers) - self._states.keys())
@@ -133,35 +158,15 @@ class Survey:
         passes = [self.target.exit_states(text.token_ids, wanted, first=text.first)[0] for text in self._texts]
         self._states |= {layer: [states[layer] for states in passes] for layer in wanted}
 
-    def _exit(self, draft: EarlyExit) -> list[Tensor]:
-        """Logits [positions, vocabulary] of an exit on each text."""
-        head = self._head(draft)
-        return [
-            self.target.exit_logits(text.token_ids, states, head, first=text.first)[0]
-            for text, states in zip(self._texts, self._states[draft.exit_layer], strict=True)
-        ]
-
     def _head(self, draft: EarlyExit) -> nn.Module | None:
         if draft.head is None:
             return None
         assert self._heads is not None, "a draft with a head comes with the folder of heads"
         return self._heads.get(draft)
 
-    def _skip(self, draft: LayerSkip) -> list[Tensor]:
-        """Logits [positions, vocabulary] of a draft without some sublayers, on each text."""
-        cache, token_ids = self.rounds
-        view = self.target.draft_view(draft.skip_attention, draft.skip_mlp, keep_boundary=False)
-        logits = view.rounds(token_ids, cache)
-        logits_of_texts, row = [], 0
-        for text in self._texts:
-            num_rounds = -(-text.target.num_positions // self._depth)
-            logits_of_texts.append(logits[row : row + num_rounds].flatten(0, 1)[: text.target.num_positions])
-            row += num_rounds
-        return logits_of_texts
-
     @cached_property
     def rounds(self) -> tuple[RoundsCache, Tensor]:
-        """The rounds that begin every `depth` tokens of every text, and their tokens [rounds, depth]."""
+        """The rounds that start every `depth` tokens of every sequence, and their tokens [rounds, depth]."""
         rounds, rows = [], []
         for text in self._texts:
             length = text.token_ids.shape[1]
@@ -170,60 +175,65 @@ class Survey:
             for start in range(text.first, length, self._depth):
                 rounds.append((cache, start))
                 row = text.token_ids[0, start : start + self._depth]
-                # The last round of a text may be short: what stands behind a position does not change it.
+                # The last round may be short: padding after a position does not change its logits.
                 rows.append(nn.functional.pad(row, (0, self._depth - len(row))))
         return RoundsCache(rounds, self._depth), torch.stack(rows)
 
 
 class JoinedSurvey:
-    """Two surveys as one, the texts of the first in front: what either has read and recorded is not read and recorded again.
+    """Two surveys as one, the sequences of `first` before those of `second`; neither reads or records anything again.
 
-    `places` count in the texts given to both, `num_given` being those given to the first.
+    `indices` count over the sequences given to both; `num_given` is the number given to `first`.
     """
 
     def __init__(self, first: Survey, second: Survey, num_given: int) -> None:
         self.target = first.target
-        self.places = (*first.places, *(num_given + place for place in second.places))
+        self.indices = (*first.indices, *(num_given + index for index in second.indices))
         self._first, self._second = first, second
 
     @property
+    def num_positions(self) -> int:
+        """Number of recorded positions of each draft."""
+        return self._first.num_positions + self._second.num_positions
+
+    @property
     def mean_context(self) -> float:
-        """See `Survey.mean_context`."""
+        """Mean number of tokens before a recorded position."""
         parts = (self._first, self._second)
-        return sum(part.mean_context * len(part.places) for part in parts) / len(self.places)
+        return sum(part.mean_context * len(part.indices) for part in parts) / len(self.indices)
 
     @property
     def rounds(self) -> tuple[RoundsCache, Tensor]:
-        """Those of the first texts: enough to compare states on."""
+        """Rounds of the first survey: enough to compare hidden states on."""
         return self._first.rounds
 
-    def record(self, draft: SurveyedDraft) -> list[Recording]:
-        """See `Survey.record`."""
+    def record(self, draft: Draft) -> list[Recording]:
+        """Return the recordings of one draft; see `Survey.record`."""
         return self.record_all([draft])[0]
 
-    def record_all(self, drafts: Iterable[SurveyedDraft]) -> list[list[Recording]]:
-        """See `Survey.record_all`."""
+    def record_all(self, drafts: Iterable[Draft]) -> list[list[Recording]]:
+        """Return the recordings of each draft; see `Survey.record_all`."""
         drafts = list(drafts)
         both = zip(self._first.record_all(drafts), self._second.record_all(drafts), strict=True)
         return [[*one, *other] for one, other in both]
 
-    def copies(self, lookup: PromptLookup | Lookup, most: int) -> list[Copies]:
-        """See `Survey.copies`."""
-        return [*self._first.copies(lookup, most), *self._second.copies(lookup, most)]
+    def copies(self, guess: Guess, most: int) -> list[Copies]:
+        """Return the accepted guesses at each position; see `Survey.copies`."""
+        return [*self._first.copies(guess, most), *self._second.copies(guess, most)]
 
 
-def _copies(text: _Read, accepted: Sequence[bool], lookup: PromptLookup | Lookup, most: int) -> Copies:
+def _copies(text: _Read, accepted: Sequence[bool], guess: Guess, most: int) -> Copies:
     prompt = text.token_ids[0, : text.first].tolist()
     held = TokenSequence(prompt, text.token_ids.shape[1] + 1, torch.device("cpu"))
     copies: list[int | None] = []
-    for place, token in enumerate(text.continuation[:-1]):
+    for index, token in enumerate(text.continuation[:-1]):
         held.append([token])
-        found = find_copy(held, lookup)
-        if found is None:
+        following = text.continuation[index + 1 : index + 1 + most]
+        guessed = guess(held, len(following))
+        if guessed is None:
             copies.append(None)
             continue
-        behind = text.continuation[place + 1 : place + 1 + most]
-        drafted = zip(copied(held.token_ids, found, len(behind)), behind, accepted[place:], strict=False)
+        drafted = zip(guessed, following, accepted[index:], strict=False)
         agrees = [one == other and lucky for one, other, lucky in drafted]
         copies.append(agrees.index(False) if False in agrees else len(agrees))
     return copies

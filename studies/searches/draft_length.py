@@ -8,8 +8,8 @@ import optuna
 from pydantic import BeforeValidator, Field
 
 from decoding.draft_length import RULES
-from decoding.drafters.build import build_drafter
-from decoding.drafts import EarlyExit, PlainDecoding, RealDraft
+from decoding.drafters.build import check_draft
+from decoding.drafts import RealDraft
 from decoding.target import Target
 from studies.contract import Candidate, Problem, Study, StudySettings, StudySetup, best_trials
 from studies.rule_space import RuleNames, rule_parameters, rule_sampler, suggest_rule
@@ -37,10 +37,8 @@ class DraftLengthSettings(StudySettings):
 
     def check(self, target: Target) -> None:
         """Raise ValueError for a given draft of layers that the model does not have."""
-        if isinstance(self.draft, EarlyExit):
-            target.check_exit_layer(self.draft.exit_layer)
-        elif self.draft is not None:
-            build_drafter(target, self.draft)
+        if self.draft is not None:
+            check_draft(target, self.draft)
 
 
 class DraftLength(Study):
@@ -91,11 +89,6 @@ def _best_before(problem: Problem, settings: DraftLengthSettings) -> list[Candid
     """Return the best candidates of earlier studies, each draft once, or the given draft."""
     if settings.draft is not None:
         return [Candidate(draft=settings.draft, draft_length=RULES[settings.rules[0]](rule=settings.rules[0]))]
-    earlier = [
-        record
-        for records in problem.earlier.values()
-        for record in records
-        if not isinstance(record.candidate.draft, PlainDecoding)
-    ]
+    earlier = [record for records in problem.earlier.values() for record in records if record.candidate.draft.drafts]
     best = best_trials(earlier, settings.num_drafts, same=lambda candidate: candidate.draft.model_dump_json())
     return [record.candidate for record in best]

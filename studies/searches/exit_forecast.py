@@ -53,7 +53,7 @@ def forecast_exits(problem: Problem, drafts: Sequence[EarlyExit], max_tokens: in
     recordings = dict(zip(drafts, survey.record_all(drafts), strict=True))
     costs = _costs(problem, drafts, max_tokens)
     batches = LockstepBatches(
-        tuple(batches_of(survey.places, shared_batch_size(problem.target, problem.batch_size)).values())
+        tuple(batches_of(survey.indices, shared_batch_size(problem.target, problem.batch_size)).values())
     )
     forecasts = []
     for draft in drafts:

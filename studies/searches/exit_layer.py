@@ -107,7 +107,11 @@ class ExitLayer(Study):
 
     def remarks(self) -> list[str]:
         """Return a remark if the best exit is at an edge of those considered and the model has exits beyond it."""
-        if self._best is None or not isinstance(draft := self._best.candidate.draft, EarlyExit):
+        if self._best is None:
+            return []
+        best = self._best.candidate.draft
+        draft = next((forecast.draft for forecast in self._forecasts if forecast.draft == best), None)
+        if draft is None:
             return []
         same_kind = [f.draft.exit_layer for f in self._forecasts if (f.draft.head is None) == (draft.head is None)]
         edges = {min(same_kind): "lowest", max(same_kind): "highest"}

@@ -14,11 +14,11 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from decoding.drafts import EarlyExit, Layers
+from decoding.drafts import Draft, EarlyExit, Layers
 from decoding.target import Target
 from studies.contract import Problem, StudySetup
 from studies.prediction.pools import best_of, lookups, lookups_before
-from studies.prediction.predictor import Drafting, Predictor
+from studies.prediction.predictor import Predictor
 from studies.searches.exits import check_exits, exits_with_head
 from studies.searches.predicted import PoolSource, Predicted, PredictedSettings
 
@@ -62,7 +62,7 @@ class JointSource(PoolSource):
         """Return the layers of all exits to consider."""
         return {draft.exit_layer for group in self._exits() for draft in group}
 
-    def first(self, predictor: Predictor) -> list[Drafting]:
+    def first(self, predictor: Predictor) -> list[Draft]:
         """Return the best exits of each group and the best lookups, alone and before the best exits."""
         best = [each for group in self._exits() for each in predictor.best_first(group)[: self.settings.num_exits]]
         pool = best_of(best, len(best))
@@ -71,7 +71,7 @@ class JointSource(PoolSource):
             pool += [*lookups(predictor, count), *lookups_before(predictor, pool, count)]
         return pool
 
-    def joining(self, draft: Drafting, predictor: Predictor) -> list[Drafting]:
+    def joining(self, draft: Draft, predictor: Predictor) -> list[Draft]:
         """Return a skip set, and the same set after its best lookup if lookups are asked for."""
         if "lookup" not in self.settings.kinds:
             return [draft]

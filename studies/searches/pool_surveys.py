@@ -6,9 +6,9 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from decoding.drafts import EarlyExit
+from decoding.drafts import Draft
 from studies.contract import Problem
-from studies.prediction.predictor import Drafting
+from studies.prediction.contract import exits_of
 from studies.prediction.survey import JoinedSurvey, Survey
 
 
@@ -24,12 +24,11 @@ class PoolSurveys:
         """Return the survey of the first sequences; `exit_layers` are recorded in the same pass."""
         return self._survey(self._first, exit_layers)
 
-    def extended(self, first: Survey, pool: Iterable[Drafting]) -> Survey | JoinedSurvey:
+    def extended(self, first: Survey, pool: Iterable[Draft]) -> Survey | JoinedSurvey:
         """Return the survey `first` joined with further sequences; exits in the pool are recorded in the same pass."""
         if not any(len(continuation) > 1 for continuation in self._problem.continuations[self._more]):
             return first
-        exits = [draft.exit_layer for draft in pool if isinstance(draft, EarlyExit)]
-        return JoinedSurvey(first, self._survey(self._more, exits), self._first.stop)
+        return JoinedSurvey(first, self._survey(self._more, exits_of(pool)), self._first.stop)
 
     def _sequences(self, start: int, num_tokens: int) -> slice:
         """Return the sequences from `start` that reach `num_tokens` with those before: whole batches, at least one."""

@@ -22,7 +22,7 @@ from decoding.drafts import Draft, RealDraft
 from studies.contract import Candidate, Problem, Study, StudySettings, StudySetup, TrialRecord
 from studies.costs.table import CostTable
 from studies.prediction.guided import GuidedSearch
-from studies.prediction.predictor import Drafting, Predictor
+from studies.prediction.predictor import Predictor
 from studies.prediction.survey import JoinedSurvey, Survey
 from studies.rule_space import RuleNames
 from studies.searches.pool_surveys import PoolSurveys
@@ -70,11 +70,11 @@ class PoolSource:
         """Return the exit layers that `first` rates, to be surveyed in one pass."""
         return ()
 
-    def first(self, predictor: Predictor) -> list[Drafting]:
+    def first(self, predictor: Predictor) -> list[Draft]:
         """Return the drafts that are predicted within seconds, the best first."""
         return []
 
-    def joining(self, draft: Drafting, predictor: Predictor) -> list[Drafting]:
+    def joining(self, draft: Draft, predictor: Predictor) -> list[Draft]:
         """Return a skip set that joins the pool, and the drafts that join with it."""
         return [draft]
 
@@ -103,7 +103,7 @@ class Predicted(Study):
         survey = surveys.first(self._source.exit_layers())
         self._predictor = self._new_predictor(survey)
         """Predicts on the survey alone: for rating. The guided search has a predictor on more sequences."""
-        pool: Sequence[Drafting] = self._source.first(self._predictor) if kept is None else kept.pool
+        pool: Sequence[Draft] = self._source.first(self._predictor) if kept is None else kept.pool
         of_pool = self._new_predictor(surveys.extended(survey, pool))
         self._search = GuidedSearch(pool, of_pool, settings.rules, seed=problem.seed, patience=settings.patience)
         self._rating = Rating(
@@ -115,7 +115,7 @@ class Predicted(Study):
         )
         self._num_trials, self._measured_seconds = 0, 0.0
         self._rated_for: int | None = None
-        self._joined: list[Drafting] = []
+        self._joined: list[Draft] = []
         self._kept = kept or self._first_pool()
 
     @classmethod
@@ -206,5 +206,5 @@ class Predicted(Study):
 _DRAFTS: TypeAdapter[list[Any]] = TypeAdapter(list[Draft])
 
 
-def _dumped(drafts: Iterable[Drafting]) -> Any:
+def _dumped(drafts: Iterable[Draft]) -> Any:
     return _DRAFTS.dump_python(list(drafts), mode="json")

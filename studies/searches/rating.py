@@ -5,9 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
+from decoding.drafts import Draft
 from decoding.target import Target
+from studies.prediction.contract import Prediction
 from studies.prediction.pools import is_same, unlike
-from studies.prediction.predictor import Drafting, Prediction, Predictor
+from studies.prediction.predictor import Predictor
 from studies.prediction.proposals import Proposals
 from studies.prediction.skip_space import SkipSpace
 
@@ -46,7 +48,7 @@ class Rating:
         """True if the best sets so far are worth measuring."""
         return self._proposals.is_under_way or self.is_over
 
-    def rate(self, seconds: float, pool: Sequence[Drafting]) -> bool:
+    def rate(self, seconds: float, pool: Sequence[Draft]) -> bool:
         """Rate sets until all calls together have taken `seconds`. Return True if any set was rated.
 
         With an empty pool, rating goes on until it is under way, whatever the time: there must be something to measure.
@@ -60,7 +62,7 @@ class Rating:
             self._seconds += time.perf_counter() - start
         return self.num_rated > before
 
-    def worth_measuring(self, pool: Sequence[Drafting], count: int) -> list[Drafting]:
+    def worth_measuring(self, pool: Sequence[Draft], count: int) -> list[Draft]:
         """Return the best `count` unlike sets, without those in `pool` and those far slower than its best draft."""
         rated = self._proposals.best_first()
         speedups = {prediction.draft: prediction.speedup for prediction in rated}
@@ -77,10 +79,10 @@ class Rating:
         self.num_rated += not self.is_over
         self.is_over |= self._proposals.is_under_way and self.num_rated >= self._most
 
-    def _is_hopeless(self, pool: Sequence[Drafting]) -> bool:
+    def _is_hopeless(self, pool: Sequence[Draft]) -> bool:
         rated = self._proposals.best_first()
         return not rated or rated[0].speedup < HOPELESS * self._best_of(pool)
 
-    def _best_of(self, pool: Sequence[Drafting]) -> float:
+    def _best_of(self, pool: Sequence[Draft]) -> float:
         """Return the best predicted speed-up in the pool, on the sequences that skip sets are rated on."""
         return max((self._predictor.best(draft).speedup for draft in pool), default=0.0)

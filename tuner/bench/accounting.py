@@ -11,7 +11,7 @@ from decoding.decode import Request
 from decoding.decoder import Decoder, plain_decoder
 from decoding.documents.strict_yaml import Document
 from decoding.draft_length import RoundCosts
-from decoding.drafts import Draft, EarlyExit, LayerSkip, PlainDecoding, PromptLookup
+from decoding.drafts import Draft, LayerSkip
 from decoding.rounds import Generation, Round
 from decoding.runners.contract import Runner
 from decoding.text import Ending
@@ -139,9 +139,8 @@ class _Costs:
         verify = table.round_costs(LayerSkip(), longest, context=context, prefix_reuse=False).verify
         self._copied = RoundCosts(draft_step=COPYING, verify=verify)
         self._drafted = self._copied
-        if isinstance(draft, LayerSkip | EarlyExit):
-            part = draft.model_copy(update={"lookup": None})
-            costs = table.round_costs(part, longest, context=context, prefix_reuse=prefix_reuse)
+        if draft.runs_model:
+            costs = table.round_costs(draft, longest, context=context, prefix_reuse=prefix_reuse)
             self._drafted = costs.looking() if looks else costs
 
     def of(self, step: Round) -> float:
@@ -150,7 +149,6 @@ class _Costs:
 
 def longest_draft(draft: Draft, max_tokens: int) -> int:
     """Return the most tokens that a round drafts, by the rule or by the prompt lookup before it."""
-    if isinstance(draft, PlainDecoding):
+    if not draft.drafts:
         return 1
-    lookup = None if isinstance(draft, PromptLookup) else draft.lookup
-    return max(max_tokens, lookup.max_tokens if lookup else 0)
+    return max(max_tokens, draft.lookup_first.max_tokens if draft.lookup_first else 0)

@@ -9,7 +9,6 @@ import torch
 
 from decoding.decoder import Decoder, plain_decoder
 from decoding.documents.strict_yaml import suggest
-from decoding.drafts import PlainDecoding
 from decoding.profile import DraftProfile
 from decoding.target import Target
 from tuner.bench.contest import Contender, reason_of
@@ -70,7 +69,7 @@ class _Own:
 
 def _profile(setting: Setting) -> Contender:
     profile = setting.profile
-    rule = "" if isinstance(profile.draft, PlainDecoding) else f"; {profile.draft_length.describe()}"
+    rule = f"; {profile.draft_length.describe()}" if profile.draft.drafts else ""
     settings = profile.model_dump(mode="json", include={"draft", "draft_length", "decoding"})
     return OwnDecoding(setting.decoder, setting.eos_token_ids, f"{profile.draft.describe()}{rule}", settings)
 

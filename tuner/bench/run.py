@@ -12,7 +12,6 @@ from rich.console import RenderableType
 
 from decoding.decode import Request
 from decoding.decoder import plain_decoder
-from decoding.drafts import PlainDecoding
 from decoding.losslessness import Comparison, compare
 from decoding.text import Ending
 from tuner.bench.accounting import Account, longest_draft, take_account
@@ -152,7 +151,7 @@ def _unbatchable_reason(task: BenchTask, prompts: Prompts, progress: Progress) -
 
 def _is_accounted_for(task: BenchTask) -> bool:
     """Whether where the time goes can be told: passes must wait for their end and be of one text, and something must be drafted."""
-    drafts = not isinstance(task.profile.draft, PlainDecoding)
+    drafts = task.profile.draft.drafts
     return task.target.device.type == "cpu" and task.config.batch_size == 1 and drafts
 
 

@@ -117,7 +117,7 @@ def _print_conclusion(console: Console, found: SearchResult, config: SearchConfi
         console.print(
             "[bold]Nothing beats plain decoding with 95 % confidence[/bold]; the profile says to decode plainly."
         )
-        if found.winner.candidate.draft.kind != "none":
+        if found.winner.candidate.draft.drafts:
             print_facts(console, nearest=f"{found.winner.study}: {shown}")
     else:
         print_facts(console, winner=f"{found.winner.study}: [bold]{shown}[/bold] on held-out prompts")

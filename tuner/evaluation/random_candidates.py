@@ -11,9 +11,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from decoding.drafts import Draft, EarlyExit, LayerSkip, Lookup, PlainDecoding, PromptLookup
+from decoding.drafts import Draft, EarlyExit, LayerSkip, Lookup, PromptLookup
 from studies.contract import Candidate
-from studies.prediction.predictor import Drafting
 from studies.prediction.skip_space import SkipSpace
 from studies.rule_space import draw_rule
 
@@ -28,23 +27,17 @@ LATE = 0.5
 """Share of the contiguous skip sets that end with the last block but one, where models are said to be most redundant."""
 
 SKIP_SET, EXIT, EXIT_WITH_HEAD = "skip set", "exit", "exit with head"
-LOOKUP_IN_FRONT, LOOKUP_ALONE = "lookup in front", "lookup alone"
+LOOKUP_FIRST, LOOKUP_ALONE = "lookup first", "lookup alone"
 
-SHARES = {SKIP_SET: 0.4, EXIT: 0.2, EXIT_WITH_HEAD: 0.2, LOOKUP_IN_FRONT: 0.1, LOOKUP_ALONE: 0.1}
+SHARES = {SKIP_SET: 0.4, EXIT: 0.2, EXIT_WITH_HEAD: 0.2, LOOKUP_FIRST: 0.1, LOOKUP_ALONE: 0.1}
 """Of the drafts, how many are of each kind; where there are no heads, the others share theirs."""
 
 
 def kind_of(draft: Draft) -> str:
-    """The kind of a draft, as the keys of `SHARES` name it. ValueError for plain decoding, which is none."""
-    if isinstance(draft, PlainDecoding):
-        raise ValueError("plain decoding is no draft")
-    if isinstance(draft, PromptLookup):
-        return LOOKUP_ALONE
-    if draft.lookup is not None:
-        return LOOKUP_IN_FRONT
-    if isinstance(draft, LayerSkip):
-        return SKIP_SET
-    return EXIT if draft.head is None else EXIT_WITH_HEAD
+    """Return the group of a draft, a key of `SHARES` for the kinds drawn here. Raises ValueError for plain decoding."""
+    if not draft.drafts:
+        raise ValueError("plain decoding is not a draft")
+    return LOOKUP_FIRST if draft.lookup_first else draft.label
 
 
 @dataclass(frozen=True)
@@ -93,12 +86,12 @@ class RandomCandidates:
         return counts
 
     @property
-    def _drawers(self) -> dict[str, Callable[[np.random.Generator], Drafting]]:
+    def _drawers(self) -> dict[str, Callable[[np.random.Generator], Draft]]:
         return {
             SKIP_SET: self.skip_set,
             EXIT: self.exit,
             EXIT_WITH_HEAD: self.exit_with_head,
-            LOOKUP_IN_FRONT: self.lookup_in_front,
+            LOOKUP_FIRST: self.lookup_in_front,
             LOOKUP_ALONE: lambda stream: PromptLookup(**_ngrams(stream)),
         }
 
@@ -124,13 +117,13 @@ class RandomCandidates:
         """One of the exits that have a head."""
         return self.head_drafts[int(stream.choice(sorted(self.head_drafts)))]
 
-    def lookup_in_front(self, stream: np.random.Generator) -> Drafting:
+    def lookup_in_front(self, stream: np.random.Generator) -> Draft:
         """A lookup in front of a draft of another kind."""
         behind: list[Callable[[np.random.Generator], LayerSkip | EarlyExit]] = [self.skip_set, self.exit]
         behind += [self.exit_with_head] if self.head_drafts else []
         draft = behind[int(stream.integers(len(behind)))](stream)
         lookup = Lookup(**_ngrams(stream), max_tokens=int(stream.integers(COPIED[0], COPIED[1] + 1)))
-        return draft.model_copy(update={"lookup": lookup})
+        return draft.with_lookup(lookup)
 
 
 def _ngrams(stream: np.random.Generator) -> dict[str, int]:

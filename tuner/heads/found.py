@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from decoding.documents.atomic_write import write_atomically
-from decoding.drafts import EarlyExit
+from decoding.drafts import DraftDocument, EarlyExit
 from decoding.errors import ExitHeadError
 from decoding.exit_heads import HeadFacts, check_head_file, file_sha256, head_name, prompt_sha256, read_facts
 from decoding.fingerprint import Fingerprint
 from tuner.inputs.prompts import Prompt
+
+DraftT = TypeVar("DraftT", bound=DraftDocument)
 
 
 @dataclass(frozen=True)
@@ -62,24 +65,24 @@ def missing_heads(exit_layers: Iterable[int], found: Mapping[int, FoundHead]) ->
     return tuple(sorted(set(exit_layers) - found.keys()))
 
 
-def place_beside(draft: EarlyExit, heads: Path, profile: Path) -> EarlyExit:
-    """Copy the head of `draft` from the folder `heads` to beside `profile`, named after it; the draft as the profile has it.
+def place_beside(draft: DraftT, heads: Path, profile: Path) -> DraftT:
+    """Copy the files of `draft` from the folder `heads` to beside `profile`, named after it; return the draft with the new names.
 
-    A piece of its hash in the name keeps what is done to other heads, before or after, from harming this profile or an older one.
+    The hash in each name keeps later runs from overwriting the files of this profile, or of an older one.
 
     Raises `ExitHeadError` if it cannot be read or written, or is not the one that was measured any more.
     """
-    if draft.head is None or draft.head_sha256 is None:
-        return draft
-    head = Path(draft.head)
-    name = f"{profile.stem}.{head.stem}.{draft.head_sha256[:8]}{head.suffix}"
-    check_head_file(heads / draft.head, draft.head_sha256)
-    try:
-        content = (heads / draft.head).read_bytes()
-    except OSError as cause:
-        raise ExitHeadError(f"cannot read the exit head {heads / draft.head}: {cause.strerror or cause}") from None
-    write_atomically(profile.parent / name, content, what="the exit head", error=ExitHeadError)
-    return draft.model_copy(update={"head": name})
+    names = {}
+    for name, sha256 in draft.files.items():
+        source = heads / name
+        names[name] = f"{profile.stem}.{source.stem}.{sha256[:8]}{source.suffix}"
+        check_head_file(source, sha256)
+        try:
+            content = source.read_bytes()
+        except OSError as cause:
+            raise ExitHeadError(f"cannot read the exit head {source}: {cause.strerror or cause}") from None
+        write_atomically(profile.parent / names[name], content, what="the exit head", error=ExitHeadError)
+    return draft.with_file_names(names)
 
 
 def num_trained_on(heads: Iterable[FoundHead], prompts: Sequence[Prompt]) -> int:

@@ -9,7 +9,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from decoding.drafts import PlainDecoding
 from studies.contract import Candidate, TrialRecord, TrialState, best_trials
 from studies.measurement import Measurement
 from tuner.config import SearchConfig
@@ -34,9 +33,8 @@ def claims_speedup(candidate: Candidate, raced: Measurement, confirmed: Measurem
 
     It must draft, be lossless in race and confirmation, and have its 95 % interval on the held-out prompts (`confirmed`) above 1.
     """
-    drafts = not isinstance(candidate.draft, PlainDecoding)
     is_lossless = confirmed.is_lossless and raced.is_lossless
-    return drafts and is_lossless and confirmed.speedup_interval().ci95[0] > 1.0
+    return candidate.draft.drafts and is_lossless and confirmed.speedup_interval().ci95[0] > 1.0
 
 
 def race_best(
@@ -96,7 +94,7 @@ def _references(records: Sequence[TrialRecord]) -> list[tuple[str, TrialRecord]]
             (record.measurement.speedup, record)
             for record in records
             if record.candidate.draft_length.rule == rule
-            and not isinstance(record.candidate.draft, PlainDecoding)
+            and record.candidate.draft.drafts
             and record.state is not TrialState.FAIL
             and record.measurement is not None
         ]

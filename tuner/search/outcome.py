@@ -9,7 +9,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from decoding.draft_length import Fixed
-from decoding.drafts import Draft, EarlyExit, PlainDecoding
+from decoding.drafts import Draft, PlainDecoding
 from decoding.fingerprint import tokenizer_sha256
 from decoding.profile import (
     DatasetFacts,
@@ -98,13 +98,13 @@ def conclude(
 
 def _row(confirmed: Confirmed) -> ResultRow:
     candidate = confirmed.trial.candidate
-    rule = "" if isinstance(candidate.draft, PlainDecoding) else f"; {candidate.draft_length.describe()}"
+    rule = f"; {candidate.draft_length.describe()}" if candidate.draft.drafts else ""
     return ResultRow(confirmed.label, f"{candidate.draft.describe()}{rule}", confirmed.measurement)
 
 
 def _placed(task: Task, draft: Draft, profile: Path) -> Draft:
     """The draft as a profile at that place names it: its exit head is copied there."""
-    return place_beside(draft, task.config.heads, profile) if isinstance(draft, EarlyExit) else draft
+    return place_beside(draft, task.config.heads, profile)
 
 
 def _measured(task: Task, measurement: Measurement, interval: Interval, bench: Bench, cost: SearchEffort) -> Measured:
@@ -149,7 +149,7 @@ def _profile_target(task: Task) -> TargetIdentity:
 def save_best_so_far(task: Task, records: Iterable[TrialRecord]) -> tuple[TrialRecord | None, Path | None]:
     """The best trial yet, written beside the place of the confirmed profile if it was faster than plain decoding."""
     best = next(iter(best_trials(records, 1)), None)
-    if best is None or (best.speedup or 0.0) <= 1.0 or isinstance(best.candidate.draft, PlainDecoding):
+    if best is None or (best.speedup or 0.0) <= 1.0 or not best.candidate.draft.drafts:
         return best, None
     out = task.config.out.with_suffix(".unconfirmed.yaml")
     DraftProfile(
@@ -193,5 +193,5 @@ def track_result(tracker: Tracker, result: SearchResult, records: Sequence[Trial
         for name in ("trials.csv", "skipped_layers.png", "speedup.png"):
             tracker.log_artifact(Path(folder) / name)
     tracker.log_artifact(task.config.out)
-    if isinstance(draft := result.profile.draft, EarlyExit) and draft.head is not None:
-        tracker.log_artifact(task.config.out.parent / draft.head)
+    for name in result.profile.draft.files:
+        tracker.log_artifact(task.config.out.parent / name)

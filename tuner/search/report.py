@@ -14,7 +14,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from decoding.drafts import Draft, EarlyExit, LayerSkip, compact_indices
+from decoding.drafts import Draft, LayerSkip, compact_indices
 from decoding.probe import Capabilities
 from decoding.profile import DraftProfile
 from studies.contract import TrialRecord, TrialState, best_trials
@@ -80,9 +80,9 @@ def profile_panel(profile: DraftProfile) -> RenderableType:
     facts.add_row("draft", spaced(profile.draft.describe()))
     if (skip := _left_out(profile.draft, target.num_layers)) is not None:
         facts.add_row("", _strip(skip, target.num_layers))
-        if isinstance(profile.draft, EarlyExit) and profile.draft.head is not None:
-            facts.add_row("head", profile.draft.head)
-    if profile.draft.kind != "none":
+    for name in profile.draft.files:
+        facts.add_row("head", name)
+    if profile.draft.drafts:
         facts.add_row("stops", profile.draft_length.describe())
     width = profile.decoding.exact_width
     mode = "" if width is None else f", bit-exact on {width} positions"
@@ -90,7 +90,7 @@ def profile_panel(profile: DraftProfile) -> RenderableType:
     if (measured := profile.measured) is None:
         facts.add_row(
             "measured",
-            "nothing: plain decoding" if profile.draft.kind == "none" else "not confirmed on held-out prompts",
+            "not confirmed on held-out prompts" if profile.draft.drafts else "nothing: plain decoding",
         )
     else:
         low, high = measured.speedup.ci95
@@ -245,9 +245,7 @@ def speedup_picture(records: Sequence[TrialRecord], path: Path) -> None:
 
 def _left_out(draft: Draft, num_layers: int) -> LayerSkip | None:
     """What a draft leaves out of the target's layers; None if it runs none of them."""
-    if isinstance(draft, EarlyExit):
-        return draft.skipped(num_layers)
-    return draft if isinstance(draft, LayerSkip) else None
+    return draft.skipped(num_layers) if draft.runs_model else None
 
 
 def _strip(draft: LayerSkip, num_layers: int) -> RenderableType:

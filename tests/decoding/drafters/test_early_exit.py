@@ -274,7 +274,7 @@ def test_exit_layer_out_of_range_is_refused(exit_layer: int) -> None:
         lambda: target.exit_states(torch.tensor([[1, 2]]), [exit_layer]),
         lambda: build_drafter(target, EarlyExit.model_construct(exit_layer=exit_layer, head=None)),
     ):
-        with pytest.raises(ValueError, match=f"first 1 to 4 of 5 layers, got {exit_layer}"):
+        with pytest.raises(ValueError, match=f"exits at layer {exit_layer}, but it must be 1 to 4"):
             use()
 
 

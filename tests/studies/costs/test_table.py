@@ -165,8 +165,8 @@ def test_a_draft_without_model_passes_is_refused(draft: Draft) -> None:
 @pytest.mark.parametrize(
     ("kinds", "draft", "reason"),
     [
-        (ALIKE, LayerSkip.blocks((3, 12)), "layers 0 to 11, got 12"),
-        (ALIKE, EarlyExit(exit_layer=12), "the first 1 to 11 of 12 layers, got 12"),
+        (ALIKE, LayerSkip.blocks((3, 12)), "skips layer 12, but the target has layers 0 to 11"),
+        (ALIKE, EarlyExit(exit_layer=12), "exits at layer 12, but it must be 1 to 11"),
         (CLOSED, LayerSkip(skip_mlp=(1,)), "block 1 has no separate MLP module"),
         (CLOSED, LayerSkip(skip_attention=(3,)), "block 3 has no separate attention module"),
     ],

@@ -12,7 +12,7 @@ import pytest
 
 from decoding.draft_length import Fixed, RoundCosts
 from decoding.drafts import LayerSkip
-from studies.prediction.predictor import Prediction
+from studies.prediction.contract import Prediction
 from studies.prediction.proposals import Proposals, knapsacks, propose_skip_sets
 from studies.prediction.replay import Replayed
 from studies.prediction.skip_space import SkipSpace

@@ -10,18 +10,23 @@ import torch
 from decoding.decode import Request
 from decoding.decoder import Decoder, plain_decoder
 from decoding.draft_length import BetaThompson, DraftLengthRule, Fixed, RoundCosts, TopProbability
+from decoding.drafters.prompt_lookup import look_up
 from decoding.drafts import EarlyExit, LayerSkip, Lookup, PromptLookup
 from decoding.runners.static import StaticRunner
 from decoding.target import Target
 from decoding.text import Ending
 from studies.prediction.replay import LookupReplay, replay, replay_copies
-from studies.prediction.survey import Survey
+from studies.prediction.survey import Guess, Survey
 from tests.support.tiny import tiny_target
 
 NUM_LAYERS = 6
 PROMPTS = ((3, 9, 27, 3, 9, 27, 3, 9), (8, 2, 31, 8, 2, 44, 8, 2), (5, 6, 7, 9))
 COSTS = RoundCosts(draft_step=0.25, verify=(1.0, 1.1, 1.3))
 WHOLE = RoundCosts(draft_step=0.001, verify=(1.0, 1.2, 1.4))
+
+
+def guess(lookup: Lookup | PromptLookup) -> Guess:
+    return partial(look_up, lookup=lookup)
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +48,7 @@ def test_rounds_with_a_lookup_in_front_are_those_of_decoding(
     rule = Fixed(max_tokens=2)
     decoder = Decoder(target, draft.model_copy(update={"lookup": front}), rule)
     decoded = [decoder.generate(Request(prompt, Ending(40))) for prompt in PROMPTS]
-    lookup = LookupReplay(survey.copies(front, front.max_tokens), front.max_tokens, WHOLE)
+    lookup = LookupReplay(survey.copies(guess(front), front.max_tokens), front.max_tokens, WHOLE)
     replayed = replay(rule, survey.record(draft), COSTS, lookup)
     rounds = [step for each in decoded for step in each.rounds]
     assert any(step.looked_up and step.num_accepted for step in rounds)
@@ -68,7 +73,7 @@ def test_rounds_of_a_lookup_alone_are_those_of_decoding(
         step for prompt in PROMPTS for step in Decoder(target, draft, real).generate(Request(prompt, Ending(40))).rounds
     ]
     assert any(step.num_accepted > 1 for step in rounds)
-    replayed = replay_copies(rule, survey.copies(draft, rule.max_tokens), WHOLE)
+    replayed = replay_copies(rule, survey.copies(guess(draft), rule.max_tokens), WHOLE)
     assert replayed.rounds == len(rounds)
     assert replayed.cost == pytest.approx(sum(WHOLE.of(step.num_drafted) for step in rounds))
     assert replayed.draft_passes == 0
@@ -79,7 +84,11 @@ def test_sampled_copies_are_accepted_as_often_as_their_tokens_are_likely(
 ) -> None:
     draft = PromptLookup(max_ngram=2)
     greedy, *sampled = (
-        [num for text in Survey(target, PROMPTS, texts, temperature=t, seed=seed).copies(draft, 1) for num in text]
+        [
+            num
+            for text in Survey(target, PROMPTS, texts, temperature=t, seed=seed).copies(guess(draft), 1)
+            for num in text
+        ]
         for t, seed in [(0.0, 0), *((2.0, seed) for seed in range(60))]
     )
     where_right = [place for place, num in enumerate(greedy) if num]
@@ -107,11 +116,11 @@ def test_in_bit_exact_mode_rounds_are_no_longer_than_a_verification_has_room_for
     rounds = [decoder.generate(Request(prompt, Ending(40))).rounds for prompt in PROMPTS]
     assert max(each.num_drafted for text in rounds for each in text) == 3
     if isinstance(draft, PromptLookup):
-        replayed = replay_copies(rule, survey.copies(draft, 8), WHOLE, max_drafted=exact.max_drafted)
+        replayed = replay_copies(rule, survey.copies(guess(draft), 8), WHOLE, max_drafted=exact.max_drafted)
         assert replayed.rounds == sum(map(len, rounds))
         expected = sum(WHOLE.of(each.num_drafted) for text in rounds for each in text)
     else:
-        front = draft.lookup and LookupReplay(survey.copies(draft.lookup, 6), 6, WHOLE)
+        front = draft.lookup and LookupReplay(survey.copies(guess(draft.lookup), 6), 6, WHOLE)
         recordings = survey.record(draft.model_copy(update={"lookup": None}))
         replayed = replay(rule, recordings, COSTS, front, max_drafted=exact.max_drafted)
         expected = sum(

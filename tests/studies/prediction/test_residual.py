@@ -8,7 +8,7 @@ import pytest
 
 from decoding.draft_length import Fixed
 from decoding.drafts import LayerSkip
-from studies.prediction.predictor import Prediction
+from studies.prediction.contract import Prediction
 from studies.prediction.replay import Replayed
 from studies.prediction.residual import OF_ALIKE, SHARED, Residual
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from decoding.decode import Request
 from decoding.decoder import plain_decoder
 from decoding.draft_length import Controller
 from decoding.drafters.layer_skip import LayerSkipDrafter
+from decoding.drafters.prompt_lookup import look_up
 from decoding.drafts import EarlyExit, LayerSkip, PromptLookup
 from decoding.exit_heads import ExitHeads
 from decoding.target import DraftView, Target
@@ -140,10 +142,10 @@ def test_two_surveys_joined_are_one_of_all_texts(target: Target, temperature: fl
     joined = JoinedSurvey(
         first, Survey(target, prompts[2:], texts[2:], temperature=temperature, seed=3 + 1, exits=[2]), num_given=2
     )
-    assert joined.places == whole.places == (0, 2, 3)
+    assert joined.indices == whole.indices == (0, 2, 3)
     assert joined.mean_context == pytest.approx(whole.mean_context)
     for draft in (SKIPS[1], EarlyExit(exit_layer=2), EarlyExit(exit_layer=4)):
         assert [r.matches for r in joined.record(draft)] == [r.matches for r in whole.record(draft)]
         assert joined.record(draft)[0] is first.record(draft)[0]
-    lookup = PromptLookup(max_ngram=2, min_ngram=1)
-    assert joined.copies(lookup, 4) == whole.copies(lookup, 4)
+    guess = partial(look_up, lookup=PromptLookup(max_ngram=2, min_ngram=1))
+    assert joined.copies(guess, 4) == whole.copies(guess, 4)

@@ -199,7 +199,7 @@ def test_heads_are_wanted_for_the_first_half_or_for_the_asked_exits() -> None:
 def test_exit_that_the_model_does_not_have_is_refused(target: Target, heads: list[str]) -> None:
     ExitLayerSettings(exit_layers=[1, 9], heads=heads).check(target)
     for wrong in (0, 10):
-        with pytest.raises(ValueError, match=f"first 1 to 9 of 10 layers, got {wrong}"):
+        with pytest.raises(ValueError, match=f"exits at layer {wrong}, but it must be 1 to 9"):
             ExitLayerSettings(exit_layers=[2, wrong], heads=heads).check(target)
 
 

@@ -267,7 +267,7 @@ def test_joint_without_any_draft_ends_at_once(problem: Problem) -> None:
 
 def test_exit_that_the_model_does_not_have_is_refused(problem: Problem) -> None:
     JointSettings(exit_layers=(1, 5)).check(problem.target)
-    with pytest.raises(ValueError, match="got 6"):
+    with pytest.raises(ValueError, match="exits at layer 6"):
         JointSettings(exit_layers=(6,)).check(problem.target)
 
 
@@ -277,8 +277,8 @@ def test_trials_of_batches_correct_the_predictions_for_batches(problem: Problem)
     pairs = replace(problem, prompts=problem.prompts[:4], continuations=problem.continuations[:4], batch_size=2)
     study = Predicted.create(pairs, PredictedSettings(**SMALL, survey_tokens=30, pool_tokens=80))
     predictor = study._search.predictor
-    assert predictor.survey.places == (0, 1, 2, 3)
-    assert len(study._predictor.survey.places) == 2, "a whole batch, though less would do"
+    assert predictor.survey.indices == (0, 1, 2, 3)
+    assert len(study._predictor.survey.indices) == 2, "a whole batch, though less would do"
     batch = BatchTexts(count=2, identical=2, ties=0)
     stored = optuna.create_study(sampler=study.setup().sampler, direction="maximize")
     for number in range(6):

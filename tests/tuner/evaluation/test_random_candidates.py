@@ -17,7 +17,7 @@ from tuner.evaluation.random_candidates import (
     EXIT,
     EXIT_WITH_HEAD,
     LOOKUP_ALONE,
-    LOOKUP_IN_FRONT,
+    LOOKUP_FIRST,
     SHARES,
     SKIP_SET,
     RandomCandidates,
@@ -50,7 +50,7 @@ def test_each_kind_has_its_share_and_rules_take_turns(target: Target) -> None:
 
 def test_without_heads_the_other_kinds_share_theirs(target: Target) -> None:
     kinds = Counter(kind_of(candidate.draft) for candidate in drawer(target, heads=False).draw(16, seed=0))
-    assert kinds == {SKIP_SET: 8, EXIT: 4, LOOKUP_IN_FRONT: 2, LOOKUP_ALONE: 2}
+    assert kinds == {SKIP_SET: 8, EXIT: 4, LOOKUP_FIRST: 2, LOOKUP_ALONE: 2}
 
 
 def test_drafts_are_such_as_the_model_has_and_of_varied_sizes(target: Target) -> None:
@@ -86,8 +86,8 @@ def test_fewer_are_drawn_where_there_are_no_more() -> None:
         (LayerSkip.blocks((1,)), SKIP_SET),
         (EarlyExit(exit_layer=2), EXIT),
         (HEAD, EXIT_WITH_HEAD),
-        (HEAD.model_copy(update={"lookup": Lookup()}), LOOKUP_IN_FRONT),
-        (LayerSkip(lookup=Lookup()), LOOKUP_IN_FRONT),
+        (HEAD.model_copy(update={"lookup": Lookup()}), LOOKUP_FIRST),
+        (LayerSkip(lookup=Lookup()), LOOKUP_FIRST),
         (PromptLookup(), LOOKUP_ALONE),
     ],
 )
@@ -96,7 +96,7 @@ def test_kinds(draft: LayerSkip | EarlyExit | PromptLookup, kind: str) -> None:
 
 
 def test_what_has_no_random_configurations_is_refused(target: Target) -> None:
-    with pytest.raises(ValueError, match="no draft"):
+    with pytest.raises(ValueError, match="not a draft"):
         kind_of(PlainDecoding())
     with pytest.raises(ValueError, match="needs 2 layers and a rule"):
         drawer(target, rules=())

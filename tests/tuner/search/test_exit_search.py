@@ -253,7 +253,7 @@ def test_exit_that_the_model_does_not_have_is_one_line(
     result = search(studies, study=name)
     assert result.exit_code == 2, result.output
     last = result.stderr.splitlines()[-1]
-    assert last == f"sdtune: studies.{name}: a draft exits after the first 1 to 5 of 6 layers, got 6"
+    assert last == f"sdtune: studies.{name}: draft exits at layer 6, but it must be 1 to 5"
     assert list(workplace.iterdir()) == []
 
 

@@ -10,7 +10,7 @@ from pydantic import Field
 from scipy import stats
 
 from decoding.documents.strict_yaml import Document
-from studies.prediction.predictor import Prediction
+from studies.prediction.contract import Prediction
 from studies.prediction.residual import Residual
 
 MIN_PAIRS_TO_CORRELATE = 3

@@ -15,12 +15,12 @@ from pydantic import Field
 
 from decoding.documents.strict_yaml import Document
 from decoding.draft_length import RULES
-from decoding.drafts import PlainDecoding
 from decoding.profile import Interval
 from studies.contract import Candidate
 from studies.costs.table import CostTable
 from studies.measurement import Measurement
-from studies.prediction.predictor import Prediction, Predictor
+from studies.prediction.contract import Prediction
+from studies.prediction.predictor import Predictor
 from studies.prediction.survey import Survey
 from tuner.evaluation.predictions.accuracy import Accuracy, accuracy, corrected_by_others
 from tuner.evaluation.random_candidates import kind_of
@@ -173,7 +173,6 @@ def check_predictions(
 
 
 def _predict(predictor: Predictor, candidate: Candidate, progress: Progress) -> Prediction:
-    assert not isinstance(candidate.draft, PlainDecoding), "a random configuration drafts"
     prediction = predictor.predict(candidate.draft, candidate.draft_length)
     progress.advance()
     return prediction

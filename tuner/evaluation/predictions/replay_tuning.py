@@ -11,7 +11,8 @@ from typing import Protocol
 import numpy as np
 
 from decoding.draft_length import RULES, DraftLengthRule
-from studies.prediction.predictor import Drafting, Prediction
+from decoding.drafts import Draft
+from studies.prediction.contract import Prediction
 from studies.rule_space import draw_rule, near_rule
 
 EXPLORING = 0.5
@@ -26,11 +27,11 @@ class RulePredictor(Protocol):
     max_tokens: int
     """Longest draft that can be predicted, in tokens."""
 
-    def predict(self, draft: Drafting, rule: DraftLengthRule) -> Prediction:
+    def predict(self, draft: Draft, rule: DraftLengthRule) -> Prediction:
         """Predict `draft` with `rule`."""
 
 
-def tune_by_replay(predictor: RulePredictor, draft: Drafting, rule: str, *, count: int, seed: int) -> Prediction:
+def tune_by_replay(predictor: RulePredictor, draft: Draft, rule: str, *, count: int, seed: int) -> Prediction:
     """Return the best of up to `count` settings of `rule` on `draft`, defaults included.
 
     Equal settings are replayed once. Raises ValueError if `count` is below 1.

@@ -17,11 +17,11 @@ from pydantic import Field
 
 from decoding.documents.strict_yaml import Document
 from decoding.draft_length import RULES, AnyRule, DraftLengthRule, Fixed
-from decoding.drafts import Draft, EarlyExit, LayerSkip
+from decoding.drafts import Draft, EarlyExit
 from decoding.profile import Interval
 from studies.contract import Candidate
 from studies.measurement import Measurement, ratio_interval
-from studies.prediction.predictor import Drafting, Predictor
+from studies.prediction.predictor import Predictor
 from studies.prediction.proposals import propose_skip_sets
 from studies.prediction.skip_space import SkipSpace
 from studies.rule_space import rule_parameters, rule_sampler, suggest_rule
@@ -76,7 +76,7 @@ class TuningCheck(Document):
         return replayed / sum(each.decoding_seconds for each in self.tuned)
 
 
-def drafts_to_tune(task: Task, predictor: Predictor, heads: Iterable[EarlyExit], count: int) -> list[Drafting]:
+def drafts_to_tune(task: Task, predictor: Predictor, heads: Iterable[EarlyExit], count: int) -> list[Draft]:
     """Return up to `count` drafts with high predicted speed-ups.
 
     The best exit, skip set and exit with head come first, then the second best of each, and so on.
@@ -85,7 +85,7 @@ def drafts_to_tune(task: Task, predictor: Predictor, heads: Iterable[EarlyExit],
     exits = predictor.best_first(EarlyExit(exit_layer=layer) for layer in layers)
     as_exits = {EarlyExit(exit_layer=layer).skipped(task.target.num_layers) for layer in layers}
     found = propose_skip_sets(SkipSpace.of(task.target), predictor, SKIP_SETS)
-    skips = [each for each in found if isinstance(each.draft, LayerSkip) and each.draft not in as_exits]
+    skips = [each for each in found if each.draft not in as_exits]
     ranked = [exits, skips, predictor.best_first(heads)]
     longest = max(len(each) for each in ranked)
     return [each[index].draft for index in range(longest) for each in ranked if index < len(each)][:count]
@@ -96,7 +96,7 @@ def check_rule_tuning(
     tuning: Bench,
     held_out: Bench,
     factory: PredictorFactory,
-    drafts: Sequence[Drafting],
+    drafts: Sequence[Draft],
     *,
     rules: Sequence[str],
     num_replays: int,
@@ -132,14 +132,14 @@ class _Found:
     decoding_seconds: float
 
 
-def _replay(predictor: Predictor, draft: Drafting, rule: str, count: int, seed: int) -> tuple[Candidate, float]:
+def _replay(predictor: Predictor, draft: Draft, rule: str, count: int, seed: int) -> tuple[Candidate, float]:
     start = time.perf_counter()
     best = tune_by_replay(predictor, draft, rule, count=count, seed=seed)
     return Candidate(draft=draft, draft_length=best.rule), time.perf_counter() - start
 
 
 def _decode(
-    task: Task, bench: Bench, draft: Drafting, rule: str, max_tokens: int, num_trials: int, progress: Progress
+    task: Task, bench: Bench, draft: Draft, rule: str, max_tokens: int, num_trials: int, progress: Progress
 ) -> tuple[Candidate, float]:
     indices = range(min(task.config.prompts_per_trial, len(bench.prompts)))
 
@@ -180,7 +180,7 @@ def tune_by_decoding(
 
 
 def _compare(
-    draft: Drafting, found: Sequence[_Found], num_trials: int, bench: Bench, progress: Progress
+    draft: Draft, found: Sequence[_Found], num_trials: int, bench: Bench, progress: Progress
 ) -> list[TunedBoth]:
     candidates = {each.key: each for pair in found for each in (pair.replayed, pair.decoded)}
     indices = range(len(bench.prompts))

@@ -15,7 +15,8 @@ from typing import Any
 from decoding.deploy.custom_generate import check_target
 from decoding.documents.atomic_write import write_atomically
 from decoding.draft_length import RULES, CostAwareRule, DraftLengthRule, Fixed
-from decoding.drafts import Draft, EarlyExit, PlainDecoding
+from decoding.drafters.build import build_drafter
+from decoding.drafts import Draft
 from decoding.exit_heads import ExitHeads
 from decoding.profile import DraftProfile, Interval
 from decoding.target import Target
@@ -105,7 +106,7 @@ def compare_rules(
     adaptive rules. Raises `ConfigError`, `DatasetError`, `ProfileError` or `TargetMismatchError` for wrong input.
     """
     profile = DraftProfile.load(profile_path)
-    if isinstance(profile.draft, PlainDecoding):
+    if not profile.draft.drafts:
         raise ConfigError(f"{profile_path} decodes plainly: it has no draft whose length a rule could choose")
     names = [Path(dataset).stem for dataset in datasets]
     if len(set(names)) < len(names) or MIXED in names:
@@ -117,8 +118,7 @@ def compare_rules(
     check_target(profile, loaded.model)
     target = Target(loaded.model, profile.decoding.runner, exact_width=profile.decoding.exact_width)
     heads = ExitHeads(target, profile_path.parent)
-    if isinstance(profile.draft, EarlyExit) and profile.draft.head is not None:
-        heads.get(profile.draft)  # report a missing head before any computation
+    build_drafter(target, profile.draft, heads=heads)  # report a missing head before any computation
     texts: list[Prompt] = []
     parts: list[tuple[str, int, int]] = []
     for name, dataset in zip(names, datasets, strict=True):

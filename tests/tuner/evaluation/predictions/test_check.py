@@ -74,7 +74,7 @@ def test_random_configurations_are_predicted_and_decoded(here: Path, check: Chec
     assert str(here) not in json.dumps(found), "no machine paths"
     pairs = found["pairs"]
     assert len(pairs) == found["predictions"]["all"]["count"] == 10
-    kinds = {"skip set": 4, "exit": 2, "exit with head": 2, "lookup in front": 1, "lookup alone": 1}
+    kinds = {"skip set": 4, "exit": 2, "exit with head": 2, "lookup first": 1, "lookup alone": 1}
     assert {kind: found["predictions"][kind]["count"] for kind in kinds} == kinds
     assert {pair["candidate"]["draft_length"]["rule"] for pair in pairs} <= set(RULES)
     for pair in pairs:

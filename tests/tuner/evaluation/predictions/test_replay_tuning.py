@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 import pytest
 
 from decoding.draft_length import RULES, DraftLengthRule, TopProbability
-from decoding.drafts import LayerSkip
-from studies.prediction.predictor import Drafting, Prediction
+from decoding.drafts import Draft, LayerSkip
+from studies.prediction.contract import Prediction
 from studies.prediction.replay import Replayed
 from tuner.evaluation.predictions.replay_tuning import tune_by_replay
 
@@ -20,7 +20,7 @@ class MadeUp:
     max_tokens: int = 6
     asked: list[DraftLengthRule] = field(default_factory=list)
 
-    def predict(self, draft: Drafting, rule: DraftLengthRule) -> Prediction:
+    def predict(self, draft: Draft, rule: DraftLengthRule) -> Prediction:
         self.asked.append(rule)
         threshold = rule.threshold if isinstance(rule, TopProbability) else 0.37
         cost = 50 * (1 + (threshold - 0.37) ** 2 + 0.1 * abs(rule.max_tokens - 4))

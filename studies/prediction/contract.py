@@ -1,0 +1,68 @@
+"""The contract of a draft predictor: the speed-up of one kind of draft on surveyed sequences, without decoding."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
+
+from torch import Tensor
+
+from decoding.draft_length import DraftLengthRule
+from decoding.drafts import KINDS, Draft, DraftDocument
+from studies.prediction.replay import Replayed
+
+if TYPE_CHECKING:
+    from studies.prediction.predictor import Predictor
+    from studies.prediction.survey import Survey
+
+DraftT = TypeVar("DraftT", bound=DraftDocument)
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """A draft with a rule, and the replay of both."""
+
+    draft: Draft
+    rule: DraftLengthRule
+    replayed: Replayed
+    agreement: float
+    """Share of positions at which a one-token draft would have been accepted."""
+    acceptance: float
+    """Mean over positions of sum over v of min(p, q): the acceptance probability of sampling, greedy or not."""
+
+    @property
+    def speedup(self) -> float:
+        """Predicted speed-up over plain decoding."""
+        return self.replayed.speedup
+
+
+class DraftPredictor(ABC, Generic[DraftT]):
+    """Predicts the drafts of one kind; `decoding.drafts.KINDS` names the class. It has no state and no settings."""
+
+    is_recorded: ClassVar[bool] = False
+    """True if predictions replay a recording, made by `Survey.record_all` from `logits`."""
+
+    @abstractmethod
+    def predict(self, draft: DraftT, rule: DraftLengthRule, known: Predictor) -> Prediction:
+        """Return the prediction of `draft` with `rule`, from the survey and the costs of `known`."""
+
+    def exits(self, draft: DraftT) -> Collection[int]:
+        """Return the exit layers whose hidden states `logits` reads."""
+        return ()
+
+    def logits(self, draft: DraftT, survey: Survey) -> Sequence[Tensor]:
+        """Return the draft's logits [positions, vocabulary] on each surveyed sequence; called for a recorded kind only."""
+        raise NotImplementedError(f"{type(self).__name__} predicts without recordings")
+
+
+def predictor_of(draft: Draft) -> DraftPredictor[Any]:
+    """Return the registered predictor of a draft's kind."""
+    found: type[DraftPredictor[Any]] = KINDS[draft.kind].load_predictor()
+    return found()
+
+
+def exits_of(drafts: Iterable[Draft]) -> set[int]:
+    """Return the exit layers whose hidden states the predictions of `drafts` read."""
+    return {exit_layer for draft in drafts for exit_layer in predictor_of(draft).exits(draft)}

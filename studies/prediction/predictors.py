@@ -1,0 +1,64 @@
+"""The predictors of the draft kinds that come with sdtune; `decoding.drafts.KINDS` names them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, ClassVar
+
+from torch import Tensor
+
+from decoding.draft_length import DraftLengthRule
+from decoding.drafters.prompt_lookup import look_up
+from decoding.drafts import EarlyExit, LayerSkip, PlainDecoding, PromptLookup
+from studies.prediction.contract import DraftPredictor, DraftT, Prediction
+
+if TYPE_CHECKING:
+    from studies.prediction.predictor import Predictor
+    from studies.prediction.survey import Survey
+
+
+class RecordedPredictor(DraftPredictor[DraftT]):
+    """Replays a rule on recordings of the draft's distributions."""
+
+    is_recorded: ClassVar[bool] = True
+
+    def predict(self, draft: DraftT, rule: DraftLengthRule, known: Predictor) -> Prediction:
+        """Replay `rule` on the recordings of `draft`."""
+        return known.replay_recordings(draft, rule)
+
+
+class SkipPredictor(RecordedPredictor[LayerSkip]):
+    """Predicts skip sets."""
+
+    def logits(self, draft: LayerSkip, survey: Survey) -> Sequence[Tensor]:
+        """Run the draft over all rounds of the survey."""
+        return survey.skip_logits(draft)
+
+
+class ExitPredictor(RecordedPredictor[EarlyExit]):
+    """Predicts early exits, with a head or without."""
+
+    def exits(self, draft: EarlyExit) -> Collection[int]:
+        """Return the exit of the draft."""
+        return (draft.exit_layer,)
+
+    def logits(self, draft: EarlyExit, survey: Survey) -> Sequence[Tensor]:
+        """Continue from the target's hidden states at the exit: up to there, draft and target are the same."""
+        return survey.exit_logits(draft)
+
+
+class LookupPredictor(DraftPredictor[PromptLookup]):
+    """Predicts prompt lookup."""
+
+    def predict(self, draft: PromptLookup, rule: DraftLengthRule, known: Predictor) -> Prediction:
+        """Replay `rule` on the copies that the lookup finds."""
+        return known.replay_guesses(draft, rule, partial(look_up, lookup=draft))
+
+
+class PlainPredictor(DraftPredictor[PlainDecoding]):
+    """Predicts plain decoding: a speed-up of exactly 1."""
+
+    def predict(self, draft: PlainDecoding, rule: DraftLengthRule, known: Predictor) -> Prediction:
+        """Count one plain pass for each token."""
+        return known.replay_plain(draft, rule)

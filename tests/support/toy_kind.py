@@ -1,0 +1,82 @@
+"""A draft kind in one file: document, drafter and predictor. `TOY` is its entry in the registry."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, Literal
+
+from pydantic import Field
+from torch import Tensor
+
+from decoding.acceptance import Acceptance
+from decoding.cache.kv_cache import KVCache
+from decoding.draft_length import Controller, DraftLengthRule
+from decoding.drafters.contract import Proposal
+from decoding.drafters.prompt_lookup import length_allowed
+from decoding.drafts import DraftDocument, DraftKind
+from decoding.exit_heads import ExitHeads
+from decoding.target import Target
+from decoding.text import Shaping, TokenSequence
+from studies.prediction.contract import DraftPredictor, Prediction
+from studies.prediction.predictor import Predictor
+
+
+class Cycle(DraftDocument):
+    """Repeat the last `period` tokens."""
+
+    kind: Literal["cycle"] = "cycle"
+    period: int = Field(1, ge=1, le=64, description="number of tokens to repeat")
+
+    @property
+    def label(self) -> str:
+        return "cycle"
+
+    def describe(self) -> str:
+        return f"cycle of {self.period}"
+
+    def columns(self) -> dict[str, Any]:
+        return {"period": self.period}
+
+
+def cycle(text: TokenSequence, num_tokens: int, period: int) -> list[int] | None:
+    """The next tokens if the sequence repeats with this period, or None for a sequence that is too short."""
+    last = text.token_ids[-period:]
+    return [last[index % period] for index in range(num_tokens)] if len(last) == period else None
+
+
+class CycleDrafter:
+    def __init__(self, target: Target, period: int) -> None:
+        self._target, self._period = target, period
+
+    def prefill(self, text: TokenSequence, cache: KVCache) -> Tensor:
+        return self._target.forward(text.span(0, text.length), cache, 0, last_only=True)
+
+    def draft(
+        self,
+        text: TokenSequence,
+        cache: KVCache,
+        controller: Controller,
+        shaping: Shaping,
+        acceptance: Acceptance,
+        limit: int,
+    ) -> Proposal:
+        tokens = cycle(text, length_allowed(controller, limit), self._period) if limit > 0 else None
+        if tokens is None:
+            return Proposal(0, None, steered=False)
+        text.write_drafts(tokens)
+        return Proposal(len(tokens), None, looked_up=True)
+
+    def verify(self, text: TokenSequence, cache: KVCache, draft: Proposal) -> Tensor:
+        return self._target.forward(text.span(cache.length, text.length + draft.num_tokens), cache, cache.length)
+
+
+def new_drafter(target: Target, draft: Cycle, *, prefix_reuse: bool, heads: ExitHeads | None) -> CycleDrafter:
+    return CycleDrafter(target, draft.period)
+
+
+class CyclePredictor(DraftPredictor[Cycle]):
+    def predict(self, draft: Cycle, rule: DraftLengthRule, known: Predictor) -> Prediction:
+        return known.replay_guesses(draft, rule, partial(cycle, period=draft.period))
+
+
+TOY = DraftKind(Cycle, "tests.support.toy_kind:new_drafter", "tests.support.toy_kind:CyclePredictor")
