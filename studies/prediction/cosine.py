@@ -1,7 +1,7 @@
 """Blocks to skip so that the hidden states stay close to the target's: dynamic programming over blocks (after CLaSp, 2505.24196).
 
-CLaSp does this after each verification, on the last token's states; here it is done once, on all rounds of a survey, and its
-sets are proposals among others. The first block is always run: what comes out of it is where the states begin.
+CLaSp does this after each verification, on the last token's states. Here it is done once, on all rounds of a survey, and its
+sets are proposals among others. The first block always runs: its output is the first state.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from studies.prediction.survey import JoinedSurvey, Survey
 
 @torch.inference_mode()
 def cosine_skips(survey: Survey | JoinedSurvey, counts: Collection[int]) -> list[tuple[int, ...]]:
-    """For each of `counts` the blocks to skip, ascending; counts that the model has too few blocks for are left out.
+    """Return, for each of `counts`, the blocks to skip, ascending; counts that exceed the model's blocks are dropped.
 
-    With `states[j]` the best states behind the blocks so far of which j were skipped, the next block is either run on `states[j]`
-    or skipped after `states[j - 1]`: whichever lies at the smaller angle to the target's own states there (mean cosine).
+    `states[j]` holds the best states after the blocks so far, j of them skipped. The next block either runs on `states[j]` or is
+    skipped after `states[j - 1]`, whichever is closer to the target's own states there (mean cosine).
     """
     cache, token_ids = survey.rounds
     target = survey.target
@@ -43,5 +43,5 @@ def cosine_skips(survey: Survey | JoinedSurvey, counts: Collection[int]) -> list
 
 
 def _cosine(states: Tensor, true: Tensor) -> float:
-    """Mean cosine of states [.., hidden] with the true ones."""
+    """Return the mean cosine of states [.., hidden] with the target's."""
     return float(torch.cosine_similarity(states.float(), true.float(), dim=-1).mean())

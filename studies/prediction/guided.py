@@ -1,11 +1,10 @@
-"""A search that predicts much and measures little: drafts of a pool and draft-length rules, chosen by corrected predictions.
+"""A guided search: many predictions, few trials, over the drafts of a pool and the draft-length rules.
 
-Our formulation. Before each trial every rule worth a look is replayed on every draft of the pool; what earlier trials have
-shown is taken out of the predictions (`studies.prediction.residual`); and the candidate with the highest upper bound
-is measured. The best
-of those measured is the one of which most is expected, on all texts that are foretold: the few prompts of a trial flatter
-whatever does best on them. Nothing here measures: studies that search this way (`predicted`, `joint`) differ in their pool alone,
-which may grow as they go on.
+Our formulation. Before each trial, every promising rule is replayed on every draft of the pool. The error seen in earlier trials
+is removed from the predictions (`studies.prediction.residual`), and the candidate with the highest upper bound is measured. Among
+measured candidates, the best is the one with the highest corrected prediction on all surveyed sequences: the few prompts of a
+trial flatter the candidate that does best on them. Nothing here measures. Studies that search this way (`predicted`, `joint`)
+differ only in their pool, which may grow during the search.
 """
 
 from __future__ import annotations
@@ -28,40 +27,40 @@ from studies.prediction.residual import Residual
 from studies.rule_space import draw_rule, near_rule, rule_parameters, suggest_rule
 
 USUAL = 4
-"""Of the usual rules, how many are considered on each draft: those that are foretold to do best."""
+"""Number of the usual rules considered on each draft, by predicted speed-up."""
 DRAWN, DRAWN_ON = 3, 6
-"""Settings of each rule drawn anew, and the drafts they are drawn for: those of which most is expected."""
+"""Number of random settings of each rule, and number of drafts they are drawn for, by corrected prediction."""
 MOST_DRAFTS = 10_000
-"""Room for the number of a draft among the parameters of a trial: far more than a pool will hold."""
+"""Upper bound of the trial parameter `draft`: far more drafts than a pool holds."""
 NEAR, NEARNESS = 8, 0.1
-"""Settings near the best one measured, and how near: a standard deviation, as a share of the range that is searched."""
+"""Number of settings near the best measured one, and their standard deviation as a share of the searched range."""
 OPTIMISM = 1.0
 """Standard deviations added to a prediction when the next candidate is chosen."""
 REACH = 2.0
-"""Standard deviations that a prediction may lie below the best measured speed-up and still be worth measuring."""
+"""Standard deviations that a prediction may lie below the best speed-up and still be worth measuring."""
 FEWEST_TRIALS = 5
-"""Trials before it is asked whether anything is left within reach."""
+"""Trials before the search may end because nothing is left within reach."""
 FEWEST_SAMPLES = 3
-"""Prompts that a trial which was given up early must have decoded to be learnt from."""
+"""Fewest prompts of a pruned trial that corrects the predictions."""
 LEAST_GAIN = 0.01
-"""Relative gain in what is expected of the best that keeps a search going: less is what a trial's noise comes to."""
+"""Relative gain in the expected best speed-up that counts as an improvement: less is trial noise."""
 
 
 @dataclass(frozen=True)
 class Choice:
-    """A candidate not yet measured, and what is expected of it."""
+    """A candidate that is not yet measured, and its expected speed-up."""
 
-    place: int
-    """Of the draft in the pool."""
+    index: int
+    """Index of the draft in the pool."""
     prediction: Prediction
     corrected: float
-    """The predicted speed-up, the error expected taken out."""
+    """Predicted speed-up without the expected error."""
     within_reach: float
-    """The highest speed-up that anything not yet measured could be hoped to have."""
+    """Highest upper bound of the speed-up among all candidates that are not yet measured."""
 
 
 class GuidedSearch:
-    """What was measured, and what to measure next. The same trials lead to the same choices, so that a search resumes as it was."""
+    """The trials so far and the next candidate. The same trials lead to the same choices, so that a search can resume."""
 
     def __init__(
         self, pool: Iterable[Draft], predictor: Predictor, rules: Sequence[str], *, seed: int, patience: int
@@ -79,7 +78,7 @@ class GuidedSearch:
         self.add(pool)
 
     def add(self, drafts: Iterable[Draft]) -> list[Draft]:
-        """Put drafts into the pool, behind those that are there; returns those that were not. Patience begins anew for them."""
+        """Append drafts to the pool and return the new ones; patience starts again for them."""
         added = [draft for draft in dict.fromkeys(drafts) if draft not in self.pool]
         self.pool += added
         if added:
@@ -87,11 +86,11 @@ class GuidedSearch:
         return added
 
     def sampler(self) -> optuna.samplers.BaseSampler:
-        """Gives the next trial the parameters of what `choose` chose."""
+        """Return a sampler that gives the next trial the parameters of the chosen candidate."""
         return _Chosen(self._parameters)
 
     def propose(self, trial: optuna.Trial) -> tuple[Candidate, dict[str, Any]]:
-        """The candidate with the parameters of a trial, and what is foretold of it."""
+        """Return the candidate with the parameters of a trial, and notes on its prediction."""
         draft = self.pool[trial.suggest_int("draft", 0, MOST_DRAFTS)]
         rule = suggest_rule(trial, self._rules, self.predictor.max_tokens)
         prediction = self.predictor.predict(draft, rule)
@@ -104,7 +103,7 @@ class GuidedSearch:
         return Candidate(draft=draft, draft_length=rule), notes
 
     def observe(self, record: TrialRecord) -> None:
-        """Learn from a trial how far its prediction was off."""
+        """Learn the error of a prediction from its trial."""
         self._num_trials += 1
         draft, measurement = record.candidate.draft, record.measurement
         prediction = self.predictor.predict(draft, record.candidate.draft_length)
@@ -113,10 +112,10 @@ class GuidedSearch:
         if record.repeat_of is not None or record.state is TrialState.FAIL or measurement is None:
             return
         parts = self.predictor.parts
-        foretold = [sample for sample in measurement.samples if sample.prompt in parts]
-        if sum(sample.texts.count for sample in foretold) >= FEWEST_SAMPLES:
-            on_these = prediction.replayed.speedup_on([part for sample in foretold for part in parts[sample.prompt]])
-            self._residual.learn(prediction, Measurement(samples=tuple(foretold)).speedup, on_these)
+        predicted = [sample for sample in measurement.samples if sample.prompt in parts]
+        if sum(sample.texts.count for sample in predicted) >= FEWEST_SAMPLES:
+            on_these = prediction.replayed.speedup_on([part for sample in predicted for part in parts[sample.prompt]])
+            self._residual.learn(prediction, Measurement(samples=tuple(predicted)).speedup, on_these)
         if record.state is TrialState.COMPLETE:
             self._complete[record.candidate.key] = prediction
             self._keep_best()
@@ -129,44 +128,44 @@ class GuidedSearch:
         self._incumbent = best
 
     def expected(self) -> dict[str, float]:
-        """Of each candidate measured in full, by its key, the speed-up to expect on all texts that are foretold."""
+        """Return the expected speed-up on all surveyed sequences of each fully measured candidate, by its key."""
         if not self._complete:
             return {}
         corrected, _ = self._residual.corrected(list(self._complete.values()))
         return {key: float(value) for key, value in zip(self._complete, corrected, strict=True)}
 
     def finished(self) -> str | None:
-        """`patience` trials without a better speed-up, nothing left to measure, or nothing left within reach of the best."""
+        """Return the reason to stop: patience is spent, or nothing is left to measure or within reach; else None."""
         if (idle := self._num_trials - self._last_improvement) >= self._patience:
             return f"no better candidate in {idle} trials"
         choice = self.choose()
         if choice is None:
             return "all candidates are measured"
         if self._num_trials >= FEWEST_TRIALS and choice.within_reach < (best := self._expected_of_best()):
-            return f"nothing is left that could be hoped to beat {best:.2f}x"
+            return f"no candidate left is likely to beat {best:.2f}x"
         return None
 
     def _expected_of_best(self) -> float:
-        """The speed-up to expect of the best candidate measured: less than was measured, as the best of many was lucky too."""
+        """Return the expected speed-up of the best measured candidate: less than measured, as the best of many was lucky."""
         return max(self.expected().values(), default=0.0)
 
     def remarks(self) -> list[str]:
-        """How good the predictions were, and what more trials might gain."""
-        said = []
+        """Return remarks on the accuracy of the predictions and on the gain of further trials."""
+        remarks = []
         if len(self._residual.pairs) >= FEWEST_TRIALS:
             errors = [abs(measured / predicted - 1) for predicted, measured in self._residual.pairs]
-            said.append(f"predictions were off by {np.median(errors):.0%} at the median of {len(errors)} trials")
+            remarks.append(f"median error of the predictions: {np.median(errors):.0%}, over {len(errors)} trials")
         choice = self.choose()
         if choice is not None and choice.corrected > self._expected_of_best() > 0:
             rule = choice.prediction.rule.describe()
-            said.append(
-                f"the best that was not measured is expected at {choice.corrected:.2f}x on the tuning prompts: "
+            remarks.append(
+                f"best candidate left to measure: {choice.corrected:.2f}x expected on the tuning prompts, "
                 f"{choice.prediction.draft.describe()}; {rule}"
             )
-        return said
+        return remarks
 
     def choose(self) -> Choice | None:
-        """The candidate to measure next, or None if all that are considered have been."""
+        """Return the candidate to measure next, or None if every considered one is measured."""
         now = self._num_trials, len(self.pool)
         if self._next is None or self._next[:2] != now:
             self._next = (*now, self._choose())
@@ -177,13 +176,16 @@ class GuidedSearch:
         if not fresh:
             return None
         corrected, spread = self._residual.corrected(fresh)
-        place = int(np.argmax(corrected * np.exp(OPTIMISM * spread)))
+        index = int(np.argmax(corrected * np.exp(OPTIMISM * spread)))
         within_reach = float(np.max(corrected * np.exp(REACH * spread)))
-        return Choice(self.pool.index(fresh[place].draft), fresh[place], float(corrected[place]), within_reach)
+        return Choice(self.pool.index(fresh[index].draft), fresh[index], float(corrected[index]), within_reach)
 
     def _considered(self) -> list[Prediction]:
-        """On each draft the usual rules that do best and all rules' defaults; on the best some drawn anew; rules near the best
-        measured."""
+        """Return the candidates worth a look, measured or not.
+
+        On each draft the best usual rules and every rule's defaults; on the best drafts random settings; near the best measured
+        rule random neighbours.
+        """
         stream = np.random.default_rng([self._seed, self._num_trials])
         most = self.predictor.max_tokens
         usual_rules_asked = [each for each in usual_rules(most) if each.rule in self._rules]
@@ -198,9 +200,9 @@ class GuidedSearch:
         considered = [prediction for of_draft in on_each for prediction in of_draft]
         if on_each:
             corrected, _ = self._residual.corrected([of_draft[0] for of_draft in on_each])
-            for place in np.argsort(-corrected, kind="stable")[:DRAWN_ON]:
+            for index in np.argsort(-corrected, kind="stable")[:DRAWN_ON]:
                 drawn = [draw_rule(name, most, stream) for name in self._rules for _ in range(DRAWN)]
-                considered += self.predictor.predict_all(self.pool[place], drawn)
+                considered += self.predictor.predict_all(self.pool[index], drawn)
         if self._incumbent is not None:
             best = self._complete[self._incumbent]
             near = [near_rule(best.rule, most, NEARNESS, stream) for _ in range(NEAR)]
@@ -208,22 +210,22 @@ class GuidedSearch:
         return considered
 
     def _within(self, rule: DraftLengthRule) -> DraftLengthRule:
-        """The rule with a length that is searched."""
+        """Return the rule with a draft length inside the searched range."""
         return rule.model_copy(update={"max_tokens": min(rule.max_tokens, self.predictor.max_tokens)})
 
     def _is_known(self, prediction: Prediction) -> bool:
-        """Whether it was measured, or another rule that drafts the same on the surveyed texts."""
+        """Return whether the candidate was measured, or another rule with the same rounds on the surveyed sequences."""
         key = Candidate(draft=prediction.draft, draft_length=prediction.rule).key
         return key in self._known or (prediction.draft, prediction.replayed) in self._behaviours
 
     def _parameters(self) -> dict[str, Any]:
         choice = self.choose()
         assert choice is not None, "a study with nothing left to measure is finished"
-        return {"draft": choice.place, **rule_parameters(choice.prediction.rule, self.predictor.max_tokens)}
+        return {"draft": choice.index, **rule_parameters(choice.prediction.rule, self.predictor.max_tokens)}
 
 
 class _Chosen(optuna.samplers.BaseSampler):
-    """Every parameter of a trial as it was chosen; asked for one by one, as `suggest_*` is called."""
+    """Samples every parameter of a trial as it was chosen, one by one as `suggest_*` is called."""
 
     def __init__(self, parameters: Callable[[], dict[str, Any]]) -> None:
         self._parameters = parameters

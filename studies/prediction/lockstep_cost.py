@@ -1,8 +1,8 @@
-"""What texts in step cost, foretold: whose passes are run together, by the schedule of `decoding.lockstep`.
+"""Predicted cost of sequences in lockstep: shared passes, by the schedule of `decoding.lockstep`.
 
-Our formulation. A replay knows the passes that each text asks for; here they meet as they would in decoding. Texts draft until all
-wait for their verification, and texts that want different parts of the model (one copies, another resumes behind the prefix) want
-different passes. A pass costs what the dearest of the texts in it asks for, and as much for some of the texts as for all.
+Our formulation. A replay knows the passes that each sequence asks for; here they are shared as in decoding. Sequences draft until
+all wait for their verification. Sequences that need different parts of the model (one copies, another resumes after the prefix)
+cannot share a pass. A shared pass costs as much as its most expensive request, for some of the sequences as for all.
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ class ReplayedRound(NamedTuple):
 
 
 class Asked(NamedTuple):
-    """A pass that a text asks for."""
+    """A pass that a sequence asks for."""
 
     part: Hashable
-    """Only passes of the same part of the model can be one."""
+    """Part of the model; only passes over the same part are shared."""
     verifies: bool
     cost: float
-    """In plain passes, if all texts of the batch ask for the same."""
+    """In plain passes, if all sequences of the batch ask for the same."""
 
 
 @dataclass(frozen=True)
 class LockstepBatches:
-    """Which texts are in step, and what decides whether they want the same part of the model."""
+    """Batches of sequences in lockstep, and the facts of the draft that decide which passes are shared."""
 
     batches: tuple[tuple[int, ...], ...]
     resumes: bool = False
-    """Whether what was drafted is verified from behind the prefix, and only what was not drafted by the whole model."""
+    """True if drafts are verified from the end of the shared prefix on; rounds without a draft run the whole model."""
     has_head: bool = False
-    """Whether an exit head drafts: its first pass of a round may have to take along what it has not seen yet."""
+    """True if an exit head drafts: the first pass of a round may also process a pending token."""
 
     def of_draft(self, draft: Draft, *, prefix_reuse: bool) -> LockstepBatches:
         """Return the same batches with this draft."""
@@ -50,7 +50,7 @@ class LockstepBatches:
         return LockstepBatches(self.batches, resumes=resumes, has_head=draft.has_head)
 
     def asked(self, rounds: Iterable[ReplayedRound], costs: RoundCosts, copied: RoundCosts | None) -> Iterator[Asked]:
-        """The passes of a text's rounds, one by one; for `copied` see `cost_unbatched`."""
+        """Yield the passes of a sequence's rounds; for `copied` see `cost_unbatched`."""
         is_pending = False
         for step in rounds:
             for number in range(step.num_passes):
@@ -66,8 +66,10 @@ class LockstepBatches:
 
 
 def cost_unbatched(step: ReplayedRound, costs: RoundCosts, copied: RoundCosts | None) -> float:
-    """Cost of a round of a text by itself. `copied` are those of rounds that a lookup in front of the draft copies, or None of a
-    lookup that is the draft."""
+    """Return the cost of a round of a single sequence, in plain passes.
+
+    `copied` holds the costs of rounds copied by the lookup before the draft; None if the lookup is the draft.
+    """
     if step.looked_up:
         return _cost_of_copy(step, costs, copied)
     return costs.of(step.num_drafted) + (step.num_passes - step.num_drafted) * costs.draft_step
@@ -78,7 +80,7 @@ def _cost_of_copy(step: ReplayedRound, costs: RoundCosts, copied: RoundCosts | N
 
 
 def passes_in_lockstep(texts: Iterable[Iterator[Asked]]) -> Iterator[tuple[Asked, ...]]:
-    """The passes in the order in which `decoding.lockstep` runs them: of each, what the texts that share it ask for."""
+    """Yield the shared passes in the order of `decoding.lockstep`: the requests of the sequences in each."""
     writing = dict(enumerate(texts))
     asked: dict[int, Asked] = {}
 
@@ -101,14 +103,14 @@ def passes_in_lockstep(texts: Iterable[Iterator[Asked]]) -> Iterator[tuple[Asked
 
 
 def cost_in_lockstep(texts: Iterable[Iterator[Asked]]) -> float:
-    """What all passes cost, in plain passes."""
+    """Return the cost of all shared passes, in plain passes."""
     return sum(max(each.cost for each in shared) for shared in passes_in_lockstep(texts))
 
 
-def batches_of(places: Sequence[int], batch_size: int) -> dict[int, tuple[int, ...]]:
-    """Which of the texts at `places` (their numbers, from 0) are in each batch, by the batch's number."""
+def batches_of(indices: Sequence[int], batch_size: int) -> dict[int, tuple[int, ...]]:
+    """Return the batches of the sequences at `indices`: positions within `indices`, by the batch's number."""
     batches: dict[int, tuple[int, ...]] = {}
-    for number, place in enumerate(places):
-        batch = place // batch_size
+    for number, index in enumerate(indices):
+        batch = index // batch_size
         batches[batch] = (*batches.get(batch, ()), number)
     return batches

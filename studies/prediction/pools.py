@@ -1,7 +1,7 @@
-"""Pools: the few drafts, of all that could be thought of, that a guided search measures. Chosen by prediction alone.
+"""Pools: the few drafts that a guided search measures, chosen by prediction alone.
 
-A pool holds the best of each kind, and no two skip sets that are nearly the same: what tells those apart is too little to be
-foretold, and measuring one of them teaches what there is to learn.
+A pool holds the best drafts of each kind, and no two nearly equal skip sets: predictions cannot tell such sets apart, and a trial
+of one is informative for both.
 """
 
 from __future__ import annotations
@@ -13,22 +13,22 @@ from studies.prediction.contract import Prediction
 from studies.prediction.predictor import Predictor
 
 DISTANCE = 3
-"""Sublayers in which two skip sets of a pool differ at least."""
+"""Smallest number of sublayers in which two skip sets of a pool differ."""
 NGRAMS = tuple((most, fewest) for most in (2, 3, 5) for fewest in (1, 2, 3) if fewest <= most)
-"""Longest and shortest n-gram that a lookup compares."""
+"""Longest and shortest n-gram of the lookups that are tried."""
 COPIED = (2, 4, 8)
-"""Tokens that a lookup in front of a draft may copy."""
-LOOKED_BEHIND = 2
-"""Drafts of the model that lookups are put in front of."""
+"""Tokens to copy, of the lookups that are tried before other drafts."""
+NUM_WITH_LOOKUPS = 2
+"""Number of drafts that lookups are tried before."""
 
 
 def best_of(predictions: Iterable[Prediction], count: int) -> list[Draft]:
-    """The drafts of the `count` best predictions."""
+    """Return the drafts of the `count` best predictions."""
     return [each.draft for each in sorted(predictions, key=lambda each: -each.speedup)[:count]]
 
 
 def unlike(predictions: Iterable[Prediction], count: int, num_layers: int, distance: int = DISTANCE) -> list[Draft]:
-    """The best drafts of the model, at most `count`, that differ in at least `distance` sublayers from each better one."""
+    """Return the best drafts, at most `count`, that differ in at least `distance` sublayers from each better one."""
     chosen: list[Draft] = []
     for prediction in sorted(predictions, key=lambda each: -each.speedup):
         if all(_distance(prediction.draft, other, num_layers) >= distance for other in chosen):
@@ -39,29 +39,29 @@ def unlike(predictions: Iterable[Prediction], count: int, num_layers: int, dista
 
 
 def lookups(predictor: Predictor, count: int) -> list[Draft]:
-    """The `count` best prompt lookups."""
+    """Return the `count` best prompt lookups."""
     alone = [PromptLookup(max_ngram=most, min_ngram=fewest) for most, fewest in NGRAMS]
     return best_of(predictor.best_first(alone), count)
 
 
-def lookups_before(predictor: Predictor, behind: Sequence[Draft], count: int) -> list[Draft]:
-    """The `count` best lookups in front of the first drafts of `behind`."""
-    fronts = [
+def lookups_before(predictor: Predictor, drafts: Sequence[Draft], count: int) -> list[Draft]:
+    """Return the first of `drafts` with a lookup before them: the `count` best combinations."""
+    tried = [
         Lookup(max_ngram=most, min_ngram=fewest, max_tokens=copied) for most, fewest in NGRAMS for copied in COPIED
     ]
-    in_front: list[Draft] = [
-        draft.with_lookup(front) for draft in behind[:LOOKED_BEHIND] if draft.takes_lookup for front in fronts
+    combined = [
+        draft.with_lookup(lookup) for draft in drafts[:NUM_WITH_LOOKUPS] if draft.takes_lookup for lookup in tried
     ]
-    return best_of(predictor.best_first(in_front), count)
+    return best_of(predictor.best_first(combined), count)
 
 
 def is_same(one: Draft, other: Draft, num_layers: int) -> bool:
-    """Whether two drafts leave out the same, an exit without a head being a skip set too."""
+    """Return whether two drafts skip the same sublayers; an exit without a head is a skip set too."""
     return _distance(one, other, num_layers) == 0
 
 
 def _distance(one: Draft, other: Draft, num_layers: int) -> float:
-    """In how many sublayers two drafts of the model differ; infinitely many for drafts of other kinds."""
+    """Return the number of sublayers in which two skip sets differ; infinity for different drafts of other kinds."""
     skips = [_skipped(draft, num_layers) for draft in (one, other)]
     if skips[0] is None or skips[1] is None:
         return 0.0 if one == other else float("inf")
@@ -69,7 +69,7 @@ def _distance(one: Draft, other: Draft, num_layers: int) -> float:
 
 
 def _skipped(draft: Draft, num_layers: int) -> set[tuple[str, int]] | None:
-    """The sublayers that a draft without head and lookup leaves out; None for any other."""
+    """Return the sublayers skipped by a draft without head and lookup; None for any other draft."""
     if not draft.runs_model or draft.has_head or draft.lookup_first is not None:
         return None
     skip = draft.skipped(num_layers)

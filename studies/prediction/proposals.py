@@ -1,11 +1,11 @@
-"""Proposals of skip sets: moves over sublayers, judged by prediction alone (our formulation).
+"""Proposals of skip sets: moves over sublayers, rated by prediction alone (our formulation).
 
-A search begins with what each single skip would do, each exit would do, what a knapsack makes of the first (KnapSpec,
-arXiv 2602.20217, has the idea of sublayers as items with measured costs), and what stays closest to the target's hidden states
-(`studies.prediction.cosine`, CLaSp's idea); then it grows a set item by item, and improves the
-best sets found by leaving out one item more, taking one back, or swapping two.
+A search rates each single skip and each exit first, then the knapsacks over single skips (KnapSpec, arXiv 2602.20217, has the idea
+of sublayers as items with measured costs) and the sets that stay closest to the target's hidden states
+(`studies.prediction.cosine`, CLaSp's idea). It then grows a set item by item, and improves the best sets by adding an item,
+removing one, or swapping two.
 
-It rates one set at a time and may be stopped after any: each step yields the sets it wants to know, and goes on when they are.
+It rates one set at a time and may be stopped after any: each step yields the sets to rate, and continues once they are rated.
 """
 
 from __future__ import annotations
@@ -20,27 +20,27 @@ from studies.prediction.predictor import Predictor
 from studies.prediction.skip_space import SkipSet, SkipSpace
 
 LEAST_GAIN = 1e-3
-"""Relative gain of a move that is worth making: less is a token more or less in the texts of the survey."""
+"""Smallest relative gain of a move: less amounts to single tokens of the survey."""
 BRANCHES = 6
-"""Items that a growing set tries at each step, those that did best when last tried."""
+"""Number of items that a growing set tries at each step: the best ones when last tried."""
 BEAM = 2
-"""Sets that grow side by side."""
+"""Number of sets that grow in parallel."""
 IDLE_STEPS = 4
-"""Steps that a growing set may get slower in before it is given up."""
+"""Number of steps without a gain after which growing stops."""
 CAPACITIES = 8
-"""Steps of saved time for which the knapsack finds the least harmful set."""
+"""Number of amounts of saved time for which the knapsack finds the least harmful set."""
 COSINE_SHARES = 12
-"""The cosine search proposes a set for each twelfth of the blocks."""
+"""The cosine search proposes one set for each twelfth of the blocks."""
 PREFIXES = 12
-"""Counts at which the search along the order of harm begins."""
+"""Number of set sizes at which the search along the order of harm starts."""
 LEAST_ACCEPTANCE = 1e-3
-"""What an acceptance of nothing counts as in the harm of an item."""
+"""Lower bound of the acceptance in the harm of an item."""
 LEAST_SAVING = 1e-6
-"""Share of a whole step that an item saves at least: a measured saving of nothing cannot be divided by."""
+"""Lower bound of an item's saving, as a share of a draft step: harms are divided by savings."""
 
 
 def propose_skip_sets(space: SkipSpace, predictor: Predictor, most: int) -> list[Prediction]:
-    """The skip sets that a search rates, the best first: `most` of them, but not fewer than it begins with."""
+    """Return the skip sets that a search rates, best first: `most` of them, but at least the initial ones."""
     proposals = Proposals(space, predictor)
     for count, _ in enumerate(proposals.rate(), 1):
         if proposals.is_under_way and count >= most:
@@ -49,30 +49,30 @@ def propose_skip_sets(space: SkipSpace, predictor: Predictor, most: int) -> list
 
 
 class Proposals:
-    """A search for skip sets, and all sets that it has rated so far."""
+    """A search for skip sets, with every set rated so far."""
 
     def __init__(self, space: SkipSpace, predictor: Predictor) -> None:
         self._space, self._predictor = space, predictor
         self._rated: dict[SkipSet, Prediction] = {}
         self._gains: dict[int, float] = {}
-        """What leaving an item out did to the speed-up when last tried, as a factor."""
+        """Factor on the speed-up from skipping each item, when last tried."""
         self.is_under_way = False
-        """Single items, exits, the order of harm and the knapsacks are rated: what is best so far is worth measuring."""
+        """True once single items, exits, the order of harm and the knapsacks are rated: the best so far is worth measuring."""
 
     def rate(self) -> Iterator[Prediction]:
-        """Rate one set after another until no move helps; each of them when it has just been rated."""
+        """Rate one set after another until no move helps; yield each prediction."""
         for chosen in self._wanted():
             if chosen not in self._rated:
                 self._rated[chosen] = self._predictor.best(self._space.draft(chosen))
                 yield self._rated[chosen]
 
     def best_first(self) -> list[Prediction]:
-        """All that are rated, the best first; the empty set is not a draft."""
+        """Return the rated sets, best first; the empty set is not a draft."""
         drafts = (prediction for chosen, prediction in self._rated.items() if chosen)
         return sorted(drafts, key=lambda prediction: -prediction.speedup)
 
     def _wanted(self) -> Iterator[SkipSet]:
-        """The sets to rate. Whoever wants one finds it in `_rated` when asked for the next."""
+        """Yield the sets to rate; each is in `_rated` before the next one is asked for."""
         yield from self._single_items()
         yield from self._exits()
         yield from self._prefixes()
@@ -84,25 +84,25 @@ class Proposals:
 
     def _single_items(self) -> Iterator[SkipSet]:
         yield frozenset()
-        for place in range(len(self._space.items)):
-            yield frozenset([place])
-            self._gains[place] = self._speedup(frozenset([place])) / self._speedup(frozenset())
+        for item in range(len(self._space.items)):
+            yield frozenset([item])
+            self._gains[item] = self._speedup(frozenset([item])) / self._speedup(frozenset())
 
     def _exits(self) -> Iterator[SkipSet]:
         num_layers = self._predictor.survey.target.num_layers
         for exit_layer in range(1, num_layers):
-            yield self._space.places(EarlyExit(exit_layer=exit_layer).skipped(num_layers))
+            yield self._space.chosen(EarlyExit(exit_layer=exit_layer).skipped(num_layers))
 
     def _cosines(self) -> Iterator[SkipSet]:
         num_layers = self._predictor.survey.target.num_layers
         wanted = {round(num_layers * share / COSINE_SHARES) for share in range(1, COSINE_SHARES)}
         for blocks in cosine_skips(self._predictor.survey, sorted(wanted - {0})):
-            yield self._space.places(LayerSkip.blocks(blocks))
+            yield self._space.chosen(LayerSkip.blocks(blocks))
 
     def _prefixes(self) -> Iterator[SkipSet]:
-        """The first so many items in the order of harm for what they save: a few counts, then ever nearer to the best of them."""
+        """Yield the first n items by harm per saving: a few values of n, then ever closer to the best."""
         harms, savings = self._harms(), self._savings()
-        order = sorted(range(len(harms)), key=lambda place: harms[place] / savings[place])
+        order = sorted(range(len(harms)), key=lambda item: harms[item] / savings[item])
         step = max(len(order) // PREFIXES, 1)
         counts = list(range(step, len(order), step))
         while True:
@@ -114,27 +114,27 @@ class Proposals:
             counts = [count for count in (best - step, best, best + step) if 0 < count < len(order)]
 
     def _harms(self) -> list[float]:
-        """-log of the acceptance with one item left out: harms of items that err independently add up."""
-        singles = [self._rated[frozenset([place])] for place in range(len(self._space.items))]
+        """Return -log of the acceptance with each item skipped: harms of independent errors add up."""
+        singles = [self._rated[frozenset([item])] for item in range(len(self._space.items))]
         return [-math.log(min(max(single.acceptance, LEAST_ACCEPTANCE), 1.0)) for single in singles]
 
     def _savings(self) -> list[float]:
-        """What each item takes off a draft step."""
+        """Return the saving of each item in a draft step, in plain passes."""
         whole = self._predictor.costs(self._space.draft(())).draft_step
         saved = [whole - self._predictor.costs(item).draft_step for item in self._space.items]
         return [max(saving, LEAST_SAVING * whole) for saving in saved]
 
     def _grown(self) -> Iterator[SkipSet]:
-        """Add the best item again and again, `BEAM` sets side by side, until that has not helped for a while."""
+        """Add the best item repeatedly to `BEAM` sets, until `IDLE_STEPS` steps bring no gain."""
         beam: list[SkipSet] = [frozenset()]
         best, idle = self._speedup(frozenset()), 0
         while beam and idle < IDLE_STEPS:
             grown: set[SkipSet] = set()
             for chosen in beam:
-                for place in self._most_promising(chosen)[:BRANCHES]:
-                    more = chosen | {place}
+                for item in self._most_promising(chosen)[:BRANCHES]:
+                    more = chosen | {item}
                     yield more
-                    self._gains[place] = self._speedup(more) / self._speedup(chosen)
+                    self._gains[item] = self._speedup(more) / self._speedup(chosen)
                     grown.add(more)
             beam = sorted(grown, key=lambda chosen: -self._speedup(chosen))[:BEAM]
             reached = self._speedup(beam[0]) if beam else 0.0
@@ -142,7 +142,7 @@ class Proposals:
             best = max(best, reached)
 
     def _improved(self, count: int) -> Iterator[SkipSet]:
-        """Climb from each of the `count` best sets as long as a move helps."""
+        """Climb from each of the `count` best sets while a move helps."""
         starts = sorted(self._rated, key=lambda chosen: -self._speedup(chosen))[:count]
         for start in starts:
             chosen: SkipSet | None = start
@@ -156,27 +156,27 @@ class Proposals:
                 chosen = better
 
     def _moves(self, chosen: SkipSet) -> Iterator[SkipSet]:
-        """One item more, the most promising first; one less, the most doubtful first; then the best of both at once."""
+        """Yield sets with one item more (most promising first), one less (least useful first), then both at once."""
         add = self._most_promising(chosen)
-        take = sorted(chosen, key=lambda place: self._gains[place])
+        take = sorted(chosen, key=lambda item: self._gains[item])
         for pair in range(max(len(add), len(take))):
-            yield from (chosen | {place} for place in add[pair : pair + 1])
-            yield from (chosen - {place} for place in take[pair : pair + 1])
+            yield from (chosen | {item} for item in add[pair : pair + 1])
+            yield from (chosen - {item} for item in take[pair : pair + 1])
         yield from ((chosen | {more}) - {less} for more in add[:BRANCHES] for less in take[:BRANCHES])
 
     def _most_promising(self, chosen: SkipSet) -> list[int]:
-        """The items that a set does not hold, those first that did best when last tried."""
-        return sorted(set(range(len(self._space.items))) - chosen, key=lambda place: -self._gains[place])
+        """Return the items outside a set, the best ones when last tried first."""
+        return sorted(set(range(len(self._space.items))) - chosen, key=lambda item: -self._gains[item])
 
     def _speedup(self, chosen: SkipSet) -> float:
         return self._rated[chosen].speedup
 
 
 def knapsacks(harms: Sequence[float], savings: Sequence[float], num_capacities: int) -> list[SkipSet]:
-    """The sets of least total harm that save at least 1, 2 ... `num_capacities` steps of all there is to save (0/1 knapsack by
-    dynamic programming over whole steps; each set once, those that would leave out everything not among them).
+    """Return the least harmful sets that save at least 1, 2 ... of `num_capacities` + 1 equal shares of all savings.
 
-    `harms` and `savings` hold a value an item, savings above 0. A step is small enough that rounding does not decide.
+    A 0/1 knapsack by dynamic programming over whole steps; duplicates and the set of all items are dropped. `harms` and `savings`
+    hold one value per item, savings above 0. The steps are so small that rounding does not matter.
     """
     total = sum(savings)
     steps = 8 * max(len(savings), num_capacities)
@@ -184,10 +184,10 @@ def knapsacks(harms: Sequence[float], savings: Sequence[float], num_capacities: 
     most = sum(sizes)
     least: list[float] = [0.0, *[math.inf] * most]
     sets: list[SkipSet] = [frozenset()] * (most + 1)
-    for place, (harm, size) in enumerate(zip(harms, sizes, strict=True)):
+    for item, (harm, size) in enumerate(zip(harms, sizes, strict=True)):
         for saved in range(most, size - 1, -1):
             if (harmed := least[saved - size] + harm) < least[saved]:
-                least[saved], sets[saved] = harmed, sets[saved - size] | {place}
+                least[saved], sets[saved] = harmed, sets[saved - size] | {item}
     chosen = []
     for capacity in range(1, num_capacities + 1):
         enough = range(-(-most * capacity // (num_capacities + 1)), most + 1)

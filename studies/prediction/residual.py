@@ -1,8 +1,8 @@
-"""How far predictions are from what real decoding then showed: learnt from trials, and taken out of further predictions.
+"""The error of predictions: learned from trials, and removed from further predictions.
 
-Our formulation: a Gaussian process on the logarithm of measured over predicted speed-up. Its inputs say how a draft spends its
-time, as that is what a table of costs gets wrong alike for alike drafts: what is foretold, how many tokens a round writes, and
-how many draft passes it takes.
+Our formulation: a Gaussian process on the logarithm of measured over predicted speed-up. Its inputs describe how a draft spends its
+time, because a cost table errs alike for similar drafts: the predicted speed-up, the tokens per round, and the draft passes
+per round.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from sklearn.gaussian_process.kernels import RBF, ConstantKernel, WhiteKernel
 
 from studies.prediction.contract import Prediction
 
-# Standard deviations of the logarithm: a bias that all predictions share, one that like drafts share, and the noise of a trial.
+# Standard deviations of the logarithm: the bias shared by all predictions, the bias shared by similar drafts, and trial noise.
 SHARED, OF_ALIKE, NOISE = 0.15, 0.08, 0.03
 SCALES = (0.2, 0.3, 0.3)
 
@@ -33,23 +33,27 @@ class Residual:
 
     @property
     def pairs(self) -> tuple[tuple[float, float], ...]:
-        """The speed-up predicted and the one measured of each trial, in the order they were learnt."""
+        """Predicted and measured speed-up of each trial, in order."""
         return tuple(self._pairs)
 
     def learn(self, prediction: Prediction, measured: float, predicted: float | None = None) -> None:
-        """Take in a trial and the speed-up that was measured; `predicted` is what was foretold for the prompts it was measured
-        on, if those are not all the prediction is of."""
+        """Add a trial with its measured speed-up.
+
+        `predicted` is the predicted speed-up on the prompts of the trial, if the prediction covers more.
+        """
         self._inputs.append(_features(prediction))
         self._pairs.append((prediction.speedup if predicted is None else predicted, measured))
         errors = [math.log(measured / predicted) for predicted, measured in self._pairs]
         self._process.fit(np.array(self._inputs), np.array(errors))
 
     def corrected(self, predictions: Sequence[Prediction]) -> tuple[np.ndarray, np.ndarray]:
-        """Speed-ups [predictions] with the error expected taken out, and the standard deviation [predictions] of their logarithm,
-        the noise of a trial not in it."""
+        """Return the corrected speed-ups [predictions] and the standard deviation [predictions] of their logarithm.
+
+        The standard deviation excludes trial noise.
+        """
         mean, spread = self._process.predict(np.array([_features(each) for each in predictions]), return_std=True)
         raw = np.array([prediction.speedup for prediction in predictions])
-        # scikit-learn's spread holds the noise, as that is a part of the kernel.
+        # scikit-learn's spread includes the noise, because the noise is part of the kernel.
         return raw * np.exp(mean), np.sqrt(np.maximum(spread**2 - NOISE**2, 0.0))
 
 

@@ -69,7 +69,7 @@ def space() -> SkipSpace:
 def test_items_are_the_sublayers_and_sets_of_them_are_drafts(space: SkipSpace) -> None:
     assert len(space.items) == 2 * NUM_LAYERS
     draft = LayerSkip(skip_attention=(1, 4), skip_mlp=(4,))
-    assert space.draft(space.places(draft)) == draft
+    assert space.draft(space.chosen(draft)) == draft
     assert space.draft(()) == LayerSkip()
 
 
@@ -77,7 +77,7 @@ def test_items_may_be_whole_blocks() -> None:
     space = SkipSpace.of(tiny_target(NUM_LAYERS), whole_blocks=True)
     assert space.items == tuple(LayerSkip.blocks((index,)) for index in range(NUM_LAYERS))
     with pytest.raises(ValueError, match="not made of whole items"):
-        space.places(LayerSkip(skip_attention=(1,)))
+        space.chosen(LayerSkip(skip_attention=(1,)))
 
 
 def test_what_can_be_left_out_without_harm_is_found(space: SkipSpace) -> None:

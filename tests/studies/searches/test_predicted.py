@@ -97,7 +97,7 @@ def test_trials_correct_the_predictions(problem: Problem) -> None:
     records = run(study, 6, lambda candidate, notes: 0.8 * as_predicted(candidate, notes))
     last = records[-1].notes
     assert last["corrected_speedup"] == pytest.approx(0.8 * last["predicted_speedup"], rel=0.03)
-    assert "predictions were off by 20% at the median of 6 trials" in study.remarks()
+    assert "median error of the predictions: 20%, over 6 trials" in study.remarks()
 
 
 def test_drafts_that_disappoint_are_left_for_others(problem: Problem) -> None:
@@ -134,7 +134,7 @@ def test_nothing_within_reach_ends_it(problem: Problem) -> None:
     run(study, 7, lambda candidate, notes: 0.5)
     ended = study.finished()
     assert ended is not None
-    assert ended.startswith("nothing is left that could be hoped to beat")
+    assert ended.startswith("no candidate left is likely to beat")
 
 
 def test_resumed_search_goes_on_as_it_would_have(problem: Problem) -> None:

@@ -157,7 +157,7 @@ def recover(sizes: Iterable[int], seeds: Sequence[int], progress: Progress) -> l
             predictor = Predictor(survey, problem.table, max_tokens=MAX_TOKENS, prefix_reuse=False)
             space = SkipSpace.of(problem.target)
             best = propose_skip_sets(space, predictor, max(160, 3 * len(space.items)))[0]
-            redundant, chosen = space.places(known.redundant), space.places(best.draft.skipped(num_layers))
+            redundant, chosen = space.chosen(known.redundant), space.chosen(best.draft.skipped(num_layers))
             found, others = len(redundant & chosen), len(chosen - redundant)
             recovered.append(Recovered(num_layers, seed, len(redundant), found, others, predictor.num_drafts))
     return recovered
