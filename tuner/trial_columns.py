@@ -1,4 +1,4 @@
-"""The columns of a trial: the same in MLflow's table and in trials.csv."""
+"""The columns of a trial, the same in MLflow's table and in trials.csv."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from studies.contract import TrialRecord
 
 
 def trial_params(record: TrialRecord) -> dict[str, Any]:
-    """What was tried."""
+    """Return the candidate of a trial and its notes, as flat columns."""
     draft, rule = record.candidate.draft, record.candidate.draft_length
     params: dict[str, Any] = {"study": record.study, "trial": record.number, "kind": draft.kind, "rule": rule.rule}
     params |= draft.columns()
     params |= {f"rule.{key}": value for key, value in rule.model_dump(exclude={"rule"}).items()}
-    # Costs and priors of a learning rule stand in the artefact `candidate.yaml`, whole.
+    # Costs and priors of an adaptive rule are in the artefact `candidate.yaml`.
     params = {key: value for key, value in params.items() if isinstance(value, str | int | float | bool)}
     scalars = {key: value for key, value in record.notes.items() if isinstance(value, str | int | float | bool)}
     return {**params, **{f"note.{key}": value for key, value in scalars.items()}}
 
 
 def trial_metrics(record: TrialRecord) -> dict[str, float]:
-    """What came of it; nothing but the seconds if nothing was measured."""
+    """Return the measured figures of a trial; only its seconds if nothing was measured."""
     metrics = {"seconds": record.seconds}
     if (measured := record.measurement) is not None:
         metrics |= {

@@ -1,7 +1,7 @@
-"""The way into transformers: `model.generate(**inputs, custom_generate=load_decoder("profile.yaml"))`.
+"""Profiles in transformers: `model.generate(**inputs, custom_generate=load_decoder("profile.yaml"))`.
 
-`generate` prepares the logits processors and stopping criteria and calls the decoder with them. Streaming callers pass
-`on_tokens=callback` to `generate`: transformers keeps a `streamer` to itself when a decoder of another's is given.
+`generate` prepares the logits processors and stopping criteria and calls the decoder with them. To stream, pass
+`on_tokens=callback` to `generate`: transformers does not hand a `streamer` to a custom decoder.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ OnTokens = Callable[[tuple[int, ...]], None]
 def load_decoder(
     profile: str | Path | DraftProfile, *, strict: bool = True, folder: str | Path | None = None
 ) -> ProfileDecoder:
-    """A callable for `model.generate(..., custom_generate=...)` that decodes as the profile says.
+    """Return a callable for `model.generate(..., custom_generate=...)` that decodes as the profile says.
 
-    An exit head is looked for in `folder`, by default that of the profile's file. The model is checked against the profile's
-    fingerprint when it is first used: another one raises `TargetMismatchError`, or only warns if not `strict`; the head of
-    another model is refused in any case. Raises `ProfileError` for a profile that cannot be read, and `ExitHeadError` for a head
-    that is missing or not the one the profile was tuned with.
+    Files of the draft are read from `folder`, by default the folder of the profile. The model is checked against the profile's
+    fingerprint at its first use: a different model raises `TargetMismatchError`, or only warns if not `strict`. The head of a
+    different model is always refused. Raises `ProfileError` for an unreadable profile, and `ExitHeadError` for a head that is
+    missing or differs from the tuned one.
     """
     if not isinstance(profile, DraftProfile):
         folder = folder or Path(profile).parent
@@ -47,8 +47,9 @@ def load_decoder(
 
 
 class ProfileDecoder:
-    """Decodes for `generate` as a profile says; `last_generation` holds the facts of the latest call, or `last_batch` if that was
-    given several prompts.
+    """Decodes for `generate` as a profile says.
+
+    `last_generation` holds the facts of the latest call with one prompt, `last_batch` of the latest call with several.
     """
 
     def __init__(self, profile: DraftProfile, *, strict: bool = True, folder: str | Path | None = None) -> None:
@@ -69,19 +70,17 @@ class ProfileDecoder:
         on_tokens: OnTokens | None = None,
         **kwargs: Any,
     ) -> Tensor | GenerateDecoderOnlyOutput:
-        """Called by `generate`. Returns token ids [texts, prompt + generated], or the output object if it was asked for; behind a
-        text that is shorter than the longest stands the token for padding, as `generate` does it.
+        """Return token ids [prompts, prompt + generated], padded on the right, or the output object if asked for.
 
-        Several prompts are decoded in step, each as if it were alone (`decoding.lockstep`). `on_tokens` is for a single one.
-
-        Raises `UnsupportedRequestError` for beams, a filled cache, inputs other than token ids, or a logits processor that
-        remembers its calls.
+        Called by `generate`. Several prompts are decoded in lockstep, each as if it were alone (`decoding.lockstep`); `on_tokens`
+        takes a single prompt. Raises `UnsupportedRequestError` for beams, a filled cache, inputs other than token ids, or a logits
+        processor with state.
         """
         config = generation_config or model.generation_config
         requests = requests_of(input_ids, config, logits_processor, stopping_criteria, kwargs)
         if len(requests) > 1:
             if on_tokens is not None:
-                raise UnsupportedRequestError(f"on_tokens streams one text, got {len(requests)} prompts in a batch")
+                raise UnsupportedRequestError(f"on_tokens streams a single prompt, got a batch of {len(requests)}")
             self.last_generation, self.last_batch = None, self.decoder_for(model).generate_batch(requests)
             texts = [generation.tokens for generation in self.last_batch.generations]
         else:
@@ -100,7 +99,7 @@ class ProfileDecoder:
         return Generation.collect(steps)
 
     def decoder_for(self, model: PreTrainedModel) -> Decoder:
-        """The profile applied to `model`; checked and built once, and again if another model comes."""
+        """Return the decoder of `model`, checked and built at the first use of each model."""
         if self._decoder is None or self._decoder.target.model is not model:
             check_target(self.profile, model, strict=self.strict)
             draft, decoding, target = self.profile.draft, self.profile.decoding, _target_of(self.profile, model)
@@ -111,7 +110,7 @@ class ProfileDecoder:
 
 
 def check_target(profile: DraftProfile, model: PreTrainedModel, *, strict: bool = True) -> None:
-    """Raise `TargetMismatchError` (or warn, if not `strict`) unless `model` is the one the profile was tuned for."""
+    """Raise `TargetMismatchError` (or warn, if not `strict`) unless `model` is the profile's target."""
     expected, found = profile.target, fingerprint(model)
     if found.config_sha256 != expected.config_sha256:
         what = "another configuration"
@@ -127,25 +126,29 @@ def check_target(profile: DraftProfile, model: PreTrainedModel, *, strict: bool 
     if strict:
         raise TargetMismatchError(message)
     if (layers := model.config.get_text_config().num_hidden_layers) != expected.num_layers:
-        raise TargetMismatchError(f"{message} (its {layers} layers cannot take this draft, strict or not)")
+        raise TargetMismatchError(f"{message} (the model has {layers} layers: an error even if not strict)")
     warnings.warn(message, stacklevel=3)
 
 
 def _target_of(profile: DraftProfile, model: PreTrainedModel) -> Target:
-    """The model by the profile's runner, or, with a warning, by the one that runs any; a bit-exact mode is not given up."""
+    """Return the model with the profile's runner; if it cannot run the model, warn and use the default one.
+
+    Bit-exact mode has no substitute: `UnsupportedRunnerError` is raised.
+    """
     try:
         return Target(model, profile.decoding.runner, exact_width=profile.decoding.exact_width)
     except UnsupportedRunnerError as cause:
         if profile.decoding.exact_width is not None:
             raise
         warnings.warn(
-            f"{cause}; it is run as it is, and may be slower than profile {profile.name!r} says", stacklevel=4
+            f"{cause}; using the default runner, which may be slower than profile {profile.name!r} reports",
+            stacklevel=4,
         )
         return Target(model)
 
 
 def _checked_heads_folder(profile: DraftProfile, folder: str | Path | None) -> Path | None:
-    """The folder of the profile's exit head, where it lies unharmed; None if the profile needs none."""
+    """Return the folder with the draft's files, checked by their hashes; None if the draft has no files."""
     files = profile.draft.files
     if not files:
         return None
@@ -157,11 +160,11 @@ def _checked_heads_folder(profile: DraftProfile, folder: str | Path | None) -> P
 
 
 def _as_rectangle(texts: Sequence[Sequence[int]], config: GenerationConfig) -> Tensor:
-    """Token ids [texts, longest], padded on the right."""
+    """Return token ids [sequences, longest], padded on the right."""
     longest = max(len(text) for text in texts)
     padding = config.pad_token_id
     if padding is None and any(len(text) < longest for text in texts):
         raise UnsupportedRequestError(
-            "texts of a batch ended at different lengths and there is no token for padding: set pad_token_id"
+            "sequences of the batch have different lengths and there is no padding token: set pad_token_id"
         )
     return torch.tensor([[*text, *[padding] * (longest - len(text))] for text in texts])

@@ -1,4 +1,4 @@
-"""The contract of a drafter: propose tokens behind the text, and say how the target may verify them."""
+"""The contract of a drafter: propose tokens after the sequence, and verify them with the target."""
 
 from __future__ import annotations
 
@@ -17,45 +17,44 @@ from decoding.text import Shaping, TokenSequence
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
-    """Proposed tokens, already written behind the text, and what the verification needs of them."""
+    """Proposed tokens, already written after the sequence, with the facts that verification needs."""
 
     num_tokens: int
     probabilities: Tensor | None
-    """[num_tokens, vocabulary] each token was sampled from; None when none was sampled: decoding is greedy, or the tokens were
-    looked up, or nothing was drafted."""
+    """Distributions [num_tokens, vocabulary] that the tokens were sampled from; None if greedy, looked up, or nothing drafted."""
     states: Tensor | None = None
     """Boundary states [.., num_tokens or num_tokens + 1, hidden] for prefix reuse, or None to verify from the first block."""
     looked_up: bool = False
-    """Whether the tokens were copied from the text, not computed."""
+    """True if the tokens were copied from the sequence, not computed."""
     steered: bool = True
-    """Whether the controller was asked about this round; then, and only then, it is told what came of it."""
+    """True if the controller was asked about this round; only then it is told the number of accepted tokens."""
 
 
 class Drafter(Protocol):
-    """Proposes tokens for `decoding.decode.speculative`. What it must remember of a text from round to round it keeps with
-    the text (an index of its n-grams) or in the text's cache (the branch of an exit head), so that one drafter serves any number
-    of texts.
+    """Proposes tokens for `decoding.decode.speculative`; one drafter serves any number of sequences.
+
+    State from round to round is kept with the sequence (the index of its n-grams) or in its cache (the branch of an exit head).
     """
 
-    def prefill(self, text: TokenSequence, cache: KVCache) -> Tensor:
-        """The target's logits [1, vocabulary] behind the prompt; called once a text, to take of the prompt what drafting needs."""
+    def prefill(self, sequence: TokenSequence, cache: KVCache) -> Tensor:
+        """Return the target's logits [1, vocabulary] after the prompt; called once per sequence, to prepare drafting."""
 
     def draft(
         self,
-        text: TokenSequence,
+        sequence: TokenSequence,
         cache: KVCache,
         controller: Controller,
         shaping: Shaping,
         acceptance: Acceptance,
         limit: int,
     ) -> Proposal:
-        """Write at most `limit` tokens behind the text; must leave `cache.length` as it is.
+        """Write at most `limit` tokens after the sequence, without changing `cache.length`.
 
-        As many as `controller` allows, or as the drafter itself will, and then the draft is not `steered`.
+        `controller` decides the number. A drafter that decides by itself returns a proposal that is not `steered`.
         """
 
-    def verify(self, text: TokenSequence, cache: KVCache, draft: Proposal) -> Tensor:
-        """The target's logits [num_tokens + 1, vocabulary] behind the text's last token and behind each draft."""
+    def verify(self, sequence: TokenSequence, cache: KVCache, draft: Proposal) -> Tensor:
+        """Return the target's logits [num_tokens + 1, vocabulary] after the last token and after each draft."""
 
 
 class NewDrafter(Protocol):

@@ -1,10 +1,10 @@
-"""Draft with the first N blocks and an exit head behind them, verify from block N + 1 on (EESD, arXiv 2406.03853).
+"""Draft with the first N blocks and an exit head, verify from block N + 1 on (EESD, arXiv 2406.03853).
 
-The paper is known to us by its abstract; the structure is our formulation. The head is one block of the model's own class with
-keys and values of its own. An exit without a head is a layer skip of all blocks behind N, and drafts as one.
+Only the abstract of the paper was used; the structure is our formulation. The head is one block of the model's own class with
+its own keys and values. An exit without a head is the skip set of all blocks after N, and drafts as one.
 
-The head sees the state of a position one pass later than the blocks do: the last draft of a round, or a token of a round
-that drafted nothing, is left to it as pending in the branch of the cache, and its next pass takes those along.
+The head processes the state of a position one pass later than the blocks: the last draft of a round, or the token of a round that
+drafted nothing, is pending in the branch of the cache until the head's next pass.
 """
 
 from __future__ import annotations
@@ -33,35 +33,35 @@ class EarlyExitDrafter:
         self._whole = target.tapped_view(exit_layer)
         self._resume = target.resume_view(exit_layer, keep_states=True) if prefix_reuse else None
 
-    def prefill(self, text: TokenSequence, cache: KVCache) -> Tensor:
-        """The target's pass over the prompt, and the head's over the states that it leaves at the exit."""
-        prompt = text.span(0, text.length)
+    def prefill(self, sequence: TokenSequence, cache: KVCache) -> Tensor:
+        """Run the target over the prompt, and the head over the states at the exit."""
+        prompt = sequence.span(0, sequence.length)
         logits, states = self._whole.forward(prompt, cache, 0, last_only=True)
         self._exit.fill(prompt, cache, 0, states)
-        cache.branch.catch_up(text.length)
+        cache.branch.catch_up(sequence.length)
         return logits
 
     def draft(
         self,
-        text: TokenSequence,
+        sequence: TokenSequence,
         cache: KVCache,
         controller: Controller,
         shaping: Shaping,
         acceptance: Acceptance,
         limit: int,
     ) -> Proposal:
-        """Draft token by token until the controller or `limit` says stop; the first pass takes along what is pending."""
+        """Draft token by token until the controller or `limit` stops; the first pass includes the pending tokens."""
         branch, states = cache.branch, list[Tensor]()
 
         def step(num_drafted: int) -> Tensor:
             start, end = branch.length, cache.length + num_drafted + 1
-            logits, state = self._exit.forward(text.span(start, end), cache, start, branch.pending)
+            logits, state = self._exit.forward(sequence.span(start, end), cache, start, branch.pending)
             branch.catch_up(end)
             states.append(state)
             return logits
 
         def write(num_tokens: int) -> Tensor:
-            first = most_likely(step(0))  # by itself: it takes along what is pending
+            first = most_likely(step(0))  # by itself: it includes the pending tokens
             if num_tokens == 1:
                 return first
             start = cache.length + 1
@@ -71,12 +71,12 @@ class EarlyExitDrafter:
             states.append(written.states)
             return torch.cat([first, written.token_ids])
 
-        num_drafted, probabilities = propose(step, write, text, controller, shaping, acceptance, limit)
+        num_drafted, probabilities = propose(step, write, sequence, controller, shaping, acceptance, limit)
         return Proposal(num_drafted, probabilities, torch.cat(states, dim=-2) if states else None)
 
-    def verify(self, text: TokenSequence, cache: KVCache, draft: Proposal) -> Tensor:
-        """One pass of the target over the last token and the drafts, from the exit on if its states there are known."""
-        token_ids = text.span(cache.length, text.length + draft.num_tokens)
+    def verify(self, sequence: TokenSequence, cache: KVCache, draft: Proposal) -> Tensor:
+        """Run the target over the last token and the drafts, from the exit on if the states there are known."""
+        token_ids = sequence.span(cache.length, sequence.length + draft.num_tokens)
         if self._resume is None or draft.states is None:
             logits, states = self._whole.forward(token_ids, cache, cache.length)
         else:

@@ -1,7 +1,7 @@
-"""Draft with some of the target's own sublayers left out, verify with all of them (Draft & Verify, SWIFT, ConfLayers).
+"""Draft with some sublayers of the target left out, verify with all of them (Draft & Verify, SWIFT, ConfLayers).
 
-With prefix reuse (our formulation, generalising LayerSkip, arXiv 2404.16710) the blocks in front of the first skip are
-computed once for both: the draft's pass leaves their keys, values and output states, and the verification resumes there.
+With prefix reuse (our formulation, generalising LayerSkip, arXiv 2404.16710), draft and verification share the blocks before the
+first skip: the draft pass leaves their keys, values and output states, and the verification resumes there.
 """
 
 from __future__ import annotations
@@ -29,40 +29,40 @@ class LayerSkipDrafter:
         boundary = self._view.boundary
         self._resume = target.resume_view(boundary) if boundary and self._view.keeps_boundary else None
 
-    def prefill(self, text: TokenSequence, cache: KVCache) -> Tensor:
-        """The target's pass over the prompt; the draft reads the same keys and values."""
-        return self._target.forward(text.span(0, text.length), cache, 0, last_only=True)
+    def prefill(self, sequence: TokenSequence, cache: KVCache) -> Tensor:
+        """Run the target over the prompt; the draft reads the same keys and values."""
+        return self._target.forward(sequence.span(0, sequence.length), cache, 0, last_only=True)
 
     def draft(
         self,
-        text: TokenSequence,
+        sequence: TokenSequence,
         cache: KVCache,
         controller: Controller,
         shaping: Shaping,
         acceptance: Acceptance,
         limit: int,
     ) -> Proposal:
-        """Draft token by token until the controller or `limit` says stop; one pass of the view for each."""
+        """Draft token by token until the controller or `limit` stops; each token costs one pass of the view."""
         states = list[Tensor]()
 
         def step(num_drafted: int) -> Tensor:
             position = cache.length + num_drafted
-            logits = self._view.forward(text.span(position, position + 1), cache, position)
-            states.extend(self._view.take_states())  # at once: the next pass may be that of another text
+            logits = self._view.forward(sequence.span(position, position + 1), cache, position)
+            states.extend(self._view.take_states())  # at once: the next pass may belong to another sequence
             return logits
 
         def write(num_tokens: int) -> Tensor:
-            written = self._view.write(text.span(cache.length, cache.length + 1), cache, cache.length, num_tokens)
+            written = self._view.write(sequence.span(cache.length, cache.length + 1), cache, cache.length, num_tokens)
             if written.states is not None:
                 states.append(written.states)
             return written.token_ids
 
-        num_drafted, probabilities = propose(step, write, text, controller, shaping, acceptance, limit)
+        num_drafted, probabilities = propose(step, write, sequence, controller, shaping, acceptance, limit)
         return Proposal(num_drafted, probabilities, torch.cat(states, dim=-2) if states else None)
 
-    def verify(self, text: TokenSequence, cache: KVCache, draft: Proposal) -> Tensor:
-        """One pass of the target over the last token and the drafts, from the boundary on if its states are known."""
-        token_ids = text.span(cache.length, text.length + draft.num_tokens)
+    def verify(self, sequence: TokenSequence, cache: KVCache, draft: Proposal) -> Tensor:
+        """Run the target over the last token and the drafts, from the boundary on if its states are known."""
+        token_ids = sequence.span(cache.length, sequence.length + draft.num_tokens)
         if self._resume is None or draft.states is None:
             return self._target.forward(token_ids, cache, cache.length)
         return self._resume.forward(token_ids, cache, cache.length, draft.states)

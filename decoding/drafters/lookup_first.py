@@ -1,7 +1,7 @@
-"""Prompt lookup in front of another drafter: a copy costs no pass of the draft, so it is tried first (our formulation).
+"""Prompt lookup before another drafter: a copy costs no draft pass, so it is tried first (our formulation).
 
-Rounds that the lookup drafts are as long as its own `max_tokens` says and are no business of the draft-length rule, whose
-threshold or posterior is about the drafter behind it. They are verified by the whole target, as no states of theirs are known.
+Rounds drafted by the lookup have up to its own `max_tokens` tokens. The draft-length rule is not asked: its threshold or posterior
+describes the other drafter. The whole target verifies these rounds, because they leave no boundary states.
 """
 
 from __future__ import annotations
@@ -18,38 +18,38 @@ from decoding.text import Shaping, TokenSequence
 
 
 class LookupFirst:
-    """Drafts by `lookup` where the text repeats itself, and by the drafter `behind` it where it does not."""
+    """Drafts by `lookup` where the sequence repeats itself, else by the drafter `fallback`."""
 
-    def __init__(self, behind: Drafter, lookup: Lookup) -> None:
-        self.behind = behind
+    def __init__(self, fallback: Drafter, lookup: Lookup) -> None:
+        self.fallback = fallback
         self._lookup = lookup
 
-    def prefill(self, text: TokenSequence, cache: KVCache) -> Tensor:
-        """What the drafter behind does, while the prompt's n-grams are indexed."""
-        logits = self.behind.prefill(text, cache)
-        read_ngrams(text, self._lookup)
+    def prefill(self, sequence: TokenSequence, cache: KVCache) -> Tensor:
+        """Prefill with the fallback, and index the n-grams of the prompt."""
+        logits = self.fallback.prefill(sequence, cache)
+        read_ngrams(sequence, self._lookup)
         return logits
 
     def draft(
         self,
-        text: TokenSequence,
+        sequence: TokenSequence,
         cache: KVCache,
         controller: Controller,
         shaping: Shaping,
         acceptance: Acceptance,
         limit: int,
     ) -> Proposal:
-        """A copy if there is one, else a draft of the drafter behind; the controller is asked about the latter only."""
-        place = find_copy(text, self._lookup) if limit > 0 else None
-        if place is None:
-            return self.behind.draft(text, cache, controller, shaping, acceptance, limit)
-        return write_copy(text, place, min(limit, self._lookup.max_tokens), steered=False)
+        """Copy if the lookup finds something, else draft with the fallback; only then the controller is asked."""
+        start = find_copy(sequence, self._lookup) if limit > 0 else None
+        if start is None:
+            return self.fallback.draft(sequence, cache, controller, shaping, acceptance, limit)
+        return write_copy(sequence, start, min(limit, self._lookup.max_tokens), steered=False)
 
-    def verify(self, text: TokenSequence, cache: KVCache, draft: Proposal) -> Tensor:
-        """By the drafter behind, which takes of the pass what it needs to draft later."""
-        return self.behind.verify(text, cache, draft)
+    def verify(self, sequence: TokenSequence, cache: KVCache, draft: Proposal) -> Tensor:
+        """Verify with the fallback, which may need states of the pass for its next draft."""
+        return self.fallback.verify(sequence, cache, draft)
 
 
 def steered_part(drafter: Drafter) -> Drafter:
-    """The drafter whose rounds the draft-length rule steers: the one behind a lookup, if there is a lookup."""
-    return drafter.behind if isinstance(drafter, LookupFirst) else drafter
+    """Return the drafter that the draft-length rule steers: the fallback of a lookup, else the drafter itself."""
+    return drafter.fallback if isinstance(drafter, LookupFirst) else drafter

@@ -1,11 +1,11 @@
-"""Draft by copying what followed the same words before (prompt lookup decoding, Saxena 2023; also in transformers).
+"""Draft by copying what followed an earlier occurrence of the last n-gram (prompt lookup decoding, Saxena 2023).
 
-The longest n-gram at the end of the text that stands in it earlier is looked up, and what followed it is proposed. Where it
-stands several times, our choice is the latest (transformers takes the first); and a copy that reaches the end of the text goes
-on into what it has itself proposed, so that a loop is continued to the full length.
+The longest n-gram at the end of the sequence that also occurs earlier is looked up, and the tokens after it are proposed. Among
+several occurrences, the latest is used (transformers uses the first). A copy that reaches the end of the sequence continues with
+its own tokens, so that a loop is drafted to the full length.
 
-No model drafts: a looked-up token is certain, its distribution one point. Nothing here waits for the device, as the text's
-tokens are known on the host; the index of its n-grams is kept with the text.
+No model drafts: a copied token has probability 1. Nothing here waits for the device, because the token ids are on the host. The
+index of n-grams is kept with the sequence.
 """
 
 from __future__ import annotations
@@ -26,75 +26,74 @@ from decoding.text import Shaping, TokenSequence
 
 
 class PromptLookupDrafter:
-    """Looks up as many tokens as the draft-length rule wants, or none if the end of the text stands there only."""
+    """Copies as many tokens as the draft-length rule allows; drafts nothing without an earlier occurrence."""
 
     def __init__(self, target: Target, lookup: PromptLookup) -> None:
         self._target = target
         self._lookup = lookup
 
-    def prefill(self, text: TokenSequence, cache: KVCache) -> Tensor:
-        """The target's pass over the prompt, while its n-grams are indexed."""
-        logits = self._target.forward(text.span(0, text.length), cache, 0, last_only=True)
-        read_ngrams(text, self._lookup)
+    def prefill(self, sequence: TokenSequence, cache: KVCache) -> Tensor:
+        """Run the target over the prompt, and index the n-grams of the prompt."""
+        logits = self._target.forward(sequence.span(0, sequence.length), cache, 0, last_only=True)
+        read_ngrams(sequence, self._lookup)
         return logits
 
     def draft(
         self,
-        text: TokenSequence,
+        sequence: TokenSequence,
         cache: KVCache,
         controller: Controller,
         shaping: Shaping,
         acceptance: Acceptance,
         limit: int,
     ) -> Proposal:
-        """Copy as far as the controller and `limit` say. With nothing to copy it is no round of the controller's."""
-        place = find_copy(text, self._lookup) if limit > 0 else None
-        if place is None:
+        """Copy as many tokens as the controller and `limit` allow; without a copy, the controller is not asked."""
+        start = find_copy(sequence, self._lookup) if limit > 0 else None
+        if start is None:
             return Proposal(0, None, steered=False)
-        return write_copy(text, place, length_allowed(controller, limit))
+        return write_copy(sequence, start, length_allowed(controller, limit))
 
-    def verify(self, text: TokenSequence, cache: KVCache, draft: Proposal) -> Tensor:
-        """One pass of the target over the last token and the drafts."""
-        return self._target.forward(text.span(cache.length, text.length + draft.num_tokens), cache, cache.length)
+    def verify(self, sequence: TokenSequence, cache: KVCache, draft: Proposal) -> Tensor:
+        """Run the target over the last token and the drafts."""
+        return self._target.forward(
+            sequence.span(cache.length, sequence.length + draft.num_tokens), cache, cache.length
+        )
 
 
-def read_ngrams(text: TokenSequence, lookup: PromptLookup | Lookup) -> None:
-    """Index what there is of the text, so that the first lookup need not."""
+def read_ngrams(sequence: TokenSequence, lookup: PromptLookup | Lookup) -> None:
+    """Index the n-grams of the sequence so far, so that the first lookup is as fast as the others."""
     for length in range(lookup.min_ngram, lookup.max_ngram + 1):
-        text.ngrams(length).update()
+        sequence.ngrams(length).update()
 
 
-def find_copy(text: TokenSequence, lookup: PromptLookup | Lookup) -> int | None:
-    """The place in the text to copy from: behind the longest n-gram that also ends it. None if there is none."""
+def find_copy(sequence: TokenSequence, lookup: PromptLookup | Lookup) -> int | None:
+    """Return the position after the latest earlier occurrence of the longest last n-gram, or None."""
     for length in range(lookup.max_ngram, lookup.min_ngram - 1, -1):
-        if (place := text.ngrams(length).find_last()) is not None:
-            return place
+        if (start := sequence.ngrams(length).find_last()) is not None:
+            return start
     return None
 
 
-def look_up(text: TokenSequence, num_tokens: int, lookup: PromptLookup | Lookup) -> list[int] | None:
+def look_up(sequence: TokenSequence, num_tokens: int, lookup: PromptLookup | Lookup) -> list[int] | None:
     """Return the `num_tokens` tokens that a lookup copies after `text`, or None if it finds nothing."""
-    index = find_copy(text, lookup)
-    return None if index is None else copied(text.token_ids, index, num_tokens)
+    start = find_copy(sequence, lookup)
+    return None if start is None else copied(sequence.token_ids, start, num_tokens)
 
 
-def copied(token_ids: Sequence[int], place: int, num_tokens: int) -> list[int]:
-    """The `num_tokens` tokens that continue `token_ids` as they went on from `place`.
-
-    At the end of `token_ids` the copy reads on in itself, and so goes round in the tokens from `place` on.
-    """
-    period = len(token_ids) - place
-    return [token_ids[place + index % period] for index in range(num_tokens)]
+def copied(token_ids: Sequence[int], start: int, num_tokens: int) -> list[int]:
+    """Return `num_tokens` tokens of `token_ids` from `start` on; at the end, the copy starts again at `start`."""
+    period = len(token_ids) - start
+    return [token_ids[start + index % period] for index in range(num_tokens)]
 
 
-def write_copy(text: TokenSequence, place: int, num_tokens: int, *, steered: bool = True) -> Proposal:
-    """Write what follows `place` behind the text, as a draft."""
-    text.write_drafts(copied(text.token_ids, place, num_tokens))
+def write_copy(sequence: TokenSequence, start: int, num_tokens: int, *, steered: bool = True) -> Proposal:
+    """Write the tokens from position `start` on after the sequence, as a draft."""
+    sequence.write_drafts(copied(sequence.token_ids, start, num_tokens))
     return Proposal(num_tokens, None, looked_up=True, steered=steered)
 
 
 def length_allowed(controller: Controller, limit: int) -> int:
-    """How many tokens the controller drafts of those that are certain."""
+    """Return the number of tokens, at most `limit`, that the controller allows if each has probability 1."""
     certain = DraftDistribution(torch.zeros(1))  # one token to choose from: top probability 1, entropy 0
     limit = min(limit, controller.limit())
     for num_drafted in range(limit):

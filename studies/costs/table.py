@@ -1,7 +1,7 @@
-"""What any draft would cost on one device, foretold from a short measurement: thousands of skip sets are rated without running.
+"""Predicted cost of any draft on one device, from a short measurement: thousands of skip sets are rated without running.
 
-A prediction chooses what to measure; it is never reported as a measurement. The passes and their terms are those of
-`studies.costs.terms`, the fit is `studies.costs.fit`'s, and `tuner.measuring.cost_table` does the timing.
+A prediction chooses what to measure; it is never reported as a measurement. `studies.costs.terms` defines the terms of passes,
+`studies.costs.fit` fits them, and `tuner.measuring.cost_table` does the timing.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ class TermSeconds(Document):
     """Seconds of each term of `studies.costs.terms.Terms`."""
 
     rest: tuple[ByContext, ...] = Field(
-        description="by width: a pass but for its blocks (embedding, norm, head, dispatch)"
+        description="by width: a pass without its blocks (embedding, norm, head, dispatch)"
     )
-    frame: tuple[Seconds, ...] = Field(description="by kind: what a block costs while any part of it runs")
+    frame: tuple[Seconds, ...] = Field(description="by kind: a block without its sublayers")
     attention: tuple[ByContext, ...] = Field(description="by kind: an attention sublayer over one token")
     mlp: tuple[Seconds, ...] = Field(description="by kind: an MLP sublayer over one token")
     wider: tuple[tuple[ByContext, ...], ...] = Field(
-        description="by kind and by width from the second on: what a block costs beyond one token"
+        description="by kind and by width from the second on: further seconds of a block beyond one token"
     )
-    narrowed: Seconds = Field(description="what a block costs beyond one token's if it takes the last of several")
-    choice: Seconds = Field(description="what a draft step costs beyond its pass: choosing the token, and keeping it")
-    look: Seconds = Field(description="what it costs beyond that if a rule looks at the distribution")
+    narrowed: Seconds = Field(description="further seconds of a block that processes only the last of several tokens")
+    choice: Seconds = Field(description="further seconds of a draft step: choosing the token and keeping it")
+    look: Seconds = Field(description="further seconds of a draft step if a rule looks at the distribution")
 
 
 class CostError(Document):
-    """Relative errors of predicting passes that the fit has not seen."""
+    """Relative errors of predictions for passes outside the fit."""
 
     median: Seconds
     worst: Seconds
@@ -52,9 +52,9 @@ class CostError(Document):
 class CostTable(Document):
     """Fitted seconds of the parts of a model on one device; see `tuner.measuring.cost_table.measure_cost_table`.
 
-    `context` is the number of tokens in front of a pass. Costs between measured widths and contexts lie on straight lines, and
-    the last of these goes on beyond the last point. A prompt lookup in front of a draft is left out of account. All methods
-    raise ValueError for layers that the model does not have and for drafts that run no part of the model.
+    `context` is the number of tokens before a pass. Costs are linear between measured widths and contexts; the last line continues
+    beyond the last point. A prompt lookup before a draft does not count. All methods raise ValueError for layers that the model
+    does not have and for drafts that run no part of the model.
     """
 
     kinds: BlockKinds
@@ -77,12 +77,15 @@ class CostTable(Document):
         return self
 
     def draft_seconds(self, draft: Draft, *, context: float) -> float:
-        """Seconds of one draft step, the choice of its token included."""
+        """Return the seconds of one draft step, with the choice of its token."""
         return self._predict(DraftStep(self._skipped(draft), context, has_head=draft.has_head))
 
     def verify_seconds(self, draft: Draft, num_drafted: int, *, context: float, prefix_reuse: bool) -> float:
-        """Seconds of verifying `num_drafted` tokens. With `prefix_reuse` the blocks in front of the first that the draft computes
-        otherwise take the last token alone, unless nothing was drafted, so that no states are known."""
+        """Return the seconds of verifying `num_drafted` tokens.
+
+        With `prefix_reuse`, the blocks shared with the draft process the last token only. Without drafted tokens there are no
+        states to reuse. Raises ValueError also if `num_drafted` is negative.
+        """
         if num_drafted < 0:
             raise ValueError(f"a round drafts 0 tokens or more, got {num_drafted}")
         skip = self._skipped(draft)
@@ -90,13 +93,13 @@ class CostTable(Document):
         return self._predict(Verification(num_drafted + 1, context, boundary))
 
     def plain_seconds(self, *, context: float) -> float:
-        """Seconds of a pass of the whole model over one token: what plain decoding takes for each."""
+        """Return the seconds of a pass of the whole model over one token: a step of plain decoding."""
         return self._predict(Verification(1, context))
 
     def round_costs(self, draft: Draft, max_tokens: int, *, context: float, prefix_reuse: bool) -> RoundCosts:
-        """Costs of drafting up to `max_tokens` tokens, in plain passes: what `measure_round_costs` would find.
+        """Return the costs of drafting up to `max_tokens` tokens, in plain passes: predictions of `measure_round_costs`.
 
-        ValueError also if `max_tokens` is below 1.
+        Raises ValueError also if `max_tokens` is below 1.
         """
         if max_tokens < 1:
             raise ValueError(f"max_tokens must be at least 1, got {max_tokens}")
@@ -112,25 +115,25 @@ class CostTable(Document):
         )
 
     def sublayer_seconds(self, index: int, kind: SublayerKind, *, context: float) -> float:
-        """Seconds that leaving out this sublayer takes off a draft step while the other one of its block still runs.
+        """Return the seconds that skipping this sublayer saves in a draft step, while the block's other one runs.
 
-        ValueError for a block without such a module.
+        Raises ValueError for a block without such a module.
         """
         one = LayerSkip(skip_attention=(index,)) if kind == "attention" else LayerSkip(skip_mlp=(index,))
         return self.draft_seconds(LayerSkip(), context=context) - self.draft_seconds(one, context=context)
 
     def block_seconds(self, index: int, *, context: float) -> float:
-        """Seconds that leaving out this block takes off a draft step: its sublayers and what frames them."""
+        """Return the seconds that skipping this block saves in a draft step: its sublayers and their frame."""
         skipped = self.draft_seconds(LayerSkip.blocks((index,)), context=context)
         return self.draft_seconds(LayerSkip(), context=context) - skipped
 
     def covers(self, widths: Iterable[int], contexts: Iterable[int]) -> bool:
-        """Whether all of these lie within what was measured."""
+        """Return whether all `widths` and `contexts` are within the measured range."""
         asked = list(contexts)
         return max(widths) <= self.widths[-1] and self.contexts[0] <= min(asked) and max(asked) <= self.contexts[-1]
 
     def describe(self) -> str:
-        """One line for the console."""
+        """Return one line for the console."""
         context = self.contexts[len(self.contexts) // 2]
         shown = {"a pass takes": self.plain_seconds(context=context), "a block": self._mean_block_seconds(context)}
         parts: tuple[tuple[str, SublayerKind, tuple[int | None, ...]], ...] = (
@@ -138,9 +141,9 @@ class CostTable(Document):
             ("MLP", "mlp", self.kinds.mlp),
         )
         for name, kind, kinds in parts:
-            places = [index for index, number in enumerate(kinds) if number is not None]
-            if places:
-                each = [self.sublayer_seconds(index, kind, context=context) for index in places]
+            present = [index for index, number in enumerate(kinds) if number is not None]
+            if present:
+                each = [self.sublayer_seconds(index, kind, context=context) for index in present]
                 shown[name] = float(np.mean(each))
         times = ", ".join(f"{name} {1000 * seconds:.3g} ms" for name, seconds in shown.items())
         error = self.error
@@ -174,4 +177,4 @@ class CostTable(Document):
 
 
 def _cost(seconds: float, plain: float) -> float:
-    return max(seconds / plain, LEAST_COST) if plain else 1.0  # a clock that stands still tells nothing apart
+    return max(seconds / plain, LEAST_COST) if plain else 1.0  # no time has passed: all costs are equal

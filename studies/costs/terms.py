@@ -1,7 +1,7 @@
-"""What passes are made of: the terms whose seconds add up to those of any draft step and any verification (our formulation).
+"""The terms of passes: their seconds add up to the time of any draft step and any verification (our formulation).
 
-KnapSpec (arXiv 2602.20217) has the idea of sublayers as items with measured latency by context length. Ours adds what remains
-of a block of which only one sublayer is left out, and verifications that resume behind a prefix.
+KnapSpec (arXiv 2602.20217) has the idea of sublayers as items with measured latency by context length. Ours adds the rest of a
+block with one skipped sublayer, and verifications that resume after a prefix.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ Vector = NDArray[np.float64]
 
 
 class BlockKinds(Document):
-    """Which parts of a model's blocks are alike: for each block the number of the kind of its frame and of its sublayers.
+    """The similar parts of a model's blocks: for each block, the number of the kind of its frame and of its sublayers.
 
-    A frame is what stays of a block while any of it runs: norms, residual additions, dispatch. A sublayer that has no module of
-    its own (None) cannot be skipped alone, and belongs to the frame.
+    The frame is the part of a block that remains while any of it runs: norms, residual additions, dispatch. A sublayer without a
+    module of its own (None) cannot be skipped alone, and belongs to the frame.
     """
 
     frame: tuple[int, ...]
@@ -35,7 +35,7 @@ class BlockKinds(Document):
 
     @classmethod
     def of(cls, target: Target) -> BlockKinds:
-        """Alike are parts of the same class, with as many weights, and attention of the same type (sliding, full)."""
+        """Return the kinds of a model; similar parts have the same class, number of weights and attention type."""
         types = getattr(target.config, "layer_types", None) or [None] * target.num_layers
         frames, attention, mlp = [], [], []
         for block, *parts, kind in zip(target.blocks, target.anatomy.attention, target.anatomy.mlp, types, strict=True):
@@ -59,13 +59,11 @@ class BlockKinds(Document):
         return tuple(number for number in numbers if number is not None)
 
     def check(self, skip: LayerSkip) -> None:
-        """Raise ValueError unless the model can leave out these sublayers."""
+        """Raise ValueError unless the model can skip these sublayers."""
         sublayers = {"attention": (skip.skip_attention, self.attention), "MLP": (skip.skip_mlp, self.mlp)}
         whole = set(skip.skip_attention) & set(skip.skip_mlp)
         for name, (skipped, kinds) in sublayers.items():
             for index in skipped:
-                if index >= self.num_layers:
-                    raise ValueError(f"the model has layers 0 to {self.num_layers - 1}, got {index}")
                 if index not in whole and kinds[index] is None:
                     raise ValueError(
                         f"block {index} has no separate {name} module: only the whole block can be skipped"
@@ -74,19 +72,19 @@ class BlockKinds(Document):
 
 @dataclass(frozen=True, slots=True)
 class DraftStep:
-    """One token drafted without the sublayers of `skip` behind `context` tokens, the choice of the token included."""
+    """One token drafted without the sublayers of `skip`, after `context` tokens, with the choice of the token."""
 
     skip: LayerSkip
     context: float
     has_head: bool = False
-    """Whether a block of the last one's kind stands behind the others."""
+    """True if a block of the last one's kind follows the others."""
     looks: bool = False
-    """Whether a rule looks at the distribution before the next step."""
+    """True if a rule looks at the distribution before the next step."""
 
 
 @dataclass(frozen=True, slots=True)
 class Verification:
-    """The whole model over `width` tokens behind `context`, blocks in front of `boundary` over the last of them alone."""
+    """The whole model over `width` tokens after `context`; blocks before `boundary` process the last token only."""
 
     width: int
     context: float
@@ -106,7 +104,7 @@ class Terms:
 
     @cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """The shape of each group of terms; their last axes are those that `rising` names."""
+        """Shape of each group of terms; `rising` counts its last axes."""
         num_contexts, num_widths = len(self.contexts), len(self.widths)
         return {
             "rest": (num_widths, num_contexts),
@@ -121,7 +119,7 @@ class Terms:
 
     @property
     def rising(self) -> dict[str, int]:
-        """Over how many of the last axes (widths, contexts) seconds never fall."""
+        """Number of the last axes (widths, contexts) along which seconds never fall, by group."""
         return {"rest": 2, "frame": 0, "attention": 1, "mlp": 0, "wider": 2, "narrowed": 0, "choice": 0, "look": 0}
 
     @property
@@ -130,7 +128,7 @@ class Terms:
         return sum(prod(shape) for shape in self.shapes.values())
 
     def split(self, values: Vector) -> dict[str, Vector]:
-        """Views [..., shape of the group] of `values` [..., length]."""
+        """Return views [..., shape of the group] of `values` [..., length], by group."""
         groups, start = {}, 0
         for name, shape in self.shapes.items():
             size = prod(shape)
@@ -139,7 +137,7 @@ class Terms:
         return groups
 
     def amounts(self, each: Pass) -> Vector:
-        """How much of each term is in a pass, [length]; between measured widths and contexts on straight lines."""
+        """Return the amount [length] of each term in a pass; linear between measured widths and contexts."""
         amounts = np.zeros(self.length)
         terms = self.split(amounts)
         at_context = _between(self.contexts, each.context)
@@ -152,15 +150,15 @@ class Terms:
         at_width = _between(self.widths, each.width)
         terms["rest"] += np.outer(at_width, at_context)
         self._add_blocks(terms, at_context, LayerSkip())
-        behind = _counts(self.kinds.block[each.boundary :], len(terms["wider"]))
-        terms["wider"] += np.multiply.outer(behind, np.outer(at_width[1:], at_context))
+        after = _counts(self.kinds.block[each.boundary :], len(terms["wider"]))
+        terms["wider"] += np.multiply.outer(after, np.outer(at_width[1:], at_context))
         terms["narrowed"] += each.boundary
         return amounts
 
     def _add_blocks(
         self, terms: dict[str, Vector], at_context: Vector, skip: LayerSkip, *, has_head: bool = False
     ) -> None:
-        """One token through all blocks but for what is skipped, and through one like the last again if there is a head."""
+        """Add one token through all blocks but the skipped parts, and through a head like the last block."""
         blocks = [*range(self.kinds.num_layers), *([self.kinds.num_layers] if has_head else [])]
         skip_attention, skip_mlp = frozenset(skip.skip_attention), frozenset(skip.skip_mlp)
         run = [index for index in blocks if index not in skip_attention or index not in skip_mlp]
@@ -170,26 +168,28 @@ class Terms:
         terms["mlp"] += self._count(self.kinds.mlp, set(run) - skip_mlp, len(terms["mlp"]))
 
     def _count(self, kinds: Sequence[int | None], blocks: Iterable[int], num_kinds: int) -> Vector:
-        """How many of `blocks` have a part of each kind; a block behind the last is one like the last."""
+        """Return the number of `blocks` with a part of each kind; a block after the last counts as the last."""
         last = self.kinds.num_layers - 1
         return _counts([kinds[min(index, last)] for index in blocks], num_kinds)
 
 
-def _between(points: Sequence[int], place: float) -> Vector:
-    """The share of each of `points` in the value at `place`: on the line through its neighbours, on the last line beyond the
-    last point, and the first point's value in front of it."""
+def _between(points: Sequence[int], at: float) -> Vector:
+    """Return the weight of each of `points` in the value at `at`.
+
+    Linear between neighbours, on the last line beyond the last point, constant before the first point.
+    """
     shares = np.zeros(len(points))
-    if place <= points[0] or len(points) == 1:
+    if at <= points[0] or len(points) == 1:
         shares[0] = 1.0
         return shares
-    above = min(int(np.searchsorted(points, place)), len(points) - 1)
-    share = (place - points[above - 1]) / (points[above] - points[above - 1])
+    above = min(int(np.searchsorted(points, at)), len(points) - 1)
+    share = (at - points[above - 1]) / (points[above] - points[above - 1])
     shares[above - 1], shares[above] = 1.0 - share, share
     return shares
 
 
 def _counts(numbers: Iterable[int | None], num_kinds: int) -> Vector:
-    """How often each number below `num_kinds` stands among `numbers`."""
+    """Return the count of each number below `num_kinds` in `numbers`."""
     counts = np.zeros(num_kinds)
     for number in numbers:
         if number is not None:
@@ -202,7 +202,7 @@ def _module(block: nn.Module, part: Sublayer | None) -> nn.Module | None:
 
 
 def _traits(module: nn.Module | None, *others: Hashable) -> Hashable | None:
-    """What a module has in common with those of its kind, or None without a module."""
+    """Return the traits that modules of one kind share, or None without a module."""
     return None if module is None else (type(module).__name__, _num_weights(module), *others)
 
 
@@ -211,7 +211,7 @@ def _num_weights(module: nn.Module) -> int:
 
 
 def _numbered(keys: Sequence[Hashable | None]) -> tuple[int | None, ...]:
-    """Equal keys by the same number, in the order of their first appearance."""
+    """Return a number for each key, equal for equal keys, in order of first appearance."""
     numbers = {key: number for number, key in enumerate(dict.fromkeys(_present(keys)))}
     return tuple(None if key is None else numbers[key] for key in keys)
 

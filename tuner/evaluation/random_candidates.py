@@ -1,7 +1,7 @@
-"""Random configurations of every kind: what the tuner's checks try its predictions and its intervals on.
+"""Random configurations of every kind, for evaluating predictions and intervals.
 
-Our choice. A search meets mostly good drafts; a check that met only those would not tell whether bad ones are recognised, so
-sizes and settings are drawn evenly from all that can be had, and each kind of draft has its share of the draws.
+Our choice. A search measures mostly good drafts, so its trials cannot show whether bad drafts are recognised. Here sizes and
+settings are drawn uniformly from the whole range, and each kind of draft has its share of the draws.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from studies.prediction.skip_space import SkipSpace
 from studies.rule_space import draw_rule
 
 LEAST_SHARE, MOST_SHARE = 0.05, 0.65
-"""Of all sublayers, how many a skip set leaves out."""
+"""Range of the share of sublayers that a skip set skips."""
 MOST_NGRAM = 5
 COPIED = (2, 8)
-"""Tokens that a lookup in front of a draft may copy."""
+"""Fewest and most tokens that a lookup before a draft copies."""
 TRIES = 50
-"""Draws after which no further configuration of a kind is looked for."""
+"""Number of draws in search of a new configuration, before giving up."""
 LATE = 0.5
-"""Share of the contiguous skip sets that end with the last block but one, where models are said to be most redundant."""
+"""Share of the contiguous skip sets that end with the last block but one, where models are often most redundant."""
 
 SKIP_SET, EXIT, EXIT_WITH_HEAD = "skip set", "exit", "exit with head"
 LOOKUP_FIRST, LOOKUP_ALONE = "lookup first", "lookup alone"
 
 SHARES = {SKIP_SET: 0.4, EXIT: 0.2, EXIT_WITH_HEAD: 0.2, LOOKUP_FIRST: 0.1, LOOKUP_ALONE: 0.1}
-"""Of the drafts, how many are of each kind; where there are no heads, the others share theirs."""
+"""Share of each kind; without exit heads, the other kinds divide their share."""
 
 
 def kind_of(draft: Draft) -> str:
@@ -44,7 +44,7 @@ def kind_of(draft: Draft) -> str:
 class RandomCandidates:
     """Draws configurations of a model; `head_drafts` are the exits that have a head, by exit layer.
 
-    ValueError if the model has fewer than two layers, as nothing could be left out of it, or if no rule is named.
+    Raises ValueError for a model with fewer than two layers, in which nothing can be skipped, and without a rule.
     """
 
     space: SkipSpace
@@ -59,25 +59,27 @@ class RandomCandidates:
             raise ValueError(f"needs 2 layers and a rule at least, got {self.num_layers} and {list(self.rules)}")
 
     def draw(self, count: int, seed: int) -> list[Candidate]:
-        """`count` different configurations in random order, fewer where there are no more; kinds have their shares, rules take
-        turns."""
+        """Return `count` different configurations in random order, or as many as exist.
+
+        Kinds have their shares; rules alternate.
+        """
         stream = np.random.default_rng(seed)
         drawn: dict[str, Candidate] = {}
         for kind, wanted in self._counts(count).items():
             first = int(stream.integers(len(self.rules)))
-            for place in range(wanted):
-                rule = self.rules[(first + place) % len(self.rules)]
+            for number in range(wanted):
+                rule = self.rules[(first + number) % len(self.rules)]
                 for candidate in (self._draw(kind, rule, stream) for _ in range(TRIES)):
                     if candidate.key not in drawn:
                         drawn[candidate.key] = candidate
                         break
-        return [list(drawn.values())[place] for place in stream.permutation(len(drawn))]
+        return [list(drawn.values())[index] for index in stream.permutation(len(drawn))]
 
     def _draw(self, kind: str, rule: str, stream: np.random.Generator) -> Candidate:
         return Candidate(draft=self._drawers[kind](stream), draft_length=draw_rule(rule, self.max_tokens, stream))
 
     def _counts(self, count: int) -> dict[str, int]:
-        """How many of each kind: the nearest whole numbers to the shares that add up to `count`."""
+        """Return the number of each kind: the shares of `count`, rounded so that they add up."""
         shares = {kind: share for kind, share in SHARES.items() if kind != EXIT_WITH_HEAD or self.head_drafts}
         exact = {kind: count * share / sum(shares.values()) for kind, share in shares.items()}
         counts = {kind: int(number) for kind, number in exact.items()}
@@ -91,37 +93,37 @@ class RandomCandidates:
             SKIP_SET: self.skip_set,
             EXIT: self.exit,
             EXIT_WITH_HEAD: self.exit_with_head,
-            LOOKUP_FIRST: self.lookup_in_front,
+            LOOKUP_FIRST: self.lookup_first,
             LOOKUP_ALONE: lambda stream: PromptLookup(**_ngrams(stream)),
         }
 
     def skip_set(self, stream: np.random.Generator) -> LayerSkip:
-        """Sublayers here and there, or blocks in a row."""
+        """Draw scattered sublayers or contiguous blocks, each half of the time."""
         share = stream.uniform(LEAST_SHARE, MOST_SHARE)
         if stream.random() < 0.5:
-            return self._blocks_in_a_row(share, stream)
+            return self._contiguous_blocks(share, stream)
         size = max(round(share * len(self.space.items)), 1)
         return self.space.draft(stream.choice(len(self.space.items), size, replace=False).tolist())
 
-    def _blocks_in_a_row(self, share: float, stream: np.random.Generator) -> LayerSkip:
+    def _contiguous_blocks(self, share: float, stream: np.random.Generator) -> LayerSkip:
         length = min(max(round(share * self.num_layers), 1), self.num_layers - 1)
         latest = self.num_layers - 1 - length  # the last block stays
         first = latest if stream.random() < LATE else int(stream.integers(latest + 1))
         return LayerSkip.blocks(tuple(range(first, first + length)))
 
     def exit(self, stream: np.random.Generator) -> EarlyExit:
-        """Any exit, without a head."""
+        """Draw an exit without a head."""
         return EarlyExit(exit_layer=int(stream.integers(1, self.num_layers)))
 
     def exit_with_head(self, stream: np.random.Generator) -> EarlyExit:
-        """One of the exits that have a head."""
+        """Draw an exit that has a head."""
         return self.head_drafts[int(stream.choice(sorted(self.head_drafts)))]
 
-    def lookup_in_front(self, stream: np.random.Generator) -> Draft:
-        """A lookup in front of a draft of another kind."""
-        behind: list[Callable[[np.random.Generator], LayerSkip | EarlyExit]] = [self.skip_set, self.exit]
-        behind += [self.exit_with_head] if self.head_drafts else []
-        draft = behind[int(stream.integers(len(behind)))](stream)
+    def lookup_first(self, stream: np.random.Generator) -> Draft:
+        """Draw a lookup before a draft of another kind."""
+        others: list[Callable[[np.random.Generator], LayerSkip | EarlyExit]] = [self.skip_set, self.exit]
+        others += [self.exit_with_head] if self.head_drafts else []
+        draft = others[int(stream.integers(len(others)))](stream)
         lookup = Lookup(**_ngrams(stream), max_tokens=int(stream.integers(COPIED[0], COPIED[1] + 1)))
         return draft.with_lookup(lookup)
 

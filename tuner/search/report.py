@@ -1,4 +1,4 @@
-"""What a search found, for people: tables, pictures and a CSV. Measures nothing and knows nothing of MLflow."""
+"""The result of a search: tables, pictures and a CSV. Measures nothing and imports no MLflow."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from tuner.tables import facts_grid, spaced
 from tuner.trial_columns import trial_metrics, trial_params
 
 STRIP_WIDTH = 40
-"""Layers in a line of the strip that shows what is skipped."""
+"""Layers per line of the strip of skipped layers."""
 MOST_TICKS = 30
-"""Trial numbers written under the picture of the skipped layers."""
+"""Most trial numbers under the picture of the skipped layers."""
 COLOURS = ["#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#f0e442"]
-"""One a study; Okabe and Ito's, which colour-blind readers tell apart too."""
+"""One colour per study: Okabe and Ito's palette, which colour-blind readers can distinguish."""
 
 
 @dataclass(frozen=True)
 class ResultRow:
-    """A line of the final table; without a measurement it is the line of plain decoding."""
+    """A row of the final table; without a measurement, the row of plain decoding."""
 
     label: str
     description: str
@@ -40,7 +40,7 @@ class ResultRow:
 
 
 def results_table(rows: Sequence[ResultRow]) -> RenderableType:
-    """Settings side by side, all on held-out prompts and each paired with plain decoding; what each is stands below."""
+    """Return the settings side by side, on held-out prompts, each paired with plain decoding; a legend describes them."""
     batch_size = max((row.measurement.batch_size for row in rows if row.measurement), default=1)
     decode_in_lockstep = f" in batches of {batch_size}" if batch_size > 1 else ""
     title = f"Held-out prompts{decode_in_lockstep}: speed-up over plain decoding, with its 95 % interval"
@@ -73,12 +73,12 @@ def _figures(measured: Measurement) -> tuple[str, ...]:
 
 
 def profile_panel(profile: DraftProfile) -> RenderableType:
-    """A profile on one screen."""
+    """Return a profile on one screen."""
     facts = facts_grid()
     target = profile.target
     facts.add_row("target", f"{target.model}, {target.architecture}, {target.num_layers} layers, {target.dtype}")
     facts.add_row("draft", spaced(profile.draft.describe()))
-    if (skip := _left_out(profile.draft, target.num_layers)) is not None:
+    if (skip := _skipped(profile.draft, target.num_layers)) is not None:
         facts.add_row("", _strip(skip, target.num_layers))
     for name in profile.draft.files:
         facts.add_row("head", name)
@@ -103,7 +103,9 @@ def profile_panel(profile: DraftProfile) -> RenderableType:
             f"{rates.draft:.1f} tokens/s, plain {rates.plain:.1f}; {measured.tokens_per_round:.2f} tokens a round",
         )
         if measured.batch_size > 1:
-            facts.add_row("in step", f"{measured.batch_size} prompts a batch, plainly too; rates are those of a batch")
+            facts.add_row(
+                "batch", f"{measured.batch_size} prompts in lockstep, also for plain decoding; rates are per batch"
+            )
         facts.add_row("accepted", f"{measured.acceptance_rate:.0%} of the drafted tokens")
         facts.add_row(
             "exact", f"{exact.identical} of {exact.prompts} held-out prompts identical, {exact.ties} numerical ties"
@@ -126,7 +128,7 @@ def profile_panel(profile: DraftProfile) -> RenderableType:
 
 
 def capabilities_panel(found: Capabilities) -> RenderableType:
-    """The findings of the probe."""
+    """Return the capabilities of a model that the probe found."""
     facts = facts_grid()
     facts.add_row(
         "model", f"{found.architecture}, {found.num_parameters / 1e6:.1f} M parameters, {found.dtype} on {found.device}"
@@ -137,7 +139,7 @@ def capabilities_panel(found: Capabilities) -> RenderableType:
         facts.add_row("MLP", _share(found.skippable_mlp, found.num_layers))
         facts.add_row("rollback", "the cache rolls back exactly")
         facts.add_row("prefix reuse", "yes" if found.prefix_reuse else "no: every verification runs the whole model")
-    verdict = Text("can be tuned: speculative decoding writes the text of plain decoding", style="bold green")
+    verdict = Text("can be tuned: speculative decoding gives the tokens of plain decoding", style="bold green")
     facts.add_row(
         "verdict", verdict if found.is_supported else Text(f"cannot be tuned: {found.refusal}", style="bold red")
     )
@@ -145,7 +147,7 @@ def capabilities_panel(found: Capabilities) -> RenderableType:
 
 
 def trials_csv(records: Sequence[TrialRecord]) -> str:
-    """One line a trial, the columns that MLflow shows too."""
+    """Return one line per trial, with the columns that MLflow shows."""
     rows = [
         {**trial_params(r), "state": r.state.value, "repeat_of": r.repeat_of, **trial_metrics(r), "reason": r.reason}
         for r in records
@@ -159,14 +161,14 @@ def trials_csv(records: Sequence[TrialRecord]) -> str:
 
 
 def skipped_layers_picture(records: Sequence[TrialRecord], num_layers: int, path: Path) -> None:
-    """Which layers each trial skipped: a column per trial but repeats, a row per layer; the best trial is framed."""
+    """Draw the layers that each trial skipped: a column per trial, a row per layer; the best trial is framed."""
     import numpy as np
     from matplotlib.colors import ListedColormap
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch, Rectangle
     from matplotlib.ticker import MaxNLocator
 
-    skips = [(r, _left_out(r.candidate.draft, num_layers)) for r in records if r.repeat_of is None]
+    skips = [(r, _skipped(r.candidate.draft, num_layers)) for r in records if r.repeat_of is None]
     drawn = [(record, skip) for record, skip in skips if skip is not None]
     shown = [record for record, _ in drawn]
     grid = np.zeros((num_layers, max(len(drawn), 1)), dtype=int)
@@ -178,20 +180,20 @@ def skipped_layers_picture(records: Sequence[TrialRecord], num_layers: int, path
     figure = Figure(figsize=(min(width, 16.0), min(height, 10.0)), layout="constrained")
     axes = figure.subplots()
     axes.imshow(grid, cmap=ListedColormap(colours), vmin=0, vmax=3, aspect="auto", interpolation="none", origin="lower")
-    title = "Layers left out of the draft"
+    title = "Layers skipped by the draft"
     for best in best_trials(shown, 1):
         column = next(
-            place for place, record in enumerate(shown) if (record.study, record.number) == (best.study, best.number)
+            index for index, record in enumerate(shown) if (record.study, record.number) == (best.study, best.number)
         )
         axes.add_patch(Rectangle((column - 0.5, -0.5), 1, num_layers, fill=False, edgecolor="#d55e00", linewidth=2))
         title += f"; framed: {best.study}/{best.number}, {best.speedup:.2f}x"
     axes.set(xlabel="trial", ylabel="layer")
     axes.set_title(title, pad=20)  # above the names of the studies
-    # Columns are places, not trial numbers: repeats are left out and each study counts from 0.
-    places = range(0, len(shown), max(1, -(-len(shown) // MOST_TICKS)))
-    axes.set_xticks(places, [str(shown[place].number) for place in places])
+    # Columns are not trial numbers: repeats are left out, and each study counts from 0.
+    ticks = range(0, len(shown), max(1, -(-len(shown) // MOST_TICKS)))
+    axes.set_xticks(ticks, [str(shown[index].number) for index in ticks])
     axes.yaxis.set_major_locator(MaxNLocator(integer=True))
-    starts = [place for place, r in enumerate(shown) if place == 0 or r.study != shown[place - 1].study]
+    starts = [index for index, r in enumerate(shown) if index == 0 or r.study != shown[index - 1].study]
     for start in starts:
         axes.axvline(start - 0.5, color="black", linewidth=1.5)
         axes.text(start - 0.5, 1.01, f" {shown[start].study}", transform=axes.get_xaxis_transform(), va="bottom")
@@ -207,24 +209,29 @@ def skipped_layers_picture(records: Sequence[TrialRecord], num_layers: int, path
 
 
 def speedup_picture(records: Sequence[TrialRecord], path: Path) -> None:
-    """Speed-up of each trial in the order they ran, with the best so far and plain decoding."""
+    """Draw the speed-up of each trial in order, with the best so far and plain decoding."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     axes = figure.subplots()
-    measured = [(place, r) for place, r in enumerate(records) if r.measurement and r.repeat_of is None]
-    for index, study in enumerate(dict.fromkeys(record.study for record in records)):
-        own = [(place, r.speedup) for place, r in measured if r.study == study and r.speedup is not None]
-        colour = COLOURS[index % len(COLOURS)]
-        axes.scatter([place for place, _ in own], [value for _, value in own], s=22, color=colour, label=study)
-    pruned = [(place, r.measurement.speedup) for place, r in measured if r.state is TrialState.PRUNED and r.measurement]
+    measured = [(index, r) for index, r in enumerate(records) if r.measurement and r.repeat_of is None]
+    for number, study in enumerate(dict.fromkeys(record.study for record in records)):
+        own = [(index, r.speedup) for index, r in measured if r.study == study and r.speedup is not None]
+        colour = COLOURS[number % len(COLOURS)]
+        axes.scatter([index for index, _ in own], [value for _, value in own], s=22, color=colour, label=study)
+    pruned = [(index, r.measurement.speedup) for index, r in measured if r.state is TrialState.PRUNED and r.measurement]
     if pruned:
         axes.scatter(
-            [p for p, _ in pruned], [v for _, v in pruned], s=18, facecolors="none", edgecolors="#888", label="pruned"
+            [index for index, _ in pruned],
+            [value for _, value in pruned],
+            s=18,
+            facecolors="none",
+            edgecolors="#888",
+            label="pruned",
         )
-    if failed := [place for place, r in enumerate(records) if r.state is TrialState.FAIL]:
-        # They have no speed-up: at the foot of the picture, wherever its scale begins.
+    if failed := [index for index, r in enumerate(records) if r.state is TrialState.FAIL]:
+        # Failed trials have no speed-up: they are drawn at the bottom, whatever the scale.
         foot = axes.get_xaxis_transform()
         axes.scatter(failed, [0.02] * len(failed), marker="x", color="#d55e00", transform=foot, label="failed")
     best, line = float("nan"), []
@@ -243,13 +250,13 @@ def speedup_picture(records: Sequence[TrialRecord], path: Path) -> None:
     figure.savefig(path, dpi=130)
 
 
-def _left_out(draft: Draft, num_layers: int) -> LayerSkip | None:
-    """What a draft leaves out of the target's layers; None if it runs none of them."""
+def _skipped(draft: Draft, num_layers: int) -> LayerSkip | None:
+    """Return what a draft skips, or None if it runs no part of the target."""
     return draft.skipped(num_layers) if draft.runs_model else None
 
 
 def _strip(draft: LayerSkip, num_layers: int) -> RenderableType:
-    """One character a layer: `#` kept, `.` left out, attention above MLP, below a scale of layer indices."""
+    """Return one character per layer: `#` kept, `.` skipped, attention above MLP, below a scale of layer indices."""
     lines = []
     for start in range(0, num_layers, STRIP_WIDTH):
         layers = range(start, min(start + STRIP_WIDTH, num_layers))
@@ -259,7 +266,7 @@ def _strip(draft: LayerSkip, num_layers: int) -> RenderableType:
             line = Text(f"{name:>9} {marks}")
             line.highlight_regex(r"\.+", "yellow")
             lines.append(line)
-    return Group(*lines, Text(f"{'':>10}# runs in the draft, . is left out", style="dim"))
+    return Group(*lines, Text(f"{'':>10}# runs in the draft, . is skipped", style="dim"))
 
 
 def _share(layers: Sequence[int], num_layers: int) -> str:

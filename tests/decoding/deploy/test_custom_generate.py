@@ -288,7 +288,7 @@ def test_the_output_may_be_used_outside_of_inference(model: LlamaForCausalLM, de
 @pytest.mark.parametrize(
     ("inputs", "settings", "words"),
     [
-        (PROMPT.repeat(2, 1), {"on_tokens": print}, "on_tokens streams one text, got 2 prompts"),
+        (PROMPT.repeat(2, 1), {"on_tokens": print}, "on_tokens streams a single prompt, got a batch of 2"),
         (PROMPT, {"num_beams": 2}, "num_beams=1, got 2"),
         (PROMPT, {"num_beams": 2, "num_return_sequences": 2}, "num_beams=1, got 2"),
         (PROMPT, {"guidance_scale": 1.5}, "UnbatchedClassifierFreeGuidanceLogitsProcessor remembers its calls"),

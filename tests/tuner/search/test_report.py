@@ -139,11 +139,11 @@ def test_the_final_table_of_batches_says_so_and_counts_prompts() -> None:
 def test_a_profile_of_batches_says_so() -> None:
     profile = _profile()
     assert profile.measured is not None
-    assert "in step" not in _text(profile_panel(profile))
+    assert "in lockstep" not in _text(profile_panel(profile))
     of_batches = profile.measured.model_copy(update={"batch_size": 8})
     text = _text(profile_panel(profile.model_copy(update={"measured": of_batches})), width=120)
-    assert "in step" in text
-    assert "8 prompts a batch" in text
+    assert "in lockstep" in text
+    assert "8 prompts in lockstep" in text
 
 
 def _profile(*, plain: bool = False) -> DraftProfile:
