@@ -1,6 +1,6 @@
-"""The draft profile: the public document that says how to decode one model faster, and what was measured when it was found.
+"""The draft profile: the public document with the draft of one model and its measured figures.
 
-Strict YAML in and out, versioned, with a JSON Schema (`DraftProfile.json_schema`). Knows nothing of models or tensors.
+Strict YAML in and out, versioned, with a JSON Schema (`DraftProfile.json_schema`). Imports neither torch nor transformers.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ SCHEMA = "sdtune/v1"
 
 
 class TargetIdentity(Document):
-    """Which model the profile is for; the three hashes are the fingerprint (see `decoding.fingerprint`), the rest is for people."""
+    """The model of the profile. The hashes are its fingerprint (see `decoding.fingerprint`); the rest is for people."""
 
     model: str
     revision: str | None = None
@@ -74,21 +74,21 @@ class Interval(Document):
     ci95: tuple[float, float]
 
     def __format__(self, spec: str) -> str:
-        """`1.86 [1.62, 2.16]`, each figure by the format `spec`; two decimals if none is given."""
+        """Return text such as `1.86 [1.62, 2.16]`, each figure in the format `spec`; two decimals by default."""
         spec = spec or ".2f"
         low, high = self.ci95
         return f"{self.value:{spec}} [{low:{spec}}, {high:{spec}}]"
 
 
 class Rates(Document):
-    """Decode-phase tokens per second, the same prompts."""
+    """Decode-phase tokens per second, on the same prompts."""
 
     draft: float
     plain: float
 
 
 class Exactness(Document):
-    """How many held-out prompts gave the tokens of plain decoding, and how many parted from it at a numerical tie."""
+    """Number of held-out prompts with the tokens of plain decoding, and of those that differ at a numerical tie."""
 
     prompts: int
     identical: int
@@ -96,17 +96,15 @@ class Exactness(Document):
 
 
 class SearchCost(Document):
-    """What the search took, apart from the speed it found."""
+    """Cost of the search."""
 
     trials: int
     seconds: float
-    distillation_seconds: float = Field(
-        0.0, description="of making the exit heads that were searched with, apart from the search"
-    )
+    distillation_seconds: float = Field(0.0, description="seconds of distilling the exit heads, apart from the search")
 
 
 class DatasetFacts(Document):
-    """What it was tuned and measured on."""
+    """The data of tuning and measuring."""
 
     name: str
     fingerprint: str
@@ -116,7 +114,7 @@ class DatasetFacts(Document):
 
 
 class Measured(Document):
-    """Held-out figures of the confirmation run: real decoding, paired with plain decoding in the same process."""
+    """Figures of the confirmation on held-out prompts: real decoding, paired with plain decoding in one process."""
 
     speedup: Interval
     tokens_per_second: Rates
@@ -128,7 +126,7 @@ class Measured(Document):
         1,
         ge=1,
         exclude_if=lambda size: size == 1,
-        description="prompts decoded in step, by the draft and plainly, in the search and for these figures",
+        description="prompts decoded in lockstep, in the search and for these figures",
     )
     device: str
     versions: dict[str, str]
@@ -136,7 +134,7 @@ class Measured(Document):
 
 
 class ProfileOrigin(Document):
-    """Where it comes from."""
+    """The origin of a profile."""
 
     created: str
     study: str
@@ -145,7 +143,7 @@ class ProfileOrigin(Document):
 
 
 class DraftProfile(Document):
-    """A tuned draft for one model. See `load`, `save` and `decoding.deploy.custom_generate.load_decoder`."""
+    """A tuned draft for one model; `decoding.deploy.load_decoder` decodes with it."""
 
     schema_: Literal["sdtune/v1"] = Field("sdtune/v1", alias="schema")
     name: str
@@ -163,7 +161,7 @@ class DraftProfile(Document):
 
     @classmethod
     def load(cls, path: str | Path) -> DraftProfile:
-        """Read a profile; `ProfileError` names the file, the key and what would be right."""
+        """Read a profile. Raises `ProfileError` with the file, the wrong key and the valid values."""
         path = Path(path)
         data = read_mapping(path, what="profile", error=ProfileError)
         if (version := data.get("schema")) != SCHEMA:
@@ -171,12 +169,12 @@ class DraftProfile(Document):
         return validate(cls, data, source=str(path), error=ProfileError)
 
     def save(self, path: str | Path) -> None:
-        """Write the profile whole or not at all (beside the target, then renamed); `ProfileError` if the place is unwritable."""
+        """Write the profile atomically. Raises `ProfileError` if it cannot be written."""
         write_atomically(Path(path), dump(self).encode(), what="the profile", error=ProfileError)
 
     @classmethod
     def json_schema(cls) -> dict[str, Any]:
-        """The JSON Schema of a profile."""
+        """Return the JSON Schema of a profile."""
         schema = cls.model_json_schema(by_alias=True)
-        # Its default is for writing: `load` wants the version there.
+        # The default is for writing: `load` requires the version.
         return {**schema, "required": ["schema", *schema["required"]]}

@@ -1,9 +1,9 @@
-"""Replays a draft-length rule on a recording of a draft: what it would cost and gain, without the model.
+"""Replay of a draft-length rule on a recording of a draft: its cost and gain, without the model.
 
-Our formulation. A recording holds, for each position of a text that the target has written, whether the draft would have
-drafted the target's token there, and how sure it was; both teacher forced, from one pass over the text. Greedy rounds then
-go as they would in decoding, but for what a rule reads behind a rejected draft, where a real draft is on a path of its own,
-and for drafts that reach past the end of a text that ends by itself. Texts in step are replayed in step
+Our formulation. A recording holds, for each position of a sequence written by the target, whether the draft would have drafted the
+target's token there, and its confidence; both are teacher forced, from one pass over the sequence. Greedy rounds are then those of
+decoding, with two exceptions: distributions after a rejected draft, where a real draft is on a path of its own, and drafts that
+reach past the end of a sequence. Texts in step are replayed in step
 (`studies.prediction.lockstep_cost`).
 A replay is a prediction: it may choose what to measure, and is never reported as a measurement.
 """
@@ -24,7 +24,7 @@ from studies.prediction.lockstep_cost import LockstepBatches, ReplayedRound, cos
 
 @dataclass(frozen=True)
 class _Seen:
-    """What a rule may ask of a `DraftDistribution`, from the record."""
+    """The properties of a `DraftDistribution` that rules read, as recorded."""
 
     top_probability: float
     entropy: float
@@ -32,52 +32,52 @@ class _Seen:
 
 @dataclass(frozen=True)
 class TargetText:
-    """What the target says at each position of a text, kept to be compared with many drafts."""
+    """The target's distributions over a sequence, kept for comparison with many drafts."""
 
     probabilities: Tensor
-    """[positions, vocabulary], at the temperature of the search, or at 1 if it is greedy."""
+    """[positions, vocabulary], at the temperature of the search; at temperature 1 if it is greedy."""
     likeliest: Tensor
     """[positions]"""
 
     @classmethod
     def of(cls, logits: Tensor, *, temperature: float = 0.0) -> TargetText:
-        """From the target's logits [positions, vocabulary]. Raises ValueError if there are no positions."""
+        """Return the distributions of logits [positions, vocabulary]. Raises ValueError without positions."""
         if not len(logits):
             raise ValueError("a recording needs a text of at least one token behind the prefill's")
         return cls(torch.softmax(logits.float() / (temperature or 1.0), dim=-1), logits.argmax(dim=-1))
 
     @property
     def num_positions(self) -> int:
-        """Tokens that a draft would have to foretell."""
+        """Number of tokens that a draft has to predict."""
         return len(self.likeliest)
 
 
 @dataclass(frozen=True)
 class Recording:
-    """One text as a draft saw it, from the token behind the prefill's on; one entry for each position."""
+    """One sequence as a draft saw it, from the token after the prefill's on; one entry per position."""
 
     matches: tuple[bool, ...]
-    """Whether the draft would have been accepted there."""
+    """True where the draft would have been accepted."""
     seen: tuple[_Seen, ...]
     acceptance: float
     """Mean over the positions of sum over v of min(p, q)."""
 
     @property
     def agreement(self) -> float:
-        """Share of the positions at which the draft would have been accepted."""
+        """Share of positions at which the draft would have been accepted."""
         return sum(self.matches) / len(self.matches)
 
     @classmethod
     def of(cls, target: Tensor, draft: Tensor, *, temperature: float = 0.0, seed: int = 0) -> Recording:
-        """From the logits [positions, vocabulary] of the target and of the draft at the same positions of a text; see `against`."""
+        """Return the recording of target and draft logits [positions, vocabulary] at the same positions; see `against`."""
         return cls.against(TargetText.of(target, temperature=temperature), draft, temperature=temperature, seed=seed)
 
     @classmethod
     def against(cls, target: TargetText, draft: Tensor, *, temperature: float = 0.0, seed: int = 0) -> Recording:
-        """A draft by its logits [positions, vocabulary] on a text of the target, at the same temperature.
+        """Return the recording of draft logits [positions, vocabulary] against the target's distributions.
 
-        Greedy drafts match where both have the same likeliest token; at a temperature, with probability sum over v of min(p, q),
-        drawn once with `seed`: two drafts with the same seed meet the same luck.
+        Greedy drafts match where both have the same most likely token. At a temperature, they match with probability sum over v of
+        min(p, q), drawn once with `seed`, so that two drafts with the same seed share the draws.
         """
         q = torch.softmax(draft.float() / (temperature or 1.0), dim=-1)
         overlap = torch.minimum(target.probabilities, q).sum(dim=-1)
@@ -89,20 +89,19 @@ class Recording:
 
 
 def draws(count: int, seed: int) -> Tensor:
-    """The luck of each position of a text, [count] in [0, 1): the same for all drafts that are compared on it."""
+    """Return uniform random numbers [count] in [0, 1), one per position, the same for all drafts compared with `seed`."""
     return torch.rand(count, generator=torch.Generator().manual_seed(seed))
 
 
 Copies = Sequence[int | None]
-"""What prompt lookup would do in a round that begins at each position of a text: how many of the tokens it copies are right, as
-far as it was looked, or None where there is nothing to copy."""
+"""For each position of a sequence: the number of leading guessed tokens that are right, or None without a guess."""
 
 
 @dataclass(frozen=True)
 class Replayed:
-    """Tokens, rounds and draft passes of a replay, and what they would cost in plain passes of the target.
+    """Tokens, rounds and draft passes of a replay, and their cost in plain passes of the target.
 
-    A plain pass of texts in step writes a token of each; here a token counts as much of it as plain decoding spends on one.
+    A plain pass in lockstep writes one token of each sequence; its cost is divided among them as in plain decoding.
     """
 
     tokens: int
@@ -110,7 +109,7 @@ class Replayed:
     draft_passes: int
     cost: float
     costs_per_token: tuple[float, ...] = ()
-    """Of each text, or of each batch of texts in step."""
+    """Cost per token of each sequence, or of each batch in lockstep."""
 
     @property
     def speedup(self) -> float:
@@ -118,7 +117,7 @@ class Replayed:
         return self.tokens / self.cost
 
     def speedup_on(self, texts: Sequence[int]) -> float:
-        """The same for some of the texts (or batches), each weighing the same, as a measurement has it."""
+        """Return the speed-up on some of the sequences (or batches), with equal weights as in a measurement."""
         return len(texts) / sum(self.costs_per_token[text] for text in texts)
 
 
@@ -129,12 +128,12 @@ def replay_plain(num_tokens: int, num_parts: int) -> Replayed:
 
 @dataclass(frozen=True)
 class LookupReplay:
-    """Prompt lookup in front of a draft: what it would copy on each text, how many tokens at a time, and what verifying n costs."""
+    """Prompt lookup before a draft: its copies on each sequence, their length, and the cost of verifying n tokens."""
 
     copies: Sequence[Copies]
     max_tokens: int
     verify: RoundCosts
-    """Of passes through the whole target; its draft step is not counted."""
+    """Costs of passes of the whole target; the draft step is not used."""
 
 
 def replay(
@@ -142,40 +141,41 @@ def replay(
     recordings: Sequence[Recording],
     costs: RoundCosts,
     lookup: LookupReplay | None = None,
-    together: LockstepBatches | None = None,
+    lockstep: LockstepBatches | None = None,
     *,
     max_drafted: int | None = None,
 ) -> Replayed:
-    """Let `rule` steer over the recorded texts, each with a fresh controller unless it is persistent.
+    """Replay `rule` over the recorded sequences, each with a fresh controller unless the rule is persistent.
 
-    Rounds that `lookup` drafts are none of the rule's. With `together` its batches are written in step, and `costs` are those of
-    passes over as many texts; without it each text is by itself. `max_drafted` is how many tokens a verification has room for,
-    if that is bounded.
+    The rule is not asked about rounds that `lookup` drafts. With `lockstep`, its batches share passes and `costs` are the costs of
+    batched passes; without it, each sequence is decoded by itself. `max_drafted` is the most tokens that a verification
+    can take, if limited.
     """
 
     def rounds(controller: Controller, text: int) -> Iterator[ReplayedRound]:
         return _rounds(controller, recordings[text], lookup, text, max_drafted)
 
     lengths = [len(recording.matches) for recording in recordings]
-    return _replay(rule, lengths, rounds, costs, lookup.verify if lookup else None, together)
+    return _replay(rule, lengths, rounds, costs, lookup.verify if lookup else None, lockstep)
 
 
 def replay_copies(
     rule: DraftLengthRule,
     copies: Sequence[Copies],
     costs: RoundCosts,
-    together: LockstepBatches | None = None,
+    lockstep: LockstepBatches | None = None,
     *,
     max_drafted: int | None = None,
 ) -> Replayed:
-    """Prompt lookup alone, with `rule` deciding how many tokens are copied; `costs` are those of the whole target's passes. For
-    the others see `replay`.
+    """Replay `rule` over guessed tokens: a draft that runs no model, such as prompt lookup alone.
+
+    `costs` are the costs of passes of the whole target. See `replay` for the other arguments.
     """
 
     def rounds(controller: Controller, text: int) -> Iterator[ReplayedRound]:
         return _copied_rounds(controller, copies[text], max_drafted)
 
-    return _replay(rule, [len(text) for text in copies], rounds, costs, None, together)
+    return _replay(rule, [len(text) for text in copies], rounds, costs, None, lockstep)
 
 
 def _replay(
@@ -184,16 +184,16 @@ def _replay(
     rounds_of: Callable[[Controller, int], Iterator[ReplayedRound]],
     costs: RoundCosts,
     copied: RoundCosts | None,
-    together: LockstepBatches | None,
+    lockstep: LockstepBatches | None,
 ) -> Replayed:
-    """Texts of these lengths, whose rounds `rounds_of` gives; for `copied` see `cost_unbatched`."""
+    """Return the replay of sequences with these lengths and rounds; for `copied` see `cost_unbatched`."""
     if isinstance(rule, CostAwareRule):
         rule = rule.with_costs(costs)
-    together = together or LockstepBatches(tuple((text,) for text in range(len(lengths))))
+    lockstep = lockstep or LockstepBatches(tuple((text,) for text in range(len(lengths))))
     controllers: dict[int, Controller] = {}
     counted = _Counted()
     total, per_token = 0.0, []
-    for batch in together.batches:
+    for batch in lockstep.batches:
         texts = []
         for row, text in enumerate(batch):
             if not rule.persistent or row not in controllers:
@@ -203,8 +203,8 @@ def _replay(
         if len(texts) == 1:
             cost = sum(cost_unbatched(step, paid, copied) for step in texts[0])
         else:
-            cost = cost_in_lockstep(together.asked(steps, paid, copied) for steps in texts)
-        # Plainly, a batch takes as many passes as its longest text has tokens.
+            cost = cost_in_lockstep(lockstep.asked(steps, paid, copied) for steps in texts)
+        # Plain decoding takes one pass per token of the longest sequence in the batch.
         num_plain = max(lengths[text] for text in batch)
         total += cost * (sum(lengths[text] for text in batch) / num_plain)
         per_token.append(cost / num_plain)
@@ -212,7 +212,7 @@ def _replay(
 
 
 class _Counted:
-    """Counts rounds and draft passes as they go by."""
+    """Counts the rounds and draft passes of an iterator."""
 
     def __init__(self) -> None:
         self.rounds = self.passes = 0
@@ -227,44 +227,44 @@ class _Counted:
 def _rounds(
     controller: Controller, recording: Recording, lookup: LookupReplay | None, text: int, max_drafted: int | None
 ) -> Iterator[ReplayedRound]:
-    place, end = 0, len(recording.matches)
-    while place < end:
-        room = _room(end - place, max_drafted)
-        if lookup is not None and room and (num_right := lookup.copies[text][place]) is not None:
+    position, end = 0, len(recording.matches)
+    while position < end:
+        room = _room(end - position, max_drafted)
+        if lookup is not None and room and (num_right := lookup.copies[text][position]) is not None:
             num_copied = min(lookup.max_tokens, room)
             yield ReplayedRound(num_copied, 0, num_accepted := min(num_right, num_copied), looked_up=True)
-            place += num_accepted + 1
+            position += num_accepted + 1
             continue
         limit = min(controller.limit(), room)
         num_drafted = num_passes = 0
         decision = Decision.CONTINUE
         while num_drafted < limit and decision is Decision.CONTINUE:
-            decision = controller.decide(num_drafted, cast(DraftDistribution, recording.seen[place + num_drafted]))
+            decision = controller.decide(num_drafted, cast(DraftDistribution, recording.seen[position + num_drafted]))
             num_passes += 1
             num_drafted += decision is not Decision.STOP
-        drafted = recording.matches[place : place + num_drafted]
+        drafted = recording.matches[position : position + num_drafted]
         num_accepted = drafted.index(False) if False in drafted else num_drafted
         controller.observe(num_drafted, num_accepted)
         yield ReplayedRound(num_drafted, num_passes, num_accepted)
-        place += num_accepted + 1
+        position += num_accepted + 1
 
 
 def _room(num_left: int, max_drafted: int | None) -> int:
-    """How many tokens may be drafted of a text that wants so many more: its last token is the target's."""
+    """Return the most tokens to draft with `num_left` tokens left: the last token is the target's."""
     return num_left - 1 if max_drafted is None else min(num_left - 1, max_drafted)
 
 
 def _copied_rounds(controller: Controller, copies: Copies, max_drafted: int | None) -> Iterator[ReplayedRound]:
-    place, end = 0, len(copies)
-    while place < end:
-        room = _room(end - place, max_drafted)
-        num_right = copies[place] if room else None
+    position, end = 0, len(copies)
+    while position < end:
+        room = _room(end - position, max_drafted)
+        num_right = copies[position] if room else None
         if num_right is None:
             yield ReplayedRound(0, 0, 0)
-            place += 1
+            position += 1
             continue
         num_drafted = length_allowed(controller, room)
         num_accepted = min(num_right, num_drafted)
         controller.observe(num_drafted, num_accepted)
         yield ReplayedRound(num_drafted, 0, num_accepted, looked_up=True)
-        place += num_accepted + 1
+        position += num_accepted + 1
