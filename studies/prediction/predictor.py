@@ -2,7 +2,7 @@
 
 Our formulation: tokens per round over the cost of a round, from replaying the draft-length rule on what the draft would have
 drafted. A prediction chooses what to measure; it is never reported as a measurement. For prompts decoded in lockstep, the cost
-table must be that of batched passes, and the replay shares passes as decoding does.
+table must hold batched passes, and the replay shares passes as decoding does.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class Costs(Protocol):
 class Predictor:
     """Predicts speed-ups on the sequences of a survey, and remembers every prediction.
 
-    With a `batch_size` above 1, consecutive sequences form batches. `costs` are then those of batched passes, or of single ones
-    where the target cannot share passes.
+    With a `batch_size` above 1, consecutive sequences form batches. `costs` must then be costs of batched passes, or of
+    single ones where the target cannot share passes.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class Predictor:
         return RoundCosts(draft_step=COPYING, verify=verify)
 
     def record(self, drafts: Iterable[Draft]) -> None:
-        """Record those of `drafts` that are predicted from recordings; in one call, exits share a pass."""
+        """Record the drafts that are predicted from recordings; in one call, exits share a pass."""
         self.survey.record_all(draft.without_lookup() for draft in drafts if predictor_of(draft).is_recorded)
 
     def predict(self, draft: Draft, rule: DraftLengthRule) -> Prediction:

@@ -1,10 +1,9 @@
 """Replay of a draft-length rule on a recording of a draft: its cost and gain, without the model.
 
 Our formulation. A recording holds, for each position of a sequence written by the target, whether the draft would have drafted the
-target's token there, and its confidence; both are teacher forced, from one pass over the sequence. Greedy rounds are then those of
-decoding, with two exceptions: distributions after a rejected draft, where a real draft is on a path of its own, and drafts that
-reach past the end of a sequence. Texts in step are replayed in step
-(`studies.prediction.lockstep_cost`).
+target's token there, and its confidence; both are teacher forced, from one pass over the sequence. Greedy rounds then equal the
+rounds of decoding, with two exceptions: distributions after a rejected draft, where a real draft is on a path of its own, and
+drafts that reach past the end of a sequence. Batches are replayed in lockstep (`studies.prediction.lockstep_cost`).
 A replay is a prediction: it may choose what to measure, and is never reported as a measurement.
 """
 
@@ -36,20 +35,20 @@ class TargetText:
 
     probabilities: Tensor
     """[positions, vocabulary], at the temperature of the search; at temperature 1 if it is greedy."""
-    likeliest: Tensor
+    most_likely: Tensor
     """[positions]"""
 
     @classmethod
     def of(cls, logits: Tensor, *, temperature: float = 0.0) -> TargetText:
         """Return the distributions of logits [positions, vocabulary]. Raises ValueError without positions."""
         if not len(logits):
-            raise ValueError("a recording needs a text of at least one token behind the prefill's")
+            raise ValueError("a recording needs a sequence of at least one token after the prefill's")
         return cls(torch.softmax(logits.float() / (temperature or 1.0), dim=-1), logits.argmax(dim=-1))
 
     @property
     def num_positions(self) -> int:
         """Number of tokens that a draft has to predict."""
-        return len(self.likeliest)
+        return len(self.most_likely)
 
 
 @dataclass(frozen=True)
@@ -81,7 +80,7 @@ class Recording:
         """
         q = torch.softmax(draft.float() / (temperature or 1.0), dim=-1)
         overlap = torch.minimum(target.probabilities, q).sum(dim=-1)
-        greedy = target.likeliest == draft.argmax(dim=-1)
+        greedy = target.most_likely == draft.argmax(dim=-1)
         matches = draws(len(overlap), seed) < overlap.cpu() if temperature else greedy
         entropy = torch.special.entr(q).sum(dim=-1)
         seen = zip(q.amax(dim=-1).tolist(), entropy.tolist(), strict=True)

@@ -28,7 +28,7 @@ DEPTH = 4
 """Tokens per recorded round: the usual draft length, so that a draft reads as many of its own keys as in decoding."""
 
 Guess = Callable[[TokenSequence, int], list[int] | None]
-"""Proposes exactly so many tokens after a text without a model, or None."""
+"""Maps a sequence and `num_tokens` to that many tokens after it, or to None; runs no model."""
 
 
 @dataclass(frozen=True)
