@@ -137,7 +137,7 @@ def test_the_json_schema_takes_a_profile_and_refuses_a_wrong_one() -> None:
         ("name: demo", "name: [demo", "not valid YAML"),
     ],
 )
-def test_a_wrong_profile_is_one_line_with_file_key_and_what_would_be_right(
+def test_a_wrong_profile_is_one_line_with_file_key_and_correction(
     tmp_path: Path, old: str, new: str, message: str
 ) -> None:
     path = tmp_path / "p.yaml"
@@ -208,7 +208,7 @@ def test_saving_again_replaces_the_profile(tmp_path: Path) -> None:
     assert [entry.name for entry in tmp_path.iterdir()] == ["p.yaml"]
 
 
-def test_the_highest_layer_may_be_skipped_and_nothing_behind_it() -> None:
+def test_the_highest_layer_may_be_skipped_and_none_above() -> None:
     assert _profile(draft=LayerSkip.blocks([23])).draft == LayerSkip.blocks([23])
     with pytest.raises(ValueError, match="draft skips layer 24, but the target has layers 0 to 23"):
         _profile(draft=LayerSkip(skip_mlp=(24,)))
@@ -266,11 +266,11 @@ def test_a_lookup_is_saved_loaded_and_in_the_schema(tmp_path: Path, draft: Draft
         (LOOKUPS[4], "lookup (3-1, 1), then exit at 6, trained head"),
     ],
 )
-def test_a_lookup_is_named_before_what_it_stands_in_front_of(draft: Draft, words: str) -> None:
+def test_a_lookup_is_named_before_its_draft(draft: Draft, words: str) -> None:
     assert draft.describe() == words
 
 
-def test_a_draft_without_a_lookup_is_written_as_before_there_was_any() -> None:
+def test_a_draft_without_a_lookup_has_no_lookup_key() -> None:
     assert LayerSkip(skip_mlp=(3,)).model_dump(mode="json") == {
         "kind": "layer_skip",
         "skip_attention": [],

@@ -507,9 +507,7 @@ def test_profile_with_a_lookup_writes_the_text_of_generate(
     assert sampled.shape == (1, PROMPT.shape[1] + 12)
 
 
-def test_head_that_is_missing_or_another_one_is_refused_when_the_profile_is_loaded(
-    model: LlamaForCausalLM, tmp_path: Path
-) -> None:
+def test_missing_or_different_head_is_refused_on_loading(model: LlamaForCausalLM, tmp_path: Path) -> None:
     path = _exit_profile(model, tmp_path)
     with pytest.raises(ExitHeadError, match="give folder="):
         load_decoder(DraftProfile.load(path))

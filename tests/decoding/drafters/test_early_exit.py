@@ -126,7 +126,7 @@ def test_last_block_as_the_head_of_the_last_exit_is_always_right(family: str, pr
 
 @pytest.mark.parametrize("prefix_reuse", [True, False])
 def test_draft_is_what_a_pass_over_the_whole_text_would_say(prefix_reuse: bool) -> None:
-    """After rounds that accepted none, some and all, the head's logits are those of a fresh pass over the text."""
+    """After rounds that accepted none, some and all, the head's logits equal a fresh pass over the sequence."""
     target = target_of("llama")
     exit_layer, head = 2, untrained_head(target)
     drafter = EarlyExitDrafter(target, exit_layer, head, prefix_reuse=prefix_reuse)

@@ -1,4 +1,4 @@
-"""Prompt lookup, alone and in front of a model's draft: what is copied, who is asked, and that the text is the plain text.
+"""Prompt lookup, alone and before another draft: its copies, the rule that is asked, and losslessness.
 
 That it leaves texts as they are is also tested with all families and rules in `test_lossless`, with exit heads in
 `test_early_exit`, and its sampling in `test_sampling`.
@@ -202,7 +202,7 @@ def test_rule_learns_of_the_copies_that_it_steers() -> None:
     assert generation.num_looked_up == generation.num_drafted
 
 
-def test_rule_is_neither_asked_nor_told_of_copies_in_front_of_its_draft() -> None:
+def test_rule_is_neither_asked_nor_told_of_copies_before_its_draft() -> None:
     target, controller = target_of("llama"), Noting()
     drafter = build_drafter(target, LayerSkip.blocks((4,)).model_copy(update={"lookup": LOOKUP}))
     generation = write(target, drafter, controller, request_for("llama", 64))
@@ -217,12 +217,12 @@ def test_rule_is_neither_asked_nor_told_of_copies_in_front_of_its_draft() -> Non
     assert 0 < generation.num_looked_up < generation.num_drafted
 
 
-def test_part_that_the_rule_steers_is_the_drafter_behind() -> None:
+def test_rule_steers_the_fallback_of_a_lookup() -> None:
     target = target_of("llama")
     alone = PromptLookupDrafter(target, PromptLookup())
-    behind = LayerSkipDrafter(target, LayerSkip.blocks((4,)))
+    fallback = LayerSkipDrafter(target, LayerSkip.blocks((4,)))
     assert steered_part(alone) is alone
-    assert steered_part(LookupFirst(behind, LOOKUP)) is steered_part(behind) is behind
+    assert steered_part(LookupFirst(fallback, LOOKUP)) is steered_part(fallback) is fallback
 
 
 # --- the text is the plain text -----------------------------------------------------------------------------------------
@@ -251,12 +251,12 @@ def test_text_that_repeats_itself_is_the_plain_text(family: str, draft: str, pre
 
 @pytest.mark.parametrize("prefix_reuse", [True, False])
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
-def test_text_of_a_lookup_in_front_of_a_head_is_the_plain_text(family: str, prefix_reuse: bool) -> None:
+def test_lookup_before_a_head_is_lossless(family: str, prefix_reuse: bool) -> None:
     target = target_of(family)
-    behind = EarlyExitDrafter(target, 2, untrained_head(target), prefix_reuse=prefix_reuse)
+    fallback = EarlyExitDrafter(target, 2, untrained_head(target), prefix_reuse=prefix_reuse)
     controllers = [*((name, rule.controller()) for name, rule in RULES.items()), ("any length", AnyLength(1))]
     for name, controller in controllers:
-        generation = write(target, LookupFirst(behind, LOOKUP), controller, request_for(family))
+        generation = write(target, LookupFirst(fallback, LOOKUP), controller, request_for(family))
         assert generation.tokens == plain_text(family), name
         assert sum(step.num_accepted for step in generation.rounds if step.looked_up) > 2, name
 
@@ -266,12 +266,12 @@ def test_text_of_a_lookup_in_front_of_a_head_is_the_plain_text(family: str, pref
 def test_head_has_seen_every_position_after_rounds_that_were_looked_up(family: str, prefix_reuse: bool) -> None:
     """The last block as the head of the last exit is the whole model, if and only if it has seen every position."""
     target = target_of(family)
-    behind = EarlyExitDrafter(target, NUM_LAYERS - 1, target.new_exit_head(), prefix_reuse=prefix_reuse)
+    fallback = EarlyExitDrafter(target, NUM_LAYERS - 1, target.new_exit_head(), prefix_reuse=prefix_reuse)
     lookup = Lookup(min_ngram=1, max_ngram=2, max_tokens=3)
     copies, drafts = 0, 0
     for seed in range(3):
         request = Request(some_tokens(9, seed), Ending(40))
-        for step in write(target, LookupFirst(behind, lookup), AnyLength(seed), request).rounds:
+        for step in write(target, LookupFirst(fallback, lookup), AnyLength(seed), request).rounds:
             copies += step.looked_up
             if not step.looked_up:
                 drafts += step.num_drafted
@@ -280,7 +280,7 @@ def test_head_has_seen_every_position_after_rounds_that_were_looked_up(family: s
     assert drafts > 10
 
 
-def test_head_from_its_folder_may_have_a_lookup_in_front(tmp_path: Path) -> None:
+def test_head_from_its_folder_may_follow_a_lookup(tmp_path: Path) -> None:
     target = target_of("llama")
     draft = write_heads(target, tmp_path, [3])[3].model_copy(update={"lookup": LOOKUP})
     decoder = Decoder(target, draft, Fixed(max_tokens=3), heads=ExitHeads(target, tmp_path))

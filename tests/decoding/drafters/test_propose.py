@@ -48,7 +48,7 @@ def drafted(
     shaping: Shaping | None = None,
     acceptance: Acceptance | None = None,
 ) -> tuple[Proposal, list[int], int]:
-    """One draft behind a prompt, its tokens, and how often it has waited for the device."""
+    """One draft after a prompt, its tokens, and the number of waits for the device."""
     prompt = some_tokens(9)
     text, cache = TokenSequence(prompt, 9 + ROOM, target.device), target.new_cache(9 + ROOM)
     drafter.prefill(text, cache)

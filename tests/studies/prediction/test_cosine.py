@@ -27,8 +27,8 @@ def survey_of(target: Target) -> Survey:
 
 
 @torch.inference_mode()
-def states_behind(survey: Survey, blocks: list[int]) -> torch.Tensor:
-    """The states behind the last block when only `blocks` are run."""
+def states_after(survey: Survey, blocks: list[int]) -> torch.Tensor:
+    """Return the states after the last block with only `blocks` run."""
     cache, token_ids = survey.rounds
     states = None
     for index in blocks:
@@ -43,11 +43,11 @@ def cosine(one: torch.Tensor, other: torch.Tensor) -> float:
 
 def test_one_skip_is_the_one_that_ends_closest_to_the_target() -> None:
     survey = survey_of(tiny_target(NUM_LAYERS))
-    true = states_behind(survey, list(range(NUM_LAYERS)))
+    true = states_after(survey, list(range(NUM_LAYERS)))
     ((skipped,),) = cosine_skips(survey, [1])
     # The choice is made block by block: the last is skipped unless a state with an earlier skip is closer once it has run.
     closeness = {
-        left_out: cosine(states_behind(survey, [index for index in range(NUM_LAYERS) if index != left_out]), true)
+        left_out: cosine(states_after(survey, [index for index in range(NUM_LAYERS) if index != left_out]), true)
         for left_out in range(1, NUM_LAYERS)
     }
     assert closeness[skipped] == pytest.approx(max(closeness.values()), abs=0.01)
@@ -55,10 +55,10 @@ def test_one_skip_is_the_one_that_ends_closest_to_the_target() -> None:
 
 def test_sets_are_close_to_the_best_of_their_size() -> None:
     survey = survey_of(tiny_target(NUM_LAYERS))
-    true = states_behind(survey, list(range(NUM_LAYERS)))
+    true = states_after(survey, list(range(NUM_LAYERS)))
 
     def closeness(skipped: tuple[int, ...]) -> float:
-        return cosine(states_behind(survey, [index for index in range(NUM_LAYERS) if index not in skipped]), true)
+        return cosine(states_after(survey, [index for index in range(NUM_LAYERS) if index not in skipped]), true)
 
     for skipped in cosine_skips(survey, [2, 3]):
         all_of_that_size = sorted(closeness(other) for other in combinations(range(1, NUM_LAYERS), len(skipped)))
@@ -81,5 +81,5 @@ def test_block_by_block_the_states_are_those_of_the_target(family: str) -> None:
         token_ids = torch.tensor([[*prompt, *text[:-1]]])
         states, _ = target.exit_states(token_ids, [target.num_layers - 1])
     (true,) = states.values()
-    ours = states_behind(survey, list(range(target.num_layers - 1)))
+    ours = states_after(survey, list(range(target.num_layers - 1)))
     torch.testing.assert_close(ours.flatten(-3, -2), true[..., len(prompt) :, :].flatten(-3, -2), rtol=1e-3, atol=1e-3)

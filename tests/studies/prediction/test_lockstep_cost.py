@@ -1,4 +1,4 @@
-"""Texts in step: the passes foretold are those of decoding, and what they cost."""
+"""Sequences in lockstep: predicted passes equal those of decoding; their cost."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from tests.support.tiny import tiny_target
 COSTS = RoundCosts(draft_step=0.25, verify=(1.0, 1.1, 1.3, 1.6))
 WHOLE = RoundCosts(draft_step=0.001, verify=(1.0, 1.5, 2.0))
 SIZES = ((8, 33), (8, 20), (4, 27))
-"""Lengths of prompts, and of what is written behind them."""
+"""Lengths of the prompts and of their continuations."""
 
 
 @pytest.fixture(scope="module")
@@ -99,7 +99,7 @@ def test_passes_are_those_of_decoding(
     decoder = Decoder(target, draft, rule, Decoding(prefix_reuse=prefix_reuse), heads=ExitHeads(target, tmp_path))
     together = LockstepBatches(((0, 1, 2),)).of_draft(draft, prefix_reuse=prefix_reuse)
     asked = [together.asked(rounds, COSTS, WHOLE) for rounds in rounds_of(decoder, requests)]
-    foretold = [(len(shared), shared[0].verifies) for shared in passes_in_lockstep(asked)]
+    predicted = [(len(shared), shared[0].verifies) for shared in passes_in_lockstep(asked)]
 
     passes: list[tuple[int, bool]] = []
     run = target.runner.run_shared_pass
@@ -110,7 +110,7 @@ def test_passes_are_those_of_decoding(
 
     monkeypatch.setattr(target.runner, "run_shared_pass", watched)
     decoder.generate_batch(requests)
-    assert foretold == passes
+    assert predicted == passes
     if kind.startswith("nothing"):
         assert len({num_texts for num_texts, _ in passes}) > 1
 
@@ -133,7 +133,7 @@ def test_texts_that_want_different_parts_share_nothing() -> None:
 
 
 @pytest.mark.parametrize("matches", ["+++-++-", "-------", "+++++++"])
-def test_equal_texts_in_step_cost_together_what_one_does_alone(matches: str) -> None:
+def test_equal_sequences_in_lockstep_cost_as_much_as_one(matches: str) -> None:
     rule = Fixed(max_tokens=2)
     one = replay(rule, [recorded(matches)], COSTS)
     three = replay(rule, [recorded(matches)] * 3, COSTS, None, LockstepBatches(((0, 1, 2),)))
@@ -165,14 +165,14 @@ def test_plain_decoding_of_a_batch_takes_as_long_as_its_longest_text() -> None:
     assert replayed.costs_per_token == pytest.approx((1.0, 1.0))
 
 
-def test_batches_are_of_texts_one_behind_the_other() -> None:
+def test_batches_are_of_consecutive_sequences() -> None:
     assert batches_of((0, 1, 2, 3, 4, 5), 2) == {0: (0, 1), 1: (2, 3), 2: (4, 5)}
     assert batches_of((0, 2, 3), 2) == {0: (0,), 1: (1, 2)}
     assert batches_of((1, 4), 1) == {1: (0,), 4: (1,)}
 
 
 @pytest.mark.parametrize("draft", [LayerSkip.blocks((1, 2)), PromptLookup(), EarlyExit(exit_layer=2, lookup=Lookup())])
-def test_predictions_go_in_step_where_texts_share_passes(draft: Any, target: Target, survey: Survey) -> None:
+def test_predictions_are_in_lockstep_where_passes_are_shared(draft: Any, target: Target, survey: Survey) -> None:
     def predictor(**how: Any) -> Predictor:
         return Predictor(survey, made_up_costs(target), max_tokens=4, **how)
 
@@ -188,7 +188,7 @@ def test_predictions_go_in_step_where_texts_share_passes(draft: Any, target: Tar
     assert max(costs) <= in_all * (1 + 1e-9) < sum(costs)
 
 
-def test_texts_that_take_turns_are_foretold_one_by_one(
+def test_sequences_that_cannot_share_passes_are_predicted_singly(
     target: Target, survey: Survey, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(target, "unbatchable_reason", "for the sake of the test")

@@ -109,9 +109,7 @@ def test_rounds_of_a_fixed_length_are_those_of_real_decoding(
         assert replayed.cost == pytest.approx(sum(COSTS.of(each.num_drafted) for each in real))
 
 
-def test_a_rule_without_memory_stops_where_it_does_in_real_decoding_up_to_the_first_rejected_draft(
-    target: Target, text: tuple[int, ...]
-) -> None:
+def test_rule_without_memory_stops_as_in_decoding_up_to_a_rejection(target: Target, text: tuple[int, ...]) -> None:
     class Stopping(Watched):
         def controller(self) -> Controller:
             controller, like = super().controller(), TopProbability(max_tokens=6, threshold=0.5).controller()
@@ -163,12 +161,12 @@ def test_texts_share_a_controller_if_the_rule_is_persistent(persistent: bool, nu
 def test_cost_aware_rule_weighs_the_costs_of_the_replay() -> None:
     recordings = [recorded("+" * 60)] * 4
     cheap = replay(BetaThompson(), recordings, RoundCosts(draft_step=0.05, verify=(1.0, 1.02)))
-    dear = replay(BetaThompson(), recordings, RoundCosts(draft_step=3.0, verify=(1.0, 4.0)))
+    expensive = replay(BetaThompson(), recordings, RoundCosts(draft_step=3.0, verify=(1.0, 4.0)))
     assert cheap.speedup > 2
-    assert dear.speedup == pytest.approx(1.0), "no acceptance is worth a draft of three passes"
+    assert expensive.speedup == pytest.approx(1.0), "no acceptance is worth a draft of three passes"
 
 
-def test_greedy_recording_compares_the_likeliest_tokens_and_keeps_what_rules_ask() -> None:
+def test_greedy_recording_compares_the_most_likely_tokens() -> None:
     target = torch.tensor([[2.0, 0.0, 0.0], [0.0, 2.0, 0.0]])
     draft = torch.tensor([[3.0, 1.0, 0.0], [3.0, 1.0, 0.0]])
     recording = Recording.of(target, draft)
@@ -197,7 +195,7 @@ def test_sampled_drafts_are_accepted_as_often_as_the_distributions_overlap() -> 
     assert _sampled([90.0, 0.0], [0.0, 90.0]).agreement == 0.0
 
 
-def test_sampled_recording_is_drawn_by_its_seed_and_leaves_the_stream_of_others_alone() -> None:
+def test_sampled_recording_draws_from_its_own_seeded_stream() -> None:
     torch.manual_seed(0)
     expected = torch.rand(3)
     torch.manual_seed(0)
@@ -208,5 +206,5 @@ def test_sampled_recording_is_drawn_by_its_seed_and_leaves_the_stream_of_others_
 
 
 def test_recording_of_no_positions_is_refused() -> None:
-    with pytest.raises(ValueError, match="at least one token behind the prefill's"):
+    with pytest.raises(ValueError, match="at least one token after the prefill's"):
         Recording.of(torch.zeros(0, 4), torch.zeros(0, 4))

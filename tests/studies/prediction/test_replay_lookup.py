@@ -41,7 +41,7 @@ def texts(target: Target) -> list[tuple[int, ...]]:
 
 @pytest.mark.parametrize("draft", [LayerSkip.blocks([2, 4]), EarlyExit(exit_layer=3)], ids=lambda draft: draft.kind)
 @pytest.mark.parametrize("front", [Lookup(max_tokens=3), Lookup(max_ngram=4, min_ngram=2, max_tokens=6)])
-def test_rounds_with_a_lookup_in_front_are_those_of_decoding(
+def test_rounds_with_a_lookup_before_a_draft_equal_decoding(
     target: Target, texts: list[tuple[int, ...]], draft: LayerSkip | EarlyExit, front: Lookup
 ) -> None:
     survey = Survey(target, PROMPTS, texts, depth=2)
@@ -106,7 +106,7 @@ def test_sampled_copies_are_accepted_as_often_as_their_tokens_are_likely(
 @pytest.mark.parametrize(
     "draft", [PromptLookup(), LayerSkip.blocks([2, 4]), EarlyExit(exit_layer=3, lookup=Lookup(max_tokens=6))]
 )
-def test_in_bit_exact_mode_rounds_are_no_longer_than_a_verification_has_room_for(
+def test_rounds_in_bit_exact_mode_fit_into_a_verification(
     texts: list[tuple[int, ...]], draft: PromptLookup | LayerSkip | EarlyExit
 ) -> None:
     exact = Target(tiny_target(NUM_LAYERS).model, partial(StaticRunner, compiled=False, exact_width=4))

@@ -36,7 +36,7 @@ def target() -> Target:
 
 @pytest.fixture(scope="module")
 def texts(target: Target) -> list[tuple[int, ...]]:
-    lengths = (24, 17, 1)  # the last has nothing to foretell
+    lengths = (24, 17, 1)  # the last has nothing to predict
     return [
         plain_decoder(target).generate(Request(prompt, Ending(length))).tokens
         for prompt, length in zip(PROMPTS, lengths, strict=True)
@@ -45,7 +45,7 @@ def texts(target: Target) -> list[tuple[int, ...]]:
 
 @torch.inference_mode()
 def first_drafts(target: Target, skip: LayerSkip, prompt: Sequence[int], text: Sequence[int], place: int) -> list[int]:
-    """What a real drafter writes in the round behind `place` tokens of the text."""
+    """Return the draft of a real drafter in the round after `place` tokens of the continuation."""
     written = [*prompt, *text[:place]]
     held, cache = TokenSequence(written, len(written) + 5, target.device), target.new_cache(len(written) + 5)
     target.forward(held.span(0, held.length), cache, 0)
@@ -64,7 +64,7 @@ def test_recorded_rounds_are_rounds_of_a_real_drafter(
         for place in range(1, len(text) - 4, 4):
             drafted = first_drafts(target, skip, prompt, text, place)
             right = [token == known for token, known in zip(drafted, text[place : place + 4], strict=True)]
-            # As long as a real draft is right it is on the text; what it drafts behind its first mistake is its own.
+            # A real draft follows the sequence up to its first mistake; later drafts differ.
             tested = right.index(False) + 1 if False in right else 4
             assert list(recording.matches[place - 1 : place - 1 + tested]) == right[:tested]
     assert 0.1 < recordings[0].agreement < 1.0
@@ -72,7 +72,7 @@ def test_recorded_rounds_are_rounds_of_a_real_drafter(
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.parametrize("exit_layer", [2, 4])
-def test_exit_is_the_skip_of_all_blocks_behind_it(
+def test_exit_is_the_skip_of_all_later_blocks(
     target: Target, texts: list[tuple[int, ...]], exit_layer: int, temperature: float
 ) -> None:
     survey = Survey(target, PROMPTS, texts, temperature=temperature, seed=3)

@@ -45,7 +45,7 @@ def test_each_kind_has_its_share_and_rules_take_turns(target: Target) -> None:
     assert Counter(candidate.draft_length.rule for candidate in drawn) == dict.fromkeys(RULES, 10)
     assert all(candidate.draft_length.max_tokens <= 6 for candidate in drawn)
     first = [kind_of(candidate.draft) for candidate in drawn[:12]]
-    assert any(one != other for one, other in pairwise(first)), "kinds are mixed, not one behind the other"
+    assert any(one != other for one, other in pairwise(first)), "kinds are mixed, not grouped"
 
 
 def test_without_heads_the_other_kinds_share_theirs(target: Target) -> None:

@@ -234,15 +234,13 @@ def test_columns_of_a_lookup_are_its_settings_wherever_it_stands() -> None:
 
 
 @pytest.mark.parametrize("costs", [None, RoundCosts(draft_step=0.2, verify=(1.0, 1.1))])
-def test_columns_of_a_learning_rule_are_its_settings_and_not_what_it_learnt(costs: RoundCosts | None) -> None:
+def test_columns_of_an_adaptive_rule_are_its_settings_only(costs: RoundCosts | None) -> None:
     params = trial_params(record(candidate=candidate((1,), BetaThompson(costs=costs, forgetting=0.96))))
     assert params["rule.forgetting"] == 0.96
     assert not {"rule.costs", "rule.prior"} & set(params)
 
 
-def test_blocks_behind_an_exit_are_drawn_as_left_out_and_plain_decoding_not_at_all(
-    tmp_path: Path, drawn: list[Figure]
-) -> None:
+def test_blocks_after_an_exit_are_drawn_as_skipped(tmp_path: Path, drawn: list[Figure]) -> None:
     plain = Candidate(draft=PlainDecoding(), draft_length=Fixed())
     records = [
         record(1.4, number=0, candidate=Candidate(draft=HEAD, draft_length=Fixed()), study="exit_layer"),
@@ -289,7 +287,7 @@ def _entry(rule: DraftLengthRule, label: str, seconds: tuple[float, ...]) -> Rul
     return RuleEntry(label, rule, Measurement(samples=tuple(samples)))
 
 
-def test_table_of_rules_marks_the_best_fixed_length_and_cuts_nothing_in_a_narrow_terminal() -> None:
+def test_table_of_rules_marks_the_best_fixed_length() -> None:
     entries = (
         _entry(Fixed(max_tokens=1), "fixed 1", (0.5, 0.5, 1.0, 1.0)),
         _entry(Fixed(max_tokens=2), "fixed 2", (0.8, 0.8, 0.4, 0.4)),
