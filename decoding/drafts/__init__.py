@@ -11,7 +11,7 @@ from decoding.drafts.layers import Layers, compact_indices, format_indices, pars
 from decoding.drafts.lookup import Lookup
 from decoding.drafts.plain import PlainDecoding
 from decoding.drafts.prompt_lookup import PromptLookup
-from decoding.drafts.registry import KINDS, Draft, DraftKind, RealDraft
+from decoding.drafts.registry import KINDS, Draft, DraftKind, RealDraft, infer_kind
 
 __all__ = [
     "KINDS",
@@ -28,5 +28,6 @@ __all__ = [
     "RealDraft",
     "compact_indices",
     "format_indices",
+    "infer_kind",
     "parse_indices",
 ]

@@ -6,7 +6,7 @@ Drafter and predictor are named as `module:name` and imported at their first use
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from pkgutil import resolve_name
@@ -55,6 +55,11 @@ KINDS: dict[str, DraftKind] = {
         PlainDecoding, "decoding.drafters.build:no_drafter", "studies.prediction.predictors:PlainPredictor"
     ),
 }
+
+
+def infer_kind(keys: Collection[str]) -> str:
+    """Return the kind whose document has most of `keys`; the first registered one among equals."""
+    return max(KINDS, key=lambda name: len(KINDS[name].document.model_fields.keys() & set(keys)))
 
 
 class _ByKind:

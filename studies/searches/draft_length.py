@@ -9,18 +9,16 @@ from pydantic import BeforeValidator, Field
 
 from decoding.draft_length import RULES
 from decoding.drafters.build import check_draft
-from decoding.drafts import RealDraft
+from decoding.drafts import RealDraft, infer_kind
 from decoding.target import Target
 from studies.contract import Candidate, Problem, Study, StudySettings, StudySetup, best_trials
 from studies.rule_space import RuleNames, rule_parameters, rule_sampler, suggest_rule
 
 
 def _name_kind(draft: Any) -> Any:
-    """Return `draft` with its kind, inferred from a key that only one kind has if the kind is missing."""
+    """Return `draft` with its kind, inferred from the other keys if it is missing."""
     if isinstance(draft, dict) and "kind" not in draft:
-        if "exit_layer" in draft:
-            return {"kind": "early_exit", **draft}
-        return {"kind": "prompt_lookup" if {"max_ngram", "min_ngram"} & draft.keys() else "layer_skip", **draft}
+        return {"kind": infer_kind(draft.keys()), **draft}
     return draft
 
 

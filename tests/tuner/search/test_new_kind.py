@@ -25,6 +25,7 @@ from studies.contract import TrialRecord
 from studies.prediction.guided import GuidedSearch
 from studies.prediction.predictor import Predictor
 from studies.prediction.survey import Survey
+from studies.searches.draft_length import DraftLengthSettings
 from tests.support.costs import made_up_costs
 from tests.support.toy_kind import TOY, Cycle
 from tests.tuner.conftest import SearchCommand
@@ -62,6 +63,10 @@ def test_search_measures_it_losslessly(run_search: SearchCommand, workplace: Pat
     assert all(record.measurement is not None and record.measurement.is_lossless for record in records)
     rows = list(csv.DictReader(trials_csv(records).splitlines()))
     assert {(row["kind"], row["period"]) for row in rows} == {("cycle", "2")}
+
+
+def test_kind_is_inferred_from_its_keys() -> None:
+    assert DraftLengthSettings.model_validate({"draft": {"period": 2}}).draft == Cycle(period=2)
 
 
 def test_prediction_has_the_rounds_of_decoding(target: Target, texts: list[tuple[int, ...]]) -> None:
