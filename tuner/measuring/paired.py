@@ -6,7 +6,7 @@ measures and compares tokens; it decides nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -27,10 +27,9 @@ from studies.contract import Candidate
 from studies.measurement import BatchTexts, Measurement, PromptSample
 from tuner.measuring.baseline import Baseline
 from tuner.measuring.clock import Clock, WallClock
+from tuner.measuring.contract import OnSample
 from tuner.measuring.recording import Recorder, TimedBatch, record_decoding
 from tuner.measuring.turns import WARM_UP_TOKENS, take_turns
-
-OnSample = Callable[[PromptSample], None]
 
 
 @dataclass(frozen=True, eq=False)

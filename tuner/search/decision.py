@@ -12,8 +12,9 @@ from types import MappingProxyType
 from studies.contract import Candidate, TrialRecord, TrialState, best_trials
 from studies.measurement import Measurement
 from tuner.config import SearchConfig
+from tuner.measuring.contract import Measuring
 from tuner.progress import Progress
-from tuner.search.race import Finalist, Measuring, race
+from tuner.search.race import Finalist, race
 
 REFERENCE_RULES = ("ada_edl",)
 """Published rules that are always in the final table."""

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 from scipy import stats
 
-from studies.contract import Candidate, TrialRecord
-from studies.measurement import Measurement, PromptSample, pooled
+from studies.contract import TrialRecord
+from studies.measurement import Measurement, pooled
+from tuner.measuring.contract import Measuring
 
 LAP = 4
 """Prompts between two checks for dropouts."""
@@ -27,22 +27,6 @@ MOST_PASSES = 3
 """Passes over the prompts, at most, while the finalists cannot be told apart."""
 ALIKE = 0.01
 """Relative difference of speed-ups, by a paired 95 % interval, below which finalists need not be told apart."""
-
-
-class Measuring(Protocol):
-    """Measures candidates, as `tuner.measuring.paired.Bench` does."""
-
-    @property
-    def indices(self) -> Sequence[int]:
-        """Indices of the measurable prompts, or of the batches of them."""
-
-    def measure(
-        self, candidate: Candidate, indices: Sequence[int], on_sample: Callable[[PromptSample], None] = ...
-    ) -> Measurement:
-        """Measure a candidate on the prompts at `indices`; `on_sample` gets each sample."""
-
-    def warm_up_rule(self, candidate: Candidate, indices: Sequence[int]) -> Candidate:
-        """Return the candidate with its rule warmed up on the prompts at `indices`."""
 
 
 @dataclass(frozen=True)

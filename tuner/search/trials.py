@@ -15,7 +15,7 @@ import torch
 
 from studies.contract import Candidate, Study, TrialRecord, TrialState
 from studies.measurement import Measurement, PromptSample
-from tuner.measuring.paired import Bench
+from tuner.measuring.contract import Measuring
 from tuner.search.storage import StoredStudy
 
 NUM_WARM_UP = 3
@@ -45,7 +45,7 @@ class Budget:
 
 
 def run_study(
-    study: Study, stored: StoredStudy, bench: Bench, indices: Sequence[int], budget: Budget, on_record: OnRecord
+    study: Study, stored: StoredStudy, bench: Measuring, indices: Sequence[int], budget: Budget, on_record: OnRecord
 ) -> tuple[list[TrialRecord], str]:
     """Run `study` until it is finished or `budget` is spent, with trials on the prompts (or batches) at `indices`.
 
@@ -129,7 +129,7 @@ class _Watch:
         return _Outcome(state, Measurement(samples=tuple(self._samples)) if self._samples else None, reason)
 
 
-def _measured(trial: optuna.Trial, candidate: Candidate, bench: Bench, indices: Sequence[int]) -> _Outcome:
+def _measured(trial: optuna.Trial, candidate: Candidate, bench: Measuring, indices: Sequence[int]) -> _Outcome:
     """Warm up the candidate's rule, measure the candidate and return the outcome."""
     watch = _Watch(trial)
     try:

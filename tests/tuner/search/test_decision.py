@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
-
 import pytest
 
 from decoding.draft_length import AdaEdl, Fixed
 from decoding.drafts import LayerSkip, PlainDecoding
 from studies.contract import Candidate
 from studies.measurement import Measurement
+from tests.support.benches import ScriptedBench, first_block
 from tests.support.records import candidate, measurement, record, sample
 from tuner.config import SearchConfig
 from tuner.progress import Unwatched
@@ -20,23 +18,17 @@ FASTER = measurement([1.2, 1.3, 1.25, 1.22])
 CONFIG = SearchConfig(model="m", dataset="d", prompts_per_trial=2, finalists=2)
 
 
-class MadeUpBench:
-    """Speed-ups by first skipped block."""
+def made_up_bench(num_prompts: int) -> ScriptedBench:
+    """A bench whose speed-ups follow the first skipped block."""
+    return ScriptedBench(lambda wanted, index: sample(1 + first_block(wanted) / 10 + index / 1000, index), num_prompts)
 
-    def __init__(self, num_prompts: int) -> None:
-        self.indices = range(num_prompts)
-        self.warmed_up: list[tuple[int, ...]] = []
-        self.measured: dict[int, tuple[int, ...]] = {}
 
-    def measure(self, wanted: Candidate, indices: Sequence[int], on_sample: Any = lambda sample: None) -> Measurement:
-        assert isinstance(wanted.draft, LayerSkip)
-        block = wanted.draft.skip_attention[0]
-        self.measured[block] = (*self.measured.get(block, ()), *indices)
-        return Measurement(samples=tuple(sample(1 + block / 10 + index / 1000, index) for index in indices))
-
-    def warm_up_rule(self, wanted: Candidate, indices: Sequence[int]) -> Candidate:
-        self.warmed_up.append(tuple(indices))
-        return wanted
+def measured(bench: ScriptedBench) -> dict[int, tuple[int, ...]]:
+    """Return all measured indices by first skipped block."""
+    found: dict[int, tuple[int, ...]] = {}
+    for block, indices in bench.blocks_measured:
+        found[block] = (*found.get(block, ()), *indices)
+    return found
 
 
 def test_an_interval_above_one_is_a_speedup() -> None:
@@ -62,32 +54,32 @@ def test_the_best_of_all_and_of_each_study_race_on_unseen_prompts() -> None:
         record(1.3, blocks=(3,), number=2),
         record(1.1, blocks=(4,), study="exit_layer"),
     ]
-    bench = MadeUpBench(8)
+    bench = made_up_bench(8)
     finalists = race_best(trials, ["conf_layers", "exit_layer"], bench, CONFIG, Unwatched())
     assert [finalist.trial.candidate.draft for finalist in finalists] == [
         LayerSkip.blocks((4,)),
         LayerSkip.blocks((2,)),
         LayerSkip.blocks((1,)),
     ]
-    assert set(bench.warmed_up) == {(0, 1)}
-    assert {min(indices) for indices in bench.measured.values()} == {2}
-    held_out = MadeUpBench(5)
+    assert set(bench.warmed_up_on) == {(0, 1)}
+    assert {min(indices) for indices in measured(bench).values()} == {2}
+    held_out = made_up_bench(5)
     confirmed = confirm(finalists, trials, held_out, Unwatched())
     assert [(each.label, each.measurement.speedup > 1.15) for each in confirmed] == [
         ("exit_layer", True),
         ("conf_layers", True),
     ]
-    assert held_out.measured == {4: tuple(range(5)), 2: tuple(range(5))}
+    assert measured(held_out) == {4: tuple(range(5)), 2: tuple(range(5))}
 
 
 def test_trials_on_all_prompts_leave_all_to_the_race() -> None:
-    bench = MadeUpBench(2)
+    bench = made_up_bench(2)
     race_best([record(1.5, blocks=(1,))], ["conf_layers"], bench, CONFIG, Unwatched())
-    assert bench.measured == {1: (0, 1)}
+    assert measured(bench) == {1: (0, 1)}
 
 
 def test_no_complete_trial_gives_no_finalist() -> None:
-    assert race_best([record(None)], ["conf_layers"], MadeUpBench(4), CONFIG, Unwatched()) == []
+    assert race_best([record(None)], ["conf_layers"], made_up_bench(4), CONFIG, Unwatched()) == []
 
 
 def test_a_published_rule_is_confirmed_beside_the_winner() -> None:
@@ -95,7 +87,7 @@ def test_a_published_rule_is_confirmed_beside_the_winner() -> None:
         record(1.5, blocks=(1,), number=0),
         record(1.1, blocks=(2,), number=1, candidate=candidate((2,), AdaEdl())),
     ]
-    bench = MadeUpBench(6)
+    bench = made_up_bench(6)
     config = CONFIG.model_copy(update={"finalists": 1})
     finalists = race_best(trials, ["conf_layers"], bench, config, Unwatched())
     labels = [each.label for each in confirm(finalists, trials, bench, Unwatched())]

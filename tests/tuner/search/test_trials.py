@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from studies.contract import Candidate, Study, StudySetup, TrialRecord, TrialState
-from studies.measurement import BatchTexts, Measurement, PromptSample
+from studies.measurement import BatchTexts, PromptSample
+from tests.support.benches import ScriptedBench, first_block
 from tests.support.records import candidate, sample
 from tuner.search.storage import StudyStore, sqlite_url
 from tuner.search.trials import NUM_WARM_UP, Budget, run_study
@@ -41,40 +42,17 @@ class Scripted(Study):
         return "all proposed" if len(self.observed) == len(self._sets) else None
 
 
-class FakeBench:
-    """Answers with made-up samples instead of decoding; counts what it was asked."""
-
-    def __init__(self, answer: Callable[[Candidate, int], PromptSample]) -> None:
-        self._answer = answer
-        self.measured: list[tuple[int, ...]] = []
-        self.warm_ups: list[tuple[int, ...]] = []
-
-    def warm_up_rule(self, wanted: Candidate, indices: Sequence[int]) -> Candidate:
-        self.warm_ups.append(tuple(indices))
-        return wanted.with_rule(wanted.draft_length.model_copy(update={"persistent": True}))
-
-    def measure(
-        self, wanted: Candidate, indices: Sequence[int], on_sample: Callable[[PromptSample], None]
-    ) -> Measurement:
-        self.measured.append(wanted.draft.skip_attention)
-        samples = []
-        for index in indices:
-            samples.append(self._answer(wanted, index))
-            on_sample(samples[-1])
-        return Measurement(samples=tuple(samples))
-
-
 def _run(
-    tmp_path: Path, sets: Sequence[Sequence[int]], bench: FakeBench, budget: Budget | None = None
+    tmp_path: Path, sets: Sequence[Sequence[int]], bench: ScriptedBench, budget: Budget | None = None
 ) -> tuple[list[TrialRecord], str, Scripted]:
     study = Scripted(sets)
     stored = StudyStore(sqlite_url(tmp_path / "trials.db"), "e").open(study, {})
-    records, ended = run_study(study, stored, bench, PLACES, budget or Budget(None, None), lambda record: None)  # type: ignore[arg-type]
+    records, ended = run_study(study, stored, bench, PLACES, budget or Budget(None, None), lambda record: None)
     return records, ended, study
 
 
 def _by_first_block(wanted: Candidate, index: int) -> PromptSample:
-    return sample(1.0 + wanted.draft.skip_attention[0] / 10 + index / 1000, index)
+    return sample(1.0 + first_block(wanted) / 10 + index / 1000, index)
 
 
 def test_a_rule_is_warmed_up_before_its_trial_and_recorded_as_proposed(tmp_path: Path) -> None:
@@ -84,15 +62,15 @@ def test_a_rule_is_warmed_up_before_its_trial_and_recorded_as_proposed(tmp_path:
         measured.append(wanted.draft_length.persistent)
         return sample(1.2, index)
 
-    bench = FakeBench(answer)
+    bench = ScriptedBench(answer)
     records, _, _ = _run(tmp_path, [[3]], bench)
-    assert bench.warm_ups == [tuple(PLACES[:NUM_WARM_UP])]
+    assert bench.warmed_up_on == [tuple(PLACES[:NUM_WARM_UP])]
     assert all(measured), "the warmed-up rule is measured"
     assert not records[0].candidate.draft_length.persistent
 
 
 def test_every_trial_is_measured_recorded_and_observed(tmp_path: Path) -> None:
-    records, ended, study = _run(tmp_path, [[3], [4]], FakeBench(_by_first_block))
+    records, ended, study = _run(tmp_path, [[3], [4]], ScriptedBench(_by_first_block))
     assert ended == "all proposed"
     assert [record.state for record in records] == [TrialState.COMPLETE] * 2
     assert [len(record.measurement.samples) for record in records if record.measurement] == [6, 6]
@@ -101,15 +79,15 @@ def test_every_trial_is_measured_recorded_and_observed(tmp_path: Path) -> None:
 
 
 def test_a_set_met_before_is_not_measured_again(tmp_path: Path) -> None:
-    bench = FakeBench(_by_first_block)
+    bench = ScriptedBench(_by_first_block)
     records, _, _ = _run(tmp_path, [[3], [4], [3]], bench)
-    assert bench.measured == [(3,), (4,)]
+    assert [block for block, _ in bench.blocks_measured] == [3, 4]
     assert records[2].repeat_of == 0
     assert records[2].speedup == records[0].speedup
 
 
 def test_a_candidate_that_is_slower_prompt_by_prompt_is_pruned(tmp_path: Path) -> None:
-    records, _, _ = _run(tmp_path, [[9], [1]], FakeBench(_by_first_block))
+    records, _, _ = _run(tmp_path, [[9], [1]], ScriptedBench(_by_first_block))
     assert records[1].state is TrialState.PRUNED
     assert records[1].measurement is not None
     assert len(records[1].measurement.samples) < 6
@@ -117,7 +95,7 @@ def test_a_candidate_that_is_slower_prompt_by_prompt_is_pruned(tmp_path: Path) -
 
 
 def test_output_that_differs_from_plain_decoding_fails_the_trial(tmp_path: Path) -> None:
-    bench = FakeBench(lambda wanted, index: sample(9.0, index, identical=index != 2))
+    bench = ScriptedBench(lambda wanted, index: sample(9.0, index, identical=index != 2))
     (record,), _, _ = _run(tmp_path, [[3]], bench)
     assert record.state is TrialState.FAIL
     assert record.reason == "the output for tuning prompt 2 differs from plain decoding"
@@ -125,14 +103,14 @@ def test_output_that_differs_from_plain_decoding_fails_the_trial(tmp_path: Path)
 
 def test_wrong_output_in_a_batch_fails_the_trial(tmp_path: Path) -> None:
     batch = BatchTexts(count=4, identical=1, ties=1)
-    bench = FakeBench(lambda wanted, index: sample(9.0, index, identical=False, batch=batch))
+    bench = ScriptedBench(lambda wanted, index: sample(9.0, index, identical=False, batch=batch))
     (record,), _, _ = _run(tmp_path, [[3]], bench)
     assert record.state is TrialState.FAIL
     assert record.reason == "2 of 4 outputs for tuning batch 0 differ from plain decoding"
 
 
 def test_a_numerical_tie_does_not_fail_the_trial(tmp_path: Path) -> None:
-    bench = FakeBench(lambda wanted, index: sample(2.0, index, identical=index != 2, tie=index == 2))
+    bench = ScriptedBench(lambda wanted, index: sample(2.0, index, identical=index != 2, tie=index == 2))
     (record,), _, _ = _run(tmp_path, [[3]], bench)
     assert record.state is TrialState.COMPLETE
 
@@ -152,7 +130,7 @@ def test_a_trial_that_raises_is_recorded_and_the_search_goes_on(
             raise failure
         return _by_first_block(wanted, index)
 
-    records, _, _ = _run(tmp_path, [[3], [4], [5]], FakeBench(answer))
+    records, _, _ = _run(tmp_path, [[3], [4], [5]], ScriptedBench(answer))
     assert [record.state for record in records] == [TrialState.COMPLETE, TrialState.FAIL, TrialState.COMPLETE]
     assert records[1].reason == reason
 
@@ -165,7 +143,7 @@ def test_a_failed_set_may_be_tried_again(tmp_path: Path) -> None:
             raise failure
         return _by_first_block(wanted, index)
 
-    records, _, _ = _run(tmp_path, [[3], [3]], FakeBench(answer))
+    records, _, _ = _run(tmp_path, [[3], [3]], ScriptedBench(answer))
     assert [record.state for record in records] == [TrialState.FAIL, TrialState.COMPLETE]
 
 
@@ -176,24 +154,24 @@ def test_stopping_the_search_is_no_failed_trial(tmp_path: Path) -> None:
         return _by_first_block(wanted, index)
 
     with pytest.raises(KeyboardInterrupt):
-        _run(tmp_path, [[3], [4]], FakeBench(answer))
-    records, _, _ = _run(tmp_path, [[3], [4]], FakeBench(_by_first_block))
+        _run(tmp_path, [[3], [4]], ScriptedBench(answer))
+    records, _, _ = _run(tmp_path, [[3], [4]], ScriptedBench(_by_first_block))
     assert [record.number for record in records] == [0, 2]
     assert [record.state for record in records] == [TrialState.COMPLETE] * 2
 
 
 def test_a_resumed_study_measures_only_what_is_left(tmp_path: Path) -> None:
-    first, _, _ = _run(tmp_path, [[3], [4]], FakeBench(_by_first_block))
-    bench = FakeBench(_by_first_block)
+    first, _, _ = _run(tmp_path, [[3], [4]], ScriptedBench(_by_first_block))
+    bench = ScriptedBench(_by_first_block)
     records, _, study = _run(tmp_path, [[3], [4], [5]], bench)
-    assert bench.measured == [(5,)]
+    assert [block for block, _ in bench.blocks_measured] == [5]
     assert records[:2] == first
     assert study.observed == records
 
 
 def test_the_trial_budget_counts_stored_trials(tmp_path: Path) -> None:
-    _run(tmp_path, [[3], [4], [5]], FakeBench(_by_first_block), Budget(2, None))
-    bench = FakeBench(_by_first_block)
+    _run(tmp_path, [[3], [4], [5]], ScriptedBench(_by_first_block), Budget(2, None))
+    bench = ScriptedBench(_by_first_block)
     records, ended, _ = _run(tmp_path, [[3], [4], [5]], bench, Budget(2, None))
     assert bench.measured == []
     assert len(records) == 2
@@ -201,7 +179,7 @@ def test_the_trial_budget_counts_stored_trials(tmp_path: Path) -> None:
 
 
 def test_no_trial_begins_when_the_seconds_are_spent(tmp_path: Path) -> None:
-    bench = FakeBench(_by_first_block)
+    bench = ScriptedBench(_by_first_block)
     records, ended, _ = _run(tmp_path, [[3]], bench, Budget(None, 10.0, spent_seconds=10.0))
     assert records == []
     assert ended == "its share of the search time is spent"
@@ -245,7 +223,7 @@ def test_seconds_of_a_trial_are_those_of_thinking_and_of_measuring(
     monkeypatch.setattr("tuner.search.trials.time", clock)
     stored = StudyStore(sqlite_url(tmp_path / "trials.db"), "e").open(study := Thinking([[3], [4], [3]]), {})
     budget = Budget(None, None)
-    records, _ = run_study(study, stored, FakeBench(answer), PLACES, budget, show)  # type: ignore[arg-type]
+    records, _ = run_study(study, stored, ScriptedBench(answer), PLACES, budget, show)
     # Learning from a trial (0.5 s) and deciding whether to go on (0.25 s) count with the next trial. A repeat is not measured.
     assert [record.seconds for record in records] == [62.25, 62.75, 2.75]
     assert budget.spent_seconds == 127.75

@@ -1,7 +1,7 @@
-"""Candidates that cannot win, and the benches that measure them: input of the decision that `sdtune evaluate integrity` tests.
+"""Candidates that cannot win, and the benches that measure them, for `sdtune evaluate integrity`.
 
-The decision sees candidates that look like any others. What is decoded for them is plain decoding itself, a draft that is never
-asked for a token, or a draft that is the whole model.
+The decision sees candidates that look like any others. Decoded for them is plain decoding itself, a draft that is never asked for a
+token, or a draft that is the whole model.
 """
 
 from __future__ import annotations
@@ -15,41 +15,44 @@ from decoding.draft_length import BetaThompson, Fixed, RoundCosts
 from decoding.drafts import LayerSkip, PlainDecoding
 from studies.contract import Candidate
 from studies.measurement import Measurement, PromptSample
-from tuner.measuring.paired import Bench, OnSample
+from tuner.measuring.contract import Measuring, OnSample
 
 PROHIBITIVE = RoundCosts(draft_step=1e6, verify=(1.0, 1e6))
-"""Costs at which no draft ever pays."""
+"""Costs at which no draft pays."""
 WHOLE_LENGTHS = (1, 2, 4)
-"""Tokens that the whole model drafts in a round."""
+"""Draft lengths of the whole model."""
 
 
 @dataclass(frozen=True)
 class Family:
-    """Some candidates that cannot be faster than plain decoding."""
+    """Candidates that cannot be faster than plain decoding."""
 
     name: str
     truth: str
-    """What their speed-up is, and why."""
+    """Their true speed-up and the reason."""
     decoded_as: Mapping[str, Candidate] = field(repr=False)
-    """What is really decoded, by the key of the candidate that the decision sees."""
+    """The candidate that is really decoded, by the key of the candidate that the decision sees."""
     candidates: tuple[Candidate, ...]
 
     @classmethod
     def of(cls, name: str, truth: str, pairs: Sequence[tuple[Candidate, Candidate]]) -> Family:
-        """From pairs of what is seen and what is decoded."""
+        """Build a family from pairs: the candidate seen by the decision, and the candidate decoded."""
         return cls(name, truth, {seen.key: decoded for seen, decoded in pairs}, tuple(seen for seen, _ in pairs))
 
     @property
     def decoded(self) -> list[Candidate]:
-        """What has to be decoded, each once."""
+        """The distinct candidates to decode."""
         return list({candidate.key: candidate for candidate in self.decoded_as.values()}.values())
 
 
 def families(copies: int) -> dict[str, Family]:
-    """The families by name, those of equal candidates with `copies` of them: the best of many is chosen, as in a search."""
+    """Return the families by name.
+
+    Families of equal candidates have `copies` members, so that the best of many is chosen, as in a search.
+    """
     plain = Candidate(draft=PlainDecoding(), draft_length=Fixed())
     disguised = [(Candidate(draft=LayerSkip(), draft_length=Fixed(max_tokens=1 + n)), plain) for n in range(copies)]
-    # Another seed is another candidate, and draws nothing: a rule that never drafts is the same with all of them.
+    # Another seed makes another candidate, but nothing is drawn: a rule that never drafts is the same for all seeds.
     idle = [
         Candidate(draft=LayerSkip(), draft_length=BetaThompson(max_tokens=1, seed=seed, costs=PROHIBITIVE))
         for seed in range(copies)
@@ -67,30 +70,30 @@ def families(copies: int) -> dict[str, Family]:
 
 @dataclass(frozen=True)
 class Bank:
-    """Real samples of some candidates: each prompt several times, half of them with plain decoding first, half with it second."""
+    """Real samples of some candidates: every prompt several times, with plain decoding first and second in turn."""
 
     num_prompts: int
     samples: Mapping[str, Mapping[tuple[int, bool], Sequence[PromptSample]]]
-    """By the key of what was decoded, then by prompt and by whether plain decoding came first."""
+    """Samples by key of the decoded candidate, then by prompt and by True if plain decoding came first."""
 
     @classmethod
     def fill(
         cls,
-        bench: Bench,
+        bench: Measuring,
         candidates: Sequence[Candidate],
         repetitions: int,
         on_sample: Callable[[PromptSample], None] = lambda sample: None,
     ) -> Bank:
-        """Decode every prompt of the bench `repetitions` times with each candidate, in whole passes one after the other.
+        """Decode every prompt of the bench `repetitions` times with each candidate, one whole pass after another.
 
-        ValueError for fewer than two repetitions: each order of the two decodings needs one.
+        Raises ValueError for fewer than two repetitions: each of the two orders needs one.
         """
         if repetitions < 2:
             raise ValueError(f"a bank needs two repetitions at least, got {repetitions}")
-        num_prompts = len(bench.prompts)
+        num_prompts = len(bench.indices)
         samples: dict[str, dict[tuple[int, bool], list[PromptSample]]] = {each.key: {} for each in candidates}
         for repetition in range(repetitions):
-            # The bench changes about who comes first: one more in front, and every prompt meets the other order.
+            # The bench alternates who goes first: one extra prompt at the start gives every prompt the other order.
             extra = repetition % 2
             indices = [*range(num_prompts - extra, num_prompts), *range(num_prompts)]
             for candidate in candidates:
@@ -100,14 +103,14 @@ class Bank:
         return cls(num_prompts, samples)
 
     def all_of(self, candidate: Candidate) -> Measurement:
-        """Every sample of what was decoded."""
+        """Return every sample of a decoded candidate."""
         return Measurement(samples=tuple(s for samples in self.samples[candidate.key].values() for s in samples))
 
 
 class ResampledBench:
-    """As many prompts as asked for, drawn from a bank's with replacement; each measurement draws one of the repetitions.
+    """A bench whose prompts are drawn from a bank with replacement; each measurement draws one of the repetitions.
 
-    Times that belong together in reality (the machine is slow for a while) are thereby mixed.
+    Drawing mixes times that belong together in reality, such as a period in which the machine is slow.
     """
 
     def __init__(self, bank: Bank, family: Family, num_prompts: int, stream: np.random.Generator) -> None:
@@ -118,7 +121,7 @@ class ResampledBench:
     def measure(
         self, candidate: Candidate, indices: Sequence[int], on_sample: OnSample = lambda sample: None
     ) -> Measurement:
-        """Samples of the bank in the order of plain decoding and candidate that a bench would have taken."""
+        """Draw samples in which plain decoding and candidate have the order that a real bench would use."""
         pool = self._bank.samples[self._family.decoded_as[candidate.key].key]
         samples = []
         for turn, index in enumerate(indices):
@@ -129,22 +132,22 @@ class ResampledBench:
         return Measurement(samples=tuple(samples))
 
     def warm_up_rule(self, candidate: Candidate, indices: Sequence[int]) -> Candidate:
-        """As it is: none of these has anything to learn."""
+        """Return the candidate unchanged: none of the families has an adaptive rule that drafts."""
         return candidate
 
 
 class FreshBench:
-    """The same with a real bench: every measurement is decoded anew."""
+    """A bench whose prompts are drawn with replacement and decoded anew for every measurement."""
 
-    def __init__(self, bench: Bench, family: Family, num_prompts: int, stream: np.random.Generator) -> None:
+    def __init__(self, bench: Measuring, family: Family, num_prompts: int, stream: np.random.Generator) -> None:
         self._bench, self._family = bench, family
-        self.prompts: list[int] = stream.integers(len(bench.prompts), size=num_prompts).tolist()
+        self.prompts: list[int] = stream.integers(len(bench.indices), size=num_prompts).tolist()
         self.indices = range(num_prompts)
 
     def measure(
         self, candidate: Candidate, indices: Sequence[int], on_sample: OnSample = lambda sample: None
     ) -> Measurement:
-        """Decode what the candidate stands for."""
+        """Decode with the family's candidate in place of this one."""
         decoded = self._family.decoded_as[candidate.key]
         measured = self._bench.measure(decoded, [self.prompts[index] for index in indices])
         samples = [s.model_copy(update={"prompt": index}) for s, index in zip(measured.samples, indices, strict=True)]
@@ -153,5 +156,5 @@ class FreshBench:
         return Measurement(samples=tuple(samples))
 
     def warm_up_rule(self, candidate: Candidate, indices: Sequence[int]) -> Candidate:
-        """As it is: none of these has anything to learn."""
+        """Return the candidate unchanged: none of the families has an adaptive rule that drafts."""
         return candidate

@@ -23,10 +23,10 @@ from studies.contract import Candidate, TrialRecord, TrialState
 from studies.measurement import Measurement
 from tuner.config import SearchConfig
 from tuner.evaluation.integrity.null_benches import Bank, Family, FreshBench, ResampledBench
+from tuner.measuring.contract import Measuring
 from tuner.measuring.paired import Bench
 from tuner.progress import Progress, Unwatched
 from tuner.search.decision import claims_speedup, confirm, race_best
-from tuner.search.race import Measuring
 from tuner.search.task import Task
 
 STUDY = "null"

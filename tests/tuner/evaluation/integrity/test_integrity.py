@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from decoding.drafts import LayerSkip, PlainDecoding
 from decoding.target import Target
 from studies.contract import Candidate
 from studies.measurement import Measurement
-from tests.support.benches import bench_on
+from tests.support.benches import ScriptedBench, bench_on, noisy
 from tests.support.records import measurement, sample
 from tests.support.refusals import refused
 from tests.support.tiny import tiny_target
@@ -32,33 +32,15 @@ CONFIG = SearchConfig(model="m", dataset="d", prompts_per_trial=4, finalists=3)
 Check = Callable[..., Result]
 
 
-class NoisyBench:
-    """Bench with random times: candidates are `true` times as fast as plain decoding, with log-normal noise."""
-
-    def __init__(self, num_prompts: int, true: float = 1.0, noise: float = 0.05, seed: int = 0) -> None:
-        self.prompts = list(range(num_prompts))
-        self.indices = range(num_prompts)
-        self._true, self._noise = true, noise
-        self._stream = np.random.default_rng(seed)
-        self.asked: list[tuple[Candidate, tuple[int, ...]]] = []
-
-    def measure(self, wanted: Candidate, indices: Sequence[int], on_sample: Any = lambda sample: None) -> Measurement:
-        self.asked.append((wanted, tuple(indices)))
-        samples = tuple(
-            sample(self._true * float(np.exp(self._stream.normal(0, self._noise))), index) for index in indices
-        )
-        for each in samples:
-            on_sample(each)
-        return Measurement(samples=samples)
-
-    def warm_up_rule(self, wanted: Candidate, indices: Sequence[int]) -> Candidate:
-        return wanted
+def noisy_bench(num_prompts: int, true: float = 1.0, seed: int = 0) -> ScriptedBench:
+    """A bench with random times: every candidate is `true` times as fast as plain decoding, with log-normal noise."""
+    return ScriptedBench(noisy(true, seed=seed), num_prompts)
 
 
 def claims(family: Family, true: float, runs: int = 30) -> int:
     """Return how many of `runs` searches claim a speed-up if candidates are `true` times as fast as plain decoding."""
     stream = np.random.default_rng(1)
-    banks = [Bank.fill(NoisyBench(20, true, seed=seed), family.decoded, 6) for seed in (0, 1)]  # type: ignore[arg-type]
+    banks = [Bank.fill(noisy_bench(20, true, seed=seed), family.decoded, 6) for seed in (0, 1)]
     found = 0
     for _ in range(runs):
         tuning, held_out = (ResampledBench(bank, family, 20, stream) for bank in banks)
@@ -77,7 +59,7 @@ def test_selection_biases_the_best_trial_but_not_the_confirmation() -> None:
     family = families(16)["idle"]
     stream = np.random.default_rng(0)
     runs = [
-        search_among(family, *(NoisyBench(16, seed=int(stream.integers(1 << 30))) for _ in range(2)), CONFIG)
+        search_among(family, *(noisy_bench(16, seed=int(stream.integers(1 << 30))) for _ in range(2)), CONFIG)
         for _ in range(20)
     ]
     assert np.mean([run.best_trial for run in runs]) > 1.02
@@ -117,26 +99,26 @@ def test_idle_candidates_never_draft_and_whole_models_are_accepted(bench: Bench)
 @pytest.mark.parametrize("repetitions", [2, 3])
 def test_a_bank_has_every_prompt_in_both_orders(num_prompts: int, repetitions: int) -> None:
     family = families(3)["whole"]
-    made = NoisyBench(num_prompts)
-    bank = Bank.fill(made, family.decoded, repetitions)  # type: ignore[arg-type]
+    made = noisy_bench(num_prompts)
+    bank = Bank.fill(made, family.decoded, repetitions)
     for candidate in family.decoded:
         pools = bank.samples[candidate.key]
         assert set(pools) == {(prompt, first) for prompt in range(num_prompts) for first in (True, False)}
         assert all(each.prompt == prompt for (prompt, _), samples in pools.items() for each in samples)
         per_prompt = Counter(s.prompt for s in bank.all_of(candidate).samples)
         assert per_prompt == dict.fromkeys(range(num_prompts), repetitions)
-    order = [candidate for candidate, _ in made.asked]
+    order = [candidate for candidate, _ in made.measured]
     assert order == family.decoded * repetitions, "pass by pass, so that repetitions are apart in time"
 
 
 def test_a_bank_needs_both_orders() -> None:
     with pytest.raises(ValueError, match="two repetitions at least"):
-        Bank.fill(NoisyBench(3), families(1)["idle"].decoded, 1)  # type: ignore[arg-type]
+        Bank.fill(noisy_bench(3), families(1)["idle"].decoded, 1)
 
 
 def test_resampled_measurements_keep_prompts_and_order() -> None:
     family = families(4)["disguised"]
-    bank = Bank.fill(NoisyBench(6), family.decoded, 4)  # type: ignore[arg-type]
+    bank = Bank.fill(noisy_bench(6), family.decoded, 4)
     drawn = ResampledBench(bank, family, 10, np.random.default_rng(0))
     assert len(drawn.prompts) == 10
     assert len(set(drawn.prompts)) < 7
@@ -150,11 +132,11 @@ def test_resampled_measurements_keep_prompts_and_order() -> None:
 
 def test_fresh_measurements_decode_the_family_s_candidate() -> None:
     family = families(4)["disguised"]
-    made = NoisyBench(6)
-    fresh = FreshBench(made, family, 5, np.random.default_rng(0))  # type: ignore[arg-type]
+    made = noisy_bench(6)
+    fresh = FreshBench(made, family, 5, np.random.default_rng(0))
     seen: list[int] = []
     measured = fresh.measure(family.candidates[3], [4, 0], on_sample=lambda s: seen.append(s.prompt))
-    assert made.asked == [
+    assert made.measured == [
         (Candidate(draft=PlainDecoding(), draft_length=Fixed()), (fresh.prompts[4], fresh.prompts[0]))
     ]
     assert [s.prompt for s in measured.samples] == seen == [4, 0]
