@@ -70,8 +70,11 @@ def compare(workplace: Path, checkpoint: Path, prompts_file: Path, monkeypatch: 
 
 
 def _price(draft: Draft, record: Round) -> float:
+    seconds = 1e-3 * len(record.tokens)
+    if not draft.drafts:
+        return seconds
     num_skipped = len(draft.skip_attention) + len(draft.skip_mlp) if isinstance(draft, LayerSkip) else 0
-    return 1e-3 * len(record.tokens) / (0.9 + 0.1 * num_skipped)
+    return seconds / (0.9 + 0.1 * num_skipped)
 
 
 class Clockwork:
