@@ -72,7 +72,7 @@ def run_study(
 def _run_trial(
     study: Study,
     stored: StoredStudy,
-    bench: Bench,
+    bench: Measuring,
     indices: Sequence[int],
     earlier: Sequence[TrialRecord],
     start: float,
