@@ -189,7 +189,7 @@ def test_a_draft_that_changes_the_text_is_never_chosen(
     result = run_search(study="conf_layers")
     assert result.exit_code == 2
     assert "no candidate could be measured" in result.stderr
-    assert "not that of plain decoding" in result.stderr
+    assert "differs from plain decoding" in result.stderr
     assert all(record.state == "FAIL" for record in _records(workplace))
     assert not Path("profile.yaml").exists()
 
