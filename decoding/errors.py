@@ -37,3 +37,13 @@ class ExitHeadError(SdtuneError):
 
 class DistillationError(SdtuneError):
     """A distillation that cannot start, continue or write its results."""
+
+
+def first_line(cause: BaseException, *, default: str | None = None) -> str:
+    """Return the first line of an error's message; without one `default`, or the name of the error's class."""
+    return next(iter(str(cause).strip().splitlines()), default or type(cause).__name__)
+
+
+def one_line(cause: BaseException) -> str:
+    """Return an error's message with every run of white space as one blank, or the name of its class if it has none."""
+    return " ".join(str(cause).split()) or type(cause).__name__

@@ -20,7 +20,7 @@ from torch import nn
 from decoding.documents.atomic_write import write_atomically
 from decoding.documents.strict_yaml import Document, validate
 from decoding.drafts import EarlyExit
-from decoding.errors import ExitHeadError
+from decoding.errors import ExitHeadError, one_line
 from decoding.fingerprint import Fingerprint, fingerprint
 from decoding.target import Target
 
@@ -134,7 +134,7 @@ def load_exit_head(path: Path, target: Target, exit_layer: int, model: Fingerpri
         with safe_open(path, framework="pt") as file:
             head.load_state_dict({name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118 - not a mapping
     except (SafetensorError, OSError, RuntimeError) as cause:
-        raise ExitHeadError(f"the exit head {path} is damaged: {' '.join(str(cause).split())}") from None
+        raise ExitHeadError(f"the exit head {path} is damaged: {one_line(cause)}") from None
     if not all(torch.isfinite(parameter).all() for parameter in head.parameters()):
         raise ExitHeadError(f"the exit head {path} is damaged: it holds weights that are no numbers")
     return head

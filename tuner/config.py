@@ -15,6 +15,7 @@ from pydantic import Field, field_validator, model_validator
 from decoding.documents.strict_yaml import Document, Duration, read_mapping, suggest, validate
 from decoding.drafts import Layers
 from decoding.profile import ExactWidth
+from decoding.runners import AUTO, PLAIN_RUNNER, bit_exact_runners
 from studies.searches.registry import DEFAULT_STUDIES, STUDIES
 from tuner.errors import ConfigError
 from tuner.fields import (
@@ -33,6 +34,7 @@ from tuner.fields import (
     Names,
     PromptColumn,
     Revision,
+    RunnerWish,
     Seed,
     Threads,
 )
@@ -156,8 +158,8 @@ class SearchConfig(Document):
     dtype: Dtype = "auto"
     device: Device = "auto"
     threads: Threads = None
-    runner: Literal["auto", "eager", "static"] = Field(
-        "eager",
+    runner: RunnerWish = Field(
+        PLAIN_RUNNER,
         description="How passes run: eager; static, in fixed shapes and compiled (CUDA graphs on a GPU); auto, the faster one.",
         json_schema_extra=DECODING,
     )
@@ -224,8 +226,13 @@ class SearchConfig(Document):
             if name not in STUDIES:
                 raise ValueError(f"studies: unknown study {name!r}; {suggest(name, STUDIES)}")
             self._validated(name, settings)
-        if self.exact == "bitwise" and self.runner == "eager" and "runner" in self.model_fields_set:
-            raise ValueError("exact: bitwise is a mode of the static runner: give --runner static or auto, not eager")
+        if (
+            self.exact == "bitwise"
+            and "runner" in self.model_fields_set
+            and self.runner not in (AUTO, *bit_exact_runners())
+        ):
+            capable = " or ".join((*bit_exact_runners(), AUTO))
+            raise ValueError(f"exact: bitwise is not a mode of the runner {self.runner}: give --runner {capable}")
         if self.exact != "bitwise" and "exact_width" in self.model_fields_set:
             raise ValueError("exact_width is a setting of bit-exact mode: give --exact bitwise as well")
         if self.prompts_per_trial > self.tuning_prompts:

@@ -6,9 +6,11 @@ Imports pydantic only, so that `--help` stays fast.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, JsonValue
+
+from decoding.runners import AUTO, RUNNERS
 
 Extra = dict[str, JsonValue]
 PROBLEM: Extra = {"group": "Problem"}
@@ -58,6 +60,17 @@ MaxPromptTokens = Annotated[
     int | None,
     Field(ge=1, description="Cut longer prompts from the left; default: they are an error.", json_schema_extra=PROBLEM),
 ]
+BITWISE = "bitwise"
+"""Bit-exact mode of the runner that has one, as a choice beside the runners' names."""
+
+if TYPE_CHECKING:
+    RunnerWish = str
+    RunnerMode = str
+else:
+    # The names come from the registry, so that a new runner is a choice of the flags without another list.
+    RunnerWish = Literal[(AUTO, *RUNNERS)]
+    RunnerMode = Literal[(*RUNNERS, BITWISE)]
+
 _DTYPES = Literal["auto", "float32", "bfloat16", "float16"]
 Dtype = Annotated[_DTYPES, Field(description="Precision of the weights.", json_schema_extra=DECODING)]
 Device = Annotated[str, Field(description="Device: auto, cpu, cuda, cuda:1 ...", json_schema_extra=DECODING)]

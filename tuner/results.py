@@ -10,7 +10,6 @@ import sys
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
-from tempfile import TemporaryFile
 from typing import Any
 
 import torch
@@ -21,6 +20,7 @@ from decoding.documents.atomic_write import write_atomically
 from decoding.documents.strict_yaml import Document
 from tuner.errors import ConfigError
 from tuner.inputs.environment import device_name, git_revision, versions
+from tuner.output_paths import check_folder_writable
 
 TEXT_WIDTH = 110
 
@@ -55,14 +55,10 @@ def stamped(document: Mapping[str, Any], device: torch.device) -> dict[str, Any]
 
 def check_results_folder(out: Path) -> Path:
     """Return `out` if it exists, otherwise its parent; raise `ConfigError` unless it is writable."""
-    if out.exists() and not out.is_dir():
-        raise ConfigError(f"cannot write results into {out}: it is a file; name a folder")
+    check_folder_writable(out, what="results", error=ConfigError)
     existing = out if out.is_dir() else out.parent
-    try:
-        with TemporaryFile(dir=existing):
-            pass
-    except OSError as cause:
-        raise ConfigError(f"cannot write results into {out}: {existing}: {cause.strerror}") from None
+    if not existing.is_dir():
+        raise ConfigError(f"cannot write results into {out}: there is no folder {existing}")
     return existing
 
 

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from decoding.errors import first_line
 from studies.contract import TrialRecord, TrialState
 from tuner.errors import TrackingError
 from tuner.trial_columns import trial_metrics, trial_params
@@ -277,7 +278,7 @@ def _one_line(tracking_uri: str) -> Iterator[None]:
     try:
         yield
     except (MlflowException, sqlalchemy.exc.SQLAlchemyError, OSError, ImportError) as cause:
-        reason = (str(getattr(cause, "orig", None) or cause).strip().splitlines() or [type(cause).__name__])[0]
+        reason = first_line(getattr(cause, "orig", None) or cause)
         message = f"cannot use the MLflow store {tracking_uri}: {reason}"
         raise TrackingError(re.sub(r"(://[^/@\s:]*):[^/@\s]+@", r"\1:***@", message)) from None
 

@@ -14,7 +14,7 @@ from typing import Annotated, Any, TypeVar
 import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
-from decoding.errors import SdtuneError
+from decoding.errors import SdtuneError, one_line
 
 UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
 
@@ -70,7 +70,7 @@ def read_mapping(path: Path, *, what: str, error: type[SdtuneError]) -> dict[str
         raise error(f"cannot read the {what} {path}: {cause}") from None
     except (yaml.YAMLError, ValueError, LookupError, AttributeError, RecursionError) as cause:
         # PyYAML lets some internal errors escape, such as the ValueError of the date 2026-13-01.
-        raise error(f"the {what} {path} is not valid YAML: {_one_line(cause)}") from None
+        raise error(f"the {what} {path} is not valid YAML: {one_line(cause)}") from None
     if not isinstance(data, dict):
         raise error(f"the {what} {path} must be a mapping of keys to values, got {type(data).__name__}")
     return data
@@ -164,7 +164,3 @@ def _variants(node: dict[str, Any], definitions: dict[str, Any]) -> Iterator[dic
 
 def _resolve(node: dict[str, Any], definitions: dict[str, Any]) -> dict[str, Any]:
     return definitions[node["$ref"].rsplit("/", 1)[-1]] if "$ref" in node else node
-
-
-def _one_line(cause: Exception) -> str:
-    return " ".join(str(cause).split())

@@ -24,6 +24,9 @@ RUNNERS: dict[str, str] = {
 }
 """Classes by name, as `module:class`."""
 
+AUTO = "auto"
+"""Asks for the runner that is fastest on the device; never recorded."""
+
 PLAIN_RUNNER = "eager"
 """Name of the runner that runs any model, and that a profile names by default."""
 

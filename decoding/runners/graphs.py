@@ -8,6 +8,8 @@ from typing import Any, Protocol, Self, TypeVar
 
 import torch
 
+from decoding.errors import one_line
+
 WARM_UPS = 2
 
 
@@ -38,7 +40,7 @@ def record(run: Callable[[], OutputsT], pool: Any = None) -> Callable[[], Output
         with torch.cuda.graph(graph, pool=pool):
             outputs = run()
     except RuntimeError as cause:
-        reason = " ".join(str(cause).split())[:200]
+        reason = one_line(cause)[:200]
         warnings.warn(f"a pass cannot be recorded as a CUDA graph and runs slower: {reason}", stacklevel=2)
         torch.cuda.synchronize()
         return run

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache
 
 from decoding.cache.kv_cache import KVCache
-from decoding.errors import UnsupportedModelError, UnsupportedRunnerError
+from decoding.errors import UnsupportedModelError, UnsupportedRunnerError, one_line
 from decoding.runners.masks import MaskKinds
 from decoding.target.stand_ins import first_of
 
@@ -98,7 +98,7 @@ def examine(model: PreTrainedModel, config: Any) -> Anatomy:
         with torch.inference_mode():
             _run_two_tokens(model, cache)
     except (TypeError, ValueError, LookupError, AttributeError, RuntimeError, NotImplementedError) as cause:
-        reason = " ".join(str(cause).split())
+        reason = one_line(cause)
         raise UnsupportedModelError(
             f"{type(model).__name__} does not run on sdtune's key-value cache: {reason}"
         ) from cause

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from decoding.cache.kv_cache import KVCache, Storage
-from decoding.errors import UnsupportedRunnerError
+from decoding.errors import UnsupportedRunnerError, one_line
 from decoding.runners.contract import PassRequest
 from decoding.runners.eager import EagerRunner
 
@@ -34,7 +34,7 @@ def check_runner(target: Target, eager: Target) -> None:
         found = _logits(target, token_ids, [TOKENS_AFTER - 1, 1])
         _draft_once(target, token_ids)
     except (RuntimeError, TypeError, ValueError, LookupError, AttributeError) as cause:
-        reason = " ".join(str(cause).split())
+        reason = one_line(cause)
         raise UnsupportedRunnerError(
             f"{type(target.model).__name__} does not run with the runner {target.runner.name!r}: {reason}"
         ) from cause

@@ -1,4 +1,4 @@
-"""Which runner a model is to be run by on the device at hand: the one asked for, or the faster one, found by timing both."""
+"""The fastest runner of a model on the device at hand, found by timing the same passes with each."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from decoding.errors import UnsupportedRunnerError
 from decoding.lockstep import Lockstep, shared_batch_size
+from decoding.runners import PLAIN_RUNNER, RUNNERS
 from decoding.target import Target
 from decoding.timing.stopwatch import Clock, Stopwatch
 
@@ -23,48 +24,40 @@ NUM_SWEEPS = 12
 
 @dataclass(frozen=True)
 class RunnerChoice:
-    """The target, by the runner chosen, and a word on why."""
+    """The target with the chosen runner, and the reason for the choice."""
 
     target: Target
     reason: str
 
 
-def choose_runner(
-    model: PreTrainedModel,
-    name: str,
-    *,
-    exact_width: int | None = None,
-    num_texts: int = 1,
-    clock: Clock = time.perf_counter,
-) -> RunnerChoice:
-    """`model` by the runner `name`; if that is `auto`, by the faster one, or by `eager` if the model cannot be run otherwise.
+def fastest_runner(model: PreTrainedModel, *, num_texts: int = 1, clock: Clock = time.perf_counter) -> RunnerChoice:
+    """Return `model` with the runner that is fastest here; runners that cannot run the model are left out.
 
-    Faster is what passes over `num_texts` texts in step say, or, where texts take turns, those over one.
-    `exact_width` asks for the bit-exact mode (see `Target`), which the static runner alone has. Raises `UnsupportedRunnerError` for
-    a runner by name that cannot run the model, or that there is none of.
+    Passes are over `num_texts` sequences in lockstep, or over one if they cannot share passes. `clock` gives seconds.
     """
-    if exact_width is not None:
-        return RunnerChoice(
-            Target(model, "static" if name == "auto" else name, exact_width=exact_width), "it has a bit-exact mode"
-        )
-    if name != "auto":
-        return RunnerChoice(Target(model, name), "as asked")
-    eager = Target(model)
-    try:
-        static = Target(model, "static")
-    except UnsupportedRunnerError as cause:
-        return RunnerChoice(eager, str(cause))
-    ratio = _ratio(eager, static, num_texts, clock)
-    if ratio > 1:
-        return RunnerChoice(static, f"static runs the same passes {ratio:.2f} times as fast as eager")
-    return RunnerChoice(eager, f"static runs the same passes only {ratio:.2f} times as fast as eager")
+    plain = Target(model, PLAIN_RUNNER)
+    chosen, best, reasons = plain, 1.0, list[str]()
+    for name in RUNNERS:
+        if name == PLAIN_RUNNER:
+            continue
+        try:
+            rival = Target(model, name)
+        except UnsupportedRunnerError as cause:
+            reasons.append(str(cause))
+            continue
+        ratio = _ratio(plain, rival, num_texts, clock)
+        only = "" if ratio > 1 else "only "
+        reasons.append(f"{name} runs the same passes {only}{ratio:.2f} times as fast as {PLAIN_RUNNER}")
+        if ratio > best:
+            chosen, best = rival, ratio
+    return RunnerChoice(chosen, "; ".join(reasons))
 
 
 @torch.inference_mode()
-def _ratio(eager: Target, static: Target, num_texts: int, clock: Clock) -> float:
-    """How many times as fast the second runs: the median over sweeps, the two in turn, after one that is not counted."""
-    num_texts = min(shared_batch_size(target, num_texts) for target in (eager, static))
-    benches = [_RunnerBench(target, num_texts, clock) for target in (eager, static)]
+def _ratio(plain: Target, rival: Target, num_texts: int, clock: Clock) -> float:
+    """Return the speed of `rival` over the speed of `plain`: the median over interleaved sweeps, after an uncounted one."""
+    num_texts = min(shared_batch_size(target, num_texts) for target in (plain, rival))
+    benches = [_RunnerBench(target, num_texts, clock) for target in (plain, rival)]
     for bench in benches:
         bench.sweep()
     sweeps = [[bench.sweep() for bench in benches] for _ in range(NUM_SWEEPS)]
@@ -72,7 +65,7 @@ def _ratio(eager: Target, static: Target, num_texts: int, clock: Clock) -> float
 
 
 class _RunnerBench:
-    """Texts in step that have been read, and passes from there."""
+    """Sequences in lockstep whose prompts are in the cache, and the passes that follow."""
 
     def __init__(self, target: Target, num_texts: int, clock: Clock) -> None:
         self._target, self._watch = target, Stopwatch(target.device, clock)

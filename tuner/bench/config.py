@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
 
 from pydantic import Field
 
@@ -23,6 +22,7 @@ from tuner.fields import (
     ProfileDtype,
     ProfileModel,
     PromptColumn,
+    RunnerMode,
     Seed,
     Threads,
 )
@@ -69,7 +69,7 @@ class BenchConfig(Document):
         json_schema_extra=COMPARISON,
     )
     repeats: int = Field(1, ge=1, description="Times that every prompt is decoded.", json_schema_extra=COMPARISON)
-    runner: Literal["eager", "static", "bitwise"] | None = Field(
+    runner: RunnerMode | None = Field(
         None,
         description="Runner of profile and plain; bitwise is static in bit-exact mode; default: the profile's.",
         json_schema_extra=DECODING,

@@ -15,6 +15,7 @@ from tuner.bench.contest import Contender, reason_of
 from tuner.bench.own_decoding import MODES, OwnDecoding, profile_by
 from tuner.bench.stock_generation import LOOKUP_TOKENS, StockGeneration, fastest_exit
 from tuner.errors import ConfigError
+from tuner.fields import BITWISE
 
 PROFILE, PLAIN = "profile", "plain"
 ALWAYS = (PROFILE, PLAIN)
@@ -54,7 +55,7 @@ class _Own:
 
     def __call__(self, setting: Setting) -> Contender:
         decoder, eos = setting.in_mode(self.mode), setting.eos_token_ids
-        same_as = f"{PLAIN}-{self.mode}" if self.mode == "bitwise" and not self.is_plain else None
+        same_as = f"{PLAIN}-{self.mode}" if self.mode == BITWISE and not self.is_plain else None
         if self.is_plain:
             return OwnDecoding(plain_decoder(decoder.target), eos, f"plain, {self._how(decoder)}", {})
         settings = {"decoding": profile_by(self.mode, setting.profile).decoding.model_dump(mode="json")}

@@ -8,16 +8,14 @@ from typing import Any
 from decoding.decode import Request
 from decoding.decoder import Decoder
 from decoding.profile import Decoding, DraftProfile
+from decoding.runners import RUNNERS, bit_exact_runners, has_bit_exact_mode
 from decoding.text import Ending
 from tuner.bench.contest import Prompts
 from tuner.config import EXACT_WIDTH
+from tuner.fields import BITWISE
 from tuner.measuring.recording import Recorder, record_decoding
 
-MODES: dict[str, dict[str, Any]] = {
-    "eager": {"runner": "eager", "exact_width": None},
-    "static": {"runner": "static", "exact_width": None},
-    "bitwise": {"runner": "static", "exact_width": EXACT_WIDTH},
-}
+MODES = (*RUNNERS, BITWISE)
 
 
 class OwnDecoding:
@@ -52,8 +50,12 @@ class OwnDecoding:
 
 
 def profile_by(mode: str, profile: DraftProfile) -> DraftProfile:
-    """Return the profile in one of `MODES`."""
-    changed = {**profile.decoding.model_dump(), **MODES[mode]}
-    if profile.decoding.exact_width is not None and mode == "bitwise":
-        changed["exact_width"] = profile.decoding.exact_width
-    return profile.model_copy(update={"decoding": Decoding.model_validate(changed)})
+    """Return the profile in one of `MODES`: a runner by name, or bit-exact at the profile's width if it has one."""
+    decoding = profile.decoding
+    if mode == BITWISE:
+        runner = decoding.runner if has_bit_exact_mode(decoding.runner) else bit_exact_runners()[0]
+        changes: dict[str, Any] = {"runner": runner, "exact_width": decoding.exact_width or EXACT_WIDTH}
+    else:
+        changes = {"runner": mode, "exact_width": None}
+    changed = Decoding.model_validate({**decoding.model_dump(), **changes})
+    return profile.model_copy(update={"decoding": changed})

@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
 from statistics import fmean
-from tempfile import TemporaryFile
 from typing import Any
 
 import torch
@@ -40,6 +39,7 @@ from tuner.heads.training import Losses, Run, Student, train
 from tuner.inputs.environment import device_name, git_revision, versions
 from tuner.inputs.models import Loaded, load
 from tuner.inputs.prompts import Prompt, PromptSet, load_prompts, search_prompts
+from tuner.output_paths import check_folder_writable
 from tuner.progress import Progress
 from tuner.tracking import DatasetInput, Tracker
 
@@ -167,7 +167,7 @@ class Distilled:
 
 def prepare(config: SearchConfig, progress: Progress) -> Distillation:
     """Load model and prompts, and check all settings before any computation or output."""
-    check_folder(config.heads)
+    check_folder_writable(config.heads, what="exit heads", error=DistillationError)
     progress.stage(f"loading {config.model}")
     loaded = load(config.model, revision=config.revision, dtype=config.dtype, device=config.device)
     target = Target(loaded.model)
@@ -222,18 +222,6 @@ def _training_prompts(
         "overrate them; --training-dataset names a separate dataset"
     )
     return (*prompts.spare, *prompts.tuning)[: settings.prompts]
-
-
-def check_folder(folder: Path) -> None:
-    """Raise `DistillationError` unless heads can be written into `folder`, which need not exist yet."""
-    existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
-    if not existing.is_dir():
-        raise DistillationError(f"cannot write exit heads into {folder}: {existing} is a file; name a folder")
-    try:
-        with TemporaryFile(dir=existing):
-            pass
-    except OSError as cause:
-        raise DistillationError(f"cannot write exit heads into {folder}: {cause.strerror}") from None
 
 
 def distil(

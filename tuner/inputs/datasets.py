@@ -29,6 +29,7 @@ from typing import Annotated, Any, NamedTuple
 from pydantic import AfterValidator, Field, model_validator
 
 from decoding.documents.strict_yaml import Document, read_mapping, suggest, validate
+from decoding.errors import one_line
 from tuner.errors import DatasetError
 
 BUILDERS = {".csv": "csv", ".json": "json", ".jsonl": "json", ".parquet": "parquet"}
@@ -320,7 +321,7 @@ def _reason(cause: BaseException) -> str:
 
     while isinstance(cause, DatasetGenerationError) and cause.__cause__ is not None:
         cause = cause.__cause__
-    return " ".join(str(cause).split()) or type(cause).__name__
+    return one_line(cause)
 
 
 @contextmanager

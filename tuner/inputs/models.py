@@ -12,6 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
+from decoding.errors import first_line
 from tuner.errors import ConfigError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -42,7 +43,7 @@ def load(name: str, *, revision: str | None = None, dtype: str = "auto", device:
             tokenizer = AutoTokenizer.from_pretrained(name, revision=revision)
             model = AutoModelForCausalLM.from_pretrained(name, revision=revision, dtype=wanted)
         except (OSError, ValueError, ImportError, KeyError) as cause:
-            reason = str(cause).strip().split("\n")[0]
+            reason = first_line(cause)
             raise ConfigError(
                 f"no such model: {name} is neither a model folder nor available from the hub ({reason})"
             ) from None
@@ -62,7 +63,7 @@ def resolve_device(device: str) -> torch.device:
         torch.empty(0, device=found)
     except (RuntimeError, AssertionError) as cause:
         raise ConfigError(
-            f"no device {device!r} on this machine ({str(cause).splitlines()[0]}); try cpu, cuda or auto"
+            f"no device {device!r} on this machine ({first_line(cause)}); try cpu, cuda or auto"
         ) from None
     return found
 

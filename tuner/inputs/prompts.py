@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+from decoding.errors import one_line
 from tuner.config import SearchConfig
 from tuner.errors import DatasetError
 from tuner.inputs.datasets import Column, Table, Template, open_table
@@ -142,7 +143,7 @@ def encode_prompt(text: str, tokenizer: Any, *, chat_template: bool = True) -> l
             tokenize=False,
         )
     except Exception as cause:  # a chat template is a program and may raise anything
-        reason = " ".join(str(cause).split()) or type(cause).__name__
+        reason = one_line(cause)
         raise DatasetError(
             f"the tokenizer's chat template fails on one user turn: {reason}; --no-chat-template turns it off"
         ) from cause

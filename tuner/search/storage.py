@@ -16,6 +16,7 @@ import optuna
 import sqlalchemy.exc
 from optuna.trial import TrialState as OptunaState
 
+from decoding.errors import first_line
 from studies.contract import Study, StudySetup, TrialRecord, TrialState
 from tuner.errors import StorageError
 
@@ -185,4 +186,4 @@ def _difference(known: dict[str, Any], wanted: dict[str, Any]) -> str | None:
 
 def _reason(cause: Exception) -> str:
     origin = getattr(cause, "orig", None) or cause
-    return str(origin).strip().split("\n")[0]
+    return first_line(origin)

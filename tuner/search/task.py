@@ -5,22 +5,22 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedModel
 
-from decoding.errors import ProfileError, SdtuneError, UnsupportedModelError
+from decoding.errors import DistillationError, UnsupportedModelError
 from decoding.exit_heads import ExitHeads, head_name
 from decoding.fingerprint import Fingerprint, fingerprint
 from decoding.probe import probe
 from decoding.profile import Decoding
+from decoding.runners import AUTO, PLAIN_RUNNER, bit_exact_runners, has_bit_exact_mode
 from decoding.target import Target
 from decoding.text import Ending
-from decoding.timing.runner_choice import choose_runner
+from decoding.timing.runner_choice import fastest_runner
 from tuner.config import SearchConfig
 from tuner.errors import ConfigError
-from tuner.heads.distill import check_folder, num_spare
+from tuner.heads.distill import num_spare
 from tuner.heads.found import FoundHead, find_heads, missing_heads, num_trained_on
 from tuner.inputs.environment import device_name
 from tuner.inputs.models import Loaded, eos_token_ids, load
@@ -28,6 +28,7 @@ from tuner.inputs.prompts import Prompt, PromptSet, search_prompts
 from tuner.measuring.baseline import decode_baseline
 from tuner.measuring.clock import WallClock
 from tuner.measuring.paired import Bench
+from tuner.output_paths import check_folder_writable, check_writable
 from tuner.progress import Progress
 
 
@@ -78,15 +79,13 @@ def prepare(config: SearchConfig, progress: Progress) -> Task:
     if config.bitwise_width is not None and config.prefix_reuse:
         progress.say("bit-exact mode verifies from the first block: prefix reuse is off")
         config = config.model_copy(update={"prefix_reuse": False})
-    target = choose_target(
-        loaded.model, config.runner, progress, exact_width=config.bitwise_width, num_texts=config.batch_size
-    )
+    target = choose_target(loaded.model, config, progress)
     if config.batch_size > 1 and (reason := target.unbatchable_reason) is not None:
         progress.say(f"the {config.batch_size} texts of a batch take turns, as no pass can be shared: {reason}")
     wanted = _wanted_heads(config, target)
     may_distil = _may_distil(config, wanted)
     if may_distil:
-        check_folder(config.heads)
+        check_folder_writable(config.heads, what="exit heads", error=DistillationError)
     spare = num_spare(config) if may_distil else 0
     prompts = search_prompts(config, loaded.tokenizer, target.context_length, num_spare=spare)
     model = fingerprint(loaded.model)
@@ -123,26 +122,24 @@ def refuse_batches(config: SearchConfig, command: str) -> None:
         )
 
 
-def choose_target(
-    model: PreTrainedModel, runner: str, progress: Progress, *, exact_width: int | None = None, num_texts: int = 1
-) -> Target:
-    """The model by the runner asked for, or by the one that is faster on so many texts in step. Says what was chosen, and that
-    compiling takes its time.
-    """
-    if exact_width is not None:
-        runner = "static"
-    if runner == "eager":
+def choose_target(model: PreTrainedModel, config: SearchConfig, progress: Progress) -> Target:
+    """Return the model with the configured runner, or with the fastest one, and report the choice and the preparation."""
+    name, width = config.runner, config.bitwise_width
+    if width is not None and not (name != AUTO and has_bit_exact_mode(name)):
+        name = bit_exact_runners()[0]
+    if name == PLAIN_RUNNER:
         return Target(model)
-    progress.stage(f"making the model ready for fixed shapes (runner {runner})")
-    choice = choose_runner(model, runner, exact_width=exact_width, num_texts=num_texts)
-    if runner == "auto":
-        progress.say(f"runner {choice.target.runner.name}: {choice.reason}")
+    progress.stage(f"making the model ready for fixed shapes (runner {name})")
+    if name != AUTO:
+        return Target(model, name, exact_width=width)
+    choice = fastest_runner(model, num_texts=config.batch_size)
+    progress.say(f"runner {choice.target.runner.name}: {choice.reason}")
     return choice.target
 
 
 def runner_identity(target: Target) -> dict[str, Any]:
     """The runner as part of what makes a stored study resumable; studies from before there was another than eager name none."""
-    if target.runner.name == "eager":
+    if target.runner.name == PLAIN_RUNNER:
         return {}
     return {"runner": target.runner.name, "exact_width": target.runner.exact_width}
 
@@ -190,19 +187,3 @@ def open_bench(task: Task, prompts: Sequence[Prompt], stage: str, progress: Prog
         seed=task.config.seed,
         clock=WallClock(task.target.device),
     )
-
-
-def check_writable(
-    out: Path, *, what: str = "the profile", name: str = "profile.yaml", error: type[SdtuneError] = ProfileError
-) -> None:
-    """Raise `error` if `what` could not be written to `out`; `name` is a usual one for such a file."""
-    if out.is_dir():
-        raise error(f"cannot write {what} {out}: it is a folder; name a file such as {out / name}")
-    if not out.parent.is_dir():
-        raise error(f"cannot write {what} {out}: there is no folder {out.parent}")
-    try:
-        with (out.parent / f".{out.name}.check").open("w"):
-            pass
-        (out.parent / f".{out.name}.check").unlink()
-    except OSError as cause:
-        raise error(f"cannot write {what} {out}: {cause.strerror}") from None

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import optuna
 import torch
 
+from decoding.errors import first_line
 from studies.contract import Candidate, Study, TrialRecord, TrialState
 from studies.measurement import Measurement, PromptSample
 from tuner.measuring.contract import Measuring
@@ -165,7 +166,7 @@ def _wrong_output(sample: PromptSample) -> str:
 def describe_failure(failure: Exception) -> str:
     """Return the first line of the failure's message, for a table."""
     name = "" if isinstance(failure, _NotLosslessError) else f"{type(failure).__name__}: "
-    return name + (str(failure).strip().splitlines() or ["no message"])[0]
+    return name + first_line(failure, default="no message")
 
 
 def _free_memory(failure: Exception) -> None:

@@ -8,10 +8,9 @@ import pytest
 import torch
 
 from decoding.cache.kv_cache import KVCache
-from decoding.errors import UnsupportedRunnerError
 from decoding.lockstep import Lockstep
 from decoding.target import Target
-from decoding.timing.runner_choice import NUM_SWEEPS, choose_runner
+from decoding.timing.runner_choice import NUM_SWEEPS, fastest_runner
 from tests.support.families import build
 from tests.support.tiny import tiny_llama
 
@@ -35,7 +34,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
 @pytest.mark.parametrize(("static", "chosen"), [(0.5, "static"), (2.0, "eager")])
 def test_auto_takes_the_one_that_was_faster(clock: dict[str, float], static: float, chosen: str) -> None:
     clock["static"] = static
-    choice = choose_runner(tiny_llama(), "auto", clock=lambda: clock["now"])
+    choice = fastest_runner(tiny_llama(), clock=lambda: clock["now"])
     assert choice.target.runner.name == chosen
     assert f"{1 / static:.2f} times as fast as eager" in choice.reason
 
@@ -54,7 +53,7 @@ def test_passes_of_a_batch_are_timed_as_a_batch_runs_them(
     monkeypatch.setattr(Lockstep, "run_to_end", watched)
     if takes_turns:
         monkeypatch.setattr(Target, "unbatchable_reason", "for the sake of the test")
-    choose_runner(tiny_llama(), "auto", num_texts=3)
+    fastest_runner(tiny_llama(), num_texts=3)
     assert set(counted) == {num_together}
 
 
@@ -66,23 +65,10 @@ def test_a_disturbed_sweep_does_not_decide(clock: dict[str, float]) -> None:
         clock["now"] += next(jumps)
         return clock["now"]
 
-    assert choose_runner(tiny_llama(), "auto", clock=disturbed).target.runner.name == "static"
+    assert fastest_runner(tiny_llama(), clock=disturbed).target.runner.name == "static"
 
 
 def test_auto_says_why_a_model_is_run_as_it_is() -> None:
-    choice = choose_runner(build("bloom"), "auto")
+    choice = fastest_runner(build("bloom"))
     assert choice.target.runner.name == "eager"
     assert "BloomForCausalLM does not run with the runner 'static'" in choice.reason
-
-
-def test_by_name_it_is_that_one_or_an_error() -> None:
-    assert choose_runner(tiny_llama(), "eager").target.runner.name == "eager"
-    assert choose_runner(tiny_llama(), "static").target.runner.name == "static"
-    with pytest.raises(UnsupportedRunnerError, match="does not run with the runner 'static'"):
-        choose_runner(build("bloom"), "static")
-
-
-def test_bit_exact_mode_decides_for_the_runner_that_has_it() -> None:
-    assert choose_runner(tiny_llama(), "auto", exact_width=4).target.runner.exact_width == 4
-    with pytest.raises(UnsupportedRunnerError, match="has no bit-exact mode"):
-        choose_runner(tiny_llama(), "eager", exact_width=4)

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaConfig, PreTrainedModel
 
-from decoding.errors import SdtuneError
+from decoding.errors import SdtuneError, first_line
 from decoding.exit_heads import load_exit_head, read_facts, save_exit_head
 from decoding.fingerprint import fingerprint
 from decoding.target import Target
@@ -261,7 +261,7 @@ def load_source(folder: Path) -> PreTrainedModel:
         check_architecture(AutoConfig.from_pretrained(folder))
         return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     except (OSError, ValueError, KeyError) as cause:
-        raise WidenError(f"cannot load the model {folder}: {str(cause).strip().splitlines()[0]}") from None
+        raise WidenError(f"cannot load the model {folder}: {first_line(cause)}") from None
 
 
 def check_device(device: str) -> None:
@@ -269,9 +269,7 @@ def check_device(device: str) -> None:
     try:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as cause:
-        raise WidenError(
-            f"no device {device!r} on this machine ({str(cause).splitlines()[0]}); try cpu or cuda"
-        ) from None
+        raise WidenError(f"no device {device!r} on this machine ({first_line(cause)}); try cpu or cuda") from None
 
 
 def head_files(folder: Path) -> list[Path]:
@@ -309,7 +307,7 @@ def write_widened(
                     widen_head(path, narrow_target, wide_target, whole / "heads")
             whole.rename(out)
     except (OSError, ValueError) as cause:
-        raise WidenError(f"cannot write the widened model {out}: {str(cause).strip().splitlines()[0]}") from None
+        raise WidenError(f"cannot write the widened model {out}: {first_line(cause)}") from None
 
 
 def run_and_write(settings: Widening, progress: Progress) -> str:
