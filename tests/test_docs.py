@@ -27,6 +27,11 @@ def _blocks(page: Path, language: str) -> list[str]:
     return re.findall(rf"^```{language}[^\n]*\n(.*?)^```$", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
 
 
+def _prose(page: Path) -> str:
+    """Return a page without its fenced code blocks."""
+    return re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+
+
 def _commands(page: Path) -> Iterator[list[str]]:
     """Yield the arguments of each `sdtune` command in the shell blocks and in the prose of a page."""
     for block in [*_blocks(page, "sh"), *_blocks(page, "")]:
@@ -35,7 +40,7 @@ def _commands(page: Path) -> Iterator[list[str]]:
                 words = shlex.split(command, comments=True)
                 if words[:1] == ["sdtune"]:
                     yield words[1:]
-    for command in re.findall(r"`sdtune ([^`]+)`", page.read_text(encoding="utf-8")):
+    for command in re.findall(r"`sdtune ([^`]+)`", _prose(page)):
         yield shlex.split(command)
 
 
@@ -97,7 +102,7 @@ def test_commands_exist_with_their_options(page: Path) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=_id)
 def test_names_of_code_exist(page: Path) -> None:
-    prose = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    prose = _prose(page)
     for name in re.findall(r"`((?:decoding|studies|tuner)(?:\.\w+)+)`", prose):
         resolve_name(name)
     for path in re.findall(r"`((?:decoding|studies|tuner|tests|configs|docs)/[\w/.-]+)`", prose):
