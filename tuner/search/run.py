@@ -44,12 +44,12 @@ def search(task: Task, progress: Progress) -> SearchResult:
     config = task.config
     store = StudyStore(config.storage, config.resolved_experiment())
     tracker = _open_tracker(task, store)
-    records: list[TrialRecord] = []
     try:
         heads = _provide_heads(task, progress)
         tuning = open_bench(task, task.prompts.tuning, "decoding the tuning prompts plainly", progress)
-        studies = StudySequence(task, heads, tuning, store, tracker, records, progress)
+        studies = StudySequence(task, heads, tuning, store, tracker, progress)
         studies.run()
+        records = store.records()
         finalists = _race(task, tuning, records, studies, progress)
         held_out = open_bench(task, task.prompts.held_out, "decoding the held-out prompts plainly", progress)
         confirmed = confirm(finalists, records, held_out, progress)
@@ -59,7 +59,7 @@ def search(task: Task, progress: Progress) -> SearchResult:
         track_result(tracker, result, records, task)
     except KeyboardInterrupt:
         tracker.close("KILLED")
-        raise InterruptedSearchError(*save_best_so_far(task, records)) from None
+        raise InterruptedSearchError(*save_best_so_far(task, store.records())) from None
     except BaseException:
         tracker.close("FAILED")
         raise

@@ -27,11 +27,17 @@ PREPARATION = "preparation_seconds"
 
 
 class StudyStore:
-    """The studies of one experiment in one storage. Raises `StorageError`, in one line, for errors that the user can correct."""
+    """The studies of one experiment in one storage, and the owner of all their records.
+
+    Each stored record is parsed once. Raises `StorageError`, in one line, for errors that the user can correct.
+    """
 
     def __init__(self, url: str, experiment: str) -> None:
         self.url = url
         self.experiment = experiment
+        self._read: dict[str, StoredStudy] = {}
+        """By study name: every study whose records have been asked for."""
+        self._opened: list[str] = []
         self._made = [path for path in [_sqlite_path(url)] if path is not None and not path.exists()]
         try:
             self._storage = optuna.storages.RDBStorage(url)
@@ -76,7 +82,11 @@ class StudyStore:
     def find(self, study: str) -> StoredStudy | None:
         """Return a stored study of any identity, to be read, or None if no study of that name is stored."""
         stored = self._whole(study)
-        return None if stored is None else StoredStudy(stored, self.url)
+        return None if stored is None else self._stored(stored)
+
+    def records(self) -> list[TrialRecord]:
+        """Return the finished trials of all studies opened here, in the order in which they were opened."""
+        return [record for name in self._opened for record in self._read[name].records()]
 
     def noted(self, key: str) -> Any:
         """Return the note `key` of the first study of this experiment that has it, or None."""
@@ -88,9 +98,13 @@ class StudyStore:
         spent = 0.0
         for study in self._studies():
             if names is None or study.study_name.removeprefix(f"{self.experiment}/") in names:
-                records = StoredStudy(study, self.url).records()
-                spent += study.user_attrs.get(PREPARATION, 0.0) + sum(record.seconds for record in records)
+                spent += study.user_attrs.get(PREPARATION, 0.0)
+                spent += sum(record.seconds for record in self._stored(study).records())
         return spent
+
+    def _stored(self, study: optuna.Study) -> StoredStudy:
+        """Return the stored study, the same object for every caller, so that records are in one place."""
+        return self._read.setdefault(study.study_name, StoredStudy(study, self.url))
 
     def _studies(self) -> Iterator[optuna.Study]:
         for name in optuna.get_all_study_names(self._storage):
@@ -124,17 +138,20 @@ class StudyStore:
                 f"study {stored.study_name!r} in {self.url} was a search with another {differing}: choose another "
                 "--experiment or --storage to keep the two apart"
             )
-        found = StoredStudy(stored, self.url)
+        self._read[stored.study_name] = found = StoredStudy(stored, self.url)
+        if stored.study_name not in self._opened:
+            self._opened.append(stored.study_name)
         found.sweep()
         return found
 
 
 class StoredStudy:
-    """One study on disk."""
+    """One study on disk, with its records in memory. Trials of another process since the first look are not seen."""
 
     def __init__(self, study: optuna.Study, url: str) -> None:
         self._study = study
         self.url = url
+        self._records: list[TrialRecord] | None = None
 
     def sweep(self) -> None:
         """Close the running trial of a process that was killed; only its measurement is lost."""
@@ -142,23 +159,29 @@ class StoredStudy:
             self._study.tell(trial.number, state=OptunaState.FAIL)
 
     def records(self) -> list[TrialRecord]:
-        """Return the finished trials, oldest first."""
-        trials = self._study.get_trials(deepcopy=False)
-        return [
-            TrialRecord.model_validate_json(trial.user_attrs[RECORD]) for trial in trials if RECORD in trial.user_attrs
-        ]
+        """Return the finished trials, oldest first; `finish` adds to them."""
+        return list(self._parsed())
+
+    def _parsed(self) -> list[TrialRecord]:
+        """Parse the records on disk at the first call; return the list that `finish` adds to."""
+        if self._records is None:
+            stored = (trial.user_attrs.get(RECORD) for trial in self._study.get_trials(deepcopy=False))
+            self._records = [TrialRecord.model_validate_json(record) for record in stored if record is not None]
+        return self._records
 
     def ask(self) -> optuna.Trial:
         """Begin a trial."""
         return self._study.ask()
 
     def finish(self, trial: optuna.Trial, record: TrialRecord) -> None:
-        """Write a finished trial to disk."""
+        """Write a finished trial to disk and add its record."""
+        records = self._parsed()  # before the record is on disk, so that it is not read back as well
         trial.set_user_attr(RECORD, record.model_dump_json())
         if record.state is TrialState.COMPLETE:
             self._study.tell(trial, record.speedup)
         else:
             self._study.tell(trial, state=OptunaState.PRUNED if record.state is TrialState.PRUNED else OptunaState.FAIL)
+        records.append(record)
 
     def note(self, key: str, value: Any) -> None:
         """Store a note beside the trials."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from studies.contract import Study, TrialRecord, best_trials
 from studies.searches.registry import create_study
@@ -20,10 +20,7 @@ RUN_ID = "mlflow_run_id"
 
 
 class StudySequence:
-    """The studies of one search, run on the tuning prompts of `bench`.
-
-    `records` is filled as trials end, so that the caller has them if the search is interrupted.
-    """
+    """The studies of one search, run on the tuning prompts of `bench`. `store` owns the records of their trials."""
 
     def __init__(
         self,
@@ -32,12 +29,10 @@ class StudySequence:
         bench: Bench,
         store: StudyStore,
         tracker: Tracker,
-        records: list[TrialRecord],
         progress: Progress,
     ) -> None:
         self._task, self._heads, self._bench = task, heads, bench
         self._store, self._tracker, self._progress = store, tracker, progress
-        self._records = records
         self.ended: dict[str, str] = {}
         """Reason for the end of each study, and its remarks."""
         self.expected: dict[str, float] = {}
@@ -65,29 +60,27 @@ class StudySequence:
         self._progress.stage(f"{name}: preparing")
         start = time.perf_counter()
         share = self._share_of_time(studies_left)
-        problem = build_problem(self._task, self._heads, self._bench, self._records, share, self._progress)
+        problem = build_problem(self._task, self._heads, self._bench, self._store.records(), share, self._progress)
         study = create_study(name, problem, self._task.config.study_settings(name), self._store.kept(name))
         seconds = time.perf_counter() - start
         stored = self._store.open(study, self._task.identity, preparation_seconds=seconds)
         stored.note(RUN_ID, self._tracker.run_id)
         return study, stored
 
-    def _show_earlier(self, name: str, earlier: list[TrialRecord]) -> None:
+    def _show_earlier(self, name: str, earlier: Sequence[TrialRecord]) -> None:
         """Take over the trials of an earlier run."""
         if earlier:
             self._progress.say(
                 f"{name}: {len(earlier)} finished trials found in {self._store.url}, going on from there"
             )
-        self._records.extend(earlier)
         for record in earlier:
             self._tracker.log_trial(record)
         self._progress.stage(name, self._max_trials(name))
         self._progress.advance(len(earlier))
 
     def _keep(self, record: TrialRecord) -> None:
-        self._records.append(record)
         self._tracker.log_trial(record)
-        best = best_trials(self._records, 1)
+        best = best_trials(self._store.records(), 1)
         self._progress.trial(record, best[0] if best else None)
 
     def _share_of_time(self, studies_left: int) -> float | None:

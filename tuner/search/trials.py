@@ -50,16 +50,14 @@ def run_study(
 ) -> tuple[list[TrialRecord], str]:
     """Run `study` until it is finished or `budget` is spent, with trials on the prompts (or batches) at `indices`.
 
-    Returns all records, stored ones first, and the reason for the end.
+    Returns all records, earlier ones first, and the reason for the end. The records are those that `stored` owns.
     """
-    records = stored.records()
-    for record in records:
+    for record in stored.records():
         study.observe(record)
     start = time.perf_counter()
     # The budget first: a study may compute for long before it answers.
-    while (ended := budget.exhausted(len(records)) or study.finished()) is None:
-        record = _run_trial(study, stored, bench, indices, records, start)
-        records.append(record)
+    while (ended := budget.exhausted(len(stored.records())) or study.finished()) is None:
+        record = _run_trial(study, stored, bench, indices, start)
         budget.spent_seconds += record.seconds
         start = time.perf_counter()
         study.observe(record)
@@ -67,7 +65,7 @@ def run_study(
         on_record(record)
         # Learning from this trial and choosing the next count with the next; showing the record counts with none.
         start = time.perf_counter() - learning
-    return records, ended
+    return stored.records(), ended
 
 
 def _run_trial(
@@ -75,13 +73,12 @@ def _run_trial(
     stored: StoredStudy,
     bench: Measuring,
     indices: Sequence[int],
-    earlier: Sequence[TrialRecord],
     start: float,
 ) -> TrialRecord:
     """Run one trial and write it to disk. Its seconds count from `start`, when the study began to choose it."""
     trial = stored.ask()
     candidate, notes = study.propose(trial)
-    outcome = _repeated(trial, candidate, earlier) or _measured(trial, candidate, bench, indices)
+    outcome = _repeated(trial, candidate, stored.records()) or _measured(trial, candidate, bench, indices)
     record = TrialRecord(
         study=study.name,
         number=trial.number,

@@ -191,3 +191,22 @@ def test_study_whose_making_was_cut_short_is_made_anew(
     assert [study.propose(stored.ask())[0] for _ in range(2)] == [candidate((0,)), candidate((1,))]
     trials = optuna.load_study(study_name="experiment/one_candidate", storage=stored.url).trials
     assert len(trials) == 2, "no start of the lost one is left"
+
+
+def test_records_have_one_owner_and_are_parsed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = _store(tmp_path)
+    assert store.records() == []
+    stored = store.open(OneCandidate(), IDENTITY)
+    assert store.find("one_candidate") is stored
+    made = record(seconds=2.0)
+    stored.finish(stored.ask(), made)
+    assert store.records() == stored.records() == [made]
+    again = _store(tmp_path)
+    assert again.records() == [], "only studies that this search opened"
+    parsed: list[str] = []
+    parse = TrialRecord.model_validate_json
+    monkeypatch.setattr(TrialRecord, "model_validate_json", lambda text: parsed.append(text) or parse(text))
+    reopened = again.open(OneCandidate(), IDENTITY)
+    assert again.spent_seconds() == again.spent_seconds(["one_candidate"]) == 2.0
+    assert again.records() == reopened.records() == [made]
+    assert len(parsed) == 1

@@ -207,7 +207,7 @@ class SearchRunner:
         incumbents = _padded(stored.noted(INCUMBENTS), len(known))
 
         def keep(record: TrialRecord) -> None:
-            known.append(record)
+            known = stored.records()
             budget.spent_tokens += decoded_tokens(record)
             incumbent = _best(known, study.expected())
             numbers = [each.number for each in known]
