@@ -124,5 +124,5 @@ def test_structure_lists_every_module_once() -> None:
     files = (path.relative_to(ROOT).as_posix() for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
     existing, listed = {file for file in files if not file.endswith("__init__.py")}, _listed_modules()
     assert len(listed) == len(set(listed))
-    assert not existing - set(listed), "not on the page"
-    assert not set(listed) - existing, "on the page, but gone"
+    assert sorted(existing - set(listed)) == [], "modules that the page lacks"
+    assert sorted(set(listed) - existing) == [], "modules that are gone"

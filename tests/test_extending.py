@@ -17,11 +17,12 @@ from click.testing import CliRunner
 from decoding.decode import Request
 from decoding.decoder import Decoder, plain_decoder
 from decoding.draft_length import RULES, Fixed
-from decoding.drafts import LayerSkip
+from decoding.drafts import KINDS, DraftKind, LayerSkip
 from decoding.runners import RUNNERS
 from decoding.target import Target
 from decoding.text import Ending
 from studies.contract import Candidate, Problem
+from studies.prediction.contract import predictor_of
 from studies.rule_space import suggest_rule
 from studies.searches.registry import STUDIES, StudyEntry, create_study
 from tests.support.profiles import save_profile
@@ -76,6 +77,21 @@ def test_draft_length_rule(example: Example, target: Target, monkeypatch: pytest
         {"rule": "entropy_limit", "entropy_limit.max_tokens": 5, "entropy_limit.limit": 1.5}
     )
     assert suggest_rule(chosen, ["entropy_limit"], max_tokens=8) == rule(max_tokens=5, limit=1.5)
+
+
+def test_draft_kind(example: Example, target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    repeat = example("decoding/drafts/repeat.py").Repeat
+    example("decoding/drafters/repeat.py")
+    example("studies/prediction/repeat.py")
+    kind = DraftKind(repeat, "decoding.drafters.repeat:new_drafter", "studies.prediction.repeat:RepeatPredictor")
+    monkeypatch.setitem(KINDS, "repeat", kind)
+    candidate = Candidate(draft=repeat(period=2), draft_length=Fixed(max_tokens=3))
+    assert Candidate.model_validate_json(candidate.key) == candidate
+    assert candidate.draft.describe() == "repeat the last 2"
+    assert type(predictor_of(candidate.draft)).__name__ == "RepeatPredictor"
+    generation = Decoder(target, candidate.draft, candidate.draft_length).generate(REQUEST)
+    assert generation.tokens == _plain_tokens(target)
+    assert generation.num_drafted > 0
 
 
 def test_study(example: Example, target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
