@@ -98,7 +98,7 @@ class TestHeads:
         for word in (
             "acceptance",
             "agreement",
-            "s of writing texts",
+            "s of sampling continuations",
             "s of training",
             "mlflow ui",
             "search --heads heads",
@@ -149,7 +149,7 @@ class TestHeads:
         monkeypatch.setattr(tuner.heads.distill, "train", never)
         again = run_distill()
         assert again.exit_code == 0, again.output
-        assert "already there" in again.stdout
+        assert "already trained with these settings: 2, 3" in again.stdout
         assert "acceptance" in again.stdout
         assert before == {path: path.read_bytes() for path in (workplace / "heads").glob("*.safetensors")}
         assert len(_runs(workplace)) == 1
@@ -207,13 +207,13 @@ class TestRefusals:
             ({"model": None}, ["which model", "--model"]),
             ({"model": "no/such-model"}, ["no such model"]),
             ({"dataset": "missing.jsonl"}, ["no such dataset"]),
-            ({"exit_layers": "2,6"}, ["1 to 5 of 6 layers", "got 6"]),
-            ({"exit_layers": "0"}, ["1 to 5 of 6 layers", "got 0"]),
+            ({"exit_layers": "2,6"}, ["exits at layer 6", "must be 1 to 5"]),
+            ({"exit_layers": "0"}, ["exits at layer 0", "must be 1 to 5"]),
             ({"exit_layers": "two"}, ["exit_layers", "'two'"]),
             ({"tuning_prompts": "500"}, ["too few prompts", "500"]),
-            ({"steps": "0"}, ["steps", "greater than or equal to 1"]),
+            ({"steps": "0"}, ["'--steps'", "0 is not in the range x>=1"]),
             ({"timeout": "soon"}, ["timeout", "90s, 10m or 1.5h"]),
-            ({"learning_rate": "-1"}, ["learning_rate", "greater than 0"]),
+            ({"learning_rate": "-1"}, ["'--learning-rate'", "not in the range x>0"]),
             ({"device": "abacus"}, ["no device 'abacus'"]),
             ({"out": "/dev/null/heads"}, ["/dev/null", "is a file"]),
             ({"out": "/proc/heads"}, ["cannot write exit heads into /proc/heads"]),
@@ -316,7 +316,7 @@ class TestStopping:
             patched.setattr(tuner.heads.distill, "save_checkpoint", stop)
             result = run_distill()
         assert result.exit_code == 130
-        assert "the same command again goes on" in result.stderr
+        assert "stopped; the same command resumes" in result.stderr
         assert "Traceback" not in result.output
         assert _runs(workplace)[0].info.status == "KILLED"
         assert "resuming a stopped distillation after step 4" in run_distill().stderr
