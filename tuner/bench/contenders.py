@@ -1,4 +1,4 @@
-"""Who can be put beside a profile: our own loops, and what a user of transformers would take instead. A plain dict names them."""
+"""Contenders of a bench by name: our own loops, and the alternatives that transformers offers."""
 
 from __future__ import annotations
 
@@ -19,36 +19,36 @@ from tuner.fields import BITWISE
 
 PROFILE, PLAIN = "profile", "plain"
 ALWAYS = (PROFILE, PLAIN)
-"""What is compared, and the reference of all speed-ups: without them there is nothing to say."""
+"""The contender under test and the reference of all speed-ups: both take part in every bench."""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """All that a contender may be made of."""
+    """Everything a contender may be built from."""
 
     profile: DraftProfile
     decoder: Decoder
     """The profile on the model, as deployed."""
     eos_token_ids: frozenset[int]
     tuning_prompts: tuple[tuple[int, ...], ...]
-    """To choose by; none of them is measured."""
+    """Token ids of prompts for choices; none of them is measured."""
     max_new_tokens: int
     longest_prompt: int
-    """Tokens of the longest prompt that will be measured."""
+    """Length of the longest measured prompt, in tokens."""
     in_mode: Callable[[str], Decoder]
-    """The profile on the model in one of `own_decoding.MODES`, made when first asked for."""
+    """Returns the profile's decoder in one of `own_decoding.MODES`, built on first use."""
     on_text: Callable[[], None] = lambda: None
-    """Called for each text that is written in choosing."""
+    """Called after each prompt that is decoded for a choice."""
 
     @property
     def target(self) -> Target:
-        """The model that all of them run."""
+        """The model that all contenders run."""
         return self.decoder.target
 
 
 @dataclass(frozen=True)
 class _Own:
-    """The profile or plain decoding by one of our runners, whichever the profile names."""
+    """Factory of the profile or plain decoding with a given runner, in place of the profile's own."""
 
     mode: str
     is_plain: bool
@@ -106,7 +106,7 @@ def _stock_prompt_lookup(setting: Setting) -> Contender:
 
 
 def _stock_static(setting: Setting) -> Contender:
-    # Of one size for all prompts: transformers would otherwise compile anew for each that is longer than those before.
+    # One size for all prompts: transformers would otherwise compile again for each prompt longer than the ones before.
     positions = setting.longest_prompt + setting.max_new_tokens
     compiled = "compiled by transformers" if setting.target.device.type == "cuda" else "not compiled on this device"
     return StockGeneration(
@@ -118,7 +118,7 @@ def _stock_static(setting: Setting) -> Contender:
 
 
 Factory = Callable[[Setting], Contender]
-"""Makes a contender; may raise anything where the model or device does not do."""
+"""Builds a contender; may raise anything on an unsuitable model or device."""
 
 CONTENDERS: dict[str, Factory] = {
     PROFILE: _profile,
@@ -130,44 +130,44 @@ CONTENDERS: dict[str, Factory] = {
     "hf-static": _stock_static,
 }
 
-_ASSISTED = "transformers does not do it: its assisted generation is of one text at a time"
-_BIT_EXACT = "bit-exact mode is of one text at a time"
+_ASSISTED = "transformers does not support it: its assisted generation decodes one sequence at a time"
+_BIT_EXACT = "bit-exact mode decodes one sequence at a time"
 ONE_TEXT_ONLY: Mapping[str, str] = {
     "hf-early-exit": _ASSISTED,
     "hf-prompt-lookup": _ASSISTED,
     **{f"{who}-bitwise": _BIT_EXACT for who in ALWAYS},
 }
-"""Those that cannot write several texts side by side, and why."""
+"""Contenders that cannot decode batches, with the reasons."""
 
 
 def default_names(device: torch.device) -> tuple[str, ...]:
-    """Whom to compare with if nothing is asked: all of transformers' ways, but a static cache only where it compiles for it."""
+    """Return the default contenders: all of transformers' modes, but a static cache only where transformers compiles for it."""
     stock = tuple(name for name in CONTENDERS if name.startswith("hf"))
     return (*ALWAYS, *(name for name in stock if name != "hf-static" or device.type == "cuda"))
 
 
 def check_names(names: Sequence[str], batch_size: int = 1) -> tuple[str, ...]:
-    """The names asked for and those whose text they are compared with, those that are always there first.
+    """Return `names` with the contenders that they need: the mandatory ones first, then references of comparisons.
 
-    `ConfigError` for an unknown one, and for one that cannot write `batch_size` texts side by side.
+    Raises ConfigError for an unknown name, and for a contender that cannot decode batches if `batch_size` is above 1.
     """
     for name in names:
         if name not in CONTENDERS:
             raise ConfigError(f"unknown contender {name!r}; {suggest(name, CONTENDERS)}")
         if batch_size > 1 and name in ONE_TEXT_ONLY:
-            raise ConfigError(f"{name} cannot be had with --batch-size {batch_size}: {ONE_TEXT_ONLY[name]}")
+            raise ConfigError(f"{name} does not work with --batch-size {batch_size}: {ONE_TEXT_ONLY[name]}")
     needed = [f"{PLAIN}-bitwise" for name in names if name == f"{PROFILE}-bitwise"]
     return tuple(dict.fromkeys([*ALWAYS, *needed, *names]))
 
 
 def side_by_side(names: Sequence[str], batch_size: int) -> tuple[tuple[str, ...], dict[str, str]]:
-    """Those of `names` that can write `batch_size` texts side by side, and the reasons of the others."""
+    """Return the contenders of `names` that can decode batches of `batch_size`, and the others with the reasons."""
     left_out = {name: ONE_TEXT_ONLY[name] for name in names if batch_size > 1 and name in ONE_TEXT_ONLY}
     return tuple(name for name in names if name not in left_out), left_out
 
 
 def enter(names: Sequence[str], setting: Setting) -> tuple[dict[str, Contender], dict[str, str]]:
-    """The contenders of these names, and the reasons of those that cannot be had here; what must be there raises."""
+    """Build the contenders; return them, and the ones that fail with the reasons. Errors of mandatory ones are raised."""
     contenders: dict[str, Contender] = {}
     left_out: dict[str, str] = {}
     for name in names:

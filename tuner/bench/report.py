@@ -1,4 +1,4 @@
-"""What a bench showed, for people: the table, the picture, and the JSON with everything. Measures nothing."""
+"""Reports of a bench: the table, the picture, and the JSON with all figures. Measures nothing."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from tuner.bench.contenders import PLAIN, PROFILE
 from tuner.bench.result import BenchResult, Entry, mean_prompt_tokens, units_of
 
 TABLE_WIDTH = 120
-"""Columns of text that the table needs at least."""
+"""Least width of the table, in characters."""
 ROOFLINE = "roofline"
 COLOURS = {PROFILE: "#d55e00", PLAIN: "#555555"}
 OTHERS_COLOUR = "#0072b2"
-"""Of Okabe and Ito, which colour-blind readers tell apart too."""
+"""Colours by Okabe and Ito, which colour-blind readers can tell apart."""
 
 
 def bench_table(result: BenchResult) -> RenderableType:
-    """A line a contender, the bound of one-token passes, and those left out; what each is stands below."""
+    """Return a table with a line per contender, the roofline and the contenders left out, and a legend below."""
     prompts = f"{len(result.counted)} {units_of(result.batch_size)} of {mean_prompt_tokens(result):.0f} tokens"
     title = f"Decode phase on {prompts} on average (95 % intervals over {_units(result)})"
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
@@ -83,26 +83,26 @@ def _legend(result: BenchResult) -> Iterator[tuple[str, str]]:
 
 def _describe_roofline(result: BenchResult) -> str:
     read, bandwidth = result.roofline.reading, result.roofline.bandwidth
-    experts = f" ({read.experts[0]} of {read.experts[1]} experts a layer)" if read.experts else ""
+    experts = f" ({read.experts[0]} of {read.experts[1]} experts per layer)" if read.experts else ""
     size = read.batch_size
-    of_texts, times = ("", "") if size == 1 else (f" for each of {size} texts", f"{size} times ")
+    of_texts, times = ("", "") if size == 1 else (f" for each of {size} sequences", f"{size} times ")
     return (
-        f"the most of one token a pass{of_texts}: {read.weights / 1e6:.1f} MB of weights{experts} and {times}"
+        f"upper bound at one token per pass{of_texts}: {read.weights / 1e6:.1f} MB of weights{experts} and {times}"
         f"{read.keys_and_values / 1e6:.2f} MB of keys and values, read at the {bandwidth.bytes_per_second / 1e9:.1f} GB/s "
-        "measured; several tokens a pass, or a model that fits the processor's caches, may be above it"
+        "measured; several tokens per pass, or a model that fits the processor's caches, may exceed it"
     )
 
 
 def _describe_account(account: Account) -> str:
     return (
-        f"{account.bookkeeping:.1%} of the profile's is outside the model's passes; it is {account.speedup:.2f} times as fast "
-        f"as plain, where its rounds should give {account.expected_speedup:.2f} by what passes cost "
-        f"({account.speedup / account.expected_speedup:.0%} of that)"
+        f"{account.bookkeeping:.1%} of the profile's time is outside the model's passes; its speed-up is {account.speedup:.2f}, "
+        f"and {account.expected_speedup:.2f} is expected from its rounds and the costs of passes "
+        f"({account.speedup / account.expected_speedup:.0%} of the expected)"
     )
 
 
 def bench_json(result: BenchResult) -> dict[str, Any]:
-    """All figures with their intervals, every sample, the bound and what it is made of, device and versions."""
+    """Return all figures with their intervals, every sample, the roofline and its parts, device and versions as plain data."""
     return {
         **result.facts,
         "batch_size": result.batch_size,
@@ -152,7 +152,7 @@ def _figures(result: BenchResult, entry: Entry) -> dict[str, Any]:
 
 
 def bench_picture(result: BenchResult, file: IO[bytes]) -> None:
-    """Tokens per second of each contender with their intervals, and the line that one-token passes cannot cross."""
+    """Draw tokens per second of each contender with their intervals, and the roofline."""
     from matplotlib.figure import Figure
 
     names = list(result.entries)[::-1]  # the first on top
@@ -164,8 +164,8 @@ def bench_picture(result: BenchResult, file: IO[bytes]) -> None:
     axes.barh(names, [each.value for each in rates], color=colours, height=0.6)
     axes.errorbar([each.value for each in rates], names, xerr=reach, fmt="none", ecolor="black", capsize=3)
     bound = result.roofline.tokens_per_second
-    axes.axvline(bound, color="#009e73", linestyle="--", label=f"roofline of one token a pass, {bound:.0f}")
-    texts = "" if result.batch_size == 1 else f" of {result.batch_size} texts side by side"
+    axes.axvline(bound, color="#009e73", linestyle="--", label=f"roofline of one token per pass, {bound:.0f}")
+    texts = "" if result.batch_size == 1 else f" of {result.batch_size} sequences in a batch"
     axes.set_xlabel(f"decoded tokens per second{texts}, 95 % intervals over {_units(result)}")
     axes.set_title(
         f"{result.facts['profile']} on {result.facts['provenance']['device']}, {result.facts['dtype']}",

@@ -1,10 +1,10 @@
-"""`sdtune bench` from its settings to its results on disk."""
+"""The run of `sdtune bench`, from its settings to its results on disk."""
 
 from __future__ import annotations
 
 import functools
 import io
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +12,9 @@ from rich.console import RenderableType
 
 from decoding.decode import Request
 from decoding.decoder import plain_decoder
-from decoding.losslessness import Comparison, compare
 from decoding.text import Ending
 from tuner.bench.accounting import Account, longest_draft, take_account
+from tuner.bench.collecting import SampleCollector
 from tuner.bench.config import BenchConfig
 from tuner.bench.contenders import ALWAYS, PLAIN, Setting, enter
 from tuner.bench.contest import Contest, Prompts
@@ -33,9 +33,9 @@ NAME = "bench"
 
 
 def run_and_write(config: BenchConfig, profile: Path, out: Path, *, progress: Progress) -> RenderableType:
-    """Measure the profile against the others and write `bench.json`, `.txt` and `.png` into the folder `out`; the table.
+    """Measure the profile against the other contenders, write `bench.json`, `.txt` and `.png` into `out`, and return the table.
 
-    Raises errors of ours for what the user can put right.
+    Raises SdtuneError for wrong input.
     """
     check_results_folder(out)
     result = run_bench(prepare_bench(config, profile, progress), progress)
@@ -49,12 +49,12 @@ def run_and_write(config: BenchConfig, profile: Path, out: Path, *, progress: Pr
 
 
 def run_bench(task: BenchTask, progress: Progress) -> BenchResult:
-    """Let everybody in, warm them up, and hold the contest on the prompts to be measured; memory is read before and after.
+    """Make the contenders, warm them up and hold the contest on the measured prompts. Bandwidth is measured before and after.
 
-    Raises `DatasetError` if too few of the prompts are continued at a length worth measuring.
+    Raises DatasetError if too few prompts have continuations long enough to measure.
     """
     device = task.target.device
-    progress.stage("measuring how fast memory is read")
+    progress.stage("measuring memory bandwidth")
     before = measure_bandwidth(device)
     prompts = token_ids(task.measured)
     progress.stage("contenders choose on tuning prompts")
@@ -101,64 +101,47 @@ def _setting(task: BenchTask, progress: Progress) -> Setting:
 
 
 def _longest_and_shortest(batches: Sequence[Prompts]) -> list[Prompts]:
-    """The batch with the longest of all prompts, and that with the shortest."""
+    """Return the batch with the longest prompt and the batch with the shortest one."""
     return [max(batches, key=lambda batch: max(map(len, batch))), min(batches, key=lambda batch: min(map(len, batch)))]
 
 
 def _hold(contest: Contest, task: BenchTask, progress: Progress) -> dict[str, list[TextSample]]:
-    """All samples by contender; texts are compared with the first that the one they should be like wrote of the prompt.
+    """Hold the contest and return all samples by contender."""
+    prompts, batch_size, repeats = token_ids(task.measured), task.config.batch_size, task.config.repeats
+    # Sequences of a batch are compared with what plain decoding writes for each prompt by itself.
+    plain = _decode_one_by_one(task, prompts, progress) if batch_size > 1 else ()
+    collector = SampleCollector(task.target, prompts, contest.running, batch_size=batch_size, plain=plain)
 
-    Where several are written side by side, that is what plain decoding writes of the prompt alone.
-    """
-    prompts, batch_size = token_ids(task.measured), task.config.batch_size
-    samples: dict[str, list[TextSample]] = {name: [] for name in contest.running}
-    same_as = {name: each.same_as for name, each in contest.running.items()}
-    written: dict[tuple[str, int], tuple[int, ...]] = {}
-    if batch_size > 1:
-        written = {(PLAIN, place): text for place, text in enumerate(_unbatchable_reason(task, prompts, progress))}
-
-    def compared(name: str, place: int, tokens: tuple[int, ...]) -> Comparison:
-        if (other := same_as[name]) is not None:
-            return Comparison(identical=written.get((other, place)) == tokens)
-        return compare(task.target, prompts[place], written[PLAIN, place], tokens)
-
-    def note(number: int, repeat: int, batches: Mapping[str, TimedBatch]) -> None:
-        first = number * batch_size
-        for name, batch in batches.items():
-            for text, each in enumerate(batch.sequences):
-                written.setdefault((name, first + text), each.tokens)
-        for name, batch in batches.items():
-            for text, each in enumerate(batch.sequences):
-                place = first + text
-                comparison = compared(name, place, each.tokens)
-                samples[name].append(TextSample.of(place, repeat, len(prompts[place]), batch, text, comparison))
+    def collect(index: int, repeat: int, batches: Mapping[str, TimedBatch]) -> None:
+        collector.add(index, repeat, batches)
         progress.advance()
 
-    repeats = task.config.repeats
-    progress.stage(f"everybody continues all {units_of(batch_size)}", len(task.batches) * repeats)
-    contest.hold(task.batches, max_new_tokens=task.max_new_tokens, repeats=repeats, on_batch=note)
-    return samples
+    progress.stage(f"all contenders continue all {units_of(batch_size)}", len(task.batches) * repeats)
+    contest.hold(task.batches, max_new_tokens=task.max_new_tokens, repeats=repeats, on_batch=collect)
+    return collector.samples
 
 
-def _unbatchable_reason(task: BenchTask, prompts: Prompts, progress: Progress) -> Iterator[tuple[int, ...]]:
-    """What plain decoding writes of each prompt by itself."""
-    plain = plain_decoder(task.target)
-    progress.stage("plain decoding continues each prompt alone", len(prompts))
+def _decode_one_by_one(task: BenchTask, prompts: Prompts, progress: Progress) -> list[tuple[int, ...]]:
+    """Return the plain continuation of each prompt decoded by itself."""
+    plain, ending = plain_decoder(task.target), Ending(task.max_new_tokens, task.eos_token_ids)
+    progress.stage("plain decoding continues each prompt by itself", len(prompts))
+    continuations = []
     for prompt in prompts:
-        yield plain.generate(Request(prompt, Ending(task.max_new_tokens, task.eos_token_ids))).tokens
+        continuations.append(plain.generate(Request(prompt, ending)).tokens)
         progress.advance()
+    return continuations
 
 
 def _is_accounted_for(task: BenchTask) -> bool:
-    """Whether where the time goes can be told: passes must wait for their end and be of one text, and something must be drafted."""
+    """Return whether the profile's time can be accounted for: on the CPU, one sequence at a time, with a draft."""
     drafts = task.profile.draft.drafts
     return task.target.device.type == "cpu" and task.config.batch_size == 1 and drafts
 
 
 def _account(task: BenchTask, prompts: Prompts, progress: Progress) -> Account:
-    """Where the profile's time goes."""
+    """Account for the profile's decode time."""
     draft, target = task.profile.draft, task.target
-    progress.stage("measuring what passes of the model cost")
+    progress.stage("measuring pass costs")
     max_drafted = longest_draft(draft, task.profile.draft_length.max_tokens)
     lengths = [len(prompt) for prompt in prompts]
     table = measure_cost_table(
@@ -208,23 +191,23 @@ def _remarks(task: BenchTask, num_uncounted: int) -> tuple[str, ...]:
     remarks = []
     if (temperature := task.profile.decoding.temperature) > 0:
         remarks.append(
-            f"greedy for everybody, so that texts can be compared; the profile was tuned at temperature {temperature:g}"
+            f"all contenders decode greedily, so that tokens can be compared; the profile was tuned at temperature {temperature:g}"
         )
     batch_size = task.config.batch_size
     if num_uncounted:
         remarks.append(
-            f"{num_uncounted} {units_of(batch_size)} do not count in the rates: somebody decoded too few tokens behind the prefill"
+            f"{num_uncounted} {units_of(batch_size)} are not in the rates: a contender decoded too few tokens after the prefill"
         )
     if task.num_over:
-        remarks.append(f"the last {task.num_over} prompts are not measured: they make no whole batch of {batch_size}")
+        remarks.append(f"the last {task.num_over} prompts are not measured: they fill no batch of {batch_size}")
     if batch_size > 1:
         remarks.append(
-            f"of {batch_size} texts side by side, tokens and seconds are those of all, tokens per pass those of each; identical is "
-            "a text that plain decoding writes of its prompt alone"
+            f"tokens and seconds are sums over a batch of {batch_size} sequences, tokens per pass are per sequence; identical "
+            "sequences are the ones that plain decoding writes for the prompt by itself"
         )
-        remarks.append("where the profile's time goes is told of single texts only (--batch-size 1)")
+        remarks.append("the profile's time is accounted for with --batch-size 1 only")
         if task.target.unbatchable_reason is not None:
             remarks.append(
-                f"profile and plain write the texts of a batch in turns, not in shared passes: {task.target.unbatchable_reason}"
+                f"profile and plain decode a batch in turns, not in shared passes: {task.target.unbatchable_reason}"
             )
     return tuple(remarks)

@@ -1,8 +1,8 @@
-"""transformers' own `generate` as a contender: greedy, streamed into the stopwatch, with one or another option of its own.
+"""transformers' own `generate` as a contender: greedy, streamed into the recorder, with options of transformers.
 
-As read in transformers 5.23: a streamer is given the prompt first, then the tokens of each pass, one, or several where drafts were
-accepted. Assisted generation drafts before its first pass over the prompt, which verifies these drafts; it refuses a batch. Of a
-batch the streamer is given the padded prompts, then a token a text and pass, padding for texts that have ended.
+In transformers 5.23 a streamer receives the prompt first, then the tokens of each pass: one, or several where drafts were
+accepted. Assisted generation drafts before its first pass over the prompt, which verifies these drafts; it refuses batches. For a
+batch the streamer receives the padded prompts, then one token per sequence and pass, with padding for ended sequences.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tuner.inputs.models import quiet
 from tuner.measuring.clock import WallClock
 from tuner.measuring.recording import Recorder, TimedBatch
 
-# All that is kept of a model's own settings: marks of text, and how drafts are made. Others would make it another text.
+# The model's own settings that are kept: special tokens and drafting. Any other setting could change the tokens.
 DRAFTING_SETTINGS = (
     *("num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold"),
     *("assistant_lookbehind", "target_lookbehind", "max_matching_ngram_size"),
@@ -31,7 +31,7 @@ KEPT_SETTINGS = ("bos_token_id", "pad_token_id", *DRAFTING_SETTINGS)
 LOOKUP_TOKENS = 10
 """Tokens that prompt lookup copies: the number in transformers' documentation and its candidate generator's default."""
 EXIT_EIGHTHS = (1, 2, 3, 4, 5, 6)
-"""Exits to try, in eighths of the model: behind three quarters there is hardly a pass to be saved."""
+"""Exits to try, in eighths of the model: after three quarters hardly any time can be saved."""
 
 
 class StockGeneration:
@@ -53,15 +53,15 @@ class StockGeneration:
 
     @property
     def settings(self) -> Mapping[str, Any]:
-        """The options, and the model's own settings that it drafts by (null: the default of transformers)."""
+        """Options, and the model's own drafting settings (null is the default of transformers)."""
         return {"options": self._options, "generation_config": self.drafting_settings()}
 
     def drafting_settings(self) -> dict[str, Any]:
-        """What the model's own generation settings say of drafting, read by `generate`; None where they say nothing."""
+        """Return the model's own drafting settings, which `generate` reads; None for a setting that is absent."""
         return {name: getattr(self._model.generation_config, name, None) for name in DRAFTING_SETTINGS}
 
     def describe(self) -> str:
-        """What it is, for the table."""
+        """See `Contender.describe`."""
         return self._description
 
     def write(self, prompts: Prompts, max_new_tokens: int, recorder: Recorder) -> None:
@@ -78,10 +78,10 @@ class StockGeneration:
 
     @contextmanager
     def _greedy(self) -> Iterator[None]:
-        """Generation settings that end texts where ours end and choose tokens as ours do, a fresh copy for each text.
+        """Give the model generation settings that choose and end sequences as our loops do; a fresh copy for each batch.
 
-        Those of the model count even for settings that a caller gives, and the drafting ones are read from nowhere else: they
-        must be the model's own while it runs.
+        transformers applies the model's settings even beside given ones, and reads drafting settings nowhere else: the model itself
+        must carry them while it runs.
         """
         own = self._model.generation_config
         kept = {name: value for name in KEPT_SETTINGS if (value := getattr(own, name, None)) is not None}
@@ -112,11 +112,11 @@ class EarlyExitGeneration(StockGeneration):
 
     @property
     def settings(self) -> Mapping[str, Any]:
-        """The options, and tokens per second of the exits that were tried."""
+        """Options, and tokens per second of the exits tried."""
         return {**super().settings, "tried": {str(exit_layer): rate for exit_layer, rate in self._tried.items()}}
 
     def write(self, prompts: Prompts, max_new_tokens: int, recorder: Recorder) -> None:
-        """See `Contender.write`; after an error transformers leaves the number of layers cut short, so that it is put back here."""
+        """See `Contender.write`; restores the number of layers, which transformers leaves reduced after an error."""
         config: Any = self._model.base_model.config
         num_layers = config.num_hidden_layers
         try:
@@ -126,7 +126,7 @@ class EarlyExitGeneration(StockGeneration):
 
 
 class _Streamer(BaseStreamer):
-    """Hands over what is generated, and drops the prompts, which come first, and the padding behind a text that has ended."""
+    """Records generated tokens; drops the prompts, which arrive first, and the padding after the end of a sequence."""
 
     def __init__(self, recorder: Recorder, num_texts: int, eos_token_ids: Collection[int]) -> None:
         self._recorder = recorder
@@ -135,8 +135,9 @@ class _Streamer(BaseStreamer):
         self._saw_prompts = False
 
     def put(self, value: Tensor) -> None:
-        """Called by `generate` with token ids on the host: the prompts' [texts, length], then those of each pass, [texts] or, of
-        one text, [1, width].
+        """Record one pass. `generate` calls this with token ids on the host.
+
+        First come the prompts [sequences, length], then each pass: [sequences], or [1, width] for a single sequence.
         """
         if self._saw_prompts:
             passed = value.reshape(-1, 1) if value.ndim == 1 else value
@@ -146,11 +147,11 @@ class _Streamer(BaseStreamer):
         self._saw_prompts = True
 
     def end(self) -> None:
-        """Nothing: the last tokens have been handed over."""
+        """Do nothing: the last tokens have been recorded."""
 
 
 def _padded(prompts: Prompts, pad_token_id: int) -> tuple[Tensor, Tensor]:
-    """Token ids [texts, length] with the padding on the left, and their attention mask."""
+    """Return token ids [sequences, length], padded on the left, and their attention mask."""
     longest = max(len(prompt) for prompt in prompts)
     token_ids = [[pad_token_id] * (longest - len(prompt)) + list(prompt) for prompt in prompts]
     mask = [[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts]
@@ -158,7 +159,7 @@ def _padded(prompts: Prompts, pad_token_id: int) -> tuple[Tensor, Tensor]:
 
 
 def exits_to_try(num_layers: int) -> tuple[int, ...]:
-    """A spread of exits of a model with `num_layers` layers, ascending; none if it has but one."""
+    """Return exits spread over a model with `num_layers` layers, ascending; none for a single layer."""
     exits = {round(num_layers * eighths / 8) for eighths in EXIT_EIGHTHS}
     return tuple(sorted(each for each in exits if 1 <= each < num_layers))
 
@@ -172,9 +173,9 @@ def fastest_exit(
     max_new_tokens: int,
     on_text: Callable[[], None],
 ) -> EarlyExitGeneration:
-    """The exit that decodes these prompts fastest, all tried side by side; `on_text` is called after each prompt.
+    """Return the exit that decodes these prompts fastest; all are tried in turns. `on_text` is called after each prompt.
 
-    Raises `ValueError` if there is none to try or none runs, with the reason.
+    Raises ValueError with the reason if there is no exit to try or none runs.
     """
     exits = {str(n): EarlyExitGeneration(model, eos_token_ids, n, {}) for n in exits_to_try(num_layers)}
     if not exits:
@@ -186,7 +187,7 @@ def fastest_exit(
         raise ValueError(_reasons(contest))
     written: dict[str, list[TimedBatch]] = {name: [] for name in exits}
 
-    def note(place: int, repeat: int, batches: Mapping[str, TimedBatch]) -> None:
+    def note(index: int, repeat: int, batches: Mapping[str, TimedBatch]) -> None:
         for name, batch in batches.items():
             written[name].append(batch)
         on_text()
@@ -203,6 +204,6 @@ def _reasons(contest: Contest) -> str:
 
 
 def _rate(batches: Sequence[TimedBatch]) -> float:
-    """Tokens per second of the decode phase; 0 where all was written with the prefill, of which nothing can be said."""
+    """Return the tokens per second of the decode phase; 0 if every token arrived with the prefill."""
     seconds = sum(each.decode_seconds for each in batches)
     return sum(each.num_decoded for each in batches) / seconds if seconds else 0.0

@@ -1,4 +1,4 @@
-"""What `sdtune bench` works on, loaded and checked: a profile on its model, held-out prompts, and others to choose by."""
+"""Inputs of `sdtune bench`, loaded and checked: a profile on its model, held-out prompts, and tuning prompts for choices."""
 
 from __future__ import annotations
 
@@ -21,47 +21,47 @@ from tuner.inputs.prompts import Prompt, PromptSet, load_prompts
 from tuner.progress import Progress
 
 USUAL_PROMPTS = 24
-"""In each part, where the profile says nothing of it; as many as a search takes."""
+"""Prompts of each part if the profile records no number; the default of a search."""
 USUAL_NEW_TOKENS = 64
 CHOOSING_PROMPTS = 3
-"""Tuning prompts by which contenders that have something to choose do so."""
+"""Tuning prompts on which contenders choose their options."""
 MOST_FILLERS = 1000
-"""Rows that are read at most to make prompts longer."""
+"""Most rows read to make prompts longer."""
 
 
 @dataclass(frozen=True)
 class BenchTask:
-    """Everything a bench needs; nothing has been run yet."""
+    """Everything a bench needs, before anything is decoded."""
 
     config: BenchConfig
     names: tuple[str, ...]
-    """Of all contenders."""
+    """Names of the contenders."""
     left_out: dict[str, str]
-    """The reasons of those that would be there too, were it not for the batch size."""
+    """Contenders left out because of the batch size, with the reasons."""
     profile: DraftProfile
     loaded: Loaded
     decoder: Decoder
-    """The profile on the model, as deployed."""
+    """Decoder of the profile, as deployed."""
     folder: Path
-    """Where the profile's exit head lies."""
+    """Folder of the profile and its exit head."""
     max_new_tokens: int
     dataset_fingerprint: str
     split: str
-    """What is known of whether the profile was tuned on the prompts, in words."""
+    """Sentence that says whether the profile was tuned on the measured prompts."""
     choosing: tuple[Prompt, ...]
     measured: tuple[Prompt, ...]
-    """Whole batches, one behind another."""
+    """Prompts of whole batches, in order."""
     num_over: int
-    """Prompts that are not measured, as they make no whole batch."""
+    """Number of prompts left out because they fill no batch."""
 
     @property
     def batches(self) -> list[Prompts]:
-        """The prompts to be measured, as many a batch as are written side by side."""
+        """Token ids of the measured prompts by batch."""
         prompts, size = token_ids(self.measured), self.config.batch_size
         return [prompts[first : first + size] for first in range(0, len(prompts), size)]
 
     def deploy(self, profile: DraftProfile) -> Decoder:
-        """The decoder of another profile on the same model."""
+        """Return the decoder of another profile on the same model."""
         return load_decoder(profile, folder=self.folder).decoder_for(self.loaded.model)
 
     @property
@@ -71,12 +71,12 @@ class BenchTask:
 
     @property
     def eos_token_ids(self) -> frozenset[int]:
-        """What ends a text."""
+        """Token ids that end a sequence."""
         return eos_token_ids(self.loaded.model)
 
 
 def prepare_bench(config: BenchConfig, profile_path: Path, progress: Progress) -> BenchTask:
-    """Load and check profile, exit head, model and prompts. Raises errors of ours for what the user can put right."""
+    """Load and check profile, exit head, model and prompts. Raises SdtuneError for wrong input."""
     names, left_out = _names(config)
     profile = DraftProfile.load(profile_path)
     if config.runner is not None:
@@ -99,7 +99,7 @@ def prepare_bench(config: BenchConfig, profile_path: Path, progress: Progress) -
     if num_measured > len(found.held_out):
         raise ConfigError(
             f"--prompts {num_measured} is more than the {len(found.held_out)} that are held out; --held-out-prompts "
-            f"{num_measured} holds out more, which are then another split than the profile's"
+            f"{num_measured} holds out more, which changes the split"
         )
     num_over = _num_over(config.batch_size, num_measured)
     choosing, measured = found.tuning[:CHOOSING_PROMPTS], found.held_out[: num_measured - num_over]
@@ -127,7 +127,7 @@ def prepare_bench(config: BenchConfig, profile_path: Path, progress: Progress) -
 
 
 def _names(config: BenchConfig) -> tuple[tuple[str, ...], dict[str, str]]:
-    """Of the contenders, and the reasons of those that would be there by default but write one text at a time."""
+    """Return the names of the contenders, and the default ones that cannot decode batches with the reasons."""
     if config.against is not None:
         return check_names(config.against, config.batch_size), {}
     return side_by_side(default_names(resolve_device(config.device)), config.batch_size)
@@ -136,12 +136,13 @@ def _names(config: BenchConfig) -> tuple[tuple[str, ...], dict[str, str]]:
 def _check_mode(batch_size: int, profile: DraftProfile) -> None:
     if batch_size > 1 and profile.decoding.exact_width is not None:
         raise ConfigError(
-            f"--batch-size {batch_size} is not for bit-exact mode, which is of one text at a time: give --runner eager or static"
+            f"--batch-size {batch_size} is not for bit-exact mode, which decodes one sequence at a time: "
+            "give --runner eager or static"
         )
 
 
 def _num_over(batch_size: int, num_prompts: int) -> int:
-    """Prompts behind the last whole batch; `ConfigError` if there are fewer than two batches."""
+    """Return the number of prompts after the last whole batch. Raises ConfigError if there are fewer than two batches."""
     if num_prompts < 2 * batch_size:
         raise ConfigError(
             f"--batch-size {batch_size} makes {num_prompts // batch_size} whole batches of {num_prompts} prompts, and at least 2 "
@@ -162,9 +163,10 @@ def _check_context(config: BenchConfig, max_new_tokens: int, context_length: int
 def _draw(
     config: BenchConfig, facts: DatasetFacts | None, loaded: Loaded, max_new_tokens: int, context_length: int | None
 ) -> PromptSet:
-    """The parts of the search that made the profile, if seed and columns are its, and rows to make prompts longer with.
+    """Draw the tuning and held-out prompts, and rows to make prompts longer.
 
-    The numbers of prompts are the profile's: the fingerprint of the split tells whether it is the same.
+    With the seed and columns of the search that made the profile, the parts are the search's own: the numbers of prompts come from
+    the profile, and the fingerprint of the split tells whether it is the same.
     """
     return load_prompts(
         config.dataset,
@@ -184,15 +186,15 @@ def _draw(
 
 def _split(found: PromptSet, facts: DatasetFacts | None) -> str:
     if facts is None:
-        return "the profile does not say on which it was tuned, and may have been on some of these"
+        return "the profile does not record its prompts and may have been tuned on some of these"
     if facts.fingerprint == found.fingerprint:
         return "held out by the search that made the profile (the fingerprint of its split is the same)"
     return (
-        f"not the split of the search that made the profile (on {Path(facts.name).name}): if they are of the same data, it may "
-        "have been tuned on some of these; seed, columns and numbers of prompts as in the search give its split"
+        f"not the split of the search that made the profile (on {Path(facts.name).name}): on the same data, it may have been "
+        "tuned on some of these; use the seed, columns and numbers of prompts of the search to get its split"
     )
 
 
 def token_ids(prompts: Sequence[Prompt]) -> tuple[tuple[int, ...], ...]:
-    """Of each prompt."""
+    """Return the token ids of each prompt."""
     return tuple(prompt.token_ids for prompt in prompts)

@@ -179,7 +179,7 @@ def test_a_profile_that_says_nothing_of_its_prompts_is_told(
     workplace: Path, code: Path, write_profile: WriteProfile, bench: RunBench
 ) -> None:
     result = bench(write_profile(LayerSkip.blocks((3,))), code, against="plain")
-    assert "the profile does not say on which it was tuned" in flat(result.stdout)
+    assert "the profile does not record its prompts" in flat(result.stdout)
 
 
 def test_who_cannot_run_here_is_left_out_with_the_reason(
@@ -396,8 +396,8 @@ def test_table_and_picture() -> None:
     assert next(line for line in lines if line.startswith(" roofline")).split()[1:] == ["20.0", "6.00", "1.00", "100%"]
     assert any("left out: RuntimeError: no" in line for line in lines)
     said = flat(console.getvalue())
-    assert "4.0% of the profile's is outside the model's passes; it is 2.00 times as fast as plain" in said
-    assert "its rounds should give 2.00 by what passes cost (100% of that)" in said
+    assert "4.0% of the profile's time is outside the model's passes; its speed-up is 2.00" in said
+    assert "2.00 is expected from its rounds and the costs of passes (100% of the expected)" in said
     assert any("a note" in line for line in lines)
     picture = io.BytesIO()
     bench_picture(result, picture)
@@ -438,8 +438,8 @@ def test_everybody_writes_a_batch_and_each_text_is_that_of_its_prompt_alone(
     assert found["roofline"]["bytes_per_token"] == pytest.approx(read["weights"] / 3 + read["keys_and_values"])
     said = flat(result.stdout)
     assert "2 batches of 3 prompts" in said
-    assert "of 3 texts side by side, tokens and seconds are those of all" in said
-    assert "the last 1 prompts are not measured: they make no whole batch of 3" in said
+    assert "tokens and seconds are sums over a batch of 3 sequences" in said
+    assert "the last 1 prompts are not measured: they fill no batch of 3" in said
     assert "12/12" in said
     assert "in turns" not in said
 
@@ -465,15 +465,19 @@ def test_who_writes_one_text_at_a_time_is_left_out_of_batches_with_the_reason(
     found = results(workplace)
     assert list(found["contenders"]) == ["profile", "plain", "hf"]
     assert set(found["left_out"]) == {"hf-early-exit", "hf-prompt-lookup"}
-    assert all("transformers does not do it" in reason for reason in found["left_out"].values())
-    assert "left out: transformers does not do it: its assisted generation is of one text" in flat(result.stdout)
+    assert all("transformers does not support it" in reason for reason in found["left_out"].values())
+    assert "left out: transformers does not support it: its assisted generation decodes one sequence" in flat(
+        result.stdout
+    )
     for name in ("hf-early-exit", "hf-prompt-lookup"):
         refused(
-            bench(profile, code, against=f"hf,{name}", batch_size=2), f"{name} cannot be had", "transformers does not"
+            bench(profile, code, against=f"hf,{name}", batch_size=2), f"{name} does not work", "transformers does not"
         )
     for name in ("plain-bitwise", "profile-bitwise"):
         refused(
-            bench(profile, code, against=name, batch_size=2), f"{name} cannot be had", "bit-exact mode is of one text"
+            bench(profile, code, against=name, batch_size=2),
+            f"{name} does not work",
+            "bit-exact mode decodes one sequence",
         )
     refused(bench(profile, code, runner="bitwise", batch_size=2), "--batch-size 2", "bit-exact mode", "eager or static")
     exact = write_profile(LayerSkip.blocks((3,)), name="e.yaml", decoding=Decoding(runner="static", exact_width=4))
@@ -582,7 +586,9 @@ def test_table_and_picture_of_batches() -> None:
     Console(file=console, width=120).print(bench_table(result))
     said = flat(console.getvalue())
     assert "3 batches of 2 prompts of 45 tokens on average (95 % intervals over batches)" in said
-    assert "one token a pass for each of 2 texts: 0.0 MB of weights and 2 times 0.00 MB of keys and values" in said
+    assert (
+        "one token per pass for each of 2 sequences: 0.0 MB of weights and 2 times 0.00 MB of keys and values" in said
+    )
     assert "6/6" in said
     picture = io.BytesIO()
     bench_picture(result, picture)

@@ -1,0 +1,54 @@
+"""Collects the samples of a contest and compares every sequence with its reference."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from decoding.losslessness import Comparison, compare
+from decoding.target import Target
+from tuner.bench.contenders import PLAIN
+from tuner.bench.contest import Contender, Prompts
+from tuner.bench.result import TextSample
+from tuner.measuring.recording import TimedBatch
+
+
+class SampleCollector:
+    """Samples by contender, in the order of measurement.
+
+    A sequence is compared with the first one that its reference contender wrote for the same prompt (`Contender.same_as`). For the
+    others the reference is plain decoding: `plain` if given, else the first sequence of the contender `plain`.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        prompts: Prompts,
+        contenders: Mapping[str, Contender],
+        *,
+        batch_size: int,
+        plain: Sequence[tuple[int, ...]] = (),
+    ) -> None:
+        self.samples: dict[str, list[TextSample]] = {name: [] for name in contenders}
+        self._target = target
+        self._prompts = prompts
+        self._batch_size = batch_size
+        self._same_as = {name: each.same_as for name, each in contenders.items()}
+        self._first_written = {(PLAIN, index): tokens for index, tokens in enumerate(plain)}
+
+    def add(self, index: int, repeat: int, batches: Mapping[str, TimedBatch]) -> None:
+        """Add the sequences that each contender wrote for batch `index`."""
+        first = index * self._batch_size
+        for name, batch in batches.items():
+            for row, sequence in enumerate(batch.sequences):
+                self._first_written.setdefault((name, first + row), sequence.tokens)
+        for name, batch in batches.items():
+            for row, sequence in enumerate(batch.sequences):
+                prompt = first + row
+                comparison = self._compare(name, prompt, sequence.tokens)
+                length = len(self._prompts[prompt])
+                self.samples[name].append(TextSample.of(prompt, repeat, length, batch, row, comparison))
+
+    def _compare(self, name: str, prompt: int, tokens: tuple[int, ...]) -> Comparison:
+        if (other := self._same_as[name]) is not None:
+            return Comparison(identical=self._first_written.get((other, prompt)) == tokens)
+        return compare(self._target, self._prompts[prompt], self._first_written[PLAIN, prompt], tokens)
