@@ -1,6 +1,6 @@
-"""Cost tables on disk, one file for each model, device, software and number of texts in step.
+"""Cost tables on disk, one file per model, device, software and batch size.
 
-Each is measured once, and again when any of these has changed.
+A table is measured once, and again after any of these has changed.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ DECIDING_PACKAGES = ("sdtune", "torch", "transformers")
 
 
 class CostKey(Document):
-    """All that decides about the seconds of a pass."""
+    """Everything that the seconds of a pass depend on."""
 
     config_sha256: str
     weights_sha256: str
@@ -43,17 +43,17 @@ class CostKey(Document):
     device: str
     threads: int
     attention: str | None
-    """transformers' name of the attention kernel."""
+    """Attention kernel, by transformers' name."""
     runner: str
     code_sha256: str
-    """Of the code that runs the passes and of the code that times them: what is run or measured otherwise is measured again."""
+    """Hash of the code that runs and times the passes: a change of it invalidates the table."""
     num_texts: int = Field(1, exclude_if=lambda count: count == 1)
     """In step; left out of the key of one text, as of those from before there were more."""
     versions: dict[str, str]
 
     @classmethod
     def of(cls, target: Target, num_texts: int = 1) -> CostKey:
-        """The key of this model, loaded as it is, on its device, for passes of so many texts."""
+        """Return the key of a loaded model on its device, for passes of `num_texts` sequences."""
         model, installed = fingerprint(target.model), versions()
         return cls(
             config_sha256=model.config_sha256,
@@ -70,7 +70,7 @@ class CostKey(Document):
 
     @property
     def file_name(self) -> str:
-        """Another name for another key."""
+        """Name of the file, unique to the key."""
         return f"{hash_json(self.model_dump())[:32]}.json"
 
 
@@ -88,7 +88,7 @@ def _runner_name(target: Target) -> str:
 
 
 class StoredCosts(Document):
-    """What a file holds; the table has its own measured error in it."""
+    """Contents of a file; the table includes its measured error."""
 
     format: Literal[1] = 1
     key: CostKey
@@ -107,11 +107,11 @@ def cost_table(
     budget_seconds: float = BUDGET_SECONDS,
     seed: int = 0,
 ) -> CostTable:
-    """The table stored in `folder` if it is of this model and device and covers these lengths; else measured now, and stored.
+    """Return the table stored in `folder` if it fits model and device and covers these lengths; else measure and store one.
 
-    With `num_texts` above 1 it is one of passes over so many texts in step, or over one if the target's texts take turns.
-    A file that cannot be read, and a folder that cannot be written, cost no more than the measurement: `progress` is told. For
-    ValueError see `tuner.measuring.cost_table.measure_cost_table`.
+    With `num_texts` above 1 the passes run that many sequences in lockstep, or one if the target cannot share passes. An unreadable
+    file or unwritable folder is reported to `progress` and costs only the measurement. Raises ValueError as
+    `tuner.measuring.cost_table.measure_cost_table` does.
     """
     folder = folder or cache_folder()
     num_texts = shared_batch_size(target, num_texts)
@@ -135,7 +135,7 @@ def cost_table(
 
 
 def cache_folder() -> Path:
-    """Where tables are kept: `sdtune/costs` under XDG_CACHE_HOME, or under ~/.cache."""
+    """Return the folder of the tables: `sdtune/costs` under XDG_CACHE_HOME, or under ~/.cache."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "sdtune" / "costs"
 
 

@@ -1,4 +1,4 @@
-"""Measures the cost table of a model on the device at hand: a few seconds, for foretelling the cost of any draft."""
+"""Measures the cost table of a model on the current device, in a few seconds, to predict the cost of any draft."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from studies.costs.terms import BlockKinds, Pass, Terms, Verification
 from tuner.measuring.pass_timer import PassTimer
 
 WIDTHS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 11, 13, 17, 25, 33, 49)
-"""Costs bend at the first few tokens and behind powers of two; in between, a straight line does."""
+"""Widths to measure: costs bend at the first few tokens and after powers of two, and are linear in between."""
 BUDGET_SECONDS = 3.0
 FEWEST_SWEEPS, MOST_SWEEPS = 2, 24
-"""The first pass of a shape may be slow, so that one sweep does not do; passes so long that two spend the budget are hardly
-disturbed."""
+"""Limits on the number of sweeps. The first pass of a shape may be slow, so one sweep is too few; passes long enough to spend the
+budget in two sweeps are hardly disturbed."""
 GOOD_ERROR = 0.04
-"""Median error on held-out passes above which the machine is taken to be disturbed, and measured for longer."""
+"""Median error on held-out passes above which the machine counts as disturbed and is measured for longer."""
 BESIDE_PLAIN = 2
-"""Passes between two plain ones."""
+"""Number of passes between two plain ones."""
 PATIENCE = 2
-"""How many times the fewest sweeps and the budget may be spent on that."""
+"""Number of times that the fewest sweeps and the budget may be spent on a disturbed machine."""
 
 Timer = Callable[[Pass], float]
-"""Seconds of a pass, timed once."""
+"""Returns the seconds of a pass, timed once."""
 
 
 @torch.inference_mode()
@@ -45,16 +45,18 @@ def measure_cost_table(
     clock: Clock = time.perf_counter,
     timer: Timer | None = None,
 ) -> CostTable:
-    """Time the passes of `studies.costs.plan` for drafts of up to `max_tokens` tokens behind `contexts` tokens, and fit.
+    """Time the passes of `studies.costs.plan` for drafts of up to `max_tokens` tokens after `contexts` tokens, and fit the costs.
 
     Sweeps through all passes are repeated, at least `FEWEST_SWEEPS` times, until `budget_seconds` are spent, and up to `PATIENCE`
-    times as long while held-out passes are not predicted well. A plain pass is timed before and behind every two, and the median
-    of a pass's ratios to those beside it counts: a shared machine is slower for seconds on end, by half as much again where
-    memory is the limit, and what all take alike then would else be taken for a difference. `seed` draws what is left out, and
-    the tokens; `clock` gives seconds; `timer` stands in for running the passes. With `num_texts` above 1 passes are those of so
-    many texts in step, each behind as many tokens; the target must be one whose texts can share passes.
+    times as long while held-out passes are predicted badly. A plain pass is timed before and after every two passes, and the median
+    of a pass's ratios to its plain neighbours counts: a shared machine is slower for seconds at a time, by half where memory is the
+    limit, and slow periods must not look like differences between passes.
 
-    ValueError if `max_tokens` or a context is below 1, no context is given, or the model's context has no room for two tokens.
+    `seed` draws held-out passes and tokens; `clock` gives seconds; `timer` replaces running the passes. With `num_texts` above 1
+    every pass runs that many sequences in lockstep, each after the same number of tokens; the target must be able to share passes.
+
+    Raises ValueError if `max_tokens` or a context is below 1, no context is given, or the model's context has no room for two
+    tokens.
     """
     terms = resolve_terms(target, max_tokens=max_tokens, contexts=contexts)
     fitted, held_out = plan_passes(terms, seed)
@@ -73,7 +75,7 @@ def measure_cost_table(
 
 
 class _Times:
-    """What passes take, each in turn with plain ones."""
+    """Times of passes, each next to plain passes."""
 
     def __init__(self, timer: Timer, plain: Pass, passes: Sequence[Pass]) -> None:
         self._timer, self._plain = timer, plain
@@ -81,26 +83,26 @@ class _Times:
         self._plain_seconds: list[float] = []
 
     def sweep(self) -> None:
-        """Time all of them once."""
+        """Time every pass once."""
         passes = list(self._ratios)
         before = self._timer(self._plain)
         for start in range(0, len(passes), BESIDE_PLAIN):
             taken = {each: self._timer(each) for each in passes[start : start + BESIDE_PLAIN]}
-            behind = self._timer(self._plain)
+            after = self._timer(self._plain)
             for each, seconds in taken.items():
-                self._ratios[each].append(2 * seconds / (before + behind))
-            self._plain_seconds.append(before := behind)
+                self._ratios[each].append(2 * seconds / (before + after))
+            self._plain_seconds.append(before := after)
 
     def seconds(self, passes: Iterable[Pass]) -> dict[Pass, float]:
-        """Of each: the median of its ratios to plain passes beside it, times what plain passes took."""
+        """Return the seconds of each pass: its median ratio to neighbouring plain passes, times the median plain pass."""
         plain = float(np.median(self._plain_seconds))
         return {each: plain * float(np.median(self._ratios[each])) for each in passes}
 
 
 def resolve_terms(target: Target, *, max_tokens: int, contexts: Iterable[int]) -> Terms:
-    """What to measure for these: widths up to `max_tokens` + 1, and contexts that leave room for them.
+    """Return the terms to measure: widths up to `max_tokens` + 1, and contexts that leave room for them.
 
-    Where the model's context is short, the contexts give way to the widths, and these to the model's context.
+    In a short model context, the contexts are reduced before the widths. Raises ValueError as `measure_cost_table` does.
     """
     contexts = sorted(set(contexts))
     if max_tokens < 1 or not contexts or contexts[0] < 1:

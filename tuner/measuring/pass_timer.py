@@ -1,4 +1,4 @@
-"""Times passes on the paths that decoding runs: draft steps by the drafter, verifications by the target and its resuming views."""
+"""Times passes along the code paths of decoding: draft steps by the drafter, verifications by the target and its views."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from decoding.timing.stopwatch import Clock, Stopwatch
 from studies.costs.terms import DraftStep, Pass
 
 MOST_STEPS = 8
-"""Tokens drafted in a row at most. As in decoding, a step finds in the processor's caches what the step before has left."""
+"""Most tokens drafted in a row. As in decoding, a step finds the processor's caches as the previous step left them."""
 
 
 class PassTimer:
-    """Seconds of a pass, each from the same state behind a prompt of random tokens. Views and prompts are kept for the next time.
+    """Times passes, each from the same state after a prompt of random tokens. Views and prompts are kept.
 
-    `most_tokens`, at least 2, are the most positions of a pass. With `num_texts` above 1 a pass is one of so many texts in step,
-    all behind as many tokens. Call within `torch.inference_mode`.
+    `most_tokens`, at least 2, are the most positions of a pass. With `num_texts` above 1 a pass runs that many sequences in
+    lockstep, all after the same number of tokens. Call within `torch.inference_mode`.
     """
 
     def __init__(self, target: Target, *, most_tokens: int, seed: int, clock: Clock, num_texts: int = 1) -> None:
@@ -34,13 +34,13 @@ class PassTimer:
         self._room, self._seed, self._num_texts = most_tokens, seed, num_texts
         self._drafter = cache(lambda skip: LayerSkipDrafter(target, skip))
         self._resume = cache(lambda boundary: target.resume_view(boundary))
-        self._behind = cache(self._read)
+        self._batch_after = cache(self._read)
         self._prepared = set[Pass]()
 
     def __call__(self, each: Pass) -> float:
-        """Seconds of one pass; of a draft step the mean over as many as take about as long as a pass of the whole model.
+        """Return the seconds of one pass; for a draft step, the mean over about as many steps as last a pass of the whole model.
 
-        Times are the more often undisturbed the shorter they are: only of equal lengths is the least of several comparable.
+        Shorter timings are disturbed less often, so only timings of similar length are comparable.
         """
         if self._target.runner.block_call is not None and each not in self._prepared:
             self._prepared.add(each)
@@ -48,92 +48,92 @@ class PassTimer:
         return self._time(each)
 
     def _time(self, each: Pass) -> float:
-        places = self._behind(int(each.context))
+        batch = self._batch_after(int(each.context))
         if isinstance(each, DraftStep):
-            return self._draft(each, places)
+            return self._draft(each, batch)
         if each.boundary and each.width > 1:
-            return self._resumed(each.width, each.boundary, places)
+            return self._resumed(each.width, each.boundary, batch)
         return self._seconds(
-            places, lambda place: self._target.forward(place.ahead(each.width), place.cache, place.start)
+            batch, lambda sequence: self._target.forward(sequence.ahead(each.width), sequence.cache, sequence.start)
         )
 
-    def _draft(self, each: DraftStep, places: _Places) -> float:
+    def _draft(self, each: DraftStep, batch: _Batch) -> float:
         skip, num_sublayers = each.skip, 2 * self._target.num_layers
         drafter = self._drafter(skip)
         run = num_sublayers - len(skip.skip_attention) - len(skip.skip_mlp)
         steps = min(round(num_sublayers / max(run, 1)), MOST_STEPS, self._room - 1)
 
-        def draft(place: _Place) -> None:
+        def draft(sequence: _Sequence) -> None:
             controller = Looking(steps) if each.looks else Controller(steps)
-            drafter.draft(place.text, place.cache, controller, Shaping(), Greedy(), steps)
+            drafter.draft(sequence.text, sequence.cache, controller, Shaping(), Greedy(), steps)
 
-        return self._seconds(places, draft) / steps
+        return self._seconds(batch, draft) / steps
 
-    def _resumed(self, width: int, boundary: int, places: _Places) -> float:
-        view, states = self._resume(boundary), places.states(boundary, self._room)
+    def _resumed(self, width: int, boundary: int, batch: _Batch) -> float:
+        view, states = self._resume(boundary), batch.states(boundary, self._room)
 
-        def verify(place: _Place) -> None:
-            view.forward(place.ahead(width), place.cache, place.start, states[place][..., : width - 1, :])
+        def verify(sequence: _Sequence) -> None:
+            view.forward(sequence.ahead(width), sequence.cache, sequence.start, states[sequence][..., : width - 1, :])
 
-        return self._seconds(places, verify)
+        return self._seconds(batch, verify)
 
-    def _seconds(self, places: _Places, work: Callable[[_Place], object]) -> float:
-        return self._watch.time(lambda: places.all(work))
+    def _seconds(self, batch: _Batch, work: Callable[[_Sequence], object]) -> float:
+        return self._watch.time(lambda: batch.all(work))
 
-    def _read(self, context: int) -> _Places:
+    def _read(self, context: int) -> _Batch:
         stream, length = torch.Generator().manual_seed(self._seed), context + self._room
         texts = [
             torch.randint(self._target.config.vocab_size, (length,), generator=stream).tolist()
             for _ in range(self._num_texts)
         ]
-        return _Places(self._target, texts, context)
+        return _Batch(self._target, texts, context)
 
 
-class _Place:
-    """A text whose last token the model has not read, tokens behind it, and what the model has read of it."""
+class _Sequence:
+    """A sequence that the model has read up to its last token, the tokens that follow, and its cache."""
 
-    def __init__(self, target: Target, token_ids: Sequence[int], behind: Sequence[int], cache: KVCache) -> None:
-        self.text = TokenSequence(token_ids, len(token_ids) + len(behind), target.device)
-        self.text.write_drafts(behind)
+    def __init__(self, target: Target, token_ids: Sequence[int], following: Sequence[int], cache: KVCache) -> None:
+        self.text = TokenSequence(token_ids, len(token_ids) + len(following), target.device)
+        self.text.write_drafts(following)
         self.start = len(token_ids) - 1
         self.cache = cache
 
     def ahead(self, width: int) -> Tensor:
-        """The next `width` tokens, [1, width]."""
+        """Return the next `width` tokens, [1, width]."""
         return self.text.span(self.start, self.start + width)
 
 
-class _Places:
-    """Texts in step, each with `context` tokens that the model has read."""
+class _Batch:
+    """Sequences in lockstep, each with `context` tokens that the model has read."""
 
     def __init__(self, target: Target, texts: Sequence[Sequence[int]], context: int) -> None:
         self._target = target
         capacity = len(texts[0])
         self._lockstep = Lockstep(target, len(texts), capacity)
-        self._states: dict[int, dict[_Place, Tensor]] = {}
+        self._states: dict[int, dict[_Sequence, Tensor]] = {}
         caches = [self._lockstep.new_cache(row, capacity) for row in range(len(texts))]
-        self._places = [
-            _Place(target, text[: context + 1], text[context + 1 :], cache)
+        self._sequences = [
+            _Sequence(target, text[: context + 1], text[context + 1 :], cache)
             for text, cache in zip(texts, caches, strict=True)
         ]
 
-        def read(place: _Place) -> None:
-            target.forward(place.text.span(0, place.start), place.cache, 0, last_only=True)
-            place.cache.length = place.start
+        def read(sequence: _Sequence) -> None:
+            target.forward(sequence.text.span(0, sequence.start), sequence.cache, 0, last_only=True)
+            sequence.cache.length = sequence.start
 
         self.all(read)
 
-    def all(self, work: Callable[[_Place], object]) -> None:
-        """Do this with each of the texts, in step."""
-        self._lockstep.run_to_end([partial(work, place) for place in self._places])
+    def all(self, work: Callable[[_Sequence], object]) -> None:
+        """Do the work for every sequence, in lockstep."""
+        self._lockstep.run_to_end([partial(work, sequence) for sequence in self._sequences])
 
-    def states(self, boundary: int, width: int) -> dict[_Place, Tensor]:
-        """What stands in front of block `boundary` at the next `width` positions of each text, [.., width, hidden]."""
+    def states(self, boundary: int, width: int) -> dict[_Sequence, Tensor]:
+        """Return the input of block `boundary` at the next `width` positions of each sequence, [.., width, hidden]."""
         if boundary not in self._states:
-            view, states = self._target.tapped_view(boundary), dict[_Place, Tensor]()
+            view, states = self._target.tapped_view(boundary), dict[_Sequence, Tensor]()
 
-            def keep(place: _Place) -> None:
-                _, states[place] = view.forward(place.ahead(width), place.cache, place.start)
+            def keep(sequence: _Sequence) -> None:
+                _, states[sequence] = view.forward(sequence.ahead(width), sequence.cache, sequence.start)
 
             self.all(keep)
             self._states[boundary] = states

@@ -1,7 +1,7 @@
-"""Do the searches find what is known to be there? Models with planted redundancy, decoded with for real, priced by a fixed table.
+"""Searches on models with planted redundancy, compared with the known optimum.
 
-Decoding is real, so that what is accepted is real; its seconds are counted from a table of made-up costs, the same always, as the
-best of a thousand noisy timings would not be the best setting. These are checks of the searches, and no speed-ups of anything.
+Decoding is real, and so is acceptance. Seconds come from a fixed table of made-up costs: the best of a thousand noisy timings would
+not be the best setting. The figures check the searches; they are not speed-ups.
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ from tuner.search.trials import Budget, run_study
 SEARCHES = tuple(name for name, entry in STUDIES.items() if issubclass(entry.load().Settings, PredictedSettings))
 """The studies that search by prediction."""
 ENOUGH, LITTLE = 0.98, 0.03
-"""What a search should find of the best speed-up, in what share of the exhaustive search's evaluations."""
+"""Share of the best speed-up that a search should reach, and share of the exhaustive search's evaluations that it may use."""
 NUM_REFINED = 20
-"""The best sets of the exhaustive search, which are decoded with at every length."""
+"""Number of best sets of the exhaustive search that are tried at every draft length."""
 
 
 _PROBLEM = {
@@ -66,12 +66,12 @@ _PROBLEM = {
     "refined": NUM_REFINED,
     "torch": torch.__version__,
 }
-"""What the optimum of a seed depends on."""
+"""Everything that the optimum of a seed depends on."""
 
 
 @dataclass(frozen=True)
 class Found:
-    """A search of the small problem against the best there is."""
+    """Result of one search on the small problem, against the optimum."""
 
     seed: int
     search: str
@@ -79,35 +79,35 @@ class Found:
     best: float
     evaluations: int
     num_candidates: int
-    """What the exhaustive search decoded with."""
+    """Number of candidates that the exhaustive search decoded with."""
 
     @property
     def share(self) -> float:
-        """Of the best speed-up, what the search found."""
+        """Speed-up found, as a share of the best."""
         return self.speedup / self.best
 
     @property
     def effort(self) -> float:
-        """Of the exhaustive search's evaluations, those the search needed."""
+        """Evaluations used, as a share of the exhaustive search's."""
         return self.evaluations / self.num_candidates
 
 
 @dataclass(frozen=True)
 class Recovered:
-    """What was found of the redundancy of a larger problem."""
+    """Planted redundancy of a larger problem that the best proposal recovers."""
 
     num_layers: int
     seed: int
     planted: int
     recovered: int
     others: int
-    """Sublayers left out that were not planted."""
+    """Number of skipped sublayers that were not planted."""
     drafts_rated: int
 
 
 @dataclass(frozen=True)
 class Optimum:
-    """The best that an exhaustive search has found of the small problem of a seed."""
+    """Best speed-up of the small problem of a seed, by exhaustive search."""
 
     seed: int
     best: float
@@ -126,9 +126,9 @@ def find_best_of_all(
     on_optimum: Callable[[Optimum], None] = lambda optimum: None,
     find_optimum: FindOptimum | None = None,
 ) -> list[Found]:
-    """12 blocks, 4 of them redundant: each search against the best of all 1,023 sets of the 10 blocks between first and last.
+    """Run each search on 12 blocks, 4 of them redundant, against the best of all 1,023 sets of the 10 inner blocks.
 
-    That takes minutes for each seed: those of `optima` are taken as known, `on_optimum` is told of the others.
+    The exhaustive search takes minutes per seed: seeds in `optima` are not searched again, new optima go to `on_optimum`.
     """
     found = []
     find_optimum = find_optimum or exhaustive
@@ -146,7 +146,7 @@ def find_best_of_all(
 
 
 def recover(sizes: Iterable[int], seeds: Sequence[int], progress: Progress) -> list[Recovered]:
-    """Sublayers planted in models of these sizes, and what of them the best proposal leaves out; nothing is decoded with drafts."""
+    """Return how many planted sublayers the best proposal skips, for models of these sizes; nothing is decoded with drafts."""
     recovered = []
     for num_layers in sizes:
         for seed in seeds:
@@ -164,7 +164,7 @@ def recover(sizes: Iterable[int], seeds: Sequence[int], progress: Progress) -> l
 
 
 def results_table(found: Sequence[Found], recovered: Sequence[Recovered]) -> Group:
-    """Each search over all seeds of the small problem, and each size of the large ones."""
+    """Return a table of the searches on the small problem, and one of the larger problems."""
     small = Table(
         title="12 blocks, against the best of all sets (real decoding, priced by a table)", title_justify="left"
     )
@@ -186,8 +186,10 @@ def results_table(found: Sequence[Found], recovered: Sequence[Recovered]) -> Gro
 
 
 def known_optima(path: Path) -> list[Optimum]:
-    """The optima that a file of results holds of the very same problems; none if there is no such file. `SearchError` if it
-    cannot be read."""
+    """Return the optima stored in a file of results for the same problems; none if there is no file.
+
+    Raises SearchError if the file cannot be read.
+    """
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
         optima = [Optimum(**each) for each in document["optima"]]
@@ -205,7 +207,7 @@ def known_optima(path: Path) -> list[Optimum]:
 def write_results(
     found: Sequence[Found], recovered: Sequence[Recovered], path: Path, optima: Sequence[Optimum] = ()
 ) -> None:
-    """All figures, whole or not at all."""
+    """Write all figures, whole or not at all."""
     document = {
         "note": "real decoding of random models, priced by a fixed table of costs: a check of the searches, not a speed-up",
         "problem": _PROBLEM,

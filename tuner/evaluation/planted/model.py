@@ -1,4 +1,4 @@
-"""Planted redundancy: random Llamas in which it is known which sublayers can be skipped, as search problems with an answer.
+"""Planted redundancy: random Llamas with known skippable sublayers, as search problems with a known answer.
 
 Every attention and every MLP sublayer is of one of three kinds. *Redundant* ones add next to nothing to the residual stream: a
 draft without all of them says almost always what the model says. *Important* ones add about as much as any other, within a
@@ -43,7 +43,7 @@ LOGITS = 2.5  # standard deviation: about 3 of the 5.5 nats that 256 equally lik
 
 ATTENTION, MLP = "attention", "mlp"
 Sublayers = frozenset[tuple[str, int]]
-"""Kind and block of each."""
+"""Kind and block of each sublayer."""
 
 
 class PlantedError(SdtuneError):
@@ -51,7 +51,7 @@ class PlantedError(SdtuneError):
 
 
 class PlantedSets(Document):
-    """Which sublayers are redundant and which are grey; the others are important."""
+    """Redundant and grey sublayers of a model; all others are important."""
 
     num_layers: int
     seed: int
@@ -60,27 +60,27 @@ class PlantedSets(Document):
 
     @property
     def important(self) -> LayerSkip:
-        """The sublayers that are neither."""
+        """Sublayers that are neither redundant nor grey."""
         return _as_skip(_all_sublayers(self.num_layers) - _as_sublayers(self.redundant) - _as_sublayers(self.grey))
 
 
 @dataclass(frozen=True)
 class Planted:
-    """A model and what was planted in it. `redundant` is the skip set that a search should find."""
+    """A model and its planted sublayers. `redundant` is the skip set that a search should find."""
 
     model: PreTrainedModel
     sets: PlantedSets
 
     @property
     def redundant(self) -> LayerSkip:
-        """The draft without everything that is redundant."""
+        """The draft that skips every redundant sublayer."""
         return self.sets.redundant
 
 
 def draw_sets(num_layers: int, *, seed: int, share: float = 0.45, grey_share: float = 0.1) -> PlantedSets:
-    """Draw which sublayers are redundant (a `share` of all) and which are grey, not in the first or the last block.
+    """Draw redundant sublayers (a `share` of all) and grey ones, outside the first and the last block.
 
-    Published searches never skip those two. Raises ValueError unless something important is left besides them.
+    Published searches never skip these two blocks. Raises ValueError unless another important sublayer remains.
     """
     inner = sorted(_all_sublayers(num_layers) - _in_blocks({0, num_layers - 1}))
     num_redundant, num_grey = round(share * 2 * num_layers), max(2, round(grey_share * 2 * num_layers))
@@ -99,7 +99,7 @@ def draw_sets(num_layers: int, *, seed: int, share: float = 0.45, grey_share: fl
 
 
 def planted(num_layers: int, *, seed: int, share: float = 0.45) -> Planted:
-    """A model whose redundant and grey sublayers are drawn by the seed."""
+    """Return a model whose redundant and grey sublayers are drawn by the seed."""
     sets = draw_sets(num_layers, seed=seed, share=share)
     model = plant(
         num_layers,
@@ -123,9 +123,9 @@ def plant(
     hidden_size: int = HIDDEN_SIZE,
     vocabulary_size: int = VOCABULARY_SIZE,
 ) -> PreTrainedModel:
-    """A random Llama in float32 in which these sublayers are redundant and these grey; there is no token that ends a text.
+    """Return a random Llama in float32 with these redundant and grey sublayers, and without an end-of-text token.
 
-    Raises ValueError if one is of both kinds or does not exist, or if none is left to be important.
+    Raises ValueError if a sublayer has both kinds or does not exist, or if none is left to be important.
     """
     redundant = _sublayers(redundant_attention, redundant_mlp)
     grey = _sublayers(grey_attention, grey_mlp)
@@ -145,7 +145,7 @@ def plant(
 
 
 def prompts(num: int, length: int, seed: int, vocabulary_size: int = VOCABULARY_SIZE) -> list[tuple[int, ...]]:
-    """`num` prompts of `length` random tokens."""
+    """Return `num` prompts of `length` random tokens."""
     generator = torch.Generator().manual_seed(seed)
     drawn = torch.randint(vocabulary_size, (num, length), generator=generator)
     return [tuple(prompt) for prompt in drawn.tolist()]
@@ -153,10 +153,10 @@ def prompts(num: int, length: int, seed: int, vocabulary_size: int = VOCABULARY_
 
 @torch.no_grad()
 def agreement(model: PreTrainedModel, texts: Tensor, skip: LayerSkip, *, first: int = 1) -> float:
-    """The share of positions of `texts` [number, length], from `first` on, whose token the model without `skip` ranks highest.
+    """Return the share of tokens of `texts` [number, length], from `first` on, that the model without `skip` ranks highest.
 
-    On texts that the model wrote greedily, `first` being the length of their prompts, that is how often a draft is right. Here the
-    draft reads its own keys and values throughout, while in decoding those of verified tokens are the model's.
+    On texts that the model wrote greedily after prompts of length `first`, this is the acceptance rate of a draft, except that the
+    draft reads its own keys and values: in decoding, verified tokens have the model's.
     """
     with silenced(model, skip):
         logits = model(texts, use_cache=False).logits[:, first - 1 : -1]
@@ -165,7 +165,7 @@ def agreement(model: PreTrainedModel, texts: Tensor, skip: LayerSkip, *, first: 
 
 @contextmanager
 def silenced(model: PreTrainedModel, skip: LayerSkip) -> Iterator[None]:
-    """Let the sublayers of `skip` add nothing; the model is itself again when the context is left, however it is left."""
+    """Let the sublayers of `skip` add nothing inside the context; the model is restored at its end."""
 
     def silence(module: nn.Module, inputs: object, output: Any) -> Any:
         return (torch.zeros_like(output[0]), *output[1:]) if isinstance(output, tuple) else torch.zeros_like(output)
@@ -177,12 +177,12 @@ def silenced(model: PreTrainedModel, skip: LayerSkip) -> Iterator[None]:
 
 
 def singles(skip: LayerSkip) -> Sequence[LayerSkip]:
-    """The drafts that skip one of these sublayers."""
+    """Return the drafts that skip one of these sublayers each."""
     return [_as_skip([sublayer]) for sublayer in sorted(_as_sublayers(skip))]
 
 
 def _random_llama(num_layers: int, hidden_size: int, vocabulary_size: int) -> Any:
-    """Weights that keep the size of what passes through them, sharp attention, and logits that are neither flat nor sure."""
+    """Return a Llama with norm-preserving weights, sharp attention, and logits that are neither flat nor certain."""
     config = LlamaConfig(
         vocab_size=vocabulary_size,
         hidden_size=hidden_size,
@@ -205,7 +205,7 @@ def _random_llama(num_layers: int, hidden_size: int, vocabulary_size: int) -> An
 
 
 def _loudness(num_layers: int, redundant: Sublayers, grey: Sublayers, seed: int) -> dict[tuple[str, int], float]:
-    """The root mean square that each sublayer shall add to the stream, in order."""
+    """Return the root mean square that each sublayer adds to the residual stream, in order."""
     generator = random.Random(f"loudness/{seed}")
     power = EMBEDDING**2 * num_layers  # of the stream: independent additions add up in power
     loudness = {}
@@ -226,13 +226,13 @@ def _loudness(num_layers: int, redundant: Sublayers, grey: Sublayers, seed: int)
 
 
 def _between(bounds: tuple[float, float], share: float) -> float:
-    """From the lower bound at 0 to the upper at 1, in equal ratios."""
+    """Interpolate geometrically between the bounds: the lower at `share` 0, the upper at 1."""
     return bounds[0] * (bounds[1] / bounds[0]) ** share
 
 
 @torch.no_grad()
 def _set_loudness(model: Any, loudness: dict[tuple[str, int], float]) -> None:
-    """Scale the last matrix of each sublayer by one pass over random tokens; each sees what the scaled ones before it make."""
+    """Scale the last matrix of each sublayer in one pass over random tokens, in order, so that each sees scaled inputs."""
 
     def scale(last: nn.Linear, wanted: float) -> Callable[..., Any]:
         def hook(module: nn.Module, inputs: object, output: Any) -> Any:
