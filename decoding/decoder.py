@@ -10,7 +10,7 @@ from decoding.decode import NewCache, Request, autoregressive, capacity_for, spe
 from decoding.draft_length import Controller, DraftLengthRule, Fixed
 from decoding.drafters.build import build_drafter
 from decoding.drafts import Draft, PlainDecoding
-from decoding.exit_heads import ExitHeads
+from decoding.head_folder import HeadFolder
 from decoding.lockstep import decode_in_lockstep
 from decoding.profile import Decoding
 from decoding.rounds import BatchGeneration, Generation, Prefill, Round
@@ -31,7 +31,7 @@ class Decoder:
         rule: DraftLengthRule,
         decoding: Decoding = Decoding(),
         *,
-        heads: ExitHeads | None = None,
+        heads: HeadFolder | None = None,
     ) -> None:
         self.target = target
         self.rule = rule

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,14 +18,11 @@ from torch import nn
 
 from decoding.documents.atomic_write import write_atomically
 from decoding.documents.strict_yaml import Document, validate
-from decoding.drafts import EarlyExit
 from decoding.errors import ExitHeadError, one_line
 from decoding.fingerprint import Fingerprint, fingerprint
 from decoding.target import Target
 
 METADATA_KEY = "sdtune"
-MOST_LOADED = 4
-"""Heads kept in memory; the others are read again when they are asked for."""
 
 
 class ExitFigures(Document):
@@ -136,31 +132,8 @@ def load_exit_head(path: Path, target: Target, exit_layer: int, model: Fingerpri
     except (SafetensorError, OSError, RuntimeError) as cause:
         raise ExitHeadError(f"the exit head {path} is damaged: {one_line(cause)}") from None
     if not all(torch.isfinite(parameter).all() for parameter in head.parameters()):
-        raise ExitHeadError(f"the exit head {path} is damaged: it holds weights that are no numbers")
+        raise ExitHeadError(f"the exit head {path} is damaged: it holds non-finite weights")
     return head
-
-
-class ExitHeads:
-    """The exit heads of one target in one folder, read when they are first asked for."""
-
-    def __init__(self, target: Target, folder: Path) -> None:
-        self._target = target
-        self.folder = folder
-        self._load = lru_cache(MOST_LOADED)(self._read)
-
-    def get(self, draft: EarlyExit) -> nn.Module:
-        """The head of `draft`, which must have one. Raises `ExitHeadError` if the file is missing or is not the one meant."""
-        assert draft.head is not None, "an exit without a head needs none"
-        assert draft.head_sha256 is not None, "a draft with a head has its hash"
-        return self._load(draft.exit_layer, draft.head, draft.head_sha256)
-
-    @cached_property
-    def _fingerprint(self) -> Fingerprint:
-        return fingerprint(self._target.model)
-
-    def _read(self, exit_layer: int, name: str, sha256: str) -> nn.Module:
-        check_head_file(self.folder / name, sha256)
-        return load_exit_head(self.folder / name, self._target, exit_layer, self._fingerprint)
 
 
 def check_head_file(path: Path, sha256: str) -> None:

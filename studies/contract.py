@@ -19,7 +19,7 @@ from pydantic import Field
 from decoding.documents.strict_yaml import Document
 from decoding.draft_length import AnyRule, DraftLengthRule
 from decoding.drafts import Draft, EarlyExit
-from decoding.exit_heads import ExitHeads
+from decoding.head_folder import HeadFolder
 from decoding.profile import Decoding
 from decoding.target import Target
 from studies.measurement import Measurement, pooled
@@ -92,7 +92,7 @@ class Problem:
     """How candidates and plain decoding are decoded: temperature, runner, prefix reuse, bit-exact width."""
     head_drafts: Mapping[int, EarlyExit] = field(default_factory=dict)
     """Early exits that have a head, by exit layer."""
-    heads: ExitHeads | None = None
+    heads: HeadFolder | None = None
     """The heads of `head_drafts`."""
     costs: Callable[[int], CostTable] | None = None
     """Pass costs on this device, for drafts of at most the given number of tokens; measured on the first call."""

@@ -20,8 +20,9 @@ from decoding.decode import Request
 from decoding.decoder import Decoder
 from decoding.deploy.requests import requests_of
 from decoding.errors import ExitHeadError, TargetMismatchError, UnsupportedRequestError, UnsupportedRunnerError
-from decoding.exit_heads import ExitHeads, check_head_file
+from decoding.exit_heads import check_head_file
 from decoding.fingerprint import fingerprint
+from decoding.head_folder import HeadFolder
 from decoding.profile import DraftProfile
 from decoding.rounds import BatchGeneration, Generation, Prefill, Round
 from decoding.target import Target
@@ -103,7 +104,7 @@ class ProfileDecoder:
         if self._decoder is None or self._decoder.target.model is not model:
             check_target(self.profile, model, strict=self.strict)
             draft, decoding, target = self.profile.draft, self.profile.decoding, _target_of(self.profile, model)
-            heads = ExitHeads(target, self._heads_folder) if self._heads_folder else None
+            heads = HeadFolder(target, self._heads_folder) if self._heads_folder else None
             rule = with_measured_costs(target, draft, self.profile.draft_length, decoding, heads=heads)
             self._decoder = Decoder(target, draft, rule, decoding, heads=heads)
         return self._decoder

@@ -5,7 +5,7 @@ from __future__ import annotations
 from decoding.drafters.contract import Drafter, NewDrafter
 from decoding.drafters.lookup_first import LookupFirst
 from decoding.drafts import KINDS, Draft
-from decoding.exit_heads import ExitHeads
+from decoding.head_folder import HeadFolder
 from decoding.profile import Decoding
 from decoding.target import Target
 
@@ -15,7 +15,7 @@ def build_drafter(
     draft: Draft,
     decoding: Decoding = Decoding(),
     *,
-    heads: ExitHeads | None = None,
+    heads: HeadFolder | None = None,
 ) -> Drafter | None:
     """Return the drafter of `draft`, or None for plain decoding; `heads` holds the exit head of a draft that has one.
 
@@ -37,5 +37,5 @@ def check_draft(target: Target, draft: Draft) -> None:
         build_drafter(target, draft.skipped(target.num_layers))
 
 
-def no_drafter(target: Target, draft: Draft, *, prefix_reuse: bool, heads: ExitHeads | None) -> None:
+def no_drafter(target: Target, draft: Draft, *, prefix_reuse: bool, heads: HeadFolder | None) -> None:
     """Return None: plain decoding has no drafter."""

@@ -10,7 +10,7 @@ from torch import Tensor
 from decoding.acceptance import Acceptance
 from decoding.cache.kv_cache import KVCache
 from decoding.draft_length import Controller
-from decoding.exit_heads import ExitHeads
+from decoding.head_folder import HeadFolder
 from decoding.target import Target
 from decoding.text import Shaping, TokenSequence
 
@@ -60,7 +60,7 @@ class Drafter(Protocol):
 class NewDrafter(Protocol):
     """Builds the drafter of one kind; `decoding.drafts.KINDS` names it."""
 
-    def __call__(self, target: Target, draft: Any, *, prefix_reuse: bool, heads: ExitHeads | None) -> Drafter | None:
+    def __call__(self, target: Target, draft: Any, *, prefix_reuse: bool, heads: HeadFolder | None) -> Drafter | None:
         """Return the drafter of `draft`, which comes without the lookup before it.
 
         Raises ValueError for layers that `target` does not have, and `ExitHeadError` for a head that `heads` does not hold.

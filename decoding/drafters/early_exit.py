@@ -20,7 +20,7 @@ from decoding.drafters.layer_skip import LayerSkipDrafter
 from decoding.drafters.propose import propose
 from decoding.drafts import EarlyExit
 from decoding.errors import ExitHeadError
-from decoding.exit_heads import ExitHeads
+from decoding.head_folder import HeadFolder
 from decoding.target import Target
 from decoding.text import Shaping, TokenSequence
 
@@ -87,7 +87,7 @@ class EarlyExitDrafter:
         return logits
 
 
-def new_drafter(target: Target, draft: EarlyExit, *, prefix_reuse: bool, heads: ExitHeads | None) -> Drafter:
+def new_drafter(target: Target, draft: EarlyExit, *, prefix_reuse: bool, heads: HeadFolder | None) -> Drafter:
     """Return the drafter of an exit; without a head it is the skip set of all blocks after the exit.
 
     Raises ValueError for an exit that `target` does not have, and `ExitHeadError` for a head that `heads` does not hold.

@@ -20,7 +20,7 @@ from decoding.cache.kv_cache import KVCache
 from decoding.draft_length import Controller, Decision, DraftDistribution
 from decoding.drafters.contract import Proposal
 from decoding.drafts import Lookup, PromptLookup
-from decoding.exit_heads import ExitHeads
+from decoding.head_folder import HeadFolder
 from decoding.target import Target
 from decoding.text import Shaping, TokenSequence
 
@@ -104,7 +104,7 @@ def length_allowed(controller: Controller, limit: int) -> int:
 
 
 def new_drafter(
-    target: Target, draft: PromptLookup, *, prefix_reuse: bool, heads: ExitHeads | None
+    target: Target, draft: PromptLookup, *, prefix_reuse: bool, heads: HeadFolder | None
 ) -> PromptLookupDrafter:
     """Return the drafter of a prompt lookup."""
     return PromptLookupDrafter(target, draft)

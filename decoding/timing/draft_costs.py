@@ -5,7 +5,7 @@ from __future__ import annotations
 from decoding.draft_length import CostAwareRule, DraftLengthRule, RoundCosts
 from decoding.drafters.build import build_drafter
 from decoding.drafts import Draft
-from decoding.exit_heads import ExitHeads
+from decoding.head_folder import HeadFolder
 from decoding.profile import Decoding
 from decoding.target import Target
 from decoding.timing.round_costs import measure_round_costs
@@ -22,7 +22,7 @@ def measure_draft_costs(
     max_tokens: int,
     decoding: Decoding,
     *,
-    heads: ExitHeads | None = None,
+    heads: HeadFolder | None = None,
     num_texts: int = 1,
 ) -> RoundCosts | None:
     """Measure the rounds of `draft` up to `max_tokens` tokens, in plain passes; return None for plain decoding.
@@ -39,7 +39,7 @@ def with_measured_costs(
     rule: DraftLengthRule,
     decoding: Decoding,
     *,
-    heads: ExitHeads | None = None,
+    heads: HeadFolder | None = None,
     num_texts: int = 1,
 ) -> DraftLengthRule:
     """Return `rule` ready for a `Decoder`: with costs measured here if it weighs costs and has none."""

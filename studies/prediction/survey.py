@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from decoding.cache.rounds_cache import RoundsCache
 from decoding.drafts import Draft, EarlyExit, LayerSkip
-from decoding.exit_heads import ExitHeads
+from decoding.head_folder import HeadFolder
 from decoding.target import Target
 from decoding.text import TokenSequence
 from studies.prediction.contract import exits_of, predictor_of
@@ -59,7 +59,7 @@ class Survey:
         *,
         temperature: float = 0.0,
         seed: int = 0,
-        heads: ExitHeads | None = None,
+        heads: HeadFolder | None = None,
         depth: int = DEPTH,
         exits: Iterable[int] = (),
     ) -> None:

@@ -14,7 +14,6 @@ from decoding.drafts import EarlyExit
 from decoding.errors import ExitHeadError
 from decoding.exit_heads import (
     METADATA_KEY,
-    ExitHeads,
     HeadFacts,
     check_head_file,
     file_sha256,
@@ -25,6 +24,7 @@ from decoding.exit_heads import (
     save_exit_head,
 )
 from decoding.fingerprint import fingerprint
+from decoding.head_folder import HeadFolder
 from decoding.target import Target
 from tests.support.tiny import tiny_target
 
@@ -148,7 +148,7 @@ def test_unwritable_place_is_one_line(target: Target, tmp_path: Path) -> None:
 
 
 def test_folder_gives_the_head_that_a_draft_means(target: Target, path: Path) -> None:
-    heads = ExitHeads(target, path.parent)
+    heads = HeadFolder(target, path.parent)
     draft = EarlyExit(exit_layer=2, head=path.name, head_sha256=file_sha256(path))
     assert heads.get(draft) is heads.get(draft), "read once"
     with pytest.raises(ExitHeadError, match="its contents differ"):

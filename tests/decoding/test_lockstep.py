@@ -14,7 +14,7 @@ from decoding.decode import Request, autoregressive
 from decoding.decoder import Decoder, plain_decoder
 from decoding.draft_length import AdaEdl, BetaThompson, DraftLengthRule, Fixed, RoundCosts, TopProbability
 from decoding.drafts import Draft, EarlyExit, LayerSkip, Lookup, PlainDecoding, PromptLookup
-from decoding.exit_heads import ExitHeads
+from decoding.head_folder import HeadFolder
 from decoding.lockstep import decode_in_lockstep
 from decoding.profile import Decoding
 from decoding.rounds import Prefill, Round
@@ -82,7 +82,7 @@ def test_an_exit_head_keeps_separate_keys_and_values_per_sequence(tmp_path: Any,
     for lookup in (None, Lookup(max_tokens=5)):
         with_lookup = draft.model_copy(update={"lookup": lookup})
         decoder = Decoder(
-            target, with_lookup, AdaEdl(), Decoding(prefix_reuse=prefix_reuse), heads=ExitHeads(target, tmp_path)
+            target, with_lookup, AdaEdl(), Decoding(prefix_reuse=prefix_reuse), heads=HeadFolder(target, tmp_path)
         )
         alone = [decoder.generate(request) for request in requests]
         together = decoder.generate_batch(requests).generations

@@ -16,10 +16,10 @@ def show(path: Path) -> None:
 
 
 def _heads(folder: Path) -> object:
-    from tuner.heads.found import heads_in
+    from decoding.head_folder import list_heads
     from tuner.heads.report import exits_table
 
-    return exits_table(heads_in(folder))
+    return exits_table(list_heads(folder))
 
 
 def _profile(path: Path) -> object:

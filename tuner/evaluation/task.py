@@ -15,10 +15,9 @@ from decoding.target import Target
 from studies.prediction.skip_space import SkipSpace
 from tuner.config import SearchConfig
 from tuner.evaluation.random_candidates import RandomCandidates
-from tuner.heads.found import find_heads
 from tuner.progress import Progress
 from tuner.results import check_results_folder, public_name, stamped
-from tuner.search.task import Task, prepare, refuse_batches
+from tuner.search.task import Task, prepare, refuse_batches, token_ids
 
 
 def prepare_check(config: SearchConfig, out: Path, progress: Progress) -> Task:
@@ -38,8 +37,8 @@ def head_drafts(task: Task) -> dict[int, EarlyExit]:
 
     Raises `ExitHeadError` for heads that do not belong to the task.
     """
-    found = find_heads(task.config.heads, range(1, task.target.num_layers), task.model, task.prompts.held_out)
-    return {exit_layer: head.draft for exit_layer, head in found.items()}
+    exits = range(1, task.target.num_layers)
+    return task.head_folder.drafts(exits, held_out=token_ids(task.prompts.held_out))
 
 
 def random_candidates(

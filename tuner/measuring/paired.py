@@ -17,7 +17,7 @@ from decoding.decode import Request
 from decoding.decoder import Decoder, plain_decoder
 from decoding.draft_length import CostAwareRule, DraftLengthRule, RoundCosts
 from decoding.drafts import Draft, PlainDecoding
-from decoding.exit_heads import ExitHeads
+from decoding.head_folder import HeadFolder
 from decoding.losslessness import compare
 from decoding.profile import Decoding
 from decoding.target import Target
@@ -53,7 +53,7 @@ class Bench:
         baseline: Baseline,
         *,
         decoding: Decoding = Decoding(),
-        heads: ExitHeads | None = None,
+        heads: HeadFolder | None = None,
         seed: int = 0,
         clock: Clock | None = None,
     ) -> None:

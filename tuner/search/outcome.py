@@ -24,7 +24,6 @@ from decoding.profile import (
 )
 from studies.contract import TrialRecord, best_trials
 from studies.measurement import Measurement
-from tuner.heads.found import place_beside
 from tuner.inputs.environment import device_name, git_revision, versions
 from tuner.measuring.paired import Bench
 from tuner.search.decision import Confirmed, claims_speedup
@@ -104,7 +103,7 @@ def _row(confirmed: Confirmed) -> ResultRow:
 
 def _placed(task: Task, draft: Draft, profile: Path) -> Draft:
     """The draft as a profile at that place names it: its exit head is copied there."""
-    return place_beside(draft, task.config.heads, profile)
+    return task.head_folder.copy_beside(draft, profile)
 
 
 def _measured(task: Task, measurement: Measurement, interval: Interval, bench: Bench, cost: SearchEffort) -> Measured:

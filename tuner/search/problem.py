@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+from decoding.drafts import EarlyExit
 from decoding.lockstep import shared_batch_size
 from studies.contract import Problem, TrialRecord
 from studies.costs.table import CostTable
-from tuner.heads.found import FoundHead
 from tuner.measuring.cost_cache import cost_table
 from tuner.measuring.paired import Bench
 from tuner.progress import Progress
@@ -17,7 +17,7 @@ from tuner.search.task import Task
 
 def build_problem(
     task: Task,
-    heads: Mapping[int, FoundHead],
+    heads: Mapping[int, EarlyExit],
     bench: Bench,
     records: Iterable[TrialRecord],
     seconds: float | None,
@@ -55,8 +55,8 @@ def build_problem(
         seed=task.config.seed,
         batch_size=bench.batch_size,
         decoding=task.decoding,
-        head_drafts={exit_layer: head.draft for exit_layer, head in heads.items()},
-        heads=task.exit_heads,
+        head_drafts=heads,
+        heads=task.head_folder,
         costs=costs,
         seconds=seconds,
     )

@@ -6,14 +6,13 @@ studies, `tuner.measuring.paired` measures, `decision` chooses the winner, and `
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
-from decoding.drafts import compact_indices
+from decoding.drafts import EarlyExit, compact_indices
 from studies.contract import TrialRecord
 from tuner.errors import SearchError, TrackingError
 from tuner.heads.distill import distil_and_track, of_search
-from tuner.heads.found import FoundHead, find_heads
 from tuner.inputs.environment import device_name, git_revision, versions
 from tuner.measuring.paired import Bench
 from tuner.progress import Progress
@@ -22,7 +21,7 @@ from tuner.search.outcome import SearchEffort, SearchResult, conclude, save_best
 from tuner.search.race import Finalist
 from tuner.search.storage import StudyStore
 from tuner.search.study_sequence import RUN_ID, StudySequence
-from tuner.search.task import Task, open_bench
+from tuner.search.task import Task, open_bench, token_ids
 from tuner.tracking import DatasetInput, Tracker
 
 
@@ -53,7 +52,9 @@ def search(task: Task, progress: Progress) -> SearchResult:
         finalists = _race(task, tuning, records, studies, progress)
         held_out = open_bench(task, task.prompts.held_out, "decoding the held-out prompts plainly", progress)
         confirmed = confirm(finalists, records, held_out, progress)
-        cost = SearchEffort(len(records), store.spent_seconds(config.study), _distillation_seconds(heads))
+        cost = SearchEffort(
+            len(records), store.spent_seconds(config.study), task.head_folder.distillation_seconds(heads)
+        )
         result = conclude(task, finalists[0], confirmed, held_out, studies.ended, cost, tracker.run_id)
         result.profile.save(config.out)
         track_result(tracker, result, records, task)
@@ -82,7 +83,7 @@ def _open_tracker(task: Task, store: StudyStore) -> Tracker:
         raise
 
 
-def _provide_heads(task: Task, progress: Progress) -> dict[int, FoundHead]:
+def _provide_heads(task: Task, progress: Progress) -> dict[int, EarlyExit]:
     """Return the heads that the studies need, after distilling missing ones if the configuration allows it."""
     config = task.config
     if task.missing_heads and config.distill == "never":
@@ -95,7 +96,8 @@ def _provide_heads(task: Task, progress: Progress) -> dict[int, FoundHead]:
     work = of_search(config, task.loaded, task.target, task.prompts, progress)
     progress.say(f"distilling exit heads for exit {compact_indices(task.missing_heads)} into {config.heads} first")
     distil_and_track(work, task.missing_heads, config, progress)
-    return find_heads(config.heads, [*task.heads, *task.missing_heads], task.model, task.prompts.held_out)
+    exits = [*task.heads, *task.missing_heads]
+    return task.head_folder.drafts(exits, held_out=token_ids(task.prompts.held_out))
 
 
 def _race(
@@ -108,12 +110,6 @@ def _race(
         why = "; ".join(failures or [f"{name}: {reason}" for name, reason in studies.ended.items()])
         raise SearchError(f"no candidate could be measured in {len(records)} trials; {why}")
     return finalists
-
-
-def _distillation_seconds(heads: Mapping[int, FoundHead]) -> float:
-    """Return the seconds that the heads took to distil; heads of one distillation were trained together."""
-    runs = {(head.facts.training.seconds, head.facts.training.steps) for head in heads.values() if head.facts.training}
-    return sum(seconds for seconds, _ in runs)
 
 
 def _run_params(task: Task) -> dict[str, str | int | float | bool | None]:

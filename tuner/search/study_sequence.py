@@ -5,9 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 
+from decoding.drafts import EarlyExit
 from studies.contract import Study, TrialRecord, best_trials
 from studies.searches.registry import create_study
-from tuner.heads.found import FoundHead
 from tuner.measuring.paired import Bench
 from tuner.progress import Progress
 from tuner.search.problem import build_problem
@@ -25,7 +25,7 @@ class StudySequence:
     def __init__(
         self,
         task: Task,
-        heads: Mapping[int, FoundHead],
+        heads: Mapping[int, EarlyExit],
         bench: Bench,
         store: StudyStore,
         tracker: Tracker,

@@ -1,17 +1,17 @@
-"""What a search works on: model, prompts and exit heads, loaded and checked before anything is run or written."""
+"""The task of a search: model, prompts and exit heads, loaded and checked before anything is run or written."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 from transformers import PreTrainedModel
 
+from decoding.drafts import EarlyExit
 from decoding.errors import DistillationError, UnsupportedModelError
-from decoding.exit_heads import ExitHeads, head_name
 from decoding.fingerprint import Fingerprint, fingerprint
+from decoding.head_folder import HeadFolder
 from decoding.probe import probe
 from decoding.profile import Decoding
 from decoding.runners import AUTO, PLAIN_RUNNER, bit_exact_runners, has_bit_exact_mode
@@ -21,7 +21,6 @@ from decoding.timing.runner_choice import fastest_runner
 from tuner.config import SearchConfig
 from tuner.errors import ConfigError
 from tuner.heads.distill import num_spare
-from tuner.heads.found import FoundHead, find_heads, missing_heads, num_trained_on
 from tuner.inputs.environment import device_name
 from tuner.inputs.models import Loaded, eos_token_ids, load
 from tuner.inputs.prompts import Prompt, PromptSet, search_prompts
@@ -34,23 +33,25 @@ from tuner.progress import Progress
 
 @dataclass(frozen=True)
 class Task:
-    """Everything a search needs, loaded and checked, nothing written yet."""
+    """Everything a search needs, loaded and checked before anything is written."""
 
     config: SearchConfig
     loaded: Loaded
     target: Target
     prompts: PromptSet
     identity: Mapping[str, Any]
-    """What makes a stored study resumable: model, data and how they are decoded."""
+    """Identity of the search, with which stored studies are resumed: model, data, device and decoding."""
     model: Fingerprint
-    heads: Mapping[int, FoundHead]
-    """The exit heads that the studies want and that are there, by exit layer."""
+    head_folder: HeadFolder
+    """Folder of the exit heads: one object for the whole search, so that few heads are in memory."""
+    heads: Mapping[int, EarlyExit]
+    """Drafts of the existing exit heads that the studies use, by exit layer."""
     missing_heads: tuple[int, ...]
-    """The exits whose head is wanted and is not there yet."""
+    """Exit layers whose head a study asks for and that have none yet."""
 
     @property
     def decoding(self) -> Decoding:
-        """How trials, the race and the profile decode, by the runner that was chosen."""
+        """Decoding of the trials, the race and the profile, with the runner that was chosen."""
         runner = self.target.runner
         return Decoding(
             temperature=self.config.temperature,
@@ -59,43 +60,57 @@ class Task:
             exact_width=runner.exact_width,
         )
 
-    @cached_property
-    def exit_heads(self) -> ExitHeads:
-        """Where drafts find their heads: one for the whole search, so that few are in memory."""
-        return ExitHeads(self.target, self.config.heads)
-
 
 def prepare(config: SearchConfig, progress: Progress) -> Task:
-    """Load model and prompts and check all that can be checked before anything is run or written."""
+    """Load model, prompts and exit heads, and check all that can be checked before anything is run or written."""
     check_writable(config.out)
     progress.stage(f"loading {config.model}")
     loaded = load(config.model, revision=config.revision, dtype=config.dtype, device=config.device)
-    capabilities = probe(loaded.model)
-    if capabilities.refusal:
-        raise UnsupportedModelError(capabilities.refusal)
-    if config.prefix_reuse and not capabilities.prefix_reuse:
-        progress.say("this model cannot be verified from the middle: prefix reuse is off")
-        config = config.model_copy(update={"prefix_reuse": False})
-    if config.bitwise_width is not None and config.prefix_reuse:
-        progress.say("bit-exact mode verifies from the first block: prefix reuse is off")
-        config = config.model_copy(update={"prefix_reuse": False})
+    config = _with_possible_prefix_reuse(config, loaded.model, progress)
     target = choose_target(loaded.model, config, progress)
     if config.batch_size > 1 and (reason := target.unbatchable_reason) is not None:
-        progress.say(f"the {config.batch_size} texts of a batch take turns, as no pass can be shared: {reason}")
+        progress.say(f"the {config.batch_size} sequences of a batch take turns, as no pass can be shared: {reason}")
     wanted = _wanted_heads(config, target)
-    may_distil = _may_distil(config, wanted)
+    folder = HeadFolder(target, config.heads)
+    may_distil = config.distill == "auto" and bool(folder.missing(wanted))
     if may_distil:
         check_folder_writable(config.heads, what="exit heads", error=DistillationError)
     spare = num_spare(config) if may_distil else 0
     prompts = search_prompts(config, loaded.tokenizer, target.context_length, num_spare=spare)
-    model = fingerprint(loaded.model)
-    heads = find_heads(config.heads, wanted, model, prompts.held_out)
-    if num_seen := num_trained_on(heads.values(), prompts.tuning):
+    heads = folder.drafts(wanted, held_out=token_ids(prompts.held_out))
+    if num_seen := folder.num_trained_on(heads, token_ids(prompts.tuning)):
         progress.say(
-            f"the exit heads in {config.heads} have learnt from {num_seen} of the {len(prompts.tuning)} tuning prompts: trials "
-            "flatter them (the held-out figures do not)"
+            f"the exit heads in {config.heads} were trained on {num_seen} of the {len(prompts.tuning)} tuning prompts: trials "
+            "overrate them (the held-out figures do not)"
         )
-    identity = {
+    model = fingerprint(loaded.model)
+    identity = _identity(config, model, prompts, target)
+    return Task(config, loaded, target, prompts, identity, model, folder, heads, folder.missing(wanted))
+
+
+def token_ids(prompts: Sequence[Prompt]) -> list[tuple[int, ...]]:
+    """Return the token ids of each prompt."""
+    return [prompt.token_ids for prompt in prompts]
+
+
+def _with_possible_prefix_reuse(config: SearchConfig, model: PreTrainedModel, progress: Progress) -> SearchConfig:
+    """Return `config`, without prefix reuse where model or mode do not allow it; raise if the model is not supported."""
+    capabilities = probe(model)
+    if capabilities.refusal:
+        raise UnsupportedModelError(capabilities.refusal)
+    if not config.prefix_reuse:
+        return config
+    if not capabilities.prefix_reuse:
+        progress.say("this model cannot be verified from the middle: prefix reuse is off")
+    elif config.bitwise_width is not None:
+        progress.say("bit-exact mode verifies from the first block: prefix reuse is off")
+    else:
+        return config
+    return config.model_copy(update={"prefix_reuse": False})
+
+
+def _identity(config: SearchConfig, model: Fingerprint, prompts: PromptSet, target: Target) -> dict[str, Any]:
+    return {
         "model": list(vars(model).values()),
         "data": prompts.fingerprint,
         "device": device_name(target.device),
@@ -105,12 +120,11 @@ def prepare(config: SearchConfig, progress: Progress) -> Task:
             "temperature": config.temperature,
             "prompts_per_trial": config.prompts_per_trial,
             "prefix_reuse": config.prefix_reuse,
-            **runner_identity(target),
+            "runner": target.runner.name,
+            "exact_width": target.runner.exact_width,
         },
-        # Studies from before there were batches name none.
-        **({"batch_size": config.batch_size} if config.batch_size > 1 else {}),
+        "batch_size": config.batch_size,
     }
-    return Task(config, loaded, target, prompts, identity, model, heads, missing_heads(wanted, heads))
 
 
 def refuse_batches(config: SearchConfig, command: str) -> None:
@@ -137,15 +151,8 @@ def choose_target(model: PreTrainedModel, config: SearchConfig, progress: Progre
     return choice.target
 
 
-def runner_identity(target: Target) -> dict[str, Any]:
-    """The runner as part of what makes a stored study resumable; studies from before there was another than eager name none."""
-    if target.runner.name == PLAIN_RUNNER:
-        return {}
-    return {"runner": target.runner.name, "exact_width": target.runner.exact_width}
-
-
 def _wanted_heads(config: SearchConfig, target: Target) -> tuple[int, ...]:
-    """The exits for which any of the studies wants a head. Raises `ConfigError` for settings that the model does not fit."""
+    """Return the exit layers for which a study needs a head. Raises `ConfigError` for settings that the model cannot satisfy."""
     wanted: set[int] = set()
     for name in config.study:
         settings = config.study_settings(name)
@@ -155,11 +162,6 @@ def _wanted_heads(config: SearchConfig, target: Target) -> tuple[int, ...]:
             raise ConfigError(f"studies.{name}: {cause}") from None
         wanted.update(settings.wanted_heads(target.num_layers))
     return tuple(sorted(wanted))
-
-
-def _may_distil(config: SearchConfig, wanted: Iterable[int]) -> bool:
-    """Whether heads are to be made, so that further prompts are needed to train on."""
-    return config.distill == "auto" and any(not (config.heads / head_name(layer)).exists() for layer in wanted)
 
 
 def open_bench(task: Task, prompts: Sequence[Prompt], stage: str, progress: Progress) -> Bench:
@@ -183,7 +185,7 @@ def open_bench(task: Task, prompts: Sequence[Prompt], stage: str, progress: Prog
         task.target,
         baseline,
         decoding=task.decoding,
-        heads=task.exit_heads,
+        heads=task.head_folder,
         seed=task.config.seed,
         clock=WallClock(task.target.device),
     )

@@ -25,7 +25,7 @@ from decoding.drafters.layer_skip import LayerSkipDrafter
 from decoding.drafters.lookup_first import LookupFirst, steered_part
 from decoding.drafters.prompt_lookup import PromptLookupDrafter, copied, find_copy
 from decoding.drafts import Draft, EarlyExit, LayerSkip, Lookup, PromptLookup
-from decoding.exit_heads import ExitHeads
+from decoding.head_folder import HeadFolder
 from decoding.profile import Decoding
 from decoding.rounds import Generation
 from decoding.target import Target
@@ -283,7 +283,7 @@ def test_head_has_seen_every_position_after_rounds_that_were_looked_up(family: s
 def test_head_from_its_folder_may_follow_a_lookup(tmp_path: Path) -> None:
     target = target_of("llama")
     draft = write_heads(target, tmp_path, [3])[3].model_copy(update={"lookup": LOOKUP})
-    decoder = Decoder(target, draft, Fixed(max_tokens=3), heads=ExitHeads(target, tmp_path))
+    decoder = Decoder(target, draft, Fixed(max_tokens=3), heads=HeadFolder(target, tmp_path))
     generation = decoder.generate(request_for("llama"))
     assert generation.tokens == plain_text("llama")
     assert 0 < generation.num_looked_up < generation.num_drafted

@@ -22,7 +22,7 @@ from decoding.drafters.layer_skip import LayerSkipDrafter
 from decoding.drafters.lookup_first import LookupFirst
 from decoding.drafters.prompt_lookup import PromptLookupDrafter
 from decoding.drafts import LayerSkip, Lookup, PromptLookup
-from decoding.exit_heads import ExitHeads
+from decoding.head_folder import HeadFolder
 from decoding.runners.contract import Outputs, Part, PassRequest
 from decoding.target import Target
 from decoding.text import Shaping, TokenSequence
@@ -241,7 +241,7 @@ def test_rounds_of_several_texts_are_passes_of_all(prefix_reuse: bool, monkeypat
 
 def test_rounds_of_several_texts_are_measured_with_whatever_drafts(tmp_path: Path) -> None:
     target = tiny_target()
-    head = build_drafter(target, write_heads(target, tmp_path, [3])[3], heads=ExitHeads(target, tmp_path))
+    head = build_drafter(target, write_heads(target, tmp_path, [3])[3], heads=HeadFolder(target, tmp_path))
     assert head is not None
     for drafter in (head, PromptLookupDrafter(target, PromptLookup())):
         costs = measure_round_costs(target, drafter, 3, num_texts=2, budget_seconds=0.0)

@@ -13,7 +13,7 @@ from decoding.decode import Request
 from decoding.decoder import Decoder, plain_decoder
 from decoding.draft_length import BetaThompson, DraftLengthRule, Fixed, RoundCosts
 from decoding.drafts import EarlyExit, LayerSkip, Lookup, PromptLookup
-from decoding.exit_heads import ExitHeads
+from decoding.head_folder import HeadFolder
 from decoding.profile import Decoding
 from decoding.runners.contract import Outputs, Part, PassRequest
 from decoding.target import Target
@@ -56,7 +56,7 @@ def requests() -> list[Request]:
 @pytest.fixture(scope="module")
 def survey(target: Target, requests: list[Request], tmp_path_factory: pytest.TempPathFactory) -> Survey:
     texts = [plain_decoder(target).generate(each).tokens for each in requests]
-    heads = ExitHeads(target, tmp_path_factory.mktemp("heads"))
+    heads = HeadFolder(target, tmp_path_factory.mktemp("heads"))
     return Survey(target, [each.prompt for each in requests], texts, depth=4, heads=heads)
 
 
@@ -96,7 +96,7 @@ def test_passes_are_those_of_decoding(
     elif kind.startswith("nothing"):
         rule = BetaThompson(max_tokens=3, costs=RoundCosts(draft_step=0.6, verify=(1.0, 1.1, 1.2, 1.3)))
     draft = draft.model_copy(update={"lookup": lookup})
-    decoder = Decoder(target, draft, rule, Decoding(prefix_reuse=prefix_reuse), heads=ExitHeads(target, tmp_path))
+    decoder = Decoder(target, draft, rule, Decoding(prefix_reuse=prefix_reuse), heads=HeadFolder(target, tmp_path))
     together = LockstepBatches(((0, 1, 2),)).of_draft(draft, prefix_reuse=prefix_reuse)
     asked = [together.asked(rounds, COSTS, WHOLE) for rounds in rounds_of(decoder, requests)]
     predicted = [(len(shared), shared[0].verifies) for shared in passes_in_lockstep(asked)]

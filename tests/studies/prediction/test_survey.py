@@ -17,7 +17,7 @@ from decoding.draft_length import Controller
 from decoding.drafters.layer_skip import LayerSkipDrafter
 from decoding.drafters.prompt_lookup import look_up
 from decoding.drafts import EarlyExit, LayerSkip, PromptLookup
-from decoding.exit_heads import ExitHeads
+from decoding.head_folder import HeadFolder
 from decoding.target import DraftView, Target
 from decoding.text import Ending, Shaping, TokenSequence
 from studies.prediction.survey import JoinedSurvey, Survey
@@ -116,7 +116,7 @@ def test_trained_head_is_recorded_through_its_file(
     target: Target, texts: list[tuple[int, ...]], tmp_path: Path
 ) -> None:
     drafts = write_heads(target, tmp_path, [NUM_LAYERS - 1])
-    survey = Survey(target, PROMPTS, texts, heads=ExitHeads(target, tmp_path))
+    survey = Survey(target, PROMPTS, texts, heads=HeadFolder(target, tmp_path))
     assert all(recording.agreement == 1.0 for recording in survey.record(drafts[NUM_LAYERS - 1]))
 
 

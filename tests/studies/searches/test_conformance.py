@@ -19,7 +19,7 @@ import torch
 from decoding.decode import Request
 from decoding.decoder import plain_decoder
 from decoding.drafters.build import build_drafter
-from decoding.exit_heads import ExitHeads
+from decoding.head_folder import HeadFolder
 from decoding.text import Ending
 from decoding.timing.round_costs import measure_round_costs
 from studies.contract import Problem, Study, StudySettings, TrialRecord, TrialState
@@ -50,7 +50,7 @@ def problem(tmp_path_factory: pytest.TempPathFactory) -> Problem:
         earlier={"earlier": [record(1.2, blocks=(3,)), record(1.1, blocks=(2, 4))]},
         seed=1,
         head_drafts=heads,
-        heads=ExitHeads(target, folder),
+        heads=HeadFolder(target, folder),
         costs=lambda max_tokens: made_up_costs(target, max_tokens),
     )
 

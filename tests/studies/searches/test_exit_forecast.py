@@ -15,7 +15,7 @@ from decoding.decode import Request
 from decoding.decoder import plain_decoder
 from decoding.draft_length import RoundCosts
 from decoding.drafts import EarlyExit
-from decoding.exit_heads import ExitHeads
+from decoding.head_folder import HeadFolder
 from decoding.profile import Decoding
 from decoding.target import Target
 from decoding.text import Ending
@@ -129,7 +129,7 @@ def test_last_block_as_the_head_of_the_last_exit_agrees_everywhere(
     problem: Problem, tmp_path: Path, temperature: float
 ) -> None:
     drafts = write_heads(problem.target, tmp_path, [5])
-    asked = replace(problem, heads=ExitHeads(problem.target, tmp_path), decoding=Decoding(temperature=temperature))
+    asked = replace(problem, heads=HeadFolder(problem.target, tmp_path), decoding=Decoding(temperature=temperature))
     forecasts = forecast_exits(asked, [*drafts.values(), *exits([5])], MAX_TOKENS)
     without, with_head = sorted(forecasts, key=lambda each: each.draft.head is not None)
     assert with_head.agreement == 1.0
@@ -139,7 +139,7 @@ def test_last_block_as_the_head_of_the_last_exit_agrees_everywhere(
 
 def test_heads_and_exits_without_are_timed_apart(problem: Problem, tmp_path: Path, timed: list[int]) -> None:
     drafts = write_heads(problem.target, tmp_path, [1, 2])
-    asked = replace(problem, heads=ExitHeads(problem.target, tmp_path))
+    asked = replace(problem, heads=HeadFolder(problem.target, tmp_path))
     assert len(forecast_exits(asked, [*exits([1, 2, 3, 4, 5]), *drafts.values()], MAX_TOKENS)) == 7
     assert len(timed) == 3 + 2
 
@@ -157,7 +157,7 @@ def test_heads_are_read_from_disk_once_and_not_again_for_every_text(
         return honest(path, *rest)
 
     monkeypatch.setattr("decoding.exit_heads.load_exit_head", load)
-    asked = replace(problem, heads=ExitHeads(problem.target, tmp_path))
+    asked = replace(problem, heads=HeadFolder(problem.target, tmp_path))
     forecast_exits(asked, list(drafts.values()), MAX_TOKENS)
     assert len(read) <= len(drafts) + 3, "once to predict, and the timed ones again"
 

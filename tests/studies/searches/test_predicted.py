@@ -14,7 +14,7 @@ from decoding.decode import Request
 from decoding.decoder import plain_decoder
 from decoding.draft_length import RULES
 from decoding.drafts import EarlyExit, LayerSkip, PromptLookup
-from decoding.exit_heads import ExitHeads
+from decoding.head_folder import HeadFolder
 from decoding.text import Ending
 from studies.contract import Candidate, Problem, Study, TrialRecord, TrialState, best_trials
 from studies.measurement import BatchTexts, Measurement
@@ -43,7 +43,7 @@ def problem() -> Problem:
 def with_heads(problem: Problem, tmp_path_factory: pytest.TempPathFactory) -> Problem:
     folder: Path = tmp_path_factory.mktemp("heads")
     drafts = write_heads(problem.target, folder, [2, 4])
-    return replace(problem, head_drafts=drafts, heads=ExitHeads(problem.target, folder))
+    return replace(problem, head_drafts=drafts, heads=HeadFolder(problem.target, folder))
 
 
 def run(study: Study, trials: int, speed: Callable[[Candidate, dict[str, Any]], float]) -> list[TrialRecord]:

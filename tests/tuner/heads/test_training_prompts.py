@@ -8,16 +8,17 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from decoding.exit_heads import head_name, prompt_sha256, read_facts
+from decoding.exit_heads import prompt_sha256
+from decoding.head_folder import HeadFolder
 from decoding.target import Target
 from tests.support.heads import training, write_heads
 from tests.support.tiny import tiny_target, write_tiny_prompts
 from tuner.config import SearchConfig
 from tuner.heads.distill import MIN_SPARE_PROMPTS, of_search
-from tuner.heads.found import FoundHead, num_trained_on
 from tuner.inputs.models import Loaded
 from tuner.inputs.prompts import PromptSet, load_prompts
 from tuner.progress import Unwatched
+from tuner.search.task import token_ids
 
 
 class RecordedLines(Unwatched):
@@ -102,8 +103,9 @@ def test_prompts_that_several_heads_trained_on_count_once(target: Target, loaded
     prompts = drawn(write_tiny_prompts(tmp_path / "p.jsonl", 20), loaded, 0)
     hashes = tuple(prompt_sha256(prompt.token_ids) for prompt in prompts.tuning[:3])
     facts = training(prompts_sha256=hashes)
-    drafts = write_heads(target, tmp_path / "heads", [2, 3], training=facts)
-    heads = [FoundHead(draft, read_facts(tmp_path / "heads" / head_name(layer))) for layer, draft in drafts.items()]
-    assert num_trained_on(heads, prompts.tuning) == 3
-    assert num_trained_on(heads, prompts.held_out) == 0
-    assert num_trained_on([], prompts.tuning) == 0
+    write_heads(target, tmp_path / "heads", [2, 3], training=facts)
+    folder = HeadFolder(target, tmp_path / "heads")
+    tuning, held_out = (token_ids(part) for part in (prompts.tuning, prompts.held_out))
+    assert folder.num_trained_on([2, 3, 4], tuning) == 3
+    assert folder.num_trained_on([2, 3, 4], held_out) == 0
+    assert folder.num_trained_on([], tuning) == 0

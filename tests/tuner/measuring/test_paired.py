@@ -23,7 +23,7 @@ from decoding.draft_length import (
     TopProbability,
 )
 from decoding.drafts import EarlyExit, LayerSkip, PlainDecoding
-from decoding.exit_heads import ExitHeads
+from decoding.head_folder import HeadFolder
 from decoding.losslessness import Comparison
 from decoding.profile import Decoding
 from studies.contract import Candidate
@@ -238,7 +238,7 @@ def test_side_by_side_plain_decoding_is_timed_once_a_prompt_and_each_goes_first_
 def test_heads_of_the_bench_are_drafted_with(tmp_path: Path) -> None:
     target = tiny_target()
     draft = write_heads(target, tmp_path, [5])[5]
-    bench = bench_on(target, PROMPTS, heads=ExitHeads(target, tmp_path))
+    bench = bench_on(target, PROMPTS, heads=HeadFolder(target, tmp_path))
     measured = bench.measure(Candidate(draft=draft, draft_length=Fixed(max_tokens=3)), range(5))
     assert measured.acceptance_rate == 1.0, "the last block behind all others is the model itself"
     without = Candidate(draft=EarlyExit(exit_layer=5), draft_length=Fixed(max_tokens=3))

@@ -13,7 +13,7 @@ from decoding.deploy import load_decoder
 from decoding.draft_length import RoundCosts
 from decoding.drafters.build import build_drafter
 from decoding.drafters.contract import Drafter
-from decoding.exit_heads import ExitHeads
+from decoding.head_folder import HeadFolder
 from decoding.profile import DraftProfile
 from decoding.target import Target
 from decoding.timing.round_costs import measure_round_costs
@@ -44,7 +44,7 @@ def measure(model: PreTrainedModel, profile: DraftProfile, settings: PassesEvalu
     assert settings.profile is not None, "the profile was loaded from it"
     folder = settings.profile.parent
     target = load_decoder(profile, folder=folder).decoder_for(model).target
-    drafter = build_drafter(target, profile.draft, profile.decoding, heads=ExitHeads(target, folder))
+    drafter = build_drafter(target, profile.draft, profile.decoding, heads=HeadFolder(target, folder))
     if drafter is None:
         raise ConfigError("the profile decodes plainly: there are no rounds to compare")
     native_positions = extend_positions(target, max(settings.contexts) + 1 + settings.max_tokens)

@@ -138,7 +138,7 @@ def predictor_factory(
             continuations,
             temperature=config.temperature,
             seed=config.seed,
-            heads=task.exit_heads,
+            heads=task.head_folder,
         )
 
     return PredictorFactory(new_survey, costs, seconds, range(len(prompts)), max_tokens, config.prefix_reuse)

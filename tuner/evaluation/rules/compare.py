@@ -17,7 +17,7 @@ from decoding.documents.atomic_write import write_atomically
 from decoding.draft_length import RULES, CostAwareRule, DraftLengthRule, Fixed
 from decoding.drafters.build import build_drafter
 from decoding.drafts import Draft
-from decoding.exit_heads import ExitHeads
+from decoding.head_folder import HeadFolder
 from decoding.profile import DraftProfile, Interval
 from decoding.target import Target
 from decoding.text import Ending
@@ -117,7 +117,7 @@ def compare_rules(
     )
     check_target(profile, loaded.model)
     target = Target(loaded.model, profile.decoding.runner, exact_width=profile.decoding.exact_width)
-    heads = ExitHeads(target, profile_path.parent)
+    heads = HeadFolder(target, profile_path.parent)
     build_drafter(target, profile.draft, heads=heads)  # report a missing head before any computation
     texts: list[Prompt] = []
     parts: list[tuple[str, int, int]] = []

@@ -131,7 +131,7 @@ def _facts(task: Task, chosen: Sequence[Rival]) -> dict[str, Any]:
         "searches": {
             rival.name: {"study": rival.study, "settings": rival.settings.model_dump(mode="json")} for rival in chosen
         },
-        "heads": {str(layer): head.draft.head_sha256 for layer, head in task.heads.items()},
+        "heads": {str(layer): head.head_sha256 for layer, head in task.heads.items()},
         "prompts_fingerprint": task.prompts.fingerprint,
         "dtype": str(task.target.dtype).removeprefix("torch."),
     }

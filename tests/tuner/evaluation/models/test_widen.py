@@ -16,8 +16,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 from decoding.decode import Request
 from decoding.decoder import plain_decoder
 from decoding.drafts import EarlyExit, LayerSkip
-from decoding.exit_heads import ExitHeads, file_sha256, head_name, read_facts
+from decoding.exit_heads import file_sha256, head_name, read_facts
 from decoding.fingerprint import fingerprint
+from decoding.head_folder import HeadFolder
 from decoding.target import Target
 from decoding.text import Ending
 from tests.support.families import build, liven
@@ -168,7 +169,7 @@ def test_head_of_an_exit_is_widened(tmp_path: Path) -> None:
     for target, head in ((source, tmp_path / head_name(2)), (wide, path)):
         draft = EarlyExit(exit_layer=2, head=head.name, head_sha256=file_sha256(head))
         states, _ = target.exit_states(tokens, [2])
-        logits.append(target.exit_logits(tokens, states[2], ExitHeads(target, head.parent).get(draft)))
+        logits.append(target.exit_logits(tokens, states[2], HeadFolder(target, head.parent).get(draft)))
     torch.testing.assert_close(logits[1], logits[0], rtol=1e-4, atol=1e-3)
 
 
@@ -256,7 +257,7 @@ def test_command_writes_a_whole_folder(tmp_path: Path) -> None:
         **asdict(SOURCE),
     }
     assert AutoTokenizer.from_pretrained(out).get_vocab() == AutoTokenizer.from_pretrained(folder).get_vocab()
-    heads = ExitHeads(Target(wide), out / "heads")
+    heads = HeadFolder(Target(wide), out / "heads")
     for exit_layer in (1, 2):
         name = head_name(exit_layer)
         heads.get(EarlyExit(exit_layer=exit_layer, head=name, head_sha256=file_sha256(out / "heads" / name)))

@@ -1,38 +1,53 @@
-"""The heads that a search finds in its folder, those it refuses, and the one that goes with a profile."""
+"""A folder of exit heads: the heads it finds, those it refuses, and the one that goes with a profile."""
 
 from __future__ import annotations
 
 import errno
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from decoding.drafts import EarlyExit
 from decoding.errors import ExitHeadError
 from decoding.exit_heads import file_sha256, head_name, prompt_sha256
-from decoding.fingerprint import fingerprint
+from decoding.head_folder import HeadFolder, list_heads
 from decoding.target import Target
 from tests.support.heads import training, write_heads
 from tests.support.tiny import tiny_target
-from tuner.heads.found import find_heads, heads_in, missing_heads, place_beside
-from tuner.inputs.prompts import Prompt
 
-HELD_OUT = [Prompt(row, (row, row + 1, row + 2), "text") for row in range(3)]
+HELD_OUT = [(row, row + 1, row + 2) for row in range(3)]
 
 
-def find(target: Target, folder: Path, exit_layers: tuple[int, ...]) -> dict[int, Any]:
-    return find_heads(folder, exit_layers, fingerprint(target.model), HELD_OUT)
+@pytest.fixture(scope="module")
+def target() -> Target:
+    return tiny_target(6)
+
+
+def find(target: Target, folder: Path, exit_layers: tuple[int, ...]) -> dict[int, EarlyExit]:
+    return HeadFolder(target, folder).drafts(exit_layers, held_out=HELD_OUT)
 
 
 def test_heads_of_the_folder_are_found_and_the_others_are_missing(target: Target, tmp_path: Path) -> None:
     drafts = write_heads(target, tmp_path, [2, 3, 5], training=training(prompts_sha256=("0" * 16,)))
+    folder = HeadFolder(target, tmp_path)
     found = find(target, tmp_path, (1, 2, 4, 5))
-    assert {exit_layer: head.draft for exit_layer, head in found.items()} == {2: drafts[2], 5: drafts[5]}
-    assert found[5].facts.training == training(prompts_sha256=("0" * 16,))
-    assert found[5].draft.head_sha256 == file_sha256(tmp_path / head_name(5))
-    assert missing_heads((4, 1, 2, 5), found) == (1, 4)
-    assert find(target, tmp_path / "nowhere", (1, 2)) == {}
+    assert found == {2: drafts[2], 5: drafts[5]}
+    facts = folder.facts(5)
+    assert facts is not None
+    assert facts.training == training(prompts_sha256=("0" * 16,))
+    assert folder.facts(1) is None
+    assert found[5].head_sha256 == file_sha256(tmp_path / head_name(5))
+    assert folder.missing((4, 1, 2, 5)) == (1, 4)
+    nowhere = HeadFolder(target, tmp_path / "nowhere")
+    assert nowhere.drafts((1, 2), held_out=HELD_OUT) == {}
+    assert nowhere.missing((2, 1)) == (1, 2)
+
+
+def test_seconds_of_one_distillation_count_once(target: Target, tmp_path: Path) -> None:
+    write_heads(target, tmp_path, [2, 3], training=training())
+    folder = HeadFolder(target, tmp_path)
+    assert folder.distillation_seconds([1, 2, 3]) == folder.distillation_seconds([2]) == training().seconds
+    assert folder.distillation_seconds([]) == 0.0
 
 
 def test_head_of_another_model_is_refused(target: Target, tmp_path: Path) -> None:
@@ -49,8 +64,8 @@ def test_head_under_the_name_of_another_exit_is_refused(target: Target, tmp_path
 
 
 def test_head_that_was_trained_on_held_out_prompts_is_refused(target: Target, tmp_path: Path) -> None:
-    learnt = (*(prompt_sha256(prompt.token_ids) for prompt in HELD_OUT[:2]), prompt_sha256((9, 9)))
-    write_heads(target, tmp_path, [2], training=training(prompts_sha256=learnt))
+    seen = (*(prompt_sha256(prompt) for prompt in HELD_OUT[:2]), prompt_sha256((9, 9)))
+    write_heads(target, tmp_path, [2], training=training(prompts_sha256=seen))
     with pytest.raises(ExitHeadError, match="trained on 2 of the 3 held-out prompts: distil with the same --dataset"):
         find(target, tmp_path, (2,))
 
@@ -58,20 +73,20 @@ def test_head_that_was_trained_on_held_out_prompts_is_refused(target: Target, tm
 def test_head_goes_beside_the_profile_under_its_name(target: Target, tmp_path: Path) -> None:
     draft = write_heads(target, tmp_path / "heads", [2])[2]
     (tmp_path / "out").mkdir()
-    placed = place_beside(draft, tmp_path / "heads", tmp_path / "out" / "code.yaml")
+    placed = HeadFolder(target, tmp_path / "heads").copy_beside(draft, tmp_path / "out" / "code.yaml")
     assert draft.head_sha256 is not None
     name = f"code.exit_head_2.{draft.head_sha256[:8]}.safetensors"
     assert placed == draft.model_copy(update={"head": name})
     assert file_sha256(tmp_path / "out" / name) == draft.head_sha256
     assert [path.name for path in (tmp_path / "out").iterdir()] == [name]
     without = EarlyExit(exit_layer=2)
-    assert place_beside(without, tmp_path / "nowhere", tmp_path / "code.yaml") == without
+    assert HeadFolder(target, tmp_path / "nowhere").copy_beside(without, tmp_path / "code.yaml") == without
 
 
 def test_head_in_the_folder_of_the_profile_is_copied_too(target: Target, tmp_path: Path) -> None:
     """What is distilled there later must not break the profile."""
     draft = write_heads(target, tmp_path, [2])[2]
-    placed = place_beside(draft, tmp_path, tmp_path / "code.yaml")
+    placed = HeadFolder(target, tmp_path).copy_beside(draft, tmp_path / "code.yaml")
     write_heads(target, tmp_path, [2], training=training())
     assert placed.head is not None
     assert file_sha256(tmp_path / placed.head) == draft.head_sha256
@@ -79,20 +94,20 @@ def test_head_in_the_folder_of_the_profile_is_copied_too(target: Target, tmp_pat
 
 def test_heads_of_a_folder_are_told_apart_by_exit(target: Target, tmp_path: Path) -> None:
     with pytest.raises(ExitHeadError, match=r"there is no exit head in .*: `sdtune distill --out"):
-        heads_in(tmp_path)
+        list_heads(tmp_path)
     write_heads(target, tmp_path, [3, 2])
-    place_beside(EarlyExit(exit_layer=2), tmp_path, tmp_path / "code.yaml")
-    assert list(heads_in(tmp_path)) == [2, 3]
+    HeadFolder(target, tmp_path).copy_beside(EarlyExit(exit_layer=2), tmp_path / "code.yaml")
+    assert list(list_heads(tmp_path)) == [2, 3]
 
 
 def test_head_that_is_not_the_measured_one_any_more_is_not_given_away(target: Target, tmp_path: Path) -> None:
     draft = write_heads(target, tmp_path / "heads", [2])[2]
     write_heads(target, tmp_path / "heads", [2], training=training())
     with pytest.raises(ExitHeadError, match="its contents differ"):
-        place_beside(draft, tmp_path / "heads", tmp_path / "code.yaml")
+        HeadFolder(target, tmp_path / "heads").copy_beside(draft, tmp_path / "code.yaml")
     (tmp_path / "heads" / head_name(2)).unlink()
     with pytest.raises(ExitHeadError, match="no such exit head"):
-        place_beside(draft, tmp_path / "heads", tmp_path / "code.yaml")
+        HeadFolder(target, tmp_path / "heads").copy_beside(draft, tmp_path / "code.yaml")
     assert [path.name for path in tmp_path.iterdir()] == ["heads"]
 
 
@@ -104,5 +119,5 @@ def test_full_disk_leaves_no_part_of_a_head(target: Target, tmp_path: Path, monk
 
     monkeypatch.setattr("os.fsync", full)
     with pytest.raises(ExitHeadError, match=r"cannot write the exit head .*code\.exit_head_2.*No space left"):
-        place_beside(draft, tmp_path / "heads", tmp_path / "code.yaml")
+        HeadFolder(target, tmp_path / "heads").copy_beside(draft, tmp_path / "code.yaml")
     assert [path.name for path in tmp_path.iterdir()] == ["heads"]

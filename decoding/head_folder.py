@@ -1,0 +1,144 @@
+"""A folder of exit heads for one target: which exits have a head, the drafts that use them, and the loaded modules."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from functools import cached_property, lru_cache
+from pathlib import Path
+from typing import TypeVar
+
+from torch import nn
+
+from decoding.documents.atomic_write import write_atomically
+from decoding.drafts import DraftDocument, EarlyExit
+from decoding.errors import ExitHeadError
+from decoding.exit_heads import (
+    HeadFacts,
+    check_head_file,
+    file_sha256,
+    head_name,
+    load_exit_head,
+    prompt_sha256,
+    read_facts,
+)
+from decoding.fingerprint import Fingerprint, fingerprint
+from decoding.target import Target
+
+MAX_LOADED = 4
+"""Heads kept in memory; others are read again when they are asked for."""
+
+Prompts = Sequence[Sequence[int]]
+"""Token ids of prompts."""
+
+DraftT = TypeVar("DraftT", bound=DraftDocument)
+
+
+class HeadFolder:
+    """Exit heads of one target in one folder, which need not exist. Files are read when they are first needed.
+
+    Every method raises `ExitHeadError` for a head that it needs and that is damaged, unreadable or of another model.
+    """
+
+    def __init__(self, target: Target, folder: Path) -> None:
+        self._target = target
+        self.folder = folder
+        self._load = lru_cache(MAX_LOADED)(self._read)
+
+    def facts(self, exit_layer: int) -> HeadFacts | None:
+        """Return the metadata of an exit's head, or None if the folder has no head for it."""
+        path = self.folder / head_name(exit_layer)
+        if not path.exists():
+            return None
+        facts = read_facts(path)
+        if (facts.config_sha256, facts.weights_sha256) != (self._model.config_sha256, self._model.weights_sha256):
+            raise ExitHeadError(
+                f"the exit head {path} belongs to another model: name another folder with --heads, or one to distil into"
+            )
+        if facts.exit_layer != exit_layer:
+            raise ExitHeadError(f"the exit head {path} is for exit layer {facts.exit_layer}, whatever its name says")
+        return facts
+
+    def drafts(self, exit_layers: Iterable[int], *, held_out: Prompts = ()) -> dict[int, EarlyExit]:
+        """Return the draft of each of `exit_layers` that has a head, by exit layer.
+
+        Raises `ExitHeadError` also for a head trained on a prompt of `held_out`, whose figures it would inflate.
+        """
+        found = {}
+        for exit_layer in exit_layers:
+            if (facts := self.facts(exit_layer)) is None:
+                continue
+            path = self.folder / head_name(exit_layer)
+            _refuse_if_trained_on(held_out, path, facts)
+            found[exit_layer] = EarlyExit(exit_layer=exit_layer, head=path.name, head_sha256=file_sha256(path))
+        return found
+
+    def missing(self, exit_layers: Iterable[int]) -> tuple[int, ...]:
+        """Return those of `exit_layers` without a head, ascending."""
+        return tuple(layer for layer in sorted(set(exit_layers)) if not (self.folder / head_name(layer)).exists())
+
+    def num_trained_on(self, exit_layers: Iterable[int], prompts: Prompts) -> int:
+        """Return how many of `prompts` the heads of these exits were trained on, each counted once."""
+        training_prompts = {sha256 for facts in self._existing(exit_layers) for sha256 in _training_prompts(facts)}
+        return sum(prompt_sha256(tuple(prompt)) in training_prompts for prompt in prompts)
+
+    def distillation_seconds(self, exit_layers: Iterable[int]) -> float:
+        """Return the seconds that the heads of these exits took to distil; heads of one distillation count once."""
+        runs = {(each.training.seconds, each.training.steps) for each in self._existing(exit_layers) if each.training}
+        return sum(seconds for seconds, _ in runs)
+
+    def get(self, draft: EarlyExit) -> nn.Module:
+        """Return the loaded head of `draft`, which must have one; raise `ExitHeadError` if its file is missing or differs."""
+        assert draft.head is not None, "an exit without a head needs none"
+        assert draft.head_sha256 is not None, "a draft with a head has its hash"
+        return self._load(draft.exit_layer, draft.head, draft.head_sha256)
+
+    def copy_beside(self, draft: DraftT, profile: Path) -> DraftT:
+        """Copy the files of `draft` beside `profile`, named after it, and return the draft with the new names.
+
+        The hash in each name keeps later runs from overwriting the files of this profile, or of an older one. Raises
+        `ExitHeadError` if a file cannot be read or written, or is not the one that was measured.
+        """
+        names = {}
+        for name, sha256 in draft.files.items():
+            source = self.folder / name
+            names[name] = f"{profile.stem}.{source.stem}.{sha256[:8]}{source.suffix}"
+            check_head_file(source, sha256)
+            try:
+                content = source.read_bytes()
+            except OSError as cause:
+                raise ExitHeadError(f"cannot read the exit head {source}: {cause.strerror or cause}") from None
+            write_atomically(profile.parent / names[name], content, what="the exit head", error=ExitHeadError)
+        return draft.with_file_names(names)
+
+    @cached_property
+    def _model(self) -> Fingerprint:
+        return fingerprint(self._target.model)
+
+    def _existing(self, exit_layers: Iterable[int]) -> list[HeadFacts]:
+        return [facts for layer in exit_layers if (facts := self.facts(layer)) is not None]
+
+    def _read(self, exit_layer: int, name: str, sha256: str) -> nn.Module:
+        check_head_file(self.folder / name, sha256)
+        return load_exit_head(self.folder / name, self._target, exit_layer, self._model)
+
+
+def list_heads(folder: Path) -> dict[int, HeadFacts]:
+    """Return the metadata of all heads in `folder`, of any model, by exit layer; raise `ExitHeadError` if there are none."""
+    found = [read_facts(path) for path in folder.glob(head_name(0).replace("0", "*"))]
+    if not found:
+        raise ExitHeadError(f"there is no exit head in {folder}: `sdtune distill --out {folder}` makes them")
+    return {facts.exit_layer: facts for facts in sorted(found, key=lambda facts: facts.exit_layer)}
+
+
+def _training_prompts(facts: HeadFacts) -> frozenset[str]:
+    return frozenset(facts.training.prompts_sha256 if facts.training else ())
+
+
+def _refuse_if_trained_on(held_out: Prompts, path: Path, facts: HeadFacts) -> None:
+    training_prompts = _training_prompts(facts)
+    num_seen = sum(prompt_sha256(tuple(prompt)) in training_prompts for prompt in held_out)
+    if num_seen:
+        raise ExitHeadError(
+            f"the exit head {path} was trained on {num_seen} of the {len(held_out)} held-out prompts: distil with the same "
+            "--dataset, --seed, --tuning-prompts and --held-out-prompts as the search, which keep them apart"
+        )
