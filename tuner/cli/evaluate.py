@@ -28,6 +28,12 @@ class EvaluationGroup(click.Group):
         """Return the command of an evaluation, or None for an unknown name."""
         return command_of(cmd_name, resolve(cmd_name)) if cmd_name in EVALUATIONS else None
 
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the evaluations and the first lines of their docstrings, in full."""
+        summaries = {name: inspect.getdoc(resolve(name)) or "" for name in EVALUATIONS}
+        with formatter.section("Evaluations"):
+            formatter.write_dl([(name, text.partition("\n")[0]) for name, text in summaries.items()])
+
 
 @click.group(cls=EvaluationGroup)
 def evaluate() -> None:

@@ -33,6 +33,10 @@ SCALARS: Mapping[type, tuple[click.ParamType, str]] = MappingProxyType(
 )
 
 
+FIRST_HEADINGS = ("Configuration", "Problem")
+LAST_HEADINGS = ("Decoding", "Files and stores", "Options")
+
+
 class GroupedOption(click.Option):
     """Option that knows the heading it is listed under."""
 
@@ -42,18 +46,24 @@ class GroupedOption(click.Option):
 
 
 class GroupedCommand(click.Command):
-    """Command whose help lists options under their headings, in the order of the first option of each."""
+    """Command whose help lists options under their headings: what it works on first, devices and files last."""
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write one section per heading; options without one come last."""
+        """Write one section per heading, in order."""
         sections: dict[str, list[tuple[str, str]]] = {}
         for parameter in self.get_params(ctx):
             if (record := parameter.get_help_record(ctx)) is not None:
                 sections.setdefault(getattr(parameter, "heading", "Options"), []).append(record)
-        others = sections.pop("Options", [])
-        for heading, records in {**sections, "Options": others}.items():
+        for heading in sorted(sections, key=_rank):
             with formatter.section(heading):
-                formatter.write_dl(records)
+                formatter.write_dl(sections[heading])
+
+
+def _rank(heading: str) -> int:
+    """Return the position of a heading; headings that are in neither list are between the two, in their order."""
+    if heading in FIRST_HEADINGS:
+        return FIRST_HEADINGS.index(heading) - len(FIRST_HEADINGS)
+    return LAST_HEADINGS.index(heading) + 1 if heading in LAST_HEADINGS else 0
 
 
 def options_of(

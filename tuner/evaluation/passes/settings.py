@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal
 from pydantic import Field
 
 from tuner.evaluation.contract import EVALUATION, Evaluation, LongestDraft, Report, ResultsFolder
-from tuner.fields import DECODING, Device, Dtype, Profile, ProfileModel, Seed
+from tuner.fields import PROBLEM, Device, ProfileDtype, ProfileModel, Seed
 
 if TYPE_CHECKING:
     from tuner.progress import Progress
@@ -33,7 +33,11 @@ class PassesEvaluation(Evaluation):
       sdtune evaluate passes --model configs/demo/model --part widths --part readiness
     """
 
-    profile: Profile | None = Field(None, description="Profile whose draft makes the rounds of `contexts`.")
+    profile: Path | None = Field(
+        None,
+        description="Profile whose draft makes the rounds of the part `contexts`.",
+        json_schema_extra={**PROBLEM, "metavar": "FILE"},
+    )
     model: ProfileModel = None
     part: tuple[Part, ...] = Field(
         (),
@@ -49,9 +53,7 @@ class PassesEvaluation(Evaluation):
         60.0, ge=0, description="Seconds of measuring after each context.", json_schema_extra=EVALUATION
     )
     candidates: int = Field(6, ge=1, description="Random skip sets to make ready.", json_schema_extra=EVALUATION)
-    dtype: Dtype | None = Field(
-        None, description="Precision of the weights; default: the profile's, or auto.", json_schema_extra=DECODING
-    )
+    dtype: ProfileDtype = None
     device: Device = "auto"
     seed: Seed = 0
     out: ResultsFolder = Path("evaluate_passes")
