@@ -1,7 +1,6 @@
-"""What the tuner's checks of itself have in common: how they begin, what they say of the task, and how results are written.
+"""The common start of evaluations that work on the task of a search: its configuration, prompts and exit heads.
 
-A check works on the task of a search: the same configuration, the same prompts, the same exit heads. It makes no heads, stores no
-trials and writes no profile, only its results into a folder of its own.
+An evaluation makes no heads, stores no trials and writes no profile, only results into a folder of its own.
 """
 
 from __future__ import annotations
@@ -21,19 +20,19 @@ from tuner.search.task import Task, prepare, refuse_batches, token_ids
 
 
 def prepare_check(config: SearchConfig, out: Path, progress: Progress) -> Task:
-    """Load and check all that a check of this configuration works on; its results will lie in the folder `out`.
+    """Load and check the task of an evaluation whose results go into the folder `out`.
 
-    That is made when the first result is written. Raises `ConfigError` if nothing could be written there, and what
-    `tuner.search.task.prepare` raises.
+    The folder is created with the first result. Raises `ConfigError` for batches or a folder that cannot be written, and the
+    errors of `tuner.search.task.prepare`.
     """
     refuse_batches(config, "this evaluation")
     place = check_results_folder(out)
-    # Heads are taken as they are, and no profile is written: a place is named where one could be.
+    # No profile is written, but `prepare` checks that its folder is writable.
     return prepare(config.model_copy(update={"distill": "never", "out": place / "profile.yaml"}), progress)
 
 
 def head_drafts(task: Task) -> dict[int, EarlyExit]:
-    """All exits whose head lies in the folder of heads, whether a study wants them or not; by exit layer.
+    """Return the drafts of all exits that have a head in the folder of heads, by exit layer.
 
     Raises `ExitHeadError` for heads that do not belong to the task.
     """
@@ -44,12 +43,12 @@ def head_drafts(task: Task) -> dict[int, EarlyExit]:
 def random_candidates(
     target: Target, heads: Mapping[int, EarlyExit], rules: tuple[str, ...], max_tokens: int
 ) -> RandomCandidates:
-    """Random configurations of the task's model."""
+    """Return a source of random candidates for the model."""
     return RandomCandidates(SkipSpace.of(target), target.num_layers, heads, rules, max_tokens)
 
 
 def facts_of(task: Task) -> dict[str, Any]:
-    """What a reader must know to place the figures of a check. Models and data are named by their last part, wherever they lie."""
+    """Return the facts that figures depend on, stamped; models and data are named by the last part of their paths."""
     config = task.config
     facts = {
         "model": public_name(config.model),

@@ -313,7 +313,7 @@ def write_widened(
 def run_and_write(settings: Widening, progress: Progress) -> str:
     """Widen the model and its heads, write the folder, and return a line on what was done.
 
-    Raises `WidenError` or `ExitHeadError` for what the user can put right; then nothing is left behind.
+    Raises `WidenError` or `ExitHeadError` for errors of the user; then nothing remains on disk.
     """
     check_out(settings.out)
     check_device(settings.device)
