@@ -1,4 +1,4 @@
-"""Tables of costs: one of a tiny model whose seconds are made up, and what must hold of any."""
+"""Cost tables for tests: made-up seconds for a tiny model, and properties that hold for every table."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tuner.measuring.cost_table import measure_cost_table
 
 
 def made_up_costs(target: Target, max_tokens: int = 8) -> CostTable:
-    """One second for the ends of a pass and one for each sublayer; a twentieth more for each further token of a verification."""
+    """Return costs of one second for the ends of a pass and one per sublayer, and 5 % more per further verified token."""
 
     def seconds(each: Pass) -> float:
         if isinstance(each, DraftStep):
@@ -27,7 +27,7 @@ def made_up_costs(target: Target, max_tokens: int = 8) -> CostTable:
 
 
 def assert_monotone(table: CostTable, *, max_tokens: int = 8) -> None:
-    """Skipping more never costs more; verifying more, and behind more, never costs less."""
+    """Assert that skipping more never costs more, and verifying more tokens or after a longer context never costs less."""
     layers = range(table.kinds.num_layers)
     items = [LayerSkip.blocks((index,)) for index in layers]
     items += [LayerSkip(skip_mlp=(index,)) for index in layers if table.kinds.mlp[index] is not None]

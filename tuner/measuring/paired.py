@@ -130,11 +130,11 @@ class Bench:
                 taken.append(self._sample(contestant.decoder, index, batches[self._plain], batches[contestant]))
                 on_sample(taken[-1])
 
-        everybody = [self._plain, *contestants]
+        all_contestants = [self._plain, *contestants]
         if not self._clock.is_deterministic:
-            for each in everybody:
+            for each in all_contestants:
                 self._warm_up(each.decoder, indices[0])
-        take_turns(everybody, indices, self._timed, keep)
+        take_turns(all_contestants, indices, self._timed, keep)
         return [Measurement(samples=tuple(taken)) for taken in samples]
 
     def warm_up_rule(self, candidate: Candidate, indices: Sequence[int]) -> Candidate:

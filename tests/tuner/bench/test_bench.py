@@ -151,7 +151,7 @@ def test_without_a_list_the_static_cache_is_only_for_accelerators(
     assert list(results(workplace)["contenders"]) == [name for name in NOT_BY_OTHER_RUNNERS if name != "hf-static"]
 
 
-def test_the_held_out_prompts_of_the_profiles_search_are_measured_and_it_is_said_whether_they_are(
+def test_held_out_prompts_of_the_search_are_measured_and_reported_as_such(
     workplace: Path, checkpoint: Path, code: Path, write_profile: WriteProfile, bench: RunBench
 ) -> None:
     tokenizer = AutoTokenizer.from_pretrained(checkpoint)
@@ -410,7 +410,7 @@ SIDE_BY_SIDE = ["profile", "plain", "plain-eager", "profile-eager", "plain-stati
 
 
 @pytest.mark.usefixtures("uncompiled")
-def test_everybody_writes_a_batch_and_each_text_is_that_of_its_prompt_alone(
+def test_all_contenders_decode_batches_as_they_decode_single_prompts(
     workplace: Path, target: Target, code: Path, write_profile: WriteProfile, bench: RunBench
 ) -> None:
     profile = write_profile(write_heads(target, workplace, [4])[4], AdaEdl(initial_threshold=0.7, max_tokens=3))
@@ -456,7 +456,7 @@ def test_batches_of_prompts_of_a_wanted_length(
     assert [found["contenders"][name]["identical"] for name in ("profile", "plain", "hf")] == [4, 4, 4]
 
 
-def test_who_writes_one_text_at_a_time_is_left_out_of_batches_with_the_reason(
+def test_contenders_without_batches_are_left_out_with_the_reason(
     workplace: Path, code: Path, write_profile: WriteProfile, bench: RunBench
 ) -> None:
     profile = write_profile(LayerSkip.blocks((3,)))
@@ -546,7 +546,7 @@ def in_batches(seconds: Sequence[float], tokens: Sequence[Sequence[int]]) -> lis
     ]
 
 
-def test_the_rate_of_a_batch_is_that_of_all_its_texts_and_a_batch_is_one_sample() -> None:
+def test_a_batch_has_one_rate_over_its_sequences_and_is_one_sample() -> None:
     tokens = [(10, 30), (20, 20), (30, 10)]
     plain, drafted = in_batches((4.0, 5.0, 7.0), tokens), in_batches((2.0, 2.0, 3.0), tokens)
     result = made_up(plain=plain, profile=drafted, batch_size=2)
@@ -614,7 +614,7 @@ def test_every_runner_of_ours_can_be_put_beside(
 
 
 @pytest.mark.usefixtures("uncompiled")
-def test_bit_exact_text_is_compared_with_that_of_its_own_mode_to_the_last_token(
+def test_bit_exact_output_is_compared_with_plain_decoding_of_its_own_mode(
     workplace: Path, code: Path, write_profile: WriteProfile, bench: RunBench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     honest = OwnDecoding.write

@@ -74,7 +74,7 @@ def test_a_batch_is_one_turn() -> None:
     assert seen == [3] * 4
 
 
-def test_everybody_is_warmed_up_with_a_few_tokens() -> None:
+def test_every_contender_is_warmed_up_with_a_few_tokens() -> None:
     log: list[tuple[str, int]] = []
     lengths: list[int] = []
 

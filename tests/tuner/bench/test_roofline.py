@@ -29,7 +29,7 @@ def test_the_bound_is_bytes_per_second_over_bytes_per_token() -> None:
     assert both.seconds == (4.0, 1.0, 2.0, 2.0, 5.0)
 
 
-def test_of_a_batch_weights_are_read_once_and_keys_and_values_of_every_text() -> None:
+def test_a_batch_reads_weights_once_and_keys_and_values_of_each_sequence() -> None:
     bandwidth = Bandwidth(buffer_bytes=100, seconds=(1.0,))
     roofline = Roofline(
         bandwidth=bandwidth, reading=Reading(weights=10, keys_and_values=15.0, mean_context=3.0, batch_size=4)

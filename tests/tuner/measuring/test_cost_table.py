@@ -229,7 +229,7 @@ def test_passes_are_timed_behind_the_prompt_which_is_read_outside_the_time() -> 
         (LayerSkip.blocks(tuple(range(6))), MOST_STEPS),
     ],
 )
-def test_draft_steps_are_the_mean_of_so_many_that_they_take_as_long_as_the_whole_model(
+def test_draft_steps_are_averaged_over_the_length_of_a_whole_pass(
     skip: LayerSkip, steps: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock, drafted = Clock(), list[int]()
@@ -388,7 +388,7 @@ def test_table_that_does_not_cover_what_is_asked_is_measured_anew(
     only_file(tmp_path)
 
 
-def test_lengths_beyond_the_models_context_do_not_make_it_measure_each_time(
+def test_lengths_beyond_the_context_do_not_force_a_new_measurement(
     tmp_path: Path, measured: list[dict[str, Any]]
 ) -> None:
     for _ in range(2):

@@ -223,7 +223,7 @@ def test_candidates_side_by_side_write_what_they_write_alone(temperature: float)
     assert all(measured.num_identical == 4 for measured in together)
 
 
-def test_side_by_side_plain_decoding_is_timed_once_a_prompt_and_each_goes_first_in_turn() -> None:
+def test_side_by_side_times_plain_decoding_once_and_rotates_the_order() -> None:
     clock = LoggingClock(per_token())
     bench = _bench(max_new_tokens=10, clock=clock)
     seen: list[int] = []

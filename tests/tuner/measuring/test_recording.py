@@ -37,7 +37,7 @@ def test_prefill_ends_with_the_first_tokens() -> None:
     assert tokens(batch.decoded(0)) == [(7,), (8, 9, 1)]
 
 
-def test_prefill_of_a_batch_ends_with_the_first_tokens_of_the_last_sequence() -> None:
+def test_prefill_of_a_batch_ends_with_the_last_first_tokens() -> None:
     recording = recorder(1.0, 2.0, 4.0, 5.0, 6.0, 10.0, num_sequences=2)
     for sequence, arrived in [(0, [5]), (0, [6, 7]), (1, [8]), (0, [9]), (1, [1, 2, 3]), (1, [4])]:
         recording.put(arrived, sequence)

@@ -32,7 +32,7 @@ VOCABULARY_SIZE = 256
 HIDDEN_SIZE = 64
 
 # How much each kind adds, as root mean square. Important: against the embedding's EMBEDDING * sqrt(layers), which keeps the first
-# sublayers from deciding everything. The others: against the stream in front of them, redundant ones all together.
+# sublayers from deciding everything. The others: relative to the residual stream before them; redundant ones all together.
 EMBEDDING = 0.55
 IMPORTANT = (0.6, 1.6)
 GREY = (0.03, 0.06)
@@ -132,7 +132,7 @@ def plant(
     everything = _all_sublayers(num_layers)
     if not redundant | grey < everything:
         raise ValueError(
-            f"redundant and grey sublayers must be some, but not all, of those of blocks 0 to {num_layers - 1}; got: "
+            f"redundant and grey sublayers must be some, but not all, sublayers of blocks 0 to {num_layers - 1}; got: "
             f"{_as_skip(redundant | grey).describe()}"
         )
     if redundant & grey:
