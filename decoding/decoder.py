@@ -1,4 +1,4 @@
-"""A draft and a rule applied to a loaded target: what profiles, candidates and the command line decode with."""
+"""A draft and a rule applied to a loaded target, for profiles, candidates and the command line."""
 
 from __future__ import annotations
 
@@ -40,28 +40,29 @@ class Decoder:
         """By row of the batch: sequences in lockstep must not observe one another's rounds."""
 
     def adapted_rule(self) -> DraftLengthRule | None:
-        """The rule with what a persistent controller has learnt so far, in batches that of the first text; None if none was kept,
-        or if there is nothing to learn.
+        """Return the rule with the state of its persistent controller, or None without one or if the rule does not adapt.
+
+        In a batch the controller belongs to the first sequence.
         """
         return self._kept[0].adapted_rule() if self._kept else None
 
     def steps(self, request: Request) -> Iterator[Prefill | Round]:
-        """Write one text, yielding a record for the prefill and each round as it happens."""
+        """Decode one sequence, yielding a record of the prefill and of each round as it happens."""
         return self._loop(request, 0, self.target.new_cache)
 
     def batch_steps(self, requests: Sequence[Request]) -> Iterator[tuple[int, Prefill | Round]]:
-        """Write several texts in step (`decoding.lockstep`), yielding their records with the number of each's text."""
+        """Decode a batch in lockstep (`decoding.lockstep`), yielding each record with the row of its sequence."""
         max_drafted = 0 if self._drafter is None else self.rule.max_tokens
         capacity = max((capacity_for(self.target, request, max_drafted) for request in requests), default=0)
         loops = [partial(self._loop, request, row) for row, request in enumerate(requests)]
         return decode_in_lockstep(self.target, loops, capacity)
 
     def generate(self, request: Request) -> Generation:
-        """Write one text to its end."""
+        """Decode one sequence to its end."""
         return Generation.collect(self.steps(request))
 
     def generate_batch(self, requests: Sequence[Request]) -> BatchGeneration:
-        """Write several texts in step to their ends: each is what `generate` would write."""
+        """Decode a batch in lockstep to its end; each sequence equals the one that `generate` returns."""
         start = read = time.perf_counter()
         records: list[list[Prefill | Round]] = [[] for _ in requests]
         for row, step in self.batch_steps(requests):
@@ -83,5 +84,5 @@ class Decoder:
 
 
 def plain_decoder(target: Target) -> Decoder:
-    """A decoder that never drafts."""
+    """Return a decoder that never drafts."""
     return Decoder(target, PlainDecoding(), Fixed())

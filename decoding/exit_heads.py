@@ -1,6 +1,6 @@
-"""Exit heads on disk: one safetensors file an exit, with what it was trained for and on, and the refusal of any other.
+"""Exit heads on disk: one safetensors file per exit, whose metadata names the model and the training.
 
-Which module a head is and where it stands is `decoding.target`'s business, how it is trained `tuner.heads`'s.
+`decoding.target` knows the module of a head, `tuner.heads` its training, `decoding.head_folder` a folder of heads.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ METADATA_KEY = "sdtune"
 
 
 class ExitFigures(Document):
-    """How well an exit foretells the target, on texts it was not trained on: means over all positions of their responses."""
+    """Accuracy of an exit on sequences that it was not trained on: means over all positions of the responses."""
 
     acceptance: float = Field(ge=0.0, le=1.0, description="sum over v of min(p, q): the exact sampling acceptance")
     agreement: float = Field(ge=0.0, le=1.0, description="share of positions where both have the same likeliest token")
 
 
 class HeadTraining(Document):
-    """What a head was trained on, and what came of it."""
+    """Training of a head, and its effect."""
 
     model: str
     dataset: str
@@ -42,7 +42,7 @@ class HeadTraining(Document):
     num_tokens: int
     temperature: float
     steps: int
-    seconds: float = Field(description="to write the texts and to train the heads of all exits of its run")
+    seconds: float = Field(description="to generate the training texts and to train all heads of the distillation")
     before: ExitFigures = Field(description="of the exit without a head")
     after: ExitFigures
     device: str
@@ -54,7 +54,7 @@ class HeadTraining(Document):
 
 
 class HeadFacts(Document):
-    """The metadata of a head's file."""
+    """Metadata of a head's file."""
 
     schema_: Literal["sdtune-exit-head/v1"] = Field("sdtune-exit-head/v1", alias="schema")
     exit_layer: int = Field(ge=1)
@@ -66,17 +66,17 @@ class HeadFacts(Document):
 
 
 def head_name(exit_layer: int) -> str:
-    """The usual file name of an exit's head."""
+    """Return the usual file name of an exit's head."""
     return f"exit_head_{exit_layer}.safetensors"
 
 
 def prompt_sha256(token_ids: tuple[int, ...] | list[int]) -> str:
-    """A short hash of a prompt's token ids, to find out whether a head was trained on it."""
+    """Return a short hash of a prompt's token ids, by which training prompts are recognised."""
     return hashlib.sha256(json.dumps(list(token_ids)).encode()).hexdigest()[:16]
 
 
 def save_exit_head(path: Path, head: nn.Module, facts: HeadFacts) -> str:
-    """Write a head whole or not at all; the SHA-256 of the file. `ExitHeadError` if the place is unwritable or full."""
+    """Write a head atomically and return the SHA-256 of its file; raise `ExitHeadError` if it cannot be written."""
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in head.state_dict().items()}
     content = save(tensors, metadata={METADATA_KEY: facts.model_dump_json(by_alias=True)})
     write_atomically(path, content, what="the exit head", error=ExitHeadError)
@@ -84,7 +84,7 @@ def save_exit_head(path: Path, head: nn.Module, facts: HeadFacts) -> str:
 
 
 def read_facts(path: Path) -> HeadFacts:
-    """The metadata of a head's file, without its weights. `ExitHeadError` if it is missing, damaged or something else."""
+    """Return a head's metadata without reading weights; raise `ExitHeadError` if the file is missing, damaged or not a head."""
     try:
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}
@@ -102,7 +102,7 @@ def read_facts(path: Path) -> HeadFacts:
 
 
 def file_sha256(path: Path) -> str:
-    """The SHA-256 of a head's file. `ExitHeadError` if it cannot be read."""
+    """Return the SHA-256 of a head's file; raise `ExitHeadError` if it cannot be read."""
     try:
         with path.open("rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
@@ -111,10 +111,10 @@ def file_sha256(path: Path) -> str:
 
 
 def load_exit_head(path: Path, target: Target, exit_layer: int, model: Fingerprint | None = None) -> nn.Module:
-    """The head of one exit of `target`, in its precision and on its device, frozen.
+    """Return the frozen head of one exit, in the precision and on the device of `target`.
 
-    `model` is the fingerprint of the target if it is known. Raises `ExitHeadError` for a file that is missing or damaged, a head
-    of another model or of another exit.
+    `model` is the target's fingerprint, computed if it is not given. Raises `ExitHeadError` for a missing or damaged file, and for
+    a head of another model or exit.
     """
     facts = read_facts(path)
     model = model or fingerprint(target.model)

@@ -1,4 +1,4 @@
-"""Measure what a round costs on the device at hand: a short benchmark through the `Drafter` protocol, and so of any drafter."""
+"""Costs of decoding rounds on the device at hand: a short benchmark of any drafter, in plain passes."""
 
 from __future__ import annotations
 
@@ -41,25 +41,23 @@ def measure_round_costs(
     seed: int = 0,
     clock: Clock = time.perf_counter,
 ) -> RoundCosts:
-    """Time plain passes, drafts and verifications of up to `max_tokens` tokens behind a prompt of random ones.
+    """Time plain passes, drafts and verifications of up to `max_tokens` tokens after a random prompt.
 
-    The prompt is one passage twice over, so that a drafter that copies has something to copy. Costs are for the rule that weighs
-    them: of a lookup in front of another drafter nothing is measured, as no rule steers it.
+    The prompt repeats one passage, so that a drafter that copies has something to copy. A lookup that is tried before another
+    drafter is not measured, because no rule steers it.
 
-    A sweep goes through all of `WIDTHS`, each round between two plain steps, as decoding goes from one to the other: the same
-    pass again and again would find the processor's caches as it left them, and take some per cent less than it does in use.
-    Sweeps are repeated, at least five times, until `budget_seconds` are spent; each width counts with the median of what it took
-    over the plain steps beside it. What the first step of a draft takes more than the others is counted to the verification.
-    Lengths between the widths are interpolated. The longest draft is timed once more as a rule that looks at each token has it.
+    A sweep times a round of each of `WIDTHS` between two plain steps, as decoding alternates between them: repeating one pass
+    would find warm processor caches and take a few per cent less. There are at least five sweeps, and more until
+    `budget_seconds` are spent. The cost of a width is the median over sweeps of its seconds over the seconds of the adjacent
+    plain steps. The extra time of a draft's first step counts to the verification. Other lengths are interpolated. The longest
+    draft is timed again with a rule that looks at every token.
 
-    With `num_texts` above 1 all passes are those of so many texts in step (`decoding.lockstep`), each behind a
-    prompt of its own, in
-    plain passes of as many. Texts that take turns (`Target.unbatchable_reason`) cost each what one does.
+    With `num_texts` above 1 all passes are over a batch of that size in lockstep (`decoding.lockstep`), each sequence after its
+    own prompt; sequences that cannot share passes (`Target.unbatchable_reason`) cost what one does.
 
-    Where the context is short, the prompt gives way to the drafts, and they to the context. `seed` is that of the prompts;
-    `clock` gives seconds.
+    Where the context is short, the prompt is shortened first, then the drafts. `seed` draws the prompts; `clock` gives seconds.
 
-    Raises `ValueError` if `max_tokens`, `num_texts` or `prompt_length` is below 1, or if not a single token was drafted.
+    Raises ValueError if `max_tokens`, `num_texts` or `prompt_length` is below 1, or if no token was drafted.
     """
     for name, value in {"max_tokens": max_tokens, "num_texts": num_texts, "prompt_length": prompt_length}.items():
         if value < 1:
@@ -75,7 +73,7 @@ def measure_round_costs(
 
 @dataclass(frozen=True)
 class _Timed:
-    """Seconds of one round, and of the plain steps beside it."""
+    """Seconds of one round, and of the plain steps before and after it."""
 
     num_drafted: int
     draft: float
@@ -85,7 +83,7 @@ class _Timed:
 
 
 class _RoundBench:
-    """Prompts that have been read, one token behind each, and the passes from there."""
+    """Prompts in the cache, each followed by one token, and the passes that follow."""
 
     def __init__(
         self,
@@ -118,7 +116,7 @@ class _RoundBench:
             text.append([last])
 
     def sweep(self) -> list[_Timed]:
-        """A round of every width from the same state, plain steps between them."""
+        """Time a round of every width from the same state, with plain steps between them."""
         plain = [self._plain_step()]
         rounds = []
         for controller in [*map(Controller, self._widths), Looking(self._widths[-1])]:
@@ -140,7 +138,7 @@ class _RoundBench:
         return self._watch.time(lambda: self._all(step))
 
     def _round(self, controller: Controller) -> tuple[int, float, float]:
-        """Tokens drafted, and seconds to draft them and to verify them; nothing of it stays in the texts."""
+        """Return the drafted tokens and the seconds of drafting and of verifying; the sequences stay unchanged."""
 
         def propose(row: int) -> Proposal:
             text, cache = self._texts[row], self._caches[row]
@@ -160,7 +158,7 @@ class _RoundBench:
         return max(draft.num_tokens for draft in drafts), drafted_at - start, self._watch.now() - drafted_at
 
     def _all(self, task: Callable[[int], T]) -> list[T]:
-        """What comes of a task of each text, done in step; it is given the text's row."""
+        """Run a task for every row in lockstep and return its results by row."""
         done: dict[int, T] = {}
 
         def do(row: int) -> None:
@@ -191,7 +189,7 @@ def _costs(sweeps: list[list[_Timed]]) -> RoundCosts:
 
 
 def _medians(values: Iterable[tuple[int, float]]) -> dict[int, float]:
-    """The median of each width's values, by ascending width."""
+    """Return the median of each width's values, by ascending width."""
     by_width: dict[int, list[float]] = {}
     for width, value in values:
         by_width.setdefault(width, []).append(value)
@@ -203,12 +201,12 @@ def _ratio(seconds: float, plain: float) -> float:
 
 
 def _rising(values: dict[int, float]) -> dict[int, float]:
-    """No width slower than a wider one, which has more to compute: a pass that seemed so was disturbed."""
+    """Return costs that rise with the width: a pass slower than a wider one was disturbed."""
     return {width: min(value for wider, value in values.items() if wider >= width) for width in values}
 
 
 def _interpolated(at: dict[int, float]) -> list[float]:
-    """Values at 0, 1, 2 ... up to the last width, on straight lines between those given."""
+    """Return values at 0, 1, 2 ... up to the last width, linearly interpolated."""
     values = [at[0]]
     for low, high in pairwise(at):
         slope = (at[high] - at[low]) / (high - low)
@@ -217,5 +215,5 @@ def _interpolated(at: dict[int, float]) -> list[float]:
 
 
 def _cost(ratio: float) -> float:
-    """To the four digits that a measurement is worth at most."""
+    """Return a cost rounded to four decimals and no smaller than `LEAST_COST`."""
     return max(round(ratio, 4), LEAST_COST)

@@ -1,4 +1,4 @@
-"""What came of a search: the verdict on the winner, the profile that says so, and the figures for MLflow."""
+"""Outcome of a search: the verdict on the winner, its profile, and the figures for MLflow."""
 
 from __future__ import annotations
 
@@ -35,27 +35,27 @@ from tuner.tracking import Tracker
 
 @dataclass(frozen=True)
 class SearchEffort:
-    """What a search took, apart from the speed it found."""
+    """Cost of a search."""
 
     num_trials: int
     search_seconds: float
-    """Of all trials and of preparing the studies."""
+    """Seconds of all trials and of preparing the studies."""
     distillation_seconds: float
-    """Of writing texts and training the exit heads that the studies drafted with, in whichever run that was."""
+    """Seconds of distilling the exit heads that the studies drafted with, in this run or an earlier one."""
 
 
 @dataclass(frozen=True)
 class SearchResult:
-    """What a search found. `rows` are the lines of the final table, all measured on held-out prompts."""
+    """Result of a search. `rows` are the lines of the final table, all measured on held-out prompts."""
 
     profile: DraftProfile
     winner: TrialRecord
-    """The winner of the race; the profile is its only if `confirmed` has its interval above 1."""
+    """Winner of the race. It is in the profile only if the interval of `confirmed` lies above 1."""
     confirmed: Measurement
-    """The winner on the held-out prompts."""
+    """The winner measured on the held-out prompts."""
     rows: tuple[ResultRow, ...]
     studies: Mapping[str, str]
-    """Why each study that ran ended, and what it remarks."""
+    """Reason for the end of each study, and its remarks."""
     cost: SearchEffort
 
 
@@ -68,7 +68,7 @@ def conclude(
     cost: SearchEffort,
     run_id: str,
 ) -> SearchResult:
-    """The profile of the winner, or of plain decoding if the winner's interval does not lie above 1, and the table's rows.
+    """Return the profile of the winner, or of plain decoding if its speed-up is not confirmed, and the rows of the table.
 
     The exit head of a winner that has one is copied beside the profile; `ExitHeadError` if that fails.
     """
@@ -102,7 +102,7 @@ def _row(confirmed: Confirmed) -> ResultRow:
 
 
 def _placed(task: Task, draft: Draft, profile: Path) -> Draft:
-    """The draft as a profile at that place names it: its exit head is copied there."""
+    """Return the draft with its files copied beside `profile`."""
     return task.head_folder.copy_beside(draft, profile)
 
 
@@ -146,7 +146,7 @@ def _profile_target(task: Task) -> TargetIdentity:
 
 
 def save_best_so_far(task: Task, records: Iterable[TrialRecord]) -> tuple[TrialRecord | None, Path | None]:
-    """The best trial yet, written beside the place of the confirmed profile if it was faster than plain decoding."""
+    """Return the best trial, and the path of its unconfirmed profile if it was faster than plain decoding."""
     best = next(iter(best_trials(records, 1)), None)
     if best is None or (best.speedup or 0.0) <= 1.0 or not best.candidate.draft.drafts:
         return best, None
@@ -162,7 +162,7 @@ def save_best_so_far(task: Task, records: Iterable[TrialRecord]) -> tuple[TrialR
 
 
 def track_result(tracker: Tracker, result: SearchResult, records: Sequence[TrialRecord], task: Task) -> None:
-    """Figures of the baseline and the winner, the profile, the trials as a table and the two pictures."""
+    """Log the figures of plain decoding and the winner, the profile, the table of trials and both pictures."""
     confirmed, interval = result.confirmed, result.confirmed.speedup_interval()
     figures = {
         "search_seconds": result.cost.search_seconds,

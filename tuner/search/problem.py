@@ -1,4 +1,4 @@
-"""The problem that a study is given: what of a task it may know, and how it gets to know the costs of this device."""
+"""The problem of a study: the part of a task that it may know, and the costs of passes on this device."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ def build_problem(
     *,
     costs_folder: Path | None = None,
 ) -> Problem:
-    """The problem of a study that runs on the tuning prompts of `bench`, behind those that left `records`.
+    """Return the problem of a study on the tuning prompts of `bench`, after the trials of `records`.
 
-    `seconds` is the search time that the study may use; `costs_folder` keeps measured costs elsewhere than in the shared cache.
+    `seconds` is the search time that the study may use; `costs_folder` overrides the folder in which measured costs are kept.
     """
     earlier: dict[str, list[TrialRecord]] = {}
     for record in records:
@@ -44,7 +44,9 @@ def build_problem(
             seed=task.config.seed,
         )
         decode_in_lockstep = shared_batch_size(task.target, bench.batch_size)
-        progress.say(f"{f'{decode_in_lockstep} texts in step: ' if decode_in_lockstep > 1 else ''}{table.describe()}")
+        progress.say(
+            f"{f'{decode_in_lockstep} sequences in lockstep: ' if decode_in_lockstep > 1 else ''}{table.describe()}"
+        )
         return table
 
     return Problem(
@@ -63,6 +65,6 @@ def build_problem(
 
 
 def _contexts(bench: Bench) -> tuple[int, ...]:
-    """The shortest and the longest text that decoding will have in front of it."""
+    """Return the shortest and the longest context of decoding, in tokens."""
     lengths = [len(prompt) for prompt in bench.prompts]
     return tuple(sorted({min(lengths), max(lengths) + bench.max_new_tokens}))

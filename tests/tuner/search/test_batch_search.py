@@ -60,7 +60,7 @@ def test_search_for_batches_yields_a_profile_that_writes_the_texts_of_plain_deco
     assert "Held-out prompts in batches of 2" in result.stdout
     assert "6/6" in result.stdout
     assert "7 prompts make 3 batches of 2: 1 left out" in " ".join(result.stderr.split())
-    assert "2 texts in step: a pass takes" in " ".join(result.stderr.split())
+    assert "2 sequences in lockstep: a pass takes" in " ".join(result.stderr.split())
 
     for record in _records("joint"):
         assert record.measurement is not None
@@ -123,7 +123,7 @@ def test_texts_that_take_turns_are_said_to(
     result = run_search("--dry-run", batch_size="2")
     assert result.exit_code == 0, result.output
     said = " ".join(result.stderr.split())
-    assert "the 2 texts of a batch take turns, as no pass can be shared: for the sake of the test" in said
+    assert "the 2 sequences of a batch take turns, as no pass can be shared: for the sake of the test" in said
     assert "take turns" not in run_search("--dry-run").stderr
 
 
