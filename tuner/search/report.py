@@ -7,7 +7,9 @@ import io
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+import numpy as np
 from rich import box
 from rich.console import Group, RenderableType
 from rich.panel import Panel
@@ -16,16 +18,26 @@ from rich.text import Text
 
 from decoding.drafts import Draft, LayerSkip, compact_indices
 from decoding.probe import Capabilities
-from decoding.profile import DraftProfile
+from decoding.profile import DraftProfile, Measured, ProfileOrigin
 from studies.contract import TrialRecord, TrialState, best_trials
 from studies.measurement import Measurement
 from tuner.tables import facts_grid, spaced
 from tuner.trial_columns import trial_metrics, trial_params
 
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
 STRIP_WIDTH = 40
 """Layers per line of the strip of skipped layers."""
 MOST_TICKS = 30
 """Most trial numbers under the picture of the skipped layers."""
+SKIP_COLOURS = {
+    "kept": "#f2f2f2",
+    "attention skipped": "#e69f00",
+    "MLP skipped": "#56b4e9",
+    "both skipped": "#1b3a5c",
+}
+"""Colour of each value of a skip grid, in order."""
 COLOURS = ["#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#f0e442"]
 """One colour per study: Okabe and Ito's palette, which colour-blind readers can distinguish."""
 
@@ -75,7 +87,19 @@ def _figures(measured: Measurement) -> tuple[str, ...]:
 def profile_panel(profile: DraftProfile) -> RenderableType:
     """Return a profile on one screen."""
     facts = facts_grid()
-    target = profile.target
+    _add_draft(facts, profile)
+    if profile.measured is not None:
+        _add_figures(facts, profile.measured)
+    else:
+        reason = "not confirmed on held-out prompts" if profile.draft.drafts else "nothing: plain decoding"
+        facts.add_row("measured", reason)
+    if profile.provenance is not None:
+        _add_origin(facts, profile.provenance)
+    return Panel(facts, title=Text(profile.name), title_align="left")
+
+
+def _add_draft(facts: Table, profile: DraftProfile) -> None:
+    target, decoding = profile.target, profile.decoding
     facts.add_row("target", f"{target.model}, {target.architecture}, {target.num_layers} layers, {target.dtype}")
     facts.add_row("draft", spaced(profile.draft.describe()))
     if (skip := _skipped(profile.draft, target.num_layers)) is not None:
@@ -84,47 +108,36 @@ def profile_panel(profile: DraftProfile) -> RenderableType:
         facts.add_row("head", name)
     if profile.draft.drafts:
         facts.add_row("stops", profile.draft_length.describe())
-    width = profile.decoding.exact_width
-    mode = "" if width is None else f", bit-exact on {width} positions"
-    facts.add_row("decoding", f"temperature {profile.decoding.temperature:g}, runner {profile.decoding.runner}{mode}")
-    if (measured := profile.measured) is None:
-        facts.add_row(
-            "measured",
-            "not confirmed on held-out prompts" if profile.draft.drafts else "nothing: plain decoding",
-        )
-    else:
-        low, high = measured.speedup.ci95
-        rates, exact, data = measured.tokens_per_second, measured.exact, measured.dataset
-        facts.add_row(
-            "speed-up", Text(f"{measured.speedup.value:.2f}x, 95 % interval {low:.2f} to {high:.2f}", style="bold")
-        )
-        facts.add_row(
-            "rates",
-            f"{rates.draft:.1f} tokens/s, plain {rates.plain:.1f}; {measured.tokens_per_round:.2f} tokens a round",
-        )
-        if measured.batch_size > 1:
-            facts.add_row(
-                "batch", f"{measured.batch_size} prompts in lockstep, also for plain decoding; rates are per batch"
-            )
-        facts.add_row("accepted", f"{measured.acceptance_rate:.0%} of the drafted tokens")
-        facts.add_row(
-            "exact", f"{exact.identical} of {exact.prompts} held-out prompts identical, {exact.ties} numerical ties"
-        )
-        facts.add_row(
-            "data",
-            f"{data.name}: {data.tuning_prompts} tuning, {data.held_out_prompts} held out, {data.max_new_tokens} tokens",
-        )
-        cost = measured.search
-        heads = f"; {cost.distillation_seconds:.0f} s to distil exit heads" if cost.distillation_seconds else ""
-        facts.add_row("search", f"{cost.trials} trials, {cost.seconds:.0f} s{heads}")
-        facts.add_row("device", measured.device)
-        facts.add_row("versions", ", ".join(f"{name} {version}" for name, version in measured.versions.items()))
-    if (origin := profile.provenance) is not None:
-        facts.add_row("created", f"{origin.created} by {origin.study}")
-        sources = {"git revision": origin.git_revision, "MLflow run": origin.mlflow_run_id}
-        if known := [f"{name} {value}" for name, value in sources.items() if value]:
-            facts.add_row("from", ", ".join(known))
-    return Panel(facts, title=Text(profile.name), title_align="left")
+    mode = "" if decoding.exact_width is None else f", bit-exact on {decoding.exact_width} positions"
+    facts.add_row("decoding", f"temperature {decoding.temperature:g}, runner {decoding.runner}{mode}")
+
+
+def _add_figures(facts: Table, measured: Measured) -> None:
+    low, high = measured.speedup.ci95
+    rates, exact, data, cost = measured.tokens_per_second, measured.exact, measured.dataset, measured.search
+    speedup = f"{measured.speedup.value:.2f}x, 95 % interval {low:.2f} to {high:.2f}"
+    facts.add_row("speed-up", Text(speedup, style="bold"))
+    per_round = f"{measured.tokens_per_round:.2f} tokens a round"
+    facts.add_row("rates", f"{rates.draft:.1f} tokens/s, plain {rates.plain:.1f}; {per_round}")
+    if measured.batch_size > 1:
+        batch = f"{measured.batch_size} prompts in lockstep, also for plain decoding; rates are per batch"
+        facts.add_row("batch", batch)
+    facts.add_row("accepted", f"{measured.acceptance_rate:.0%} of the drafted tokens")
+    identical = f"{exact.identical} of {exact.prompts} held-out prompts identical"
+    facts.add_row("exact", f"{identical}, {exact.ties} numerical ties")
+    sizes = f"{data.tuning_prompts} tuning, {data.held_out_prompts} held out, {data.max_new_tokens} tokens"
+    facts.add_row("data", f"{data.name}: {sizes}")
+    heads = f"; {cost.distillation_seconds:.0f} s to distil exit heads" if cost.distillation_seconds else ""
+    facts.add_row("search", f"{cost.trials} trials, {cost.seconds:.0f} s{heads}")
+    facts.add_row("device", measured.device)
+    facts.add_row("versions", ", ".join(f"{name} {version}" for name, version in measured.versions.items()))
+
+
+def _add_origin(facts: Table, origin: ProfileOrigin) -> None:
+    facts.add_row("created", f"{origin.created} by {origin.study}")
+    sources = {"git revision": origin.git_revision, "MLflow run": origin.mlflow_run_id}
+    if known := [f"{name} {value}" for name, value in sources.items() if value]:
+        facts.add_row("from", ", ".join(known))
 
 
 def capabilities_panel(found: Capabilities) -> RenderableType:
@@ -162,50 +175,58 @@ def trials_csv(records: Sequence[TrialRecord]) -> str:
 
 def skipped_layers_picture(records: Sequence[TrialRecord], num_layers: int, path: Path) -> None:
     """Draw the layers that each trial skipped: a column per trial, a row per layer; the best trial is framed."""
-    import numpy as np
     from matplotlib.colors import ListedColormap
     from matplotlib.figure import Figure
-    from matplotlib.patches import Patch, Rectangle
+    from matplotlib.patches import Patch
     from matplotlib.ticker import MaxNLocator
 
     skips = [(r, _skipped(r.candidate.draft, num_layers)) for r in records if r.repeat_of is None]
     drawn = [(record, skip) for record, skip in skips if skip is not None]
     shown = [record for record, _ in drawn]
-    grid = np.zeros((num_layers, max(len(drawn), 1)), dtype=int)
-    for column, (_, skip) in enumerate(drawn):
-        grid[list(skip.skip_attention), column] += 1
-        grid[list(skip.skip_mlp), column] += 2
-    colours = ["#f2f2f2", "#e69f00", "#56b4e9", "#1b3a5c"]
     width, height = max(7.0, 0.16 * len(shown) + 3), max(4.0, 0.14 * num_layers + 1.5)
     figure = Figure(figsize=(min(width, 16.0), min(height, 10.0)), layout="constrained")
     axes = figure.subplots()
-    axes.imshow(grid, cmap=ListedColormap(colours), vmin=0, vmax=3, aspect="auto", interpolation="none", origin="lower")
-    title = "Layers skipped by the draft"
-    for best in best_trials(shown, 1):
-        column = next(
-            index for index, record in enumerate(shown) if (record.study, record.number) == (best.study, best.number)
-        )
-        axes.add_patch(Rectangle((column - 0.5, -0.5), 1, num_layers, fill=False, edgecolor="#d55e00", linewidth=2))
-        title += f"; framed: {best.study}/{best.number}, {best.speedup:.2f}x"
+    grid, colours = _skip_grid([skip for _, skip in drawn], num_layers), ListedColormap(list(SKIP_COLOURS.values()))
+    axes.imshow(grid, cmap=colours, vmin=0, vmax=3, aspect="auto", interpolation="none", origin="lower")
     axes.set(xlabel="trial", ylabel="layer")
-    axes.set_title(title, pad=20)  # above the names of the studies
+    framed = _frame_best(axes, shown, num_layers)
+    axes.set_title(f"Layers skipped by the draft{framed}", pad=20)  # above the names of the studies
+    _mark_studies(axes, shown)
+    axes.yaxis.set_major_locator(MaxNLocator(integer=True))
+    patches = [Patch(facecolor=colour, edgecolor="#999999") for colour in SKIP_COLOURS.values()]
+    figure.legend(patches, list(SKIP_COLOURS), loc="outside lower center", ncols=4, frameon=False)
+    figure.savefig(path, dpi=130)
+
+
+def _skip_grid(skips: Sequence[LayerSkip], num_layers: int) -> np.ndarray:
+    """Return [num_layers, trials]: the sum of 1 for skipped attention and 2 for a skipped MLP."""
+    grid = np.zeros((num_layers, max(len(skips), 1)), dtype=int)
+    for column, skip in enumerate(skips):
+        grid[list(skip.skip_attention), column] += 1
+        grid[list(skip.skip_mlp), column] += 2
+    return grid
+
+
+def _frame_best(axes: Axes, shown: Sequence[TrialRecord], num_layers: int) -> str:
+    """Frame the column of the best trial, and return its part of the title; empty if no trial is complete."""
+    from matplotlib.patches import Rectangle
+
+    for best in best_trials(shown, 1):
+        column = [(record.study, record.number) for record in shown].index((best.study, best.number))
+        axes.add_patch(Rectangle((column - 0.5, -0.5), 1, num_layers, fill=False, edgecolor="#d55e00", linewidth=2))
+        return f"; framed: {best.study}/{best.number}, {best.speedup:.2f}x"
+    return ""
+
+
+def _mark_studies(axes: Axes, shown: Sequence[TrialRecord]) -> None:
+    """Label columns with trial numbers, and draw a line with the study's name before its first trial."""
     # Columns are not trial numbers: repeats are left out, and each study counts from 0.
     ticks = range(0, len(shown), max(1, -(-len(shown) // MOST_TICKS)))
     axes.set_xticks(ticks, [str(shown[index].number) for index in ticks])
-    axes.yaxis.set_major_locator(MaxNLocator(integer=True))
-    starts = [index for index, r in enumerate(shown) if index == 0 or r.study != shown[index - 1].study]
-    for start in starts:
-        axes.axvline(start - 0.5, color="black", linewidth=1.5)
-        axes.text(start - 0.5, 1.01, f" {shown[start].study}", transform=axes.get_xaxis_transform(), va="bottom")
-    names = ["kept", "attention skipped", "MLP skipped", "both skipped"]
-    figure.legend(
-        [Patch(facecolor=colour, edgecolor="#999999") for colour in colours],
-        names,
-        loc="outside lower center",
-        ncols=4,
-        frameon=False,
-    )
-    figure.savefig(path, dpi=130)
+    for start, record in enumerate(shown):
+        if start == 0 or record.study != shown[start - 1].study:
+            axes.axvline(start - 0.5, color="black", linewidth=1.5)
+            axes.text(start - 0.5, 1.01, f" {record.study}", transform=axes.get_xaxis_transform(), va="bottom")
 
 
 def speedup_picture(records: Sequence[TrialRecord], path: Path) -> None:
@@ -215,25 +236,7 @@ def speedup_picture(records: Sequence[TrialRecord], path: Path) -> None:
 
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     axes = figure.subplots()
-    measured = [(index, r) for index, r in enumerate(records) if r.measurement and r.repeat_of is None]
-    for number, study in enumerate(dict.fromkeys(record.study for record in records)):
-        own = [(index, r.speedup) for index, r in measured if r.study == study and r.speedup is not None]
-        colour = COLOURS[number % len(COLOURS)]
-        axes.scatter([index for index, _ in own], [value for _, value in own], s=22, color=colour, label=study)
-    pruned = [(index, r.measurement.speedup) for index, r in measured if r.state is TrialState.PRUNED and r.measurement]
-    if pruned:
-        axes.scatter(
-            [index for index, _ in pruned],
-            [value for _, value in pruned],
-            s=18,
-            facecolors="none",
-            edgecolors="#888",
-            label="pruned",
-        )
-    if failed := [index for index, r in enumerate(records) if r.state is TrialState.FAIL]:
-        # Failed trials have no speed-up: they are drawn at the bottom, whatever the scale.
-        foot = axes.get_xaxis_transform()
-        axes.scatter(failed, [0.02] * len(failed), marker="x", color="#d55e00", transform=foot, label="failed")
+    _scatter_trials(axes, records)
     best, line = float("nan"), []
     for record in records:
         best = record.speedup if record.speedup is not None and not record.speedup <= best else best
@@ -248,6 +251,23 @@ def speedup_picture(records: Sequence[TrialRecord], path: Path) -> None:
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     figure.legend(loc="outside right upper", frameon=False)
     figure.savefig(path, dpi=130)
+
+
+def _scatter_trials(axes: Axes, records: Sequence[TrialRecord]) -> None:
+    """Draw one point per trial, coloured by study; pruned and failed trials have markers of their own."""
+    measured = [(index, r) for index, r in enumerate(records) if r.measurement and r.repeat_of is None]
+    for number, study in enumerate(dict.fromkeys(record.study for record in records)):
+        own = [(index, r.speedup) for index, r in measured if r.study == study and r.speedup is not None]
+        colour = COLOURS[number % len(COLOURS)]
+        axes.scatter([index for index, _ in own], [value for _, value in own], s=22, color=colour, label=study)
+    pruned = [(index, r.measurement.speedup) for index, r in measured if r.state is TrialState.PRUNED and r.measurement]
+    if pruned:
+        points = [index for index, _ in pruned], [value for _, value in pruned]
+        axes.scatter(*points, s=18, facecolors="none", edgecolors="#888", label="pruned")
+    if failed := [index for index, r in enumerate(records) if r.state is TrialState.FAIL]:
+        # Failed trials have no speed-up: they are drawn at the bottom, whatever the scale.
+        foot = axes.get_xaxis_transform()
+        axes.scatter(failed, [0.02] * len(failed), marker="x", color="#d55e00", transform=foot, label="failed")
 
 
 def _skipped(draft: Draft, num_layers: int) -> LayerSkip | None:
