@@ -76,7 +76,7 @@ def test_items_are_the_sublayers_and_sets_of_them_are_drafts(space: SkipSpace) -
 def test_items_may_be_whole_blocks() -> None:
     space = SkipSpace.of(tiny_target(NUM_LAYERS), whole_blocks=True)
     assert space.items == tuple(LayerSkip.blocks((index,)) for index in range(NUM_LAYERS))
-    with pytest.raises(ValueError, match="not made of whole items"):
+    with pytest.raises(ValueError, match="parts of the items"):
         space.chosen(LayerSkip(skip_attention=(1,)))
 
 
