@@ -238,7 +238,7 @@ def test_runner_of_the_search_is_that_of_the_profile(
 def test_bit_exact_mode_by_the_runner_that_has_none_is_refused(run_search: SearchCommand) -> None:
     result = run_search(exact="bitwise", runner="eager")
     assert result.exit_code == 2
-    assert "exact: bitwise is a mode of the static runner" in result.stderr
+    assert "exact: bitwise is not a mode of the runner eager: give --runner static or auto" in result.stderr
 
 
 def test_sampling_is_tuned_too(run_search: SearchCommand) -> None:
