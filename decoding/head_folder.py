@@ -27,7 +27,7 @@ from decoding.target import Target
 MAX_LOADED = 4
 """Heads kept in memory; others are read again when they are asked for."""
 
-Prompts = Sequence[Sequence[int]]
+PromptTokenIds = Sequence[Sequence[int]]
 """Token ids of prompts."""
 
 DraftT = TypeVar("DraftT", bound=DraftDocument)
@@ -58,7 +58,7 @@ class HeadFolder:
             raise ExitHeadError(f"the exit head {path} is for exit layer {facts.exit_layer}, whatever its name says")
         return facts
 
-    def drafts(self, exit_layers: Iterable[int], *, held_out: Prompts = ()) -> dict[int, EarlyExit]:
+    def drafts(self, exit_layers: Iterable[int], *, held_out: PromptTokenIds = ()) -> dict[int, EarlyExit]:
         """Return the draft of each of `exit_layers` that has a head, by exit layer.
 
         Raises `ExitHeadError` also for a head trained on a prompt of `held_out`, whose figures it would inflate.
@@ -76,7 +76,7 @@ class HeadFolder:
         """Return those of `exit_layers` without a head, ascending."""
         return tuple(layer for layer in sorted(set(exit_layers)) if not (self.folder / head_name(layer)).exists())
 
-    def num_trained_on(self, exit_layers: Iterable[int], prompts: Prompts) -> int:
+    def num_trained_on(self, exit_layers: Iterable[int], prompts: PromptTokenIds) -> int:
         """Return how many of `prompts` the heads of these exits were trained on, each counted once."""
         training_prompts = {sha256 for facts in self._existing(exit_layers) for sha256 in _training_prompts(facts)}
         return sum(prompt_sha256(tuple(prompt)) in training_prompts for prompt in prompts)
@@ -134,7 +134,7 @@ def _training_prompts(facts: HeadFacts) -> frozenset[str]:
     return frozenset(facts.training.prompts_sha256 if facts.training else ())
 
 
-def _refuse_if_trained_on(held_out: Prompts, path: Path, facts: HeadFacts) -> None:
+def _refuse_if_trained_on(held_out: PromptTokenIds, path: Path, facts: HeadFacts) -> None:
     training_prompts = _training_prompts(facts)
     num_seen = sum(prompt_sha256(tuple(prompt)) in training_prompts for prompt in held_out)
     if num_seen:

@@ -46,8 +46,7 @@ class PromptSample(Document):
     tie: bool = False
     """True if not identical, but the first differing token is a numerical tie of the target's logits; in a batch, if this
     holds for every sequence that is not identical."""
-    # A sample of one prompt has no batch, and its document says nothing of one.
-    batch: BatchTexts | None = Field(None, exclude_if=lambda batch: batch is None)
+    batch: BatchTexts | None = None
 
     @property
     def texts(self) -> BatchTexts:

@@ -23,14 +23,14 @@ def measure_draft_costs(
     decoding: Decoding,
     *,
     heads: HeadFolder | None = None,
-    num_texts: int = 1,
+    num_sequences: int = 1,
 ) -> RoundCosts | None:
     """Measure the rounds of `draft` up to `max_tokens` tokens, in plain passes; return None for plain decoding.
 
-    With `num_texts` above 1 the rounds are those of a batch of that size. Raises `ExitHeadError` for a missing or wrong head.
+    With `num_sequences` above 1 the rounds are those of a batch of that size. Raises `ExitHeadError` for a missing or wrong head.
     """
     drafter = build_drafter(target, draft, decoding, heads=heads)
-    return None if drafter is None else measure_round_costs(target, drafter, max_tokens, num_texts=num_texts)
+    return None if drafter is None else measure_round_costs(target, drafter, max_tokens, num_sequences=num_sequences)
 
 
 def with_measured_costs(
@@ -40,10 +40,10 @@ def with_measured_costs(
     decoding: Decoding,
     *,
     heads: HeadFolder | None = None,
-    num_texts: int = 1,
+    num_sequences: int = 1,
 ) -> DraftLengthRule:
     """Return `rule` ready for a `Decoder`: with costs measured here if it weighs costs and has none."""
     if not isinstance(rule, CostAwareRule) or not lacks_costs(rule):
         return rule
-    costs = measure_draft_costs(target, draft, rule.max_tokens, decoding, heads=heads, num_texts=num_texts)
+    costs = measure_draft_costs(target, draft, rule.max_tokens, decoding, heads=heads, num_sequences=num_sequences)
     return rule if costs is None else rule.with_costs(costs)

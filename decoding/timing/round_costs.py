@@ -19,7 +19,7 @@ from decoding.drafters.lookup_first import steered_part
 from decoding.lockstep import Lockstep, shared_batch_size
 from decoding.target import Target
 from decoding.text import Shaping, TokenSequence
-from decoding.timing.stopwatch import Clock, Stopwatch
+from decoding.timing.stopwatch import ReadSeconds, Stopwatch
 
 # Costs bend at the first few tokens and at powers of two; in between, a straight line does.
 WIDTHS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
@@ -35,11 +35,11 @@ def measure_round_costs(
     drafter: Drafter,
     max_tokens: int,
     *,
-    num_texts: int = 1,
+    num_sequences: int = 1,
     prompt_length: int = 64,
     budget_seconds: float = 0.8,
     seed: int = 0,
-    clock: Clock = time.perf_counter,
+    clock: ReadSeconds = time.perf_counter,
 ) -> RoundCosts:
     """Time plain passes, drafts and verifications of up to `max_tokens` tokens after a random prompt.
 
@@ -52,19 +52,23 @@ def measure_round_costs(
     plain steps. The extra time of a draft's first step counts to the verification. Other lengths are interpolated. The longest
     draft is timed again with a rule that looks at every token.
 
-    With `num_texts` above 1 all passes are over a batch of that size in lockstep (`decoding.lockstep`), each sequence after its
+    With `num_sequences` above 1 all passes are over a batch of that size in lockstep (`decoding.lockstep`), each sequence after its
     own prompt; sequences that cannot share passes (`Target.unbatchable_reason`) cost what one does.
 
     Where the context is short, the prompt is shortened first, then the drafts. `seed` draws the prompts; `clock` gives seconds.
 
-    Raises ValueError if `max_tokens`, `num_texts` or `prompt_length` is below 1, or if no token was drafted.
+    Raises ValueError if `max_tokens`, `num_sequences` or `prompt_length` is below 1, or if no token was drafted.
     """
-    for name, value in {"max_tokens": max_tokens, "num_texts": num_texts, "prompt_length": prompt_length}.items():
+    for name, value in {
+        "max_tokens": max_tokens,
+        "num_sequences": num_sequences,
+        "prompt_length": prompt_length,
+    }.items():
         if value < 1:
             raise ValueError(f"{name} must be at least 1, got {value}")
     start = clock()
-    num_texts = shared_batch_size(target, num_texts)
-    bench = _RoundBench(target, steered_part(drafter), max_tokens, prompt_length, num_texts, seed, clock)
+    num_sequences = shared_batch_size(target, num_sequences)
+    bench = _RoundBench(target, steered_part(drafter), max_tokens, prompt_length, num_sequences, seed, clock)
     sweeps = [bench.sweep() for _ in range(FEWEST_SWEEPS)]
     while clock() - start < budget_seconds and len(sweeps) < MOST_SWEEPS:
         sweeps.append(bench.sweep())
@@ -91,9 +95,9 @@ class _RoundBench:
         drafter: Drafter,
         max_tokens: int,
         prompt_length: int,
-        num_texts: int,
+        num_sequences: int,
         seed: int,
-        clock: Clock,
+        clock: ReadSeconds,
     ) -> None:
         self._target, self._drafter, self._watch = target, drafter, Stopwatch(target.device, clock)
         room = target.context_length or prompt_length + 1 + max_tokens
@@ -101,11 +105,11 @@ class _RoundBench:
         longest = max(min(max_tokens, room - 1 - prompt_length), 0)
         self._widths = [*(width for width in WIDTHS if width < longest), longest]
         capacity = prompt_length + 1 + longest
-        self._lockstep = Lockstep(target, num_texts, capacity)
+        self._lockstep = Lockstep(target, num_sequences, capacity)
         self._texts: list[TokenSequence] = []
-        self._caches = [self._lockstep.new_cache(row, capacity) for row in range(num_texts)]
+        self._caches = [self._lockstep.new_cache(row, capacity) for row in range(num_sequences)]
         stream, last_tokens = torch.Generator().manual_seed(seed), []
-        for _ in range(num_texts):
+        for _ in range(num_sequences):
             passage = torch.randint(target.config.vocab_size, (prompt_length // 2 + 1,), generator=stream).tolist()
             *prompt, last = (passage * 2)[: prompt_length + 1]
             self._texts.append(TokenSequence(prompt, capacity, target.device))

@@ -14,7 +14,7 @@ from decoding.errors import UnsupportedRunnerError
 from decoding.lockstep import Lockstep, shared_batch_size
 from decoding.runners import PLAIN_RUNNER, RUNNERS
 from decoding.target import Target
-from decoding.timing.stopwatch import Clock, Stopwatch
+from decoding.timing.stopwatch import ReadSeconds, Stopwatch
 
 CONTEXT_TOKENS = 64
 WIDTHS = (1, 1, 1, 5)
@@ -30,10 +30,12 @@ class RunnerChoice:
     reason: str
 
 
-def fastest_runner(model: PreTrainedModel, *, num_texts: int = 1, clock: Clock = time.perf_counter) -> RunnerChoice:
+def fastest_runner(
+    model: PreTrainedModel, *, num_sequences: int = 1, clock: ReadSeconds = time.perf_counter
+) -> RunnerChoice:
     """Return `model` with the runner that is fastest here; runners that cannot run the model are left out.
 
-    Passes are over `num_texts` sequences in lockstep, or over one if they cannot share passes. `clock` gives seconds.
+    Passes are over `num_sequences` sequences in lockstep, or over one if they cannot share passes. `clock` gives seconds.
     """
     plain = Target(model, PLAIN_RUNNER)
     chosen, best, reasons = plain, 1.0, list[str]()
@@ -45,7 +47,7 @@ def fastest_runner(model: PreTrainedModel, *, num_texts: int = 1, clock: Clock =
         except UnsupportedRunnerError as cause:
             reasons.append(str(cause))
             continue
-        ratio = _ratio(plain, rival, num_texts, clock)
+        ratio = _ratio(plain, rival, num_sequences, clock)
         only = "" if ratio > 1 else "only "
         reasons.append(f"{name} runs the same passes {only}{ratio:.2f} times as fast as {PLAIN_RUNNER}")
         if ratio > best:
@@ -54,10 +56,10 @@ def fastest_runner(model: PreTrainedModel, *, num_texts: int = 1, clock: Clock =
 
 
 @torch.inference_mode()
-def _ratio(plain: Target, rival: Target, num_texts: int, clock: Clock) -> float:
+def _ratio(plain: Target, rival: Target, num_sequences: int, clock: ReadSeconds) -> float:
     """Return the speed of `rival` over the speed of `plain`: the median over interleaved sweeps, after an uncounted one."""
-    num_texts = min(shared_batch_size(target, num_texts) for target in (plain, rival))
-    benches = [_RunnerBench(target, num_texts, clock) for target in (plain, rival)]
+    num_sequences = min(shared_batch_size(target, num_sequences) for target in (plain, rival))
+    benches = [_RunnerBench(target, num_sequences, clock) for target in (plain, rival)]
     for bench in benches:
         bench.sweep()
     sweeps = [[bench.sweep() for bench in benches] for _ in range(NUM_SWEEPS)]
@@ -67,15 +69,15 @@ def _ratio(plain: Target, rival: Target, num_texts: int, clock: Clock) -> float:
 class _RunnerBench:
     """Sequences in lockstep whose prompts are in the cache, and the passes that follow."""
 
-    def __init__(self, target: Target, num_texts: int, clock: Clock) -> None:
+    def __init__(self, target: Target, num_sequences: int, clock: ReadSeconds) -> None:
         self._target, self._watch = target, Stopwatch(target.device, clock)
         room = target.context_length or CONTEXT_TOKENS + max(WIDTHS)
         self._start = max(min(CONTEXT_TOKENS, room - max(WIDTHS)), 1)
         length = self._start + max(WIDTHS)
         stream = torch.Generator().manual_seed(0)
-        self._ids = torch.randint(target.config.vocab_size, (num_texts, length), generator=stream).to(target.device)
-        self._lockstep = Lockstep(target, num_texts, length)
-        self._caches = [self._lockstep.new_cache(row, length) for row in range(num_texts)]
+        self._ids = torch.randint(target.config.vocab_size, (num_sequences, length), generator=stream).to(target.device)
+        self._lockstep = Lockstep(target, num_sequences, length)
+        self._caches = [self._lockstep.new_cache(row, length) for row in range(num_sequences)]
         self._all(0, self._start)
 
     def sweep(self) -> float:

@@ -9,14 +9,14 @@ from contextlib import contextmanager
 
 import torch
 
-Clock = Callable[[], float]
+ReadSeconds = Callable[[], float]
 """Seconds since any fixed moment."""
 
 
 class Stopwatch:
     """Seconds of work on one device. Passes on an accelerator return before they are done, so each reading waits for the device."""
 
-    def __init__(self, device: torch.device, clock: Clock = time.perf_counter) -> None:
+    def __init__(self, device: torch.device, clock: ReadSeconds = time.perf_counter) -> None:
         self._device = device
         self._clock = clock
 

@@ -88,7 +88,12 @@ def _costs(problem: Problem, drafts: Sequence[EarlyExit], max_tokens: int) -> di
         timed: dict[int, RoundCosts] = {}
         for draft in (group[index] for index in indices):
             measured = measure_draft_costs(
-                problem.target, draft, max_tokens, problem.decoding, heads=problem.heads, num_texts=problem.batch_size
+                problem.target,
+                draft,
+                max_tokens,
+                problem.decoding,
+                heads=problem.heads,
+                num_sequences=problem.batch_size,
             )
             assert measured is not None, "an early exit drafts"
             timed[draft.exit_layer] = measured

@@ -15,7 +15,7 @@ from decoding.drafts import Draft, LayerSkip
 from decoding.rounds import Generation, Round
 from decoding.runners.contract import Runner
 from decoding.text import Ending
-from decoding.timing.stopwatch import Clock, without_garbage_collection
+from decoding.timing.stopwatch import ReadSeconds, without_garbage_collection
 from studies.costs.table import CostTable
 
 COPYING = 1e-4
@@ -59,7 +59,7 @@ class Meter:
 
 
 @contextmanager
-def metered(runner: Runner, clock: Clock = time.perf_counter) -> Iterator[Meter]:
+def metered(runner: Runner, clock: ReadSeconds = time.perf_counter) -> Iterator[Meter]:
     """Count the seconds of the runner's passes inside the context.
 
     Passes on an accelerator return before they are done, so the count is meaningful on the CPU only.

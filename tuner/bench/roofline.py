@@ -17,7 +17,7 @@ from torch import nn
 
 from decoding.documents.strict_yaml import Document
 from decoding.target import Target
-from decoding.timing.stopwatch import Clock, Stopwatch
+from decoding.timing.stopwatch import ReadSeconds, Stopwatch
 
 BUFFER_BYTES = {"cpu": 2**29, "cuda": 2**31}
 """Size of the buffer that is read: much larger than the caches, and large enough to hide the start of a read."""
@@ -76,7 +76,7 @@ def measure_bandwidth(
     *,
     buffer_bytes: int | None = None,
     num_reads: int = NUM_READS,
-    clock: Clock = time.perf_counter,
+    clock: ReadSeconds = time.perf_counter,
 ) -> Bandwidth:
     """Time reads of a float32 buffer on `device`, in torch's number of threads.
 

@@ -128,10 +128,10 @@ class EarlyExitGeneration(StockGeneration):
 class _Streamer(BaseStreamer):
     """Records generated tokens; drops the prompts, which arrive first, and the padding after the end of a sequence."""
 
-    def __init__(self, recorder: Recorder, num_texts: int, eos_token_ids: Collection[int]) -> None:
+    def __init__(self, recorder: Recorder, num_sequences: int, eos_token_ids: Collection[int]) -> None:
         self._recorder = recorder
         self._eos = frozenset(eos_token_ids)
-        self._writing = list(range(num_texts))
+        self._writing = list(range(num_sequences))
         self._saw_prompts = False
 
     def put(self, value: Tensor) -> None:

@@ -38,7 +38,7 @@ class WallClock:
 
     is_deterministic = False
 
-    def __init__(self, device: torch.device, read: stopwatch.Clock = time.perf_counter) -> None:
+    def __init__(self, device: torch.device, read: stopwatch.ReadSeconds = time.perf_counter) -> None:
         self._stopwatch = stopwatch.Stopwatch(device, read)
         self._read = read
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Literal
 
 import torch
-from pydantic import Field, ValidationError
+from pydantic import ValidationError
 
 import decoding
 import studies.costs
@@ -47,13 +47,13 @@ class CostKey(Document):
     runner: str
     code_sha256: str
     """Hash of the code that runs and times the passes: a change of it invalidates the table."""
-    num_texts: int = Field(1, exclude_if=lambda count: count == 1)
-    """In step; left out of the key of one text, as of those from before there were more."""
+    num_sequences: int
+    """Sequences in lockstep that share a pass."""
     versions: dict[str, str]
 
     @classmethod
-    def of(cls, target: Target, num_texts: int = 1) -> CostKey:
-        """Return the key of a loaded model on its device, for passes of `num_texts` sequences."""
+    def of(cls, target: Target, num_sequences: int = 1) -> CostKey:
+        """Return the key of a loaded model on its device, for passes of `num_sequences` sequences."""
         model, installed = fingerprint(target.model), versions()
         return cls(
             config_sha256=model.config_sha256,
@@ -64,7 +64,7 @@ class CostKey(Document):
             attention=getattr(target.config, "_attn_implementation", None),
             runner=_runner_name(target),
             code_sha256=_code_sha256(),
-            num_texts=num_texts,
+            num_sequences=num_sequences,
             versions={package: installed[package] for package in DECIDING_PACKAGES},
         )
 
@@ -102,20 +102,20 @@ def cost_table(
     max_tokens: int,
     contexts: Sequence[int],
     progress: Progress,
-    num_texts: int = 1,
+    num_sequences: int = 1,
     folder: Path | None = None,
     budget_seconds: float = BUDGET_SECONDS,
     seed: int = 0,
 ) -> CostTable:
     """Return the table stored in `folder` if it fits model and device and covers these lengths; else measure and store one.
 
-    With `num_texts` above 1 the passes run that many sequences in lockstep, or one if the target cannot share passes. An unreadable
-    file or unwritable folder is reported to `progress` and costs only the measurement. Raises ValueError as
+    With `num_sequences` above 1 the passes run that many sequences in lockstep, or one if the target cannot share
+    passes. An unreadable file or unwritable folder is reported to `progress` and costs only the measurement. Raises ValueError as
     `tuner.measuring.cost_table.measure_cost_table` does.
     """
     folder = folder or cache_folder()
-    num_texts = shared_batch_size(target, num_texts)
-    key = CostKey.of(target, num_texts)
+    num_sequences = shared_batch_size(target, num_sequences)
+    key = CostKey.of(target, num_sequences)
     path = folder / key.file_name
     terms = resolve_terms(target, max_tokens=max_tokens, contexts=contexts)
     stored = _read(path, key, progress)
@@ -125,7 +125,7 @@ def cost_table(
         target,
         max_tokens=max_tokens,
         contexts=contexts,
-        num_texts=num_texts,
+        num_sequences=num_sequences,
         budget_seconds=budget_seconds,
         seed=seed,
     )

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from decoding.target import Target
-from decoding.timing.stopwatch import Clock
+from decoding.timing.stopwatch import ReadSeconds
 from studies.costs.fit import fit_costs
 from studies.costs.plan import plan_passes
 from studies.costs.table import CostTable
@@ -39,10 +39,10 @@ def measure_cost_table(
     *,
     max_tokens: int,
     contexts: Sequence[int],
-    num_texts: int = 1,
+    num_sequences: int = 1,
     budget_seconds: float = BUDGET_SECONDS,
     seed: int = 0,
-    clock: Clock = time.perf_counter,
+    clock: ReadSeconds = time.perf_counter,
     timer: Timer | None = None,
 ) -> CostTable:
     """Time the passes of `studies.costs.plan` for drafts of up to `max_tokens` tokens after `contexts` tokens, and fit the costs.
@@ -52,8 +52,9 @@ def measure_cost_table(
     of a pass's ratios to its plain neighbours counts: a shared machine is slower for seconds at a time, by half where memory is the
     limit, and slow periods must not look like differences between passes.
 
-    `seed` draws held-out passes and tokens; `clock` gives seconds; `timer` replaces running the passes. With `num_texts` above 1
-    every pass runs that many sequences in lockstep, each after the same number of tokens; the target must be able to share passes.
+    `seed` draws held-out passes and tokens; `clock` gives seconds; `timer` replaces running the passes. With
+    `num_sequences` above 1 every pass runs that many sequences in lockstep, each after the same number of tokens; the
+    target must be able to share passes.
 
     Raises ValueError if `max_tokens` or a context is below 1, no context is given, or the model's context has no room for two
     tokens.
@@ -61,7 +62,9 @@ def measure_cost_table(
     terms = resolve_terms(target, max_tokens=max_tokens, contexts=contexts)
     fitted, held_out = plan_passes(terms, seed)
     start = clock()
-    timer = timer or PassTimer(target, most_tokens=terms.widths[-1], num_texts=num_texts, seed=seed, clock=clock)
+    timer = timer or PassTimer(
+        target, most_tokens=terms.widths[-1], num_sequences=num_sequences, seed=seed, clock=clock
+    )
     times = _Times(timer, plain=Verification(1, terms.contexts[0]), passes=[*fitted, *held_out])
     for patience in range(1, PATIENCE + 1):
         num_sweeps = 0

@@ -164,7 +164,7 @@ class Bench:
         costs = self._costs.get(draft)
         if costs is None or len(costs.verify) <= rule.max_tokens:
             costs = measure_draft_costs(
-                self.target, draft, rule.max_tokens, self.decoding, heads=self._heads, num_texts=self.batch_size
+                self.target, draft, rule.max_tokens, self.decoding, heads=self._heads, num_sequences=self.batch_size
             )
             if costs is None:  # plain decoding has none
                 return rule

@@ -15,7 +15,7 @@ from decoding.drafters.layer_skip import LayerSkipDrafter
 from decoding.lockstep import Lockstep
 from decoding.target import Target
 from decoding.text import Shaping, TokenSequence
-from decoding.timing.stopwatch import Clock, Stopwatch
+from decoding.timing.stopwatch import ReadSeconds, Stopwatch
 from studies.costs.terms import DraftStep, Pass
 
 MOST_STEPS = 8
@@ -25,13 +25,15 @@ MOST_STEPS = 8
 class PassTimer:
     """Times passes, each from the same state after a prompt of random tokens. Views and prompts are kept.
 
-    `most_tokens`, at least 2, are the most positions of a pass. With `num_texts` above 1 a pass runs that many sequences in
+    `most_tokens`, at least 2, are the most positions of a pass. With `num_sequences` above 1 a pass runs that many sequences in
     lockstep, all after the same number of tokens. Call within `torch.inference_mode`.
     """
 
-    def __init__(self, target: Target, *, most_tokens: int, seed: int, clock: Clock, num_texts: int = 1) -> None:
+    def __init__(
+        self, target: Target, *, most_tokens: int, seed: int, clock: ReadSeconds, num_sequences: int = 1
+    ) -> None:
         self._target, self._watch = target, Stopwatch(target.device, clock)
-        self._room, self._seed, self._num_texts = most_tokens, seed, num_texts
+        self._room, self._seed, self._num_texts = most_tokens, seed, num_sequences
         self._drafter = cache(lambda skip: LayerSkipDrafter(target, skip))
         self._resume = cache(lambda boundary: target.resume_view(boundary))
         self._batch_after = cache(self._read)

@@ -39,7 +39,7 @@ def build_problem(
             max_tokens=max_tokens,
             contexts=_contexts(bench),
             progress=progress,
-            num_texts=bench.batch_size,
+            num_sequences=bench.batch_size,
             folder=costs_folder,
             seed=task.config.seed,
         )

@@ -146,7 +146,7 @@ def choose_target(model: PreTrainedModel, config: SearchConfig, progress: Progre
     progress.stage(f"making the model ready for fixed shapes (runner {name})")
     if name != AUTO:
         return Target(model, name, exact_width=width)
-    choice = fastest_runner(model, num_texts=config.batch_size)
+    choice = fastest_runner(model, num_sequences=config.batch_size)
     progress.say(f"runner {choice.target.runner.name}: {choice.reason}")
     return choice.target
 

@@ -23,11 +23,11 @@ REQUEST = Request([1, 2, 3], Ending(12))
 
 @pytest.fixture
 def measurements(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
-    """`max_tokens` and `num_texts` of every measurement that was asked for; none is made."""
+    """`max_tokens` and `num_sequences` of every measurement that was asked for; none is made."""
     asked: list[tuple[int, int]] = []
 
-    def stand_in(target: Target, drafter: Drafter, max_tokens: int, *, num_texts: int) -> RoundCosts:
-        asked.append((max_tokens, num_texts))
+    def stand_in(target: Target, drafter: Drafter, max_tokens: int, *, num_sequences: int) -> RoundCosts:
+        asked.append((max_tokens, num_sequences))
         return MEASURED
 
     monkeypatch.setattr(draft_costs, "measure_round_costs", stand_in)
@@ -56,7 +56,7 @@ def test_decoder_refuses_a_rule_whose_costs_are_not_resolved(measurements: list[
 
 
 def test_costs_are_those_of_a_batch_of_the_given_size(measurements: list[tuple[int, int]]) -> None:
-    ready = with_measured_costs(tiny_target(), SKIP, BetaThompson(max_tokens=5), Decoding(), num_texts=4)
+    ready = with_measured_costs(tiny_target(), SKIP, BetaThompson(max_tokens=5), Decoding(), num_sequences=4)
     assert ready == BetaThompson(max_tokens=5, costs=MEASURED)
     assert measurements == [(5, 4)]
 

@@ -210,10 +210,10 @@ def test_drafter_that_proposes_nothing_is_refused() -> None:
         measure(8, most=0)
 
 
-@pytest.mark.parametrize("wrong", ["max_tokens", "num_texts", "prompt_length"])
+@pytest.mark.parametrize("wrong", ["max_tokens", "num_sequences", "prompt_length"])
 def test_numbers_below_one_are_refused(wrong: str) -> None:
     target = tiny_target()
-    numbers = {"max_tokens": 8, "num_texts": 1, "prompt_length": 64, wrong: 0}
+    numbers = {"max_tokens": 8, "num_sequences": 1, "prompt_length": 64, wrong: 0}
     with pytest.raises(ValueError, match=f"{wrong} must be at least 1, got 0"):
         measure_round_costs(target, LayerSkipDrafter(target, SKIP), **numbers)
 
@@ -231,7 +231,7 @@ def test_rounds_of_several_texts_are_passes_of_all(prefix_reuse: bool, monkeypat
 
     monkeypatch.setattr(target.runner, "run_shared_pass", watched)
     drafter = LayerSkipDrafter(target, SKIP, prefix_reuse=prefix_reuse)
-    costs = measure_round_costs(target, drafter, 2, num_texts=3, prompt_length=9, budget_seconds=0.0)
+    costs = measure_round_costs(target, drafter, 2, num_sequences=3, prompt_length=9, budget_seconds=0.0)
     assert len(costs.verify) == 3
     assert {rows for rows, _ in asked} == {(0, 1, 2)}
     # Plain steps behind the prompts, between them rounds of 0, 1 and 2 drafts: each draft a step, then one verification.
@@ -244,7 +244,7 @@ def test_rounds_of_several_texts_are_measured_with_whatever_drafts(tmp_path: Pat
     head = build_drafter(target, write_heads(target, tmp_path, [3])[3], heads=HeadFolder(target, tmp_path))
     assert head is not None
     for drafter in (head, PromptLookupDrafter(target, PromptLookup())):
-        costs = measure_round_costs(target, drafter, 3, num_texts=2, budget_seconds=0.0)
+        costs = measure_round_costs(target, drafter, 3, num_sequences=2, budget_seconds=0.0)
         assert len(costs.verify) == 4
         assert min(costs.verify) > LEAST_COST
 
@@ -253,7 +253,7 @@ def test_texts_that_take_turns_cost_each_what_one_does(monkeypatch: pytest.Monke
     clock = Clock()
     target, drafter = TimedTarget(clock), TimedDrafter(clock)
     monkeypatch.setattr(Target, "unbatchable_reason", "for the sake of the test")
-    assert measure_round_costs(target, drafter, 9, num_texts=4, clock=clock) == measure(9)
+    assert measure_round_costs(target, drafter, 9, num_sequences=4, clock=clock) == measure(9)
 
 
 @pytest.mark.parametrize("prefix_reuse", [True, False])

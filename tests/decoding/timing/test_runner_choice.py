@@ -53,7 +53,7 @@ def test_passes_of_a_batch_are_timed_as_a_batch_runs_them(
     monkeypatch.setattr(Lockstep, "run_to_end", watched)
     if takes_turns:
         monkeypatch.setattr(Target, "unbatchable_reason", "for the sake of the test")
-    fastest_runner(tiny_llama(), num_texts=3)
+    fastest_runner(tiny_llama(), num_sequences=3)
     assert set(counted) == {num_together}
 
 

@@ -36,7 +36,7 @@ def timed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Measured costs are made up, in the order they are asked for; the longest drafts that were asked for."""
     asked: list[int] = []
 
-    def costs(target: Target, drafter: Any, max_tokens: int, *, num_texts: int) -> RoundCosts:
+    def costs(target: Target, drafter: Any, max_tokens: int, *, num_sequences: int) -> RoundCosts:
         asked.append(max_tokens)
         step = STEPS[(len(asked) - 1) % len(STEPS)]
         return RoundCosts(draft_step=step, verify=tuple(1 + step * width for width in range(max_tokens + 1)))

@@ -163,7 +163,7 @@ def test_resumed_study_keeps_space_and_starts_without_a_second_forecast(
     assert resumed.setup().kept == first.setup().kept
 
 
-def _made_up_costs(target: Target, drafter: Any, max_tokens: int, *, num_texts: int) -> RoundCosts:
+def _made_up_costs(target: Target, drafter: Any, max_tokens: int, *, num_sequences: int) -> RoundCosts:
     return RoundCosts(draft_step=0.5, verify=(1.0,) * (max_tokens + 1))
 
 

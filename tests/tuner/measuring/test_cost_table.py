@@ -298,7 +298,7 @@ def test_passes_of_several_texts_are_shared_by_all(each: Pass, monkeypatch: pyte
         return run(part, passes, memory)
 
     monkeypatch.setattr(target.runner, "run_shared_pass", watched)
-    timer = PassTimer(target, most_tokens=5, num_texts=3, seed=0, clock=clock)
+    timer = PassTimer(target, most_tokens=5, num_sequences=3, seed=0, clock=clock)
     timer(each)  # which may look at what stands in front of a block
     shared.clear()
     assert timer(each) == 3.0
@@ -307,7 +307,7 @@ def test_passes_of_several_texts_are_shared_by_all(each: Pass, monkeypatch: pyte
 
 
 def test_table_of_several_texts_is_monotone() -> None:
-    table = measure_cost_table(tiny_target(), max_tokens=4, contexts=(8, 24), num_texts=2, budget_seconds=0.0)
+    table = measure_cost_table(tiny_target(), max_tokens=4, contexts=(8, 24), num_sequences=2, budget_seconds=0.0)
     assert_monotone(table, max_tokens=4)
 
 
@@ -421,10 +421,12 @@ def test_whatever_decides_about_speed_has_its_own_file(change: dict[str, Any]) -
 
 def test_number_of_texts_in_step_has_its_own_file(tmp_path: Path, measured: list[dict[str, Any]]) -> None:
     target = tiny_target()
-    for num_texts in (1, 4, 4):
-        ask(tmp_path, target=target, num_texts=num_texts)
-    assert [settings["num_texts"] for settings in measured] == [1, 4]
-    assert "num_texts" not in CostKey.of(target).model_dump(), "so that tables from before there were batches are found"
+    for num_sequences in (1, 4, 4):
+        ask(tmp_path, target=target, num_sequences=num_sequences)
+    assert [settings["num_sequences"] for settings in measured] == [1, 4]
+    assert "num_sequences" not in CostKey.of(target).model_dump(), (
+        "so that tables from before there were batches are found"
+    )
     assert {path.name for path in tmp_path.iterdir()} == {CostKey.of(target, count).file_name for count in (1, 4)}
 
 
@@ -433,8 +435,8 @@ def test_texts_that_take_turns_have_the_table_of_one(
 ) -> None:
     target = tiny_target()
     monkeypatch.setattr(target, "unbatchable_reason", "for the sake of the test")
-    assert ask(tmp_path, target=target, num_texts=4) == ask(tmp_path, target=target)
-    assert [settings["num_texts"] for settings in measured] == [1]
+    assert ask(tmp_path, target=target, num_sequences=4) == ask(tmp_path, target=target)
+    assert [settings["num_sequences"] for settings in measured] == [1]
 
 
 @pytest.mark.parametrize(

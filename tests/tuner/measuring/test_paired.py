@@ -157,7 +157,7 @@ def timed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Measured costs are made up; the longest drafts that they were asked for, in order."""
     asked: list[int] = []
 
-    def costs(target: Any, drafter: Any, max_tokens: int, *, num_texts: int) -> RoundCosts:
+    def costs(target: Any, drafter: Any, max_tokens: int, *, num_sequences: int) -> RoundCosts:
         asked.append(max_tokens)
         return RoundCosts(draft_step=0.1 * len(asked), verify=(1.0,) * (max_tokens + 1))
 
@@ -317,8 +317,8 @@ def test_sampled_batches_are_compared_by_greedy_ones() -> None:
 def test_costs_are_those_of_a_round_of_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
 
-    def costs(target: Any, drafter: Any, max_tokens: int, *, num_texts: int) -> RoundCosts:
-        asked.append(num_texts)
+    def costs(target: Any, drafter: Any, max_tokens: int, *, num_sequences: int) -> RoundCosts:
+        asked.append(num_sequences)
         return RoundCosts(draft_step=0.1, verify=(1.0,) * (max_tokens + 1))
 
     monkeypatch.setattr("decoding.timing.draft_costs.measure_round_costs", costs)

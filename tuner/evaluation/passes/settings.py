@@ -13,7 +13,7 @@ from tuner.fields import PROBLEM, Device, ProfileDtype, ProfileModel, Seed
 if TYPE_CHECKING:
     from tuner.progress import Progress
 
-Part = Literal["widths", "contexts", "readiness"]
+PartName = Literal["widths", "contexts", "readiness"]
 
 
 class PassesEvaluation(Evaluation):
@@ -39,7 +39,7 @@ class PassesEvaluation(Evaluation):
         json_schema_extra={**PROBLEM, "metavar": "FILE"},
     )
     model: ProfileModel = None
-    part: tuple[Part, ...] = Field(
+    part: tuple[PartName, ...] = Field(
         (),
         description="Parts to measure; repeatable; default: all, contexts with --profile only.",
         json_schema_extra=EVALUATION,

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from decoding.runners import RUNNERS
 from decoding.target import Target
-from decoding.timing.stopwatch import Clock, Stopwatch, without_garbage_collection
+from decoding.timing.stopwatch import ReadSeconds, Stopwatch, without_garbage_collection
 from studies.measurement import paired_interval
 from tuner.evaluation.tables import new_table
 
@@ -45,7 +45,7 @@ def time_widths(
     context: int = CONTEXT,
     num_sweeps: int = 24,
     seed: int = 0,
-    clock: Clock = time.perf_counter,
+    clock: ReadSeconds = time.perf_counter,
 ) -> Taken:
     """Time passes of each width after `context` random tokens, runner by runner in turns.
 
