@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections import defaultdict
 from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
@@ -147,3 +148,47 @@ def test_draft_kinds_are_asked_for_nowhere_but_in_their_documents() -> None:
             nodes = ast.walk(ast.parse(path.read_text(encoding="utf-8")))
             lines = [node.lineno for node in nodes if _asks_for_a_kind(node)]  # type: ignore[attr-defined]
             assert not lines, f"{path}, lines {lines}: ask the draft document instead (decoding/drafts/contract.py)"
+
+
+# Expressions that a technical writer would not use, with the standard term.
+COINED = {
+    r"\bforet(ell|old)": "predict",
+    r"\bdear(er|est)?\b": "expensive",
+    r"\b(texts|prompts|decoded|written|passes) in step\b": "in lockstep, or batched",
+    r"\bso many (texts|tokens|sequences|prompts|of)\b": "the number's name",
+    r"\b(lesson|learnt)": "warm-up, warmed up; training, trained",
+    r"\bin front of\b": "before",
+    r"\b(stands?|lies) behind\b": "follows, or after",
+    r"\bwhat comes of\b": "the result",
+    r"\bcomes? to\b": "amounts to, or reaches",
+    r"\bwhoever\b|\bsomebody\b": "the caller, the user, the contender",
+    r"\bthat are no\b|\bis no such mode\b": "that are not",
+}
+PROSE = [
+    ROOT / "README.md",
+    ROOT / "CHANGELOG.md",
+    *sorted((ROOT / "docs").rglob("*.md")),
+    *sorted((ROOT / "configs").rglob("*.yaml")),
+    *MODULES.values(),
+]
+
+
+@pytest.mark.parametrize("coined", COINED)
+def test_wording_is_standard(coined: str) -> None:
+    pattern = re.compile(coined, re.IGNORECASE)
+    found = [
+        f"{path.relative_to(ROOT)}:{number}: {line.strip()}"
+        for path in PROSE
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1)
+        if pattern.search(line)
+    ]
+    assert not found, f"say instead: {COINED[coined]}"
+
+
+def test_a_class_name_means_one_thing() -> None:
+    places = defaultdict(list)
+    for name, path in MODULES.items():
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                places[node.name].append(name)
+    assert {name: modules for name, modules in places.items() if len(modules) > 1} == {}

@@ -87,7 +87,7 @@ class TimedBatch:
 class Recorder:
     """Records the tokens of one batch together with the seconds that had elapsed.
 
-    `elapsed` counts from the start of the batch. Whoever decodes calls `put` and reads no clock.
+    `elapsed` counts from the start of the batch. The decoding loop calls `put` and reads no clock.
     """
 
     def __init__(self, elapsed: Elapsed, *, num_sequences: int = 1) -> None:

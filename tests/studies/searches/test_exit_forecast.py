@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-import decoding.exit_heads
 from decoding.decode import Request
 from decoding.decoder import plain_decoder
 from decoding.draft_length import RoundCosts
 from decoding.drafts import EarlyExit
-from decoding.head_folder import HeadFolder
+from decoding.exit_heads import load_exit_head
+from decoding.head_folder import MAX_LOADED, HeadFolder
 from decoding.profile import Decoding
 from decoding.target import Target
 from decoding.text import Ending
@@ -148,15 +148,15 @@ def test_heads_are_read_from_disk_once_and_not_again_for_every_text(
     problem: Problem, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     drafts = write_heads(problem.target, tmp_path, range(1, NUM_LAYERS))
-    assert len(drafts) > decoding.exit_heads.MOST_LOADED
+    assert len(drafts) > MAX_LOADED
     read: list[Path] = []
-    honest = decoding.exit_heads.load_exit_head
+    honest = load_exit_head
 
     def load(path: Path, *rest: Any) -> Any:
         read.append(path)
         return honest(path, *rest)
 
-    monkeypatch.setattr("decoding.exit_heads.load_exit_head", load)
+    monkeypatch.setattr("decoding.head_folder.load_exit_head", load)
     asked = replace(problem, heads=HeadFolder(problem.target, tmp_path))
     forecast_exits(asked, list(drafts.values()), MAX_TOKENS)
     assert len(read) <= len(drafts) + 3, "once to predict, and the timed ones again"

@@ -30,18 +30,20 @@ class PassesTask:
 
 
 @dataclass(frozen=True)
-class Part:
+class PassEvaluation:
     """How one part is measured, and how its part of the document is shown."""
 
     measure: Callable[[PassesTask], dict[str, Any]]
     show: Callable[[Mapping[str, Any]], RenderableType]
 
 
-PARTS: Mapping[str, Part] = MappingProxyType(
+PARTS: Mapping[str, PassEvaluation] = MappingProxyType(
     {
-        "widths": Part(lambda task: widths.measure(task.model, task.settings), widths.show),
-        "contexts": Part(lambda task: contexts.measure(task.model, _profile(task), task.settings), contexts.show),
-        "readiness": Part(lambda task: readiness.measure(task.model, task.settings), readiness.show),
+        "widths": PassEvaluation(lambda task: widths.measure(task.model, task.settings), widths.show),
+        "contexts": PassEvaluation(
+            lambda task: contexts.measure(task.model, _profile(task), task.settings), contexts.show
+        ),
+        "readiness": PassEvaluation(lambda task: readiness.measure(task.model, task.settings), readiness.show),
     }
 )
 
