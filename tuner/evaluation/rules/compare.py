@@ -24,8 +24,9 @@ from decoding.text import Ending
 from studies.contract import Candidate
 from studies.measurement import Measurement, PromptSample, ratio_interval
 from tuner.errors import ConfigError
-from tuner.inputs.models import eos_token_ids, load
-from tuner.inputs.prompts import Prompt, load_prompts
+from tuner.evaluation.rules.settings import RulesEvaluation
+from tuner.inputs.models import Loaded, eos_token_ids, load
+from tuner.inputs.prompts import PromptSet, load_prompts
 from tuner.measuring.baseline import decode_baseline
 from tuner.measuring.clock import WallClock
 from tuner.measuring.paired import Bench
@@ -86,83 +87,89 @@ class RuleComparison:
         return ratio_interval(entry.on(indices), self.best_fixed(column).on(indices))
 
 
-def compare_rules(
-    profile_path: Path,
-    datasets: Sequence[str],
-    *,
-    model: str | None,
-    prompts: int,
-    warm_up_prompts: int,
-    max_tokens: int,
-    max_new_tokens: int,
-    prompt_column: str | None,
-    seed: int,
-    device: str,
-    progress: Progress,
-) -> RuleComparison:
+def compare_rules(settings: RulesEvaluation, progress: Progress) -> RuleComparison:
     """Measure all rules and fixed lengths on the profile's draft.
 
-    Fixed lengths are 1 to `max_tokens`. Of each dataset, `prompts` are measured, and `warm_up_prompts` further ones warm up
-    adaptive rules. Raises `ConfigError`, `DatasetError`, `ProfileError` or `TargetMismatchError` for wrong input.
+    Raises `ConfigError`, `DatasetError`, `ProfileError` or `TargetMismatchError` for wrong input.
     """
-    profile = DraftProfile.load(profile_path)
+    profile = DraftProfile.load(settings.profile)
     if not profile.draft.drafts:
-        raise ConfigError(f"{profile_path} decodes plainly: it has no draft whose length a rule could choose")
+        raise ConfigError(f"{settings.profile} decodes plainly: it has no draft whose length a rule could choose")
+    names = _dataset_names(settings.dataset)
+    loaded = _load(settings, profile, progress)
+    target = Target(loaded.model, profile.decoding.runner, exact_width=profile.decoding.exact_width)
+    heads = HeadFolder(target, settings.profile.parent)
+    build_drafter(target, profile.draft, heads=heads)  # report a missing head before any computation
+    found = [_load_prompts(settings, dataset, loaded, target) for dataset in settings.dataset]
+    bench = _open_bench(settings, profile, found, loaded, target, heads, progress)
+    parts = [(name, len(each.tuning), len(each.held_out)) for name, each in zip(names, found, strict=True)]
+    kinds = _kinds(parts, bench, progress)
+    entries = _measure(profile, kinds, bench, settings.max_tokens, progress)
+    return RuleComparison(profile.draft, kinds, entries, _facts(settings, profile, loaded, target))
+
+
+def _dataset_names(datasets: Sequence[str]) -> list[str]:
+    """Return a name for each data set. Raises `ConfigError` unless they are distinct."""
     names = [Path(dataset).stem for dataset in datasets]
     if len(set(names)) < len(names) or MIXED in names:
         raise ConfigError(f"the datasets need distinct names, none of them {MIXED!r}; got {', '.join(names)}")
-    progress.stage(f"loading {model or profile.target.model}")
-    loaded = load(
-        model or profile.target.model, revision=profile.target.revision, dtype=profile.target.dtype, device=device
-    )
+    return names
+
+
+def _load(settings: RulesEvaluation, profile: DraftProfile, progress: Progress) -> Loaded:
+    """Load the profile's model, or the one that the settings name, and check that the profile fits it."""
+    identity = profile.target
+    name = settings.model or identity.model
+    progress.stage(f"loading {name}")
+    loaded = load(name, revision=identity.revision, dtype=identity.dtype, device=settings.device)
     check_target(profile, loaded.model)
-    target = Target(loaded.model, profile.decoding.runner, exact_width=profile.decoding.exact_width)
-    heads = HeadFolder(target, profile_path.parent)
-    build_drafter(target, profile.draft, heads=heads)  # report a missing head before any computation
-    texts: list[Prompt] = []
-    parts: list[tuple[str, int, int]] = []
-    for name, dataset in zip(names, datasets, strict=True):
-        found = load_prompts(
-            dataset,
-            loaded.tokenizer,
-            num_tuning=warm_up_prompts,
-            num_held_out=prompts,
-            max_new_tokens=max_new_tokens,
-            context_length=target.context_length,
-            seed=seed,
-            prompt_column=prompt_column,
-        )
-        parts.append((name, len(found.tuning), len(found.held_out)))
-        texts += [*found.tuning, *found.held_out]
-    progress.stage("decoding all prompts plainly", len(texts))
-    baseline = decode_baseline(
-        target,
-        [prompt.token_ids for prompt in texts],
-        Ending(max_new_tokens, eos_token_ids(loaded.model)),
-        on_progress=progress.advance,
+    return loaded
+
+
+def _load_prompts(settings: RulesEvaluation, dataset: str, loaded: Loaded, target: Target) -> PromptSet:
+    """Load the prompts of one data set: `tuning` warms up adaptive rules, `held_out` is measured."""
+    return load_prompts(
+        dataset,
+        loaded.tokenizer,
+        num_tuning=settings.warm_up_prompts,
+        num_held_out=settings.prompts,
+        max_new_tokens=settings.max_new_tokens,
+        context_length=target.context_length,
+        seed=settings.seed,
+        prompt_column=settings.prompt_column,
     )
-    bench = Bench(
-        target,
-        baseline,
-        decoding=profile.decoding,
-        heads=heads,
-        seed=seed,
-        clock=WallClock(target.device),
-    )
-    kinds = _kinds(parts, bench, progress)
-    entries = _measure(profile, kinds, bench, max_tokens, progress)
+
+
+def _open_bench(
+    settings: RulesEvaluation,
+    profile: DraftProfile,
+    found: Sequence[PromptSet],
+    loaded: Loaded,
+    target: Target,
+    heads: HeadFolder,
+    progress: Progress,
+) -> Bench:
+    """Decode the prompts of all data sets plainly, one data set after the other, and return the bench on them."""
+    prompts = [prompt.token_ids for each in found for prompt in (*each.tuning, *each.held_out)]
+    progress.stage("decoding all prompts plainly", len(prompts))
+    ending = Ending(settings.max_new_tokens, eos_token_ids(loaded.model))
+    baseline = decode_baseline(target, prompts, ending, on_progress=progress.advance)
+    clock = WallClock(target.device)
+    return Bench(target, baseline, decoding=profile.decoding, heads=heads, seed=settings.seed, clock=clock)
+
+
+def _facts(settings: RulesEvaluation, profile: DraftProfile, loaded: Loaded, target: Target) -> dict[str, Any]:
     described = {
         "profile": profile.name,
         "draft": profile.draft.model_dump(mode="json"),
         "model": loaded.name,
         "temperature": profile.decoding.temperature,
-        "datasets": list(datasets),
-        "max_new_tokens": max_new_tokens,
-        "seed": seed,
+        "datasets": list(settings.dataset),
+        "max_new_tokens": settings.max_new_tokens,
+        "seed": settings.seed,
         "dtype": str(target.dtype).removeprefix("torch."),
     }
-    facts = stamped(described, target.device)
-    return RuleComparison(profile.draft, kinds, entries, facts)
+    return stamped(described, target.device)
 
 
 def _kinds(parts: Sequence[tuple[str, int, int]], bench: Bench, progress: Progress) -> tuple[TextKind, ...]:

@@ -55,19 +55,7 @@ class RulesEvaluation(Evaluation):
 
         if self.out is not None:
             check_writable(self.out, what="the comparison", name="comparison.json", error=ConfigError)
-        comparison = compare_rules(
-            self.profile,
-            self.dataset,
-            model=self.model,
-            prompts=self.prompts,
-            warm_up_prompts=self.warm_up_prompts,
-            max_tokens=self.max_tokens,
-            max_new_tokens=self.max_new_tokens,
-            prompt_column=self.prompt_column,
-            seed=self.seed,
-            device=self.device,
-            progress=progress,
-        )
+        comparison = compare_rules(self, progress)
         if self.out is not None:
             write_json(comparison, self.out)
         return Report(rules_table(comparison), width=80 + 20 * len(comparison.columns))
