@@ -8,6 +8,9 @@ import torch
 
 from decoding.runners.compilation import call_block
 
+# Failing assertions in shared code show their values too.
+pytest.register_assert_rewrite("tests.support")
+
 
 @pytest.fixture(scope="session", autouse=True)
 def _one_thread() -> None:

@@ -50,6 +50,12 @@ def _imports(path: Path) -> set[str]:
     return found
 
 
+def _relative_imports(path: Path) -> list[int]:
+    """The lines of relative imports."""
+    nodes = ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+    return [node.lineno for node in nodes if isinstance(node, ast.ImportFrom) and node.level]
+
+
 IMPORTS = {name: _imports(path) for name, path in MODULES.items()}
 
 
@@ -117,6 +123,14 @@ def test_third_parties_live_at_the_edge() -> None:
             assert place == "tuner/tracking.py"
         if any(name.split(".")[0] == "click" for name in imported):
             assert place.startswith("tuner/cli/")
+
+
+def test_tests_share_code_through_the_support_folder_only() -> None:
+    """A test that imports another test file or a conftest would move and fail with it."""
+    for path in _files("tests"):
+        shared = {name for name in _imports(path) if name.split(".")[0] == "tests" or "conftest" in name}
+        assert all(_is_in(name, "tests.support") for name in shared), path
+        assert not _relative_imports(path), path
 
 
 def test_every_folder_of_code_says_what_it_holds() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import random
 from collections.abc import Sequence
 from dataclasses import replace
@@ -21,44 +20,25 @@ from transformers.generation import (
     TopPLogitsWarper,
 )
 
-from decoding.decode import Request, autoregressive, speculative
+from decoding.decode import Request, speculative
 from decoding.draft_length import (
     AdaEdl,
-    BetaThompson,
-    CalibratedThompson,
     Controller,
     Decision,
     DraftDistribution,
-    DraftLengthRule,
     Fixed,
-    RoundCosts,
-    TopProbability,
 )
-from decoding.drafters.build import build_drafter
 from decoding.drafters.layer_skip import LayerSkipDrafter
 from decoding.drafts import Draft, EarlyExit, LayerSkip, Lookup, PromptLookup
-from decoding.profile import Decoding
 from decoding.rounds import Generation
 from decoding.target import Target
 from decoding.text import Ending, Shaping
-from tests.support.families import NUM_LAYERS, PROMISED, SUPPORTED, WINDOW, build, some_tokens, target_of
+from tests.support.families import PROMISED, SUPPORTED, WINDOW, build, some_tokens, target_of
+from tests.support.generations import NUM_NEW_TOKENS, plain_text, write, write_plainly
+from tests.support.grid import PROMPTS, RULES, SKIPS
 
 FAMILIES = list(SUPPORTED)
-EVERY_LAYER = tuple(range(NUM_LAYERS))
 
-SKIPS = {
-    "attention": LayerSkip(skip_attention=(1, 3)),
-    "every attention": LayerSkip(skip_attention=EVERY_LAYER),
-    "mlp": LayerSkip(skip_mlp=(2, 4)),
-    "blocks": LayerSkip.blocks((2, 3)),
-    "mixed": LayerSkip(skip_attention=(2, 3), skip_mlp=(1, 3)),
-    "first blocks": LayerSkip.blocks((0, 1)),
-    "first attention": LayerSkip(skip_attention=(0,)),
-    "first mlp": LayerSkip(skip_mlp=(0, 4)),
-    "last block": LayerSkip.blocks((NUM_LAYERS - 1,)),
-    "everything": LayerSkip.blocks(EVERY_LAYER),
-    "nothing": LayerSkip(),
-}
 LOOKUPS: dict[str, Draft] = {
     "lookup": PromptLookup(),
     "lookup, then blocks": LayerSkip(skip_attention=(2, 3), skip_mlp=(2, 3), lookup=Lookup(max_tokens=4)),
@@ -66,63 +46,13 @@ LOOKUPS: dict[str, Draft] = {
     "lookup, then exit": EarlyExit(exit_layer=3, lookup=Lookup(min_ngram=2)),
 }
 DRAFTS: dict[str, Draft] = {**SKIPS, **LOOKUPS}
-COSTS = RoundCosts(draft_step=0.3, verify=(1.0, 1.05))
-RULES: dict[str, DraftLengthRule] = {
-    "fixed 1": Fixed(max_tokens=1),
-    "fixed 3": Fixed(max_tokens=3),
-    "fixed 8": Fixed(max_tokens=8),
-    "top probability": TopProbability(max_tokens=6, threshold=0.5),
-    "AdaEDL, last kept": AdaEdl(max_tokens=6, gamma=0.3, initial_threshold=0.5, step=0.2, keep_last=True),
-    "AdaEDL, last dropped": AdaEdl(max_tokens=6, gamma=0.3, initial_threshold=0.5, step=0.2, keep_last=False),
-    "Beta-Thompson": BetaThompson(max_tokens=6, costs=COSTS),
-    "calibrated Thompson": CalibratedThompson(max_tokens=6, costs=COSTS),
-}
 # One rule keeps the token of its last pass and one drops it: without prefix reuse, and for unsupported families.
 TWO_RULES = ("fixed 3", "AdaEDL, last dropped")
-
-PROMPTS = {"one token": some_tokens(1), "several tokens": some_tokens(9)}
-NUM_NEW_TOKENS = 16
-
-
-@functools.cache
-def plain_text(family: str, prompt: str) -> tuple[int, ...]:
-    return write_plainly(target_of(family), Request(PROMPTS[prompt], Ending(NUM_NEW_TOKENS))).tokens
-
-
-def write_plainly(target: Target, request: Request) -> Generation:
-    return Generation.collect(autoregressive(target, request))
-
-
-def write(
-    target: Target, draft: Draft, rule: DraftLengthRule | Controller, request: Request, *, prefix_reuse: bool = True
-) -> Generation:
-    """Decode speculatively, and check that the facts of every round add up."""
-    drafter = build_drafter(target, draft, Decoding(prefix_reuse=prefix_reuse))
-    assert drafter is not None
-    controller = rule.controller() if isinstance(rule, DraftLengthRule) else rule
-    generation = Generation.collect(speculative(target, drafter, controller, request))
-    lookup = draft.lookup if isinstance(draft, LayerSkip | EarlyExit) else None
-    check_facts(generation, request, max(controller.max_tokens, lookup.max_tokens if lookup else 0))
-    return generation
 
 
 def has_prefix(draft: Draft) -> bool:
     """Return True if there are leading blocks that the verification need not compute again."""
     return isinstance(draft, EarlyExit) or (isinstance(draft, LayerSkip) and bool(draft.first_skipped))
-
-
-def check_facts(generation: Generation, request: Request, max_drafted: int) -> None:
-    num_tokens = 1
-    for index, step in enumerate(generation.rounds):
-        remaining = request.ending.max_new_tokens - num_tokens
-        assert 0 <= step.num_accepted <= step.num_drafted <= min(max_drafted, remaining - 1)
-        if index < len(generation.rounds) - 1:
-            assert len(step.tokens) == step.num_accepted + 1
-        else:
-            assert 1 <= len(step.tokens) <= step.num_accepted + 1
-        num_tokens += len(step.tokens)
-    assert num_tokens == len(generation.tokens) == generation.num_decoded + 1
-    assert num_tokens <= request.ending.max_new_tokens
 
 
 def stock_text(target: Target, prompt: Sequence[int], **settings: Any) -> tuple[int, ...]:

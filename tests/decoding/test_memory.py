@@ -20,8 +20,8 @@ from decoding.drafts import LayerSkip
 from decoding.rounds import Generation
 from decoding.target import Target
 from decoding.text import Ending
-from tests.decoding.drafters.test_early_exit import untrained_head
 from tests.support.families import NUM_LAYERS, some_tokens, target_of
+from tests.support.heads import untrained_head
 
 K, PROMPT, NEW = 5, 150, 30
 DRAFTERS: dict[str, Callable[[Target], Drafter]] = {

@@ -5,51 +5,25 @@ Streams are seeded, so every p-value is the same in every run. Deliberately wron
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
-from scipy import stats
 from torch import Tensor
-from transformers.generation import RepetitionPenaltyLogitsProcessor, TemperatureLogitsWarper, TopKLogitsWarper
 
 from decoding.acceptance import Acceptance, Sampling, accept_certain, accept_sampled
-from decoding.decode import Request, autoregressive, speculative
+from decoding.decode import autoregressive, speculative
 from decoding.draft_length import AdaEdl, BetaThompson, CalibratedThompson, DraftLengthRule, Fixed, RoundCosts
 from decoding.drafters.build import build_drafter
 from decoding.drafters.layer_skip import LayerSkipDrafter
 from decoding.drafts import Draft, EarlyExit, LayerSkip, Lookup, PromptLookup
 from decoding.rounds import Prefill, Round
-from decoding.target import Target
-from decoding.text import Ending, LogitsProcessor, Shaping
-from tests.support.families import build
-
-ALPHA = 1e-3  # with these seeds a right acceptance stays above; a wrong one falls below by many orders of magnitude
-FEWEST_EXPECTED = 5.0
+from tests.support.chi_square import ALPHA, Outcome, p_value
+from tests.support.sampled import NUM_SEQUENCES, exact_distribution, first_tokens, request_for, sampling_target
 
 Judge = Callable[[Tensor, Tensor, Tensor, torch.Generator], tuple[int, int]]
-Outcome = tuple[int, ...]
-
-
-def p_value(counts: Counter[Outcome], expected: dict[Outcome, float]) -> float:
-    """Return the p-value of the chi-square test that `counts` come from `expected`; rare outcomes are pooled."""
-    total = counts.total()
-    assert abs(sum(expected.values()) - 1.0) < 1e-4
-    impossible = [outcome for outcome in counts if expected.get(outcome, 0.0) == 0.0]
-    assert not impossible, f"outcomes that the target never generates: {impossible[:3]}"
-    common = [outcome for outcome, share in expected.items() if share * total >= FEWEST_EXPECTED]
-    assert len(common) > 10, "too few outcomes to tell distributions apart"
-    observed = [counts[outcome] for outcome in common]
-    wanted = [expected[outcome] * total for outcome in common]
-    rest = total - sum(wanted)
-    if rest >= FEWEST_EXPECTED:
-        observed.append(total - sum(observed))
-        wanted.append(rest)
-    scale = sum(observed) / sum(wanted)
-    return float(stats.chisquare(observed, [value * scale for value in wanted]).pvalue)
 
 
 # --- the acceptance function, on explicit distributions -----------------------------------------------------------------
@@ -143,68 +117,15 @@ def test_wrong_acceptance_fails_the_same_test(judge: Judge) -> None:
 
 # --- whole sequences of a tiny model-----------------------------------------------------------------------------------------
 
-VOCABULARY = 8
-PROMPT = [3, 1, 4, 1, 5]
-NUM_TEXTS = 1_500
-NUM_TOKENS = 3
-
-
-@functools.cache
-def tiny_target() -> Target:
-    sizes = {"vocab_size": VOCABULARY, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2}
-    return Target(build("llama", **sizes))
-
-
-PLAIN: tuple[LogitsProcessor, ...] = (TemperatureLogitsWarper(2.0),)
-PROCESSORS = {
-    "temperature": PLAIN,
-    "temperature, penalty and top-k": (
-        TemperatureLogitsWarper(2.0),
-        RepetitionPenaltyLogitsProcessor(1.4),
-        TopKLogitsWarper(5),
-    ),
-}
-
-
-@functools.cache
-def exact_distribution(processors: str) -> dict[Outcome, float]:
-    """Return the distribution of the first tokens, from one pass over every possible beginning."""
-    target = tiny_target()
-    expected = {}
-    for outcome in itertools.product(range(VOCABULARY), repeat=NUM_TOKENS):
-        ids = torch.tensor([[*PROMPT, *outcome]])
-        with torch.inference_mode():
-            logits = target.model(ids).logits[:, len(PROMPT) - 1 : -1].float()
-        share = 1.0
-        for position, token in enumerate(outcome):
-            scores = logits[:, position].clone()
-            for process in PROCESSORS[processors]:
-                scores = process(ids[:, : len(PROMPT) + position], scores)
-            share *= float(scores.softmax(dim=-1)[0, token])
-        expected[outcome] = share
-    return expected
-
-
-def first_tokens(steps: Iterator[Prefill | Round]) -> Outcome:
-    """Return the first tokens of a sequence, which is generated no further than needed."""
-    tokens: list[int] = []
-    for step in steps:
-        tokens += [step.token] if isinstance(step, Prefill) else step.tokens
-        if len(tokens) >= NUM_TOKENS:
-            break
-    return tuple(tokens[:NUM_TOKENS])
-
-
-def request_for(processors: str, acceptance: Acceptance) -> Request:
-    return Request(PROMPT, Ending(NUM_TOKENS + 4), acceptance, Shaping(PROCESSORS[processors]))
-
 
 def many_texts(processors: str, rule: DraftLengthRule, draft: Draft, acceptance: Acceptance) -> Counter[Outcome]:
-    drafter = build_drafter(tiny_target(), draft)
+    drafter = build_drafter(sampling_target(), draft)
     assert drafter is not None
     request = request_for(processors, acceptance)
     controller = rule.controller()
-    return Counter(first_tokens(speculative(tiny_target(), drafter, controller, request)) for _ in range(NUM_TEXTS))
+    return Counter(
+        first_tokens(speculative(sampling_target(), drafter, controller, request)) for _ in range(NUM_SEQUENCES)
+    )
 
 
 COSTS = RoundCosts(draft_step=0.1, verify=(1.0, 1.02))
@@ -250,7 +171,7 @@ def test_sampled_texts_are_distributed_as_the_model(processors: str, rule: Draft
 
 def test_plain_sampling_passes_the_same_test() -> None:
     request = request_for("temperature", Sampling(torch.Generator().manual_seed(8)))
-    counts = Counter(first_tokens(autoregressive(tiny_target(), request)) for _ in range(NUM_TEXTS))
+    counts = Counter(first_tokens(autoregressive(sampling_target(), request)) for _ in range(NUM_SEQUENCES))
     assert p_value(counts, exact_distribution("temperature")) > ALPHA
 
 
@@ -298,8 +219,8 @@ def test_texts_of_a_wrong_acceptance_of_copies_fail_the_same_test(wrong: type[Sa
 def test_seeded_texts_are_the_same_at_every_run() -> None:
     def text() -> list[int]:
         request = request_for("temperature", Sampling(torch.Generator().manual_seed(3)))
-        drafter = LayerSkipDrafter(tiny_target(), LayerSkip.blocks((1,)))
-        steps = list(speculative(tiny_target(), drafter, Fixed(max_tokens=3).controller(), request))
+        drafter = LayerSkipDrafter(sampling_target(), LayerSkip.blocks((1,)))
+        steps = list(speculative(sampling_target(), drafter, Fixed(max_tokens=3).controller(), request))
         return [step.token if isinstance(step, Prefill) else step.tokens for step in steps]
 
     assert text() == text()
@@ -307,9 +228,9 @@ def test_seeded_texts_are_the_same_at_every_run() -> None:
 
 def test_draft_that_is_the_target_has_every_token_accepted() -> None:
     request = request_for("temperature", Sampling(torch.Generator().manual_seed(5)))
-    drafter = LayerSkipDrafter(tiny_target(), LayerSkip())
+    drafter = LayerSkipDrafter(sampling_target(), LayerSkip())
     for _ in range(20):
-        _, *rounds = speculative(tiny_target(), drafter, Fixed(max_tokens=3).controller(), request)
+        _, *rounds = speculative(sampling_target(), drafter, Fixed(max_tokens=3).controller(), request)
         for step in rounds:
             assert isinstance(step, Round)
             assert step.num_accepted == step.num_drafted

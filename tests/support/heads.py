@@ -1,10 +1,13 @@
-"""Exit heads on disk, made without training: copies of a target's last block."""
+"""Exit heads made without training: copies of a target's last block."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
+
+import torch
+from torch import nn
 
 from decoding.drafts import EarlyExit
 from decoding.exit_heads import ExitFigures, HeadFacts, HeadTraining, head_name, save_exit_head
@@ -49,3 +52,13 @@ def write_heads(target: Target, folder: Path, exit_layers: Iterable[int], **fact
         sha256 = save_exit_head(folder / name, target.new_exit_head(), HeadFacts(**{**values, **facts}))
         drafts[exit_layer] = EarlyExit(exit_layer=exit_layer, head=name, head_sha256=sha256)
     return drafts
+
+
+def untrained_head(target: Target, seed: int = 0) -> nn.Module:
+    """Return a disturbed copy of the last block, whose drafts are accepted sometimes but not always."""
+    head = target.new_exit_head()
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for weight in head.parameters():
+            weight.add_(0.1 * torch.randn(weight.shape, generator=generator) * weight.abs().mean())
+    return head

@@ -18,6 +18,7 @@ from decoding.fingerprint import fingerprint
 from decoding.profile import DraftProfile, TargetIdentity
 from decoding.target import Target
 from decoding.timing.round_costs import measure_round_costs
+from tests.support.commands import SearchCommand
 from tests.support.tiny import save_tiny_checkpoint, write_tiny_prompts
 from tuner.cli.main import main
 from tuner.tracking import DatasetInput, Tracker
@@ -84,9 +85,6 @@ def write_profile(workplace: Path, target: Target, checkpoint: Path) -> Callable
         return workplace / name
 
     return write
-
-
-SearchCommand = Callable[..., Result]
 
 
 @pytest.fixture

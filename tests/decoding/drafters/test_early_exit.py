@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import random
 from collections import Counter
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from decoding.acceptance import Greedy, Sampling
 from decoding.decode import Request, autoregressive, speculative
@@ -29,8 +28,11 @@ from decoding.errors import ExitHeadError
 from decoding.rounds import Generation
 from decoding.target import Target
 from decoding.text import Ending, Shaping, TokenSequence
-from tests.decoding import test_sampling
+from tests.support.chi_square import ALPHA, p_value
+from tests.support.controllers import AnyLength
 from tests.support.families import NUM_LAYERS, PROMISED, SUPPORTED, WINDOW, build, some_tokens, target_of
+from tests.support.heads import untrained_head
+from tests.support.sampled import NUM_SEQUENCES, exact_distribution, first_tokens, request_for, sampling_target
 
 NUM_NEW_TOKENS = 20
 RULES: dict[str, DraftLengthRule] = {
@@ -39,30 +41,6 @@ RULES: dict[str, DraftLengthRule] = {
     "top probability": TopProbability(max_tokens=6, threshold=0.5),
     "AdaEDL, last dropped": AdaEdl(max_tokens=6, gamma=0.3, initial_threshold=0.5, step=0.2, keep_last=False),
 }
-
-
-class AnyLength(Controller):
-    """Drafts a random number of tokens, none among them, and drops a token now and then."""
-
-    def __init__(self, seed: int) -> None:
-        super().__init__(max_tokens=4)
-        self._random = random.Random(seed)
-
-    def limit(self) -> int:
-        return self._random.choice([0, 0, 1, 2, 4])
-
-    def decide(self, num_drafted: int, distribution: DraftDistribution) -> Decision:
-        return self._random.choice([Decision.CONTINUE, Decision.CONTINUE, Decision.LAST, Decision.STOP])
-
-
-def untrained_head(target: Target, seed: int = 0) -> nn.Module:
-    """A copy of the last block, disturbed: right sometimes, but not always."""
-    head = target.new_exit_head()
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for weight in head.parameters():
-            weight.add_(0.1 * torch.randn(weight.shape, generator=generator) * weight.abs().mean())
-    return head
 
 
 def request_of(num_prompt: int = 9, num_new: int = NUM_NEW_TOKENS) -> Request:
@@ -95,12 +73,12 @@ def test_text_of_an_exit_with_a_head_is_the_plain_text(family: str, exit_layer: 
 
 @pytest.mark.parametrize("prefix_reuse", [True, False])
 def test_sampled_text_of_an_exit_is_distributed_as_the_model(prefix_reuse: bool) -> None:
-    target = test_sampling.tiny_target()
+    target = sampling_target()
     drafter = EarlyExitDrafter(target, 1, untrained_head(target, seed=1), prefix_reuse=prefix_reuse)
-    request = test_sampling.request_for("temperature", Sampling(torch.Generator().manual_seed(11)))
-    texts = (speculative(target, drafter, AnyLength(seed), request) for seed in range(test_sampling.NUM_TEXTS))
-    counts = Counter(test_sampling.first_tokens(steps) for steps in texts)
-    assert test_sampling.p_value(counts, test_sampling.exact_distribution("temperature")) > test_sampling.ALPHA
+    request = request_for("temperature", Sampling(torch.Generator().manual_seed(11)))
+    texts = (speculative(target, drafter, AnyLength(seed), request) for seed in range(NUM_SEQUENCES))
+    counts = Counter(first_tokens(steps) for steps in texts)
+    assert p_value(counts, exact_distribution("temperature")) > ALPHA
 
 
 @pytest.mark.parametrize("family", SUPPORTED)

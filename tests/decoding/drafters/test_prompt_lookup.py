@@ -30,10 +30,11 @@ from decoding.profile import Decoding
 from decoding.rounds import Generation
 from decoding.target import Target
 from decoding.text import Ending, Shaping, TokenSequence
-from tests.decoding.drafters.test_early_exit import AnyLength, untrained_head
-from tests.decoding.test_lossless import RULES, check_facts, write_plainly
+from tests.support.controllers import AnyLength
 from tests.support.families import NUM_LAYERS, some_tokens, target_of
-from tests.support.heads import write_heads
+from tests.support.generations import check_facts, write_plainly
+from tests.support.grid import RULES
+from tests.support.heads import untrained_head, write_heads
 
 CPU = torch.device("cpu")
 NUM_NEW_TOKENS = 32

@@ -20,8 +20,8 @@ from decoding.runners.buckets import CPU_BUCKETS
 from decoding.runners.static import CHAINS, StaticRunner
 from decoding.target import Target
 from decoding.text import Shaping, TokenSequence
-from tests.decoding.drafters.test_early_exit import untrained_head
 from tests.support.families import NUM_LAYERS, build, some_tokens
+from tests.support.heads import untrained_head
 from tests.support.waits import waits
 
 ROOM = 16

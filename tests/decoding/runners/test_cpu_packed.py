@@ -16,8 +16,9 @@ from decoding.runners.static import StaticRunner
 from decoding.target import Target
 from decoding.target.parts import with_packed_linears
 from decoding.text import Ending
-from tests.decoding.test_lossless import PROMPTS, SKIPS, plain_text
 from tests.support.families import build
+from tests.support.generations import plain_text
+from tests.support.grid import PROMPTS, SKIPS
 
 PRECISIONS = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 

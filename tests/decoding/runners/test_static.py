@@ -30,8 +30,9 @@ from decoding.runners.masks import MaskKinds
 from decoding.runners.static import StaticRunner
 from decoding.target import Target
 from decoding.text import Ending, TokenSequence
-from tests.decoding.test_lossless import RULES, SKIPS, plain_text, write
 from tests.support.families import NUM_LAYERS, SUPPORTED, WINDOW, build, some_tokens
+from tests.support.generations import plain_text, write
+from tests.support.grid import RULES, SKIPS
 
 PROMPT = some_tokens(9)
 NUM_NEW_TOKENS = 24

@@ -29,8 +29,8 @@ from studies.prediction.lockstep_cost import (
 from studies.prediction.predictor import Predictor
 from studies.prediction.replay import Recording, replay
 from studies.prediction.survey import Survey
-from tests.studies.prediction.test_replay import recorded
 from tests.support.costs import made_up_costs
+from tests.support.draft_recordings import recorded
 from tests.support.heads import write_heads
 from tests.support.tiny import tiny_target
 

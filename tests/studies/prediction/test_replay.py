@@ -28,24 +28,11 @@ from decoding.rounds import Generation, Round
 from decoding.target import Target
 from decoding.text import Ending
 from studies.prediction.replay import Recording, replay
+from tests.support.draft_recordings import recorded
 from tests.support.tiny import tiny_target
 
 COSTS = RoundCosts(draft_step=0.25, verify=(1.0, 1.1, 1.3))
 PROMPT = (3, 9, 27, 14, 42, 5)
-
-
-def recorded(matches: str, entropies: Sequence[float] | None = None) -> Recording:
-    """`+` where the draft is right, `-` where it is not; sure of itself everywhere, or with these entropies."""
-    draft = torch.zeros(len(matches), 4)
-    draft[:, 0] = 30.0
-    target = torch.zeros(len(matches), 4)
-    for place, mark in enumerate(matches):
-        target[place, 0 if mark == "+" else 1] = 30.0
-    made = Recording.of(target, draft)
-    if entropies is None:
-        return made
-    seen = tuple(type(made.seen[0])(top_probability=1.0, entropy=entropy) for entropy in entropies)
-    return Recording(made.matches, seen, made.acceptance)
 
 
 class Watched(Fixed):

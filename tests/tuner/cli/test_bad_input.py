@@ -9,9 +9,9 @@ from click.testing import CliRunner
 
 from decoding.drafts import LayerSkip
 from decoding.profile import DraftProfile, TargetIdentity
+from tests.support.commands import SearchCommand
 from tests.support.refusals import refused
 from tests.support.tiny import tiny_llama, write_tiny_prompts
-from tests.tuner.conftest import SearchCommand
 from tuner.cli.main import main
 
 

@@ -17,7 +17,7 @@ from decoding.profile import DraftProfile
 from decoding.target import Target
 from studies.contract import TrialRecord
 from tests.support.benches import charge, per_token
-from tests.tuner.conftest import SearchCommand
+from tests.support.commands import SearchCommand
 from tuner.cli.main import main
 from tuner.search.storage import RECORD
 

@@ -22,9 +22,9 @@ from decoding.profile import DraftProfile
 from decoding.target import Target
 from studies.contract import TrialRecord, TrialState
 from tests.support.benches import charge, per_token
+from tests.support.commands import SearchCommand
 from tests.support.heads import training, write_heads
 from tests.support.tiny import tiny_target, tiny_tokenizer
-from tests.tuner.conftest import SearchCommand
 from tuner.cli.main import main
 from tuner.inputs.prompts import load_prompts
 from tuner.measuring.paired import Bench

@@ -12,7 +12,7 @@ from decoding.profile import DraftProfile
 from studies.contract import TrialRecord
 from studies.prediction.proposals import Proposals
 from studies.searches.joint import JointSource
-from tests.tuner.conftest import SearchCommand
+from tests.support.commands import SearchCommand
 from tuner.search.storage import RECORD
 
 SMALL = "studies: {joint: {num_surveyed: 30, max_tokens: 4, num_drafts: 2, num_lookups: 1, kinds: [skip_set, lookup]}}"

@@ -26,9 +26,9 @@ from studies.prediction.guided import GuidedSearch
 from studies.prediction.predictor import Predictor
 from studies.prediction.survey import Survey
 from studies.searches.draft_length import DraftLengthSettings
+from tests.support.commands import SearchCommand
 from tests.support.costs import made_up_costs
 from tests.support.toy_kind import TOY, Cycle
-from tests.tuner.conftest import SearchCommand
 from tuner.cli.main import main
 from tuner.search.report import trials_csv
 from tuner.search.storage import RECORD

@@ -10,7 +10,7 @@ import pytest
 from decoding.profile import DraftProfile
 from studies.contract import TrialRecord
 from studies.searches.registry import STUDIES, StudyEntry
-from tests.tuner.conftest import SearchCommand
+from tests.support.commands import SearchCommand
 from tuner.config import load_config
 from tuner.evaluation.searches.rivals import rivals
 

@@ -23,8 +23,8 @@ from decoding.deploy import load_decoder
 from decoding.profile import DraftProfile
 from studies.contract import TrialRecord
 from tests.support.benches import charge, per_token
+from tests.support.commands import SearchCommand
 from tests.support.paths import ROOT
-from tests.tuner.conftest import SearchCommand
 from tuner.cli.main import main
 from tuner.measuring.paired import Bench
 

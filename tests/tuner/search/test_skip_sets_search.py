@@ -11,7 +11,7 @@ from studies.contract import Problem, TrialRecord, TrialState
 from studies.searches.skip_sets.settings import SkipSetsSettings
 from studies.searches.skip_sets.study import SkipSets
 from tests.support.benches import bench_on
-from tests.tuner.conftest import SearchCommand
+from tests.support.commands import SearchCommand
 from tuner.measuring.paired import Bench
 from tuner.search.storage import StudyStore, sqlite_url
 from tuner.search.trials import Budget, run_study
