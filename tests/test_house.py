@@ -116,13 +116,13 @@ def test_production_imports_no_tuning_library() -> None:
 
 def test_third_parties_live_at_the_edge() -> None:
     for module, imported in IMPORTS.items():
-        place = MODULES[module].relative_to(ROOT).as_posix()
+        path = MODULES[module].relative_to(ROOT).as_posix()
         if any(name.startswith(("transformers.cache_utils", "transformers.models")) for name in imported):
-            assert place.startswith(TRANSFORMERS_INTERNALS)
+            assert path.startswith(TRANSFORMERS_INTERNALS)
         if any(name.split(".")[0] == "mlflow" for name in imported):
-            assert place == "tuner/tracking.py"
+            assert path == "tuner/tracking.py"
         if any(name.split(".")[0] == "click" for name in imported):
-            assert place.startswith("tuner/cli/")
+            assert path.startswith("tuner/cli/")
 
 
 def test_tests_share_code_through_the_support_folder_only() -> None:

@@ -142,7 +142,7 @@ def test_full_disk_leaves_nothing_half_written(target: Target, path: Path, monke
     assert [file.name for file in path.parent.iterdir()] == [path.name]
 
 
-def test_unwritable_place_is_one_line(target: Target, tmp_path: Path) -> None:
+def test_unwritable_path_is_one_line(target: Target, tmp_path: Path) -> None:
     with pytest.raises(ExitHeadError, match=r"cannot write the exit head .*No such file"):
         save_exit_head(tmp_path / "nowhere" / "h.safetensors", target.new_exit_head(), facts_of(target))
 

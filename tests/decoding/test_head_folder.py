@@ -84,7 +84,7 @@ def test_head_goes_beside_the_profile_under_its_name(target: Target, tmp_path: P
 
 
 def test_head_in_the_folder_of_the_profile_is_copied_too(target: Target, tmp_path: Path) -> None:
-    """What is distilled there later must not break the profile."""
+    """Heads that are distilled there later must not break the profile."""
     draft = write_heads(target, tmp_path, [2])[2]
     placed = HeadFolder(target, tmp_path).copy_beside(draft, tmp_path / "code.yaml")
     write_heads(target, tmp_path, [2], training=training())

@@ -121,7 +121,7 @@ def test_sequences_end_independently() -> None:
 
 
 def test_a_pass_covers_the_unfinished_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Five sequences, plainly: the passes of the longest one after its first token, not the sum over all."""
+    """Plain decoding of five sequences takes as many passes as the longest one, not the sum of all."""
     target = target_of("llama")
     assert target.unbatchable_reason is None
     passes = _watched(target, monkeypatch)

@@ -133,7 +133,7 @@ def test_eager_attention_writes_the_plain_text_too(family: str) -> None:
 
 
 class ScriptedController(Controller):
-    """Decides at random, from its own stream: it may also draft nothing, or stop before the first token."""
+    """A controller that decides at random, even to draft nothing or to stop before the first token."""
 
     def __init__(self, seed: int) -> None:
         super().__init__(max_tokens=5)

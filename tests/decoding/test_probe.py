@@ -143,7 +143,7 @@ def test_a_cache_that_loses_a_token_is_detected(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_draft_that_changes_the_output_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A verification that is right in the middle of the stack, which is tried first, but not at its beginning."""
+    """A verification that is right in the middle of the stack, where the probe starts, but wrong at the beginning."""
     honest = ResumeView.forward
 
     def wrong(self: ResumeView, ids: Tensor, cache: KVCache, start: int, states: Tensor) -> Tensor:

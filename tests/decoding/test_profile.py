@@ -191,12 +191,12 @@ def test_a_disk_that_fills_up_while_writing_costs_nothing(tmp_path: Path, monkey
     assert [entry.name for entry in tmp_path.iterdir()] == ["p.yaml"]
 
 
-def test_an_unwritable_place_is_one_line(tmp_path: Path) -> None:
+def test_unwritable_path_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "folder").mkdir()
     (tmp_path / "file").touch()
-    for place in ("no/p.yaml", "folder", "file/p.yaml"):
+    for path in ("no/p.yaml", "folder", "file/p.yaml"):
         with pytest.raises(ProfileError, match="cannot write the profile") as refused:
-            _profile().save(tmp_path / place)
+            _profile().save(tmp_path / path)
         assert "\n" not in str(refused.value)
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["file", "folder"]
 

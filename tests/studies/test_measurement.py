@@ -66,17 +66,15 @@ def test_pooling_keeps_every_sample() -> None:
     assert len(pooled([measurement([1.0, 2.0]), measurement([3.0])]).samples) == 3
 
 
-def test_ratio_of_two_measurements_is_of_their_seconds_per_token_on_the_same_prompts() -> None:
+def test_ratio_of_measurements_compares_seconds_per_token_on_same_prompts() -> None:
     # 0.1 s a token against 0.2 and 0.4, whatever plain decoding took beside each.
-    ahead = Measurement(samples=(sample(1.0, 0), sample(3.0, 1)))
-    behind = Measurement(
-        samples=(sample(5.0, 0, draft_seconds=2.0), sample(1.0, 1, draft_seconds=8.0, draft_tokens=20))
-    )
-    interval = ratio_interval(ahead, behind)
+    fast = Measurement(samples=(sample(1.0, 0), sample(3.0, 1)))
+    slow = Measurement(samples=(sample(5.0, 0, draft_seconds=2.0), sample(1.0, 1, draft_seconds=8.0, draft_tokens=20)))
+    interval = ratio_interval(fast, slow)
     assert interval.value == pytest.approx((0.2 + 0.4) / (0.1 + 0.1))
     # In logarithms: the prompts weigh in with -1/3 and 1/3, which is a standard error of 1/3; t is 12.706 there.
     assert np.log(interval.ci95) == pytest.approx(np.log(3.0) + np.array([-1.0, 1.0]) * 12.7062 / 3, rel=1e-4)
-    assert ratio_interval(behind, ahead).value == pytest.approx(1 / 3)
+    assert ratio_interval(slow, fast).value == pytest.approx(1 / 3)
 
 
 def test_ratio_to_itself_is_one() -> None:
@@ -84,9 +82,9 @@ def test_ratio_to_itself_is_one() -> None:
     assert ratio_interval(measured, measured).ci95 == pytest.approx((1.0, 1.0))
 
 
-@pytest.mark.parametrize("behind", [[1], [0], [1, 0], [0, 2], [0, 1, 2]])
-def test_ratio_needs_the_same_prompts_in_the_same_order(behind: list[int]) -> None:
-    both = [Measurement(samples=tuple(sample(1.0, prompt) for prompt in prompts)) for prompts in ([0, 1], behind)]
+@pytest.mark.parametrize("others", [[1], [0], [1, 0], [0, 2], [0, 1, 2]])
+def test_ratio_needs_the_same_prompts_in_the_same_order(others: list[int]) -> None:
+    both = [Measurement(samples=tuple(sample(1.0, prompt) for prompt in prompts)) for prompts in ([0, 1], others)]
     with pytest.raises(ValueError, match="the same 2 or more prompts in the same order"):
         ratio_interval(*both)
     with pytest.raises(ValueError, match="the same 2 or more prompts in the same order"):

@@ -14,7 +14,7 @@ from tuner.measuring.cost_table import measure_cost_table
 
 
 def made_up_costs(target: Target, max_tokens: int = 8) -> CostTable:
-    """Return costs of one second for the ends of a pass and one per sublayer, and 5 % more per further verified token."""
+    """Return costs of 1 s for embedding and logits, 1 s per sublayer, and 5 % more per further verified token."""
 
     def seconds(each: Pass) -> float:
         if isinstance(each, DraftStep):

@@ -36,7 +36,7 @@ def training(**facts: Any) -> HeadTraining:
 
 
 def write_heads(target: Target, folder: Path, exit_layers: Iterable[int], **facts: Any) -> dict[int, EarlyExit]:
-    """Write a copy of the last block as the head of each exit; the drafts that use them. `facts` go into their files."""
+    """Write a copy of the last block as the head of each exit, with `facts`, and return the drafts by exit layer."""
     folder.mkdir(parents=True, exist_ok=True)
     model = fingerprint(target.model)
     drafts = {}

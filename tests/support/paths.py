@@ -1,4 +1,4 @@
-"""Where the repository and what it ships are."""
+"""Paths of the repository and of the demo configuration."""
 
 from __future__ import annotations
 

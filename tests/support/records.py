@@ -12,7 +12,7 @@ from studies.measurement import Measurement, PromptSample
 
 
 def sample(ratio: float, prompt: int = 0, **facts: Any) -> PromptSample:
-    """Return a sample with a speed-up of `ratio` over plain decoding: 10 tokens, 5 rounds, 8 of 10 drafts accepted."""
+    """Return a sample with a speed-up of `ratio` over plain decoding: 10 tokens, 5 rounds, 8 of 10 drafted tokens accepted."""
     values: dict[str, Any] = {
         "prompt": prompt,
         "plain_seconds": ratio,

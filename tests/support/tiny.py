@@ -65,7 +65,7 @@ def write_tiny_prompts(path: Path, count: int = 24) -> Path:
     """Write a .jsonl of distinct prompts of the tiny tokenizer's words, with a group column."""
     lines = []
     for index in range(count):
-        words = " ".join(WORDS[(index * 7 + place * (index + 3)) % len(WORDS)] for place in range(4 + index % 5))
+        words = " ".join(WORDS[(index * 7 + position * (index + 3)) % len(WORDS)] for position in range(4 + index % 5))
         lines.append(f'{{"prompt": "{words}", "file": "file{index // 2}.py"}}')
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
     return path

@@ -39,7 +39,7 @@ class Cycle(DraftDocument):
 
 
 def cycle(text: TokenSequence, num_tokens: int, period: int) -> list[int] | None:
-    """The next tokens if the sequence repeats with this period, or None for a sequence that is too short."""
+    """Return the next tokens if the sequence repeats with this period, or None if it is too short."""
     last = text.token_ids[-period:]
     return [last[index % period] for index in range(num_tokens)] if len(last) == period else None
 

@@ -50,7 +50,7 @@ def _tracking_template(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, _tracking_template: Path) -> Path:
-    """An empty folder that is the current one, with an MLflow store in a folder of its own beside it."""
+    """An empty current folder, with an MLflow store in the folder above it."""
     shutil.copy(_tracking_template, tmp_path / "mlflow.db")
     here = tmp_path / "here"
     here.mkdir()
@@ -67,7 +67,7 @@ def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, _tracking_templat
 
 @pytest.fixture
 def write_profile(workplace: Path, target: Target, checkpoint: Path) -> Callable[..., Path]:
-    """A profile of the tiny model in the current folder; `parts` are others of its keys."""
+    """A function that writes a profile of the tiny model into the current folder; `parts` are further keys."""
 
     def write(draft: Draft, rule: DraftLengthRule = Fixed(), name: str = "p.yaml", **parts: Any) -> Path:  # noqa: B008 - frozen
         model = fingerprint(target.model)

@@ -112,7 +112,7 @@ def test_greedy_tokens_are_those_of_generate(
 def test_prompts_of_a_batch_are_continued_as_by_generate_alone(
     model: LlamaForCausalLM, decoder: ProfileDecoder, settings: dict[str, Any]
 ) -> None:
-    """Row by row: what `generate` itself writes in a batch is subject to the rounding of its left padding."""
+    """Rows are compared one by one, because left padding changes the rounding of a batch in `generate`."""
     prompts = [[5, 17, 33, 8], [9], [2, 41, 9, 11, 30, 7, 22]]
     ids = torch.tensor([[0] * (7 - len(prompt)) + prompt for prompt in prompts])
     mask = torch.tensor([[0] * (7 - len(prompt)) + [1] * len(prompt) for prompt in prompts])
@@ -308,7 +308,7 @@ def test_what_it_does_not_offer_is_refused(
     assert "\n" not in str(refused.value)
 
 
-def test_embeddings_in_the_place_of_tokens_are_refused(model: LlamaForCausalLM, decoder: ProfileDecoder) -> None:
+def test_embeddings_instead_of_tokens_are_refused(model: LlamaForCausalLM, decoder: ProfileDecoder) -> None:
     embeddings = model.get_input_embeddings()(PROMPT).detach()
     for ids in ({}, {"input_ids": PROMPT}):
         with pytest.raises(UnsupportedRequestError, match="cannot use inputs_embeds"):
@@ -449,7 +449,7 @@ def test_a_profile_is_loaded_from_its_file(model: LlamaForCausalLM, tmp_path: Pa
 
 
 def _exit_profile(model: PreTrainedModel, folder: Path, head_of: PreTrainedModel | None = None) -> Path:
-    """A profile with an exit at layer 3 and the head of that exit (of this model, or another's) beside it."""
+    """A profile with an exit at layer 3, and beside it a head for that exit, of this model or another."""
     owner = head_of or model
     found = fingerprint(owner)
     facts = HeadFacts(

@@ -94,7 +94,7 @@ def test_exit_without_a_head_is_the_plain_text(family: str) -> None:
 @pytest.mark.parametrize("prefix_reuse", [True, False])
 @pytest.mark.parametrize("family", SUPPORTED)
 def test_last_block_as_the_head_of_the_last_exit_is_always_right(family: str, prefix_reuse: bool) -> None:
-    """That draft is the whole model, if and only if the head has seen every position with the right state."""
+    """The draft equals the whole model only if the head has seen every position with the right state."""
     target = target_of(family)
     drafter = EarlyExitDrafter(target, NUM_LAYERS - 1, target.new_exit_head(), prefix_reuse=prefix_reuse)
     for controller in (Controller(3), *(AnyLength(seed) for seed in range(3))):
@@ -155,11 +155,11 @@ def test_one_drafter_serves_texts_in_turns() -> None:
     running = [speculative(target, drafter, AnyLength(1), request) for request in requests]
     steps: list[list] = [[], []]
     while any(running):
-        for place, text in enumerate(running):
+        for index, text in enumerate(running):
             if text is not None and (step := next(text, None)) is None:
-                running[place] = None  # type: ignore[call-overload]
+                running[index] = None  # type: ignore[call-overload]
             elif text is not None:
-                steps[place].append(step)
+                steps[index].append(step)
     for request, taken in zip(requests, steps, strict=True):
         assert Generation.collect(taken).tokens == plain(target, request)
 

@@ -43,7 +43,7 @@ LOOKUP = Lookup(min_ngram=2, max_tokens=5)
 
 @functools.cache
 def repetitive_prompt(family: str) -> tuple[int, ...]:
-    """A prompt that the model continues much as it has begun: it holds what the model wrote before, twice."""
+    """A prompt that ends with two earlier continuations of the model, so that the model repeats itself."""
     target = target_of(family)
     prompt = tuple(some_tokens(6)) * 2
     for _ in range(2):
@@ -75,7 +75,7 @@ def text_of(*tokens: int) -> TokenSequence:
 
 
 @pytest.mark.parametrize(
-    ("tokens", "most", "fewest", "place"),
+    ("tokens", "most", "fewest", "position"),
     [
         ((1, 2, 3, 8, 3, 9, 2, 3, 7, 1, 2, 3), 3, 1, 3),  # three tokens that match, before the later match of two
         ((1, 2, 3, 8, 3, 9, 2, 3, 7, 1, 2, 3), 2, 1, 8),
@@ -87,13 +87,13 @@ def text_of(*tokens: int) -> TokenSequence:
     ],
 )
 def test_longest_ngram_counts_and_of_those_the_latest(
-    tokens: tuple[int, ...], most: int, fewest: int, place: int | None
+    tokens: tuple[int, ...], most: int, fewest: int, position: int | None
 ) -> None:
-    assert find_copy(text_of(*tokens), PromptLookup(max_ngram=most, min_ngram=fewest)) == place
+    assert find_copy(text_of(*tokens), PromptLookup(max_ngram=most, min_ngram=fewest)) == position
 
 
 @pytest.mark.parametrize(
-    ("tokens", "place", "expected"),
+    ("tokens", "position", "expected"),
     [
         ((1, 2, 3, 4, 1), 1, [2, 3, 4, 1, 2, 3, 4]),
         ((1, 2, 1), 1, [2, 1, 2, 1, 2, 1, 2]),
@@ -101,19 +101,19 @@ def test_longest_ngram_counts_and_of_those_the_latest(
     ],
 )
 def test_copy_that_reaches_the_end_goes_round_the_loop(
-    tokens: tuple[int, ...], place: int, expected: list[int]
+    tokens: tuple[int, ...], position: int, expected: list[int]
 ) -> None:
-    assert copied(tokens, place, 7) == expected
-    assert copied(tokens, place, 2) == expected[:2]
+    assert copied(tokens, position, 7) == expected
+    assert copied(tokens, position, 2) == expected[:2]
 
 
 def test_copy_reads_on_in_what_it_has_itself_proposed() -> None:
     tokens = some_tokens(9)
-    for place in range(1, 9):
+    for position in range(1, 9):
         proposed: list[int] = []
         for index in range(20):
-            proposed.append([*tokens, *proposed][place + index])
-        assert copied(tokens, place, 20) == proposed
+            proposed.append([*tokens, *proposed][position + index])
+        assert copied(tokens, position, 20) == proposed
 
 
 def drafted_by(drafter: Drafter, text: TokenSequence, controller: Controller, limit: int) -> tuple[Proposal, list[int]]:
@@ -265,7 +265,7 @@ def test_lookup_before_a_head_is_lossless(family: str, prefix_reuse: bool) -> No
 @pytest.mark.parametrize("prefix_reuse", [True, False])
 @pytest.mark.parametrize("family", ["llama", "gemma3", "mistral"])
 def test_head_has_seen_every_position_after_rounds_that_were_looked_up(family: str, prefix_reuse: bool) -> None:
-    """The last block as the head of the last exit is the whole model, if and only if it has seen every position."""
+    """The last block as head of the last exit equals the whole model only if it has seen every position."""
     target = target_of(family)
     fallback = EarlyExitDrafter(target, NUM_LAYERS - 1, target.new_exit_head(), prefix_reuse=prefix_reuse)
     lookup = Lookup(min_ngram=1, max_ngram=2, max_tokens=3)

@@ -25,7 +25,7 @@ PRECISIONS = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 
 @pytest.fixture
 def all_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pack small layers too, like those of the test models."""
+    """Pack small layers too, such as the layers of the test models."""
     monkeypatch.setattr(cpu_packed, "MIN_BYTES", 0)
 
 

@@ -26,7 +26,7 @@ def test_every_entry_is_a_class_of_that_name(name: str) -> None:
     assert has_bit_exact_mode(name) is runner.has_bit_exact_mode
 
 
-def test_the_plain_runner_is_registered_and_bit_exact_runners_are_found_by_asking() -> None:
+def test_plain_runner_is_registered_and_bit_exact_runners_are_found() -> None:
     assert PLAIN_RUNNER in RUNNERS
     assert bit_exact_runners() == ("static",)
 

@@ -424,7 +424,7 @@ HOOK_TABLES = ("_forward_hooks", "_forward_pre_hooks", "_forward_hooks_with_kwar
 
 
 def traces(model: PreTrainedModel) -> dict[str, Any]:
-    """Everything that could change on a model: its modules, their attributes, hooks and weights, and its configuration."""
+    """The modules of a model, their attributes, hooks and weights, and the configuration."""
     return {
         "modules": {name: (id(module), type(module), module.training) for name, module in model.named_modules()},
         "attributes": {name: sorted(vars(module)) for name, module in model.named_modules()},
@@ -484,7 +484,7 @@ USES: dict[str, Callable[[Target], object]] = {
 
 @pytest.mark.parametrize("use", USES)
 @pytest.mark.parametrize("family", sorted(PROMISED))
-def test_use_leaves_nothing_behind_on_the_model(family: str, use: str) -> None:
+def test_use_leaves_the_model_unchanged(family: str, use: str) -> None:
     model = build(family)
     before = traces(model)
     USES[use](Target(model))

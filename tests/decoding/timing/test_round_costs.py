@@ -45,7 +45,7 @@ class Clock:
 
 @dataclass
 class TimedDrafter:
-    """Computes nothing and takes as long as it is told; remembers where it was asked to draft."""
+    """A drafter that computes nothing, takes scripted seconds and records the positions of its drafts."""
 
     clock: Clock
     draft_seconds: float = 0.5
@@ -57,7 +57,7 @@ class TimedDrafter:
     most: int = 64
     disturbed: dict[tuple[int, int], float] = field(default_factory=dict)
     """Extra seconds of the verification of this sweep and width."""
-    places: set[tuple[int, int]] = field(default_factory=set)
+    positions: set[tuple[int, int]] = field(default_factory=set)
     asked: list[int] = field(default_factory=list)
 
     def prefill(self, text: TokenSequence, cache: KVCache) -> Tensor:
@@ -74,7 +74,7 @@ class TimedDrafter:
         limit: int,
     ) -> Proposal:
         assert controller.limit() == limit
-        self.places.add((cache.length, text.length))
+        self.positions.add((cache.length, text.length))
         self.asked.append(limit)
         drafted = min(limit, self.most)
         self.clock.seconds += drafted * self.draft_seconds + (self.first_seconds if drafted else 0.0)
@@ -107,7 +107,7 @@ def measure(max_tokens: int, **settings: object) -> RoundCosts:
     return measure_round_costs(TimedTarget(clock), TimedDrafter(clock, **settings), max_tokens, clock=clock)
 
 
-def test_costs_are_in_plain_passes_and_widths_between_those_timed_are_interpolated() -> None:
+def test_costs_are_in_plain_passes_and_widths_are_interpolated() -> None:
     costs = measure(9)
     assert costs.draft_step == 0.25  # 0.5 s of 2 s
     # (2 + 0.1 n^2) s of 2 s at 0, 1, 2, 3, 4, 6, 8, 9; half-way between 1.8 and 2.8, and between 2.8 and 4.2.
@@ -159,7 +159,7 @@ def test_load_that_slows_everything_alike_changes_nothing() -> None:
     assert measure_round_costs(target, drafter, 9, clock=clock) == measure(9)
 
 
-def test_what_the_first_step_of_a_draft_takes_more_is_counted_to_the_verification() -> None:
+def test_extra_time_of_the_first_draft_step_counts_as_verification() -> None:
     costs, even = measure(4, first_seconds=0.6), measure(4)
     for num_drafted in range(1, 5):
         # 0.5 s a step and 0.6 s more for the first, of 2 s for a plain one.
@@ -177,25 +177,25 @@ def test_a_rule_that_looks_at_each_token_pays_for_it() -> None:
     assert costs.looking().look == 0.0, "paid once"
 
 
-def test_every_draft_begins_behind_the_same_text() -> None:
+def test_every_draft_begins_after_the_same_text() -> None:
     clock = Clock()
     drafter = TimedDrafter(clock)
     measure_round_costs(TimedTarget(clock), drafter, 4, prompt_length=10, clock=clock)
-    assert drafter.places == {(10, 11)}
+    assert drafter.positions == {(10, 11)}
 
 
 @pytest.mark.parametrize(
-    ("context_length", "max_tokens", "place", "longest"),
+    ("context_length", "max_tokens", "position", "longest"),
     [(256, 8, 64, 8), (40, 8, 31, 8), (12, 16, 1, 10), (3, 8, 1, 1)],
 )
 def test_prompt_gives_way_to_the_drafts_and_the_drafts_to_the_context(
-    context_length: int, max_tokens: int, place: int, longest: int
+    context_length: int, max_tokens: int, position: int, longest: int
 ) -> None:
     clock = Clock()
     target, drafter = TimedTarget(clock), TimedDrafter(clock)
     target.config.max_position_embeddings = context_length
     costs = measure_round_costs(target, drafter, max_tokens, clock=clock)
-    assert drafter.places == {(place, place + 1)}
+    assert drafter.positions == {(position, position + 1)}
     assert max(drafter.asked) == len(costs.verify) - 1 == longest
 
 
@@ -234,9 +234,9 @@ def test_rounds_of_several_texts_are_passes_of_all(prefix_reuse: bool, monkeypat
     costs = measure_round_costs(target, drafter, 2, num_sequences=3, prompt_length=9, budget_seconds=0.0)
     assert len(costs.verify) == 3
     assert {rows for rows, _ in asked} == {(0, 1, 2)}
-    # Plain steps behind the prompts, between them rounds of 0, 1 and 2 drafts: each draft a step, then one verification.
+    # Plain steps after the prompts, and between them rounds of 0, 1 and 2 drafts: a step for each, then one verification.
     sweep = [{(9, 1)}] + [{(9, 1)}] * 2 + [{(9, 1)}, {(9, 2)}, {(9, 1)}] + [{(9, 1)}, {(10, 1)}, {(9, 3)}, {(9, 1)}]
-    assert [places for _, places in asked[: len(sweep)]] == sweep
+    assert [positions for _, positions in asked[: len(sweep)]] == sweep
 
 
 def test_rounds_of_several_texts_are_measured_with_whatever_drafts(tmp_path: Path) -> None:
@@ -270,7 +270,7 @@ def test_real_drafter_is_measured_and_left_as_it_was(prefix_reuse: bool) -> None
 
 
 @pytest.mark.parametrize("lookup", [PromptLookup(), PromptLookup(max_ngram=32, min_ngram=32)])
-def test_copies_are_measured_to_the_longest_behind_a_prompt_that_repeats_itself(lookup: PromptLookup) -> None:
+def test_copies_up_to_the_longest_are_measured_on_a_repetitive_prompt(lookup: PromptLookup) -> None:
     target = tiny_target()
     costs = measure_round_costs(target, PromptLookupDrafter(target, lookup), 9, budget_seconds=0.0)
     assert len(costs.verify) == 10

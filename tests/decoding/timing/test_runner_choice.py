@@ -1,4 +1,4 @@
-"""Which runner is taken, and why."""
+"""The choice of a runner and its reason."""
 
 from __future__ import annotations
 

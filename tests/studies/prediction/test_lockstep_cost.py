@@ -1,4 +1,4 @@
-"""Sequences in lockstep: predicted passes equal those of decoding; their cost."""
+"""Sequences in lockstep: predicted passes equal the passes of decoding, and have a cost."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def survey(target: Target, requests: list[Request], tmp_path_factory: pytest.Tem
 
 
 def rounds_of(decoder: Decoder, requests: Sequence[Request]) -> list[list[ReplayedRound]]:
-    """What each text's rounds are, from real decoding of it alone: as many passes as drafts, for rules that draw from each."""
+    """The rounds of each sequence when it is decoded alone, with a draft in every pass for rules that draw."""
     return [
         [
             ReplayedRound(
@@ -115,7 +115,7 @@ def test_passes_are_those_of_decoding(
         assert len({num_texts for num_texts, _ in passes}) > 1
 
 
-def test_pass_costs_what_the_dearest_text_in_it_asks_for() -> None:
+def test_pass_costs_as_much_as_its_most_expensive_sequence() -> None:
     together = LockstepBatches(((0, 1),))
     texts = [[ReplayedRound(2, 2, 2)], [ReplayedRound(1, 1, 0), ReplayedRound(0, 0, 0)]]
     # Two draft steps, the first of both; both verifications together, as wide as the wider; the rest of the second text.

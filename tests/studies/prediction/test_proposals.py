@@ -23,7 +23,7 @@ NUM_LAYERS = 6
 
 @dataclass
 class MadeUp:
-    """Rates drafts by what leaving out each sublayer does: `harm` off the tokens per round, a fixed saving off its cost."""
+    """A predictor in which each skipped sublayer costs `harm` tokens per round and saves a fixed time."""
 
     harm: dict[tuple[str, int], float]
     looked_at: list[LayerSkip] = field(default_factory=list)
@@ -108,13 +108,13 @@ def test_effort_is_bounded_and_the_best_come_first(space: SkipSpace) -> None:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_knapsacks_do_the_least_harm_for_what_they_save(seed: int) -> None:
-    harms = [((seed + 3) * (place + 2) * 37 % 19 + 1) / 10 for place in range(7)]
-    savings = [1.0 + (place % 2) for place in range(7)]
+    harms = [((seed + 3) * (index + 2) * 37 % 19 + 1) / 10 for index in range(7)]
+    savings = [1.0 + (index % 2) for index in range(7)]
     for chosen in knapsacks(harms, savings, 6):
-        harm, saved = (sum(values[place] for place in chosen) for values in (harms, savings))
+        harm, saved = (sum(values[index] for index in chosen) for values in (harms, savings))
         others = [other for size in range(8) for other in combinations(range(7), size)]
-        enough = [other for other in others if sum(savings[place] for place in other) >= saved - 1e-9]
-        assert harm == pytest.approx(min(sum(harms[place] for place in other) for other in enough))
+        enough = [other for other in others if sum(savings[index] for index in other) >= saved - 1e-9]
+        assert harm == pytest.approx(min(sum(harms[index] for index in other) for other in enough))
 
 
 def test_knapsacks_save_more_and_more() -> None:

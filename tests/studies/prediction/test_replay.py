@@ -108,9 +108,9 @@ def test_rule_without_memory_stops_as_in_decoding_up_to_a_rejection(target: Targ
     real = decoded(target, 4, TopProbability(max_tokens=6, threshold=0.5))
     (rounds,) = watched.rounds
     assert [accepted for _, accepted in rounds] == [each.num_accepted for each in real]
-    all_accepted = [place for place, each in enumerate(real) if each.num_accepted == each.num_drafted]
-    assert len({real[place].num_drafted for place in all_accepted}) > 1
-    assert [rounds[place][0] for place in all_accepted] == [real[place].num_drafted for place in all_accepted]
+    all_accepted = [index for index, each in enumerate(real) if each.num_accepted == each.num_drafted]
+    assert len({real[index].num_drafted for index in all_accepted}) > 1
+    assert [rounds[index][0] for index in all_accepted] == [real[index].num_drafted for index in all_accepted]
 
 
 @pytest.mark.parametrize(

@@ -91,16 +91,16 @@ def test_sampled_copies_are_accepted_as_often_as_their_tokens_are_likely(
         ]
         for t, seed in [(0.0, 0), *((2.0, seed) for seed in range(60))]
     )
-    where_right = [place for place, num in enumerate(greedy) if num]
+    where_right = [index for index, num in enumerate(greedy) if num]
     assert where_right
-    assert all(not each[place] for each in sampled for place in range(len(greedy)) if place not in where_right)
-    share = sum(bool(each[place]) for each in sampled for place in where_right) / (len(sampled) * len(where_right))
+    assert all(not each[index] for each in sampled for index in range(len(greedy)) if index not in where_right)
+    share = sum(bool(each[index]) for each in sampled for index in where_right) / (len(sampled) * len(where_right))
     expected = []
     with torch.inference_mode():
         for prompt, text in zip(PROMPTS, texts, strict=True):
             logits = target.model(torch.tensor([[*prompt, *text[:-1]]])).logits[0, len(prompt) :]
             expected += torch.softmax(logits / 2.0, -1).gather(1, torch.tensor(text[1:])[:, None])[:, 0].tolist()
-    assert share == pytest.approx(sum(expected[place] for place in where_right) / len(where_right), abs=0.04)
+    assert share == pytest.approx(sum(expected[index] for index in where_right) / len(where_right), abs=0.04)
 
 
 @pytest.mark.parametrize(

@@ -44,9 +44,11 @@ def texts(target: Target) -> list[tuple[int, ...]]:
 
 
 @torch.inference_mode()
-def first_drafts(target: Target, skip: LayerSkip, prompt: Sequence[int], text: Sequence[int], place: int) -> list[int]:
-    """Return the draft of a real drafter in the round after `place` tokens of the continuation."""
-    written = [*prompt, *text[:place]]
+def first_drafts(
+    target: Target, skip: LayerSkip, prompt: Sequence[int], text: Sequence[int], position: int
+) -> list[int]:
+    """Return the draft of a real drafter in the round after `position` tokens of the continuation."""
+    written = [*prompt, *text[:position]]
     held, cache = TokenSequence(written, len(written) + 5, target.device), target.new_cache(len(written) + 5)
     target.forward(held.span(0, held.length), cache, 0)
     cache.length = held.length - 1
@@ -61,12 +63,12 @@ def test_recorded_rounds_are_rounds_of_a_real_drafter(
     recordings = Survey(target, PROMPTS, texts, depth=4).record(skip)
     assert [len(recording.matches) for recording in recordings] == [23, 16]
     for prompt, text, recording in zip(PROMPTS, texts, recordings, strict=False):
-        for place in range(1, len(text) - 4, 4):
-            drafted = first_drafts(target, skip, prompt, text, place)
-            right = [token == known for token, known in zip(drafted, text[place : place + 4], strict=True)]
+        for position in range(1, len(text) - 4, 4):
+            drafted = first_drafts(target, skip, prompt, text, position)
+            right = [token == known for token, known in zip(drafted, text[position : position + 4], strict=True)]
             # A real draft follows the sequence up to its first mistake; later drafts differ.
             tested = right.index(False) + 1 if False in right else 4
-            assert list(recording.matches[place - 1 : place - 1 + tested]) == right[:tested]
+            assert list(recording.matches[position - 1 : position - 1 + tested]) == right[:tested]
     assert 0.1 < recordings[0].agreement < 1.0
 
 

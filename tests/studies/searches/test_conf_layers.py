@@ -55,7 +55,7 @@ def test_thresholds_of_immediate_neighbours(lam: float, expected: list[int]) -> 
 
 
 def test_the_window_grows_with_depth_and_curvature() -> None:
-    # z of (0, 0, 0, 0, 3, 0, 0, 0): 3 at block 5, the rest equal. Gradient twice is 0 at the first two places (k = 2, A = 10).
+    # z of (0, 0, 0, 0, 3, 0, 0, 0): 3 at block 5, the rest equal. Gradient twice is 0 at the first two indices (k = 2, A = 10).
     # Uncapped, blocks far after the peak see it in a window that has grown and fall below their neighbours' mean; with
     # immediate neighbours only blocks 4 and 6 do.
     values = [0.0, 0.0, 0.0, 0.0, 3.0, 0.0, 0.0, 0.0]
@@ -109,7 +109,7 @@ def test_sublayer_entropy_is_the_certainty_of_both_branches() -> None:
 
 
 def _problem() -> Problem:
-    texts = tuple(tuple((index * 5 + place) % 60 + 2 for place in range(40)) for index in range(4))
+    texts = tuple(tuple((index * 5 + position) % 60 + 2 for position in range(40)) for index in range(4))
     return Problem(tiny_target(8), prompts=texts, continuations=texts, earlier={}, seed=0)
 
 

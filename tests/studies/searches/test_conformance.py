@@ -36,7 +36,7 @@ SMALL = {"max_tokens": 3, "num_surveyed": 20, "survey_tokens": 32, "pool_tokens"
 
 @pytest.fixture(scope="module")
 def problem(tmp_path_factory: pytest.TempPathFactory) -> Problem:
-    """A problem that gives a study all it may ask for: heads, costs and earlier trials."""
+    """A problem with heads, costs and earlier trials."""
     target = tiny_target(6)
     prompts = tuple(tuple((seed * 11 + index * 5) % 60 + 2 for index in range(5 + seed)) for seed in range(4))
     plain = plain_decoder(target)

@@ -33,7 +33,7 @@ STEPS = (0.2, 0.4, 0.8)
 
 @pytest.fixture(autouse=True)
 def timed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Measured costs are made up, in the order they are asked for; the longest drafts that were asked for."""
+    """Replace measured costs by made-up ones; the list holds the longest draft of each measurement."""
     asked: list[int] = []
 
     def costs(target: Target, drafter: Any, max_tokens: int, *, num_sequences: int) -> RoundCosts:
@@ -48,7 +48,7 @@ def timed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 @pytest.fixture(scope="module")
 def problem() -> Problem:
     target = tiny_target(NUM_LAYERS)
-    prompts = tuple(tuple((seed * 11 + place * 5) % 60 + 2 for place in range(5 + seed)) for seed in range(6))
+    prompts = tuple(tuple((seed * 11 + index * 5) % 60 + 2 for index in range(5 + seed)) for seed in range(6))
     texts = tuple(
         plain_decoder(target).generate(Request(prompt, Ending(16 + 4 * seed))).tokens
         for seed, prompt in enumerate(prompts)

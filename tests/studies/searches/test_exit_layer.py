@@ -73,7 +73,7 @@ def limited(target: Target, **settings: Any) -> Study:
 
 
 def begun(study: ExitLayer) -> list[Candidate]:
-    """What the study proposes of its starts, in order."""
+    """The candidates that the study proposes first, in order."""
     stored = optuna.create_study(sampler=study.setup().sampler)
     for start in study.setup().starts:
         stored.enqueue_trial(dict(start))

@@ -34,7 +34,7 @@ SMALL: dict[str, Any] = {"num_surveyed": 40, "max_tokens": 6}
 @pytest.fixture(scope="module")
 def problem() -> Problem:
     target = tiny_target(NUM_LAYERS)
-    prompts = tuple(tuple((seed * 11 + place * 5) % 60 + 2 for place in range(5 + seed)) for seed in range(5))
+    prompts = tuple(tuple((seed * 11 + index * 5) % 60 + 2 for index in range(5 + seed)) for seed in range(5))
     texts = tuple(plain_decoder(target).generate(Request(prompt, Ending(24))).tokens for prompt in prompts)
     return Problem(target, prompts, texts, earlier={}, seed=0, costs=lambda most: made_up_costs(target, most))
 
@@ -47,7 +47,7 @@ def with_heads(problem: Problem, tmp_path_factory: pytest.TempPathFactory) -> Pr
 
 
 def run(study: Study, trials: int, speed: Callable[[Candidate, dict[str, Any]], float]) -> list[TrialRecord]:
-    """Trials whose speed-up is made up, each told to the study before the next is asked for."""
+    """Run trials with made-up speed-ups; the study observes each before it proposes the next."""
     stored = optuna.create_study(sampler=study.setup().sampler, direction="maximize")
     records = []
     for number in range(trials):
@@ -196,8 +196,8 @@ def test_resumed_search_knows_the_drafts_that_joined(with_heads: Problem) -> Non
 
 
 def test_rating_ends_where_skip_sets_are_far_slower(problem: Problem) -> None:
-    """Texts that repeat themselves are copied nearly for nothing: no skip set of this model comes near."""
-    loop = tuple(place % 6 + 2 for place in range(40))
+    """Copies of a repetitive sequence cost almost nothing, so that no skip set of this model is as fast."""
+    loop = tuple(index % 6 + 2 for index in range(40))
     repeating = replace(problem, prompts=(loop[:16],), continuations=(loop[16:],))
     whole = Predicted.create(repeating, PredictedSettings(**SMALL))._rating.num_rated
     study = Joint.create(repeating, JointSettings(**SMALL, kinds=("skip_set", "lookup")))
@@ -272,7 +272,7 @@ def test_exit_that_the_model_does_not_have_is_refused(problem: Problem) -> None:
 
 
 def test_trials_of_batches_correct_the_predictions_for_batches(problem: Problem) -> None:
-    """Trials measure two batches of two texts, the last text is left out: twice as fast as predicted, and so is all else."""
+    """Trials measure two batches of two sequences at twice the predicted speed; the last sequence is left out."""
     assert problem.target.unbatchable_reason is None
     pairs = replace(problem, prompts=problem.prompts[:4], continuations=problem.continuations[:4], batch_size=2)
     study = Predicted.create(pairs, PredictedSettings(**SMALL, survey_tokens=30, pool_tokens=80))
@@ -286,7 +286,7 @@ def test_trials_of_batches_correct_the_predictions_for_batches(problem: Problem)
         wanted, notes = study.propose(trial)
         predicted = predictor.predict(wanted.draft, wanted.draft_length).replayed
         assert len(predicted.costs_per_token) == 2
-        samples = tuple(sample(2 / cost, place, batch=batch) for place, cost in enumerate(predicted.costs_per_token))
+        samples = tuple(sample(2 / cost, index, batch=batch) for index, cost in enumerate(predicted.costs_per_token))
         facts = {
             "study": study.name,
             "number": number,

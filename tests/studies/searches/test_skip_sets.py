@@ -60,14 +60,14 @@ def worth(draft: LayerSkip) -> float:
 
 
 def planted(draft: LayerSkip) -> float:
-    """A speed-up with a known best: attention of the blocks from 4 on is free to leave out, all else costs acceptance."""
+    """A speed-up with a known optimum: skipping attention from block 4 on is free, any other skip lowers acceptance."""
     free = sum(block >= 4 for block in draft.skip_attention)
     harmful = sum(block < 4 for block in draft.skip_attention) + len(draft.skip_mlp)
     return 1.0 + 0.1 * free - 0.05 * harmful
 
 
 class Run:
-    """A study and its trials in memory, each answered by `speedup`, where None is a failure."""
+    """A study with its trials in memory; `speedup` measures each, and None is a failure."""
 
     def __init__(self, problem: Problem, speedup: Speedup = planted, **settings: Any) -> None:
         self.study = create_study("skip_sets", problem, SkipSetsSettings(**settings))
@@ -85,7 +85,7 @@ class Run:
         return self
 
     def resumed(self, study: Study) -> Run:
-        """The same storage in another process: the sampler is a new one, and the records are told again."""
+        """The same storage in another process, with a new sampler that observes the records again."""
         for record in self.records:
             study.observe(TrialRecord.model_validate_json(record.model_dump_json()))
         self.study, self._stored.sampler = study, study.setup().sampler
@@ -171,7 +171,7 @@ def test_another_seed_is_another_search(problem: Problem, method: str) -> None:
 
 def test_random_sets_are_all_alike_in_chance() -> None:
     switches = Switches.of_middle_blocks(4)
-    drawn = [switches.random(np.random.default_rng([0, place]), 2) for place in range(600)]
+    drawn = [switches.random(np.random.default_rng([0, index]), 2) for index in range(600)]
     counts = np.sum(drawn, axis=0)
     assert set(np.sum(drawn, axis=1)) == {2.0}
     assert counts == pytest.approx(np.full(4, 300), abs=60)  # 5 deviations of a half chance
@@ -226,7 +226,7 @@ def test_swift_asks_the_process_for_every_25th_candidate(problem: Problem, monke
         ([0.2, 0.95, 0.1], {"max_candidates": 7}, "7 candidates scored", 7),
         ([0.2, 0.5, 0.1], {"tolerance": 30}, "no better matchness in 30 candidates", 32),
         ([0.2, 0.5, 0.1], {}, "no better matchness in 300 candidates", 302),
-        ([0.001 * place for place in range(900)], {"max_matchness": 1.0}, "1000 candidates scored", 1000),
+        ([0.001 * index for index in range(900)], {"max_matchness": 1.0}, "1000 candidates scored", 1000),
     ],
 )
 @pytest.mark.usefixtures("fake_matchness")
@@ -239,8 +239,8 @@ def test_swift_stops_as_its_code_does(
     num_scored: int,
 ) -> None:
     run = Run(problem, method="swift", swift=settings, max_trials=2000)
-    place = iter(range(2000))
-    monkeypatch.setattr(Swift, "matchness", lambda self, draft: scores[min(next(place), len(scores) - 1)])
+    index = iter(range(2000))
+    monkeypatch.setattr(Swift, "matchness", lambda self, draft: scores[min(next(index), len(scores) - 1)])
     run.go(1500)
     assert run.study.finished() == reason
     assert run.records[-1].notes["num_scored"] == num_scored

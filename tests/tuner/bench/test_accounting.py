@@ -1,4 +1,4 @@
-"""Where a profile's time goes: passes and what is around them, and what the rounds should have cost."""
+"""The account of a profile's time: passes, the time between them, and the expected cost of the rounds."""
 
 from __future__ import annotations
 

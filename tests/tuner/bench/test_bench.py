@@ -73,7 +73,7 @@ def flat(text: str) -> str:
 
 
 def measured(fingerprint: str, **sizes: int) -> Measured:
-    """What a search writes of its confirmation."""
+    """The confirmation that a search writes into a profile."""
     facts = {"tuning_prompts": 4, "held_out_prompts": 3, "max_new_tokens": 30, **sizes}
     return Measured(
         speedup=Interval(value=1.2, ci95=(1.1, 1.3)),
@@ -243,7 +243,7 @@ def test_another_text_is_told_apart(
 
 def test_texts_within_the_prefill_have_no_rate() -> None:
     def entry(name: str, decoded: Sequence[int]) -> Entry:
-        return Entry(name, name, {}, tuple(text_sample(1.0, place, decode_tokens=n) for place, n in enumerate(decoded)))
+        return Entry(name, name, {}, tuple(text_sample(1.0, index, decode_tokens=n) for index, n in enumerate(decoded)))
 
     long, short = entry("profile", [20] * 4), entry("hf-early-exit", [20, 7, 20, 20])
     kept, left_out, counted = comparable([long, entry("plain", [20] * 4), short])
@@ -352,17 +352,17 @@ def test_intervals_are_those_of_a_measurement_and_repeats_count_once() -> None:
     plain, drafted = (4.0, 5.0, 7.0), (2.0, 2.0, 3.0)
     pairs = list(enumerate(zip(plain, drafted, strict=True)))
     expected = Measurement(
-        samples=tuple(sample(1.0, place, plain_seconds=a, draft_seconds=b) for place, (a, b) in pairs)
+        samples=tuple(sample(1.0, index, plain_seconds=a, draft_seconds=b) for index, (a, b) in pairs)
     ).speedup_interval()
     once = made_up(
-        plain=[text_sample(a, place) for place, (a, _) in pairs],
-        profile=[text_sample(b, place) for place, (_, b) in pairs],
+        plain=[text_sample(a, index) for index, (a, _) in pairs],
+        profile=[text_sample(b, index) for index, (_, b) in pairs],
     )
     assert once.over("profile", "plain") == expected
     # Repeats that took half a second more and less are the same figure, and no narrower interval.
     twice = made_up(
-        plain=[text_sample(a, place, repeat) for repeat in (0, 1) for place, (a, _) in pairs],
-        profile=[text_sample(b + 0.5 - repeat, place, repeat) for repeat in (0, 1) for place, (_, b) in pairs],
+        plain=[text_sample(a, index, repeat) for repeat in (0, 1) for index, (a, _) in pairs],
+        profile=[text_sample(b + 0.5 - repeat, index, repeat) for repeat in (0, 1) for index, (_, b) in pairs],
     )
     assert twice.over("profile", "plain") == expected
     assert once.rate("plain").value == pytest.approx(10 / (16 / 3))
@@ -373,7 +373,7 @@ def test_intervals_are_those_of_a_measurement_and_repeats_count_once() -> None:
 
 
 def test_prompts_that_do_not_count_are_in_no_rate() -> None:
-    samples = [text_sample(2.0, place) for place in range(3)]
+    samples = [text_sample(2.0, index) for index in range(3)]
     result = made_up(plain=[*samples, text_sample(9.0, 3, decode_tokens=2)], profile=[*samples, text_sample(1.0, 3)])
     assert result.rate("plain").value == pytest.approx(5.0)
     assert result.over("profile", "plain").value == 1.0
@@ -381,8 +381,8 @@ def test_prompts_that_do_not_count_are_in_no_rate() -> None:
 
 
 def test_table_and_picture() -> None:
-    samples = [text_sample(2.0 + place, place) for place in range(3)]
-    different = [each.model_copy(update={"identical": False, "tie": place == 1}) for place, each in enumerate(samples)]
+    samples = [text_sample(2.0 + index, index) for index in range(3)]
+    different = [each.model_copy(update={"identical": False, "tie": index == 1}) for index, each in enumerate(samples)]
     result = made_up(profile=samples, plain=samples, hf=different)
     console = io.StringIO()
     from rich.console import Console
@@ -553,7 +553,7 @@ def test_a_batch_has_one_rate_over_its_sequences_and_is_one_sample() -> None:
     assert list(result.entries["plain"].seconds_per_token((0, 1, 2))) == pytest.approx([0.1, 0.125, 0.175])
     # As if each batch were a single text with the tokens of both.
     whole = {
-        name: [text_sample(seconds, place, decode_tokens=40) for place, seconds in enumerate(taken)]
+        name: [text_sample(seconds, index, decode_tokens=40) for index, seconds in enumerate(taken)]
         for name, taken in {"plain": (4.0, 5.0, 7.0), "profile": (2.0, 2.0, 3.0)}.items()
     }
     assert result.over("profile", "plain").ci95 == pytest.approx(made_up(**whole).over("profile", "plain").ci95)

@@ -18,7 +18,7 @@ CLOCK = WallClock(torch.device("cpu"))
 
 
 class Scripted:
-    """Writes the same tokens whatever the prompts, notes when it was its turn, and fails at one prompt if told to."""
+    """A contestant that always writes the same tokens, notes its turns, and can fail at one prompt."""
 
     settings: Mapping[str, Any] = {}
 

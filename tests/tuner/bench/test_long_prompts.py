@@ -1,4 +1,4 @@
-"""Prompts of a wanted length: what stands in front, what is cut, and what there is too little of."""
+"""Prompts of a wanted length: texts put before them, cuts, and too little text."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_too_little_text_is_told() -> None:
 
 def test_no_room_beside_special_tokens_is_told() -> None:
     class Marked:
-        """A mark in front of every text."""
+        """A tokenizer that puts a mark before every text."""
 
         def __call__(self, text: str, **_: Any) -> dict[str, list[int]]:
             return {"input_ids": [0, *TOKENIZER(text)["input_ids"]]}

@@ -17,7 +17,7 @@ from tuner.bench.contest import Prompts
 from tuner.bench.stock_generation import EarlyExitGeneration, StockGeneration, exits_to_try, fastest_exit
 from tuner.measuring.recording import TimedSequence
 
-PROMPTS = [tuple((seed * 11 + place * 5) % 60 + 2 for place in range(6 + seed)) for seed in range(4)]
+PROMPTS = [tuple((seed * 11 + index * 5) % 60 + 2 for index in range(6 + seed)) for seed in range(4)]
 OPTIONS: dict[str, dict[str, Any]] = {
     "dynamic": {},
     "static": {"cache_implementation": "static", "max_cache_len": 64},

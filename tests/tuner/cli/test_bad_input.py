@@ -1,4 +1,4 @@
-"""What users get wrong: one line on stderr that says what would be right, status 2, no traceback, nothing written or lost."""
+"""Bad input: one line on stderr that says what would be right, status 2, no traceback, nothing written or lost."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ def test_every_step_is_a_command_with_flags_that_it_has(tmp_path: Path) -> None:
         command.make_context(name, arguments)  # raises for an unknown flag
 
 
-def test_batches_are_benched_behind_single_texts_on_prompts_that_the_search_held_out(tmp_path: Path) -> None:
+def test_single_sequences_then_batches_are_benched_on_held_out_prompts(tmp_path: Path) -> None:
     steps = {step.name: step.arguments for step in plan(tmp_path, "cuda", "8b", 120)}
     names = list(steps)
     first = names.index("bench")

@@ -198,7 +198,7 @@ def test_model_whose_context_has_no_room_is_refused() -> None:
 
 
 class TimedTarget(Target):
-    """The real model, whose whole passes take 2 s and half a second for each token beyond the first."""
+    """The real model, whose whole passes take 2 s, and 0.5 s for each token after the first."""
 
     def __init__(self, clock: Clock) -> None:
         super().__init__(tiny_llama())
@@ -210,7 +210,7 @@ class TimedTarget(Target):
 
 
 @torch.inference_mode()
-def test_passes_are_timed_behind_the_prompt_which_is_read_outside_the_time() -> None:
+def test_passes_are_timed_after_the_untimed_pass_of_the_prompt() -> None:
     clock = Clock()
     target = TimedTarget(clock)
     timer = PassTimer(target, most_tokens=5, seed=0, clock=clock)
@@ -299,7 +299,7 @@ def test_passes_of_several_texts_are_shared_by_all(each: Pass, monkeypatch: pyte
 
     monkeypatch.setattr(target.runner, "run_shared_pass", watched)
     timer = PassTimer(target, most_tokens=5, num_sequences=3, seed=0, clock=clock)
-    timer(each)  # which may look at what stands in front of a block
+    timer(each)  # it may look at the sub-layers before a block
     shared.clear()
     assert timer(each) == 3.0
     steps = 3 if isinstance(each, DraftStep) else 1
@@ -312,7 +312,7 @@ def test_table_of_several_texts_is_monotone() -> None:
 
 
 @pytest.mark.parametrize("family", SUPPORTED)
-def test_table_of_every_family_foretells_positive_and_monotone_costs(family: str) -> None:
+def test_table_of_every_family_predicts_positive_and_monotone_costs(family: str) -> None:
     target = target_of(family)
     table = measure_cost_table(target, max_tokens=4, contexts=(8, 24), budget_seconds=0.0)
     assert_monotone(table, max_tokens=4)

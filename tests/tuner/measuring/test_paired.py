@@ -191,23 +191,23 @@ def test_costs_that_a_rule_brings_along_are_its_own_alone(timed: list[int]) -> N
     bench = _bench(max_new_tokens=10)
     foreign = RoundCosts(draft_step=7.0, verify=(1.0,) * 9)
     bench.measure(candidate((1, 3), BetaThompson(costs=foreign)), range(2))
-    learnt = bench.warm_up_rule(candidate((1, 3), BetaThompson()), range(2)).draft_length
-    assert isinstance(learnt, CostAwareRule)
-    assert learnt.known_costs().draft_step == pytest.approx(0.1)
+    warmed_up = bench.warm_up_rule(candidate((1, 3), BetaThompson()), range(2)).draft_length
+    assert isinstance(warmed_up, CostAwareRule)
+    assert warmed_up.known_costs().draft_step == pytest.approx(0.1)
 
 
 @pytest.mark.parametrize("rule", [BetaThompson(max_tokens=4), CalibratedThompson(max_tokens=4, persistent=True)])
-def test_rule_that_weighs_costs_is_taught(timed: list[int], rule: CostAwareRule) -> None:
-    taught = _bench().warm_up_rule(candidate((1, 3), rule), range(3))
-    assert taught.draft == candidate((1, 3)).draft
-    learnt = taught.draft_length
-    assert isinstance(learnt, CostAwareRule)
-    assert learnt.costs == RoundCosts(draft_step=0.1, verify=(1.0,) * 5)
-    assert learnt.model_dump(exclude={"costs", "prior", "gain"}) == rule.model_dump(exclude={"costs", "prior", "gain"})
-    assert learnt.model_dump(include={"prior"}) != rule.model_dump(include={"prior"})
+def test_cost_aware_rule_is_warmed_up(timed: list[int], rule: CostAwareRule) -> None:
+    warmed_up = _bench().warm_up_rule(candidate((1, 3), rule), range(3))
+    assert warmed_up.draft == candidate((1, 3)).draft
+    adapted = warmed_up.draft_length
+    assert isinstance(adapted, CostAwareRule)
+    assert adapted.costs == RoundCosts(draft_step=0.1, verify=(1.0,) * 5)
+    assert adapted.model_dump(exclude={"costs", "prior", "gain"}) == rule.model_dump(exclude={"costs", "prior", "gain"})
+    assert adapted.model_dump(include={"prior"}) != rule.model_dump(include={"prior"})
 
 
-def test_other_rules_are_not_taught(timed: list[int]) -> None:
+def test_other_rules_are_not_warmed_up(timed: list[int]) -> None:
     bench = _bench()
     for wanted in (*CANDIDATES, Candidate(draft=PlainDecoding(), draft_length=Fixed())):
         assert bench.warm_up_rule(wanted, range(3)) == wanted
@@ -240,7 +240,7 @@ def test_heads_of_the_bench_are_drafted_with(tmp_path: Path) -> None:
     draft = write_heads(target, tmp_path, [5])[5]
     bench = bench_on(target, PROMPTS, heads=HeadFolder(target, tmp_path))
     measured = bench.measure(Candidate(draft=draft, draft_length=Fixed(max_tokens=3)), range(5))
-    assert measured.acceptance_rate == 1.0, "the last block behind all others is the model itself"
+    assert measured.acceptance_rate == 1.0, "the last block after all others is the model itself"
     without = Candidate(draft=EarlyExit(exit_layer=5), draft_length=Fixed(max_tokens=3))
     assert bench.measure(without, range(5)).acceptance_rate < 1.0
     assert measured.num_identical == 5
@@ -250,7 +250,7 @@ def test_heads_of_the_bench_are_drafted_with(tmp_path: Path) -> None:
 
 
 def _facts_of_texts(bench: Bench, wanted: Candidate, indices: Sequence[int]) -> list[tuple[int, int, int, int]]:
-    """Tokens, rounds, drafted and accepted, from a bench that decodes one by one, of the texts at each index together."""
+    """The sums of tokens, rounds, drafted and accepted tokens per index, from a bench that decodes one sequence at a time."""
     alone = _facts(bench.measure(wanted, [row for index in indices for row in (2 * index, 2 * index + 1)]))
     pairs = zip(alone[::2], alone[1::2], strict=True)
     return [tuple(one + other for one, other in zip(first[1:5], second[1:5], strict=True)) for first, second in pairs]
@@ -323,12 +323,14 @@ def test_costs_are_those_of_a_round_of_the_batch(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr("decoding.timing.draft_costs.measure_round_costs", costs)
     bench = _bench(batch_size=2)
-    taught = bench.warm_up_rule(candidate((1, 3), BetaThompson(max_tokens=3)), [0, 1])
+    warmed_up = bench.warm_up_rule(candidate((1, 3), BetaThompson(max_tokens=3)), [0, 1])
     assert asked == [2]
-    assert isinstance(taught.draft_length, CostAwareRule)
-    assert taught.draft_length.costs == RoundCosts(draft_step=0.1, verify=(1.0,) * 4)
-    assert taught.draft_length != BetaThompson(max_tokens=3, costs=taught.draft_length.costs), "it has learnt"
-    assert bench.measure(taught, bench.indices).num_identical == 4
+    assert isinstance(warmed_up.draft_length, CostAwareRule)
+    assert warmed_up.draft_length.costs == RoundCosts(draft_step=0.1, verify=(1.0,) * 4)
+    assert warmed_up.draft_length != BetaThompson(max_tokens=3, costs=warmed_up.draft_length.costs), (
+        "its prior has changed"
+    )
+    assert bench.measure(warmed_up, bench.indices).num_identical == 4
 
 
 def test_too_few_prompts_for_two_batches_are_refused_in_one_line() -> None:

@@ -1,4 +1,4 @@
-"""A search for batches, from the command to a profile whose texts are those of plain decoding."""
+"""A search for batches, from the command to a lossless profile."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def _records(study: str) -> list[TrialRecord]:
 
 
 @pytest.mark.usefixtures("rigged")
-def test_search_for_batches_yields_a_profile_that_writes_the_texts_of_plain_decoding(
+def test_search_for_batches_yields_a_lossless_profile(
     run_joint: SearchCommand, workplace: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sizes: set[int] = set()

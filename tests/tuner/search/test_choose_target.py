@@ -29,7 +29,7 @@ def test_runner_asked_for_by_name_is_taken(name: str) -> None:
     assert chosen(runner=name).runner.name == name
 
 
-def test_runner_asked_for_by_name_is_not_replaced_if_it_cannot_run_the_model() -> None:
+def test_runner_named_by_the_user_is_not_replaced_if_it_cannot_run() -> None:
     with pytest.raises(UnsupportedRunnerError, match="does not run with the runner 'static'"):
         chosen("bloom", runner="static")
     assert chosen("bloom", runner=AUTO).runner.name == "eager"

@@ -1,4 +1,4 @@
-"""What counts as a speed-up, and who is confirmed."""
+"""The decision that a candidate is faster, and the choice of candidates to confirm."""
 
 from __future__ import annotations
 

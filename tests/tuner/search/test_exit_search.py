@@ -69,7 +69,7 @@ def _runs(workplace: Path, kind: str = "search") -> list[Any]:
 
 
 @pytest.mark.usefixtures("rigged")
-def test_profile_with_a_head_is_written_whole_used_and_the_search_goes_on_with_the_same_heads_alone(
+def test_profile_with_a_head_is_used_and_the_search_resumes_with_its_heads(
     search: ExitSearch, workplace: Path, target: Target, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     heads = workplace.parent / "heads"
@@ -176,7 +176,7 @@ def test_missing_heads_are_distilled_first_and_their_seconds_counted_apart(searc
     assert "distilling exit heads for exit 3" in result.stderr
     head = read_facts(workplace.parent / "heads" / head_name(3))
     assert head.training is not None
-    assert (head.training.steps, len(head.training.prompts_sha256)) == (6, 10), "spare prompts were learnt from too"
+    assert (head.training.steps, len(head.training.prompts_sha256)) == (6, 10), "spare prompts were trained on too"
     (run,) = _runs(workplace)
     assert run.data.metrics["distillation_seconds"] == pytest.approx(head.training.seconds)
     assert run.data.metrics["search_seconds"] >= sum(record.seconds for record in _records(workplace)) > 0
@@ -221,8 +221,8 @@ def test_unfit_head_is_refused_before_anything_is_run(
     if made == "trained on held-out prompts":
         sizes = {"num_tuning": 8, "num_held_out": 6, "max_new_tokens": 12, "context_length": 256, "seed": 0}
         prompts = load_prompts(str(prompts_file), tiny_tokenizer(), group_column="file", **sizes)  # type: ignore[arg-type]
-        learnt = (prompt_sha256(prompts.held_out[3].token_ids),)
-        write_heads(target, heads, [5], training=training(prompts_sha256=learnt))
+        trained_on = (prompt_sha256(prompts.held_out[3].token_ids),)
+        write_heads(target, heads, [5], training=training(prompts_sha256=trained_on))
     elif made == "of another model":
         write_heads(tiny_target(seed=1), heads, [5])
     elif made == "damaged":

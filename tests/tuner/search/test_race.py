@@ -28,7 +28,7 @@ def steady(speed: Speed, *, is_identical: Callable[[int, int], bool] = lambda bl
 
 
 def scattered(speed: Speed, scatter: float) -> Answer:
-    """Speed-ups whose prompts are alike for all candidates, with noise of `scatter` that is new each time."""
+    """Speed-ups with the same effect of a prompt on all candidates, and fresh noise of `scatter`."""
     stream = np.random.default_rng(0)
 
     def answer(wanted: Candidate, index: int) -> PromptSample:

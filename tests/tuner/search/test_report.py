@@ -128,7 +128,7 @@ def test_the_final_table_fits_80_columns_with_interval_and_exactness() -> None:
 def test_the_final_table_of_batches_says_so_and_counts_prompts() -> None:
     batch = BatchTexts(count=4, identical=3, ties=1)
     samples = tuple(
-        sample(ratio, place, identical=False, tie=True, batch=batch) for place, ratio in enumerate([1.2, 1.3])
+        sample(ratio, index, identical=False, tie=True, batch=batch) for index, ratio in enumerate([1.2, 1.3])
     )
     text = _text(results_table([ResultRow("joint", "skip 2,3", Measurement(samples=samples))]), width=100)
     assert "Held-out prompts in batches of 4:" in text

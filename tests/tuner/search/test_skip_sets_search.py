@@ -16,12 +16,12 @@ from tuner.measuring.paired import Bench
 from tuner.search.storage import StudyStore, sqlite_url
 from tuner.search.trials import Budget, run_study
 
-PLACES = range(3)
+INDICES = range(3)
 
 
 @pytest.fixture(scope="module")
 def bench(target: Target) -> Bench:
-    prompts = [tuple((index * 7 + place * 5) % 60 + 2 for place in range(5 + index)) for index in range(4)]
+    prompts = [tuple((index * 7 + position * 5) % 60 + 2 for position in range(5 + index)) for index in range(4)]
     return bench_on(target, prompts, max_new_tokens=12)
 
 
@@ -29,7 +29,7 @@ def _run(folder: Path, bench: Bench, method: str, trials: int) -> list[TrialReco
     texts = bench.prompts, bench.continuations
     study = SkipSets(Problem(bench.target, *texts, earlier={}, seed=1), SkipSetsSettings(method=method))  # type: ignore[arg-type]
     stored = StudyStore(sqlite_url(folder / "trials.db"), "e").open(study, {})
-    return run_study(study, stored, bench, PLACES, Budget(trials, None), lambda record: None)[0]
+    return run_study(study, stored, bench, INDICES, Budget(trials, None), lambda record: None)[0]
 
 
 @pytest.mark.parametrize("method", ["random", "swift", "draft_verify", "tpe"])

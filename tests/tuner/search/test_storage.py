@@ -141,10 +141,10 @@ class Keeping(OneCandidate):
 
     def __init__(self, kept: Any = None, first: int = 0) -> None:
         super().__init__()
-        self._setup = replace(self._setup, starts=[{"place": first}, {"place": first + 1}], kept=kept)
+        self._setup = replace(self._setup, starts=[{"index": first}, {"index": first + 1}], kept=kept)
 
     def propose(self, trial: optuna.Trial) -> tuple[Candidate, dict[str, Any]]:
-        return candidate((trial.suggest_int("place", 0, 99),)), {}
+        return candidate((trial.suggest_int("index", 0, 99),)), {}
 
 
 def test_what_a_study_keeps_when_it_is_made_is_what_later_ones_get(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from tests.support.records import candidate, sample
 from tuner.search.storage import StudyStore, sqlite_url
 from tuner.search.trials import NUM_WARM_UP, Budget, run_study
 
-PLACES = range(6)
+INDICES = range(6)
 
 
 class Scripted(Study):
@@ -33,7 +33,7 @@ class Scripted(Study):
         return StudySetup({}, optuna.samplers.RandomSampler(seed=0))
 
     def propose(self, trial: optuna.Trial) -> tuple[Candidate, dict[str, Any]]:
-        return candidate(self._sets[len(self.observed)]), {"place": len(self.observed)}
+        return candidate(self._sets[len(self.observed)]), {"index": len(self.observed)}
 
     def observe(self, record: TrialRecord) -> None:
         self.observed.append(record)
@@ -47,7 +47,7 @@ def _run(
 ) -> tuple[list[TrialRecord], str, Scripted]:
     study = Scripted(sets)
     stored = StudyStore(sqlite_url(tmp_path / "trials.db"), "e").open(study, {})
-    records, ended = run_study(study, stored, bench, PLACES, budget or Budget(None, None), lambda record: None)
+    records, ended = run_study(study, stored, bench, INDICES, budget or Budget(None, None), lambda record: None)
     return records, ended, study
 
 
@@ -64,7 +64,7 @@ def test_a_rule_is_warmed_up_before_its_trial_and_recorded_as_proposed(tmp_path:
 
     bench = ScriptedBench(answer)
     records, _, _ = _run(tmp_path, [[3]], bench)
-    assert bench.warmed_up_on == [tuple(PLACES[:NUM_WARM_UP])]
+    assert bench.warmed_up_on == [tuple(INDICES[:NUM_WARM_UP])]
     assert all(measured), "the warmed-up rule is measured"
     assert not records[0].candidate.draft_length.persistent
 
@@ -75,7 +75,7 @@ def test_every_trial_is_measured_recorded_and_observed(tmp_path: Path) -> None:
     assert [record.state for record in records] == [TrialState.COMPLETE] * 2
     assert [len(record.measurement.samples) for record in records if record.measurement] == [6, 6]
     assert study.observed == records
-    assert [record.notes for record in records] == [{"place": 0}, {"place": 1}]
+    assert [record.notes for record in records] == [{"index": 0}, {"index": 1}]
 
 
 def test_a_set_met_before_is_not_measured_again(tmp_path: Path) -> None:
@@ -186,7 +186,7 @@ def test_no_trial_begins_when_the_seconds_are_spent(tmp_path: Path) -> None:
 
 
 class Clock:
-    """Stands in for the module `time`; work moves it on."""
+    """A replacement of the module `time` that advances by the seconds of the work."""
 
     def __init__(self) -> None:
         self.now = 100.0
@@ -223,7 +223,7 @@ def test_seconds_of_a_trial_are_those_of_thinking_and_of_measuring(
     monkeypatch.setattr("tuner.search.trials.time", clock)
     stored = StudyStore(sqlite_url(tmp_path / "trials.db"), "e").open(study := Thinking([[3], [4], [3]]), {})
     budget = Budget(None, None)
-    records, _ = run_study(study, stored, ScriptedBench(answer), PLACES, budget, show)
+    records, _ = run_study(study, stored, ScriptedBench(answer), INDICES, budget, show)
     # Learning from a trial (0.5 s) and deciding whether to go on (0.25 s) count with the next trial. A repeat is not measured.
     assert [record.seconds for record in records] == [62.25, 62.75, 2.75]
     assert budget.spent_seconds == 127.75

@@ -253,7 +253,7 @@ def test_the_shipped_model_is_stock_and_small() -> None:
     assert len(AutoTokenizer.from_pretrained(DEMO / "model")) == 4096
 
 
-def test_the_shipped_prompts_are_from_held_out_files_and_of_the_right_length() -> None:
+def test_shipped_prompts_are_from_held_out_files_and_of_the_right_length() -> None:
     prompts = [json.loads(line) for line in (DEMO / "prompts.jsonl").read_text().splitlines()]
     tokenizer = AutoTokenizer.from_pretrained(DEMO / "model")
     held_out = set(json.loads((DEMO / "held_out_files.json").read_text()))
@@ -266,7 +266,7 @@ def test_the_shipped_prompts_are_from_held_out_files_and_of_the_right_length() -
     assert sum(length > 256 for length in lengths) >= 24
 
 
-def test_the_shipped_lists_are_what_the_recipes_give_on_the_python_they_were_made_with(tmp_path: Path) -> None:
+def test_shipped_lists_are_the_output_of_the_recipes_on_their_python(tmp_path: Path) -> None:
     """On another interpreter the sources differ; there the recipes only have to run."""
     out, files = tmp_path / "prompts.jsonl", DEMO / "held_out_files.json"
     arguments = ["--model", str(DEMO / "model"), "--held-out", str(files), "--out", str(out)]

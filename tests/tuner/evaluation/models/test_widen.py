@@ -113,7 +113,7 @@ def test_epsilon_matters_and_is_rescaled() -> None:
 
 
 def test_drafts_are_the_source_s_too() -> None:
-    """Skipped sublayers and exits: every state on the way is the source's, not only the logits."""
+    """Hidden states after every block equal the states of the source, so that skips and exits are unchanged."""
     source, tokens = tiny_target(4), some_tokens()[:1]
     wide = Target(widen(source.model, EVERYTHING, dtype=torch.float32))
     draft = LayerSkip(skip_attention=(1, 2), skip_mlp=(2,))
@@ -129,7 +129,7 @@ def test_drafts_are_the_source_s_too() -> None:
 
 
 def test_no_weight_matrix_is_trivial() -> None:
-    """What meets zeros only is random: nothing but the silenced matrices and long heads' queries holds zeros."""
+    """Weights that meet only zeros are random; only silenced matrices and queries of longer heads hold zeros."""
     wide = widen(tiny_llama(2), EVERYTHING, dtype=torch.float32)
     for name, parameter in wide.named_parameters():
         if name.split(".")[-2] not in ("embed_tokens", "o_proj", "down_proj", "q_proj"):

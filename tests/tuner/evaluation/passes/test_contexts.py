@@ -1,4 +1,4 @@
-"""How rounds grow with the context."""
+"""The growth of rounds with the context."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from tests.support.tiny import tiny_llama
 from tuner.evaluation.passes.readiness import measure_readiness
 
 
-def test_candidates_differ_and_switching_is_the_difference_of_two_sequences() -> None:
+def test_candidates_differ_and_switching_cost_is_a_difference() -> None:
     target = Target(tiny_llama(6), lambda kinds, device: StaticRunner(kinds, device, compiled=False))
     measured = measure_readiness(target, num_candidates=3)
     assert len({each["draft"] for each in measured}) == 3

@@ -1,4 +1,4 @@
-"""What passes take by width and runner."""
+"""The time of passes by width and runner."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ PROMPT, TEXT = 16, 80  # tokens
 
 
 def written(model: torch.nn.Module, num: int) -> Tensor:
-    """Prompts and what the model writes behind them, greedily: [num, PROMPT + TEXT]."""
+    """Prompts with their greedy continuations: [num, PROMPT + TEXT]."""
     decoder = plain_decoder(Target(model))
     texts = [
         [*prompt, *decoder.generate(Request(prompt, Ending(TEXT))).tokens] for prompt in prompts(num, PROMPT, seed=1)
@@ -108,7 +108,7 @@ def test_real_decoding_accepts_as_forecast(twelve: Planted, texts: Tensor) -> No
         assert generation.num_accepted / generation.num_drafted > 0.85
 
 
-def test_silence_is_what_skipping_computes_and_leaves_nothing_behind(twelve: Planted, texts: Tensor) -> None:
+def test_silence_is_what_skipping_computes_and_leaves_the_model_unchanged(twelve: Planted, texts: Tensor) -> None:
     skip, target = twelve.sets.important, Target(twelve.model)
     before = twelve.model(texts[:1]).logits
     with silenced(twelve.model, skip):

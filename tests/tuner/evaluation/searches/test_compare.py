@@ -78,7 +78,7 @@ def _price(draft: Draft, record: Round) -> float:
 
 
 class Clockwork:
-    """Real decoding at made-up prices: each skipped sublayer adds 0.1 to the speed-up. Counts trials and samples."""
+    """Decode at made-up prices, where each skipped sublayer adds 0.1 to the speed-up; count trials and samples."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.trials: list[list[int]] = []
@@ -343,7 +343,7 @@ def test_held_out_samples_come_in_chunks_with_warmed_up_rules(
     tmp_path: Path, target: Target, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("decoding.timing.draft_costs.measure_round_costs", partial(_cheap_costs))
-    prompts = [tuple((index * 7 + place * 5) % 60 + 2 for place in range(5 + index)) for index in range(3)]
+    prompts = [tuple((index * 7 + position * 5) % 60 + 2 for position in range(5 + index)) for index in range(3)]
     bench = bench_on(target, prompts, max_new_tokens=12)
     together: list[int] = []
     honest = Bench.side_by_side
