@@ -140,7 +140,7 @@ def test_every_folder_of_code_says_what_it_holds() -> None:
         assert ast.get_docstring(ast.parse(init.read_text(encoding="utf-8"))), init
 
 
-def _asks_for_a_kind(node: ast.AST) -> bool:
+def _asks_for_a_kind(node: ast.expr | ast.pattern) -> bool:
     """True for `isinstance` with the class of a draft document, and for a comparison of `.kind` with the name of a kind."""
     documents = {kind.document.__name__ for kind in KINDS.values()} | {"DraftDocument"}
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "isinstance":
@@ -160,7 +160,9 @@ def test_draft_kinds_are_asked_for_nowhere_but_in_their_documents() -> None:
             if path.is_relative_to(ROOT / "decoding" / "drafts"):
                 continue
             nodes = ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-            lines = [node.lineno for node in nodes if _asks_for_a_kind(node)]  # type: ignore[attr-defined]
+            lines = [
+                node.lineno for node in nodes if isinstance(node, ast.expr | ast.pattern) and _asks_for_a_kind(node)
+            ]
             assert not lines, f"{path}, lines {lines}: ask the draft document instead (decoding/drafts/contract.py)"
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -110,8 +111,8 @@ def _spoil_metadata(path: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", [_cut, _garble, _poison, _rename_a_weight, _spoil_metadata])
-def test_damaged_head_is_refused_in_one_line(target: Target, path: Path, damage: object) -> None:
-    damage(path)  # type: ignore[operator]
+def test_damaged_head_is_refused_in_one_line(target: Target, path: Path, damage: Callable[[Path], None]) -> None:
+    damage(path)
     with pytest.raises(ExitHeadError, match="is damaged") as refused:
         load_exit_head(path, target, 2)
     assert "\n" not in str(refused.value)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
 
 from decoding.acceptance import Sampling
-from decoding.cache.kv_cache import KVCache, Storage
+from decoding.cache.kv_cache import KVCache
 from decoding.decode import Request, autoregressive
 from decoding.decoder import Decoder, plain_decoder
 from decoding.draft_length import AdaEdl, BetaThompson, DraftLengthRule, Fixed, RoundCosts, TopProbability
@@ -20,6 +21,7 @@ from decoding.profile import Decoding
 from decoding.rounds import Prefill, Round
 from decoding.runners import static
 from decoding.runners.buckets import Buckets
+from decoding.runners.compilation import compiling
 from decoding.runners.contract import Outputs, Part, PassRequest, Runner
 from decoding.runners.masks import MaskKinds
 from decoding.runners.shared_pass import RowInputs, Rows, compute_rows
@@ -286,14 +288,22 @@ def test_passes_of_a_batch_have_few_shapes_that_the_next_batch_reuses(monkeypatc
     target = Target(build("llama"), padded)
     assert target.unbatchable_reason is None
     prepared: list[Rows] = []
-    bound = static._bound
+    preparing: list[bool] = []
 
-    def watched(part: Part, storage: Storage, shape: Any, compute: Any) -> Any:
-        if isinstance(shape, Rows):
-            prepared.append(shape)
-        return bound(part, storage, shape, compute)
+    @contextmanager
+    def watched_preparation(block_call: Any) -> Iterator[None]:
+        with compiling(block_call):
+            preparing.append(True)
+            yield
+            preparing.clear()
 
-    monkeypatch.setattr(static, "_bound", watched)
+    def watched_pass(part: Part, inputs: RowInputs, cache: KVCache, mask_kinds: MaskKinds, rows: Rows) -> Outputs:
+        if preparing:
+            prepared.append(rows)
+        return compute_rows(part, inputs, cache, mask_kinds, rows)
+
+    monkeypatch.setattr(static, "compiling", watched_preparation)
+    monkeypatch.setattr(static, "compute_rows", watched_pass)
     decoder = Decoder(target, DRAFTS["sublayers"], Fixed(max_tokens=3))
     requests = _requests([(4, 20), (6, 9), (5, 14)])
     expected = _decode_each_alone(plain_decoder(target), requests)

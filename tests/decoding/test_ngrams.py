@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
@@ -54,7 +55,7 @@ def test_every_token_is_read_once() -> None:
     class Counting(list[int]):
         slices = 0
 
-        def __getitem__(self, key):  # type: ignore[no-untyped-def]
+        def __getitem__(self, key: Any) -> Any:
             self.slices += 1
             return super().__getitem__(key)
 

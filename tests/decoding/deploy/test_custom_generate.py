@@ -373,8 +373,9 @@ def test_a_model_is_checked_when_it_is_first_used_and_only_then(
 def test_the_same_model_in_another_precision_is_the_model_of_the_profile() -> None:
     half = tiny_llama().to(torch.bfloat16)
     profile = _profile(half)
-    load_decoder(profile).decoder_for(half)
-    load_decoder(profile).decoder_for(half.float())
+    assert load_decoder(profile).decoder_for(half).target.model is half
+    whole = half.float()
+    assert load_decoder(profile).decoder_for(whole).target.model is whole
 
 
 def test_another_number_of_layers_is_refused_strict_or_not(model: LlamaForCausalLM) -> None:

@@ -25,7 +25,7 @@ from decoding.drafters.early_exit import EarlyExitDrafter
 from decoding.drafters.lookup_first import LookupFirst
 from decoding.drafts import EarlyExit, Lookup, PlainDecoding
 from decoding.errors import ExitHeadError
-from decoding.rounds import Generation
+from decoding.rounds import Generation, Prefill, Round
 from decoding.target import Target
 from decoding.text import Ending, Shaping, TokenSequence
 from tests.support.chi_square import ALPHA, p_value
@@ -152,13 +152,13 @@ def test_one_drafter_serves_texts_in_turns() -> None:
     target = target_of("llama")
     drafter = EarlyExitDrafter(target, 2, untrained_head(target))
     requests = [Request(some_tokens(length, seed=length), Ending(NUM_NEW_TOKENS)) for length in (3, 8)]
-    running = [speculative(target, drafter, AnyLength(1), request) for request in requests]
-    steps: list[list] = [[], []]
-    while any(running):
-        for index, text in enumerate(running):
-            if text is not None and (step := next(text, None)) is None:
-                running[index] = None  # type: ignore[call-overload]
-            elif text is not None:
+    running = {index: speculative(target, drafter, AnyLength(1), request) for index, request in enumerate(requests)}
+    steps: list[list[Prefill | Round]] = [[], []]
+    while running:
+        for index in list(running):
+            if (step := next(running[index], None)) is None:
+                del running[index]
+            else:
                 steps[index].append(step)
     for request, taken in zip(requests, steps, strict=True):
         assert Generation.collect(taken).tokens == plain(target, request)

@@ -27,7 +27,7 @@ from decoding.drafters.prompt_lookup import PromptLookupDrafter, copied, find_co
 from decoding.drafts import Draft, EarlyExit, LayerSkip, Lookup, PromptLookup
 from decoding.head_folder import HeadFolder
 from decoding.profile import Decoding
-from decoding.rounds import Generation
+from decoding.rounds import Generation, Round
 from decoding.target import Target
 from decoding.text import Ending, Shaping, TokenSequence
 from tests.support.controllers import AnyLength
@@ -300,7 +300,7 @@ def test_end_token_ends_the_text_within_a_copy(draft: str) -> None:
         generation = write(target, drafter, Controller(5), request)
         assert generation.tokens == write_plainly(target, request).tokens
         *_, last = [generation.prefill, *generation.rounds]
-        cut += getattr(last, "looked_up", False) and len(last.tokens) <= last.num_accepted  # type: ignore[union-attr]
+        cut += isinstance(last, Round) and last.looked_up and len(last.tokens) <= last.num_accepted
     assert cut > 0
 
 

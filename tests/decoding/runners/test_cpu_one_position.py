@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
 from torch.nn.functional import linear
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from decoding.runners.cpu_one_position import OnePosition
 
@@ -26,20 +29,27 @@ def test_products_equal_linears(dtype: torch.dtype, tolerance: float, shape: tup
     torch.testing.assert_close(found, expected, atol=tolerance, rtol=tolerance)
 
 
-def test_several_positions_and_other_devices_are_left_to_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
-    weight = torch.randn(40, 24)
+class Kernels(TorchDispatchMode):
+    """Records the names of the kernels that torch runs."""
 
-    def unexpected(*args: object) -> None:
-        raise AssertionError("as a sum")
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
 
-    monkeypatch.setattr("decoding.runners.cpu_one_position._as_sum", unexpected)
-    one, several = torch.randn(1, 1, 24), torch.randn(1, 3, 24)
-    with OnePosition(CPU):
-        assert torch.equal(linear(several, weight), several @ weight.t())
-    with OnePosition(torch.device("cuda")):
-        linear(one, weight)
-    with OnePosition(CPU), pytest.raises(AssertionError, match="as a sum"):
-        linear(one, weight)
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.add(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    ("num_positions", "device", "is_sum"), [(1, CPU, True), (3, CPU, False), (1, torch.device("cuda"), False)]
+)
+def test_only_one_position_on_a_cpu_is_a_sum(num_positions: int, device: torch.device, is_sum: bool) -> None:
+    values, weight = torch.randn(1, num_positions, 24), torch.randn(40, 24)
+    with OnePosition(device), Kernels() as kernels:
+        linear(values, weight)
+    assert ("sum" in kernels.names) == is_sum
+    assert ("mm" in kernels.names) == (not is_sum)
 
 
 def test_compiled_code_has_the_sums() -> None:

@@ -262,7 +262,7 @@ def delegate(module: nn.Module) -> None:
         return module._old_forward(*args, **kwargs)
 
     old = module.forward
-    module._old_forward = old  # type: ignore[assignment]
+    vars(module)["_old_forward"] = old
     module.forward = functools.update_wrapper(functools.partial(through_hook, module), old)
 
 

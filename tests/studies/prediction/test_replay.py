@@ -16,6 +16,7 @@ from decoding.draft_length import (
     AdaEdl,
     BetaThompson,
     Controller,
+    Decision,
     DraftDistribution,
     DraftLengthRule,
     Fixed,
@@ -97,15 +98,20 @@ def test_rounds_of_a_fixed_length_are_those_of_real_decoding(
 
 
 def test_rule_without_memory_stops_as_in_decoding_up_to_a_rejection(target: Target, text: tuple[int, ...]) -> None:
-    class Stopping(Watched):
-        def controller(self) -> Controller:
-            controller, like = super().controller(), TopProbability(max_tokens=6, threshold=0.5).controller()
-            controller.decide = like.decide  # type: ignore[method-assign]
-            return controller
+    rule = TopProbability(max_tokens=6, threshold=0.5)
 
-    watched = Stopping(max_tokens=6)
+    class Stopping(_Watching):
+        def decide(self, num_drafted: int, distribution: DraftDistribution) -> Decision:
+            return rule.controller().decide(num_drafted, distribution)
+
+    class WatchedStopping(Watched):
+        def controller(self) -> Controller:
+            self._made.append(Stopping(self.max_tokens))
+            return self._made[-1]
+
+    watched = WatchedStopping(max_tokens=6)
     replay(watched, [recording_of(target, text, 4)], COSTS)
-    real = decoded(target, 4, TopProbability(max_tokens=6, threshold=0.5))
+    real = decoded(target, 4, rule)
     (rounds,) = watched.rounds
     assert [accepted for _, accepted in rounds] == [each.num_accepted for each in real]
     all_accepted = [index for index, each in enumerate(real) if each.num_accepted == each.num_drafted]

@@ -162,12 +162,17 @@ def test_trials_and_patience_are_limited(name: str, problem: Problem) -> None:
     assert "no better candidate in " in (impatient.finished() or "")
 
 
+def random_states() -> tuple[object, ...]:
+    """Return the states of the global random streams of Python, NumPy and torch."""
+    return random.getstate(), str(np.random.get_state(legacy=False)), torch.get_rng_state().tolist()
+
+
 @every_study
 def test_a_study_leaves_model_and_random_numbers_as_they_were(name: str, problem: Problem) -> None:
     model = problem.target.model
     before = {key: value.clone() for key, value in model.state_dict().items()}
     hooks = [len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules()]
-    states = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()  # type: ignore[index,union-attr]
+    states = random_states()
     study = create_study(name, problem, settings_of(name))
     done = list(trials(study, stored(study)))
     study.expected()
@@ -175,7 +180,7 @@ def test_a_study_leaves_model_and_random_numbers_as_they_were(name: str, problem
     assert len(done) == len(SPEEDUPS)
     assert all(torch.equal(before[key], value) for key, value in model.state_dict().items())
     assert hooks == [len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules()]
-    assert states == (random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist())  # type: ignore[index,union-attr]
+    assert states == random_states()
     again = [plain_decoder(problem.target).generate(Request(prompt, Ending(16))).tokens for prompt in problem.prompts]
     assert tuple(again) == problem.continuations
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import optuna
 import pytest
+from optuna.distributions import CategoricalDistribution
 from pydantic import ValidationError
 
 from decoding.draft_length import RULES, DraftLengthRule, Fixed, RoundCosts, TopProbability
@@ -83,7 +84,9 @@ def begun(study: ExitLayer) -> list[Candidate]:
 def choices(study: ExitLayer) -> set[str]:
     trial = optuna.create_study().ask()
     study.propose(trial)
-    return set(trial.distributions["exit"].choices)  # type: ignore[attr-defined]
+    exits = trial.distributions["exit"]
+    assert isinstance(exits, CategoricalDistribution)
+    return {str(choice) for choice in exits.choices}
 
 
 def test_it_begins_with_the_best_forecast_then_nothing_then_the_others(target: Target) -> None:

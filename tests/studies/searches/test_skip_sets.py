@@ -93,7 +93,8 @@ class Run:
 
     @property
     def drafts(self) -> list[LayerSkip]:
-        return [record.candidate.draft for record in self.records]  # type: ignore[misc]
+        drafts = [record.candidate.draft for record in self.records]
+        return [draft for draft in drafts if isinstance(draft, LayerSkip)]
 
     @property
     def told(self) -> list[dict[str, Any]]:
@@ -106,7 +107,8 @@ class Run:
     def _step(self) -> None:
         trial = self._stored.ask()
         candidate, notes = self.study.propose(trial)
-        value = self._speedup(candidate.draft)  # type: ignore[arg-type]
+        assert isinstance(candidate.draft, LayerSkip)
+        value = self._speedup(candidate.draft)
         record = TrialRecord(
             study="skip_sets",
             number=trial.number,

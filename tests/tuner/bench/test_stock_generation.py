@@ -9,13 +9,15 @@ from transformers import LlamaForCausalLM
 
 from decoding.decode import Request
 from decoding.decoder import plain_decoder
+from decoding.drafts import Draft
 from decoding.target import Target
 from decoding.text import Ending
 from tests.support.recordings import real_recorder
 from tests.support.tiny import tiny_llama
 from tuner.bench.contest import Prompts
 from tuner.bench.stock_generation import EarlyExitGeneration, StockGeneration, exits_to_try, fastest_exit
-from tuner.measuring.recording import TimedSequence
+from tuner.measuring.clock import Elapsed
+from tuner.measuring.recording import Recorder, TimedSequence
 
 PROMPTS = [tuple((seed * 11 + index * 5) % 60 + 2 for index in range(6 + seed)) for seed in range(4)]
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -141,17 +143,38 @@ def test_exits_are_spread_over_the_first_three_quarters() -> None:
     assert exits_to_try(1) == ()
 
 
+class HandClock:
+    """A clock whose seconds the test sets."""
+
+    is_deterministic = True
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def start(self, draft: Draft | None = None) -> Elapsed:
+        start = self.seconds
+        return lambda record: self.seconds - start
+
+
 def test_the_fastest_exit_is_taken_and_all_that_were_tried_are_told(
     model: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rates = iter([10.0, 30.0, 20.0, 5.0])
-    monkeypatch.setattr("tuner.bench.stock_generation._rate", lambda writings: next(rates))
+    rates = {1: 10.0, 2: 30.0, 3: 20.0, 4: 5.0}
+
+    def write(self: EarlyExitGeneration, prompts: Prompts, max_new_tokens: int, recorder: Recorder) -> None:
+        for _ in range(max_new_tokens):
+            clock.seconds += 1 / rates[self.settings["options"]["assistant_early_exit"]]
+            recorder.put((3,))
+
+    clock = HandClock()
+    monkeypatch.setattr("tuner.bench.stock_generation.WallClock", lambda device: clock)
+    monkeypatch.setattr(EarlyExitGeneration, "write", write)
     num_texts = []
     found = fastest_exit(
         model, NO_EOS, PROMPTS[:2], num_layers=6, max_new_tokens=12, on_text=lambda: num_texts.append(1)
     )
     assert found.settings["options"] == {"assistant_early_exit": 2}
-    assert found.settings["tried"] == {"1": 10.0, "2": 30.0, "3": 20.0, "4": 5.0}
+    assert found.settings["tried"] == {str(exit_layer): pytest.approx(rate) for exit_layer, rate in rates.items()}
     assert "assistant_early_exit=2" in found.describe()
     assert "2: 30.0" in found.describe()
     assert len(num_texts) == 2

@@ -219,8 +219,14 @@ def test_unfit_head_is_refused_before_anything_is_run(
 ) -> None:
     heads = workplace.parent / "heads"
     if made == "trained on held-out prompts":
-        sizes = {"num_tuning": 8, "num_held_out": 6, "max_new_tokens": 12, "context_length": 256, "seed": 0}
-        prompts = load_prompts(str(prompts_file), tiny_tokenizer(), group_column="file", **sizes)  # type: ignore[arg-type]
+        sizes: dict[str, Any] = {
+            "num_tuning": 8,
+            "num_held_out": 6,
+            "max_new_tokens": 12,
+            "context_length": 256,
+            "seed": 0,
+        }
+        prompts = load_prompts(str(prompts_file), tiny_tokenizer(), group_column="file", **sizes)
         trained_on = (prompt_sha256(prompts.held_out[3].token_ids),)
         write_heads(target, heads, [5], training=training(prompts_sha256=trained_on))
     elif made == "of another model":

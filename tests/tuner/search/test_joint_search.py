@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 
 from decoding.profile import DraftProfile
 from studies.contract import TrialRecord
+from studies.prediction.contract import Prediction
 from studies.prediction.proposals import Proposals
 from studies.searches.joint import JointSource
 from tests.support.commands import SearchCommand
@@ -50,8 +52,12 @@ def test_stopped_search_goes_on_with_the_pool_it_had(run_joint: SearchCommand, m
     def again(*args: Any) -> Any:
         raise AssertionError("all was rated, and the pool is kept")
 
+    def rate_again(proposals: Proposals) -> Iterator[Prediction]:
+        again()
+        yield from ()
+
     monkeypatch.setattr(JointSource, "first", again)
-    monkeypatch.setattr(Proposals, "_wanted", again)
+    monkeypatch.setattr(Proposals, "rate", rate_again)
     result = run_joint("--trials", "4")
     assert result.exit_code == 0, result.output
     after = records("sqlite:///sdtune.db")

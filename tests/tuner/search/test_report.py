@@ -24,7 +24,7 @@ from decoding.profile import (
     SearchCost,
     TargetIdentity,
 )
-from studies.contract import Candidate, TrialState
+from studies.contract import Candidate, TrialRecord, TrialState
 from studies.measurement import BatchTexts, Measurement
 from tests.support.records import candidate, measurement, record, sample
 from tuner.evaluation.rules.compare import RuleComparison, RuleEntry, TextKind
@@ -73,7 +73,9 @@ def test_the_csv_has_a_line_for_each_trial_and_a_column_for_everything() -> None
 @pytest.mark.parametrize(
     "records", [RECORDS, RECORDS * 20, RECORDS[2:3], []], ids=["few", "many", "all failed", "none"]
 )
-def test_pictures_are_drawn_whatever_the_search_found(tmp_path: Path, records: list, num_layers: int) -> None:  # type: ignore[type-arg]
+def test_pictures_are_drawn_whatever_the_search_found(
+    tmp_path: Path, records: list[TrialRecord], num_layers: int
+) -> None:
     skipped_layers_picture(records, num_layers, tmp_path / "layers.png")
     speedup_picture(records, tmp_path / "speedup.png")
     for name in ("layers.png", "speedup.png"):

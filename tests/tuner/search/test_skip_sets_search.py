@@ -27,7 +27,9 @@ def bench(target: Target) -> Bench:
 
 def _run(folder: Path, bench: Bench, method: str, trials: int) -> list[TrialRecord]:
     texts = bench.prompts, bench.continuations
-    study = SkipSets(Problem(bench.target, *texts, earlier={}, seed=1), SkipSetsSettings(method=method))  # type: ignore[arg-type]
+    study = SkipSets(
+        Problem(bench.target, *texts, earlier={}, seed=1), SkipSetsSettings.model_validate({"method": method})
+    )
     stored = StudyStore(sqlite_url(folder / "trials.db"), "e").open(study, {})
     return run_study(study, stored, bench, INDICES, Budget(trials, None), lambda record: None)[0]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from pydoc_data.topics import topics
 
@@ -14,10 +15,10 @@ from tuner.evaluation.models.demo_kinds import LENGTH, NUM_ROWS, asserts, fills,
 
 
 @pytest.mark.parametrize("kind", [prose, tables, asserts, fills])
-def test_prompts_are_distinct_and_decided_by_the_seed(kind: object) -> None:
-    prompts = kind(12, 0)  # type: ignore[operator]
+def test_prompts_are_distinct_and_decided_by_the_seed(kind: Callable[[int, int], list[str]]) -> None:
+    prompts = kind(12, 0)
     assert len(set(prompts)) == 12
-    assert prompts == kind(12, 0) != kind(12, 1)  # type: ignore[operator]
+    assert prompts == kind(12, 0) != kind(12, 1)
 
 
 def test_prose_is_cut_between_words_and_tables_are_whole_rows() -> None:

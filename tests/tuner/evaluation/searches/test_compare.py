@@ -60,8 +60,9 @@ def compare(workplace: Path, checkpoint: Path, prompts_file: Path, monkeypatch: 
     (workplace.parent / "small.yaml").write_text(f"model: {checkpoint}\ndataset: {prompts_file}\n{text}")
 
     def run(*searches: str, **changes: str | None) -> Result:
-        flags = {"config": str(workplace.parent / "small.yaml"), "seeds": "2", "budget-trials": "2", "out": "found"}
-        flags |= {key.replace("_", "-"): value for key, value in changes.items()}  # type: ignore[misc]
+        small = str(workplace.parent / "small.yaml")
+        flags: dict[str, str | None] = {"config": small, "seeds": "2", "budget-trials": "2", "out": "found"}
+        flags |= {key.replace("_", "-"): value for key, value in changes.items()}
         given = [part for key, value in flags.items() if value is not None for part in (f"--{key}", value)]
         named = [part for name in searches or ("random", "tpe") for part in ("--search", name)]
         return CliRunner().invoke(main, ["evaluate", "searches", *given, *named])
