@@ -56,7 +56,7 @@ class Predictor:
         self._costs: dict[Draft, RoundCosts] = {}
         self._best: dict[Draft, Prediction] = {}
         self._known: dict[tuple[Draft, DraftLengthRule], Prediction] = {}
-        self._copies: dict[Hashable, list[Copies]] = {}
+        self._copies: dict[tuple[Hashable, int], list[Copies]] = {}
 
     @property
     def num_drafts(self) -> int:
@@ -151,10 +151,11 @@ class Predictor:
         return self._table.round_costs(draft, self.max_tokens, context=context, prefix_reuse=prefix_reuse)
 
     def _copies_of(self, key: Hashable, guess: Guess, most: int) -> list[Copies]:
-        """Return the survey's copies by `guess`, computed once per `key` for the longest draft of any rule."""
-        if key not in self._copies:
-            self._copies[key] = self.survey.copies(guess, max(most, self.max_tokens))
-        return self._copies[key]
+        """Return the survey's copies by `guess`, computed once per `key` for all rules of at most `max_tokens` tokens."""
+        asked = key, max(most, self.max_tokens)
+        if asked not in self._copies:
+            self._copies[asked] = self.survey.copies(guess, asked[1])
+        return self._copies[asked]
 
 
 def _share_right(copies: Sequence[Copies]) -> float:

@@ -15,8 +15,10 @@ from decoding.drafts import EarlyExit, LayerSkip, Lookup, PromptLookup
 from decoding.runners.static import StaticRunner
 from decoding.target import Target
 from decoding.text import Ending
+from studies.prediction.predictor import Predictor
 from studies.prediction.replay import LookupReplay, replay, replay_copies
 from studies.prediction.survey import Guess, Survey
+from tests.support.costs import made_up_costs
 from tests.support.tiny import tiny_target
 
 NUM_LAYERS = 6
@@ -77,6 +79,16 @@ def test_rounds_of_a_lookup_alone_are_those_of_decoding(
     assert replayed.rounds == len(rounds)
     assert replayed.cost == pytest.approx(sum(WHOLE.of(step.num_drafted) for step in rounds))
     assert replayed.draft_passes == 0
+
+
+def test_prediction_of_a_long_rule_does_not_depend_on_earlier_ones(
+    target: Target, texts: list[tuple[int, ...]]
+) -> None:
+    survey, costs, draft = Survey(target, PROMPTS, texts), made_up_costs(target), PromptLookup(max_ngram=2)
+    fresh, used = (Predictor(survey, costs, max_tokens=2) for _ in range(2))
+    short, long = Fixed(max_tokens=2), Fixed(max_tokens=6)
+    assert used.predict(draft, short).replayed.rounds > fresh.predict(draft, long).replayed.rounds
+    assert used.predict(draft, long) == fresh.predict(draft, long)
 
 
 def test_sampled_copies_are_accepted_as_often_as_their_tokens_are_likely(
