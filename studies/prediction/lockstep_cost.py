@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from decoding.draft_length import RoundCosts
 from decoding.drafts import Draft
+from decoding.profile import Decoding
 
 
 class ReplayedRound(NamedTuple):
@@ -44,9 +45,9 @@ class LockstepBatches:
     has_head: bool = False
     """True if an exit head drafts: the first pass of a round may also process a pending token."""
 
-    def of_draft(self, draft: Draft, *, prefix_reuse: bool) -> LockstepBatches:
-        """Return the same batches with this draft."""
-        resumes = prefix_reuse and draft.num_shared_blocks > 0
+    def of_draft(self, draft: Draft, decoding: Decoding) -> LockstepBatches:
+        """Return the same batches with this draft, decoded as `decoding` says."""
+        resumes = decoding.prefix_reuse and draft.num_shared_blocks > 0
         return LockstepBatches(self.batches, resumes=resumes, has_head=draft.has_head)
 
     def asked(self, rounds: Iterable[ReplayedRound], costs: RoundCosts, copied: RoundCosts | None) -> Iterator[Asked]:

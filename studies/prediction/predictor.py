@@ -15,6 +15,7 @@ from decoding.draft_length import DraftLengthRule, Fixed, RoundCosts, TopProbabi
 from decoding.drafters.prompt_lookup import look_up
 from decoding.drafts import Draft, LayerSkip
 from decoding.lockstep import shared_batch_size
+from decoding.profile import Decoding
 from studies.prediction.contract import Prediction, predictor_of
 from studies.prediction.lockstep_cost import LockstepBatches, batches_of
 from studies.prediction.replay import Copies, LookupReplay, replay, replay_copies, replay_plain
@@ -46,13 +47,13 @@ class Predictor:
         costs: Costs,
         *,
         max_tokens: int,
-        prefix_reuse: bool = True,
+        decoding: Decoding = Decoding(),
         batch_size: int = 1,
     ) -> None:
         self.survey = survey
         self.max_tokens = max_tokens
         self._batch_size = batch_size
-        self._table, self._prefix_reuse = costs, prefix_reuse
+        self._table, self._decoding = costs, decoding
         self._costs: dict[Draft, RoundCosts] = {}
         self._best: dict[Draft, Prediction] = {}
         self._known: dict[tuple[Draft, DraftLengthRule], Prediction] = {}
@@ -85,14 +86,18 @@ class Predictor:
         """
         draft = draft.without_lookup()
         if draft not in self._costs:
-            self._costs[draft] = self._round_costs(draft, prefix_reuse=self._prefix_reuse)
+            self._costs[draft] = self._table.round_costs(
+                draft,
+                self.max_tokens,
+                context=self.survey.mean_context,
+                prefix_reuse=self._decoding.prefix_reuse,
+            )
         return self._costs[draft]
 
     @cached_property
     def whole(self) -> RoundCosts:
         """Costs of rounds of copied tokens: without states of a prefix, the whole target verifies."""
-        verify = self._round_costs(LayerSkip(), prefix_reuse=False).verify
-        return RoundCosts(draft_step=COPYING, verify=verify)
+        return RoundCosts(draft_step=COPYING, verify=self.costs(LayerSkip()).verify)
 
     def record(self, drafts: Iterable[Draft]) -> None:
         """Record the drafts that are predicted from recordings; in one call, exits share a pass."""
@@ -114,7 +119,7 @@ class Predictor:
         tested = sum(len(recording.matches) for recording in recordings)
         agreed = sum(sum(recording.matches) for recording in recordings)
         overlap = sum(recording.acceptance * len(recording.matches) for recording in recordings)
-        lockstep = self._lockstep.of_draft(draft, prefix_reuse=self._prefix_reuse) if self._lockstep else None
+        lockstep = self._lockstep.of_draft(draft, self._decoding) if self._lockstep else None
         max_drafted = self.survey.target.max_drafted
         replayed = replay(rule, recordings, self.costs(draft), lookup, lockstep, max_drafted=max_drafted)
         return Prediction(draft, rule, replayed, agreed / tested, overlap / tested)
@@ -145,10 +150,6 @@ class Predictor:
     def best_first(self, drafts: Iterable[Draft]) -> list[Prediction]:
         """Return the best prediction of each draft, best first."""
         return sorted((self.best(draft) for draft in drafts), key=lambda prediction: -prediction.speedup)
-
-    def _round_costs(self, draft: Draft, *, prefix_reuse: bool) -> RoundCosts:
-        context = self.survey.mean_context
-        return self._table.round_costs(draft, self.max_tokens, context=context, prefix_reuse=prefix_reuse)
 
     def _copies_of(self, key: Hashable, guess: Guess, most: int) -> list[Copies]:
         """Return the survey's copies by `guess`, computed once per `key` for all rules of at most `max_tokens` tokens."""

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from decoding.draft_length import Controller, CostAwareRule, Decision, DraftDistribution, DraftLengthRule, RoundCosts
 from decoding.drafters.prompt_lookup import length_allowed
+from decoding.profile import Decoding
 from studies.prediction.lockstep_cost import LockstepBatches, ReplayedRound, cost_in_lockstep, cost_unbatched
 
 
@@ -39,11 +40,11 @@ class TargetText:
     """[positions]"""
 
     @classmethod
-    def of(cls, logits: Tensor, *, temperature: float = 0.0) -> TargetText:
+    def of(cls, logits: Tensor, decoding: Decoding = Decoding()) -> TargetText:
         """Return the distributions of logits [positions, vocabulary]. Raises ValueError without positions."""
         if not len(logits):
             raise ValueError("a recording needs a sequence of at least one token after the prefill's")
-        return cls(torch.softmax(logits.float() / (temperature or 1.0), dim=-1), logits.argmax(dim=-1))
+        return cls(torch.softmax(logits.float() / (decoding.temperature or 1.0), dim=-1), logits.argmax(dim=-1))
 
     @property
     def num_positions(self) -> int:
@@ -67,21 +68,21 @@ class Recording:
         return sum(self.matches) / len(self.matches)
 
     @classmethod
-    def of(cls, target: Tensor, draft: Tensor, *, temperature: float = 0.0, seed: int = 0) -> Recording:
+    def of(cls, target: Tensor, draft: Tensor, decoding: Decoding = Decoding(), *, seed: int = 0) -> Recording:
         """Return the recording of target and draft logits [positions, vocabulary] at the same positions; see `against`."""
-        return cls.against(TargetText.of(target, temperature=temperature), draft, temperature=temperature, seed=seed)
+        return cls.against(TargetText.of(target, decoding), draft, decoding, seed=seed)
 
     @classmethod
-    def against(cls, target: TargetText, draft: Tensor, *, temperature: float = 0.0, seed: int = 0) -> Recording:
+    def against(cls, target: TargetText, draft: Tensor, decoding: Decoding = Decoding(), *, seed: int = 0) -> Recording:
         """Return the recording of draft logits [positions, vocabulary] against the target's distributions.
 
         Greedy drafts match where both have the same most likely token. At a temperature, they match with probability sum over v of
         min(p, q), drawn once with `seed`, so that two drafts with the same seed share the draws.
         """
-        q = torch.softmax(draft.float() / (temperature or 1.0), dim=-1)
+        q = torch.softmax(draft.float() / (decoding.temperature or 1.0), dim=-1)
         overlap = torch.minimum(target.probabilities, q).sum(dim=-1)
         greedy = target.most_likely == draft.argmax(dim=-1)
-        matches = draws(len(overlap), seed) < overlap.cpu() if temperature else greedy
+        matches = draws(len(overlap), seed) < overlap.cpu() if decoding.temperature else greedy
         entropy = torch.special.entr(q).sum(dim=-1)
         seen = zip(q.amax(dim=-1).tolist(), entropy.tolist(), strict=True)
         return cls(tuple(matches.tolist()), tuple(_Seen(*pair) for pair in seen), float(overlap.mean()))

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from decoding.cache.rounds_cache import RoundsCache
 from decoding.drafts import Draft, EarlyExit, LayerSkip
 from decoding.head_folder import HeadFolder
+from decoding.profile import Decoding
 from decoding.target import Target
 from decoding.text import TokenSequence
 from studies.prediction.contract import exits_of, predictor_of
@@ -57,14 +58,14 @@ class Survey:
         prompts: Sequence[Sequence[int]],
         continuations: Sequence[Sequence[int]],
         *,
-        temperature: float = 0.0,
+        decoding: Decoding = Decoding(),
         seed: int = 0,
         heads: HeadFolder | None = None,
         depth: int = DEPTH,
         exits: Iterable[int] = (),
     ) -> None:
         self.target = target
-        self._temperature, self._seed, self._heads, self._depth = temperature, seed, heads, depth
+        self._decoding, self._seed, self._heads, self._depth = decoding, seed, heads, depth
         self._recordings: dict[Draft, list[Recording]] = {}
         given = list(zip(prompts, continuations, strict=True))
         self.indices = tuple(index for index, (_, continuation) in enumerate(given) if len(continuation) > 1)
@@ -100,7 +101,7 @@ class Survey:
         for draft in missing:
             logits = predictor_of(draft).logits(draft, self)
             self._recordings[draft] = [
-                Recording.against(text.target, drafted, temperature=self._temperature, seed=self._seed + index)
+                Recording.against(text.target, drafted, self._decoding, seed=self._seed + index)
                 for index, (text, drafted) in enumerate(zip(self._texts, logits, strict=True))
             ]
         return [self._recordings[draft] for draft in drafts]
@@ -136,7 +137,7 @@ class Survey:
         Always if greedy; else drawn with the token's probability.
         """
         text = self._texts[index]
-        if not self._temperature:
+        if not self._decoding.temperature:
             return [True] * text.target.num_positions
         written = torch.tensor(text.continuation[1:], device=text.target.probabilities.device)
         p = text.target.probabilities.gather(1, written[:, None])[:, 0]
@@ -148,7 +149,7 @@ class Survey:
     ) -> tuple[_Read, Mapping[int, Tensor]]:
         token_ids = torch.tensor([[*prompt, *continuation[:-1]]], device=self.target.device)
         states, logits = self.target.exit_states(token_ids, exits, first=len(prompt))
-        target = TargetText.of(logits[0], temperature=self._temperature)
+        target = TargetText.of(logits[0], self._decoding)
         return _Read(token_ids, len(prompt), tuple(continuation), target), states
 
     def _keep_states(self, exit_layers: Iterable[int]) -> None:

@@ -46,7 +46,7 @@ def forecast_exits(problem: Problem, drafts: Sequence[EarlyExit], max_tokens: in
         problem.target,
         problem.prompts,
         problem.continuations,
-        temperature=problem.decoding.temperature,
+        decoding=problem.decoding,
         seed=problem.seed,
         heads=problem.heads,
     )
@@ -57,7 +57,7 @@ def forecast_exits(problem: Problem, drafts: Sequence[EarlyExit], max_tokens: in
     )
     forecasts = []
     for draft in drafts:
-        together = batches.of_draft(draft, prefix_reuse=problem.decoding.prefix_reuse)
+        together = batches.of_draft(draft, problem.decoding)
         replays = {
             rule: replay(rule, recordings[draft], costs[draft], None, together, max_drafted=problem.target.max_drafted)
             for rule in _rules(max_tokens)

@@ -43,7 +43,7 @@ class PoolSurveys:
             problem.target,
             problem.prompts[sequences],
             problem.continuations[sequences],
-            temperature=problem.decoding.temperature,
+            decoding=problem.decoding,
             seed=problem.seed + sequences.start,
             heads=problem.heads,
             exits=exit_layers,

@@ -198,7 +198,7 @@ class Predicted(Study):
             survey,
             self._costs,
             max_tokens=self.settings.max_tokens,
-            prefix_reuse=self.problem.decoding.prefix_reuse,
+            decoding=self.problem.decoding,
             batch_size=self.problem.batch_size,
         )
 

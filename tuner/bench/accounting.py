@@ -12,6 +12,7 @@ from decoding.decoder import Decoder, plain_decoder
 from decoding.documents.strict_yaml import Document
 from decoding.draft_length import RoundCosts
 from decoding.drafts import Draft, LayerSkip
+from decoding.profile import Decoding
 from decoding.rounds import Generation, Round
 from decoding.runners.contract import Runner
 from decoding.text import Ending
@@ -89,17 +90,18 @@ def metered(runner: Runner, clock: ReadSeconds = time.perf_counter) -> Iterator[
 def take_account(
     decoder: Decoder,
     draft: Draft,
+    decoding: Decoding,
     table: CostTable,
     prompts: Sequence[Sequence[int]],
     *,
     max_new_tokens: int,
     eos_token_ids: frozenset[int],
-    prefix_reuse: bool,
     on_text: Callable[[], None] = lambda: None,
 ) -> Account:
-    """Decode `prompts` plainly and with `decoder`, whose draft is `draft`, and account for the time. CPU only.
+    """Decode `prompts` plainly and with `decoder`, and account for the time. CPU only.
 
-    The table must cover the lengths of the drafts and of the sequences. `on_text` is called after each prompt.
+    `draft` and `decoding` must be the decoder's. The table must cover the lengths of the drafts and of the sequences.
+    `on_text` is called after each prompt.
     """
     plain = plain_decoder(decoder.target)
     looks = decoder.rule.controller().looks_at_drafts
@@ -115,9 +117,7 @@ def take_account(
                 meter.seconds = 0.0
                 drafted = Generation.collect([prefill, *steps])
             pass_seconds += meter.seconds
-            costs = _Costs(
-                draft, table, context=len(prompt) + len(drafted.tokens) / 2, prefix_reuse=prefix_reuse, looks=looks
-            )
+            costs = _Costs(draft, decoding, table, context=len(prompt) + len(drafted.tokens) / 2, looks=looks)
             expected += sum(costs.of(step) for step in drafted.rounds)
             texts.append((reference, drafted))
             on_text()
@@ -134,13 +134,15 @@ def take_account(
 class _Costs:
     """Cost of rounds in plain passes, at one length of the sequence."""
 
-    def __init__(self, draft: Draft, table: CostTable, *, context: float, prefix_reuse: bool, looks: bool) -> None:
+    def __init__(self, draft: Draft, decoding: Decoding, table: CostTable, *, context: float, looks: bool) -> None:
         longest = table.widths[-1] - 1
         verify = table.round_costs(LayerSkip(), longest, context=context, prefix_reuse=False).verify
         self._copied = RoundCosts(draft_step=COPYING, verify=verify)
         self._drafted = self._copied
         if draft.runs_model:
-            costs = table.round_costs(draft, longest, context=context, prefix_reuse=prefix_reuse)
+            # Bit-exact mode verifies from the first block.
+            reuses = decoding.prefix_reuse and decoding.exact_width is None
+            costs = table.round_costs(draft, longest, context=context, prefix_reuse=reuses)
             self._drafted = costs.looking() if looks else costs
 
     def of(self, step: Round) -> float:

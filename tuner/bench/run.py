@@ -151,11 +151,11 @@ def _account(task: BenchTask, prompts: Prompts, progress: Progress) -> Account:
     return take_account(
         task.decoder,
         draft,
+        task.profile.decoding,
         table,
         prompts,
         max_new_tokens=task.max_new_tokens,
         eos_token_ids=task.eos_token_ids,
-        prefix_reuse=task.profile.decoding.prefix_reuse and target.runner.exact_width is None,
         on_text=progress.advance,
     )
 

@@ -97,7 +97,7 @@ def test_passes_are_those_of_decoding(
         rule = BetaThompson(max_tokens=3, costs=RoundCosts(draft_step=0.6, verify=(1.0, 1.1, 1.2, 1.3)))
     draft = draft.model_copy(update={"lookup": lookup})
     decoder = Decoder(target, draft, rule, Decoding(prefix_reuse=prefix_reuse), heads=HeadFolder(target, tmp_path))
-    together = LockstepBatches(((0, 1, 2),)).of_draft(draft, prefix_reuse=prefix_reuse)
+    together = LockstepBatches(((0, 1, 2),)).of_draft(draft, Decoding(prefix_reuse=prefix_reuse))
     asked = [together.asked(rounds, COSTS, WHOLE) for rounds in rounds_of(decoder, requests)]
     predicted = [(len(shared), shared[0].verifies) for shared in passes_in_lockstep(asked)]
 

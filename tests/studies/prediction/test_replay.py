@@ -25,6 +25,7 @@ from decoding.draft_length import (
 )
 from decoding.drafters.build import build_drafter
 from decoding.drafts import EarlyExit
+from decoding.profile import Decoding
 from decoding.rounds import Generation, Round
 from decoding.target import Target
 from decoding.text import Ending
@@ -174,7 +175,7 @@ def test_greedy_recording_compares_the_most_likely_tokens() -> None:
 
 def _sampled(target: list[float], draft: list[float], **options: Any) -> Recording:
     rows: list[Tensor] = [torch.tensor(logits).repeat(4000, 1) for logits in (target, draft)]
-    return Recording.of(*rows, temperature=0.5, **options)
+    return Recording.of(*rows, Decoding(temperature=0.5), **options)
 
 
 def test_sampled_drafts_are_accepted_as_often_as_the_distributions_overlap() -> None:

@@ -12,6 +12,7 @@ from decoding.decoder import Decoder, plain_decoder
 from decoding.draft_length import BetaThompson, DraftLengthRule, Fixed, RoundCosts, TopProbability
 from decoding.drafters.prompt_lookup import look_up
 from decoding.drafts import EarlyExit, LayerSkip, Lookup, PromptLookup
+from decoding.profile import Decoding
 from decoding.runners.static import StaticRunner
 from decoding.target import Target
 from decoding.text import Ending
@@ -98,7 +99,9 @@ def test_sampled_copies_are_accepted_as_often_as_their_tokens_are_likely(
     greedy, *sampled = (
         [
             num
-            for text in Survey(target, PROMPTS, texts, temperature=t, seed=seed).copies(guess(draft), 1)
+            for text in Survey(target, PROMPTS, texts, decoding=Decoding(temperature=t), seed=seed).copies(
+                guess(draft), 1
+            )
             for num in text
         ]
         for t, seed in [(0.0, 0), *((2.0, seed) for seed in range(60))]

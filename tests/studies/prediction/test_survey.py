@@ -18,6 +18,7 @@ from decoding.drafters.layer_skip import LayerSkipDrafter
 from decoding.drafters.prompt_lookup import look_up
 from decoding.drafts import EarlyExit, LayerSkip, PromptLookup
 from decoding.head_folder import HeadFolder
+from decoding.profile import Decoding
 from decoding.target import DraftView, Target
 from decoding.text import Ending, Shaping, TokenSequence
 from studies.prediction.survey import JoinedSurvey, Survey
@@ -77,7 +78,7 @@ def test_recorded_rounds_are_rounds_of_a_real_drafter(
 def test_exit_is_the_skip_of_all_later_blocks(
     target: Target, texts: list[tuple[int, ...]], exit_layer: int, temperature: float
 ) -> None:
-    survey = Survey(target, PROMPTS, texts, temperature=temperature, seed=3)
+    survey = Survey(target, PROMPTS, texts, decoding=Decoding(temperature=temperature), seed=3)
     early = EarlyExit(exit_layer=exit_layer)
     by_exit, by_skip = survey.record_all([early, early.skipped(NUM_LAYERS)])
     for one, other in zip(by_exit, by_skip, strict=True):
@@ -88,7 +89,7 @@ def test_exit_is_the_skip_of_all_later_blocks(
 
 def test_draft_of_the_whole_model_is_always_right(target: Target, texts: list[tuple[int, ...]]) -> None:
     for temperature in (0.0, 1.0):
-        recordings = Survey(target, PROMPTS, texts, temperature=temperature).record(LayerSkip())
+        recordings = Survey(target, PROMPTS, texts, decoding=Decoding(temperature=temperature)).record(LayerSkip())
         assert all(recording.agreement == 1.0 for recording in recordings)
         assert [recording.acceptance for recording in recordings] == pytest.approx([1.0, 1.0], abs=1e-4)
 
@@ -138,11 +139,14 @@ def test_two_surveys_joined_are_one_of_all_texts(target: Target, temperature: fl
     prompts = (*PROMPTS, (9, 9, 1))
     texts = [plain_decoder(target).generate(Request(prompt, Ending(12))).tokens for prompt in prompts]
     texts[1] = texts[1][:1]
-    whole = Survey(target, prompts, texts, temperature=temperature, seed=3)
+    decoding = Decoding(temperature=temperature)
+    whole = Survey(target, prompts, texts, decoding=decoding, seed=3)
     # The second text is passed over: the first of the other survey is the second of all that are read.
-    first = Survey(target, prompts[:2], texts[:2], temperature=temperature, seed=3, exits=[2])
+    first = Survey(target, prompts[:2], texts[:2], decoding=decoding, seed=3, exits=[2])
     joined = JoinedSurvey(
-        first, Survey(target, prompts[2:], texts[2:], temperature=temperature, seed=3 + 1, exits=[2]), num_given=2
+        first,
+        Survey(target, prompts[2:], texts[2:], decoding=decoding, seed=3 + 1, exits=[2]),
+        num_given=2,
     )
     assert joined.indices == whole.indices == (0, 2, 3)
     assert joined.mean_context == pytest.approx(whole.mean_context)

@@ -8,6 +8,7 @@ import torch
 from decoding.decoder import Decoder
 from decoding.draft_length import Fixed
 from decoding.drafts import EarlyExit, LayerSkip, Lookup, PlainDecoding, PromptLookup
+from decoding.profile import Decoding
 from decoding.rounds import Round
 from decoding.target import Target
 from tests.support.costs import made_up_costs
@@ -42,12 +43,12 @@ def test_the_runner_is_as_before_whatever_happened(target: Target) -> None:
 
 def test_a_round_costs_its_drafts_and_its_verification(target: Target) -> None:
     table = made_up_costs(target)
-    costs = _Costs(SKIP, table, context=20, prefix_reuse=True, looks=False)
+    costs = _Costs(SKIP, Decoding(), table, context=20, looks=False)
     plain = table.plain_seconds(context=20)
     expected = 3 * table.draft_seconds(SKIP, context=20) + table.verify_seconds(SKIP, 3, context=20, prefix_reuse=True)
     assert costs.of(drafted(3)) == pytest.approx(expected / plain)
     assert costs.of(drafted(0)) == pytest.approx(1.0, rel=1e-3)
-    looking = _Costs(SKIP, table, context=20, prefix_reuse=True, looks=True)
+    looking = _Costs(SKIP, Decoding(), table, context=20, looks=True)
     assert looking.of(drafted(3)) == pytest.approx((expected + 3 * table.seconds.look) / plain)
 
 
@@ -56,7 +57,7 @@ def test_a_copy_costs_the_pass_of_the_whole_model_that_verifies_it(target: Targe
     whole = table.verify_seconds(LayerSkip(), 3, context=20, prefix_reuse=False) / table.plain_seconds(context=20)
     in_front = SKIP.model_copy(update={"lookup": Lookup(max_tokens=4)})
     for draft in (PromptLookup(), in_front):
-        costs = _Costs(draft, table, context=20, prefix_reuse=True, looks=True)
+        costs = _Costs(draft, Decoding(), table, context=20, looks=True)
         assert costs.of(drafted(3, looked_up=True)) == pytest.approx(whole + 3 * COPYING)
     assert costs.of(drafted(3)) != costs.of(drafted(3, looked_up=True))
 
@@ -80,11 +81,11 @@ def test_every_text_is_in_the_account(target: Target) -> None:
     account = take_account(
         Decoder(target, SKIP, Fixed(max_tokens=3)),
         SKIP,
+        Decoding(),
         made_up_costs(target),
         [PROMPT, PROMPT[::-1]],
         max_new_tokens=20,
         eos_token_ids=frozenset(),
-        prefix_reuse=True,
         on_text=lambda: told.append(None),
     )
     assert (account.plain_tokens, account.profile_tokens, len(told)) == (38, 38, 2)

@@ -154,7 +154,7 @@ def recover(sizes: Iterable[int], seeds: Sequence[int], progress: Progress) -> l
             progress.stage(f"{num_layers} layers, seed {seed}")
             problem = PlantedProblem.of(Target(known.model), seed)
             survey = Survey(problem.target, problem.bench.prompts, problem.bench.continuations)
-            predictor = Predictor(survey, problem.table, max_tokens=MAX_TOKENS, prefix_reuse=False)
+            predictor = Predictor(survey, problem.table, max_tokens=MAX_TOKENS, decoding=DECODING)
             space = SkipSpace.of(problem.target)
             best = propose_skip_sets(space, predictor, max(160, 3 * len(space.items)))[0]
             redundant, chosen = space.chosen(known.redundant), space.chosen(best.draft.skipped(num_layers))

@@ -15,7 +15,7 @@ from pydantic import Field
 
 from decoding.documents.strict_yaml import Document
 from decoding.draft_length import RULES
-from decoding.profile import Interval
+from decoding.profile import Decoding, Interval
 from studies.contract import Candidate
 from studies.costs.table import CostTable
 from studies.measurement import Measurement
@@ -107,11 +107,11 @@ class PredictorFactory:
     indices: range
     """The prompts surveyed, by their index in the bench."""
     max_tokens: int
-    prefix_reuse: bool
+    decoding: Decoding
 
     def predictor(self) -> Predictor:
         """Return a new predictor that has read the texts and knows no drafts."""
-        return Predictor(self.new_survey(), self.costs, max_tokens=self.max_tokens, prefix_reuse=self.prefix_reuse)
+        return Predictor(self.new_survey(), self.costs, max_tokens=self.max_tokens, decoding=self.decoding)
 
 
 def predictor_factory(
@@ -136,12 +136,12 @@ def predictor_factory(
             task.target,
             prompts,
             continuations,
-            temperature=config.temperature,
+            decoding=task.decoding,
             seed=config.seed,
             heads=task.head_folder,
         )
 
-    return PredictorFactory(new_survey, costs, seconds, range(len(prompts)), max_tokens, config.prefix_reuse)
+    return PredictorFactory(new_survey, costs, seconds, range(len(prompts)), max_tokens, task.decoding)
 
 
 def check_predictions(
