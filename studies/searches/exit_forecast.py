@@ -17,7 +17,7 @@ from decoding.lockstep import shared_batch_size
 from decoding.timing.draft_costs import measure_draft_costs
 from studies.contract import Problem
 from studies.prediction.lockstep_cost import LockstepBatches, batches_of
-from studies.prediction.replay import replay
+from studies.prediction.replay import Recording, replay
 from studies.prediction.survey import Survey
 
 TIMED_EXITS = 3
@@ -50,30 +50,35 @@ def forecast_exits(problem: Problem, drafts: Sequence[EarlyExit], max_tokens: in
         seed=problem.seed,
         heads=problem.heads,
     )
-    recordings = dict(zip(drafts, survey.record_all(drafts), strict=True))
+    recordings = survey.record_all(drafts)
     costs = _costs(problem, drafts, max_tokens)
     batches = LockstepBatches(
         tuple(batches_of(survey.indices, shared_batch_size(problem.target, problem.batch_size)).values())
     )
-    forecasts = []
-    for draft in drafts:
-        together = batches.of_draft(draft, problem.decoding)
-        replays = {
-            rule: replay(rule, recordings[draft], costs[draft], None, together, max_drafted=problem.target.max_drafted)
+
+    def forecast(draft: EarlyExit, recorded: Sequence[Recording]) -> ExitForecast:
+        lockstep, max_drafted = batches.of_draft(draft, problem.decoding), problem.target.max_drafted
+        speedups = {
+            rule: replay(rule, recorded, costs[draft], None, lockstep, max_drafted=max_drafted).speedup
             for rule in _rules(max_tokens)
         }
-        speedups = {rule: replayed.speedup for rule, replayed in replays.items()}
-        rule = max(speedups, key=lambda rule: speedups[rule])
-        forecasts.append(
-            ExitForecast(
-                draft=draft,
-                agreement=float(np.mean([recording.agreement for recording in recordings[draft]])),
-                acceptance=float(np.mean([recording.acceptance for recording in recordings[draft]])),
-                rule=rule,
-                speedup=speedups[rule],
-            )
-        )
-    return sorted(forecasts, key=lambda forecast: -forecast.speedup)
+        return _best_forecast(draft, recorded, speedups)
+
+    return sorted(map(forecast, drafts, recordings), key=lambda forecast: -forecast.speedup)
+
+
+def _best_forecast(
+    draft: EarlyExit, recordings: Sequence[Recording], speedups: Mapping[DraftLengthRule, float]
+) -> ExitForecast:
+    """Return the forecast with the rule of the highest speed-up."""
+    rule = max(speedups, key=lambda rule: speedups[rule])
+    return ExitForecast(
+        draft=draft,
+        agreement=float(np.mean([recording.agreement for recording in recordings])),
+        acceptance=float(np.mean([recording.acceptance for recording in recordings])),
+        rule=rule,
+        speedup=speedups[rule],
+    )
 
 
 def _rules(max_tokens: int) -> list[DraftLengthRule]:
