@@ -419,7 +419,7 @@ def test_whatever_decides_about_speed_has_its_own_file(change: dict[str, Any]) -
     assert key.model_copy(update=change).file_name != key.file_name
 
 
-def test_number_of_texts_in_step_has_its_own_file(tmp_path: Path, measured: list[dict[str, Any]]) -> None:
+def test_each_number_of_sequences_in_lockstep_has_its_own_file(tmp_path: Path, measured: list[dict[str, Any]]) -> None:
     target = tiny_target()
     for num_sequences in (1, 4, 4):
         ask(tmp_path, target=target, num_sequences=num_sequences)
