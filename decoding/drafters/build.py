@@ -22,9 +22,10 @@ def build_drafter(
     Raises ValueError for layers that the target does not have, and `ExitHeadError` for a missing or different head.
     """
     # In bit-exact mode a prefix that the draft computed has other bits than the wide passes of the target.
-    prefix_reuse = decoding.prefix_reuse and target.runner.exact_width is None
+    if target.runner.exact_width is not None:
+        decoding = decoding.model_copy(update={"prefix_reuse": False})
     new_drafter: NewDrafter = KINDS[draft.kind].load_drafter()
-    drafter = new_drafter(target, draft.without_lookup(), prefix_reuse=prefix_reuse, heads=heads)
+    drafter = new_drafter(target, draft.without_lookup(), decoding, heads=heads)
     if drafter is None or draft.lookup_first is None:
         return drafter
     return LookupFirst(drafter, draft.lookup_first)
@@ -37,5 +38,5 @@ def check_draft(target: Target, draft: Draft) -> None:
         build_drafter(target, draft.skipped(target.num_layers))
 
 
-def no_drafter(target: Target, draft: Draft, *, prefix_reuse: bool, heads: HeadFolder | None) -> None:
+def no_drafter(target: Target, draft: Draft, decoding: Decoding, *, heads: HeadFolder | None) -> None:
     """Return None: plain decoding has no drafter."""

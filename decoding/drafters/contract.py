@@ -11,6 +11,7 @@ from decoding.acceptance import Acceptance
 from decoding.cache.kv_cache import KVCache
 from decoding.draft_length import Controller
 from decoding.head_folder import HeadFolder
+from decoding.profile import Decoding
 from decoding.target import Target
 from decoding.text import Shaping, TokenSequence
 
@@ -60,8 +61,10 @@ class Drafter(Protocol):
 class NewDrafter(Protocol):
     """Builds the drafter of one kind; `decoding.drafts.KINDS` names it."""
 
-    def __call__(self, target: Target, draft: Any, *, prefix_reuse: bool, heads: HeadFolder | None) -> Drafter | None:
+    def __call__(self, target: Target, draft: Any, decoding: Decoding, *, heads: HeadFolder | None) -> Drafter | None:
         """Return the drafter of `draft`, which comes without the lookup before it.
+
+        `decoding.prefix_reuse` is off in bit-exact mode.
 
         Raises ValueError for layers that `target` does not have, and `ExitHeadError` for a head that `heads` does not hold.
         """

@@ -21,6 +21,7 @@ from decoding.drafters.propose import propose
 from decoding.drafts import EarlyExit
 from decoding.errors import ExitHeadError
 from decoding.head_folder import HeadFolder
+from decoding.profile import Decoding
 from decoding.target import Target
 from decoding.text import Shaping, TokenSequence
 
@@ -87,14 +88,14 @@ class EarlyExitDrafter:
         return logits
 
 
-def new_drafter(target: Target, draft: EarlyExit, *, prefix_reuse: bool, heads: HeadFolder | None) -> Drafter:
+def new_drafter(target: Target, draft: EarlyExit, decoding: Decoding, *, heads: HeadFolder | None) -> Drafter:
     """Return the drafter of an exit; without a head it is the skip set of all blocks after the exit.
 
     Raises ValueError for an exit that `target` does not have, and `ExitHeadError` for a head that `heads` does not hold.
     """
     target.check_exit_layer(draft.exit_layer)
     if draft.head is None:
-        return LayerSkipDrafter(target, draft.skipped(target.num_layers), prefix_reuse=prefix_reuse)
+        return LayerSkipDrafter(target, draft.skipped(target.num_layers), prefix_reuse=decoding.prefix_reuse)
     if heads is None:
         raise ExitHeadError(f"the draft needs the exit head {draft.head}: give the folder that holds it")
-    return EarlyExitDrafter(target, draft.exit_layer, heads.get(draft), prefix_reuse=prefix_reuse)
+    return EarlyExitDrafter(target, draft.exit_layer, heads.get(draft), prefix_reuse=decoding.prefix_reuse)

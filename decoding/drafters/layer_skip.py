@@ -16,6 +16,7 @@ from decoding.drafters.contract import Proposal
 from decoding.drafters.propose import propose
 from decoding.drafts import LayerSkip
 from decoding.head_folder import HeadFolder
+from decoding.profile import Decoding
 from decoding.target import Target
 from decoding.text import Shaping, TokenSequence
 
@@ -68,6 +69,6 @@ class LayerSkipDrafter:
         return self._resume.forward(token_ids, cache, cache.length, draft.states)
 
 
-def new_drafter(target: Target, draft: LayerSkip, *, prefix_reuse: bool, heads: HeadFolder | None) -> LayerSkipDrafter:
+def new_drafter(target: Target, draft: LayerSkip, decoding: Decoding, *, heads: HeadFolder | None) -> LayerSkipDrafter:
     """Return the drafter of a skip set. Raises ValueError for sublayers that `target` does not have."""
-    return LayerSkipDrafter(target, draft, prefix_reuse=prefix_reuse)
+    return LayerSkipDrafter(target, draft, prefix_reuse=decoding.prefix_reuse)

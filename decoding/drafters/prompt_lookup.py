@@ -21,6 +21,7 @@ from decoding.draft_length import Controller, Decision, DraftDistribution
 from decoding.drafters.contract import Proposal
 from decoding.drafts import Lookup, PromptLookup
 from decoding.head_folder import HeadFolder
+from decoding.profile import Decoding
 from decoding.target import Target
 from decoding.text import Shaping, TokenSequence
 
@@ -104,7 +105,7 @@ def length_allowed(controller: Controller, limit: int) -> int:
 
 
 def new_drafter(
-    target: Target, draft: PromptLookup, *, prefix_reuse: bool, heads: HeadFolder | None
+    target: Target, draft: PromptLookup, decoding: Decoding, *, heads: HeadFolder | None
 ) -> PromptLookupDrafter:
     """Return the drafter of a prompt lookup."""
     return PromptLookupDrafter(target, draft)

@@ -15,6 +15,7 @@ from decoding.drafters.contract import Proposal
 from decoding.drafters.prompt_lookup import length_allowed
 from decoding.drafts import DraftDocument, DraftKind
 from decoding.head_folder import HeadFolder
+from decoding.profile import Decoding
 from decoding.target import Target
 from decoding.text import Shaping, TokenSequence
 from studies.prediction.contract import DraftPredictor, Prediction
@@ -70,7 +71,7 @@ class CycleDrafter:
         return self._target.forward(text.span(cache.length, text.length + draft.num_tokens), cache, cache.length)
 
 
-def new_drafter(target: Target, draft: Cycle, *, prefix_reuse: bool, heads: HeadFolder | None) -> CycleDrafter:
+def new_drafter(target: Target, draft: Cycle, decoding: Decoding, *, heads: HeadFolder | None) -> CycleDrafter:
     return CycleDrafter(target, draft.period)
 
 
