@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Literal
 
 import torch
-from pydantic import Field, ValidationError
+from pydantic import ValidationError
 
 import decoding
 import studies.costs
@@ -47,8 +47,8 @@ class CostKey(Document):
     runner: str
     code_sha256: str
     """Hash of the code that runs and times the passes: a change of it invalidates the table."""
-    num_sequences: int = Field(1, exclude_if=lambda count: count == 1)
-    """Sequences in lockstep that share a pass; the key of a single sequence omits it."""
+    num_sequences: int
+    """Sequences in lockstep that share a pass."""
     versions: dict[str, str]
 
     @classmethod
