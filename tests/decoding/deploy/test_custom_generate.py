@@ -380,7 +380,7 @@ def test_the_same_model_in_another_precision_is_the_model_of_the_profile() -> No
 
 def test_another_number_of_layers_is_refused_strict_or_not(model: LlamaForCausalLM) -> None:
     decoder = load_decoder(_profile(model), strict=False)
-    with pytest.raises(TargetMismatchError, match="its 4 layers"):
+    with pytest.raises(TargetMismatchError, match="the model has 4 layers"):
         tiny_llama(4).generate(PROMPT, max_new_tokens=4, do_sample=False, custom_generate=decoder)
 
 
@@ -552,7 +552,7 @@ def test_model_that_the_runner_cannot_run_is_run_as_it_is_with_a_warning() -> No
     bloom = build("bloom")
     profile = _profile(bloom)
     with pytest.warns(
-        UserWarning, match=r"does not run with the runner 'static'.* may be slower than profile 'tiny' says"
+        UserWarning, match=r"does not run with the runner 'static'.* may be slower than profile 'tiny' reports"
     ):
         decoder = load_decoder(_by(profile, runner="static")).decoder_for(bloom)
     assert decoder.target.runner.name == "eager"
