@@ -291,7 +291,7 @@ def test_what_cannot_be_compared_is_one_line(
     )
     refused(bench(profile, workplace / "none.jsonl"), "no such dataset")
     refused(bench(workplace / "none.yaml", code), "no such profile")
-    refused(bench(profile, code, out="code.jsonl"), "code.jsonl: it is a file")
+    refused(bench(profile, code, out="code.jsonl"), "code.jsonl is a file; name a folder")
     refused(bench(profile, code, out="no/such"), "cannot write results into no/such")
     refused(bench(profile, code, device="abacus"), "no device 'abacus'")
     refused(bench(profile, code, max_new_tokens=250), "context of 256")

@@ -75,7 +75,7 @@ def test_search_for_batches_yields_a_lossless_profile(
     assert profile.measured.dataset.held_out_prompts == 6
     assert profile.measured.speedup.value == pytest.approx(3.0)
     shown = CliRunner().invoke(main, ["show", "profile.yaml"])
-    assert "2 prompts a batch" in " ".join(shown.stdout.split())
+    assert "2 prompts in lockstep" in " ".join(shown.stdout.split())
 
     runs = mlflow.MlflowClient(tracking_uri=f"sqlite:///{workplace.parent / 'mlflow.db'}")
     experiment = runs.get_experiment_by_name("tiny")

@@ -263,7 +263,7 @@ def test_exit_that_the_model_does_not_have_is_one_line(
     assert list(workplace.iterdir()) == []
 
 
-@pytest.mark.parametrize(("distill", "then"), [("auto", "would be distilled first"), ("never", "are searched without")])
+@pytest.mark.parametrize(("distill", "then"), [("auto", "would be distilled first"), ("never", "are not used")])
 def test_dry_run_says_which_heads_there_are(
     search: ExitSearch, workplace: Path, target: Target, distill: str, then: str
 ) -> None:

@@ -155,7 +155,7 @@ def test_prompts_are_random_token_ids() -> None:
 @pytest.mark.parametrize(
     ("redundant", "grey", "message"),
     [
-        ([0, 1, 2], [], "some, but not all, of those of blocks 0 to 2; got: skip 0-2"),
+        ([0, 1, 2], [], "some, but not all, sublayers of blocks 0 to 2; got: skip 0-2"),
         ([3], [], "blocks 0 to 2; got: skip 3"),
         ([1], [1], "2 sublayers are both redundant and grey"),
     ],
