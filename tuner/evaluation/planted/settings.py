@@ -43,7 +43,7 @@ class PlantedEvaluation(Evaluation):
             results_table,
             write_results,
         )
-        from tuner.search.task import check_writable
+        from tuner.output_paths import check_writable
 
         if self.out is not None:
             check_writable(self.out, what="the results", name="planted.json", error=SearchError)

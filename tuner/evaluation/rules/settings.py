@@ -51,7 +51,7 @@ class RulesEvaluation(Evaluation):
         """Measure all rules, write the JSON file if one is named, and return the table."""
         from tuner.evaluation.rules.compare import compare_rules, write_json
         from tuner.evaluation.rules.report import rules_table
-        from tuner.search.task import check_writable
+        from tuner.output_paths import check_writable
 
         if self.out is not None:
             check_writable(self.out, what="the comparison", name="comparison.json", error=ConfigError)

@@ -19,10 +19,11 @@ from tuner.evaluation.searches.held_out import HeldOutSamples
 from tuner.evaluation.searches.result import SearchComparison
 from tuner.evaluation.searches.rivals import Rival, check, rivals
 from tuner.evaluation.searches.runs import Limits, SearchRun, SearchRunner
+from tuner.output_paths import check_writable
 from tuner.progress import Progress
 from tuner.results import stamped
 from tuner.search.storage import sqlite_url
-from tuner.search.task import Task, check_writable, open_bench, prepare, refuse_batches
+from tuner.search.task import Task, open_bench, prepare, refuse_batches
 
 TRIALS_FILE, HELD_OUT_FILE, REPORT_FILE = "searches.db", "held_out.jsonl", "searches.json"
 OF_ONE_SEARCH = {"study", "trials", "timeout", "finalists", "studies", "distill", "distillation"}
