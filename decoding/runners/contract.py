@@ -132,6 +132,12 @@ class Runner(Protocol):
         With `num_rows` above 1 its `storage` is the memory of several sequences, one row each.
         """
 
+    def reserve(self, num_layers: int, capacity: int, num_rows: int = 1) -> None:
+        """Make memory now for the caches that `new_cache` will be asked for.
+
+        A runner that prepares passes for fixed memory would have to prepare them again when a longer sequence comes.
+        """
+
     def run(
         self,
         part: Part,

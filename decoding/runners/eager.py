@@ -33,6 +33,9 @@ class EagerRunner:
         """Return a cache of exactly this capacity."""
         return KVCache(num_layers, capacity, Storage(num_layers, capacity, num_rows=num_rows))
 
+    def reserve(self, num_layers: int, capacity: int, num_rows: int = 1) -> None:
+        """Do nothing: every cache has memory of its own."""
+
     def run(
         self,
         part: Part,

@@ -25,12 +25,12 @@ from decoding.runners.buckets import CPU_BUCKETS, GPU_BUCKETS, Buckets
 from decoding.runners.compilation import CompiledBlocks, call_block, compiling, without_guards
 from decoding.runners.contract import BlockCall, Inputs, Outputs, Part, PassRequest, Written
 from decoding.runners.eager import EagerRunner
-from decoding.runners.graphs import OutputsT, record
+from decoding.runners.graphs import CudaGraphs, OutputsT, PassRecorder
 from decoding.runners.greedy_chain import write_by
 from decoding.runners.masks import MaskKinds
 from decoding.runners.shared_pass import RowInputs, Rows, compute_rows, split_rows, unbatch
 
-_Key = tuple[Any, int, bool, bool]
+_Key = tuple[Any, Storage, bool, bool]
 """Shape and storage of a pass, and torch's modes."""
 
 Shape = TypeVar("Shape", "_Shape", Rows)
@@ -40,7 +40,10 @@ CHAINS = (8, 4, 2)
 
 
 class StaticRunner:
-    """Fixed-shape passes for one model on one device. One pass at a time."""
+    """Fixed-shape passes for one model on one device. One pass at a time.
+
+    `recorder` records each pass at its first run; by default CUDA graphs on a GPU, and nothing elsewhere.
+    """
 
     name = "static"
     has_bit_exact_mode = True
@@ -53,6 +56,7 @@ class StaticRunner:
         compiled: bool = True,
         buckets: Buckets | None = None,
         exact_width: int | None = None,
+        recorder: PassRecorder | None = None,
     ) -> None:
         self.exact_width = exact_width
         self.block_call: BlockCall = CompiledBlocks() if compiled else call_block
@@ -60,8 +64,10 @@ class StaticRunner:
         self._mask_kinds = mask_kinds
         self._device = device
         self._eager = EagerRunner(mask_kinds)
-        self._pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
-        self._free: list[Storage] = []
+        self._recorder = recorder or (CudaGraphs(device) if device.type == "cuda" else None)
+        self._storages: list[Storage] = []
+        """All storages that can be handed out again, in the order in which they were made."""
+        self._in_use: set[Storage] = set()
         self._inputs: dict[int, _Buffers] = {}
         # Recordings live as long as their part and are bound to the storage that they read.
         self._prepared: weakref.WeakKeyDictionary[Part, dict[_Key, Callable[[], Any]]] = weakref.WeakKeyDictionary()
@@ -74,25 +80,35 @@ class StaticRunner:
         """
         storage = self._take(num_layers, self.buckets.capacity(capacity), num_rows)
         cache = KVCache(num_layers, capacity, storage)
-        weakref.finalize(cache, self._free.append, storage).atexit = False
+        self._in_use.add(storage)
+        weakref.finalize(cache, self._in_use.discard, storage).atexit = False
         return cache
 
+    def reserve(self, num_layers: int, capacity: int, num_rows: int = 1) -> None:
+        """Make a storage for sequences of at most `capacity` tokens unless there is one; see `Runner.reserve`."""
+        self._take(num_layers, self.buckets.capacity(capacity), num_rows)
+
     def _take(self, num_layers: int, num_slots: int, num_rows: int) -> Storage:
-        alike = [each for each in self._free if (len(each.layers), each.num_rows) == (num_layers, num_rows)]
-        for storage in alike:
+        """Return the oldest free storage that is large enough, or a new one.
+
+        The oldest, because passes are recorded for one storage: sequences that follow one another must get the same.
+        """
+        alike = [each for each in self._storages if (len(each.layers), each.num_rows) == (num_layers, num_rows)]
+        free = [each for each in alike if each not in self._in_use]
+        for storage in free:
             if storage.capacity >= num_slots:
-                self._free.remove(storage)
                 return storage
         # The free storages are too small. The new one replaces them, so that only few sizes exist.
-        for small in alike:
+        for small in free:
             self._forget(small)
-            self._free.remove(small)
-        return Storage(num_layers, num_slots, num_rows=num_rows)
+        self._storages.append(Storage(num_layers, num_slots, num_rows=num_rows))
+        return self._storages[-1]
 
     def _forget(self, storage: Storage) -> None:
-        """Drop the recordings that are bound to this storage."""
+        """Drop a storage and the recordings that are bound to it."""
+        self._storages.remove(storage)
         for known in self._prepared.values():
-            for key in [key for key in known if key[1] == id(storage)]:
+            for key in [key for key in known if key[1] is storage]:
                 del known[key]
 
     def run(
@@ -188,16 +204,16 @@ class StaticRunner:
         The first pass of a shape is compiled where needed and recorded.
         """
         known = self._prepared.setdefault(part, {})
-        key = (shape, id(cache.storage), torch.is_grad_enabled(), torch.is_inference_mode_enabled())
+        key = (shape, cache.storage, torch.is_grad_enabled(), torch.is_inference_mode_enabled())
         if key in known:
             return cast(OutputsT, known[key]())
         run = _bound(part, cache.storage, shape, compute)
         with compiling(self.block_call):
+            if self._recorder is not None:
+                outputs, known[key] = self._recorder.record(run)
+                return outputs
             outputs = run()
-        if self._device.type == "cuda":
-            known[key] = record(run, self._pool)
-        else:
-            known[key] = run if self.block_call is call_block else without_guards(run)
+        known[key] = run if self.block_call is call_block else without_guards(run)
         return outputs
 
     def _compute(self, part: Part, cache: KVCache, shape: _Shape) -> Outputs:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from decoding.cache.kv_cache import KVCache, Storage
+from decoding.cache.kv_cache import KVCache
 from decoding.errors import UnsupportedRunnerError, one_line
 from decoding.runners.contract import PassRequest
 from decoding.runners.eager import EagerRunner
@@ -93,7 +93,9 @@ def find_shared_pass_difference(target: Target) -> str | None:
     ids = torch.randint(target.config.vocab_size, (2, PROMPT_TOKENS + TOKENS_AFTER), generator=stream)
     ids = ids.to(target.device)
     lengths, widths = (PROMPT_TOKENS, PROMPT_TOKENS - 2), (2, TOKENS_AFTER - 1)
-    memory = Storage(target.num_layers, 3 * PROMPT_TOKENS + TOKENS_AFTER, num_rows=2)
+    # The runner's own memory, so that what it prepares for it does not outlive it.
+    whole = target.runner.new_cache(target.num_layers, 3 * PROMPT_TOKENS + TOKENS_AFTER, num_rows=2)
+    memory = whole.storage
     passes, expected = {}, {}
     for row, (length, width) in enumerate(zip(lengths, widths, strict=True)):
         alone = target.new_cache(ids.shape[1])

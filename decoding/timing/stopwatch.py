@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import gc
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 import torch
 
@@ -35,15 +33,3 @@ class Stopwatch:
         """Wait until the device has finished all queued work, so that it is not counted to what follows."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
-
-
-@contextmanager
-def without_garbage_collection() -> Iterator[None]:
-    """Keep Python's garbage collector from running in the middle of a measurement."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()

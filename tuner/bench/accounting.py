@@ -12,11 +12,12 @@ from decoding.decoder import Decoder, plain_decoder
 from decoding.documents.strict_yaml import Document
 from decoding.draft_length import RoundCosts
 from decoding.drafts import Draft, LayerSkip
+from decoding.garbage_collection import without_garbage_collection
 from decoding.profile import Decoding
 from decoding.rounds import Generation, Round
 from decoding.runners.contract import Runner
 from decoding.text import Ending
-from decoding.timing.stopwatch import ReadSeconds, without_garbage_collection
+from decoding.timing.stopwatch import ReadSeconds
 from studies.costs.table import CostTable
 
 COPYING = 1e-4

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import TypeVar
 
-from decoding.timing.stopwatch import without_garbage_collection
+from decoding.garbage_collection import without_garbage_collection
 
 WARM_UP_TOKENS = 8
 """Tokens that a contestant decodes before it is timed, so that one-off work (compiling, measuring) is done."""

@@ -149,10 +149,10 @@ def test_storage_that_is_too_small_is_dropped_with_its_recordings() -> None:
     long = Request(some_tokens(200), Ending(8))
     assert plainly(target, long) == plainly(Target(build("llama")), long)
     assert small not in {key[1] for key in prepared}
-    assert len({key[1] for key in prepared}) == len(runner._free) == 1
-    sizes = [storage.capacity for storage in runner._free]
+    assert len({key[1] for key in prepared}) == len(runner._storages) == 1
+    sizes = [storage.capacity for storage in runner._storages]
     plainly(target, Request(PROMPT, Ending(8)))
-    assert [storage.capacity for storage in runner._free] == sizes, "the larger one serves short sequences too"
+    assert [storage.capacity for storage in runner._storages] == sizes, "the larger one serves short sequences too"
 
 
 def test_remains_of_another_sequence_are_not_seen() -> None:

@@ -8,7 +8,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from decoding.timing.stopwatch import Stopwatch, without_garbage_collection
+from decoding.garbage_collection import without_garbage_collection
+from decoding.timing.stopwatch import Stopwatch
 
 
 def ticks() -> Iterator[float]:

@@ -12,9 +12,10 @@ import torch
 from rich.console import RenderableType
 from transformers import PreTrainedModel
 
+from decoding.garbage_collection import without_garbage_collection
 from decoding.runners import RUNNERS
 from decoding.target import Target
-from decoding.timing.stopwatch import ReadSeconds, Stopwatch, without_garbage_collection
+from decoding.timing.stopwatch import ReadSeconds, Stopwatch
 from studies.measurement import paired_interval
 from tuner.evaluation.tables import new_table
 
