@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from decoding.cache.kv_cache import KVCache, Storage
+from decoding.runners.features import SpeedFeatures
 from decoding.runners.masks import MaskKinds
 
 BlockCall = Callable[[nn.Module, Tensor, tuple[Any, ...], dict[str, Any]], Any]
@@ -121,6 +122,10 @@ class Runner(Protocol):
     @property
     def exact_width(self) -> int | None:
         """Width of every whole-model pass after the prompt in bit-exact mode; None in normal mode."""
+
+    @property
+    def features(self) -> SpeedFeatures:
+        """The optional features that are on; none with a runner that has none."""
 
     @property
     def block_call(self) -> BlockCall | None:

@@ -25,6 +25,7 @@ from decoding.runners.buckets import CPU_BUCKETS, GPU_BUCKETS, Buckets
 from decoding.runners.compilation import CompiledBlocks, call_block, compiling, without_guards
 from decoding.runners.contract import BlockCall, Inputs, Outputs, Part, PassRequest, Written
 from decoding.runners.eager import EagerRunner
+from decoding.runners.features import NO_FEATURES, SpeedFeatures
 from decoding.runners.graphs import CudaGraphs, OutputsT, PassRecorder
 from decoding.runners.greedy_chain import write_by
 from decoding.runners.masks import MaskKinds
@@ -57,8 +58,10 @@ class StaticRunner:
         buckets: Buckets | None = None,
         exact_width: int | None = None,
         recorder: PassRecorder | None = None,
+        features: SpeedFeatures = NO_FEATURES,
     ) -> None:
         self.exact_width = exact_width
+        self.features = features
         self.block_call: BlockCall = CompiledBlocks() if compiled else call_block
         self.buckets = buckets or (GPU_BUCKETS if device.type == "cuda" else CPU_BUCKETS)
         self._mask_kinds = mask_kinds
