@@ -40,7 +40,7 @@ BENCH: dict[str, Any] = {
 
 
 def test_every_step_is_a_command_with_flags_that_it_has(tmp_path: Path) -> None:
-    for step in plan(tmp_path, "cuda", "8b", 120):
+    for step in plan(tmp_path, "cuda", "llama-8b-like", 120):
         group, (name, *arguments) = main, step.arguments
         if name == "evaluate":
             group, (name, *arguments) = evaluate, arguments
@@ -50,7 +50,7 @@ def test_every_step_is_a_command_with_flags_that_it_has(tmp_path: Path) -> None:
 
 
 def test_single_sequences_then_batches_are_benched_on_held_out_prompts(tmp_path: Path) -> None:
-    steps = {step.name: step.arguments for step in plan(tmp_path, "cuda", "8b", 120)}
+    steps = {step.name: step.arguments for step in plan(tmp_path, "cuda", "llama-8b-like", 120)}
     names = list(steps)
     first = names.index("bench")
     assert names[first + 1 : first + 3] == ["bench in batches of 4", "bench in batches of 16"]

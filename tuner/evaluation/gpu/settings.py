@@ -31,7 +31,7 @@ class GpuEvaluation(Evaluation):
     """
 
     device: str = Field("cuda", description="cuda, cuda:1, or cpu to try the plan.", json_schema_extra=DECODING)
-    preset: str = Field("8b", description="Preset of `sdtune evaluate widen`: 8b, 250m.", json_schema_extra=EVALUATION)
+    preset: str = Field("llama-8b-like", description="Preset of `sdtune evaluate widen`.", json_schema_extra=EVALUATION)
     search_seconds: int = Field(120, ge=1, description="Seconds of the search.", json_schema_extra=EVALUATION)
     seconds: float = Field(580.0, gt=0, description="Seconds of all steps together.", json_schema_extra=EVALUATION)
     out: ResultsFolder = Path("gpu_benchmark")

@@ -79,8 +79,10 @@ class Widening(Evaluation):
     """
 
     model: SourceFolder
-    preset: Literal["250m", "8b"] | None = Field(
-        None, description="Sizes by name; sizes given as flags win.", json_schema_extra=EVALUATION
+    preset: Literal["demo", "250m", "5b", "llama-8b-like"] | None = Field(
+        None,
+        description="Sizes by name; flags win. llama-8b-like has every size of Llama-3.1-8B; demo is for trying out.",
+        json_schema_extra=EVALUATION,
     )
     hidden_size: Size = Field(None, description="Width of the hidden states.", json_schema_extra=EVALUATION)
     intermediate_size: Size = Field(None, description="Neurons of an MLP.", json_schema_extra=EVALUATION)
@@ -94,6 +96,12 @@ class Widening(Evaluation):
         None,
         description="Length of a head, a multiple of the source's; default: the source's.",
         json_schema_extra=EVALUATION,
+    )
+    num_hidden_layers: Size = Field(
+        None, description="Layers; added ones are identities; default: the source's.", json_schema_extra=EVALUATION
+    )
+    vocab_size: Size = Field(
+        None, description="Tokens; added ones are never chosen; default: the source's.", json_schema_extra=EVALUATION
     )
     heads: Path | None = Field(
         None,

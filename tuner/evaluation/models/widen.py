@@ -6,12 +6,19 @@ that nobody trained for the purpose. Figures of such a model are always reported
 The trained model is embedded in a random wide one, and everything else is silenced (our formulation). Added dimensions of
 the hidden states always hold zero: their columns of the embedding and their rows of `o_proj` and `down_proj` are zero. Added
 heads and MLP neurons compute with random weights, and their columns of `o_proj` and `down_proj` are zero. Weights that only
-ever multiply zeros stay random, so no weight matrix is trivial as a whole. Three things make it exact:
+ever multiply zeros stay random, so no weight matrix is trivial as a whole. Five things make it exact:
 
 * RMSNorm takes its mean over H dimensions instead of h: gains are multiplied by sqrt(h / H) and epsilon by h / H.
 * A head longer by a factor m keeps the trained rotary frequencies: pair k among d has the frequency of pair m * k among
   m * d. The other dimensions of its queries are zero, and its queries grow by sqrt(m) against attention's scaling.
 * Tied embeddings are untied: every pass reads the whole head either way, and most wide models have an untied one.
+* Added layers have zero `o_proj` and `down_proj`: identities that cost a layer. They are spread evenly, so that an exit is as
+  deep, relative to the model, as it was. A draft that skips only them is always accepted, as no draft of a real model is: with
+  a quarter of added layers this alone is worth up to a third, which figures of such a model must say.
+* A padding token's logit is the mean of the trained logits, minus a positive number: below the largest logit at every state,
+  so greedy output is the trained model's. The number is about 4,096 over the root mean square of the hidden states, hence
+  padding takes a share of exp(-100) or less in practice, and sampling, entropy and confidence are the trained model's up to
+  rounding. LM heads have no bias: the number comes from one added dimension of constant value (`layout.ConstantDimension`).
 
 In float32 the logits are the trained model's up to rounding. In bfloat16 activations round otherwise in a wide model, and so do
 its gains unless H / h is a power of 4. ConfLayers' sublayer entropy is taken over the hidden dimensions, so the zeros show in it.
@@ -20,166 +27,26 @@ its gains unless H / h is a power of 4. ConfLayers' sublayer entropy is taken ov
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import torch
-from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaConfig, PreTrainedModel
 
-from decoding.errors import SdtuneError, first_line
-from decoding.exit_heads import load_exit_head, read_facts, save_exit_head
+from decoding.errors import first_line
+from decoding.exit_heads import head_name, load_exit_head, read_facts, save_exit_head
 from decoding.fingerprint import fingerprint
 from decoding.target import Target
+from tuner.evaluation.models.layout import Layout, wide_epsilon
 from tuner.evaluation.models.settings import Widening
+from tuner.evaluation.models.widths import WidenError, Widths, check_widths, complete_widths
 from tuner.inputs.models import DTYPES
 from tuner.progress import Progress
 
 ORIGIN_KEY = "sdtune_widened_from"
 """Key in the configuration of a widened model that identifies its source weights."""
-SILENT_OUTSIDE = frozenset({"embed_tokens", "o_proj", "down_proj"})
-NORMS = frozenset({"input_layernorm", "post_attention_layernorm", "norm"})
-
-
-class WidenError(SdtuneError):
-    """A model that cannot be widened as asked, or a folder that cannot be written."""
-
-
-@dataclass(frozen=True)
-class Widths:
-    """Sizes of a Llama that widening changes."""
-
-    hidden_size: int
-    intermediate_size: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
-
-    @classmethod
-    def of(cls, config: LlamaConfig) -> Widths:
-        """Return the sizes of a configuration."""
-        return cls(**{name: getattr(config, name) for name in cls.__dataclass_fields__})
-
-    @property
-    def group_size(self) -> int:
-        """Number of query heads that share one key-value head."""
-        return self.num_attention_heads // self.num_key_value_heads
-
-
-PRESETS = {
-    # 24 layers make about 250 M parameters: more than the caches of a CPU hold.
-    "250m": Widths(1024, 2304, 16, 8, 64),
-    # The blocks of an 8B model, which has 32 blocks and a larger vocabulary.
-    "8b": Widths(4096, 14336, 32, 8, 128),
-}
-
-
-def complete_widths(config: LlamaConfig, preset: str | None, given: Mapping[str, int | None]) -> Widths:
-    """Return the widths: those `given`, then the preset's, then heads of the source's length and group size.
-
-    Raises `WidenError` if a size is missing.
-    """
-    sizes = asdict(PRESETS[preset]) if preset else {}
-    sizes |= {name: size for name, size in given.items() if size is not None}
-    for name in ("hidden_size", "intermediate_size"):
-        if name not in sizes:
-            raise WidenError(f"the wide model needs a {name}: give --{name.replace('_', '-')} or --preset")
-    sizes.setdefault("head_dim", config.head_dim)
-    sizes.setdefault("num_attention_heads", sizes["hidden_size"] // sizes["head_dim"])
-    sizes.setdefault("num_key_value_heads", sizes["num_attention_heads"] // Widths.of(config).group_size)
-    return Widths(**sizes)
-
-
-def check_widths(config: LlamaConfig, wide: Widths) -> None:
-    """Raise `WidenError` unless a model of `config` can be embedded in a model of widths `wide`."""
-    source = Widths.of(config)
-    for name, size in asdict(wide).items():
-        if size < getattr(source, name):
-            raise WidenError(
-                f"{name} {size} is smaller than the source's {getattr(source, name)}: a model only gets wider"
-            )
-    if wide.num_attention_heads % wide.num_key_value_heads:
-        raise WidenError(
-            f"{wide.num_attention_heads} heads do not divide into {wide.num_key_value_heads} key-value heads"
-        )
-    if wide.hidden_size % wide.num_attention_heads:
-        raise WidenError(f"hidden_size {wide.hidden_size} is not a multiple of {wide.num_attention_heads} heads")
-    if wide.group_size < source.group_size:
-        raise WidenError(
-            f"{wide.group_size} query heads share a key-value head, in the source {source.group_size}: give at least as many, by "
-            "fewer key-value heads or more heads"
-        )
-    if wide.head_dim % source.head_dim:
-        raise WidenError(f"head_dim {wide.head_dim} is not a multiple of the source's {source.head_dim}")
-    if wide.head_dim != source.head_dim and (rope := config.rope_parameters["rope_type"]) != "default":
-        raise WidenError(f"head_dim can change only with rotary embeddings of type default, not {rope}")
-
-
-class Layout:
-    """Positions of a narrow model's coordinates in a wide one."""
-
-    def __init__(self, narrow: LlamaConfig, wide: LlamaConfig, device: torch.device) -> None:
-        source, target = Widths.of(narrow), Widths.of(wide)
-        self.gain = (source.hidden_size / target.hidden_size) ** 0.5
-        self.query_gain = (target.head_dim / source.head_dim) ** 0.5
-        heads = range(source.num_attention_heads)
-        group_size = source.group_size
-        query_heads = [head // group_size * target.group_size + head % group_size for head in heads]
-        inside = _inside_head(source.head_dim, target.head_dim)
-
-        def at(indices: Tensor) -> Tensor:
-            return indices.to(device)
-
-        def of_heads(indices: list[int], dims: Tensor) -> Tensor:
-            return at((torch.tensor(indices)[:, None] * target.head_dim + dims).flatten())
-
-        hidden = at(torch.arange(source.hidden_size))
-        neurons = at(torch.arange(source.intermediate_size))
-        vocabulary = at(torch.arange(narrow.vocab_size))
-        queries = of_heads(query_heads, inside)
-        keys = of_heads(list(range(source.num_key_value_heads)), inside)
-        self.hidden = hidden
-        self.whole_query_heads = of_heads(query_heads, torch.arange(target.head_dim))
-        self._rows_and_columns = {
-            "embed_tokens": (vocabulary, hidden),
-            "lm_head": (vocabulary, hidden),
-            "q_proj": (queries, hidden),
-            "k_proj": (keys, hidden),
-            "v_proj": (keys, hidden),
-            "o_proj": (hidden, queries),
-            "gate_proj": (neurons, hidden),
-            "up_proj": (neurons, hidden),
-            "down_proj": (hidden, neurons),
-        }
-
-    @torch.no_grad()
-    def embed(self, name: str, wide: Tensor, narrow: Tensor) -> None:
-        """Write the parameter `name` of the narrow model into the wide model's, which holds random values."""
-        module, kind = name.split(".")[-2:]
-        if module in NORMS:
-            wide[self.hidden] = _like(wide, narrow.float() * self.gain)
-            return
-        rows, columns = self._rows_and_columns[module]
-        if kind == "bias":
-            wide, narrow, columns = wide[:, None], narrow[:, None], columns[:1]
-        if module in SILENT_OUTSIDE:
-            wide.zero_()
-        if module == "q_proj":
-            wide[self.whole_query_heads[:, None], columns] = 0
-            narrow = narrow.float() * self.query_gain
-        wide[rows[:, None], columns] = _like(wide, narrow)
-
-
-def _inside_head(narrow: int, wide: int) -> Tensor:
-    """Return the dimensions of a wide head that rotate at a narrow head's frequencies; pairs are half a head apart."""
-    pairs = torch.arange(narrow // 2) * (wide // narrow)
-    return torch.cat([pairs, pairs + wide // 2])
-
-
-def _like(wide: Tensor, values: Tensor) -> Tensor:
-    return values.to(wide.device, wide.dtype)
 
 
 def widen(
@@ -205,7 +72,10 @@ def widen(
     layout = Layout(model.config, wide.config, place)
     narrow = model.state_dict()  # the head of tied embeddings among them
     for name, parameter in wide.state_dict().items():
-        layout.embed(name, parameter, narrow[name])
+        if (source := layout.source_name(name)) is None:
+            layout.silence(name, parameter)
+        else:
+            layout.embed(name, parameter, narrow[source])
         on_parameter()
     wide.generation_config = copy.deepcopy(model.generation_config)
     return wide.eval()
@@ -223,7 +93,7 @@ def _wide_config(model: PreTrainedModel, widths: Widths) -> LlamaConfig:
     origin = {"weights_sha256": identity.weights_sha256, "config_sha256": identity.config_sha256}
     changes = {
         **asdict(widths),
-        "rms_norm_eps": config.rms_norm_eps * config.hidden_size / widths.hidden_size,
+        "rms_norm_eps": wide_epsilon(config, widths),
         "tie_word_embeddings": False,
         ORIGIN_KEY: {**origin, **asdict(Widths.of(config))},
     }
@@ -235,6 +105,7 @@ def _wide_config(model: PreTrainedModel, widths: Widths) -> LlamaConfig:
 def widen_head(path: Path, narrow: Target, wide: Target, folder: Path) -> Path:
     """Widen the exit head at `path` of the model `narrow`, write it into `folder` for the model `wide`, and return its path.
 
+    In a model with added layers the exit is the one that computes the same, and the file is named after it.
     It computes what the trained head computes, so the facts on its training are kept. Raises `ExitHeadError` for a file that
     is not a head of `narrow`, or a folder that cannot be written.
     """
@@ -242,17 +113,33 @@ def widen_head(path: Path, narrow: Target, wide: Target, folder: Path) -> Path:
     trained = load_exit_head(path, narrow, facts.exit_layer).state_dict()
     head = wide.new_exit_head()
     layout = Layout(narrow.config, wide.config, wide.device)
+    exit_layer = layout.layers.depth(facts.exit_layer)
     for name, parameter in head.state_dict().items():
         layout.embed(name, parameter, trained[name])
     identity = fingerprint(wide.model)
-    owner = {"config_sha256": identity.config_sha256, "weights_sha256": identity.weights_sha256}
-    save_exit_head(folder / path.name, head, facts.model_copy(update=owner))
-    return folder / path.name
+    changes = {
+        "config_sha256": identity.config_sha256,
+        "weights_sha256": identity.weights_sha256,
+        "exit_layer": exit_layer,
+        "num_layers": wide.num_layers,
+    }
+    save_exit_head(folder / head_name(exit_layer), head, facts.model_copy(update=changes))
+    return folder / head_name(exit_layer)
 
 
 def num_parameters(model: PreTrainedModel) -> int:
     """Return the number of values in the weights; tied ones count once."""
     return sum(parameter.numel() for parameter in model.parameters())
+
+
+def describe(source: PreTrainedModel, wide: PreTrainedModel) -> str:
+    """Return how many parameters were widened to how many, and how many layers and tokens of the wide model do nothing."""
+    before, after = Widths.of(source.config), Widths.of(wide.config)
+    layers, tokens = after.num_hidden_layers - before.num_hidden_layers, after.vocab_size - before.vocab_size
+    idle = [f"{layers} of {after.num_hidden_layers} layers are identities"] * bool(layers)
+    idle += [f"{tokens:,} of {after.vocab_size:,} tokens are padding"] * bool(tokens)
+    size = num_parameters(wide)
+    return f"{num_parameters(source):,} parameters widened to {size:,} ({', '.join([f'{size / 1e9:.2f} B', *idle])})"
 
 
 def load_source(folder: Path) -> PreTrainedModel:
@@ -322,7 +209,7 @@ def run_and_write(settings: Widening, progress: Progress) -> str:
     given = {name: getattr(settings, name) for name in Widths.__dataclass_fields__}
     widths = complete_widths(source.config, settings.preset, given)
     check_widths(source.config, widths)
-    progress.stage("widening parameters", len(source.state_dict()))
+    progress.stage("widening parameters")
     wide = widen(
         source,
         widths,
@@ -333,7 +220,4 @@ def run_and_write(settings: Widening, progress: Progress) -> str:
     )
     write_widened(source, wide, settings.model, settings.out, heads)
     widened = f", {len(heads)} exit heads in {settings.out / 'heads'}" if heads else ""
-    return (
-        f"{num_parameters(source):,} parameters widened to {num_parameters(wide):,} in {settings.dtype}: "
-        f"{settings.out}{widened}"
-    )
+    return f"{describe(source, wide)} in {settings.dtype}: {settings.out}{widened}"
