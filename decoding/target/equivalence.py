@@ -1,70 +1,120 @@
 """Checks that a runner computes what the eager model computes.
 
-They run on a few tokens when a target is made.
+They run on a few tokens when a target is made. Each shape of a pass runs twice, on other tokens at another position:
+the first run prepares the pass, and only the second one uses what was prepared.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import Tensor
 
-from decoding.cache.kv_cache import KVCache
+from decoding.cache.kv_cache import KVCache, Storage
 from decoding.errors import UnsupportedRunnerError, one_line
 from decoding.runners.contract import PassRequest
 from decoding.runners.eager import EagerRunner
 
 if TYPE_CHECKING:
     from decoding.target.target import Target
+    from decoding.target.views import DraftView
 
 PROMPT_TOKENS = 6
 TOKENS_AFTER = 6
+CHAIN_TOKENS = 2
+RUNS = ("", " when it is repeated")
+"""For messages: the run that prepares a pass, and the run that uses the preparation."""
+
+Result = TypeVar("Result")
 
 
 @torch.inference_mode()
 def check_runner(target: Target, eager: Target) -> None:
     """Raise `UnsupportedRunnerError` unless `target` reproduces the logits of `eager`, compiling everything on the way.
 
-    In bit-exact mode, every token must also get the same bits at every position within a pass.
+    Checked are passes of the whole model over one and over several positions, and passes and chains of a view. The view
+    lacks one attention and one MLP: such blocks are compiled here, because a search would time the compilation
+    otherwise. In bit-exact mode, every token must also get the same bits at every position within a pass.
     """
-    token_ids = torch.arange(PROMPT_TOKENS + TOKENS_AFTER, device=target.device)[None] % target.config.vocab_size
-    expected = _logits(eager, token_ids, [TOKENS_AFTER - 1, 1])
-    try:
-        found = _logits(target, token_ids, [TOKENS_AFTER - 1, 1])
-        _draft_once(target, token_ids)
-    except (RuntimeError, TypeError, ValueError, LookupError, AttributeError) as cause:
-        reason = one_line(cause)
-        raise UnsupportedRunnerError(
-            f"{type(target.model).__name__} does not run with the runner {target.runner.name!r}: {reason}"
-        ) from cause
-    if not agree(found, expected):
-        raise UnsupportedRunnerError(
-            f"{type(target.model).__name__} gives different logits with the runner {target.runner.name!r} than without it"
-        )
+    views = [_partial_view(each) for each in (target, eager)]
+    for which, (token_ids, start) in zip(RUNS, _sequences(target), strict=True):
+        expected = _logits_of_all(eager, views[1], token_ids, start)
+        found = _running(target, lambda: _logits_of_all(target, views[0], token_ids, start))  # noqa: B023 - called at once
+        if not all(map(agree, found, expected)):
+            raise UnsupportedRunnerError(_difference(target, f"gives different logits{which}"))
+        drafted = _running(target, lambda: _draft_chain(target, views[0], token_ids, start))  # noqa: B023
+        if not _is_chain_of(eager, views[1], token_ids, start, drafted):
+            raise UnsupportedRunnerError(_difference(target, f"drafts different tokens{which}"))
     if target.runner.exact_width is not None:
         _check_exactness(target, target.runner.exact_width)
 
 
-def _draft_once(target: Target, token_ids: Tensor) -> None:
-    """Run a view without one attention and one MLP, to compile such blocks beforehand.
+def _running(target: Target, run: Callable[[], Result]) -> Result:
+    """Return what `run` returns; raise `UnsupportedRunnerError` if the runner fails."""
+    try:
+        return run()
+    except (RuntimeError, TypeError, ValueError, LookupError, AttributeError) as cause:
+        if isinstance(cause, torch.OutOfMemoryError):
+            raise
+        raise UnsupportedRunnerError(
+            f"{type(target.model).__name__} does not run with the runner {target.runner.name!r}: {one_line(cause)}"
+        ) from cause
 
-    A search would time the compilation otherwise.
-    """
+
+def _difference(target: Target, what: str) -> str:
+    return f"{type(target.model).__name__} {what} with the runner {target.runner.name!r} than without it"
+
+
+def _sequences(target: Target) -> Iterator[tuple[Tensor, int]]:
+    """Yield two sequences [1, length] of equal lengths, each with the position at which its passes start."""
+    length = PROMPT_TOKENS + TOKENS_AFTER + len(RUNS) - 1
+    token_ids = torch.arange(length, device=target.device)[None] % target.config.vocab_size
+    for index in range(len(RUNS)):
+        yield (token_ids if index % 2 == 0 else token_ids.flip(1)), PROMPT_TOKENS + index
+
+
+def _partial_view(target: Target) -> DraftView:
+    """Return a view without one attention and one MLP."""
     parts = target.anatomy.attention, target.anatomy.mlp
     attention, mlp = ([index for index, part in enumerate(kind) if part is not None] for kind in parts)
+    return target.draft_view(attention[:1], mlp[1:2], keep_boundary=False)
+
+
+def _logits_of_all(target: Target, view: DraftView, token_ids: Tensor, start: int) -> tuple[Tensor, Tensor]:
+    """Return logits of passes over several positions and over one, and of a view over one."""
+    whole = _logits(target, token_ids, [TOKENS_AFTER - 1, 1], start)
     cache = target.new_cache(token_ids.shape[1])
-    target.forward(token_ids[:, :PROMPT_TOKENS], cache, 0)
-    view = target.draft_view(attention[:1], mlp[1:2], keep_boundary=False)
-    view.forward(token_ids[:, PROMPT_TOKENS : PROMPT_TOKENS + 1], cache, PROMPT_TOKENS)
+    target.forward(token_ids[:, :start], cache, 0)
+    return whole, view.forward(token_ids[:, start : start + 1], cache, start)
+
+
+def _draft_chain(target: Target, view: DraftView, token_ids: Tensor, start: int) -> Tensor:
+    """Return `CHAIN_TOKENS` token ids that the view drafts after the first `start + 1` tokens."""
+    cache = target.new_cache(token_ids.shape[1])
+    target.forward(token_ids[:, :start], cache, 0)
+    return view.write(token_ids[:, start : start + 1], cache, start, CHAIN_TOKENS).token_ids
+
+
+def _is_chain_of(target: Target, view: DraftView, token_ids: Tensor, start: int, drafted: Tensor) -> bool:
+    """Return True if each of `drafted` is the most likely token of `view` up to rounding."""
+    cache = target.new_cache(token_ids.shape[1])
+    target.forward(token_ids[:, :start], cache, 0)
+    given = torch.cat([token_ids[0, start : start + 1], drafted])
+    for index, token in enumerate(drafted):
+        (logits,) = view.forward(given[index : index + 1][None], cache, start + index).float()
+        if logits.max() - logits[token] > _tolerance(target.dtype) * logits.abs().max().clamp_min(1e-6):
+            return False
+    return True
 
 
 def _check_exactness(target: Target, width: int) -> None:
     stream = torch.Generator().manual_seed(0)
     token_ids = torch.randint(target.config.vocab_size, (1, PROMPT_TOKENS + width), generator=stream).to(target.device)
-    at_once = _logits(target, token_ids, [width])
+    at_once = _logits(target, token_ids, [width], PROMPT_TOKENS)
     for first in range(1, width):
-        if not torch.equal(_logits(target, token_ids, [first, width - first]), at_once):
+        if not torch.equal(_logits(target, token_ids, [first, width - first], PROMPT_TOKENS), at_once):
             dtype = str(target.dtype).removeprefix("torch.")
             raise UnsupportedRunnerError(
                 f"{type(target.model).__name__} in {dtype} has no bit-exact mode on this device: a token's logits depend on "
@@ -72,9 +122,9 @@ def _check_exactness(target: Target, width: int) -> None:
             )
 
 
-def _logits(target: Target, token_ids: Tensor, widths: list[int]) -> Tensor:
-    """Return the logits of the tokens after the prompt, computed in passes of these widths."""
-    cache, start = target.new_cache(token_ids.shape[1]), PROMPT_TOKENS
+def _logits(target: Target, token_ids: Tensor, widths: list[int], start: int) -> Tensor:
+    """Return the logits of the tokens from position `start` on, computed in passes of these widths."""
+    cache = target.new_cache(token_ids.shape[1])
     target.forward(token_ids[:, :start], cache, 0)
     parts = []
     for width in widths:
@@ -89,32 +139,42 @@ def find_shared_pass_difference(target: Target) -> str | None:
 
     Two sequences of different lengths must get the logits that each gets by itself.
     """
-    stream = torch.Generator().manual_seed(0)
-    ids = torch.randint(target.config.vocab_size, (2, PROMPT_TOKENS + TOKENS_AFTER), generator=stream)
-    ids = ids.to(target.device)
-    lengths, widths = (PROMPT_TOKENS, PROMPT_TOKENS - 2), (2, TOKENS_AFTER - 1)
-    # The runner's own memory, so that what it prepares for it does not outlive it.
-    whole = target.runner.new_cache(target.num_layers, 3 * PROMPT_TOKENS + TOKENS_AFTER, num_rows=2)
-    memory = whole.storage
+    length = PROMPT_TOKENS + TOKENS_AFTER
+    # The runner's own memory: what it prepares for other memory would outlive it.
+    whole = target.runner.new_cache(target.num_layers, length + 1, 2)
+    for seed, which in enumerate(RUNS):
+        stream = torch.Generator().manual_seed(seed)
+        ids = torch.randint(target.config.vocab_size, (2, length), generator=stream).to(target.device)
+        passes, expected = _passes_of_two(target, ids, whole.storage, PROMPT_TOKENS - seed)
+        try:
+            found = target.runner.run_shared_pass(target.whole, passes, whole.storage)
+        except (RuntimeError, TypeError, ValueError, LookupError, AttributeError) as cause:
+            return f"a pass over several sequences fails{which}: {one_line(cause)}"
+        if not all(agree(found[row].logits, expected[row]) for row in passes):
+            return f"several sequences in one pass get different logits than each by itself{which}"
+    return None
+
+
+def _passes_of_two(
+    target: Target, ids: Tensor, memory: Storage, longer: int
+) -> tuple[Mapping[int, PassRequest], Mapping[int, Tensor]]:
+    """Return a pass of each of two sequences after prompts of different lengths, and the eager logits of each."""
     passes, expected = {}, {}
-    for row, (length, width) in enumerate(zip(lengths, widths, strict=True)):
+    for row, (length, width) in enumerate(((longer, 2), (longer - 2, TOKENS_AFTER - 1))):
         alone = target.new_cache(ids.shape[1])
         cache = KVCache(target.num_layers, ids.shape[1], memory.row(row))
         following = ids[row : row + 1, length : length + width]
         for each in (alone, cache):
             EagerRunner().run(target.whole, ids[row : row + 1, :length], each, 0)
         passes[row] = PassRequest(following, cache, length, last_only=False, states=None)
-        expected[row] = target.forward(following, alone, length)
-    try:
-        found = target.runner.run_shared_pass(target.whole, passes, memory)
-    except (RuntimeError, TypeError, ValueError, LookupError, AttributeError) as cause:
-        return f"a pass over several sequences fails: {' '.join(str(cause).split())}"
-    if all(agree(found[row].logits, expected[row]) for row in passes):
-        return None
-    return "several sequences in one pass get different logits than each by itself"
+        expected[row] = EagerRunner().run(target.whole, following, alone, length).logits
+    return passes, expected
 
 
 def agree(a: Tensor, b: Tensor) -> bool:
     """Return True if two computations of the same logits are equal up to rounding."""
-    tolerance = 1e-4 if a.dtype == torch.float32 else 0.08
-    return bool((a.float() - b.float()).abs().max() <= tolerance * b.float().abs().max().clamp_min(1e-6))
+    return bool((a.float() - b.float()).abs().max() <= _tolerance(a.dtype) * b.float().abs().max().clamp_min(1e-6))
+
+
+def _tolerance(dtype: torch.dtype) -> float:
+    return 1e-4 if dtype == torch.float32 else 0.08
