@@ -15,11 +15,22 @@ class Buckets:
     """Reads cover a multiple of this number of slots: a trade-off between few shapes and few wasted reads."""
     all_rows: bool = False
     """True if a shared pass always covers all rows of the storage, idle ones included: fewer shapes, more wasted rows."""
+    most_positions: int | None = None
+    """Maximum number of positions of a shared pass, over all its rows; None for any number.
+
+    A recording keeps the logits of all of them: 65 positions of 16 rows with a vocabulary of 128k take 267 MB.
+    """
 
     @property
     def widest(self) -> int:
         """Maximum width of a fixed-shape pass."""
         return self.widths[-1]
+
+    def fits(self, width: int, num_rows: int = 1) -> bool:
+        """Return True if a pass of `width` positions in each of `num_rows` rows has a fixed shape."""
+        if width > self.widest:
+            return False
+        return num_rows == 1 or self.most_positions is None or num_rows * self.width(width) <= self.most_positions
 
     def width(self, width: int) -> int:
         """Return the narrowest bucket for a pass of `width` positions, at most `widest`."""
@@ -45,8 +56,11 @@ EXACT_WIDTHS = tuple(range(1, 66))
 
 65 is the last token plus the longest draft of any rule.
 """
-PADDED_WIDTHS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 48, 65)
-"""Few widths, for devices that keep a recording per width and where wider passes cost hardly more."""
+PADDED_WIDTHS = (1, 2, 4, 8, 16, 32, 65)
+"""Few widths, for devices that keep a recording per width and where wider passes cost hardly more.
+
+Up to some hundred positions, a GPU takes as long for a pass as it takes to read the weights.
+"""
 
 CPU_BUCKETS = Buckets(EXACT_WIDTHS, slot_step=64)
-GPU_BUCKETS = Buckets(PADDED_WIDTHS, slot_step=256, all_rows=True)
+GPU_BUCKETS = Buckets(PADDED_WIDTHS, slot_step=256, all_rows=True, most_positions=512)

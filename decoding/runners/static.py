@@ -164,7 +164,7 @@ class StaticRunner:
         if self.exact_width is not None:
             raise UnsupportedRunnerError("a bit-exact pass covers one sequence only")
         width = max(each.width for each in passes.values())
-        if width > self.buckets.widest:
+        if not self.buckets.fits(width, memory.num_rows):
             return self._eager.run_shared_pass(part, passes, memory)
         # The compiler treats a size of 1 as a constant: a batch's last sequence would trigger a compilation.
         rows = Rows.of(passes, min_rows=memory.num_rows if self.buckets.all_rows else min(2, memory.num_rows))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 
 import pytest
@@ -10,36 +9,11 @@ import pytest
 from decoding.errors import UnsupportedRunnerError
 from decoding.runners.buckets import GPU_BUCKETS
 from decoding.runners.contract import Outputs, Written
-from decoding.runners.graphs import OutputsT, PassRecorder
+from decoding.runners.graphs import PassRecorder
 from decoding.runners.static import StaticRunner
 from decoding.target import Target
+from tests.support.stale_recorder import Faithful, Stale
 from tests.support.tiny import tiny_llama
-
-
-class Faithful:
-    """Plays a pass by running it again."""
-
-    def __init__(self) -> None:
-        self.num_recorded = 0
-
-    def record(self, run: Callable[[], OutputsT]) -> tuple[OutputsT, Callable[[], OutputsT]]:
-        self.num_recorded += 1
-        return run().copied(), run
-
-
-class Stale(Faithful):
-    """Plays nothing, as a graph does that was captured on a stream of another device: the first outputs come again."""
-
-    def __init__(self, kinds: tuple[type, ...], *, wide: bool | None = None) -> None:
-        super().__init__()
-        self._kinds, self._wide = kinds, wide
-
-    def record(self, run: Callable[[], OutputsT]) -> tuple[OutputsT, Callable[[], OutputsT]]:
-        outputs = run().copied()
-        wide = isinstance(outputs, Outputs) and outputs.logits.shape[-2] > 1
-        if isinstance(outputs, self._kinds) and self._wide in (None, wide):
-            return outputs, outputs.copied
-        return outputs, run
 
 
 def target_with(recorder: PassRecorder) -> Target:
