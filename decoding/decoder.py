@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -35,9 +36,20 @@ class Decoder:
     ) -> None:
         self.target = target
         self.rule = rule
-        self._drafter = build_drafter(target, draft, decoding, heads=heads)
+        self.drafter = build_drafter(target, draft, decoding, heads=heads)
+        """Proposes and verifies drafts; None for plain decoding."""
         self._kept: dict[int, Controller] = {}
         """By row of the batch: sequences in lockstep must not observe one another's rounds."""
+
+    def with_rule(self, rule: DraftLengthRule) -> Decoder:
+        """Return a decoder of the same draft with another rule.
+
+        Both run the same parts of the model, so that what is prepared for one is prepared for the other. They share no
+        controller.
+        """
+        other = copy.copy(self)
+        other.rule, other._kept = rule, {}
+        return other
 
     def adapted_rule(self) -> DraftLengthRule | None:
         """Return the rule with the state of its persistent controller, or None without one or if the rule does not adapt.
@@ -52,7 +64,7 @@ class Decoder:
 
     def batch_steps(self, requests: Sequence[Request]) -> Iterator[tuple[int, Prefill | Round]]:
         """Decode a batch in lockstep (`decoding.lockstep`), yielding each record with the row of its sequence."""
-        max_drafted = 0 if self._drafter is None else self.rule.max_tokens
+        max_drafted = 0 if self.drafter is None else self.rule.max_tokens
         capacity = max((capacity_for(self.target, request, max_drafted) for request in requests), default=0)
         loops = [partial(self._loop, request, row) for row, request in enumerate(requests)]
         return decode_in_lockstep(self.target, loops, capacity)
@@ -73,9 +85,9 @@ class Decoder:
         return BatchGeneration(generations, read - start, time.perf_counter() - read)
 
     def _loop(self, request: Request, row: int, new_cache: NewCache) -> Iterator[Prefill | Round]:
-        if self._drafter is None:
+        if self.drafter is None:
             return autoregressive(self.target, request, new_cache)
-        return speculative(self.target, self._drafter, self._controller(row), request, new_cache)
+        return speculative(self.target, self.drafter, self._controller(row), request, new_cache)
 
     def _controller(self, row: int) -> Controller:
         if not self.rule.persistent:

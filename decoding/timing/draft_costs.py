@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from decoding.decoder import Decoder
 from decoding.draft_length import CostAwareRule, DraftLengthRule, RoundCosts
 from decoding.drafters.build import build_drafter
 from decoding.drafts import Draft
@@ -31,6 +32,14 @@ def measure_draft_costs(
     """
     drafter = build_drafter(target, draft, decoding, heads=heads)
     return None if drafter is None else measure_round_costs(target, drafter, max_tokens, num_sequences=num_sequences)
+
+
+def measure_decoder_costs(decoder: Decoder, max_tokens: int, *, num_sequences: int = 1) -> RoundCosts | None:
+    """Measure the rounds of a decoder's draft as `measure_draft_costs` does, with the passes that it decodes with."""
+    drafter = decoder.drafter
+    if drafter is None:
+        return None
+    return measure_round_costs(decoder.target, drafter, max_tokens, num_sequences=num_sequences)
 
 
 def with_measured_costs(

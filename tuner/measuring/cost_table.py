@@ -62,18 +62,17 @@ def measure_cost_table(
     terms = resolve_terms(target, max_tokens=max_tokens, contexts=contexts)
     fitted, held_out = plan_passes(terms, seed)
     start = clock()
-    timer = timer or PassTimer(
-        target, most_tokens=terms.widths[-1], num_sequences=num_sequences, seed=seed, clock=clock
-    )
-    times = _Times(timer, plain=Verification(1, terms.contexts[0]), passes=[*fitted, *held_out])
-    for patience in range(1, PATIENCE + 1):
-        num_sweeps = 0
-        while num_sweeps < FEWEST_SWEEPS or (clock() - start < patience * budget_seconds and num_sweeps < MOST_SWEEPS):
-            times.sweep()
-            num_sweeps += 1
-        table = fit_costs(terms, times.seconds(fitted), times.seconds(held_out))
-        if table.error.median <= GOOD_ERROR:
-            break
+    own = PassTimer(target, most_tokens=terms.widths[-1], num_sequences=num_sequences, seed=seed, clock=clock)
+    with own:
+        times = _Times(timer or own, plain=Verification(1, terms.contexts[0]), passes=[*fitted, *held_out])
+        for patience in range(1, PATIENCE + 1):
+            longest, num_sweeps = patience * budget_seconds, 0
+            while num_sweeps < FEWEST_SWEEPS or (clock() - start < longest and num_sweeps < MOST_SWEEPS):
+                times.sweep()
+                num_sweeps += 1
+            table = fit_costs(terms, times.seconds(fitted), times.seconds(held_out))
+            if table.error.median <= GOOD_ERROR:
+                break
     return table
 
 

@@ -22,12 +22,13 @@ from decoding.losslessness import compare
 from decoding.profile import Decoding
 from decoding.target import Target
 from decoding.text import Shaping
-from decoding.timing.draft_costs import measure_draft_costs
+from decoding.timing.draft_costs import measure_decoder_costs
 from studies.contract import Candidate
 from studies.measurement import BatchTexts, Measurement, PromptSample
 from tuner.measuring.baseline import Baseline
 from tuner.measuring.clock import Clock, WallClock
 from tuner.measuring.contract import OnSample
+from tuner.measuring.decoders import MOST_KEPT, DecoderPool
 from tuner.measuring.recording import Recorder, TimedBatch, record_decoding
 from tuner.measuring.turns import WARM_UP_TOKENS, take_turns
 
@@ -56,8 +57,12 @@ class Bench:
         heads: HeadFolder | None = None,
         seed: int = 0,
         clock: Clock | None = None,
+        most_kept: int = MOST_KEPT,
     ) -> None:
-        """`clock` is real time unless given; a price list makes every measurement repeat exactly."""
+        """`clock` is real time unless given; a price list makes every measurement repeat exactly.
+
+        The decoders of the `most_kept` drafts measured last are kept: see `DecoderPool`.
+        """
         self.target = target
         self.baseline = baseline
         self.decoding = decoding
@@ -67,6 +72,8 @@ class Bench:
         self._plain = _Contestant(PlainDecoding(), plain_decoder(target))
         self._plain_batches: dict[int, TimedBatch] = {}
         self._costs: dict[Draft, RoundCosts] = {}
+        self._most_kept = most_kept
+        self._decoders = DecoderPool(target, decoding, heads=heads, most=most_kept)
 
     @property
     def indices(self) -> range:
@@ -102,6 +109,7 @@ class Bench:
             heads=self._heads,
             seed=self._seed,
             clock=self._clock,
+            most_kept=self._most_kept,
         )
 
     def measure(
@@ -134,7 +142,11 @@ class Bench:
         if not self._clock.is_deterministic:
             for each in all_contestants:
                 self._warm_up(each.decoder, indices[0])
-        take_turns(all_contestants, indices, self._timed, keep)
+        try:
+            take_turns(all_contestants, indices, self._timed, keep)
+        except torch.OutOfMemoryError:
+            self._decoders.clear()  # the next candidate needs the memory more
+            raise
         return [Measurement(samples=tuple(taken)) for taken in samples]
 
     def warm_up_rule(self, candidate: Candidate, indices: Sequence[int]) -> Candidate:
@@ -154,18 +166,18 @@ class Bench:
         return candidate.with_rule(adapted.model_copy(update={"persistent": rule.persistent}))
 
     def _decoder(self, candidate: Candidate) -> Decoder:
-        return Decoder(self.target, candidate.draft, self._ready_rule(candidate), self.decoding, heads=self._heads)
+        """Return a decoder of the candidate, with a fresh controller."""
+        decoder = self._decoders.get(candidate.draft, candidate.draft_length)
+        return decoder.with_rule(self._ready_rule(candidate, decoder))
 
-    def _ready_rule(self, candidate: Candidate) -> DraftLengthRule:
+    def _ready_rule(self, candidate: Candidate, decoder: Decoder) -> DraftLengthRule:
         """Return the candidate's rule, with costs if it is cost-aware. The costs of a draft are measured once for all rules."""
         draft, rule = candidate.draft, candidate.draft_length
         if not isinstance(rule, CostAwareRule) or rule.costs is not None:
             return rule
         costs = self._costs.get(draft)
         if costs is None or len(costs.verify) <= rule.max_tokens:
-            costs = measure_draft_costs(
-                self.target, draft, rule.max_tokens, self.decoding, heads=self._heads, num_sequences=self.batch_size
-            )
+            costs = measure_decoder_costs(decoder, rule.max_tokens, num_sequences=self.batch_size)
             if costs is None:  # plain decoding has none
                 return rule
             self._costs[draft] = costs

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cache, partial
+from functools import partial
+from types import TracebackType
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -12,8 +14,10 @@ from decoding.acceptance import Greedy
 from decoding.cache.kv_cache import KVCache
 from decoding.draft_length import Controller, Looking
 from decoding.drafters.layer_skip import LayerSkipDrafter
+from decoding.drafts import LayerSkip
 from decoding.lockstep import Lockstep
 from decoding.target import Target
+from decoding.target.views import ResumeView
 from decoding.text import Shaping, TokenSequence
 from decoding.timing.stopwatch import ReadSeconds, Stopwatch
 from studies.costs.terms import DraftStep, Pass
@@ -23,7 +27,7 @@ MOST_STEPS = 8
 
 
 class PassTimer:
-    """Times passes, each from the same state after a prompt of random tokens. Views and prompts are kept.
+    """Times passes, each from the same state after a prompt of random tokens. Views and prompts are kept until `close`.
 
     `most_tokens`, at least 2, are the most positions of a pass. With `num_sequences` above 1 a pass runs that many sequences in
     lockstep, all after the same number of tokens. Call within `torch.inference_mode`.
@@ -34,10 +38,24 @@ class PassTimer:
     ) -> None:
         self._target, self._watch = target, Stopwatch(target.device, clock)
         self._room, self._seed, self._num_texts = most_tokens, seed, num_sequences
-        self._drafter = cache(lambda skip: LayerSkipDrafter(target, skip))
-        self._resume = cache(lambda boundary: target.resume_view(boundary))
-        self._batch_after = cache(self._read)
+        # Plain dictionaries: a cached method would refer to itself, and keep all this until a garbage collection.
+        self._drafters: dict[LayerSkip, LayerSkipDrafter] = {}
+        self._views: dict[int, ResumeView] = {}
+        self._batches: dict[int, _Batch] = {}
         self._prepared = set[Pass]()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Drop the views and prompts, and with them their recordings and memory."""
+        for kept in (self._drafters, self._views, self._batches, self._prepared):
+            kept.clear()
 
     def __call__(self, each: Pass) -> float:
         """Return the seconds of one pass; for a draft step, the mean over about as many steps as last a pass of the whole model.
@@ -72,7 +90,8 @@ class PassTimer:
         return self._seconds(batch, draft) / steps
 
     def _resumed(self, width: int, boundary: int, batch: _Batch) -> float:
-        view, states = self._resume(boundary), batch.states(boundary, self._room)
+        view = self._view(boundary)
+        states = batch.states(boundary, self._room)
 
         def verify(sequence: _Sequence) -> None:
             view.forward(sequence.ahead(width), sequence.cache, sequence.start, states[sequence][..., : width - 1, :])
@@ -81,6 +100,22 @@ class PassTimer:
 
     def _seconds(self, batch: _Batch, work: Callable[[_Sequence], object]) -> float:
         return self._watch.time(lambda: batch.all(work))
+
+    def _drafter(self, skip: LayerSkip) -> LayerSkipDrafter:
+        if skip not in self._drafters:
+            self._drafters[skip] = LayerSkipDrafter(self._target, skip)
+        return self._drafters[skip]
+
+    def _view(self, boundary: int) -> ResumeView:
+        if boundary not in self._views:
+            self._views[boundary] = self._target.resume_view(boundary)
+        return self._views[boundary]
+
+    def _batch_after(self, context: int) -> _Batch:
+        """Return the sequences of `context` tokens, read at the first call."""
+        if context not in self._batches:
+            self._batches[context] = self._read(context)
+        return self._batches[context]
 
     def _read(self, context: int) -> _Batch:
         stream, length = torch.Generator().manual_seed(self._seed), context + self._room
