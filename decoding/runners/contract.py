@@ -7,6 +7,7 @@ tensors, any number of times, and may pad them, record the computation and repla
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -142,6 +143,9 @@ class Runner(Protocol):
 
         A runner that prepares passes for fixed memory would have to prepare them again when a longer sequence comes.
         """
+
+    def temporary_memory(self) -> AbstractContextManager[None]:
+        """Drop, at the end of the context, the memory of caches that was made in it, and none that was there before."""
 
     def run(
         self,

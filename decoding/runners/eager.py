@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
@@ -37,6 +38,10 @@ class EagerRunner:
 
     def reserve(self, num_layers: int, capacity: int, num_rows: int = 1) -> None:
         """Do nothing: every cache has memory of its own."""
+
+    def temporary_memory(self) -> AbstractContextManager[None]:
+        """Do nothing: the memory of a cache is dropped with it."""
+        return nullcontext()
 
     def run(
         self,

@@ -12,7 +12,8 @@ same.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar, cast
 
@@ -71,6 +72,8 @@ class StaticRunner:
         self._storages: list[Storage] = []
         """All storages that can be handed out again, in the order in which they were made."""
         self._in_use: set[Storage] = set()
+        self._protected: set[Storage] = set()
+        """Storages that outlive the current context of `temporary_memory`, although they may be too small for it."""
         self._inputs: dict[int, _Buffers] = {}
         # Recordings live as long as their part and are bound to the storage that they read.
         self._prepared: weakref.WeakKeyDictionary[Part, dict[_Key, Callable[[], Any]]] = weakref.WeakKeyDictionary()
@@ -103,9 +106,21 @@ class StaticRunner:
                 return storage
         # The free storages are too small. The new one replaces them, so that only few sizes exist.
         for small in free:
-            self._forget(small)
+            if small not in self._protected:
+                self._forget(small)
         self._storages.append(Storage(num_layers, num_slots, num_rows=num_rows))
         return self._storages[-1]
+
+    @contextmanager
+    def temporary_memory(self) -> Iterator[None]:
+        """Drop the storages made in this context at its end; see `Runner.temporary_memory`."""
+        outer, self._protected = self._protected, set(self._storages)
+        try:
+            yield
+        finally:
+            for storage in [each for each in self._storages if each not in self._protected]:
+                self._forget(storage)
+            self._protected = outer
 
     def _forget(self, storage: Storage) -> None:
         """Drop a storage and the recordings that are bound to it."""

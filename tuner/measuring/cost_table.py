@@ -63,7 +63,7 @@ def measure_cost_table(
     fitted, held_out = plan_passes(terms, seed)
     start = clock()
     own = PassTimer(target, most_tokens=terms.widths[-1], num_sequences=num_sequences, seed=seed, clock=clock)
-    with own:
+    with target.runner.temporary_memory(), own:
         times = _Times(timer or own, plain=Verification(1, terms.contexts[0]), passes=[*fitted, *held_out])
         for patience in range(1, PATIENCE + 1):
             longest, num_sweeps = patience * budget_seconds, 0
