@@ -12,9 +12,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
+import torch
 from torch import Tensor, nn
 
-from decoding.cache.rounds_cache import RoundsCache
+from decoding.cache.rounds_cache import RoundsCache, RoundsChunk
 from decoding.errors import UnsupportedModelError
 from decoding.runners.contract import BlockCall, Inputs, Outputs
 from decoding.runners.cpu_packed import PackedLinear, can_be_packed
@@ -80,16 +81,26 @@ class ModelPart:
     def rounds(
         self, token_ids: Tensor, cache: RoundsCache, *, last_only: bool = False, states: Tensor | None = None
     ) -> Outputs:
-        """Run rounds that begin at different positions as a left-padded batch.
+        """Run rounds that begin at different positions as left-padded batches, one per chunk of `cache`.
 
         Return logits [rounds, depth (1 if `last_only`), vocabulary].
         """
+        chunks = [self._rounds_of_chunk(token_ids, chunk, last_only, states) for chunk in cache.chunks]
+        if len(chunks) == 1:
+            return chunks[0]
+        tapped = [chunk.states for chunk in chunks if chunk.states is not None]
+        return Outputs(torch.cat([chunk.logits for chunk in chunks]), torch.cat(tapped, dim=-3) if tapped else None)
+
+    def _rounds_of_chunk(
+        self, token_ids: Tensor, cache: RoundsChunk, last_only: bool, states: Tensor | None
+    ) -> Outputs:
         current, device = self._current, token_ids.device
-        current.width, current.last, current.states = token_ids.shape[1], None, states
+        current.width, current.last = token_ids.shape[1], None
+        current.states = None if states is None else states[..., cache.rows, :, :]
         current.tapped.clear()
         try:
             output = self._module(
-                input_ids=token_ids,
+                input_ids=token_ids[cache.rows],
                 position_ids=cache.positions(device),
                 attention_mask=cache.attention_mask(device),
                 past_key_values=cache,

@@ -9,14 +9,15 @@ exit, draft and target are the same.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 import torch
 from torch import Tensor, nn
 
-from decoding.cache.rounds_cache import RoundsCache
+from decoding.cache.kv_cache import KVCache
+from decoding.cache.rounds_cache import MemoryLimits, RoundsCache
 from decoding.drafts import Draft, EarlyExit, LayerSkip
 from decoding.head_folder import HeadFolder
 from decoding.profile import Decoding
@@ -49,7 +50,7 @@ class Survey:
 
     `prompts` and `continuations` are token ids. A continuation begins with the prefill's token; continuations of a single token
     are skipped. Raises ValueError if none is left. `heads` holds the exit heads. Naming the exit layers that will be recorded
-    as `exits` saves a second pass over the sequences.
+    as `exits` saves a second pass over the sequences, as far as their states fit in `limits.kept`.
     """
 
     def __init__(
@@ -63,8 +64,10 @@ class Survey:
         heads: HeadFolder | None = None,
         depth: int = DEPTH,
         exits: Iterable[int] = (),
+        limits: MemoryLimits = MemoryLimits(),
     ) -> None:
         self.target = target
+        self._limits = limits
         self._decoding, self._seed, self._heads, self._depth = decoding, seed, heads, depth
         self._recordings: dict[Draft, list[Recording]] = {}
         given = list(zip(prompts, continuations, strict=True))
@@ -72,7 +75,11 @@ class Survey:
         """Indices of the given sequences that are surveyed."""
         if not self.indices:
             raise ValueError("a survey needs a continuation of at least two tokens")
-        wanted = sorted(set(exits))
+        num_tokens = sum(len(prompts[index]) + len(continuations[index]) - 1 for index in self.indices)
+        states_bytes = num_tokens * target.config.hidden_size * target.dtype.itemsize
+        self._num_exits = max(1, limits.kept // states_bytes)
+        """Exits whose states may be kept at a time."""
+        wanted = sorted(set(exits))[: self._num_exits]
         with torch.inference_mode():
             read = [self._read(*given[index], wanted) for index in self.indices]
         self._texts = [text for text, _ in read]
@@ -94,17 +101,32 @@ class Survey:
 
     @torch.inference_mode()
     def record_all(self, drafts: Iterable[Draft]) -> list[list[Recording]]:
-        """Return the recordings of each draft; one pass over a sequence serves all exits among them."""
+        """Return the recordings of each draft; one pass over a sequence serves as many exits among them as fit in memory."""
         drafts = list(drafts)
         missing = [draft for draft in dict.fromkeys(drafts) if draft not in self._recordings]
-        self._keep_states(exits_of(missing))
-        for draft in missing:
-            logits = predictor_of(draft).logits(draft, self)
-            self._recordings[draft] = [
-                Recording.against(text.target, drafted, self._decoding, seed=self._seed + index)
-                for index, (text, drafted) in enumerate(zip(self._texts, logits, strict=True))
-            ]
+        for group in self._groups(missing):
+            self._keep_states(exits_of(group))
+            for draft in group:
+                logits = predictor_of(draft).logits(draft, self)
+                self._recordings[draft] = [
+                    Recording.against(text.target, drafted, self._decoding, seed=self._seed + index)
+                    for index, (text, drafted) in enumerate(zip(self._texts, logits, strict=True))
+                ]
         return [self._recordings[draft] for draft in drafts]
+
+    def _groups(self, drafts: Iterable[Draft]) -> Iterator[list[Draft]]:
+        """Yield the drafts in groups whose exits' states fit in memory, those with states at hand first."""
+        layers = {draft: sorted(exits_of([draft])) for draft in drafts}
+        group: list[Draft] = []
+        for draft in sorted(
+            layers, key=lambda draft: ([layer not in self._states for layer in layers[draft]], layers[draft])
+        ):
+            if group and len(exits_of([*group, draft])) > self._num_exits:
+                yield group
+                group = []
+            group.append(draft)
+        if group:
+            yield group
 
     def copies(self, guess: Guess, most: int) -> list[Copies]:
         """Return, for each position of each sequence, how many of up to `most` guessed tokens would be accepted."""
@@ -152,10 +174,12 @@ class Survey:
         target = TargetText.of(logits[0], self._decoding)
         return _Read(token_ids, len(prompt), tuple(continuation), target), states
 
-    def _keep_states(self, exit_layers: Iterable[int]) -> None:
+    def _keep_states(self, exit_layers: Collection[int]) -> None:
         wanted = sorted(set(exit_layers) - self._states.keys())
         if not wanted:
             return
+        if len(self._states) + len(wanted) > self._num_exits:
+            self._states = {layer: states for layer, states in self._states.items() if layer in exit_layers}
         passes = [self.target.exit_states(text.token_ids, wanted, first=text.first)[0] for text in self._texts]
         self._states |= {layer: [states[layer] for states in passes] for layer in wanted}
 
@@ -168,17 +192,23 @@ class Survey:
     @cached_property
     def rounds(self) -> tuple[RoundsCache, Tensor]:
         """The rounds that start every `depth` tokens of every sequence, and their tokens [rounds, depth]."""
-        rounds, rows = [], []
+        rows = []
         for text in self._texts:
-            length = text.token_ids.shape[1]
-            cache = self.target.new_cache(length)
-            self.target.forward(text.token_ids, cache, 0, last_only=True)
-            for start in range(text.first, length, self._depth):
-                rounds.append((cache, start))
+            for start in self._starts(text):
                 row = text.token_ids[0, start : start + self._depth]
                 # The last round may be short: padding after a position does not change its logits.
                 rows.append(nn.functional.pad(row, (0, self._depth - len(row))))
-        return RoundsCache(rounds, self._depth), torch.stack(rows)
+        return RoundsCache(self._caches(), self._depth, self._limits), torch.stack(rows)
+
+    def _caches(self) -> Iterator[tuple[KVCache, range]]:
+        """Yield the cache of each sequence, read by the target, and the starts of its rounds: one cache at a time."""
+        for text in self._texts:
+            cache = self.target.new_cache(text.token_ids.shape[1])
+            self.target.forward(text.token_ids, cache, 0, last_only=True)
+            yield cache, self._starts(text)
+
+    def _starts(self, text: _Read) -> range:
+        return range(text.first, text.token_ids.shape[1], self._depth)
 
 
 class JoinedSurvey:

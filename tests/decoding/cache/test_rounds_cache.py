@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from decoding.cache.kv_cache import KVCache
-from decoding.cache.rounds_cache import RoundsCache
+from decoding.cache.rounds_cache import MemoryLimits, RoundsCache
 from decoding.target import Target
 from tests.support.families import NUM_LAYERS, SUPPORTED, some_tokens, target_of
 
@@ -21,6 +21,12 @@ SKIPS = {
 DEPTH = 4
 TEXTS = (some_tokens(13, seed=1), some_tokens(21, seed=2))
 STARTS = ((0, 5), (0, 8), (1, 3), (1, 17))  # of text, position
+LIMITS = {
+    "kept": MemoryLimits(),
+    "gathered": MemoryLimits(kept=0),
+    "in chunks": MemoryLimits(kept=0, gathered=3 * (17 + DEPTH) * 2 * 2 * 8 * 4),
+    "one by one": MemoryLimits(kept=0, gathered=0),
+}
 
 
 def _read(target: Target, text: list[int]) -> KVCache:
@@ -41,11 +47,22 @@ def _draft_one_round(target: Target, skip: str, text: list[int], start: int) -> 
 
 @pytest.mark.parametrize("skip", SKIPS)
 @pytest.mark.parametrize("family", SUPPORTED)
-@torch.inference_mode()
 def test_rounds_at_once_are_the_rounds_one_by_one(family: str, skip: str) -> None:
+    _check_rounds(family, skip, "kept")
+
+
+@pytest.mark.parametrize("limits", LIMITS)
+@pytest.mark.parametrize("family", SUPPORTED)
+def test_rounds_are_the_same_in_less_memory(family: str, limits: str) -> None:
+    _check_rounds(family, "blocks", limits)
+
+
+@torch.inference_mode()
+def _check_rounds(family: str, skip: str, limits: str) -> None:
     target = target_of(family)
     caches = [_read(target, text) for text in TEXTS]
-    rounds = RoundsCache([(caches[text], start) for text, start in STARTS], DEPTH)
+    sequences = [(cache, [start for of, start in STARTS if of == text]) for text, cache in enumerate(caches)]
+    rounds = RoundsCache(sequences, DEPTH, LIMITS[limits])
     token_ids = torch.tensor([TEXTS[text][start : start + DEPTH] for text, start in STARTS])
     view = target.draft_view(*SKIPS[skip], keep_boundary=False)
     for _ in range(2):  # a pass leaves nothing that the next one sees
@@ -66,4 +83,6 @@ def test_rounds_need_a_round_and_a_token() -> None:
     with pytest.raises(ValueError, match="got 0 of 4"):
         RoundsCache([], 4)
     with pytest.raises(ValueError, match="got 1 of 0"):
-        RoundsCache([(_read(target, TEXTS[0]), 5)], 0)
+        RoundsCache([(_read(target, TEXTS[0]), [5])], 0)
+    with pytest.raises(ValueError, match="at least one known token"):
+        RoundsCache([(_read(target, TEXTS[0]), [0])], 4)

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from decoding.acceptance import Greedy
+from decoding.cache.rounds_cache import MemoryLimits
 from decoding.decode import Request
 from decoding.decoder import plain_decoder
 from decoding.draft_length import Controller
@@ -21,6 +22,7 @@ from decoding.head_folder import HeadFolder
 from decoding.profile import Decoding
 from decoding.target import DraftView, Target
 from decoding.text import Ending, Shaping, TokenSequence
+from studies.prediction.cosine import cosine_skips
 from studies.prediction.survey import JoinedSurvey, Survey
 from tests.support.heads import write_heads
 from tests.support.tiny import tiny_target
@@ -113,6 +115,36 @@ def test_draft_is_recorded_once(target: Target, texts: list[tuple[int, ...]], mo
     one, two, three = survey.record_all([SKIPS[0], SKIPS[1], SKIPS[0]])
     assert one is three is survey.record(SKIPS[0]) is not two
     assert len(passes) == 2
+
+
+@pytest.mark.parametrize("limits", [MemoryLimits(kept=0), MemoryLimits(kept=0, gathered=0)])
+def test_survey_in_little_memory_records_the_same(
+    target: Target, texts: list[tuple[int, ...]], limits: MemoryLimits
+) -> None:
+    exits = [EarlyExit(exit_layer=layer) for layer in (4, 2, 5)]
+    drafts = [exits[0], SKIPS[0], exits[1], exits[2], exits[0]]
+    roomy = Survey(target, PROMPTS, texts).record_all(drafts)
+    tight = Survey(target, PROMPTS, texts, exits=[2, 4], limits=limits)
+    for one, other in zip(roomy, tight.record_all(drafts), strict=True):
+        assert [each.matches for each in one] == [each.matches for each in other]
+        assert [each.acceptance for each in one] == pytest.approx([each.acceptance for each in other], abs=1e-4)
+    assert cosine_skips(tight, [1, 2, 3]) == cosine_skips(Survey(target, PROMPTS, texts), [1, 2, 3])
+
+
+def test_states_of_one_exit_at_a_time_are_kept_in_little_memory(
+    target: Target, texts: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[int, ...]] = []
+    honest = Target.exit_states
+
+    def exit_states(self: Target, token_ids: Any, exit_layers: Sequence[int], **options: Any) -> Any:
+        asked.append(tuple(exit_layers))
+        return honest(self, token_ids, exit_layers, **options)
+
+    monkeypatch.setattr(Target, "exit_states", exit_states)
+    survey = Survey(target, PROMPTS[:1], texts[:1], exits=[2, 4], limits=MemoryLimits(kept=0))
+    survey.record_all([EarlyExit(exit_layer=layer) for layer in (5, 4, 2)])
+    assert asked == [(2,), (4,), (5,)]
 
 
 def test_trained_head_is_recorded_through_its_file(
