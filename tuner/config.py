@@ -158,9 +158,10 @@ class SearchConfig(Document):
     dtype: Dtype = "auto"
     device: Device = "auto"
     threads: Threads = None
-    runner: RunnerWish = Field(
-        PLAIN_RUNNER,
-        description="How passes run: eager; static, in fixed shapes and compiled (CUDA graphs on a GPU); auto, the faster one.",
+    runner: RunnerWish | None = Field(
+        None,
+        description="How passes run: eager; static, in fixed shapes and compiled (CUDA graphs on a GPU); auto, the faster one; "
+        "default: auto on a GPU, eager on a CPU.",
         json_schema_extra=DECODING,
     )
     exact: Literal["tokens", "bitwise"] = Field(
@@ -226,11 +227,7 @@ class SearchConfig(Document):
             if name not in STUDIES:
                 raise ValueError(f"studies: unknown study {name!r}; {suggest(name, STUDIES)}")
             self._validated(name, settings)
-        if (
-            self.exact == "bitwise"
-            and "runner" in self.model_fields_set
-            and self.runner not in (AUTO, *bit_exact_runners())
-        ):
+        if self.exact == "bitwise" and self.runner not in (None, AUTO, *bit_exact_runners()):
             capable = " or ".join((*bit_exact_runners(), AUTO))
             raise ValueError(f"exact: bitwise is not a mode of the runner {self.runner}: give --runner {capable}")
         if self.exact != "bitwise" and "exact_width" in self.model_fields_set:
@@ -265,6 +262,13 @@ class SearchConfig(Document):
     def bitwise_width(self) -> int | None:
         """Width of bit-exact mode, or None if another mode is asked for."""
         return self.exact_width if self.exact == "bitwise" else None
+
+    def runner_on(self, device_type: str) -> str:
+        """Return the runner to use on a device of this type, as `torch.device.type` names it; it may be `AUTO`.
+
+        Unless one is given, the faster one is used on a GPU: there eager passes mostly wait for the host to launch them.
+        """
+        return self.runner or (AUTO if device_type == "cuda" else PLAIN_RUNNER)
 
     def study_settings(self, name: str) -> Any:
         """Return the settings of one study, defaults filled in."""

@@ -138,7 +138,7 @@ def refuse_batches(config: SearchConfig, command: str) -> None:
 
 def choose_target(model: PreTrainedModel, config: SearchConfig, progress: Progress) -> Target:
     """Return the model with the configured runner, or with the fastest one, and report the choice and the preparation."""
-    name, width = config.runner, config.bitwise_width
+    name, width = config.runner_on(model.device.type), config.bitwise_width
     if width is not None and not (name != AUTO and has_bit_exact_mode(name)):
         name = bit_exact_runners()[0]
     if name == PLAIN_RUNNER:

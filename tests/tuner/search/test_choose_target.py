@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from pydantic import ValidationError
 
 from decoding.errors import UnsupportedRunnerError
@@ -33,6 +35,21 @@ def test_runner_named_by_the_user_is_not_replaced_if_it_cannot_run() -> None:
     with pytest.raises(UnsupportedRunnerError, match="does not run with the runner 'static'"):
         chosen("bloom", runner="static")
     assert chosen("bloom", runner=AUTO).runner.name == "eager"
+
+
+@pytest.mark.parametrize(("device", "expected"), [("cpu", "eager"), ("cuda", AUTO)])
+def test_default_runner_depends_on_the_device(device: str, expected: str) -> None:
+    assert SearchConfig(model="m", dataset="d").runner_on(device) == expected
+    assert SearchConfig(model="m", dataset="d", runner="static").runner_on(device) == "static"
+
+
+def test_fastest_runner_is_taken_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    fastest = SimpleNamespace(runner=SimpleNamespace(name="static"))
+    monkeypatch.setattr(
+        "tuner.search.task.fastest_runner", lambda model, **settings: SimpleNamespace(target=fastest, reason="faster")
+    )
+    on_gpu: Any = SimpleNamespace(device=torch.device("cuda"))
+    assert choose_target(on_gpu, SearchConfig(model="m", dataset="d"), Unwatched()) is fastest
 
 
 @pytest.mark.parametrize("settings", [{}, {"runner": AUTO}, {"runner": "static"}])
