@@ -41,15 +41,21 @@ class CudaGraphs:
 
     One stream for warm-ups and captures, because torch keeps a cuBLAS workspace per stream: a workspace that a warm-up
     allocated outside the pool must never be part of a recording.
+
+    A pass may draw random numbers from the default generator of the device only: torch knows of no other in a capture.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.num_recorded = 0
-        self._device = device
+        # The device that "cuda" means now: another may be the current one when a recording is replayed.
+        self._index = torch.cuda.current_device() if device.index is None else device.index
+        self._device = torch.device(device.type, self._index)
         self._stream: Any = None
         self._pool: Any = None
         self._sentinel: Any = None
         """A recording of nothing much: it keeps the pool when all others are gone."""
+        self._invalid: list[Any] = []
+        """Graphs whose capture failed."""
 
     def record(self, run: Callable[[], OutputsT]) -> tuple[OutputsT, Callable[[], OutputsT]]:
         """Run and capture; see `PassRecorder.record`.
@@ -61,12 +67,15 @@ class CudaGraphs:
         self.num_recorded += 1
         with torch.cuda.device(self._device):
             self._open()
-            outputs = self._on_stream(run).copied()  # compiles, loads kernels and sets up libraries: not capturable
+            with self._on_stream():  # compiles, loads kernels and sets up libraries: not capturable
+                outputs = run()
+            outputs = outputs.copied()
             try:
-                graph, recorded = self._capture(run)
-            except torch.OutOfMemoryError:
-                raise
+                graph, recorded = self._capture_with_memory(run)
             except RuntimeError as cause:
+                self._open()  # now: until a capture succeeds, torch 2.11 refuses to draw random numbers
+                if _is_out_of_memory(cause):
+                    raise torch.OutOfMemoryError(str(cause)) from cause
                 reason = one_line(cause)[:200]
                 warnings.warn(f"a pass cannot be recorded as a CUDA graph and runs slower: {reason}", stacklevel=2)
                 return outputs, run
@@ -79,53 +88,80 @@ class CudaGraphs:
         return outputs, play
 
     def _open(self) -> None:
-        """Make the stream, the pool and the sentinel at the first recording."""
+        """Make the stream, the pool and the sentinel unless they are there."""
         if self._stream is None:
             self._stream = torch.cuda.Stream(self._device)
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
             self._sentinel, _ = self._capture(lambda: torch.zeros(1, device=self._device))
 
-    def _on_stream(self, run: Callable[[], OutputsT]) -> OutputsT:
-        """Run on the stream of the captures, ordered before and after the work of the current stream."""
+    @contextmanager
+    def _on_stream(self) -> Iterator[None]:
+        """Use the stream of the captures, ordered before and after the work of the current stream."""
         current = torch.cuda.current_stream()
         self._stream.wait_stream(current)
-        with torch.cuda.stream(self._stream):
-            outputs = run()
-        current.wait_stream(self._stream)
-        return outputs
+        try:
+            with torch.cuda.stream(self._stream):
+                yield
+        finally:
+            current.wait_stream(self._stream)
+
+    def _capture_with_memory(self, run: Callable[[], OutputsT]) -> tuple[torch.cuda.CUDAGraph, OutputsT]:
+        """Capture; if memory runs out, free what torch keeps for later work and try once more.
+
+        During a capture torch does not free such memory by itself. Freeing it before every capture, as
+        `torch.cuda.graph` does, would be slow.
+        """
+        try:
+            return self._capture(run)
+        except RuntimeError as cause:
+            if not _is_out_of_memory(cause):
+                raise
+        torch.cuda.empty_cache()
+        self._open()
+        return self._capture(run)
 
     def _capture(self, run: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
         graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize(self._device)
         with without_garbage_collection(), _fresh_cublas_workspaces(), torch.cuda.stream(self._stream):
-            graph.capture_begin(pool=self._pool)
             try:
+                # The default mode would make what other threads do on the device fail, and this capture with it.
+                graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
                 outputs = run()
+                graph.capture_end()
             except BaseException:
                 self._abandon(graph)
                 raise
-            try:
-                graph.capture_end()
-            except BaseException:
-                self._abandon(graph, ended=True)
-                raise
         return graph, outputs
 
-    def _abandon(self, graph: torch.cuda.CUDAGraph, *, ended: bool = False) -> None:
-        """End a failed capture, and start a new pool: the old one may be left in the state of recording."""
-        pool, self._pool, self._sentinel = self._pool, None, None
-        steps: list[Callable[[], object]] = [] if ended else [graph.capture_end]
-        steps.append(lambda: torch._C._cuda_endAllocateToPool(self._index, pool))
-        for step in steps:
-            # Each may fail because the capture is invalid already. The error that began it all is the one reported.
-            with suppress(RuntimeError):
-                step()
+    def _abandon(self, graph: torch.cuda.CUDAGraph) -> None:
+        """End a failed capture. The next one has a new pool.
 
-    @property
-    def _index(self) -> int:
-        index = self._device.index
-        return torch.cuda.current_device() if index is None else index
+        A capture that is valid can be ended, and its graph gives its share of the pool back when it is destroyed. One
+        that an error has invalidated must be taken out of the pool by hand: `capture_end` raises before it does that
+        (aten/src/ATen/cuda/CUDAGraph.cpp, the same in torch 2.11 to 2.13). The pool cannot be used again, because
+        torch's allocator of pinned memory still waits for the end of the capture.
+        """
+        # The error that began it all is the one reported, not those of ending what has not begun or has ended already.
+        with suppress(RuntimeError):
+            graph.capture_end()
+        try:
+            torch._C._cuda_endAllocateToPool(self._index, self._pool)
+        except RuntimeError:
+            pass  # ended already
+        else:
+            torch._C._cuda_releasePool(self._index, self._pool)
+            self._invalid.append(graph)  # the allocator of pinned memory keeps its address
+        # Not earlier: destroying a recording during a capture would invalidate it.
+        self._pool = self._sentinel = None
+
+
+def _is_out_of_memory(error: RuntimeError) -> bool:
+    """Recognise missing memory of torch, and of the driver, which keeps graphs in memory of its own."""
+    return isinstance(error, torch.OutOfMemoryError) or (
+        isinstance(error, torch.AcceleratorError) and "out of memory" in str(error)
+    )
 
 
 @contextmanager

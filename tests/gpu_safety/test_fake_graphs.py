@@ -1,0 +1,269 @@
+"""Recorded passes under the rules of CUDA graphs: every drafter, rule, batch and family writes the eager text.
+
+The second half plants defects in passes and in recorders, and checks that they are found.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from decoding.acceptance import Acceptance, Greedy, Sampling
+from decoding.decode import Request
+from decoding.decoder import Decoder, plain_decoder
+from decoding.draft_length import DraftLengthRule
+from decoding.drafts import Draft, EarlyExit, LayerSkip, Lookup, PlainDecoding, PromptLookup
+from decoding.head_folder import HeadFolder
+from decoding.profile import Decoding
+from decoding.runners.buckets import GPU_BUCKETS
+from decoding.runners.graphs import PassRecorder
+from decoding.runners.static import StaticRunner
+from decoding.target import Target
+from decoding.text import Ending
+from tests.support.fake_graphs import FakeGraphs, RecordingError
+from tests.support.families import SUPPORTED, VOCABULARY, build, target_of
+from tests.support.grid import RULES
+from tests.support.heads import write_heads
+from tests.support.wrong_graphs import EmptyGraphs, ForgetfulGraphs, SharingGraphs, UnpoisonedGraphs, WrongGraphs
+
+FAMILIES = [family for family in SUPPORTED if family != "bloom"]  # refused by the static runner
+HEAD = "exit with a head"
+DRAFTS: dict[str, Draft] = {
+    "plain": PlainDecoding(),
+    "blocks": LayerSkip.blocks((2, 3)),
+    "half blocks": LayerSkip(skip_attention=(0, 2, 3), skip_mlp=(1, 3)),
+    "exit": EarlyExit(exit_layer=3),
+    "lookup": PromptLookup(),
+    "lookup, then blocks": LayerSkip(skip_attention=(2, 3), skip_mlp=(2, 3), lookup=Lookup(max_tokens=4)),
+    "lookup, then exit": EarlyExit(exit_layer=3, lookup=Lookup(min_ngram=2)),
+    HEAD: EarlyExit(exit_layer=3),
+}
+SIZES = ((5, 12), (9, 7), (3, 16))
+"""Lengths of the prompts and of their continuations: the sequences of a batch end one after another."""
+
+
+def _requests(sizes: Sequence[tuple[int, int]] = SIZES, *, sampled: bool = False) -> list[Request]:
+    stream = torch.Generator().manual_seed(5)
+
+    def acceptance(row: int) -> Acceptance:
+        return Sampling(torch.Generator().manual_seed(row)) if sampled else Greedy()
+
+    return [
+        Request(torch.randint(VOCABULARY, (length,), generator=stream).tolist(), Ending(new_tokens), acceptance(row))
+        for row, (length, new_tokens) in enumerate(sizes)
+    ]
+
+
+def recorded(family: str, recorder: PassRecorder, **settings: Any) -> Target:
+    """Load a family with the static runner as it is on a GPU, but uncompiled and with this recorder."""
+    runner = functools.partial(StaticRunner, compiled=False, buckets=GPU_BUCKETS, recorder=recorder)
+    return Target(build(family, **settings), runner)
+
+
+@functools.cache
+def fake_graphs_of(family: str) -> tuple[Target, FakeGraphs]:
+    graphs = FakeGraphs()
+    return recorded(family, graphs), graphs
+
+
+@functools.cache
+def eager_texts(family: str) -> list[tuple[int, ...]]:
+    return [plain_decoder(target_of(family)).generate(request).tokens for request in _requests()]
+
+
+@functools.cache
+def heads_of(target: Target, folder: Path) -> tuple[EarlyExit, HeadFolder]:
+    draft = write_heads(target, folder, [DRAFTS[HEAD].exit_layer])
+    return draft[DRAFTS[HEAD].exit_layer], HeadFolder(target, folder)
+
+
+def decoder_of(
+    target: Target, draft: str, rule: DraftLengthRule, folder: Path, *, prefix_reuse: bool = True
+) -> Decoder:
+    decoding = Decoding(prefix_reuse=prefix_reuse)
+    if draft != HEAD:
+        return Decoder(target, DRAFTS[draft], rule, decoding)
+    document, heads = heads_of(target, folder)
+    return Decoder(target, document, rule, decoding, heads=heads)
+
+
+def alone_and_together(decoder: Decoder, *, sampled: bool = False) -> list[tuple[int, ...]]:
+    """Decode the last request by itself, then all of them in lockstep."""
+    alone = decoder.generate(_requests(sampled=sampled)[-1]).tokens
+    return [alone, *(each.tokens for each in decoder.generate_batch(_requests(sampled=sampled)).generations)]
+
+
+# --- the same text ----------------------------------------------------------------------------------------------------
+
+
+def check(family: str, draft: str, rules: Sequence[DraftLengthRule], folder: Path) -> None:
+    """Decode with every rule, with and without prefix reuse in turns."""
+    target, graphs = fake_graphs_of(family)
+    replayed, plain = graphs.num_replayed, eager_texts(family)
+    for number, rule in enumerate(rules):
+        prefix_reuse = (list(DRAFTS).index(draft) + number) % 2 == 0
+        decoder = decoder_of(target, draft, rule, folder, prefix_reuse=prefix_reuse)
+        assert alone_and_together(decoder) == [plain[-1], *plain], rule
+        assert graphs.strangers(decoder) == []
+    assert graphs.num_replayed > replayed
+
+
+@pytest.mark.parametrize("draft", DRAFTS)
+def test_replayed_text_is_the_eager_text(draft: str, tmp_path: Path) -> None:
+    first = list(DRAFTS).index(draft)
+    check("llama", draft, list(RULES.values())[first % 2 :: 2], tmp_path)
+
+
+@pytest.mark.parametrize("family", [family for family in FAMILIES if family != "llama"])
+def test_replayed_text_of_every_family_is_the_eager_text(family: str, tmp_path: Path) -> None:
+    """Two drafts, one rule each, for each family: neighbours in the list have others."""
+    number, rules = FAMILIES.index(family), list(RULES.values())
+    for turn in (0, 1):
+        draft = list(DRAFTS)[(2 * number + turn) % len(DRAFTS)]
+        check(family, draft, [rules[(number + 5 * turn) % len(rules)]], tmp_path)
+
+
+@pytest.mark.parametrize("draft", ["plain", "half blocks", "exit", HEAD, "lookup, then blocks"])
+def test_sampled_text_is_the_eager_decoders(draft: str, tmp_path: Path) -> None:
+    target, graphs = fake_graphs_of("llama")
+    replayed, rule = graphs.num_replayed, RULES["AdaEDL, last dropped"]
+    eager = decoder_of(target_of("llama"), draft, rule, tmp_path / "eager")
+    decoder = decoder_of(target, draft, rule, tmp_path)
+    found = alone_and_together(decoder, sampled=True)
+    assert found == alone_and_together(eager, sampled=True)
+    assert found[1:] != eager_texts("llama")
+    assert graphs.num_replayed > replayed
+    assert graphs.strangers(decoder) == []
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_text_that_outgrows_its_recordings_is_the_eager_text(family: str) -> None:
+    """The passes read 256 slots at first, and 512 later."""
+    graphs, long = FakeGraphs(), {"max_position_embeddings": 512}
+    target = recorded(family, graphs, **long)
+    (request,) = _requests([(GPU_BUCKETS.slot_step - 12, 24)])
+    expected = plain_decoder(Target(build(family, **long))).generate(request).tokens
+    assert plain_decoder(target).generate(request).tokens == expected
+    assert Decoder(target, DRAFTS["half blocks"], RULES["fixed 3"]).generate(request).tokens == expected
+    assert graphs.num_replayed > 24
+
+
+# --- wrong recorders --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("graphs", [EmptyGraphs, SharingGraphs, ForgetfulGraphs])
+def test_wrong_recorder_writes_another_text(graphs: type[WrongGraphs]) -> None:
+    recorder = graphs(is_wrong=False)
+    target = recorded("llama", recorder)
+    recorder.is_wrong = True  # only now: the check of a new target may refuse it
+    (request,) = _requests(SIZES[-1:])
+    text = plain_decoder(target).generate(request).tokens
+    assert recorder.num_replayed > 0
+    assert text != plain_decoder(target_of("llama")).generate(request).tokens
+
+
+# --- wrong passes -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Value:
+    """Outputs of the passes below."""
+
+    tensor: Tensor
+
+    def copied(self) -> Value:
+        return Value(self.tensor.clone())
+
+
+def play_twice(run: Callable[[], Value], given: Tensor, graphs: FakeGraphs | None = None) -> list[list[float]]:
+    """Record a pass for the input 1 and replay it for 2 and 3."""
+    found = []
+    given.fill_(1.0)
+    first, play = (graphs or FakeGraphs()).record(run)
+    for number in (2.0, 3.0):
+        given.fill_(number)
+        found.append(play().tensor.tolist())
+    return [first.tensor.tolist(), *found]
+
+
+def test_a_pass_over_fixed_memory_follows_its_input() -> None:
+    given = torch.zeros(2)
+    assert play_twice(lambda: Value(given * 10), given) == [[10.0, 10.0], [20.0, 20.0], [30.0, 30.0]]
+
+
+def test_recording_leaves_memory_as_it_was() -> None:
+    given, counter = torch.ones(1), torch.zeros(1)
+    graphs = FakeGraphs()
+    _, play = graphs.record(lambda: Value(counter.add_(given)))
+    assert counter.item() == 1.0, "the warm-up counts, the recording does not"
+    assert play().tensor.item() == 2.0
+
+
+def test_a_number_of_the_host_stays_what_it_was() -> None:
+    given, position = torch.zeros(1), [1.0]
+
+    def run() -> Value:
+        position[0] += 1.0
+        return Value(given * position[0])
+
+    assert play_twice(run, given) == [[2.0], [6.0], [9.0]]
+
+
+def test_memory_that_nothing_has_written_is_poisoned() -> None:
+    given = torch.zeros(1)
+
+    def run() -> Value:
+        return Value(torch.empty(2).index_copy_(0, torch.arange(1), given))
+
+    for _, unwritten in play_twice(run, given)[1:]:
+        assert unwritten != unwritten, "not a number"
+
+
+def test_without_poison_outputs_that_were_not_copied_seem_right() -> None:
+    """The reason for poisoning after a replay too."""
+    given = torch.zeros(1)
+    assert play_twice(lambda: Value(given * 10), given, UnpoisonedGraphs()) == [[10.0], [20.0], [30.0]]
+    assert play_twice(lambda: Value(given * 10), given, SharingGraphs())[1:] != [[20.0], [30.0]]
+
+
+@pytest.mark.parametrize(
+    "wait",
+    [
+        lambda given: given * given[0].item(),
+        lambda given: given if given.sum() > 0 else -given,
+        lambda given: given[given > 0],
+        lambda given: torch.multinomial(given, 1),
+        lambda given: given + torch.tensor([1.0]),
+        lambda given: given.nonzero(),
+    ],
+)
+def test_waiting_for_the_host_is_an_error(wait: Callable[[Tensor], Tensor]) -> None:
+    given = torch.ones(3)
+    with pytest.raises(RecordingError, match="waits for the host"):
+        FakeGraphs().record(lambda: Value(wait(given)))
+
+
+def test_memory_that_was_freed_is_an_error() -> None:
+    given, scratch = torch.ones(3), [torch.ones(3)]
+    _, play = FakeGraphs().record(lambda: Value(given + scratch[0]))
+    assert play().tensor.tolist() == [2.0] * 3
+    scratch[0] = torch.ones(3)
+    with pytest.raises(RecordingError, match="memory that was freed"):
+        play()
+
+
+def test_memory_of_nobody_is_a_stranger() -> None:
+    graphs, given, scratch = FakeGraphs(), torch.ones(3), torch.ones(2, 3)
+    _, play = graphs.record(lambda: Value(given + scratch[0]))
+    assert graphs.strangers({"buffer": given, "others": [scratch]}) == []
+    (stranger,) = graphs.strangers({"buffer": given})
+    assert stranger.size == (2, 3)
+    del play
+    assert graphs.strangers() == [], "recordings that are gone read nothing"
