@@ -21,6 +21,7 @@ from decoding.cache.kv_cache import Slot
 from decoding.runners.contract import BlockCall
 from decoding.runners.cpu_one_position import OnePosition
 from decoding.runners.cpu_packed import compile_packed_linear
+from decoding.runners.features import NO_FEATURES, SpeedFeatures
 from decoding.runners.graphs import OutputsT
 
 MAX_GRAPHS = 64
@@ -39,13 +40,13 @@ class CompiledBlocks:
     then on.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device, features: SpeedFeatures = NO_FEATURES) -> None:
         self.problem: str | None = None
         self.is_new = False
         """True if the coming passes may be of a kind that is not compiled yet."""
         # torch counts compiled graphs per code object: each model gets its own copy.
         own = types.FunctionType(_call_block.__code__.replace(), _call_block.__globals__)
-        self._compiled: BlockCall = torch.compile(own, fullgraph=True, options=_options())
+        self._compiled: BlockCall = torch.compile(own, fullgraph=True, options=compiler_options(device, features))
 
     def __call__(self, block: nn.Module, hidden_states: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a block; see `BlockCall`."""
@@ -127,9 +128,15 @@ def without_guards(run: Callable[[], OutputsT]) -> Callable[[], OutputsT]:
     return prepared
 
 
-def _options() -> dict[str, Any]:
-    # The C++ wrapper halves the time of a small block; on a GPU recording has the same effect.
-    return {} if torch.cuda.is_available() else {"cpp_wrapper": True, "size_asserts": False}
+def compiler_options(device: torch.device, features: SpeedFeatures = NO_FEATURES) -> dict[str, Any]:
+    """Return inductor's options for blocks on `device`.
+
+    Asks the device, not the machine: a model on the CPU of a machine with a GPU is compiled like any other on a CPU.
+    """
+    if device.type != "cuda":
+        # The C++ wrapper halves the time of a small block; on a GPU recording has the same effect.
+        return {"cpp_wrapper": True, "size_asserts": False}
+    return {"coordinate_descent_tuning": True} if features.coordinate_descent else {}
 
 
 def _compiler_errors() -> tuple[type[Exception], ...]:

@@ -63,7 +63,7 @@ class StaticRunner:
     ) -> None:
         self.exact_width = exact_width
         self.features = features
-        self.block_call: BlockCall = CompiledBlocks() if compiled else call_block
+        self.block_call: BlockCall = CompiledBlocks(device, features) if compiled else call_block
         self.buckets = buckets or (GPU_BUCKETS if device.type == "cuda" else CPU_BUCKETS)
         self._mask_kinds = mask_kinds
         self._device = device

@@ -125,7 +125,7 @@ def test_static_runner_packs_blocks_and_lm_head_but_not_the_model() -> None:
 def test_compiled_code_calls_onednn_for_any_layer_without_compiling_again() -> None:
     torch.manual_seed(0)
     layers = [nn.Linear(24, 24, bias=bias) for bias in (True, True)]
-    call = CompiledBlocks()
+    call = CompiledBlocks(torch.device("cpu"))
     values = torch.randn(1, 5, 24)
     for layer in layers:
         with compiling(call):
