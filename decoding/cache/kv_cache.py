@@ -8,7 +8,7 @@ All layers share one window, including layers that a draft skips: these lag unti
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -42,24 +42,37 @@ class Window:
     """
     extent: Tensor | None = None
     """A tensor [num_slots] whose size is the number of slots that a fixed-shape pass reads."""
+    formed: dict[tuple[int, int, int], Tensor] = field(default_factory=dict)
+    """Masks derived from `masks` in this pass, by kind, width and repeats: made for the first layer, used by all."""
 
     def begin(self, slots: Tensor, last: Tensor, last_slot: Tensor, masks: tuple[Tensor, ...]) -> None:
         """Begin a fixed-shape pass over these slots."""
         self.slots, self.last, self.last_slot, self.masks = slots, last, last_slot, masks
         self.extent = masks[0][0, 0, 0]
+        self.formed.clear()
 
     def end_pass(self) -> None:
         """End the fixed-shape pass: later passes give their positions as numbers."""
         self.slots = self.last = self.last_slot = self.extent = None
         self.masks = ()
+        self.formed.clear()
 
-    def mask(self, kind: int, width: int) -> Tensor:
-        """Return one kind's mask for all positions of the pass, or for the last if `width` is 1."""
+    def mask(self, kind: int, width: int, repeats: int = 1) -> Tensor:
+        """Return one kind's mask for all positions of the pass, or for the last if `width` is 1.
+
+        Its rows are repeated for `repeats` query heads that are stacked as positions: [batch, 1, repeats * width, num_slots].
+        """
+        key = kind, width, repeats
+        if key not in self.formed:
+            self.formed[key] = self._form(*key)
+        return self.formed[key]
+
+    def _form(self, kind: int, width: int, repeats: int) -> Tensor:
         mask = self.masks[kind]
-        if mask.shape[-2] == width:
-            return mask
-        assert self.last is not None, "set for the duration of a pass"
-        return last_position(mask, -2, self.last)
+        if mask.shape[-2] != width:
+            assert self.last is not None, "set for the duration of a pass"
+            mask = last_position(mask, -2, self.last)
+        return mask if repeats == 1 else mask.repeat(1, 1, repeats, 1)
 
 
 class Slot:

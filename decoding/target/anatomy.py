@@ -195,4 +195,5 @@ def find_mask_kinds(config: Any, dtype: torch.dtype) -> MaskKinds:
     if strange := sorted({*kinds} - {"full_attention", "sliding_attention"}):
         raise UnsupportedRunnerError(f"layers of type {strange[0]!r} need masks that sdtune does not build")
     windows = tuple(window if kind == "sliding_attention" else None for kind in kinds)
-    return MaskKinds(windows, additive=dtype if implementation == "eager" else None)
+    # Additive for `sdpa` too: it would turn a boolean mask into an additive one in every layer.
+    return MaskKinds(windows, additive=dtype)

@@ -28,16 +28,22 @@ def grouped_attention(
 ) -> tuple[Tensor, None]:
     """Compute attention with the signature of transformers' `sdpa`.
 
-    `query` is [batch, heads, width, size]; `key` and `value` are [batch, key-value heads, num_slots, size]; the mask
-    is [batch, 1, width, num_slots] or None. Return the output [batch, width, heads, size] and None.
+    `query` is [batch, heads, width, size]; `key` and `value` are [batch, key-value heads, num_slots, size]. The mask is
+    [batch, 1, width, num_slots], the same with its rows repeated once per head that shares keys, or None. Return the
+    output [batch, width, heads, size] and None.
     """
     batch, heads, width, size = query.shape
     shared = heads // key.shape[1]
     if shared == 1 or attention_mask is None or attention_mask.shape[1] != 1 or _is_special(settings):
         return sdpa_attention_forward(module, query, key, value, attention_mask, **settings)
-    mask = attention_mask[:, :, None].expand(-1, -1, shared, -1, -1).flatten(2, 3)
+    if attention_mask.shape[2] != shared * width:
+        attention_mask = attention_mask.repeat(1, 1, shared, 1)
     output = scaled_dot_product_attention(
-        query.reshape(batch, -1, shared * width, size), key, value, attn_mask=mask, scale=settings.get("scaling")
+        query.reshape(batch, -1, shared * width, size),
+        key,
+        value,
+        attn_mask=attention_mask,
+        scale=settings.get("scaling"),
     )
     return output.reshape(batch, heads, width, value.shape[-1]).transpose(1, 2).contiguous(), None
 
@@ -50,6 +56,14 @@ def _is_special(settings: dict[str, Any]) -> bool:
 
 
 AttentionInterface.register(NAME, grouped_attention)
+
+
+def repeats_of(block: nn.Module, sublayer: Sublayer | None) -> int:
+    """Return how often the attention of a prepared block needs the rows of its mask: once per head that shares keys."""
+    attention = getattr(block, sublayer.name) if sublayer is not None else None
+    if getattr(getattr(attention, "config", None), "_attn_implementation", None) != NAME:
+        return 1
+    return getattr(attention, "num_key_value_groups", 1)
 
 
 def with_grouped_attention(block: nn.Module, sublayer: Sublayer | None) -> nn.Module:

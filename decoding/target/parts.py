@@ -20,6 +20,7 @@ from decoding.errors import UnsupportedModelError
 from decoding.runners.contract import BlockCall, Inputs, Outputs
 from decoding.runners.cpu_packed import PackedLinear, can_be_packed
 from decoding.target.anatomy import Anatomy
+from decoding.target.backends import attention_backends
 from decoding.target.stand_ins import FixedShapes, FixedShapesLMHead, Identity, PassState, Zero
 
 
@@ -60,22 +61,21 @@ class ModelPart:
     def compute(self, inputs: Inputs) -> Outputs:
         """Run one pass; see `runners.Part`."""
         current = self._current
-        current.width, current.last, current.states = inputs.token_ids.shape[1], inputs.last, inputs.states
-        current.tapped.clear()
+        current.begin(inputs.token_ids.shape[1], inputs.last, inputs.states)
         masks = {"attention_mask": inputs.masks[0]} if inputs.masks else {}
         try:
-            output = self._module(
-                input_ids=inputs.token_ids,
-                position_ids=inputs.positions,
-                past_key_values=inputs.cache,
-                use_cache=True,
-                logits_to_keep=inputs.logits_to_keep,
-                **masks,
-            )
+            with attention_backends(inputs.token_ids.device):
+                output = self._module(
+                    input_ids=inputs.token_ids,
+                    position_ids=inputs.positions,
+                    past_key_values=inputs.cache,
+                    use_cache=True,
+                    logits_to_keep=inputs.logits_to_keep,
+                    **masks,
+                )
             states = current.tapped[-1] if current.tapped else current.states
         finally:
-            current.states = None
-            current.tapped.clear()
+            current.end()
         return Outputs(_kept(output.logits, inputs.logits_to_keep), states)
 
     def rounds(
@@ -95,22 +95,20 @@ class ModelPart:
         self, token_ids: Tensor, cache: RoundsChunk, last_only: bool, states: Tensor | None
     ) -> Outputs:
         current, device = self._current, token_ids.device
-        current.width, current.last = token_ids.shape[1], None
-        current.states = None if states is None else states[..., cache.rows, :, :]
-        current.tapped.clear()
+        current.begin(token_ids.shape[1], None, None if states is None else states[..., cache.rows, :, :])
         try:
-            output = self._module(
-                input_ids=token_ids[cache.rows],
-                position_ids=cache.positions(device),
-                attention_mask=cache.attention_mask(device),
-                past_key_values=cache,
-                use_cache=True,
-                logits_to_keep=1 if last_only else 0,
-            )
+            with attention_backends(device):
+                output = self._module(
+                    input_ids=token_ids[cache.rows],
+                    position_ids=cache.positions(device),
+                    attention_mask=cache.attention_mask(device),
+                    past_key_values=cache,
+                    use_cache=True,
+                    logits_to_keep=1 if last_only else 0,
+                )
             return Outputs(output.logits, current.tapped[-1] if current.tapped else None)
         finally:
-            current.states = None
-            current.tapped.clear()
+            current.end()
 
 
 def find_lm_head(model: nn.Module) -> str | None:

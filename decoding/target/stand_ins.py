@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
@@ -65,6 +64,26 @@ class PassState:
         self.states: Tensor | None = None
         """[.., width or width - 1, hidden]: the states that a `Resume` resumes from."""
         self.tapped: list[Tensor] = []
+        self.narrowed: dict[int, tuple[Any, Any]] = {}
+        """Inputs of blocks by id, with what a `LastPosition` has made of them: made for the first block, used by all."""
+
+    def begin(self, width: int, last: Tensor | None, states: Tensor | None) -> None:
+        """Begin a pass of `width` positions."""
+        self.width, self.last, self.states = width, last, states
+        self.tapped.clear()
+        self.narrowed.clear()
+
+    def end(self) -> None:
+        """Release what belongs to the pass."""
+        self.states = None
+        self.tapped.clear()
+        self.narrowed.clear()
+
+    def narrow(self, value: Any) -> Any:
+        """Return a block input other than the hidden states, narrowed to the last position."""
+        if id(value) not in self.narrowed:
+            self.narrowed[id(value)] = value, _last_position(value, self.width, self.last)
+        return self.narrowed[id(value)][1]
 
 
 class LastPosition(StandIn):
@@ -78,10 +97,8 @@ class LastPosition(StandIn):
         current = self.current
         if hidden_states.shape[-2] > 1:  # the first such block narrows the input of the others
             hidden_states = last_position(hidden_states, -2, current.last)
-        narrow = functools.partial(_last_position, width=current.width, last=current.last)
-        return self.block(
-            hidden_states, *(narrow(value) for value in args), **{name: narrow(value) for name, value in kwargs.items()}
-        )
+        others = {name: current.narrow(value) for name, value in kwargs.items()}
+        return self.block(hidden_states, *map(current.narrow, args), **others)
 
 
 class Resume(StandIn):
@@ -139,13 +156,16 @@ class Zero(StandIn):
 class FixedShapes(StandIn):
     """Calls the block by `call` in fixed-shape passes, with its cache slot and mask.
 
-    In other passes the block runs as it is.
+    In other passes the block runs as it is. `repeats` is the number of query heads that its attention stacks as
+    positions; the mask is repeated for them once per pass.
     """
 
-    def __init__(self, block: nn.Module, index: int, mask_kinds: MaskKinds, call: BlockCall) -> None:
+    def __init__(
+        self, block: nn.Module, index: int, mask_kinds: MaskKinds, call: BlockCall, *, repeats: int = 1
+    ) -> None:
         super().__init__(block)
         self.__dict__["call"] = call
-        self.index, self.mask_kind = index, mask_kinds.kind_of(index)
+        self.index, self.mask_kind, self.repeats = index, mask_kinds.kind_of(index), repeats
 
     def around(self, block: nn.Module) -> FixedShapes:
         """Return the same wrapper around another block at this index."""
@@ -164,8 +184,8 @@ class FixedShapes(StandIn):
         slot = cache.slot(self.index, hidden_states.shape[-2])
         args = tuple(slot if value is cache else value for value in args)
         kwargs = {name: slot if value is cache else value for name, value in kwargs.items()}
-        if self.mask_kind:
-            kwargs["attention_mask"] = cache.window.mask(self.mask_kind, hidden_states.shape[-2])
+        if self.mask_kind or (self.repeats > 1 and "attention_mask" in kwargs):
+            kwargs["attention_mask"] = cache.window.mask(self.mask_kind, hidden_states.shape[-2], self.repeats)
         return self.call(self.block, hidden_states, args, kwargs)
 
 

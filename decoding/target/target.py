@@ -21,7 +21,7 @@ from decoding.runners.eager import EagerRunner
 from decoding.runners.greedy_chain import write_by
 from decoding.runners.masks import MaskKinds
 from decoding.target.anatomy import examine, find_mask_kinds, find_rope_change, follow, refuse_recurrent_state
-from decoding.target.attention import with_grouped_attention
+from decoding.target.attention import repeats_of, with_grouped_attention
 from decoding.target.equivalence import check_runner, find_shared_pass_difference
 from decoding.target.parts import LMHead, ModelPart, find_lm_head, run_whole, with_blocks, with_packed_linears
 from decoding.target.stand_ins import Emit, FixedShapes, Head, Identity, PassState, Tap, first_of
@@ -97,12 +97,14 @@ class Target:
 
     def prepare_block(self, block: nn.Module, index: int) -> nn.Module:
         """Return `block` at the model's block index `index`, as this target's runner calls it."""
-        block = with_grouped_attention(block, self.anatomy.attention[index])
+        attention = self.anatomy.attention[index]
+        block = with_grouped_attention(block, attention)
         if self._packs:
             block = with_packed_linears(block)
         if self._mask_kinds is None:
             return block
-        return FixedShapes(block, index, self._mask_kinds, self.runner.block_call or call_block)
+        call = self.runner.block_call or call_block
+        return FixedShapes(block, index, self._mask_kinds, call, repeats=repeats_of(block, attention))
 
     def run(
         self,

@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation import BaseStreamer
 
+from decoding.target.backends import attention_backends
 from tuner.bench.contest import Contest, Prompts
 from tuner.inputs.models import quiet
 from tuner.measuring.clock import WallClock
@@ -66,7 +67,7 @@ class StockGeneration:
 
     def write(self, prompts: Prompts, max_new_tokens: int, recorder: Recorder) -> None:
         """See `Contender.write`; the model's generation settings are put back. Shorter prompts are padded on the left."""
-        with self._greedy():
+        with self._greedy(), attention_backends(self._model.device):
             token_ids, mask = _padded(prompts, self._model.generation_config.pad_token_id or 0)
             self._model.generate(
                 token_ids.to(self._model.device),

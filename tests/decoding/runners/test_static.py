@@ -426,7 +426,7 @@ def test_the_lm_head_of_one_position_is_called_as_the_blocks_are(monkeypatch: py
         called.append((type(block).__name__, tuple(hidden_states.shape)))
         return block(hidden_states, *args, **kwargs)
 
-    monkeypatch.setattr("decoding.runners.static.CompiledBlocks", lambda: watched)
+    monkeypatch.setattr("decoding.runners.static.CompiledBlocks", lambda *_: watched)
     target = Target(build("llama"), "static")
     called.clear()
     assert plainly(target, Request(PROMPT, Ending(6))) == plain_text("llama", "several tokens")[:6]
