@@ -73,7 +73,13 @@ else:
 
 _DTYPES = Literal["auto", "float32", "bfloat16", "float16"]
 Dtype = Annotated[_DTYPES, Field(description="Precision of the weights.", json_schema_extra=DECODING)]
-Device = Annotated[str, Field(description="Device: auto, cpu, cuda, cuda:1 ...", json_schema_extra=DECODING)]
+Device = Annotated[
+    str,
+    Field(
+        description="Device: auto, cpu, cuda, cuda:1 ...; spread: all GPUs together (eager, needs accelerate).",
+        json_schema_extra=DECODING,
+    ),
+]
 Threads = Annotated[
     int | None,
     Field(

@@ -43,6 +43,8 @@ class Target:
     def __init__(
         self, model: PreTrainedModel, runner: str | RunnerFactory = PLAIN_RUNNER, *, exact_width: int | None = None
     ) -> None:
+        if runner != PLAIN_RUNNER:
+            _refuse_several_devices(model)
         self.model = model.eval()
         self.config: Any = model.config.get_text_config()
         refuse_recurrent_state(self.config)
@@ -313,6 +315,14 @@ class Target:
 
 def _record_output(outputs: dict[str, Tensor], kind: str, module: nn.Module, args: Any, output: Any) -> None:
     outputs[kind] = first_of(output)
+
+
+def _refuse_several_devices(model: PreTrainedModel) -> None:
+    devices = list(dict.fromkeys(str(parameter.device) for parameter in model.parameters()))
+    if len(devices) > 1:
+        raise UnsupportedRunnerError(
+            f"the weights are on {' and '.join(devices)}, and only the runner {PLAIN_RUNNER!r} runs on several devices"
+        )
 
 
 def _mask_kinds_of(config: Any, dtype: torch.dtype) -> tuple[MaskKinds | None, str | None]:

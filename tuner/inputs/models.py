@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,10 @@ from transformers.utils import logging as transformers_logging
 
 from decoding.errors import first_line
 from tuner.errors import ConfigError
+from tuner.inputs.checkpoint import refuse_quantised
 
+SPREAD = "spread"
+"""The device that stands for all GPUs: transformers' `device_map="auto"`."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -32,31 +36,42 @@ def load(name: str, *, revision: str | None = None, dtype: str = "auto", device:
     """Load the model and tokenizer `name`, a folder or a hub id.
 
     `dtype` auto is float32 on a CPU and the checkpoint's own on an accelerator. Raises `ConfigError` if the model does not
-    exist or is not a causal language model, or if the device does not exist.
+    exist, is not a causal language model or is quantised, if the device does not exist, or if a model that is spread over all
+    devices does not fit on them.
     """
     torch_device = resolve_device(device)
+    spread = {"device_map": "auto"} if device == SPREAD else {}
     if Path(name).exists() and not (Path(name) / "config.json").exists():
         raise ConfigError(f"{name} is not a model folder: it has no config.json, which `save_pretrained` writes")
     wanted = DTYPES.get(dtype) or (torch.float32 if torch_device.type == "cpu" else "auto")
     with quiet():
         try:
+            refuse_quantised(name, revision)
             tokenizer = AutoTokenizer.from_pretrained(name, revision=revision)
-            model = AutoModelForCausalLM.from_pretrained(name, revision=revision, dtype=wanted)
+            model = AutoModelForCausalLM.from_pretrained(name, revision=revision, dtype=wanted, **spread)
         except (OSError, ValueError, ImportError, KeyError) as cause:
             reason = first_line(cause)
             raise ConfigError(
                 f"no such model: {name} is neither a model folder nor available from the hub ({reason})"
             ) from None
     loaded_revision = revision or getattr(model.config, "_commit_hash", None)
-    return Loaded(model.to(torch_device).eval(), tokenizer, name, loaded_revision)
+    if spread:
+        _refuse_offloaded(name, model)
+    else:
+        model = model.to(torch_device)
+    return Loaded(model.eval(), tokenizer, name, loaded_revision)
 
 
 def resolve_device(device: str) -> torch.device:
-    """Return the torch device; `auto` is CUDA if available, otherwise the CPU.
+    """Return the torch device; `auto` is CUDA if available, otherwise the CPU, and `spread` the first of all GPUs.
 
-    Raises `ConfigError` if the device does not exist.
+    Raises `ConfigError` if the device does not exist, or for `spread` without accelerate.
     """
-    if device == "auto":
+    if device == SPREAD and find_spec("accelerate") is None:
+        raise ConfigError(
+            f"the device {SPREAD} needs accelerate, which is not installed: pip install accelerate, or give one device"
+        )
+    if device in ("auto", SPREAD):
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         found = torch.device(device)
@@ -66,6 +81,17 @@ def resolve_device(device: str) -> torch.device:
             f"no device {device!r} on this machine ({first_line(cause)}); try cpu, cuda or auto"
         ) from None
     return found
+
+
+def _refuse_offloaded(name: str, model: PreTrainedModel) -> None:
+    """Raise `ConfigError` if parts of a spread model are neither on a GPU nor, without GPUs, on the CPU."""
+    placed = {str(device) for device in getattr(model, "hf_device_map", {}).values()}
+    offloaded = sorted(placed & ({"cpu", "disk"} if torch.cuda.is_available() else {"disk"}))
+    if offloaded:
+        raise ConfigError(
+            f"{name} does not fit on the devices at hand: parts of it would stay on {' and '.join(offloaded)}, and be copied "
+            "in every pass"
+        )
 
 
 def eos_token_ids(model: PreTrainedModel) -> frozenset[int]:
