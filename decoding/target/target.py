@@ -23,6 +23,7 @@ from decoding.runners.masks import MaskKinds
 from decoding.target.anatomy import examine, find_mask_kinds, find_rope_change, follow, refuse_recurrent_state
 from decoding.target.attention import repeats_of, with_grouped_attention
 from decoding.target.equivalence import check_runner, find_shared_pass_difference
+from decoding.target.fused import tied_addresses, with_fused_projections
 from decoding.target.parts import LMHead, ModelPart, find_lm_head, run_whole, with_blocks, with_packed_linears
 from decoding.target.stand_ins import Emit, FixedShapes, Head, Identity, PassState, Tap, first_of
 from decoding.target.views import BlockView, DraftView, ExitView, ResumeView, TappedView
@@ -52,6 +53,7 @@ class Target:
         self._rope_change = find_rope_change(self.config)
         self._mask_kinds, self._unbatchable_reason = _mask_kinds_of(self.config, self.dtype)
         self.runner: Runner = self._build_runner(runner, exact_width)
+        self._tied = tied_addresses(model)
         self._packs = self.runner.block_call is not None
         self.stack = [self.prepare_block(block, index) for index, block in enumerate(self.blocks)]
         self.whole = self.part(self.stack, is_whole=True)
@@ -101,6 +103,8 @@ class Target:
         """Return `block` at the model's block index `index`, as this target's runner calls it."""
         attention = self.anatomy.attention[index]
         block = with_grouped_attention(block, attention)
+        if self.runner.features.fused_projections:
+            block = with_fused_projections(block, self._tied)
         if self._packs:
             block = with_packed_linears(block)
         if self._mask_kinds is None:

@@ -1,0 +1,175 @@
+"""Fused projections: one product instead of three, the same text, and a model that keeps its parameters."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
+
+from decoding.decode import Request, speculative
+from decoding.draft_length import Controller, Fixed
+from decoding.drafters.early_exit import EarlyExitDrafter
+from decoding.rounds import Generation
+from decoding.runners.contract import Runner
+from decoding.runners.features import SpeedFeatures
+from decoding.runners.masks import MaskKinds
+from decoding.runners.static import StaticRunner
+from decoding.target import Target, agree
+from decoding.target.fused import FirstProjection, OtherProjection, tied_addresses, with_fused_projections
+from decoding.text import Ending
+from tests.support.families import NUM_LAYERS, SUPPORTED, build, some_tokens
+from tests.support.generations import write
+from tests.support.grid import RULES, SKIPS
+
+FUSED = SpeedFeatures(fused_projections=True)
+REQUEST = Request(some_tokens(9), Ending(20))
+# Products saved per block: two of queries, keys and values, and one of gate and up, where these are layers of their own.
+SAVED = {"gptj": 2, "gpt_oss": 2, "mixtral": 2} | dict.fromkeys(
+    ("phi3", "gpt2", "gpt_neox_parallel", "gpt_neox_sequential"), 0
+)
+FAMILIES = [family for family in SUPPORTED if family != "bloom"]
+
+
+def fusing(compiled: bool = False) -> Callable[[MaskKinds, torch.device], Runner]:
+    return functools.partial(StaticRunner, compiled=compiled, features=FUSED)
+
+
+class Products:
+    """Counts the linear layers that run in a module and its stand-ins."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.count = 0
+        genuine = nn.Linear.forward
+
+        def counted(layer: nn.Linear, values: Tensor) -> Tensor:
+            self.count += 1
+            return genuine(layer, values)
+
+        monkeypatch.setattr(nn.Linear, "forward", counted)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@torch.no_grad()
+def test_fewer_products_give_the_same_logits(monkeypatch: pytest.MonkeyPatch, family: str) -> None:
+    model, products = build(family), Products(monkeypatch)
+    logits, counts = [], []
+    for target in (Target(model), Target(model, fusing())):
+        products.count = 0
+        logits.append(target.forward(torch.tensor([REQUEST.prompt]), target.new_cache(20), 0))
+        counts.append(products.count)
+    assert agree(logits[1], logits[0])
+    assert counts[0] - counts[1] == NUM_LAYERS * SAVED.get(family, 3)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_drafted_text_is_the_models_own(family: str) -> None:
+    model = build(family)
+    target = Target(model, fusing())
+    expected = Generation.collect(speculative(Target(model), *_drafter(Target(model)), REQUEST)).tokens
+    assert write(target, SKIPS["mixed"], RULES["fixed 3"], REQUEST).tokens == expected
+    assert Generation.collect(speculative(target, *_drafter(target), REQUEST)).tokens == expected
+
+
+def _drafter(target: Target) -> tuple[EarlyExitDrafter, Controller]:
+    return EarlyExitDrafter(target, NUM_LAYERS - 2, target.new_exit_head()), Fixed(max_tokens=3).controller()
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # raised by modules that torch's compiler imports
+def test_compiled_blocks_are_fused_too() -> None:
+    model = build("qwen2")
+    target = Target(model, fusing(compiled=True))
+    assert target.runner.block_call is not None
+    assert getattr(target.runner.block_call, "problem", "missing") is None
+    expected = write(Target(model), SKIPS["mixed"], RULES["fixed 3"], REQUEST).tokens
+    assert write(target, SKIPS["mixed"], RULES["fixed 3"], REQUEST).tokens == expected
+
+
+def test_weights_are_stored_once_and_the_model_keeps_its_parameters() -> None:
+    model = build("qwen2")
+    before = {name: (id(weight), weight.clone()) for name, weight in model.named_parameters()}
+    modules, needs_grad = list(model.modules()), [weight.requires_grad for weight in model.parameters()]
+    target = Target(model, fusing())
+    assert list(model.modules()) == modules
+    assert [weight.requires_grad for weight in model.parameters()] == needs_grad
+    for name, weight in model.named_parameters():
+        assert (id(weight), True) == (before[name][0], torch.equal(weight, before[name][1]))
+    own = model.model.layers[0].self_attn
+    fused = next(each for each in target.stack[0].block.modules() if isinstance(each, FirstProjection))
+    for kind in ("weight", "bias"):
+        whole = getattr(fused.whole, kind).untyped_storage()
+        assert whole.nbytes() == sum(getattr(own, name).get_parameter(kind).nbytes for name in fused.sizes)
+        assert {getattr(own, name).get_parameter(kind).untyped_storage().data_ptr() for name in fused.sizes} == {
+            whole.data_ptr()
+        }
+    with torch.no_grad():
+        own.k_proj.weight.fill_(7.0)
+    assert (fused.whole.weight == 7.0).any(), "a later change reaches the fused product"
+
+
+def test_second_target_moves_nothing() -> None:
+    model = build("llama")
+    addresses = []
+    for _ in range(2):
+        Target(model, fusing())
+        addresses.append([weight.data_ptr() for weight in model.parameters()])
+    assert addresses[0] == addresses[1]
+
+
+def test_model_can_be_saved_and_loaded(tmp_path: Path) -> None:
+    model = build("llama")
+    expected = {name: value.clone() for name, value in model.state_dict().items()}
+    Target(model, fusing())
+    model.save_pretrained(tmp_path)
+    found = AutoModelForCausalLM.from_pretrained(tmp_path).state_dict()
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+class Mlp(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate_proj, self.up_proj = nn.Linear(4, 6), nn.Linear(4, 6)
+
+    def forward(self, gated: Tensor, raised: Tensor) -> Tensor:
+        return self.gate_proj(gated) + self.up_proj(raised)
+
+
+@torch.no_grad()
+def test_projections_of_different_inputs_are_computed_one_by_one() -> None:
+    mlp, values, others = Mlp(), torch.randn(2, 4), torch.randn(2, 4)
+    fused = with_fused_projections(mlp)
+    for gated, raised in ((values, values), (values, others), (others, values)):
+        torch.testing.assert_close(fused(gated, raised), mlp(gated, raised))
+
+
+def test_gradients_reach_the_parameters() -> None:
+    mlp, values = Mlp(), torch.randn(2, 4)
+    with_fused_projections(mlp)(values, values).sum().backward()
+    assert all(weight.grad is not None for weight in mlp.parameters())
+
+
+@pytest.mark.parametrize("reason", ["precision", "bias", "class", "hook", "tied"])
+def test_layers_that_cannot_be_fused_are_left_alone(reason: str) -> None:
+    mlp = Mlp()
+    if reason == "precision":
+        mlp.up_proj.to(torch.bfloat16)
+    elif reason == "bias":
+        mlp.up_proj.bias = None
+    elif reason == "class":
+        mlp.up_proj = nn.modules.linear.NonDynamicallyQuantizableLinear(4, 6)
+    elif reason == "hook":
+        mlp.up_proj.register_forward_hook(lambda *_: None)
+    else:
+        mlp.up_proj.weight = mlp.gate_proj.weight
+    assert with_fused_projections(mlp, tied_addresses(mlp)) is mlp
+
+
+def test_nothing_is_fused_unless_asked() -> None:
+    target = Target(build("llama"), functools.partial(StaticRunner, compiled=False))
+    stand_ins = (FirstProjection, OtherProjection)
+    assert not any(isinstance(each, stand_ins) for block in target.stack for each in block.block.modules())
