@@ -17,6 +17,7 @@ from torch import Tensor
 from decoding.decoder import Decoder, plain_decoder
 from decoding.draft_length import DraftLengthRule
 from decoding.runners.buckets import GPU_BUCKETS
+from decoding.runners.features import SpeedFeatures
 from decoding.target import Target
 from tests.support.fake_graphs import FakeGraphs, RecordingError
 from tests.support.families import build, target_of
@@ -85,6 +86,15 @@ def test_sampled_text_is_the_eager_decoders(draft: str, tmp_path: Path) -> None:
     assert found == alone_and_together(eager, sampled=True)
     assert found[1:] != eager_texts("llama")
     assert graphs.num_replayed > replayed
+    assert graphs.strangers(decoder) == []
+
+
+@pytest.mark.parametrize("features", [SpeedFeatures(fused_projections=True)], ids=str)
+@pytest.mark.parametrize("draft", ["half blocks", HEAD])
+def test_text_with_speed_features_is_the_eager_text(draft: str, features: SpeedFeatures, tmp_path: Path) -> None:
+    graphs, plain = FakeGraphs(), eager_texts("llama")
+    decoder = decoder_of(recorded_target("llama", graphs, features=features), draft, RULES["fixed 8"], tmp_path)
+    assert alone_and_together(decoder) == [plain[-1], *plain]
     assert graphs.strangers(decoder) == []
 
 

@@ -99,6 +99,7 @@ class _Step:
         """The arguments, tensors as addresses."""
         self._results: list[Any] = results
         """The results in memory that the operator allocated; None for one in memory of its arguments."""
+        self._is_self_contained = False
 
     def bind(self, produced: Mapping[int, Tensor]) -> None:
         """Hold the memory of the recording itself, which needs no look-up in a replay."""
@@ -107,9 +108,14 @@ class _Step:
             return memory.tensor() if memory.storage.cdata in produced else memory
 
         self._args, self._kwargs, self._results = _mapped((self._args, self._kwargs, self._results), _Address, bound)
+        external: list[_Address] = []
+        _mapped((self._args, self._kwargs), _Address, external.append)
+        self._is_self_contained = not external
 
     def play(self) -> None:
-        args, kwargs = _mapped((self._args, self._kwargs), _Address, _Address.tensor)
+        args, kwargs = self._args, self._kwargs
+        if not self._is_self_contained:
+            args, kwargs = _mapped((args, kwargs), _Address, _Address.tensor)
         for kept, value in zip(self._results, _tensors(self._function(*args, **kwargs)), strict=True):
             if kept is not None:
                 kept.copy_(value)
