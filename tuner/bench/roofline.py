@@ -6,8 +6,9 @@ Decoding may exceed the bound if a pass gives several tokens, or if the model fi
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from functools import partial
 from statistics import fmean, median
 from typing import Any
 
@@ -19,8 +20,11 @@ from decoding.documents.strict_yaml import Document
 from decoding.target import Target
 from decoding.timing.stopwatch import ReadSeconds, Stopwatch
 
-BUFFER_BYTES = {"cpu": 2**29, "cuda": 2**31}
-"""Size of the buffer that is read: much larger than the caches, and large enough to hide the start of a read."""
+BUFFER_BYTES = {"cpu": 2**29, "cuda": 2**32}
+"""Size of the buffer that is read: much larger than the caches, and large enough to hide the start of a read.
+
+4 GiB take more than a millisecond on any GPU of today, against a few microseconds between two events.
+"""
 NUM_READS = 15
 
 
@@ -81,16 +85,28 @@ def measure_bandwidth(
     """Time reads of a float32 buffer on `device`, in torch's number of threads.
 
     A read is the sum of the buffer: it was the fastest of sum, maximum, matrix times vector and copy. The first read is not
-    counted. `clock` gives seconds. On an accelerator the buffer takes at most half of the free memory.
+    counted. `clock` gives seconds on a CPU; on CUDA events on the device do, as a launch and a wait of the host would count
+    otherwise. There the buffer takes at most half of the free memory.
     """
     size = buffer_bytes or BUFFER_BYTES.get(device.type, BUFFER_BYTES["cpu"])
     if buffer_bytes is None and device.type == "cuda":
         size = min(size, torch.cuda.mem_get_info(device)[0] // 2)
     buffer = torch.ones(max(size // 4, 1), device=device)
-    watch, seconds = Stopwatch(device, clock), list[float]()
-    for _ in range(num_reads + 1):
-        seconds.append(watch.time(buffer.sum))
+    time_read = partial(seconds_by_events, device) if device.type == "cuda" else Stopwatch(device, clock).time
+    seconds = [time_read(buffer.sum) for _ in range(num_reads + 1)]
     return Bandwidth(buffer_bytes=buffer.numel() * buffer.element_size(), seconds=tuple(seconds[1:]))
+
+
+def seconds_by_events(device: torch.device, work: Callable[[], object]) -> float:
+    """Return the seconds that queued `work` takes on a CUDA device, without the host's launch and wait."""
+    with torch.cuda.device(device):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda.synchronize(device)
+        start.record()
+        work()
+        end.record()
+        end.synchronize()
+    return start.elapsed_time(end) / 1e3
 
 
 def reading(target: Target, contexts: Sequence[float], *, batch_size: int = 1) -> Reading:

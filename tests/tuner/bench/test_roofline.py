@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import time
+from contextlib import nullcontext
+
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
 from decoding.target import Target
 from tests.support.tiny import tiny_llama
-from tuner.bench.roofline import Bandwidth, Reading, Roofline, measure_bandwidth, reading
+from tuner.bench.roofline import Bandwidth, Reading, Roofline, measure_bandwidth, reading, seconds_by_events
 
 CPU = torch.device("cpu")
 PER_POSITION = 6 * 2 * 2 * 8 * 4
@@ -49,6 +52,30 @@ def test_the_first_read_is_not_counted() -> None:
     times = iter([0.0, 9.0, 10.0, 12.0, 20.0, 23.0])
     found = measure_bandwidth(CPU, buffer_bytes=4096, num_reads=2, clock=lambda: next(times))
     assert found == Bandwidth(buffer_bytes=4096, seconds=(2.0, 3.0))
+
+
+def test_cuda_events_time_the_device_and_not_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device needs 2 ms for the work; whatever the host's clock says is not asked for."""
+    queue: list[float] = []
+
+    class Event:
+        def __init__(self, enable_timing: bool) -> None:
+            assert enable_timing
+
+        def record(self) -> None:
+            self.at = sum(queue)
+
+        def synchronize(self) -> None:
+            pass
+
+        def elapsed_time(self, end: Event) -> float:
+            return end.at - self.at
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    monkeypatch.setattr(time, "perf_counter", lambda: pytest.fail("the host's clock was read"))
+    assert seconds_by_events(torch.device("cuda", 1), lambda: queue.append(2.0)) == pytest.approx(0.002)
 
 
 def test_all_weights_count_but_the_embedding_of_which_a_row_is_read() -> None:

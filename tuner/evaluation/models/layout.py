@@ -16,8 +16,12 @@ NORMS = frozenset({"input_layernorm", "post_attention_layernorm", "norm"})
 FINAL_NORM = "norm"
 PADDING_GAIN = 64.0
 """Gain of the constant dimension in the final norm."""
-PADDING_PUSH = 4096.0
-"""Logits that padding tokens lie below the mean of the others, if the hidden states had a root mean square of 1."""
+PADDING_PUSH = 2048.0
+"""Logits that padding tokens lie below the mean of the others if the trained hidden states have a root mean square of 1.
+
+The last states of the demo model reach 120. Far lower logits would be the largest of all in absolute value, and comparisons
+of logits relative to the largest one would then overlook differences.
+"""
 
 
 @dataclass(frozen=True)
@@ -160,7 +164,7 @@ class Layout:
         else:
             wide[size:, :hidden] = _like(wide, narrow.float().mean(0))
             wide[:size, constant.index] = 0
-            wide[size:, constant.index] = -PADDING_PUSH / (PADDING_GAIN * constant.value)
+            wide[size:, constant.index] = -PADDING_PUSH * self.gain / (PADDING_GAIN * constant.value)
 
 
 def _inside_head(narrow: int, wide: int) -> Tensor:

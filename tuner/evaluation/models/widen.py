@@ -16,9 +16,9 @@ ever multiply zeros stay random, so no weight matrix is trivial as a whole. Five
   deep, relative to the model, as it was. A draft that skips only them is always accepted, as no draft of a real model is: with
   a quarter of added layers this alone is worth up to a third, which figures of such a model must say.
 * A padding token's logit is the mean of the trained logits, minus a positive number: below the largest logit at every state,
-  so greedy output is the trained model's. The number is about 4,096 over the root mean square of the hidden states, hence
-  padding takes a share of exp(-100) or less in practice, and sampling, entropy and confidence are the trained model's up to
-  rounding. LM heads have no bias: the number comes from one added dimension of constant value (`layout.ConstantDimension`).
+  so greedy output is the trained model's. The number is 2,048 over the root mean square of the trained hidden states:
+  padding takes a share of 1e-5 or less on the demo model, so sampling, entropy and confidence are nearly the trained model's.
+  LM heads have no bias: the number comes from one added dimension of constant value (`layout.ConstantDimension`).
 
 In float32 the logits are the trained model's up to rounding. In bfloat16 activations round otherwise in a wide model, and so do
 its gains unless H / h is a power of 4. ConfLayers' sublayer entropy is taken over the hidden dimensions, so the zeros show in it.

