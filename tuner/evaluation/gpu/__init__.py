@@ -1,1 +1,1 @@
-"""The benchmark of one GPU: its plan, and the process that runs each step."""
+"""The benchmark of one GPU: steps as data, one process that keeps the models, and its supervisor."""

@@ -1,0 +1,99 @@
+"""Contenders on the widened model in turns: rates, ratios and equal outputs as plain data."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from decoding.decoder import Decoder, plain_decoder
+from decoding.profile import Interval
+from decoding.target import Target
+from studies.measurement import paired_interval
+from tuner.bench.collecting import SampleCollector
+from tuner.bench.contenders import PLAIN
+from tuner.bench.contest import Contender, Contest
+from tuner.bench.own_decoding import OwnDecoding
+from tuner.bench.result import Entry, comparable, mean_context
+from tuner.evaluation.gpu.shared import Shared
+from tuner.measuring.clock import WallClock
+
+
+def own(shared: Shared, decoder: Decoder, description: str) -> OwnDecoding:
+    """Return one of our decoders as a contender."""
+    return OwnDecoding(decoder, shared.eos_token_ids, description, {})
+
+
+def plain_static(shared: Shared) -> OwnDecoding:
+    """Return plain decoding by the static runner without speed features: the reference of all ratios."""
+    return own(shared, plain_decoder(shared.static), "plain, static runner")
+
+
+def prompts_of(shared: Shared, count: int) -> list[tuple[int, ...]]:
+    """Return token ids of tuning prompts."""
+    return [prompt.token_ids for prompt in shared.prompts.tuning[:count]]
+
+
+class SideBySide:
+    """The samples of several contenders on the same prompts; one of them must be `plain`."""
+
+    def __init__(
+        self,
+        target: Target,
+        contenders: Mapping[str, Contender],
+        prompts: Sequence[tuple[int, ...]],
+        *,
+        max_new_tokens: int,
+        repeats: int = 1,
+    ) -> None:
+        contest = Contest(contenders, WallClock(target.device), needed=(PLAIN,))
+        batches = [[prompt] for prompt in prompts]
+        # The longest prompt first: no memory grows, and nothing is recorded anew, while contenders are timed.
+        contest.warm_up([[max(prompts, key=len)], *batches])
+        collector = SampleCollector(target, prompts, contest.running, batch_size=1)
+        contest.hold(batches, max_new_tokens=max_new_tokens, repeats=repeats, on_batch=collector.add)
+        entries = [
+            Entry(name, each.describe(), dict(each.settings), tuple(collector.samples[name]))
+            for name, each in contest.running.items()
+        ]
+        self.entries, uncounted, self._counted = comparable(entries)
+        self.left_out = {**contest.left_out, **uncounted}
+        """Contenders that failed, with the reasons."""
+
+    def contexts(self) -> list[float]:
+        """Return the mean positions that a plain pass attends to, for each prompt."""
+        return mean_context(self.entries[PLAIN].samples, self._counted)
+
+    def rate(self, name: str) -> Interval:
+        """Return decoded tokens per second, with the 95 % interval over prompts."""
+        seconds = self._seconds(name)
+        return paired_interval(np.ones_like(seconds), seconds)
+
+    def ratio(self, name: str, reference: str) -> dict[str, Any]:
+        """Return the speed of `name` over that of `reference`, with its interval, as plain data."""
+        return paired_interval(self._seconds(reference), self._seconds(name)).model_dump(mode="json")
+
+    def figures(self) -> dict[str, Any]:
+        """Return the figures of each contender as plain data."""
+        return {
+            name: {
+                "tokens_per_second": self.rate(name).model_dump(mode="json"),
+                "over_plain": self.ratio(name, PLAIN),
+                "tokens_per_pass": entry.tokens_per_pass,
+                "prefill_seconds": entry.prefill_seconds,
+                "identical": entry.num_identical,
+                "ties": entry.num_ties,
+                "texts": len(entry.samples),
+            }
+            for name, entry in self.entries.items()
+        }
+
+    def _seconds(self, name: str) -> np.ndarray:
+        return self.entries[name].seconds_per_token(self._counted)
+
+
+def ratio_text(interval: Mapping[str, Any]) -> str:
+    """Return a ratio with its interval."""
+    low, high = interval["ci95"]
+    return f"{interval['value']:.3f} [{low:.3f}, {high:.3f}]"

@@ -1,0 +1,1 @@
+"""The steps of the GPU benchmark, one file per question."""
