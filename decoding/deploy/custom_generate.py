@@ -103,11 +103,19 @@ class ProfileDecoder:
         """Return the decoder of `model`, checked and built at the first use of each model."""
         if self._decoder is None or self._decoder.target.model is not model:
             check_target(self.profile, model, strict=self.strict)
-            draft, decoding, target = self.profile.draft, self.profile.decoding, _target_of(self.profile, model)
-            heads = HeadFolder(target, self._heads_folder) if self._heads_folder else None
-            rule = with_measured_costs(target, draft, self.profile.draft_length, decoding, heads=heads)
-            self._decoder = Decoder(target, draft, rule, decoding, heads=heads)
+            self._decoder = self._decoder_of(_target_of(self.profile, model))
         return self._decoder
+
+    def decoder_on(self, target: Target) -> Decoder:
+        """Return a decoder of a model that already has a runner, whatever runner the profile names."""
+        check_target(self.profile, target.model, strict=self.strict)
+        return self._decoder_of(target)
+
+    def _decoder_of(self, target: Target) -> Decoder:
+        draft, decoding = self.profile.draft, self.profile.decoding
+        heads = HeadFolder(target, self._heads_folder) if self._heads_folder else None
+        rule = with_measured_costs(target, draft, self.profile.draft_length, decoding, heads=heads)
+        return Decoder(target, draft, rule, decoding, heads=heads)
 
 
 def check_target(profile: DraftProfile, model: PreTrainedModel, *, strict: bool = True) -> None:

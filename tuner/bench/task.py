@@ -75,8 +75,18 @@ class BenchTask:
         return eos_token_ids(self.loaded.model)
 
 
-def prepare_bench(config: BenchConfig, profile_path: Path, progress: Progress) -> BenchTask:
-    """Load and check profile, exit head, model and prompts. Raises SdtuneError for wrong input."""
+def prepare_bench(
+    config: BenchConfig,
+    profile_path: Path,
+    progress: Progress,
+    *,
+    loaded: Loaded | None = None,
+    target: Target | None = None,
+) -> BenchTask:
+    """Load and check profile, exit head, model and prompts. Raises SdtuneError for wrong input.
+
+    A model that is `loaded` already, or a `target` of it with its runner, is used in place of the profile's.
+    """
     names, left_out = _names(config)
     profile = DraftProfile.load(profile_path)
     if config.runner is not None:
@@ -84,11 +94,11 @@ def prepare_bench(config: BenchConfig, profile_path: Path, progress: Progress) -
     _check_mode(config.batch_size, profile)
     deployed = load_decoder(profile, folder=profile_path.parent)
     model = config.model or profile.target.model
-    progress.stage(f"loading {model}")
-    loaded = load(
-        model, revision=profile.target.revision, dtype=config.dtype or profile.target.dtype, device=config.device
-    )
-    decoder = deployed.decoder_for(loaded.model)
+    if loaded is None:
+        progress.stage(f"loading {model}")
+        dtype = config.dtype or profile.target.dtype
+        loaded = load(model, revision=profile.target.revision, dtype=dtype, device=config.device)
+    decoder = deployed.decoder_for(loaded.model) if target is None else deployed.decoder_on(target)
     facts = profile.measured.dataset if profile.measured else None
     max_new_tokens = config.max_new_tokens or (facts.max_new_tokens if facts else USUAL_NEW_TOKENS)
     _check_context(config, max_new_tokens, decoder.target.context_length)

@@ -61,13 +61,19 @@ class Task:
         )
 
 
-def prepare(config: SearchConfig, progress: Progress) -> Task:
-    """Load model, prompts and exit heads, and check all that can be checked before anything is run or written."""
+def prepare(
+    config: SearchConfig, progress: Progress, *, loaded: Loaded | None = None, target: Target | None = None
+) -> Task:
+    """Load model, prompts and exit heads, and check all that can be checked before anything is run or written.
+
+    A model that is `loaded` already, or a `target` of it with its runner, is used in place of the configured one.
+    """
     check_writable(config.out)
-    progress.stage(f"loading {config.model}")
-    loaded = load(config.model, revision=config.revision, dtype=config.dtype, device=config.device)
+    if loaded is None:
+        progress.stage(f"loading {config.model}")
+        loaded = load(config.model, revision=config.revision, dtype=config.dtype, device=config.device)
     config = _with_possible_prefix_reuse(config, loaded.model, progress)
-    target = choose_target(loaded.model, config, progress)
+    target = target or choose_target(loaded.model, config, progress)
     if config.batch_size > 1 and (reason := target.unbatchable_reason) is not None:
         progress.say(f"the {config.batch_size} sequences of a batch take turns, as no pass can be shared: {reason}")
     wanted = _wanted_heads(config, target)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from tuner.evaluation.contract import EVALUATION, Evaluation, Report, ResultsFolder
+from tuner.evaluation.gpu.packages import refusal
 from tuner.fields import DECODING
 
 if TYPE_CHECKING:
@@ -18,33 +19,48 @@ class GpuEvaluation(Evaluation):
     """Run the whole benchmark of one GPU in ten minutes.
 
     \b
-      1. Losslessness on the demo model in float32 and bfloat16: plain and drafted, eager, static (CUDA graphs) and bit-exact.
-      2. The demo model widened to the size of an 8B model, in bfloat16: a small trained model at the cost of a large one.
-      3. A whole `sdtune search` on it, with the static runner.
-      4. The profile found, against what users would use instead, after prompts of 512 tokens.
-      5. The same in batches of 4 and of 16.
-      6. The readiness of new candidates.
+       1. Replays: passes of every shape against eager ones, on a tiny model and on the demo model widened to 8B sizes.
+       2. Plain decoding against the memory roofline and against transformers' `generate`.
+       3. The switch to a new candidate: seconds and recordings.
+       4. A whole search on the widened model, and its profile against `generate`, alone and in batches of 4 and 16.
+       5. Losslessness on the demo model in float32 and bfloat16, by every runner.
+       6. Each speed feature of the static runner, off and on, and the attention backends.
 
-    Each step is a command in a process of its own, as a CUDA error spoils the process that it happens in. A step that fails
-    or takes too long is reported, and the others still run until the time is up. The folder then holds what the steps wrote,
-    their output, and gpu_benchmark.json. Exit status 1 if a step failed. To be run in a checkout: it uses configs/demo.
+    The steps run in this order in one process, which makes the widened model once; a step that fails is reported, and the
+    others go on. Each result is on disk as its step ends: the same command runs the steps that failed or had no time. The
+    folder then holds gpu.json, gpu.txt and worker.log. Exit status 1 if a step has no result. To be run in a checkout: it
+    reads configs/demo, and nothing from the network.
+
+    \b
+    Example (on any machine, to try the command out):
+      sdtune evaluate gpu --device cpu --preset demo --stretch 6
     """
 
     device: str = Field("cuda", description="cuda, cuda:1, or cpu to try the plan.", json_schema_extra=DECODING)
-    preset: str = Field("llama-8b-like", description="Preset of `sdtune evaluate widen`.", json_schema_extra=EVALUATION)
-    search_seconds: int = Field(120, ge=1, description="Seconds of the search.", json_schema_extra=EVALUATION)
-    seconds: float = Field(580.0, gt=0, description="Seconds of all steps together.", json_schema_extra=EVALUATION)
-    out: ResultsFolder = Path("gpu_benchmark")
+    preset: Literal["demo", "250m", "5b", "llama-8b-like"] = Field(
+        "llama-8b-like", description="Sizes of the widened model.", json_schema_extra=EVALUATION
+    )
+    step: tuple[str, ...] = Field(
+        (), description="Steps to run; repeatable; default: all.", json_schema_extra=EVALUATION
+    )
+    seconds: float = Field(555.0, gt=0, description="Seconds of all steps together.", json_schema_extra=EVALUATION)
+    stretch: float = Field(
+        1.0,
+        gt=0,
+        description="Factor on all limits, for devices slower than the one the plan is for.",
+        json_schema_extra=EVALUATION,
+    )
+    out: ResultsFolder = Path("gpu")
+
+    @model_validator(mode="after")
+    def _packages_are_there(self) -> GpuEvaluation:
+        if reason := refusal():
+            raise ValueError(reason)
+        return self
 
     def run(self, progress: Progress) -> Report:
-        """Run all steps in order and return the table of steps and contenders."""
-        from tuner.evaluation.gpu.plan import plan
-        from tuner.evaluation.gpu.report import figures, table
-        from tuner.evaluation.gpu.run import run_all
-        from tuner.results import check_results_folder
+        """Run the unfinished steps and return the table of all of them."""
+        from tuner.evaluation.gpu.run import WIDTH, run_and_write
 
-        check_results_folder(self.out)
-        self.out.mkdir(exist_ok=True)
-        steps = plan(self.out, self.device, self.preset, self.search_seconds)
-        done = run_all(steps, self.out, seconds=self.seconds, progress=progress)
-        return Report(table(done, figures(self.out)), width=130, succeeded=all(step.ok for step in done))
+        shown, succeeded = run_and_write(self, progress)
+        return Report(shown, width=WIDTH, succeeded=succeeded)

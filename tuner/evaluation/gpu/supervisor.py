@@ -80,11 +80,14 @@ class Supervisor:
         seconds: float,
         clock: Callable[[], float] = time.time,
         progress: Progress = Unwatched(),  # noqa: B008 - has no state
+        on_step: Callable[[], None] = lambda: None,
     ) -> None:
+        """`on_step` is called whenever a step has ended and its record is on disk."""
         self._records = records
         self._open_worker = open_worker
         self._clock = clock
         self._progress = progress
+        self._on_step = on_step
         self._end = clock() + seconds
         self._deadlines = deadlines(steps, clock(), seconds)
         self._waiting = list(records.unfinished([step.name for step in steps]))
@@ -144,6 +147,7 @@ class Supervisor:
     def _next(self) -> None:
         del self._waiting[0]
         self._progress.advance()
+        self._on_step()
 
 
 _KILLED = f"out of time: interrupted, and killed as it did not end within {GRACE_SECONDS:.0f} s"

@@ -24,8 +24,8 @@ class EnvironmentFacts:
 
     name: str = "environment"
     question: str = "Which device, versions and backends are these?"
-    limit_seconds: float = 20
-    pessimistic_seconds: float = 18
+    limit_seconds: float = 15
+    pessimistic_seconds: float = 14
 
     def run(self, shared: Shared, seconds: float) -> Result:
         """Collect the facts; starting the process counts to this step."""

@@ -85,12 +85,12 @@ def pays(gain: Mapping[str, Any], *, lossless: bool) -> bool:
 
 
 FEATURE_STEPS = (
-    FeatureStep("fused_projections", SpeedFeatures(fused_projections=True), None, 30, 28),
-    FeatureStep("plain_chain", SpeedFeatures(plain_chain=8), None, 15, 14),
-    FeatureStep("whole_rounds", SpeedFeatures(whole_rounds=True), FIXED, 15, 14),
-    FeatureStep("draft_vocabulary", SpeedFeatures(draft_vocabulary=32768), FIXED, 15, 14),
-    FeatureStep("look_every", SpeedFeatures(look_every=3), LOOKING, 15, 14),
-    FeatureStep("varlen_attention", SpeedFeatures(varlen_attention=True), None, 15, 14),
-    FeatureStep("coordinate_descent", SpeedFeatures(coordinate_descent=True), None, 45, 42),
+    FeatureStep("fused_projections", SpeedFeatures(fused_projections=True), None, 25, 23),
+    FeatureStep("plain_chain", SpeedFeatures(plain_chain=8), None, 12, 11),
+    FeatureStep("whole_rounds", SpeedFeatures(whole_rounds=True), FIXED, 12, 11),
+    FeatureStep("draft_vocabulary", SpeedFeatures(draft_vocabulary=32768), FIXED, 12, 11),
+    FeatureStep("look_every", SpeedFeatures(look_every=3), LOOKING, 12, 11),
+    FeatureStep("varlen_attention", SpeedFeatures(varlen_attention=True), None, 12, 11),
+    FeatureStep("coordinate_descent", SpeedFeatures(coordinate_descent=True), None, 35, 33),
 )
 """One step per field of `SpeedFeatures`, the quickest to compile first; coordinate descent compiles longest."""

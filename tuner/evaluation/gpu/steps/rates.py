@@ -8,6 +8,7 @@ from typing import Any
 
 from decoding.decoder import plain_decoder
 from tuner.bench.contenders import PLAIN
+from tuner.bench.contest import Contender
 from tuner.bench.roofline import Roofline, measure_bandwidth, reading
 from tuner.bench.stock_generation import StockGeneration
 from tuner.evaluation.gpu.contract import Result
@@ -23,13 +24,13 @@ class PlainRates:
 
     name: str = "rates"
     question: str = "How close is plain decoding to the roofline, and how far from `generate`?"
-    limit_seconds: float = 25
-    pessimistic_seconds: float = 22
+    limit_seconds: float = 20
+    pessimistic_seconds: float = 18
 
     def run(self, shared: Shared, seconds: float) -> Result:
         """Measure the bandwidth and the contenders in turns."""
         bandwidth = measure_bandwidth(shared.device)
-        contenders = {
+        contenders: dict[str, Contender] = {
             PLAIN: plain_static(shared),
             "plain-eager": own(shared, plain_decoder(shared.eager), "plain, eager runner"),
             "hf": StockGeneration(shared.wide, shared.eos_token_ids, "transformers' generate, dynamic cache"),
@@ -45,9 +46,7 @@ class PlainRates:
             "roofline_tokens_per_second": roofline.tokens_per_second,
             "bandwidth": bandwidth.model_dump(mode="json"),
             "contenders": figures,
-            "share_of_roofline": {
-                name: measured.rate(name).value / roofline.tokens_per_second for name in figures
-            },
+            "share_of_roofline": {name: measured.rate(name).value / roofline.tokens_per_second for name in figures},
             "plain_over_hf": measured.ratio(PLAIN, "hf") if "hf" in figures else None,
             "left_out": measured.left_out,
         }

@@ -31,8 +31,8 @@ class TinyReplays:
 
     name: str = "replays-tiny"
     question: str = "Do replayed passes compute what eager passes do, in float32?"
-    limit_seconds: float = 45
-    pessimistic_seconds: float = 42
+    limit_seconds: float = 35
+    pessimistic_seconds: float = 33
 
     def run(self, shared: Shared, seconds: float) -> Result:
         """Compare passes and texts. Raises `ReplayError` if one differs."""
@@ -54,8 +54,8 @@ class WideReplays:
 
     name: str = "replays-wide"
     question: str = "Do they on the widened model, and how long does it take to make it?"
-    limit_seconds: float = 80
-    pessimistic_seconds: float = 75
+    limit_seconds: float = 65
+    pessimistic_seconds: float = 62
 
     def run(self, shared: Shared, seconds: float) -> Result:
         """Compare the logits of the trained tokens. Raises `ReplayError` if a pass differs."""

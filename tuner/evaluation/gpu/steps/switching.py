@@ -28,8 +28,8 @@ class CandidateSwitch:
 
     name: str = "switch"
     question: str = "How long does a search wait for a new candidate, and for how many recordings?"
-    limit_seconds: float = 25
-    pessimistic_seconds: float = 22
+    limit_seconds: float = 15
+    pessimistic_seconds: float = 13
 
     def run(self, shared: Shared, seconds: float) -> Result:
         """Time an exit with its head, an exit without one, and random skip sets."""

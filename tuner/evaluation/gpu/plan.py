@@ -1,0 +1,43 @@
+"""The steps in order, the most valuable first.
+
+First whether replays compute what they should, as no figure means anything otherwise; then the figures that the project
+promises: roofline, switch of candidates, search, bench, batches, losslessness; then what decides about defaults: the features,
+one step each, so that one that compiles too long costs only itself; last the microbenchmark of attention.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from tuner.evaluation.gpu.contract import GpuStep
+from tuner.evaluation.gpu.steps.attention import AttentionBackends
+from tuner.evaluation.gpu.steps.benching import STOCK, STOCK_OF_BATCHES, DemoLosslessness, ProfileBench
+from tuner.evaluation.gpu.steps.environment import EnvironmentFacts
+from tuner.evaluation.gpu.steps.features import FEATURE_STEPS
+from tuner.evaluation.gpu.steps.rates import PlainRates
+from tuner.evaluation.gpu.steps.replays import TinyReplays, WideReplays
+from tuner.evaluation.gpu.steps.searching import WholeSearch
+from tuner.evaluation.gpu.steps.switching import CandidateSwitch
+
+PLAN: tuple[GpuStep, ...] = (
+    EnvironmentFacts(),
+    TinyReplays(),
+    WideReplays(),
+    PlainRates(),
+    CandidateSwitch(),
+    WholeSearch(),
+    ProfileBench(1, STOCK, prompts=8, limit_seconds=60, pessimistic_seconds=57),
+    ProfileBench(4, STOCK_OF_BATCHES, prompts=8, limit_seconds=15, pessimistic_seconds=13),
+    ProfileBench(16, STOCK_OF_BATCHES, prompts=32, limit_seconds=25, pessimistic_seconds=23),
+    DemoLosslessness("float32", limit_seconds=30, pessimistic_seconds=28),
+    DemoLosslessness("bfloat16", limit_seconds=25, pessimistic_seconds=23),
+    *FEATURE_STEPS,
+    AttentionBackends(),
+)
+"""To add a step, write its file and name it here; `tests` hold the sum of the limits."""
+
+
+def steps_named(names: Iterable[str]) -> tuple[GpuStep, ...]:
+    """Return the steps with these names, in the order given. Raises KeyError for an unknown name."""
+    by_name = {step.name: step for step in PLAN}
+    return tuple(by_name[name] for name in names)

@@ -1,0 +1,57 @@
+"""The results of all steps: one document, and a table that fits on a screen."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from rich import box
+from rich.table import Table
+
+from tuner.evaluation.gpu.contract import GpuStep
+from tuner.evaluation.gpu.records import StepRecord, StepRecords
+
+LONGEST_LINE = 150
+MOST_WARNINGS = 2
+"""Warnings of a step in the table; the document has all of them."""
+
+
+def document(steps: Sequence[GpuStep], records: StepRecords, *, preset: str, not_run: Sequence[str]) -> dict[str, Any]:
+    """Return the records of all steps with their questions as plain data; steps without a record have a reason."""
+    entries = []
+    for step in steps:
+        record = records.read(step.name)
+        facts = {"status": "not run", "cause": _why(step.name, not_run)} if record is None else _facts(record)
+        entries.append({"name": step.name, "question": step.question, "limit_seconds": step.limit_seconds, **facts})
+    return {"preset": preset, "steps": entries}
+
+
+def _facts(record: StepRecord) -> dict[str, Any]:
+    return record.model_dump(mode="json", exclude={"name"})
+
+
+def _why(name: str, not_run: Sequence[str]) -> str:
+    return "no time was left: run the same command again" if name in not_run else "not asked for"
+
+
+def table(steps: Sequence[GpuStep], records: StepRecords) -> Table:
+    """Return a table with the answer of each step in a few lines, or the reason why there is none."""
+    shown = Table(title="Benchmark of one GPU", title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    shown.add_column("step", no_wrap=True)
+    shown.add_column("seconds", justify="right")
+    shown.add_column("result", overflow="fold")
+    for step in steps:
+        record = records.read(step.name)
+        if record is None:
+            shown.add_row(step.name, "", "not run")
+        else:
+            shown.add_row(step.name, f"{record.seconds:.0f}", "\n".join(_lines(step, record)))
+    return shown
+
+
+def _lines(step: GpuStep, record: StepRecord) -> list[str]:
+    lines = [] if record.status == "ok" else [f"{record.status.upper()}: {record.cause}"]
+    if record.result is not None:
+        lines += step.lines(record.result)
+    lines += [f"warning: {warning}" for warning in record.warnings[:MOST_WARNINGS]]
+    return [line[:LONGEST_LINE] for line in lines]
