@@ -34,7 +34,8 @@ class ProcessWorker:
                 process_group=0,  # killed together with the compiler processes that it starts
             )
         self._events: queue.Queue[Event] = queue.Queue()
-        threading.Thread(target=self._read, daemon=True).start()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
 
     def wait(self, seconds: float) -> Event | None:
         """See `Worker.wait`."""
@@ -52,12 +53,14 @@ class ProcessWorker:
         with suppress(ProcessLookupError):  # nothing of the group is left
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
+        self._reader.join()
 
     def _read(self) -> None:
         assert self._process.stdout is not None, "it is a pipe"
-        for line in self._process.stdout:
-            event = json.loads(line)
-            self._events.put(Started(event["started"]) if "started" in event else Finished(event["finished"]))
+        with self._process.stdout as events:
+            for line in events:
+                event = json.loads(line)
+                self._events.put(Started(event["started"]) if "started" in event else Finished(event["finished"]))
         self._events.put(Ended(self._how_it_ended()))
 
     def _how_it_ended(self) -> str:

@@ -73,6 +73,7 @@ def _open_worker(settings: GpuEvaluation, names: Sequence[str], deadlines: Mappi
         "out": str(settings.out),
         "device": settings.device,
         "preset": settings.preset,
+        "threads": settings.threads,
         "steps": list(names),
         "deadlines": dict(deadlines),
     }

@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
+import torch
 from pydantic import Field
 
 from decoding.documents.strict_yaml import Document
@@ -35,6 +36,7 @@ class Order(Document):
     out: Path
     device: str
     preset: str
+    threads: int | None = Field(None, description="CPU threads of torch; None for torch's own number")
     steps: tuple[str, ...]
     deadlines: dict[str, float] = Field(description="by step: when it must have ended, in seconds of `time.time`")
 
@@ -113,6 +115,8 @@ def main(text: str) -> int:
         print(json.dumps({what: name}), file=events, flush=True)
 
     order = Order.model_validate(json.loads(text))
+    if order.threads is not None:
+        torch.set_num_threads(order.threads)
     shared = Shared(order.out, order.device, order.preset)
     return run_steps(steps_named(order.steps), shared, StepRecords(order.out), order.deadlines, say)
 
