@@ -14,8 +14,9 @@ from tuner.evaluation.gpu.steps.attention import AttentionBackends
 from tuner.evaluation.gpu.steps.benching import STOCK, STOCK_OF_BATCHES, DemoLosslessness, ProfileBench
 from tuner.evaluation.gpu.steps.environment import EnvironmentFacts
 from tuner.evaluation.gpu.steps.features import FEATURE_STEPS
+from tuner.evaluation.gpu.steps.prefix_reuse import PrefixReuse
 from tuner.evaluation.gpu.steps.rates import PlainRates
-from tuner.evaluation.gpu.steps.replays import TinyReplays, WideReplays
+from tuner.evaluation.gpu.steps.replays import ReplaysAgain, TinyReplays, WideReplays
 from tuner.evaluation.gpu.steps.searching import WholeSearch
 from tuner.evaluation.gpu.steps.switching import CandidateSwitch
 
@@ -26,11 +27,13 @@ PLAN: tuple[GpuStep, ...] = (
     PlainRates(),
     CandidateSwitch(),
     WholeSearch(),
+    ReplaysAgain(),
     ProfileBench(1, STOCK, prompts=8, limit_seconds=60, pessimistic_seconds=57),
     ProfileBench(4, STOCK_OF_BATCHES, prompts=8, limit_seconds=15, pessimistic_seconds=13),
     ProfileBench(16, STOCK_OF_BATCHES, prompts=32, limit_seconds=25, pessimistic_seconds=23),
     DemoLosslessness("float32", limit_seconds=30, pessimistic_seconds=28),
     DemoLosslessness("bfloat16", limit_seconds=25, pessimistic_seconds=23),
+    PrefixReuse(),
     *FEATURE_STEPS,
     AttentionBackends(),
 )

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -68,3 +69,15 @@ class ProcessWorker:
         how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit status {code}"
         lines = [line.strip() for line in self._log.read_text(errors="replace").splitlines() if line.strip()]
         return f"the process ended ({how}): {lines[-1][:300]}" if lines else f"the process ended ({how})"
+
+
+def end_with(parent: int) -> None:
+    """Wait until the process `parent` is gone, then end this process and the ones that it started.
+
+    For a thread of the worker: a supervisor that is killed cannot end it, and the device would stay occupied.
+    """
+    while os.getppid() == parent:
+        time.sleep(1.0)
+    if os.getpgrp() == os.getpid():
+        os.killpg(os.getpid(), signal.SIGKILL)
+    os._exit(1)

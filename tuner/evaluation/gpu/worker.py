@@ -10,6 +10,7 @@ import json
 import os
 import signal
 import sys
+import threading
 import time
 import traceback
 import warnings
@@ -22,6 +23,7 @@ from pydantic import Field
 
 from decoding.documents.strict_yaml import Document
 from tuner.evaluation.gpu.contract import GpuStep, OutOfTimeError
+from tuner.evaluation.gpu.process import end_with
 from tuner.evaluation.gpu.records import StepRecord, StepRecords
 from tuner.evaluation.gpu.shared import Shared
 
@@ -109,6 +111,7 @@ def main(text: str) -> int:
     from tuner.evaluation.gpu.plan import steps_named
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=end_with, args=(os.getppid(),), daemon=True).start()
     events = _take_standard_output()
 
     def say(what: str, name: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 import time
 import warnings
@@ -176,3 +177,21 @@ def test_the_worker_s_program_runs_an_order(tmp_path: Path, monkeypatch: pytest.
     assert "exit status 0" in ended.reason
     record = json.loads((tmp_path / "steps" / "environment.json").read_text())
     assert record["result"]["versions"]["torch"]
+
+
+SUPERVISOR = """
+import subprocess, sys, time
+worker = "import os; from tuner.evaluation.gpu.process import end_with; print('up', flush=True); end_with(os.getppid())"
+subprocess.Popen([sys.executable, "-c", worker], process_group=0)
+time.sleep(600)
+"""
+
+
+def test_a_worker_ends_when_its_supervisor_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both write to one pipe: it ends when the last of them is gone."""
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    with subprocess.Popen([sys.executable, "-c", SUPERVISOR], stdout=subprocess.PIPE, text=True) as supervisor:
+        assert supervisor.stdout is not None
+        assert supervisor.stdout.readline() == "up\n"
+        supervisor.kill()
+        assert supervisor.stdout.read() == ""

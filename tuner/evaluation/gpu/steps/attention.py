@@ -49,8 +49,8 @@ class AttentionBackends:
 
     name: str = "attention"
     question: str = "Which attention backend is fastest for a few positions after a long context?"
-    limit_seconds: float = 15
-    pessimistic_seconds: float = 14
+    limit_seconds: float = 10
+    pessimistic_seconds: float = 9
 
     def run(self, shared: Shared, seconds: float) -> Result:
         """Time each backend, with and without a mask, for each width and context."""

@@ -54,8 +54,8 @@ class WideReplays:
 
     name: str = "replays-wide"
     question: str = "Do they on the widened model, and how long does it take to make it?"
-    limit_seconds: float = 65
-    pessimistic_seconds: float = 62
+    limit_seconds: float = 60
+    pessimistic_seconds: float = 58
 
     def run(self, shared: Shared, seconds: float) -> Result:
         """Compare the logits of the trained tokens. Raises `ReplayError` if a pass differs."""
@@ -69,6 +69,30 @@ class WideReplays:
         """Yield the model, the seconds that making it took, and the worst difference."""
         yield result["model"]
         yield ", ".join(f"{name} {seconds:.0f} s" for name, seconds in result["seconds"].items())
+        yield _agreement(result)
+
+
+@dataclass(frozen=True)
+class ReplaysAgain:
+    """Step: the shared recordings after many candidates, whose own recordings were destroyed."""
+
+    name: str = "replays-again"
+    question: str = "Do recordings still compute the same after those of other candidates were destroyed?"
+    limit_seconds: float = 10
+    pessimistic_seconds: float = 9
+
+    def run(self, shared: Shared, seconds: float) -> Result:
+        """Destroy the recordings of a few more candidates and compare again. Raises `ReplayError` if a pass differs."""
+        request = Request(shared.prompts.tuning[0].token_ids, Ending(TEXT_TOKENS, shared.eos_token_ids))
+        for boundary in range(1, 4):
+            skip = LayerSkip.blocks((boundary,))
+            Decoder(shared.static, skip, Fixed(max_tokens=2)).generate(request)
+        trained = shared.source.config.vocab_size
+        found = compare_passes(shared.static, shared.eager, WIDE_CONTEXTS[:1], vocabulary=trained)
+        return refuse_differences({**found, "batches": find_shared_pass_difference(shared.static)})
+
+    def lines(self, result: Mapping[str, Any]) -> Iterator[str]:
+        """Yield the worst difference."""
         yield _agreement(result)
 
 
