@@ -11,7 +11,7 @@ from torch import Tensor
 from decoding.cache.kv_cache import KVCache, Storage
 from decoding.errors import UnsupportedRunnerError
 from decoding.runners.contract import Inputs, Outputs, Part, PassRequest, Written
-from decoding.runners.features import NO_FEATURES
+from decoding.runners.features import NO_FEATURES, SpeedFeatures
 from decoding.runners.greedy_chain import write_by
 from decoding.runners.masks import MaskKinds
 from decoding.runners.shared_pass import RowInputs, Rows, compute_rows, split_rows, unbatch
@@ -27,10 +27,16 @@ class EagerRunner:
     has_bit_exact_mode = False
     block_call = None
     exact_width = None
-    features = NO_FEATURES
 
-    def __init__(self, mask_kinds: MaskKinds | None = None, device: torch.device | None = None) -> None:
+    def __init__(
+        self,
+        mask_kinds: MaskKinds | None = None,
+        device: torch.device | None = None,
+        *,
+        features: SpeedFeatures = NO_FEATURES,
+    ) -> None:
         self._mask_kinds = mask_kinds
+        self.features = features
 
     def new_cache(self, num_layers: int, capacity: int, num_rows: int = 1) -> KVCache:
         """Return a cache of exactly this capacity."""

@@ -35,9 +35,12 @@ class SpeedFeatures:
     draft_vocabulary: int | None = None
     """Number of tokens that drafts choose from: the most frequent ones (FR-Spec, arXiv 2502.14856; EAGLE-3); None for all.
 
-    Verification always uses the whole vocabulary. Drafts read a copy of these rows of the LM head: 268 MB for 32,768 rows of 4,096
-    numbers in bfloat16. Should save about 0.3 ms per drafted token with a vocabulary of 128k. Not yet measured on a GPU.
+    Verification always uses the whole vocabulary; rules see the draft's distribution over these tokens. Drafts read a copy of these
+    rows of the LM head: 268 MB for 32,768 rows of 4,096 numbers in bfloat16. A model whose LM head is not a plain linear layer is
+    left alone. Should save about 0.3 ms per drafted token with a vocabulary of 128k. Not yet measured on a GPU.
     """
+    token_counts: tuple[int, ...] | None = None
+    """Occurrences of each token id, which rank the tokens of `draft_vocabulary`; None ranks them by id."""
     plain_chain: int | None = None
     """Number of tokens that plain greedy decoding writes in one recording before the host looks; None for one at a time.
 

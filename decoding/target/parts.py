@@ -21,16 +21,28 @@ from decoding.runners.contract import BlockCall, Inputs, Outputs
 from decoding.runners.cpu_packed import PackedLinear, can_be_packed
 from decoding.target.anatomy import Anatomy
 from decoding.target.backends import attention_backends
+from decoding.target.draft_vocabulary import DraftLMHead
 from decoding.target.stand_ins import FixedShapes, FixedShapesLMHead, Identity, PassState, Zero
 
 
 @dataclass(frozen=True, slots=True)
 class LMHead:
-    """The LM head for fixed-shape passes: its name, its replacement, and its single-position call."""
+    """The LM head of a part: its name, its replacement, and how that is called on one position of a fixed-shape pass."""
 
     name: str
+    own: nn.Linear
+    """The model's own."""
     module: nn.Module
-    call: BlockCall
+    """Its replacement, or the rows of it that a draft computes."""
+    call: BlockCall | None
+    """None if it is called like any module."""
+    token_ids: Tensor | None = None
+    """[rows]: the tokens of these rows; None if they are all."""
+
+    def stand_in(self, current: PassState) -> nn.Module:
+        """Return the module in the LM head's place."""
+        module = self.module if self.call is None else FixedShapesLMHead(self.module, current, self.call)
+        return module if self.token_ids is None else DraftLMHead(self.own, module, self.token_ids)
 
 
 class ModelPart:
@@ -56,7 +68,7 @@ class ModelPart:
         self._current = current or PassState()
         self._module = with_blocks(model, path, blocks)
         if lm_head is not None:
-            setattr(self._module, lm_head.name, FixedShapesLMHead(lm_head.module, self._current, lm_head.call))
+            setattr(self._module, lm_head.name, lm_head.stand_in(self._current))
 
     def compute(self, inputs: Inputs) -> Outputs:
         """Run one pass; see `runners.Part`."""

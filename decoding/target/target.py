@@ -18,10 +18,12 @@ from decoding.runners import PLAIN_RUNNER, build_runner
 from decoding.runners.compilation import call_block
 from decoding.runners.contract import Outputs, Part, PassRequest, Runner, RunnerFactory, Written
 from decoding.runners.eager import EagerRunner
+from decoding.runners.features import SpeedFeatures
 from decoding.runners.greedy_chain import write_by
 from decoding.runners.masks import MaskKinds
 from decoding.target.anatomy import examine, find_mask_kinds, find_rope_change, follow, refuse_recurrent_state
 from decoding.target.attention import repeats_of, with_grouped_attention
+from decoding.target.draft_vocabulary import DraftVocabulary
 from decoding.target.equivalence import check_runner, find_shared_pass_difference
 from decoding.target.fused import tied_addresses, with_fused_projections
 from decoding.target.parts import LMHead, ModelPart, find_lm_head, run_whole, with_blocks, with_packed_linears
@@ -58,7 +60,7 @@ class Target:
         self.stack = [self.prepare_block(block, index) for index, block in enumerate(self.blocks)]
         self.whole = self.part(self.stack, is_whole=True)
         if self.runner.block_call is not None:
-            check_runner(self, Target(model))
+            check_runner(self, Target(model, self._eager_runner))
 
     def _build_runner(self, runner: str | RunnerFactory, exact_width: int | None) -> Runner:
         if runner == PLAIN_RUNNER and exact_width is None:
@@ -69,6 +71,12 @@ class Target:
             return build_runner(runner, self._mask_kinds, self.device, exact_width)
         return runner(self._mask_kinds, self.device)
 
+    def _eager_runner(self, mask_kinds: MaskKinds, device: torch.device) -> Runner:
+        """Return the runner with which this target's passes are compared; it drafts from the same vocabulary."""
+        own = self.runner.features
+        features = SpeedFeatures(draft_vocabulary=own.draft_vocabulary, token_counts=own.token_counts)
+        return EagerRunner(mask_kinds, features=features)
+
     def part(
         self,
         blocks: Sequence[nn.Module],
@@ -76,14 +84,18 @@ class Target:
         *,
         is_whole: bool = False,
         verifies: bool = False,
+        drafts: bool = False,
     ) -> ModelPart:
-        """Return the model with `blocks` in place of its own, whose stand-ins share `current`."""
+        """Return the model with `blocks` in place of its own, whose stand-ins share `current`.
+
+        One that `drafts` chooses from the draft vocabulary, if there is one.
+        """
         return ModelPart(
             self.model,
             self.anatomy.path,
             blocks,
             current,
-            lm_head=self._lm_head,
+            lm_head=self._draft_lm_head if drafts else self._lm_head,
             is_whole=is_whole,
             verifies=verifies,
         )
@@ -97,7 +109,28 @@ class Target:
         call, name = self.runner.block_call, find_lm_head(self.model)
         if call is None or name is None or self.device.type != "cpu":
             return None
-        return LMHead(name, with_packed_linears(getattr(self.model, name)), call)
+        own = getattr(self.model, name)
+        return LMHead(name, own, with_packed_linears(own), call)
+
+    @cached_property
+    def _draft_lm_head(self) -> LMHead | None:
+        """The LM head of drafts: the whole one unless the draft vocabulary is smaller and the head a plain linear layer."""
+        size, counts, name = (
+            self.runner.features.draft_vocabulary,
+            self.runner.features.token_counts,
+            find_lm_head(self.model),
+        )
+        if size is None or name is None:
+            return self._lm_head
+        own = getattr(self.model, name)
+        vocabulary = DraftVocabulary.of_most_frequent(size, own.out_features, counts)
+        if vocabulary is None:
+            return self._lm_head
+        rows: nn.Module = vocabulary.rows_of(own)
+        token_ids = torch.tensor(vocabulary.token_ids, device=own.weight.device)
+        if self._lm_head is None:
+            return LMHead(name, own, rows, None, token_ids)
+        return LMHead(name, own, with_packed_linears(rows), self._lm_head.call, token_ids)
 
     def prepare_block(self, block: nn.Module, index: int) -> nn.Module:
         """Return `block` at the model's block index `index`, as this target's runner calls it."""

@@ -37,7 +37,7 @@ class DraftView:
         current = PassState()
         if self.boundary and self.keeps_boundary:
             blocks[self.boundary - 1] = Tap(blocks[self.boundary - 1], current.tapped)
-        self._part = target.part(blocks, current)
+        self._part = target.part(blocks, current, drafts=True)
 
     def forward(self, token_ids: Tensor, cache: KVCache, start: int) -> Tensor:
         """Return logits [1, vocabulary] after the last of `token_ids` [1, width]."""
@@ -174,9 +174,9 @@ class ExitView:
         step, pending, fill = PassState(), PassState(), PassState()
         narrowed = [LastPosition(block, pending) for block in first_blocks(pending)]
         catch_up = Resume(Head(head), pending, appends=True)
-        self._step = target.part([*first_blocks(step), *between, Head(head)], step)
-        self._from_pending = target.part([*narrowed, *between, catch_up], pending)
-        self._head_only = target.part([*passed_by[:-1], Resume(Head(head), fill)], fill)
+        self._step = target.part([*first_blocks(step), *between, Head(head)], step, drafts=True)
+        self._from_pending = target.part([*narrowed, *between, catch_up], pending, drafts=True)
+        self._head_only = target.part([*passed_by[:-1], Resume(Head(head), fill)], fill, drafts=True)
 
     def forward(self, token_ids: Tensor, cache: KVCache, start: int, pending: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return logits [1, vocabulary] after the last of `token_ids` [1, width], and its exit state.

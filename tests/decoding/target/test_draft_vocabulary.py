@@ -1,0 +1,144 @@
+"""A reduced draft vocabulary: drafts keep to it, tokens keep their ids, and the output stays the target's."""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from decoding.acceptance import Sampling
+from decoding.decode import Request, speculative
+from decoding.draft_length import AdaEdl, DraftLengthRule, Fixed
+from decoding.drafters.build import build_drafter
+from decoding.drafters.early_exit import EarlyExitDrafter
+from decoding.drafts import LayerSkip
+from decoding.rounds import Generation
+from decoding.runners.contract import Runner
+from decoding.runners.eager import EagerRunner
+from decoding.runners.features import SpeedFeatures
+from decoding.runners.masks import MaskKinds
+from decoding.runners.static import StaticRunner
+from decoding.target import Target, agree
+from decoding.target.draft_vocabulary import LEFT_OUT, DraftVocabulary
+from decoding.text import Ending, TokenSequence
+from tests.support.chi_square import ALPHA, p_value
+from tests.support.families import NUM_LAYERS, SUPPORTED, VOCABULARY, build, some_tokens
+from tests.support.generations import write, write_plainly
+from tests.support.grid import RULES, SKIPS
+from tests.support.sampled import NUM_SEQUENCES, exact_distribution, first_tokens, request_for, sampling_target
+
+REQUEST = Request(some_tokens(9), Ending(24))
+EVERY_THIRD = tuple(range(0, VOCABULARY, 3))
+COUNTS = tuple(int(token in EVERY_THIRD) for token in range(VOCABULARY))
+RUNNERS: dict[str, Callable[..., Runner]] = {
+    "eager": EagerRunner,
+    "static": functools.partial(StaticRunner, compiled=False),
+}
+
+
+def reduced(runner: str, size: int, counts: tuple[int, ...] | None) -> Callable[[MaskKinds, torch.device], Runner]:
+    return functools.partial(RUNNERS[runner], features=SpeedFeatures(draft_vocabulary=size, token_counts=counts))
+
+
+def of_every_third(family: str, runner: str = "static") -> Target:
+    return Target(build(family), reduced(runner, len(EVERY_THIRD), COUNTS))
+
+
+@pytest.mark.parametrize(
+    ("size", "counts", "expected"),
+    [(3, None, (0, 1, 2)), (2, (1, 5, 5, 9), (1, 3)), (3, (0, 0, 4), (0, 1, 2)), (2, (0, 0, 0, 7, 8), (3, 4))],
+)
+def test_tokens_rank_by_count_and_then_by_id(
+    size: int, counts: tuple[int, ...] | None, expected: tuple[int, ...]
+) -> None:
+    found = DraftVocabulary.of_most_frequent(size, 5, counts)
+    assert found is not None
+    assert found.token_ids == expected
+
+
+def test_whole_vocabulary_is_no_reduction_and_surplus_counts_are_refused() -> None:
+    assert DraftVocabulary.of_most_frequent(5, 5) is None
+    with pytest.raises(ValueError, match="6 token counts are given, but the LM head has 5 tokens"):
+        DraftVocabulary.of_most_frequent(2, 5, [1] * 6)
+
+
+@pytest.mark.parametrize("runner", RUNNERS)
+@torch.inference_mode()
+def test_chosen_tokens_keep_their_ids_and_logits(runner: str) -> None:
+    target, whole = of_every_third("llama", runner), Target(build("llama"))
+    found, expected = (_drafted_logits(each) for each in (target, whole))
+    chosen = torch.tensor(EVERY_THIRD)
+    assert found.shape == expected.shape
+    assert agree(found[:, chosen], expected[:, chosen])
+    others = torch.ones(VOCABULARY, dtype=torch.bool).index_fill(0, chosen, False)
+    assert (found[:, others] == LEFT_OUT).all()
+    assert found.softmax(dim=-1)[:, others].sum() == 0
+    assert int(found.argmax()) == int(chosen[expected[0, chosen].argmax()])
+
+
+def _drafted_logits(target: Target) -> Tensor:
+    cache, token_ids = target.new_cache(20), torch.tensor([REQUEST.prompt])
+    target.forward(token_ids[:, :-1], cache, 0)
+    view = target.draft_view((1,), (2,), keep_boundary=False)
+    return view.forward(token_ids[:, -1:], cache, token_ids.shape[1] - 1)
+
+
+@pytest.mark.parametrize("rule", [Fixed(max_tokens=3), AdaEdl(max_tokens=4, initial_threshold=0.5)])
+@pytest.mark.parametrize("family", [family for family in SUPPORTED if family != "bloom"])
+def test_greedy_text_is_the_targets(family: str, rule: DraftLengthRule, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = of_every_third(family)
+    expected = write_plainly(Target(build(family)), REQUEST).tokens
+    drafted = _watch_drafts(monkeypatch)
+    assert write(target, SKIPS["mixed"], rule, REQUEST).tokens == expected
+    drafter = EarlyExitDrafter(target, NUM_LAYERS - 2, target.new_exit_head())
+    assert Generation.collect(speculative(target, drafter, rule.controller(), REQUEST)).tokens == expected
+    assert drafted, "something was drafted"
+    assert drafted <= set(EVERY_THIRD)
+    assert not set(expected) <= set(EVERY_THIRD), "the target writes other tokens too"
+
+
+def _watch_drafts(monkeypatch: pytest.MonkeyPatch) -> set[int]:
+    drafted: set[int] = set()
+    genuine = TokenSequence.write_draft
+
+    def watched(sequence: TokenSequence, index: int, token_ids: Tensor) -> None:
+        drafted.update(token_ids.tolist())
+        genuine(sequence, index, token_ids)
+
+    monkeypatch.setattr(TokenSequence, "write_draft", watched)
+    return drafted
+
+
+@pytest.mark.parametrize("processors", ["temperature", "temperature, penalty and top-k"])
+def test_sampled_text_is_distributed_as_the_model(processors: str) -> None:
+    target = Target(sampling_target().model, reduced("eager", 3, (0, 2, 0, 1, 0, 0, 3, 0)))
+    drafter = build_drafter(target, LayerSkip(skip_attention=(0, 1)))
+    assert drafter is not None
+    request = request_for(processors, Sampling(torch.Generator().manual_seed(7)))
+    controller = Fixed(max_tokens=3).controller()
+    counts = Counter(first_tokens(speculative(target, drafter, controller, request)) for _ in range(NUM_SEQUENCES))
+    assert p_value(counts, exact_distribution(processors)) > ALPHA
+
+
+@pytest.mark.parametrize("runner", RUNNERS)
+def test_lm_head_of_another_class_is_left_alone(runner: str) -> None:
+    class OwnLinear(nn.Linear):
+        pass
+
+    model = build("llama")
+    model.lm_head.__class__ = OwnLinear
+    logits = _drafted_logits(Target(model, reduced(runner, len(EVERY_THIRD), COUNTS)))
+    assert (logits != LEFT_OUT).all()
+
+
+def test_verification_and_the_model_keep_the_whole_vocabulary() -> None:
+    target = of_every_third("llama")
+    token_ids = torch.tensor([REQUEST.prompt])
+    with torch.inference_mode():
+        assert (target.forward(token_ids, target.new_cache(20), 0) != LEFT_OUT).all()
+        assert (target.model(token_ids).logits != LEFT_OUT).all()
+    assert write(target, SKIPS["mixed"], RULES["fixed 3"], REQUEST).num_drafted > 0
