@@ -94,6 +94,12 @@ class DistillSettings(Document):
         description="Peak learning rate, after the warm-up; default: 1 / hidden size.",
         json_schema_extra=TRAINING,
     )
+    heads_at_once: int | None = Field(
+        None,
+        ge=1,
+        description="Heads trained at a time; default: as many as fit in the free memory.",
+        json_schema_extra=TRAINING,
+    )
     checkpoint_every: int = Field(100, ge=1, description="Steps between checkpoints.", json_schema_extra=TRAINING)
 
     @property

@@ -19,5 +19,9 @@ class TrackingError(SdtuneError):
     """MLflow tracking store that cannot be used."""
 
 
+class MemoryShortageError(SdtuneError):
+    """Work that does not fit in the memory of the device."""
+
+
 class SearchError(SdtuneError):
     """Search that ended without a result."""

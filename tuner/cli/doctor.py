@@ -6,10 +6,12 @@ import sys
 from typing import Any
 
 import click
+from pydantic import Field
 from rich.console import Console
 
 from decoding.documents.strict_yaml import Document
 from tuner.cli.options import GroupedCommand, options_of, settings_from
+from tuner.config import FEWEST_SAMPLES, SearchConfig
 from tuner.fields import Device, Dtype, Model, Revision
 
 
@@ -20,20 +22,41 @@ class DoctorSettings(Document):
     revision: Revision = None
     dtype: Dtype = "auto"
     device: Device = "auto"
+    prompt_tokens: int = Field(1024, ge=1, description="Tokens of the longest prompt, for the estimate of the memory.")
+    max_new_tokens: int = Field(64, ge=2, description="Tokens to generate from each prompt, for the same.")
+    batch_size: int = Field(1, ge=1, description="Prompts decoded in lockstep, for the same.")
 
 
 @click.command(cls=GroupedCommand)
 @options_of(DoctorSettings)
 def doctor(**flags: Any) -> None:
-    """Probe a model: which sublayers can be skipped, and can its cache be rolled back? Exit status 1 if it cannot be tuned."""
+    """Probe a model: which sublayers can be skipped, and can its cache be rolled back? Exit status 1 if it cannot be tuned.
+
+    The memory that a search with the default study takes is estimated first, from the configuration of the model alone. A model
+    whose weights do not fit is not loaded.
+    """
     settings = settings_from(DoctorSettings, flags)
 
     from decoding.probe import probe
     from tuner.inputs.models import load
+    from tuner.search.memory_plan import memory_table, plan_memory
     from tuner.search.report import capabilities_panel
 
+    plan = plan_memory(_search_of(settings))
+    Console().print(memory_table(plan))
+    plan.refuse_too_large(settings.model)
     loaded = load(settings.model, revision=settings.revision, dtype=settings.dtype, device=settings.device)
     found = probe(loaded.model)
     Console().print(capabilities_panel(found))
     if not found.is_supported:
         sys.exit(1)
+
+
+def _search_of(settings: DoctorSettings) -> SearchConfig:
+    """Return a search of the model with the default study, whose memory is estimated; no prompts are read."""
+    needed = FEWEST_SAMPLES * settings.batch_size
+    given = settings.model_dump(exclude={"prompt_tokens"})
+    counts = {
+        name: max(needed, SearchConfig.model_fields[name].default) for name in ("tuning_prompts", "held_out_prompts")
+    }
+    return SearchConfig(**given, **counts, dataset="none", max_prompt_tokens=settings.prompt_tokens)

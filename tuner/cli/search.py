@@ -38,6 +38,7 @@ def search(config_file: Path | None, dry_run: bool, **flags: Any) -> None:
     """
     config = load_config(config_file, flags)
 
+    from tuner.search.memory_plan import memory_table, plan_memory, search_time
     from tuner.search.report import results_table
     from tuner.search.run import InterruptedSearchError
     from tuner.search.run import search as run_search
@@ -46,6 +47,9 @@ def search(config_file: Path | None, dry_run: bool, **flags: Any) -> None:
     quieten_optuna()
     use_threads(config.threads)
     results = Console()
+    if dry_run:
+        results.print(memory_table(plan_memory(config)))
+        print_facts(results, time=search_time(config))
     with progress_on_stderr() as progress:
         task = prepare(config, progress)
         if dry_run:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedConfig
@@ -24,6 +25,12 @@ LIBRARIES: Mapping[str, tuple[str, ...]] = {
     "torchao": ("torchao",),
 }
 """Packages that transformers loads the common kinds of quantised checkpoints with, by `quant_method`."""
+
+
+def check_folder(name: str) -> None:
+    """Raise `ConfigError` if `name` is a folder without a config.json."""
+    if Path(name).exists() and not (Path(name) / "config.json").exists():
+        raise ConfigError(f"{name} is not a model folder: it has no config.json, which `save_pretrained` writes")
 
 
 def refuse_quantised(name: str, revision: str | None = None) -> None:

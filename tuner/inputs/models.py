@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,7 +14,7 @@ from transformers.utils import logging as transformers_logging
 
 from decoding.errors import first_line
 from tuner.errors import ConfigError
-from tuner.inputs.checkpoint import refuse_quantised
+from tuner.inputs.checkpoint import check_folder, refuse_quantised
 
 SPREAD = "spread"
 """The device that stands for all GPUs: transformers' `device_map="auto"`."""
@@ -41,8 +40,7 @@ def load(name: str, *, revision: str | None = None, dtype: str = "auto", device:
     """
     torch_device = resolve_device(device)
     spread = {"device_map": "auto"} if device == SPREAD else {}
-    if Path(name).exists() and not (Path(name) / "config.json").exists():
-        raise ConfigError(f"{name} is not a model folder: it has no config.json, which `save_pretrained` writes")
+    check_folder(name)
     wanted = DTYPES.get(dtype) or (torch.float32 if torch_device.type == "cpu" else "auto")
     with quiet():
         try:

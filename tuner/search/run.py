@@ -7,13 +7,16 @@ studies, `tuner.measuring.paired` measures, `decision` chooses the winner, and `
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 from decoding.drafts import EarlyExit, compact_indices
 from studies.contract import TrialRecord
+from tuner.config import SearchConfig
 from tuner.errors import SearchError, TrackingError
 from tuner.heads.distill import distil_and_track, of_search
 from tuner.inputs.environment import device_name, git_revision, versions
+from tuner.inputs.memory import explained_shortage
 from tuner.measuring.paired import Bench
 from tuner.progress import Progress
 from tuner.search.decision import confirm, race_best
@@ -23,6 +26,10 @@ from tuner.search.storage import StudyStore
 from tuner.search.study_sequence import RUN_ID, StudySequence
 from tuner.search.task import Task, open_bench, token_ids
 from tuner.tracking import DatasetInput, Tracker
+
+_LESS_TO_SURVEY = (
+    "give lower survey_tokens and pool_tokens to the study, or a lower --max-prompt-tokens or --batch-size"
+)
 
 
 class InterruptedSearchError(SearchError):
@@ -45,13 +52,17 @@ def search(task: Task, progress: Progress) -> SearchResult:
     tracker = _open_tracker(task, store)
     try:
         heads = _provide_heads(task, progress)
-        tuning = open_bench(task, task.prompts.tuning, "decoding the tuning prompts plainly", progress)
+        with _decoding("the tuning prompts", config):
+            tuning = open_bench(task, task.prompts.tuning, "decoding the tuning prompts plainly", progress)
         studies = StudySequence(task, heads, tuning, store, tracker, progress)
-        studies.run()
+        with explained_shortage("choosing what to try", f"{_LESS_TO_SURVEY}; {_kept(config)}"):
+            studies.run()
         records = store.records()
-        finalists = _race(task, tuning, records, studies, progress)
-        held_out = open_bench(task, task.prompts.held_out, "decoding the held-out prompts plainly", progress)
-        confirmed = confirm(finalists, records, held_out, progress)
+        with _decoding("the race", config):
+            finalists = _race(task, tuning, records, studies, progress)
+        with _decoding("the held-out prompts", config):
+            held_out = open_bench(task, task.prompts.held_out, "decoding the held-out prompts plainly", progress)
+            confirmed = confirm(finalists, records, held_out, progress)
         cost = SearchEffort(
             len(records), store.spent_seconds(config.study), task.head_folder.distillation_seconds(heads)
         )
@@ -66,6 +77,16 @@ def search(task: Task, progress: Progress) -> SearchResult:
         raise
     tracker.close("FINISHED")
     return result
+
+
+def _decoding(what: str, config: SearchConfig) -> AbstractContextManager[None]:
+    """Explain a shortage of memory while decoding `what`."""
+    remedy = f"give a lower --batch-size, --max-new-tokens or --max-prompt-tokens; {_kept(config)}"
+    return explained_shortage(f"decoding {what}", remedy)
+
+
+def _kept(config: SearchConfig) -> str:
+    return f"finished trials stay in {config.storage}"
 
 
 def _open_tracker(task: Task, store: StudyStore) -> Tracker:

@@ -22,6 +22,7 @@ from tuner.config import SearchConfig
 from tuner.errors import ConfigError
 from tuner.heads.distill import num_spare
 from tuner.inputs.environment import device_name
+from tuner.inputs.memory import gigabytes
 from tuner.inputs.models import Loaded, eos_token_ids, load
 from tuner.inputs.prompts import Prompt, PromptSet, search_prompts
 from tuner.measuring.baseline import decode_baseline
@@ -29,6 +30,7 @@ from tuner.measuring.clock import WallClock
 from tuner.measuring.paired import Bench
 from tuner.output_paths import check_folder_writable, check_writable
 from tuner.progress import Progress
+from tuner.search.memory_plan import plan_memory
 
 
 @dataclass(frozen=True)
@@ -70,8 +72,7 @@ def prepare(
     """
     check_writable(config.out)
     if loaded is None:
-        progress.stage(f"loading {config.model}")
-        loaded = load(config.model, revision=config.revision, dtype=config.dtype, device=config.device)
+        loaded = _load_if_it_fits(config, progress)
     config = _with_possible_prefix_reuse(config, loaded.model, progress)
     target = target or choose_target(loaded.model, config, progress)
     if config.batch_size > 1 and (reason := target.unbatchable_reason) is not None:
@@ -92,6 +93,15 @@ def prepare(
     model = fingerprint(loaded.model)
     identity = _identity(config, model, prompts, target)
     return Task(config, loaded, target, prompts, identity, model, folder, heads, folder.missing(wanted))
+
+
+def _load_if_it_fits(config: SearchConfig, progress: Progress) -> Loaded:
+    plan = plan_memory(config)
+    plan.refuse_too_large(config.model)
+    if plan.free is not None and plan.total > plan.free:
+        progress.say(f"memory (estimate): {gigabytes(plan.total)} of {gigabytes(plan.free)} free: {plan.verdict()}")
+    progress.stage(f"loading {config.model}")
+    return load(config.model, revision=config.revision, dtype=config.dtype, device=config.device)
 
 
 def token_ids(prompts: Sequence[Prompt]) -> list[tuple[int, ...]]:

@@ -1,0 +1,139 @@
+"""Sizes of a model, known without its weights, and the memory of a device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from decoding.errors import first_line
+from tuner.errors import ConfigError, MemoryShortageError
+from tuner.inputs.checkpoint import check_folder, refuse_quantised
+from tuner.inputs.models import DTYPES, SPREAD, quiet, resolve_device
+
+USABLE = 0.9
+"""Share of the free memory that is planned with; the rest is for fragments and what an estimate leaves out."""
+_CPU_SHORTAGE = "not enough memory"
+
+
+@dataclass(frozen=True)
+class ModelSize:
+    """Sizes that decide how much memory a model and work with it take."""
+
+    num_parameters: int
+    block_parameters: int
+    """Parameters of the last block, of which an exit head is a copy."""
+    num_layers: int
+    hidden_size: int
+    vocabulary: int
+    cache_values: int
+    """Keys and values of one token in all layers."""
+    dtype: torch.dtype
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of the weights."""
+        return self.num_parameters * self.dtype.itemsize
+
+    @property
+    def cache_bytes(self) -> int:
+        """Bytes of the keys and values of one token."""
+        return self.cache_values * self.dtype.itemsize
+
+    @classmethod
+    def of(cls, model: PreTrainedModel, dtype: torch.dtype | None = None) -> ModelSize:
+        """Return the sizes of a model, which may be on the meta device, with weights in `dtype` (default: its own)."""
+        config: Any = model.config.get_text_config()
+        heads = getattr(config, "num_attention_heads", 0)  # a recurrent model, which the probe refuses, has none
+        key_value_heads = getattr(config, "num_key_value_heads", None) or heads
+        head_size = getattr(config, "head_dim", None) or config.hidden_size // max(heads, 1)
+        return cls(
+            num_parameters=sum(parameter.numel() for parameter in model.parameters()),
+            block_parameters=_block_parameters(model, config.num_hidden_layers),
+            num_layers=config.num_hidden_layers,
+            hidden_size=config.hidden_size,
+            vocabulary=config.vocab_size,
+            cache_values=2 * config.num_hidden_layers * key_value_heads * head_size,
+            dtype=dtype or model.dtype,
+        )
+
+
+def size_of_checkpoint(
+    name: str, *, revision: str | None = None, dtype: str = "auto", device: str = "auto"
+) -> ModelSize:
+    """Return the sizes that the model `name` will have when it is loaded with these settings; reads its config.json only.
+
+    Raises `ConfigError` if there is no such model, if it is quantised, or if the device does not exist.
+    """
+    check_folder(name)
+    on_cpu = resolve_device(device).type == "cpu"
+    with quiet():
+        try:
+            refuse_quantised(name, revision)
+            config = AutoConfig.from_pretrained(name, revision=revision)
+            with torch.device("meta"):
+                model = AutoModelForCausalLM.from_config(config)
+        except (OSError, ValueError, ImportError, KeyError) as cause:
+            raise ConfigError(
+                f"no such model: {name} has no configuration of a causal language model ({first_line(cause)})"
+            ) from None
+    stored = getattr(config.get_text_config(), "dtype", None) or torch.float32
+    return ModelSize.of(model, DTYPES.get(dtype) or (torch.float32 if on_cpu else stored))
+
+
+def free_bytes(device: str) -> int | None:
+    """Return the free memory of a device, as settings name it, or None if it cannot be found out."""
+    found = resolve_device(device)
+    if found.type == "cuda":
+        count = torch.cuda.device_count() if device == SPREAD else 1
+        devices = range(count) if device == SPREAD else [found]
+        return sum(torch.cuda.mem_get_info(each)[0] for each in devices)
+    return _free_ram(Path("/proc/meminfo"), Path("/sys/fs/cgroup")) if found.type == "cpu" else None
+
+
+@contextmanager
+def explained_shortage(what: str, remedy: str) -> Iterator[None]:
+    """Turn running out of memory into a `MemoryShortageError` of one line: `what` was being done, and its `remedy`."""
+    try:
+        yield
+    except RuntimeError as cause:
+        if not is_shortage(cause):
+            raise
+        raise MemoryShortageError(f"out of memory while {what}: {remedy} ({first_line(cause)})") from None
+
+
+def is_shortage(error: BaseException) -> bool:
+    """Return True if a device, or the CPU, had no memory left."""
+    return isinstance(error, torch.OutOfMemoryError) or (
+        isinstance(error, RuntimeError) and _CPU_SHORTAGE in str(error)
+    )
+
+
+def gigabytes(num_bytes: float) -> str:
+    """Return a number of bytes in GB, as the makers of devices count them."""
+    return f"{num_bytes / 1e9:.2f} GB"
+
+
+def _block_parameters(model: nn.Module, num_layers: int) -> int:
+    """Return the parameters of the last block: of the largest list of `num_layers` modules."""
+    lists = [each for each in model.modules() if isinstance(each, nn.ModuleList) and len(each) == num_layers]
+    return max((sum(weight.numel() for weight in each[-1].parameters()) for each in lists), default=0)
+
+
+def _free_ram(meminfo: Path, cgroup: Path) -> int | None:
+    """Return the available RAM, within the limit of this process's container if it has one."""
+    free = []
+    if meminfo.exists():
+        lines = dict(line.split(":", 1) for line in meminfo.read_text().splitlines() if ":" in line)
+        if "MemAvailable" in lines:
+            free.append(int(lines["MemAvailable"].split()[0]) * 1024)
+    limit, used = cgroup / "memory.max", cgroup / "memory.current"
+    if limit.exists() and used.exists() and (most := limit.read_text().strip()) != "max":
+        free.append(max(0, int(most) - int(used.read_text())))
+    return min(free, default=None)

@@ -1,0 +1,188 @@
+"""Memory and time of a search, estimated before any weights are read (our formulation)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from decoding.cache.rounds_cache import MemoryLimits
+from decoding.head_folder import MAX_LOADED
+from studies.prediction.survey import DEPTH
+from tuner.config import DistillSettings, SearchConfig
+from tuner.errors import MemoryShortageError
+from tuner.heads.memory import bytes_per_head, heads_that_fit, shared_bytes
+from tuner.inputs.memory import USABLE, ModelSize, free_bytes, gigabytes, size_of_checkpoint
+from tuner.tables import facts_grid
+
+PROMPT_TOKENS = 1024
+"""Tokens of a prompt where nothing else is known."""
+NUM_CACHES = 2
+"""Caches at a time: plain decoding's and the candidate's."""
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What decides, beside the model, how much memory a search takes."""
+
+    prompt_tokens: int
+    new_tokens: int
+    batch_size: int
+    num_surveyed: int
+    """Sequences that drafts are predicted on; 0 without predictions."""
+    num_distilled: int
+    """Exit heads to distil."""
+    distillation: DistillSettings
+
+    @classmethod
+    def of(cls, config: SearchConfig, size: ModelSize) -> Workload:
+        """Return the workload of a search, as far as its settings say; all heads that its studies want count as missing."""
+        settings = [config.study_settings(name) for name in config.study]
+        surveys = [_num_surveyed(each, config) for each in settings]
+        wanted = {layer for each in settings for layer in each.wanted_heads(size.num_layers)}
+        return cls(
+            prompt_tokens=config.max_prompt_tokens or PROMPT_TOKENS,
+            new_tokens=config.max_new_tokens,
+            batch_size=config.batch_size,
+            num_surveyed=max(surveys),
+            num_distilled=len(wanted) if config.distill == "auto" else 0,
+            distillation=config.distillation,
+        )
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Estimated bytes of a search on a device."""
+
+    size: ModelSize
+    work: Workload
+    free: int | None
+    """Free memory of the device; None if it is unknown."""
+
+    @property
+    def cache(self) -> int:
+        """Bytes of the key-value caches of decoding."""
+        return NUM_CACHES * self.work.batch_size * self._context * self.size.cache_bytes
+
+    @property
+    def heads(self) -> int:
+        """Bytes of the exit heads that are loaded at a time."""
+        return min(self.work.num_distilled, MAX_LOADED) * self.size.block_parameters * self.size.dtype.itemsize
+
+    @property
+    def survey(self) -> int:
+        """Most bytes of the surveys: contexts, states of exits, and distributions in float32."""
+        size, work, limits = self.size, self.work, MemoryLimits()
+        num_rounds = work.num_surveyed * -(-work.new_tokens // DEPTH)
+        rows = num_rounds * (self._context + DEPTH) * size.cache_bytes
+        if rows > limits.kept:
+            contexts = work.num_surveyed * self._context * size.cache_bytes
+            rows = contexts + min(limits.gathered, rows // size.num_layers)
+        num_states = (size.num_layers - 1) * work.num_surveyed * self._context
+        states = min(limits.kept, num_states * size.hidden_size * size.dtype.itemsize)
+        kept_and_drafted = work.num_surveyed * work.new_tokens * size.vocabulary * (4 + size.dtype.itemsize)
+        compared = 3 * work.new_tokens * size.vocabulary * 4
+        return (rows + states + kept_and_drafted + compared) if num_rounds else 0
+
+    @property
+    def heads_at_once(self) -> int:
+        """Heads that are distilled at a time."""
+        work = self.work
+        given = work.distillation.heads_at_once
+        free = None if self.free is None else max(0, self.free - self.size.weight_bytes)
+        fit = given or heads_that_fit(self.size, work.prompt_tokens, work.distillation, free)
+        return min(work.num_distilled, fit or work.num_distilled)
+
+    @property
+    def distillation(self) -> int:
+        """Bytes of distilling as many heads as fit at a time."""
+        arguments = self.size, self.work.prompt_tokens, self.work.distillation
+        return self.heads_at_once * bytes_per_head(*arguments) + shared_bytes(*arguments) if self.heads_at_once else 0
+
+    @property
+    def total(self) -> int:
+        """Most bytes at a time: the weights, and either distillation or decoding with surveys."""
+        return self.size.weight_bytes + max(self.distillation, self.cache + self.heads + self.survey)
+
+    @property
+    def _context(self) -> int:
+        return self.work.prompt_tokens + self.work.new_tokens
+
+    def verdict(self) -> str:
+        """Return whether the search fits, in a few words."""
+        if self.free is None:
+            return "unknown: the free memory of this device cannot be read"
+        if self.size.weight_bytes > self.free:
+            return "the weights do not fit"
+        if self.total > self.free:
+            return (
+                "the weights fit, but not all of the work: lower the batch size, or shorten prompts and continuations"
+            )
+        return "fits" if self.total <= USABLE * self.free else "fits narrowly"
+
+    def refuse_too_large(self, name: str) -> None:
+        """Raise `MemoryShortageError` if the weights of the model `name` alone exceed the free memory."""
+        if self.free is not None and self.size.weight_bytes > self.free:
+            raise MemoryShortageError(
+                f"{name} does not fit: its weights take {gigabytes(self.size.weight_bytes)} in "
+                f"{str(self.size.dtype).removeprefix('torch.')}, and {gigabytes(self.free)} are free on the device; give "
+                "another --device or --dtype, or a smaller model"
+            )
+
+
+def plan_memory(config: SearchConfig) -> MemoryPlan:
+    """Return the plan of a search; reads the model's config.json only."""
+    size = size_of_checkpoint(config.model, revision=config.revision, dtype=config.dtype, device=config.device)
+    return MemoryPlan(size, Workload.of(config, size), free_bytes(config.device))
+
+
+def memory_table(plan: MemoryPlan) -> RenderableType:
+    """Return a table of the estimate."""
+    grid = facts_grid()
+    for name, amount, note in _rows(plan):
+        grid.add_row(name, f"{gigabytes(amount):>10}   {note}")
+    free = "unknown" if plan.free is None else gigabytes(plan.free)
+    grid.add_row("at most", f"{gigabytes(plan.total):>10}   of {free} free on the device: {plan.verdict()}")
+    return Group(Text("memory (estimate, before weights are read)"), grid)
+
+
+def search_time(config: SearchConfig) -> str:
+    """Return the expected time of a search in words, from its settings alone."""
+    per_trial = config.samples_per_trial * config.batch_size * config.max_new_tokens
+    sizes = f"a trial decodes {per_trial} tokens twice, plainly and with its candidate"
+    if config.timeout is not None:
+        return f"about {config.timeout / 60:.0f} min of trials, then race and confirmation (estimate; {sizes})"
+    most = [config.study_settings(name).max_trials for name in config.study]
+    trials = sum(min(each, config.trials or each) for each in most)
+    return f"no --timeout: at most {trials} trials ({sizes}), or {2 * trials * per_trial} tokens in all"
+
+
+def _rows(plan: MemoryPlan) -> Iterator[tuple[str, int, str]]:
+    """Yield the name, bytes and note of each part that takes memory."""
+    size, work = plan.size, plan.work
+    precision = str(size.dtype).removeprefix("torch.")
+    yield "weights", size.weight_bytes, f"{size.num_parameters:,} parameters in {precision}"
+    context = f"{work.prompt_tokens} + {work.new_tokens} tokens"
+    yield "cache", plan.cache, f"{NUM_CACHES} x {work.batch_size} sequences of {context}"
+    if plan.heads:
+        yield (
+            "exit heads",
+            plan.heads,
+            f"{min(work.num_distilled, MAX_LOADED)} of {work.num_distilled} loaded at a time",
+        )
+    if plan.survey:
+        yield "surveys", plan.survey, f"up to {work.num_surveyed} sequences"
+    if plan.distillation:
+        note = f"{work.num_distilled} heads, {plan.heads_at_once} at a time; not together with cache and surveys"
+        yield "distillation", plan.distillation, note
+
+
+def _num_surveyed(settings: object, config: SearchConfig) -> int:
+    """Return the most sequences that a study surveys: as many as its tokens ask for, in whole batches, or all."""
+    num_tokens = getattr(settings, "pool_tokens", None)
+    if num_tokens is None:
+        return config.tuning_prompts
+    per_batch = config.batch_size * config.max_new_tokens
+    return min(config.tuning_prompts, config.batch_size * (num_tokens // per_batch + 1))
