@@ -1,0 +1,132 @@
+"""Decoding on a fake CUDA device: tensors stay on their devices, and nothing waits inside a recorded pass."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from decoding.acceptance import Sampling
+from decoding.decode import Request, speculative
+from decoding.decoder import Decoder, plain_decoder
+from decoding.draft_length import AdaEdl, Fixed, TopProbability
+from decoding.drafters.early_exit import EarlyExitDrafter
+from decoding.drafts import LayerSkip, Lookup, PromptLookup
+from decoding.rounds import Generation
+from decoding.target import Target
+from decoding.text import Ending
+from tests.support.fake_cuda import DEVICE, FakeCuda, fake_cuda
+from tests.support.families import SUPPORTED, build
+
+PROMPT = (7, 3, 9, 7, 3)
+NUM_NEW_TOKENS = 4
+ALONE = frozenset({"bloom"})
+"""Families whose sequences cannot share a pass; bloom's masks are its own, so the static runner refuses it."""
+
+
+def request(num_tokens: int = NUM_NEW_TOKENS, *, samples: bool = False) -> Request:
+    if samples:
+        return Request(PROMPT, Ending(num_tokens), Sampling())
+    return Request(PROMPT, Ending(num_tokens))
+
+
+def decode_with_head(target: Target) -> None:
+    drafter = EarlyExitDrafter(target, 2, target.new_exit_head())
+    Generation.collect(speculative(target, drafter, Fixed(max_tokens=3).controller(), request()))
+
+
+def decode_by(draft: LayerSkip | PromptLookup, rule: Fixed | AdaEdl | TopProbability) -> Callable[[Target], object]:
+    return lambda target: Decoder(target, draft, rule).generate(request())
+
+
+SKIP = LayerSkip.blocks((2, 3))
+WAYS: dict[str, Callable[[Target], object]] = {
+    "plain": lambda target: plain_decoder(target).generate(request()),
+    "skip": decode_by(SKIP, Fixed(max_tokens=3)),
+    "lookup, then skip with looks": decode_by(
+        LayerSkip(skip_attention=(2,), skip_mlp=(2,), lookup=Lookup(max_tokens=2, min_ngram=3)), AdaEdl(max_tokens=2)
+    ),
+    "exit with head": decode_with_head,
+    "lookup": decode_by(PromptLookup(), Fixed(max_tokens=3)),
+    "sampling": lambda target: Decoder(target, SKIP, Fixed(max_tokens=2)).generate(request(samples=True)),
+    "batch": lambda target: Decoder(target, SKIP, Fixed(max_tokens=2)).generate_batch([request(3), request()]),
+}
+
+
+@pytest.mark.parametrize("family", sorted(set(SUPPORTED) - ALONE))
+def test_every_family_decodes_without_a_device_mismatch_or_a_wait_in_a_recording(family: str) -> None:
+    """A mismatch of devices raises within the fake device."""
+    model = build(family)
+    with fake_cuda() as device:
+        target = device.target(model)
+        recorded = 0
+        for way, decode in WAYS.items():
+            decode(target)
+            assert device.waits_in_recordings == [], way
+            assert device.num_recorded > recorded or way == "lookup", way
+            recorded = device.num_recorded
+
+
+def read_pinned(device: FakeCuda) -> None:
+    torch.zeros(3, device=DEVICE).copy_(torch.zeros(6, pin_memory=True)[:3], non_blocking=True)
+
+
+NOTED: dict[str, tuple[Callable[[Tensor], object], int]] = {
+    "item": (lambda values: values[0].item(), 1),
+    "list": (lambda values: values.tolist(), 1),
+    "truth": (lambda values: bool(values.sum() > 0), 1),
+    "number": (lambda values: int(values.argmax()), 1),
+    "float": (lambda values: float(values.max()), 1),
+    "new tensor": (lambda values: torch.tensor([1, 2], device=DEVICE), 1),
+    "moved tensor": (lambda values: torch.zeros(2).to(DEVICE), 1),
+    "tensor to the host": (lambda values: values.cpu(), 1),
+    "copy": (lambda values: values.copy_(torch.zeros(4)), 1),
+    "blocking copy of pinned values": (lambda values: values.copy_(torch.zeros(4, pin_memory=True)), 1),
+    "pinned copy": (lambda values: values.copy_(torch.zeros(6, pin_memory=True)[:4], non_blocking=True), 0),
+    "boolean index": (lambda values: values[values > 0], 1),
+    "assigned host values": (lambda values: values.__setitem__(slice(0, 2), torch.zeros(2)), 1),
+    "multinomial": (lambda values: torch.multinomial(values.softmax(0), 1), 1),
+    "fill": (lambda values: values.fill_(3), 0),
+    "index on the device": (lambda values: values[torch.arange(2, device=DEVICE)], 0),
+    "slice": (lambda values: values[None, 1:, ...], 0),
+    "arithmetic": (lambda values: (values * 2).softmax(0).argmax(), 0),
+}
+
+
+@pytest.mark.parametrize(("work", "num_waits"), NOTED.values(), ids=NOTED)
+def test_the_fake_device_notes_each_wait(work: Callable[[Tensor], object], num_waits: int) -> None:
+    with fake_cuda() as device:
+        values = torch.zeros(4, device=DEVICE)
+        assert device.waits_of(lambda: work(values)).total() == num_waits
+
+
+def test_the_fake_device_refuses_tensors_of_two_devices() -> None:
+    with fake_cuda(), pytest.raises(Exception, match="two different devices|on different devices|same device"):
+        torch.zeros(4, device=DEVICE) + torch.zeros(4)
+
+
+def test_a_wait_in_a_recording_is_noted_as_such() -> None:
+    class Read:
+        def __init__(self, value: float) -> None:
+            self.value = value
+
+        def copied(self) -> Read:
+            return self
+
+    with fake_cuda() as device:
+        values = torch.zeros(4, device=DEVICE)
+        device.record(lambda: Read(float(values.sum())))
+        float(values.sum())
+        assert [wait.reason for wait in device.waits_in_recordings] == ["__float__"]
+        assert len(device.waits) == 2
+
+
+def test_nothing_remains_after_the_block() -> None:
+    with fake_cuda():
+        pass
+    assert torch.zeros(2).tolist() == [0.0, 0.0]
+    assert not isinstance(torch.zeros(2), torch._subclasses.fake_tensor.FakeTensor)
+    assert FakeTensorMode is not None
