@@ -13,11 +13,12 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from decoding.acceptance import Acceptance, Greedy
+from decoding.acceptance import Acceptance, Greedy, accept_greedy
 from decoding.cache.kv_cache import KVCache
 from decoding.draft_length import Controller
-from decoding.drafters.contract import Drafter
+from decoding.drafters.contract import Drafter, Proposal
 from decoding.rounds import Prefill, Round
+from decoding.runners.contract import Outputs
 from decoding.target import Target
 from decoding.text import Ending, Shaping, TokenSequence
 
@@ -35,6 +36,27 @@ class Request:
         if not self.prompt:
             raise ValueError("the prompt is empty: at least one token is needed to continue from")
 
+    @property
+    def takes_most_likely(self) -> bool:
+        """True if the most likely token by the model's own logits is always chosen."""
+        return self.acceptance.is_greedy and not self.shaping.processors
+
+    def choose(self, sequence: TokenSequence, outputs: Outputs) -> Tensor:
+        """Choose the token [1] after the sequence by a pass with logits [1, vocabulary]."""
+        if self.takes_most_likely:
+            return outputs.choices
+        return self.acceptance.choose(self.shaping.one(sequence, 0, outputs.logits))[0]
+
+    def judge(self, sequence: TokenSequence, draft: Proposal, outputs: Outputs) -> Tensor:
+        """Return the verdict [2 + num_tokens] on a draft by its verification (see `decoding.acceptance`)."""
+        drafted = sequence.span(sequence.length, sequence.length + draft.num_tokens)[0]
+        if not self.takes_most_likely:
+            scores = self.shaping.all(sequence, outputs.logits)
+            return self.acceptance.accept(drafted, draft.probabilities, scores)
+        if outputs.judged is not None and outputs.judged.verdict is not None:
+            return outputs.judged.verdict
+        return accept_greedy(drafted, outputs.choices)
+
 
 NewCache = Callable[[int], KVCache]
 """Makes an empty cache for a sequence of at most the given number of tokens."""
@@ -51,11 +73,12 @@ def autoregressive(target: Target, request: Request, new_cache: NewCache | None 
     yield prefill
     while not ended:
         start = time.perf_counter()
-        logits = target.forward(sequence.span(cache.length, sequence.length), cache, cache.length, last_only=True)
-        scores = request.shaping.one(sequence, 0, logits)
-        token, _ = request.acceptance.choose(scores)
+        token_ids = sequence.span(cache.length, sequence.length)
+        outputs = target.run(target.whole, token_ids, cache, cache.length, last_only=True)
+        token = request.choose(sequence, outputs)
+        sequence.write_draft(0, token)
         cache.length = sequence.length
-        tokens, ended = request.ending.append(sequence, [int(token)])
+        tokens, ended = request.ending.append(sequence, sequence.read(token))
         yield Round(tokens, num_drafted=0, num_accepted=0, seconds=time.perf_counter() - start, draft_seconds=0.0)
 
 
@@ -83,13 +106,11 @@ def speculative(
             limit = min(limit, widest - 1)
         draft = drafter.draft(sequence, cache, controller, request.shaping, request.acceptance, limit)
         drafted_at = time.perf_counter()
-        logits = drafter.verify(sequence, cache, draft)
-        scores = request.shaping.all(sequence, logits)
-        drafted = sequence.span(sequence.length, sequence.length + draft.num_tokens)[0]
-        num_accepted, token = request.acceptance.accept(drafted, draft.probabilities, scores)
-        proposal = [*drafted[:num_accepted].tolist(), token]
+        verdict = request.judge(sequence, draft, drafter.verify(sequence, cache, draft))
+        num_accepted, token, *drafted = sequence.read(verdict)
+        sequence.write_draft(num_accepted, verdict[1:2])
         cache.roll_back(sequence.length + num_accepted)
-        tokens, ended = request.ending.append(sequence, proposal)
+        tokens, ended = request.ending.append(sequence, [*drafted[:num_accepted], token])
         if draft.steered:
             controller.observe(draft.num_tokens, num_accepted)
         yield Round(
@@ -126,9 +147,8 @@ def _prefill(
 ) -> tuple[Prefill, bool]:
     """Run the whole model over the prompt and choose the first token."""
     start = time.perf_counter()
-    logits = read_prompt()
-    scores = request.shaping.one(sequence, 0, logits)
-    token, _ = request.acceptance.choose(scores)
+    token = request.choose(sequence, Outputs(read_prompt(), None))
+    sequence.write_draft(0, token)
     cache.length = sequence.length
-    tokens, ended = request.ending.append(sequence, [int(token)])
+    tokens, ended = request.ending.append(sequence, sequence.read(token))
     return Prefill(tokens[0], time.perf_counter() - start), ended

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from decoding.ngrams import NgramIndex
+from decoding.runners.staging import staged
 
 LogitsProcessor = Callable[[Tensor, Tensor], Tensor]
 """transformers' signature: (token ids [1, length], scores [1, vocabulary]) -> scores [1, vocabulary]."""
@@ -26,7 +28,7 @@ class TokenSequence:
 
     def __init__(self, prompt: Sequence[int], capacity: int, device: torch.device) -> None:
         self._buffer = torch.zeros((1, capacity), dtype=torch.long, device=device)
-        self._buffer[0, : len(prompt)] = torch.tensor(prompt, dtype=torch.long, device=device)
+        self._buffer[0, : len(prompt)] = staged(prompt, device)
         self.prompt_length = len(prompt)
         self.length = len(prompt)
         self._token_ids = list(prompt)
@@ -64,12 +66,19 @@ class TokenSequence:
     def append(self, tokens: Sequence[int]) -> None:
         """Extend the sequence by verified tokens."""
         self._write(tokens)
+        self.settle(tokens)
+
+    def settle(self, tokens: Sequence[int]) -> None:
+        """Extend the sequence by verified tokens that follow it on the device already."""
         self._token_ids += tokens
         self.length += len(tokens)
 
+    def read(self, values: Tensor) -> list[Any]:
+        """Copy `values` [n] to the host; the host waits for the device."""
+        return values.tolist()
+
     def _write(self, tokens: Sequence[int]) -> None:
-        end = self.length + len(tokens)
-        self._buffer[0, self.length : end] = torch.tensor(tokens, dtype=torch.long, device=self._buffer.device)
+        self._buffer[0, self.length : self.length + len(tokens)] = staged(tokens, self._buffer.device)
 
 
 @dataclass(frozen=True)
@@ -107,7 +116,7 @@ class Ending:
             raise ValueError(f"at least one token must be generated, got max_new_tokens={self.max_new_tokens}")
 
     def append(self, sequence: TokenSequence, tokens: Sequence[int]) -> tuple[tuple[int, ...], bool]:
-        """Append `tokens` until one ends the sequence.
+        """Append `tokens` until one ends the sequence; on the device they must follow the sequence already.
 
         Return the appended tokens and True if the sequence has ended. Criteria are evaluated after each single token,
         as in plain decoding.
@@ -116,10 +125,10 @@ class Ending:
         if not self.criteria:
             end = next((index + 1 for index, token in enumerate(tokens) if token in self.eos_token_ids), None)
             kept = tuple(tokens[:end])
-            sequence.append(kept)
+            sequence.settle(kept)
             return kept, end is not None or self.remaining(sequence) == 0
         for index, token in enumerate(tokens):
-            sequence.append([token])
+            sequence.settle([token])
             if self._criterion_met(sequence) or token in self.eos_token_ids or self.remaining(sequence) == 0:
                 return tuple(tokens[: index + 1]), True
         return tuple(tokens), False

@@ -8,6 +8,7 @@ parameter.
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Callable
 from enum import Enum, auto
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Self
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Self
 from pydantic import Field
 from pydantic.fields import FieldInfo
 
+from decoding.confidence import entropy, top_probability
 from decoding.documents.strict_yaml import Document
 from decoding.draft_length.costs import RoundCosts
 
@@ -41,31 +43,41 @@ class Decision(Enum):
     """Draw no token from it; verify the tokens drafted so far."""
 
 
+Read = Callable[["Tensor"], list[Any]]
+"""Copies a tensor [n] to the host, in one transfer."""
+
+
 class DraftDistribution:
     """The draft's distribution over the next token, and the statistics that a rule may query.
 
-    The first query of each statistic waits for the device.
+    The first query of each waits for the device. `scores` [vocabulary] are processed logits, `read` copies a tensor to
+    the host. If the pass has computed both statistics, `known` [2] holds them, and they are read together.
     """
 
-    def __init__(self, scores: Tensor) -> None:
-        self._scores = scores  # [vocabulary], processed logits
+    def __init__(self, scores: Tensor, read: Read | None = None, known: Tensor | None = None) -> None:
+        self._scores, self._read, self._known = scores, read, known
+
+    @cached_property
+    def entropy(self) -> float:
+        """Shannon entropy in nats."""
+        return self._number(entropy(self._log_probabilities)) if self._known is None else self._numbers[1]
+
+    @cached_property
+    def top_probability(self) -> float:
+        """Probability of the most likely token."""
+        return self._number(top_probability(self._log_probabilities)) if self._known is None else self._numbers[0]
 
     @cached_property
     def _log_probabilities(self) -> Tensor:
         return self._scores.float().log_softmax(dim=-1)
 
     @cached_property
-    def entropy(self) -> float:
-        """Shannon entropy in nats."""
-        log_probabilities = self._log_probabilities
-        # exp(-inf) * -inf is nan where a processor has removed a token; its contribution to the entropy is 0.
-        terms = log_probabilities.exp() * log_probabilities
-        return float(-terms.nan_to_num(nan=0.0).sum())
+    def _numbers(self) -> list[float]:
+        assert self._known is not None, "asked for only then"
+        return self._known.tolist() if self._read is None else self._read(self._known)
 
-    @cached_property
-    def top_probability(self) -> float:
-        """Probability of the most likely token."""
-        return float(self._log_probabilities.max().exp())
+    def _number(self, statistic: Tensor) -> float:
+        return float(statistic) if self._read is None else self._read(statistic.reshape(1))[0]
 
 
 class Controller:

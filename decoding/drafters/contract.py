@@ -12,6 +12,7 @@ from decoding.cache.kv_cache import KVCache
 from decoding.draft_length import Controller
 from decoding.head_folder import HeadFolder
 from decoding.profile import Decoding
+from decoding.runners.contract import Outputs
 from decoding.target import Target
 from decoding.text import Shaping, TokenSequence
 
@@ -54,8 +55,8 @@ class Drafter(Protocol):
         `controller` decides the number. A drafter that decides by itself returns a proposal that is not `steered`.
         """
 
-    def verify(self, sequence: TokenSequence, cache: KVCache, draft: Proposal) -> Tensor:
-        """Return the target's logits [num_tokens + 1, vocabulary] after the last token and after each draft."""
+    def verify(self, sequence: TokenSequence, cache: KVCache, draft: Proposal) -> Outputs:
+        """Run the target on the last token and the drafts; the logits are [num_tokens + 1, vocabulary]."""
 
 
 class NewDrafter(Protocol):

@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from decoding.acceptance import Acceptance, most_likely
+from decoding.acceptance import Acceptance
 from decoding.cache.kv_cache import KVCache
 from decoding.draft_length import Controller
 from decoding.drafters.contract import Drafter, Proposal
@@ -22,6 +22,7 @@ from decoding.drafts import EarlyExit
 from decoding.errors import ExitHeadError
 from decoding.head_folder import HeadFolder
 from decoding.profile import Decoding
+from decoding.runners.contract import Outputs
 from decoding.target import Target
 from decoding.text import Shaping, TokenSequence
 
@@ -54,15 +55,16 @@ class EarlyExitDrafter:
         """Draft token by token until the controller or `limit` stops; the first pass includes the pending tokens."""
         branch, states = cache.branch, list[Tensor]()
 
-        def step(num_drafted: int) -> Tensor:
+        def step(num_drafted: int, looks: bool) -> Outputs:
             start, end = branch.length, cache.length + num_drafted + 1
-            logits, state = self._exit.forward(sequence.span(start, end), cache, start, branch.pending)
+            outputs = self._exit.run(sequence.span(start, end), cache, start, branch.pending, looks=looks)
             branch.catch_up(end)
-            states.append(state)
-            return logits
+            assert outputs.states is not None, "the exit is tapped"
+            states.append(outputs.states)
+            return outputs
 
         def write(num_tokens: int) -> Tensor:
-            first = most_likely(step(0))  # by itself: it includes the pending tokens
+            first = step(0, False).choices  # by itself: it includes the pending tokens
             if num_tokens == 1:
                 return first
             start = cache.length + 1
@@ -75,17 +77,19 @@ class EarlyExitDrafter:
         num_drafted, probabilities = propose(step, write, sequence, controller, shaping, acceptance, limit)
         return Proposal(num_drafted, probabilities, torch.cat(states, dim=-2) if states else None)
 
-    def verify(self, sequence: TokenSequence, cache: KVCache, draft: Proposal) -> Tensor:
+    def verify(self, sequence: TokenSequence, cache: KVCache, draft: Proposal) -> Outputs:
         """Run the target over the last token and the drafts, from the exit on if the states there are known."""
         token_ids = sequence.span(cache.length, sequence.length + draft.num_tokens)
         if self._resume is None or draft.states is None:
-            logits, states = self._whole.forward(token_ids, cache, cache.length)
+            outputs = self._whole.run(token_ids, cache, cache.length)
+            states = outputs.states
         else:
-            logits = self._resume.forward(token_ids, cache, cache.length, draft.states)
+            outputs = self._resume.run(token_ids, cache, cache.length, draft.states)
             states = self._resume.take_states()
+        assert states is not None, "the exit is tapped"
         branch = cache.branch
         branch.extend(states[..., branch.num_known - cache.length :, :])
-        return logits
+        return outputs
 
 
 def new_drafter(target: Target, draft: EarlyExit, decoding: Decoding, *, heads: HeadFolder | None) -> Drafter:

@@ -17,6 +17,7 @@ from decoding.drafters.propose import propose
 from decoding.drafts import LayerSkip
 from decoding.head_folder import HeadFolder
 from decoding.profile import Decoding
+from decoding.runners.contract import Outputs
 from decoding.target import Target
 from decoding.text import Shaping, TokenSequence
 
@@ -46,11 +47,11 @@ class LayerSkipDrafter:
         """Draft token by token until the controller or `limit` stops; each token costs one pass of the view."""
         states = list[Tensor]()
 
-        def step(num_drafted: int) -> Tensor:
+        def step(num_drafted: int, looks: bool) -> Outputs:
             position = cache.length + num_drafted
-            logits = self._view.forward(sequence.span(position, position + 1), cache, position)
+            outputs = self._view.run(sequence.span(position, position + 1), cache, position, looks=looks)
             states.extend(self._view.take_states())  # at once: the next pass may belong to another sequence
-            return logits
+            return outputs
 
         def write(num_tokens: int) -> Tensor:
             written = self._view.write(sequence.span(cache.length, cache.length + 1), cache, cache.length, num_tokens)
@@ -61,12 +62,12 @@ class LayerSkipDrafter:
         num_drafted, probabilities = propose(step, write, sequence, controller, shaping, acceptance, limit)
         return Proposal(num_drafted, probabilities, torch.cat(states, dim=-2) if states else None)
 
-    def verify(self, sequence: TokenSequence, cache: KVCache, draft: Proposal) -> Tensor:
+    def verify(self, sequence: TokenSequence, cache: KVCache, draft: Proposal) -> Outputs:
         """Run the target over the last token and the drafts, from the boundary on if its states are known."""
         token_ids = sequence.span(cache.length, sequence.length + draft.num_tokens)
         if self._resume is None or draft.states is None:
-            return self._target.forward(token_ids, cache, cache.length)
-        return self._resume.forward(token_ids, cache, cache.length, draft.states)
+            return self._target.run(self._target.whole, token_ids, cache, cache.length)
+        return self._resume.run(token_ids, cache, cache.length, draft.states)
 
 
 def new_drafter(target: Target, draft: LayerSkip, decoding: Decoding, *, heads: HeadFolder | None) -> LayerSkipDrafter:

@@ -14,6 +14,7 @@ from decoding.draft_length import Controller
 from decoding.drafters.contract import Drafter, Proposal
 from decoding.drafters.prompt_lookup import find_copy, read_ngrams, write_copy
 from decoding.drafts import Lookup
+from decoding.runners.contract import Outputs
 from decoding.text import Shaping, TokenSequence
 
 
@@ -45,7 +46,7 @@ class LookupFirst:
             return self.fallback.draft(sequence, cache, controller, shaping, acceptance, limit)
         return write_copy(sequence, start, min(limit, self._lookup.max_tokens), steered=False)
 
-    def verify(self, sequence: TokenSequence, cache: KVCache, draft: Proposal) -> Tensor:
+    def verify(self, sequence: TokenSequence, cache: KVCache, draft: Proposal) -> Outputs:
         """Verify with the fallback, which may need states of the pass for its next draft."""
         return self.fallback.verify(sequence, cache, draft)
 

@@ -22,6 +22,7 @@ from decoding.drafters.contract import Proposal
 from decoding.drafts import Lookup, PromptLookup
 from decoding.head_folder import HeadFolder
 from decoding.profile import Decoding
+from decoding.runners.contract import Outputs
 from decoding.target import Target
 from decoding.text import Shaping, TokenSequence
 
@@ -54,11 +55,10 @@ class PromptLookupDrafter:
             return Proposal(0, None, steered=False)
         return write_copy(sequence, start, length_allowed(controller, limit))
 
-    def verify(self, sequence: TokenSequence, cache: KVCache, draft: Proposal) -> Tensor:
+    def verify(self, sequence: TokenSequence, cache: KVCache, draft: Proposal) -> Outputs:
         """Run the target over the last token and the drafts."""
-        return self._target.forward(
-            sequence.span(cache.length, sequence.length + draft.num_tokens), cache, cache.length
-        )
+        token_ids = sequence.span(cache.length, sequence.length + draft.num_tokens)
+        return self._target.run(self._target.whole, token_ids, cache, cache.length)
 
 
 def read_ngrams(sequence: TokenSequence, lookup: PromptLookup | Lookup) -> None:

@@ -9,18 +9,21 @@ from torch import Tensor
 
 from decoding.acceptance import Acceptance
 from decoding.draft_length import Controller, Decision, DraftDistribution
+from decoding.runners.contract import Outputs
 from decoding.text import Shaping, TokenSequence
 
-NextLogits = Callable[[int], Tensor]
-"""Runs the draft on the sequence and its first `num_drafted` drafts; returns the next logits [1, vocabulary]."""
+Step = Callable[[int, bool], Outputs]
+"""Runs the draft on the sequence and its first drafts, as many as the first argument says; logits are [1, vocabulary].
 
+The second argument is `looks` of `Runner.run`.
+"""
 
 Write = Callable[[int], Tensor]
 """Runs the draft `num_tokens` times; returns the most likely token ids [num_tokens] after the sequence."""
 
 
 def propose(
-    step: NextLogits,
+    step: Step,
     write: Write,
     sequence: TokenSequence,
     controller: Controller,
@@ -34,18 +37,21 @@ def propose(
     nothing was drafted). The pass whose distribution the controller rejects has run too.
     """
     limit = min(limit, controller.limit())
-    if limit > 0 and acceptance.is_greedy and not shaping.processors and not controller.looks_at_drafts:
+    looks, most_likely = controller.looks_at_drafts, acceptance.is_greedy and not shaping.processors
+    if limit > 0 and most_likely and not looks:
         sequence.write_draft(0, write(limit))
         return limit, None
     probabilities: list[Tensor] = []
     num_drafted = 0
     decision = Decision.CONTINUE
     while num_drafted < limit and decision is Decision.CONTINUE:
-        scores = shaping.one(sequence, num_drafted, step(num_drafted))
-        decision = controller.decide(num_drafted, DraftDistribution(scores))
+        outputs = step(num_drafted, looks)
+        scores = outputs.logits[0] if most_likely else shaping.one(sequence, num_drafted, outputs.logits)
+        known = None if shaping.processors else outputs.confidence
+        decision = controller.decide(num_drafted, DraftDistribution(scores, sequence.read, known))
         if decision is Decision.STOP:
             break
-        token, distribution = acceptance.choose(scores)
+        token, distribution = (outputs.choices, None) if most_likely else acceptance.choose(scores)
         if distribution is not None:
             probabilities.append(distribution)
         sequence.write_draft(num_drafted, token)

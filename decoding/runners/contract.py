@@ -9,12 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, overload
 
 import torch
 from torch import Tensor, nn
 
+from decoding.acceptance import accept_greedy, most_likely
 from decoding.cache.kv_cache import KVCache, Storage
+from decoding.confidence import entropy, top_probability
 from decoding.runners.features import SpeedFeatures
 from decoding.runners.masks import MaskKinds
 
@@ -45,15 +47,81 @@ class Inputs:
 class Outputs:
     """Outputs of a pass.
 
-    `logits` are [width or fewer, vocabulary], `states` [.., width, hidden] the states at the part's tap, if any.
+    `logits` are [width or fewer, vocabulary], `states` [.., width, hidden] the states at the part's tap, if any. A
+    recorded pass computes the rest too, so that the host need not launch it: see `Judged`.
     """
 
     logits: Tensor
     states: Tensor | None
+    judged: Judged | None = None
+
+    @property
+    def choices(self) -> Tensor:
+        """The most likely token ids [width or fewer]."""
+        return most_likely(self.logits) if self.judged is None else self.judged.choices
+
+    @property
+    def confidence(self) -> Tensor | None:
+        """The confidence [2] of the first position, if the pass has computed it."""
+        return None if self.judged is None or self.judged.confidence is None else self.judged.confidence[0]
+
+    def of_row(self, row: int, width: int, *, last_only: bool) -> Outputs:
+        """Return the logits of the first `width` positions of one sequence in a batch, or of the last of them.
+
+        The states remain those of the batch.
+        """
+        logits = self.logits[row, width - 1 if last_only else 0 : width]
+        return Outputs(logits, self.states, self.judged and self.judged.of_row(row, width, last_only=last_only))
 
     def copied(self) -> Outputs:
         """Return a copy in separate memory."""
-        return Outputs(self.logits.clone(), None if self.states is None else self.states.clone())
+        return Outputs(_copied(self.logits), _copied(self.states), self.judged.copied() if self.judged else None)
+
+
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """Consequences of a pass's logits, computed within the pass.
+
+    `choices` [width or fewer] are the most likely token ids. `verdict` [2 + width - 1] judges the tokens of the pass
+    after the first as greedy drafts (see `decoding.acceptance.accept_greedy`). `confidence` [width or fewer, 2] are the
+    top probability and the entropy (see `decoding.confidence`). Each of these two is None if it was not asked for.
+    """
+
+    choices: Tensor
+    verdict: Tensor | None = None
+    confidence: Tensor | None = None
+
+    def copied(self) -> Judged:
+        """Return a copy in separate memory."""
+        return Judged(_copied(self.choices), _copied(self.verdict), _copied(self.confidence))
+
+    def of_row(self, row: int, width: int, *, last_only: bool) -> Judged:
+        """Return what belongs to the first `width` positions of one sequence, or to the last of them."""
+        kept = slice(width - 1 if last_only else 0, width)
+        return Judged(
+            self.choices[row, kept],
+            None if self.verdict is None else self.verdict[row, : width + 1],
+            None if self.confidence is None else self.confidence[row, kept],
+        )
+
+
+def judge(logits: Tensor, token_ids: Tensor, last: Tensor | None, *, drafted: bool, looks: bool) -> Judged:
+    """Judge a pass over `token_ids` [batch, width] by its logits [batch, width or 1, vocabulary].
+
+    `last` is the index of the last token without padding: [1], one per sequence, or None without padding. `drafted`
+    asks for the verdict on the tokens after the first, `looks` for the confidence.
+    """
+    choices = most_likely(logits)
+    return Judged(
+        choices,
+        accept_greedy(token_ids[:, 1:], choices, last) if drafted else None,
+        _confidence(logits) if looks else None,
+    )
+
+
+def _confidence(logits: Tensor) -> Tensor:
+    log_probabilities = logits.float().log_softmax(dim=-1)
+    return torch.stack([top_probability(log_probabilities), entropy(log_probabilities)], dim=-1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +136,19 @@ class Written:
 
     def copied(self) -> Written:
         """Return a copy in separate memory."""
-        return Written(self.token_ids.clone(), None if self.states is None else self.states.clone())
+        return Written(_copied(self.token_ids), _copied(self.states))
+
+
+@overload
+def _copied(values: Tensor) -> Tensor: ...
+
+
+@overload
+def _copied(values: Tensor | None) -> Tensor | None: ...
+
+
+def _copied(values: Tensor | None) -> Tensor | None:
+    return None if values is None else values.clone()
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +161,7 @@ class PassRequest:
     start: int
     last_only: bool
     states: Tensor | None
+    looks: bool = False
 
     @property
     def width(self) -> int:
@@ -156,10 +237,12 @@ class Runner(Protocol):
         *,
         last_only: bool = False,
         states: Tensor | None = None,
+        looks: bool = False,
     ) -> Outputs:
         """Run `part` on `token_ids` [1, width] at positions from `start`.
 
-        `last_only` restricts the logits to the last position. `states` are known states for parts that resume.
+        `last_only` restricts the logits to the last position. `states` are known states for parts that resume. `looks`
+        announces that the confidence of the logits will be read.
         """
 
     def write_greedily(self, part: Part, token_ids: Tensor, cache: KVCache, start: int, num_tokens: int) -> Written:

@@ -58,10 +58,11 @@ class EagerRunner:
         *,
         last_only: bool = False,
         states: Tensor | None = None,
+        looks: bool = False,
     ) -> Outputs:
         """Run a pass; see `Runner.run`.
 
-        A wide pass is run in pieces if only the last logits are needed.
+        A wide pass is run in pieces if only the last logits are needed. The confidence is left to the reader.
         """
         width = token_ids.shape[1]
         if not last_only or width <= MAX_PASS_WIDTH:

@@ -7,13 +7,13 @@ ones.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from decoding.cache.kv_cache import KVCache
-from decoding.runners.contract import Inputs, Outputs, Part, PassRequest
+from decoding.runners.contract import Inputs, Outputs, Part, PassRequest, judge
 from decoding.runners.masks import MaskKinds
 
 
@@ -28,6 +28,8 @@ class Rows:
     """Number of slots that the pass reads."""
     resumes: bool
     """True if the pass resumes from known states."""
+    looks: bool = False
+    """True if the pass computes the confidence of its logits."""
 
     @classmethod
     def of(cls, passes: Mapping[int, PassRequest], min_rows: int = 1) -> Rows:
@@ -40,7 +42,8 @@ class Rows:
         ends = [each.start + each.width for each in passes.values()]
         num_rows = max(last + 1 - first, min_rows)
         resumes = any(each.states is not None for each in passes.values())
-        return cls(first, num_rows, max(each.width for each in passes.values()), max(ends), resumes)
+        width, looks = max(each.width for each in passes.values()), any(each.looks for each in passes.values())
+        return cls(first, num_rows, width, max(ends), resumes, looks)
 
 
 @dataclass
@@ -96,7 +99,7 @@ def compute_rows(part: Part, given: RowInputs, cache: KVCache, mask_kinds: MaskK
     window.start, window.end = rows.num_slots - rows.width, rows.num_slots
     window.begin(slots, last, slots.gather(1, last[:, None]), mask_kinds.masks(positions, rows.num_slots))
     try:
-        return part.compute(
+        outputs = part.compute(
             Inputs(
                 token_ids=given.token_ids,
                 positions=positions,
@@ -109,6 +112,9 @@ def compute_rows(part: Part, given: RowInputs, cache: KVCache, mask_kinds: MaskK
         )
     finally:
         window.end_pass()
+    # For all rows at once, not one by one in each sequence's loop.
+    drafted = part.verifies and rows.width > 1
+    return replace(outputs, judged=judge(outputs.logits, given.token_ids, last, drafted=drafted, looks=rows.looks))
 
 
 def split_rows(outputs: Outputs, passes: Mapping[int, PassRequest], rows: Rows) -> dict[int, Outputs]:
@@ -130,11 +136,10 @@ def _stacked(values: Mapping[int, Tensor], rows: Rows, dim: int) -> Tensor:
 
 def _of_row(outputs: Outputs, index: int, own: PassRequest) -> Outputs:
     """Return the outputs of the sequence in row `index` of a pass."""
-    first = own.width - 1 if own.last_only else 0
     states = outputs.states
     if states is not None:
         states = states.narrow(-3, index, 1).narrow(-2, 0, min(own.width, states.shape[-2]))
-    return Outputs(outputs.logits[index, first : own.width], states)
+    return replace(outputs.of_row(index, own.width, last_only=own.last_only), states=states)
 
 
 def unbatch(outputs: Outputs) -> Outputs:

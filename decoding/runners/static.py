@@ -24,7 +24,7 @@ from decoding.cache.kv_cache import KVCache, Storage
 from decoding.errors import UnsupportedRunnerError
 from decoding.runners.buckets import CPU_BUCKETS, GPU_BUCKETS, Buckets
 from decoding.runners.compilation import CompiledBlocks, call_block, compiling, without_guards
-from decoding.runners.contract import BlockCall, Inputs, Outputs, Part, PassRequest, Written
+from decoding.runners.contract import BlockCall, Inputs, Outputs, Part, PassRequest, Written, judge
 from decoding.runners.eager import EagerRunner
 from decoding.runners.features import NO_FEATURES, SpeedFeatures
 from decoding.runners.graphs import CudaGraphs, OutputsT, PassRecorder
@@ -138,6 +138,7 @@ class StaticRunner:
         *,
         last_only: bool = False,
         states: Tensor | None = None,
+        looks: bool = False,
     ) -> Outputs:
         """Run a pass; see `Runner.run`. The caller owns the outputs: no later pass changes them."""
         width = token_ids.shape[1]
@@ -146,11 +147,11 @@ class StaticRunner:
             return self._eager.run(part, token_ids, cache, start, last_only=last_only, states=states)
         cache.cover(start, width)
         shape = self._exact_shape(cache, exact_width) if exact_width else self._shape(start, width, last_only, states)
+        shape = replace(shape, looks=looks and self._recorder is not None)
         self._buffers(shape.width).fill(token_ids, start, states)
-        outputs = unbatch(self._prepared_pass(part, cache, shape, self._compute))
-        logits = outputs.logits if shape.last_only else outputs.logits[:width]
+        outputs = self._prepared_pass(part, cache, shape, self._compute)
         kept = None if outputs.states is None else outputs.states[..., :width, :].clone()
-        return Outputs(logits[-1:] if last_only else logits, kept)
+        return replace(outputs.of_row(0, 1 if shape.last_only else width, last_only=last_only), states=kept)
 
     def write_greedily(self, part: Part, token_ids: Tensor, cache: KVCache, start: int, num_tokens: int) -> Written:
         """Draft greedily in as few recordings as possible; see `Runner.write_greedily`."""
@@ -187,7 +188,7 @@ class StaticRunner:
         furthest = max(each.start for each in passes.values()) + width
         rows = replace(rows, width=width, num_slots=min(self.buckets.reach(furthest), memory.capacity))
         given = RowInputs.of(passes, rows)
-        if (kept := replace(rows, num_slots=0)) not in self._row_inputs:
+        if (kept := replace(rows, num_slots=0, looks=False)) not in self._row_inputs:
             self._row_inputs[kept] = given.copied()
         else:
             self._row_inputs[kept].fill(given)
@@ -195,7 +196,9 @@ class StaticRunner:
         return split_rows(self._prepared_pass(part, cache, rows, self._compute_rows), passes, rows)
 
     def _compute_rows(self, part: Part, cache: KVCache, rows: Rows) -> Outputs:
-        return compute_rows(part, self._row_inputs[replace(rows, num_slots=0)], cache, self._mask_kinds, rows)
+        return compute_rows(
+            part, self._row_inputs[replace(rows, num_slots=0, looks=False)], cache, self._mask_kinds, rows
+        )
 
     def _shape(self, start: int, width: int, last_only: bool, states: Tensor | None) -> _Shape:
         bucket = self.buckets.width(width)
@@ -237,7 +240,13 @@ class StaticRunner:
     def _compute(self, part: Part, cache: KVCache, shape: _Shape) -> Outputs:
         buffers = self._buffers(shape.width)
         states = buffers.states if shape.resumes else None
-        return self._compute_at(part, cache, shape, buffers.token_ids, buffers.slots(), buffers.last, states)
+        outputs = self._compute_at(part, cache, shape, buffers.token_ids, buffers.slots(), buffers.last, states)
+        if self._recorder is None:
+            return outputs
+        # Recorded with the pass, this costs the host nothing.
+        drafted = part.verifies and shape.width > 1 and not shape.last_only
+        judged = judge(outputs.logits, buffers.token_ids, buffers.last, drafted=drafted, looks=shape.looks)
+        return replace(outputs, judged=judged)
 
     def _compute_chain(self, part: Part, cache: KVCache, shape: _Shape) -> Written:
         buffers = self._buffers(1)
@@ -301,6 +310,8 @@ class _Shape:
     resumes: bool
     num_tokens: int = 1
     """Number of tokens that the pass generates, one position each; 1 in a pass that returns logits."""
+    looks: bool = False
+    """True if the pass computes the confidence of its logits."""
 
 
 class _Buffers:

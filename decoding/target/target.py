@@ -154,11 +154,12 @@ class Target:
         *,
         last_only: bool = False,
         states: Tensor | None = None,
+        looks: bool = False,
     ) -> Outputs:
         """Run a pass; see `Runner.run`. A sequence in lockstep waits for the others' passes (`decoding.lockstep`)."""
         if cache.lockstep is not None:
-            return cache.lockstep(part, PassRequest(token_ids, cache, start, last_only, states))
-        return self.runner.run(part, token_ids, cache, start, last_only=last_only, states=states)
+            return cache.lockstep(part, PassRequest(token_ids, cache, start, last_only, states, looks))
+        return self.runner.run(part, token_ids, cache, start, last_only=last_only, states=states, looks=looks)
 
     def write_greedily(self, part: Part, token_ids: Tensor, cache: KVCache, start: int, num_tokens: int) -> Written:
         """Draft greedily; see `Runner.write_greedily`. A sequence in lockstep requests its passes one by one."""

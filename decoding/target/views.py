@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from decoding.cache.kv_cache import KVCache
 from decoding.cache.rounds_cache import RoundsCache
-from decoding.runners.contract import Written
+from decoding.runners.contract import Outputs, Written
 from decoding.target.parts import ModelPart, without
 from decoding.target.stand_ins import Head, Identity, LastPosition, PassState, Resume, Tap
 
@@ -41,10 +41,14 @@ class DraftView:
 
     def forward(self, token_ids: Tensor, cache: KVCache, start: int) -> Tensor:
         """Return logits [1, vocabulary] after the last of `token_ids` [1, width]."""
-        outputs = self._target.run(self._part, token_ids, cache, start, last_only=True)
+        return self.run(token_ids, cache, start).logits
+
+    def run(self, token_ids: Tensor, cache: KVCache, start: int, *, looks: bool = False) -> Outputs:
+        """Run the last position of `token_ids` [1, width]; `looks` as in `Runner.run`."""
+        outputs = self._target.run(self._part, token_ids, cache, start, last_only=True, looks=looks)
         if outputs.states is not None:
             self._states.append(outputs.states)
-        return outputs.logits
+        return outputs
 
     def write(self, token_ids: Tensor, cache: KVCache, start: int, num_tokens: int) -> Written:
         """Draft `num_tokens` greedy tokens after `token_ids` [1, 1] at `start`, recording boundary states if kept."""
@@ -112,7 +116,11 @@ class ResumeView:
         self._from_last = target.part([*narrowed, Resume(first, last, appends=True), *after], last, verifies=True)
 
     def forward(self, token_ids: Tensor, cache: KVCache, start: int, states: Tensor) -> Tensor:
-        """Return logits [width, vocabulary] of `token_ids` [1, width].
+        """Return logits [width, vocabulary] of `token_ids` [1, width]; see `run`."""
+        return self.run(token_ids, cache, start, states).logits
+
+    def run(self, token_ids: Tensor, cache: KVCache, start: int, states: Tensor) -> Outputs:
+        """Run `token_ids` [1, width], all of which get logits.
 
         `states` are the boundary states of all positions, or of all but the last. Raises `ValueError` for any other
         number.
@@ -126,7 +134,7 @@ class ResumeView:
         outputs = self._run(part, token_ids, cache, start, states=states)
         if self._keeps_states and outputs.states is not None:
             self._states = [outputs.states]
-        return outputs.logits
+        return outputs
 
     def take_states(self) -> Tensor:
         """Return and release the latest pass's boundary states [.., width, hidden], the last position's included."""
@@ -148,9 +156,13 @@ class TappedView:
 
         Return logits [width (1 if `last_only`), vocabulary] and the states [.., width, hidden].
         """
-        outputs = self._run(self._part, token_ids, cache, start, last_only=last_only)
+        outputs = self.run(token_ids, cache, start, last_only=last_only)
         assert outputs.states is not None, "the boundary is tapped"
         return outputs.logits, outputs.states
+
+    def run(self, token_ids: Tensor, cache: KVCache, start: int, *, last_only: bool = False) -> Outputs:
+        """Run `token_ids` [1, width]; the outputs' states are those at the boundary."""
+        return self._run(self._part, token_ids, cache, start, last_only=last_only)
 
 
 class ExitView:
@@ -184,10 +196,16 @@ class ExitView:
         The state is [.., 1, hidden]. The blocks run on the last token only. The head also runs on the `pending`
         states [.., width - 1, hidden] of the tokens before.
         """
-        part = self._step if pending is None else self._from_pending
-        outputs = self._target.run(part, token_ids, cache, start, last_only=True, states=pending)
+        outputs = self.run(token_ids, cache, start, pending)
         assert outputs.states is not None, "the exit is tapped"
         return outputs.logits, outputs.states
+
+    def run(
+        self, token_ids: Tensor, cache: KVCache, start: int, pending: Tensor | None, *, looks: bool = False
+    ) -> Outputs:
+        """Run as `forward` does; `looks` as in `Runner.run`."""
+        part = self._step if pending is None else self._from_pending
+        return self._target.run(part, token_ids, cache, start, last_only=True, states=pending, looks=looks)
 
     def write(self, token_ids: Tensor, cache: KVCache, start: int, num_tokens: int) -> Written:
         """Draft `num_tokens` greedy tokens after `token_ids` [1, 1] at `start`.

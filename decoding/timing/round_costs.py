@@ -13,12 +13,13 @@ from typing import TypeVar
 import torch
 
 from decoding.acceptance import Greedy
+from decoding.decode import Request
 from decoding.draft_length import Controller, Looking, RoundCosts
 from decoding.drafters.contract import Drafter, Proposal
 from decoding.drafters.lookup_first import steered_part
 from decoding.lockstep import Lockstep, shared_batch_size
 from decoding.target import Target
-from decoding.text import Shaping, TokenSequence
+from decoding.text import Ending, Shaping, TokenSequence
 from decoding.timing.stopwatch import ReadSeconds, Stopwatch
 
 # Costs bend at the first few tokens and at powers of two; in between, a straight line does.
@@ -106,6 +107,7 @@ class _RoundBench:
         self._widths = [*(width for width in WIDTHS if width < longest), longest]
         capacity = prompt_length + 1 + longest
         self._lockstep = Lockstep(target, num_sequences, capacity)
+        self._greedy = Request([0], Ending(longest + 1))
         self._texts: list[TokenSequence] = []
         self._caches = [self._lockstep.new_cache(row, capacity) for row in range(num_sequences)]
         stream, last_tokens = torch.Generator().manual_seed(seed), []
@@ -136,8 +138,9 @@ class _RoundBench:
     def _plain_step(self) -> float:
         def step(row: int) -> None:
             text, cache = self._texts[row], self._caches[row]
-            logits = self._target.forward(text.span(cache.length, text.length), cache, cache.length, last_only=True)
-            int(Greedy().choose(Shaping().one(text, 0, logits))[0])
+            token_ids = text.span(cache.length, text.length)
+            outputs = self._target.run(self._target.whole, token_ids, cache, cache.length, last_only=True)
+            text.read(self._greedy.choose(text, outputs))
 
         return self._watch.time(lambda: self._all(step))
 
@@ -150,9 +153,7 @@ class _RoundBench:
 
         def verify(row: int) -> None:
             text, cache, draft = self._texts[row], self._caches[row], drafts[row]
-            scores = Shaping().all(text, self._drafter.verify(text, cache, draft))
-            drafted = text.span(text.length, text.length + draft.num_tokens)[0]
-            Greedy().accept(drafted, draft.probabilities, scores)
+            text.read(self._greedy.judge(text, draft, self._drafter.verify(text, cache, draft)))
             cache.roll_back(text.length - 1)
 
         start = self._watch.now()

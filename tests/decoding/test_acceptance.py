@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 import torch
 from torch import Tensor
 
-from decoding.acceptance import Greedy, Sampling, accept_certain, accept_greedy, accept_sampled
+from decoding.acceptance import Greedy, Sampling, accept_certain, accept_greedy, accept_sampled, sample
+from tests.support.chi_square import ALPHA, Outcome, p_value
 from tests.support.waits import waits
 
 
 def ids(*tokens: int) -> Tensor:
     return torch.tensor(tokens, dtype=torch.long)
+
+
+def outcome(verdict: Tensor) -> tuple[int, int]:
+    """Return the number of accepted drafts and the token after them."""
+    num_accepted, token, *_ = verdict.tolist()
+    return num_accepted, token
 
 
 def rows(*probabilities: list[float]) -> Tensor:
@@ -33,45 +42,45 @@ def rows(*probabilities: list[float]) -> Tensor:
 def test_greedy_accepts_up_to_the_first_disagreement(
     drafted: list[int], choices: list[int], expected: tuple[int, int]
 ) -> None:
-    assert accept_greedy(ids(*drafted), ids(*choices)) == expected
+    assert outcome(accept_greedy(ids(*drafted), ids(*choices))) == expected
 
 
 def test_greedy_chooses_and_judges_by_the_highest_score() -> None:
     scores = torch.tensor([[0.0, 3.0, 1.0], [2.0, 0.0, 1.0], [0.0, 0.0, 5.0]])
     token, probabilities = Greedy().choose(scores[0])
     assert (token.tolist(), probabilities) == ([1], None)
-    assert Greedy().accept(ids(1, 0), None, scores) == (2, 2)
-    assert Greedy().accept(ids(1, 2), None, scores) == (1, 0)
+    assert outcome(Greedy().accept(ids(1, 0), None, scores)) == (2, 2)
+    assert outcome(Greedy().accept(ids(1, 2), None, scores)) == (1, 0)
 
 
 def test_draft_as_likely_as_in_the_target_is_always_accepted() -> None:
     p = rows([0.2, 0.5, 0.3], [0.6, 0.3, 0.1], [0.0, 0.0, 1.0])
     for seed in range(200):
-        assert accept_sampled(ids(1, 2), p[:2], p, torch.Generator().manual_seed(seed)) == (2, 2)
+        assert outcome(accept_sampled(ids(1, 2), p[:2], p, torch.Generator().manual_seed(seed))) == (2, 2)
 
 
 def test_draft_more_likely_in_the_target_is_always_accepted() -> None:
     q, p = rows([0.1, 0.9]), rows([0.2, 0.8], [1.0, 0.0])
     for seed in range(200):
-        assert accept_sampled(ids(0), q, p, torch.Generator().manual_seed(seed)) == (1, 0)
+        assert outcome(accept_sampled(ids(0), q, p, torch.Generator().manual_seed(seed))) == (1, 0)
 
 
 def test_draft_impossible_in_the_target_is_always_rejected() -> None:
     q, p = rows([1.0, 0.0, 0.0]), rows([0.0, 0.4, 0.6], [1.0, 0.0, 0.0])
-    outcomes = {accept_sampled(ids(0), q, p, torch.Generator().manual_seed(seed)) for seed in range(200)}
+    outcomes = {outcome(accept_sampled(ids(0), q, p, torch.Generator().manual_seed(seed))) for seed in range(200)}
     assert outcomes == {(0, 1), (0, 2)}
 
 
 def test_rejected_draft_is_replaced_by_what_the_target_has_more_of() -> None:
     # max(p - q, 0) contains token 2 only; p alone would give token 0 or 1 nine times in ten.
     q, p = rows([0.5, 0.5, 0.0]), rows([0.45, 0.45, 0.1], [1.0, 0.0, 0.0])
-    outcomes = {accept_sampled(ids(1), q, p, torch.Generator().manual_seed(seed)) for seed in range(500)}
+    outcomes = {outcome(accept_sampled(ids(1), q, p, torch.Generator().manual_seed(seed))) for seed in range(500)}
     assert outcomes == {(1, 0), (0, 2)}
 
 
 def test_nothing_drafted_samples_from_the_target() -> None:
     p = rows([0.0, 1.0, 0.0])
-    assert accept_sampled(ids(), p[:0], p) == (0, 1)
+    assert outcome(accept_sampled(ids(), p[:0], p)) == (0, 1)
 
 
 def test_residual_that_rounding_leaves_empty_is_sampled_from_the_target(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -79,7 +88,7 @@ def test_residual_that_rounding_leaves_empty_is_sampled_from_the_target(monkeypa
     q = rows([0.5, 0.5])
     p = rows([0.5, 0.5], [1.0, 0.0])
     monkeypatch.setattr(torch, "rand", lambda *size, **settings: torch.ones(*size))
-    num_accepted, token = accept_sampled(ids(0), q, p, torch.Generator().manual_seed(0))
+    num_accepted, token = outcome(accept_sampled(ids(0), q, p, torch.Generator().manual_seed(0)))
     assert num_accepted == 0
     assert token in (0, 1)
 
@@ -90,8 +99,8 @@ def test_certain_drafts_are_judged_as_those_sampled_from_one_point() -> None:
     points = torch.nn.functional.one_hot(drafted, 6).float()
     outcomes = set()
     for seed in range(300):
-        judged = accept_certain(drafted, p, torch.Generator().manual_seed(seed))
-        assert judged == accept_sampled(drafted, points, p, torch.Generator().manual_seed(seed))
+        judged = outcome(accept_certain(drafted, p, torch.Generator().manual_seed(seed)))
+        assert judged == outcome(accept_sampled(drafted, points, p, torch.Generator().manual_seed(seed)))
         outcomes.add(judged)
     assert {num_accepted for num_accepted, _ in outcomes} >= {0, 1}
     assert not {(0, 0), (1, 3), (2, 3)} & outcomes, "a rejected draft is not resampled"
@@ -101,20 +110,20 @@ def test_certain_draft_and_certain_target_always_give_the_targets_token(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     p = rows([0.0, 1.0], [1.0, 0.0])
-    assert accept_certain(ids(1), p) == (1, 0)
-    assert accept_certain(ids(0), p) == (0, 1)
+    assert outcome(accept_certain(ids(1), p)) == (1, 0)
+    assert outcome(accept_certain(ids(0), p)) == (0, 1)
     monkeypatch.setattr(torch, "rand", lambda *size, **settings: torch.ones(*size))
-    assert accept_certain(ids(1), p) == (0, 1)  # the residual is empty: the target's token, not an error
+    assert outcome(accept_certain(ids(1), p)) == (0, 1)  # the residual is empty: the target's token, not an error
 
 
 def test_nothing_drafted_for_certain_samples_from_the_target() -> None:
-    assert accept_certain(ids(), rows([0.0, 1.0, 0.0])) == (0, 1)
+    assert outcome(accept_certain(ids(), rows([0.0, 1.0, 0.0]))) == (0, 1)
 
 
 def test_equal_streams_judge_alike() -> None:
     q, p = rows([0.5, 0.5], [0.9, 0.1]), rows([0.3, 0.7], [0.4, 0.6], [0.5, 0.5])
     judged = [
-        [accept_sampled(ids(0, 0), q, p, generator) for _ in range(50)]
+        [outcome(accept_sampled(ids(0, 0), q, p, generator)) for _ in range(50)]
         for generator in (torch.Generator().manual_seed(4), torch.Generator().manual_seed(4))
     ]
     assert judged[0] == judged[1]
@@ -132,23 +141,23 @@ def test_sampling_never_draws_what_a_processor_removed() -> None:
     sampling = Sampling(torch.Generator().manual_seed(0))
     scores = torch.tensor([0.0, float("-inf"), 1.0])
     assert {int(sampling.choose(scores)[0]) for _ in range(200)} == {0, 2}
-    outcomes = {sampling.accept(ids(0), rows([1.0, 0.0, 0.0]), scores.repeat(2, 1))[1] for _ in range(200)}
+    outcomes = {outcome(sampling.accept(ids(0), rows([1.0, 0.0, 0.0]), scores.repeat(2, 1)))[1] for _ in range(200)}
     assert outcomes == {0, 2}
 
 
 def test_sampling_takes_drafts_without_probabilities_for_certain() -> None:
     scores = torch.tensor([[0.0, float("-inf")], [float("-inf"), 0.0]])
-    assert Sampling().accept(ids(0), None, scores) == (1, 1)
-    assert Sampling().accept(ids(1), None, scores) == (0, 0)
+    assert outcome(Sampling().accept(ids(0), None, scores)) == (1, 1)
+    assert outcome(Sampling().accept(ids(1), None, scores)) == (0, 0)
 
 
 def test_sampling_without_a_draft_samples_from_the_target() -> None:
     scores = torch.tensor([[float("-inf"), 0.0]])
-    assert Sampling().accept(ids(), None, scores) == (0, 1)
+    assert outcome(Sampling().accept(ids(), None, scores)) == (0, 1)
 
 
 @pytest.mark.parametrize("num_drafted", [0, 1, 4])
-def test_the_host_waits_once_for_the_outcome(num_drafted: int) -> None:
+def test_the_verdict_stays_on_the_device(num_drafted: int) -> None:
     p = torch.softmax(torch.randn(num_drafted + 1, 6, generator=torch.Generator().manual_seed(1)), dim=-1)
     drafted = torch.zeros(num_drafted, dtype=torch.long)
     for judge in (
@@ -157,5 +166,33 @@ def test_the_host_waits_once_for_the_outcome(num_drafted: int) -> None:
         lambda: accept_certain(drafted, p),
     ):
         with waits() as asked:
-            judge()
-        assert asked == ["tolist"]
+            verdict = judge()
+        assert asked == []
+        assert verdict.shape == (2 + num_drafted,)
+        assert torch.equal(verdict[2:], drafted)
+
+
+def test_greedy_judges_sequences_of_different_widths_together() -> None:
+    drafted, choices = (
+        torch.tensor([[1, 2, 3], [1, 2, 3], [4, 0, 0]]),
+        torch.tensor([[1, 2, 3, 8], [1, 6, 3, 8], [4, 0, 0, 9]]),
+    )
+    verdicts = accept_greedy(drafted, choices, torch.tensor([3, 3, 1]))
+    assert verdicts.tolist() == [[3, 8, 1, 2, 3], [1, 6, 1, 2, 3], [1, 0, 4, 0, 0]]
+
+
+def test_samples_have_the_given_distribution() -> None:
+    weights = torch.tensor([1.0, 0.0, 2.0, 5.0] * 4)
+    generator, counts = torch.Generator().manual_seed(5), Counter[Outcome]()
+    for token in sample(weights.repeat(20_000, 1), generator)[:, 0].tolist():
+        counts[(token,)] += 1
+    shares = (weights / weights.sum()).tolist()
+    assert p_value(counts, {(token,): share for token, share in enumerate(shares)}) > ALPHA
+
+
+def test_samples_are_those_of_multinomial() -> None:
+    """The same race on the same random stream, without its checks: they read the device."""
+    weights = torch.rand(50, generator=torch.Generator().manual_seed(1))
+    for seed in range(20):
+        expected = torch.multinomial(weights, 1, generator=torch.Generator().manual_seed(seed))
+        assert torch.equal(sample(weights, torch.Generator().manual_seed(seed)), expected)

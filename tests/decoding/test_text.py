@@ -117,7 +117,9 @@ def test_processors_work_in_order_and_on_single_precision() -> None:
 
 
 def append(ending: Ending, *tokens: int, text: TokenSequence | None = None) -> tuple[tuple[int, ...], bool]:
-    return ending.append(text or text_of(5, 6), tokens)
+    text = text or text_of(5, 6)
+    text.write_drafts(tokens)
+    return ending.append(text, tokens)
 
 
 def test_tokens_are_cut_at_the_most_that_may_be_generated() -> None:

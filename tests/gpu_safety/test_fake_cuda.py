@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor
 
 from decoding.acceptance import Sampling
 from decoding.decode import Request, speculative
@@ -22,7 +22,7 @@ from tests.support.fake_cuda import DEVICE, FakeCuda, fake_cuda
 from tests.support.families import SUPPORTED, build
 
 PROMPT = (7, 3, 9, 7, 3)
-NUM_NEW_TOKENS = 4
+NUM_NEW_TOKENS = 3
 ALONE = frozenset({"bloom"})
 """Families whose sequences cannot share a pass; bloom's masks are its own, so the static runner refuses it."""
 
@@ -52,8 +52,12 @@ WAYS: dict[str, Callable[[Target], object]] = {
     "exit with head": decode_with_head,
     "lookup": decode_by(PromptLookup(), Fixed(max_tokens=3)),
     "sampling": lambda target: Decoder(target, SKIP, Fixed(max_tokens=2)).generate(request(samples=True)),
-    "batch": lambda target: Decoder(target, SKIP, Fixed(max_tokens=2)).generate_batch([request(3), request()]),
+    "batch": lambda target: Decoder(target, SKIP, Fixed(max_tokens=2)).generate_batch([request(2), request()]),
 }
+
+
+SHORT = ("exit with head", "batch")
+"""Ways that together run every kind of pass."""
 
 
 @pytest.mark.parametrize("family", sorted(set(SUPPORTED) - ALONE))
@@ -62,12 +66,11 @@ def test_every_family_decodes_without_a_device_mismatch_or_a_wait_in_a_recording
     model = build(family)
     with fake_cuda() as device:
         target = device.target(model)
-        recorded = 0
-        for way, decode in WAYS.items():
-            decode(target)
-            assert device.waits_in_recordings == [], way
-            assert device.num_recorded > recorded or way == "lookup", way
+        for way in WAYS if family == "llama" else SHORT:
             recorded = device.num_recorded
+            WAYS[way](target)
+            assert device.waits_in_recordings == [], way
+            assert device.num_recorded > recorded or way in ("plain", "lookup"), way
 
 
 def read_pinned(device: FakeCuda) -> None:
@@ -104,7 +107,7 @@ def test_the_fake_device_notes_each_wait(work: Callable[[Tensor], object], num_w
 
 
 def test_the_fake_device_refuses_tensors_of_two_devices() -> None:
-    with fake_cuda(), pytest.raises(Exception, match="two different devices|on different devices|same device"):
+    with fake_cuda(), pytest.raises(Exception, match=r"two different devices|on different devices|same device"):
         torch.zeros(4, device=DEVICE) + torch.zeros(4)
 
 
@@ -128,5 +131,4 @@ def test_nothing_remains_after_the_block() -> None:
     with fake_cuda():
         pass
     assert torch.zeros(2).tolist() == [0.0, 0.0]
-    assert not isinstance(torch.zeros(2), torch._subclasses.fake_tensor.FakeTensor)
-    assert FakeTensorMode is not None
+    assert not isinstance(torch.zeros(2), FakeTensor)

@@ -30,6 +30,8 @@ from decoding.runners.static import StaticRunner
 from decoding.target import Target
 
 DEVICE = torch.device("cuda:0")
+CAPABILITY = (9, 0)
+"""That of an H100."""
 PRODUCT = ("/decoding/", "/studies/", "/tuner/")
 READS = {"item", "tolist", "numpy", "__int__", "__float__", "__bool__", "__index__"}
 DATA_DEPENDENT = {"nonzero", "masked_select", "equal", "multinomial", "unique"}
@@ -90,6 +92,7 @@ def fake_cuda() -> Iterator[FakeCuda]:
     device = FakeCuda()
     with pytest.MonkeyPatch.context() as patch, device.mode, _Watched(device):
         patch.setattr(FakeTensor, "tolist", Tensor.tolist)  # its own reads the numbers one by one
+        patch.setattr(torch.cuda, "get_device_capability", lambda device=None: CAPABILITY)
         yield device
 
 
@@ -124,6 +127,7 @@ class _Watched(TorchFunctionMode):
             Tensor.copy_: self._copy,
             Tensor.to: self._to,
             Tensor.contiguous: _contiguous,
+            Tensor.__deepcopy__: _deep_copy,
             Tensor.pin_memory: _pinned,
             Tensor.is_pinned: is_pinned,
             torch.tensor: self._new,
@@ -192,6 +196,9 @@ class _Watched(TorchFunctionMode):
         if not tensor.is_cuda:
             return tensor[index]
         view, indices = self._view(tensor, index)
+        chosen = next((each for each in indices if each is not None and each.dtype == torch.bool), None)
+        if chosen is not None:  # as if one entry was chosen
+            return view.new_empty((1, *view.shape[chosen.ndim :]))
         return aten.index(view, indices) if indices else view
 
     def _set(self, tensor: Tensor, index: Any, values: Any) -> None:
@@ -246,6 +253,12 @@ def _expanded(index: tuple[Any, ...], ndim: int) -> list[Any]:
     )
     at = next(position for position, part in enumerate(index) if part is Ellipsis)
     return [*index[:at], *[slice(None)] * (ndim - given), *index[at + 1 :]]
+
+
+def _deep_copy(tensor: Tensor, memo: dict[int, Any]) -> Tensor:
+    copied = aten.clone(tensor.detach())
+    memo[id(tensor)] = nn.Parameter(copied) if isinstance(tensor, nn.Parameter) else copied
+    return memo[id(tensor)]
 
 
 def _contiguous(tensor: Tensor, **kwargs: Any) -> Tensor:
