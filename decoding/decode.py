@@ -49,13 +49,12 @@ class Request:
 
     def judge(self, sequence: TokenSequence, draft: Proposal, outputs: Outputs) -> Tensor:
         """Return the verdict [2 + num_tokens] on a draft by its verification (see `decoding.acceptance`)."""
-        drafted = sequence.span(sequence.length, sequence.length + draft.num_tokens)[0]
-        if not self.takes_most_likely:
-            scores = self.shaping.all(sequence, outputs.logits)
-            return self.acceptance.accept(drafted, draft.probabilities, scores)
-        if outputs.judged is not None and outputs.judged.verdict is not None:
+        if self.takes_most_likely and outputs.judged is not None and outputs.judged.verdict is not None:
             return outputs.judged.verdict
-        return accept_greedy(drafted, outputs.choices)
+        drafted = sequence.written(sequence.length, sequence.length + draft.num_tokens)[0]
+        if self.takes_most_likely:
+            return accept_greedy(drafted, outputs.choices)
+        return self.acceptance.accept(drafted, draft.probabilities, self.shaping.all(sequence, outputs.logits))
 
 
 NewCache = Callable[[int], KVCache]
@@ -135,7 +134,8 @@ def _begin(
     target: Target, request: Request, new_cache: NewCache | None, max_drafted: int = 0
 ) -> tuple[TokenSequence, KVCache]:
     capacity = capacity_for(target, request, max_drafted)
-    return TokenSequence(request.prompt, capacity, target.device), (new_cache or target.new_cache)(capacity)
+    cache = (new_cache or target.new_cache)(capacity)
+    return TokenSequence(request.prompt, capacity, target.device, cache.company), cache
 
 
 def _read_prompt(target: Target, sequence: TokenSequence, cache: KVCache) -> Tensor:

@@ -1,26 +1,33 @@
 """Batched decoding in lockstep: sequences advance independently and share forward passes.
 
 Each sequence is a loop of `decoding.decode` that runs as a coroutine (a greenlet) and is suspended wherever it
-requests a pass. When all are suspended, the drafting passes among the requests are run together, repeatedly, until
-every sequence waits for its verification; then the verifications are run together. So each row accepts its own number
-of tokens at its own positions, and neither drafters nor draft-length rules know of the other rows. Prompts are read
-one by one: prefill is compute-bound, and padding would add to its work.
+requests a pass or reads from the device. When all are suspended, all reads are one transfer. Without reads, the drafting
+passes among the requests are run together, repeatedly, until every sequence waits for its verification; then the
+verifications are run together. So each row accepts its own number of tokens at its own positions, neither drafters nor
+draft-length rules know of the other rows, and the number of waits for the device does not depend on the number of
+sequences. Prompts are read one by one: prefill is compute-bound, and padding would add to its work.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing
+from dataclasses import dataclass
 from functools import partial
+from itertools import islice
+from typing import Any
 
 import torch
 from greenlet import getcurrent, greenlet
+from torch import Tensor
 
 from decoding.cache.kv_cache import KVCache
 from decoding.decode import NewCache
 from decoding.rounds import Prefill, Round
-from decoding.runners.contract import Outputs, Part, PassRequest
+from decoding.runners.contract import Outputs, Part, PassRequest, Written
+from decoding.runners.greedy_chain import one_token
 from decoding.target import Target
+from decoding.token_memory import BatchTokens, TokenRow
 
 Loop = Callable[[NewCache], Iterator[Prefill | Round]]
 """Starts to decode one sequence with the given cache factory."""
@@ -72,7 +79,9 @@ class Lockstep:
         self._is_one = num_sequences == 1
         # One slot after the last position absorbs the writes of padding.
         self._cache = None if self._is_one else target.runner.new_cache(target.num_layers, capacity + 1, num_sequences)
-        self._pending: dict[int, tuple[Part, PassRequest]] = {}
+        self._tokens = BatchTokens(num_sequences, capacity, target.device)
+        self._passes: dict[int, _Pass] = {}
+        self._reads: dict[int, Tensor] = {}
 
     def new_cache(self, row: int, capacity: int) -> KVCache:
         """Return an empty cache for the sequence in `row`.
@@ -82,16 +91,11 @@ class Lockstep:
         if self._cache is None:
             return self._target.new_cache(capacity)
         cache = KVCache(self._target.num_layers, capacity, self._cache.storage.row(row))
-
-        def wait(part: Part, request: PassRequest) -> Outputs:
-            self._pending[row] = part, request
-            return getcurrent().parent.switch()
-
-        cache.lockstep = wait
+        cache.company = _Row(row, self._tokens.row(row), self._passes, self._reads)
         return cache
 
     def run(self, tasks: Sequence[Callable[[], object]]) -> Generator[None]:
-        """Run each row's task to its end, pausing after every shared pass."""
+        """Run each row's task to its end, pausing after every shared pass and every read."""
         if self._is_one:
             tasks[0]()
             return
@@ -99,44 +103,104 @@ class Lockstep:
         try:
             for task in running:
                 _resume(task)
-            while self._pending:
-                for row, outputs in self._run_next().items():
-                    _resume(running[row], outputs)
+            while self._passes or self._reads:
+                for row, answer in self._answers().items():
+                    _resume(running[row], answer)
                 yield
         finally:
             for task in running:
                 if not task.dead:
                     task.throw()
-            self._pending.clear()
+            self._passes.clear()
+            self._reads.clear()
 
     def run_to_end(self, tasks: Sequence[Callable[[], object]]) -> None:
         """Run each row's task to its end without pausing."""
         for _ in self.run(tasks):
             pass
 
-    def _run_next(self) -> dict[int, Outputs]:
-        """Run the next pending pass and return its outputs by row."""
-        prompts = [row for row, (_, request) in self._pending.items() if request.start == 0]
-        if prompts:
-            row = prompts[0]
-            part, request = self._pending.pop(row)
-            run = self._target.runner.run
-            return {
-                row: run(part, request.token_ids, request.cache, 0, last_only=request.last_only, states=request.states)
-            }
-        drafting = [part for part, _ in self._pending.values() if not part.verifies]
-        chosen = (drafting or [part for part, _ in self._pending.values()])[0]
-        passes = {row: request for row, (part, request) in sorted(self._pending.items()) if part is chosen}
-        for row in passes:
-            del self._pending[row]
+    def _answers(self) -> Mapping[int, object]:
+        """Do what the most sequences can share next; return the answers by row."""
+        prompt = next((row for row, each in self._passes.items() if each.request.start == 0), None)
+        if prompt is not None:
+            return {prompt: self._run_prompt(self._passes.pop(prompt))}
+        return self._read() if self._reads else self._run_shared()
+
+    def _run_prompt(self, pending: _Pass) -> Outputs:
+        self._tokens.finish()
+        asked, run = pending.request, self._target.runner.run
+        return run(pending.part, asked.token_ids, asked.cache, 0, last_only=asked.last_only, states=asked.states)
+
+    def _read(self) -> dict[int, list[Any]]:
+        """Copy what all sequences want to read, in one transfer for each data type: rounding must not change a token."""
+        found: dict[int, list[Any]] = {}
+        for dtype in {values.dtype for values in self._reads.values()}:
+            alike = {row: values for row, values in self._reads.items() if values.dtype == dtype}
+            numbers = iter(torch.cat(list(alike.values())).tolist())
+            found |= {row: list(islice(numbers, values.shape[0])) for row, values in alike.items()}
+        self._reads.clear()
+        return found
+
+    def _run_shared(self) -> Mapping[int, Outputs | Written]:
+        """Run the next pending passes together, drafts first."""
+        drafting = [each.part for each in self._passes.values() if not each.part.verifies]
+        chosen = (drafting or [each.part for each in self._passes.values()])[0]
+        pending = {row: each for row, each in sorted(self._passes.items()) if each.part is chosen}
+        for row in pending:
+            del self._passes[row]
+        self._tokens.finish()
         assert self._cache is not None, "a single sequence is never suspended"
-        return self._target.runner.run_shared_pass(chosen, passes, self._cache.storage)
+        runner, memory = self._target.runner, self._cache.storage
+        passes = {row: each.request for row, each in pending.items()}
+        lengths = [each.num_tokens for each in pending.values() if each.num_tokens is not None]
+        if len(lengths) == len(pending):
+            return runner.write_together(chosen, passes, memory, min(lengths))
+        outputs = runner.run_shared_pass(chosen, passes, memory)
+        return {
+            row: outputs[row] if each.num_tokens is None else one_token(outputs[row]) for row, each in pending.items()
+        }
 
 
-def _resume(task: greenlet, *outputs: Outputs) -> None:
-    """Resume a sequence until it requests a pass or ends."""
+@dataclass(frozen=True, slots=True)
+class _Pass:
+    """A pass that a sequence waits for."""
+
+    part: Part
+    request: PassRequest
+    num_tokens: int | None = None
+    """Number of greedy tokens that the sequence wants to draft, or None if it wants the outputs of one pass."""
+
+
+class _Row:
+    """The company of one sequence: it suspends the sequence until its request is answered."""
+
+    def __init__(self, row: int, tokens: TokenRow, passes: dict[int, _Pass], reads: dict[int, Tensor]) -> None:
+        self.tokens = tokens
+        self._row, self._passes, self._reads = row, passes, reads
+
+    def run(self, part: Part, request: PassRequest) -> Outputs:
+        """Wait for a pass."""
+        self._passes[self._row] = _Pass(part, request)
+        outputs: Outputs = getcurrent().parent.switch()
+        return outputs
+
+    def write(self, part: Part, request: PassRequest, num_tokens: int) -> Written:
+        """Wait for drafts."""
+        self._passes[self._row] = _Pass(part, request, num_tokens)
+        written: Written = getcurrent().parent.switch()
+        return written
+
+    def read(self, values: Tensor) -> list[Any]:
+        """Wait for numbers of the device."""
+        self._reads[self._row] = values
+        numbers: list[Any] = getcurrent().parent.switch()
+        return numbers
+
+
+def _resume(task: greenlet, *answer: object) -> None:
+    """Resume a sequence until it requests something or ends."""
     task.parent = getcurrent()
-    task.switch(*outputs)
+    task.switch(*answer)
 
 
 def shared_batch_size(target: Target, num_sequences: int) -> int:

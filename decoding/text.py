@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from decoding.cache.kv_cache import Company
 from decoding.ngrams import NgramIndex
-from decoding.runners.staging import staged
+from decoding.token_memory import OwnTokens, TokenMemory
 
 LogitsProcessor = Callable[[Tensor, Tensor], Tensor]
 """transformers' signature: (token ids [1, length], scores [1, vocabulary]) -> scores [1, vocabulary]."""
@@ -23,12 +24,16 @@ class TokenSequence:
     """Token ids in a preallocated buffer on the device.
 
     The first `length` tokens are the sequence; drafts are written after it until they are judged. The host keeps a
-    copy of the sequence without drafts, because every verified token passes through the host.
+    copy of the sequence without drafts, because every verified token passes through the host. `company` are the other
+    sequences of a batch (`decoding.lockstep`): they share memory and waits.
     """
 
-    def __init__(self, prompt: Sequence[int], capacity: int, device: torch.device) -> None:
-        self._buffer = torch.zeros((1, capacity), dtype=torch.long, device=device)
-        self._buffer[0, : len(prompt)] = staged(prompt, device)
+    def __init__(
+        self, prompt: Sequence[int], capacity: int, device: torch.device, company: Company | None = None
+    ) -> None:
+        self._company = company
+        self._memory: TokenMemory = OwnTokens(capacity, device) if company is None else company.tokens
+        self._memory.write_from_host(0, prompt)
         self.prompt_length = len(prompt)
         self.length = len(prompt)
         self._token_ids = list(prompt)
@@ -51,21 +56,28 @@ class TokenSequence:
         return self._ngrams[length]
 
     def span(self, start: int, stop: int) -> Tensor:
-        """Return token ids [1, stop - start], drafts included, as a view."""
-        return self._buffer[:, start:stop]
+        """Return token ids [1, stop - start], drafts included, as a view for a pass.
+
+        In a batch the latest writes may be pending until the pass runs.
+        """
+        return self._memory.ids[:, start:stop]
+
+    def written(self, start: int, stop: int) -> Tensor:
+        """Return token ids [1, stop - start], drafts included, as a view with all writes done."""
+        self._memory.finish()
+        return self.span(start, stop)
 
     def write_draft(self, index: int, token_ids: Tensor) -> None:
         """Write the draft's `token_ids` [n] after the sequence, starting at draft number `index`."""
-        start = self.length + index
-        self._buffer[0, start : start + token_ids.shape[0]] = token_ids
+        self._memory.write(self.length + index, token_ids)
 
     def write_drafts(self, tokens: Sequence[int]) -> None:
         """Write drafts that are known on the host after the sequence."""
-        self._write(tokens)
+        self._memory.write_from_host(self.length, tokens)
 
     def append(self, tokens: Sequence[int]) -> None:
         """Extend the sequence by verified tokens."""
-        self._write(tokens)
+        self._memory.write_from_host(self.length, tokens)
         self.settle(tokens)
 
     def settle(self, tokens: Sequence[int]) -> None:
@@ -74,11 +86,8 @@ class TokenSequence:
         self.length += len(tokens)
 
     def read(self, values: Tensor) -> list[Any]:
-        """Copy `values` [n] to the host; the host waits for the device."""
-        return values.tolist()
-
-    def _write(self, tokens: Sequence[int]) -> None:
-        self._buffer[0, self.length : self.length + len(tokens)] = staged(tokens, self._buffer.device)
+        """Copy `values` [n] to the host, which waits for the device; in a batch, once for all sequences."""
+        return values.tolist() if self._company is None else self._company.read(values)
 
 
 @dataclass(frozen=True)
@@ -91,7 +100,7 @@ class Shaping:
         """Return scores [vocabulary] after the sequence and `num_drafted` drafts, from logits [1, vocabulary]."""
         scores = logits.float()
         if self.processors:
-            ids = sequence.span(0, sequence.length + num_drafted)
+            ids = sequence.written(0, sequence.length + num_drafted)
             for process in self.processors:
                 scores = process(ids, scores)
         return scores[0]
@@ -138,7 +147,7 @@ class Ending:
         return self.max_new_tokens - sequence.num_generated
 
     def _criterion_met(self, sequence: TokenSequence) -> bool:
-        ids = sequence.span(0, sequence.length)
+        ids = sequence.written(0, sequence.length)
         # All criteria are evaluated, as in plain decoding: some count their calls or stream the tokens.
         met = [bool(torch.as_tensor(criterion(ids, None)).all()) for criterion in self.criteria]
         return any(met)

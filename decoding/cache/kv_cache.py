@@ -7,15 +7,34 @@ All layers share one window, including layers that a draft skips: these lag unti
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from decoding.cache.last_position import last_position
+
+
+class Company(Protocol):
+    """The other sequences of a batch: one sequence's passes and reads wait until they can be shared.
+
+    `decoding.lockstep` implements it; parts, requests and outputs are those of `decoding.runners.contract`.
+    """
+
+    @property
+    def tokens(self) -> Any:
+        """The sequence's `decoding.token_memory.TokenMemory`, which the batch shares."""
+
+    def run(self, part: Any, request: Any) -> Any:
+        """Run a pass; see `Runner.run`."""
+
+    def write(self, part: Any, request: Any, num_tokens: int) -> Any:
+        """Draft at least one and at most `num_tokens` greedy tokens; see `Runner.write_together`."""
+
+    def read(self, values: Tensor) -> list[Any]:
+        """Copy `values` [n] to the host."""
 
 
 @dataclass(slots=True)
@@ -219,7 +238,7 @@ class KVCache(Cache):
         self._branch: BranchCache | None = None
         self.capacity = capacity
         self.length = 0
-        self.lockstep: Callable[..., Any] | None = None
+        self.company: Company | None = None
         """Receives the passes of a sequence that is decoded in lockstep; see `decoding.lockstep`."""
         super().__init__(layers=list(self.storage.layers))
 

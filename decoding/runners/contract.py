@@ -258,6 +258,14 @@ class Runner(Protocol):
         written.
         """
 
+    def write_together(
+        self, part: Part, passes: Mapping[int, PassRequest], memory: Storage, num_tokens: int
+    ) -> dict[int, Written]:
+        """Let `part` draft greedy tokens for several sequences, each after the single token of its request.
+
+        Every sequence gets the same number of tokens: at least one, at most `num_tokens`. Does not wait for the device.
+        """
+
 
 RunnerFactory = Callable[[MaskKinds, torch.device], Runner]
 """Makes the runner of a model whose layers attend as the first argument says."""

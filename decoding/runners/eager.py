@@ -12,9 +12,17 @@ from decoding.cache.kv_cache import KVCache, Storage
 from decoding.errors import UnsupportedRunnerError
 from decoding.runners.contract import Inputs, Outputs, Part, PassRequest, Written
 from decoding.runners.features import NO_FEATURES, SpeedFeatures
-from decoding.runners.greedy_chain import write_by
+from decoding.runners.greedy_chain import one_token, write_by
 from decoding.runners.masks import MaskKinds
-from decoding.runners.shared_pass import RowInputs, Rows, compute_rows, split_rows, unbatch
+from decoding.runners.shared_pass import (
+    RowInputs,
+    Rows,
+    compute_chains,
+    compute_rows,
+    split_chains,
+    split_rows,
+    unbatch,
+)
 
 MAX_PASS_WIDTH = 1024
 """Maximum number of prompt positions per pass: enough to saturate any device, with modest activation memory."""
@@ -81,8 +89,8 @@ class EagerRunner:
     def write_greedily(self, part: Part, token_ids: Tensor, cache: KVCache, start: int, num_tokens: int) -> Written:
         """Draft greedily with one pass per token; see `Runner.write_greedily`."""
 
-        def step(token_ids: Tensor, index: int) -> Outputs:
-            return self._run(part, token_ids, cache, start + index, last_only=True, states=None)
+        def step(token_ids: Tensor, index: int) -> Written:
+            return one_token(self._run(part, token_ids, cache, start + index, last_only=True, states=None))
 
         return write_by(step, token_ids, num_tokens)
 
@@ -99,8 +107,19 @@ class EagerRunner:
 
         Raises `UnsupportedRunnerError` if the model's masks are unknown.
         """
+        rows, cache = Rows.of(passes), KVCache(len(memory.layers), memory.capacity, memory)
+        outputs = compute_rows(part, RowInputs.of(passes, rows), cache, self._known_masks(), rows)
+        return split_rows(outputs, passes, rows)
+
+    def write_together(
+        self, part: Part, passes: Mapping[int, PassRequest], memory: Storage, num_tokens: int
+    ) -> dict[int, Written]:
+        """Draft all tokens; see `Runner.write_together`."""
+        rows, cache = Rows.of(passes, num_tokens=num_tokens), KVCache(len(memory.layers), memory.capacity, memory)
+        written = compute_chains(part, RowInputs.of(passes, rows), cache, self._known_masks(), rows)
+        return split_chains(written, passes, rows)
+
+    def _known_masks(self) -> MaskKinds:
         if self._mask_kinds is None:
             raise UnsupportedRunnerError("the attention masks of this model are unknown: its sequences run one by one")
-        rows, cache = Rows.of(passes), KVCache(len(memory.layers), memory.capacity, memory)
-        outputs = compute_rows(part, RowInputs.of(passes, rows), cache, self._mask_kinds, rows)
-        return split_rows(outputs, passes, rows)
+        return self._mask_kinds

@@ -7,20 +7,27 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from decoding.acceptance import most_likely
 from decoding.runners.contract import Outputs, Written
 
-RunStep = Callable[[Tensor, int], Outputs]
-"""Runs a part on a token [1, 1], the `index`-th after the first: logits [1, vocabulary]."""
+WritePiece = Callable[[Tensor, int], Written]
+"""Lets a part write at least one token after a token [.., 1], the `index`-th after the first."""
 
 
-def write_by(step: RunStep, token_ids: Tensor, num_tokens: int) -> Written:
-    """Generate `num_tokens` greedy tokens after `token_ids` [1, 1], one step each."""
-    written, states = [], []
-    for index in range(num_tokens):
-        outputs = step(token_ids, index)
-        token_ids = most_likely(outputs.logits)[None]
-        written.append(token_ids[0])
-        if outputs.states is not None:
-            states.append(outputs.states)
-    return Written(torch.cat(written), torch.cat(states, dim=-2) if states else None)
+def write_by(piece: WritePiece, token_ids: Tensor, num_tokens: int) -> Written:
+    """Write `num_tokens` greedy tokens [.., num_tokens] after `token_ids` [.., 1], piece by piece."""
+    pieces: list[Written] = []
+    index = 0
+    while index < num_tokens:
+        pieces.append(piece(token_ids, index))
+        token_ids = pieces[-1].token_ids[..., -1:].reshape(token_ids.shape)
+        index += pieces[-1].token_ids.shape[-1]
+    if len(pieces) == 1:
+        return pieces[0]
+    states = [each.states for each in pieces if each.states is not None]
+    written = torch.cat([each.token_ids for each in pieces], dim=-1)
+    return Written(written, torch.cat(states, dim=-2) if states else None)
+
+
+def one_token(outputs: Outputs) -> Written:
+    """Return the most likely token after a pass with logits of one position."""
+    return Written(outputs.choices, outputs.states)

@@ -13,8 +13,10 @@ import torch
 from torch import Tensor
 
 from decoding.cache.kv_cache import KVCache
-from decoding.runners.contract import Inputs, Outputs, Part, PassRequest, judge
+from decoding.runners.contract import Inputs, Outputs, Part, PassRequest, Written, judge
+from decoding.runners.greedy_chain import one_token, write_by
 from decoding.runners.masks import MaskKinds
+from decoding.runners.staging import staged
 
 
 @dataclass(frozen=True)
@@ -30,20 +32,27 @@ class Rows:
     """True if the pass resumes from known states."""
     looks: bool = False
     """True if the pass computes the confidence of its logits."""
+    num_tokens: int = 1
+    """Number of tokens that each sequence drafts, one position each; 1 in a pass that returns logits."""
 
     @classmethod
-    def of(cls, passes: Mapping[int, PassRequest], min_rows: int = 1) -> Rows:
-        """Return the smallest range of rows and positions that covers `passes`.
+    def of(cls, passes: Mapping[int, PassRequest], min_rows: int = 1, num_tokens: int = 1) -> Rows:
+        """Return the smallest range of rows and positions that covers `passes`, each repeated for `num_tokens`.
 
         The range has at least `min_rows` rows, of which the storage must have as many; additional rows are idle.
         """
         last = max(passes)
         first = min(*passes, max(last + 1 - min_rows, 0))
-        ends = [each.start + each.width for each in passes.values()]
+        ends = [each.start + each.width + num_tokens - 1 for each in passes.values()]
         num_rows = max(last + 1 - first, min_rows)
         resumes = any(each.states is not None for each in passes.values())
         width, looks = max(each.width for each in passes.values()), any(each.looks for each in passes.values())
-        return cls(first, num_rows, width, max(ends), resumes, looks)
+        return cls(first, num_rows, width, max(ends), resumes, looks, num_tokens)
+
+    @property
+    def inputs(self) -> Rows:
+        """These rows without what does not change the shapes of the inputs."""
+        return replace(self, num_slots=0, looks=False, num_tokens=1)
 
 
 @dataclass
@@ -52,34 +61,49 @@ class RowInputs:
 
     token_ids: Tensor
     """[rows, width]."""
-    start: Tensor
-    """[rows]: the position of each sequence's first token in the pass."""
-    widths: Tensor
-    """[rows]: the number of positions without padding; 0 for an idle row."""
+    spans: Tensor
+    """[2, rows]: the position of each sequence's first token, and its number of positions without padding, 0 if idle."""
     states: Tensor | None
     """Known states [.., rows, width, hidden] that the part resumes from."""
 
+    @property
+    def start(self) -> Tensor:
+        """The position [rows] of each sequence's first token in the pass."""
+        return self.spans[0]
+
+    @property
+    def widths(self) -> Tensor:
+        """The number of positions [rows] without padding; 0 for an idle row."""
+        return self.spans[1]
+
     @classmethod
     def of(cls, passes: Mapping[int, PassRequest], rows: Rows) -> RowInputs:
-        """Stack the inputs of the sequences in `passes`."""
+        """Stack the inputs of the sequences in `passes`, with one copy from the host; padding repeats what is there."""
         device = next(iter(passes.values())).token_ids.device
         asked = [passes.get(row) for row in range(rows.first, rows.first + rows.num_rows)]
-        starts, widths = zip(*((each.start, each.width) if each else (0, 0) for each in asked), strict=True)
-        start, width = torch.tensor([starts, widths], device=device)
-        token_ids = _stacked({row: each.token_ids for row, each in passes.items()}, rows, dim=-1)
         states = {row: each.states for row, each in passes.items() if each.states is not None}
-        return cls(token_ids, start, width, _stacked(states, rows, dim=-2) if states else None)
+        tokens = {row: each.token_ids for row, each in passes.items()}
+        starts, widths = zip(*((each.start, each.width) if each else (0, 0) for each in asked), strict=True)
+        of_tokens = _padded_index({row: each.width for row, each in passes.items()}, rows)
+        of_states = _padded_index({row: each.shape[-2] for row, each in states.items()}, rows)
+        given = staged([*starts, *widths, *of_tokens, *of_states], device)
+        spans, token_index, state_index = given.split([2 * rows.num_rows, len(of_tokens), len(of_states)])
+        return cls(
+            _stacked(tokens, token_index, rows, dim=-1),
+            spans.view(2, -1),
+            _stacked(states, state_index, rows, dim=-2) if states else None,
+        )
 
     def copied(self) -> RowInputs:
         """Return a copy in memory that is writable in any mode."""
         with torch.inference_mode(False):
             states = None if self.states is None else self.states.clone()
-            return RowInputs(self.token_ids.clone(), self.start.clone(), self.widths.clone(), states)
+            return RowInputs(self.token_ids.clone(), self.spans.clone(), states)
 
     def fill(self, other: RowInputs) -> None:
         """Copy the inputs of another pass of the same shape into this memory."""
-        for kept, given in ((self.token_ids, other.token_ids), (self.start, other.start), (self.widths, other.widths)):
-            kept.copy_(given)
+        self.token_ids.copy_(other.token_ids)
+        self.spans.copy_(other.spans)
         if self.states is not None and other.states is not None:
             self.states.copy_(other.states)
 
@@ -122,16 +146,44 @@ def split_rows(outputs: Outputs, passes: Mapping[int, PassRequest], rows: Rows) 
     return {row: _of_row(outputs, row - rows.first, each) for row, each in passes.items()}
 
 
-def _stacked(values: Mapping[int, Tensor], rows: Rows, dim: int) -> Tensor:
-    """Stack `values` [.., 1, up to width, ..] of single sequences, padded with zeros along `dim`."""
-    example = next(iter(values.values()))
-    shape = list(example.shape)
-    shape[dim], shape[dim - 1] = rows.width, rows.num_rows
-    stacked = example.new_zeros(shape)
-    for row, value in values.items():
-        target = stacked.narrow(dim - 1, row - rows.first, 1).narrow(dim, 0, value.shape[dim])
-        target.copy_(value)
-    return stacked
+def compute_chains(part: Part, given: RowInputs, cache: KVCache, mask_kinds: MaskKinds, rows: Rows) -> Written:
+    """Let `part` write `rows.num_tokens` greedy tokens after one token of each row, without waiting for the device.
+
+    Return the tokens [rows, num_tokens] and the states of all rows.
+    """
+
+    def step(token_ids: Tensor, index: int) -> Written:
+        moved = torch.stack([given.start + index, given.widths])
+        return one_token(compute_rows(part, RowInputs(token_ids, moved, None), cache, mask_kinds, rows))
+
+    return write_by(step, given.token_ids, rows.num_tokens)
+
+
+def split_chains(written: Written, passes: Mapping[int, PassRequest], rows: Rows) -> dict[int, Written]:
+    """Return what each sequence in `passes` has written."""
+    states = written.states
+    return {
+        row: Written(
+            written.token_ids[row - rows.first], None if states is None else states.narrow(-3, row - rows.first, 1)
+        )
+        for row in passes
+    }
+
+
+def _padded_index(widths: Mapping[int, int], rows: Rows) -> list[int]:
+    """Return for each row and position its index in the rows' values one after another; padding has some index."""
+    index, end = [0] * (rows.num_rows * rows.width) if widths else [], 0
+    for row, width in widths.items():
+        first = (row - rows.first) * rows.width
+        index[first : first + width] = range(end, end + width)
+        end += width
+    return index
+
+
+def _stacked(values: Mapping[int, Tensor], index: Tensor, rows: Rows, dim: int) -> Tensor:
+    """Stack `values` [.., 1, up to width, ..] of single sequences along the dimension before `dim`."""
+    in_a_row = torch.cat(list(values.values()), dim=dim).index_select(dim, index)
+    return in_a_row.unflatten(dim, (rows.num_rows, rows.width)).squeeze(dim - 2)
 
 
 def _of_row(outputs: Outputs, index: int, own: PassRequest) -> Outputs:

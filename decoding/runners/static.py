@@ -28,9 +28,17 @@ from decoding.runners.contract import BlockCall, Inputs, Outputs, Part, PassRequ
 from decoding.runners.eager import EagerRunner
 from decoding.runners.features import NO_FEATURES, SpeedFeatures
 from decoding.runners.graphs import CudaGraphs, OutputsT, PassRecorder
-from decoding.runners.greedy_chain import write_by
+from decoding.runners.greedy_chain import one_token, write_by
 from decoding.runners.masks import MaskKinds
-from decoding.runners.shared_pass import RowInputs, Rows, compute_rows, split_rows, unbatch
+from decoding.runners.shared_pass import (
+    RowInputs,
+    Rows,
+    compute_chains,
+    compute_rows,
+    split_chains,
+    split_rows,
+    unbatch,
+)
 
 _Key = tuple[Any, Storage, bool, bool]
 """Shape and storage of a pass, and torch's modes."""
@@ -155,21 +163,15 @@ class StaticRunner:
 
     def write_greedily(self, part: Part, token_ids: Tensor, cache: KVCache, start: int, num_tokens: int) -> Written:
         """Draft greedily in as few recordings as possible; see `Runner.write_greedily`."""
-        pieces: list[Written] = []
-        while num_tokens:
-            piece = self._piece(part, token_ids, cache, start, num_tokens)
-            pieces.append(piece)
-            count = piece.token_ids.shape[0]
-            token_ids, start, num_tokens = piece.token_ids[-1:][None], start + count, num_tokens - count
-        states = [piece.states for piece in pieces if piece.states is not None]
-        written = torch.cat([piece.token_ids for piece in pieces])
-        return Written(written, torch.cat(states, dim=-2) if states else None)
+        return write_by(
+            lambda ids, index: self._piece(part, ids, cache, start + index, num_tokens - index), token_ids, num_tokens
+        )
 
     def _piece(self, part: Part, token_ids: Tensor, cache: KVCache, start: int, num_tokens: int) -> Written:
         """Draft as many of the tokens as one recording covers."""
-        count = next((count for count in CHAINS if count <= num_tokens), 1)
+        count = _longest_chain(num_tokens)
         if count == 1 or start == 0 or (part.is_whole and self.exact_width is not None):
-            return write_by(lambda ids, index: self.run(part, ids, cache, start + index, last_only=True), token_ids, 1)
+            return one_token(self.run(part, token_ids, cache, start, last_only=True))
         cache.cover(start, count)
         self._buffers(1).fill(token_ids, start, None)
         shape = _Shape(1, self.buckets.reach(start + count), last_only=False, resumes=False, num_tokens=count)
@@ -177,28 +179,40 @@ class StaticRunner:
 
     def run_shared_pass(self, part: Part, passes: Mapping[int, PassRequest], memory: Storage) -> dict[int, Outputs]:
         """Run a shared pass; see `Runner.run_shared_pass`."""
-        if self.exact_width is not None:
-            raise UnsupportedRunnerError("a bit-exact pass covers one sequence only")
-        width = max(each.width for each in passes.values())
-        if not self.buckets.fits(width, memory.num_rows):
+        if not self.buckets.fits(max(each.width for each in passes.values()), memory.num_rows):
             return self._eager.run_shared_pass(part, passes, memory)
-        # The compiler treats a size of 1 as a constant: a batch's last sequence would trigger a compilation.
-        rows = Rows.of(passes, min_rows=memory.num_rows if self.buckets.all_rows else min(2, memory.num_rows))
-        width = self.buckets.width(width)
-        furthest = max(each.start for each in passes.values()) + width
-        rows = replace(rows, width=width, num_slots=min(self.buckets.reach(furthest), memory.capacity))
-        given = RowInputs.of(passes, rows)
-        if (kept := replace(rows, num_slots=0, looks=False)) not in self._row_inputs:
-            self._row_inputs[kept] = given.copied()
-        else:
-            self._row_inputs[kept].fill(given)
-        cache = KVCache(len(memory.layers), memory.capacity, memory)
+        rows, cache = self._begin_rows(passes, memory, 1)
         return split_rows(self._prepared_pass(part, cache, rows, self._compute_rows), passes, rows)
 
+    def write_together(
+        self, part: Part, passes: Mapping[int, PassRequest], memory: Storage, num_tokens: int
+    ) -> dict[int, Written]:
+        """Draft as many tokens as one recording covers; see `Runner.write_together`."""
+        rows, cache = self._begin_rows(passes, memory, _longest_chain(num_tokens))
+        return split_chains(self._prepared_pass(part, cache, rows, self._compute_chains), passes, rows)
+
+    def _begin_rows(self, passes: Mapping[int, PassRequest], memory: Storage, num_tokens: int) -> tuple[Rows, KVCache]:
+        """Copy the inputs of a shared pass into its memory; return its rows and the cache of all sequences."""
+        if self.exact_width is not None:
+            raise UnsupportedRunnerError("a bit-exact pass covers one sequence only")
+        # The compiler treats a size of 1 as a constant: a batch's last sequence would trigger a compilation.
+        min_rows = memory.num_rows if self.buckets.all_rows else min(2, memory.num_rows)
+        rows = Rows.of(passes, min_rows=min_rows, num_tokens=num_tokens)
+        width = self.buckets.width(rows.width)
+        furthest = max(each.start for each in passes.values()) + width + num_tokens - 1
+        rows = replace(rows, width=width, num_slots=min(self.buckets.reach(furthest), memory.capacity))
+        given = RowInputs.of(passes, rows)
+        if rows.inputs not in self._row_inputs:
+            self._row_inputs[rows.inputs] = given.copied()
+        else:
+            self._row_inputs[rows.inputs].fill(given)
+        return rows, KVCache(len(memory.layers), memory.capacity, memory)
+
     def _compute_rows(self, part: Part, cache: KVCache, rows: Rows) -> Outputs:
-        return compute_rows(
-            part, self._row_inputs[replace(rows, num_slots=0, looks=False)], cache, self._mask_kinds, rows
-        )
+        return compute_rows(part, self._row_inputs[rows.inputs], cache, self._mask_kinds, rows)
+
+    def _compute_chains(self, part: Part, cache: KVCache, rows: Rows) -> Written:
+        return compute_chains(part, self._row_inputs[rows.inputs], cache, self._mask_kinds, rows)
 
     def _shape(self, start: int, width: int, last_only: bool, states: Tensor | None) -> _Shape:
         bucket = self.buckets.width(width)
@@ -252,8 +266,10 @@ class StaticRunner:
         buffers = self._buffers(1)
         slots = buffers.slots()
 
-        def step(token_ids: Tensor, index: int) -> Outputs:
-            return unbatch(self._compute_at(part, cache, shape, token_ids, slots + index, buffers.last, None))
+        def step(token_ids: Tensor, index: int) -> Written:
+            return one_token(
+                unbatch(self._compute_at(part, cache, shape, token_ids, slots + index, buffers.last, None))
+            )
 
         return write_by(step, buffers.token_ids, shape.num_tokens)
 
@@ -283,6 +299,11 @@ class StaticRunner:
             )
         finally:
             window.end_pass()
+
+
+def _longest_chain(num_tokens: int) -> int:
+    """Return the number of tokens, at most `num_tokens`, that one recording drafts."""
+    return next((count for count in CHAINS if count <= num_tokens), 1)
 
 
 def _bound(

@@ -157,19 +157,21 @@ class Target:
         looks: bool = False,
     ) -> Outputs:
         """Run a pass; see `Runner.run`. A sequence in lockstep waits for the others' passes (`decoding.lockstep`)."""
-        if cache.lockstep is not None:
-            return cache.lockstep(part, PassRequest(token_ids, cache, start, last_only, states, looks))
+        if cache.company is not None:
+            return cache.company.run(part, PassRequest(token_ids, cache, start, last_only, states, looks))
         return self.runner.run(part, token_ids, cache, start, last_only=last_only, states=states, looks=looks)
 
     def write_greedily(self, part: Part, token_ids: Tensor, cache: KVCache, start: int, num_tokens: int) -> Written:
-        """Draft greedily; see `Runner.write_greedily`. A sequence in lockstep requests its passes one by one."""
-        if cache.lockstep is None:
+        """Draft greedily; see `Runner.write_greedily`. Sequences in lockstep draft together, as far as each wants to."""
+        if (company := cache.company) is None:
             return self.runner.write_greedily(part, token_ids, cache, start, num_tokens)
 
-        def step(token_ids: Tensor, index: int) -> Outputs:
-            return self.run(part, token_ids, cache, start + index, last_only=True)
+        def piece(token_ids: Tensor, index: int) -> Written:
+            request = PassRequest(token_ids, cache, start + index, last_only=True, states=None)
+            written: Written = company.write(part, request, num_tokens - index)
+            return written
 
-        return write_by(step, token_ids, num_tokens)
+        return write_by(piece, token_ids, num_tokens)
 
     @cached_property
     def unbatchable_reason(self) -> str | None:

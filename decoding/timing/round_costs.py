@@ -111,10 +111,10 @@ class _RoundBench:
         self._texts: list[TokenSequence] = []
         self._caches = [self._lockstep.new_cache(row, capacity) for row in range(num_sequences)]
         stream, last_tokens = torch.Generator().manual_seed(seed), []
-        for _ in range(num_sequences):
+        for row in range(num_sequences):
             passage = torch.randint(target.config.vocab_size, (prompt_length // 2 + 1,), generator=stream).tolist()
             *prompt, last = (passage * 2)[: prompt_length + 1]
-            self._texts.append(TokenSequence(prompt, capacity, target.device))
+            self._texts.append(TokenSequence(prompt, capacity, target.device, self._caches[row].company))
             last_tokens.append(last)
         self._all(lambda row: drafter.prefill(self._texts[row], self._caches[row]))
         for text, cache, last in zip(self._texts, self._caches, last_tokens, strict=True):

@@ -63,7 +63,7 @@ SHORT = ("exit with head", "batch")
 @pytest.mark.parametrize("family", sorted(set(SUPPORTED) - ALONE))
 def test_every_family_decodes_without_a_device_mismatch_or_a_wait_in_a_recording(family: str) -> None:
     """A mismatch of devices raises within the fake device."""
-    model = build(family)
+    model = build(family).to(torch.bfloat16)
     with fake_cuda() as device:
         target = device.target(model)
         for way in WAYS if family == "llama" else SHORT:
