@@ -22,7 +22,7 @@ from decoding.rounds import Prefill, Round
 from decoding.runners import static
 from decoding.runners.buckets import Buckets
 from decoding.runners.compilation import compiling
-from decoding.runners.contract import Outputs, Part, PassRequest, Runner
+from decoding.runners.contract import Outputs, Part, Runner
 from decoding.runners.masks import MaskKinds
 from decoding.runners.shared_pass import RowInputs, Rows, compute_rows
 from decoding.runners.static import StaticRunner
@@ -30,6 +30,7 @@ from decoding.target import Target
 from decoding.text import Ending, Shaping
 from tests.support.families import PROMISED, SUPPORTED, VOCABULARY, build, target_of
 from tests.support.heads import write_heads
+from tests.support.shared_passes import watch_shared_passes
 from tests.support.tiny import tiny_target
 
 SIZES = ((5, 20), (11, 12), (3, 25), (8, 1), (1, 9))
@@ -254,7 +255,7 @@ def test_nothing_is_compiled_for_the_last_remaining_sequence(monkeypatch: pytest
         shapes.append((int((given.widths > 0).sum()), rows.num_rows))
         return compute_rows(part, given, cache, kinds, rows)
 
-    monkeypatch.setattr("decoding.runners.static.compute_rows", watched)
+    monkeypatch.setattr("decoding.runners.shared_pass.compute_rows", watched)
     for longest in range(3):
         requests = _requests([(4, 20 if row == longest else 5) for row in range(3)])
         for draft in ("plain", "sublayers"):
@@ -340,11 +341,5 @@ DYNAMIC_ROPE = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
 def _watched(target: Target, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     """Collect the sequences in each shared pass, from now on."""
     passes: list[tuple[int, ...]] = []
-    run = target.runner.run_shared_pass
-
-    def watched(part: Part, asked: dict[int, PassRequest], memory: Any) -> dict[int, Outputs]:
-        passes.append(tuple(asked))
-        return run(part, asked, memory)
-
-    monkeypatch.setattr(target.runner, "run_shared_pass", watched)
+    watch_shared_passes(target, monkeypatch, lambda part, spans: passes.append(tuple(spans)))
     return passes

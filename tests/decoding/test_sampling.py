@@ -23,7 +23,7 @@ from decoding.rounds import Prefill, Round
 from tests.support.chi_square import ALPHA, Outcome, p_value
 from tests.support.sampled import NUM_SEQUENCES, exact_distribution, first_tokens, request_for, sampling_target
 
-Judge = Callable[[Tensor, Tensor, Tensor, torch.Generator], tuple[int, int]]
+Judge = Callable[[Tensor, Tensor, Tensor, torch.Generator], Tensor]
 
 
 # --- the acceptance function, on explicit distributions -----------------------------------------------------------------
@@ -56,7 +56,7 @@ def first_two_tokens(judge: Judge, num_drafted: int, seed: int) -> Counter[Outco
             drafted.append(draw(DRAFT[position][tuple(drafted)], generator))
         q = [DRAFT[position][tuple(drafted[:position])] for position in range(num_drafted)]
         p = [TARGET[position][tuple(drafted[:position])] for position in range(num_drafted + 1)]
-        num_accepted, token = judge(torch.tensor(drafted), torch.stack(q), torch.stack(p), generator)
+        num_accepted, token, *_ = judge(torch.tensor(drafted), torch.stack(q), torch.stack(p), generator).tolist()
         text = [*drafted[:num_accepted], token]
         if len(text) == 1:
             text.append(draw(TARGET[1][text[0]], generator))
@@ -83,7 +83,7 @@ def test_certain_drafts_need_no_explicit_distribution() -> None:
     p = torch.stack([TARGET[0], TARGET[1][first], TARGET[2][first, drafted[1]]])
     counts: Counter[Outcome] = Counter()
     for _ in range(NUM_ROUNDS):
-        num_accepted, token = accept_certain(drafted, p, generator)
+        num_accepted, token, *_ = accept_certain(drafted, p, generator).tolist()
         text = [*drafted[:num_accepted].tolist(), token]
         if len(text) == 1:
             text.append(draw(TARGET[1][text[0]], generator))
@@ -91,20 +91,25 @@ def test_certain_drafts_need_no_explicit_distribution() -> None:
     assert p_value(counts, EXPECTED_PAIRS) > ALPHA
 
 
-def reject_to_target(drafted: Tensor, q: Tensor, p: Tensor, generator: torch.Generator) -> tuple[int, int]:
+def verdict(num_accepted: int, token: int, drafted: Tensor) -> Tensor:
+    """Return a verdict as the acceptance functions do."""
+    return torch.cat([torch.tensor([num_accepted, token]), drafted])
+
+
+def reject_to_target(drafted: Tensor, q: Tensor, p: Tensor, generator: torch.Generator) -> Tensor:
     """Wrong: after a rejection it samples from the target, not from the residual."""
-    num_accepted, _ = accept_sampled(drafted, q, p, generator)
-    return num_accepted, draw(p[num_accepted], generator)
+    num_accepted = int(accept_sampled(drafted, q, p, generator)[0])
+    return verdict(num_accepted, draw(p[num_accepted], generator), drafted)
 
 
-def accept_by_target_alone(drafted: Tensor, q: Tensor, p: Tensor, generator: torch.Generator) -> tuple[int, int]:
+def accept_by_target_alone(drafted: Tensor, q: Tensor, p: Tensor, generator: torch.Generator) -> Tensor:
     """Wrong: it accepts with the target's probability, not with its ratio to the draft's."""
     return accept_sampled(drafted, torch.ones_like(q), p, generator)
 
 
-def accept_all(drafted: Tensor, q: Tensor, p: Tensor, generator: torch.Generator) -> tuple[int, int]:
+def accept_all(drafted: Tensor, q: Tensor, p: Tensor, generator: torch.Generator) -> Tensor:
     """Wrong: it accepts every draft."""
-    return len(drafted), draw(p[len(drafted)], generator)
+    return verdict(len(drafted), draw(p[len(drafted)], generator), drafted)
 
 
 WRONG = [reject_to_target, accept_by_target_alone, accept_all]
@@ -182,7 +187,7 @@ class WrongSampling(Sampling):
         super().__init__(generator)
         self._judge, self._stream = judge, generator
 
-    def accept(self, drafted: Tensor, probabilities: Tensor | None, scores: Tensor) -> tuple[int, int]:
+    def accept(self, drafted: Tensor, probabilities: Tensor | None, scores: Tensor) -> Tensor:
         if probabilities is None:
             return super().accept(drafted, probabilities, scores)
         return self._judge(drafted, probabilities, scores.softmax(dim=-1), self._stream)
@@ -198,16 +203,16 @@ def test_texts_of_a_wrong_acceptance_fail_the_same_test(judge: Judge) -> None:
 class TrustingCopies(Sampling):
     """Wrong: it accepts every looked-up token."""
 
-    def accept(self, drafted: Tensor, probabilities: Tensor | None, scores: Tensor) -> tuple[int, int]:
-        return len(drafted), super().accept(drafted[:0], None, scores[-1:])[1]
+    def accept(self, drafted: Tensor, probabilities: Tensor | None, scores: Tensor) -> Tensor:
+        return verdict(len(drafted), int(super().accept(drafted[:0], None, scores[-1:])[1]), drafted)
 
 
 class RepeatingCopies(Sampling):
     """Wrong: after a rejection it samples from the whole target, including the rejected copy."""
 
-    def accept(self, drafted: Tensor, probabilities: Tensor | None, scores: Tensor) -> tuple[int, int]:
-        num_accepted, _ = super().accept(drafted, probabilities, scores)
-        return num_accepted, super().accept(drafted[:0], None, scores[num_accepted:])[1]
+    def accept(self, drafted: Tensor, probabilities: Tensor | None, scores: Tensor) -> Tensor:
+        num_accepted = int(super().accept(drafted, probabilities, scores)[0])
+        return verdict(num_accepted, int(super().accept(drafted[:0], None, scores[num_accepted:])[1]), drafted)
 
 
 @pytest.mark.parametrize("wrong", [TrustingCopies, RepeatingCopies])

@@ -16,6 +16,7 @@ from decoding.drafters.prompt_lookup import length_allowed
 from decoding.drafts import DraftDocument, DraftKind
 from decoding.head_folder import HeadFolder
 from decoding.profile import Decoding
+from decoding.runners.contract import Outputs
 from decoding.target import Target
 from decoding.text import Shaping, TokenSequence
 from studies.prediction.contract import DraftPredictor, Prediction
@@ -67,8 +68,9 @@ class CycleDrafter:
         text.write_drafts(tokens)
         return Proposal(len(tokens), None, looked_up=True)
 
-    def verify(self, text: TokenSequence, cache: KVCache, draft: Proposal) -> Tensor:
-        return self._target.forward(text.span(cache.length, text.length + draft.num_tokens), cache, cache.length)
+    def verify(self, text: TokenSequence, cache: KVCache, draft: Proposal) -> Outputs:
+        token_ids = text.span(cache.length, text.length + draft.num_tokens)
+        return self._target.run(self._target.whole, token_ids, cache, cache.length)
 
 
 def new_drafter(target: Target, draft: Cycle, decoding: Decoding, *, heads: HeadFolder | None) -> CycleDrafter:

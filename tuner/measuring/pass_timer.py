@@ -130,7 +130,7 @@ class _Sequence:
     """A sequence that the model has read up to its last token, the tokens that follow, and its cache."""
 
     def __init__(self, target: Target, token_ids: Sequence[int], following: Sequence[int], cache: KVCache) -> None:
-        self.text = TokenSequence(token_ids, len(token_ids) + len(following), target.device)
+        self.text = TokenSequence(token_ids, len(token_ids) + len(following), target.device, cache.company)
         self.text.write_drafts(following)
         self.start = len(token_ids) - 1
         self.cache = cache

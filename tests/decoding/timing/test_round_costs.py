@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from decoding.acceptance import Acceptance
-from decoding.cache.kv_cache import KVCache, Storage
+from decoding.cache.kv_cache import KVCache
 from decoding.draft_length import (
     Controller,
     RoundCosts,
@@ -23,11 +23,12 @@ from decoding.drafters.lookup_first import LookupFirst
 from decoding.drafters.prompt_lookup import PromptLookupDrafter
 from decoding.drafts import LayerSkip, Lookup, PromptLookup
 from decoding.head_folder import HeadFolder
-from decoding.runners.contract import Outputs, Part, PassRequest
+from decoding.runners.contract import Outputs, Part
 from decoding.target import Target
 from decoding.text import Shaping, TokenSequence
 from decoding.timing.round_costs import LEAST_COST, MOST_SWEEPS, measure_round_costs
 from tests.support.heads import write_heads
+from tests.support.shared_passes import watch_shared_passes
 from tests.support.tiny import tiny_target
 
 SKIP = LayerSkip.blocks((2, 3))
@@ -81,11 +82,11 @@ class TimedDrafter:
         self.clock.seconds += drafted * self.look_seconds if controller.looks_at_drafts else 0.0
         return Proposal(drafted, None)
 
-    def verify(self, text: TokenSequence, cache: KVCache, draft: Proposal) -> Tensor:
+    def verify(self, text: TokenSequence, cache: KVCache, draft: Proposal) -> Outputs:
         sweep = self.asked.count(draft.num_tokens) - 1
         self.clock.seconds += self.verify_seconds[draft.num_tokens]
         self.clock.seconds += self.disturbed.get((sweep, draft.num_tokens), 0.0)
-        return torch.zeros(draft.num_tokens + 1, 2)
+        return Outputs(torch.zeros(draft.num_tokens + 1, 2), None)
 
 
 class TimedTarget(Target):
@@ -96,10 +97,10 @@ class TimedTarget(Target):
         self._clock = clock
         self.plain_seconds = 2.0
 
-    def forward(self, token_ids: Tensor, cache: KVCache, start: int, *, last_only: bool = False) -> Tensor:
+    def run(self, part: Part, token_ids: Tensor, cache: KVCache, start: int, **settings: Any) -> Outputs:
         assert token_ids.shape == (1, 1)
         self._clock.seconds += self.plain_seconds
-        return torch.zeros(1, 2)
+        return Outputs(torch.zeros(1, 2), None)
 
 
 def measure(max_tokens: int, **settings: object) -> RoundCosts:
@@ -223,13 +224,7 @@ def test_rounds_of_several_texts_are_passes_of_all(prefix_reuse: bool, monkeypat
     target = tiny_target()
     assert target.unbatchable_reason is None
     asked: list[tuple[tuple[int, ...], set[tuple[int, int]]]] = []
-    run = target.runner.run_shared_pass
-
-    def watched(part: Part, passes: Mapping[int, PassRequest], memory: Storage) -> dict[int, Outputs]:
-        asked.append((tuple(passes), {(each.start, each.width) for each in passes.values()}))
-        return run(part, passes, memory)
-
-    monkeypatch.setattr(target.runner, "run_shared_pass", watched)
+    watch_shared_passes(target, monkeypatch, lambda part, spans: asked.append((tuple(spans), set(spans.values()))))
     drafter = LayerSkipDrafter(target, SKIP, prefix_reuse=prefix_reuse)
     costs = measure_round_costs(target, drafter, 2, num_sequences=3, prompt_length=9, budget_seconds=0.0)
     assert len(costs.verify) == 3

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from decoding.cache.kv_cache import Storage
 from decoding.decode import Request
 from decoding.decoder import Decoder, plain_decoder
 from decoding.draft_length import BetaThompson, DraftLengthRule, Fixed, RoundCosts
 from decoding.drafts import EarlyExit, LayerSkip, Lookup, PromptLookup
 from decoding.head_folder import HeadFolder
 from decoding.profile import Decoding
-from decoding.runners.contract import Outputs, Part, PassRequest
 from decoding.target import Target
 from decoding.text import Ending
 from studies.prediction.lockstep_cost import (
@@ -32,6 +30,7 @@ from studies.prediction.survey import Survey
 from tests.support.costs import made_up_costs
 from tests.support.draft_recordings import recorded
 from tests.support.heads import write_heads
+from tests.support.shared_passes import watch_shared_passes
 from tests.support.tiny import tiny_target
 
 COSTS = RoundCosts(draft_step=0.25, verify=(1.0, 1.1, 1.3, 1.6))
@@ -102,13 +101,7 @@ def test_passes_are_those_of_decoding(
     predicted = [(len(shared), shared[0].verifies) for shared in passes_in_lockstep(asked)]
 
     passes: list[tuple[int, bool]] = []
-    run = target.runner.run_shared_pass
-
-    def watched(part: Part, wanted: Mapping[int, PassRequest], memory: Storage) -> dict[int, Outputs]:
-        passes.append((len(wanted), part.verifies))
-        return run(part, wanted, memory)
-
-    monkeypatch.setattr(target.runner, "run_shared_pass", watched)
+    watch_shared_passes(target, monkeypatch, lambda part, spans: passes.append((len(spans), part.verifies)))
     decoder.generate_batch(requests)
     assert predicted == passes
     if kind.startswith("nothing"):

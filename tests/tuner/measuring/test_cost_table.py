@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from decoding.cache.kv_cache import KVCache, Storage
+from decoding.cache.kv_cache import KVCache
 from decoding.drafts import EarlyExit, LayerSkip
-from decoding.runners.contract import Inputs, Outputs, Part, PassRequest
+from decoding.runners.contract import Inputs, Outputs, Part
 from decoding.target import Target
 from decoding.target.parts import ModelPart
 from decoding.timing.round_costs import LEAST_COST
@@ -23,6 +23,7 @@ from studies.costs.table import CostTable
 from studies.costs.terms import DraftStep, Pass, Verification
 from tests.support.costs import assert_monotone
 from tests.support.families import NUM_LAYERS, SUPPORTED, target_of
+from tests.support.shared_passes import watch_shared_passes
 from tests.support.tiny import tiny_llama, tiny_target
 from tuner.measuring import cost_cache
 from tuner.measuring import cost_table as cost
@@ -290,14 +291,12 @@ def test_passes_of_several_texts_are_shared_by_all(each: Pass, monkeypatch: pyte
     clock, target = Clock(), tiny_target()
     assert target.unbatchable_reason is None
     shared: list[tuple[tuple[int, ...], set[int]]] = []
-    run = target.runner.run_shared_pass
 
-    def watched(part: Part, passes: Mapping[int, PassRequest], memory: Storage) -> dict[int, Outputs]:
+    def note(part: Part, spans: dict[int, tuple[int, int]]) -> None:
         clock.seconds += 3.0
-        shared.append((tuple(passes), {each.start for each in passes.values()}))
-        return run(part, passes, memory)
+        shared.append((tuple(spans), {start for start, _ in spans.values()}))
 
-    monkeypatch.setattr(target.runner, "run_shared_pass", watched)
+    watch_shared_passes(target, monkeypatch, note)
     timer = PassTimer(target, most_tokens=5, num_sequences=3, seed=0, clock=clock)
     timer(each)  # it may look at the sub-layers before a block
     shared.clear()
