@@ -157,7 +157,8 @@ class Lockstep:
             return runner.write_together(chosen, passes, memory, min(lengths))
         outputs = runner.run_shared_pass(chosen, passes, memory)
         return {
-            row: outputs[row] if each.num_tokens is None else one_token(outputs[row]) for row, each in pending.items()
+            row: outputs[row] if each.num_tokens is None else one_token(outputs[row], looks=each.request.looks)
+            for row, each in pending.items()
         }
 
 

@@ -43,7 +43,7 @@ class Decision(Enum):
     """Draw no token from it; verify the tokens drafted so far."""
 
 
-Read = Callable[["Tensor"], list[Any]]
+Read = Callable[[Any], list[Any]]
 """Copies a tensor [n] to the host, in one transfer."""
 
 
@@ -54,8 +54,13 @@ class DraftDistribution:
     the host. If the pass has computed both statistics, `known` [2] holds them, and they are read together.
     """
 
-    def __init__(self, scores: Tensor, read: Read | None = None, known: Tensor | None = None) -> None:
+    def __init__(self, scores: Tensor | None, read: Read | None = None, known: Any = None) -> None:
         self._scores, self._read, self._known = scores, read, known
+
+    @classmethod
+    def of(cls, top_probability: float, entropy: float) -> Self:
+        """Return a distribution whose statistics are on the host already."""
+        return cls(None, list, (top_probability, entropy))
 
     @cached_property
     def entropy(self) -> float:
@@ -69,11 +74,11 @@ class DraftDistribution:
 
     @cached_property
     def _log_probabilities(self) -> Tensor:
+        assert self._scores is not None, "given unless both statistics are known"
         return self._scores.float().log_softmax(dim=-1)
 
     @cached_property
     def _numbers(self) -> list[float]:
-        assert self._known is not None, "asked for only then"
         return self._known.tolist() if self._read is None else self._read(self._known)
 
     def _number(self, statistic: Tensor) -> float:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from decoding.acceptance import Acceptance
@@ -30,6 +32,14 @@ class Proposal:
     """True if the tokens were copied from the sequence, not computed."""
     steered: bool = True
     """True if the controller was asked about this round; only then it is told the number of accepted tokens."""
+
+
+def joined(states: Sequence[Tensor], num_tokens: int) -> Tensor | None:
+    """Return the boundary states of a proposal of `num_tokens` from those of its passes [.., n, hidden], or None without any.
+
+    Passes after a draft that ended earlier are left out.
+    """
+    return torch.cat(list(states), dim=-2)[..., : num_tokens + 1, :] if states else None
 
 
 class Drafter(Protocol):

@@ -9,20 +9,20 @@ drafted nothing, is pending in the branch of the cache until the head's next pas
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor, nn
 
 from decoding.acceptance import Acceptance
 from decoding.cache.kv_cache import KVCache
 from decoding.draft_length import Controller
-from decoding.drafters.contract import Drafter, Proposal
+from decoding.drafters.contract import Drafter, Proposal, joined
 from decoding.drafters.layer_skip import LayerSkipDrafter
 from decoding.drafters.propose import propose
 from decoding.drafts import EarlyExit
 from decoding.errors import ExitHeadError
 from decoding.head_folder import HeadFolder
 from decoding.profile import Decoding
-from decoding.runners.contract import Outputs
+from decoding.runners.contract import Outputs, Written
+from decoding.runners.greedy_chain import one_token, write_by
 from decoding.target import Target
 from decoding.text import Shaping, TokenSequence
 
@@ -31,6 +31,7 @@ class EarlyExitDrafter:
     """The first `exit_layer` blocks, `head`, and the target's own final norm and LM head."""
 
     def __init__(self, target: Target, exit_layer: int, head: nn.Module, *, prefix_reuse: bool = True) -> None:
+        self._features = target.runner.features
         self._exit = target.exit_view(exit_layer, head)
         self._whole = target.tapped_view(exit_layer)
         self._resume = target.resume_view(exit_layer, keep_states=True) if prefix_reuse else None
@@ -63,19 +64,26 @@ class EarlyExitDrafter:
             states.append(outputs.states)
             return outputs
 
-        def write(num_tokens: int) -> Tensor:
-            first = step(0, False).choices  # by itself: it includes the pending tokens
-            if num_tokens == 1:
-                return first
-            start = cache.length + 1
-            written = self._exit.write(first[None], cache, start, num_tokens - 1)
-            branch.catch_up(cache.length + num_tokens)
+        def piece(token_ids: Tensor, index: int, num_tokens: int, looks: bool) -> Written:
+            if index == 0:  # by itself: it includes the pending tokens
+                return one_token(step(0, looks), looks=looks)
+            written = self._exit.write(token_ids, cache, cache.length + index, num_tokens, looks=looks)
+            branch.catch_up(cache.length + index + num_tokens)
             assert written.states is not None, "the exit is tapped"
             states.append(written.states)
-            return torch.cat([first, written.token_ids])
+            return written
 
-        num_drafted, probabilities = propose(step, write, sequence, controller, shaping, acceptance, limit)
-        return Proposal(num_drafted, probabilities, torch.cat(states, dim=-2) if states else None)
+        def write(num_drafted: int, num_tokens: int, looks: bool) -> Written:
+            last = sequence.span(cache.length + num_drafted, cache.length + num_drafted + 1)
+            return write_by(
+                lambda ids, index: piece(ids, num_drafted + index, num_tokens - index, looks), last, num_tokens
+            )
+
+        look_every = self._features.look_every
+        num_drafted, probabilities = propose(step, write, sequence, controller, shaping, acceptance, limit, look_every)
+        # The head forgets what it read of drafts after the end.
+        branch.roll_back(cache.length + num_drafted + 1)
+        return Proposal(num_drafted, probabilities, joined(states, num_drafted))
 
     def verify(self, sequence: TokenSequence, cache: KVCache, draft: Proposal) -> Outputs:
         """Run the target over the last token and the drafts, from the exit on if the states there are known."""

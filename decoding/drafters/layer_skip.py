@@ -6,18 +6,17 @@ first skip: the draft pass leaves their keys, values and output states, and the 
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from decoding.acceptance import Acceptance
 from decoding.cache.kv_cache import KVCache
 from decoding.draft_length import Controller
-from decoding.drafters.contract import Proposal
+from decoding.drafters.contract import Proposal, joined
 from decoding.drafters.propose import propose
 from decoding.drafts import LayerSkip
 from decoding.head_folder import HeadFolder
 from decoding.profile import Decoding
-from decoding.runners.contract import Outputs
+from decoding.runners.contract import Outputs, Written
 from decoding.target import Target
 from decoding.text import Shaping, TokenSequence
 
@@ -53,14 +52,17 @@ class LayerSkipDrafter:
             states.extend(self._view.take_states())  # at once: the next pass may belong to another sequence
             return outputs
 
-        def write(num_tokens: int) -> Tensor:
-            written = self._view.write(sequence.span(cache.length, cache.length + 1), cache, cache.length, num_tokens)
+        def write(num_drafted: int, num_tokens: int, looks: bool) -> Written:
+            position = cache.length + num_drafted
+            last = sequence.span(position, position + 1)
+            written = self._view.write(last, cache, position, num_tokens, looks=looks)
             if written.states is not None:
                 states.append(written.states)
-            return written.token_ids
+            return written
 
-        num_drafted, probabilities = propose(step, write, sequence, controller, shaping, acceptance, limit)
-        return Proposal(num_drafted, probabilities, torch.cat(states, dim=-2) if states else None)
+        look_every = self._target.runner.features.look_every
+        num_drafted, probabilities = propose(step, write, sequence, controller, shaping, acceptance, limit, look_every)
+        return Proposal(num_drafted, probabilities, joined(states, num_drafted))
 
     def verify(self, sequence: TokenSequence, cache: KVCache, draft: Proposal) -> Outputs:
         """Run the target over the last token and the drafts, from the boundary on if its states are known."""

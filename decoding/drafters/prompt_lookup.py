@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from decoding.acceptance import Acceptance
@@ -95,7 +94,7 @@ def write_copy(sequence: TokenSequence, start: int, num_tokens: int, *, steered:
 
 def length_allowed(controller: Controller, limit: int) -> int:
     """Return the number of tokens, at most `limit`, that the controller allows if each has probability 1."""
-    certain = DraftDistribution(torch.zeros(1))  # one token to choose from: top probability 1, entropy 0
+    certain = DraftDistribution.of(top_probability=1.0, entropy=0.0)
     limit = min(limit, controller.limit())
     for num_drafted in range(limit):
         decision = controller.decide(num_drafted, certain)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from decoding.acceptance import Acceptance
 from decoding.draft_length import Controller, Decision, DraftDistribution
-from decoding.runners.contract import Outputs
+from decoding.runners.contract import Outputs, Written
 from decoding.text import Shaping, TokenSequence
 
 Step = Callable[[int, bool], Outputs]
@@ -18,8 +18,11 @@ Step = Callable[[int, bool], Outputs]
 The second argument is `looks` of `Runner.run`.
 """
 
-Write = Callable[[int], Tensor]
-"""Runs the draft `num_tokens` times; returns the most likely token ids [num_tokens] after the sequence."""
+Write = Callable[[int, int, bool], Written]
+"""Runs the draft after the sequence and its first drafts, as often as the second argument says, greedily.
+
+The first and the third argument are as in `Step`.
+"""
 
 
 def propose(
@@ -30,17 +33,22 @@ def propose(
     shaping: Shaping,
     acceptance: Acceptance,
     limit: int,
+    look_every: int | None = None,
 ) -> tuple[int, Tensor | None]:
-    """Write drafts after the sequence, token by token; all at once if greedy and nothing looks at their distributions.
+    """Write drafts after the sequence, token by token; several at once if greedy and nothing looks at their distributions.
+
+    `look_every` is that of `decoding.runners.features.SpeedFeatures`.
 
     Returns the number of drafts and the probabilities [num_drafted, vocabulary] they were sampled from (None if greedy or if
-    nothing was drafted). The pass whose distribution the controller rejects has run too.
+    nothing was drafted). The passes whose distributions the controller did not want have run too.
     """
     limit = min(limit, controller.limit())
     looks, most_likely = controller.looks_at_drafts, acceptance.is_greedy and not shaping.processors
     if limit > 0 and most_likely and not looks:
-        sequence.write_draft(0, write(limit))
+        sequence.write_draft(0, write(0, limit, False).token_ids)
         return limit, None
+    if most_likely and look_every is not None:
+        return _look_back(write, sequence, controller, limit, look_every), None
     probabilities: list[Tensor] = []
     num_drafted = 0
     decision = Decision.CONTINUE
@@ -57,3 +65,22 @@ def propose(
         sequence.write_draft(num_drafted, token)
         num_drafted += 1
     return num_drafted, torch.stack(probabilities) if probabilities else None
+
+
+def _look_back(write: Write, sequence: TokenSequence, controller: Controller, limit: int, look_every: int) -> int:
+    """Write `look_every` greedy drafts at a time and read their confidences together.
+
+    Return the number of drafts up to the controller's stop. Drafts after it are not verified.
+    """
+    num_drafted = 0
+    while num_drafted < limit:
+        written = write(num_drafted, min(look_every, limit - num_drafted), True)
+        sequence.write_draft(num_drafted, written.token_ids)
+        assert written.confidence is not None, "asked for"
+        numbers = iter(sequence.read(written.confidence.flatten()))
+        for known in zip(numbers, numbers, strict=True):
+            decision = controller.decide(num_drafted, DraftDistribution.of(*known))
+            num_drafted += decision is not Decision.STOP
+            if decision is not Decision.CONTINUE:
+                return num_drafted
+    return num_drafted

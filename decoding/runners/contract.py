@@ -115,11 +115,12 @@ def judge(logits: Tensor, token_ids: Tensor, last: Tensor | None, *, drafted: bo
     return Judged(
         choices,
         accept_greedy(token_ids[:, 1:], choices, last) if drafted else None,
-        _confidence(logits) if looks else None,
+        confidence(logits) if looks else None,
     )
 
 
-def _confidence(logits: Tensor) -> Tensor:
+def confidence(logits: Tensor) -> Tensor:
+    """Return the top probability and the entropy in nats, [.., 2], of the softmax of `logits` [.., vocabulary]."""
     log_probabilities = logits.float().log_softmax(dim=-1)
     return torch.stack([top_probability(log_probabilities), entropy(log_probabilities)], dim=-1)
 
@@ -128,15 +129,17 @@ def _confidence(logits: Tensor) -> Tensor:
 class Written:
     """Tokens that a part drafted one after another.
 
-    `token_ids` are [n], `states` [.., n, hidden] the states at the part's tap, if any.
+    `token_ids` are [n], `states` [.., n, hidden] the states at the part's tap, if any. `confidence` [n, 2] is that of
+    `Judged`, if it was asked for.
     """
 
     token_ids: Tensor
     states: Tensor | None
+    confidence: Tensor | None = None
 
     def copied(self) -> Written:
         """Return a copy in separate memory."""
-        return Written(_copied(self.token_ids), _copied(self.states))
+        return Written(_copied(self.token_ids), _copied(self.states), _copied(self.confidence))
 
 
 @overload
@@ -245,10 +248,12 @@ class Runner(Protocol):
         announces that the confidence of the logits will be read.
         """
 
-    def write_greedily(self, part: Part, token_ids: Tensor, cache: KVCache, start: int, num_tokens: int) -> Written:
+    def write_greedily(
+        self, part: Part, token_ids: Tensor, cache: KVCache, start: int, num_tokens: int, *, looks: bool = False
+    ) -> Written:
         """Let `part` draft `num_tokens` greedy tokens after `token_ids` [1, 1] at `start`.
 
-        Does not wait for the device.
+        `looks` asks for their confidence. Does not wait for the device.
         """
 
     def run_shared_pass(self, part: Part, passes: Mapping[int, PassRequest], memory: Storage) -> dict[int, Outputs]:

@@ -86,11 +86,14 @@ class EagerRunner:
         assert logits is not None, "there is at least one piece"
         return Outputs(logits, torch.cat(tapped, dim=-2) if tapped else None)
 
-    def write_greedily(self, part: Part, token_ids: Tensor, cache: KVCache, start: int, num_tokens: int) -> Written:
+    def write_greedily(
+        self, part: Part, token_ids: Tensor, cache: KVCache, start: int, num_tokens: int, *, looks: bool = False
+    ) -> Written:
         """Draft greedily with one pass per token; see `Runner.write_greedily`."""
 
         def step(token_ids: Tensor, index: int) -> Written:
-            return one_token(self._run(part, token_ids, cache, start + index, last_only=True, states=None))
+            outputs = self._run(part, token_ids, cache, start + index, last_only=True, states=None)
+            return one_token(outputs, looks=looks)
 
         return write_by(step, token_ids, num_tokens)
 

@@ -154,20 +154,21 @@ def compute_chains(part: Part, given: RowInputs, cache: KVCache, mask_kinds: Mas
 
     def step(token_ids: Tensor, index: int) -> Written:
         moved = torch.stack([given.start + index, given.widths])
-        return one_token(compute_rows(part, RowInputs(token_ids, moved, None), cache, mask_kinds, rows))
+        outputs = compute_rows(part, RowInputs(token_ids, moved, None), cache, mask_kinds, rows)
+        return one_token(outputs, looks=rows.looks)
 
     return write_by(step, given.token_ids, rows.num_tokens)
 
 
 def split_chains(written: Written, passes: Mapping[int, PassRequest], rows: Rows) -> dict[int, Written]:
     """Return what each sequence in `passes` has written."""
-    states = written.states
-    return {
-        row: Written(
-            written.token_ids[row - rows.first], None if states is None else states.narrow(-3, row - rows.first, 1)
-        )
-        for row in passes
-    }
+
+    def of_row(index: int) -> Written:
+        states = None if written.states is None else written.states.narrow(-3, index, 1)
+        confidence = None if written.confidence is None else written.confidence[index]
+        return Written(written.token_ids[index], states, confidence)
+
+    return {row: of_row(row - rows.first) for row in passes}
 
 
 def _padded_index(widths: Mapping[int, int], rows: Rows) -> list[int]:

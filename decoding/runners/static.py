@@ -161,20 +161,28 @@ class StaticRunner:
         kept = None if outputs.states is None else outputs.states[..., :width, :].clone()
         return replace(outputs.of_row(0, 1 if shape.last_only else width, last_only=last_only), states=kept)
 
-    def write_greedily(self, part: Part, token_ids: Tensor, cache: KVCache, start: int, num_tokens: int) -> Written:
+    def write_greedily(
+        self, part: Part, token_ids: Tensor, cache: KVCache, start: int, num_tokens: int, *, looks: bool = False
+    ) -> Written:
         """Draft greedily in as few recordings as possible; see `Runner.write_greedily`."""
-        return write_by(
-            lambda ids, index: self._piece(part, ids, cache, start + index, num_tokens - index), token_ids, num_tokens
-        )
 
-    def _piece(self, part: Part, token_ids: Tensor, cache: KVCache, start: int, num_tokens: int) -> Written:
+        def piece(token_ids: Tensor, index: int) -> Written:
+            return self._piece(part, token_ids, cache, start + index, num_tokens - index, looks)
+
+        return write_by(piece, token_ids, num_tokens)
+
+    def _piece(
+        self, part: Part, token_ids: Tensor, cache: KVCache, start: int, num_tokens: int, looks: bool
+    ) -> Written:
         """Draft as many of the tokens as one recording covers."""
         count = _longest_chain(num_tokens)
         if count == 1 or start == 0 or (part.is_whole and self.exact_width is not None):
-            return one_token(self.run(part, token_ids, cache, start, last_only=True))
+            return one_token(self.run(part, token_ids, cache, start, last_only=True, looks=looks), looks=looks)
         cache.cover(start, count)
         self._buffers(1).fill(token_ids, start, None)
-        shape = _Shape(1, self.buckets.reach(start + count), last_only=False, resumes=False, num_tokens=count)
+        shape = _Shape(
+            1, self.buckets.reach(start + count), last_only=False, resumes=False, num_tokens=count, looks=looks
+        )
         return self._prepared_pass(part, cache, shape, self._compute_chain)
 
     def run_shared_pass(self, part: Part, passes: Mapping[int, PassRequest], memory: Storage) -> dict[int, Outputs]:
@@ -267,9 +275,8 @@ class StaticRunner:
         slots = buffers.slots()
 
         def step(token_ids: Tensor, index: int) -> Written:
-            return one_token(
-                unbatch(self._compute_at(part, cache, shape, token_ids, slots + index, buffers.last, None))
-            )
+            outputs = unbatch(self._compute_at(part, cache, shape, token_ids, slots + index, buffers.last, None))
+            return one_token(outputs, looks=shape.looks)
 
         return write_by(step, buffers.token_ids, shape.num_tokens)
 

@@ -161,13 +161,15 @@ class Target:
             return cache.company.run(part, PassRequest(token_ids, cache, start, last_only, states, looks))
         return self.runner.run(part, token_ids, cache, start, last_only=last_only, states=states, looks=looks)
 
-    def write_greedily(self, part: Part, token_ids: Tensor, cache: KVCache, start: int, num_tokens: int) -> Written:
+    def write_greedily(
+        self, part: Part, token_ids: Tensor, cache: KVCache, start: int, num_tokens: int, *, looks: bool = False
+    ) -> Written:
         """Draft greedily; see `Runner.write_greedily`. Sequences in lockstep draft together, as far as each wants to."""
         if (company := cache.company) is None:
-            return self.runner.write_greedily(part, token_ids, cache, start, num_tokens)
+            return self.runner.write_greedily(part, token_ids, cache, start, num_tokens, looks=looks)
 
         def piece(token_ids: Tensor, index: int) -> Written:
-            request = PassRequest(token_ids, cache, start + index, last_only=True, states=None)
+            request = PassRequest(token_ids, cache, start + index, last_only=True, states=None, looks=looks)
             written: Written = company.write(part, request, num_tokens - index)
             return written
 

@@ -50,9 +50,12 @@ class DraftView:
             self._states.append(outputs.states)
         return outputs
 
-    def write(self, token_ids: Tensor, cache: KVCache, start: int, num_tokens: int) -> Written:
-        """Draft `num_tokens` greedy tokens after `token_ids` [1, 1] at `start`, recording boundary states if kept."""
-        return self._target.write_greedily(self._part, token_ids, cache, start, num_tokens)
+    def write(self, token_ids: Tensor, cache: KVCache, start: int, num_tokens: int, *, looks: bool = False) -> Written:
+        """Draft `num_tokens` greedy tokens after `token_ids` [1, 1] at `start`, recording boundary states if kept.
+
+        `looks` as in `Runner.write_greedily`.
+        """
+        return self._target.write_greedily(self._part, token_ids, cache, start, num_tokens, looks=looks)
 
     def rounds(self, token_ids: Tensor, cache: RoundsCache) -> Tensor:
         """Return logits [rounds, depth, vocabulary] of many rounds whose drafts `token_ids` [rounds, depth] are known.
@@ -207,12 +210,13 @@ class ExitView:
         part = self._step if pending is None else self._from_pending
         return self._target.run(part, token_ids, cache, start, last_only=True, states=pending, looks=looks)
 
-    def write(self, token_ids: Tensor, cache: KVCache, start: int, num_tokens: int) -> Written:
+    def write(self, token_ids: Tensor, cache: KVCache, start: int, num_tokens: int, *, looks: bool = False) -> Written:
         """Draft `num_tokens` greedy tokens after `token_ids` [1, 1] at `start`.
 
-        Also return the exit states of the passes. The head must have processed every position before `start`.
+        Also return the exit states of the passes. The head must have processed every position before `start`. `looks` as
+        in `Runner.write_greedily`.
         """
-        return self._target.write_greedily(self._step, token_ids, cache, start, num_tokens)
+        return self._target.write_greedily(self._step, token_ids, cache, start, num_tokens, looks=looks)
 
     def fill(self, token_ids: Tensor, cache: KVCache, start: int, states: Tensor) -> None:
         """Run only the head on the `states` [.., width, hidden] of `token_ids`, to fill its cache."""

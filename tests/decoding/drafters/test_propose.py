@@ -16,9 +16,8 @@ from decoding.drafters.contract import Drafter, Proposal
 from decoding.drafters.early_exit import EarlyExitDrafter
 from decoding.drafters.layer_skip import LayerSkipDrafter
 from decoding.drafts import LayerSkip
-from decoding.runners import static
 from decoding.runners.buckets import CPU_BUCKETS
-from decoding.runners.greedy_chain import write_by
+from decoding.runners.contract import Written
 from decoding.runners.static import CHAINS, StaticRunner
 from decoding.target import Target
 from decoding.text import Shaping, TokenSequence
@@ -102,11 +101,14 @@ def test_shaped_and_sampled_drafts_are_written_token_by_token(
 def test_a_long_draft_is_put_together_from_few_recordings(monkeypatch: pytest.MonkeyPatch) -> None:
     recorded: list[int] = []
 
-    def watched(step: Any, token_ids: Any, num_tokens: int) -> Any:
-        recorded.append(num_tokens)
-        return write_by(step, token_ids, num_tokens)
+    genuine = StaticRunner._piece
 
-    monkeypatch.setattr(static, "write_by", watched)
+    def watched(*arguments: Any) -> Written:
+        piece = genuine(*arguments)
+        recorded.append(piece.token_ids.shape[0])
+        return piece
+
+    monkeypatch.setattr(StaticRunner, "_piece", watched)
     target = target_by("static")
     drafter = DRAFTERS["skip"](target)
     for length in range(1, ROOM):
