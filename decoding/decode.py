@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -65,20 +66,50 @@ NewCache = Callable[[int], KVCache]
 def autoregressive(target: Target, request: Request, new_cache: NewCache | None = None) -> Iterator[Prefill | Round]:
     """Decode plainly: one token of the target per round. Yields the prefill first.
 
+    With the feature `plain_chain` (`decoding.runners.features`) several rounds follow one another before the host looks
+    at their tokens; each of them is said to last the same share of the seconds of all.
+
     `new_cache` makes the sequence's cache; the default is the target's own.
     """
     sequence, cache = _begin(target, request, new_cache)
     prefill, ended = _prefill(lambda: _read_prompt(target, sequence, cache), request, sequence, cache)
     yield prefill
+    chain = target.runner.features.plain_chain
+    if chain is None or not request.takes_most_likely or request.ending.criteria:
+        write = partial(_write_one, target)
+    else:
+        write = partial(_write_chain, target, num_tokens=chain)
     while not ended:
         start = time.perf_counter()
-        token_ids = sequence.span(cache.length, sequence.length)
-        outputs = target.run(target.whole, token_ids, cache, cache.length, last_only=True)
-        token = request.choose(sequence, outputs)
-        sequence.write_draft(0, token)
-        cache.length = sequence.length
-        tokens, ended = request.ending.append(sequence, sequence.read(token))
-        yield Round(tokens, num_drafted=0, num_accepted=0, seconds=time.perf_counter() - start, draft_seconds=0.0)
+        tokens, ended = write(request, sequence, cache)
+        share = (time.perf_counter() - start) / len(tokens)
+        for token in tokens:
+            yield Round((token,), num_drafted=0, num_accepted=0, seconds=share, draft_seconds=0.0)
+
+
+def _write_one(
+    target: Target, request: Request, sequence: TokenSequence, cache: KVCache
+) -> tuple[tuple[int, ...], bool]:
+    """Append one token; return it, and True if the sequence has ended."""
+    token_ids = sequence.span(cache.length, sequence.length)
+    outputs = target.run(target.whole, token_ids, cache, cache.length, last_only=True)
+    token = request.choose(sequence, outputs)
+    sequence.write_draft(0, token)
+    cache.length = sequence.length
+    return request.ending.append(sequence, sequence.read(token))
+
+
+def _write_chain(
+    target: Target, request: Request, sequence: TokenSequence, cache: KVCache, *, num_tokens: int
+) -> tuple[tuple[int, ...], bool]:
+    """Append `num_tokens` tokens or as many as remain, then look for the end; tokens after it are dropped."""
+    num_tokens = min(num_tokens, request.ending.remaining(sequence))
+    token_ids = sequence.span(cache.length, sequence.length)
+    written = target.write_greedily(target.whole, token_ids, cache, cache.length, num_tokens).token_ids
+    sequence.write_draft(0, written)
+    tokens, ended = request.ending.append(sequence, sequence.read(written))
+    cache.length = sequence.length - 1
+    return tokens, ended
 
 
 @torch.inference_mode()

@@ -1,0 +1,123 @@
+"""Several tokens between two looks of the host: the same output, in fewer waits. Both features are off by default."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache, partial
+
+import pytest
+import torch
+from torch import Tensor
+
+from decoding.decode import Request, speculative
+from decoding.decoder import Decoder, plain_decoder
+from decoding.draft_length import AdaEdl, DraftLengthRule, TopProbability
+from decoding.drafters.early_exit import EarlyExitDrafter
+from decoding.drafts import LayerSkip, Lookup
+from decoding.rounds import Generation
+from decoding.runners.buckets import GPU_BUCKETS
+from decoding.runners.features import NO_FEATURES, SpeedFeatures
+from decoding.runners.static import StaticRunner
+from decoding.target import Target
+from decoding.text import Ending
+from tests.support.fake_cuda import fake_cuda
+from tests.support.families import build, some_tokens
+from tests.support.heads import untrained_head
+from tests.support.recorders import CountingRecorder
+
+SIZES = ((5, 20), (11, 12), (3, 25), (8, 1), (1, 9))
+"""Lengths of the prompts and of their continuations."""
+SKIP = LayerSkip(skip_attention=(2, 3), skip_mlp=(1, 3))
+RULES: dict[str, DraftLengthRule] = {
+    "top probability": TopProbability(max_tokens=5, threshold=0.3),
+    "entropy": AdaEdl(max_tokens=6),
+    "entropy, without the last": AdaEdl(max_tokens=6, keep_last=False),
+}
+
+
+@cache
+def target_with(features: SpeedFeatures) -> Target:
+    recorder = CountingRecorder()
+    runner = partial(StaticRunner, compiled=False, buckets=GPU_BUCKETS, recorder=recorder, features=features)
+    return Target(build("llama"), runner)
+
+
+def requests(ends: frozenset[int] = frozenset()) -> list[Request]:
+    return [Request(some_tokens(length, seed), Ending(num, ends)) for seed, (length, num) in enumerate(SIZES)]
+
+
+def facts(generations: Sequence[Generation]) -> list[list[tuple[object, ...]]]:
+    """Return what happened in each round, without the seconds."""
+    return [[(each.tokens, each.num_drafted, each.num_accepted) for each in one.rounds] for one in generations]
+
+
+def decode_with_head(target: Target, rule: DraftLengthRule, *, prefix_reuse: bool) -> list[Generation]:
+    torch.manual_seed(0)
+    drafter = EarlyExitDrafter(target, 2, untrained_head(target), prefix_reuse=prefix_reuse)
+    return [Generation.collect(speculative(target, drafter, rule.controller(), request)) for request in requests()]
+
+
+WAYS: dict[str, Callable[[Target, DraftLengthRule], Sequence[Generation]]] = {
+    "skip": lambda target, rule: [Decoder(target, SKIP, rule).generate(request) for request in requests()],
+    "skip in a batch": lambda target, rule: Decoder(target, SKIP, rule).generate_batch(requests()).generations,
+    "lookup first": lambda target, rule: (
+        Decoder(target, SKIP.model_copy(update={"lookup": Lookup(max_tokens=3)}), rule)
+        .generate_batch(requests())
+        .generations
+    ),
+    "exit with head": partial(decode_with_head, prefix_reuse=False),
+    "exit with head, prefix reused": partial(decode_with_head, prefix_reuse=True),
+}
+
+
+@pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("look_every", [1, 2, 4])
+def test_looking_at_several_drafts_at_once_changes_no_decision(
+    look_every: int, way: str, rule: DraftLengthRule
+) -> None:
+    expected = WAYS[way](target_with(NO_FEATURES), rule)
+    found = WAYS[way](target_with(SpeedFeatures(look_every=look_every)), rule)
+    assert facts(found) == facts(expected)
+    assert sum(each.num_accepted for each in found) > 0
+
+
+@pytest.mark.parametrize("length", [1, 4, 6])
+@pytest.mark.parametrize("ends", [False, True], ids=["to the limit", "to an end token"])
+def test_plain_decoding_in_chains_writes_the_same_tokens(length: int, ends: bool) -> None:
+    alone = plain_decoder(target_with(NO_FEATURES))
+    end = frozenset(alone.generate(requests()[2]).tokens[4:5]) if ends else frozenset()
+    expected = facts([alone.generate(request) for request in requests(end)])
+    decoder = plain_decoder(target_with(SpeedFeatures(plain_chain=length)))
+    assert facts([decoder.generate(request) for request in requests(end)]) == expected
+    assert facts(decoder.generate_batch(requests(end)).generations) == expected
+
+
+def test_stopping_criteria_are_asked_after_every_token() -> None:
+    seen: list[int] = []
+
+    def count(ids: Tensor, scores: Tensor | None) -> bool:
+        seen.append(ids.shape[1])
+        return False
+
+    request = Request(some_tokens(5), Ending(9, criteria=[count]))
+    plain_decoder(target_with(SpeedFeatures(plain_chain=4))).generate(request)
+    assert seen == list(range(6, 15))
+
+
+@pytest.mark.parametrize(
+    ("features", "plain_waits", "looking_waits"),
+    [(NO_FEATURES, 9, 4), (SpeedFeatures(plain_chain=4), 3, 4), (SpeedFeatures(look_every=3), 9, 2)],
+    ids=["none", "plain_chain", "look_every"],
+)
+def test_chains_save_waits(features: SpeedFeatures, plain_waits: int, looking_waits: int) -> None:
+    """The waits for nine plain tokens, and for a round that drafts three tokens and looks at each."""
+    model = build("llama")
+    with fake_cuda() as device:
+        target = device.target(model, features)
+        plain, looking = plain_decoder(target), Decoder(target, SKIP, TopProbability(max_tokens=3, threshold=0.1))
+        assert device.waits_of(lambda: plain.generate(Request([7, 3, 9], Ending(9)))).total() == plain_waits
+        steps = looking.steps(Request([7, 3, 9], Ending(5)))
+        next(steps)
+        assert device.waits_of(lambda: next(steps)).total() == looking_waits
+        assert device.waits_in_recordings == []
