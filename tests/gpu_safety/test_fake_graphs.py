@@ -197,6 +197,13 @@ def test_without_poison_outputs_that_were_not_copied_seem_right() -> None:
         lambda given: torch.multinomial(given, 1),
         lambda given: given + torch.tensor([1.0]),
         lambda given: given.nonzero(),
+        lambda given: given * given.tolist()[0],
+        lambda given: given + given.new_tensor([1.0]),
+        lambda given: given + torch.as_tensor([1.0]),
+        lambda given: given.cpu(),
+        lambda given: given.unique(),
+        lambda given: given.repeat_interleave(given.long()),
+        lambda given: torch.full_like(given, given.max()),
     ],
 )
 def test_waiting_for_the_host_is_an_error(wait: Callable[[Tensor], Tensor]) -> None:

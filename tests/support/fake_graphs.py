@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from decoding.runners.graphs import OutputsT
@@ -27,6 +28,7 @@ WAITS = frozenset(
     f"aten::{name}"
     for name in (
         "_local_scalar_dense",
+        "_unique",
         "_unique2",
         "bincount",
         "equal",
@@ -36,10 +38,15 @@ WAITS = frozenset(
         "masked_select",
         "multinomial",
         "nonzero",
+        "repeat_interleave",
+        "unique_consecutive",
         "unique_dim",
     )
 )
 """Operators that read a device's numbers on the host, or copy numbers of the host in unpinned memory."""
+
+HOST_READS = frozenset({Tensor.cpu, Tensor.numpy, Tensor.tolist, torch.as_tensor})
+"""Functions that do so on a device, and run no operator on a CPU."""
 
 
 class RecordingError(AssertionError):
@@ -119,6 +126,17 @@ class _Step:
         for kept, value in zip(self._results, _tensors(self._function(*args, **kwargs)), strict=True):
             if kept is not None:
                 kept.copy_(value)
+
+
+class _NoHostReads(TorchFunctionMode):
+    """Raises for functions that wait on a device only."""
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if function in HOST_READS:
+            raise RecordingError(f"a recorded pass waits for the host: {function.__name__}")
+        return function(*args, **(kwargs or {}))
 
 
 class _Recording(TorchDispatchMode):
@@ -207,7 +225,7 @@ class FakeGraph:
 
     def __init__(self, run: Callable[[], Any]) -> None:
         self._recording = _Recording()
-        with self._recording:
+        with _NoHostReads(), self._recording:
             self.outputs = run()
         self.recorded_outputs = self.outputs.copied()
         """What a real graph would leave undefined: recording computes nothing."""
