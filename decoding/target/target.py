@@ -55,7 +55,8 @@ class Target:
         self._rope_change = find_rope_change(self.config)
         self._mask_kinds, self._unbatchable_reason = _mask_kinds_of(self.config, self.dtype)
         self.runner: Runner = self._build_runner(runner, exact_width)
-        self._tied = tied_addresses(model)
+        # Only where it is needed: weights that are not in memory have no address.
+        self._tied = tied_addresses(model) if self.runner.features.fused_projections else frozenset()
         self._packs = self.runner.block_call is not None
         self.stack = [self.prepare_block(block, index) for index, block in enumerate(self.blocks)]
         self.whole = self.part(self.stack, is_whole=True)
