@@ -136,7 +136,9 @@ def speculative(
             limit = min(limit, widest - 1)
         draft = drafter.draft(sequence, cache, controller, request.shaping, request.acceptance, limit)
         drafted_at = time.perf_counter()
-        verdict = request.judge(sequence, draft, drafter.verify(sequence, cache, draft))
+        verdict = draft.verdict
+        if verdict is None:
+            verdict = request.judge(sequence, draft, drafter.verify(sequence, cache, draft))
         num_accepted, token, *drafted = sequence.read(verdict)
         sequence.write_draft(num_accepted, verdict[1:2])
         cache.roll_back(sequence.length + num_accepted)

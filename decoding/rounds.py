@@ -33,6 +33,7 @@ class Round:
     num_accepted: int
     seconds: float
     draft_seconds: float
+    """Seconds spent drafting; all of the round's if draft and verification were one recording (`whole_rounds`)."""
     looked_up: bool = False
     """True if the drafts were copied from the sequence (prompt lookup) and not computed."""
 

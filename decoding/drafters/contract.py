@@ -30,6 +30,8 @@ class Proposal:
     """Boundary states [.., num_tokens or num_tokens + 1, hidden] for prefix reuse, or None to verify from the first block."""
     looked_up: bool = False
     """True if the tokens were copied from the sequence, not computed."""
+    verdict: Tensor | None = None
+    """The verdict [2 + num_tokens] of `decoding.acceptance`, if the round was run as a whole; it is not verified again."""
     steered: bool = True
     """True if the controller was asked about this round; only then it is told the number of accepted tokens."""
 

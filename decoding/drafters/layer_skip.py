@@ -44,6 +44,9 @@ class LayerSkipDrafter:
         limit: int,
     ) -> Proposal:
         """Draft token by token until the controller or `limit` stops; each token costs one pass of the view."""
+        known_length = acceptance.is_greedy and not shaping.processors and not controller.looks_at_drafts
+        if known_length and self._target.runner.features.whole_rounds and cache.company is None:
+            return self._run_round(sequence, cache, min(limit, controller.limit()))
         states = list[Tensor]()
 
         def step(num_drafted: int, looks: bool) -> Outputs:
@@ -63,6 +66,15 @@ class LayerSkipDrafter:
         look_every = self._target.runner.features.look_every
         num_drafted, probabilities = propose(step, write, sequence, controller, shaping, acceptance, limit, look_every)
         return Proposal(num_drafted, probabilities, joined(states, num_drafted))
+
+    def _run_round(self, sequence: TokenSequence, cache: KVCache, num_tokens: int) -> Proposal:
+        """Draft and verify in one recording, without prefix reuse."""
+        if num_tokens <= 0:
+            return Proposal(0, None)
+        last = sequence.span(cache.length, cache.length + 1)
+        verdict = self._view.run_round(last, cache, cache.length, num_tokens)
+        sequence.write_draft(0, verdict[2:])
+        return Proposal(num_tokens, None, verdict=verdict)
 
     def verify(self, sequence: TokenSequence, cache: KVCache, draft: Proposal) -> Outputs:
         """Run the target over the last token and the drafts, from the boundary on if its states are known."""

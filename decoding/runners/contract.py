@@ -142,6 +142,18 @@ class Written:
         return Written(_copied(self.token_ids), _copied(self.states), _copied(self.confidence))
 
 
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """The outcome of a round that was run as a whole."""
+
+    values: Tensor
+    """[2 + num_tokens]; see `decoding.acceptance`."""
+
+    def copied(self) -> Verdict:
+        """Return a copy in separate memory."""
+        return Verdict(_copied(self.values))
+
+
 @overload
 def _copied(values: Tensor) -> Tensor: ...
 
@@ -254,6 +266,14 @@ class Runner(Protocol):
         """Let `part` draft `num_tokens` greedy tokens after `token_ids` [1, 1] at `start`.
 
         `looks` asks for their confidence. Does not wait for the device.
+        """
+
+    def run_round(
+        self, draft: Part, whole: Part, token_ids: Tensor, cache: KVCache, start: int, num_tokens: int
+    ) -> Tensor:
+        """Let `draft` write `num_tokens` greedy tokens after `token_ids` [1, 1] at `start`, and let `whole` judge them.
+
+        Return the verdict [2 + num_tokens] (see `decoding.acceptance`). Does not wait for the device.
         """
 
     def run_shared_pass(self, part: Part, passes: Mapping[int, PassRequest], memory: Storage) -> dict[int, Outputs]:

@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor
 
+from decoding.acceptance import accept_greedy
 from decoding.cache.kv_cache import KVCache, Storage
 from decoding.errors import UnsupportedRunnerError
 from decoding.runners.contract import Inputs, Outputs, Part, PassRequest, Written
@@ -96,6 +97,14 @@ class EagerRunner:
             return one_token(outputs, looks=looks)
 
         return write_by(step, token_ids, num_tokens)
+
+    def run_round(
+        self, draft: Part, whole: Part, token_ids: Tensor, cache: KVCache, start: int, num_tokens: int
+    ) -> Tensor:
+        """Draft, then verify; see `Runner.run_round`."""
+        drafted = self.write_greedily(draft, token_ids, cache, start, num_tokens).token_ids
+        outputs = self.run(whole, torch.cat([token_ids, drafted[None]], dim=1), cache, start)
+        return accept_greedy(drafted, outputs.choices)
 
     def _run(
         self, part: Part, token_ids: Tensor, cache: KVCache, start: int, *, last_only: bool, states: Tensor | None

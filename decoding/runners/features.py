@@ -53,8 +53,9 @@ class SpeedFeatures:
     Not yet measured on a GPU.
     """
     whole_rounds: bool = False
-    """Record a round of known length at once: pending step, draft, verification and acceptance.
+    """Record a round of known length at once: draft, verification and acceptance.
 
+    Only greedy drafts that skip layers, exits without a head among them, of one sequence; the verification reuses no prefix.
     Should save the host's share of a round, about 0.2 ms. Not yet measured on a GPU.
     """
 

@@ -15,16 +15,18 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
 
+from decoding.acceptance import accept_greedy, most_likely
 from decoding.cache.kv_cache import KVCache, Storage
 from decoding.errors import UnsupportedRunnerError
 from decoding.runners.buckets import CPU_BUCKETS, GPU_BUCKETS, Buckets
 from decoding.runners.compilation import CompiledBlocks, call_block, compiling, without_guards
-from decoding.runners.contract import BlockCall, Inputs, Outputs, Part, PassRequest, Written, judge
+from decoding.runners.contract import BlockCall, Inputs, Outputs, Part, PassRequest, Verdict, Written, judge
 from decoding.runners.eager import EagerRunner
 from decoding.runners.features import NO_FEATURES, SpeedFeatures
 from decoding.runners.graphs import CudaGraphs, OutputsT, PassRecorder
@@ -185,6 +187,18 @@ class StaticRunner:
         )
         return self._prepared_pass(part, cache, shape, self._compute_chain)
 
+    def run_round(
+        self, draft: Part, whole: Part, token_ids: Tensor, cache: KVCache, start: int, num_tokens: int
+    ) -> Tensor:
+        """Run draft, verification and acceptance in one recording; see `Runner.run_round`."""
+        if self.exact_width is not None or start == 0 or not self.buckets.fits(num_tokens + 1):
+            return self._eager.run_round(draft, whole, token_ids, cache, start, num_tokens)
+        cache.cover(start, num_tokens + 1)
+        width = self.buckets.width(num_tokens + 1)
+        self._buffers(1).fill(token_ids, start, None)
+        shape = _Shape(width, self.buckets.reach(start + width), False, False, num_tokens, is_round=True)
+        return self._prepared_pass(draft, cache, shape, partial(self._compute_round, whole)).values
+
     def run_shared_pass(self, part: Part, passes: Mapping[int, PassRequest], memory: Storage) -> dict[int, Outputs]:
         """Run a shared pass; see `Runner.run_shared_pass`."""
         if not self.buckets.fits(max(each.width for each in passes.values()), memory.num_rows):
@@ -280,6 +294,17 @@ class StaticRunner:
 
         return write_by(step, buffers.token_ids, shape.num_tokens)
 
+    def _compute_round(self, whole: Part, draft: Part, cache: KVCache, shape: _Shape) -> Verdict:
+        drafted = self._compute_chain(draft, cache, shape).token_ids
+        buffers = self._buffers(1)
+        padding = drafted.new_zeros(shape.width - 1 - shape.num_tokens)
+        token_ids = torch.cat([buffers.token_ids[0], drafted, padding])[None]
+        slots = buffers.slots() + torch.arange(shape.width, device=self._device)
+        last = torch.full_like(buffers.last, shape.num_tokens)
+        outputs = self._compute_at(whole, cache, shape, token_ids, slots, last, None)
+        choices = most_likely(outputs.logits[0, : shape.num_tokens + 1])
+        return Verdict(accept_greedy(drafted, choices))
+
     def _compute_at(
         self,
         part: Part,
@@ -340,6 +365,8 @@ class _Shape:
     """Number of tokens that the pass generates, one position each; 1 in a pass that returns logits."""
     looks: bool = False
     """True if the pass computes the confidence of its logits."""
+    is_round: bool = False
+    """True if the tokens are verified at once by a pass of this width."""
 
 
 class _Buffers:

@@ -57,6 +57,11 @@ class DraftView:
         """
         return self._target.write_greedily(self._part, token_ids, cache, start, num_tokens, looks=looks)
 
+    def run_round(self, token_ids: Tensor, cache: KVCache, start: int, num_tokens: int) -> Tensor:
+        """Draft and verify; see `Runner.run_round`. The sequence must not be in lockstep."""
+        target = self._target
+        return target.runner.run_round(self._part, target.whole, token_ids, cache, start, num_tokens)
+
     def rounds(self, token_ids: Tensor, cache: RoundsCache) -> Tensor:
         """Return logits [rounds, depth, vocabulary] of many rounds whose drafts `token_ids` [rounds, depth] are known.
 

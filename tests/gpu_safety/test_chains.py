@@ -1,4 +1,4 @@
-"""Several tokens between two looks of the host: the same output, in fewer waits. Both features are off by default."""
+"""More work between two looks of the host: the same output, in fewer waits or launches. These features are off by default."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from torch import Tensor
 
 from decoding.decode import Request, speculative
 from decoding.decoder import Decoder, plain_decoder
-from decoding.draft_length import AdaEdl, DraftLengthRule, TopProbability
+from decoding.draft_length import AdaEdl, DraftLengthRule, Fixed, TopProbability
 from decoding.drafters.early_exit import EarlyExitDrafter
-from decoding.drafts import LayerSkip, Lookup
+from decoding.drafts import EarlyExit, LayerSkip, Lookup
 from decoding.rounds import Generation
 from decoding.runners.buckets import GPU_BUCKETS
 from decoding.runners.features import NO_FEATURES, SpeedFeatures
@@ -36,8 +36,13 @@ RULES: dict[str, DraftLengthRule] = {
 
 
 @cache
+def recorder_of(features: SpeedFeatures) -> CountingRecorder:
+    return CountingRecorder()
+
+
+@cache
 def target_with(features: SpeedFeatures) -> Target:
-    recorder = CountingRecorder()
+    recorder = recorder_of(features)
     runner = partial(StaticRunner, compiled=False, buckets=GPU_BUCKETS, recorder=recorder, features=features)
     return Target(build("llama"), runner)
 
@@ -93,6 +98,22 @@ def test_plain_decoding_in_chains_writes_the_same_tokens(length: int, ends: bool
     assert facts(decoder.generate_batch(requests(end)).generations) == expected
 
 
+@pytest.mark.parametrize("draft", [SKIP, EarlyExit(exit_layer=3)], ids=["skip", "exit"])
+@pytest.mark.parametrize("length", [1, 3, 5])
+def test_rounds_of_known_length_are_one_recording_each(length: int, draft: LayerSkip | EarlyExit) -> None:
+    replays, found = [], []
+    for features in (NO_FEATURES, SpeedFeatures(whole_rounds=True)):
+        decoder, recorder = Decoder(target_with(features), draft, Fixed(max_tokens=length)), recorder_of(features)
+        found.append(facts([decoder.generate(request) for request in requests()]))
+        found.append(facts(decoder.generate_batch(requests()).generations))
+        before = recorder.num_recorded, recorder.num_replayed
+        again = decoder.generate(requests()[0])
+        assert recorder.num_recorded == before[0]
+        replays.append((recorder.num_replayed - before[1]) / len(again.rounds))
+    assert all(each == found[0] for each in found)
+    assert replays[0] > replays[1] == 1
+
+
 def test_stopping_criteria_are_asked_after_every_token() -> None:
     seen: list[int] = []
 
@@ -107,8 +128,13 @@ def test_stopping_criteria_are_asked_after_every_token() -> None:
 
 @pytest.mark.parametrize(
     ("features", "plain_waits", "looking_waits"),
-    [(NO_FEATURES, 9, 4), (SpeedFeatures(plain_chain=4), 3, 4), (SpeedFeatures(look_every=3), 9, 2)],
-    ids=["none", "plain_chain", "look_every"],
+    [
+        (NO_FEATURES, 9, 4),
+        (SpeedFeatures(plain_chain=4), 3, 4),
+        (SpeedFeatures(look_every=3), 9, 2),
+        (SpeedFeatures(whole_rounds=True), 9, 4),
+    ],
+    ids=["none", "plain_chain", "look_every", "whole_rounds"],
 )
 def test_chains_save_waits(features: SpeedFeatures, plain_waits: int, looking_waits: int) -> None:
     """The waits for nine plain tokens, and for a round that drafts three tokens and looks at each."""
@@ -120,4 +146,6 @@ def test_chains_save_waits(features: SpeedFeatures, plain_waits: int, looking_wa
         steps = looking.steps(Request([7, 3, 9], Ending(5)))
         next(steps)
         assert device.waits_of(lambda: next(steps)).total() == looking_waits
+        fixed = Decoder(target, SKIP, Fixed(max_tokens=3))
+        assert device.waits_of(lambda: fixed.generate(Request([7, 3, 9], Ending(5)))).total() == 1 + 4
         assert device.waits_in_recordings == []

@@ -129,6 +129,7 @@ class _Watched(TorchFunctionMode):
             Tensor.copy_: self._copy,
             Tensor.to: self._to,
             Tensor.contiguous: _contiguous,
+            Tensor.data_ptr: _address,
             Tensor.__deepcopy__: _deep_copy,
             Tensor.pin_memory: _pinned,
             Tensor.is_pinned: is_pinned,
@@ -257,6 +258,11 @@ def _expanded(index: tuple[Any, ...], ndim: int) -> list[Any]:
     )
     at = next(position for position, part in enumerate(index) if part is Ellipsis)
     return [*index[:at], *[slice(None)] * (ndim - given), *index[at + 1 :]]
+
+
+def _address(tensor: Tensor) -> int:
+    """Return a number that is the same for tensors at the same place in the same storage."""
+    return tensor.untyped_storage()._cdata + tensor.storage_offset() * tensor.element_size()
 
 
 def _deep_copy(tensor: Tensor, memo: dict[int, Any]) -> Tensor:
