@@ -210,7 +210,11 @@ class StaticRunner:
         self, part: Part, passes: Mapping[int, PassRequest], memory: Storage, num_tokens: int
     ) -> dict[int, Written]:
         """Draft as many tokens as one recording covers; see `Runner.write_together`."""
-        rows, cache = self._begin_rows(passes, memory, _longest_chain(num_tokens))
+        count = _longest_chain(num_tokens)
+        if count == 1:  # a shared pass of the same shape may be prepared already
+            outputs = self.run_shared_pass(part, passes, memory)
+            return {row: one_token(outputs[row], looks=each.looks) for row, each in passes.items()}
+        rows, cache = self._begin_rows(passes, memory, count)
         return split_chains(self._prepared_pass(part, cache, rows, self._compute_chains), passes, rows)
 
     def _begin_rows(self, passes: Mapping[int, PassRequest], memory: Storage, num_tokens: int) -> tuple[Rows, KVCache]:

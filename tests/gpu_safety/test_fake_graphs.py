@@ -89,12 +89,33 @@ def test_sampled_text_is_the_eager_decoders(draft: str, tmp_path: Path) -> None:
     assert graphs.strangers(decoder) == []
 
 
-@pytest.mark.parametrize("features", [SpeedFeatures(fused_projections=True)], ids=str)
-@pytest.mark.parametrize("draft", ["half blocks", HEAD])
-def test_text_with_speed_features_is_the_eager_text(draft: str, features: SpeedFeatures, tmp_path: Path) -> None:
+LOOKING = "AdaEDL, last dropped"
+FUSED = SpeedFeatures(fused_projections=True)
+SMALL_VOCABULARY = SpeedFeatures(draft_vocabulary=32)
+SELDOM = SpeedFeatures(look_every=3)
+ALL_FEATURES = SpeedFeatures(fused_projections=True, draft_vocabulary=32, plain_chain=4, look_every=3)
+
+
+@pytest.mark.parametrize(
+    ("features", "draft", "rule"),
+    [
+        (FUSED, "half blocks", "fixed 8"),
+        (SMALL_VOCABULARY, "half blocks", "fixed 8"),
+        (SMALL_VOCABULARY, HEAD, LOOKING),
+        (SpeedFeatures(plain_chain=4), "plain", "fixed 1"),
+        (SELDOM, "half blocks", LOOKING),
+        (SELDOM, HEAD, LOOKING),
+        (ALL_FEATURES, "plain", "fixed 1"),
+        (ALL_FEATURES, HEAD, LOOKING),
+    ],
+)
+def test_text_with_speed_features_is_the_eager_text(
+    features: SpeedFeatures, draft: str, rule: str, tmp_path: Path
+) -> None:
     graphs, plain = FakeGraphs(), eager_texts("llama")
-    decoder = decoder_of(recorded_target("llama", graphs, features=features), draft, RULES["fixed 8"], tmp_path)
+    decoder = decoder_of(recorded_target("llama", graphs, features=features), draft, RULES[rule], tmp_path)
     assert alone_and_together(decoder) == [plain[-1], *plain]
+    assert graphs.num_replayed > 0
     assert graphs.strangers(decoder) == []
 
 
