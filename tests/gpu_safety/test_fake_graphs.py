@@ -26,7 +26,6 @@ from tests.support.recorded_decoding import (
     DRAFTS,
     FAMILIES,
     HEAD,
-    SIZES,
     alone_and_together,
     decoder_of,
     recorded_target,
@@ -134,15 +133,24 @@ def test_text_that_outgrows_its_recordings_is_the_eager_text(family: str) -> Non
 # --- wrong recorders --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("graphs", [EmptyGraphs, SharingGraphs, ForgetfulGraphs])
-def test_wrong_recorder_writes_another_text(graphs: type[WrongGraphs]) -> None:
-    recorder = graphs(is_wrong=False)
+def plain_text_with(recorder: WrongGraphs) -> tuple[int, ...]:
+    """Decode with a recorder that is right while the target is checked, which would refuse it, and wrong afterwards."""
+    recorder.is_wrong = False
     target = recorded_target("llama", recorder)
-    recorder.is_wrong = True  # only now: the check of a new target may refuse it
-    (request,) = requests(SIZES[-1:])
-    text = plain_decoder(target).generate(request).tokens
+    recorder.is_wrong = True
+    text = plain_decoder(target).generate(requests()[-1]).tokens
     assert recorder.num_replayed > 0
-    assert text != plain_decoder(target_of("llama")).generate(request).tokens
+    return text
+
+
+@pytest.mark.parametrize("graphs", [EmptyGraphs, ForgetfulGraphs])
+def test_wrong_recorder_writes_another_text(graphs: type[WrongGraphs]) -> None:
+    assert plain_text_with(graphs()) != eager_texts("llama")[-1]
+
+
+def test_outputs_in_shared_memory_are_no_tokens() -> None:
+    with pytest.raises(IndexError):
+        plain_text_with(SharingGraphs())
 
 
 # --- wrong passes -----------------------------------------------------------------------------------------------------

@@ -38,7 +38,7 @@ WAITS = frozenset(
         "masked_select",
         "multinomial",
         "nonzero",
-        "repeat_interleave",
+        "repeat_interleave.Tensor",
         "unique_consecutive",
         "unique_dim",
     )
@@ -157,7 +157,7 @@ class _Recording(TorchDispatchMode):
     ) -> Any:
         kwargs = dict(kwargs or {})
         schema = function._schema
-        _refuse_waits(schema.name, args)
+        _refuse_waits(schema.name, schema.overload_name, args)
         given = _tensors((args, kwargs))
         for tensor in given:
             if _key(tensor) not in self.produced:
@@ -208,10 +208,10 @@ class _Recording(TorchDispatchMode):
                 memory.fill_(torch.iinfo(memory.dtype).max // 2)
 
 
-def _refuse_waits(name: str, args: tuple[Any, ...]) -> None:
+def _refuse_waits(name: str, overload: str, args: tuple[Any, ...]) -> None:
     indices = args[1] if name.startswith("aten::index") and len(args) > 1 and isinstance(args[1], list | tuple) else ()
     by_mask = any(isinstance(index, Tensor) and index.dtype == torch.bool for index in indices)
-    if name in WAITS or by_mask:
+    if {name, f"{name}.{overload}"} & WAITS or by_mask:
         raise RecordingError(f"a recorded pass waits for the host: {name}{' with a mask' if by_mask else ''}")
 
 
