@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from pkgutil import resolve_name
@@ -107,6 +108,20 @@ def test_names_of_code_exist(page: Path) -> None:
         resolve_name(name)
     for path in re.findall(r"`((?:decoding|studies|tuner|tests|configs|docs)/[\w/.-]+)`", prose):
         assert (ROOT / path).exists(), path
+
+
+def test_packages_to_carry_cover_the_dependencies() -> None:
+    """Each dependency is carried to a machine without a registry or is there already; carried versions are the tested ones."""
+    page = ROOT / "docs" / "getting-started.md"
+    carried = dict(word.split("==") for block in _blocks(page, "") for word in block.split() if "==" in word)
+    constraints = (ROOT / "constraints.txt").read_text(encoding="utf-8").lower()
+    tested = dict(re.findall(r"^([\w-]+)==(\S+)$", constraints, re.MULTILINE))
+    assert {name: version for name, version in carried.items() if tested.get(name, version) != version} == {}
+    present = re.search(r"^It goes with (.*?), and with what these need\.", _prose(page), re.MULTILINE | re.DOTALL)
+    assert present is not None
+    available = {*carried, *re.findall(r"[\w-]+", present[1]), *(["mlflow"] if "mlflow-skinny" in carried else [])}
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert {re.split(r"[<>=\[]", needed)[0] for needed in project["dependencies"]} - available == set()
 
 
 def _listed_modules() -> list[str]:
