@@ -22,7 +22,7 @@ from tuner.evaluation.gpu.shared import Shared
 from tuner.evaluation.gpu.supervisor import Ended, Finished, Started
 from tuner.evaluation.gpu.worker import SPOILT_STATUS, attempt, run_steps
 
-SOON = 60.0
+SOON = 300.0
 """Seconds to wait for an event of a process."""
 
 
