@@ -47,6 +47,8 @@ class _Recorded:
 class AttentionBackends:
     """Step: microseconds of one call of attention with the sizes of an 8B model."""
 
+    contexts: tuple[int, ...] = CONTEXTS
+    calls: int = CALLS
     name: str = "attention"
     question: str = "Which attention backend is fastest for a few positions after a long context?"
     limit_seconds: float = 10
@@ -55,10 +57,10 @@ class AttentionBackends:
     def run(self, shared: Shared, seconds: float) -> Result:
         """Time each backend, with and without a mask, for each width and context."""
         rows = [
-            {"context": context, "width": width, **_times(shared.device, context, width)}
-            for context, width in product(CONTEXTS, WIDTHS)
+            {"context": context, "width": width, **_times(shared.device, context, width, self.calls)}
+            for context, width in product(self.contexts, WIDTHS)
         ]
-        return {"rows": rows, "calls": CALLS}
+        return {"rows": rows, "calls": self.calls}
 
     def lines(self, result: Mapping[str, Any]) -> Iterator[str]:
         """Yield the microseconds per call by context and width."""
@@ -67,7 +69,7 @@ class AttentionBackends:
             yield f"{row['width']} after {row['context']}: {', '.join(times)}"
 
 
-def _times(device: torch.device, context: int, width: int) -> dict[str, Any]:
+def _times(device: torch.device, context: int, width: int, num_calls: int) -> dict[str, Any]:
     """Return microseconds per call by backend, and why others do not run."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     query = torch.randn(1, HEADS, width, HEAD_DIM, device=device, dtype=dtype)
@@ -85,7 +87,7 @@ def _times(device: torch.device, context: int, width: int) -> dict[str, Any]:
     failed: dict[str, str] = {}
     for name, call in calls.items():
         try:
-            found[name] = 1e6 * _seconds(device, call) / CALLS
+            found[name] = 1e6 * _seconds(device, call, num_calls) / num_calls
         except RuntimeError as cause:  # backends refuse what they cannot run
             failed[name] = one_line(cause)[:160]
     return {"microseconds": found, "failed": failed}
@@ -114,12 +116,12 @@ def _varlen(query: Tensor, keys: Tensor, values: Tensor) -> Callable[[], Tensor]
     return lambda: attend(*packed, *ends, *lengths, enable_gqa=True)
 
 
-def _seconds(device: torch.device, call: Callable[[], Tensor]) -> float:
-    """Return the median seconds of `CALLS` calls: recorded on a GPU, where launching them would take longer."""
+def _seconds(device: torch.device, call: Callable[[], Tensor], num_calls: int) -> float:
+    """Return the median seconds of `num_calls` calls: recorded on a GPU, where launching them would take longer."""
 
     def run() -> _Recorded:
         output = call()
-        for _ in range(CALLS - 1):
+        for _ in range(num_calls - 1):
             output = call()
         return _Recorded(output)
 

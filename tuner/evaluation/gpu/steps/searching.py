@@ -19,8 +19,8 @@ from tuner.evaluation.gpu.shared import (
 if TYPE_CHECKING:
     from tuner.config import SearchConfig
 
-SHARE_OF_TRIALS = 0.4
-"""Share of the step's seconds that goes to trials; baseline, cost table, race and confirmation take the rest."""
+SHARE_OF_TRIALS, MOST_TRIAL_SECONDS = 0.4, 90.0
+"""Share of the step's seconds that goes to trials, and the most; baseline, cost table, race and confirmation take the rest."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class WholeSearch:
         from tuner.search.run import InterruptedSearchError, search
         from tuner.search.task import prepare
 
-        config = search_config(shared, seconds * SHARE_OF_TRIALS)
+        config = search_config(shared, min(seconds * SHARE_OF_TRIALS, MOST_TRIAL_SECONDS))
         progress = Unwatched()
         task = prepare(config, progress, loaded=shared.loaded, target=shared.static)
         try:
