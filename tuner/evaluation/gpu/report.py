@@ -11,9 +11,9 @@ from rich.table import Table
 from tuner.evaluation.gpu.contract import GpuStep
 from tuner.evaluation.gpu.records import StepRecord, StepRecords
 
-LONGEST_LINE = 150
-MOST_WARNINGS = 2
-"""Warnings of a step in the table; the document has all of them."""
+LONGEST_LINE, MOST_LINES = 150, 8
+LONGEST_WARNING, MOST_WARNINGS = 110, 1
+"""What the table shows of a step; the document has everything."""
 
 
 def document(steps: Sequence[GpuStep], records: StepRecords, *, preset: str, not_run: Sequence[str]) -> dict[str, Any]:
@@ -53,5 +53,5 @@ def _lines(step: GpuStep, record: StepRecord) -> list[str]:
     lines = [] if record.status == "ok" else [f"{record.status.upper()}: {record.cause}"]
     if record.result is not None:
         lines += step.lines(record.result)
-    lines += [f"warning: {warning}" for warning in record.warnings[:MOST_WARNINGS]]
-    return [line[:LONGEST_LINE] for line in lines]
+    warnings = [f"warning: {warning}"[:LONGEST_WARNING] for warning in record.warnings[:MOST_WARNINGS]]
+    return [*(line[:LONGEST_LINE] for line in lines[:MOST_LINES]), *warnings]

@@ -36,8 +36,8 @@ def run_and_write(settings: GpuEvaluation, progress: Progress) -> tuple[Renderab
         raise ConfigError(f"there is no {DEMO} here: run the command in a checkout of sdtune")
     check_results_folder(settings.out)
     device = resolve_device(settings.device)
-    settings.out.mkdir(exist_ok=True)
     steps = [Stretched(step, settings.stretch) for step in _chosen(settings.step)]
+    settings.out.mkdir(exist_ok=True)
     records = StepRecords(settings.out)
 
     def write(not_run: Sequence[str] = ()) -> None:

@@ -49,8 +49,10 @@ class SideBySide:
     ) -> None:
         contest = Contest(contenders, WallClock(target.device), needed=(PLAIN,))
         batches = [[prompt] for prompt in prompts]
-        # The longest prompt first: no memory grows, and nothing is recorded anew, while contenders are timed.
-        contest.warm_up([[max(prompts, key=len)], *batches])
+        # A whole lap that nobody times, the longest prompt first: greedy decoding repeats itself, so every pass that the
+        # timed laps will run has then been recorded, in memory that does not grow any more.
+        lap = [[max(prompts, key=len)], *batches]
+        contest.hold(lap, max_new_tokens=max_new_tokens, on_batch=lambda index, repeat, results: None)
         collector = SampleCollector(target, prompts, contest.running, batch_size=1)
         contest.hold(batches, max_new_tokens=max_new_tokens, repeats=repeats, on_batch=collector.add)
         entries = [
