@@ -60,19 +60,25 @@ class Request:
 
 NewCache = Callable[[int], KVCache]
 """Makes an empty cache for a sequence of at most the given number of tokens."""
+ReadPrompt = Callable[[TokenSequence, KVCache], Tensor]
+"""Runs the model over a prompt and returns the logits [1, vocabulary] after it."""
 
 
 @torch.inference_mode()
-def autoregressive(target: Target, request: Request, new_cache: NewCache | None = None) -> Iterator[Prefill | Round]:
+def autoregressive(
+    target: Target, request: Request, new_cache: NewCache | None = None, read_prompt: ReadPrompt | None = None
+) -> Iterator[Prefill | Round]:
     """Decode plainly: one token of the target per round. Yields the prefill first.
 
     With the feature `plain_chain` (`decoding.runners.features`) several rounds follow one another before the host looks
     at their tokens; each of them is said to last the same share of the seconds of all.
 
-    `new_cache` makes the sequence's cache; the default is the target's own.
+    `new_cache` makes the sequence's cache; the default is the target's own. `read_prompt` replaces the pass over the
+    prompt.
     """
+    read = read_prompt or partial(_read_prompt, target)
     sequence, cache = _begin(target, request, new_cache)
-    prefill, ended = _prefill(lambda: _read_prompt(target, sequence, cache), request, sequence, cache)
+    prefill, ended = _prefill(lambda: read(sequence, cache), request, sequence, cache)
     yield prefill
     chain = target.runner.features.plain_chain
     if chain is None or not request.takes_most_likely or request.ending.criteria:

@@ -6,14 +6,18 @@ import copy
 import time
 from collections.abc import Iterator, Sequence
 from functools import partial
+from weakref import WeakKeyDictionary
 
+from decoding.acceptance import Acceptance, Greedy
+from decoding.cache.kv_cache import Storage
 from decoding.decode import NewCache, Request, autoregressive, capacity_for, speculative
 from decoding.draft_length import Controller, DraftLengthRule, Fixed
 from decoding.drafters.build import build_drafter
 from decoding.drafts import Draft, PlainDecoding
 from decoding.head_folder import HeadFolder
-from decoding.lockstep import decode_in_lockstep
+from decoding.lockstep import decode_in_lockstep, shared_batch_size
 from decoding.profile import Decoding
+from decoding.rehearsal import Contexts, Rehearsal, Steering
 from decoding.rounds import BatchGeneration, Generation, Prefill, Round
 from decoding.target import Target
 
@@ -38,8 +42,39 @@ class Decoder:
         self.rule = rule
         self.drafter = build_drafter(target, draft, decoding, heads=heads)
         """Proposes and verifies drafts; None for plain decoding."""
+        self._prepared: WeakKeyDictionary[Storage, set[tuple[Steering, Contexts, bool]]] = WeakKeyDictionary()
+        """What was rehearsed, by the memory that the runner prepared it for."""
         self._kept: dict[int, Controller] = {}
         """By row of the batch: sequences in lockstep must not observe one another's rounds."""
+
+    def prepare(
+        self, shortest: int, longest: int, num_sequences: int = 1, *, acceptances: Sequence[Acceptance] = (Greedy(),)
+    ) -> None:
+        """Run every shape of pass that may occur in sequences of these lengths, so that none is new when time counts.
+
+        `shortest` is the length of the shortest prompt, `longest` that of the longest sequence, both in tokens.
+        Memory for the longest sequence is made first. Does nothing the second time, and nothing with a runner without
+        fixed shapes. Raises ValueError for impossible lengths.
+        """
+        contexts = Contexts(shortest, longest, num_sequences)
+        if self.target.runner.buckets is None:
+            return
+        steering = Steering(0) if self.drafter is None else Steering.of(self.rule.controller())
+        done = self._prepared.setdefault(self.reserve(contexts), set())
+        for acceptance in acceptances:
+            key = steering, contexts, acceptance.is_greedy
+            if key not in done:
+                Rehearsal(self.target, self.drafter, steering, contexts, acceptance).run()
+                done.add(key)
+
+    def reserve(self, contexts: Contexts) -> Storage:
+        """Let the runner make memory for sequences of these lengths, and return that of the first."""
+        runner, num_layers, num_rows = self.target.runner, self.target.num_layers, contexts.num_sequences
+        if shared_batch_size(self.target, num_rows) > 1:
+            return runner.new_cache(num_layers, contexts.capacity + 1, num_rows).storage
+        # Sequences that cannot share passes take turns, each with memory of its own.
+        caches = [runner.new_cache(num_layers, contexts.capacity) for _ in range(num_rows)]
+        return caches[0].storage
 
     def with_rule(self, rule: DraftLengthRule) -> Decoder:
         """Return a decoder of the same draft with another rule.

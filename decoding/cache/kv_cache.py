@@ -270,6 +270,23 @@ class KVCache(Cache):
         if self._branch is not None:
             self._branch.roll_back(length)
 
+    def pretend(self, length: int) -> None:
+        """Take the first `length` positions as read, in the branch as well, whatever the memory holds.
+
+        Passes at any position can thus be rehearsed (`decoding.rehearsal`); what they compute means nothing.
+        """
+        self.length = length
+        self.branch.catch_up(length)
+
+    def pretend_pending(self, num_positions: int) -> bool:
+        """Take the branch as lacking the last `num_positions`; return False if its drafts leave nothing pending."""
+        branch = self.branch
+        if branch.pending is None:
+            return False
+        branch.length = self.length - num_positions
+        branch.pending = branch.pending[..., -1:, :].repeat_interleave(num_positions, dim=-2)
+        return True
+
     @property
     def updates_per_layer(self) -> list[int]:
         """Number of writes per layer since the cache was made.

@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.generation import GenerateDecoderOnlyOutput, GenerationConfig
 
+from decoding.acceptance import Greedy, Sampling
 from decoding.decode import Request
 from decoding.decoder import Decoder
 from decoding.deploy.requests import requests_of
@@ -98,6 +99,17 @@ class ProfileDecoder:
             if on_tokens is not None:
                 on_tokens((step.token,) if isinstance(step, Prefill) else step.tokens)
         return Generation.collect(steps)
+
+    def prepare(self, model: PreTrainedModel, *, shortest: int, longest: int, num_prompts: int = 1) -> None:
+        """Prepare `model` for sequences of these lengths, so that none of the first ones is slower than later ones.
+
+        Optional: without it, everything is prepared when it is first needed. `shortest` is the length of the shortest
+        prompt and `longest` that of the longest sequence, prompt and new tokens, in tokens; `num_prompts` are the prompts
+        of one call. Raises as `decoder_for` does, and ValueError for impossible lengths.
+        """
+        decoder = self.decoder_for(model)
+        sampling = Sampling(torch.Generator(decoder.target.device))  # of its own: the caller's random numbers stay
+        decoder.prepare(shortest, longest, num_prompts, acceptances=(Greedy(), sampling))
 
     def decoder_for(self, model: PreTrainedModel) -> Decoder:
         """Return the decoder of `model`, checked and built at the first use of each model."""

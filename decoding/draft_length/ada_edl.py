@@ -52,6 +52,11 @@ class AdaEdlController(Controller):
         # Our formulation: the paper gives no initial value; this one is neutral.
         self.acceptance_rate = rule.target_acceptance
 
+    @property
+    def may_stop(self) -> bool:
+        """True if the token that ends a draft is dropped, as in Algorithm 1."""
+        return not self._rule.keep_last
+
     def decide(self, num_drafted: int, distribution: DraftDistribution) -> Decision:
         """Compare the acceptance bound with the threshold; at least one token is drafted."""
         bound = 1.0 - math.sqrt(self._rule.gamma * max(distribution.entropy, 0.0))

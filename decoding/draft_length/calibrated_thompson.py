@@ -99,6 +99,11 @@ class CalibratedThompsonController(Controller):
         self._tokens, self._cost = PRIOR_ROUNDS, PRIOR_ROUNDS * self._costs[0]  # of the drafted rounds, faded
         self._round = self._new_round()
 
+    @property
+    def may_stop(self) -> bool:
+        """False: the token after which drafting does not pay is verified too."""
+        return False
+
     def limit(self) -> int:
         """Return 0 if drafting does not seem to pay at present, else `max_tokens`."""
         self._round = self._new_round()

@@ -106,6 +106,16 @@ class Controller:
         """
         return type(self).decide is not Controller.decide
 
+    @property
+    def may_stop(self) -> bool:
+        """True if `decide` may answer STOP, so that a pass has run whose token is not drafted."""
+        return self.looks_at_drafts
+
+    @property
+    def may_pause(self) -> bool:
+        """True if `limit` may be 0 while tokens could be drafted, so that several rounds in a row may draft nothing."""
+        return type(self).limit is not Controller.limit
+
     def limit(self) -> int:
         """Return the most tokens to draft in the coming round; 0 makes it a plain step."""
         return self.max_tokens

@@ -31,5 +31,9 @@ class _TopProbabilityController(Controller):
         super().__init__(rule.max_tokens)
         self._threshold = rule.threshold
 
+    @property
+    def may_stop(self) -> bool:
+        return False
+
     def decide(self, num_drafted: int, distribution: DraftDistribution) -> Decision:
         return Decision.LAST if distribution.top_probability < self._threshold else Decision.CONTINUE

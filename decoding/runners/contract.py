@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from decoding.acceptance import accept_greedy, most_likely
 from decoding.cache.kv_cache import KVCache, Storage
 from decoding.confidence import entropy, top_probability
+from decoding.runners.buckets import Buckets
 from decoding.runners.features import SpeedFeatures
 from decoding.runners.masks import MaskKinds
 
@@ -227,6 +228,14 @@ class Runner(Protocol):
     @property
     def block_call(self) -> BlockCall | None:
         """How a block is called in fixed-shape passes; None if the runner has none."""
+
+    @property
+    def buckets(self) -> Buckets | None:
+        """The shapes to which passes are padded; None if each pass runs in its own shape."""
+
+    @property
+    def records(self) -> bool:
+        """True if each shape of pass is recorded at its first run."""
 
     def new_cache(self, num_layers: int, capacity: int, num_rows: int = 1) -> KVCache:
         """Return an empty cache for a sequence of at most `capacity` tokens.

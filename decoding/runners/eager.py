@@ -36,6 +36,8 @@ class EagerRunner:
     has_bit_exact_mode = False
     block_call = None
     exact_width = None
+    buckets = None
+    records = False
 
     def __init__(
         self,

@@ -89,6 +89,11 @@ class StaticRunner:
         self._prepared: weakref.WeakKeyDictionary[Part, dict[_Key, Callable[[], Any]]] = weakref.WeakKeyDictionary()
         self._row_inputs: dict[Rows, RowInputs] = {}
 
+    @property
+    def records(self) -> bool:
+        """True on a GPU, or if a recorder was given."""
+        return self._recorder is not None
+
     def new_cache(self, num_layers: int, capacity: int, num_rows: int = 1) -> KVCache:
         """Return an empty cache with room for padding.
 

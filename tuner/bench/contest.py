@@ -5,7 +5,8 @@ Knows neither what the contenders are (`tuner.bench.contenders`) nor what their 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 from tuner.measuring.clock import Clock
@@ -33,6 +34,9 @@ class Contender(Protocol):
     def describe(self) -> str:
         """Return one line for the table."""
 
+    def prepare(self, batches: Sequence[Prompts], max_new_tokens: int) -> None:
+        """Do what is done once for batches of these sizes and lengths, so that no batch is charged for it."""
+
     def write(self, prompts: Prompts, max_new_tokens: int, recorder: Recorder) -> None:
         """Continue `prompts` as one batch and leave no trace on the model.
 
@@ -53,6 +57,12 @@ class Contest:
         self.left_out: dict[str, str] = {}
         self._clock = clock
         self._needed = needed
+
+    def prepare(self, batches: Sequence[Prompts], max_new_tokens: int) -> None:
+        """Let every contender prepare for all batches of the contest."""
+        for name, contender in list(self.running.items()):
+            with self._leaving_out(name):
+                contender.prepare(batches, max_new_tokens)
 
     def warm_up(self, batches: Sequence[Prompts]) -> None:
         """Let every contender write a few tokens after these prompts, so that one-off work is done before the contest."""
@@ -76,15 +86,21 @@ class Contest:
 
     def _time(self, name: str, prompts: Prompts, max_new_tokens: int) -> TimedBatch | None:
         recorder = Recorder(self._clock.start(), num_sequences=len(prompts))
-        try:
+        with self._leaving_out(name):
             self.running[name].write(prompts, max_new_tokens, recorder)
             return recorder.batch()
+        return None
+
+    @contextmanager
+    def _leaving_out(self, name: str) -> Iterator[None]:
+        """Leave out a contender that fails in this context, unless it is needed."""
+        try:
+            yield
         except Exception as cause:  # code of others on a model of any family may fail in any way: the reason is shown
             if name in self._needed:
                 raise
             self.left_out[name] = reason_of(cause)
             del self.running[name]
-            return None
 
 
 def reason_of(cause: Exception) -> str:

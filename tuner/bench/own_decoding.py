@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from decoding.decode import Request
@@ -42,6 +42,12 @@ class OwnDecoding:
     def describe(self) -> str:
         """See `Contender.describe`."""
         return self._description
+
+    def prepare(self, batches: Sequence[Prompts], max_new_tokens: int) -> None:
+        """See `Contender.prepare`: every shape of pass that the batches may need runs once."""
+        lengths = [len(prompt) for batch in batches for prompt in batch]
+        for num_sequences in {len(batch) for batch in batches}:
+            self._decoder.prepare(min(lengths), max(lengths) + max_new_tokens, num_sequences)
 
     def write(self, prompts: Prompts, max_new_tokens: int, recorder: Recorder) -> None:
         """See `Contender.write`."""

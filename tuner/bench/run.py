@@ -61,6 +61,7 @@ def run_bench(task: BenchTask, progress: Progress) -> BenchResult:
     contenders, left_out = enter(task.names, _setting(task, progress))
     contest = Contest(contenders, WallClock(device), needed=ALWAYS)
     progress.stage("warming up")
+    contest.prepare(task.batches, task.max_new_tokens)
     contest.warm_up(_longest_and_shortest(task.batches))
     samples = _hold(contest, task, progress)
     left_out = {**task.left_out, **left_out, **contest.left_out}

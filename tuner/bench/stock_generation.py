@@ -65,6 +65,9 @@ class StockGeneration:
         """See `Contender.describe`."""
         return self._description
 
+    def prepare(self, batches: Sequence[Prompts], max_new_tokens: int) -> None:
+        """Do nothing: `generate` has no preparation of its own, and the warm-up on the longest and shortest batch follows."""
+
     def write(self, prompts: Prompts, max_new_tokens: int, recorder: Recorder) -> None:
         """See `Contender.write`; the model's generation settings are put back. Shorter prompts are padded on the left."""
         with self._greedy(), attention_backends(self._model.device):

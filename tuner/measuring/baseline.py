@@ -67,7 +67,9 @@ def decode_baseline(
 
     `on_progress` is called after each prompt. Raises DatasetError if fewer than two batches remain.
     """
-    plain = plain_decoder(target)
+    plain, lengths = plain_decoder(target), [len(prompt) for prompt in prompts]
+    if lengths:  # memory for the longest prompt comes first
+        plain.prepare(min(lengths), max(lengths) + ending.max_new_tokens)
     kept: list[tuple[int, tuple[int, ...]]] = []
     for row, prompt in enumerate(prompts):
         generation = plain.generate(Request(prompt, ending))

@@ -166,9 +166,22 @@ class Bench:
         return candidate.with_rule(adapted.model_copy(update={"persistent": rule.persistent}))
 
     def _decoder(self, candidate: Candidate) -> Decoder:
-        """Return a decoder of the candidate, with a fresh controller."""
+        """Return a decoder of the candidate, with a fresh controller, prepared for all prompts."""
         decoder = self._decoders.get(candidate.draft, candidate.draft_length)
-        return decoder.with_rule(self._ready_rule(candidate, decoder))
+        self._prepare(self._plain.decoder)  # first, as it makes the memory, in which the costs are measured too
+        decoder = decoder.with_rule(self._ready_rule(candidate, decoder))
+        self._prepare(decoder)
+        return decoder
+
+    def _prepare(self, decoder: Decoder) -> None:
+        """Let the decoder run every shape of pass that the prompts may need, so that none is new when time counts."""
+        used = self._requests(0)[0].acceptance
+        decoder.prepare(
+            min(map(len, self.prompts)),
+            max(map(len, self.prompts)) + self.max_new_tokens,
+            self.batch_size,
+            acceptances=[Greedy()] if used.is_greedy else [used, Greedy()],  # sampled runs are checked by greedy ones
+        )
 
     def _ready_rule(self, candidate: Candidate, decoder: Decoder) -> DraftLengthRule:
         """Return the candidate's rule, with costs if it is cost-aware. The costs of a draft are measured once for all rules."""

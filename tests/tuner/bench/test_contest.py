@@ -15,6 +15,7 @@ from tuner.measuring.recording import Recorder, TimedBatch
 from tuner.measuring.turns import WARM_UP_TOKENS
 
 CLOCK = WallClock(torch.device("cpu"))
+PREPARING = -1
 
 
 class Scripted:
@@ -27,6 +28,11 @@ class Scripted:
 
     def describe(self) -> str:
         return self.name
+
+    def prepare(self, batches: Sequence[Prompts], max_new_tokens: int) -> None:
+        self.log.append((f"{self.name} prepares", len(batches)))
+        if self.fails_at == PREPARING:
+            raise MemoryError("no room")
 
     def write(self, prompts: Prompts, max_new_tokens: int, recorder: Recorder) -> None:
         self.log.append((self.name, prompts[0][0]))
@@ -108,3 +114,12 @@ def test_who_must_not_fail_raises_and_garbage_is_collected_again() -> None:
     with pytest.raises(RuntimeError, match="out of luck"):
         contest.hold(single((1,)), max_new_tokens=4, on_batch=lambda *each: None)
     assert gc.isenabled() == was_enabled
+
+
+def test_all_prepare_for_all_batches_before_the_first_is_timed() -> None:
+    log: list[tuple[str, int]] = []
+    contest = Contest({"a": Scripted("a", log), "b": Scripted("b", log, fails_at=PREPARING)}, CLOCK, needed=["a"])
+    contest.prepare(single((1,), (2,)), max_new_tokens=4)
+    assert log == [("a prepares", 2), ("b prepares", 2)]
+    assert list(contest.running) == ["a"]
+    assert contest.left_out == {"b": "MemoryError: no room"}
