@@ -27,7 +27,7 @@ from tuner.measuring.paired import Bench
 from tuner.search.race import race
 
 TRUE_SPEEDUP = 1.5
-USELESS = (1, 2, 3, 4)
+USELESS = (1, 2, 3)
 NUM_ROUNDS = 6
 PROMPTS = [tuple((seed * 11 + index * 5) % 60 + 2 for index in range(50 + 9 * seed)) for seed in range(4)]
 BUCKETS = replace(GPU_BUCKETS, slot_step=64)
@@ -35,21 +35,21 @@ BUCKETS = replace(GPU_BUCKETS, slot_step=64)
 
 
 def planted(*blocks: int) -> Candidate:
-    """Skip three useless blocks of six: two drafts at half a pass each, all accepted, make three tokens for two passes."""
+    """Skip two useless blocks of four: two drafts at half a pass each, all accepted, make three tokens for two passes."""
     assert set(blocks) <= set(USELESS)
-    assert len(blocks) == 3
+    assert len(blocks) == 2
     return Candidate(draft=LayerSkip.blocks(blocks), draft_length=Fixed(max_tokens=2))
 
 
 def decoys() -> list[Candidate]:
     """Return eight candidates that skip blocks which matter."""
-    return [candidate((0, block), Fixed(max_tokens=length)) for block in USELESS for length in (3, 5)]
+    return [candidate((0, block), Fixed(max_tokens=length)) for block in USELESS for length in (1, 2, 3)][1:]
 
 
 @pytest.fixture
 def simulated() -> Iterator[Bench]:
     """A bench on a model with useless blocks, whose clock charges by what runs."""
-    model = tiny_llama(seed=3)
+    model = tiny_llama(4, seed=3)
     for index in USELESS:
         block = model.model.layers[index]
         for matrix in (block.self_attn.o_proj, block.mlp.down_proj):
@@ -62,20 +62,20 @@ def simulated() -> Iterator[Bench]:
 
 
 def test_first_and_tenth_trial_measure_the_true_speedup(simulated: Bench) -> None:
-    trials = [planted(1, 2, 3), *decoys(), planted(2, 3, 4)]
-    measured = [simulated.measure(each, range(3) if each in (trials[0], trials[-1]) else range(1)) for each in trials]
+    trials = [planted(1, 2), *decoys(), planted(2, 3)]
+    measured = [simulated.measure(each, range(2) if each in (trials[0], trials[-1]) else range(1)) for each in trials]
     assert len(measured) == 10
     assert measured[0].speedup == pytest.approx(TRUE_SPEEDUP, abs=0.05)
     assert measured[9].speedup == pytest.approx(TRUE_SPEEDUP, abs=0.05)
 
 
 def test_the_race_measures_the_true_speedup(simulated: Bench) -> None:
-    chosen = [planted(1, 2, 3), planted(2, 3, 4), decoys()[0]]
+    chosen = [planted(1, 2), planted(2, 3)]
     trials = [
         record(number=number).model_copy(update={"candidate": each, "measurement": measurement([1.0])})
         for number, each in enumerate(chosen)
     ]
-    ranking = race(trials, simulated, range(4))
+    ranking = race(trials, simulated, range(2))
     speedups = {finalist.trial.number: finalist.speedup for finalist in ranking}
     assert speedups[0] == pytest.approx(TRUE_SPEEDUP, abs=0.05)
     assert speedups[1] == pytest.approx(TRUE_SPEEDUP, abs=0.05)
