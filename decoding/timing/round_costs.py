@@ -67,11 +67,12 @@ def measure_round_costs(
     }.items():
         if value < 1:
             raise ValueError(f"{name} must be at least 1, got {value}")
+    start = clock()
     num_sequences = shared_batch_size(target, num_sequences)
     bench = _RoundBench(target, steered_part(drafter), max_tokens, prompt_length, num_sequences, seed, clock)
     if target.runner.buckets is not None:
         bench.sweep()  # a first pass of a fixed shape makes it ready
-    start = clock()
+        start = clock()
     sweeps = [bench.sweep() for _ in range(FEWEST_SWEEPS)]
     while clock() - start < budget_seconds and len(sweeps) < MOST_SWEEPS:
         sweeps.append(bench.sweep())
