@@ -26,6 +26,7 @@ from decoding.drafters.lookup_first import steered_part
 from decoding.lockstep import decode_in_lockstep
 from decoding.rounds import Prefill, Round
 from decoding.runners.buckets import Buckets
+from decoding.runners.contract import Outputs
 from decoding.target import Target
 from decoding.text import Ending, Shaping, TokenSequence
 
@@ -128,7 +129,7 @@ class Rehearsal:
         Where nothing is recorded, one round of each kind is enough: it compiles what it needs.
         """
         if self._drafter is None:
-            self._play_all([_Scene(start, (0,)) for start in self._starts(0)])
+            self._rehearse_plain()
             return
         steered = steered_part(self._drafter)
         self._rehearse_lengths(steered)
@@ -137,6 +138,12 @@ class Rehearsal:
         if self._looks_up:
             self._rehearse_lookups(self._drafter)
         self._rehearse_pending(steered)
+
+    def _rehearse_plain(self) -> None:
+        """Write a token, or chains of any number of them with the feature `plain_chain`."""
+        for number in range(1, (self._target.runner.features.plain_chain or 1) + 1):
+            scenes = [_Scene(start, (0,) * number) for start in self._starts(0, num_rounds=number)]
+            self._play_all(scenes, None)
 
     def _rehearse_lengths(self, drafter: Drafter) -> None:
         longest = self._steering.max_tokens
@@ -186,7 +193,7 @@ class Rehearsal:
         found = starts(self._buckets, first, last)
         return found if self._is_thorough else found[:1]
 
-    def _play_all(self, scenes: Sequence[_Scene], drafter: Drafter | None = None) -> list[Round]:
+    def _play_all(self, scenes: Sequence[_Scene], drafter: Drafter | None) -> list[Round]:
         return [each for scene in scenes for each in self._play(scene, drafter)]
 
     def _play(self, scene: _Scene, drafter: Drafter | None) -> list[Round]:
@@ -277,7 +284,7 @@ class _Staged:
             self.has_pending |= cache.pretend_pending(self._num_pending)
         return self._drafter.draft(sequence, cache, controller, shaping, acceptance, limit)
 
-    def verify(self, sequence: TokenSequence, cache: KVCache, draft: Proposal) -> Tensor:
+    def verify(self, sequence: TokenSequence, cache: KVCache, draft: Proposal) -> Outputs:
         """See `Drafter.verify`."""
         return self._drafter.verify(sequence, cache, draft)
 
