@@ -1,7 +1,7 @@
 """Rehearsal: every shape of pass that decoding may need runs once, before anything is timed.
 
 A runner of fixed-shape passes compiles and records a shape when it first meets it, which takes as long as many passes.
-Within a measurement that would be charged to whoever meets the shape first, a candidate rather than plain decoding.
+Within a measurement that would be charged to the decoding that meets the shape first: a candidate, not plain decoding.
 
 The loops of `decoding.decode` rehearse real rounds, so that any kind of draft is prepared without being known. Their
 sequences repeat one token, and only pretend to have been read up to where a shape changes (our formulation).
