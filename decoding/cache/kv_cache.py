@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from decoding.cache.last_position import last_position
+from decoding.cache.used_lengths import of_last_position
 
 
 class Company(Protocol):
@@ -57,17 +58,17 @@ class Window:
     """Rows of the storage that a shared pass covers; None for the only row."""
     masks: tuple[Tensor, ...] = ()
     """One mask [batch, 1, width, num_slots] per kind of layer, where `num_slots` is the number of slots that the pass
-    reads.
+    reads; or the `used_lengths` of variable-length attention.
     """
     extent: Tensor | None = None
-    """A tensor [num_slots] whose size is the number of slots that a fixed-shape pass reads."""
+    """A tensor [num_slots] whose size is the number of slots that a fixed-shape pass reads; None for all."""
     formed: dict[tuple[int, int, int], Tensor] = field(default_factory=dict)
     """Masks derived from `masks` in this pass, by kind, width and repeats: made for the first layer, used by all."""
 
     def begin(self, slots: Tensor, last: Tensor, last_slot: Tensor, masks: tuple[Tensor, ...]) -> None:
         """Begin a fixed-shape pass over these slots."""
         self.slots, self.last, self.last_slot, self.masks = slots, last, last_slot, masks
-        self.extent = masks[0][0, 0, 0]
+        self.extent = None if _are_lengths(masks[0]) else masks[0][0, 0, 0]
         self.formed.clear()
 
     def end_pass(self) -> None:
@@ -88,8 +89,12 @@ class Window:
 
     def _form(self, kind: int, width: int, repeats: int) -> Tensor:
         mask = self.masks[kind]
+        if self.slots is None or self.last is None or self.last_slot is None:
+            raise RuntimeError("no fixed-shape pass has begun")
+        if _are_lengths(mask):
+            num_positions = self.slots.shape[-1]
+            return mask if num_positions == width else of_last_position(mask, num_positions, self.last_slot.flatten())
         if mask.shape[-2] != width:
-            assert self.last is not None, "set for the duration of a pass"
             mask = last_position(mask, -2, self.last)
         return mask if repeats == 1 else mask.repeat(1, 1, repeats, 1)
 
@@ -99,10 +104,10 @@ class Slot:
 
     `keys` and `values` are [batch, heads, capacity, size]. `slots` are the indices to write, [width] or [batch,
     width]. The size of `extent` is the number of slots to read; it is a tensor because compiled code treats a plain
-    number as a constant.
+    number as a constant. None stands for all slots.
     """
 
-    def __init__(self, slots: Tensor, keys: Tensor, values: Tensor, extent: Tensor) -> None:
+    def __init__(self, slots: Tensor, keys: Tensor, values: Tensor, extent: Tensor | None) -> None:
         self.slots, self.keys, self.values, self.extent = slots, keys, values, extent
 
     def update(
@@ -114,6 +119,8 @@ class Slot:
                 kept.index_copy_(2, self.slots, states)
             else:
                 kept.scatter_(2, self.slots[:, None, :, None].expand_as(states), states)
+        if self.extent is None:
+            return self.keys, self.values
         num_slots = self.extent.shape[0]
         return self.keys[:, :, :num_slots], self.values[:, :, :num_slots]
 
@@ -128,16 +135,17 @@ class _CacheLayer(CacheLayerMixin):
     is_croppable = True
     is_sliding = False
 
-    def __init__(self, window: Window, capacity: int, num_rows: int = 1) -> None:
+    def __init__(self, window: Window, capacity: int, num_rows: int = 1, *, slots_first: bool = False) -> None:
         super().__init__()
         self._window = window
+        self._slots_first = slots_first
         self._capacity = capacity
         self._num_rows = num_rows
         self.num_updates = 0
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        self.keys = _allocate(key_states, self._num_rows, self._capacity)
-        self.values = _allocate(value_states, self._num_rows, self._capacity)
+        self.keys = _allocate(key_states, self._num_rows, self._capacity, self._slots_first)
+        self.values = _allocate(value_states, self._num_rows, self._capacity, self._slots_first)
         self.is_initialized = True
 
     def update(
@@ -160,7 +168,7 @@ class _CacheLayer(CacheLayerMixin):
         """
         window = self._window
         slots, last_slot, extent = window.slots, window.last_slot, window.extent
-        if slots is None or last_slot is None or extent is None:
+        if slots is None or last_slot is None:
             raise RuntimeError("no fixed-shape pass has begun")
         if width != slots.shape[-1]:
             slots = last_slot
@@ -196,14 +204,24 @@ class _RowLayer(_CacheLayer):
 class Storage:
     """The memory of a cache, layer by layer, with one row per sequence.
 
-    It outlives its sequence where fixed-address passes are bound to it.
+    It outlives its sequence where fixed-address passes are bound to it. `slots_first` puts all heads of a slot beside
+    each other in memory, as variable-length attention reads them; shapes are the same.
     """
 
-    def __init__(self, num_layers: int, capacity: int, window: Window | None = None, *, num_rows: int = 1) -> None:
+    def __init__(
+        self,
+        num_layers: int,
+        capacity: int,
+        window: Window | None = None,
+        *,
+        num_rows: int = 1,
+        slots_first: bool = False,
+    ) -> None:
         self.window = window or Window()
         self.capacity = capacity
         self.num_rows = num_rows
-        self.layers = [_CacheLayer(self.window, capacity, num_rows) for _ in range(num_layers)]
+        self.slots_first = slots_first
+        self.layers = [_CacheLayer(self.window, capacity, num_rows, slots_first=slots_first) for _ in range(num_layers)]
         self._branch: Storage | None = None
         self._whole: tuple[Storage, int] | None = None
 
@@ -214,7 +232,9 @@ class Storage:
             whole, row = self._whole
             self._branch = whole.branch.row(row, self.window)
         elif self._branch is None:
-            self._branch = Storage(len(self.layers), self.capacity, self.window, num_rows=self.num_rows)
+            self._branch = Storage(
+                len(self.layers), self.capacity, self.window, num_rows=self.num_rows, slots_first=self.slots_first
+            )
         return self._branch
 
     def row(self, index: int, window: Window | None = None) -> Storage:
@@ -330,8 +350,16 @@ class BranchCache(KVCache):
         self.length = min(self.length, length)
 
 
-def _allocate(states: Tensor, num_rows: int, capacity: int) -> Tensor:
+def _are_lengths(mask: Tensor) -> bool:
+    """Return True for the lengths of variable-length attention, which travel in place of a mask."""
+    return mask.dtype == torch.int32
+
+
+def _allocate(states: Tensor, num_rows: int, capacity: int, slots_first: bool) -> Tensor:
     _, heads, _, size = states.shape
     # A fixed-shape pass reads slots that were never written. The mask hides them, but could not hide NaN.
     with torch.inference_mode(False):  # memory that outlives a pass must be writable in any mode
+        if slots_first:
+            kept = torch.zeros((num_rows, capacity, heads, size), dtype=states.dtype, device=states.device)
+            return kept.transpose(1, 2)
         return torch.zeros((num_rows, heads, capacity, size), dtype=states.dtype, device=states.device)

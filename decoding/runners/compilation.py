@@ -77,8 +77,9 @@ def _mark_dynamic_sizes(hidden_states: Tensor, others: Sequence[Any]) -> None:
     _mark(hidden_states, [-3, -2])
     extents = set()
     for slot in [value for value in others if isinstance(value, Slot)]:
-        extents.add(slot.extent.shape[0])
-        _mark(slot.extent, [0])
+        if slot.extent is not None:
+            extents.add(slot.extent.shape[0])
+            _mark(slot.extent, [0])
         _mark(slot.slots, range(slot.slots.ndim))
         for kept in (slot.keys, slot.values):
             _mark(kept, [0, 2])

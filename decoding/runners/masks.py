@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from decoding.cache.used_lengths import used_lengths
+
 
 @dataclass(frozen=True)
 class MaskKinds:
@@ -41,3 +43,12 @@ class MaskKinds:
             hidden = torch.full_like(allowed, torch.finfo(self.additive).min, dtype=self.additive)
             allowed = hidden.masked_fill(allowed, 0.0)
         return allowed[None, None] if allowed.ndim == 2 else allowed[:, None]
+
+
+class UsedLengths(MaskKinds):
+    """What passes of variable-length attention get in place of masks: the same for all kinds, which know their windows."""
+
+    def masks(self, slots: Tensor, num_slots: int) -> tuple[Tensor, ...]:
+        """Return the `used_lengths` [1, 1, 3, batch + 1] once per kind; `slots` as for masks."""
+        width = slots.shape[-1]
+        return (used_lengths(slots[..., 0].reshape(-1) + width, width, num_slots),) * len(self.kinds)

@@ -31,7 +31,7 @@ from decoding.runners.eager import EagerRunner
 from decoding.runners.features import NO_FEATURES, SpeedFeatures
 from decoding.runners.graphs import CudaGraphs, OutputsT, PassRecorder
 from decoding.runners.greedy_chain import one_token, write_by
-from decoding.runners.masks import MaskKinds
+from decoding.runners.masks import MaskKinds, UsedLengths
 from decoding.runners.shared_pass import (
     RowInputs,
     Rows,
@@ -75,7 +75,9 @@ class StaticRunner:
         self.features = features
         self.block_call: BlockCall = CompiledBlocks(device, features) if compiled else call_block
         self.buckets = buckets or (GPU_BUCKETS if device.type == "cuda" else CPU_BUCKETS)
-        self._mask_kinds = mask_kinds
+        self._mask_kinds = (
+            UsedLengths(mask_kinds.windows, mask_kinds.additive) if features.varlen_attention else mask_kinds
+        )
         self._device = device
         self._eager = EagerRunner(mask_kinds)
         self._recorder = recorder or (CudaGraphs(device) if device.type == "cuda" else None)
@@ -123,7 +125,9 @@ class StaticRunner:
         for small in free:
             if small not in self._protected:
                 self._forget(small)
-        self._storages.append(Storage(num_layers, num_slots, num_rows=num_rows))
+        self._storages.append(
+            Storage(num_layers, num_slots, num_rows=num_rows, slots_first=self.features.varlen_attention)
+        )
         return self._storages[-1]
 
     @contextmanager
@@ -161,7 +165,11 @@ class StaticRunner:
         if start == 0 or width > (exact_width or self.buckets.widest):
             return self._eager.run(part, token_ids, cache, start, last_only=last_only, states=states)
         cache.cover(start, width)
-        shape = self._exact_shape(cache, exact_width) if exact_width else self._shape(start, width, last_only, states)
+        shape = (
+            self._exact_shape(cache, exact_width)
+            if exact_width
+            else self._shape(cache, start, width, last_only, states)
+        )
         shape = replace(shape, looks=looks and self._recorder is not None)
         self._buffers(shape.width).fill(token_ids, start, states)
         outputs = self._prepared_pass(part, cache, shape, self._compute)
@@ -188,7 +196,7 @@ class StaticRunner:
         cache.cover(start, count)
         self._buffers(1).fill(token_ids, start, None)
         shape = _Shape(
-            1, self.buckets.reach(start + count), last_only=False, resumes=False, num_tokens=count, looks=looks
+            1, self._reach(cache.storage, start + count), last_only=False, resumes=False, num_tokens=count, looks=looks
         )
         return self._prepared_pass(part, cache, shape, self._compute_chain)
 
@@ -201,7 +209,7 @@ class StaticRunner:
         cache.cover(start, num_tokens + 1)
         width = self.buckets.width(num_tokens + 1)
         self._buffers(1).fill(token_ids, start, None)
-        shape = _Shape(width, self.buckets.reach(start + width), False, False, num_tokens, is_round=True)
+        shape = _Shape(width, self._reach(cache.storage, start + width), False, False, num_tokens, is_round=True)
         return self._prepared_pass(draft, cache, shape, partial(self._compute_round, whole)).values
 
     def run_shared_pass(self, part: Part, passes: Mapping[int, PassRequest], memory: Storage) -> dict[int, Outputs]:
@@ -231,7 +239,7 @@ class StaticRunner:
         rows = Rows.of(passes, min_rows=min_rows, num_tokens=num_tokens)
         width = self.buckets.width(rows.width)
         furthest = max(each.start for each in passes.values()) + width + num_tokens - 1
-        rows = replace(rows, width=width, num_slots=min(self.buckets.reach(furthest), memory.capacity))
+        rows = replace(rows, width=width, num_slots=min(self._reach(memory, furthest), memory.capacity))
         given = RowInputs.of(passes, rows)
         if rows.inputs not in self._row_inputs:
             self._row_inputs[rows.inputs] = given.copied()
@@ -245,9 +253,14 @@ class StaticRunner:
     def _compute_chains(self, part: Part, cache: KVCache, rows: Rows) -> Written:
         return compute_chains(part, self._row_inputs[rows.inputs], cache, self._mask_kinds, rows)
 
-    def _shape(self, start: int, width: int, last_only: bool, states: Tensor | None) -> _Shape:
+    def _shape(self, cache: KVCache, start: int, width: int, last_only: bool, states: Tensor | None) -> _Shape:
         bucket = self.buckets.width(width)
-        return _Shape(bucket, self.buckets.reach(start + bucket), last_only and bucket > 1, states is not None)
+        reach = self._reach(cache.storage, start + bucket)
+        return _Shape(bucket, reach, last_only and bucket > 1, states is not None)
+
+    def _reach(self, storage: Storage, end: int) -> int:
+        """Return how many slots a pass is given to read the first `end`: all of them where their number is data."""
+        return storage.capacity if self.features.varlen_attention else self.buckets.reach(end)
 
     def _exact_shape(self, cache: KVCache, width: int) -> _Shape:
         """Return one shape for all passes over a sequence.

@@ -28,6 +28,7 @@ from decoding.target.equivalence import check_runner, find_shared_pass_differenc
 from decoding.target.fused import tied_addresses, with_fused_projections
 from decoding.target.parts import LMHead, ModelPart, find_lm_head, run_whole, with_blocks, with_packed_linears
 from decoding.target.stand_ins import Emit, FixedShapes, Head, Identity, PassState, Tap, first_of
+from decoding.target.varlen import find_kernel, with_varlen_attention
 from decoding.target.views import BlockView, DraftView, ExitView, ResumeView, TappedView
 
 
@@ -136,7 +137,7 @@ class Target:
     def prepare_block(self, block: nn.Module, index: int) -> nn.Module:
         """Return `block` at the model's block index `index`, as this target's runner calls it."""
         attention = self.anatomy.attention[index]
-        block = with_grouped_attention(block, attention)
+        block = self._with_attention(block, index)
         if self.runner.features.fused_projections:
             block = with_fused_projections(block, self._tied)
         if self._packs:
@@ -144,7 +145,16 @@ class Target:
         if self._mask_kinds is None:
             return block
         call = self.runner.block_call or call_block
-        return FixedShapes(block, index, self._mask_kinds, call, repeats=repeats_of(block, attention))
+        repeats, own_masks = repeats_of(block, attention), self.runner.features.varlen_attention
+        return FixedShapes(block, index, self._mask_kinds, call, repeats=repeats, own_masks=own_masks)
+
+    def _with_attention(self, block: nn.Module, index: int) -> nn.Module:
+        """Return a copy of `block` with the attention of this target's passes, or `block` if nothing changes."""
+        attention = self.anatomy.attention[index]
+        if not self.runner.features.varlen_attention or self._mask_kinds is None:
+            return with_grouped_attention(block, attention)
+        kernel = find_kernel(self.device, self.dtype)
+        return with_varlen_attention(block, attention, self._mask_kinds.windows[index], kernel)
 
     def run(
         self,

@@ -1,0 +1,150 @@
+"""Variable-length attention, with torch's documented semantics in place of its kernel: the eager text, fewer recordings."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.attention import varlen
+
+from decoding.cache.used_lengths import of_last_position, used_lengths
+from decoding.decoder import plain_decoder
+from decoding.errors import UnsupportedRunnerError
+from decoding.runners.buckets import GPU_BUCKETS
+from decoding.runners.features import SpeedFeatures
+from decoding.target import Target
+from decoding.target.varlen import find_kernel
+from tests.support.fake_graphs import FakeGraphs
+from tests.support.families import WINDOW, build, some_tokens, target_of
+from tests.support.grid import RULES
+from tests.support.recorded_decoding import HEAD, alone_and_together, decoder_of, recorded_target, requests
+from tests.support.recorders import CountingRecorder
+from tests.support.varlen_reference import varlen_reference
+
+VARLEN = SpeedFeatures(varlen_attention=True)
+CUDA = torch.device("cuda", 0)
+FAMILIES = ["llama", "qwen2", "qwen3", "mistral", "gemma3", "olmo2", "phi3", "mixtral", "gpt_neox_parallel"]
+HALF = torch.bfloat16
+
+
+@pytest.fixture
+def kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the reference run in place of the kernel, which needs CUDA and half precision."""
+    monkeypatch.setattr("decoding.target.target.find_kernel", lambda device, dtype: varlen_reference)
+
+
+# --- the same text ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("kernel")
+@pytest.mark.parametrize("draft", ["plain", "half blocks", HEAD])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_text_is_the_eager_text(family: str, draft: str, tmp_path: Path) -> None:
+    graphs = FakeGraphs()
+    plain = [plain_decoder(target_of(family)).generate(request).tokens for request in requests()]
+    decoder = decoder_of(recorded_target(family, graphs, features=VARLEN), draft, RULES["fixed 3"], tmp_path)
+    assert alone_and_together(decoder) == [plain[-1], *plain]
+    assert graphs.num_replayed > 0
+
+
+@pytest.mark.usefixtures("kernel")
+@pytest.mark.parametrize("prefix_reuse", [True, False])
+@pytest.mark.parametrize("family", ["mistral", "gemma3"])
+def test_text_many_windows_long_is_the_eager_text(family: str, prefix_reuse: bool, tmp_path: Path) -> None:
+    (request,) = requests([(3 * WINDOW, 8 * WINDOW)])
+    expected = plain_decoder(target_of(family)).generate(request).tokens
+    target = recorded_target(family, FakeGraphs(), features=VARLEN)
+    decoder = decoder_of(target, "blocks", RULES["fixed 8"], tmp_path, prefix_reuse=prefix_reuse)
+    assert decoder.generate(request).tokens == expected
+
+
+# --- what it saves ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("kernel")
+@pytest.mark.parametrize(("features", "num_recordings"), [(SpeedFeatures(), 2), (VARLEN, 1)], ids=["masks", "lengths"])
+def test_one_recording_serves_every_context(features: SpeedFeatures, num_recordings: int) -> None:
+    recorder = CountingRecorder()
+    target = recorded_target("llama", recorder, features=features, max_position_embeddings=512)
+    (request,) = requests([(GPU_BUCKETS.slot_step - 12, 24)])
+    target.runner.reserve(target.num_layers, 2 * GPU_BUCKETS.slot_step)
+    before = recorder.num_recorded
+    plain_decoder(target).generate(request)
+    assert recorder.num_recorded - before == num_recordings
+
+
+@pytest.mark.parametrize("num_rows", [1, 3])
+def test_kernel_reads_the_cache_itself(monkeypatch: pytest.MonkeyPatch, num_rows: int) -> None:
+    given: set[int] = set()
+
+    def watched(query: Tensor, key: Tensor, value: Tensor, *args: Any, **settings: Any) -> Tensor:
+        given.update((key.untyped_storage().data_ptr(), value.untyped_storage().data_ptr()))
+        return varlen_reference(query, key, value, *args, **settings)
+
+    monkeypatch.setattr("decoding.target.target.find_kernel", lambda device, dtype: watched)
+    target = recorded_target("llama", None, features=VARLEN)
+    plain_decoder(target).generate_batch(requests([(5, 6)] * num_rows))
+    given.clear()
+    plain_decoder(target).generate_batch(requests([(5, 6)] * num_rows))
+    storages = [each for each in target.runner._storages if each.num_rows == num_rows]  # type: ignore[attr-defined]
+    own = {kept.untyped_storage().data_ptr() for layer in storages[0].layers for kept in (layer.keys, layer.values)}
+    assert given == own
+
+
+# --- lengths ----------------------------------------------------------------------------------------------------------
+
+
+def test_lengths_of_rows_and_of_their_last_positions() -> None:
+    lengths = used_lengths(torch.tensor([7, 4]), width=3, num_slots=10)
+    assert lengths.dtype == torch.int32
+    assert lengths[0, 0].tolist() == [[0, 3, 6], [0, 10, 20], [7, 4, 0]]
+    narrowed = of_last_position(lengths, 3, torch.tensor([5, 3]))
+    assert narrowed[0, 0].tolist() == [[0, 1, 2], [0, 10, 20], [6, 4, 0]]
+
+
+# --- refusals ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "reason"),
+    [
+        (torch.device("cpu"), HALF, "runs on CUDA only, and the model is on cpu"),
+        (CUDA, torch.float32, "not in float32"),
+    ],
+)
+def test_other_devices_and_precisions_are_refused(device: torch.device, dtype: torch.dtype, reason: str) -> None:
+    with pytest.raises(UnsupportedRunnerError, match=reason):
+        find_kernel(device, dtype)
+
+
+def test_older_kernel_is_refused_by_what_it_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    def older(query: Tensor, key: Tensor, value: Tensor, *, scale: float, window_size: tuple[int, int]) -> None: ...
+
+    monkeypatch.setattr(varlen, "varlen_attn", older)
+    with pytest.raises(UnsupportedRunnerError, match=r"variable-length attention of torch .* has no 'enable_gqa'"):
+        find_kernel(CUDA, HALF)
+
+
+def test_target_on_a_cpu_is_refused_in_one_line() -> None:
+    with pytest.raises(UnsupportedRunnerError, match=r"^variable-length attention runs on CUDA only, .* on cpu$"):
+        recorded_target("llama", None, features=VARLEN)
+
+
+@pytest.mark.usefixtures("kernel")
+@pytest.mark.parametrize("family", ["gemma2", "gpt_oss", "gptj", "gpt2"])
+def test_family_with_other_attention_is_refused_in_one_line(family: str) -> None:
+    with pytest.raises(UnsupportedRunnerError, match=r"^[^\n]*variable-length attention[^\n]*$"):
+        recorded_target(family, None, features=VARLEN)
+
+
+def test_model_keeps_its_own_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("decoding.target.target.find_kernel", lambda device, dtype: varlen_reference)
+    model = build("llama")
+    recorded = recorded_target("llama", None, features=VARLEN)
+    token_ids = torch.tensor([some_tokens(9)])
+    with torch.inference_mode():
+        assert torch.equal(recorded.model(token_ids).logits, model(token_ids).logits)
+    assert Target(model).runner.features == SpeedFeatures()
