@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Iterable, Iterator
 
 import pytest
+import torch
+from transformers import LlamaForCausalLM
 
+from decoding.decode import Request
+from decoding.decoder import plain_decoder
 from decoding.drafts import EarlyExit, LayerSkip
 from decoding.target import Target
+from decoding.text import Ending
 from studies.prediction.survey import Survey
-from tests.support.fake_8b import GIB, NUM_PARAMETERS, PeakBytes, fake_8b
+from tests.support.fake_8b import GIB, NUM_PARAMETERS, PeakBytes, fake_8b, llama_8b_config
+from tests.support.paths import ROOT
+from tuner.config import DistillSettings
+from tuner.heads.memory import bytes_per_head, heads_that_fit, shared_bytes
+from tuner.inputs.memory import ModelSize
 
 NUM_SEQUENCES = 4
 NUM_WRITTEN = 64
@@ -17,7 +28,7 @@ SURVEY_BUDGETS = {512: 0.75, 1_500: 1.75, 4_000: 4.0}
 """GiB by tokens of context. With a copy of the context for each round it took 5, 14 and 34."""
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def target() -> Iterator[Target]:
     with fake_8b() as model:
         yield Target(model)
@@ -25,20 +36,20 @@ def target() -> Iterator[Target]:
 
 def test_fake_model_has_the_size_of_the_real_one(target: Target) -> None:
     assert target.model.num_parameters() == NUM_PARAMETERS
-    with PeakBytes() as memory:
+    with PeakBytes(target.model) as memory:
         target.model.get_input_embeddings().weight.clone()
     assert memory.peak == 128256 * 4096 * 2
 
 
 @pytest.mark.parametrize("context", SURVEY_BUDGETS)
 def test_survey_fits_beside_the_model(target: Target, context: int) -> None:
-    with PeakBytes() as memory:
+    with PeakBytes(target.model) as memory:
         _survey(target, context).record(LayerSkip.blocks((5, 9)))
     assert memory.peak < SURVEY_BUDGETS[context] * GIB
 
 
 def test_states_of_all_exits_fit_beside_the_model(target: Target) -> None:
-    with PeakBytes() as memory:
+    with PeakBytes(target.model) as memory:
         survey = _survey(target, 4_000, exits=range(1, target.num_layers))
         survey.record_all([EarlyExit(exit_layer=1), EarlyExit(exit_layer=31)])
     assert memory.peak < 3 * GIB, "they are 4 GiB"
@@ -47,3 +58,39 @@ def test_states_of_all_exits_fit_beside_the_model(target: Target) -> None:
 def _survey(target: Target, context: int, exits: Iterable[int] = ()) -> Survey:
     prompts, continuations = [[1] * context] * NUM_SEQUENCES, [[1] * (NUM_WRITTEN + 1)] * NUM_SEQUENCES
     return Survey(target, prompts, continuations, exits=exits)
+
+
+@pytest.mark.parametrize("prompt_tokens", [500, 4_000])
+def test_distillation_stays_within_its_estimate(prompt_tokens: int) -> None:
+    settings = DistillSettings()
+    with torch.device("meta"):
+        size = ModelSize.of(LlamaForCausalLM(llama_8b_config()), torch.bfloat16)
+    command = [sys.executable, "-m", "tests.support.fake_training", str(prompt_tokens)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    one_head, two_heads = map(int, done.stdout.split())
+    each = bytes_per_head(size, prompt_tokens, settings)
+    assert two_heads - one_head == pytest.approx(each, rel=0.02)
+    assert 0.4 < (one_head - each) / shared_bytes(size, prompt_tokens, settings) <= 1.0
+
+
+def test_twelve_heads_do_not_fit_at_once_on_half_a_gpu(target: Target) -> None:
+    size = ModelSize.of(target.model)
+    free = 40 * 10**9 - size.weight_bytes
+    fit = heads_that_fit(size, 500, DistillSettings(), free)
+    assert fit is not None
+    assert 1 < fit < 12
+    needed = fit * bytes_per_head(size, 500, DistillSettings()) + shared_bytes(size, 500, DistillSettings())
+    assert needed < free < 12 * bytes_per_head(size, 500, DistillSettings())
+    assert heads_that_fit(size, 500, DistillSettings(), 1) == 1
+
+
+def test_batch_in_lockstep_takes_its_caches_and_little_more() -> None:
+    num_sequences, prompt_tokens, new_tokens = 16, 2_000, 4
+    requests = [Request((1,) * prompt_tokens, Ending(new_tokens))] * num_sequences
+    with fake_8b(num_layers=4) as model:  # the caches grow with the layers, and the time of this test too
+        target = Target(model)
+        with PeakBytes(model) as memory:
+            plain_decoder(target).generate_batch(requests)
+        caches = num_sequences * (prompt_tokens + new_tokens) * ModelSize.of(model).cache_bytes
+    assert caches <= memory.peak < caches + 0.5 * GIB

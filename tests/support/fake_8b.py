@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -25,12 +25,12 @@ TOKEN = 1
 """The token id that every read of a fake tensor gives."""
 
 
-def llama_8b_config() -> LlamaConfig:
-    """Return the shape of Llama-3.1-8B."""
+def llama_8b_config(num_layers: int = 32) -> LlamaConfig:
+    """Return the shape of Llama-3.1-8B, or of its first layers."""
     return LlamaConfig(
         hidden_size=4096,
         intermediate_size=14336,
-        num_hidden_layers=32,
+        num_hidden_layers=num_layers,
         num_attention_heads=32,
         num_key_value_heads=8,
         head_dim=128,
@@ -42,23 +42,27 @@ def llama_8b_config() -> LlamaConfig:
 
 
 @contextmanager
-def fake_8b() -> Iterator[LlamaForCausalLM]:
+def fake_8b(num_layers: int = 32) -> Iterator[LlamaForCausalLM]:
     """Give the model in bfloat16; inside the context every new tensor is fake."""
     with FakeTensorMode(allow_non_fake_inputs=True), _HostReads():
         default = torch.get_default_dtype()
         torch.set_default_dtype(torch.bfloat16)
         try:
-            model = LlamaForCausalLM(llama_8b_config())
+            model = LlamaForCausalLM(llama_8b_config(num_layers))
         finally:
             torch.set_default_dtype(default)
         yield model.eval()
 
 
 class PeakBytes(TorchDispatchMode):
-    """Counts the bytes of the storages that are made inside its context: those that live, and the most that ever did."""
+    """Counts the bytes of the storages that are made inside its context: those that live, and the most that ever did.
 
-    def __init__(self) -> None:
+    Weights of `model` do not count, though some operations return views of them.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
         super().__init__()
+        self._weights = {parameter.untyped_storage()._cdata for parameter in model.parameters()}
         self.now = self.peak = 0
         self._live: dict[int, int] = {}
 
@@ -71,7 +75,7 @@ class PeakBytes(TorchDispatchMode):
 
     def _count(self, storage: torch.UntypedStorage) -> None:
         key = storage._cdata
-        if key in self._live:
+        if key in self._live or key in self._weights:
             return
         self._live[key] = storage.nbytes()
         self.now += storage.nbytes()
@@ -89,7 +93,14 @@ class _HostReads(TorchFunctionMode):
         read = _READS.get(getattr(func, "__name__", ""))
         if read is not None and args and isinstance(args[0], FakeTensor):
             return read(args[0])
+        if func is Tensor.__getitem__ and _is_mask(args[1]):
+            return args[0].flatten(0, args[1].ndim - 1).clone()
         return func(*args, **(kwargs or {}))
+
+
+def _is_mask(index: Any) -> bool:
+    """Return True for a fake boolean mask, all of whose elements count as true."""
+    return isinstance(index, FakeTensor) and index.dtype == torch.bool
 
 
 def _value(tensor: Tensor) -> float | int:

@@ -42,7 +42,8 @@ def distill(config_file: Path | None, overwrite: bool, **flags: Any) -> None:
     """Train exit heads, with which early exits draft better (self-distillation, as in EESD, arXiv 2406.03853).
 
     A head is one more decoder layer after the first N. The model continues the training prompts, and the head of each exit
-    is trained to predict the model's own next tokens; the model itself is not changed. All heads are trained in one pass.
+    is trained to predict the model's own next tokens; the model itself is not changed. All heads are trained in one pass, or
+    group after group if they do not fit in the memory (--heads-at-once); --timeout is then the time of each group.
     `sdtune search` with the same prompts and seed then drafts with them; its held-out prompts are never training prompts.
     Many different prompts make a better head than many continuations of a few: name a large dataset with --training-dataset.
 

@@ -49,13 +49,8 @@ def load_checkpoint(run: Run, identity: Mapping[str, Any], path: Path) -> None:
     The checkpoint may hold more exits than `run`: the heads of the others may be finished. Raises `DistillationError` if the
     checkpoint is damaged, and `OtherCheckpointError` if its settings differ or it lacks an exit of `run`.
     """
-    try:
-        state = torch.load(path, map_location="cpu", weights_only=True)
-        stored, students = state["identity"], state["students"]
-    except Exception as cause:  # a damaged archive can raise almost anything
-        raise DistillationError(
-            f"the checkpoint {path} is damaged ({_reason(cause)}): remove it to restart the training"
-        ) from None
+    state = _read(path)
+    stored, students = state["identity"], state["students"]
     differing = differences(stored, identity) or ("choice of exits" if run.students.keys() - students.keys() else "")
     if differing:
         raise OtherCheckpointError(
@@ -70,6 +65,24 @@ def load_checkpoint(run: Run, identity: Mapping[str, Any], path: Path) -> None:
             student.optimizer.load_state_dict(saved["optimizer"])
             student.sync_weights()
     run.losses, run.seconds = state["losses"], state["seconds"]
+
+
+def stored_exits(path: Path) -> frozenset[int]:
+    """Return the exits whose training the checkpoint at `path` holds; weights are not read."""
+    return frozenset(_read(path, mmap=True)["students"])
+
+
+def _read(path: Path, *, mmap: bool = False) -> dict[str, Any]:
+    """Return the contents of a checkpoint. Raises `DistillationError` if it is damaged."""
+    try:
+        state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
+        if not {"identity", "students", "losses", "seconds"} <= state.keys():
+            raise KeyError("parts are missing")
+    except Exception as cause:  # a damaged archive can raise almost anything
+        raise DistillationError(
+            f"the checkpoint {path} is damaged ({_reason(cause)}): remove it to restart the training"
+        ) from None
+    return state
 
 
 def differences(known: Mapping[str, Any], wanted: Mapping[str, Any]) -> str:

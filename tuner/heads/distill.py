@@ -31,12 +31,14 @@ from decoding.fingerprint import Fingerprint, fingerprint, hash_json
 from decoding.target import Target
 from studies.searches.exits import default_exit_layers
 from tuner.config import DistillSettings, SearchConfig
-from tuner.heads.checkpoint import OtherCheckpointError, differences, load_checkpoint, save_checkpoint
+from tuner.heads.checkpoint import OtherCheckpointError, differences, load_checkpoint, save_checkpoint, stored_exits
 from tuner.heads.evaluation import Heads, evaluate
+from tuner.heads.memory import heads_that_fit
 from tuner.heads.report import loss_curve_csv
 from tuner.heads.texts import GeneratedText, TextPlan, generate_texts
 from tuner.heads.training import Losses, Run, Student, train
 from tuner.inputs.environment import device_name, git_revision, versions
+from tuner.inputs.memory import ModelSize, explained_shortage, free_bytes
 from tuner.inputs.models import Loaded, load
 from tuner.inputs.prompts import Prompt, PromptSet, load_prompts, search_prompts
 from tuner.output_paths import check_folder_writable
@@ -53,6 +55,10 @@ PROMPT_SETTINGS = (
     *("tuning_prompts", "held_out_prompts", "max_new_tokens", "dtype", "seed"),
 )
 """Keys of the search configuration that a distillation uses too."""
+
+_LESS_TO_TRAIN = (
+    "give a lower --heads-at-once, or a lower batch_size or response_tokens to the distillation; finished heads stay"
+)
 
 OnLosses = Callable[[int, Sequence[Losses]], None]
 """Callback for finished steps: the number of steps reported before, and the losses of each new step."""
@@ -234,26 +240,53 @@ def distil(
 ) -> Distilled:
     """Train heads for `exits` and write them into the folder, replacing existing ones.
 
-    A stopped run resumes from its texts and its last checkpoint. Raises `DistillationError` if there is too little training
-    text, the loss diverges, the folder cannot be used, or the checkpoint belongs to another distillation and `overwrite` is
-    false. Raises `ExitHeadError` if a head cannot be written.
+    As many heads as fit in the memory are trained together, group after group; a head is the same in any group, unless a time
+    limit ends its training. A stopped run resumes from its texts, its finished heads and its last checkpoint. Raises
+    `DistillationError` if there is too little training text, the loss diverges, the folder cannot be used, or the checkpoint
+    belongs to another distillation and `overwrite` is false. Raises `ExitHeadError` if a head cannot be written.
     """
     texts = _texts(work, work.training_texts, "generating training texts", MIN_TRAINING_TOKENS, progress)
     unseen = _texts(work, work.evaluation_texts, "generating evaluation texts", MIN_EVALUATION_TOKENS, progress)
     before = _evaluate(work, dict.fromkeys(exits), unseen, "evaluating the exits without heads", progress)
-    run = _train(work, exits, texts, progress, on_losses, overwrite)
-    heads = {exit_layer: student.stored_head() for exit_layer, student in run.students.items()}
-    after = _evaluate(work, heads, unseen, "evaluating the exits with their heads", progress)
     writing_seconds = sum(text.seconds for text in (*texts, *unseen))
-    facts = {}
-    for exit_layer, head in heads.items():
-        cost = writing_seconds + run.seconds
-        facts[exit_layer] = _facts(work, exit_layer, texts, run.step, cost, before[exit_layer], after[exit_layer])
-        save_exit_head(work.folder / head_name(exit_layer), head.to(torch.bfloat16), facts[exit_layer])
-    curve = loss_curve_csv(run.losses).encode()
-    write_atomically(work.folder / CURVE, curve, what="the training curve", error=DistillationError)
-    work.checkpoint.unlink(missing_ok=True)
-    return Distilled(work.folder, facts, run.losses, writing_seconds, run.seconds)
+    facts: dict[int, HeadFacts] = {}
+    losses: list[Losses] = []
+    training_seconds = 0.0
+    for group in _groups(work, exits, progress):
+        run = _train(work, group, texts, progress, on_losses, overwrite)
+        heads = {exit_layer: student.stored_head() for exit_layer, student in run.students.items()}
+        run.students.clear()  # the optimizers are not needed any more, and the evaluation takes memory too
+        after = _evaluate(work, heads, unseen, "evaluating the exits with their heads", progress)
+        cost = writing_seconds * len(group) / len(exits) + run.seconds
+        for exit_layer, head in heads.items():
+            facts[exit_layer] = _facts(work, exit_layer, texts, run.step, cost, before[exit_layer], after[exit_layer])
+            save_exit_head(work.folder / head_name(exit_layer), head.to(torch.bfloat16), facts[exit_layer])
+        losses = _joined(losses, run.losses)
+        training_seconds += run.seconds
+        curve = loss_curve_csv(losses).encode()
+        write_atomically(work.folder / CURVE, curve, what="the training curve", error=DistillationError)
+        work.checkpoint.unlink(missing_ok=True)
+    return Distilled(work.folder, facts, losses, writing_seconds, training_seconds)
+
+
+def _groups(work: Distillation, exits: Sequence[int], progress: Progress) -> list[tuple[int, ...]]:
+    """Return the exits in groups that are trained together; those of a checkpoint come first, and stay together."""
+    longest = max(len(prompt.token_ids) for prompt in work.training_prompts)
+    at_once = work.settings.heads_at_once
+    if at_once is None:
+        device = next(work.target.blocks[-1].parameters()).device
+        at_once = heads_that_fit(ModelSize.of(work.target.model), longest, work.settings, free_bytes(str(device)))
+    at_once = min(at_once or len(exits), len(exits))
+    if at_once < len(exits):
+        progress.say(f"{len(exits)} heads are trained {at_once} at a time, to fit in the memory (--heads-at-once)")
+    begun = stored_exits(work.checkpoint) if work.checkpoint.exists() else frozenset()
+    parts = [[layer for layer in exits if layer in begun], [layer for layer in exits if layer not in begun]]
+    return [tuple(part[first : first + at_once]) for part in parts for first in range(0, len(part), at_once)]
+
+
+def _joined(losses: Sequence[Losses], more: Sequence[Losses]) -> list[Losses]:
+    """Return the losses of two groups by step; a time limit may have ended one of them earlier, which ends both."""
+    return [{**of_step, **others} for of_step, others in zip(losses, more, strict=False)] if losses else list(more)
 
 
 def distil_and_track(
@@ -265,7 +298,8 @@ def distil_and_track(
     """
     tracker = _open_tracker(work, exits, config)
     try:
-        distilled = distil(work, exits, progress, on_losses=partial(log_losses, tracker), overwrite=overwrite)
+        with explained_shortage("distilling exit heads", _LESS_TO_TRAIN):
+            distilled = distil(work, exits, progress, on_losses=partial(log_losses, tracker), overwrite=overwrite)
         log_distilled(tracker, distilled)
     except KeyboardInterrupt:
         tracker.close("KILLED")
@@ -333,7 +367,8 @@ def _train(
 ) -> Run:
     """Train the heads to the end, starting from the checkpoint if there is one."""
     run = Run({exit_layer: Student(work.target) for exit_layer in exits})
-    progress.stage(f"training {len(exits)} heads", work.settings.steps)
+    heads = "head" if len(exits) == 1 else "heads"
+    progress.stage(f"training {len(exits)} {heads}", work.settings.steps)
     if work.checkpoint.exists():
         _resume(run, work, progress, overwrite)
     num_reported = run.step

@@ -88,12 +88,14 @@ def size_of_checkpoint(
 
 
 def free_bytes(device: str) -> int | None:
-    """Return the free memory of a device, as settings name it, or None if it cannot be found out."""
+    """Return the free memory of a device, as settings name it, or None if it cannot be found out.
+
+    Memory that torch holds without using it counts as free.
+    """
     found = resolve_device(device)
     if found.type == "cuda":
-        count = torch.cuda.device_count() if device == SPREAD else 1
-        devices = range(count) if device == SPREAD else [found]
-        return sum(torch.cuda.mem_get_info(each)[0] for each in devices)
+        devices = range(torch.cuda.device_count()) if device == SPREAD else [found]
+        return sum(_free_of_gpu(each) for each in devices)
     return _free_ram(Path("/proc/meminfo"), Path("/sys/fs/cgroup")) if found.type == "cpu" else None
 
 
@@ -124,6 +126,11 @@ def _block_parameters(model: nn.Module, num_layers: int) -> int:
     """Return the parameters of the last block: of the largest list of `num_layers` modules."""
     lists = [each for each in model.modules() if isinstance(each, nn.ModuleList) and len(each) == num_layers]
     return max((sum(weight.numel() for weight in each[-1].parameters()) for each in lists), default=0)
+
+
+def _free_of_gpu(device: torch.device | int) -> int:
+    held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return torch.cuda.mem_get_info(device)[0] + held
 
 
 def _free_ram(meminfo: Path, cgroup: Path) -> int | None:

@@ -14,6 +14,7 @@ from typing import Any
 import mlflow
 import pytest
 from click.testing import CliRunner, Result
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import tuner.heads.distill
@@ -24,6 +25,7 @@ from tests.support.refusals import refused
 from tuner.cli.main import main
 from tuner.heads.evaluation import evaluate
 from tuner.heads.texts import GeneratedText, TextPlan, generate_texts
+from tuner.heads.training import Run
 from tuner.inputs.prompts import PromptSet, load_prompts
 
 DistillCommand = Callable[..., Result]
@@ -302,6 +304,58 @@ class TestStopping:
         stopped = [run for run in _runs(workplace) if run.info.status != "FINISHED"]
         assert not stopped
         assert len(_runs(workplace)) == 2
+
+    def test_heads_trained_in_groups_are_those_trained_together(
+        self, run_distill: DistillCommand, workplace: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        assert run_distill(exit_layers="2-4", out="together").exit_code == 0
+        honest = tuner.heads.distill.save_checkpoint
+
+        def stop_in_second_group(run: Run, *args: Any) -> None:
+            honest(run, *args)
+            if run.students.keys() == {4} and run.step == 8:
+                raise KeyboardInterrupt
+
+        with monkeypatch.context() as patched:
+            patched.setattr(tuner.heads.distill, "save_checkpoint", stop_in_second_group)
+            stopped = run_distill(exit_layers="2-4", heads_at_once="2")
+        assert stopped.exit_code == 130, stopped.output
+        assert "3 heads are trained 2 at a time" in " ".join(stopped.stderr.split())
+        assert {"exit_head_2.safetensors", "exit_head_3.safetensors", "checkpoint.pt"} < _files(workplace / "heads")
+        resumed = run_distill(exit_layers="2-4", heads_at_once="2")
+        assert resumed.exit_code == 0, resumed.output
+        assert "resuming a stopped distillation after step 8" in resumed.stderr
+        assert "checkpoint.pt" not in _files(workplace / "heads")
+        for exit_layer in (2, 3, 4):
+            name = f"exit_head_{exit_layer}.safetensors"
+            one, other = (load_file(workplace / folder / name) for folder in ("heads", "together"))
+            assert one.keys() == other.keys()
+            assert all(weight.equal(other[key]) for key, weight in one.items())
+
+    def test_heads_that_do_not_fit_at_once_are_trained_in_groups(
+        self, run_distill: DistillCommand, workplace: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(tuner.heads.distill, "free_bytes", lambda device: 1)
+        result = run_distill(steps="2")
+        assert result.exit_code == 0, result.output
+        assert "2 heads are trained 1 at a time, to fit in the memory" in " ".join(result.stderr.split())
+        assert (workplace / "heads" / "training_curve.csv").read_text().startswith("step,exit_2,exit_3\n")
+
+    def test_checkpoint_of_two_heads_is_resumed_first(
+        self, run_distill: DistillCommand, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        honest = tuner.heads.distill.save_checkpoint
+
+        def stop(*args: Any) -> None:
+            honest(*args)
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patched:
+            patched.setattr(tuner.heads.distill, "save_checkpoint", stop)
+            assert run_distill(exit_layers="3,4").exit_code == 130
+        resumed = run_distill(exit_layers="2-4", heads_at_once="2")
+        assert resumed.exit_code == 0, resumed.output
+        assert "resuming a stopped distillation after step 4" in resumed.stderr
 
     def test_ctrl_c_says_how_to_resume(
         self, run_distill: DistillCommand, workplace: Path, monkeypatch: pytest.MonkeyPatch
