@@ -397,6 +397,8 @@ class _Buffers:
     def __init__(self, width: int, device: torch.device) -> None:
         self.token_ids = torch.zeros((1, width), dtype=torch.long, device=device)
         self.last = torch.zeros(1, dtype=torch.long, device=device)
+        self._width = 1
+        """Number of positions without padding in the latest pass."""
         self.states: Tensor | None = None
         self._start = torch.zeros(1, dtype=torch.long, device=device)
         self._steps = torch.arange(width, device=device)
@@ -406,7 +408,9 @@ class _Buffers:
         width = token_ids.shape[1]
         self.token_ids[:, :width] = token_ids
         self._start.fill_(start)
-        self.last.fill_(width - 1)
+        if width != self._width:  # a launch saved, mostly
+            self._width = width
+            self.last.fill_(width - 1)
         if states is not None:
             if self.states is None:
                 with torch.inference_mode(False):
