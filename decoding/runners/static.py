@@ -223,6 +223,8 @@ class StaticRunner:
         self, part: Part, passes: Mapping[int, PassRequest], memory: Storage, num_tokens: int
     ) -> dict[int, Written]:
         """Draft as many tokens as one recording covers; see `Runner.write_together`."""
+        if not self.buckets.fits(1, memory.num_rows):
+            return self._eager.write_together(part, passes, memory, num_tokens)
         count = _longest_chain(num_tokens)
         if count == 1:  # a shared pass of the same shape may be prepared already
             outputs = self.run_shared_pass(part, passes, memory)

@@ -11,6 +11,7 @@ from transformers import BertConfig, BertForMaskedLM, LlamaForSequenceClassifica
 
 from decoding.cache.kv_cache import KVCache
 from decoding.probe import probe
+from decoding.runners.contract import Outputs
 from decoding.target import ResumeView
 from tests.support.families import NUM_LAYERS, REFUSED, SUPPORTED, build, liven
 from tests.support.tiny import tiny_llama
@@ -144,13 +145,13 @@ def test_a_cache_that_loses_a_token_is_detected(monkeypatch: pytest.MonkeyPatch)
 
 def test_a_draft_that_changes_the_output_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     """A verification that is right in the middle of the stack, where the probe starts, but wrong at the beginning."""
-    honest = ResumeView.forward
+    honest = ResumeView.run
 
-    def wrong(self: ResumeView, ids: Tensor, cache: KVCache, start: int, states: Tensor) -> Tensor:
-        logits = honest(self, ids, cache, start, states)
-        return logits.flip(-1) if self.boundary == 1 else logits
+    def wrong(self: ResumeView, ids: Tensor, cache: KVCache, start: int, states: Tensor) -> Outputs:
+        outputs = honest(self, ids, cache, start, states)
+        return Outputs(outputs.logits.flip(-1), outputs.states) if self.boundary == 1 else outputs
 
-    monkeypatch.setattr(ResumeView, "forward", wrong)
+    monkeypatch.setattr(ResumeView, "run", wrong)
     found = probe(tiny_llama())
     assert found.refusal is not None
     assert "differs from plain decoding at token" in found.refusal
@@ -177,10 +178,10 @@ def test_a_model_without_next_token_logits_is_refused_in_one_line(kind: type[Lla
 
 
 def test_a_model_that_cannot_resume_loses_prefix_reuse_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(self: ResumeView, *args: Any) -> torch.Tensor:
+    def fails(self: ResumeView, *args: Any) -> Outputs:
         raise RuntimeError("shapes do not fit")
 
-    monkeypatch.setattr(ResumeView, "forward", fails)
+    monkeypatch.setattr(ResumeView, "run", fails)
     found = probe(tiny_llama())
     assert found.refusal is None
     assert not found.prefix_reuse

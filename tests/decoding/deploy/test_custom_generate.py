@@ -397,8 +397,8 @@ def test_prefix_reuse_is_as_the_profile_says(
     model: LlamaForCausalLM, prefix_reuse: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     resumed: list[int] = []
-    honest = ResumeView.forward
-    monkeypatch.setattr(ResumeView, "forward", lambda self, *args: resumed.append(1) or honest(self, *args))
+    honest = ResumeView.run
+    monkeypatch.setattr(ResumeView, "run", lambda self, *args: resumed.append(1) or honest(self, *args))
     profile = _profile(model).model_copy(update={"decoding": Decoding(prefix_reuse=prefix_reuse)})
     drafted = model.generate(PROMPT, max_new_tokens=9, do_sample=False, custom_generate=load_decoder(profile))
     assert bool(resumed) is prefix_reuse

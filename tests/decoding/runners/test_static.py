@@ -25,7 +25,7 @@ from decoding.rounds import Generation
 from decoding.runners import compilation
 from decoding.runners.buckets import CPU_BUCKETS, GPU_BUCKETS, Buckets
 from decoding.runners.compilation import CompiledBlocks, call_block
-from decoding.runners.contract import BlockCall, Outputs, Runner
+from decoding.runners.contract import BlockCall, Outputs, Part, Runner
 from decoding.runners.masks import MaskKinds
 from decoding.runners.static import StaticRunner
 from decoding.target import Target
@@ -335,18 +335,18 @@ def test_logits_of_the_verification_have_the_bits_of_plain_decoding(
 ) -> None:
     target, request = exact_target(family, dtype), Request(PROMPT, Ending(40))
     seen: dict[tuple[int, ...], list[Tensor]] = {}
-    honest = Target.forward
+    honest = Target.run
 
-    def forward(self: Target, token_ids: Tensor, cache: Any, start: int, *, last_only: bool = False) -> Tensor:
-        logits = honest(self, token_ids, cache, start, last_only=last_only)
-        if start:
+    def run(self: Target, part: Part, token_ids: Tensor, cache: Any, start: int, **settings: Any) -> Outputs:
+        outputs = honest(self, part, token_ids, cache, start, **settings)
+        if start and part.is_whole:
             known = tuple(text.span(0, start)[0].tolist())
-            for row in range(logits.shape[0]):
-                position = len(token_ids[0]) - logits.shape[0] + row + 1
-                seen.setdefault((*known, *token_ids[0, :position].tolist()), []).append(logits[row].clone())
-        return logits
+            for row, logits in enumerate(outputs.logits):
+                position = len(token_ids[0]) - outputs.logits.shape[0] + row + 1
+                seen.setdefault((*known, *token_ids[0, :position].tolist()), []).append(logits.clone())
+        return outputs
 
-    monkeypatch.setattr(Target, "forward", forward)
+    monkeypatch.setattr(Target, "run", run)
     texts = []
     for draft in (None, SKIPS["last block"], DRAFTS["lookup, then attention"]):
         steps = autoregressive(target, request)
