@@ -27,6 +27,7 @@ from tuner.inputs.models import Loaded, eos_token_ids, load
 from tuner.inputs.prompts import Prompt, PromptSet, search_prompts
 from tuner.measuring.baseline import decode_baseline
 from tuner.measuring.clock import WallClock
+from tuner.measuring.decoders import MOST_KEPT
 from tuner.measuring.paired import Bench
 from tuner.output_paths import check_folder_writable, check_writable
 from tuner.progress import Progress
@@ -204,4 +205,7 @@ def open_bench(task: Task, prompts: Sequence[Prompt], stage: str, progress: Prog
         heads=task.head_folder,
         seed=task.config.seed,
         clock=WallClock(task.target.device),
+        most_kept=max(
+            MOST_KEPT, task.config.finalists + len(task.config.study)
+        ),  # the finalists take turns in the race
     )
