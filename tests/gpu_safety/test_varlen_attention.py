@@ -18,13 +18,21 @@ from decoding.runners.features import SpeedFeatures
 from decoding.target import Target
 from decoding.target.varlen import find_kernel
 from tests.support.fake_graphs import FakeGraphs
-from tests.support.families import WINDOW, build, some_tokens, target_of
+from tests.support.families import VOCABULARY, WINDOW, build, some_tokens, target_of
 from tests.support.grid import RULES
 from tests.support.recorded_decoding import HEAD, alone_and_together, decoder_of, recorded_target, requests
 from tests.support.recorders import CountingRecorder
 from tests.support.varlen_reference import varlen_reference
 
 VARLEN = SpeedFeatures(varlen_attention=True)
+EVERYTHING = SpeedFeatures(
+    fused_projections=True,
+    varlen_attention=True,
+    plain_chain=4,
+    look_every=2,
+    whole_rounds=True,
+    draft_vocabulary=VOCABULARY // 2,
+)
 CUDA = torch.device("cuda", 0)
 FAMILIES = ["llama", "qwen2", "qwen3", "mistral", "gemma3", "olmo2", "phi3", "mixtral", "gpt_neox_parallel"]
 HALF = torch.bfloat16
@@ -59,6 +67,17 @@ def test_text_many_windows_long_is_the_eager_text(family: str, prefix_reuse: boo
     target = recorded_target(family, FakeGraphs(), features=VARLEN)
     decoder = decoder_of(target, "blocks", RULES["fixed 8"], tmp_path, prefix_reuse=prefix_reuse)
     assert decoder.generate(request).tokens == expected
+
+
+@pytest.mark.usefixtures("kernel")
+@pytest.mark.parametrize("rule", ["fixed 3", "AdaEDL, last dropped"])
+@pytest.mark.parametrize("draft", ["plain", "half blocks", HEAD])
+def test_all_features_together_write_the_eager_text(draft: str, rule: str, tmp_path: Path) -> None:
+    graphs = FakeGraphs()
+    plain = [plain_decoder(target_of("gemma3")).generate(request).tokens for request in requests()]
+    decoder = decoder_of(recorded_target("gemma3", graphs, features=EVERYTHING), draft, RULES[rule], tmp_path)
+    assert alone_and_together(decoder) == [plain[-1], *plain]
+    assert graphs.strangers(decoder) == []
 
 
 # --- what it saves ----------------------------------------------------------------------------------------------------
