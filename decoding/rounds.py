@@ -33,7 +33,10 @@ class Round:
     num_accepted: int
     seconds: float
     draft_seconds: float
-    """Seconds spent drafting; all of the round's if draft and verification were one recording (`whole_rounds`)."""
+    """Seconds spent drafting; all of the round's if draft and verification were one recording (`whole_rounds`).
+
+    On a GPU these are the seconds of the launch if nothing waited for the draft.
+    """
     looked_up: bool = False
     """True if the drafts were copied from the sequence (prompt lookup) and not computed."""
 

@@ -19,8 +19,8 @@ from tuner.evaluation.gpu.shared import (
 if TYPE_CHECKING:
     from tuner.config import SearchConfig
 
-SHARE_OF_TRIALS, MOST_TRIAL_SECONDS = 0.4, 90.0
-"""Share of the step's seconds that goes to trials, and the most; baseline, cost table, race and confirmation take the rest."""
+SHARE_OF_TRIALS, MOST_TRIAL_SECONDS = 0.5, 120.0
+"""Share of the step's seconds for survey, costs and trials, and the most; baselines, race and confirmation take the rest."""
 
 
 @dataclass(frozen=True)
