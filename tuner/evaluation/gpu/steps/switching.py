@@ -18,13 +18,13 @@ from tuner.evaluation.gpu.contract import Result
 from tuner.evaluation.gpu.shared import NEW_TOKENS, Shared
 from tuner.evaluation.gpu.side_by_side import prompts_of
 
-NUM_SKIPS = 4
+NUM_SKIPS, NUM_PROMPTS = 4, 4
 DRAFTED = 6
 
 
 @dataclass(frozen=True)
 class CandidateSwitch:
-    """Step: new candidates one after another, each with its first and its second sequence."""
+    """Step: new candidates one after another, each made ready and decoded twice."""
 
     name: str = "switch"
     question: str = "How long does a search wait for a new candidate, and for how many recordings?"
@@ -50,22 +50,24 @@ class CandidateSwitch:
 
 
 def _measure(shared: Shared, draft: Draft) -> dict[str, Any]:
-    """Make a candidate ready and decode the same prompt twice: the first time pays for everything that is new."""
+    """Make a candidate ready as a search does, and decode the same prompt twice: both should take equally long."""
     known = len(shared.recorder.seconds) if shared.recorder else 0
-    request = Request(prompts_of(shared, 1)[0], Ending(NEW_TOKENS, shared.eos_token_ids))
+    prompts = prompts_of(shared, NUM_PROMPTS)
+    lengths = [len(prompt) for prompt in prompts]
+    request = Request(prompts[0], Ending(NEW_TOKENS, shared.eos_token_ids))
     watch = Stopwatch(shared.device)
     start = watch.now()
     decoder = Decoder(shared.static, draft, Fixed(max_tokens=DRAFTED), heads=shared.heads)
-    decoder.generate(request)
-    middle = watch.now()
-    decoder.generate(request)
-    first, second = middle - start, watch.now() - middle
+    decoder.prepare(min(lengths), max(lengths) + NEW_TOKENS)
+    ready = watch.now() - start
+    first, second = (watch.time(lambda: decoder.generate(request)) for _ in range(2))
     recordings = shared.recorder.seconds[known:] if shared.recorder else []
     return {
         "draft": draft.describe(),
+        "ready_seconds": ready,
         "first_seconds": first,
         "second_seconds": second,
-        "switch_seconds": max(first - second, 0.0),
+        "switch_seconds": ready + max(first - second, 0.0),
         "recordings": len(recordings),
         "recording_seconds": sum(recordings),
         "each_recording_seconds": recordings,
