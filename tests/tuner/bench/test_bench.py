@@ -191,6 +191,9 @@ def test_who_cannot_run_here_is_left_out_with_the_reason(
         def describe(self) -> str:
             return "breaks"
 
+        def prepare(self, batches: Sequence[Prompts], max_new_tokens: int) -> None:
+            pass
+
         def write(self, prompts: Prompts, max_new_tokens: int, recorder: Recorder) -> None:
             raise NotImplementedError("no such cache for this family")
 
@@ -225,6 +228,9 @@ def test_another_text_is_told_apart(
 
         def describe(self) -> str:
             return "writes a wrong last token"
+
+        def prepare(self, batches: Sequence[Prompts], max_new_tokens: int) -> None:
+            self._honest.prepare(batches, max_new_tokens)
 
         def write(self, prompts: Prompts, max_new_tokens: int, recorder: Recorder) -> None:
             honest = real_recorder(len(prompts))
