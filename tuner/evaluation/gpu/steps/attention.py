@@ -7,11 +7,12 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import product
 from statistics import median
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
 
 from decoding.errors import one_line
@@ -105,15 +106,12 @@ def _call(
 
 def _varlen(query: Tensor, keys: Tensor, values: Tensor) -> Callable[[], Tensor] | None:
     """Return variable-length attention where this torch has it for grouped queries, on CUDA only."""
-    if query.device.type != "cuda" or not hasattr(torch.nn.attention, "varlen"):
-        return None
-    attend = torch.nn.attention.varlen.varlen_attn
-    if "enable_gqa" not in inspect.signature(attend).parameters:
-        return None
+    if query.device.type != "cuda" or "enable_gqa" not in inspect.signature(varlen_attn).parameters:
+        return None  # torch 2.11 has no argument for grouped queries
     packed = [each[0].transpose(0, 1).contiguous() for each in (query, keys, values)]
     ends = [torch.tensor([0, each.shape[0]], dtype=torch.int32, device=query.device) for each in packed[:2]]
-    lengths = [each.shape[0] for each in packed[:2]]
-    return lambda: attend(*packed, *ends, *lengths, enable_gqa=True)
+    arguments: list[Any] = [*packed, *ends, *(each.shape[0] for each in packed[:2])]
+    return lambda: cast(Tensor, varlen_attn(*arguments, enable_gqa=True))
 
 
 def _seconds(device: torch.device, call: Callable[[], Tensor], num_calls: int) -> float:
