@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from functools import cached_property, lru_cache
+from functools import cached_property
 from pathlib import Path
 from typing import TypeVar
 
@@ -42,7 +42,8 @@ class HeadFolder:
     def __init__(self, target: Target, folder: Path) -> None:
         self._target = target
         self.folder = folder
-        self._load = lru_cache(MAX_LOADED)(self._read)
+        # A plain dictionary: a cached method would refer to itself, and keep all this until a garbage collection.
+        self._loaded: dict[tuple[int, str, str], nn.Module] = {}
 
     def facts(self, exit_layer: int) -> HeadFacts | None:
         """Return the metadata of an exit's head, or None if the folder has no head for it."""
@@ -90,7 +91,12 @@ class HeadFolder:
         """Return the loaded head of `draft`, which must have one; raise `ExitHeadError` if its file is missing or differs."""
         assert draft.head is not None, "an exit without a head needs none"
         assert draft.head_sha256 is not None, "a draft with a head has its hash"
-        return self._load(draft.exit_layer, draft.head, draft.head_sha256)
+        key = draft.exit_layer, draft.head, draft.head_sha256
+        head = self._loaded.pop(key) if key in self._loaded else self._read(*key)
+        self._loaded[key] = head  # last, as the one used latest
+        if len(self._loaded) > MAX_LOADED:
+            del self._loaded[next(iter(self._loaded))]
+        return head
 
     def copy_beside(self, draft: DraftT, profile: Path) -> DraftT:
         """Copy the files of `draft` beside `profile`, named after it, and return the draft with the new names.

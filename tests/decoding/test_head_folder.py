@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import errno
+import gc
+import weakref
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,7 @@ import pytest
 from decoding.drafts import EarlyExit
 from decoding.errors import ExitHeadError
 from decoding.exit_heads import file_sha256, head_name, prompt_sha256
+from decoding.garbage_collection import without_garbage_collection
 from decoding.head_folder import HeadFolder, list_heads
 from decoding.target import Target
 from tests.support.heads import training, write_heads
@@ -121,3 +124,25 @@ def test_full_disk_leaves_no_part_of_a_head(target: Target, tmp_path: Path, monk
     with pytest.raises(ExitHeadError, match=r"cannot write the exit head .*code\.exit_head_2.*No space left"):
         HeadFolder(target, tmp_path / "heads").copy_beside(draft, tmp_path / "code.yaml")
     assert [path.name for path in tmp_path.iterdir()] == ["heads"]
+
+
+def test_folder_and_its_heads_are_gone_as_soon_as_they_are_dropped(target: Target, tmp_path: Path) -> None:
+    draft = write_heads(target, tmp_path, [2])[2]
+    folder = HeadFolder(target, tmp_path)
+    left = weakref.ref(folder), weakref.ref(folder.get(draft))
+    with without_garbage_collection():
+        del folder
+        assert [each() for each in left] == [None, None]
+
+
+def test_few_heads_are_kept_in_memory(target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("decoding.head_folder.MAX_LOADED", 2)
+    drafts = write_heads(target, tmp_path, [1, 2, 3])
+    folder = HeadFolder(target, tmp_path)
+    first = folder.get(drafts[1])
+    second = weakref.ref(folder.get(drafts[2]))
+    assert folder.get(drafts[1]) is first
+    folder.get(drafts[3])
+    assert folder.get(drafts[1]) is first, "it was used later than the one that was dropped"
+    gc.collect()
+    assert second() is None

@@ -92,7 +92,10 @@ LOOKING = "AdaEDL, last dropped"
 FUSED = SpeedFeatures(fused_projections=True)
 SMALL_VOCABULARY = SpeedFeatures(draft_vocabulary=32)
 SELDOM = SpeedFeatures(look_every=3)
-ALL_FEATURES = SpeedFeatures(fused_projections=True, draft_vocabulary=32, plain_chain=4, look_every=3)
+WHOLE = SpeedFeatures(whole_rounds=True)
+ALL_FEATURES = SpeedFeatures(
+    fused_projections=True, draft_vocabulary=32, plain_chain=4, look_every=3, whole_rounds=True
+)
 
 
 @pytest.mark.parametrize(
@@ -104,6 +107,7 @@ ALL_FEATURES = SpeedFeatures(fused_projections=True, draft_vocabulary=32, plain_
         (SpeedFeatures(plain_chain=4), "plain", "fixed 1"),
         (SELDOM, "half blocks", LOOKING),
         (SELDOM, HEAD, LOOKING),
+        (WHOLE, "half blocks", "fixed 8"),
         (ALL_FEATURES, "plain", "fixed 1"),
         (ALL_FEATURES, HEAD, LOOKING),
     ],

@@ -12,7 +12,8 @@ from decoding.runners.contract import Outputs, Written
 from decoding.runners.graphs import PassRecorder
 from decoding.runners.static import StaticRunner
 from decoding.target import Target
-from tests.support.stale_recorder import Faithful, Stale
+from tests.support.recorders import CountingRecorder
+from tests.support.stale_recorder import Stale
 from tests.support.tiny import tiny_llama
 
 
@@ -21,7 +22,7 @@ def target_with(recorder: PassRecorder) -> Target:
 
 
 def test_a_faithful_recorder_is_accepted() -> None:
-    target = target_with(Faithful())
+    target = target_with(CountingRecorder())
     assert target.unbatchable_reason is None
 
 
@@ -36,14 +37,14 @@ def test_stale_recordings_are_refused(recorder: PassRecorder) -> None:
 
 
 def test_stale_shared_passes_are_refused() -> None:
-    recorder = Faithful()
+    recorder = CountingRecorder()
     target = target_with(recorder)
     recorder.record = Stale((Outputs,)).record  # type: ignore[method-assign]
     assert "when it is repeated" in str(target.unbatchable_reason)
 
 
 def test_checking_leaves_no_recording_bound_to_memory_that_is_gone() -> None:
-    target = target_with(Faithful())
+    target = target_with(CountingRecorder())
     assert target.unbatchable_reason is None
     runner = target.runner
     assert isinstance(runner, StaticRunner)

@@ -11,14 +11,14 @@ from decoding.runners.buckets import GPU_BUCKETS
 from decoding.runners.static import StaticRunner
 from decoding.target import Target
 from decoding.text import Ending
-from tests.support.stale_recorder import Faithful
+from tests.support.recorders import CountingRecorder
 from tests.support.tiny import tiny_llama
 
 SHORT = Request(list(range(5, 20)), Ending(12))
 
 
-def target_and_recorder() -> tuple[Target, Faithful]:
-    recorder = Faithful()
+def target_and_recorder() -> tuple[Target, CountingRecorder]:
+    recorder = CountingRecorder()
     return Target(tiny_llama(), partial(StaticRunner, compiled=False, buckets=GPU_BUCKETS, recorder=recorder)), recorder
 
 

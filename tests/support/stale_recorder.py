@@ -1,4 +1,4 @@
-"""Recorders for a CPU: one that plays a pass by running it again, and one whose recordings compute nothing."""
+"""A recorder for a CPU whose recordings of some kinds of pass compute nothing."""
 
 from __future__ import annotations
 
@@ -6,20 +6,10 @@ from collections.abc import Callable
 
 from decoding.runners.contract import Outputs
 from decoding.runners.graphs import OutputsT
+from tests.support.recorders import CountingRecorder
 
 
-class Faithful:
-    """Plays a pass by running it again."""
-
-    def __init__(self) -> None:
-        self.num_recorded = 0
-
-    def record(self, run: Callable[[], OutputsT]) -> tuple[OutputsT, Callable[[], OutputsT]]:
-        self.num_recorded += 1
-        return run().copied(), run
-
-
-class Stale(Faithful):
+class Stale(CountingRecorder):
     """Plays nothing, as a graph does that was captured on a stream of another device: the first outputs come again."""
 
     def __init__(self, kinds: tuple[type, ...], *, wide: bool | None = None) -> None:
