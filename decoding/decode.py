@@ -100,7 +100,7 @@ def _write_one(
     token_ids = sequence.span(cache.length, sequence.length)
     outputs = target.run(target.whole, token_ids, cache, cache.length, last_only=True)
     token = request.choose(sequence, outputs)
-    sequence.write_draft(0, token)
+    sequence.write_chosen(0, token)
     cache.length = sequence.length
     return request.ending.append(sequence, sequence.read(token))
 
@@ -112,7 +112,7 @@ def _write_chain(
     num_tokens = min(num_tokens, request.ending.remaining(sequence))
     token_ids = sequence.span(cache.length, sequence.length)
     written = target.write_greedily(target.whole, token_ids, cache, cache.length, num_tokens).token_ids
-    sequence.write_draft(0, written)
+    sequence.write_chosen(0, written)
     tokens, ended = request.ending.append(sequence, sequence.read(written))
     cache.length = sequence.length - 1
     return tokens, ended
@@ -146,7 +146,7 @@ def speculative(
         if verdict is None:
             verdict = request.judge(sequence, draft, drafter.verify(sequence, cache, draft))
         num_accepted, token, *drafted = sequence.read(verdict)
-        sequence.write_draft(num_accepted, verdict[1:2])
+        sequence.write_chosen(num_accepted, verdict[1:2])
         cache.roll_back(sequence.length + num_accepted)
         tokens, ended = request.ending.append(sequence, [*drafted[:num_accepted], token])
         if draft.steered:
@@ -187,7 +187,7 @@ def _prefill(
     """Run the whole model over the prompt and choose the first token."""
     start = time.perf_counter()
     token = request.choose(sequence, Outputs(read_prompt(), None))
-    sequence.write_draft(0, token)
+    sequence.write_chosen(0, token)
     cache.length = sequence.length
     tokens, ended = request.ending.append(sequence, sequence.read(token))
     return Prefill(tokens[0], time.perf_counter() - start), ended

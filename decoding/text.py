@@ -71,6 +71,10 @@ class TokenSequence:
         """Write the draft's `token_ids` [n] after the sequence, starting at draft number `index`."""
         self._memory.write(self.length + index, token_ids)
 
+    def write_chosen(self, index: int, token_ids: Tensor) -> None:
+        """Write the target's `token_ids` [n] after the sequence and its first `index` drafts."""
+        self._memory.write(self.length + index, token_ids)
+
     def write_drafts(self, tokens: Sequence[int]) -> None:
         """Write drafts that are known on the host after the sequence."""
         self._memory.write_from_host(self.length, tokens)

@@ -17,6 +17,7 @@ import optuna
 import pytest
 import torch
 from click.testing import CliRunner
+from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from decoding.deploy import load_decoder
@@ -179,13 +180,11 @@ def test_ctrl_c_never_overwrites_a_confirmed_profile(
 def test_a_draft_that_changes_the_text_is_never_chosen(
     run_search: SearchCommand, workplace: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from decoding.acceptance import Greedy
-
-    def accept_everything(self: Greedy, drafted: Any, probabilities: Any, scores: Any) -> tuple[int, int]:
-        return drafted.shape[0], int(scores[-1].argmax())
+    def accept_everything(drafted: Tensor, choices: Tensor) -> Tensor:
+        return torch.cat([torch.tensor([drafted.shape[0]]), choices[-1:], drafted])
 
     monkeypatch.setattr("decoding.probe.compare", lambda *args: type("Same", (), {"is_lossless": True}))
-    monkeypatch.setattr(Greedy, "accept", accept_everything)
+    monkeypatch.setattr("decoding.decode.accept_greedy", accept_everything)
     result = run_search(study="conf_layers")
     assert result.exit_code == 2
     assert "no candidate could be measured" in result.stderr
