@@ -17,7 +17,7 @@ LONGEST_WARNING, MOST_WARNINGS = 110, 1
 
 
 def document(steps: Sequence[GpuStep], records: StepRecords, *, preset: str, not_run: Sequence[str]) -> dict[str, Any]:
-    """Return the records of all steps with their questions as plain data; steps without a record have a reason."""
+    """Return the records of the steps with their questions as plain data; steps without a record have a reason."""
     entries = []
     for step in steps:
         record = records.read(step.name)
@@ -31,7 +31,7 @@ def _facts(record: StepRecord) -> dict[str, Any]:
 
 
 def _why(name: str, not_run: Sequence[str]) -> str:
-    return "no time was left: run the same command again" if name in not_run else "not asked for"
+    return "no time was left: run the same command again" if name in not_run else "not run yet"
 
 
 def table(steps: Sequence[GpuStep], records: StepRecords) -> Table:

@@ -41,7 +41,7 @@ def run_and_write(settings: GpuEvaluation, progress: Progress) -> tuple[Renderab
     records = StepRecords(settings.out)
 
     def write(not_run: Sequence[str] = ()) -> None:
-        found = document(steps, records, preset=settings.preset, not_run=not_run)
+        found = document(reported_steps(steps, records), records, preset=settings.preset, not_run=not_run)
         write_json(settings.out, NAME, stamped(found, device))
 
     supervisor = Supervisor(
@@ -54,7 +54,7 @@ def run_and_write(settings: GpuEvaluation, progress: Progress) -> tuple[Renderab
         on_step=write,
     )
     write(supervisor.run())
-    shown = table(steps, records)
+    shown = table(reported_steps(steps, records), records)
     write_text(settings.out, NAME, shown, width=WIDTH)
     return shown, not records.unfinished([step.name for step in steps])
 
@@ -66,6 +66,13 @@ def _chosen(names: Sequence[str]) -> list[GpuStep]:
         if name not in known:
             raise ConfigError(f"unknown step {name!r}; {suggest(name, known)}")
     return [step for step in PLAN if step.name in (names or known)]
+
+
+def reported_steps(asked: Sequence[GpuStep], records: StepRecords) -> list[GpuStep]:
+    """Return the steps `asked` for and those that an earlier run in the same folder recorded, in the order of the plan."""
+    by_name = {step.name: step for step in asked}
+    known = (by_name.get(step.name, step) for step in PLAN)
+    return [step for step in known if step.name in by_name or records.read(step.name) is not None]
 
 
 def _open_worker(settings: GpuEvaluation, names: Sequence[str], deadlines: Mapping[str, float]) -> Worker:

@@ -11,6 +11,7 @@ import pytest
 from decoding.runners.features import NO_FEATURES, SpeedFeatures
 from tuner.evaluation.gpu.plan import PLAN, steps_named
 from tuner.evaluation.gpu.records import StepRecord, StepRecords
+from tuner.evaluation.gpu.run import reported_steps
 from tuner.evaluation.gpu.settings import GpuEvaluation
 from tuner.evaluation.gpu.steps.features import FEATURE_STEPS
 from tuner.evaluation.gpu.supervisor import GRACE_SECONDS, Ended, Event, Finished, Started, Supervisor
@@ -177,6 +178,13 @@ def test_what_had_no_time_has_no_record_and_runs_next(tmp_path: Path) -> None:
     assert not_run[-1] == NAMES[-1]
     assert StepRecords(tmp_path).unfinished(NAMES)[-1] == NAMES[-1]
     assert not set(statuses(tmp_path)) & set(not_run)
+
+
+def test_single_steps_leave_the_results_of_earlier_runs_in_the_report(tmp_path: Path) -> None:
+    records = StepRecords(tmp_path)
+    records.write(StepRecord(name="rates", status="ok", seconds=1.0, result={}))
+    asked = steps_named(["search", "environment"])
+    assert [step.name for step in reported_steps(asked, records)] == ["environment", "rates", "search"]
 
 
 def test_a_process_that_gives_itself_up_after_a_step_is_replaced_without_blame(tmp_path: Path) -> None:
