@@ -71,7 +71,7 @@ def autoregressive(
     """Decode plainly: one token of the target per round. Yields the prefill first.
 
     With the feature `plain_chain` (`decoding.runners.features`) several rounds follow one another before the host looks
-    at their tokens; each of them is said to last the same share of the seconds of all.
+    at their tokens; the seconds of all are shared equally among their records.
 
     `new_cache` makes the sequence's cache; the default is the target's own. `read_prompt` replaces the pass over the
     prompt.

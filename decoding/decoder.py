@@ -52,7 +52,7 @@ class Decoder:
     ) -> None:
         """Run every shape of pass that may occur in sequences of these lengths, so that none is new when time counts.
 
-        `shortest` is the length of the shortest prompt, `longest` that of the longest sequence, both in tokens.
+        `shortest` is the length of the shortest prompt and `longest` the length of the longest sequence, in tokens.
         Memory for the longest sequence is made first. Does nothing the second time, and nothing with a runner without
         fixed shapes. Raises ValueError for impossible lengths.
         """

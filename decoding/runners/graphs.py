@@ -53,7 +53,7 @@ class CudaGraphs:
         self._stream: Any = None
         self._pool: Any = None
         self._sentinel: Any = None
-        """A recording of nothing much: it keeps the pool when all others are gone."""
+        """A recording of one small tensor, which keeps the pool when all other recordings are gone."""
         self._invalid: list[Any] = []
         """Graphs whose capture failed."""
 
@@ -143,7 +143,7 @@ class CudaGraphs:
         (aten/src/ATen/cuda/CUDAGraph.cpp, the same in torch 2.11 to 2.13). The pool cannot be used again, because
         torch's allocator of pinned memory still waits for the end of the capture.
         """
-        # The error that began it all is the one reported, not those of ending what has not begun or has ended already.
+        # Ending may fail too, if nothing has begun or all has ended. Only the first error is reported.
         with suppress(RuntimeError):
             graph.capture_end()
         try:

@@ -67,7 +67,7 @@ def run_steps(
 
 
 def attempt(step: GpuStep, shared: Shared, seconds: float) -> StepRecord:
-    """Run one step and return its record, whatever becomes of it. The traceback of an error goes to standard error."""
+    """Run one step and return its record, also if it fails. The traceback of an error goes to standard error."""
     start = time.perf_counter()
     facts: dict[str, Any]
     with warnings.catch_warnings(record=True) as caught:

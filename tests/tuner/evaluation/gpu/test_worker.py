@@ -1,4 +1,4 @@
-"""The worker runs steps in order, whatever becomes of each; as a process it obeys its supervisor."""
+"""The worker runs all steps in order, also after a failed one; as a process it obeys its supervisor."""
 
 from __future__ import annotations
 
