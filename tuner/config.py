@@ -24,6 +24,7 @@ from tuner.fields import (
     OUTPUTS,
     PROBLEM,
     TRAINING,
+    CategoryColumn,
     ChatTemplate,
     Dataset,
     Device,
@@ -116,6 +117,7 @@ class SearchConfig(Document):
     dataset: Dataset
     prompt_column: PromptColumn = None
     group_column: GroupColumn = None
+    category_column: CategoryColumn = None
     chat_template: ChatTemplate = True
     max_prompt_tokens: MaxPromptTokens = None
     tuning_prompts: int = Field(

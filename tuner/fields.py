@@ -53,6 +53,13 @@ GroupColumn = Annotated[
         json_schema_extra={**PROBLEM, "metavar": "COLUMN"},
     ),
 ]
+CategoryColumn = Annotated[
+    str | None,
+    Field(
+        description="Column of a prompt's category, for figures by category; default: category, task or subset, if there is one.",
+        json_schema_extra={**PROBLEM, "metavar": "COLUMN"},
+    ),
+]
 ChatTemplate = Annotated[
     bool, Field(description="Apply the tokenizer's chat template if it has one.", json_schema_extra=PROBLEM)
 ]

@@ -11,6 +11,7 @@ from tuner.fields import (
     DECODING,
     OUTPUTS,
     PROBLEM,
+    CategoryColumn,
     ChatTemplate,
     Dataset,
     Device,
@@ -38,6 +39,7 @@ class BenchConfig(Document):
     model: ProfileModel = None
     prompt_column: PromptColumn = None
     group_column: GroupColumn = None
+    category_column: CategoryColumn = None
     chat_template: ChatTemplate = True
     max_prompt_tokens: MaxPromptTokens = None
     tuning_prompts: int | None = Field(

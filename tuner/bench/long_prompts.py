@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from tuner.errors import DatasetError
 from tuner.inputs.prompts import Prompt, cut_from_left, encode_prompt
@@ -51,7 +52,7 @@ def _lengthened(
             f"makes {len(token_ids)}; give a shorter --context or more rows"
         )
     if len(token_ids) == length:
-        return Prompt(prompt.row, tuple(token_ids), text)
+        return replace(prompt, token_ids=tuple(token_ids), text=text)
     if (cut := cut_from_left(text, length, encode)) is None:
         raise DatasetError(f"--context {length} leaves no room for text beside special tokens and chat template")
-    return Prompt(prompt.row, tuple(cut[1]), cut[0])
+    return replace(prompt, token_ids=tuple(cut[1]), text=cut[0])

@@ -178,6 +178,7 @@ def _facts(task: BenchTask) -> dict[str, Any]:
         "seed": config.seed,
         "prompt_column": config.prompt_column,
         "group_column": config.group_column,
+        "category_column": config.category_column,
         "chat_template": config.chat_template,
         "max_prompt_tokens": config.max_prompt_tokens,
         "eos_token_ids": sorted(task.eos_token_ids),

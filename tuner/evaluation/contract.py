@@ -43,6 +43,7 @@ SEARCH_KEYS = (
     "dataset",
     "prompt_column",
     "group_column",
+    "category_column",
     "chat_template",
     "max_prompt_tokens",
     "tuning_prompts",

@@ -9,7 +9,7 @@ import hashlib
 import json
 import random
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,6 +19,7 @@ from tuner.errors import DatasetError
 from tuner.inputs.datasets import Column, Table, Template, open_table
 
 DEFAULT_COLUMNS = ("prompt", "text", "question", "instruction", "input", "query", "problem", "article", "document")
+CATEGORY_COLUMNS = ("category", "task", "subset")
 
 # Some chat templates insert today's date. A fixed date keeps prompts the same, so that a search can be resumed on another day.
 # The empty expression preserves a leading line break of the template.
@@ -41,11 +42,12 @@ _FIXED_DATE = (
 
 @dataclass(frozen=True)
 class Prompt:
-    """Prompt: row in the dataset (from 0), token ids, text without chat template."""
+    """Prompt: row in the dataset (from 0), token ids, text without chat template, category if the dataset has any."""
 
     row: int
     token_ids: tuple[int, ...]
     text: str
+    category: str | None = None
 
 
 @dataclass(frozen=True)
@@ -72,6 +74,7 @@ def load_prompts(
     seed: int,
     prompt_column: str | None = None,
     group_column: str | None = None,
+    category_column: str | None = None,
     chat_template: bool = True,
     max_prompt_tokens: int | None = None,
     split: str | None = None,
@@ -80,7 +83,8 @@ def load_prompts(
 
     Rows are drawn at random, and only the rows that are needed are tokenized. Empty and repeated prompts are skipped. Rows with
     equal values in `group_column` stay in one part. `prompt_column` (`question`, or `turns[0]` for an element) overrides a
-    preset's template and the default columns. With `max_prompt_tokens` a longer prompt is cut from the left, while special
+    preset's template and the default columns. `category_column` (default: the first of `CATEGORY_COLUMNS` that exists) labels
+    prompts and does not change which are drawn. With `max_prompt_tokens` a longer prompt is cut from the left, while special
     tokens and chat template stay whole.
 
     Up to `num_spare` further prompts are drawn from the remaining rows that fit; they do not change the two parts.
@@ -97,7 +101,7 @@ def load_prompts(
     templates = table.templates if table.templates and not prompt_column else (_one_column(table, prompt_column),)
     for column in sorted(set().union(*(template.columns for template in templates))):
         table.require(column)
-    reader = _Reader(table, templates, tokenizer, chat_template, limits)
+    reader = _Reader(table, templates, tokenizer, chat_template, limits, _category_column(table, category_column))
     groups = _groups(table, group_column)
     parts = _draw(reader, groups, group_column, (num_tuning, num_held_out), seed)
     return parts if num_spare < 1 else replace(parts, spare=tuple(_spare(reader, groups, parts, num_spare, seed)))
@@ -121,6 +125,7 @@ def search_prompts(
         seed=config.seed,
         prompt_column=config.prompt_column,
         group_column=config.group_column,
+        category_column=config.category_column,
         chat_template=config.chat_template,
         max_prompt_tokens=config.max_prompt_tokens,
     )
@@ -211,12 +216,15 @@ class _Reader:
     tokenizer: Any
     chat_template: bool
     limits: _Limits
+    category_column: str | None
 
     @property
     def rows(self) -> Any:
         """Rows with only the columns that the templates read."""
-        needed = sorted(set().union(*(template.columns for template in self.templates)))
-        return self.table.rows.with_format(None).select_columns(needed)
+        needed = set().union(*(template.columns for template in self.templates))
+        if self.category_column is not None:
+            needed.add(self.category_column)
+        return self.table.rows.with_format(None).select_columns(sorted(needed))
 
     def read(self, rows: Any, index: int) -> Prompt | None:
         """Return the prompt of a row, or None if it is empty."""
@@ -236,7 +244,15 @@ class _Reader:
                 f"row {index} of the dataset {self.table.name} makes a prompt of {len(token_ids)} tokens, but {self.limits}; "
                 f"max_prompt_tokens: {room} would cut it from the left"
             )
-        return Prompt(index, tuple(token_ids), text)
+        return Prompt(index, tuple(token_ids), text, self._category(row))
+
+    def _category(self, row: Mapping[str, Any]) -> str | None:
+        """Return the category of a row, by its name if the column holds numbers of named classes."""
+        value = None if self.category_column is None else row[self.category_column]
+        if value is None or isinstance(value, str):
+            return value or None
+        feature = self.table.rows.features[self.category_column]
+        return str(feature.int2str(value) if hasattr(feature, "int2str") else value)
 
     def _encode(self, text: str) -> list[int]:
         return encode_prompt(text, self.tokenizer, chat_template=self.chat_template)
@@ -271,6 +287,23 @@ def _one_column(table: Table, prompt_column: str | None) -> Template:
         return Template((("", Column.parse(prompt_column)),))
     except ValueError as cause:
         raise DatasetError(f"prompt column of the dataset {table.name}: {cause}") from None
+
+
+def _category_column(table: Table, given: str | None) -> str | None:
+    """Return the column of the categories: the given one, or the first usual one that holds single values."""
+    if given is None:
+        return next((name for name in CATEGORY_COLUMNS if name in table.columns and _is_plain(table, name)), None)
+    table.require(given)
+    if not _is_plain(table, given):
+        raise DatasetError(
+            f"category column {given!r} of the dataset {table.name} holds lists or mappings, it must hold text or numbers"
+        )
+    return given
+
+
+def _is_plain(table: Table, column: str) -> bool:
+    """Return whether a column holds single values: lists and mappings have no type of their own."""
+    return hasattr(table.rows.features[column], "dtype")
 
 
 def _groups(table: Table, group_column: str | None) -> list[Any] | None:

@@ -430,6 +430,47 @@ class TestDraw:
         assert "got 0 and 2" in refusal(prompts_file(tmp_path), tokenizer, num_tuning=0)
 
 
+class TestCategories:
+    @pytest.mark.parametrize("column", ["category", "task", "subset"])
+    def test_found_without_being_named(self, column: str, tmp_path: Path, tokenizer: Any) -> None:
+        rows = [{"prompt": word, column: f"kind {number % 3}"} for number, word in enumerate(WORDS)]
+        prompts = load(write_jsonl(tmp_path / "a.jsonl", rows), tokenizer, 4, 4, num_spare=4)
+        everything = (*prompts.tuning, *prompts.held_out, *prompts.spare)
+        assert [prompt.category for prompt in everything] == [f"kind {prompt.row % 3}" for prompt in everything]
+
+    def test_named(self, tmp_path: Path, tokenizer: Any) -> None:
+        rows = [{"prompt": word, "category": "no", "level": number % 2} for number, word in enumerate(WORDS)]
+        path = write_jsonl(tmp_path / "a.jsonl", rows)
+        prompts = load(path, tokenizer, category_column="level")
+        assert [prompt.category for prompt in prompts.tuning] == [str(prompt.row % 2) for prompt in prompts.tuning]
+        assert "no column 'levl'; its columns are prompt, category, level" in refusal(
+            path, tokenizer, category_column="levl"
+        )
+
+    def test_classes_are_named(self, tmp_path: Path, tokenizer: Any) -> None:
+        features = datasets.Features(
+            {"text": datasets.Value("string"), "task": datasets.ClassLabel(names=["qa", "rag"])}
+        )
+        rows = datasets.Dataset.from_dict({"text": WORDS, "task": [0, 1] * 10}, features=features)
+        rows.save_to_disk(tmp_path / "saved")
+        prompts = load(tmp_path / "saved", tokenizer)
+        assert [prompt.category for prompt in prompts.tuning] == [("qa", "rag")[p.row % 2] for p in prompts.tuning]
+
+    def test_none_without_such_a_column_or_value(self, tmp_path: Path, tokenizer: Any) -> None:
+        assert load(prompts_file(tmp_path), tokenizer).tuning[0].category is None
+        rows = [{"prompt": word, "category": None, "tags": ["x"]} for word in WORDS]
+        path = write_jsonl(tmp_path / "a.jsonl", rows)
+        assert load(path, tokenizer).tuning[0].category is None
+        assert "holds lists or mappings" in refusal(path, tokenizer, category_column="tags")
+
+    def test_categories_change_neither_parts_nor_fingerprint(self, tmp_path: Path, tokenizer: Any) -> None:
+        without = load(prompts_file(tmp_path), tokenizer)
+        rows = [{"prompt": word, "category": str(number)} for number, word in enumerate(WORDS)]
+        labelled = load(write_jsonl(tmp_path / "a.jsonl", rows), tokenizer)
+        assert labelled.fingerprint == without.fingerprint
+        assert texts(labelled) == texts(without)
+
+
 class TestSpare:
     """Prompts outside the two parts, for training heads."""
 

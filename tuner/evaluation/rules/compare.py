@@ -137,6 +137,7 @@ def _load_prompts(settings: RulesEvaluation, dataset: str, loaded: Loaded, targe
         context_length=target.context_length,
         seed=settings.seed,
         prompt_column=settings.prompt_column,
+        category_column=settings.category_column,
     )
 
 

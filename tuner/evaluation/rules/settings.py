@@ -8,7 +8,7 @@ from pydantic import Field
 
 from tuner.errors import ConfigError
 from tuner.evaluation.contract import EVALUATION, Evaluation, LongestDraft, Report, ResultsFile
-from tuner.fields import PROBLEM, Device, Profile, ProfileModel, PromptColumn, Seed
+from tuner.fields import PROBLEM, CategoryColumn, Device, Profile, ProfileModel, PromptColumn, Seed
 
 if TYPE_CHECKING:
     from tuner.progress import Progress
@@ -34,6 +34,7 @@ class RulesEvaluation(Evaluation):
     )
     model: ProfileModel = None
     prompt_column: PromptColumn = None
+    category_column: CategoryColumn = None
     prompts: int = Field(24, ge=2, description="Measured prompts of each dataset.", json_schema_extra=EVALUATION)
     warm_up_prompts: int = Field(
         8,
