@@ -35,7 +35,8 @@ Revision = Annotated[str | None, Field(description="Revision of the model on the
 Dataset = Annotated[
     str,
     Field(
-        description="Prompts: a .jsonl, .json, .csv, .parquet or .txt file, a saved datasets folder, a hub id, or a preset.",
+        description="Prompts: a .jsonl, .json, .csv, .parquet or .txt file, a saved datasets folder, a hub id, or a preset; "
+        "FILE#task=math reads only the rows with that value.",
         json_schema_extra=PROBLEM,
     ),
 ]

@@ -10,6 +10,9 @@ The library `datasets` reads all sources. A source is the first match of:
 
 A split may be a slice such as `test[:100]`, except in folders written by `save_to_disk`. The default is the only split, or the
 first of `test` (the least likely training data of a model), `validation` and `train`.
+
+A source may end in `#column=value` or `#column=value|value`, such as `questions.jsonl#task=math`: only the rows with one of these
+values are read.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ import string
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from glob import escape
 from importlib import resources
 from pathlib import Path
@@ -31,6 +34,7 @@ from pydantic import AfterValidator, Field, model_validator
 from decoding.documents.strict_yaml import Document, read_mapping, suggest, validate
 from decoding.errors import one_line
 from tuner.errors import DatasetError
+from tuner.inputs.row_filter import split_filter
 
 BUILDERS = {".csv": "csv", ".json": "json", ".jsonl": "json", ".parquet": "parquet"}
 FILE_KINDS = (*BUILDERS, ".txt")
@@ -180,8 +184,17 @@ def load_preset(name: str) -> Preset:
 def open_table(source: str, *, split: str | None = None) -> Table:
     """Open `source`, in the syntax of this module; `split` is the same as `@split`.
 
-    Raises `DatasetError` if the source, config or split does not exist or cannot be read.
+    Raises `DatasetError` if the source, config, split, or column or value of its filter, does not exist or cannot be read.
     """
+    unfiltered, chosen = (source, None) if _existing(source) is not None else split_filter(source)
+    table = _open(unfiltered, split)
+    if chosen is None:
+        return table
+    return replace(table, name=f"{table.name}{chosen}", rows=chosen.apply(table.rows, table.name))
+
+
+def _open(source: str, split: str | None) -> Table:
+    """Open a source without a filter."""
     location, config, split = _parse(source, split)
     path = _existing(location)
     if path is not None and path.is_file():
