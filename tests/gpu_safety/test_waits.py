@@ -107,11 +107,16 @@ def entropy_rule(target: Target) -> Decoder:
 
 
 @pytest.mark.parametrize(
-    ("new_decoder", "num_waits"),
-    [(plain_decoder, 1), (fixed, 1), (entropy_rule, NUM_DRAFTED + 1), (always_looking, NUM_DRAFTED + 1)],
-    ids=["plain", "fixed", "entropy", "top probability"],
+    ("num_sequences", "new_decoder", "num_waits"),
+    [
+        (2, always_looking, NUM_DRAFTED + 1),
+        (5, plain_decoder, 1),
+        (5, fixed, 1),
+        (5, entropy_rule, NUM_DRAFTED + 1),
+        (5, always_looking, NUM_DRAFTED + 1),
+    ],
+    ids=["2, top probability", "5, plain", "5, fixed", "5, entropy", "5, top probability"],
 )
-@pytest.mark.parametrize("num_sequences", [2, 5])
 def test_the_waits_of_a_batch_do_not_depend_on_its_size(
     loaded: Loaded, num_sequences: int, new_decoder: Callable[[Target], Decoder], num_waits: int
 ) -> None:
