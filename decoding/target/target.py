@@ -329,13 +329,15 @@ class Target:
         if not 0 < exit_layer < self.num_layers:
             raise ValueError(f"draft exits at layer {exit_layer}, but it must be 1 to {self.num_layers - 1}")
 
-    def sublayer_outputs(self, token_ids: Tensor) -> list[tuple[Tensor, Tensor]]:
+    def sublayer_outputs(self, token_ids: Tensor, *, before: Tensor | None = None) -> list[tuple[Tensor, Tensor]]:
         """Return attention and MLP outputs of every block, each [width, hidden], before the residual add.
 
-        One pass, without keeping the cache. Raises `UnsupportedModelError` if a block has no separate module for one
-        of them.
+        One eager pass over `token_ids` [1, width] after the keys and values of `before` [1, n]. The cache is not kept.
+        Raises `UnsupportedModelError` if a block has no separate module for one of them.
         """
         outputs: list[dict[str, Tensor]] = [{} for _ in self.blocks]
+        runner, whole = EagerRunner(), self.part(list(self.blocks))
+        cache = self._cache_after(before, token_ids.shape[1])
         handles = []
         try:
             for index, block in enumerate(self.blocks):
@@ -347,23 +349,36 @@ class Target:
                         )
                     hook = functools.partial(_record_output, outputs[index], kind)
                     handles.append(getattr(block, part.name).register_forward_hook(hook))
-            self.forward(token_ids, self.new_cache(token_ids.shape[1]), 0, last_only=True)
+            runner.run(whole, token_ids, cache, cache.length, last_only=True)
         finally:
             for handle in handles:
                 handle.remove()
         return [(out["attention"][0], out["mlp"][0]) for out in outputs]
 
-    def logit_lens(self, token_ids: Tensor) -> Iterator[Tensor]:
-        """Yield logits [width, vocabulary] after each block, through the model's own final norm and LM head."""
+    def logit_lens(self, token_ids: Tensor, *, before: Tensor | None = None) -> Iterator[Tensor]:
+        """Yield logits [width, vocabulary] after each block, through the model's own final norm and LM head.
+
+        Eager passes over `token_ids` [1, width] after the keys and values of `before` [1, n]. The cache is not kept.
+        """
         states: list[Tensor] = []
-        runner, cache = EagerRunner(), KVCache(self.num_layers, token_ids.shape[1])
-        runner.run(self.part([Tap(block, states) for block in self.blocks]), token_ids, cache, 0, last_only=True)
+        runner, cache = EagerRunner(), self._cache_after(before, token_ids.shape[1])
+        tapped, start = self.part([Tap(block, states) for block in self.blocks]), cache.length
+        runner.run(tapped, token_ids, cache, start, last_only=True)
         emit = Emit(self.blocks[0], self.anatomy.block_outputs)
         rest = [Identity(block, self.anatomy.block_outputs) for block in list(self.blocks)[1:]]
         view = self.part([emit, *rest])
         for state in states:
             emit.states = state
-            yield runner.run(view, token_ids, cache, 0).logits
+            yield runner.run(view, token_ids, cache, start).logits
+
+    def _cache_after(self, before: Tensor | None, width: int) -> KVCache:
+        """Return a cache that holds `before` [1, n], computed by an eager pass, with room for `width` more positions."""
+        num_before = 0 if before is None else before.shape[1]
+        cache = KVCache(self.num_layers, num_before + width)
+        if before is not None:
+            EagerRunner().run(self.part(list(self.blocks)), before, cache, 0, last_only=True)
+            cache.length = num_before
+        return cache
 
 
 def _record_output(outputs: dict[str, Tensor], kind: str, module: nn.Module, args: Any, output: Any) -> None:

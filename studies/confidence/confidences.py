@@ -1,0 +1,77 @@
+"""The confidence of each block, read off a window of text by one pass of the whole model (ConfLayers, arXiv 2604.14612).
+
+A window is read after the keys and values of the text before it. Formulas marked [code] follow the authors' released code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Literal, get_args
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from decoding.errors import UnsupportedModelError
+from decoding.target import Target
+from studies.confidence.selection import DTYPES, Form, standardise
+
+ConfidenceName = Literal["sublayer_entropy", "logit_lens_entropy"]
+CONFIDENCE_NAMES: tuple[ConfidenceName, ...] = get_args(ConfidenceName)
+
+LOWEST, HIGHEST = float(np.log(np.finfo(np.float32).tiny)), 88.7
+"""Range to which values are clamped before the softmax [code]: exp of either is still a normal float32."""
+
+
+def block_scores(
+    name: ConfidenceName, target: Target, window: Sequence[int], *, before: Sequence[int] = (), form: Form = "published"
+) -> np.ndarray:
+    """Return the standardised confidences [num_layers - 2] of blocks 1 to L - 2, as `select_from_scores` takes them.
+
+    `window` holds the token ids that the confidence `name` is read from, `before` those that precede them. One pass over `before`
+    and one over `window`; no further pass for other values of lambda.
+    """
+    device = target.device
+    context = torch.tensor([list(before)], device=device) if before else None
+    parts = CONFIDENCES[name](target, torch.tensor([list(window)], device=device), context)
+    confidences = parts.astype(DTYPES[form]).sum(axis=1)
+    return standardise(confidences[1 : target.num_layers - 1], form)
+
+
+@torch.inference_mode()
+def sublayer_entropy(target: Target, token_ids: Tensor, before: Tensor | None = None) -> np.ndarray:
+    """Return the confidences [num_layers, 2] of each block's attention and MLP output, before the residual add [code].
+
+    conf(x) = 1 - mean_t H(softmax over the hidden dimension of x_t) / ln d, in float32. A block's confidence is their sum.
+    `token_ids` [1, W] follow `before` [1, n]. Raises UnsupportedModelError for blocks without separate modules.
+    """
+    try:
+        outputs = target.sublayer_outputs(token_ids, before=before)
+    except UnsupportedModelError as cause:
+        raise UnsupportedModelError(
+            f"{cause}: search this model with `studies: {{conf_layers: {{confidences: [logit_lens_entropy]}}}}`"
+        ) from None
+    return np.array([[_certainty(attention), _certainty(mlp)] for attention, mlp in outputs], dtype=np.float32)
+
+
+@torch.inference_mode()
+def logit_lens_entropy(target: Target, token_ids: Tensor, before: Tensor | None = None) -> np.ndarray:
+    """Return the confidences [num_layers, 1]: 1 - H / ln V of the vocabulary distribution after each block.
+
+    After a secondary description of the paper; mean over the W positions of `token_ids` [1, W], which follow `before` [1, n].
+    """
+    lenses = target.logit_lens(token_ids, before=before)
+    return np.array([[_certainty(logits)] for logits in lenses], dtype=np.float32)
+
+
+def _certainty(values: Tensor) -> float:
+    """Return 1 - the mean entropy of the softmax over the last dimension, relative to the largest possible entropy [code]."""
+    probabilities = values.float().clamp(LOWEST, HIGHEST).softmax(dim=-1)
+    entropy = -(probabilities * (probabilities + 1e-12).log()).sum(dim=-1)
+    return float(1.0 - entropy.mean() / np.log(values.shape[-1]))
+
+
+CONFIDENCES: dict[ConfidenceName, Callable[[Target, Tensor, Tensor | None], np.ndarray]] = {
+    "sublayer_entropy": sublayer_entropy,
+    "logit_lens_entropy": logit_lens_entropy,
+}
