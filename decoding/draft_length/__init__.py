@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Union
 
 from pydantic import Field
 
-from decoding.draft_length.ada_edl import AdaEdl
+from decoding.draft_length.ada_edl import AdaEdl, AdaEdlPublished
 from decoding.draft_length.beta_thompson import BetaThompson
 from decoding.draft_length.calibrated_thompson import CalibratedThompson
 from decoding.draft_length.contract import (
@@ -23,12 +23,16 @@ from decoding.draft_length.contract import (
 )
 from decoding.draft_length.costs import RoundCosts
 from decoding.draft_length.fixed import Fixed
+from decoding.draft_length.max_confidence import AdaptiveExit, MaxConfidence
 from decoding.draft_length.top_probability import TopProbability
 
 RULES: dict[str, type[DraftLengthRule]] = {
     "fixed": Fixed,
     "top_probability": TopProbability,
     "ada_edl": AdaEdl,
+    "ada_edl_published": AdaEdlPublished,
+    "max_confidence": MaxConfidence,
+    "adaptive_exit": AdaptiveExit,
     "beta_thompson": BetaThompson,
     "calibrated_thompson": CalibratedThompson,
 }
@@ -41,6 +45,8 @@ else:
 __all__ = [
     "RULES",
     "AdaEdl",
+    "AdaEdlPublished",
+    "AdaptiveExit",
     "AnyRule",
     "BetaThompson",
     "CalibratedThompson",
@@ -51,6 +57,7 @@ __all__ = [
     "DraftLengthRule",
     "Fixed",
     "Looking",
+    "MaxConfidence",
     "RoundCosts",
     "TopProbability",
 ]

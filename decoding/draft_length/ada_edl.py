@@ -7,82 +7,71 @@ from typing import Literal
 
 from pydantic import Field
 
-from decoding.draft_length.contract import Controller, Decision, DraftDistribution, DraftLengthRule, tunable
+from decoding.draft_length.adaptive_threshold import (
+    HIGHEST_THRESHOLD,
+    AcceptanceDecay,
+    AdaptiveThreshold,
+    LastToken,
+    Step,
+    TargetAcceptance,
+    ThresholdDecay,
+    ThresholdUpdate,
+)
+from decoding.draft_length.contract import DraftDistribution, DraftLengthRule, tunable
 
-HIGHEST_THRESHOLD = 0.98  # our formulation: at 1 no draft could ever pass again
 
-
-class AdaEdl(DraftLengthRule):
+class EntropyBoundRule(DraftLengthRule):
     """Stop drafting when 1 - sqrt(gamma * H) < threshold, with H the draft's entropy in nats.
 
     The test precedes the drawing of the next token. Defaults are the paper's, except `initial_threshold`, which the
-    paper sweeps, and `keep_last`, which is our addition: the pass that triggers the stop is already paid for, so its
-    token is drafted and verified too. `keep_last=False` is Algorithm 1 unchanged.
+    paper sweeps. The paper finds gamma between 0 and 1 to work best.
+    """
+
+    initial_threshold: float = tunable(0.4, low=0.05, high=0.9, ge=0.0, le=HIGHEST_THRESHOLD, why="lambda at the start")
+    gamma: float = tunable(0.2, low=0.02, high=1.0, ge=0.0, le=10.0, log=True, why="weight of the entropy in the bound")
+    target_acceptance: TargetAcceptance = 0.9
+    step: Step = 0.01
+    acceptance_decay: AcceptanceDecay = 0.5
+    threshold_decay: ThresholdDecay = 0.9
+
+    def update(self) -> ThresholdUpdate:
+        """Return Algorithm 1 with the settings of the rule."""
+        return ThresholdUpdate(self.target_acceptance, self.step, self.acceptance_decay, self.threshold_decay)
+
+
+class AdaEdl(EntropyBoundRule):
+    """AdaEDL that verifies the token whose pass triggered the stop, as the pass is already paid for (our addition).
+
+    That token stays out of the acceptance rate, so the threshold moves as in the paper. `keep_last=False` is `ada_edl_published`.
     """
 
     rule: Literal["ada_edl"] = "ada_edl"
-    initial_threshold: float = tunable(0.4, low=0.05, high=0.9, ge=0.0, le=HIGHEST_THRESHOLD, why="lambda at the start")
-    gamma: float = tunable(0.2, low=0.05, high=0.6, ge=0.0, le=10.0, log=True, why="weight of the entropy in the bound")
-    target_acceptance: float = tunable(
-        0.9, low=0.5, high=0.95, ge=0.0, le=1.0, why="alpha: below it the threshold rises"
-    )
-    step: float = tunable(
-        0.01, low=0.005, high=0.2, ge=0.0, le=1.0, log=True, why="epsilon: how far the threshold moves"
-    )
-    acceptance_decay: float = tunable(
-        0.5, low=0.1, high=0.95, ge=0.0, le=1.0, why="beta1: memory of the acceptance rate"
-    )
-    threshold_decay: float = tunable(0.9, low=0.0, high=0.95, ge=0.0, le=1.0, why="beta2: memory of the threshold")
     keep_last: bool = Field(
         True, description="draft the token whose pass triggered the stop (ours; the paper drops it)"
     )
 
     def controller(self) -> AdaEdlController:
         """Return a controller at the initial threshold."""
-        return AdaEdlController(self)
+        return AdaEdlController(self, LastToken.UNCOUNTED if self.keep_last else LastToken.DROPPED)
 
 
-class AdaEdlController(Controller):
-    """The threshold lambda and the running acceptance rate of Algorithm 1."""
+class AdaEdlPublished(EntropyBoundRule):
+    """AdaEDL to the letter: the token whose pass triggered the stop is dropped (Section 3 and Algorithm 1)."""
 
-    def __init__(self, rule: AdaEdl) -> None:
-        super().__init__(rule.max_tokens)
-        self._rule = rule
-        self.threshold = rule.initial_threshold
-        # Our formulation: the paper gives no initial value; this one is neutral.
-        self.acceptance_rate = rule.target_acceptance
+    rule: Literal["ada_edl_published"] = "ada_edl_published"
 
-    @property
-    def may_stop(self) -> bool:
-        """True if the token that ends a draft is dropped, as in Algorithm 1."""
-        return not self._rule.keep_last
-
-    def decide(self, num_drafted: int, distribution: DraftDistribution) -> Decision:
-        """Compare the acceptance bound with the threshold; at least one token is drafted."""
-        bound = 1.0 - math.sqrt(self._rule.gamma * max(distribution.entropy, 0.0))
-        if bound >= self.threshold:
-            return Decision.CONTINUE
-        return Decision.LAST if self._rule.keep_last or num_drafted == 0 else Decision.STOP
-
-    def observe(self, num_drafted: int, num_accepted: int) -> None:
-        """Apply Algorithm 1's update; a round without drafts changes nothing."""
-        if num_drafted == 0:
-            return
-        rule = self._rule
-        self.acceptance_rate = _blend(rule.acceptance_decay, self.acceptance_rate, num_accepted / num_drafted)
-        if self.acceptance_rate < rule.target_acceptance:
-            moved = self.threshold + rule.step
-        elif num_accepted != self.max_tokens:
-            moved = self.threshold - rule.step
-        else:
-            moved = self.threshold
-        blended = _blend(rule.threshold_decay, self.threshold, moved)
-        self.threshold = min(max(blended, 0.0), HIGHEST_THRESHOLD)
-
-    def adapted_rule(self) -> AdaEdl:
-        """Return the rule with the current threshold as its initial one."""
-        return self._rule.model_copy(update={"initial_threshold": self.threshold})
+    def controller(self) -> AdaEdlController:
+        """Return a controller at the initial threshold."""
+        return AdaEdlController(self, LastToken.DROPPED)
 
 
-def _blend(decay: float, old: float, new: float) -> float:
-    return decay * old + (1.0 - decay) * new
+class AdaEdlController(AdaptiveThreshold):
+    """The threshold of Algorithm 1, compared with the lower bound of the acceptance."""
+
+    def __init__(self, rule: EntropyBoundRule, last: LastToken) -> None:
+        super().__init__(rule, rule.initial_threshold, rule.update(), last)
+        self._gamma = rule.gamma
+
+    def certainty(self, distribution: DraftDistribution) -> float:
+        """Return 1 - sqrt(gamma * H)."""
+        return 1.0 - math.sqrt(self._gamma * max(distribution.entropy, 0.0))

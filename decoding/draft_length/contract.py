@@ -140,8 +140,11 @@ class Looking(Controller):
         return Decision.CONTINUE if distribution.top_probability >= 0.0 else Decision.STOP
 
 
-def tunable(default: float, *, low: float, high: float, ge: float, le: float, log: bool = False, why: str) -> Any:
-    """Declare a parameter with its allowed range [ge, le], search range [low, high] and description `why`."""
+def tunable(default: Any = ..., *, low: float, high: float, ge: float, le: float, log: bool = False, why: str) -> Any:
+    """Declare a parameter with its allowed range [ge, le], search range [low, high] and description `why`.
+
+    Rules that share a parameter declare it without a default in an `Annotated` type, and give the default themselves.
+    """
     search: Any = {"low": low, "high": high, "log": log}
     return Field(default, ge=ge, le=le, description=why, json_schema_extra={"search": search})
 

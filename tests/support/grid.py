@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from decoding.draft_length import (
     AdaEdl,
+    AdaEdlPublished,
+    AdaptiveExit,
     BetaThompson,
     CalibratedThompson,
     DraftLengthRule,
     Fixed,
+    MaxConfidence,
     RoundCosts,
     TopProbability,
 )
@@ -37,6 +40,9 @@ RULES: dict[str, DraftLengthRule] = {
     "top probability": TopProbability(max_tokens=6, threshold=0.5),
     "AdaEDL, last kept": AdaEdl(max_tokens=6, gamma=0.3, initial_threshold=0.5, step=0.2, keep_last=True),
     "AdaEDL, last dropped": AdaEdl(max_tokens=6, gamma=0.3, initial_threshold=0.5, step=0.2, keep_last=False),
+    "AdaEDL, published": AdaEdlPublished(max_tokens=6, gamma=0.3, initial_threshold=0.6, step=0.2),
+    "Max-Confidence": MaxConfidence(max_tokens=6, initial_threshold=0.4, step=0.2),
+    "adaptive exit": AdaptiveExit(max_tokens=6, initial_threshold=0.4, step=0.2),
     "Beta-Thompson": BetaThompson(max_tokens=6, costs=COSTS),
     "calibrated Thompson": CalibratedThompson(max_tokens=6, costs=COSTS),
 }

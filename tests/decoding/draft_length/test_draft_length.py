@@ -12,6 +12,8 @@ from pydantic import TypeAdapter, ValidationError
 from decoding.draft_length import (
     RULES,
     AdaEdl,
+    AdaEdlPublished,
+    AdaptiveExit,
     AnyRule,
     BetaThompson,
     CalibratedThompson,
@@ -21,10 +23,12 @@ from decoding.draft_length import (
     DraftDistribution,
     DraftLengthRule,
     Fixed,
+    MaxConfidence,
     RoundCosts,
     TopProbability,
 )
 from decoding.draft_length.ada_edl import AdaEdlController
+from decoding.draft_length.adaptive_threshold import AdaptiveThreshold
 
 
 def distribution(*probabilities: float) -> DraftDistribution:
@@ -84,6 +88,13 @@ DESCRIPTIONS = {
     "top_probability": "top_probability (max_tokens 8, threshold 0.6)",
     "ada_edl": "ada_edl (max_tokens 8, initial_threshold 0.4, gamma 0.2, target_acceptance 0.9, step 0.01, "
     "acceptance_decay 0.5, threshold_decay 0.9)",
+    "ada_edl_published": "ada_edl_published (max_tokens 8, initial_threshold 0.4, gamma 0.2, target_acceptance 0.9, "
+    "step 0.01, acceptance_decay 0.5, threshold_decay 0.9)",
+    **{
+        name: f"{name} (max_tokens 8, initial_threshold 0.8, target_acceptance 0.9, step 0.01, acceptance_decay 0.5, "
+        "threshold_decay 0.9)"
+        for name in ("max_confidence", "adaptive_exit")
+    },
     "beta_thompson": "beta_thompson (max_tokens 8, forgetting 0.97)",
     "calibrated_thompson": "calibrated_thompson (max_tokens 8, forgetting 0.97)",
 }
@@ -265,6 +276,34 @@ def test_update_follows_algorithm_1() -> None:
         assert controller.threshold == pytest.approx(threshold, abs=1e-12)
 
 
+def test_token_kept_after_the_stop_leaves_the_threshold_where_algorithm_1_takes_it() -> None:
+    stream = random.Random(0)
+    kept, dropped = (ada_edl(max_tokens=7, initial_threshold=0.7, keep_last=keep) for keep in (True, False))
+    lengths = set()
+    for _ in range(400):
+        # Unsure tokens are often rejected, as in real drafts.
+        sure = [stream.random() < 0.7 for _ in range(7)]
+        accepted = [stream.random() < (0.95 if each else 0.4) for each in sure]
+        drafted = [_round(each, sure, accepted) for each in (kept, dropped)]
+        lengths.add(drafted[0] - drafted[1])
+        assert kept.threshold == pytest.approx(dropped.threshold, abs=1e-12)
+    assert lengths == {0, 1}, (
+        "the rules differ in the kept token, and agree where the whole draft or its first token is unsure"
+    )
+    assert dropped.threshold != pytest.approx(0.7, abs=0.01)
+
+
+def _round(controller: AdaptiveThreshold, sure: list[bool], accepted: list[bool]) -> int:
+    """Draft and observe one round, and return its length."""
+    num_drafted, decision = 0, Decision.CONTINUE
+    while num_drafted < min(controller.max_tokens, len(sure)) and decision is Decision.CONTINUE:
+        decision = controller.decide(num_drafted, uniform(1) if sure[num_drafted] else uniform(50))
+        num_drafted += decision is not Decision.STOP
+    tested = accepted[:num_drafted]
+    controller.observe(num_drafted, tested.index(False) if False in tested else num_drafted)
+    return num_drafted
+
+
 def test_rate_that_meets_the_target_does_not_raise_the_threshold() -> None:
     # rate 0.5 * 0.5 + 0.5 * 2/4 = 0.5, not below 0.5; 2 is not K: down
     controller = ada_edl(
@@ -303,6 +342,93 @@ def test_adapted_rule_starts_at_the_threshold_reached() -> None:
 def test_parameters_out_of_range_are_refused(settings: dict[str, float]) -> None:
     with pytest.raises(ValidationError, match=next(iter(settings))):
         AdaEdl(**settings)
+
+
+def test_published_ada_edl_is_ada_edl_that_drops_the_last_token() -> None:
+    published, ours = AdaEdlPublished(initial_threshold=0.7), AdaEdl(initial_threshold=0.7, keep_last=False)
+    assert published.model_dump(exclude={"rule"}) == ours.model_dump(exclude={"rule", "keep_last"})
+    stream = random.Random(1)
+    left, right = published.controller(), ours.controller()
+    for _ in range(100):
+        sure = [stream.random() < 0.8 for _ in range(8)]
+        assert _round(left, sure, sure) == _round(right, sure, sure)
+        assert left.threshold == right.threshold
+    assert left.may_stop
+
+
+# --- top probability with a moving threshold ----------------------------------------------------------------------------
+
+
+def test_max_confidence_drops_the_token_below_the_threshold() -> None:
+    controller = MaxConfidence(initial_threshold=0.7).controller()
+    assert controller.may_stop
+    assert controller.decide(2, distribution(0.75, 0.25)) is Decision.CONTINUE
+    assert controller.decide(2, distribution(0.65, 0.35)) is Decision.STOP
+    assert controller.decide(0, distribution(0.65, 0.35)) is Decision.LAST
+
+
+def test_adaptive_exit_keeps_the_token_below_the_threshold() -> None:
+    controller = AdaptiveExit(initial_threshold=0.7).controller()
+    assert not controller.may_stop
+    assert controller.decide(2, distribution(0.75, 0.25)) is Decision.CONTINUE
+    for num_drafted in (0, 2):
+        assert controller.decide(num_drafted, distribution(0.65, 0.35)) is Decision.LAST
+
+
+def test_max_confidence_has_the_update_of_ada_edl() -> None:
+    confident, bound = MaxConfidence(initial_threshold=0.4).controller(), ada_edl(initial_threshold=0.4)
+    stream = random.Random(2)
+    for _ in range(200):
+        num_drafted = stream.randint(0, 8)
+        num_accepted = stream.randint(0, num_drafted)
+        for each in (confident, bound):
+            each.observe(num_drafted, num_accepted)
+        assert (confident.threshold, confident.acceptance_rate) == (bound.threshold, bound.acceptance_rate)
+
+
+def test_adaptive_exit_follows_the_released_code() -> None:
+    """Expected values by hand from `decoding.py` of Draft & Verify, `auto_parameters` 1, .5, .9, .01, .9."""
+    controller = AdaptiveExit(max_tokens=4, initial_threshold=0.8).controller()
+    assert controller.acceptance_rate == 0.0
+    expected = [
+        # drafted, accepted, rate, threshold
+        (4, 4, 0.5, 0.801),
+        (3, 3, 0.75, 0.802),
+        (4, 4, 0.875, 0.803),
+        # rate 0.9375: met; a draft of 4 is the longest, so the threshold stays
+        (4, 4, 0.9375, 0.803),
+        # rate 0.96875; 2 is not 4: down
+        (2, 2, 0.96875, 0.802),
+        (1, 1, 0.984375, 0.801),
+        # rate 0.4921875: missed, so up
+        (4, 0, 0.4921875, 0.802),
+    ]
+    for num_drafted, num_accepted, rate, threshold in expected:
+        controller.observe(num_drafted, num_accepted)
+        assert controller.acceptance_rate == pytest.approx(rate, abs=1e-12)
+        assert controller.threshold == pytest.approx(threshold, abs=1e-12)
+
+
+def test_forms_differ_after_a_long_draft_that_was_not_accepted_whole() -> None:
+    # Both meet a target of 0.5 after 3 of 4; only Algorithm 1 asks that all 4 were accepted.
+    settings = {
+        "max_tokens": 4,
+        "initial_threshold": 0.5,
+        "target_acceptance": 0.3,
+        "step": 0.1,
+        "threshold_decay": 0.0,
+    }
+    algorithm_1, released = MaxConfidence(**settings).controller(), AdaptiveExit(**settings).controller()
+    for each in (algorithm_1, released):
+        each.observe(4, 3)
+    assert algorithm_1.threshold == pytest.approx(0.4)
+    assert released.threshold == 0.5
+
+
+def test_kept_token_counts_in_the_adaptive_exit() -> None:
+    controller = AdaptiveExit(max_tokens=8, initial_threshold=0.7).controller()
+    _round(controller, [True, False], [True, False])
+    assert controller.acceptance_rate == pytest.approx(0.25)  # half of 1 of 2
 
 
 # --- cost-aware rules ---------------------------------------------------------------------------------------------------

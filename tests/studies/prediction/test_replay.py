@@ -12,10 +12,12 @@ from torch import Tensor
 
 from decoding.decode import Request, speculative
 from decoding.decoder import plain_decoder
+from decoding.draft_length import RULES as ALL_RULES
 from decoding.draft_length import (
     AdaEdl,
     BetaThompson,
     Controller,
+    CostAwareRule,
     Decision,
     DraftDistribution,
     DraftLengthRule,
@@ -96,6 +98,16 @@ def test_rounds_of_a_fixed_length_are_those_of_real_decoding(
         assert watched.rounds == [[(each.num_drafted, each.num_accepted) for each in real]]
         assert replayed.tokens == sum(len(each.tokens) for each in real) == 39
         assert replayed.cost == pytest.approx(sum(COSTS.of(each.num_drafted) for each in real))
+
+
+@pytest.mark.parametrize("name", ALL_RULES)
+def test_every_registered_rule_is_replayed(target: Target, text: tuple[int, ...], name: str) -> None:
+    rule = ALL_RULES[name](max_tokens=6)
+    rule = rule.with_costs(COSTS) if isinstance(rule, CostAwareRule) else rule
+    replayed = replay(rule, [recording_of(target, text, 4)], COSTS)
+    assert replayed.tokens == 39
+    assert replayed.rounds <= 39
+    assert replayed.cost > 0.0
 
 
 def test_rule_without_memory_stops_as_in_decoding_up_to_a_rejection(target: Target, text: tuple[int, ...]) -> None:

@@ -26,7 +26,7 @@ from tuner.measuring.baseline import Baseline, decode_baseline
 LEARNING = ("beta_thompson", "calibrated_thompson")
 LABELS = [
     *(f"fixed {length}" for length in range(1, 4)),
-    *("top_probability", "ada_edl"),
+    *("top_probability", "ada_edl", "ada_edl_published", "max_confidence", "adaptive_exit"),
     *(label for name in LEARNING for label in (name, f"{name}, warm")),
     "the profile's own",
 ]
