@@ -24,21 +24,16 @@ from tuner.fields import (
     OUTPUTS,
     PROBLEM,
     TRAINING,
-    CategoryColumn,
-    ChatTemplate,
-    Dataset,
     Device,
     Dtype,
-    GroupColumn,
-    MaxPromptTokens,
     Model,
     Names,
-    PromptColumn,
     Revision,
     RunnerWish,
     Seed,
     Threads,
 )
+from tuner.prompt_settings import DataSettings
 
 EXACT_WIDTH = 8
 """Default width of bit-exact mode: drafts of up to seven tokens."""
@@ -109,17 +104,16 @@ class DistillSettings(Document):
         return self.samples if self.temperature > 0 else 1
 
 
-class SearchConfig(Document):
-    """Settings of `sdtune search`; every key but the two mappings is also a flag of the same name."""
+class ModelSettings(Document):
+    """Model of a search. It comes first among the settings."""
 
     model: Model
     revision: Revision = None
-    dataset: Dataset
-    prompt_column: PromptColumn = None
-    group_column: GroupColumn = None
-    category_column: CategoryColumn = None
-    chat_template: ChatTemplate = True
-    max_prompt_tokens: MaxPromptTokens = None
+
+
+class SearchConfig(DataSettings, ModelSettings):
+    """Settings of `sdtune search`; every key but the two mappings is also a flag of the same name."""
+
     tuning_prompts: int = Field(
         24, ge=2, description="Prompts for trials and for the race of the finalists.", json_schema_extra=PROBLEM
     )

@@ -40,33 +40,16 @@ Dataset = Annotated[
         json_schema_extra=PROBLEM,
     ),
 ]
-PromptColumn = Annotated[
-    str | None,
-    Field(
-        description="Column that holds the prompt; default: guessed.",
-        json_schema_extra={**PROBLEM, "metavar": "COLUMN"},
-    ),
-]
-GroupColumn = Annotated[
-    str | None,
-    Field(
-        description="Column of a group, such as a source file; no group is split between tuning and held-out prompts.",
-        json_schema_extra={**PROBLEM, "metavar": "COLUMN"},
-    ),
-]
-CategoryColumn = Annotated[
-    str | None,
-    Field(
-        description="Column of a prompt's category, for figures by category; default: category, task or subset, if there is one.",
-        json_schema_extra={**PROBLEM, "metavar": "COLUMN"},
-    ),
-]
 ChatTemplate = Annotated[
     bool, Field(description="Apply the tokenizer's chat template if it has one.", json_schema_extra=PROBLEM)
 ]
-MaxPromptTokens = Annotated[
-    int | None,
-    Field(ge=1, description="Cut longer prompts from the left; default: they are an error.", json_schema_extra=PROBLEM),
+SystemPrompt = Annotated[
+    str | None,
+    Field(
+        min_length=1,
+        description="System prompt; it replaces the one of a conversation.",
+        json_schema_extra={**PROBLEM, "escapes": True},
+    ),
 ]
 BITWISE = "bitwise"
 """Bit-exact mode of the runner that has one, as a choice beside the runners' names."""

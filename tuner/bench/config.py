@@ -11,37 +11,31 @@ from tuner.fields import (
     DECODING,
     OUTPUTS,
     PROBLEM,
-    CategoryColumn,
-    ChatTemplate,
-    Dataset,
     Device,
     Extra,
-    GroupColumn,
-    MaxPromptTokens,
     Names,
     Profile,
     ProfileDtype,
     ProfileModel,
-    PromptColumn,
     RunnerMode,
     Seed,
     Threads,
 )
+from tuner.prompt_settings import DataSettings
 
 COMPARISON: Extra = {"group": "Comparison"}
 
 
-class BenchConfig(Document):
-    """Settings of a bench; None means the profile's value, or the usual one where the profile has none."""
+class BenchedProfile(Document):
+    """Profile to bench. It comes first among the settings."""
 
     profile: Profile
-    dataset: Dataset
     model: ProfileModel = None
-    prompt_column: PromptColumn = None
-    group_column: GroupColumn = None
-    category_column: CategoryColumn = None
-    chat_template: ChatTemplate = True
-    max_prompt_tokens: MaxPromptTokens = None
+
+
+class BenchConfig(DataSettings, BenchedProfile):
+    """Settings of a bench; None means the profile's value, or the usual one where the profile has none."""
+
     tuning_prompts: int | None = Field(
         None, ge=1, description="As in the search; default: the profile's.", json_schema_extra=PROBLEM
     )

@@ -6,14 +6,16 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from tuner.errors import DatasetError
-from tuner.inputs.prompts import Prompt, cut_from_left, encode_prompt
+from tuner.inputs.content import Content
+from tuner.inputs.encoding import PromptEncoder
+from tuner.inputs.prompts import Prompt
 
 BETWEEN = "\n\n"
 """Separator between two rows."""
 
 
 def at_length(
-    prompts: Sequence[Prompt], length: int, fillers: Sequence[Prompt], tokenizer: object, *, chat_template: bool = True
+    prompts: Sequence[Prompt], length: int, fillers: Sequence[Prompt], encoder: PromptEncoder
 ) -> list[Prompt]:
     """Return the prompts, each preceded by rows of `fillers` and cut from the left to `length` tokens.
 
@@ -22,10 +24,7 @@ def at_length(
 
     Raises DatasetError if the fillers are too short, or if `length` leaves no room beside special tokens and chat template.
     """
-    return [
-        _lengthened(prompt, length, _others(prompt, fillers, turn), tokenizer, chat_template)
-        for turn, prompt in enumerate(prompts)
-    ]
+    return [_lengthened(prompt, length, _others(prompt, fillers, turn), encoder) for turn, prompt in enumerate(prompts)]
 
 
 def _others(prompt: Prompt, fillers: Sequence[Prompt], turn: int) -> list[Prompt]:
@@ -34,25 +33,24 @@ def _others(prompt: Prompt, fillers: Sequence[Prompt], turn: int) -> list[Prompt
     return [*others[first:], *others[:first]]
 
 
-def _lengthened(
-    prompt: Prompt, length: int, fillers: Sequence[Prompt], tokenizer: object, chat_template: bool
-) -> Prompt:
-    def encode(text: str) -> list[int]:
-        return encode_prompt(text, tokenizer, chat_template=chat_template)
-
-    text, token_ids = prompt.text, list(prompt.token_ids)
+def _lengthened(prompt: Prompt, length: int, fillers: Sequence[Prompt], encoder: PromptEncoder) -> Prompt:
+    content, token_ids = prompt.content, list(prompt.token_ids)
     for filler in fillers:
         if len(token_ids) >= length:
             break
-        text = f"{filler.text}{BETWEEN}{text}"
-        token_ids = encode(text)
+        content = content.starting_with(f"{filler.text}{BETWEEN}")
+        token_ids = encoder.encode(content)
     if len(token_ids) < length:
         raise DatasetError(
             f"the data set has too little text for prompts of {length} tokens: row {prompt.row} preceded by all other rows "
             f"makes {len(token_ids)}; give a shorter --context or more rows"
         )
-    if len(token_ids) == length:
-        return replace(prompt, token_ids=tuple(token_ids), text=text)
-    if (cut := cut_from_left(text, length, encode)) is None:
-        raise DatasetError(f"--context {length} leaves no room for text beside special tokens and chat template")
-    return replace(prompt, token_ids=tuple(cut[1]), text=cut[0])
+    if len(token_ids) > length:
+        if (cut := encoder.cut(content, length)) is None:
+            raise DatasetError(f"--context {length} leaves no room for text beside special tokens and chat template")
+        content, token_ids = cut
+    return _made_of(prompt, content, token_ids)
+
+
+def _made_of(prompt: Prompt, content: Content, token_ids: Sequence[int]) -> Prompt:
+    return replace(prompt, token_ids=tuple(token_ids), text=content.text, turns=content.turns)

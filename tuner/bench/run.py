@@ -27,6 +27,7 @@ from tuner.measuring.clock import WallClock
 from tuner.measuring.cost_table import measure_cost_table
 from tuner.measuring.recording import TimedBatch
 from tuner.progress import Progress
+from tuner.prompt_settings import PromptSettings
 from tuner.results import check_results_folder, public_name, stamped, write_json, write_result, write_text
 
 NAME = "bench"
@@ -176,11 +177,7 @@ def _facts(task: BenchTask) -> dict[str, Any]:
         "exact_width": task.target.runner.exact_width,
         "repeats": config.repeats,
         "seed": config.seed,
-        "prompt_column": config.prompt_column,
-        "group_column": config.group_column,
-        "category_column": config.category_column,
-        "chat_template": config.chat_template,
-        "max_prompt_tokens": config.max_prompt_tokens,
+        **{name: getattr(config, name) for name in PromptSettings.model_fields},
         "eos_token_ids": sorted(task.eos_token_ids),
         "tuning_rows": [prompt.row for prompt in task.choosing],
         "rows": [prompt.row for prompt in task.measured],

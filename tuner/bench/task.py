@@ -16,6 +16,7 @@ from tuner.bench.contest import Prompts
 from tuner.bench.long_prompts import at_length
 from tuner.bench.own_decoding import profile_by
 from tuner.errors import ConfigError
+from tuner.inputs.encoding import PromptEncoder
 from tuner.inputs.models import Loaded, eos_token_ids, load, resolve_device
 from tuner.inputs.prompts import Prompt, PromptSet, load_prompts
 from tuner.progress import Progress
@@ -105,6 +106,8 @@ def prepare_bench(
     found = _draw(config, facts, loaded, max_new_tokens, decoder.target.context_length)
     split = _split(found, facts)
     progress.say(f"prompts: {split}")
+    for note in found.notes:
+        progress.say(note)
     num_measured = config.prompts or len(found.held_out)
     if num_measured > len(found.held_out):
         raise ConfigError(
@@ -115,10 +118,8 @@ def prepare_bench(
     choosing, measured = found.tuning[:CHOOSING_PROMPTS], found.held_out[: num_measured - num_over]
     if config.context is not None:
         fillers = [*found.tuning, *found.spare]
-        choosing, measured = (
-            tuple(at_length(part, config.context, fillers, loaded.tokenizer, chat_template=config.chat_template))
-            for part in (choosing, measured)
-        )
+        encoder = PromptEncoder(loaded.tokenizer, config.chat_template, config.system_prompt)
+        choosing, measured = (tuple(at_length(part, config.context, fillers, encoder)) for part in (choosing, measured))
     return BenchTask(
         config,
         names,
@@ -187,11 +188,7 @@ def _draw(
         max_new_tokens=max_new_tokens,
         context_length=context_length,
         seed=config.seed,
-        prompt_column=config.prompt_column,
-        group_column=config.group_column,
-        category_column=config.category_column,
-        chat_template=config.chat_template,
-        max_prompt_tokens=config.max_prompt_tokens,
+        settings=config,
     )
 
 

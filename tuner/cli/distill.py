@@ -11,15 +11,12 @@ from rich.console import Console
 from tuner.cli.options import GroupedCommand, options_of
 from tuner.cli.terminal import CONFIG_OPTION, print_facts, progress_on_stderr, resumable, use_threads
 from tuner.config import DistillSettings, SearchConfig, load_config
+from tuner.prompt_settings import DATA_FIELDS
 
 OF_THE_SEARCH = (
     "model",
     "revision",
-    "dataset",
-    "prompt_column",
-    "group_column",
-    "chat_template",
-    "max_prompt_tokens",
+    *DATA_FIELDS,
     "tuning_prompts",
     "held_out_prompts",
     "seed",

@@ -10,7 +10,18 @@ from pydantic import Field
 from decoding.documents.strict_yaml import Document
 from tuner.cli.options import GroupedCommand, options_of, settings_from
 from tuner.cli.terminal import use_threads
-from tuner.fields import DECODING, PROBLEM, ChatTemplate, Device, Profile, ProfileDtype, ProfileModel, Seed, Threads
+from tuner.fields import (
+    DECODING,
+    PROBLEM,
+    ChatTemplate,
+    Device,
+    Profile,
+    ProfileDtype,
+    ProfileModel,
+    Seed,
+    SystemPrompt,
+    Threads,
+)
 
 
 class GenerateSettings(Document):
@@ -21,6 +32,7 @@ class GenerateSettings(Document):
     model: ProfileModel = None
     max_new_tokens: int = Field(128, ge=1, description="Most tokens to generate.", json_schema_extra=PROBLEM)
     chat_template: ChatTemplate = True
+    system_prompt: SystemPrompt = None
     temperature: float | None = Field(
         None, ge=0, description="Sampling temperature; 0 is greedy; default: the profile's.", json_schema_extra=DECODING
     )

@@ -20,8 +20,8 @@ from decoding.rounds import Generation, Prefill, Round
 from decoding.target import Target
 from decoding.text import Ending, Shaping
 from tuner.cli.generate import GenerateSettings
+from tuner.inputs.encoding import encode_prompt
 from tuner.inputs.models import eos_token_ids, load
-from tuner.inputs.prompts import encode_prompt
 
 
 def stream(settings: GenerateSettings) -> None:
@@ -39,7 +39,9 @@ def stream(settings: GenerateSettings) -> None:
     )
     decoder = deployed.decoder_for(loaded.model)
     temperature = profile.decoding.temperature if settings.temperature is None else settings.temperature
-    ids = encode_prompt(settings.prompt, loaded.tokenizer, chat_template=settings.chat_template)
+    ids = encode_prompt(
+        settings.prompt, loaded.tokenizer, chat_template=settings.chat_template, system_prompt=settings.system_prompt
+    )
     ending = Ending(settings.max_new_tokens, eos_token_ids(loaded.model))
 
     def request() -> Request:

@@ -5,6 +5,7 @@ A flag that is not given is None (or empty), so that a configuration file or the
 
 from __future__ import annotations
 
+import re
 import types
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -31,6 +32,20 @@ SCALARS: Mapping[type, tuple[click.ParamType, str]] = MappingProxyType(
         str: (click.STRING, "TEXT"),
     }
 )
+
+
+ESCAPES: Mapping[str, str] = MappingProxyType({r"\n": "\n", r"\t": "\t", r"\\": "\\"})
+"""Sequences with which a flag writes what a shell makes hard to write."""
+
+
+class EscapedText(click.ParamType):
+    """Text in which `\\n` is a line break, `\\t` a tab and two backslashes one; in a YAML file, YAML's own rules hold."""
+
+    name = "TEXT"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        """Return the text that the escapes stand for; other backslashes stay."""
+        return re.sub(r"\\[nt\\]", lambda found: ESCAPES[found[0]], str(value))
 
 
 FIRST_HEADINGS = ("Configuration", "Problem")
@@ -106,6 +121,8 @@ def given(flags: Mapping[str, Any]) -> dict[str, Any]:
 def _option(name: str, field: FieldInfo, flag: str | None, *, required: bool) -> Callable[[CallableT], CallableT]:
     extra = field.json_schema_extra if isinstance(field.json_schema_extra, dict) else {}
     settings = _value(_annotation(field), name)
+    if extra.get("escapes"):
+        settings = {**settings, "type": EscapedText()}
     if "metavar" in extra:
         settings["metavar"] = extra["metavar"]
     shown = flag or f"--{name.replace('_', '-')}"

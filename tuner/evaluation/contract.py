@@ -16,6 +16,7 @@ from pydantic import Field
 from decoding.documents.strict_yaml import Document
 from tuner.config import SearchConfig
 from tuner.fields import OUTPUTS, Extra, Threads
+from tuner.prompt_settings import DATA_FIELDS
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -40,12 +41,7 @@ ResultsFolder = Annotated[
 SEARCH_KEYS = (
     "model",
     "revision",
-    "dataset",
-    "prompt_column",
-    "group_column",
-    "category_column",
-    "chat_template",
-    "max_prompt_tokens",
+    *DATA_FIELDS,
     "tuning_prompts",
     "held_out_prompts",
     "max_new_tokens",

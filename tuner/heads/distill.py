@@ -41,8 +41,10 @@ from tuner.inputs.environment import device_name, git_revision, versions
 from tuner.inputs.memory import ModelSize, explained_shortage, free_bytes
 from tuner.inputs.models import Loaded, load
 from tuner.inputs.prompts import Prompt, PromptSet, load_prompts, search_prompts
+from tuner.inputs.rows import open_rows
 from tuner.output_paths import check_folder_writable
 from tuner.progress import Progress
+from tuner.prompt_settings import DATA_FIELDS, PromptSettings
 from tuner.tracking import DatasetInput, Tracker
 
 MIN_SPARE_PROMPTS = 32
@@ -51,7 +53,7 @@ MIN_TRAINING_TOKENS = 500
 MIN_EVALUATION_TOKENS = 50
 CURVE = "training_curve.csv"
 PROMPT_SETTINGS = (
-    *("model", "revision", "dataset", "prompt_column", "group_column", "chat_template", "max_prompt_tokens"),
+    *("model", "revision", *DATA_FIELDS),
     *("tuning_prompts", "held_out_prompts", "max_new_tokens", "dtype", "seed"),
 )
 """Keys of the search configuration that a distillation uses too."""
@@ -174,10 +176,13 @@ class Distilled:
 def prepare(config: SearchConfig, progress: Progress) -> Distillation:
     """Load model and prompts, and check all settings before any computation or output."""
     check_folder_writable(config.heads, what="exit heads", error=DistillationError)
+    rows = open_rows(config.dataset, config)
     progress.stage(f"loading {config.model}")
     loaded = load(config.model, revision=config.revision, dtype=config.dtype, device=config.device)
     target = Target(loaded.model)
-    prompts = search_prompts(config, loaded.tokenizer, target.context_length, num_spare=num_spare(config))
+    prompts = search_prompts(config, loaded.tokenizer, target.context_length, num_spare=num_spare(config), rows=rows)
+    for note in prompts.notes:
+        progress.say(note)
     return of_search(config, loaded, target, prompts, progress)
 
 
@@ -215,9 +220,7 @@ def _training_prompts(
             max_new_tokens=settings.response_tokens,
             context_length=target.context_length,
             seed=config.seed,
-            prompt_column=settings.training_column,
-            chat_template=config.chat_template,
-            max_prompt_tokens=config.max_prompt_tokens,
+            settings=_training_format(config),
         )
         known = {prompt.token_ids for prompt in (*prompts.tuning, *prompts.held_out)}
         return tuple(prompt for prompt in (*found.tuning, *found.spare) if prompt.token_ids not in known)
@@ -228,6 +231,15 @@ def _training_prompts(
         "overrate them; --training-dataset names a separate dataset"
     )
     return (*prompts.spare, *prompts.tuning)[: settings.prompts]
+
+
+def _training_format(config: SearchConfig) -> PromptSettings:
+    """Return the format of the training dataset: the search's template, unless a column is named; no groups, no categories."""
+    column = config.distillation.training_column
+    kept = {"chat_template", "max_prompt_tokens", "system_prompt"}
+    if column is None:
+        kept |= {"preset", "template", "shots", "answer_template", "shots_dataset"}
+    return PromptSettings(prompt_column=column, **config.model_dump(include=kept))
 
 
 def distil(

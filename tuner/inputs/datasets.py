@@ -1,8 +1,9 @@
-"""Rows of a dataset, and the templates that turn rows into prompts.
+"""Rows of a dataset, from wherever they are.
 
 The library `datasets` reads all sources. A source is the first match of:
 
-* a file: .jsonl, .json, .csv, .parquet, or .txt (prompts separated by blank lines if there are any, otherwise one per line);
+* a file: .jsonl, .json, .csv, .parquet (also followed by .gz), or .txt (prompts separated by blank lines if there are any,
+  otherwise one per line);
 * a folder, `folder[:config][@split]`, written by `save_to_disk` or laid out like a hub dataset (data files, optionally listed in
   a README.md);
 * a preset of `configs/datasets`, `name[@split]`;
@@ -19,21 +20,18 @@ from __future__ import annotations
 
 import logging
 import re
-import string
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from glob import escape
-from importlib import resources
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Any
 
-from pydantic import AfterValidator, Field, model_validator
-
-from decoding.documents.strict_yaml import Document, read_mapping, suggest, validate
+from decoding.documents.strict_yaml import suggest
 from decoding.errors import one_line
 from tuner.errors import DatasetError
+from tuner.inputs.presets import Preset, load_preset, preset_names
 from tuner.inputs.row_filter import split_filter
 
 BUILDERS = {".csv": "csv", ".json": "json", ".jsonl": "json", ".parquet": "parquet"}
@@ -41,119 +39,17 @@ FILE_KINDS = (*BUILDERS, ".txt")
 USUAL_SPLITS = ("test", "validation", "train")
 _SOURCE = re.compile(r"(?P<location>.+?)(?::(?P<config>[^:@/]+))?(?:@(?P<split>[^@/]+))?")
 _HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
-_COLUMN = re.compile(r"(?P<name>[^\[\]]+)(?P<steps>(?:\[[^\[\]]+\])*)")
-
-
-class Column(NamedTuple):
-    """Column, or an element of its values: `question`, `turns[0]`, `translation[de]`."""
-
-    name: str
-    steps: tuple[int | str, ...] = ()
-
-    @classmethod
-    def parse(cls, written: str) -> Column:
-        """Parse a name with optional bracketed steps; raise `ValueError` for anything else."""
-        match = _COLUMN.fullmatch(written)
-        if match is None:
-            raise ValueError(f"{written!r} is not a column; write it as question, turns[0] or translation[de]")
-        steps = re.findall(r"\[([^\[\]]+)\]", match["steps"])
-        return cls(match["name"], tuple(int(step) if step.isdecimal() else step for step in steps))
-
-    def read(self, row: Mapping[str, Any]) -> str:
-        """Return the column's text in `row`, empty if missing.
-
-        Raises `ValueError` if the value is not text.
-        """
-        value = row[self.name]
-        for step in self.steps:
-            if value is None or (isinstance(value, list) and isinstance(step, int) and step >= len(value)):
-                return ""
-            try:
-                value = value[step]
-            except (KeyError, IndexError, TypeError):
-                raise ValueError(f"column {self.name!r} has no element [{step}]") from None
-        if value is None:
-            return ""
-        if not isinstance(value, str):
-            inside = f"; name an element of it, such as {self.name}[0]" if isinstance(value, list) else ""
-            raise ValueError(f"column {self.name!r} holds {type(value).__name__}, not text{inside}")
-        return value
-
-
-@dataclass(frozen=True)
-class Template:
-    """Text with columns in braces, such as `Question: {question}`; literal braces are doubled."""
-
-    parts: tuple[tuple[str, Column | None], ...]
-
-    @classmethod
-    def parse(cls, written: str) -> Template:
-        """Parse a template; raise `ValueError` for unbalanced braces, formats or conversions."""
-        parts = []
-        for text, column, form, conversion in string.Formatter().parse(written):
-            if form or conversion:
-                raise ValueError(f"{{{column}}} takes no format and no conversion")
-            parts.append((text, None if column is None else Column.parse(column)))
-        return cls(tuple(parts))
-
-    @property
-    def columns(self) -> set[str]:
-        """Names of the columns that the template reads."""
-        return {column.name for _, column in self.parts if column}
-
-    def render(self, row: Mapping[str, Any]) -> str:
-        """Return the prompt of `row`, empty if a column is blank.
-
-        Raises `ValueError` if a value is not text.
-        """
-        pieces = []
-        for text, column in self.parts:
-            value = column.read(row) if column else ""
-            if column and not value.strip():
-                return ""
-            pieces.append(text + value)
-        return "".join(pieces)
-
-
-def _parsable(written: str) -> str:
-    Template.parse(written)
-    return written
-
-
-class Preset(Document):
-    """Well-known dataset: its source, and the templates of its prompts."""
-
-    description: str
-    dataset: str = Field(description="hub id, or a folder laid out like a hub dataset")
-    config: str | None = None
-    revision: str | None = Field(None, description="branch or commit on the hub")
-    split: str
-    columns: tuple[str, ...] = Field(min_length=1, description="columns that the templates read")
-    template: Annotated[str, AfterValidator(_parsable)]
-    short_template: Annotated[str, AfterValidator(_parsable)] | None = Field(
-        None, description="template for rows in which a column of `template` is blank; without it such rows are skipped"
-    )
-
-    @property
-    def templates(self) -> tuple[Template, ...]:
-        """Templates, first match first."""
-        return tuple(Template.parse(written) for written in (self.template, self.short_template) if written)
-
-    @model_validator(mode="after")
-    def _columns_are_used(self) -> Preset:
-        used = set().union(*(template.columns for template in self.templates))
-        if used != set(self.columns):
-            raise ValueError(f"columns must match the templates, {sorted(used)}, got {sorted(self.columns)}")
-        return self
 
 
 @dataclass(frozen=True)
 class Table:
-    """Rows of one split (a `datasets.Dataset`), and the templates of their preset, if any."""
+    """Rows of one split (a `datasets.Dataset`), and the preset that was named, if any."""
 
     name: str
     rows: Any
-    templates: tuple[Template, ...] = ()
+    preset: Preset | None = None
+    location: str = ""
+    """Source without config, split and filter."""
 
     @property
     def columns(self) -> list[str]:
@@ -166,19 +62,6 @@ class Table:
             raise DatasetError(
                 f"the dataset {self.name} has no column {column!r}; its columns are {', '.join(self.columns)}"
             )
-
-
-def preset_names() -> list[str]:
-    """Return the names of all presets, sorted."""
-    files = resources.files("configs.datasets").iterdir()
-    return sorted(file.name.removesuffix(".yaml") for file in files if file.name.endswith(".yaml"))
-
-
-def load_preset(name: str) -> Preset:
-    """Return the preset `name`; raise `DatasetError` if it is missing or invalid."""
-    with resources.as_file(resources.files("configs.datasets") / f"{name}.yaml") as path:
-        data = read_mapping(path, what="preset", error=DatasetError)
-    return validate(Preset, data, source=f"preset {name}", error=DatasetError)
 
 
 def open_table(source: str, *, split: str | None = None) -> Table:
@@ -200,23 +83,34 @@ def _open(source: str, split: str | None) -> Table:
     if path is not None and path.is_file():
         if config or split:
             raise DatasetError(f"the file {location} has no configs and no splits, got {source!r} with split {split!r}")
-        return Table(location, _read_file(path))
+        return Table(location, _read_file(path), location=location)
     if path is not None:
         rows, split = _read_folder(path, config, split)
-        return Table(_name(location, config, split), rows)
+        return Table(_name(location, config, split), rows, location=location)
     if location in preset_names():
         if config:
             raise DatasetError(f"the preset {location!r} has its own config, got {source!r}; write {location}[@split]")
         preset = load_preset(location)
-        rows, split = _read_repository(preset.dataset, preset.config, split or preset.split, preset.revision)
-        return Table(_name(location, None, split), rows, preset.templates)
+        rows, split = _read_preset(location, preset, split or preset.split)
+        return Table(_name(location, None, split), rows, preset, location)
     if _HUB_ID.fullmatch(location) is None or Path(location).suffix.lower() in FILE_KINDS:
         raise DatasetError(
             f"no such dataset {source!r}: neither a file, a folder, a preset nor a hub id (owner/name[:config][@split]); "
             f"presets: {suggest(location, preset_names())}"
         )
     rows, split = _read_repository(location, config, split)
-    return Table(_name(location, config, split), rows)
+    return Table(_name(location, config, split), rows, location=location)
+
+
+def _read_preset(name: str, preset: Preset, split: str) -> tuple[Any, str | None]:
+    if not preset.dataset.startswith("https://"):
+        return _read_repository(preset.dataset, preset.config, split, preset.revision)
+    advice = f"a copy on this machine is read by --dataset FILE --preset {name}"
+    with _reading(f"the data file {preset.dataset}", advice):
+        import datasets
+
+        builder = BUILDERS[Path(preset.dataset).suffix]
+        return datasets.load_dataset(builder, data_files={preset.split: preset.dataset}, split=split), split
 
 
 def _parse(source: str, split: str | None) -> tuple[str, str | None, str | None]:
@@ -243,8 +137,8 @@ def _name(location: str, config: str | None, split: str | None) -> str:
 
 
 def _read_file(path: Path) -> Any:
-    kind = path.suffix.lower()
-    if kind not in FILE_KINDS:
+    kind = Path(path.stem if _is_compressed(path) else path).suffix.lower()
+    if kind not in (BUILDERS if _is_compressed(path) else FILE_KINDS):
         raise DatasetError(
             f"the dataset file {path} has an unsupported format, {kind!r}; valid: {', '.join(FILE_KINDS)}"
         )
@@ -258,6 +152,10 @@ def _read_file(path: Path) -> Any:
         # `datasets` treats the name as a glob pattern, so brackets and asterisks are escaped.
         found = datasets.load_dataset(BUILDERS[kind], data_files=escape(str(path.resolve())))
         return _choose(found, None, str(path))[0]
+
+
+def _is_compressed(path: Path) -> bool:
+    return path.suffix.lower() == ".gz"
 
 
 def _paragraphs(text: str) -> list[str]:

@@ -25,6 +25,7 @@ from tuner.inputs.environment import device_name
 from tuner.inputs.memory import gigabytes
 from tuner.inputs.models import Loaded, eos_token_ids, load
 from tuner.inputs.prompts import Prompt, PromptSet, search_prompts
+from tuner.inputs.rows import open_rows
 from tuner.measuring.baseline import decode_baseline
 from tuner.measuring.clock import WallClock
 from tuner.measuring.decoders import MOST_KEPT
@@ -72,6 +73,7 @@ def prepare(
     A model that is `loaded` already, or a `target` of it with its runner, is used in place of the configured one.
     """
     check_writable(config.out)
+    rows = open_rows(config.dataset, config)
     if loaded is None:
         loaded = _load_if_it_fits(config, progress)
     config = _with_possible_prefix_reuse(config, loaded.model, progress)
@@ -84,7 +86,9 @@ def prepare(
     if may_distil:
         check_folder_writable(config.heads, what="exit heads", error=DistillationError)
     spare = num_spare(config) if may_distil else 0
-    prompts = search_prompts(config, loaded.tokenizer, target.context_length, num_spare=spare)
+    prompts = search_prompts(config, loaded.tokenizer, target.context_length, num_spare=spare, rows=rows)
+    for note in prompts.notes:
+        progress.say(note)
     heads = folder.drafts(wanted, held_out=token_ids(prompts.held_out))
     if num_seen := folder.num_trained_on(heads, token_ids(prompts.tuning)):
         progress.say(

@@ -35,6 +35,7 @@ from tuner.cli.main import main
 from tuner.errors import DatasetError
 from tuner.inputs.prompts import load_prompts
 from tuner.measuring.recording import Recorder, TimedBatch
+from tuner.prompt_settings import PromptSettings
 
 SIZES = {"tuning-prompts": 4, "held-out-prompts": 3}
 OTHER_RUNNERS = [f"{who}-{mode}" for mode in MODES for who in ("plain", "profile")]
@@ -156,7 +157,7 @@ def test_held_out_prompts_of_the_search_are_measured_and_reported_as_such(
 ) -> None:
     tokenizer = AutoTokenizer.from_pretrained(checkpoint)
     sizes = {"num_tuning": 4, "num_held_out": 3, "max_new_tokens": 30, "context_length": 256}
-    of_search = load_prompts(str(code), tokenizer, seed=5, group_column="file", **sizes)
+    of_search = load_prompts(str(code), tokenizer, seed=5, settings=PromptSettings(group_column="file"), **sizes)
     profile = write_profile(LayerSkip.blocks((3,)), measured=measured(of_search.fingerprint))
     own = {"tuning_prompts": None, "held_out_prompts": None, "max_new_tokens": None, "against": "plain"}
     same = bench(profile, code, group_column="file", seed=5, **own)

@@ -27,6 +27,7 @@ from tuner.heads.evaluation import evaluate
 from tuner.heads.texts import GeneratedText, TextPlan, generate_texts
 from tuner.heads.training import Run
 from tuner.inputs.prompts import PromptSet, load_prompts
+from tuner.prompt_settings import PromptSettings
 
 DistillCommand = Callable[..., Result]
 
@@ -78,7 +79,7 @@ def _prompts(prompts_file: Path, checkpoint: Path) -> PromptSet:
         max_new_tokens=12,
         context_length=256,
         seed=0,
-        group_column="file",
+        settings=PromptSettings(group_column="file"),
     )
 
 

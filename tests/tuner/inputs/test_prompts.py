@@ -18,10 +18,14 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-import tuner.inputs.datasets
 from tuner.errors import DatasetError
-from tuner.inputs.datasets import Preset, Template, load_preset, open_table, preset_names
-from tuner.inputs.prompts import PromptSet, encode_prompt, load_prompts
+from tuner.inputs.content import Content
+from tuner.inputs.datasets import open_table
+from tuner.inputs.encoding import PromptEncoder, encode_prompt
+from tuner.inputs.presets import Preset, load_preset, preset_names
+from tuner.inputs.prompts import PromptSet, load_prompts
+from tuner.inputs.templates import Template
+from tuner.prompt_settings import PromptSettings
 
 BOS = 256
 WORDS = [f"prompt number {number}" for number in range(20)]
@@ -51,9 +55,9 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 def load(source: Path | str, tokenizer: Any, num_tuning: int = 2, num_held_out: int = 2, **options: Any) -> PromptSet:
     defaults: dict[str, Any] = {"max_new_tokens": 16, "context_length": 512, "seed": 0}
-    return load_prompts(
-        str(source), tokenizer, num_tuning=num_tuning, num_held_out=num_held_out, **{**defaults, **options}
-    )
+    settings = PromptSettings(**{name: options.pop(name) for name in PromptSettings.model_fields if name in options})
+    sizes = {"num_tuning": num_tuning, "num_held_out": num_held_out}
+    return load_prompts(str(source), tokenizer, **sizes, **{**defaults, **options}, settings=settings)
 
 
 def write_jsonl(path: Path, rows: list[dict[str, Any]]) -> Path:
@@ -139,7 +143,8 @@ class TestFiles:
         assert capfd.readouterr() == ("", "")
 
     def test_a_file_has_no_split(self, tmp_path: Path, tokenizer: Any) -> None:
-        assert "no splits" in refusal(prompts_file(tmp_path), tokenizer, split="test")
+        with pytest.raises(DatasetError, match="no splits"):
+            open_table(str(prompts_file(tmp_path)), split="test")
         assert "no splits" in refusal(f"{prompts_file(tmp_path)}@test", tokenizer)
 
 
@@ -153,15 +158,15 @@ class TestFolders:
     def test_saved_splits(self, tmp_path: Path, tokenizer: Any) -> None:
         parts = {split: datasets.Dataset.from_dict({"prompt": [f"{split} {word}" for word in WORDS]}) for split in "ab"}
         datasets.DatasetDict(parts).save_to_disk(folder := tmp_path / "saved")
-        for asked in ({"source": f"{folder}@b"}, {"source": str(folder), "split": "b"}):
-            prompts = load(tokenizer=tokenizer, **asked)
-            assert prompts.name == f"{folder}@b"
-            assert all(text.startswith("b ") for text in texts(prompts))
+        for table in (open_table(f"{folder}@b"), open_table(str(folder), split="b")):
+            assert table.name == f"{folder}@b"
+            assert all(text.startswith("b ") for text in table.rows["prompt"])
         assert "valid: a, b" in refusal(f"{folder}@c", tokenizer)
         assert "several splits" in refusal(folder, tokenizer)
         datasets.DatasetDict().save_to_disk(tmp_path / "none")
         assert "no splits" in refusal(tmp_path / "none", tokenizer)
-        assert "another split" in refusal(f"{folder}@a", tokenizer, split="b")
+        with pytest.raises(DatasetError, match="another split"):
+            open_table(f"{folder}@a", split="b")
 
     def test_the_default_split_is_test(self, tmp_path: Path, tokenizer: Any) -> None:
         for split in ("train", "test"):
@@ -247,27 +252,88 @@ class TestHub:
         assert "did you mean 'gsm8k'?" in refusal("gsm8", tokenizer)
 
 
+ALPACA_INTRO = (
+    "Below is an instruction that describes a task, paired with an input that provides further context. Write a response that "
+    "appropriately completes the request.\n\n"
+)
+BARE_INTRO = (
+    "Below is an instruction that describes a task. Write a response that appropriately completes the request.\n\n"
+)
+WMT = ({"translation": {"de": "Hallo.", "en": "Hello."}}, "Translate from German to English.\nGerman: Hallo.\nEnglish:")
+GSM8K = {"question": "1 + 1?", "answer": "It is 2.\n#### 2"}
+CNN = {"article": "News.", "highlights": "First .\nSecond .", "id": "0"}
+MT_BENCH = {
+    "prompt": ["First.", "Second."],
+    "prompt_id": 1,
+    "category": "math",
+    "reference": ["The answer.", "Another."],
+}
 PRESET_ROWS: dict[str, tuple[dict[str, Any], str]] = {
     "alpaca": (
-        {"instruction": "Name it.", "input": "", "output": "x", "text": "x"},
-        "Name it.",
+        {"instruction": "Sort.", "input": "3 1", "output": "1 3", "text": "x"},
+        f"{ALPACA_INTRO}### Instruction:\nSort.\n\n### Input:\n3 1\n\n### Response:",
     ),
-    "cnn_dailymail": (
-        {"article": "News.", "highlights": "x", "id": "0"},
-        "Article: News.\n\nSummarize the article above in a few sentences.\nSummary:",
+    "alpaca_bare": ({"instruction": "Name it.", "input": "", "output": "x", "text": "x"}, "Name it."),
+    "cnn_dailymail": (CNN, "Article: News.\n\nSummarize the article above in a few sentences.\nSummary:"),
+    "cnn_dailymail_1shot": (
+        CNN,
+        "Article: example 0 News.\nSummary: First .Second .\nArticle: News.\nSummary:",
     ),
-    "gsm8k": ({"question": "1 + 1?", "answer": "2"}, "Question: 1 + 1?\nAnswer:"),
-    "humaneval": ({"task_id": "0", "prompt": "def {f}():\n    ", "test": "x"}, "def {f}():\n    "),
-    "mt_bench": ({"prompt": ["First.", "Second."], "prompt_id": 1, "category": "math"}, "First."),
-    "wmt14-de-en": (
-        {"translation": {"de": "Hallo.", "en": "Hello."}},
-        "Translate from German to English.\nGerman: Hallo.\nEnglish:",
+    "dolly": (
+        {"instruction": "Who?", "context": "Ada was first.", "response": "Ada.", "category": "closed_qa"},
+        f"{BARE_INTRO}### Instruction:\nWho?\n\nInput:\nAda was first.\n\n### Response:",
     ),
+    "dolly_bare": (
+        {"instruction": "Who?", "context": "Ada was first.", "response": "Ada.", "category": "closed_qa"},
+        "Who?\n\nAda was first.",
+    ),
+    "gsm8k": (GSM8K, "Question: 1 + 1?\nAnswer:"),
+    "gsm8k_5shot": (
+        GSM8K,
+        "".join(f"Q: example {number} 1 + 1?\nA: It is 2.\n#### 2\n\n" for number in range(5)) + "Q: 1 + 1?\nA:",
+    ),
+    "humaneval": (
+        {"task_id": "0", "prompt": "def {f}():\n    ", "canonical_solution": "x", "test": "x"},
+        "def {f}():\n    ",
+    ),
+    "mt_bench": (MT_BENCH, "First."),
+    "mt_bench_turn2": (MT_BENCH, "User: First.\n\nAssistant: The answer.\n\nUser: Second."),
+    "spec_bench": ({"question_id": 81, "category": "writing", "turns": ["First.", "Second."]}, "First."),
+    "speed_bench": (
+        {"question_id": "0", "category": "coding", "sub_category": "x", "turns": ["First."], "multiturn": False},
+        "First.",
+    ),
+    "wmt14-de-en": WMT,
+    "wmt19-de-en": WMT,
     "xsum": (
         {"document": "News.", "summary": "x", "id": "0"},
         "Article: News.\n\nSummarize the article above in one sentence.\nSummary:",
     ),
 }
+EXAMPLE_COLUMNS = ("question", "article")
+"""Columns that tell the examples of the presets with shots apart."""
+
+
+def preset_folder(folder: Path, name: str, row: dict[str, Any]) -> Preset:
+    """Write one row in the schema of a preset's dataset, and examples if it has any; return the preset that reads them."""
+    preset = load_preset(name)
+    columns = {column: [value] for column, value in row.items()}
+    hub = hub_folder(folder, {preset.config or "default": [preset.split, "other"]}, columns)
+    if preset.shots_split is not None:
+        solved = [
+            {
+                column: f"example {number} {value}" if column in EXAMPLE_COLUMNS else value
+                for column, value in row.items()
+            }
+            for number in range(6)
+        ]
+        path = hub / (preset.config or "default") / f"{preset.shots_split}-00000-of-00001.parquet"
+        datasets.Dataset.from_list(solved).to_parquet(path)
+        readme = (hub / "README.md").read_text()
+        other = json.dumps({"split": "other", "path": f"{preset.config or 'default'}/other-*"})
+        train = {"split": preset.shots_split, "path": f"{preset.config or 'default'}/{preset.shots_split}-*"}
+        (hub / "README.md").write_text(readme.replace(other, f"{other}, {json.dumps(train)}"))
+    return preset.model_copy(update={"dataset": str(hub)})
 
 
 class TestPresets:
@@ -280,19 +346,16 @@ class TestPresets:
     ) -> None:
         row, prompt = PRESET_ROWS[name]
         preset = load_preset(name)
-        assert set().union(*(template.columns for template in preset.templates)) == set(preset.columns)
-        columns = {column: [value] for column, value in row.items()}
-        folder = hub_folder(tmp_path / "hub", {preset.config or "default": [preset.split, "other"]}, columns)
-        local = preset.model_copy(update={"dataset": str(folder)})
-        monkeypatch.setattr(tuner.inputs.datasets, "load_preset", lambda _: local)
-        prompts = load(name, tokenizer, 1, 0)
+        local = preset_folder(tmp_path / "hub", name, row)
+        monkeypatch.setattr("tuner.inputs.datasets.load_preset", lambda _: local)
+        prompts = load(name, tokenizer, 1, 0, context_length=4096)
         assert texts(prompts) == [prompt]
         assert prompts.name == f"{name}@{preset.split}"
-        assert load(f"{name}@other", tokenizer, 1, 0).name == f"{name}@other"
+        assert load(f"{name}@other", tokenizer, 1, 0, context_length=4096).name == f"{name}@other"
         assert "has its own config" in refusal(f"{name}:other", tokenizer)
 
     def test_the_long_template_is_tried_first(self) -> None:
-        long, short = load_preset("alpaca").templates
+        long, short = load_preset("alpaca_bare").templates
         assert long.render({"instruction": "Sort.", "input": "3 1 2"}) == "Sort.\n\n3 1 2"
         assert long.render({"instruction": "Sort.", "input": None}) == ""
         assert short.render({"instruction": "Sort.", "input": None}) == "Sort."
@@ -302,13 +365,13 @@ class TestPresets:
     ) -> None:
         folder = hub_folder(tmp_path / "hub", {"main": ["test"]}, {"question": ["q"], "answer": ["a"]})
         local = load_preset("gsm8k").model_copy(update={"dataset": str(folder)})
-        monkeypatch.setattr(tuner.inputs.datasets, "load_preset", lambda _: local)
+        monkeypatch.setattr("tuner.inputs.datasets.load_preset", lambda _: local)
         assert texts(load("gsm8k", tokenizer, 1, 0, prompt_column="answer")) == ["a"]
 
     def test_a_missing_column_is_named(self, tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         folder = hub_folder(tmp_path / "hub", {"main": ["test"]}, {"problem": ["q"]})
         local = load_preset("gsm8k").model_copy(update={"dataset": str(folder)})
-        monkeypatch.setattr(tuner.inputs.datasets, "load_preset", lambda _: local)
+        monkeypatch.setattr("tuner.inputs.datasets.load_preset", lambda _: local)
         assert "no column 'question'; its columns are problem" in refusal("gsm8k", tokenizer)
 
     @pytest.mark.parametrize(
@@ -400,11 +463,11 @@ class TestDraw:
     ) -> None:
         encoded = []
 
-        def encode(text: str, *_: Any, **__: Any) -> list[int]:
-            encoded.append(text)
-            return list(text.encode())
+        def encode(_: PromptEncoder, content: Content) -> list[int]:
+            encoded.append(content.text)
+            return list(content.text.encode())
 
-        monkeypatch.setattr("tuner.inputs.prompts.encode_prompt", encode)
+        monkeypatch.setattr(PromptEncoder, "encode", encode)
         path = prompts_file(tmp_path, [f"prompt {number}" for number in range(5000)])
         load(path, tokenizer, 3, 4)
         assert len(encoded) == 7
@@ -542,9 +605,9 @@ class TestTokens:
         path = prompts_file(tmp_path, ["x" * 100, "y" * 100])
         with caplog.at_level(logging.WARNING, logger="transformers"):
             message = refusal(path, tokenizer, num_tuning=1, num_held_out=1, context_length=100)
-        assert "makes a prompt of 101 tokens, but at most 84 fit the model's context of 100 with 16 new ones" in message
-        assert f"of the dataset {path}" in message
-        assert "row 1" in message or "row 0" in message
+        assert "2 too long, as at most 84 fit the model's context of 100 with 16 new ones" in message
+        assert f"the dataset {path} gives 0 for tuning and 0 held out" in message
+        assert "--max-prompt-tokens 84 cuts them" in message
         assert not caplog.records  # the tokenizer's own warning of a long sequence
         assert len(texts(load(path, tokenizer, 1, 1, context_length=117))) == 2
         assert len(texts(load(path, tokenizer, 1, 1, context_length=None))) == 2
@@ -567,7 +630,8 @@ class TestTokens:
         path = prompts_file(tmp_path)
         assert "at most 496 fit" in refusal(path, tokenizer, max_prompt_tokens=497)
         assert "must be less than 16" in refusal(path, tokenizer, context_length=16)
-        assert "at least 1" in refusal(path, tokenizer, max_prompt_tokens=0)
+        with pytest.raises(ValueError, match="greater than or equal to 1"):
+            PromptSettings(max_prompt_tokens=0)
 
 
 class TestQuietness:

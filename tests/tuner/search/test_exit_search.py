@@ -28,6 +28,7 @@ from tests.support.tiny import tiny_target, tiny_tokenizer
 from tuner.cli.main import main
 from tuner.inputs.prompts import load_prompts
 from tuner.measuring.paired import Bench
+from tuner.prompt_settings import PromptSettings
 
 ExitSearch = Callable[..., Result]
 HEADS = {"exit_layer": {"exit_layers": [4, 5], "heads": ["block"], "max_tokens": 4}}
@@ -226,7 +227,9 @@ def test_unfit_head_is_refused_before_anything_is_run(
             "context_length": 256,
             "seed": 0,
         }
-        prompts = load_prompts(str(prompts_file), tiny_tokenizer(), group_column="file", **sizes)
+        prompts = load_prompts(
+            str(prompts_file), tiny_tokenizer(), settings=PromptSettings(group_column="file"), **sizes
+        )
         trained_on = (prompt_sha256(prompts.held_out[3].token_ids),)
         write_heads(target, heads, [5], training=training(prompts_sha256=trained_on))
     elif made == "of another model":

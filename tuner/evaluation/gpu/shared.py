@@ -24,6 +24,7 @@ from tuner.evaluation.models.widen import describe, load_source, widen, widen_he
 from tuner.evaluation.models.widths import complete_widths
 from tuner.inputs.models import Loaded, eos_token_ids
 from tuner.inputs.prompts import PromptSet, load_prompts
+from tuner.prompt_settings import PromptSettings
 
 DEMO = Path("configs/demo")
 DATASET = DEMO / "prompts.jsonl"
@@ -134,7 +135,7 @@ class Shared:
             max_new_tokens=NEW_TOKENS,
             context_length=self.source.config.max_position_embeddings,
             seed=0,
-            group_column=GROUP_COLUMN,
+            settings=PromptSettings(group_column=GROUP_COLUMN),
         )
 
     @property

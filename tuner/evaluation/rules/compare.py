@@ -136,8 +136,7 @@ def _load_prompts(settings: RulesEvaluation, dataset: str, loaded: Loaded, targe
         max_new_tokens=settings.max_new_tokens,
         context_length=target.context_length,
         seed=settings.seed,
-        prompt_column=settings.prompt_column,
-        category_column=settings.category_column,
+        settings=settings,
     )
 
 

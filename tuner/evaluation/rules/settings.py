@@ -8,13 +8,14 @@ from pydantic import Field
 
 from tuner.errors import ConfigError
 from tuner.evaluation.contract import EVALUATION, Evaluation, LongestDraft, Report, ResultsFile
-from tuner.fields import PROBLEM, CategoryColumn, Device, Profile, ProfileModel, PromptColumn, Seed
+from tuner.fields import PROBLEM, Device, Profile, ProfileModel, Seed
+from tuner.prompt_settings import PromptSettings
 
 if TYPE_CHECKING:
     from tuner.progress import Progress
 
 
-class RulesEvaluation(Evaluation):
+class RulesEvaluation(PromptSettings, Evaluation):
     """Compare draft-length rules on one draft with every fixed length.
 
     All rules decode the same prompts side by side with plain decoding. The best fixed length is found by measuring each
@@ -33,8 +34,6 @@ class RulesEvaluation(Evaluation):
         json_schema_extra=PROBLEM,
     )
     model: ProfileModel = None
-    prompt_column: PromptColumn = None
-    category_column: CategoryColumn = None
     prompts: int = Field(24, ge=2, description="Measured prompts of each dataset.", json_schema_extra=EVALUATION)
     warm_up_prompts: int = Field(
         8,

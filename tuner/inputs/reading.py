@@ -1,0 +1,141 @@
+"""Rows read as prompts: rendered, encoded, and cut or left out if they are too long."""
+
+from __future__ import annotations
+
+from collections.abc import Set
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from tuner.errors import DatasetError
+from tuner.inputs.content import Content, Turn
+from tuner.inputs.encoding import PromptEncoder, RefusedTurnsError
+from tuner.inputs.left_out import LeftOut, Reason
+from tuner.inputs.placeholders import refuse_placeholders
+from tuner.inputs.rows import Rows
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """Prompt: row in the dataset (from 0), token ids, and what they were made of."""
+
+    row: int
+    token_ids: tuple[int, ...]
+    text: str
+    """Text without chat template and system prompt; of a conversation, its turns with labels."""
+    category: str | None = None
+    """Category of the row, if the dataset has any."""
+    turns: tuple[Turn, ...] = ()
+    """Turns of a conversation; empty for a single text."""
+    is_cut: bool = False
+    """True if the beginning was cut off, as the prompt was too long."""
+
+    @property
+    def content(self) -> Content:
+        """What the token ids were made of, before they were encoded."""
+        return Content(self.text, self.turns)
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Limits of the prompt length; raises `DatasetError` if they contradict each other."""
+
+    context_length: int | None
+    max_new_tokens: int
+    max_prompt_tokens: int | None
+
+    def __post_init__(self) -> None:
+        if self.max_prompt_tokens is not None and self.max_prompt_tokens < 1:
+            raise DatasetError(f"max_prompt_tokens must be at least 1, got {self.max_prompt_tokens}")
+        if self.room is not None and self.room < 1:
+            raise DatasetError(
+                f"{self.max_new_tokens} new tokens leave no room for a prompt in the model's context of {self.context_length}; "
+                f"max_new_tokens must be less than {self.context_length}"
+            )
+        if self.room is not None and (self.max_prompt_tokens or 0) > self.room:
+            raise DatasetError(f"max_prompt_tokens: {self.max_prompt_tokens} is too many, as {self}")
+
+    @property
+    def room(self) -> int | None:
+        """Number of prompt tokens that fit the context; None if unlimited."""
+        return None if self.context_length is None else self.context_length - self.max_new_tokens
+
+    def __str__(self) -> str:
+        return (
+            f"at most {self.room} fit the model's context of {self.context_length} with {self.max_new_tokens} new ones"
+        )
+
+    @property
+    def advice(self) -> str:
+        """Remedy for prompts that do not fit."""
+        return f"--max-prompt-tokens {self.room} cuts them from the left (max_prompt_tokens in a file)"
+
+
+@dataclass(frozen=True)
+class PromptReader:
+    """Conversion of the rows of a dataset into prompts."""
+
+    rows: Rows
+    encoder: PromptEncoder
+    limits: Limits
+
+    @property
+    def num_rows(self) -> int:
+        """Number of rows in the dataset."""
+        return len(self._needed)
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Lines that say what a prompt is, where a user may not expect it."""
+        form = self.rows.form
+        if not form.makes_conversations or self.encoder.applies_template:
+            return form.notes
+        reason = "is turned off" if self.encoder.chat_template else "is missing in the tokenizer"
+        return (*form.notes, f"the chat template {reason}: turns are written as 'User: ...' and 'Assistant: ...'")
+
+    def read(self, index: int, seen: Set[tuple[int, ...]] = frozenset()) -> Prompt | LeftOut:
+        """Return the prompt of a row, or why it makes none; one whose token ids are `seen` is repeated.
+
+        Raises `DatasetError` for a value that is not text, or a placeholder.
+        """
+        row = self._needed[index]
+        name = f"row {index} of the dataset {self.rows.table.name}"
+        try:
+            content = self.rows.form.read(row)
+        except ValueError as cause:
+            raise DatasetError(f"{name}: {cause}") from None
+        if isinstance(content, LeftOut):
+            return content
+        refuse_placeholders(content.text, name)
+        try:
+            found = self._encoded(content)
+        except RefusedTurnsError as cause:
+            return LeftOut(Reason.REFUSED, str(cause))
+        if isinstance(found, LeftOut):
+            return found
+        fitting, token_ids, is_cut = found
+        if tuple(token_ids) in seen:
+            return LeftOut(Reason.REPEATED)
+        category = self.rows.category(row)
+        return Prompt(index, tuple(token_ids), fitting.text, category, fitting.turns, is_cut)
+
+    @cached_property
+    def _needed(self) -> Any:
+        return self.rows.needed
+
+    def _encoded(self, content: Content) -> tuple[Content, list[int], bool] | LeftOut:
+        """Return the content and its token ids, cut from the left if it is longer than the user wants."""
+        token_ids = self.encoder.encode(content)
+        longest, room = self.limits.max_prompt_tokens, self.limits.room
+        if not token_ids:
+            return LeftOut(Reason.EMPTY)
+        if longest is None or len(token_ids) <= longest:
+            fits = room is None or len(token_ids) <= room
+            return (content, token_ids, False) if fits else LeftOut(Reason.TOO_LONG)
+        if (cut := self.encoder.cut(content, longest)) is not None:
+            return (*cut, True)
+        if content.turns:
+            return LeftOut(Reason.TOO_LONG)
+        raise DatasetError(
+            f"max_prompt_tokens: {longest} leaves no room for text after special tokens and chat template"
+        )

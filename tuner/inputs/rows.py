@@ -1,0 +1,202 @@
+"""A dataset with the format of its rows, checked before a model is loaded: columns, templates, examples, categories."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from tuner.errors import DatasetError
+from tuner.inputs.conversations import CONVERSATION_COLUMNS, ConversationFormat, holds_conversations
+from tuner.inputs.datasets import Table, open_table
+from tuner.inputs.formats import Examples, RowFormat, TextFormat, TurnsFormat
+from tuner.inputs.presets import Preset, load_preset
+from tuner.inputs.templates import Column, Template
+from tuner.prompt_settings import PromptSettings
+
+DEFAULT_COLUMNS = ("prompt", "text", "question", "instruction", "input", "query", "problem", "article", "document")
+CATEGORY_COLUMNS = ("category", "task", "subset")
+FIRST_TURN = "turns"
+"""Column of benchmarks that lists the turns of the user alone, of which the first makes the prompt."""
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Rows of a dataset and what is made of them."""
+
+    table: Table
+    form: RowFormat
+    groups: list[Any] | None
+    """Group of each row; None if rows are not grouped."""
+    group_column: str | None
+    category_column: str | None
+    categories: Mapping[str, str]
+    """Names under which values of the category column are reported."""
+
+    @property
+    def needed(self) -> Any:
+        """The rows with only the columns that are read."""
+        columns = self.form.columns | ({self.category_column} if self.category_column else set())
+        return self.table.rows.with_format(None).select_columns(sorted(columns))
+
+    def category(self, row: Mapping[str, Any]) -> str | None:
+        """Return the category of a row, by its name if the column holds numbers of named classes."""
+        value = None if self.category_column is None else row[self.category_column]
+        if self.category_column is None or value is None or value == "":
+            return None
+        feature = self.table.rows.features[self.category_column]
+        name = str(feature.int2str(value) if hasattr(feature, "int2str") and isinstance(value, int) else value)
+        return self.categories.get(name, name)
+
+
+def open_rows(source: str, settings: PromptSettings) -> Rows:
+    """Open a dataset (syntax: `tuner.inputs.datasets`) and decide the format of its rows.
+
+    Raises `DatasetError` for a missing or unreadable source or column, a wrong template, or examples that cannot be made.
+    """
+    table = open_table(source)
+    preset = load_preset(settings.preset) if settings.preset is not None else table.preset
+    form = _format(table, preset, settings)
+    for column in sorted(form.columns):
+        table.require(column)
+    form = _with_examples(form, table, preset, settings)
+    category_column = _category_column(table, form, preset, settings.category_column)
+    categories = preset.categories if preset is not None and category_column == preset.category_column else {}
+    groups = _groups(table, settings.group_column)
+    return Rows(table, form, groups, settings.group_column, category_column, categories)
+
+
+def _format(table: Table, preset: Preset | None, settings: PromptSettings) -> RowFormat:
+    """Return the format that the settings, the preset or the columns ask for, in this order."""
+    if settings.template is not None:
+        return TextFormat((_parsed(settings.template, "template"),))
+    if settings.prompt_column is not None:
+        return _of_column(table, settings.prompt_column)
+    if preset is not None:
+        return TurnsFormat(preset.turn_templates) if preset.turns else TextFormat(preset.templates)
+    return _guessed(table)
+
+
+def _parsed(written: str, what: str) -> Template:
+    try:
+        template = Template.parse(written)
+    except ValueError as cause:
+        raise DatasetError(f"{what}: {cause}; write {{{{ and }}}} for braces") from None
+    if not template.columns:
+        raise DatasetError(f"{what}: {written!r} names no column; write one in braces, such as {{question}}")
+    return template
+
+
+def _of_column(table: Table, written: str) -> RowFormat:
+    if written in table.columns:
+        if holds_conversations(table.rows.features[written]):
+            return ConversationFormat(written)
+        return TextFormat((Template((("", Column(written)),)),))
+    try:
+        return TextFormat((Template((("", Column.parse(written)),)),))
+    except ValueError as cause:
+        raise DatasetError(f"prompt column of the dataset {table.name}: {cause}") from None
+
+
+def _guessed(table: Table) -> RowFormat:
+    """Return the format of the first usual column of conversations, or of the only usual column of texts."""
+    chats = [column for column in CONVERSATION_COLUMNS if column in table.columns]
+    if found := next((column for column in chats if holds_conversations(table.rows.features[column])), None):
+        return ConversationFormat(found)
+    usual = [name for name in DEFAULT_COLUMNS if name in table.columns]
+    if not usual and FIRST_TURN in table.columns:
+        note = f"prompts are the first of the user's turns in the column {FIRST_TURN!r}"
+        return TextFormat((Template((("", Column(FIRST_TURN, (0,))),)),), notes=(note,))
+    if len(usual) != 1:
+        problem = (
+            f"{' and '.join(map(repr, usual))} could each be" if usual else "none of its columns has a usual name for"
+        )
+        raise DatasetError(
+            f"which column of the dataset {table.name} is the prompt? {problem} it; name one with --prompt-column, or give a "
+            f"--template; columns: {', '.join(table.columns)}"
+        )
+    return TextFormat((Template((("", Column(usual[0])),)),))
+
+
+def _with_examples(form: RowFormat, table: Table, preset: Preset | None, settings: PromptSettings) -> RowFormat:
+    """Return the format with the solved examples that the settings or the preset ask for before each prompt."""
+    num_shots = settings.shots if settings.shots is not None else (preset.shots if preset is not None else 0)
+    if num_shots == 0:
+        return form
+    if not isinstance(form, TextFormat):
+        raise DatasetError("shots: a conversation takes no examples; give --shots 0, or a --template of a single text")
+    written = settings.answer_template or (preset.answer_template if preset is not None else None)
+    if written is None:
+        raise DatasetError("shots: examples need answers; give an --answer-template such as ' {answer}'")
+    answer = _parsed(written, "answer_template")
+    source = _examples_source(table, preset, settings)
+    for column in sorted(form.columns | answer.columns):
+        source.require(column)
+    found = _solved(source, form, answer, preset)
+    solved = [pair for pair, _ in zip(found, range(num_shots), strict=False)]
+    if len(solved) < num_shots:
+        raise DatasetError(
+            f"shots: the dataset {source.name} has only {len(solved)} rows with prompt and answer, and {num_shots} are needed"
+        )
+    questions, answers = zip(*solved, strict=True)
+    separator = preset.shots_separator if preset is not None else Examples.separator
+    return TextFormat(form.templates, Examples(questions, answers, separator), form.notes)
+
+
+def _examples_source(table: Table, preset: Preset | None, settings: PromptSettings) -> Table:
+    """Return the table of the examples: the given one, the preset's split, or the dataset itself."""
+    if settings.shots_dataset is not None:
+        return open_table(settings.shots_dataset)
+    if table.preset is not None and preset is table.preset and preset.shots_split is not None:
+        return open_table(f"{table.location}@{preset.shots_split}")
+    return table
+
+
+def _solved(source: Table, form: TextFormat, answer: Template, preset: Preset | None) -> Iterator[tuple[str, str]]:
+    """Yield the prompt and the answer of each different row that has both."""
+    seen = set()
+    rows = source.rows.with_format(None).select_columns(sorted(form.columns | answer.columns))
+    for index in range(len(rows)):
+        try:
+            question, solution = form.question(rows[index]), answer.render(rows[index])
+        except ValueError as cause:
+            raise DatasetError(f"row {index} of the dataset {source.name}: {cause}") from None
+        if preset is not None and preset.answer_on_one_line:
+            solution = solution.replace("\n", "")
+        if question and solution and question not in seen:
+            seen.add(question)
+            yield question, solution
+
+
+def _category_column(table: Table, form: RowFormat, preset: Preset | None, given: str | None) -> str | None:
+    """Return the column of the categories: the given one, the preset's, or the first usual one that holds single values."""
+    if given is None:
+        usual = [preset.category_column] if preset is not None and preset.category_column else CATEGORY_COLUMNS
+        fitting = (name for name in usual if name in table.columns and name not in form.columns)
+        return next((name for name in fitting if _is_plain(table, name)), None)
+    table.require(given)
+    if not _is_plain(table, given):
+        raise DatasetError(
+            f"category column {given!r} of the dataset {table.name} holds lists or mappings, it must hold text or numbers"
+        )
+    return given
+
+
+def _is_plain(table: Table, column: str) -> bool:
+    """Return whether a column holds single values: lists and mappings have no type of their own."""
+    return hasattr(table.rows.features[column], "dtype")
+
+
+def _groups(table: Table, group_column: str | None) -> list[Any] | None:
+    """Return the group of each row, or None if rows are not grouped."""
+    if group_column is None:
+        return None
+    table.require(group_column)
+    groups = list(table.rows.with_format(None)[group_column])
+    strange = next((group for group in groups if isinstance(group, list | dict)), None)
+    if strange is not None:
+        raise DatasetError(
+            f"group column {group_column!r} of the dataset {table.name} holds {type(strange).__name__}, "
+            "it must hold text or numbers"
+        )
+    return groups
