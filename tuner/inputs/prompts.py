@@ -17,8 +17,8 @@ from tuner.config import SearchConfig
 from tuner.errors import DatasetError
 from tuner.inputs.encoding import PromptEncoder
 from tuner.inputs.left_out import Reason
-from tuner.inputs.reading import Limits, Prompt, PromptReader
-from tuner.inputs.rows import Rows, open_rows
+from tuner.inputs.reading import LengthLimits, Prompt, PromptReader
+from tuner.inputs.rows import PromptRows, open_rows
 from tuner.inputs.tally import Tally
 from tuner.prompt_settings import PromptSettings
 
@@ -51,12 +51,12 @@ def load_prompts(
     context_length: int | None,
     seed: int,
     settings: PromptSettings = DEFAULT_FORMAT,
-    rows: Rows | None = None,
+    rows: PromptRows | None = None,
 ) -> PromptSet:
     """Draw tuning and held-out prompts from `source` (syntax: `tuner.inputs.datasets`), determined by `seed`.
 
     Rows are drawn at random, and only the rows that are needed are tokenized. Empty and repeated prompts are skipped, and prompts
-    that with `max_new_tokens` exceed the context are left out, unless `settings` cut them; the notes of the result report it. Rows
+    that with `max_new_tokens` exceed the context are left out, unless `settings` cut them; the notes of the result report it. PromptRows
     with equal values in the group column stay in one part. The category column labels prompts and does not change which are drawn.
 
     Up to `num_spare` further prompts are drawn from the remaining rows that fit; they do not change the two parts. `rows` are those
@@ -69,7 +69,7 @@ def load_prompts(
         raise DatasetError(
             f"num_tuning must be at least 1 and num_held_out at least 0, got {num_tuning} and {num_held_out}"
         )
-    limits = Limits(context_length, max_new_tokens, settings.max_prompt_tokens)
+    limits = LengthLimits(context_length, max_new_tokens, settings.max_prompt_tokens)
     rows = rows or open_rows(source, settings)
     encoder = PromptEncoder(tokenizer, settings.chat_template, settings.system_prompt)
     encoder.check()
@@ -84,7 +84,7 @@ def search_prompts(
     context_length: int | None,
     *,
     num_spare: int = 0,
-    rows: Rows | None = None,
+    rows: PromptRows | None = None,
 ) -> PromptSet:
     """Return the prompts of a search for its configuration; see `load_prompts`.
 

@@ -12,7 +12,7 @@ from tuner.inputs.content import Content, Turn
 from tuner.inputs.encoding import PromptEncoder, RefusedTurnsError
 from tuner.inputs.left_out import LeftOut, Reason
 from tuner.inputs.placeholders import refuse_placeholders
-from tuner.inputs.rows import Rows
+from tuner.inputs.rows import PromptRows
 
 
 @dataclass(frozen=True)
@@ -37,8 +37,8 @@ class Prompt:
 
 
 @dataclass(frozen=True)
-class Limits:
-    """Limits of the prompt length; raises `DatasetError` if they contradict each other."""
+class LengthLimits:
+    """LengthLimits of the prompt length; raises `DatasetError` if they contradict each other."""
 
     context_length: int | None
     max_new_tokens: int
@@ -75,9 +75,9 @@ class Limits:
 class PromptReader:
     """Conversion of the rows of a dataset into prompts."""
 
-    rows: Rows
+    rows: PromptRows
     encoder: PromptEncoder
-    limits: Limits
+    limits: LengthLimits
 
     @property
     def num_rows(self) -> int:
@@ -90,7 +90,7 @@ class PromptReader:
         form = self.rows.form
         if not form.makes_conversations or self.encoder.applies_template:
             return form.notes
-        reason = "is turned off" if self.encoder.chat_template else "is missing in the tokenizer"
+        reason = "is missing in the tokenizer" if self.encoder.chat_template else "is turned off"
         return (*form.notes, f"the chat template {reason}: turns are written as 'User: ...' and 'Assistant: ...'")
 
     def read(self, index: int, seen: Set[tuple[int, ...]] = frozenset()) -> Prompt | LeftOut:

@@ -21,7 +21,7 @@ FIRST_TURN = "turns"
 
 
 @dataclass(frozen=True)
-class Rows:
+class PromptRows:
     """Rows of a dataset and what is made of them."""
 
     table: Table
@@ -49,7 +49,7 @@ class Rows:
         return self.categories.get(name, name)
 
 
-def open_rows(source: str, settings: PromptSettings) -> Rows:
+def open_rows(source: str, settings: PromptSettings) -> PromptRows:
     """Open a dataset (syntax: `tuner.inputs.datasets`) and decide the format of its rows.
 
     Raises `DatasetError` for a missing or unreadable source or column, a wrong template, or examples that cannot be made.
@@ -63,7 +63,7 @@ def open_rows(source: str, settings: PromptSettings) -> Rows:
     category_column = _category_column(table, form, preset, settings.category_column)
     categories = preset.categories if preset is not None and category_column == preset.category_column else {}
     groups = _groups(table, settings.group_column)
-    return Rows(table, form, groups, settings.group_column, category_column, categories)
+    return PromptRows(table, form, groups, settings.group_column, category_column, categories)
 
 
 def _format(table: Table, preset: Preset | None, settings: PromptSettings) -> RowFormat:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 from tuner.inputs.left_out import LeftOut, Reason
-from tuner.inputs.reading import Limits, Prompt
+from tuner.inputs.reading import LengthLimits, Prompt
 
 
 class Tally:
@@ -30,7 +30,7 @@ class Tally:
         """Return the number of rows left out for a reason."""
         return self._left_out[reason]
 
-    def summary(self, limits: Limits) -> str:
+    def summary(self, limits: LengthLimits) -> str:
         """Return the counts in one phrase: empty and repeated rows, then every other reason that occurred."""
         phrases = {
             Reason.TOO_LONG: f"too long, as {limits}",
@@ -41,7 +41,7 @@ class Tally:
         skipped = f"{self.num(Reason.EMPTY)} empty and {self.num(Reason.REPEATED)} repeated rows skipped"
         return "; ".join((skipped, *listed))
 
-    def notes(self, limits: Limits) -> tuple[str, ...]:
+    def notes(self, limits: LengthLimits) -> tuple[str, ...]:
         """Return a line for every kind of row that a user should know to be missing or cut."""
         read = self.num_read
         too_long = f"prompts are too long and were left out, as {limits}; {limits.advice}"
