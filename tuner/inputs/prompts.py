@@ -56,7 +56,7 @@ def load_prompts(
     """Draw tuning and held-out prompts from `source` (syntax: `tuner.inputs.datasets`), determined by `seed`.
 
     Rows are drawn at random, and only the rows that are needed are tokenized. Empty and repeated prompts are skipped, and prompts
-    that with `max_new_tokens` exceed the context are left out, unless `settings` cut them; the notes of the result report it. PromptRows
+    that with `max_new_tokens` exceed the context are left out, unless `settings` cut them; the notes of the result report it. Rows
     with equal values in the group column stay in one part. The category column labels prompts and does not change which are drawn.
 
     Up to `num_spare` further prompts are drawn from the remaining rows that fit; they do not change the two parts. `rows` are those
