@@ -87,6 +87,33 @@ class Rates(Document):
     plain: float
 
 
+class PrefillSeconds(Document):
+    """Mean seconds until the first token, on the same prompts; the draft's include its own work on the prompt."""
+
+    draft: float
+    plain: float
+
+
+class EndToEndFigures(Document):
+    """Figures of whole decodings, prefill and decode phase, on the same prompts."""
+
+    speedup: Interval
+    tokens_per_second: Rates
+    time_to_first_token_seconds: PrefillSeconds
+    prefill_over_plain: Interval | None = Field(
+        None,
+        description="prefill seconds over plain decoding's: above 1 by the share of the draft, such as an exit head",
+    )
+
+
+class CategoryFigures(Document):
+    """Figures on the prompts of one category."""
+
+    prompts: int
+    speedup: Interval
+    end_to_end_speedup: Interval | None = None
+
+
 class Exactness(Document):
     """Number of held-out prompts with the tokens of plain decoding, and of those that differ at a numerical tie."""
 
@@ -116,9 +143,20 @@ class DatasetFacts(Document):
 class Measured(Document):
     """Figures of the confirmation on held-out prompts: real decoding, paired with plain decoding in one process."""
 
-    speedup: Interval
+    speedup: Interval = Field(description="of the decode phase: all tokens over all seconds, over plain decoding's")
     tokens_per_second: Rates
-    acceptance_rate: float
+    end_to_end: EndToEndFigures | None = Field(
+        None, exclude_if=lambda figures: figures is None, description="None in profiles of earlier versions"
+    )
+    categories: dict[str, CategoryFigures] = Field(
+        {}, exclude_if=lambda figures: not figures, description="by category of the prompts, if they have any"
+    )
+    draft_acceptance_rate: float = Field(description="accepted over drafted tokens")
+    mean_acceptance_length: float | None = Field(
+        None,
+        exclude_if=lambda length: length is None,
+        description="1 + accepted drafted tokens per round; None in profiles of earlier versions",
+    )
     tokens_per_round: float
     exact: Exactness
     search: SearchCost
@@ -131,6 +169,15 @@ class Measured(Document):
     device: str
     versions: dict[str, str]
     dataset: DatasetFacts
+
+    @model_validator(mode="before")
+    @classmethod
+    def _earlier_names(cls, data: Any) -> Any:
+        """Accept `acceptance_rate`, the name of `draft_acceptance_rate` in profiles of earlier versions."""
+        if isinstance(data, dict) and "acceptance_rate" in data and "draft_acceptance_rate" not in data:
+            data = {**data, "draft_acceptance_rate": data["acceptance_rate"]}
+            del data["acceptance_rate"]
+        return data
 
 
 class ProfileOrigin(Document):

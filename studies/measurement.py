@@ -1,21 +1,24 @@
 """Measurements of candidates: real speculative decoding, paired prompt by prompt with plain decoding.
 
 Where prompts are decoded in lockstep, a sample is a batch, and every statement about prompts holds for batches. All samples are
-kept; rates, the speed-up and its interval are derived from them. Data only: `tuner.measuring.paired` fills it.
+kept; rates, speed-ups and intervals are derived from them. Data only: `tuner.measuring.paired` fills it.
+
+Names and definitions of acceptance are AIPerf's (`SpecDecodeAcceptanceRecord`), its step being our round. We count each round of
+the decode phase, also those that draft nothing: they cost a pass of the target like any other.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 
 import numpy as np
 from pydantic import Field
-from scipy import stats
 
 from decoding.documents.strict_yaml import Document
 from decoding.profile import Interval
+from studies.ratios import Ratio, Work, geometric_mean, paired_interval
 
 
 class BatchTexts(Document):
@@ -24,6 +27,18 @@ class BatchTexts(Document):
     count: int = Field(ge=1)
     identical: int = Field(ge=0)
     ties: int = Field(ge=0)
+
+
+class PairedPrefill(Document):
+    """The prefill phase of both decodings: until every sequence has its first tokens, which count here.
+
+    A candidate's prefill includes what its draft does with the prompt: an exit head computes keys and values of its own.
+    """
+
+    plain_seconds: float
+    plain_tokens: int
+    draft_seconds: float
+    draft_tokens: int
 
 
 class PromptSample(Document):
@@ -47,6 +62,12 @@ class PromptSample(Document):
     """True if not identical, but the first differing token is a numerical tie of the target's logits; in a batch, if this
     holds for every sequence that is not identical."""
     batch: BatchTexts | None = None
+    prefill: PairedPrefill | None = None
+    """None in samples of versions that timed the decode phase only."""
+    accepted_lengths: tuple[int, ...] = ()
+    """Number of rounds that accepted 0, 1, 2 ... drafted tokens; empty in samples of earlier versions."""
+    category: str | None = None
+    """Category of the prompt, or of all prompts of the batch; None without one, and for a batch of several categories."""
 
     @property
     def texts(self) -> BatchTexts:
@@ -65,50 +86,94 @@ class Measurement(Document):
     samples: tuple[PromptSample, ...]
 
     @cached_property
-    def _seconds_per_token(self) -> tuple[np.ndarray, np.ndarray]:
-        plain = np.array([s.plain_seconds / s.plain_tokens for s in self.samples])
-        draft = np.array([s.draft_seconds / s.draft_tokens for s in self.samples])
-        return plain, draft
+    def plain_decode(self) -> Work:
+        """Decode phase of plain decoding, by sample."""
+        return _work((s.plain_seconds, s.plain_tokens) for s in self.samples)
+
+    @cached_property
+    def draft_decode(self) -> Work:
+        """Decode phase of the candidate, by sample."""
+        return _work((s.draft_seconds, s.draft_tokens) for s in self.samples)
 
     @property
     def speedup(self) -> float:
-        """Mean plain seconds per token over mean candidate seconds per token; all prompts have equal weight."""
-        plain, draft = self._seconds_per_token
-        return float(np.mean(plain) / np.mean(draft))
+        """Decode-phase tokens per second of the candidate over those of plain decoding."""
+        return self.draft_decode.tokens_per_second / self.plain_decode.tokens_per_second
 
     def speedup_interval(self) -> Interval:
         """Return the speed-up with its paired 95 % interval over prompts; raise ValueError for fewer than two prompts."""
-        if len(self.samples) < 2:
-            raise ValueError(f"an interval needs at least 2 prompts, got {len(self.samples)}")
-        return paired_interval(*self._seconds_per_token)
+        return Ratio.of_speeds(self.plain_decode, self.draft_decode).interval()
+
+    @cached_property
+    def end_to_end(self) -> EndToEnd | None:
+        """Figures with the prefill; None if a sample has no prefill, or there are fewer than two samples."""
+        timed = [(s, s.prefill) for s in self.samples if s.prefill is not None]
+        return EndToEnd(timed) if len(timed) == len(self.samples) >= 2 else None
 
     @property
     def plain_tokens_per_second(self) -> float:
         """Decode-phase rate of plain decoding over all prompts."""
-        return sum(s.plain_tokens for s in self.samples) / sum(s.plain_seconds for s in self.samples)
+        return self.plain_decode.tokens_per_second
 
     @property
     def draft_tokens_per_second(self) -> float:
         """Decode-phase rate of the candidate over all prompts."""
-        return sum(s.draft_tokens for s in self.samples) / sum(s.draft_seconds for s in self.samples)
+        return self.draft_decode.tokens_per_second
 
     @property
-    def acceptance_rate(self) -> float:
+    def num_spec_steps(self) -> int:
+        """Number of rounds."""
+        return sum(s.rounds for s in self.samples)
+
+    @property
+    def num_draft_tokens(self) -> int:
+        """Number of drafted tokens."""
+        return sum(s.drafted for s in self.samples)
+
+    @property
+    def num_accepted_draft_tokens(self) -> int:
+        """Number of drafted tokens that the target agreed with, also after the end of a text."""
+        return sum(s.accepted for s in self.samples)
+
+    @property
+    def draft_acceptance_rate(self) -> float:
         """Accepted over drafted tokens; 0 when nothing was drafted."""
-        drafted = sum(s.drafted for s in self.samples)
-        return sum(s.accepted for s in self.samples) / drafted if drafted else 0.0
+        drafted = self.num_draft_tokens
+        return self.num_accepted_draft_tokens / drafted if drafted else 0.0
+
+    @property
+    def mean_acceptance_length(self) -> float:
+        """Tokens per round by the target's agreement: 1 + accepted tokens per round; 1 without any round."""
+        rounds = self.num_spec_steps
+        return 1.0 + (self.num_accepted_draft_tokens / rounds if rounds else 0.0)
+
+    @property
+    def acceptance_histogram(self) -> dict[int, int]:
+        """Number of rounds by the number of drafted tokens they accepted; numbers without a round are left out."""
+        counts: Counter[int] = Counter()
+        for sample in self.samples:
+            counts.update(dict(enumerate(sample.accepted_lengths)))
+        return {length: count for length, count in sorted(counts.items()) if count}
 
     @property
     def tokens_per_round(self) -> float:
-        """Mean number of tokens that a round adds."""
-        rounds = sum(s.rounds for s in self.samples)
+        """Mean number of tokens that a round adds; `mean_acceptance_length` less what lies after the ends of texts."""
+        rounds = self.num_spec_steps
         return sum(s.draft_tokens for s in self.samples) / rounds if rounds else 0.0
 
     @property
     def drafted_per_round(self) -> float:
         """Mean number of tokens that a round drafts."""
-        rounds = sum(s.rounds for s in self.samples)
-        return sum(s.drafted for s in self.samples) / rounds if rounds else 0.0
+        rounds = self.num_spec_steps
+        return self.num_draft_tokens / rounds if rounds else 0.0
+
+    def by_category(self) -> dict[str, Measurement]:
+        """Return the samples of each category, in the order of first appearance; samples without a category are left out."""
+        found: dict[str, list[PromptSample]] = {}
+        for sample in self.samples:
+            if sample.category is not None:
+                found.setdefault(sample.category, []).append(sample)
+        return {name: Measurement(samples=tuple(samples)) for name, samples in found.items()}
 
     @property
     def num_prompts(self) -> int:
@@ -136,6 +201,58 @@ class Measurement(Document):
         return all(s.identical or s.tie for s in self.samples)
 
 
+class EndToEnd:
+    """Figures of whole decodings: prefill and decode phase of two or more samples.
+
+    End-to-end seconds are AIPerf's request latency, and the prefill's are its time to first token; of a batch, until its last
+    sequence has its first token.
+    """
+
+    def __init__(self, samples: Sequence[tuple[PromptSample, PairedPrefill]]) -> None:
+        self.plain = _work((s.plain_seconds + p.plain_seconds, s.plain_tokens + p.plain_tokens) for s, p in samples)
+        """Plain decoding, by sample."""
+        self.draft = _work((s.draft_seconds + p.draft_seconds, s.draft_tokens + p.draft_tokens) for s, p in samples)
+        """The candidate, by sample."""
+        self._plain_prefill = np.array([prefill.plain_seconds for _, prefill in samples])
+        self._draft_prefill = np.array([prefill.draft_seconds for _, prefill in samples])
+
+    def speedup_interval(self) -> Interval:
+        """Return the tokens per second of the candidate over those of plain decoding, with the paired 95 % interval."""
+        return Ratio.of_speeds(self.plain, self.draft).interval()
+
+    @property
+    def plain_time_to_first_token_seconds(self) -> float:
+        """Mean prefill seconds of plain decoding."""
+        return float(np.mean(self._plain_prefill))
+
+    @property
+    def time_to_first_token_seconds(self) -> float:
+        """Mean prefill seconds of the candidate, with what its draft does with the prompt."""
+        return float(np.mean(self._draft_prefill))
+
+    def prefill_over_plain(self) -> Interval | None:
+        """Return the candidate's prefill seconds over plain decoding's, paired; None by a clock that does not charge prefills.
+
+        What lies above 1 is the share of the draft, such as the keys and values of an exit head.
+        """
+        if not np.all(self._plain_prefill > 0):
+            return None
+        return paired_interval(self._draft_prefill, self._plain_prefill)
+
+
+def geometric_means(categories: Mapping[str, Measurement]) -> tuple[Interval, Interval | None] | None:
+    """Return the geometric means of the categories' speed-ups: decode phase, and end to end if prefills are known.
+
+    None if a category has fewer than two samples, or there is no category.
+    """
+    if not categories or any(len(each.samples) < 2 for each in categories.values()):
+        return None
+    decode = [Ratio.of_speeds(each.plain_decode, each.draft_decode) for each in categories.values()]
+    whole = [each.end_to_end for each in categories.values()]
+    ratios = [Ratio.of_speeds(each.plain, each.draft) for each in whole if each is not None]
+    return geometric_mean(decode), geometric_mean(ratios) if len(ratios) == len(whole) else None
+
+
 def ratio_interval(faster: Measurement, slower: Measurement) -> Interval:
     """Return the speed of `faster` over the speed of `slower`, with its paired 95 % interval over prompts.
 
@@ -143,24 +260,14 @@ def ratio_interval(faster: Measurement, slower: Measurement) -> Interval:
     """
     if [s.prompt for s in faster.samples] != [s.prompt for s in slower.samples] or len(faster.samples) < 2:
         raise ValueError("a ratio needs two measurements of the same 2 or more prompts in the same order")
-    return paired_interval(slower._seconds_per_token[1], faster._seconds_per_token[1])
-
-
-def paired_interval(slower: np.ndarray, faster: np.ndarray) -> Interval:
-    """Return the mean of `slower` over the mean of `faster`, with its paired 95 % interval over prompts.
-
-    Both hold seconds per token, [prompts] with at least 2, of the same prompts in the same order. The interval is Student's t of
-    the logarithm of the ratio, linearised in the prompts' seconds (the ratio estimator of survey sampling).
-
-    On a few dozen prompts the percentile bootstrap is too narrow: on real samples it held the value of a long re-measurement in
-    89.6 % of 1,350 draws, bias-corrected in 87.3 %, and this interval in 92.1 % (samples of `sdtune evaluate integrity`).
-    """
-    value = float(np.mean(slower) / np.mean(faster))
-    influence = slower / np.mean(slower) - faster / np.mean(faster)
-    reach = float(stats.sem(influence) * stats.t.ppf(0.975, len(influence) - 1))
-    return Interval(value=value, ci95=(value * math.exp(-reach), value * math.exp(reach)))
+    return Ratio.of_speeds(slower.draft_decode, faster.draft_decode).interval()
 
 
 def pooled(measurements: Sequence[Measurement]) -> Measurement:
     """Return one measurement with all samples of several measurements of one candidate."""
     return Measurement(samples=tuple(sample for measurement in measurements for sample in measurement.samples))
+
+
+def _work(pairs: Iterable[tuple[float, int]]) -> Work:
+    units = list(pairs)
+    return Work(np.array([seconds for seconds, _ in units]), np.array([tokens for _, tokens in units]))

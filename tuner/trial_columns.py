@@ -27,7 +27,8 @@ def trial_metrics(record: TrialRecord) -> dict[str, float]:
             "speedup": measured.speedup,
             "tokens_per_second": measured.draft_tokens_per_second,
             "plain_tokens_per_second": measured.plain_tokens_per_second,
-            "acceptance_rate": measured.acceptance_rate,
+            "draft_acceptance_rate": measured.draft_acceptance_rate,
+            "mean_acceptance_length": measured.mean_acceptance_length,
             "tokens_per_round": measured.tokens_per_round,
             "drafted_per_round": measured.drafted_per_round,
             "prompts": measured.num_prompts,
@@ -35,4 +36,10 @@ def trial_metrics(record: TrialRecord) -> dict[str, float]:
             "ties": measured.num_ties,
             "exact": float(measured.is_lossless),
         }
+        if (whole := measured.end_to_end) is not None:
+            metrics |= {
+                "end_to_end_speedup": whole.speedup_interval().value,
+                "time_to_first_token_seconds": whole.time_to_first_token_seconds,
+                "plain_time_to_first_token_seconds": whole.plain_time_to_first_token_seconds,
+            }
     return metrics

@@ -8,7 +8,7 @@ from decoding.losslessness import Comparison, compare
 from decoding.target import Target
 from tuner.bench.contenders import PLAIN
 from tuner.bench.contest import Contender, Prompts
-from tuner.bench.result import TextSample
+from tuner.bench.sample import TextSample
 from tuner.measuring.recording import TimedBatch
 
 
@@ -27,11 +27,13 @@ class SampleCollector:
         *,
         batch_size: int,
         plain: Sequence[tuple[int, ...]] = (),
+        categories: Sequence[str | None] = (),
     ) -> None:
         self.samples: dict[str, list[TextSample]] = {name: [] for name in contenders}
         self._target = target
         self._prompts = prompts
         self._batch_size = batch_size
+        self._categories = categories or [None] * len(prompts)
         self._same_as = {name: each.same_as for name, each in contenders.items()}
         self._first_written = {(PLAIN, index): tokens for index, tokens in enumerate(plain)}
 
@@ -46,7 +48,9 @@ class SampleCollector:
                 prompt = first + row
                 comparison = self._compare(name, prompt, sequence.tokens)
                 length = len(self._prompts[prompt])
-                self.samples[name].append(TextSample.of(prompt, repeat, length, batch, row, comparison))
+                category = self._categories[prompt]
+                sample = TextSample.of(prompt, repeat, length, batch, row, comparison, category)
+                self.samples[name].append(sample)
 
     def _compare(self, name: str, prompt: int, tokens: tuple[int, ...]) -> Comparison:
         if (other := self._same_as[name]) is not None:

@@ -12,8 +12,9 @@ from rich.text import Text
 
 from decoding.profile import Interval
 from tuner.bench.accounting import Account
+from tuner.bench.categories import by_category, categories, category_mean, verdict, verdicts
 from tuner.bench.contenders import PLAIN, PROFILE
-from tuner.bench.result import BenchResult, Entry, mean_prompt_tokens, units_of
+from tuner.bench.result import BenchResult, Entry, Phase, mean_prompt_tokens, units_of
 
 TABLE_WIDTH = 120
 """Least width of the table, in characters."""
@@ -116,6 +117,9 @@ def bench_json(result: BenchResult) -> dict[str, Any]:
             **result.roofline.model_dump(mode="json"),
         },
         "account": _account_figures(result.account),
+        "categories": {name: len(batches) for name, batches in categories(result).items()},
+        "verdict": verdict(result).model_dump(mode="json"),
+        "verdicts": {category: each.model_dump(mode="json") for category, each in verdicts(result)},
         "contenders": {name: _figures(result, entry) for name, entry in result.entries.items()},
         "left_out": result.left_out,
         "samples": {
@@ -142,6 +146,10 @@ def _figures(result: BenchResult, entry: Entry) -> dict[str, Any]:
         "tokens_per_second": result.rate(entry.name).model_dump(mode="json"),
         "over_plain": result.over(entry.name, PLAIN).model_dump(mode="json"),
         "profile_over_it": result.over(PROFILE, entry.name).model_dump(mode="json"),
+        "end_to_end": _end_to_end(result, entry.name),
+        "categories": {name: each.model_dump(mode="json") for name, each in by_category(result, entry.name).items()},
+        "category_mean_over_plain": _dumped(category_mean(result, entry.name, Phase.DECODE)),
+        **entry.acceptance(result.counted).model_dump(mode="json"),
         "prefill_seconds": entry.prefill_seconds,
         "tokens_per_pass": entry.tokens_per_pass,
         "share_of_roofline": result.share_of_roofline(entry.name),
@@ -149,6 +157,22 @@ def _figures(result: BenchResult, entry: Entry) -> dict[str, Any]:
         "ties": entry.num_ties,
         "texts": len(entry.samples),
     }
+
+
+def _end_to_end(result: BenchResult, name: str) -> dict[str, Any]:
+    whole = Phase.END_TO_END
+    return {
+        "tokens_per_second": _dumped(result.rate(name, whole)),
+        "over_plain": _dumped(result.over(name, PLAIN, whole)),
+        "profile_over_it": _dumped(result.over(PROFILE, name, whole)),
+        "category_mean_over_plain": _dumped(category_mean(result, name, whole)),
+        "time_to_first_token_seconds": result.time_to_first_token_seconds(name),
+        "prefill_over_plain": _dumped(result.prefill_over_plain(name)),
+    }
+
+
+def _dumped(interval: Interval | None) -> dict[str, Any] | None:
+    return None if interval is None else interval.model_dump(mode="json")
 
 
 def bench_picture(result: BenchResult, file: IO[bytes]) -> None:

@@ -1,74 +1,42 @@
-"""Results of a bench: every sample of every contender, and the rates, ratios and intervals derived from them. Data only."""
+"""Results of a bench: every sample of every contender, and the rates, ratios and intervals derived from them. Data only.
+
+A rate is all tokens over all seconds, so that texts of different lengths weigh as they do for a user.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from statistics import fmean, median
 from typing import Any
 
 import numpy as np
 
-from decoding.documents.strict_yaml import Document
-from decoding.losslessness import Comparison
 from decoding.profile import Interval
-from studies.measurement import paired_interval
+from studies.ratios import Ratio, Work, paired_interval
+from tuner.bench.acceptance import AcceptanceRecord
 from tuner.bench.accounting import Account
 from tuner.bench.contenders import PLAIN, PROFILE
 from tuner.bench.roofline import Roofline
+from tuner.bench.sample import TextSample
 from tuner.errors import DatasetError
 from tuner.measuring.baseline import FEWEST_DECODED
-from tuner.measuring.recording import TimedBatch
 
 
-class TextSample(Document):
-    """One continuation of one prompt by one contender. Tokens that arrive with the prefill do not count as decoded.
+class Phase(Enum):
+    """The part of a decoding that a speed refers to."""
 
-    In a batch, seconds are the seconds of the whole batch; everything else belongs to this sequence.
-    """
+    DECODE = "decode"
+    """From the first token to the last; the first token does not count."""
+    END_TO_END = "end to end"
+    """Prefill and decode phase, with all tokens."""
 
-    prompt: int
-    """Index among the prompts of the bench; every `batch_size` consecutive prompts form a batch."""
-    repeat: int
-    batch_size: int = 1
-    """Number of sequences in its batch."""
-    prompt_tokens: int
-    prefill_seconds: float
-    prefill_tokens: int
-    decode_seconds: float
-    decode_tokens: int
-    passes: int
-    """Number of passes that gave the decoded tokens."""
-    identical: bool
-    """True if the tokens are those of plain decoding of the prompt by itself."""
-    tie: bool = False
-    """True if not identical, but the first differing token is a numerical tie of the target's logits."""
-
-    @classmethod
-    def of(
-        cls, prompt: int, repeat: int, prompt_tokens: int, batch: TimedBatch, text: int, comparison: Comparison
-    ) -> TextSample:
-        """Return the sample of sequence `text` of a batch."""
-        decoded = batch.decoded(text)
-        num_decoded = sum(len(each.tokens) for each in decoded)
-        return cls(
-            prompt=prompt,
-            repeat=repeat,
-            batch_size=len(batch.sequences),
-            prompt_tokens=prompt_tokens,
-            prefill_seconds=batch.prefill_seconds,
-            prefill_tokens=len(batch.sequences[text].tokens) - num_decoded,
-            decode_seconds=batch.decode_seconds,
-            decode_tokens=num_decoded,
-            passes=len(decoded),
-            identical=comparison.identical,
-            tie=comparison.tie,
-        )
-
-    @property
-    def batch(self) -> int:
-        """Index of its batch; of the prompt if `batch_size` is 1."""
-        return self.prompt // self.batch_size
+    def of(self, samples: Sequence[TextSample]) -> tuple[float, int]:
+        """Return the seconds and tokens of the samples of one batch; each carries the seconds of the whole batch."""
+        if self is Phase.DECODE:
+            return sum(s.decode_seconds / s.batch_size for s in samples), sum(s.decode_tokens for s in samples)
+        return sum(s.seconds / s.batch_size for s in samples), sum(s.tokens for s in samples)
 
 
 @dataclass(frozen=True)
@@ -90,16 +58,30 @@ class Entry:
         return frozenset(sample.batch for sample in self.samples) - too_short
 
     def seconds_per_token(self, batches: Sequence[int]) -> np.ndarray:
-        """Return the decode-phase seconds per token, [batches].
+        """Return the decode-phase seconds per token, [batches]."""
+        work = self.work(batches, Phase.DECODE)
+        return np.asarray(work.seconds / work.tokens)
 
-        Repeats of a batch are averaged into one figure: they say nothing about other prompts.
+    def work(self, batches: Sequence[int], phase: Phase) -> Work:
+        """Return the seconds and tokens of each batch.
+
+        Repeats of a batch are added up to one unit: they say nothing about other prompts.
         """
-        return np.array([self._of(batch) for batch in batches])
+        of_batches: dict[int, list[TextSample]] = {batch: [] for batch in batches}
+        for sample in self.samples:
+            if sample.batch in of_batches:
+                of_batches[sample.batch].append(sample)
+        pairs = [phase.of(samples) for samples in of_batches.values()]
+        return Work(np.array([seconds for seconds, _ in pairs]), np.array([tokens for _, tokens in pairs]))
 
-    def _of(self, batch: int) -> float:
-        """Return the seconds per token of one batch; each sample carries the seconds of the whole batch."""
-        samples = [sample for sample in self.samples if sample.batch == batch]
-        return sum(s.decode_seconds / s.batch_size for s in samples) / sum(s.decode_tokens for s in samples)
+    def time_to_first_token(self, batches: Sequence[int]) -> np.ndarray:
+        """Return the prefill seconds of each batch, [batches]; the mean of its repeats."""
+        wanted = {batch: [s.prefill_seconds for s in self.samples if s.batch == batch] for batch in batches}
+        return np.array([fmean(seconds) for seconds in wanted.values()])
+
+    def acceptance(self, batches: Collection[int]) -> AcceptanceRecord:
+        """Return the acceptance of drafted tokens in these batches."""
+        return AcceptanceRecord.of(sample for sample in self.samples if sample.batch in batches)
 
     @property
     def prefill_seconds(self) -> float:
@@ -125,7 +107,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class BenchResult:
-    """All contenders on the same prompts. Rates and ratios are over the batches in `counted`, with equal weights.
+    """All contenders on the same prompts. Rates and ratios are over the batches in `counted`.
 
     A batch is one prompt if `batch_size` is 1.
     """
@@ -143,21 +125,33 @@ class BenchResult:
     remarks: tuple[str, ...] = ()
     batch_size: int = 1
 
-    def rate(self, name: str) -> Interval:
-        """Return the decoded tokens per second over all sequences, with the 95 % interval over batches."""
-        seconds = self._seconds(name)
-        return paired_interval(np.ones_like(seconds), seconds)
+    def rate(self, name: str, phase: Phase = Phase.DECODE) -> Interval:
+        """Return the tokens per second over all sequences, with the 95 % interval over batches."""
+        return self.entries[name].work(self.counted, phase).rate()
 
-    def over(self, name: str, reference: str) -> Interval:
-        """Return the paired speed-up of `name` over `reference`, with the 95 % interval over batches."""
-        return paired_interval(self._seconds(reference), self._seconds(name))
+    def over(
+        self, name: str, reference: str, phase: Phase = Phase.DECODE, batches: Sequence[int] | None = None
+    ) -> Interval:
+        """Return the paired speed-up of `name` over `reference`, with the 95 % interval over all or the given batches."""
+        return self.ratio(name, reference, phase, self.counted if batches is None else batches).interval()
+
+    def ratio(self, name: str, reference: str, phase: Phase, batches: Sequence[int]) -> Ratio:
+        """Return the speed of `name` over that of `reference` on these batches."""
+        slower, faster = (self.entries[each].work(batches, phase) for each in (reference, name))
+        return Ratio.of_speeds(slower, faster)
+
+    def prefill_over_plain(self, name: str) -> Interval:
+        """Return the prefill seconds of `name` over plain decoding's, paired: above 1 by the share of its draft."""
+        own, plain = (self.entries[each].time_to_first_token(self.counted) for each in (name, PLAIN))
+        return paired_interval(own, plain)
+
+    def time_to_first_token_seconds(self, name: str) -> float:
+        """Return the mean prefill seconds over the counted batches."""
+        return float(self.entries[name].time_to_first_token(self.counted).mean())
 
     def share_of_roofline(self, name: str) -> float:
-        """Return the rate as a share of the roofline."""
+        """Return the decode rate as a share of the roofline."""
         return self.rate(name).value / self.roofline.tokens_per_second
-
-    def _seconds(self, name: str) -> np.ndarray:
-        return self.entries[name].seconds_per_token(self.counted)
 
 
 def comparable(entries: Sequence[Entry]) -> tuple[dict[str, Entry], dict[str, str], tuple[int, ...]]:

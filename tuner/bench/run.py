@@ -20,8 +20,9 @@ from tuner.bench.contenders import ALWAYS, PLAIN, Setting, enter
 from tuner.bench.contest import Contest, Prompts
 from tuner.bench.own_decoding import profile_by
 from tuner.bench.report import TABLE_WIDTH, bench_json, bench_picture, bench_table
-from tuner.bench.result import BenchResult, Entry, TextSample, comparable, mean_context, units_of
+from tuner.bench.result import BenchResult, Entry, comparable, mean_context, units_of
 from tuner.bench.roofline import Roofline, measure_bandwidth, reading
+from tuner.bench.sample import TextSample
 from tuner.bench.task import BenchTask, prepare_bench, token_ids
 from tuner.measuring.clock import WallClock
 from tuner.measuring.cost_table import measure_cost_table
@@ -112,7 +113,10 @@ def _hold(contest: Contest, task: BenchTask, progress: Progress) -> dict[str, li
     prompts, batch_size, repeats = token_ids(task.measured), task.config.batch_size, task.config.repeats
     # Sequences of a batch are compared with what plain decoding writes for each prompt by itself.
     plain = _decode_one_by_one(task, prompts, progress) if batch_size > 1 else ()
-    collector = SampleCollector(task.target, prompts, contest.running, batch_size=batch_size, plain=plain)
+    categories = [prompt.category for prompt in task.measured]
+    collector = SampleCollector(
+        task.target, prompts, contest.running, batch_size=batch_size, plain=plain, categories=categories
+    )
 
     def collect(index: int, repeat: int, batches: Mapping[str, TimedBatch]) -> None:
         collector.add(index, repeat, batches)

@@ -31,6 +31,8 @@ class Baseline:
     """Index of each prompt among the prompts given."""
     ending: Ending
     batch_size: int = 1
+    categories: tuple[str | None, ...] = ()
+    """Category of each prompt, None for a prompt without one; empty if no prompt has one."""
     num_too_short: int = 0
     """Number of prompts left out because their continuations are shorter than `FEWEST_DECODED`."""
     num_left_over: int = 0
@@ -45,6 +47,11 @@ class Baseline:
         """Return the indices of the prompts in batch `index`."""
         return range(index * self.batch_size, (index + 1) * self.batch_size)
 
+    def category(self, index: int) -> str | None:
+        """Return the category of batch `index`; None without one, and for a batch of several categories."""
+        found = {self.categories[row] for row in self.members(index)} if self.categories else {None}
+        return found.pop() if len(found) == 1 else None
+
     def reordered(self, order: Sequence[int]) -> Baseline:
         """Return the same prompts in the order given by their indices."""
         return replace(
@@ -52,6 +59,7 @@ class Baseline:
             prompts=tuple(self.prompts[index] for index in order),
             continuations=tuple(self.continuations[index] for index in order),
             rows=tuple(self.rows[index] for index in order),
+            categories=tuple(self.categories[index] for index in order) if self.categories else (),
         )
 
 
@@ -61,11 +69,13 @@ def decode_baseline(
     ending: Ending,
     *,
     batch_size: int = 1,
+    categories: Sequence[str | None] = (),
     on_progress: Callable[[], None] = lambda: None,
 ) -> Baseline:
     """Decode the prompts plainly and greedily, and keep the ones with continuations long enough to measure.
 
-    `on_progress` is called after each prompt. Raises DatasetError if fewer than two batches remain.
+    `categories` are those of the prompts, if they have any. `on_progress` is called after each prompt. Raises DatasetError if
+    fewer than two batches remain.
     """
     plain, lengths = plain_decoder(target), [len(prompt) for prompt in prompts]
     if lengths:  # memory for the longest prompt comes first
@@ -84,6 +94,7 @@ def decode_baseline(
         rows=tuple(row for row, _ in used),
         ending=ending,
         batch_size=batch_size,
+        categories=tuple(categories[row] for row, _ in used) if any(categories) else (),
         num_too_short=len(prompts) - len(kept),
         num_left_over=num_left_over,
     )

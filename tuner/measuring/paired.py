@@ -24,12 +24,12 @@ from decoding.target import Target
 from decoding.text import Shaping
 from decoding.timing.draft_costs import measure_decoder_costs
 from studies.contract import Candidate
-from studies.measurement import BatchTexts, Measurement, PromptSample
+from studies.measurement import BatchTexts, Measurement, PairedPrefill, PromptSample
 from tuner.measuring.baseline import Baseline
 from tuner.measuring.clock import Clock, WallClock
 from tuner.measuring.contract import OnSample
 from tuner.measuring.decoders import MOST_KEPT, DecoderPool
-from tuner.measuring.recording import Recorder, TimedBatch, record_decoding
+from tuner.measuring.recording import Recorder, TimedBatch, counted, record_decoding
 from tuner.measuring.turns import WARM_UP_TOKENS, take_turns
 
 
@@ -226,6 +226,14 @@ class Bench:
             rounds=len(rounds),
             drafted=sum(each.num_drafted for each in rounds),
             accepted=sum(each.num_accepted for each in rounds),
+            accepted_lengths=counted(each.num_accepted for each in rounds),
+            prefill=PairedPrefill(
+                plain_seconds=plain.prefill_seconds,
+                plain_tokens=plain.prefill_tokens,
+                draft_seconds=drafted.prefill_seconds,
+                draft_tokens=drafted.prefill_tokens,
+            ),
+            category=self.baseline.category(index),
             identical=identical,
             tie=not identical and texts.identical + texts.ties == texts.count,
             batch=texts if self.batch_size > 1 else None,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from decoding.decode import Request
@@ -79,9 +80,15 @@ class TimedBatch:
         return sum(len(each.tokens) for index in range(len(self.sequences)) for each in self.decoded(index))
 
     @property
+    def prefill_tokens(self) -> int:
+        """Number of tokens that arrived with the prefill, summed over the sequences."""
+        return sum(len(each.tokens) for each in self.sequences) - self.num_decoded
+
+    @property
     def rounds(self) -> Iterator[Round]:
-        """All recorded rounds of all sequences."""
-        return (each.round for sequence in self.sequences for each in sequence.passes if each.round is not None)
+        """The recorded rounds of the decode phase, of all sequences."""
+        for index in range(len(self.sequences)):
+            yield from (each.round for each in self.decoded(index) if each.round is not None)
 
 
 class Recorder:
@@ -103,6 +110,12 @@ class Recorder:
         if not all(self._passes):
             raise ValueError("not a single token was handed over")
         return TimedBatch(tuple(TimedSequence(tuple(passes)) for passes in self._passes))
+
+
+def counted(lengths: Iterable[int]) -> tuple[int, ...]:
+    """Return the number of lengths that are 0, 1, 2 ..., up to the longest."""
+    counts = Counter(lengths)
+    return tuple(counts[length] for length in range(max(counts, default=-1) + 1))
 
 
 def record_decoding(decoder: Decoder, requests: Sequence[Request], recorder: Recorder) -> None:

@@ -12,11 +12,14 @@ from decoding.draft_length import Fixed
 from decoding.drafts import Draft, PlainDecoding
 from decoding.fingerprint import tokenizer_sha256
 from decoding.profile import (
+    CategoryFigures,
     DatasetFacts,
     DraftProfile,
+    EndToEndFigures,
     Exactness,
     Interval,
     Measured,
+    PrefillSeconds,
     ProfileOrigin,
     Rates,
     SearchCost,
@@ -110,7 +113,10 @@ def _measured(task: Task, measurement: Measurement, interval: Interval, bench: B
     return Measured(
         speedup=interval,
         tokens_per_second=Rates(draft=measurement.draft_tokens_per_second, plain=measurement.plain_tokens_per_second),
-        acceptance_rate=measurement.acceptance_rate,
+        end_to_end=_end_to_end(measurement),
+        categories=_categories(measurement),
+        draft_acceptance_rate=measurement.draft_acceptance_rate,
+        mean_acceptance_length=measurement.mean_acceptance_length,
         tokens_per_round=measurement.tokens_per_round,
         exact=Exactness(
             prompts=measurement.num_prompts, identical=measurement.num_identical, ties=measurement.num_ties
@@ -129,6 +135,33 @@ def _measured(task: Task, measurement: Measurement, interval: Interval, bench: B
             max_new_tokens=task.config.max_new_tokens,
         ),
     )
+
+
+def _end_to_end(measurement: Measurement) -> EndToEndFigures | None:
+    whole = measurement.end_to_end
+    if whole is None:
+        return None
+    return EndToEndFigures(
+        speedup=whole.speedup_interval(),
+        tokens_per_second=Rates(draft=whole.draft.tokens_per_second, plain=whole.plain.tokens_per_second),
+        time_to_first_token_seconds=PrefillSeconds(
+            draft=whole.time_to_first_token_seconds, plain=whole.plain_time_to_first_token_seconds
+        ),
+        prefill_over_plain=whole.prefill_over_plain(),
+    )
+
+
+def _categories(measurement: Measurement) -> dict[str, CategoryFigures]:
+    """Return the figures of each category with two samples or more."""
+    return {
+        name: CategoryFigures(
+            prompts=each.num_prompts,
+            speedup=each.speedup_interval(),
+            end_to_end_speedup=None if each.end_to_end is None else each.end_to_end.speedup_interval(),
+        )
+        for name, each in measurement.by_category().items()
+        if len(each.samples) >= 2
+    }
 
 
 def _profile_target(task: Task) -> TargetIdentity:
@@ -173,11 +206,23 @@ def track_result(tracker: Tracker, result: SearchResult, records: Sequence[Trial
         "held_out_speedup_high": interval.ci95[1],
         "held_out_tokens_per_second": confirmed.draft_tokens_per_second,
         "plain_tokens_per_second": confirmed.plain_tokens_per_second,
-        "held_out_acceptance_rate": confirmed.acceptance_rate,
+        "held_out_draft_acceptance_rate": confirmed.draft_acceptance_rate,
+        "held_out_mean_acceptance_length": confirmed.mean_acceptance_length,
         "held_out_tokens_per_round": confirmed.tokens_per_round,
         "held_out_prompts": float(confirmed.num_prompts),
         "held_out_identical": float(confirmed.num_identical),
     }
+    if (whole := confirmed.end_to_end) is not None:
+        end_to_end = whole.speedup_interval()
+        figures |= {
+            "held_out_end_to_end_speedup": end_to_end.value,
+            "held_out_end_to_end_speedup_low": end_to_end.ci95[0],
+            "held_out_end_to_end_speedup_high": end_to_end.ci95[1],
+            "held_out_end_to_end_tokens_per_second": whole.draft.tokens_per_second,
+            "plain_end_to_end_tokens_per_second": whole.plain.tokens_per_second,
+            "held_out_time_to_first_token_seconds": whole.time_to_first_token_seconds,
+            "plain_time_to_first_token_seconds": whole.plain_time_to_first_token_seconds,
+        }
     best = result.winner.candidate
     tags = {
         "decision": result.profile.draft.kind,

@@ -78,7 +78,7 @@ def _figures(measured: Measurement) -> tuple[str, ...]:
     return (
         f"{interval:.2f}",
         f"{measured.draft_tokens_per_second:.1f}",
-        f"{measured.acceptance_rate:.0%}",
+        f"{measured.draft_acceptance_rate:.0%}",
         f"{measured.tokens_per_round:.2f}",
         f"{measured.num_identical}/{measured.num_prompts}{ties}",
     )
@@ -122,7 +122,7 @@ def _add_figures(facts: Table, measured: Measured) -> None:
     if measured.batch_size > 1:
         batch = f"{measured.batch_size} prompts in lockstep, also for plain decoding; rates are per batch"
         facts.add_row("batch", batch)
-    facts.add_row("accepted", f"{measured.acceptance_rate:.0%} of the drafted tokens")
+    facts.add_row("accepted", f"{measured.draft_acceptance_rate:.0%} of the drafted tokens")
     identical = f"{exact.identical} of {exact.prompts} held-out prompts identical"
     facts.add_row("exact", f"{identical}, {exact.ties} numerical ties")
     sizes = f"{data.tuning_prompts} tuning, {data.held_out_prompts} held out, {data.max_new_tokens} tokens"

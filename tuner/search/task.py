@@ -193,6 +193,7 @@ def open_bench(task: Task, prompts: Sequence[Prompt], stage: str, progress: Prog
         [prompt.token_ids for prompt in prompts],
         Ending(task.config.max_new_tokens, eos_token_ids(task.loaded.model)),
         batch_size=task.config.batch_size,
+        categories=[prompt.category for prompt in prompts],
         on_progress=progress.advance,
     )
     if baseline.num_too_short:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +26,14 @@ from tests.support.records import sample
 from tests.support.refusals import refused
 from tests.support.tiny import save_tiny_checkpoint, write_tiny_prompts
 from tuner.bench.accounting import Account
+from tuner.bench.categories import category_mean, verdict
 from tuner.bench.contenders import CONTENDERS, default_names
 from tuner.bench.contest import Prompts
 from tuner.bench.own_decoding import MODES, OwnDecoding
 from tuner.bench.report import bench_json, bench_picture, bench_table
-from tuner.bench.result import BenchResult, Entry, TextSample, comparable, mean_context
+from tuner.bench.result import BenchResult, Entry, Phase, comparable, mean_context
 from tuner.bench.roofline import Bandwidth, Reading, Roofline
+from tuner.bench.sample import TextSample
 from tuner.cli.main import main
 from tuner.errors import DatasetError
 from tuner.inputs.prompts import load_prompts
@@ -107,6 +110,10 @@ def test_all_contenders_write_plain_decodings_text_and_all_is_kept(
         assert all(each["prefill_tokens"] + each["decode_tokens"] == 40 for each in samples)
         assert all(each["prefill_seconds"] > 0 and each["decode_seconds"] > 0 for each in samples)
         assert (figures["identical"], figures["texts"], figures["ties"]) == (6, 6, 0)
+        assert figures["mean_acceptance_length"] == pytest.approx(figures["tokens_per_pass"], abs=0.2)
+        whole = figures["end_to_end"]
+        assert whole["tokens_per_second"]["value"] < figures["tokens_per_second"]["value"], "the prefill counts"
+        assert whole["time_to_first_token_seconds"] > 0
         for key in ("tokens_per_second", "over_plain", "profile_over_it"):
             low, high = figures[key]["ci95"]
             assert low <= figures[key]["value"] <= high
@@ -351,7 +358,7 @@ def test_a_text_is_kept_as_it_came() -> None:
     kept = TextSample.of(3, 1, 17, batch, 0, Comparison(identical=False, first_difference=2, tie=True))
     expected = text_sample(
         2.0, 3, 1, prompt_tokens=17, prefill_seconds=1.0, prefill_tokens=2, decode_tokens=4, passes=2
-    )
+    ).model_copy(update={"accepted_lengths": (1, 0, 1)})
     assert kept == expected.model_copy(update={"identical": False, "tie": True})
 
 
@@ -377,6 +384,68 @@ def test_intervals_are_those_of_a_measurement_and_repeats_count_once() -> None:
     assert low < once.rate("plain").value < high
     assert once.roofline.tokens_per_second == 20.0
     assert once.share_of_roofline("plain") == pytest.approx(10 / (16 / 3) / 20)
+
+
+def test_texts_of_different_length_weigh_by_their_tokens() -> None:
+    lengths = (8, 120, 40)
+    plain = [text_sample(1.0 * n, i, decode_tokens=n) for i, n in enumerate(lengths)]
+    drafted = [
+        text_sample(s * n, i, decode_tokens=n) for i, (n, s) in enumerate(zip(lengths, (2.0, 0.5, 0.5), strict=True))
+    ]
+    result = made_up(plain=plain, profile=drafted)
+    assert result.over("profile", "plain").value == pytest.approx(168 / (16 + 60 + 20)), "seconds saved on all texts"
+    ratio = result.rate("profile").value / result.rate("plain").value
+    assert result.over("profile", "plain").value == pytest.approx(ratio)
+
+
+def test_end_to_end_counts_prefill_seconds_and_first_tokens() -> None:
+    plain = [text_sample(9.0 + i, i, prefill_seconds=1.0) for i in range(3)]
+    drafted = [text_sample(6.0 + i, i, prefill_seconds=3.0) for i in range(3)]
+    result = made_up(plain=plain, profile=drafted)
+    assert result.over("profile", "plain").value == pytest.approx(30 / 21)
+    assert result.over("profile", "plain", Phase.END_TO_END).value == pytest.approx(33 / 30)
+    assert result.rate("plain", Phase.END_TO_END).value == pytest.approx(33 / 33)
+    assert result.prefill_over_plain("profile").value == pytest.approx(3.0)
+    figures = bench_json(result)["contenders"]["profile"]["end_to_end"]
+    assert figures["over_plain"]["value"] == pytest.approx(1.1)
+    assert figures["time_to_first_token_seconds"] == pytest.approx(3.0)
+
+
+def test_a_profile_that_only_decodes_faster_is_named() -> None:
+    plain = [text_sample(9.0 + i / 9, i, prefill_seconds=1.0) for i in range(3)]
+    drafted = [text_sample(7.0 + i / 9, i, prefill_seconds=9.0) for i in range(3)]
+    found = verdict(made_up(plain=plain, profile=drafted))
+    assert (found.decode, found.end_to_end, found.contradicted) == (("profile",), (), ("profile",))
+    assert "slower end to end" in found.sentence
+    assert verdict(made_up(plain=plain, profile=plain)).sentence == "nothing beats plain decoding with 95 % confidence"
+
+
+def test_categories_have_speedups_of_their_own_and_a_geometric_mean() -> None:
+    names = ("qa", "qa", "summary", "summary", "summary", None)
+    plain = [text_sample(4.0 + i / 9, i, category=name) for i, name in enumerate(names)]
+    drafted = [
+        text_sample(
+            (2.0 if name == "qa" else 4.0) + i / 9, i, category=name, num_draft_tokens=10, accepted_lengths=(3, 0, 2)
+        )
+        for i, name in enumerate(names)
+    ]
+    result = replace(made_up(plain=plain, profile=drafted), counted=(0, 1, 2, 3, 4, 5))
+    document = bench_json(result)
+    assert document["categories"] == {"qa": 2, "summary": 3}
+    of_profile = document["contenders"]["profile"]
+    assert {name: each["over_plain"]["value"] for name, each in of_profile["categories"].items()} == {
+        "qa": pytest.approx((8 + 1 / 9) / (4 + 1 / 9)),
+        "summary": pytest.approx(1.0),
+    }
+    mean = of_profile["category_mean_over_plain"]
+    assert mean["value"] == pytest.approx(((8 + 1 / 9) / (4 + 1 / 9)) ** 0.5)
+    assert mean["ci95"][0] < mean["value"] < mean["ci95"][1]
+    assert document["verdicts"]["summary"]["decode"] == []
+    assert of_profile["categories"]["qa"]["mean_acceptance_length"] == pytest.approx(1 + 4 / 5)
+    assert of_profile["draft_acceptance_rate"] == pytest.approx(4 / 10)
+    assert of_profile["acceptance_histogram"] == {"0": 18, "2": 12}, "keys of JSON, as in AIPerf's"
+    one = replace(result, counted=(0, 2, 3, 4))
+    assert category_mean(one, "profile", Phase.DECODE) is None, "a prompt by itself has no interval"
 
 
 def test_prompts_that_do_not_count_are_in_no_rate() -> None:
@@ -538,8 +607,8 @@ def test_texts_of_a_batch_are_kept_with_the_seconds_of_all() -> None:
     kept = [TextSample.of(4 + n, 0, 20, TimedBatch(texts), n, Comparison(identical=n == 0)) for n in (0, 1)]
     facts = {"prompt_tokens": 20, "batch_size": 2, "prefill_seconds": 1.5, "prefill_tokens": 1}
     assert kept == [
-        text_sample(6.0, 4, decode_tokens=3, passes=2, **facts),
-        text_sample(6.0, 5, decode_tokens=1, passes=1, identical=False, **facts),
+        text_sample(6.0, 4, decode_tokens=3, passes=2, accepted_lengths=(1, 1), **facts),
+        text_sample(6.0, 5, decode_tokens=1, passes=1, accepted_lengths=(1,), identical=False, **facts),
     ]
     assert [each.batch for each in kept] == [2, 2]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,8 @@ from decoding.drafts import EarlyExit, LayerSkip, PlainDecoding
 from decoding.head_folder import HeadFolder
 from decoding.losslessness import Comparison
 from decoding.profile import Decoding
+from decoding.target.views import ExitView
+from decoding.text import Ending
 from studies.contract import Candidate
 from studies.measurement import BatchTexts, Measurement
 from tests.support.benches import LoggingClock, bench_on, per_token
@@ -33,6 +35,8 @@ from tests.support.heads import write_heads
 from tests.support.records import candidate
 from tests.support.tiny import tiny_target
 from tuner.errors import DatasetError
+from tuner.measuring.baseline import decode_baseline
+from tuner.measuring.clock import WallClock
 from tuner.measuring.paired import Bench
 
 PROMPTS = [tuple((seed * 11 + index * 5) % 60 + 2 for index in range(6 + seed)) for seed in range(5)]
@@ -97,6 +101,56 @@ def test_seconds_are_what_the_clock_says() -> None:
     assert (sample.plain_seconds, sample.draft_seconds) == (3.0 * 15, 2.0 * 15)
 
 
+def test_the_exit_heads_own_prefill_is_charged_to_the_candidate(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = tiny_target()
+    draft = write_heads(target, tmp_path, [3])[3]
+    clock = ClockOfHeads(ExitView.fill)
+    monkeypatch.setattr(ExitView, "fill", clock.fill)
+    bench = bench_on(target, PROMPTS, heads=HeadFolder(target, tmp_path), clock=WallClock(target.device, clock.read))
+    measured = bench.measure(Candidate(draft=draft, draft_length=Fixed(max_tokens=2)), range(3))
+    assert clock.seconds >= 3 * 5.0, "the head reads each prompt once, before the first token"
+    for sample in measured.samples:
+        assert sample.prefill is not None
+        assert (sample.prefill.plain_seconds, sample.prefill.draft_seconds) == (0.0, 5.0)
+        assert (sample.prefill.plain_tokens, sample.prefill.draft_tokens) == (1, 1)
+
+
+class ClockOfHeads:
+    """A clock that advances by five seconds whenever a head reads a prompt."""
+
+    def __init__(self, fill: Callable[..., None]) -> None:
+        self.seconds = 0.0
+        self._fill = fill
+
+    def read(self) -> float:
+        return self.seconds
+
+    @property
+    def fill(self) -> Callable[..., None]:
+        def filled(view: ExitView, *args: Any) -> None:
+            self.seconds += 5.0
+            self._fill(view, *args)
+
+        return filled
+
+
+def test_samples_carry_categories_and_what_each_round_accepted() -> None:
+    target, ending = tiny_target(), Ending(16)
+    categories = ["qa", "qa", "code", None, "code"]
+    of_one = decode_baseline(target, PROMPTS, ending, categories=categories)
+    measured = Bench(target, of_one).measure(CANDIDATES[0], range(5))
+    assert [s.category for s in measured.samples] == categories
+    for sample in measured.samples:
+        assert sum(sample.accepted_lengths) == sample.rounds
+        assert sum(n * count for n, count in enumerate(sample.accepted_lengths)) == sample.accepted
+    of_two = decode_baseline(target, PROMPTS, ending, batch_size=2, categories=categories)
+    assert [of_two.category(index) for index in of_two.indices] == ["qa", None]
+    assert of_one.reordered([4, 3, 2, 1, 0]).categories == ("code", None, "code", "qa", "qa")
+    assert decode_baseline(target, PROMPTS, ending, categories=[None] * 5).categories == ()
+
+
 def test_plain_decoding_is_not_repeated_where_it_costs_the_same_each_time() -> None:
     clock = LoggingClock(per_token(), is_deterministic=True)
     bench = _bench(clock=clock)
@@ -129,7 +183,7 @@ def test_a_sampled_run_is_reproducible_and_checked_by_a_greedy_one() -> None:
 
 def test_plain_decoding_can_be_measured_against_itself() -> None:
     measured = _bench().measure(Candidate(draft=PlainDecoding(), draft_length=Fixed()), range(4))
-    assert measured.acceptance_rate == 0.0
+    assert measured.draft_acceptance_rate == 0.0
     assert measured.tokens_per_round == 1.0
 
 
@@ -240,9 +294,9 @@ def test_heads_of_the_bench_are_drafted_with(tmp_path: Path) -> None:
     draft = write_heads(target, tmp_path, [5])[5]
     bench = bench_on(target, PROMPTS, heads=HeadFolder(target, tmp_path))
     measured = bench.measure(Candidate(draft=draft, draft_length=Fixed(max_tokens=3)), range(5))
-    assert measured.acceptance_rate == 1.0, "the last block after all others is the model itself"
+    assert measured.draft_acceptance_rate == 1.0, "the last block after all others is the model itself"
     without = Candidate(draft=EarlyExit(exit_layer=5), draft_length=Fixed(max_tokens=3))
-    assert bench.measure(without, range(5)).acceptance_rate < 1.0
+    assert bench.measure(without, range(5)).draft_acceptance_rate < 1.0
     assert measured.num_identical == 5
 
 

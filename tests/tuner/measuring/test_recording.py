@@ -10,10 +10,11 @@ from decoding.decode import Request
 from decoding.decoder import Decoder
 from decoding.draft_length import Fixed
 from decoding.drafts import LayerSkip
+from decoding.rounds import Round
 from decoding.text import Ending
 from tests.support.tiny import tiny_target
 from tuner.measuring.clock import PriceList
-from tuner.measuring.recording import Recorder, TimedPass, record_decoding
+from tuner.measuring.recording import Recorder, TimedPass, counted, record_decoding
 
 
 def recorder(*seconds: float, num_sequences: int = 1) -> Recorder:
@@ -47,6 +48,23 @@ def test_prefill_of_a_batch_ends_with_the_last_first_tokens() -> None:
     # Tokens of the first sequence that arrive while the second prompt is read count as prefill, as their seconds do.
     assert [tokens(batch.decoded(sequence)) for sequence in (0, 1)] == [[(9,)], [(1, 2, 3), (4,)]]
     assert batch.num_decoded == 5
+    assert batch.prefill_tokens == 4
+
+
+def test_rounds_that_count_as_prefill_are_not_in_the_rounds_of_the_decode_phase() -> None:
+    recording = recorder(1.0, 2.0, 4.0, 5.0, 6.0, num_sequences=2)
+    rounds = [Round((n,), num_drafted=n, num_accepted=0, seconds=1.0, draft_seconds=0.5) for n in range(3)]
+    for sequence, arrived, record in [
+        (0, 5, None),
+        (0, 6, rounds[0]),
+        (1, 8, None),
+        (0, 9, rounds[1]),
+        (1, 1, rounds[2]),
+    ]:
+        recording.put([arrived], sequence, record)
+    assert [each.num_drafted for each in recording.batch().rounds] == [1, 2]
+    assert counted([0, 3, 1, 3]) == (1, 1, 0, 2)
+    assert counted([]) == ()
 
 
 def test_sequence_without_tokens_is_refused() -> None:

@@ -5,17 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
-
 from decoding.decoder import Decoder, plain_decoder
 from decoding.profile import Interval
 from decoding.target import Target
-from studies.measurement import paired_interval
+from studies.ratios import Work, speed_ratio
 from tuner.bench.collecting import SampleCollector
 from tuner.bench.contenders import PLAIN
 from tuner.bench.contest import Contender, Contest
 from tuner.bench.own_decoding import OwnDecoding
-from tuner.bench.result import Entry, comparable, mean_context
+from tuner.bench.result import Entry, Phase, comparable, mean_context
 from tuner.evaluation.gpu.shared import Shared
 from tuner.measuring.clock import WallClock
 
@@ -69,12 +67,11 @@ class SideBySide:
 
     def rate(self, name: str) -> Interval:
         """Return decoded tokens per second, with the 95 % interval over prompts."""
-        seconds = self._seconds(name)
-        return paired_interval(np.ones_like(seconds), seconds)
+        return self._work(name).rate()
 
     def ratio(self, name: str, reference: str) -> dict[str, Any]:
         """Return the speed of `name` over that of `reference`, with its interval, as plain data."""
-        return paired_interval(self._seconds(reference), self._seconds(name)).model_dump(mode="json")
+        return speed_ratio(self._work(reference), self._work(name)).model_dump(mode="json")
 
     def figures(self) -> dict[str, Any]:
         """Return the figures of each contender as plain data."""
@@ -91,8 +88,8 @@ class SideBySide:
             for name, entry in self.entries.items()
         }
 
-    def _seconds(self, name: str) -> np.ndarray:
-        return self.entries[name].seconds_per_token(self._counted)
+    def _work(self, name: str) -> Work:
+        return self.entries[name].work(self._counted, Phase.DECODE)
 
 
 def ratio_text(interval: Mapping[str, Any]) -> str:

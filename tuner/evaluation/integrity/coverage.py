@@ -162,14 +162,14 @@ def _draw(
 
 
 def _speedup_of_unused(passes: Sequence[Measurement], used: Mapping[int, Sequence[int]]) -> float:
-    """Return the speed-up of the unused samples; all prompts have the same weight."""
-    seconds = np.array(
+    """Return the speed-up of the unused samples; a prompt has the same weight however many of its samples are unused."""
+    work = np.array(
         [
-            [(s.plain_seconds / s.plain_tokens, s.draft_seconds / s.draft_tokens) for s in measured.samples]
+            [(s.plain_seconds, s.plain_tokens, s.draft_seconds, s.draft_tokens) for s in measured.samples]
             for measured in passes
         ]
-    )  # [passes, prompts, 2]
+    )  # [passes, prompts, 4]
     for prompt, turns in used.items():
-        seconds[list(turns), prompt] = np.nan
-    plain, draft = np.nanmean(seconds, axis=0).mean(axis=0)
-    return float(plain / draft)
+        work[list(turns), prompt] = np.nan
+    plain_seconds, plain_tokens, seconds, tokens = np.nanmean(work, axis=0).sum(axis=0)
+    return float((plain_seconds / plain_tokens) / (seconds / tokens))

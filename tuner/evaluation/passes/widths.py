@@ -16,7 +16,7 @@ from decoding.garbage_collection import without_garbage_collection
 from decoding.runners import RUNNERS
 from decoding.target import Target
 from decoding.timing.stopwatch import ReadSeconds, Stopwatch
-from studies.measurement import paired_interval
+from studies.ratios import paired_interval
 from tuner.evaluation.tables import new_table
 
 if TYPE_CHECKING:

@@ -230,10 +230,13 @@ def write_json(comparison: RuleComparison, path: Path) -> None:
         columns = {}
         for column, indices in comparison.columns.items():
             measured = entry.on(indices)
+            whole = measured.end_to_end
             columns[column] = {
                 "speedup": measured.speedup_interval().model_dump(mode="json"),
                 "over_best_fixed": comparison.over_best_fixed(entry, column).model_dump(mode="json"),
-                "acceptance_rate": measured.acceptance_rate,
+                "end_to_end_speedup": None if whole is None else whole.speedup_interval().model_dump(mode="json"),
+                "draft_acceptance_rate": measured.draft_acceptance_rate,
+                "mean_acceptance_length": measured.mean_acceptance_length,
                 "tokens_per_round": measured.tokens_per_round,
                 "drafted_per_round": measured.drafted_per_round,
                 "identical": measured.num_identical,

@@ -43,7 +43,7 @@ def reached_at(curve: Curve, value: float) -> float | None:
 
 @dataclass(frozen=True)
 class Finals:
-    """Seconds per token of a search's final candidates on held-out prompts, [seeds, prompts].
+    """Decode seconds of a search's final candidates on held-out prompts, [seeds, prompts], for plain decoding's tokens.
 
     `plain` is the plain decoding paired with each final candidate. Where a search ended with plain decoding, both are 1.
     """
@@ -63,12 +63,13 @@ class Finals:
                 continue
             if [sample.prompt for sample in measured.samples] != list(range(num_prompts)):
                 raise ValueError(f"a measurement must have {num_prompts} prompts, each once and in order")
-            plain[seed] = [sample.plain_seconds / sample.plain_tokens for sample in measured.samples]
-            draft[seed] = [sample.draft_seconds / sample.draft_tokens for sample in measured.samples]
+            plain[seed] = [sample.plain_seconds for sample in measured.samples]
+            # Only sampled texts differ in length.
+            draft[seed] = [s.draft_seconds * s.plain_tokens / s.draft_tokens for s in measured.samples]
         return cls(plain, draft)
 
     def speedups(self) -> np.ndarray:
-        """Return mean plain over mean drafted seconds per token of each seed, [seeds]."""
+        """Return plain over drafted seconds of each seed, [seeds]."""
         return self.plain.mean(axis=1) / self.draft.mean(axis=1)
 
     def resampled(self) -> np.ndarray:

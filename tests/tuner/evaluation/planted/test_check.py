@@ -45,7 +45,7 @@ def test_price_of_decoding_is_the_price_of_its_rounds(problem: PlantedProblem) -
         assert sample.draft_seconds == pytest.approx(verified + drafted, rel=1e-3)
         assert sample.plain_seconds == sample.plain_tokens
         assert sample.identical
-    assert measured.acceptance_rate > 0.8
+    assert measured.draft_acceptance_rate > 0.8
 
 
 def test_same_setting_costs_the_same_each_time(problem: PlantedProblem) -> None:
