@@ -68,7 +68,7 @@ class Decoder:
                 done.add(key)
 
     def reserve(self, contexts: Contexts) -> Storage:
-        """Let the runner make memory for sequences of these lengths, and return that of the first."""
+        """Let the runner make memory for sequences of these lengths; return the first sequence's."""
         runner, num_layers, num_rows = self.target.runner, self.target.num_layers, contexts.num_sequences
         if shared_batch_size(self.target, num_rows) > 1:
             return runner.new_cache(num_layers, contexts.capacity + 1, num_rows).storage

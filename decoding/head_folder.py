@@ -74,7 +74,7 @@ class HeadFolder:
         return found
 
     def missing(self, exit_layers: Iterable[int]) -> tuple[int, ...]:
-        """Return those of `exit_layers` without a head, ascending."""
+        """Return the layers of `exit_layers` that have no head, ascending."""
         return tuple(layer for layer in sorted(set(exit_layers)) if not (self.folder / head_name(layer)).exists())
 
     def num_trained_on(self, exit_layers: Iterable[int], prompts: PromptTokenIds) -> int:

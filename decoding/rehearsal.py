@@ -162,7 +162,7 @@ class Rehearsal:
                 return
 
     def _rehearse_pending(self, drafter: Drafter) -> None:
-        """Let an exit head catch up with any number of positions: those of rounds that it did not draft in."""
+        """Let an exit head catch up with any number of positions, as after rounds that it did not draft in."""
         for number in self._pending_numbers():
             first = self._contexts.shortest + number - 1
             for start in self._starts(1, first=first, num_rounds=2):

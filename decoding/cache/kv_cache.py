@@ -21,7 +21,7 @@ from decoding.cache.used_lengths import of_last_position
 class Company(Protocol):
     """The other sequences of a batch: one sequence's passes and reads wait until they can be shared.
 
-    `decoding.lockstep` implements it; parts, requests and outputs are those of `decoding.runners.contract`.
+    `decoding.lockstep` implements it; parts, requests and outputs are defined in `decoding.runners.contract`.
     """
 
     @property

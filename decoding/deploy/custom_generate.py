@@ -104,7 +104,7 @@ class ProfileDecoder:
         """Prepare `model` for sequences of these lengths, so that none of the first ones is slower than later ones.
 
         Optional: without it, everything is prepared when it is first needed. `shortest` is the length of the shortest
-        prompt and `longest` that of the longest sequence, prompt and new tokens, in tokens; `num_prompts` are the prompts
+        prompt, `longest` the length of the longest sequence, prompt and new tokens, both in tokens; `num_prompts` are the prompts
         of one call. Raises as `decoder_for` does, and ValueError for impossible lengths.
         """
         decoder = self.decoder_for(model)

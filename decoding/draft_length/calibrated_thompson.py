@@ -1,7 +1,6 @@
-"""The Calibration variant of EESD's Thompson-sampling controller (arXiv 2406.03853).
+"""Thompson sampling of one acceptance probability per level of confidence (our formulation).
 
-It learns one acceptance per confidence level. We know the paper's abstract, which names the method; every formula
-here is our formulation.
+EESD (arXiv 2406.03853) sets the draft length by Thompson sampling. It is known to us by its abstract; every formula here is ours.
 """
 
 from __future__ import annotations

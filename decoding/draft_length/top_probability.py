@@ -1,6 +1,6 @@
 """Stop after the first token the draft is unsure of.
 
-Draft & Verify, arXiv 2309.08168; ConfLayers decodes with the same rule.
+The rule that ConfLayers decodes with (released code), and Draft & Verify's (arXiv 2309.08168) without its moving threshold.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ class Proposal:
 
 
 def joined(states: Sequence[Tensor], num_tokens: int) -> Tensor | None:
-    """Return the boundary states of a proposal of `num_tokens` from those of its passes [.., n, hidden], or None without any.
+    """Return the boundary states of a proposal of `num_tokens` from its passes' states [.., n, hidden], or None without any.
 
     Passes after a draft that ended earlier are left out.
     """

@@ -1,7 +1,7 @@
-"""Draft with the first N blocks and an exit head, verify from block N + 1 on (EESD, arXiv 2406.03853).
+"""Draft with the first N blocks and an exit head, verify from block N + 1 on.
 
-Only the abstract of the paper was used; the structure is our formulation. The head is one block of the model's own class with
-its own keys and values. An exit without a head is the skip set of all blocks after N, and drafts as one.
+Our formulation, after the abstract of EESD (arXiv 2406.03853), from which the paper is known to us. The head is one block of the
+model's own class with its own keys and values. An exit without a head is the skip set of all blocks after N, and drafts as one.
 
 The head processes the state of a position one pass later than the blocks: the last draft of a round, or the token of a round that
 drafted nothing, is pending in the branch of the cache until the head's next pass.

@@ -37,7 +37,7 @@ def propose(
 ) -> tuple[int, Tensor | None]:
     """Write drafts after the sequence, token by token; several at once if greedy and nothing looks at their distributions.
 
-    `look_every` is that of `decoding.runners.features.SpeedFeatures`.
+    For `look_every` see `decoding.runners.features.SpeedFeatures`.
 
     Returns the number of drafts and the probabilities [num_drafted, vocabulary] they were sampled from (None if greedy or if
     nothing was drafted). The passes whose distributions the controller did not want have run too.

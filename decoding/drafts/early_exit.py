@@ -1,4 +1,7 @@
-"""Draft with the first blocks of the target, then a trained head or the target's own (EESD, arXiv 2406.03853)."""
+"""Draft with the first blocks of the target, then a trained head or the target's own.
+
+Our formulation, after the abstract of EESD (arXiv 2406.03853).
+"""
 
 from __future__ import annotations
 

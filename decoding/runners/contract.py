@@ -69,7 +69,7 @@ class Outputs:
     def of_row(self, row: int, width: int, *, last_only: bool) -> Outputs:
         """Return the logits of the first `width` positions of one sequence in a batch, or of the last of them.
 
-        The states remain those of the batch.
+        The states are still the whole batch's.
         """
         logits = self.logits[row, width - 1 if last_only else 0 : width]
         return Outputs(logits, self.states, self.judged and self.judged.of_row(row, width, last_only=last_only))
@@ -130,7 +130,7 @@ def confidence(logits: Tensor) -> Tensor:
 class Written:
     """Tokens that a part drafted one after another.
 
-    `token_ids` are [n], `states` [.., n, hidden] the states at the part's tap, if any. `confidence` [n, 2] is that of
+    `token_ids` are [n], `states` [.., n, hidden] the states at the part's tap, if any. `confidence` [n, 2] is as in
     `Judged`, if it was asked for.
     """
 

@@ -1,7 +1,7 @@
 """Optional features of the static runner: all off by default, none measured on a GPU yet.
 
 The expected savings are estimates for an 8B model in bfloat16 on one H100 (our formulation). A feature changes how
-passes are computed, never which tokens are written: greedy output stays that of plain decoding, up to numerical ties.
+passes are computed, never which tokens are written: greedy output still equals plain decoding, up to numerical ties.
 Turn features on where a target is made: `Target(model, partial(StaticRunner, features=SpeedFeatures(...)))`.
 """
 

@@ -166,7 +166,7 @@ def _is_out_of_memory(error: RuntimeError) -> bool:
 
 @contextmanager
 def _fresh_cublas_workspaces() -> Iterator[None]:
-    """Keep cuBLAS workspaces of a capture in its pool, and those of other work out of it.
+    """Keep cuBLAS workspaces of a capture in its pool, and workspaces of other work out of it.
 
     torch frees the workspaces of a stream when one recording made on it is destroyed (pytorch issue 193402), so no
     later recording may use the same memory. Inductor's CUDA graphs do the same.

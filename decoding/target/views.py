@@ -174,7 +174,7 @@ class TappedView:
 
 
 class ExitView:
-    """The first `exit_layer` blocks and an exit head (EESD, arXiv 2406.03853).
+    """The first `exit_layer` blocks and an exit head (our formulation, after the abstract of EESD, arXiv 2406.03853).
 
     The head's keys and values are in the cache's branch. The head has the last block index, so that it receives the
     mask and rotary embeddings of the block it was copied from.

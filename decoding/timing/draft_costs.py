@@ -28,7 +28,7 @@ def measure_draft_costs(
 ) -> RoundCosts | None:
     """Measure the rounds of `draft` up to `max_tokens` tokens, in plain passes; return None for plain decoding.
 
-    With `num_sequences` above 1 the rounds are those of a batch of that size. Raises `ExitHeadError` for a missing or wrong head.
+    With `num_sequences` above 1, rounds of a batch of that size are measured. Raises `ExitHeadError` for a missing or wrong head.
     """
     drafter = build_drafter(target, draft, decoding, heads=heads)
     return None if drafter is None else measure_round_costs(target, drafter, max_tokens, num_sequences=num_sequences)

@@ -212,7 +212,7 @@ class Survey:
 
 
 class JoinedSurvey:
-    """Two surveys as one, the sequences of `first` before those of `second`; neither reads or records anything again.
+    """Two surveys as one, the sequences of `first` before the others; neither reads or records anything again.
 
     `indices` count over the sequences given to both; `num_given` is the number given to `first`.
     """

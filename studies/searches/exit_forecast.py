@@ -1,6 +1,6 @@
 """Forecasts of every exit of a model, from one teacher-forced pass over plain decoding and from measured costs.
 
-Our formulation; only the abstract of EESD (arXiv 2406.03853) was available to us. A forecast orders the exits; real decoding
+Our formulation. A forecast orders the exits; real decoding
 decides which is best.
 """
 

@@ -1,7 +1,8 @@
-"""The search over exit layers (EESD, arXiv 2406.03853): where to exit, with or without a head, and when to stop drafting.
+"""The search over exit layers: where to exit, with or without a head, and when to stop drafting.
 
-Only the abstract of the paper was available to us; the search is our formulation. A forecast orders all exits at the cost of
-one pass over the tuning sequences. Real decoding then measures the promising exits, their neighbours, and plain decoding.
+Our formulation, after the abstract of EESD (arXiv 2406.03853), from which the paper is known to us. A forecast orders all exits
+at the cost of one pass over the tuning sequences. Real decoding then measures the promising exits, their neighbours, and plain
+decoding.
 """
 
 from __future__ import annotations

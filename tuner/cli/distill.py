@@ -36,7 +36,7 @@ OF_THE_SEARCH = (
 @options_of(SearchConfig, only=OF_THE_SEARCH, flags={"heads": "--out"}, may_be_in_file=True)
 @click.option("--overwrite", is_flag=True, help="Replace the heads asked for, and unfinished work of other settings.")
 def distill(config_file: Path | None, overwrite: bool, **flags: Any) -> None:
-    """Train exit heads, with which early exits draft better (self-distillation, as in EESD, arXiv 2406.03853).
+    """Train exit heads, with which early exits draft better (self-distillation, our formulation).
 
     A head is one more decoder layer after the first N. The model continues the training prompts, and the head of each exit
     is trained to predict the model's own next tokens; the model itself is not changed. All heads are trained in one pass, or

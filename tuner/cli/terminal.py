@@ -23,7 +23,7 @@ CONFIG_OPTION = click.option(
     metavar="FILE",
     cls=GroupedOption,
     heading="Configuration",
-    help="YAML file with any of these settings, and with those of the studies; flags win.",
+    help="YAML file with any of these settings, and settings of the studies; flags win.",
 )
 RESULTS_WIDTH = 110
 

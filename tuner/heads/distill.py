@@ -282,7 +282,7 @@ def distil(
 
 
 def _groups(work: Distillation, exits: Sequence[int], progress: Progress) -> list[tuple[int, ...]]:
-    """Return the exits in groups that are trained together; those of a checkpoint come first, and stay together."""
+    """Return the exits in groups that are trained together; a checkpoint's exits come first, and stay together."""
     longest = max(len(prompt.token_ids) for prompt in work.training_prompts)
     at_once = work.settings.heads_at_once
     if at_once is None:

@@ -13,7 +13,7 @@ therefore measured, and otherwise a runner-up, which SWIFT would not try: matchn
 trial's seconds. The first trial measures the odd blocks, with which SWIFT starts to decode. If measuring takes much longer
 than scoring, `until_better: false` and a greater `round_length` leave more of a budget to scoring.
 
-One difference: every candidate is scored on the same few sequences, those of the first tuning prompts, as their mean. SWIFT
+One difference: every candidate is scored on the same few sequences, from the first tuning prompts, as their mean. SWIFT
 scores each on the sequence being written, so its best candidate may owe its score to an easier sequence.
 """
 

@@ -53,7 +53,7 @@ class StepRecords:
         return validate(StepRecord, content, source=str(path), error=ConfigError)
 
     def unfinished(self, names: Sequence[str]) -> tuple[str, ...]:
-        """Return those of `names` that have not succeeded, in order."""
+        """Return the steps of `names` that have not succeeded, in order."""
         records = {name: self.read(name) for name in names}
         return tuple(name for name, record in records.items() if record is None or record.status != "ok")
 

@@ -45,7 +45,7 @@ class TinyReplays:
     def lines(self, result: Mapping[str, Any]) -> Iterator[str]:
         """Yield the number of shapes and the worst difference."""
         yield _agreement(result)
-        yield f"texts of {len(result['texts'])} drafts are those of plain eager decoding"
+        yield f"texts of {len(result['texts'])} drafts equal plain eager decoding"
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class ReplaysAgain:
     """Step: the shared recordings after many candidates, whose own recordings were destroyed."""
 
     name: str = "replays-again"
-    question: str = "Do recordings still compute the same after those of other candidates were destroyed?"
+    question: str = "Do recordings still compute the same after other candidates' recordings were destroyed?"
     limit_seconds: float = 10
     pessimistic_seconds: float = 9
 

@@ -33,7 +33,7 @@ def plan_step(recipe: Recipe, step: int) -> StepPlan:
 
 @dataclass
 class LayerTap:
-    """Interception of a model's blocks: skips those of the plan and keeps the hidden state at the exit.
+    """Interception of a model's blocks: skips the blocks of the plan and keeps the hidden state at the exit.
 
     Without a plan every block runs its own forward, uncompiled, so held-out losses are the plain model's.
     """
