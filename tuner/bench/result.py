@@ -96,7 +96,7 @@ class Entry:
 
     @property
     def num_identical(self) -> int:
-        """Number of samples whose tokens are those of plain decoding."""
+        """Number of samples whose tokens equal plain decoding."""
         return sum(sample.identical for sample in self.samples)
 
     @property

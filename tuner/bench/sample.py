@@ -32,7 +32,7 @@ class TextSample(Document):
     category: str | None = None
     """Category of the prompt, if it has one."""
     identical: bool
-    """True if the tokens are those of plain decoding of the prompt by itself."""
+    """True if the tokens equal plain decoding of the prompt by itself."""
     tie: bool = False
     """True if not identical, but the first differing token is a numerical tie of the target's logits."""
 
