@@ -185,6 +185,11 @@ class ProfileOrigin(Document):
 
     created: str
     study: str
+    origin: str | None = Field(
+        None,
+        exclude_if=lambda origin: origin is None,
+        description="the method that proposed the draft, in a study with several",
+    )
     git_revision: str | None = None
     mlflow_run_id: str | None = None
 

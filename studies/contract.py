@@ -28,6 +28,10 @@ if TYPE_CHECKING:
     from studies.costs.table import CostTable
 
 
+ORIGIN = "origin"
+"""Note of a trial: the method that proposed its draft, in a study with several."""
+
+
 class Candidate(Document):
     """A draft and its draft-length rule, to be measured."""
 
@@ -68,6 +72,11 @@ class TrialRecord(Document):
     """Search time of this trial: learning from the previous trial, proposing and measuring."""
     notes: dict[str, Any] = Field(default_factory=dict)
     """Plain data of the study, available again on resume, and facts that a reviewer may sort by."""
+
+    @property
+    def origin(self) -> str:
+        """The method that proposed the draft: as the study noted it, else the study itself."""
+        return str(self.notes.get(ORIGIN, self.study))
 
     @property
     def speedup(self) -> float | None:

@@ -1,23 +1,39 @@
 """Proposals of skip sets: moves over sublayers, rated by prediction alone (our formulation).
 
-A search rates each single skip and each exit first, then the knapsacks over single skips (KnapSpec, arXiv 2602.20217, has the idea
-of sublayers as items with measured costs) and the sets that stay closest to the target's hidden states
-(`studies.prediction.cosine`, CLaSp's idea). It then grows a set item by item, and improves the best sets by adding an item,
-removing one, or swapping two.
+A search rates the exits and the sets of ConfLayers first (`studies.prediction.confident`), because they are known after a few
+passes. Then it rates each single skip, the knapsacks over single skips (KnapSpec, arXiv 2602.20217, has the idea of sublayers
+as items with measured costs) and the sets that stay closest to the target's hidden states (`studies.prediction.cosine`,
+CLaSp's idea). It then grows a set item by item, and improves the best sets by adding an item, removing one, or swapping two.
 
 It rates one set at a time and may be stopped after any: each step yields the sets to rate, and continues once they are rated.
+Every set carries its origin: the method that proposed it first, and the others that also did.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 
-from decoding.drafts import EarlyExit, LayerSkip
+from decoding.drafts import Draft, EarlyExit, LayerSkip
+from studies.prediction.confident import Confident, confident_skips
 from studies.prediction.contract import Prediction
 from studies.prediction.cosine import cosine_skips
+from studies.prediction.origins import (
+    COSINE,
+    EXIT,
+    GROWING,
+    KNAPSACK,
+    ORDER_OF_HARM,
+    SINGLE,
+    Origin,
+    describe_all,
+)
 from studies.prediction.predictor import Predictor
 from studies.prediction.skip_space import SkipSet, SkipSpace
+
+Wanted = tuple[SkipSet, Origin]
+"""A set to rate, and the method that proposes it."""
 
 LEAST_GAIN = 1e-3
 """Smallest relative gain of a move: less amounts to single tokens of the survey."""
@@ -43,7 +59,7 @@ def propose_skip_sets(space: SkipSpace, predictor: Predictor, most: int) -> list
     """Return the skip sets that a search rates, best first: `most` of them, but at least the initial ones."""
     proposals = Proposals(space, predictor)
     for count, _ in enumerate(proposals.rate(), 1):
-        if proposals.is_under_way and count >= most:
+        if proposals.knows_items and count >= most:
             break
     return proposals.best_first()
 
@@ -54,16 +70,25 @@ class Proposals:
     def __init__(self, space: SkipSpace, predictor: Predictor) -> None:
         self._space, self._predictor = space, predictor
         self._rated: dict[SkipSet, Prediction] = {}
+        self._origins: dict[SkipSet, list[Origin]] = {}
+        self._exit_of: dict[SkipSet, EarlyExit] = {}
+        """Exits without a head: one pass over the sequences records them all."""
         self._gains: dict[int, float] = {}
         """Factor on the speed-up from skipping each item, when last tried."""
         self.is_under_way = False
-        """True once single items, exits, the order of harm and the knapsacks are rated: the best so far is worth measuring."""
+        """True once the sets of ConfLayers are rated, or else the knapsacks: the best so far is worth measuring."""
+        self.knows_items = False
+        """True once single items, the order of harm and the knapsacks are rated: further sets improve on the best of these."""
+        self.remarks: list[str] = []
+        """Remarks on methods that could not propose anything on this model."""
 
     def rate(self) -> Iterator[Prediction]:
         """Rate one set after another until no move helps; yield each prediction."""
-        for chosen in self._wanted():
-            if chosen not in self._rated:
-                self._rated[chosen] = self._predictor.best(self._space.draft(chosen))
+        for chosen, origin in self._wanted():
+            is_new = chosen not in self._rated
+            self._origins.setdefault(chosen, []).append(origin)
+            if is_new:
+                self._rated[chosen] = self._predict(chosen)
                 yield self._rated[chosen]
 
     def best_first(self) -> list[Prediction]:
@@ -71,16 +96,34 @@ class Proposals:
         drafts = (prediction for chosen, prediction in self._rated.items() if chosen)
         return sorted(drafts, key=lambda prediction: -prediction.speedup)
 
-    def _wanted(self) -> Iterator[SkipSet]:
-        """Yield the sets to rate; each is in `_rated` before the next one is asked for."""
-        yield from self._single_items()
-        yield from self._exits()
-        yield from self._prefixes()
-        yield from knapsacks(self._harms(), self._savings(), CAPACITIES)
-        self.is_under_way = True
-        yield from self._cosines()
-        yield from self._grown()
+    def origin(self, draft: Draft) -> str | None:
+        """Return the methods that proposed a skip set, the first one with its setting; None for an unknown set."""
+        origins = self._origins.get(self._space.chosen(draft.skipped(self._predictor.survey.target.num_layers)))
+        return describe_all(origins) if origins else None
+
+    def _predict(self, chosen: SkipSet) -> Prediction:
+        if (exit_draft := self._exit_of.get(chosen)) is None:
+            return self._predictor.best(self._space.draft(chosen))
+        return replace(self._predictor.best(exit_draft), draft=self._space.draft(chosen))
+
+    def _wanted(self) -> Iterator[Wanted]:
+        """Yield the sets to rate, each with its origin; each is in `_rated` before the next one is asked for."""
+        yield from _from(EXIT, self._exits())
+        yield from self._confident()
+        yield from _from(SINGLE, self._single_items())
+        yield from _from(ORDER_OF_HARM, self._prefixes())
+        yield from _from(KNAPSACK, knapsacks(self._harms(), self._savings(), CAPACITIES))
+        self.is_under_way = self.knows_items = True
+        yield from _from(COSINE, self._cosines())
+        yield from _from(GROWING, self._grown())
         yield from self._improved(count=3)
+
+    def _confident(self) -> Iterator[Wanted]:
+        found: Confident = confident_skips(self._predictor.survey)
+        self.remarks += found.remarks
+        for each in found.sets:
+            yield self._space.chosen(LayerSkip.blocks(each.blocks)), each.origin
+        self.is_under_way |= bool(found.sets)
 
     def _single_items(self) -> Iterator[SkipSet]:
         yield frozenset()
@@ -91,7 +134,10 @@ class Proposals:
     def _exits(self) -> Iterator[SkipSet]:
         num_layers = self._predictor.survey.target.num_layers
         for exit_layer in range(1, num_layers):
-            yield self._space.chosen(EarlyExit(exit_layer=exit_layer).skipped(num_layers))
+            draft = EarlyExit(exit_layer=exit_layer)
+            chosen = self._space.chosen(draft.skipped(num_layers))
+            self._exit_of[chosen] = draft
+            yield chosen
 
     def _cosines(self) -> Iterator[SkipSet]:
         num_layers = self._predictor.survey.target.num_layers
@@ -141,15 +187,16 @@ class Proposals:
             idle = 0 if reached > best * (1 + LEAST_GAIN) else idle + 1
             best = max(best, reached)
 
-    def _improved(self, count: int) -> Iterator[SkipSet]:
+    def _improved(self, count: int) -> Iterator[Wanted]:
         """Climb from each of the `count` best sets while a move helps."""
         starts = sorted(self._rated, key=lambda chosen: -self._speedup(chosen))[:count]
         for start in starts:
             chosen: SkipSet | None = start
+            origin = self._origins[start][0].moved()
             while chosen is not None:
                 least, better = self._speedup(chosen) * (1 + LEAST_GAIN), None
                 for moved in self._moves(chosen):
-                    yield moved
+                    yield moved, origin
                     if self._speedup(moved) > least:
                         better = moved
                         break
@@ -193,6 +240,12 @@ def knapsacks(harms: Sequence[float], savings: Sequence[float], num_capacities: 
         enough = range(-(-most * capacity // (num_capacities + 1)), most + 1)
         chosen.append(sets[min(enough, key=lambda saved: least[saved])])
     return _distinct(found for found in chosen if 0 < len(found) < len(harms))
+
+
+def _from(origin: Origin, sets: Iterable[SkipSet]) -> Iterator[Wanted]:
+    """Yield sets of one origin; each is asked for when the one before it is rated."""
+    for chosen in sets:
+        yield chosen, origin
 
 
 def _distinct(sets: Iterable[SkipSet]) -> list[SkipSet]:

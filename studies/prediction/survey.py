@@ -32,6 +32,9 @@ DEPTH = 4
 Guess = Callable[[TokenSequence, int], list[int] | None]
 """Maps a sequence and `num_tokens` to that many tokens after it, or to None; runs no model."""
 
+Written = tuple[tuple[int, ...], tuple[int, ...]]
+"""A prompt and its continuation by the target, in token ids."""
+
 
 @dataclass(frozen=True)
 class _Read:
@@ -94,6 +97,11 @@ class Survey:
     def mean_context(self) -> float:
         """Mean number of tokens before a recorded position."""
         return sum(text.token_ids.shape[1] - text.target.num_positions / 2 for text in self._texts) / len(self._texts)
+
+    @property
+    def written(self) -> list[Written]:
+        """The surveyed sequences; a continuation begins with the prefill's token."""
+        return [(tuple(text.token_ids[0, : text.first].tolist()), text.continuation) for text in self._texts]
 
     def record(self, draft: Draft) -> list[Recording]:
         """Return the recordings of one draft, one per sequence."""
@@ -237,6 +245,11 @@ class JoinedSurvey:
     def rounds(self) -> tuple[RoundsCache, Tensor]:
         """Rounds of the first survey: enough to compare hidden states on."""
         return self._first.rounds
+
+    @property
+    def written(self) -> list[Written]:
+        """The sequences of both surveys."""
+        return [*self._first.written, *self._second.written]
 
     def record(self, draft: Draft) -> list[Recording]:
         """Return the recordings of one draft; see `Survey.record`."""

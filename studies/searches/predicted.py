@@ -19,9 +19,10 @@ from pydantic import Field, TypeAdapter
 from decoding.documents.strict_yaml import Document
 from decoding.draft_length import RULES
 from decoding.drafts import Draft, RealDraft
-from studies.contract import Candidate, Problem, Study, StudySettings, StudySetup, TrialRecord
+from studies.contract import ORIGIN, Candidate, Problem, Study, StudySettings, StudySetup, TrialRecord
 from studies.costs.table import CostTable
 from studies.prediction.guided import GuidedSearch
+from studies.prediction.origins import origin_of
 from studies.prediction.predictor import Predictor
 from studies.prediction.survey import JoinedSurvey, Survey
 from studies.rule_space import RuleNames
@@ -30,8 +31,10 @@ from studies.searches.rating import Rating
 
 PREPARING = 0.3
 """Share of the search time after which no further draft is rated."""
-JOINED, RATED_ALL = "joined", "rated_all"
-"""Notes of a trial: the drafts that joined the pool before it, and whether all skip sets had been rated."""
+JOINED, ORIGINS, RATED_ALL = "joined", "origins", "rated_all"
+"""Notes of a trial: the drafts that joined the pool before it, their origins, and whether all skip sets had been rated."""
+NOT_RECORDED = "not recorded"
+"""Origin of a draft in a pool that was stored before origins were."""
 
 
 class PredictedSettings(StudySettings):
@@ -83,6 +86,8 @@ class KeptPool(Document):
     """The first pool of a study, stored with it: costs measured again would lead to another pool."""
 
     pool: tuple[RealDraft, ...]
+    origins: tuple[str, ...] = ()
+    """Origin of each draft; empty if the study was stored before origins were."""
     rated_all: bool
     """True if all skip sets had been rated before the first trial."""
     costs: CostTable
@@ -116,6 +121,8 @@ class Predicted(Study):
         self._num_trials, self._measured_seconds = 0, 0.0
         self._rated_for: int | None = None
         self._joined: list[Draft] = []
+        self._origins: dict[Draft, str] = {}
+        self._note_origins(pool, [origin_of(draft, None) for draft in pool] if kept is None else kept.origins)
         self._kept = kept or self._first_pool()
 
     @classmethod
@@ -140,11 +147,15 @@ class Predicted(Study):
         """Return the candidate with the highest upper bound; the notes hold its prediction."""
         self._rate_before_trial()
         candidate, notes = self._search.propose(trial)
-        return candidate, {**notes, JOINED: _dumped(self._joined), RATED_ALL: self._rating.is_over}
+        joined = {JOINED: _dumped(self._joined), ORIGINS: [self._origins[draft] for draft in self._joined]}
+        origin = self._origins[candidate.draft]
+        return candidate, {ORIGIN: origin, **notes, **joined, RATED_ALL: self._rating.is_over}
 
     def observe(self, record: TrialRecord) -> None:
         """Correct the predictions."""
-        self._search.add(_DRAFTS.validate_python(record.notes[JOINED]))
+        joined = _DRAFTS.validate_python(record.notes[JOINED])
+        self._note_origins(joined, record.notes.get(ORIGINS, ()))
+        self._search.add(joined)
         self._rating.is_over |= record.notes[RATED_ALL]
         self._joined.clear()
         self._num_trials += 1
@@ -169,13 +180,15 @@ class Predicted(Study):
 
     def remarks(self) -> list[str]:
         """Return the accuracy of the predictions, and what more trials might gain."""
-        return self._search.remarks() if self._search.pool else []
+        return [*self._rating.remarks, *(self._search.remarks() if self._search.pool else [])]
 
     def _first_pool(self) -> KeptPool:
         """Return the pool before the first trial, after rating."""
         self._rate_before_trial()
         self._joined.clear()
-        return KeptPool(pool=tuple(self._search.pool), rated_all=self._rating.is_over, costs=self._costs)
+        pool = tuple(self._search.pool)
+        origins = tuple(self._origins[draft] for draft in pool)
+        return KeptPool(pool=pool, origins=origins, rated_all=self._rating.is_over, costs=self._costs)
 
     def _rate_before_trial(self) -> None:
         """Rate skip sets once per trial, for as long as trials have measured; without a time limit, to the end."""
@@ -190,8 +203,14 @@ class Predicted(Study):
         any_rated = self._rating.rate(seconds, self._search.pool)
         if any_rated and self._rating.is_under_way:
             for draft in self._rating.worth_measuring(self._search.pool, self.settings.num_drafts):
-                self._joined += self._search.add(self._source.joining(draft, self._predictor))
+                joined = self._search.add(self._source.joining(draft, self._predictor))
+                self._note_origins(joined, [origin_of(each, self._rating.origin(draft)) for each in joined])
+                self._joined += joined
         return any_rated
+
+    def _note_origins(self, drafts: Sequence[Draft], origins: Sequence[str]) -> None:
+        """Keep the origin of each draft; `origins` is empty if it was not stored with them."""
+        self._origins |= zip(drafts, origins or [NOT_RECORDED] * len(drafts), strict=True)
 
     def _new_predictor(self, survey: Survey | JoinedSurvey) -> Predictor:
         return Predictor(

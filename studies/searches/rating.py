@@ -48,6 +48,15 @@ class Rating:
         """True if the best sets so far are worth measuring."""
         return self._proposals.is_under_way or self.is_over
 
+    @property
+    def remarks(self) -> list[str]:
+        """Remarks on methods that could not propose anything on this model."""
+        return self._proposals.remarks
+
+    def origin(self, draft: Draft) -> str | None:
+        """Return the methods that proposed a skip set (see `Proposals.origin`)."""
+        return self._proposals.origin(draft)
+
     def rate(self, seconds: float, pool: Sequence[Draft]) -> bool:
         """Rate sets until all calls together have taken `seconds`. Return True if any set was rated.
 
@@ -58,7 +67,7 @@ class Rating:
         while not self.is_over and ((must_begin and not self.is_under_way) or self._seconds < seconds):
             start = time.perf_counter()
             self._rate_next()
-            self.is_over |= self.is_under_way and self._is_hopeless(pool)
+            self.is_over |= self._proposals.knows_items and self._is_hopeless(pool)
             self._seconds += time.perf_counter() - start
         return self.num_rated > before
 
@@ -77,7 +86,7 @@ class Rating:
         prediction: Prediction | None = next(self._rated, None)
         self.is_over = prediction is None
         self.num_rated += not self.is_over
-        self.is_over |= self._proposals.is_under_way and self.num_rated >= self._most
+        self.is_over |= self._proposals.knows_items and self.num_rated >= self._most
 
     def _is_hopeless(self, pool: Sequence[Draft]) -> bool:
         rated = self._proposals.best_first()

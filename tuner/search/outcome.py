@@ -89,6 +89,7 @@ def conclude(
         provenance=ProfileOrigin(
             created=datetime.now(UTC).isoformat(timespec="seconds"),
             study=trial.study,
+            origin=trial.origin if wins and trial.origin != trial.study else None,
             git_revision=git_revision(Path(__file__).parent),
             mlflow_run_id=run_id,
         ),
@@ -99,9 +100,10 @@ def conclude(
 
 
 def _row(confirmed: Confirmed) -> ResultRow:
-    candidate = confirmed.trial.candidate
+    trial, candidate = confirmed.trial, confirmed.trial.candidate
     rule = f"; {candidate.draft_length.describe()}" if candidate.draft.drafts else ""
-    return ResultRow(confirmed.label, f"{candidate.draft.describe()}{rule}", confirmed.measurement)
+    origin = f"; from {trial.origin}" if trial.origin != trial.study else ""
+    return ResultRow(confirmed.label, f"{candidate.draft.describe()}{rule}{origin}", confirmed.measurement)
 
 
 def _placed(task: Task, draft: Draft, profile: Path) -> Draft:
@@ -227,6 +229,7 @@ def track_result(tracker: Tracker, result: SearchResult, records: Sequence[Trial
     tags = {
         "decision": result.profile.draft.kind,
         "winner": f"{best.draft.describe()}; {best.draft_length.describe()}",
+        "winner_origin": result.winner.origin,
         "profile": result.profile.name,
     }
     tracker.log_figures(figures, tags)

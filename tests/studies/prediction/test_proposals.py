@@ -11,8 +11,10 @@ from typing import Any
 import pytest
 
 from decoding.draft_length import Fixed, RoundCosts
-from decoding.drafts import LayerSkip
+from decoding.drafts import EarlyExit, LayerSkip
+from studies.prediction.confident import Confident, ConfidentSet
 from studies.prediction.contract import Prediction
+from studies.prediction.origins import Origin
 from studies.prediction.proposals import Proposals, knapsacks, propose_skip_sets
 from studies.prediction.replay import Replayed
 from studies.prediction.skip_space import SkipSpace
@@ -33,7 +35,8 @@ class MadeUp:
     def num_drafts(self) -> int:
         return len(self.looked_at)
 
-    def best(self, draft: LayerSkip) -> Prediction:
+    def best(self, wanted: LayerSkip | EarlyExit) -> Prediction:
+        draft = wanted.skipped(NUM_LAYERS)
         self.looked_at.append(draft)
         agreement = 1.0
         for sublayer in sublayers(draft):
@@ -56,9 +59,10 @@ def everywhere(harm: float, but: Iterable[tuple[str, int]] = (), less: float = 0
 
 
 @pytest.fixture(autouse=True)
-def _no_cosines(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Made-up predictions have no states."""
+def _no_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Made-up predictions have no states and no confidences."""
     monkeypatch.setattr("studies.prediction.proposals.cosine_skips", lambda survey, counts: [(1, 2)])
+    monkeypatch.setattr("studies.prediction.proposals.confident_skips", lambda survey: Confident(()))
 
 
 @pytest.fixture(scope="module")
@@ -141,3 +145,57 @@ def test_rating_may_stop_after_any_set_and_go_on(space: SkipSpace) -> None:
     assert len(proposals.best_first()) == 2 * NUM_LAYERS - 1, "all but the empty set"
     assert begun + [prediction.draft for prediction in rating] == in_one_go
     assert proposals.is_under_way
+
+
+def proposing(monkeypatch: pytest.MonkeyPatch, *sets: tuple[int, ...], remarks: tuple[str, ...] = ()) -> None:
+    """Let ConfLayers propose these sets of blocks."""
+    found = tuple(ConfidentSet(blocks, Origin("conf_layers", f"by test, lambda {n}")) for n, blocks in enumerate(sets))
+    monkeypatch.setattr("studies.prediction.proposals.confident_skips", lambda survey: Confident(found, remarks))
+
+
+def test_sets_of_conf_layers_are_rated_before_sets_that_need_many_passes(
+    space: SkipSpace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    proposing(monkeypatch, (1, 3), (2, 3))
+    proposals = Proposals(space, MadeUp(everywhere(0.1)))  # type: ignore[arg-type]
+    rating = proposals.rate()
+    first = [next(rating).draft for _ in range(NUM_LAYERS + 1)]
+    assert {LayerSkip.blocks((1, 3)), LayerSkip.blocks((2, 3))} <= set(first)
+    next(rating)
+    assert proposals.is_under_way, "there are sets worth measuring"
+    assert not proposals.knows_items
+
+
+def test_the_report_can_say_who_proposed_a_set(space: SkipSpace, monkeypatch: pytest.MonkeyPatch) -> None:
+    proposing(monkeypatch, (1, 2))
+    proposals = Proposals(space, MadeUp(everywhere(0.3)))  # type: ignore[arg-type]
+    list(proposals.rate())
+    origins = {prediction.draft: proposals.origin(prediction.draft) for prediction in proposals.best_first()}
+    assert origins[LayerSkip.blocks((1, 2))] == "conf_layers (by test, lambda 0); also cosine, growing"
+    assert str(origins[LayerSkip.blocks((4, 5))]).startswith("exit"), "blocks 4 and 5 left out are an exit at 4"
+    assert str(origins[LayerSkip(skip_mlp=(3,))]).startswith("single sublayer")
+    assert None not in origins.values()
+
+
+def test_a_set_reached_by_moves_names_the_set_they_started_from(
+    space: SkipSpace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All but one of the harmless blocks are in the set of ConfLayers, and no single move from elsewhere helps."""
+    proposing(monkeypatch, (1, 2, 3))
+    harmless = [(kind, index) for index in (1, 2, 3, 4) for kind in ("attention", "mlp")]
+    proposals = Proposals(space, MadeUp(everywhere(0.5, harmless, less=0.0)))  # type: ignore[arg-type]
+    list(proposals.rate())
+    moved = {
+        origin
+        for prediction in proposals.best_first()
+        if (origin := str(proposals.origin(prediction.draft))).startswith("moves")
+    }
+    assert moved
+    assert all(origin.startswith("moves (from ") for origin in moved)
+
+
+def test_remarks_on_confidences_that_cannot_be_read_are_kept(space: SkipSpace, monkeypatch: pytest.MonkeyPatch) -> None:
+    proposing(monkeypatch, remarks=("no sets of ConfLayers by x: no module",))
+    proposals = Proposals(space, MadeUp(everywhere(0.3)))  # type: ignore[arg-type]
+    list(proposals.rate())
+    assert proposals.remarks == ["no sets of ConfLayers by x: no module"]

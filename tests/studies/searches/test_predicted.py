@@ -87,7 +87,7 @@ def test_first_choice_beats_what_usual_searches_would_try_first(problem: Problem
     odd = Predicted.create(
         problem,
         PredictedSettings(**SMALL),
-        {**study.setup().kept, "pool": [LayerSkip.blocks((1, 3)).model_dump(mode="json")]},
+        {**study.setup().kept, "pool": [LayerSkip.blocks((1, 3)).model_dump(mode="json")], "origins": ["the test"]},
     )
     assert first > run(odd, 1, as_predicted)[0].notes["predicted_speedup"]
 
@@ -244,6 +244,50 @@ def test_joint_pool_holds_every_kind(with_heads: Problem) -> None:
     assert sum(isinstance(draft, EarlyExit) for draft in in_front) == 2
     assert sum(isinstance(draft, LayerSkip) for draft in in_front) == len(skips), "each skip set comes with one"
     assert len(run(study, 5, as_predicted)) == 5
+
+
+def test_every_trial_says_where_its_draft_came_from(with_heads: Problem) -> None:
+    study = Joint.create(with_heads, JointSettings(**SMALL, num_exits=1, num_lookups=2, patience=99))
+    records = run(study, 24, as_predicted)
+    origins = {record.candidate.draft: record.origin for record in records}
+    methods = (
+        "conf_layers (",
+        "knapsack",
+        "cosine",
+        "growing",
+        "moves (from ",
+        "single sublayer",
+        "order of harm",
+        "exit",
+    )
+    for draft, origin in origins.items():
+        alone = origin.removeprefix("lookup before ")
+        if isinstance(draft, PromptLookup):
+            assert origin == "lookup alone"
+            continue
+        assert origin.startswith("lookup before ") == (draft.lookup_first is not None)
+        assert alone.startswith(methods if isinstance(draft, LayerSkip) else "exit"), origin
+    assert len({type(draft) for draft in origins}) == 3
+
+
+def test_sets_of_conf_layers_compete_in_the_default_search(with_heads: Problem) -> None:
+    study = Joint.create(with_heads, JointSettings(**SMALL))
+    rated = study._rating._proposals.best_first()
+    origins = [str(study._rating.origin(prediction.draft)) for prediction in rated]
+    assert any("conf_layers (sublayer_entropy" in origin for origin in origins)
+
+
+def test_resumed_search_knows_where_its_drafts_came_from(with_heads: Problem) -> None:
+    limited, settings = replace(with_heads, seconds=1e6), JointSettings(**SMALL, patience=30)
+    study = Joint.create(limited, settings)
+    records = run(study, 5, as_predicted)
+    again = Joint.create(replace(limited, costs=None), settings, study.setup().kept)
+    for record in records[:3]:
+        again.observe(record)
+    assert [each.origin for each in run(again, 2, as_predicted)] == [each.origin for each in records[3:]]
+    older = {key: value for key, value in study.setup().kept.items() if key != "origins"}
+    stored_before = Joint.create(replace(limited, costs=None), settings, older)
+    assert run(stored_before, 1, as_predicted)[0].origin == "not recorded"
 
 
 @pytest.mark.parametrize("kind", ["skip_set", "exit_head", "lookup"])

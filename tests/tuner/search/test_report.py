@@ -189,6 +189,15 @@ def test_a_profile_is_one_screen_that_says_it_all() -> None:
     assert "git revision abc, MLflow run 123" in text
 
 
+def test_a_profile_says_which_method_proposed_its_draft() -> None:
+    profile = _profile()
+    assert "proposed by" not in _text(profile_panel(profile)), "one study has one method"
+    origin = profile.provenance.model_copy(update={"study": "joint", "origin": "conf_layers (x, lambda -0.1)"})  # type: ignore[union-attr]
+    text = _text(profile_panel(profile.model_copy(update={"provenance": origin})))
+    assert "by joint" in text
+    assert "conf_layers (x, lambda -0.1)" in text
+
+
 def test_names_are_shown_word_for_word() -> None:
     profile = _profile()
     target = profile.target.model_copy(update={"model": "models/[bold]x[/b]"})

@@ -1,0 +1,98 @@
+"""Sets of ConfLayers as proposals: the text they are read from, their range of lambda, and models without a confidence."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from transformers import OPTConfig, OPTForCausalLM
+
+from decoding.decode import Request
+from decoding.decoder import plain_decoder
+from decoding.target import Target
+from decoding.text import Ending
+from studies.confidence.selection import select_from_scores, standardise
+from studies.prediction.confident import LAMBDAS, MOST_SEQUENCES, WINDOW, confident_skips
+from studies.prediction.survey import Survey
+from tests.support.tiny import tiny_target
+
+NUM_LAYERS = 12
+
+
+def surveyed(target: Target, count: int = 4) -> Survey:
+    """Survey `count` sequences, each with a continuation longer than the window."""
+    prompts = [tuple((seed * 11 + index * 5) % 60 + 2 for index in range(6 + seed)) for seed in range(count)]
+    texts = [plain_decoder(target).generate(Request(prompt, Ending(WINDOW + 8))).tokens for prompt in prompts]
+    return Survey(target, prompts, texts)
+
+
+@torch.inference_mode()
+def in_context(target: Target, prompt: Sequence[int], continuation: Sequence[int]) -> list[float]:
+    """Return the entropy confidences of one pass over the whole text, of its last `WINDOW` tokens."""
+    outputs = target.sublayer_outputs(torch.tensor([[*prompt, *continuation]]))
+    values = []
+    for branches in outputs:
+        certainties = []
+        for branch in branches:
+            p = torch.softmax(branch[-WINDOW:].double(), dim=-1)
+            entropy = torch.special.entr(p).sum(-1).mean()
+            certainties.append(1 - entropy / torch.log(torch.tensor(float(branch.shape[-1]))))
+        values.append(float(sum(certainties)))
+    return values[1:-1]
+
+
+def test_confidences_are_read_after_the_prompt_and_all_earlier_tokens() -> None:
+    target = tiny_target(NUM_LAYERS)
+    survey = surveyed(target, 1)
+    scores = standardise(in_context(target, *survey.written[0]), "unrounded")
+    expected = {tuple(select_from_scores(scores, lam=lam, num_layers=NUM_LAYERS, form="unrounded")) for lam in LAMBDAS}
+    found = {each.blocks for each in confident_skips(survey).sets}
+    assert expected - {()} <= found
+
+
+def test_both_confidences_and_the_whole_range_of_lambda_propose() -> None:
+    found = confident_skips(surveyed(tiny_target(NUM_LAYERS)))
+    origins = [each.origin.describe() for each in found.sets]
+    assert found.remarks == ()
+    assert any("sublayer_entropy, lambda" in origin for origin in origins)
+    assert any("logit_lens_entropy, lambda" in origin for origin in origins)
+    lambdas = {float(origin.rsplit(" ", 1)[1].rstrip(")")) for origin in origins}
+    assert min(lambdas) < 0 <= max(lambdas)
+    assert all(origin.startswith("conf_layers (") for origin in origins)
+
+
+def test_sets_differ_and_none_is_empty_or_skips_the_first_or_last_block() -> None:
+    blocks = [each.blocks for each in confident_skips(surveyed(tiny_target(NUM_LAYERS))).sets]
+    assert len(set(blocks)) == len(blocks) > 3
+    assert all(each and each[0] > 0 and each[-1] < NUM_LAYERS - 1 for each in blocks)
+
+
+def test_several_prompts_are_read_but_not_all_of_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    target, read = tiny_target(NUM_LAYERS), []
+    plain = Target.sublayer_outputs
+
+    def counted(self: Target, token_ids: torch.Tensor, before: torch.Tensor | None = None) -> object:
+        assert before is not None
+        read.append(tuple(before[0].tolist()))
+        return plain(self, token_ids, before=before)
+
+    monkeypatch.setattr(Target, "sublayer_outputs", counted)
+    confident_skips(surveyed(target, 6))
+    assert len(set(read)) == len(read) == MOST_SEQUENCES > 1
+
+
+def test_a_model_without_separate_mlps_gets_the_other_confidence_and_a_remark() -> None:
+    config = OPTConfig(
+        vocab_size=64, hidden_size=16, ffn_dim=32, num_hidden_layers=8, num_attention_heads=2, word_embed_proj_dim=16
+    )
+    torch.manual_seed(0)
+    found = confident_skips(surveyed(Target(OPTForCausalLM(config).eval()), 2))
+    assert found.sets
+    assert all("logit_lens_entropy" in each.origin.detail for each in found.sets)
+    assert len(found.remarks) == 1
+    assert "no sets of ConfLayers by sublayer_entropy: block 0 has no separate mlp module" in found.remarks[0]
+
+
+def test_two_blocks_leave_nothing_to_choose() -> None:
+    assert confident_skips(surveyed(tiny_target(2), 1)).sets == ()
