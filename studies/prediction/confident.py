@@ -61,7 +61,7 @@ def confident_skips(survey: Survey | JoinedSurvey) -> Confident:
         except UnsupportedModelError as cause:
             remarks.append(f"no sets of ConfLayers by {name}: {cause}")
     cap = growth_cap(target.config.model_type, target.num_layers)
-    sets = {}
+    sets: dict[tuple[int, ...], Origin] = {}
     for lam in LAMBDAS:
         for label, form, values in scores:
             blocks = select_from_scores(values, lam=lam, num_layers=target.num_layers, window_growth_cap=cap, form=form)

@@ -36,6 +36,11 @@ def describe_all(origins: Iterable[Origin]) -> str:
     return f"{first.describe()}; also {', '.join(methods)}" if methods else first.describe()
 
 
+def method_of(origin: str) -> str:
+    """Return the method of an origin as `describe_all` and `origin_of` write it, without settings and other methods."""
+    return origin.split(" (")[0].split("; ")[0]
+
+
 def origin_of(draft: Draft, proposed: str | None) -> str:
     """Return the origin of a draft in a pool: `proposed` for a skip set that was searched for, else the draft's kind."""
     known = proposed or draft.label

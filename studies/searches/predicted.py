@@ -22,7 +22,7 @@ from decoding.drafts import Draft, RealDraft
 from studies.contract import ORIGIN, Candidate, Problem, Study, StudySettings, StudySetup, TrialRecord
 from studies.costs.table import CostTable
 from studies.prediction.guided import GuidedSearch
-from studies.prediction.origins import origin_of
+from studies.prediction.origins import method_of, origin_of
 from studies.prediction.predictor import Predictor
 from studies.prediction.survey import JoinedSurvey, Survey
 from studies.rule_space import RuleNames
@@ -179,8 +179,19 @@ class Predicted(Study):
         return self._search.expected()
 
     def remarks(self) -> list[str]:
-        """Return the accuracy of the predictions, and what more trials might gain."""
-        return [*self._rating.remarks, *(self._search.remarks() if self._search.pool else [])]
+        """Return what every method promised, the accuracy of the predictions, and what more trials might gain."""
+        if not self._search.pool:
+            return self._rating.remarks
+        return [*self._rating.remarks, self._best_predictions(), *self._search.remarks()]
+
+    def _best_predictions(self) -> str:
+        """Return the best prediction of each method: where none promises a gain, the reader sees that all were tried."""
+        best = self._rating.best_by_method()
+        for draft in self._search.pool:
+            method, speedup = method_of(self._origins[draft]), self._predictor.best(draft).speedup
+            best[method] = max(speedup, best.get(method, 0.0))
+        listed = sorted(best.items(), key=lambda each: -each[1])
+        return f"best predictions: {', '.join(f'{method} {speedup:.2f}x' for method, speedup in listed)}"
 
     def _first_pool(self) -> KeptPool:
         """Return the pool before the first trial, after rating."""

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from decoding.drafts import Draft
 from decoding.target import Target
 from studies.prediction.contract import Prediction
+from studies.prediction.origins import method_of
 from studies.prediction.pools import is_same, unlike
 from studies.prediction.predictor import Predictor
 from studies.prediction.proposals import Proposals
@@ -56,6 +57,13 @@ class Rating:
     def origin(self, draft: Draft) -> str | None:
         """Return the methods that proposed a skip set (see `Proposals.origin`)."""
         return self._proposals.origin(draft)
+
+    def best_by_method(self) -> dict[str, float]:
+        """Return the best predicted speed-up of each method that proposed a set first, the best first."""
+        best: dict[str, float] = {}
+        for prediction in self._proposals.best_first():
+            best.setdefault(method_of(str(self.origin(prediction.draft))), prediction.speedup)
+        return best
 
     def rate(self, seconds: float, pool: Sequence[Draft]) -> bool:
         """Rate sets until all calls together have taken `seconds`. Return True if any set was rated.

@@ -270,6 +270,17 @@ def test_every_trial_says_where_its_draft_came_from(with_heads: Problem) -> None
     assert len({type(draft) for draft in origins}) == 3
 
 
+def test_the_best_prediction_of_every_method_is_reported(with_heads: Problem) -> None:
+    study = Joint.create(with_heads, JointSettings(**SMALL))
+    (said,) = [remark for remark in study.remarks() if remark.startswith("best predictions: ")]
+    speedups = [
+        float(each.rsplit(" ", 1)[1].rstrip("x")) for each in said.removeprefix("best predictions: ").split(", ")
+    ]
+    assert speedups == sorted(speedups, reverse=True)
+    for method in ("lookup alone", "exit with head", "exit ", "conf_layers", "lookup before"):
+        assert method in said
+
+
 def test_sets_of_conf_layers_compete_in_the_default_search(with_heads: Problem) -> None:
     study = Joint.create(with_heads, JointSettings(**SMALL))
     rated = study._rating._proposals.best_first()

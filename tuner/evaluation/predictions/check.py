@@ -7,7 +7,7 @@ Adaptive rules start cold on every text, as in the replay. A trial of a search h
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
@@ -35,6 +35,13 @@ CHUNK = 6
 """Configurations that are measured side by side and share one plain decoding per prompt."""
 
 
+class OfCategory(Document):
+    """Prediction and measurement of one configuration on the prompts of one category."""
+
+    predicted: float
+    measured: float
+
+
 class Compared(Document):
     """Prediction and measurement of one configuration. Costs are in plain passes."""
 
@@ -50,6 +57,9 @@ class Compared(Document):
     predicted_round_cost: float
     measured_round_cost: float
     measurement: Measurement = Field(description="all samples of the real decoding", repr=False)
+    categories: dict[str, OfCategory] = Field(
+        default_factory=dict, description="speed-ups on the prompts of each category, if the data set has any"
+    )
 
 
 class PredictionCheck(Document):
@@ -72,6 +82,15 @@ class PredictionCheck(Document):
     def raw(self, pairs: Sequence[Compared]) -> Accuracy:
         """Return the accuracy of the predicted speed-ups."""
         return accuracy([pair.predicted for pair in pairs], [pair.measured.value for pair in pairs])
+
+    def by_category(self) -> dict[str, Accuracy]:
+        """Return the accuracy of the predicted speed-ups on the prompts of each category, by its name."""
+        names = sorted({name for pair in self.pairs for name in pair.categories})
+        of_names = {name: [pair.categories[name] for pair in self.pairs if name in pair.categories] for name in names}
+        return {
+            name: accuracy([each.predicted for each in found], [each.measured for each in found])
+            for name, found in of_names.items()
+        }
 
     def corrected(self, pairs: Sequence[Compared]) -> Accuracy:
         """Return the accuracy of the corrected speed-ups."""
@@ -106,6 +125,8 @@ class PredictorFactory:
     """Time of measuring `costs`."""
     indices: range
     """The prompts surveyed, by their index in the bench."""
+    categories: Mapping[str, Sequence[int]]
+    """The prompts of each category, by their index in the bench."""
     max_tokens: int
     decoding: Decoding
 
@@ -141,7 +162,19 @@ def predictor_factory(
             heads=task.head_folder,
         )
 
-    return PredictorFactory(new_survey, costs, seconds, range(len(prompts)), max_tokens, task.decoding)
+    indices = range(len(prompts))
+    return PredictorFactory(
+        new_survey, costs, seconds, indices, _by_category(task, bench, indices), max_tokens, task.decoding
+    )
+
+
+def _by_category(task: Task, bench: Bench, indices: Iterable[int]) -> dict[str, list[int]]:
+    """Return the indices of the bench's tuning prompts by their category; prompts without one are left out."""
+    found: dict[str, list[int]] = {}
+    for index in indices:
+        if (category := task.prompts.tuning[bench.baseline.rows[index]].category) is not None:
+            found.setdefault(category, []).append(index)
+    return found
 
 
 def check_predictions(
@@ -163,8 +196,15 @@ def check_predictions(
     speedups = [measurement.speedup for measurement in measurements]
     corrected = corrected_by_others(predictions, speedups)
     rows = zip(candidates, predictions, corrected, measurements, strict=True)
+
+    def of_categories(prediction: Prediction, measurement: Measurement) -> dict[str, OfCategory]:
+        return {
+            name: _of_category(prediction, measurement, indices, predictor.parts)
+            for name, indices in factory.categories.items()
+        }
+
     return PredictionCheck(
-        pairs=tuple(_compared(*row) for row in rows),
+        pairs=tuple(_compared(*row, of_categories(row[1], row[3])) for row in rows),
         costs=factory.costs,
         cost_seconds=factory.cost_seconds,
         prediction_seconds=predicted - start,
@@ -194,7 +234,22 @@ def _chunks(candidates: Sequence[Candidate], size: int) -> Iterator[list[Candida
         yield chunk
 
 
-def _compared(candidate: Candidate, prediction: Prediction, corrected: float, measurement: Measurement) -> Compared:
+def _of_category(
+    prediction: Prediction, measurement: Measurement, indices: Collection[int], parts: Mapping[int, Sequence[int]]
+) -> OfCategory:
+    """Return both speed-ups on the prompts at `indices`; `parts` are those of `Predictor.parts`."""
+    samples = tuple(sample for sample in measurement.samples if sample.prompt in indices)
+    predicted = prediction.replayed.speedup_on([part for index in indices for part in parts[index]])
+    return OfCategory(predicted=predicted, measured=Measurement(samples=samples).speedup)
+
+
+def _compared(
+    candidate: Candidate,
+    prediction: Prediction,
+    corrected: float,
+    measurement: Measurement,
+    categories: dict[str, OfCategory],
+) -> Compared:
     replayed = prediction.replayed
     return Compared(
         candidate=candidate,
@@ -207,4 +262,5 @@ def _compared(candidate: Candidate, prediction: Prediction, corrected: float, me
         predicted_round_cost=replayed.cost / replayed.rounds,
         measured_round_cost=measurement.tokens_per_round / measurement.speedup,
         measurement=measurement,
+        categories=categories,
     )

@@ -21,12 +21,17 @@ COLOURS = ("#1b6ca8", "#d55e00", "#2e8b57", "#8e5ea2", "#b8860b")
 def predictions_table(check: PredictionCheck) -> RenderableType:
     """Return tables of prediction accuracy: overall, by kind of draft, by rule, by component."""
     groups = check.by_group()
-    plain = _accuracy_table("Predicted vs measured speed-up", groups, check.raw)
+    plain: RenderableType = _accuracy_table("Predicted vs measured speed-up", groups, check.raw)
     corrected = _accuracy_table(
         "Corrected by the residual of all other configurations (leave one out)",
         {ALL: groups[ALL]},
         check.corrected,
     )
+    if len(categories := check.by_category()) > 1:
+        by_category = _accuracy_table("By category of the prompts", {}, check.raw)
+        for name, found in categories.items():
+            _add(by_category, name, found)
+        plain = Group(plain, by_category)
     parts = _accuracy_table("Components of the prediction", {}, check.raw)
     _add(parts, "tokens per round", check.tokens_per_round(check.pairs))
     _add(parts, "cost per round", check.round_cost(check.pairs))

@@ -63,6 +63,7 @@ def _write(task: Task, out: Path, check: PredictionCheck, tuned: TuningCheck | N
         **facts_of(task),
         "predictions": {
             **{name: check.raw(pairs).model_dump(mode="json") for name, pairs in groups.items()},
+            **{f"category {name}": found.model_dump(mode="json") for name, found in check.by_category().items()},
             "corrected by all others (leave one out)": check.corrected(check.pairs).model_dump(mode="json"),
             "tokens per round": check.tokens_per_round(check.pairs).model_dump(mode="json"),
             "cost of a round": check.round_cost(check.pairs).model_dump(mode="json"),

@@ -98,6 +98,27 @@ def test_random_configurations_are_predicted_and_decoded(here: Path, check: Chec
     assert "…" not in text
 
 
+def test_predictions_are_compared_by_the_category_of_the_prompts(here: Path, check: Check) -> None:
+    config = here / "small.yaml"
+    config.write_text(config.read_text() + "category_column: file\n")
+    assert check(configurations=4, prompts=4).exit_code == 0
+    found = json.loads((here / "evaluate_predictions" / "predictions.json").read_text())
+    names = sorted(found["pairs"][0]["categories"])
+    assert len(names) > 1
+    for name in names:
+        assert found["predictions"][f"category {name}"]["count"] == 4
+    for pair in found["pairs"]:
+        samples = pair["measurement"]["samples"]
+        ratios = [
+            each["plain_seconds"] / each["plain_tokens"] * each["draft_tokens"] / each["draft_seconds"]
+            for each in samples
+        ]
+        of_categories = [pair["categories"][name]["measured"] for name in names]
+        assert min(ratios) <= min(of_categories) <= max(of_categories) <= max(ratios)
+        assert min(each["predicted"] for each in pair["categories"].values()) <= pair["predicted"] * 1.01
+    assert "By category of the prompts" in (here / "evaluate_predictions" / "predictions.txt").read_text()
+
+
 def test_rules_are_tuned_by_both_methods_and_compared_on_held_out_prompts(
     here: Path, check: Check, monkeypatch: pytest.MonkeyPatch
 ) -> None:
