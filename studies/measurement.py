@@ -111,6 +111,11 @@ class Measurement(Document):
         return EndToEnd(timed) if len(timed) == len(self.samples) >= 2 else None
 
     @property
+    def is_slower_end_to_end(self) -> bool:
+        """True if the 95 % interval of the end-to-end speed-up lies below 1; False if prefills are unknown."""
+        return self.end_to_end is not None and self.end_to_end.speedup_interval().ci95[1] < 1.0
+
+    @property
     def plain_tokens_per_second(self) -> float:
         """Decode-phase rate of plain decoding over all prompts."""
         return self.plain_decode.tokens_per_second

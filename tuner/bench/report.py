@@ -13,6 +13,7 @@ from rich.text import Text
 from decoding.profile import Interval
 from tuner.bench.accounting import Account
 from tuner.bench.categories import by_category, categories, category_mean, verdict, verdicts
+from tuner.bench.category_table import category_table, verdict_lines
 from tuner.bench.contenders import PLAIN, PROFILE
 from tuner.bench.result import BenchResult, Entry, Phase, mean_prompt_tokens, units_of
 
@@ -44,7 +45,35 @@ def bench_table(result: BenchResult) -> RenderableType:
     legend.add_column(overflow="fold")
     for term, meaning in _legend(result):
         legend.add_row(Text(term), Text(meaning))
-    return Group(table, legend)
+    further = [_end_to_end_table(result), category_table(result)]
+    return Group(table, *(each for each in further if each is not None), legend)
+
+
+def _end_to_end_table(result: BenchResult) -> Table:
+    """Return a line per contender with the figures of whole decodings, and the acceptance of drafted tokens."""
+    table = Table(
+        title="End to end, prefill included, on the same prompts",
+        title_justify="left",
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
+    )
+    table.add_column("contender", no_wrap=True)
+    columns = ("tok/s", "over plain", "profile over it", "prefill over plain's", "acceptance length", "accepted")
+    for heading in columns:
+        table.add_column(heading, justify="right", overflow="fold")
+    for name, entry in result.entries.items():
+        figures = entry.acceptance(result.counted)
+        rate = figures.draft_acceptance_rate
+        table.add_row(
+            Text(name),
+            f"{result.rate(name, Phase.END_TO_END).value:.1f}",
+            "1.00" if name == PLAIN else _interval(result.over(name, PLAIN, Phase.END_TO_END)),
+            "" if name == PROFILE else _interval(result.over(PROFILE, name, Phase.END_TO_END)),
+            "1.00" if name == PLAIN else _interval(result.prefill_over_plain(name)),
+            f"{figures.mean_acceptance_length:.2f}",
+            "" if rate is None else f"{rate:.0%}",
+        )
+    return table
 
 
 def _units(result: BenchResult) -> str:
@@ -74,6 +103,7 @@ def _legend(result: BenchResult) -> Iterator[tuple[str, str]]:
     yield ROOFLINE, _describe_roofline(result)
     for name, reason in result.left_out.items():
         yield name, f"left out: {reason}"
+    yield from verdict_lines(result)
     if result.account is not None:
         yield "its time", _describe_account(result.account)
     yield "prompts", result.facts["split"]

@@ -38,8 +38,8 @@ def search(config_file: Path | None, dry_run: bool, **flags: Any) -> None:
     """
     config = load_config(config_file, flags)
 
+    from tuner.search.held_out import results_table
     from tuner.search.memory_plan import memory_table, plan_memory, search_time
-    from tuner.search.report import results_table
     from tuner.search.run import InterruptedSearchError
     from tuner.search.run import search as run_search
     from tuner.search.task import prepare
@@ -122,9 +122,13 @@ def _print_conclusion(console: Console, found: SearchResult, config: SearchConfi
             "[bold]Nothing beats plain decoding with 95 % confidence[/bold]; the profile says to decode plainly."
         )
         if found.winner.candidate.draft.drafts:
-            print_facts(console, nearest=f"{found.winner.study}: {shown}")
+            print_facts(console, nearest=f"{found.winner.study}: {shown}; {found.objection}")
     else:
         print_facts(console, winner=f"{found.winner.study}: [bold]{shown}[/bold] on held-out prompts")
+    if (whole := found.confirmed.end_to_end) is not None and found.winner.candidate.draft.drafts:
+        low, high = (end_to_end := whole.speedup_interval()).ci95
+        shown = f"{end_to_end.value:.2f}x, 95 % interval {low:.2f} to {high:.2f}, prefill included"
+        print_facts(console, **{"end to end": shown})
     print_facts(
         console,
         profile=f"{config.out}   (sdtune show {config.out})",

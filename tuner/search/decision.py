@@ -30,12 +30,25 @@ class Confirmed:
 
 
 def claims_speedup(candidate: Candidate, raced: Measurement, confirmed: Measurement) -> bool:
-    """Return True if a speed-up is claimed for a candidate.
+    """Return True if a speed-up is claimed for a candidate, which is if `objection` has none."""
+    return objection(candidate, raced, confirmed) is None
+
+
+def objection(candidate: Candidate, raced: Measurement, confirmed: Measurement) -> str | None:
+    """Return why no speed-up is claimed for a candidate, or None if one is.
 
     It must draft, be lossless in race and confirmation, and have its 95 % interval on the held-out prompts (`confirmed`) above 1.
+    That is of the decode phase; end to end, prefill included, the interval must not lie below 1.
     """
-    is_lossless = confirmed.is_lossless and raced.is_lossless
-    return candidate.draft.drafts and is_lossless and confirmed.speedup_interval().ci95[0] > 1.0
+    if not candidate.draft.drafts:
+        return "the best candidate decodes plainly"
+    if not (confirmed.is_lossless and raced.is_lossless):
+        return "its texts differ from plain decoding's"
+    if confirmed.speedup_interval().ci95[0] <= 1.0:
+        return "its 95 % interval does not lie above 1"
+    if confirmed.is_slower_end_to_end:
+        return "it decodes faster, but its prefill costs more than that saves: end to end it is slower"
+    return None
 
 
 def race_best(

@@ -29,9 +29,10 @@ from studies.contract import TrialRecord, best_trials
 from studies.measurement import Measurement
 from tuner.inputs.environment import device_name, git_revision, versions
 from tuner.measuring.paired import Bench
-from tuner.search.decision import Confirmed, claims_speedup
+from tuner.search.decision import Confirmed, objection
+from tuner.search.held_out import ResultRow
 from tuner.search.race import Finalist
-from tuner.search.report import ResultRow, skipped_layers_picture, speedup_picture, trials_csv
+from tuner.search.report import skipped_layers_picture, speedup_picture, trials_csv
 from tuner.search.task import Task
 from tuner.tracking import Tracker
 
@@ -60,6 +61,8 @@ class SearchResult:
     studies: Mapping[str, str]
     """Reason for the end of each study, and its remarks."""
     cost: SearchEffort
+    objection: str | None = None
+    """Why the profile decodes plainly; None if it has the winner."""
 
 
 def conclude(
@@ -78,7 +81,8 @@ def conclude(
     trial = winner.trial
     measurement = next(each.measurement for each in confirmed if each.trial.candidate.key == trial.candidate.key)
     interval = measurement.speedup_interval()
-    wins = claims_speedup(trial.candidate, winner.measurement, measurement)
+    refused = objection(trial.candidate, winner.measurement, measurement)
+    wins = refused is None
     profile = DraftProfile(
         name=f"{task.config.resolved_experiment()}-{trial.study.replace('_', '-') if wins else 'plain'}",
         target=_profile_target(task),
@@ -96,7 +100,7 @@ def conclude(
     )
     rows = [ResultRow(label="plain decoding", description="the whole model, token by token", measurement=None)]
     rows += [_row(each) for each in confirmed]
-    return SearchResult(profile, trial, measurement, tuple(rows), dict(ended), cost)
+    return SearchResult(profile, trial, measurement, tuple(rows), dict(ended), cost, refused)
 
 
 def _row(confirmed: Confirmed) -> ResultRow:

@@ -5,12 +5,10 @@ from __future__ import annotations
 import csv
 import io
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
-from rich import box
 from rich.console import Group, RenderableType
 from rich.panel import Panel
 from rich.table import Table
@@ -18,9 +16,8 @@ from rich.text import Text
 
 from decoding.drafts import Draft, LayerSkip, compact_indices
 from decoding.probe import Capabilities
-from decoding.profile import DraftProfile, Measured, ProfileOrigin
+from decoding.profile import DraftProfile, EndToEndFigures, Measured, ProfileOrigin
 from studies.contract import TrialRecord, TrialState, best_trials
-from studies.measurement import Measurement
 from tuner.tables import facts_grid, spaced
 from tuner.trial_columns import trial_metrics, trial_params
 
@@ -42,48 +39,6 @@ COLOURS = ["#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#f0e442"]
 """One colour per study: Okabe and Ito's palette, which colour-blind readers can distinguish."""
 
 
-@dataclass(frozen=True)
-class ResultRow:
-    """A row of the final table; without a measurement, the row of plain decoding."""
-
-    label: str
-    description: str
-    measurement: Measurement | None
-
-
-def results_table(rows: Sequence[ResultRow]) -> RenderableType:
-    """Return the settings side by side, on held-out prompts, each paired with plain decoding; a legend describes them."""
-    batch_size = max((row.measurement.batch_size for row in rows if row.measurement), default=1)
-    decode_in_lockstep = f" in batches of {batch_size}" if batch_size > 1 else ""
-    title = f"Held-out prompts{decode_in_lockstep}: speed-up over plain decoding, with its 95 % interval"
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("setting", no_wrap=True)
-    for heading in ("speed-up", "tok/s", "accepted", "per round", "identical"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    rates = [row.measurement.plain_tokens_per_second for row in rows if row.measurement]
-    for row in rows:
-        if row.measurement is None:
-            table.add_row(Text(row.label), "1.00", f"{sum(rates) / len(rates):.1f}" if rates else "", "", "1.00", "")
-        else:
-            table.add_row(Text(row.label), *_figures(row.measurement))
-    legend = facts_grid()
-    for row in rows:
-        legend.add_row(row.label, spaced(row.description))
-    return Group(table, legend)
-
-
-def _figures(measured: Measurement) -> tuple[str, ...]:
-    interval = measured.speedup_interval()
-    ties = f" + {measured.num_ties} ties" if measured.num_ties else ""
-    return (
-        f"{interval:.2f}",
-        f"{measured.draft_tokens_per_second:.1f}",
-        f"{measured.draft_acceptance_rate:.0%}",
-        f"{measured.tokens_per_round:.2f}",
-        f"{measured.num_identical}/{measured.num_prompts}{ties}",
-    )
-
-
 def profile_panel(profile: DraftProfile) -> RenderableType:
     """Return a profile on one screen."""
     facts = facts_grid()
@@ -91,7 +46,7 @@ def profile_panel(profile: DraftProfile) -> RenderableType:
     if profile.measured is not None:
         _add_figures(facts, profile.measured)
     else:
-        reason = "not confirmed on held-out prompts" if profile.draft.drafts else "nothing: plain decoding"
+        reason = "not confirmed on held-out prompts" if profile.draft.drafts else "nothing beat plain decoding"
         facts.add_row("measured", reason)
     if profile.provenance is not None:
         _add_origin(facts, profile.provenance)
@@ -116,9 +71,14 @@ def _add_figures(facts: Table, measured: Measured) -> None:
     low, high = measured.speedup.ci95
     rates, exact, data, cost = measured.tokens_per_second, measured.exact, measured.dataset, measured.search
     speedup = f"{measured.speedup.value:.2f}x, 95 % interval {low:.2f} to {high:.2f}"
-    facts.add_row("speed-up", Text(speedup, style="bold"))
-    per_round = f"{measured.tokens_per_round:.2f} tokens a round"
+    facts.add_row("speed-up", Text(f"{speedup}, of decoding", style="bold"))
+    per_round = f"{measured.mean_acceptance_length or measured.tokens_per_round:.2f} tokens a round"
     facts.add_row("rates", f"{rates.draft:.1f} tokens/s, plain {rates.plain:.1f}; {per_round}")
+    if measured.end_to_end is not None:
+        _add_end_to_end(facts, measured.end_to_end)
+    for name, figures in measured.categories.items():
+        whole = "" if figures.end_to_end_speedup is None else f"; end to end {figures.end_to_end_speedup}"
+        facts.add_row(name, f"{figures.speedup}{whole}, {figures.prompts} prompts")
     if measured.batch_size > 1:
         batch = f"{measured.batch_size} prompts in lockstep, also for plain decoding; rates are per batch"
         facts.add_row("batch", batch)
@@ -131,6 +91,14 @@ def _add_figures(facts: Table, measured: Measured) -> None:
     facts.add_row("search", f"{cost.trials} trials, {cost.seconds:.0f} s{heads}")
     facts.add_row("device", measured.device)
     facts.add_row("versions", ", ".join(f"{name} {version}" for name, version in measured.versions.items()))
+
+
+def _add_end_to_end(facts: Table, figures: EndToEndFigures) -> None:
+    low, high = figures.speedup.ci95
+    rates, first = figures.tokens_per_second, figures.time_to_first_token_seconds
+    speedup = f"{figures.speedup.value:.2f}x, 95 % interval {low:.2f} to {high:.2f}"
+    facts.add_row("end to end", f"{speedup}; {rates.draft:.1f} tokens/s, plain {rates.plain:.1f}")
+    facts.add_row("first token", f"after {first.draft * 1000:.1f} ms, plain {first.plain * 1000:.1f}")
 
 
 def _add_origin(facts: Table, origin: ProfileOrigin) -> None:

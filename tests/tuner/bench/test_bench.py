@@ -82,7 +82,7 @@ def measured(fingerprint: str, **sizes: int) -> Measured:
     return Measured(
         speedup=Interval(value=1.2, ci95=(1.1, 1.3)),
         tokens_per_second=Rates(draft=12, plain=10),
-        acceptance_rate=0.5,
+        draft_acceptance_rate=0.5,
         tokens_per_round=2,
         exact=Exactness(prompts=3, identical=3),
         search=SearchCost(trials=3, seconds=4),

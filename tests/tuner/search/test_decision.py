@@ -7,12 +7,12 @@ import pytest
 from decoding.draft_length import AdaEdl, Fixed
 from decoding.drafts import LayerSkip, PlainDecoding
 from studies.contract import Candidate
-from studies.measurement import Measurement
+from studies.measurement import Measurement, PairedPrefill
 from tests.support.benches import ScriptedBench, first_block
 from tests.support.records import candidate, measurement, record, sample
 from tuner.config import SearchConfig
 from tuner.progress import Unwatched
-from tuner.search.decision import claims_speedup, confirm, race_best
+from tuner.search.decision import claims_speedup, confirm, objection, race_best
 
 FASTER = measurement([1.2, 1.3, 1.25, 1.22])
 CONFIG = SearchConfig(model="m", dataset="d", prompts_per_trial=2, finalists=2)
@@ -45,6 +45,17 @@ def test_another_text_or_no_draft_is_no_speedup() -> None:
     assert not claims_speedup(candidate(), FASTER, wrong)
     assert not claims_speedup(candidate(), wrong, FASTER)
     assert not claims_speedup(Candidate(draft=PlainDecoding(), draft_length=Fixed()), FASTER, FASTER)
+
+
+def test_a_prefill_that_eats_up_the_speedup_is_an_objection() -> None:
+    prefill = PairedPrefill(plain_seconds=1.0, plain_tokens=1, draft_seconds=9.0, draft_tokens=1)
+    slower = Measurement(samples=tuple(s.model_copy(update={"prefill": prefill}) for s in FASTER.samples))
+    assert slower.speedup_interval().ci95[0] > 1.0
+    assert not claims_speedup(candidate(), FASTER, slower)
+    assert "end to end it is slower" in str(objection(candidate(), FASTER, slower))
+    cheap = prefill.model_copy(update={"draft_seconds": 1.01})
+    faster = Measurement(samples=tuple(s.model_copy(update={"prefill": cheap}) for s in FASTER.samples))
+    assert objection(candidate(), FASTER, faster) is None
 
 
 def test_the_best_of_all_and_of_each_study_race_on_unseen_prompts() -> None:

@@ -25,15 +25,14 @@ from decoding.profile import (
     TargetIdentity,
 )
 from studies.contract import Candidate, TrialRecord, TrialState
-from studies.measurement import BatchTexts, Measurement
+from studies.measurement import BatchTexts, Measurement, PairedPrefill, PromptSample
 from tests.support.records import candidate, measurement, record, sample
 from tuner.evaluation.rules.compare import RuleComparison, RuleEntry, TextKind
 from tuner.evaluation.rules.report import rules_table
+from tuner.search.held_out import NOTHING, ResultRow, results_table
 from tuner.search.report import (
-    ResultRow,
     capabilities_panel,
     profile_panel,
-    results_table,
     skipped_layers_picture,
     speedup_picture,
     trials_csv,
@@ -127,6 +126,33 @@ def test_the_final_table_fits_80_columns_with_interval_and_exactness() -> None:
     assert "…" not in text
 
 
+def of_category(name: str, ratios: list[float], first: int, *, prefill: float = 1.0) -> list[PromptSample]:
+    """Samples of a category whose candidate takes `prefill` times plain decoding's seconds for the prompt."""
+    charged = PairedPrefill(plain_seconds=1.0, plain_tokens=1, draft_seconds=prefill, draft_tokens=1)
+    return [sample(ratio, first + n, category=name, prefill=charged) for n, ratio in enumerate(ratios)]
+
+
+def test_the_final_tables_show_end_to_end_and_each_category_and_fit_80_columns() -> None:
+    samples = (*of_category("coding", [3.0, 3.1], 0), *of_category("translation", [0.9, 1.0], 2))
+    rows = [ResultRow("plain decoding", "whole", None), ResultRow("joint", "skip", Measurement(samples=samples))]
+    text = _text(results_table(rows))
+    assert "…" not in text
+    lines = [" ".join(line.split()) for line in text.splitlines()]
+    whole = Measurement(samples=samples).end_to_end
+    assert whole is not None
+    assert f"joint {whole.speedup_interval()} 5.5 1000.0 1.00 [1.00, 1.00]" in lines
+    assert any(line.startswith("joint coding 2 3.05 [") for line in lines)
+    assert any(line.startswith("joint geometric mean 1.70 [") for line in lines)
+    assert f"translation {NOTHING}" in lines
+    assert f"coding {NOTHING}" not in lines
+
+
+@pytest.mark.parametrize(("ratio", "prefill", "says_so"), [(1.0, 1.0, True), (1.5, 9.0, True), (1.5, 1.0, False)])
+def test_the_final_tables_say_if_nothing_beats_plain_decoding(ratio: float, prefill: float, says_so: bool) -> None:
+    measured = Measurement(samples=tuple(of_category("coding", [ratio] * 3, 0, prefill=prefill)))
+    assert (NOTHING in _text(results_table([ResultRow("joint", "skip", measured)]))) is says_so
+
+
 def test_the_final_table_of_batches_says_so_and_counts_prompts() -> None:
     batch = BatchTexts(count=4, identical=3, ties=1)
     samples = tuple(
@@ -153,7 +179,7 @@ def _profile(*, plain: bool = False) -> DraftProfile:
     measured = Measured(
         speedup=Interval(value=1.41, ci95=(1.36, 1.46)),
         tokens_per_second=Rates(draft=148.2, plain=105.1),
-        acceptance_rate=0.86,
+        draft_acceptance_rate=0.86,
         tokens_per_round=3.4,
         exact=Exactness(prompts=32, identical=31, ties=1),
         search=SearchCost(trials=64, seconds=412.0),

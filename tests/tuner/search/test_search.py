@@ -95,6 +95,7 @@ def test_everything_is_in_mlflow(run_search: SearchCommand, workplace: Path) -> 
     parent, nested = _runs(workplace)
     assert parent.info.status == "FINISHED"
     assert parent.data.metrics["held_out_speedup"] == pytest.approx(3.0)
+    assert {"held_out_end_to_end_speedup", "held_out_time_to_first_token_seconds"} <= set(parent.data.metrics)
     assert parent.data.metrics["search_seconds"] > 0
     assert {"model", "dataset", "device_name", "git_revision", "version.torch", "seed"} <= set(parent.data.params)
     assert parent.inputs.dataset_inputs[0].dataset.name.endswith("prompts.jsonl")
@@ -103,7 +104,10 @@ def test_everything_is_in_mlflow(run_search: SearchCommand, workplace: Path) -> 
         of_kind = {"layer_skip": {"skip_attention"}, "early_exit": {"exit_layer", "exit_head"}, "none": set()}
         assert {"study", "kind", "rule"} | of_kind[run.data.params["kind"]] <= set(run.data.params)
         assert run.data.tags["state"] in {"COMPLETE", "PRUNED", "FAIL"}
-        assert {"speedup", "tokens_per_second", "acceptance_rate", "tokens_per_round", "exact"} <= set(run.data.metrics)
+        assert {"speedup", "tokens_per_second", "draft_acceptance_rate", "tokens_per_round", "exact"} <= set(
+            run.data.metrics
+        )
+        assert {"end_to_end_speedup", "time_to_first_token_seconds", "mean_acceptance_length"} <= set(run.data.metrics)
     folder = Path(parent.info.artifact_uri.removeprefix("file://"))
     assert {path.name for path in folder.iterdir()} == {
         "profile.yaml",

@@ -1,0 +1,58 @@
+"""The table of a bench's speed-ups by category, and what beats plain decoding in words. Measures nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from rich import box
+from rich.table import Table
+from rich.text import Text
+
+from decoding.profile import Interval
+from tuner.bench.categories import by_category, categories, category_mean, verdict, verdicts
+from tuner.bench.contenders import PLAIN
+from tuner.bench.result import BenchResult, Phase
+
+
+def category_table(result: BenchResult) -> Table | None:
+    """Return a row per category and contender with the speed-ups over plain decoding; None without two categories."""
+    if len(categories(result)) < 2:
+        return None
+    table = Table(title="Over plain decoding, by category", title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("contender", no_wrap=True)
+    table.add_column("category", overflow="fold")
+    for heading in ("prompts", "decoding", "end to end", "per pass", "accepted"):
+        table.add_column(heading, justify="right", overflow="fold")
+    for name in result.entries:
+        if name != PLAIN:
+            _add_contender(table, result, name)
+    return table
+
+
+def _add_contender(table: Table, result: BenchResult, name: str) -> None:
+    for category, figures in by_category(result, name).items():
+        rate = figures.draft_acceptance_rate
+        table.add_row(
+            Text(name),
+            Text(category),
+            str(figures.prompts),
+            f"{figures.over_plain}",
+            f"{figures.end_to_end_over_plain}",
+            f"{figures.mean_acceptance_length:.2f}",
+            "" if rate is None else f"{rate:.0%}",
+        )
+    means = [category_mean(result, name, phase) for phase in Phase]
+    if any(means):
+        table.add_row(Text(name), Text("geometric mean"), "", *map(_shown, means), "", "")
+
+
+def _shown(interval: Interval | None) -> str:
+    return "" if interval is None else f"{interval}"
+
+
+def verdict_lines(result: BenchResult) -> Iterator[tuple[str, str]]:
+    """Yield what beats plain decoding: on all counted prompts, and on each category."""
+    yield "verdict", verdict(result).sentence
+    if len(categories(result)) > 1:
+        for category, of_category in verdicts(result):
+            yield category, of_category.sentence

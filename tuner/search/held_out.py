@@ -1,0 +1,153 @@
+"""Tables of a search's settings on held-out prompts: decode phase, end to end, and by category. Measures nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from rich import box
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from studies.measurement import Measurement, geometric_means
+from tuner.tables import facts_grid, spaced
+
+NOTHING = "nothing beats plain decoding with 95 % confidence"
+FEWEST_SAMPLES = 2
+"""Samples without which there is no interval."""
+
+
+@dataclass(frozen=True)
+class ResultRow:
+    """A row of the final tables; without a measurement, the row of plain decoding."""
+
+    label: str
+    description: str
+    measurement: Measurement | None
+
+
+def results_table(rows: Sequence[ResultRow]) -> RenderableType:
+    """Return the settings side by side, on held-out prompts, each paired with plain decoding; a legend describes them."""
+    parts: list[RenderableType] = [_decode_table(rows)]
+    if all(row.measurement is None or row.measurement.end_to_end is not None for row in rows):
+        parts.append(_end_to_end_table(rows))
+    if categories := _categories(rows):
+        parts.append(_category_table(rows, categories))
+    legend = facts_grid()
+    for row in rows:
+        legend.add_row(row.label, spaced(row.description))
+    for term, meaning in _verdicts(rows, categories):
+        legend.add_row(term, meaning)
+    return Group(*parts, legend)
+
+
+def _measured(rows: Sequence[ResultRow]) -> dict[str, Measurement]:
+    return {row.label: row.measurement for row in rows if row.measurement is not None}
+
+
+def _table(title: str, headings: Sequence[str]) -> Table:
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("setting", no_wrap=True)
+    for heading in headings:
+        table.add_column(heading, justify="right", no_wrap=True)
+    return table
+
+
+def _decode_table(rows: Sequence[ResultRow]) -> Table:
+    measured = _measured(rows).values()
+    batch_size = max((each.batch_size for each in measured), default=1)
+    decode_in_lockstep = f" in batches of {batch_size}" if batch_size > 1 else ""
+    table = _table(
+        f"Held-out prompts{decode_in_lockstep}: speed-up of decoding over plain, with its 95 % interval",
+        ("speed-up", "tok/s", "accepted", "per round", "identical"),
+    )
+    rates = [each.plain_tokens_per_second for each in measured]
+    for row in rows:
+        if row.measurement is None:
+            table.add_row(Text(row.label), "1.00", _mean(rates), "", "1.00", "")
+        else:
+            table.add_row(Text(row.label), *_decode_figures(row.measurement))
+    return table
+
+
+def _mean(rates: Sequence[float]) -> str:
+    return f"{sum(rates) / len(rates):.1f}" if rates else ""
+
+
+def _decode_figures(measured: Measurement) -> tuple[str, ...]:
+    ties = f" + {measured.num_ties} ties" if measured.num_ties else ""
+    return (
+        f"{measured.speedup_interval():.2f}",
+        f"{measured.draft_tokens_per_second:.1f}",
+        f"{measured.draft_acceptance_rate:.0%}",
+        f"{measured.mean_acceptance_length:.2f}",
+        f"{measured.num_identical}/{measured.num_prompts}{ties}",
+    )
+
+
+def _end_to_end_table(rows: Sequence[ResultRow]) -> Table:
+    whole = [each.end_to_end for each in _measured(rows).values() if each.end_to_end is not None]
+    table = _table(
+        "End to end, prefill (time to first token, TTFT) included", ("speed-up", "tok/s", "TTFT ms", "over plain's")
+    )
+    plain_rates = [each.plain.tokens_per_second for each in whole]
+    plain_first = [each.plain_time_to_first_token_seconds * 1000 for each in whole]
+    for row in rows:
+        figures = None if row.measurement is None else row.measurement.end_to_end
+        if figures is None:
+            table.add_row(Text(row.label), "1.00", _mean(plain_rates), _mean(plain_first), "1.00")
+            continue
+        prefill = figures.prefill_over_plain()
+        table.add_row(
+            Text(row.label),
+            f"{figures.speedup_interval():.2f}",
+            f"{figures.draft.tokens_per_second:.1f}",
+            f"{figures.time_to_first_token_seconds * 1000:.1f}",
+            "" if prefill is None else f"{prefill:.2f}",
+        )
+    return table
+
+
+def _categories(rows: Sequence[ResultRow]) -> list[str]:
+    """Return the categories with enough samples for an interval; none if there is only one category."""
+    found = [each.by_category() for each in _measured(rows).values()][:1]
+    of_first = found[0] if found else {}
+    return [name for name, each in of_first.items() if len(each.samples) >= FEWEST_SAMPLES] if len(of_first) > 1 else []
+
+
+def _category_table(rows: Sequence[ResultRow], categories: Sequence[str]) -> Table:
+    """Return a row per setting and category, and the geometric mean over categories where each has an interval."""
+    table = _table("By category of prompts", ("category", "prompts", "decoding", "end to end"))
+    for label, measured in _measured(rows).items():
+        of_categories = measured.by_category()
+        for name in categories:
+            each = of_categories[name]
+            whole = each.end_to_end
+            cells = f"{each.speedup_interval():.2f}", "" if whole is None else f"{whole.speedup_interval():.2f}"
+            table.add_row(Text(label), Text(name), str(each.num_prompts), *cells)
+        if (means := geometric_means(of_categories)) is not None:
+            decode, end_to_end = means
+            cells = f"{decode:.2f}", "" if end_to_end is None else f"{end_to_end:.2f}"
+            table.add_row(Text(label), Text("geometric mean"), "", *cells)
+    return table
+
+
+def _verdicts(rows: Sequence[ResultRow], categories: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """Yield what the tables say about plain decoding: overall, and where nothing beats it."""
+    measured = list(_measured(rows).values())
+    beaten_overall = any(map(beats_plain, measured))
+    if measured and not beaten_overall:
+        yield "note", NOTHING
+    beaten = [name for name in categories if any(beats_plain(each.by_category()[name]) for each in measured)]
+    if beaten or beaten_overall:
+        yield from ((name, NOTHING) for name in categories if name not in beaten)
+
+
+def beats_plain(measured: Measurement) -> bool:
+    """Return True for a lossless setting whose speed-up of decoding has its 95 % interval above 1.
+
+    End to end the interval must not lie below 1.
+    """
+    faster = measured.speedup_interval().ci95[0] > 1.0 and not measured.is_slower_end_to_end
+    return faster and measured.is_lossless
