@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
+from rich.console import Console
 
 from tuner.bench.config import BenchConfig
 from tuner.cli.options import GroupedCommand, options_of, settings_from
-from tuner.cli.terminal import print_results, progress_on_stderr, use_threads
+from tuner.cli.prompt_sample import print_sample
+from tuner.cli.terminal import print_facts, print_results, progress_on_stderr, use_threads
+
+if TYPE_CHECKING:
+    from tuner.bench.task import BenchTask
 
 
 @click.command(cls=GroupedCommand)
 @options_of(BenchConfig)
-def bench(**flags: Any) -> None:
+@click.option("--dry-run", is_flag=True, help="Load and check everything, show a prompt, write nothing.")
+def bench(dry_run: bool, **flags: Any) -> None:
     """Compare a profile with what you would use instead.
 
     All contenders continue the same held-out prompts greedily, in one process, in turns, with one stopwatch; prefill and
@@ -49,8 +55,25 @@ def bench(**flags: Any) -> None:
 
     from tuner.bench.report import TABLE_WIDTH
     from tuner.bench.run import run_and_write
+    from tuner.bench.task import prepare_bench
 
     use_threads(config.threads)
     with progress_on_stderr() as progress:
+        if dry_run:
+            _print_plan(prepare_bench(config, config.profile, progress))
+            return
         shown = run_and_write(config, config.profile, config.out, progress=progress)
     print_results(shown, config.out, width=TABLE_WIDTH)
+
+
+def _print_plan(task: BenchTask) -> None:
+    console = Console()
+    print_facts(
+        console,
+        profile=task.config.profile,
+        prompts=f"{task.config.dataset}: {len(task.measured)} to measure, {len(task.choosing)} to choose options on, "
+        f"{task.max_new_tokens} tokens each",
+    )
+    print_sample(console, task.choosing, task.loaded.tokenizer)
+    print_facts(console, against=", ".join(task.names), results=task.config.out)
+    console.print("dry run: nothing was written")

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 from rich.console import Console
 
 from tuner.cli.options import GroupedCommand, options_of
+from tuner.cli.prompt_sample import print_sample
 from tuner.cli.terminal import CONFIG_OPTION, print_facts, progress_on_stderr, resumable, use_threads
 from tuner.config import DistillSettings, SearchConfig, load_config
 from tuner.prompt_settings import DATA_FIELDS
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from tuner.heads.distill import Distillation
 
 OF_THE_SEARCH = (
     "model",
@@ -34,8 +40,9 @@ OF_THE_SEARCH = (
 @CONFIG_OPTION
 @options_of(DistillSettings)
 @options_of(SearchConfig, only=OF_THE_SEARCH, flags={"heads": "--out"}, may_be_in_file=True)
+@click.option("--dry-run", is_flag=True, help="Load and check everything, show a prompt, write nothing.")
 @click.option("--overwrite", is_flag=True, help="Replace the heads asked for, and unfinished work of other settings.")
-def distill(config_file: Path | None, overwrite: bool, **flags: Any) -> None:
+def distill(config_file: Path | None, dry_run: bool, overwrite: bool, **flags: Any) -> None:
     """Train exit heads, with which early exits draft better (self-distillation, our formulation).
 
     A head is one more decoder layer after the first N. The model continues the training prompts, and the head of each exit
@@ -65,6 +72,9 @@ def distill(config_file: Path | None, overwrite: bool, **flags: Any) -> None:
         work = prepare(config, progress)
         finished = {} if overwrite else work.finished()
         missing = [exit_layer for exit_layer in work.exits if exit_layer not in finished]
+        if dry_run:
+            _print_plan(results, work, missing)
+            return
         with resumable():
             made = distil_and_track(work, missing, config, progress, overwrite=overwrite) if missing else None
     results.print(exits_table(dict(sorted({**finished, **(made.facts if made else {})}.items()))))
@@ -77,3 +87,15 @@ def distill(config_file: Path | None, overwrite: bool, **flags: Any) -> None:
             review=ui_command(config.tracking_uri),
         )
     print_facts(results, heads=f"{config.heads}   (sdtune search --heads {config.heads})")
+
+
+def _print_plan(console: Console, work: Distillation, missing: Sequence[int]) -> None:
+    texts = work.training_texts
+    print_facts(
+        console,
+        heads=f"{work.folder}: {len(missing)} to train, for exits {', '.join(map(str, missing))}",
+        prompts=f"{len(texts.prompts)} to train on, {texts.samples} continuations of {texts.response_tokens} tokens each; "
+        f"{len(work.prompts.held_out)} held out for the evaluation",
+    )
+    print_sample(console, work.training_prompts, work.loaded.tokenizer)
+    console.print("dry run: nothing was written")

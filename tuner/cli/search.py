@@ -9,6 +9,7 @@ import click
 from rich.console import Console
 
 from tuner.cli.options import GroupedCommand, options_of
+from tuner.cli.prompt_sample import print_sample
 from tuner.cli.terminal import CONFIG_OPTION, print_facts, progress_on_stderr, quieten_optuna, use_threads
 from tuner.config import SearchConfig, load_config
 
@@ -75,6 +76,7 @@ def _print_plan(console: Console, task: Task) -> None:
         f"{len(prompts.held_out)} held out, {config.max_new_tokens} tokens each{batches}",
         heads=_planned_heads(task),
     )
+    print_sample(console, prompts.tuning, task.loaded.tokenizer)
     for name in config.study:
         print_facts(console, study=f"{name}: {config.study_settings(name)}")
     print_facts(

@@ -15,9 +15,9 @@ from typing import Any
 import datasets
 import huggingface_hub
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
+from tests.support.byte_tokenizer import BOS, CHAT_TEMPLATE, byte_tokenizer
 from tuner.errors import DatasetError
 from tuner.inputs.content import Content
 from tuner.inputs.datasets import open_table
@@ -27,12 +27,7 @@ from tuner.inputs.prompts import PromptSet, load_prompts
 from tuner.inputs.templates import Template
 from tuner.prompt_settings import PromptSettings
 
-BOS = 256
 WORDS = [f"prompt number {number}" for number in range(20)]
-CHAT_TEMPLATE = (
-    "{% for m in messages %}[{{ m.role }}] {{ m.content }}{% endfor %}"
-    "{% if add_generation_prompt %}[assistant]{% endif %}"
-)
 
 
 @pytest.fixture(autouse=True)
@@ -45,12 +40,7 @@ def _no_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def tokenizer() -> PreTrainedTokenizerFast:
     """Byte-level tokenizer: a beginning-of-sequence token, then one token per byte."""
-    vocabulary = {byte: index for index, byte in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))} | {"<s>": BOS}
-    inner = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
-    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    inner.decoder = decoders.ByteLevel()
-    inner.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", BOS)])
-    return PreTrainedTokenizerFast(tokenizer_object=inner, bos_token="<s>", model_max_length=64)
+    return byte_tokenizer()
 
 
 def load(source: Path | str, tokenizer: Any, num_tuning: int = 2, num_held_out: int = 2, **options: Any) -> PromptSet:
