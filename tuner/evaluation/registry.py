@@ -10,6 +10,7 @@ from tuner.evaluation.contract import Evaluation
 
 EVALUATIONS: Mapping[str, str] = MappingProxyType(
     {
+        "suite": "tuner.evaluation.suite.settings:SuiteEvaluation",
         "rules": "tuner.evaluation.rules.settings:RulesEvaluation",
         "searches": "tuner.evaluation.searches.settings:SearchesEvaluation",
         "predictions": "tuner.evaluation.predictions.settings:PredictionsEvaluation",

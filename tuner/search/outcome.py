@@ -10,7 +10,7 @@ from tempfile import TemporaryDirectory
 
 from decoding.draft_length import Fixed
 from decoding.drafts import Draft, PlainDecoding
-from decoding.fingerprint import tokenizer_sha256
+from decoding.fingerprint import fingerprint, tokenizer_sha256
 from decoding.profile import (
     CategoryFigures,
     DatasetFacts,
@@ -25,9 +25,11 @@ from decoding.profile import (
     SearchCost,
     TargetIdentity,
 )
+from decoding.target import Target
 from studies.contract import TrialRecord, best_trials
 from studies.measurement import Measurement
 from tuner.inputs.environment import device_name, git_revision, versions
+from tuner.inputs.models import Loaded
 from tuner.measuring.paired import Bench
 from tuner.search.decision import Confirmed, objection
 from tuner.search.held_out import ResultRow
@@ -85,7 +87,7 @@ def conclude(
     wins = refused is None
     profile = DraftProfile(
         name=f"{task.config.resolved_experiment()}-{trial.study.replace('_', '-') if wins else 'plain'}",
-        target=_profile_target(task),
+        target=target_identity(task.loaded, task.target),
         draft=_placed(task, trial.candidate.draft, task.config.out) if wins else PlainDecoding(),
         draft_length=trial.candidate.draft_length if wins else Fixed(),
         decoding=task.decoding,
@@ -170,17 +172,19 @@ def _categories(measurement: Measurement) -> dict[str, CategoryFigures]:
     }
 
 
-def _profile_target(task: Task) -> TargetIdentity:
+def target_identity(loaded: Loaded, target: Target) -> TargetIdentity:
+    """Return the identity of a loaded model, as a profile holds it."""
+    model = fingerprint(loaded.model)
     return TargetIdentity(
-        model=task.loaded.name,
-        revision=task.loaded.revision,
-        architecture=type(task.loaded.model).__name__,
-        num_layers=task.target.num_layers,
-        dtype=str(task.target.dtype).removeprefix("torch."),
-        device=str(task.target.device),
-        config_sha256=task.model.config_sha256,
-        weights_sha256=task.model.weights_sha256,
-        tokenizer_sha256=tokenizer_sha256(task.loaded.tokenizer),
+        model=loaded.name,
+        revision=loaded.revision,
+        architecture=type(loaded.model).__name__,
+        num_layers=target.num_layers,
+        dtype=str(target.dtype).removeprefix("torch."),
+        device=str(target.device),
+        config_sha256=model.config_sha256,
+        weights_sha256=model.weights_sha256,
+        tokenizer_sha256=tokenizer_sha256(loaded.tokenizer),
     )
 
 
@@ -192,7 +196,7 @@ def save_best_so_far(task: Task, records: Iterable[TrialRecord]) -> tuple[TrialR
     out = task.config.out.with_suffix(".unconfirmed.yaml")
     DraftProfile(
         name=f"{task.config.resolved_experiment()}-unconfirmed",
-        target=_profile_target(task),
+        target=target_identity(task.loaded, task.target),
         draft=_placed(task, best.candidate.draft, out),
         draft_length=best.candidate.draft_length,
         decoding=task.decoding,
