@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,15 +15,16 @@ import torch
 from pydantic import Field
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
-from torch import nn
 
 from decoding.documents.atomic_write import write_atomically
 from decoding.documents.strict_yaml import Document, validate
 from decoding.errors import ExitHeadError, one_line
 from decoding.fingerprint import Fingerprint, fingerprint
-from decoding.target import Target
+from decoding.target import DraftVocabulary, ExitHead, Target
 
 METADATA_KEY = "sdtune"
+VOCABULARY_KEY = "sdtune_draft_vocabulary"
+"""Name of the tensor of token ids that a head drafts from, beside its weights."""
 
 
 class ExitFigures(Document):
@@ -62,6 +64,7 @@ class HeadFacts(Document):
     architecture: str
     config_sha256: str
     weights_sha256: str
+    draft_vocabulary: int | None = Field(None, ge=1, description="number of tokens that it drafts from; None for all")
     training: HeadTraining | None = None
 
 
@@ -75,9 +78,12 @@ def prompt_sha256(token_ids: tuple[int, ...] | list[int]) -> str:
     return hashlib.sha256(json.dumps(list(token_ids)).encode()).hexdigest()[:16]
 
 
-def save_exit_head(path: Path, head: nn.Module, facts: HeadFacts) -> str:
+def save_exit_head(path: Path, head: ExitHead, facts: HeadFacts) -> str:
     """Write a head atomically and return the SHA-256 of its file; raise `ExitHeadError` if it cannot be written."""
-    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in head.state_dict().items()}
+    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in head.block.state_dict().items()}
+    if head.vocabulary is not None:
+        tensors[VOCABULARY_KEY] = torch.tensor(head.vocabulary.token_ids, dtype=torch.int32)
+        facts = facts.model_copy(update={"draft_vocabulary": len(head.vocabulary.token_ids)})
     content = save(tensors, metadata={METADATA_KEY: facts.model_dump_json(by_alias=True)})
     write_atomically(path, content, what="the exit head", error=ExitHeadError)
     return hashlib.sha256(content).hexdigest()
@@ -110,7 +116,7 @@ def file_sha256(path: Path) -> str:
         raise ExitHeadError(f"cannot read the exit head {path}: {cause.strerror or cause}") from None
 
 
-def load_exit_head(path: Path, target: Target, exit_layer: int, model: Fingerprint | None = None) -> nn.Module:
+def load_exit_head(path: Path, target: Target, exit_layer: int, model: Fingerprint | None = None) -> ExitHead:
     """Return the frozen head of one exit, in the precision and on the device of `target`.
 
     `model` is the target's fingerprint, computed if it is not given. Raises `ExitHeadError` for a missing or damaged file, and for
@@ -125,15 +131,28 @@ def load_exit_head(path: Path, target: Target, exit_layer: int, model: Fingerpri
         )
     if facts.exit_layer != exit_layer:
         raise ExitHeadError(f"the exit head {path} is for exit layer {facts.exit_layer}, not {exit_layer}")
-    head = target.new_exit_head().requires_grad_(False)
+    block = target.new_exit_head().block.requires_grad_(False)
     try:
         with safe_open(path, framework="pt") as file:
-            head.load_state_dict({name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118 - not a mapping
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
+        token_ids = tensors.pop(VOCABULARY_KEY, None)
+        block.load_state_dict(tensors)
     except (SafetensorError, OSError, RuntimeError) as cause:
         raise ExitHeadError(f"the exit head {path} is damaged: {one_line(cause)}") from None
-    if not all(torch.isfinite(parameter).all() for parameter in head.parameters()):
+    if not all(torch.isfinite(parameter).all() for parameter in block.parameters()):
         raise ExitHeadError(f"the exit head {path} is damaged: it holds non-finite weights")
-    return head
+    vocabulary = None if token_ids is None else DraftVocabulary(tuple(token_ids.tolist()))
+    _check_vocabulary(path, vocabulary, facts, target)
+    return ExitHead(block, vocabulary)
+
+
+def _check_vocabulary(path: Path, vocabulary: DraftVocabulary | None, facts: HeadFacts, target: Target) -> None:
+    """Raise `ExitHeadError` unless the tokens are as many as the file says, ascending, and the model's."""
+    token_ids = vocabulary.token_ids if vocabulary else ()
+    ascends = all(one < other for one, other in pairwise(token_ids))
+    within = not token_ids or (token_ids[0] >= 0 and token_ids[-1] < target.config.vocab_size)
+    if len(token_ids) != (facts.draft_vocabulary or 0) or not ascends or not within:
+        raise ExitHeadError(f"the exit head {path} is damaged: its draft vocabulary is not one of this model")
 
 
 def check_head_file(path: Path, sha256: str) -> None:

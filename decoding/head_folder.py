@@ -7,8 +7,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import TypeVar
 
-from torch import nn
-
 from decoding.documents.atomic_write import write_atomically
 from decoding.drafts import DraftDocument, EarlyExit
 from decoding.errors import ExitHeadError
@@ -22,7 +20,7 @@ from decoding.exit_heads import (
     read_facts,
 )
 from decoding.fingerprint import Fingerprint, fingerprint
-from decoding.target import Target
+from decoding.target import ExitHead, Target
 
 MAX_LOADED = 4
 """Heads kept in memory; others are read again when they are asked for."""
@@ -43,7 +41,7 @@ class HeadFolder:
         self._target = target
         self.folder = folder
         # A plain dictionary: a cached method would refer to itself, and keep all this until a garbage collection.
-        self._loaded: dict[tuple[int, str, str], nn.Module] = {}
+        self._loaded: dict[tuple[int, str, str], ExitHead] = {}
 
     def facts(self, exit_layer: int) -> HeadFacts | None:
         """Return the metadata of an exit's head, or None if the folder has no head for it."""
@@ -70,7 +68,12 @@ class HeadFolder:
                 continue
             path = self.folder / head_name(exit_layer)
             _refuse_if_trained_on(held_out, path, facts)
-            found[exit_layer] = EarlyExit(exit_layer=exit_layer, head=path.name, head_sha256=file_sha256(path))
+            found[exit_layer] = EarlyExit(
+                exit_layer=exit_layer,
+                head=path.name,
+                head_sha256=file_sha256(path),
+                draft_vocabulary=facts.draft_vocabulary,
+            )
         return found
 
     def missing(self, exit_layers: Iterable[int]) -> tuple[int, ...]:
@@ -87,7 +90,7 @@ class HeadFolder:
         runs = {(each.training.seconds, each.training.steps) for each in self._existing(exit_layers) if each.training}
         return sum(seconds for seconds, _ in runs)
 
-    def get(self, draft: EarlyExit) -> nn.Module:
+    def get(self, draft: EarlyExit) -> ExitHead:
         """Return the loaded head of `draft`, which must have one; raise `ExitHeadError` if its file is missing or differs."""
         assert draft.head is not None, "an exit without a head needs none"
         assert draft.head_sha256 is not None, "a draft with a head has its hash"
@@ -123,7 +126,7 @@ class HeadFolder:
     def _existing(self, exit_layers: Iterable[int]) -> list[HeadFacts]:
         return [facts for layer in exit_layers if (facts := self.facts(layer)) is not None]
 
-    def _read(self, exit_layer: int, name: str, sha256: str) -> nn.Module:
+    def _read(self, exit_layer: int, name: str, sha256: str) -> ExitHead:
         check_head_file(self.folder / name, sha256)
         return load_exit_head(self.folder / name, self._target, exit_layer, self._model)
 

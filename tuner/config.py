@@ -90,6 +90,12 @@ class DistillSettings(Document):
         description="Peak learning rate, after the warm-up; default: 1 / hidden size.",
         json_schema_extra=TRAINING,
     )
+    draft_vocabulary: int | None = Field(
+        None,
+        ge=1,
+        description="Tokens that the heads draft from, the most frequent ones; default: a quarter of 32,768 or more, else all.",
+        json_schema_extra=TRAINING,
+    )
     heads_at_once: int | None = Field(
         None,
         ge=1,

@@ -9,7 +9,7 @@ drafted nothing, is pending in the branch of the cache until the head's next pas
 
 from __future__ import annotations
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from decoding.acceptance import Acceptance
 from decoding.cache.kv_cache import KVCache
@@ -23,14 +23,14 @@ from decoding.head_folder import HeadFolder
 from decoding.profile import Decoding
 from decoding.runners.contract import Outputs, Written
 from decoding.runners.greedy_chain import one_token, write_by
-from decoding.target import Target
+from decoding.target import ExitHead, Target
 from decoding.text import Shaping, TokenSequence
 
 
 class EarlyExitDrafter:
     """The first `exit_layer` blocks, `head`, and the target's own final norm and LM head."""
 
-    def __init__(self, target: Target, exit_layer: int, head: nn.Module, *, prefix_reuse: bool = True) -> None:
+    def __init__(self, target: Target, exit_layer: int, head: ExitHead, *, prefix_reuse: bool = True) -> None:
         self._features = target.runner.features
         self._exit = target.exit_view(exit_layer, head)
         self._whole = target.tapped_view(exit_layer)

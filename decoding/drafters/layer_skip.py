@@ -17,16 +17,25 @@ from decoding.drafts import LayerSkip
 from decoding.head_folder import HeadFolder
 from decoding.profile import Decoding
 from decoding.runners.contract import Outputs, Written
-from decoding.target import Target
+from decoding.target import DraftVocabulary, Target
 from decoding.text import Shaping, TokenSequence
 
 
 class LayerSkipDrafter:
-    """A view of the target without the skipped sublayers."""
+    """A view of the target without the skipped sublayers, choosing from `vocabulary` if there is one."""
 
-    def __init__(self, target: Target, skip: LayerSkip, *, prefix_reuse: bool = True) -> None:
+    def __init__(
+        self,
+        target: Target,
+        skip: LayerSkip,
+        *,
+        prefix_reuse: bool = True,
+        vocabulary: DraftVocabulary | None = None,
+    ) -> None:
         self._target = target
-        self._view = target.draft_view(skip.skip_attention, skip.skip_mlp, keep_boundary=prefix_reuse)
+        self._view = target.draft_view(
+            skip.skip_attention, skip.skip_mlp, keep_boundary=prefix_reuse, vocabulary=vocabulary
+        )
         boundary = self._view.boundary
         self._resume = target.resume_view(boundary) if boundary and self._view.keeps_boundary else None
 

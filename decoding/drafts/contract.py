@@ -61,6 +61,11 @@ class DraftDocument(Document):
         return Need.EXIT_HEAD in self.needs
 
     @property
+    def num_draft_tokens(self) -> int | None:
+        """Size of the vocabulary that the draft chooses from; None for the model's."""
+        return None
+
+    @property
     def files(self) -> Mapping[str, str]:
         """SHA-256 of each file that lies beside the profile, by file name."""
         return {}

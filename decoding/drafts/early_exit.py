@@ -23,6 +23,12 @@ class EarlyExit(DraftDocument):
     exit_layer: int = Field(ge=1, description="number of the target's blocks that the draft runs (N)")
     head: str | None = Field(None, description="file of the exit head, beside the profile")
     head_sha256: str | None = None
+    draft_vocabulary: int | None = Field(
+        None,
+        ge=1,
+        exclude_if=lambda size: size is None,
+        description="number of tokens that the head drafts from; all without it",
+    )
     lookup: LookupBefore = None
     takes_lookup: ClassVar[bool] = True
 
@@ -37,6 +43,8 @@ class EarlyExit(DraftDocument):
     def _head_is_identified(self) -> EarlyExit:
         if (self.head is None) != (self.head_sha256 is None):
             raise ValueError("a head is given by head and head_sha256, both or neither")
+        if self.draft_vocabulary is not None and self.head is None:
+            raise ValueError("draft_vocabulary belongs to a head: an exit without one drafts from all tokens")
         return self
 
     @property
@@ -46,12 +54,19 @@ class EarlyExit(DraftDocument):
 
     def describe(self) -> str:
         """Return one short phrase for tables."""
-        return describe_after(self.lookup, f"exit at {self.exit_layer}, {'trained head' if self.head else 'no head'}")
+        head = "trained head" if self.head else "no head"
+        tokens = f" for {self.draft_vocabulary:,} tokens" if self.draft_vocabulary else ""
+        return describe_after(self.lookup, f"exit at {self.exit_layer}, {head}{tokens}")
 
     @property
     def needs(self) -> frozenset[Need]:
         """Passes over the first blocks, and the exit head if there is one."""
         return frozenset({Need.MODEL_PASS, Need.EXIT_HEAD} if self.head else {Need.MODEL_PASS})
+
+    @property
+    def num_draft_tokens(self) -> int | None:
+        """Number of tokens that the head drafts from; None for all."""
+        return self.draft_vocabulary
 
     @property
     def files(self) -> Mapping[str, str]:

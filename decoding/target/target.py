@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -25,6 +26,7 @@ from decoding.target.anatomy import examine, find_mask_kinds, find_rope_change, 
 from decoding.target.attention import repeats_of, with_grouped_attention
 from decoding.target.draft_vocabulary import DraftVocabulary
 from decoding.target.equivalence import check_runner, find_shared_pass_difference
+from decoding.target.exit_head import ExitHead
 from decoding.target.fused import tied_addresses, with_fused_projections
 from decoding.target.parts import LMHead, ModelPart, find_lm_head, run_whole, with_blocks, with_packed_linears
 from decoding.target.stand_ins import Emit, FixedShapes, Head, Identity, PassState, Tap, first_of
@@ -58,6 +60,8 @@ class Target:
         self.runner: Runner = self._build_runner(runner, exact_width)
         # Only where it is needed: weights that are not in memory have no address.
         self._tied = tied_addresses(model) if self.runner.features.fused_projections else frozenset()
+        self._lm_head_rows: dict[DraftVocabulary, LMHead] = {}
+        self._narrow_lm_heads: dict[DraftVocabulary, LMHead] = {}
         self._packs = self.runner.block_call is not None
         self.stack = [self.prepare_block(block, index) for index, block in enumerate(self.blocks)]
         self.whole = self.part(self.stack, is_whole=True)
@@ -87,17 +91,19 @@ class Target:
         is_whole: bool = False,
         verifies: bool = False,
         drafts: bool = False,
+        vocabulary: DraftVocabulary | None = None,
     ) -> ModelPart:
         """Return the model with `blocks` in place of its own, whose stand-ins share `current`.
 
-        One that `drafts` chooses from the draft vocabulary, if there is one.
+        One that `drafts` chooses from `vocabulary`, or else from the runner's draft vocabulary, if there is one. Raises
+        `UnsupportedModelError` for a vocabulary if the LM head is not a plain linear layer.
         """
         return ModelPart(
             self.model,
             self.anatomy.path,
             blocks,
             current,
-            lm_head=self._draft_lm_head if drafts else self._lm_head,
+            lm_head=self._lm_head_of(vocabulary) if drafts else self._lm_head,
             is_whole=is_whole,
             verifies=verifies,
         )
@@ -124,15 +130,34 @@ class Target:
         )
         if size is None or name is None:
             return self._lm_head
-        own = getattr(self.model, name)
-        vocabulary = DraftVocabulary.of_most_frequent(size, own.out_features, counts)
-        if vocabulary is None:
-            return self._lm_head
-        rows: nn.Module = vocabulary.rows_of(own)
-        token_ids = torch.tensor(vocabulary.token_ids, device=own.weight.device)
-        if self._lm_head is None:
-            return LMHead(name, own, rows, None, token_ids)
-        return LMHead(name, own, with_packed_linears(rows), self._lm_head.call, token_ids)
+        vocabulary = DraftVocabulary.of_most_frequent(size, getattr(self.model, name).out_features, counts)
+        return self._lm_head if vocabulary is None else self._narrow_lm_head(vocabulary)
+
+    def _lm_head_of(self, vocabulary: DraftVocabulary | None) -> LMHead | None:
+        """Return the LM head of drafts that choose from `vocabulary`; None for the runner's draft vocabulary."""
+        return self._draft_lm_head if vocabulary is None else self._narrow_lm_head(vocabulary)
+
+    def _narrow_lm_head(self, vocabulary: DraftVocabulary) -> LMHead:
+        """Return the rows of the LM head for `vocabulary` as this target's runner calls them."""
+        if vocabulary not in self._narrow_lm_heads:
+            narrow = self._rows_of_lm_head(vocabulary)
+            if self._lm_head is not None:
+                narrow = replace(narrow, module=with_packed_linears(narrow.module), call=self._lm_head.call)
+            self._narrow_lm_heads[vocabulary] = narrow
+        return self._narrow_lm_heads[vocabulary]
+
+    def _rows_of_lm_head(self, vocabulary: DraftVocabulary) -> LMHead:
+        """Return the rows of the LM head for `vocabulary`; raise `UnsupportedModelError` if it has no plain rows."""
+        if vocabulary not in self._lm_head_rows:
+            name = find_lm_head(self.model)
+            if name is None:
+                raise UnsupportedModelError(
+                    "drafts from fewer tokens need a model whose LM head is a plain linear layer"
+                )
+            own = getattr(self.model, name)
+            token_ids = torch.tensor(vocabulary.token_ids, device=own.weight.device)
+            self._lm_head_rows[vocabulary] = LMHead(name, own, vocabulary.rows_of(own), None, token_ids)
+        return self._lm_head_rows[vocabulary]
 
     def prepare_block(self, block: nn.Module, index: int) -> nn.Module:
         """Return `block` at the model's block index `index`, as this target's runner calls it."""
@@ -211,6 +236,12 @@ class Target:
         return len(self.blocks)
 
     @property
+    def num_lm_head_rows(self) -> int | None:
+        """Number of rows of the LM head, from which drafts may choose some; None if it is not a plain linear layer."""
+        name = find_lm_head(self.model)
+        return None if name is None else getattr(self.model, name).out_features
+
+    @property
     def device(self) -> torch.device:
         """Device of the token ids."""
         return self.model.get_input_embeddings().weight.device
@@ -258,12 +289,21 @@ class Target:
         """
         return self.run(self.whole, token_ids, cache, start, last_only=last_only).logits
 
-    def draft_view(self, skip_attention: Sequence[int], skip_mlp: Sequence[int], *, keep_boundary: bool) -> DraftView:
-        """Return the model without these sublayers.
+    def draft_view(
+        self,
+        skip_attention: Sequence[int],
+        skip_mlp: Sequence[int],
+        *,
+        keep_boundary: bool,
+        vocabulary: DraftVocabulary | None = None,
+    ) -> DraftView:
+        """Return the model without these sublayers, choosing from `vocabulary` if there is one.
 
-        `keep_boundary` records the states before the first block with a skip.
+        `keep_boundary` records the states before the first block with a skip. Raises `UnsupportedModelError` for a vocabulary if
+        the LM head is not a plain linear layer.
         """
-        return DraftView(self, frozenset(skip_attention), frozenset(skip_mlp), keep_boundary=keep_boundary)
+        skips = frozenset(skip_attention), frozenset(skip_mlp)
+        return DraftView(self, *skips, keep_boundary=keep_boundary, vocabulary=vocabulary)
 
     def resume_view(self, boundary: int, *, keep_states: bool = False) -> ResumeView:
         """Return the model from block `boundary` on, for known input states of that block.
@@ -280,17 +320,20 @@ class Target:
         """Return the whole model, which also outputs the states before block `boundary`."""
         return TappedView(self, boundary)
 
-    def exit_view(self, exit_layer: int, head: nn.Module) -> ExitView:
-        """Return the first `exit_layer` blocks, `head`, and the model's own final norm and LM head."""
+    def exit_view(self, exit_layer: int, head: ExitHead) -> ExitView:
+        """Return the first `exit_layer` blocks, `head`, and the model's own final norm and LM head.
+
+        Raises `UnsupportedModelError` if the head has a vocabulary of its own and the LM head is not a plain linear layer.
+        """
         return ExitView(self, exit_layer, head)
 
-    def new_exit_head(self) -> nn.Module:
-        """Return a copy of the last block as a new exit head.
+    def new_exit_head(self, vocabulary: DraftVocabulary | None = None) -> ExitHead:
+        """Return a copy of the last block as a new exit head that drafts from `vocabulary`, or from all tokens.
 
         It is on the block's device and in its precision.
         """
-        head = copy.deepcopy(self.blocks[-1])
-        return head.requires_grad_(True).eval()
+        block = copy.deepcopy(self.blocks[-1])
+        return ExitHead(block.requires_grad_(True).eval(), vocabulary)
 
     def exit_states(
         self, token_ids: Tensor, exit_layers: Sequence[int], *, first: int = 0
@@ -311,18 +354,22 @@ class Target:
         logits = run_whole(view, token_ids, first)
         return {exit_layer: kept[0] for exit_layer, kept in states.items()}, logits
 
-    def exit_logits(self, token_ids: Tensor, states: Tensor, head: nn.Module | None, *, first: int = 0) -> Tensor:
+    def exit_logits(self, token_ids: Tensor, states: Tensor, head: ExitHead | None, *, first: int = 0) -> Tensor:
         """Return logits [batch, length - first, vocabulary] of an exit, from position `first` on.
 
-        `states` [batch, length, hidden] are the exit's states of `token_ids` [batch, length]. `head` is a block of
-        `new_exit_head`, which receives gradients, or None to use the states as they are.
+        `states` [batch, length, hidden] are the exit's states of `token_ids` [batch, length]. The block of `head` receives
+        gradients; without a head the states are used as they are. Tokens outside the head's vocabulary get `LEFT_OUT`.
         """
         emit = Emit(self.blocks[0], self.anatomy.block_outputs)
         emit.states = states
         blocks = [emit, *(Identity(block, self.anatomy.block_outputs) for block in list(self.blocks)[1:])]
         if head is not None:
-            blocks[-1] = Head(head)
-        return run_whole(with_blocks(self.model, self.anatomy.path, blocks), token_ids, first)
+            blocks[-1] = Head(head.block)
+        view = with_blocks(self.model, self.anatomy.path, blocks)
+        if head is not None and head.vocabulary is not None:
+            rows = self._rows_of_lm_head(head.vocabulary)
+            setattr(view, rows.name, rows.stand_in(PassState()))
+        return run_whole(view, token_ids, first)
 
     def check_exit_layer(self, exit_layer: int) -> None:
         """Raise ValueError unless the model can exit after its first `exit_layer` blocks."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
@@ -9,6 +10,8 @@ from torch import Tensor, nn
 from decoding.cache.kv_cache import KVCache
 from decoding.cache.rounds_cache import RoundsCache
 from decoding.runners.contract import Outputs, Written
+from decoding.target.draft_vocabulary import DraftVocabulary
+from decoding.target.exit_head import ExitHead
 from decoding.target.parts import ModelPart, without
 from decoding.target.stand_ins import Head, Identity, LastPosition, PassState, Resume, Tap
 
@@ -23,7 +26,13 @@ class DraftView:
     """
 
     def __init__(
-        self, target: Target, skip_attention: frozenset[int], skip_mlp: frozenset[int], *, keep_boundary: bool
+        self,
+        target: Target,
+        skip_attention: frozenset[int],
+        skip_mlp: frozenset[int],
+        *,
+        keep_boundary: bool,
+        vocabulary: DraftVocabulary | None = None,
     ) -> None:
         _check_indices(skip_attention | skip_mlp, target.num_layers)
         self.boundary = min(skip_attention | skip_mlp, default=None)
@@ -37,7 +46,7 @@ class DraftView:
         current = PassState()
         if self.boundary and self.keeps_boundary:
             blocks[self.boundary - 1] = Tap(blocks[self.boundary - 1], current.tapped)
-        self._part = target.part(blocks, current, drafts=True)
+        self._part = target.part(blocks, current, drafts=True, vocabulary=vocabulary)
 
     def forward(self, token_ids: Tensor, cache: KVCache, start: int) -> Tensor:
         """Return logits [1, vocabulary] after the last of `token_ids` [1, width]."""
@@ -180,10 +189,10 @@ class ExitView:
     mask and rotary embeddings of the block it was copied from.
     """
 
-    def __init__(self, target: Target, exit_layer: int, head: nn.Module) -> None:
+    def __init__(self, target: Target, exit_layer: int, head: ExitHead) -> None:
         target.check_exit_layer(exit_layer)
         self._target = target
-        head = target.prepare_block(head, target.num_layers - 1)
+        block, vocabulary = target.prepare_block(head.block, target.num_layers - 1), head.vocabulary
         passed_by = [Identity(block, target.anatomy.block_outputs) for block in target.stack]
         between = passed_by[exit_layer:-1]
 
@@ -193,10 +202,11 @@ class ExitView:
 
         step, pending, fill = PassState(), PassState(), PassState()
         narrowed = [LastPosition(block, pending) for block in first_blocks(pending)]
-        catch_up = Resume(Head(head), pending, appends=True)
-        self._step = target.part([*first_blocks(step), *between, Head(head)], step, drafts=True)
-        self._from_pending = target.part([*narrowed, *between, catch_up], pending, drafts=True)
-        self._head_only = target.part([*passed_by[:-1], Resume(Head(head), fill)], fill, drafts=True)
+        catch_up = Resume(Head(block), pending, appends=True)
+        drafting = partial(target.part, drafts=True, vocabulary=vocabulary)
+        self._step = drafting([*first_blocks(step), *between, Head(block)], step)
+        self._from_pending = drafting([*narrowed, *between, catch_up], pending)
+        self._head_only = drafting([*passed_by[:-1], Resume(Head(block), fill)], fill)
 
     def forward(self, token_ids: Tensor, cache: KVCache, start: int, pending: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return logits [1, vocabulary] after the last of `token_ids` [1, width], and its exit state.

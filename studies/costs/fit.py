@@ -42,6 +42,7 @@ def fit_costs(terms: Terms, timed: Mapping[Pass, float], held_out: Mapping[Pass,
         kinds=terms.kinds,
         widths=terms.widths,
         contexts=terms.contexts,
+        num_tokens=terms.num_tokens,
         seconds=TermSeconds.model_validate({name: group.tolist() for name, group in terms.split(values).items()}),
         error=_error(terms, values, held_out),
     )

@@ -16,6 +16,8 @@ FITTED_SHARES = ((0.5, 0.2), (0.2, 0.5), (0.8, 0.5))
 BLOCK_SHARES = (0.33, 0.67, 0.9)
 """Shares of whole blocks that drafts for the fit skip. The largest share exposes a draft's costs outside its blocks."""
 HELD_OUT_SHARES = ((0.15, 0.15), (0.3, 0.1), (0.4, 0.6), (0.6, 0.5))
+FITTED_TOKENS, HELD_OUT_TOKENS = (0.25,), (0.125,)
+"""Shares of the vocabulary that drafts for the fit, and for its error, choose from."""
 BOUNDARIES = (0.5, 0.25, 0.75)
 """Relative depths at which verifications for the fit resume; each width uses the next one in turn."""
 
@@ -30,11 +32,26 @@ def plan_passes(terms: Terms, seed: int) -> tuple[list[Pass], list[Pass]]:
     held_out = [skip for skip in dict.fromkeys(_held_out_skips(terms, stream)) if skip not in fitted]
     first, *others = terms.contexts
     looking = [DraftStep(skip, first, looks=True) for skip in fitted[: len(BLOCK_SHARES)]]
+    narrow = [DraftStep(skip, first, num_tokens=each) for skip in fitted[:2] for each in _narrow(terms, FITTED_TOKENS)]
+    held_out_narrow = [
+        DraftStep(skip, first, num_tokens=each) for skip in fitted[2:3] for each in _narrow(terms, HELD_OUT_TOKENS)
+    ]
     return (
         # Skipping attention isolates the cost that depends on the context; the first context determines all other terms.
-        [*_steps([*attentions, *fitted], [first]), *looking, *_steps(attentions, others), *_verifications(terms)],
-        [*_steps(held_out or fitted[-1:], terms.contexts), *_resumed(terms, stream)],
+        [
+            *_steps([*attentions, *fitted], [first]),
+            *looking,
+            *narrow,
+            *_steps(attentions, others),
+            *_verifications(terms),
+        ],
+        [*_steps(held_out or fitted[-1:], terms.contexts), *held_out_narrow, *_resumed(terms, stream)],
     )
+
+
+def _narrow(terms: Terms, shares: Iterable[float]) -> list[int]:
+    """Return the sizes of smaller vocabularies; none if drafts choose from all tokens."""
+    return [] if terms.num_tokens is None else [max(1, round(share * terms.num_tokens)) for share in shares]
 
 
 def _steps(skips: Iterable[LayerSkip], contexts: Sequence[int]) -> Iterator[Pass]:

@@ -39,6 +39,7 @@ class TermSeconds(Document):
     narrowed: Seconds = Field(description="further seconds of a block that processes only the last of several tokens")
     choice: Seconds = Field(description="further seconds of a draft step: choosing the token and keeping it")
     look: Seconds = Field(description="further seconds of a draft step if a rule looks at the distribution")
+    left_out: Seconds = Field(0.0, description="seconds that a draft step saves if it leaves the whole vocabulary out")
 
 
 class CostError(Document):
@@ -60,6 +61,9 @@ class CostTable(Document):
     kinds: BlockKinds
     widths: tuple[int, ...] = Field(min_length=2)
     contexts: tuple[int, ...] = Field(min_length=1)
+    num_tokens: int | None = Field(
+        None, ge=1, description="size of the vocabulary; None if drafts choose from all of it"
+    )
     seconds: TermSeconds
     error: CostError
 
@@ -78,7 +82,8 @@ class CostTable(Document):
 
     def draft_seconds(self, draft: Draft, *, context: float) -> float:
         """Return the seconds of one draft step, with the choice of its token."""
-        return self._predict(DraftStep(self._skipped(draft), context, has_head=draft.has_head))
+        step = DraftStep(self._skipped(draft), context, has_head=draft.has_head, num_tokens=draft.num_draft_tokens)
+        return self._predict(step)
 
     def verify_seconds(self, draft: Draft, num_drafted: int, *, context: float, prefix_reuse: bool) -> float:
         """Return the seconds of verifying `num_drafted` tokens.
@@ -165,7 +170,7 @@ class CostTable(Document):
 
     @cached_property
     def _terms(self) -> Terms:
-        return Terms(self.kinds, self.widths, self.contexts)
+        return Terms(self.kinds, self.widths, self.contexts, self.num_tokens)
 
     @cached_property
     def _values(self) -> Vector:

@@ -80,6 +80,8 @@ class DraftStep:
     """True if a block of the last one's kind follows the others."""
     looks: bool = False
     """True if a rule looks at the distribution before the next step."""
+    num_tokens: int | None = None
+    """Size of the vocabulary that the draft chooses from; None for the model's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +103,8 @@ class Terms:
     kinds: BlockKinds
     widths: tuple[int, ...]
     contexts: tuple[int, ...]
+    num_tokens: int | None = None
+    """Size of the model's vocabulary; None if drafts choose from all of it, as the LM head has no plain rows."""
 
     @cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -115,12 +119,14 @@ class Terms:
             "narrowed": (),
             "choice": (),
             "look": (),
+            "left_out": (),
         }
 
     @property
     def rising(self) -> dict[str, int]:
         """Number of the last axes (widths, contexts) along which seconds never fall, by group."""
-        return {"rest": 2, "frame": 0, "attention": 1, "mlp": 0, "wider": 2, "narrowed": 0, "choice": 0, "look": 0}
+        rising = {"rest": 2, "attention": 1, "wider": 2}
+        return {name: rising.get(name, 0) for name in self.shapes}
 
     @property
     def length(self) -> int:
@@ -145,6 +151,7 @@ class Terms:
             terms["rest"][0] += at_context
             terms["choice"] += 1
             terms["look"] += each.looks
+            terms["left_out"] -= self._share_left_out(each.num_tokens)
             self._add_blocks(terms, at_context, each.skip, has_head=each.has_head)
             return amounts
         at_width = _between(self.widths, each.width)
@@ -154,6 +161,12 @@ class Terms:
         terms["wider"] += np.multiply.outer(after, np.outer(at_width[1:], at_context))
         terms["narrowed"] += each.boundary
         return amounts
+
+    def _share_left_out(self, num_tokens: int | None) -> float:
+        """Return the share of the LM head's rows that a draft from `num_tokens` tokens does not compute."""
+        if num_tokens is None or self.num_tokens is None:
+            return 0.0
+        return 1.0 - min(num_tokens / self.num_tokens, 1.0)
 
     def _add_blocks(
         self, terms: dict[str, Vector], at_context: Vector, skip: LayerSkip, *, has_head: bool = False

@@ -21,7 +21,7 @@ from decoding.cache.rounds_cache import MemoryLimits, RoundsCache
 from decoding.drafts import Draft, EarlyExit, LayerSkip
 from decoding.head_folder import HeadFolder
 from decoding.profile import Decoding
-from decoding.target import Target
+from decoding.target import ExitHead, Target
 from decoding.text import TokenSequence
 from studies.prediction.contract import exits_of, predictor_of
 from studies.prediction.replay import Copies, Recording, TargetText, draws
@@ -191,7 +191,7 @@ class Survey:
         passes = [self.target.exit_states(text.token_ids, wanted, first=text.first)[0] for text in self._texts]
         self._states |= {layer: [states[layer] for states in passes] for layer in wanted}
 
-    def _head(self, draft: EarlyExit) -> nn.Module | None:
+    def _head(self, draft: EarlyExit) -> ExitHead | None:
         if draft.head is None:
             return None
         assert self._heads is not None, "a draft with a head comes with the folder of heads"

@@ -26,7 +26,7 @@ from decoding.exit_heads import (
 )
 from decoding.fingerprint import fingerprint
 from decoding.head_folder import HeadFolder
-from decoding.target import Target
+from decoding.target import DraftVocabulary, Target
 from tests.support.tiny import tiny_target
 
 
@@ -56,23 +56,51 @@ def path(target: Target, tmp_path: Path) -> Path:
 def test_head_is_read_back_as_it_was_written(target: Target, tmp_path: Path) -> None:
     head = target.new_exit_head()
     with torch.no_grad():
-        for parameter in head.parameters():
+        for parameter in head.block.parameters():
             parameter.uniform_()
     path = tmp_path / "h.safetensors"
     sha256 = save_exit_head(path, head, facts_of(target))
     assert sha256 == file_sha256(path)
     assert read_facts(path) == facts_of(target)
     again = load_exit_head(path, target, 2)
-    for name, tensor in head.state_dict().items():
-        assert torch.equal(tensor, again.state_dict()[name])
-    assert not any(parameter.requires_grad for parameter in again.parameters())
+    for name, tensor in head.block.state_dict().items():
+        assert torch.equal(tensor, again.block.state_dict()[name])
+    assert not any(parameter.requires_grad for parameter in again.block.parameters())
     assert [file.name for file in tmp_path.iterdir()] == ["h.safetensors"], "nothing is left beside it"
+
+
+def test_vocabulary_of_a_head_is_read_back(target: Target, tmp_path: Path) -> None:
+    chosen = DraftVocabulary((0, 3, 7, 12))
+    path = tmp_path / head_name(2)
+    save_exit_head(path, target.new_exit_head(chosen), facts_of(target))
+    assert read_facts(path).draft_vocabulary == 4
+    assert load_exit_head(path, target, 2).vocabulary == chosen
+    (draft,) = HeadFolder(target, tmp_path).drafts([2]).values()
+    assert draft.draft_vocabulary == 4
+    assert "4 tokens" in draft.describe()
+
+
+@pytest.mark.parametrize(
+    "token_ids", [(3, 0), (0, 0), (-1, 5), (5, 10**6)], ids=["order", "twice", "negative", "beyond"]
+)
+def test_vocabulary_of_another_model_is_refused(target: Target, tmp_path: Path, token_ids: tuple[int, ...]) -> None:
+    path = tmp_path / head_name(2)
+    save_exit_head(path, target.new_exit_head(DraftVocabulary(token_ids)), facts_of(target))
+    with pytest.raises(ExitHeadError, match="its draft vocabulary is not one of this model"):
+        load_exit_head(path, target, 2)
+
+
+def test_head_without_the_vocabulary_that_it_claims_is_refused(target: Target, path: Path) -> None:
+    facts = facts_of(target).model_copy(update={"draft_vocabulary": 4})
+    save_exit_head(path, target.new_exit_head(), facts)
+    with pytest.raises(ExitHeadError, match="its draft vocabulary is not one of this model"):
+        load_exit_head(path, target, 2)
 
 
 def test_head_is_loaded_in_the_precision_of_the_target(target: Target, path: Path) -> None:
     half = {name: tensor.bfloat16() for name, tensor in load_file(path).items()}
     save_file(half, path, metadata={METADATA_KEY: facts_of(target).model_dump_json(by_alias=True)})
-    assert {parameter.dtype for parameter in load_exit_head(path, target, 2).parameters()} == {torch.float32}
+    assert {parameter.dtype for parameter in load_exit_head(path, target, 2).block.parameters()} == {torch.float32}
 
 
 def test_head_of_another_model_is_refused(path: Path) -> None:

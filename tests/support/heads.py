@@ -7,12 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from decoding.drafts import EarlyExit
 from decoding.exit_heads import ExitFigures, HeadFacts, HeadTraining, head_name, save_exit_head
 from decoding.fingerprint import fingerprint
-from decoding.target import Target
+from decoding.target import DraftVocabulary, ExitHead, Target
 
 
 def training(**facts: Any) -> HeadTraining:
@@ -54,11 +53,11 @@ def write_heads(target: Target, folder: Path, exit_layers: Iterable[int], **fact
     return drafts
 
 
-def untrained_head(target: Target, seed: int = 0) -> nn.Module:
+def untrained_head(target: Target, seed: int = 0, vocabulary: DraftVocabulary | None = None) -> ExitHead:
     """Return a disturbed copy of the last block, whose drafts are accepted sometimes but not always."""
-    head = target.new_exit_head()
+    head = target.new_exit_head(vocabulary)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for weight in head.parameters():
+        for weight in head.block.parameters():
             weight.add_(0.1 * torch.randn(weight.shape, generator=generator) * weight.abs().mean())
     return head

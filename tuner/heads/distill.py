@@ -37,6 +37,7 @@ from tuner.heads.memory import heads_that_fit
 from tuner.heads.report import loss_curve_csv
 from tuner.heads.texts import GeneratedText, TextPlan, generate_texts
 from tuner.heads.training import Losses, Run, Student, train
+from tuner.heads.vocabulary import choose_vocabulary, draft_vocabulary_size
 from tuner.inputs.environment import device_name, git_revision, versions
 from tuner.inputs.memory import ModelSize, explained_shortage, free_bytes
 from tuner.inputs.models import Loaded, load
@@ -129,6 +130,7 @@ class Distillation:
         A stored head of another identity is never reused.
         """
         decisive = self.settings.model_dump(include={"steps", "timeout", "batch_size", "learning_rate"})
+        decisive["draft_vocabulary"] = draft_vocabulary_size(self.target, self.settings)
         return {**self.training_texts.identity(self.model, self.target.dtype), **decisive}
 
     @property
@@ -272,7 +274,8 @@ def distil(
         cost = writing_seconds * len(group) / len(exits) + run.seconds
         for exit_layer, head in heads.items():
             facts[exit_layer] = _facts(work, exit_layer, texts, run.step, cost, before[exit_layer], after[exit_layer])
-            save_exit_head(work.folder / head_name(exit_layer), head.to(torch.bfloat16), facts[exit_layer])
+            stored = replace(head, block=head.block.to(torch.bfloat16))
+            save_exit_head(work.folder / head_name(exit_layer), stored, facts[exit_layer])
         losses = _joined(losses, run.losses)
         training_seconds += run.seconds
         curve = loss_curve_csv(losses).encode()
@@ -378,7 +381,8 @@ def _train(
     overwrite: bool,
 ) -> Run:
     """Train the heads to the end, starting from the checkpoint if there is one."""
-    run = Run({exit_layer: Student(work.target) for exit_layer in exits})
+    vocabulary = choose_vocabulary(work.target, texts, work.settings)
+    run = Run({exit_layer: Student(work.target, vocabulary) for exit_layer in exits})
     heads = "head" if len(exits) == 1 else "heads"
     progress.stage(f"training {len(exits)} {heads}", work.settings.steps)
     if work.checkpoint.exists():

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from decoding.exit_heads import ExitFigures
-from decoding.target import Target
+from decoding.target import ExitHead, Target
 from tuner.heads.batches import TrainingBatch, batches_by_length
 from tuner.heads.texts import GeneratedText
 
-Heads = Mapping[int, nn.Module | None]
+Heads = Mapping[int, ExitHead | None]
 """Heads by exit layer; None is an exit without a head."""
 
 

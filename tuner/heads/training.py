@@ -1,8 +1,11 @@
 """Joint training of the heads of several exits.
 
 Each step runs the target once, then each head in turn. The loss is the cross-entropy of an exit's distribution against the
-target's (soft labels), over the tokens of the responses. It is reported minus the entropy of the labels, its lower bound: a
-loss of 0 means that the exit predicts the target exactly. A head starts as a copy of the target's last block. It computes in
+target's (soft labels), over the tokens of the responses. It is reported minus its lower bound, the entropy of the labels if
+the head drafts from all tokens: a loss of 0 means that the exit predicts the target exactly. A head with a vocabulary of its
+own learns the labels of these tokens, with the weight that the target gives them together.
+
+A head starts as a copy of the target's last block. It computes in
 the target's precision, as in production, while the optimizer updates float32 master weights. The structure of a step, the
 schedule and the rates are our formulation.
 """
@@ -21,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from decoding.errors import DistillationError
-from decoding.target import Target
+from decoding.target import DraftVocabulary, ExitHead, Target
 from tuner.config import DistillSettings
 from tuner.heads.batches import Schedule, TrainingBatch
 from tuner.heads.texts import GeneratedText
@@ -38,9 +41,9 @@ Losses = Mapping[int, float]
 class Student:
     """Head in training: its module, float32 master weights, and their optimizer."""
 
-    def __init__(self, target: Target) -> None:
-        self.head = target.new_exit_head()
-        self._weights = list(self.head.parameters())
+    def __init__(self, target: Target, vocabulary: DraftVocabulary | None = None) -> None:
+        self.head = target.new_exit_head(vocabulary)
+        self._weights = list(self.head.block.parameters())
         # The weights of a float32 head are their own masters.
         self.masters = [
             weight if weight.dtype == torch.float32 else weight.detach().float() for weight in self._weights
@@ -71,12 +74,12 @@ class Student:
                 weight.copy_(master)
 
     @torch.no_grad()
-    def stored_head(self) -> nn.Module:
+    def stored_head(self) -> ExitHead:
         """Return the head as loaded from a file: target's precision, rounded to bfloat16."""
-        stored = copy.deepcopy(self.head).requires_grad_(False)
+        stored = copy.deepcopy(self.head.block).requires_grad_(False)
         for weight, master in zip(stored.parameters(), self.masters, strict=True):
             weight.copy_(master.to(torch.bfloat16))
-        return stored
+        return ExitHead(stored, self.head.vocabulary)
 
 
 @dataclass
@@ -137,25 +140,42 @@ def train_step(students: dict[int, Student], target: Target, batch: TrainingBatc
     """
     with torch.no_grad():
         states, logits = target.exit_states(batch.token_ids, list(students), first=batch.first)
-        labels = torch.softmax(logits[batch.response_mask].float(), dim=-1)  # [tokens, vocabulary]
-        entropy = torch.special.entr(labels).sum().item()
+        all_labels = torch.softmax(logits[batch.response_mask].float(), dim=-1)  # [tokens, vocabulary]
         del logits
-    losses = {}
+    losses, known = {}, dict[DraftVocabulary | None, tuple[Tensor, float]]()
     for exit_layer, student in students.items():
+        vocabulary = student.head.vocabulary
+        if vocabulary not in known:
+            chosen = of_vocabulary(all_labels, vocabulary)
+            known[vocabulary] = chosen, least_loss(chosen)
+        labels, least = known[vocabulary]
         drafted = target.exit_logits(batch.token_ids, states.pop(exit_layer), student.head, first=batch.first)
-        loss = soft_label_loss(drafted[batch.response_mask], labels)
+        loss = soft_label_loss(of_vocabulary(drafted[batch.response_mask], vocabulary), labels)
         loss.backward()
         student.update(len(labels), learning_rate)
-        losses[exit_layer] = (loss.item() - entropy) / len(labels)
+        losses[exit_layer] = (loss.item() - least) / len(labels)
     return losses
+
+
+def of_vocabulary(values: Tensor, vocabulary: DraftVocabulary | None) -> Tensor:
+    """Return the columns of `values` [tokens, all tokens] that belong to `vocabulary`; all without one."""
+    if vocabulary is None:
+        return values
+    return values.index_select(-1, torch.tensor(vocabulary.token_ids, device=values.device))
 
 
 def soft_label_loss(draft_logits: Tensor, labels: Tensor) -> Tensor:
     """Return the cross-entropy of softmax(`draft_logits`) against `labels`, in nats summed over tokens.
 
-    Both are [tokens, vocabulary]; the rows of `labels` are distributions.
+    Both are [tokens, vocabulary]. The rows of `labels` are distributions, or what they give to a smaller vocabulary.
     """
     return F.cross_entropy(draft_logits.float(), labels, reduction="sum")
+
+
+def least_loss(labels: Tensor) -> float:
+    """Return the lower bound of `soft_label_loss`, reached by a draft proportional to each row of `labels`."""
+    mass = labels.sum(dim=-1)
+    return float(torch.special.entr(labels).sum() - torch.special.entr(mass).sum())
 
 
 def default_learning_rate(target: Target) -> float:

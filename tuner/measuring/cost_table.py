@@ -116,4 +116,4 @@ def resolve_terms(target: Target, *, max_tokens: int, contexts: Iterable[int]) -
         widest = min(widest, room - 1)
         contexts = sorted({min(context, room - widest) for context in contexts})
     widths = [*(width for width in WIDTHS if width < widest), widest]
-    return Terms(BlockKinds.of(target), tuple(widths), tuple(contexts))
+    return Terms(BlockKinds.of(target), tuple(widths), tuple(contexts), target.num_lm_head_rows)

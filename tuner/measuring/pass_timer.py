@@ -16,7 +16,7 @@ from decoding.draft_length import Controller, Looking
 from decoding.drafters.layer_skip import LayerSkipDrafter
 from decoding.drafts import LayerSkip
 from decoding.lockstep import Lockstep
-from decoding.target import Target
+from decoding.target import DraftVocabulary, Target
 from decoding.target.views import ResumeView
 from decoding.text import Shaping, TokenSequence
 from decoding.timing.stopwatch import ReadSeconds, Stopwatch
@@ -39,7 +39,7 @@ class PassTimer:
         self._target, self._watch = target, Stopwatch(target.device, clock)
         self._room, self._seed, self._num_texts = most_tokens, seed, num_sequences
         # Plain dictionaries: a cached method would refer to itself, and keep all this until a garbage collection.
-        self._drafters: dict[LayerSkip, LayerSkipDrafter] = {}
+        self._drafters: dict[tuple[LayerSkip, int | None], LayerSkipDrafter] = {}
         self._views: dict[int, ResumeView] = {}
         self._batches: dict[int, _Batch] = {}
         self._prepared = set[Pass]()
@@ -79,7 +79,7 @@ class PassTimer:
 
     def _draft(self, each: DraftStep, batch: _Batch) -> float:
         skip, num_sublayers = each.skip, 2 * self._target.num_layers
-        drafter = self._drafter(skip)
+        drafter = self._drafter(skip, each.num_tokens)
         run = num_sublayers - len(skip.skip_attention) - len(skip.skip_mlp)
         steps = min(round(num_sublayers / max(run, 1)), MOST_STEPS, self._room - 1)
 
@@ -101,10 +101,12 @@ class PassTimer:
     def _seconds(self, batch: _Batch, work: Callable[[_Sequence], object]) -> float:
         return self._watch.time(lambda: batch.all(work))
 
-    def _drafter(self, skip: LayerSkip) -> LayerSkipDrafter:
-        if skip not in self._drafters:
-            self._drafters[skip] = LayerSkipDrafter(self._target, skip)
-        return self._drafters[skip]
+    def _drafter(self, skip: LayerSkip, num_tokens: int | None) -> LayerSkipDrafter:
+        key = skip, num_tokens
+        if key not in self._drafters:
+            vocabulary = num_tokens and DraftVocabulary.of_most_frequent(num_tokens, self._target.config.vocab_size)
+            self._drafters[key] = LayerSkipDrafter(self._target, skip, vocabulary=vocabulary or None)
+        return self._drafters[key]
 
     def _view(self, boundary: int) -> ResumeView:
         if boundary not in self._views:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
+from functools import partial
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from decoding.acceptance import Greedy, Sampling
 from decoding.decode import Request, autoregressive, speculative
@@ -24,13 +25,16 @@ from decoding.drafters.contract import Drafter
 from decoding.drafters.early_exit import EarlyExitDrafter
 from decoding.drafters.lookup_first import LookupFirst
 from decoding.drafts import EarlyExit, Lookup, PlainDecoding
-from decoding.errors import ExitHeadError
+from decoding.errors import ExitHeadError, UnsupportedModelError
 from decoding.rounds import Generation, Prefill, Round
-from decoding.target import Target
+from decoding.runners.contract import RunnerFactory
+from decoding.runners.eager import EagerRunner
+from decoding.runners.static import StaticRunner
+from decoding.target import DraftVocabulary, Target
 from decoding.text import Ending, Shaping, TokenSequence
 from tests.support.chi_square import ALPHA, p_value
 from tests.support.controllers import AnyLength
-from tests.support.families import NUM_LAYERS, PROMISED, SUPPORTED, WINDOW, build, some_tokens, target_of
+from tests.support.families import NUM_LAYERS, PROMISED, SUPPORTED, VOCABULARY, WINDOW, build, some_tokens, target_of
 from tests.support.heads import untrained_head
 from tests.support.sampled import NUM_SEQUENCES, exact_distribution, first_tokens, request_for, sampling_target
 
@@ -69,6 +73,33 @@ def test_text_of_an_exit_with_a_head_is_the_plain_text(family: str, exit_layer: 
             assert generation.tokens == expected, f"{name}, prefix reuse {prefix_reuse}"
         for each in (drafter, LookupFirst(drafter, Lookup(max_tokens=3))):
             assert write(target, each, AnyLength(exit_layer), request).tokens == expected
+
+
+@pytest.mark.parametrize("runner", [EagerRunner, partial(StaticRunner, compiled=False)], ids=["eager", "static"])
+@pytest.mark.parametrize("family", [family for family in PROMISED if family != "bloom"])
+def test_head_with_a_vocabulary_of_its_own_drafts_from_it(family: str, runner: RunnerFactory) -> None:
+    target = Target(build(family), runner)
+    request, chosen = request_of(9), DraftVocabulary(tuple(range(0, VOCABULARY, 3)))
+    drafter = EarlyExitDrafter(target, 2, untrained_head(target, vocabulary=chosen))
+    sequence = TokenSequence(request.prompt, len(request.prompt) + 8, target.device)
+    cache = target.new_cache(len(request.prompt) + 8)
+    first = int(drafter.prefill(sequence, cache).argmax())
+    cache.length = len(request.prompt)
+    sequence.append([first])
+    drafter.draft(sequence, cache, Controller(4), Shaping(), Greedy(), 4)
+    drafted = sequence.span(sequence.length, sequence.length + 4)[0].tolist()
+    assert set(drafted) <= set(chosen.token_ids)
+    generation = write(target, drafter, RULES["fixed 4"].controller(), request)
+    assert generation.tokens == plain(target, request), "verification uses all tokens"
+    assert not set(generation.tokens) <= set(chosen.token_ids)
+
+
+def test_vocabulary_needs_a_plain_lm_head() -> None:
+    target = target_of("llama")
+    model = build("llama")
+    model.lm_head = nn.Sequential(model.lm_head)
+    with pytest.raises(UnsupportedModelError, match="LM head is a plain linear layer"):
+        Target(model).exit_view(2, target.new_exit_head(DraftVocabulary((0, 1))))
 
 
 @pytest.mark.parametrize("prefix_reuse", [True, False])
@@ -240,7 +271,7 @@ def test_gradients_reach_the_head_and_nothing_else() -> None:
     with torch.no_grad():
         states, _ = target.exit_states(ids, [2])
     target.exit_logits(ids, states[2], head).square().mean().backward()
-    assert all(parameter.grad is not None and parameter.grad.abs().sum() > 0 for parameter in head.parameters())
+    assert all(parameter.grad is not None and parameter.grad.abs().sum() > 0 for parameter in head.block.parameters())
     assert all(parameter.grad is None for parameter in target.model.parameters())
 
 

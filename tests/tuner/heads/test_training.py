@@ -58,7 +58,7 @@ def trained(target: Target, texts: list[GeneratedText], *exits: int, settings: D
 
 
 def weights(run: Run, exit_layer: int) -> list[Tensor]:
-    return [weight.detach().clone() for weight in run.students[exit_layer].head.parameters()]
+    return [weight.detach().clone() for weight in run.students[exit_layer].head.block.parameters()]
 
 
 def same(first: list[Tensor], second: list[Tensor]) -> bool:
@@ -285,10 +285,11 @@ class TestTraining:
         texts = generated_by(target)
         run = trained(target, texts, 2)
         student = run.students[2]
-        assert {weight.dtype for weight in student.head.parameters()} == {dtype}
+        assert {weight.dtype for weight in student.head.block.parameters()} == {dtype}
         assert {master.dtype for master in student.masters} == {torch.float32}
         assert any(
-            (master != weight).any() for master, weight in zip(student.masters, student.head.parameters(), strict=True)
+            (master != weight).any()
+            for master, weight in zip(student.masters, student.head.block.parameters(), strict=True)
         )
         before = evaluate(target, {2: None}, texts, 6)[2]
         assert evaluate(target, {2: student.stored_head()}, texts, 6)[2].acceptance > before.acceptance + 0.02

@@ -110,11 +110,11 @@ def widen_head(path: Path, narrow: Target, wide: Target, folder: Path) -> Path:
     is not a head of `narrow`, or a folder that cannot be written.
     """
     facts = read_facts(path)
-    trained = load_exit_head(path, narrow, facts.exit_layer).state_dict()
-    head = wide.new_exit_head()
+    narrow_head = load_exit_head(path, narrow, facts.exit_layer)
+    trained, head = narrow_head.block.state_dict(), wide.new_exit_head(narrow_head.vocabulary)
     layout = Layout(narrow.config, wide.config, wide.device)
     exit_layer = layout.layers.depth(facts.exit_layer)
-    for name, parameter in head.state_dict().items():
+    for name, parameter in head.block.state_dict().items():
         layout.embed(name, parameter, trained[name])
     identity = fingerprint(wide.model)
     changes = {
