@@ -25,7 +25,7 @@ MIXED = BlockKinds(
     mlp=(0, 1, 1, 0, 0, 1, 1, 0, 1, 0, 1, 1),
 )
 CLOSED = BlockKinds(frame=(0, 1, 0, 1, 0, 0), attention=(0, None, 0, None, 0, 0), mlp=(0, None, 0, None, 0, 0))
-WIDTHS, CONTEXTS = (1, 2, 3, 5, 9), (64, 256)
+WIDTHS, CONTEXTS, NUM_TOKENS = (1, 2, 3, 5, 9), (64, 256), 4096
 
 
 def seconds_of(kinds: BlockKinds, each: Pass) -> float:
@@ -43,14 +43,15 @@ def seconds_of(kinds: BlockKinds, each: Pass) -> float:
             + mlp[i] * (i not in skip_mlp)
             for i in layers
         )
-        return 5.0 + 0.25 * far + 0.7 + blocks
+        left_out = 0.0 if each.num_tokens is None else 1 - each.num_tokens / NUM_TOKENS
+        return 5.0 + 0.25 * far + 0.7 - 3.0 * left_out + blocks
     rest = 5.0 + 0.25 * far + 1.5 * (each.width - 1)
     wider = sum((each.width - 1) * (0.2 + 0.1 * far) for _ in layers[each.boundary :])
     return rest + sum(frame) + sum(attention) + sum(mlp) + wider + 0.05 * each.boundary
 
 
-def known_table(kinds: BlockKinds) -> CostTable:
-    terms = Terms(kinds, WIDTHS, CONTEXTS)
+def known_table(kinds: BlockKinds, num_tokens: int | None = NUM_TOKENS) -> CostTable:
+    terms = Terms(kinds, WIDTHS, CONTEXTS, num_tokens)
     fitted, held_out = plan_passes(terms, seed=3)
     return fit_costs(
         terms,
@@ -105,6 +106,23 @@ def test_blocks_before_the_first_skip_take_one_token_with_known_states(
         assert predicted == pytest.approx(expected, rel=1e-6)
     nothing_drafted = table.verify_seconds(draft, 0, context=64, prefix_reuse=prefix_reuse)
     assert nothing_drafted == table.plain_seconds(context=64) == pytest.approx(5.25 + 12 * 5.9, rel=1e-6)
+
+
+@pytest.mark.parametrize("num_tokens", [4096, 1024, 100, 5000])
+def test_draft_from_fewer_tokens_saves_rows_of_the_lm_head(num_tokens: int) -> None:
+    head = {"head": "h.safetensors", "head_sha256": "0" * 64}
+    whole, narrow = EarlyExit(exit_layer=4, **head), EarlyExit(exit_layer=4, draft_vocabulary=num_tokens, **head)
+    table = known_table(MIXED)
+    saved = table.draft_seconds(whole, context=64) - table.draft_seconds(narrow, context=64)
+    assert saved == pytest.approx(3.0 * max(0.0, 1 - num_tokens / NUM_TOKENS), rel=1e-6, abs=1e-6)
+    assert CostTable.model_validate(table.model_dump()) == table
+
+
+def test_nothing_is_saved_where_all_tokens_are_computed() -> None:
+    table = known_table(ALIKE, num_tokens=None)
+    narrow = EarlyExit(exit_layer=4, head="h.safetensors", head_sha256="0" * 64, draft_vocabulary=8)
+    whole = narrow.model_copy(update={"draft_vocabulary": None})
+    assert table.draft_seconds(narrow, context=64) == table.draft_seconds(whole, context=64)
 
 
 def test_an_exit_costs_its_blocks_and_a_head_one_more() -> None:
