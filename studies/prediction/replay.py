@@ -110,6 +110,8 @@ class Replayed:
     cost: float
     costs_per_token: tuple[float, ...] = ()
     """Cost per token of each sequence, or of each batch in lockstep."""
+    plain_passes: tuple[int, ...] = ()
+    """Passes of plain decoding for each of them; empty if all cost the same."""
 
     @property
     def speedup(self) -> float:
@@ -117,8 +119,10 @@ class Replayed:
         return self.tokens / self.cost
 
     def speedup_on(self, texts: Sequence[int]) -> float:
-        """Return the speed-up on some of the sequences (or batches), with equal weights as in a measurement."""
-        return len(texts) / sum(self.costs_per_token[text] for text in texts)
+        """Return the speed-up on some of the sequences (or batches): as in a measurement, long ones count for more."""
+        passes = {text: self.plain_passes[text] if self.plain_passes else 1 for text in texts}
+        costs = sum(self.costs_per_token[text] * passes[text] for text in texts)
+        return sum(passes[text] for text in texts) / costs
 
 
 def replay_plain(num_tokens: int, num_parts: int) -> Replayed:
@@ -192,7 +196,7 @@ def _replay(
     lockstep = lockstep or LockstepBatches(tuple((text,) for text in range(len(lengths))))
     controllers: dict[int, Controller] = {}
     counted = _Counted()
-    total, per_token = 0.0, []
+    total, per_token, plain_passes = 0.0, list[float](), list[int]()
     for batch in lockstep.batches:
         texts = []
         for row, text in enumerate(batch):
@@ -208,7 +212,8 @@ def _replay(
         num_plain = max(lengths[text] for text in batch)
         total += cost * (sum(lengths[text] for text in batch) / num_plain)
         per_token.append(cost / num_plain)
-    return Replayed(sum(lengths), counted.rounds, counted.passes, total, tuple(per_token))
+        plain_passes.append(num_plain)
+    return Replayed(sum(lengths), counted.rounds, counted.passes, total, tuple(per_token), tuple(plain_passes))
 
 
 class _Counted:

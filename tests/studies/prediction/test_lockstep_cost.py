@@ -25,7 +25,7 @@ from studies.prediction.lockstep_cost import (
     passes_in_lockstep,
 )
 from studies.prediction.predictor import Predictor
-from studies.prediction.replay import Recording, replay
+from studies.prediction.replay import Recording, Replayed, replay
 from studies.prediction.survey import Survey
 from tests.support.costs import made_up_costs
 from tests.support.draft_recordings import recorded
@@ -190,3 +190,9 @@ def test_sequences_that_cannot_share_passes_are_predicted_singly(
     turns = Predictor(survey, made_up_costs(target), max_tokens=4, batch_size=2)
     assert turns.predict(draft, rule).replayed == alone.predict(draft, rule).replayed
     assert turns.parts == {0: (0, 1), 1: (2,)}
+
+
+def test_speedup_on_texts_of_different_length_is_that_of_their_seconds() -> None:
+    replayed = Replayed(80, 40, 40, 60.0, costs_per_token=(1.0, 0.5), plain_passes=(10, 70))
+    assert replayed.speedup_on([0, 1]) == pytest.approx(80 / (10 * 1.0 + 70 * 0.5))
+    assert replayed.speedup_on([1]) == pytest.approx(2.0)
