@@ -6,6 +6,7 @@ A window is read after the keys and values of the text before it. Formulas marke
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Literal, get_args
 
 import numpy as np
@@ -19,8 +20,30 @@ from studies.confidence.selection import DTYPES, Form, standardise
 ConfidenceName = Literal["sublayer_entropy", "logit_lens_entropy"]
 CONFIDENCE_NAMES: tuple[ConfidenceName, ...] = get_args(ConfidenceName)
 
+MAX_WINDOW = 1024
+"""Tokens of a window at most: one eager pass reads it."""
+
 LOWEST, HIGHEST = float(np.log(np.finfo(np.float32).tiny)), 88.7
 """Range to which values are clamped before the softmax [code]: exp of either is still a normal float32."""
+
+
+@dataclass(frozen=True)
+class Excerpt:
+    """The token ids of a window, and those whose keys and values it is read after."""
+
+    before: tuple[int, ...]
+    window: tuple[int, ...]
+
+    @classmethod
+    def of(cls, prompt: Sequence[int], continuation: Sequence[int], size: int, form: Form) -> Excerpt:
+        """Return the last `size` tokens of `continuation` as a window.
+
+        The published form puts it right after the prompt, as the authors do: generated tokens before the window are left out
+        [code]. The unrounded form leaves it in its true context.
+        """
+        window = tuple(continuation[-size:])
+        between = () if form == "published" else tuple(continuation[:-size])
+        return cls((*prompt, *between), window)
 
 
 def block_scores(
@@ -31,11 +54,22 @@ def block_scores(
     `window` holds the token ids that the confidence `name` is read from, `before` those that precede them. One pass over `before`
     and one over `window`; no further pass for other values of lambda.
     """
-    device = target.device
-    context = torch.tensor([list(before)], device=device) if before else None
-    parts = CONFIDENCES[name](target, torch.tensor([list(window)], device=device), context)
+    return joint_scores(name, target, [Excerpt(tuple(before), tuple(window))], form)
+
+
+def joint_scores(
+    name: ConfidenceName, target: Target, excerpts: Sequence[Excerpt], form: Form = "published"
+) -> np.ndarray:
+    """Return the standardised confidences [num_layers - 2] as in `block_scores`, the mean over several excerpts (ours)."""
+    parts = np.mean([_read(name, target, excerpt) for excerpt in excerpts], axis=0)
     confidences = parts.astype(DTYPES[form]).sum(axis=1)
     return standardise(confidences[1 : target.num_layers - 1], form)
+
+
+def _read(name: ConfidenceName, target: Target, excerpt: Excerpt) -> np.ndarray:
+    device = target.device
+    before = torch.tensor([excerpt.before], device=device) if excerpt.before else None
+    return CONFIDENCES[name](target, torch.tensor([excerpt.window], device=device), before)
 
 
 @torch.inference_mode()

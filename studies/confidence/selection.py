@@ -47,15 +47,15 @@ class LambdaSchedule:
         """The least number of skipped blocks; a smaller set is selected again at once [code]."""
         return int((self.num_layers - 2) * self.skip_ratio) + 1
 
-    def after(self, selection: Selection) -> float:
-        """Return the lambda of the next selection: up after far too many blocks, down after too few [code].
+    def after(self, num_skipped: int, lam: float) -> float:
+        """Return the lambda that follows a selection with `lam`: up after far too many blocks, down after too few [code].
 
         Rounded to six digits, so that repeated steps of 0.05 read as such.
         """
-        ratio = len(selection.skipped) / max(1, self.num_layers - 2)
+        ratio = num_skipped / max(1, self.num_layers - 2)
         if ratio > self.skip_ratio + RATIO_SLACK:
-            return round(selection.lam + self.step, 6)
-        return round(selection.lam - self.step, 6) if ratio < self.skip_ratio else selection.lam
+            return round(lam + self.step, 6)
+        return round(lam - self.step, 6) if ratio < self.skip_ratio else lam
 
     def select(self, scores: Sequence[float] | np.ndarray, lam: float, form: Form = "published") -> Selection:
         """Select with `lam`, and again with a lower one while too few blocks are selected.
@@ -69,6 +69,22 @@ class LambdaSchedule:
                 break
             # A set of exactly the wanted ratio is too small as well; the authors' lambda would rest there.
             selection = self._once(scores, round(selection.lam - self.step, 6), form)
+        return selection
+
+    def settle(self, scores: Sequence[float] | np.ndarray, lam: float, form: Form = "published") -> Selection:
+        """Select until lambda rests: neither too few blocks nor far too many, if the scores allow (our formulation).
+
+        If one step leads from far too many blocks to too few, the set with far too many is returned.
+        """
+        selection = self.select(scores, lam, form)
+        for _ in range(MAX_STEPS):
+            higher = self.after(len(selection.skipped), selection.lam)
+            if higher <= selection.lam:
+                break
+            smaller = self._once(scores, higher, form)
+            if len(smaller.skipped) < self.least_skipped:
+                break
+            selection = smaller
         return selection
 
     def _once(self, scores: Sequence[float] | np.ndarray, lam: float, form: Form) -> Selection:

@@ -1,11 +1,17 @@
 """ConfLayers (arXiv 2604.14612): an iterative search for blocks to skip, driven by each block's confidence.
 
-An iteration decodes with the current skip set, reads the confidence of every block off a recently decoded sequence, and skips
-the blocks whose confidence is below a threshold of their neighbourhood. Formulas marked [code] follow the authors' released
-code.
+One trial is one iteration: it measures a skip set, the odd blocks first. The next set is then selected from the confidences that
+the whole model has on the target's own greedy continuation of one tuning prompt, another one each time. Formulas marked [code]
+follow the authors' released code, WA225/ConfLayers, down to its float16.
 
-Three differences from that code, each for a known flaw: the best set has the highest *measured* speed-up, not the most
-accepted tokens; a set is measured once; and an iteration that selects nothing is not taken for a draft.
+Differences from that code, each for a reason:
+
+* The best set has the highest *measured* speed-up. Theirs has the most accepted tokens, whatever they cost.
+* The best set is never empty. Theirs is if no set was kept before the iteration limit, and then the whole model drafts.
+* Windows come from continuations that were decoded before the search. Theirs come from the sequence being decoded, so the search
+  belongs to one request and never resumes.
+* A set that is too small is selected again from the same confidences; theirs are read anew, one round later.
+* Drafts are chains. The authors' candidate tree is not built yet.
 """
 
 from __future__ import annotations
@@ -18,37 +24,65 @@ from pydantic import Field
 
 from decoding.draft_length import AnyRule, TopProbability
 from decoding.drafts import LayerSkip, compact_indices
-from studies.confidence.confidences import ConfidenceName, block_scores
-from studies.confidence.selection import LambdaSchedule, Selection, select_from_scores
-from studies.contract import Candidate, Problem, Study, StudySettings, TrialRecord
+from decoding.target import Target
+from studies.confidence.confidences import MAX_WINDOW, ConfidenceName, Excerpt, block_scores
+from studies.confidence.selection import LAMBDA_STEP, Form, LambdaSchedule, Selection, growth_cap
+from studies.contract import Candidate, Problem, Study, StudySettings, TrialRecord, TrialState
+
+MANY_ACCEPTED = 4  # [code] the early stop asks for more accepted tokens per round than this
+MAX_TEXTS = 8  # ours: continuations that one iteration reads at most, where no set is large enough
+
+CHAIN_ONLY = "chain only: the authors also verify side branches of the draft (candidate tree), which is not built yet"
+"""Remark beside every result of ConfLayers."""
 
 
 class ConfLayersSettings(StudySettings):
-    """Settings of the ConfLayers search. Defaults are the authors' where they fit a search of a few dozen trials."""
+    """Settings of the ConfLayers search. Defaults are those of the authors' code, except the limits."""
 
-    confidences: tuple[ConfidenceName, ...] = Field(
-        ("sublayer_entropy", "logit_lens_entropy"),
-        min_length=1,
-        description="confidence measures to search with, in turn",
+    form: Form = Field(
+        "published",
+        description="published: the authors' float16 rounding, windows read right after the prompt; "
+        "unrounded: float64, windows in their true context (ours)",
     )
-    skip_ratio: float = Field(0.45, gt=0.0, lt=1.0, description="share of the middle blocks below which lambda falls")
-    window: int = Field(32, ge=1, description="last tokens of a sequence that a confidence is read from (W)")
+    confidences: tuple[ConfidenceName, ...] = Field(
+        ("sublayer_entropy",),
+        min_length=1,
+        description="confidence measures to search with, in turn; the code has sublayer_entropy only",
+    )
+    skip_ratio: float = Field(0.45, gt=0.0, lt=1.0, description="least share of the middle blocks that a set skips")
+    lambda_start: float = Field(0.0, description="lambda of the first selection")
+    lambda_step: float = Field(
+        LAMBDA_STEP, ge=0.0, description="change of lambda after a selection; 0: lambda is fixed"
+    )
+    window: int = Field(
+        32, ge=1, le=MAX_WINDOW, description="last tokens of a continuation that a confidence is read from (W)"
+    )
+    max_score: float | None = Field(
+        0.95,
+        gt=0.0,
+        le=1.0,
+        description="the search ends at a higher acceptance rate, with more than 4 tokens accepted per round",
+    )
     patience: int | None = Field(12, ge=1, description="trials without a better speed-up after which the search ends")
     window_growth_cap: int | None = Field(
-        None, ge=0, description="cap of A in the adaptive threshold (Qwen in the code: L // 3)"
+        None, ge=0, description="cap of A in the adaptive threshold; default: L // 3 for Qwen models, as in the code"
     )
     draft_length: AnyRule = Field(
-        default_factory=lambda: TopProbability(threshold=0.6, max_tokens=12),
+        default_factory=lambda: TopProbability(threshold=0.8, max_tokens=25),
         description="draft-length rule that every skip set is measured with",
     )
 
+    def check(self, target: Target) -> None:
+        """Raise ValueError for a model without a block between the first and the last."""
+        check_depth(target)
 
-@dataclass
-class _Thread:
-    """State of the search with one confidence: its lambda and the next skip set."""
 
-    lam: float
-    skipped: list[int]
+@dataclass(frozen=True)
+class _Iteration:
+    """What an iteration of one confidence decodes with, and the continuation that it was read from; None at the start."""
+
+    selection: Selection
+    text: int | None
 
 
 class ConfLayers(Study):
@@ -59,48 +93,115 @@ class ConfLayers(Study):
 
     def __init__(self, problem: Problem, settings: ConfLayersSettings) -> None:
         super().__init__(problem, settings)
-        self._num_layers = problem.target.num_layers
-        odd = [index for index in range(1, self._num_layers - 1) if index % 2]  # [code] the first skip set
-        self._threads = {settings.confidences[0]: _Thread(0.0, odd)}
+        self._schedule = schedule_for(
+            problem.target, settings.skip_ratio, settings.lambda_step, settings.window_growth_cap
+        )
+        self._texts = continued_texts(problem)
+        odd = Selection(tuple(range(1, problem.target.num_layers - 1, 2)), settings.lambda_start)
+        self._next: dict[ConfidenceName, _Iteration | None] = {settings.confidences[0]: _Iteration(odd, None)}
         self._num_iterations = 0
+        self._good_enough: int | None = None
 
     def propose(self, trial: optuna.Trial) -> tuple[Candidate, dict[str, Any]]:
-        """Return the skip set of this iteration; the notes hold its lambda and confidence."""
-        confidence = self.settings.confidences[self._num_iterations % len(self.settings.confidences)]
-        thread = self._threads.get(confidence) or self._advance(confidence, 0.0)
-        notes = {
-            "confidence": confidence,
-            "lambda": round(thread.lam, 4),
-            "num_skipped": len(thread.skipped),
-            "skipped": compact_indices(tuple(thread.skipped)),
-        }
-        return Candidate(draft=LayerSkip.blocks(thread.skipped), draft_length=self.settings.draft_length), notes
+        """Return the skip set of this iteration; the notes hold what it was selected with."""
+        found = self._find_next()
+        assert found is not None, "`finished` says so"
+        confidence, iteration = found
+        skipped = iteration.selection.skipped
+        notes: dict[str, Any] = {"confidence": confidence}
+        # The odd blocks were not selected: no lambda led to them.
+        if iteration.text is not None:
+            notes |= {"lambda": iteration.selection.lam, "text": iteration.text}
+        notes |= {"num_skipped": len(skipped), "skipped": compact_indices(skipped)}
+        return Candidate(draft=LayerSkip.blocks(skipped), draft_length=self.settings.draft_length), notes
 
     def observe(self, record: TrialRecord) -> None:
-        """Select the next skip set of the trial's confidence."""
+        """Select the next skip set of the trial's confidence, or stop early."""
         self._num_iterations += 1
-        confidence = record.notes["confidence"]
-        self._threads[confidence] = self._advance(confidence, record.notes["lambda"])
+        notes = record.notes
+        if "lambda" not in notes:
+            self._next[notes["confidence"]] = self._advance(notes["confidence"], self.settings.lambda_start, 0)
+            return
+        if self._is_good_enough(record):
+            self._good_enough = record.number
+        lam = self._schedule.after(notes["num_skipped"], notes["lambda"])
+        self._next[notes["confidence"]] = self._advance(notes["confidence"], lam, notes["text"] + 1)
 
-    def _advance(self, confidence: ConfidenceName, lam: float) -> _Thread:
-        """Return the next set, from the current sequence, and lambda moved towards the wanted ratio [code]."""
-        schedule = LambdaSchedule(
-            self._num_layers, self.settings.skip_ratio, window_growth_cap=self.settings.window_growth_cap
-        )
-        scores = block_scores(confidence, self.problem.target, self._current_window(), form="unrounded")
-        skipped = select_from_scores(
-            scores,
-            lam=lam,
-            num_layers=self._num_layers,
-            window_growth_cap=self.settings.window_growth_cap,
-            form="unrounded",
-        )
-        return _Thread(schedule.after(Selection(tuple(skipped), lam)), skipped)
+    def finished(self) -> str | None:
+        """Return the reason of the authors' early stop, or that no block is selected any more."""
+        if self._good_enough is not None:
+            return (
+                f"trial {self._good_enough} accepts more than {MANY_ACCEPTED} tokens per round, "
+                f"at a rate above {self.settings.max_score:g}"
+            )
+        return None if self._find_next() else "no confidence selects a block on the tuning texts"
 
-    def _current_window(self) -> tuple[int, ...]:
-        """Return the last `window` tokens of one tuning prompt and its continuation.
+    def remarks(self) -> list[str]:
+        """Return the remark that drafts are chains."""
+        return [CHAIN_ONLY]
 
-        An iteration decodes several prompts; each confidence reads another one each time, in turn.
+    def _find_next(self) -> tuple[ConfidenceName, _Iteration] | None:
+        """Return the next iteration: of the confidence whose turn it is, or of the next one that selects any block."""
+        names = self.settings.confidences
+        for turn in range(len(names)):
+            name = names[(self._num_iterations + turn) % len(names)]
+            if name not in self._next:
+                self._next[name] = self._advance(name, self.settings.lambda_start, 0)
+            if (iteration := self._next[name]) is not None:
+                return name, iteration
+        return None
+
+    def _advance(self, confidence: ConfidenceName, lam: float, text: int) -> _Iteration | None:
+        """Return the selection from continuation `text`, or from the first one after it that gives a large enough set.
+
+        Where none does, the largest set is taken. An empty set is no draft: None.
         """
-        turn = self._num_iterations // len(self.settings.confidences) % len(self.problem.prompts)
-        return (*self.problem.prompts[turn], *self.problem.continuations[turn])[-self.settings.window :]
+        best: _Iteration | None = None
+        for index in range(text, text + min(len(self._texts), MAX_TEXTS)):
+            found = _Iteration(self._select(confidence, lam, index % len(self._texts)), index % len(self._texts))
+            if best is None or len(found.selection.skipped) > len(best.selection.skipped):
+                best = found
+            if len(found.selection.skipped) >= self._schedule.least_skipped:
+                break
+        return best if best is not None and best.selection.skipped else None
+
+    def _select(self, confidence: ConfidenceName, lam: float, text: int) -> Selection:
+        settings = self.settings
+        excerpt = Excerpt.of(*self._texts[text], settings.window, settings.form)
+        scores = block_scores(
+            confidence, self.problem.target, excerpt.window, before=excerpt.before, form=settings.form
+        )
+        return self._schedule.select(scores, lam, settings.form)
+
+    def _is_good_enough(self, record: TrialRecord) -> bool:
+        """Return True if a large enough set drafts as well as the authors' early stop asks for [code].
+
+        Rates are over all rounds of the trial; the authors average the acceptance rates of single rounds.
+        """
+        measured, max_score = record.measurement, self.settings.max_score
+        if max_score is None or measured is None or record.state is not TrialState.COMPLETE:
+            return False
+        accepted = measured.acceptance_rate * measured.drafted_per_round
+        large = record.notes["num_skipped"] >= self._schedule.least_skipped
+        return large and accepted > MANY_ACCEPTED and measured.acceptance_rate > max_score
+
+
+def check_depth(target: Target) -> None:
+    """Raise ValueError for a model without a block between the first and the last, the only ones that are skipped."""
+    if target.num_layers < 3:
+        raise ValueError(
+            f"ConfLayers skips blocks between the first and the last, and this model has {target.num_layers}"
+        )
+
+
+def schedule_for(target: Target, skip_ratio: float, step: float, window_growth_cap: int | None) -> LambdaSchedule:
+    """Return the schedule for a model, whose type decides the cap of the windows' growth unless one is given."""
+    num_layers = target.num_layers
+    cap = growth_cap(target.config.model_type, num_layers) if window_growth_cap is None else window_growth_cap
+    return LambdaSchedule(num_layers, skip_ratio, step, cap)
+
+
+def continued_texts(problem: Problem) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Return each tuning prompt that has a continuation, with that continuation."""
+    texts = zip(problem.prompts, problem.continuations, strict=True)
+    return [(prompt, continuation) for prompt, continuation in texts if continuation]

@@ -33,7 +33,10 @@ class StudyEntry:
 STUDIES: dict[str, StudyEntry] = {
     "joint": StudyEntry("studies.searches.joint:Joint"),
     "predicted": StudyEntry("studies.searches.predicted:Predicted"),
-    "conf_layers": StudyEntry("studies.searches.conf_layers:ConfLayers"),
+    "conf_layers": StudyEntry(
+        "studies.searches.conf_layers:ConfLayers",
+        compared_as={"conf_layers": {}, "conf_layers_unrounded": {"form": "unrounded"}},
+    ),
     "exit_layer": StudyEntry("studies.searches.exit_layer:ExitLayer"),
     # A comparison runs each search alone, and this study refines the drafts of earlier ones.
     "draft_length": StudyEntry("studies.searches.draft_length:DraftLength", compared_as={}),

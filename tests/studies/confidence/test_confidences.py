@@ -17,10 +17,13 @@ from studies.confidence.confidences import (
     CONFIDENCE_NAMES,
     CONFIDENCES,
     ConfidenceName,
+    Excerpt,
     block_scores,
+    joint_scores,
     logit_lens_entropy,
     sublayer_entropy,
 )
+from studies.confidence.selection import standardise
 from tests.support.tiny import tiny_llama, tiny_target
 
 
@@ -95,3 +98,21 @@ def test_published_scores_round_each_branch_and_their_sum() -> None:
     scores = block_scores("sublayer_entropy", target, window, before=before)
     assert scores.dtype == np.float16
     assert scores.tolist() == expected.tolist()
+
+
+def test_the_published_window_follows_the_prompt_at_once() -> None:
+    prompt, continuation = (1, 2, 3), (4, 5, 6, 7, 8)
+    assert Excerpt.of(prompt, continuation, 2, "published") == Excerpt((1, 2, 3), (7, 8))
+    assert Excerpt.of(prompt, continuation, 2, "unrounded") == Excerpt((1, 2, 3, 4, 5, 6), (7, 8))
+    assert Excerpt.of(prompt, continuation, 9, "unrounded") == Excerpt((1, 2, 3), continuation)
+
+
+def test_several_excerpts_count_alike() -> None:
+    target = tiny_target()
+    excerpts = [Excerpt((1, 4, 3), (5, 9)), Excerpt((), (7, 2, 8, 6))]
+    parts = [
+        logit_lens_entropy(target, torch.tensor([[5, 9]]), torch.tensor([[1, 4, 3]])),
+        logit_lens_entropy(target, torch.tensor([[7, 2, 8, 6]])),
+    ]
+    expected = standardise(np.mean(parts, axis=0)[1:5, 0], "unrounded")
+    assert joint_scores("logit_lens_entropy", target, excerpts, "unrounded") == pytest.approx(expected, abs=1e-4)

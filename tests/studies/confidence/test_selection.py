@@ -121,11 +121,11 @@ def test_a_wrong_number_of_confidences_is_refused() -> None:
 )
 def test_lambda_moves_towards_the_wanted_ratio(num_skipped: int, expected: float) -> None:
     schedule = LambdaSchedule(num_layers=102, skip_ratio=0.45)
-    assert schedule.after(Selection(tuple(range(1, num_skipped + 1)), 0.0)) == expected
+    assert schedule.after(num_skipped, 0.0) == expected
 
 
 def test_a_fixed_lambda_stays() -> None:
-    assert LambdaSchedule(num_layers=102, skip_ratio=0.45, step=0.0).after(Selection((), 0.4)) == 0.4
+    assert LambdaSchedule(num_layers=102, skip_ratio=0.45, step=0.0).after(0, 0.4) == 0.4
 
 
 def test_too_small_a_set_is_selected_again_with_a_lower_lambda() -> None:
@@ -145,3 +145,18 @@ def test_a_fixed_lambda_selects_once() -> None:
     scores = standardise([3.0, 1.0, 2.0, 0.0, 4.0], "unrounded")
     schedule = LambdaSchedule(num_layers=7, skip_ratio=0.5, step=0.0, window_growth_cap=0)
     assert schedule.select(scores, 0.0, "unrounded") == Selection((2, 4), 0.0)
+
+
+def test_settling_moves_lambda_up_after_far_too_many_blocks() -> None:
+    # Lambda -4 selects 3 of 5 blocks, more than 0.2 + 0.25 of them; from -3 on, 2 of 5 remain. The least number is 2.
+    scores = standardise([3.0, 1.0, 2.0, 0.0, 4.0], "unrounded")
+    schedule = LambdaSchedule(num_layers=7, skip_ratio=0.2, step=0.5, window_growth_cap=0)
+    assert schedule.settle(scores, -4.0, "unrounded") == Selection((2, 4), -3.0)
+    assert schedule.settle(scores, 4.0, "unrounded").skipped == (2, 4)
+
+
+def test_settling_keeps_too_many_blocks_rather_than_too_few() -> None:
+    # One step leads from 3 blocks to none.
+    scores = standardise([3.0, 1.0, 2.0, 0.0, 4.0], "unrounded")
+    schedule = LambdaSchedule(num_layers=7, skip_ratio=0.2, step=9.0, window_growth_cap=0)
+    assert schedule.settle(scores, -4.0, "unrounded") == Selection((2, 3, 4), -4.0)

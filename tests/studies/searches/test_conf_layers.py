@@ -1,19 +1,26 @@
-"""ConfLayers: the adaptive threshold on cases computed by hand, the movement of lambda, and the search around them."""
+"""ConfLayers: iterations, the sets they select and the text they read, the authors' early stop, and resuming."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import optuna
+import pytest
+import torch
 
+from decoding.draft_length import TopProbability
 from decoding.drafts import LayerSkip
+from decoding.target import Target
+from studies.confidence.confidences import CONFIDENCES
+from studies.confidence.selection import LambdaSchedule, select_from_scores, standardise
 from studies.contract import Problem, Study, TrialRecord, TrialState
 from studies.measurement import Measurement, PromptSample
-from studies.searches.conf_layers import (
-    ConfLayers,
-    ConfLayersSettings,
-)
+from studies.searches.conf_layers import ConfLayers, ConfLayersSettings, schedule_for
 from studies.searches.registry import create_study
+from tests.support.families import NUM_LAYERS, target_of
 from tests.support.tiny import tiny_target
 
 
@@ -49,8 +56,163 @@ def test_the_search_starts_from_the_odd_blocks() -> None:
     assert record.candidate.draft == LayerSkip.blocks([1, 3, 5])
 
 
-def test_the_confidences_take_turns() -> None:
+def test_defaults_are_those_of_the_released_code() -> None:
+    settings = ConfLayersSettings()
+    assert settings.confidences == ("sublayer_entropy",)
+    assert (settings.skip_ratio, settings.window, settings.max_score) == (0.45, 32, 0.95)
+    assert (settings.lambda_start, settings.lambda_step) == (0.0, 0.05)
+    assert settings.draft_length == TopProbability(threshold=0.8, max_tokens=25)
+
+
+def _run(study: Study, count: int) -> list[TrialRecord]:
+    """Run iterations of the same speed-up; return those that came before the study's end."""
+    done = []
+    for number in range(count):
+        if study.finished() is not None:
+            break
+        done.append(_record(study, number, 1.0))
+        study.observe(done[-1])
+    return done
+
+
+def test_the_noted_lambda_led_to_the_set() -> None:
+    problem = _problem()
+    settings = ConfLayersSettings(form="unrounded", skip_ratio=0.3)
+    start, *selected = _run(ConfLayers(problem, settings), 6)
+    assert "lambda" not in start.notes, "no lambda led to the odd blocks"
+    for record in selected:
+        prompt, continuation = problem.prompts[record.notes["text"]], problem.continuations[record.notes["text"]]
+        scores = _expected_scores(problem.target, prompt, continuation)
+        found = select_from_scores(scores, lam=record.notes["lambda"], num_layers=8, form="unrounded")
+        assert record.candidate.draft == LayerSkip.blocks(found)
+    assert len({record.notes["lambda"] for record in selected}) > 1
+
+
+def _expected_scores(target: Target, prompt: Sequence[int], continuation: Sequence[int]) -> np.ndarray:
+    """Standardised sublayer confidences of the last 32 tokens, from one pass over the whole text."""
+    with torch.inference_mode():
+        outputs = target.sublayer_outputs(torch.tensor([[*prompt, *continuation]]))
+    confidences = []
+    for branches in outputs[1:-1]:
+        probabilities = [branch[-32:].double().softmax(dim=-1) for branch in branches]
+        confidences.append(sum(1 + float((p * p.log()).sum(-1).mean()) / math.log(32) for p in probabilities))
+    return standardise(confidences, "unrounded")
+
+
+def test_a_window_is_read_in_its_context() -> None:
+    # Continuations as long as the window: both forms read them after the whole prompt, and not as a text of their own.
+    texts = tuple(tuple((index * 5 + position) % 60 + 2 for position in range(32)) for index in range(4))
+    prompts = tuple(tuple((index * 11 + 7 * position) % 60 + 2 for position in range(20)) for index in range(4))
+    problem = Problem(tiny_target(8), prompts=prompts, continuations=texts, earlier={}, seed=0)
+    study = ConfLayers(problem, ConfLayersSettings(form="unrounded"))
+    _, second = _run(study, 2)
+    scores = _expected_scores(problem.target, prompts[0], texts[0])
+    schedule = LambdaSchedule(num_layers=8, skip_ratio=0.45)
+    assert second.candidate.draft == LayerSkip.blocks(schedule.select(scores, 0.0, "unrounded").skipped)
+
+
+@pytest.mark.parametrize("skip_ratio", [0.2, 0.45, 0.8])
+def test_sets_have_the_least_number_of_blocks(skip_ratio: float) -> None:
+    _, *selected = _run(ConfLayers(_problem(), ConfLayersSettings(skip_ratio=skip_ratio)), 6)
+    assert len(selected) == 5
+    assert all(record.notes["num_skipped"] >= int(6 * skip_ratio) + 1 for record in selected)
+
+
+def _silent_target() -> Target:
+    """Return a model whose blocks add nothing, so that all confidences are equal."""
+    target = tiny_target(8)
+    with torch.no_grad():
+        for block in target.blocks:
+            block.self_attn.o_proj.weight.zero_()
+            block.mlp.down_proj.weight.zero_()
+    return target
+
+
+def test_an_empty_set_is_no_draft() -> None:
+    texts = _problem().prompts
+    problem = Problem(_silent_target(), prompts=texts, continuations=texts, earlier={}, seed=0)
+    both = ConfLayersSettings(confidences=("sublayer_entropy", "logit_lens_entropy"))
+    study = ConfLayers(problem, both)
+    done = _run(study, 4)
+    assert [record.candidate.draft for record in done] == [LayerSkip.blocks([1, 3, 5])]
+    assert study.finished() == "no confidence selects a block on the tuning texts"
+
+
+def test_an_iteration_moves_on_where_one_confidence_selects_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(CONFIDENCES, "sublayer_entropy", lambda target, token_ids, before: np.ones((8, 2)))
+    both = ConfLayersSettings(confidences=("sublayer_entropy", "logit_lens_entropy"))
+    done = _run(ConfLayers(_problem(), both), 4)
+    assert [record.notes["confidence"] for record in done] == ["sublayer_entropy"] + ["logit_lens_entropy"] * 3
+    assert all(record.notes["num_skipped"] for record in done)
+
+
+def _accepting(study: Study, number: int, drafted: int, accepted: int) -> TrialRecord:
+    sample = PromptSample(
+        prompt=0,
+        plain_seconds=1.0,
+        plain_tokens=1,
+        draft_seconds=1.0,
+        draft_tokens=1,
+        rounds=10,
+        drafted=drafted,
+        accepted=accepted,
+        identical=True,
+    )
+    return _record(study, number, 1.0, measurement=Measurement(samples=(sample,)))
+
+
+@pytest.mark.parametrize(
+    ("drafted", "accepted", "stops"),
+    [
+        (60, 58, True),
+        (60, 57, False),
+        (40, 40, False),
+        (42, 41, True),
+    ],  # rates .967, .95, 1, .976; 5.8, 5.7, 4, 4.1 a round
+)
+def test_the_search_ends_where_almost_all_of_many_drafts_are_accepted(drafted: int, accepted: int, stops: bool) -> None:
     study = ConfLayers(_problem(), ConfLayersSettings())
+    study.observe(_accepting(study, 0, 60, 60))
+    assert study.finished() is None, "the odd blocks were not selected"
+    study.observe(_accepting(study, 1, drafted, accepted))
+    expected = "trial 1 accepts more than 4 tokens per round, at a rate above 0.95"
+    assert study.finished() == (expected if stops else None)
+
+
+def test_the_early_stop_can_be_turned_off() -> None:
+    study = ConfLayers(_problem(), ConfLayersSettings(max_score=None))
+    for number in range(2):
+        study.observe(_accepting(study, number, 60, 60))
+    assert study.finished() is None
+
+
+def test_a_fixed_lambda_stays_in_every_iteration() -> None:
+    _, *selected = _run(ConfLayers(_problem(), ConfLayersSettings(lambda_start=0.4, lambda_step=0.0)), 5)
+    assert [record.notes["lambda"] for record in selected] == [0.4] * 4
+
+
+def test_lambda_starts_where_it_is_told() -> None:
+    _, selected = _run(ConfLayers(_problem(), ConfLayersSettings(lambda_start=-0.4, skip_ratio=0.1)), 2)
+    assert selected.notes["lambda"] == -0.4
+
+
+@pytest.mark.parametrize(("family", "cap"), [("qwen2", NUM_LAYERS // 3), ("qwen3", NUM_LAYERS // 3), ("llama", None)])
+def test_the_window_cap_follows_the_model_type(family: str, cap: int | None) -> None:
+    assert schedule_for(target_of(family), 0.45, 0.05, None).window_growth_cap == cap
+    assert schedule_for(target_of(family), 0.45, 0.05, 7).window_growth_cap == 7
+
+
+def test_a_model_without_middle_blocks_is_refused() -> None:
+    with pytest.raises(ValueError, match="between the first and the last, and this model has 2"):
+        ConfLayersSettings().check(tiny_target(2))
+
+
+def test_the_missing_candidate_tree_is_remarked() -> None:
+    assert "chain only" in limited(_problem()).remarks()[0]
+
+
+def test_the_confidences_take_turns() -> None:
+    study = ConfLayers(_problem(), ConfLayersSettings(confidences=("sublayer_entropy", "logit_lens_entropy")))
     seen = []
     for number in range(4):
         record = _record(study, number, 1.0)
