@@ -181,9 +181,9 @@ class ConfLayers(Study):
         measured, max_score = record.measurement, self.settings.max_score
         if max_score is None or measured is None or record.state is not TrialState.COMPLETE:
             return False
-        accepted = measured.acceptance_rate * measured.drafted_per_round
+        accepted = measured.mean_acceptance_length - 1
         large = record.notes["num_skipped"] >= self._schedule.least_skipped
-        return large and accepted > MANY_ACCEPTED and measured.acceptance_rate > max_score
+        return large and accepted > MANY_ACCEPTED and measured.draft_acceptance_rate > max_score
 
 
 def check_depth(target: Target) -> None:

@@ -37,6 +37,7 @@ STUDIES: dict[str, StudyEntry] = {
         "studies.searches.conf_layers:ConfLayers",
         compared_as={"conf_layers": {}, "conf_layers_unrounded": {"form": "unrounded"}},
     ),
+    "conf_layers_tuned": StudyEntry("studies.searches.conf_layers_tuned:ConfLayersTuned"),
     "exit_layer": StudyEntry("studies.searches.exit_layer:ExitLayer"),
     # A comparison runs each search alone, and this study refines the drafts of earlier ones.
     "draft_length": StudyEntry("studies.searches.draft_length:DraftLength", compared_as={}),

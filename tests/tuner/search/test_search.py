@@ -159,7 +159,8 @@ def test_ctrl_c_keeps_what_was_found(
     assert result.exit_code == 130
     assert "best so far" in result.stderr
     assert "Traceback" not in result.output
-    assert len(_records(workplace)) == 2
+    # A set that is selected again takes over its measurement and is kept as well.
+    assert len([record for record in _records(workplace) if record.repeat_of is None]) == 2
     assert _runs(workplace)[0].info.status == "KILLED"
     assert not Path("profile.yaml").exists()
 

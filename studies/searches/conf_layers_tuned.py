@@ -1,0 +1,137 @@
+"""ConfLayers with its settings tuned by Optuna: lambda's start and step, window, least skipped share, confidence, stop threshold.
+
+The search is our formulation around ConfLayers (arXiv 2604.14612); see `conf_layers` for the published one. The published settings
+are the first trial.
+
+`conf_layers` moves lambda from trial to trial. Here each trial runs the whole schedule: it reads the confidences once, from the
+continuations of a few tuning prompts together, and moves lambda from its start by its step until neither too few nor far too many
+blocks are selected. A trial thus depends on its parameters alone: it is pruned, repeated and resumed like any other, and TPE can
+learn from it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import optuna
+from pydantic import Field
+
+from decoding.draft_length import Fixed
+from decoding.drafts import LayerSkip, PlainDecoding, compact_indices
+from decoding.target import Target
+from studies.confidence.confidences import CONFIDENCE_NAMES, ConfidenceName, Excerpt, joint_scores
+from studies.confidence.selection import Form, Selection
+from studies.contract import Candidate, Problem, Study, StudySettings, StudySetup, TrialRecord
+from studies.rule_space import RuleNames, rule_parameters, rule_sampler, suggest_rule
+from studies.searches.conf_layers import CHAIN_ONLY, ConfLayersSettings, check_depth, continued_texts, schedule_for
+
+PUBLISHED = ConfLayersSettings()
+"""The settings of the released code."""
+LAMBDAS = (-1.0, 1.0)  # the published sweep goes to 4; beyond 1 the least share moves lambda back
+STEPS = (0.01, 0.2)
+WINDOWS = (8, 128)
+SKIP_RATIOS = (0.1, 0.7)
+
+
+class ConfLayersTunedSettings(StudySettings):
+    """Settings of the search over ConfLayers' own settings."""
+
+    form: Form = Field("published", description="arithmetic and context of a selection, as in conf_layers")
+    confidences: tuple[ConfidenceName, ...] = Field(
+        CONFIDENCE_NAMES, min_length=1, description="confidence measures to choose among"
+    )
+    num_texts: int = Field(
+        4, ge=1, description="tuning prompts on whose continuations confidences are read, their mean is used"
+    )
+    rules: RuleNames = Field(("top_probability",), description="draft-length rules to choose among")
+    max_tokens: int = Field(25, ge=1, le=64, description="longest draft to consider (K)")
+    window_growth_cap: int | None = Field(
+        None, ge=0, description="cap of A in the adaptive threshold; default: L // 3 for Qwen models, as in the code"
+    )
+
+    def check(self, target: Target) -> None:
+        """Raise ValueError for a model without a block between the first and the last."""
+        check_depth(target)
+
+
+class ConfLayersTuned(Study):
+    """TPE over the settings of ConfLayers, from the published ones. The sampler keeps all state."""
+
+    name = "conf_layers_tuned"
+    Settings = ConfLayersTunedSettings
+
+    def __init__(self, problem: Problem, settings: ConfLayersTunedSettings) -> None:
+        super().__init__(problem, settings)
+        self._texts = continued_texts(problem)[: settings.num_texts]
+        self._best: TrialRecord | None = None
+
+    def setup(self) -> StudySetup:
+        """Return the setup. First come the published settings, with each confidence, and those of the authors' script."""
+        starts = [_published_start(name, self.settings) for name in self.settings.confidences]
+        # The authors' eval.sh, with which their logs were made.
+        starts.append({**starts[0], "skip_ratio": 0.4, "window": 100})
+        return StudySetup(self.settings.identity(), rule_sampler(self.problem.seed), starts)
+
+    def propose(self, trial: optuna.Trial) -> tuple[Candidate, dict[str, Any]]:
+        """Return the set where the suggested schedule rests, and the suggested rule; plain decoding if the set is empty."""
+        selection, notes = self._select(trial)
+        rule = suggest_rule(trial, self.settings.rules, self.settings.max_tokens)
+        notes |= {"num_skipped": len(selection.skipped), "skipped": compact_indices(selection.skipped)}
+        if not selection.skipped:
+            return Candidate(draft=PlainDecoding(), draft_length=Fixed()), notes
+        return Candidate(draft=LayerSkip.blocks(selection.skipped), draft_length=rule), notes
+
+    def observe(self, record: TrialRecord) -> None:
+        """Remember the best trial; the sampler decides what to try next."""
+        best = self._best.speedup if self._best is not None else None
+        if record.speedup is not None and record.repeat_of is None and record.speedup > (best or 0.0):
+            self._best = record
+
+    def finished(self) -> str | None:
+        """Return a reason if there is nothing to read confidences from."""
+        return None if self._texts else "no tuning prompt has a continuation"
+
+    def remarks(self) -> list[str]:
+        """Return the parameters of the best trial, and that drafts are chains."""
+        return [*([_described(self._best)] if self._best is not None else []), CHAIN_ONLY]
+
+    def _select(self, trial: optuna.Trial) -> tuple[Selection, dict[str, Any]]:
+        """Return the selection of the suggested schedule, and the notes with its parameters."""
+        settings = self.settings
+        name = trial.suggest_categorical("confidence", settings.confidences)
+        lam = trial.suggest_float("lambda_start", *LAMBDAS)
+        step = trial.suggest_float("lambda_step", *STEPS, log=True)
+        window = trial.suggest_int("window", *WINDOWS, log=True)
+        skip_ratio = trial.suggest_float("skip_ratio", *SKIP_RATIOS)
+        excerpts = [Excerpt.of(prompt, text, window, settings.form) for prompt, text in self._texts]
+        scores = joint_scores(name, self.problem.target, excerpts, settings.form)
+        schedule = schedule_for(self.problem.target, skip_ratio, step, settings.window_growth_cap)
+        selection = schedule.settle(scores, lam, settings.form)
+        return selection, {
+            "confidence": name,
+            "lambda_start": round(lam, 4),
+            "lambda_step": round(step, 4),
+            "window": window,
+            "skip_ratio": round(skip_ratio, 4),
+            "lambda": selection.lam,
+        }
+
+
+def _published_start(confidence: ConfidenceName, settings: ConfLayersTunedSettings) -> dict[str, Any]:
+    """Return the published settings as Optuna parameters, with the published rule if it is among those to choose from."""
+    parameters = {
+        "confidence": confidence,
+        "lambda_start": PUBLISHED.lambda_start,
+        "lambda_step": PUBLISHED.lambda_step,
+        "window": PUBLISHED.window,
+        "skip_ratio": PUBLISHED.skip_ratio,
+    }
+    rule = PUBLISHED.draft_length
+    return parameters | (rule_parameters(rule, settings.max_tokens) if rule.rule in settings.rules else {})
+
+
+def _described(record: TrialRecord) -> str:
+    """Return the parameters of a trial in one line."""
+    names = ("confidence", "lambda_start", "lambda_step", "window", "skip_ratio", "lambda", "num_skipped")
+    parameters = ", ".join(f"{name} {record.notes[name]}" for name in names)
+    return f"best trial {record.number}: {parameters}, draft length {record.candidate.draft_length.describe()}"
