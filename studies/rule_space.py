@@ -14,8 +14,7 @@ import numpy as np
 import optuna
 from pydantic import AfterValidator, Field
 
-from decoding.documents.strict_yaml import suggest
-from decoding.draft_length import RULES, DraftLengthRule
+from decoding.draft_length import RULES, DraftLengthRule, check_rules
 
 
 def rule_sampler(seed: int) -> optuna.samplers.BaseSampler:
@@ -81,14 +80,6 @@ def search_ranges(rule: type[DraftLengthRule], max_tokens: int) -> dict[str, tup
             high = float(max_tokens) if name == "max_tokens" else float(search["high"])  # type: ignore[arg-type]
             ranges[name] = (float(search["low"]), high, bool(search["log"]))  # type: ignore[arg-type]
     return ranges
-
-
-def check_rules(rules: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the names. Raises ValueError if one is not a rule."""
-    for rule in rules:
-        if rule not in RULES:
-            raise ValueError(f"unknown rule {rule!r}; {suggest(rule, RULES)}")
-    return rules
 
 
 RuleNames = Annotated[tuple[str, ...], Field(min_length=1), AfterValidator(check_rules)]

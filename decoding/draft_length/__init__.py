@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Union
 
 from pydantic import Field
 
+from decoding.documents.strict_yaml import suggest
 from decoding.draft_length.ada_edl import AdaEdl, AdaEdlPublished
+from decoding.draft_length.adaptive_threshold import AdaptiveThresholdRule
 from decoding.draft_length.beta_thompson import BetaThompson
 from decoding.draft_length.calibrated_thompson import CalibratedThompson
 from decoding.draft_length.contract import (
@@ -42,11 +44,21 @@ if TYPE_CHECKING:
 else:
     AnyRule = Annotated[Union[tuple(RULES.values())], Field(discriminator="rule")]  # noqa: UP007 - built from the registry
 
+
+def check_rules(rules: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the names. Raises ValueError if one is not a rule."""
+    for rule in rules:
+        if rule not in RULES:
+            raise ValueError(f"unknown rule {rule!r}; {suggest(rule, RULES)}")
+    return rules
+
+
 __all__ = [
     "RULES",
     "AdaEdl",
     "AdaEdlPublished",
     "AdaptiveExit",
+    "AdaptiveThresholdRule",
     "AnyRule",
     "BetaThompson",
     "CalibratedThompson",
@@ -60,4 +72,5 @@ __all__ = [
     "MaxConfidence",
     "RoundCosts",
     "TopProbability",
+    "check_rules",
 ]

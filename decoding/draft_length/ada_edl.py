@@ -11,16 +11,17 @@ from decoding.draft_length.adaptive_threshold import (
     HIGHEST_THRESHOLD,
     AcceptanceDecay,
     AdaptiveThreshold,
+    AdaptiveThresholdRule,
     LastToken,
     Step,
     TargetAcceptance,
     ThresholdDecay,
     ThresholdUpdate,
 )
-from decoding.draft_length.contract import DraftDistribution, DraftLengthRule, tunable
+from decoding.draft_length.contract import DraftDistribution, tunable
 
 
-class EntropyBoundRule(DraftLengthRule):
+class EntropyBoundRule(AdaptiveThresholdRule):
     """Stop drafting when 1 - sqrt(gamma * H) < threshold, with H the draft's entropy in nats.
 
     The test precedes the drawing of the next token. Defaults are the paper's, except `initial_threshold`, which the
@@ -69,7 +70,7 @@ class AdaEdlController(AdaptiveThreshold):
     """The threshold of Algorithm 1, compared with the lower bound of the acceptance."""
 
     def __init__(self, rule: EntropyBoundRule, last: LastToken) -> None:
-        super().__init__(rule, rule.initial_threshold, rule.update(), last)
+        super().__init__(rule, rule.initial_threshold, last)
         self._gamma = rule.gamma
 
     def certainty(self, distribution: DraftDistribution) -> float:

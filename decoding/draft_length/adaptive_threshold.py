@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from dataclasses import dataclass
 from enum import Enum, auto
-from typing import Annotated
+from typing import Annotated, Self
 
 from decoding.draft_length.contract import Controller, Decision, DraftDistribution, DraftLengthRule, tunable
 
@@ -51,6 +51,18 @@ class ThresholdUpdate:
         return min(max(_blend(self.threshold_decay, before, moved), 0.0), HIGHEST_THRESHOLD)
 
 
+class AdaptiveThresholdRule(DraftLengthRule):
+    """A rule whose threshold follows Algorithm 1. Subclasses declare the settings under the names that are used here."""
+
+    @abstractmethod
+    def update(self) -> ThresholdUpdate:
+        """Return Algorithm 1 with the settings of the rule."""
+
+    def starting_at(self, threshold: float) -> Self:
+        """Return the rule with `threshold` as its initial one."""
+        return self.model_copy(update={"initial_threshold": threshold})
+
+
 class LastToken(Enum):
     """What becomes of the token that is not certain enough; its draft pass has run."""
 
@@ -69,13 +81,13 @@ class AdaptiveThreshold(Controller):
     counts (our formulation: without drafts the paper's rate is undefined).
     """
 
-    def __init__(self, rule: DraftLengthRule, threshold: float, update: ThresholdUpdate, last: LastToken) -> None:
+    def __init__(self, rule: AdaptiveThresholdRule, threshold: float, last: LastToken) -> None:
         super().__init__(rule.max_tokens)
-        self._rule, self._update, self._last = rule, update, last
+        self._rule, self._update, self._last = rule, rule.update(), last
         self._num_uncounted = 0
         self.threshold = threshold
         # Our formulation: AdaEDL's paper gives no initial value; this one is neutral.
-        self.acceptance_rate = update.target_acceptance
+        self.acceptance_rate = self._update.target_acceptance
 
     @abstractmethod
     def certainty(self, distribution: DraftDistribution) -> float:
@@ -107,9 +119,9 @@ class AdaptiveThreshold(Controller):
         is_full = self._is_full(num_drafted, num_accepted)
         self.threshold = self._update.threshold(self.threshold, self.acceptance_rate, is_full=is_full)
 
-    def adapted_rule(self) -> DraftLengthRule:
+    def adapted_rule(self) -> AdaptiveThresholdRule:
         """Return the rule with the current threshold as its initial one."""
-        return self._rule.model_copy(update={"initial_threshold": self.threshold})
+        return self._rule.starting_at(self.threshold)
 
     def _is_full(self, num_drafted: int, num_accepted: int) -> bool:
         """Return True if all of the longest draft was accepted: a lower threshold could not have gained a token."""

@@ -12,16 +12,17 @@ from decoding.draft_length.adaptive_threshold import (
     HIGHEST_THRESHOLD,
     AcceptanceDecay,
     AdaptiveThreshold,
+    AdaptiveThresholdRule,
     LastToken,
     Step,
     TargetAcceptance,
     ThresholdDecay,
     ThresholdUpdate,
 )
-from decoding.draft_length.contract import DraftDistribution, DraftLengthRule, tunable
+from decoding.draft_length.contract import DraftDistribution, tunable
 
 
-class ConfidenceRule(DraftLengthRule):
+class ConfidenceRule(AdaptiveThresholdRule):
     """Settings of both forms. Defaults of the update are those of both publications."""
 
     initial_threshold: float = tunable(
@@ -74,7 +75,7 @@ class ConfidenceController(AdaptiveThreshold):
     """The threshold of Algorithm 1, compared with the top-1 probability."""
 
     def __init__(self, rule: ConfidenceRule, last: LastToken) -> None:
-        super().__init__(rule, rule.initial_threshold, rule.update(), last)
+        super().__init__(rule, rule.initial_threshold, last)
 
     def certainty(self, distribution: DraftDistribution) -> float:
         """Return the probability of the most likely token."""

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
-from transformers.generation import TemperatureLogitsWarper
+from transformers.generation import TemperatureLogitsWarper, TopPLogitsWarper
 
 from decoding.acceptance import Greedy, Sampling
 from decoding.decode import Request
@@ -21,7 +21,7 @@ from decoding.head_folder import HeadFolder
 from decoding.losslessness import compare
 from decoding.profile import Decoding
 from decoding.target import Target
-from decoding.text import Shaping
+from decoding.text import LogitsProcessor, Shaping
 from decoding.timing.draft_costs import measure_decoder_costs
 from studies.contract import Candidate
 from studies.measurement import BatchTexts, Measurement, PairedPrefill, PromptSample
@@ -58,10 +58,12 @@ class Bench:
         seed: int = 0,
         clock: Clock | None = None,
         most_kept: int = MOST_KEPT,
+        top_p: float = 1.0,
     ) -> None:
         """`clock` is real time unless given; a price list makes every measurement repeat exactly.
 
-        The decoders of the `most_kept` drafts measured last are kept: see `DecoderPool`.
+        When sampling, `top_p` is the share of the probability that is sampled from, as in `generate`. The decoders of the
+        `most_kept` drafts measured last are kept: see `DecoderPool`.
         """
         self.target = target
         self.baseline = baseline
@@ -72,7 +74,7 @@ class Bench:
         self._plain = _Contestant(PlainDecoding(), plain_decoder(target))
         self._plain_batches: dict[int, TimedBatch] = {}
         self._costs: dict[Draft, RoundCosts] = {}
-        self._most_kept = most_kept
+        self._most_kept, self._top_p = most_kept, top_p
         self._decoders = DecoderPool(target, decoding, heads=heads, most=most_kept)
 
     @property
@@ -110,6 +112,7 @@ class Bench:
             seed=self._seed,
             clock=self._clock,
             most_kept=self._most_kept,
+            top_p=self._top_p,
         )
 
     def measure(
@@ -152,8 +155,8 @@ class Bench:
     def warm_up_rule(self, candidate: Candidate, indices: Sequence[int]) -> Candidate:
         """Return the candidate with its cost-aware rule warmed up on the prompts at `indices`, costs included.
 
-        Other rules have nothing to adapt to: their candidates are returned unchanged. In a batch, the rule of the first sequence
-        is the one returned.
+        The candidates of other rules are returned unchanged: where a moving threshold starts is a searched setting. In a batch,
+        the rule of the first sequence is the one returned.
         """
         rule = candidate.draft_length
         if not isinstance(rule, CostAwareRule):
@@ -259,8 +262,13 @@ class Bench:
         requests = self._greedy_requests(index)
         if self.decoding.temperature == 0:
             return requests
-        shaping = Shaping((TemperatureLogitsWarper(self.decoding.temperature),))
+        shaping = Shaping(self._processors())
         return [replace(each, acceptance=Sampling(self._generator()), shaping=shaping) for each in requests]
+
+    def _processors(self) -> list[LogitsProcessor]:
+        """Return the logits processors of sampling, in the order of `generate`."""
+        temperature = TemperatureLogitsWarper(self.decoding.temperature)
+        return [temperature] if self._top_p == 1.0 else [temperature, TopPLogitsWarper(self._top_p)]
 
     def _greedy_requests(self, index: int) -> list[Request]:
         return [Request(self.prompts[row], self.baseline.ending, Greedy()) for row in self.baseline.members(index)]

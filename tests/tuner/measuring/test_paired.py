@@ -181,6 +181,16 @@ def test_a_sampled_run_is_reproducible_and_checked_by_a_greedy_one() -> None:
     assert first.num_identical == 3
 
 
+def test_sampling_from_the_smallest_nucleus_is_greedy() -> None:
+    hot = Decoding(temperature=5.0)
+    fixed = CANDIDATES[1].with_rule(Fixed(max_tokens=3))
+    greedy, sampled, nucleus = (
+        _facts(bench.measure(fixed, range(3)))
+        for bench in (_bench(), _bench(decoding=hot), _bench(decoding=hot, top_p=1e-6).reordered(range(5)))
+    )
+    assert nucleus == greedy != sampled
+
+
 def test_plain_decoding_can_be_measured_against_itself() -> None:
     measured = _bench().measure(Candidate(draft=PlainDecoding(), draft_length=Fixed()), range(4))
     assert measured.draft_acceptance_rate == 0.0

@@ -14,19 +14,21 @@ from typing import Any
 
 from decoding.deploy.custom_generate import check_target
 from decoding.documents.atomic_write import write_atomically
-from decoding.draft_length import RULES, CostAwareRule, DraftLengthRule, Fixed
+from decoding.draft_length import DraftLengthRule, Fixed
 from decoding.drafters.build import build_drafter
 from decoding.drafts import Draft
 from decoding.head_folder import HeadFolder
-from decoding.profile import DraftProfile, Interval
+from decoding.profile import Decoding, DraftProfile, Interval
 from decoding.target import Target
 from decoding.text import Ending
 from studies.contract import Candidate
 from studies.measurement import Measurement, PromptSample, ratio_interval
 from tuner.errors import ConfigError
+from tuner.evaluation.rules.contenders import rules_to_compare
 from tuner.evaluation.rules.settings import RulesEvaluation
 from tuner.inputs.models import Loaded, eos_token_ids, load
 from tuner.inputs.prompts import PromptSet, load_prompts
+from tuner.inputs.row_filter import split_filter
 from tuner.measuring.baseline import decode_baseline
 from tuner.measuring.clock import WallClock
 from tuner.measuring.paired import Bench
@@ -96,24 +98,42 @@ def compare_rules(settings: RulesEvaluation, progress: Progress) -> RuleComparis
     if not profile.draft.drafts:
         raise ConfigError(f"{settings.profile} decodes plainly: it has no draft whose length a rule could choose")
     names = _dataset_names(settings.dataset)
+    decoding = _decoding(settings, profile)
     loaded = _load(settings, profile, progress)
     target = Target(loaded.model, profile.decoding.runner, exact_width=profile.decoding.exact_width)
     heads = HeadFolder(target, settings.profile.parent)
     build_drafter(target, profile.draft, heads=heads)  # report a missing head before any computation
     found = [_load_prompts(settings, dataset, loaded, target) for dataset in settings.dataset]
-    bench = _open_bench(settings, profile, found, loaded, target, heads, progress)
+    bench = _open_bench(settings, decoding, found, loaded, target, heads, progress)
     parts = [(name, len(each.tuning), len(each.held_out)) for name, each in zip(names, found, strict=True)]
     kinds = _kinds(parts, bench, progress)
-    entries = _measure(profile, kinds, bench, settings.max_tokens, progress)
-    return RuleComparison(profile.draft, kinds, entries, _facts(settings, profile, loaded, target))
+    entries = _measure(settings, profile, kinds, bench, progress)
+    return RuleComparison(profile.draft, kinds, entries, _facts(settings, profile, decoding, loaded, target))
 
 
 def _dataset_names(datasets: Sequence[str]) -> list[str]:
     """Return a name for each data set. Raises `ConfigError` unless they are distinct."""
-    names = [Path(dataset).stem for dataset in datasets]
+    names = [_dataset_name(dataset) for dataset in datasets]
     if len(set(names)) < len(names) or MIXED in names:
         raise ConfigError(f"the datasets need distinct names, none of them {MIXED!r}; got {', '.join(names)}")
     return names
+
+
+def _dataset_name(dataset: str) -> str:
+    """Return the values of the filter, such as `math` for `questions.jsonl#task=math`, or else the name of the file."""
+    source, chosen = split_filter(dataset)
+    return Path(source).stem if chosen is None else "|".join(chosen.values)
+
+
+def _decoding(settings: RulesEvaluation, profile: DraftProfile) -> Decoding:
+    """Return the profile's decoding at the temperature of the settings. Raises `ConfigError` for a top-p without sampling."""
+    if settings.temperature is None:
+        decoding = profile.decoding
+    else:
+        decoding = profile.decoding.model_copy(update={"temperature": settings.temperature})
+    if settings.top_p < 1.0 and decoding.temperature == 0.0:
+        raise ConfigError("top_p applies to sampling: set a temperature above 0")
+    return decoding
 
 
 def _load(settings: RulesEvaluation, profile: DraftProfile, progress: Progress) -> Loaded:
@@ -142,7 +162,7 @@ def _load_prompts(settings: RulesEvaluation, dataset: str, loaded: Loaded, targe
 
 def _open_bench(
     settings: RulesEvaluation,
-    profile: DraftProfile,
+    decoding: Decoding,
     found: Sequence[PromptSet],
     loaded: Loaded,
     target: Target,
@@ -155,15 +175,20 @@ def _open_bench(
     ending = Ending(settings.max_new_tokens, eos_token_ids(loaded.model))
     baseline = decode_baseline(target, prompts, ending, on_progress=progress.advance)
     clock = WallClock(target.device)
-    return Bench(target, baseline, decoding=profile.decoding, heads=heads, seed=settings.seed, clock=clock)
+    return Bench(
+        target, baseline, decoding=decoding, heads=heads, seed=settings.seed, clock=clock, top_p=settings.top_p
+    )
 
 
-def _facts(settings: RulesEvaluation, profile: DraftProfile, loaded: Loaded, target: Target) -> dict[str, Any]:
+def _facts(
+    settings: RulesEvaluation, profile: DraftProfile, decoding: Decoding, loaded: Loaded, target: Target
+) -> dict[str, Any]:
     described = {
         "profile": profile.name,
         "draft": profile.draft.model_dump(mode="json"),
         "model": loaded.name,
-        "temperature": profile.decoding.temperature,
+        "temperature": decoding.temperature,
+        "top_p": settings.top_p,
         "datasets": list(settings.dataset),
         "max_new_tokens": settings.max_new_tokens,
         "seed": settings.seed,
@@ -193,19 +218,14 @@ def _kinds(parts: Sequence[tuple[str, int, int]], bench: Bench, progress: Progre
 
 
 def _measure(
-    profile: DraftProfile, kinds: Sequence[TextKind], bench: Bench, max_tokens: int, progress: Progress
+    settings: RulesEvaluation, profile: DraftProfile, kinds: Sequence[TextKind], bench: Bench, progress: Progress
 ) -> tuple[RuleEntry, ...]:
-    rules: dict[str, DraftLengthRule] = {f"fixed {n}": Fixed(max_tokens=n) for n in range(1, max_tokens + 1)}
-    warm_up = _interleaved([kind.warm_up for kind in kinds])
-    for name, rule in RULES.items():
-        if rule is Fixed:
-            continue
-        rules[name] = rule(rule=name, max_tokens=max_tokens)
-        if issubclass(rule, CostAwareRule):
-            warm = bench.warm_up_rule(Candidate(draft=profile.draft, draft_length=rules[name]), warm_up)
-            rules[f"{name}, warm"] = warm.draft_length
-    if profile.draft_length not in rules.values():
-        rules["the profile's own"] = profile.draft_length
+    warm_up_prompts = _interleaved([kind.warm_up for kind in kinds])
+
+    def warm_up(rule: DraftLengthRule) -> DraftLengthRule:
+        return bench.warm_up_rule(Candidate(draft=profile.draft, draft_length=rule), warm_up_prompts).draft_length
+
+    rules = rules_to_compare(settings, profile.draft_length, warm_up)
     indices = _interleaved([kind.measured for kind in kinds])
     progress.stage("measuring all rules on all prompts", len(rules) * len(indices))
 

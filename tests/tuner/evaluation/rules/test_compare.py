@@ -113,6 +113,41 @@ def test_one_kind_of_text_has_no_mixed_column_and_each_rule_one_line(
     assert sorted(path.name for path in workplace.iterdir()) == ["code.jsonl", "p.yaml"]
 
 
+def test_rules_at_several_lengths_and_starts_on_parts_of_one_file(
+    workplace: Path, write_profile: Callable[..., Path], compare: Compare
+) -> None:
+    rows = [json.loads(line) for line in write_tiny_prompts(workplace / "all.jsonl").read_text().splitlines()]
+    lines = [json.dumps({**row, "task": ("code", "prose")[index % 2]}) for index, row in enumerate(rows)]
+    (workplace / "all.jsonl").write_text("\n".join(lines))
+    profile = write_profile(LayerSkip.blocks((3, 4)), Fixed(max_tokens=2))
+    arguments = ["evaluate", "rules", "--profile", str(profile), "--out", "c.json", "--prompts", "2"]
+    arguments += ["--dataset", f"{workplace}/all.jsonl#task=code", "--dataset", f"{workplace}/all.jsonl#task=prose"]
+    arguments += ["--warm-up-prompts", "1", "--max-new-tokens", "12", "--max-tokens", "4", "--max-tokens", "2"]
+    arguments += ["--rules", "ada_edl_published", "--rules", "top_probability"]
+    arguments += [
+        "--initial-thresholds",
+        "0.3",
+        "--initial-thresholds",
+        "0.6",
+        "--temperature",
+        "0.7",
+        "--top-p",
+        "0.9",
+    ]
+    result = CliRunner().invoke(main, arguments)
+    assert result.exit_code == 0, result.output
+    written = json.loads((workplace / "c.json").read_text())
+    assert (written["temperature"], written["top_p"]) == (0.7, 0.9)
+    asked = ("ada_edl_published from 0.3", "ada_edl_published from 0.6", "top_probability")
+    wanted = [f"{label}, K {length}" for length in (2, 4) for label in asked]
+    assert [row["label"] for row in written["rules"]] == [*(f"fixed {n}" for n in range(1, 5)), *wanted]
+    rules = {row["label"]: row["rule"] for row in written["rules"]}
+    chosen = rules["ada_edl_published from 0.6, K 4"]
+    assert (chosen["rule"], chosen["initial_threshold"], chosen["max_tokens"]) == ("ada_edl_published", 0.6, 4)
+    assert set(written["rules"][0]["columns"]) == {"code", "prose", "mixed"}
+    assert all(row["columns"]["mixed"]["identical"] == 4 for row in written["rules"])
+
+
 def test_each_kind_of_text_has_its_own_best_fixed_length() -> None:
     def entry(label: str, rule: DraftLengthRule, seconds: tuple[float, ...]) -> RuleEntry:
         samples = (sample(1.0, prompt, draft_seconds=taken) for prompt, taken in enumerate(seconds))
@@ -155,6 +190,11 @@ def test_wrong_input_is_refused_in_one_line(
     assert "decoding" not in without_head.stderr, "reported before any computation"
     refused(compare(drafting, [workplace / "none.jsonl"]), "no such dataset")
     refused(compare(drafting, [code], prompts=30), "too few prompts")
+    refused(compare(drafting, [code], rules="ada_edl_publishd"), "unknown rule", "did you mean 'ada_edl_published'")
+    refused(compare(drafting, [code], **{"top-p": 0.9}), "top_p applies to sampling")
+    refused(
+        compare(drafting, [code], **{"initial-thresholds": 0.99}), "initial_thresholds", "less than or equal to 0.98"
+    )
 
 
 def test_prompts_that_end_too_soon_are_left_out_or_refused(
