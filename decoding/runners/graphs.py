@@ -11,6 +11,7 @@ import torch
 
 from decoding.errors import one_line
 from decoding.garbage_collection import without_garbage_collection
+from decoding.out_of_memory import is_out_of_memory
 
 
 class Copyable(Protocol):
@@ -74,7 +75,7 @@ class CudaGraphs:
                 graph, recorded = self._capture_with_memory(run)
             except RuntimeError as cause:
                 self._open()  # now: until a capture succeeds, torch 2.11 refuses to draw random numbers
-                if _is_out_of_memory(cause):
+                if is_out_of_memory(cause):
                     raise torch.OutOfMemoryError(str(cause)) from cause
                 reason = one_line(cause)[:200]
                 warnings.warn(f"a pass cannot be recorded as a CUDA graph and runs slower: {reason}", stacklevel=2)
@@ -115,7 +116,7 @@ class CudaGraphs:
         try:
             return self._capture(run)
         except RuntimeError as cause:
-            if not _is_out_of_memory(cause):
+            if not is_out_of_memory(cause):
                 raise
         torch.cuda.empty_cache()
         self._open()
@@ -155,13 +156,6 @@ class CudaGraphs:
             self._invalid.append(graph)  # the allocator of pinned memory keeps its address
         # Not earlier: destroying a recording during a capture would invalidate it.
         self._pool = self._sentinel = None
-
-
-def _is_out_of_memory(error: RuntimeError) -> bool:
-    """Recognise missing memory of torch, and of the driver, which keeps graphs in memory of its own."""
-    return isinstance(error, torch.OutOfMemoryError) or (
-        isinstance(error, torch.AcceleratorError) and "out of memory" in str(error)
-    )
 
 
 @contextmanager

@@ -13,13 +13,13 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from decoding.errors import first_line
+from decoding.out_of_memory import is_out_of_memory
 from tuner.errors import ConfigError, MemoryShortageError
 from tuner.inputs.checkpoint import check_folder, refuse_quantised
 from tuner.inputs.models import DTYPES, SPREAD, quiet, resolve_device
 
 USABLE = 0.9
 """Share of the free memory that is planned with; the rest is for fragments and what an estimate leaves out."""
-_CPU_SHORTAGE = "not enough memory"
 
 
 @dataclass(frozen=True)
@@ -105,16 +105,9 @@ def explained_shortage(what: str, remedy: str) -> Iterator[None]:
     try:
         yield
     except RuntimeError as cause:
-        if not is_shortage(cause):
+        if not is_out_of_memory(cause):
             raise
         raise MemoryShortageError(f"out of memory while {what}: {remedy} ({first_line(cause)})") from None
-
-
-def is_shortage(error: BaseException) -> bool:
-    """Return True if a device, or the CPU, had no memory left."""
-    return isinstance(error, torch.OutOfMemoryError) or (
-        isinstance(error, RuntimeError) and _CPU_SHORTAGE in str(error)
-    )
 
 
 def gigabytes(num_bytes: float) -> str:
