@@ -57,7 +57,7 @@ class DistillSettings(Document):
     )
     training_column: str | None = Field(
         None,
-        description="Column of the prompt in the training dataset; default: guessed.",
+        description="Column of the prompt in the training dataset; default: the search's template or preset, or guessed.",
         json_schema_extra={**TRAINING, "metavar": "COLUMN"},
     )
     prompts: int = Field(1024, ge=1, description="Most training prompts to use.", json_schema_extra=TRAINING)
