@@ -27,7 +27,8 @@ from decoding.drafts import LayerSkip, compact_indices
 from decoding.target import Target
 from studies.confidence.confidences import MAX_WINDOW, ConfidenceName, Excerpt, block_scores
 from studies.confidence.selection import LAMBDA_STEP, Form, LambdaSchedule, Selection, growth_cap
-from studies.contract import Candidate, Problem, Study, StudySettings, TrialRecord, TrialState
+from studies.contract import ORIGIN, Candidate, Problem, Study, StudySettings, TrialRecord, TrialState
+from studies.prediction.origins import Origin
 
 MANY_ACCEPTED = 4  # [code] the early stop asks for more accepted tokens per round than this
 MAX_TEXTS = 8  # ours: continuations that one iteration reads at most, where no set is large enough
@@ -107,12 +108,14 @@ class ConfLayers(Study):
         found = self._find_next()
         assert found is not None, "`finished` says so"
         confidence, iteration = found
-        skipped = iteration.selection.skipped
-        notes: dict[str, Any] = {"confidence": confidence}
+        skipped, lam = iteration.selection.skipped, iteration.selection.lam
+        detail, notes = "odd blocks", dict[str, Any](confidence=confidence)
         # The odd blocks were not selected: no lambda led to them.
         if iteration.text is not None:
-            notes |= {"lambda": iteration.selection.lam, "text": iteration.text}
+            detail = f"{confidence}, lambda {lam:g}"
+            notes |= {"lambda": lam, "text": iteration.text}
         notes |= {"num_skipped": len(skipped), "skipped": compact_indices(skipped)}
+        notes[ORIGIN] = Origin(self.name, f"{detail}, chain only").describe()
         return Candidate(draft=LayerSkip.blocks(skipped), draft_length=self.settings.draft_length), notes
 
     def observe(self, record: TrialRecord) -> None:

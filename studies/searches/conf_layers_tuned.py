@@ -21,7 +21,8 @@ from decoding.drafts import LayerSkip, PlainDecoding, compact_indices
 from decoding.target import Target
 from studies.confidence.confidences import CONFIDENCE_NAMES, ConfidenceName, Excerpt, joint_scores
 from studies.confidence.selection import Form, Selection
-from studies.contract import Candidate, Problem, Study, StudySettings, StudySetup, TrialRecord
+from studies.contract import ORIGIN, Candidate, Problem, Study, StudySettings, StudySetup, TrialRecord
+from studies.prediction.origins import Origin
 from studies.rule_space import RuleNames, rule_parameters, rule_sampler, suggest_rule
 from studies.searches.conf_layers import CHAIN_ONLY, ConfLayersSettings, check_depth, continued_texts, schedule_for
 
@@ -114,6 +115,7 @@ class ConfLayersTuned(Study):
             "window": window,
             "skip_ratio": round(skip_ratio, 4),
             "lambda": selection.lam,
+            ORIGIN: Origin(self.name, f"{name}, lambda {lam:.2g} to {selection.lam:.2g}, chain only").describe(),
         }
 
 

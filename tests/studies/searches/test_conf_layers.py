@@ -207,8 +207,11 @@ def test_a_model_without_middle_blocks_is_refused() -> None:
         ConfLayersSettings().check(tiny_target(2))
 
 
-def test_the_missing_candidate_tree_is_remarked() -> None:
+def test_the_missing_candidate_tree_is_remarked_and_in_the_origin_of_each_draft() -> None:
     assert "chain only" in limited(_problem()).remarks()[0]
+    odd, selected = _run(ConfLayers(_problem(), ConfLayersSettings()), 2)
+    assert odd.origin == "conf_layers (odd blocks, chain only)"
+    assert selected.origin == f"conf_layers (sublayer_entropy, lambda {selected.notes['lambda']:g}, chain only)"
 
 
 def test_the_confidences_take_turns() -> None:

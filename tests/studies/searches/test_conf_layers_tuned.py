@@ -137,6 +137,12 @@ def test_the_best_parameters_are_remarked(problem: Problem) -> None:
     assert "chain only" in chain
 
 
+def test_the_origin_of_a_draft_shows_how_lambda_moved(problem: Problem) -> None:
+    ((record,), _) = run(study_of(problem), 1, first=PARAMETERS)
+    rested = f"{record.notes['lambda']:.2g}"
+    assert record.origin == f"conf_layers_tuned (logit_lens_entropy, lambda -0.3 to {rested}, chain only)"
+
+
 def test_nothing_to_read_ends_the_search() -> None:
     problem = Problem(tiny_target(8), prompts=((1, 2),), continuations=((),), earlier={}, seed=0)
     assert study_of(problem).finished() == "no tuning prompt has a continuation"
