@@ -16,6 +16,9 @@ from pydantic import AfterValidator, Field
 
 from decoding.draft_length import RULES, DraftLengthRule, check_rules
 
+DEFAULT_RULES = tuple(name for name in RULES if name not in ("ada_edl_published", "max_confidence"))
+"""Rules among which searches choose unless told otherwise: all but the forms that drop a token whose draft pass has run."""
+
 
 def rule_sampler(seed: int) -> optuna.samplers.BaseSampler:
     """Return a TPE sampler that treats the parameters of each rule as one group."""

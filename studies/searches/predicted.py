@@ -17,7 +17,6 @@ import optuna
 from pydantic import Field, TypeAdapter
 
 from decoding.documents.strict_yaml import Document
-from decoding.draft_length import RULES
 from decoding.drafts import Draft, RealDraft
 from studies.contract import ORIGIN, Candidate, Problem, Study, StudySettings, StudySetup, TrialRecord
 from studies.costs.table import CostTable
@@ -25,7 +24,7 @@ from studies.prediction.guided import GuidedSearch
 from studies.prediction.origins import method_of, origin_of
 from studies.prediction.predictor import Predictor
 from studies.prediction.survey import JoinedSurvey, Survey
-from studies.rule_space import RuleNames
+from studies.rule_space import DEFAULT_RULES, RuleNames
 from studies.searches.pool_surveys import PoolSurveys
 from studies.searches.rating import Rating
 
@@ -40,7 +39,7 @@ NOT_RECORDED = "not recorded"
 class PredictedSettings(StudySettings):
     """Settings of a search by prediction."""
 
-    rules: RuleNames = Field(tuple(RULES), description="draft-length rules to choose among")
+    rules: RuleNames = Field(DEFAULT_RULES, description="draft-length rules to choose among")
     max_tokens: int = Field(12, ge=1, le=64, description="longest draft to consider (K)")
     survey_tokens: int = Field(256, ge=1, description="tokens of the tuning sequences that skip sets are rated on")
     pool_tokens: int = Field(

@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 
 import optuna
 
+from decoding.draft_length import DraftLengthRule, TopProbability
 from decoding.drafts import LayerSkip
 from decoding.target import Target
 from studies.contract import Problem, TrialRecord
@@ -22,6 +23,9 @@ class Method(ABC):
 
     whole_blocks: ClassVar[bool] = False
     """True if only whole blocks are skipped, so that the model need not have separate attention and MLP modules."""
+
+    draft_length: ClassVar[DraftLengthRule] = TopProbability(threshold=0.6, max_tokens=12)
+    """Rule that its skip sets are measured with, unless the settings name one (ours, as in conf_layers)."""
 
     def __init__(self, problem: Problem, settings: SkipSetsSettings) -> None:
         self.problem = problem

@@ -2,8 +2,8 @@
 
 As in the released code: 2L switches, including the first and the last block; a sublayer is skipped if the point's coordinate
 is above one half; the process is told the point and its measured speed; kappa is 2.576, the default of the package; no random
-points at the start. Every iteration is a trial here, so the budget is the search's (theirs: 1000 iterations of 8 prompts of
-32 tokens).
+points at the start; drafts of at most 8 tokens end by the adaptive exit, whose threshold starts at 0.8. Every iteration is a trial
+here, so the budget is the search's (theirs: 1000 iterations of 8 prompts of 32 tokens).
 
 Our choices: the value is the speed-up over plain decoding of the same prompts, as the speed itself drifts with the machine;
 the search starts from the odd blocks, where the authors give two sets of their own for a model of 40 layers; a pruned trial
@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import optuna
 
+from decoding.draft_length import AdaptiveExit
 from decoding.drafts import LayerSkip
 from studies.contract import Problem, TrialRecord, TrialState
 from studies.searches.skip_sets.bayes import suggest_point
@@ -29,6 +30,8 @@ KAPPA = 2.576
 
 class DraftVerify(Method):
     """State: the points tried and their speed-ups."""
+
+    draft_length = AdaptiveExit(max_tokens=8, initial_threshold=0.8)
 
     def __init__(self, problem: Problem, settings: SkipSetsSettings) -> None:
         super().__init__(problem, settings)

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, Field
 
 from decoding.documents.strict_yaml import Document, suggest
-from decoding.draft_length import AnyRule, TopProbability
+from decoding.draft_length import AnyRule
 from decoding.target import Target
 from studies.contract import StudySettings
 from studies.searches.skip_sets.methods import METHODS, load_method
@@ -48,9 +48,10 @@ class SkipSetsSettings(StudySettings):
     patience: int | None = Field(
         None, ge=1, description="trials without a better speed-up after which the search ends; default: none"
     )
-    draft_length: AnyRule = Field(
-        default_factory=lambda: TopProbability(threshold=0.6, max_tokens=12),
-        description="draft-length rule that every skip set is measured with (ours, as in conf_layers)",
+    draft_length: AnyRule | None = Field(
+        None,
+        description="draft-length rule that every skip set is measured with; default: Draft & Verify's adaptive exit for its "
+        "own search, top_probability for the others (ours, as in conf_layers)",
     )
     swift: SwiftSettings = Field(default_factory=SwiftSettings, description="settings of swift alone")
 

@@ -1,4 +1,4 @@
-"""The study of published skip-set searches: one method, chosen by name, on the same trials and draft-length rule as ours."""
+"""The study of published skip-set searches: one method, chosen by name, on the same trials as ours."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ class SkipSets(Study):
     def __init__(self, problem: Problem, settings: SkipSetsSettings) -> None:
         super().__init__(problem, settings)
         self._method = load_method(settings.method)(problem, settings)
+        self._rule = settings.draft_length or self._method.draft_length
         self._num_trials = 0
 
     def setup(self) -> StudySetup:
@@ -29,7 +30,7 @@ class SkipSets(Study):
     def propose(self, trial: optuna.Trial) -> tuple[Candidate, dict[str, Any]]:
         """Return the method's next set; its name is among the notes."""
         draft, notes = self._method.propose(trial, self._num_trials)
-        candidate = Candidate(draft=draft, draft_length=self.settings.draft_length)
+        candidate = Candidate(draft=draft, draft_length=self._rule)
         return candidate, {"method": self.settings.method, **notes}
 
     def observe(self, record: TrialRecord) -> None:

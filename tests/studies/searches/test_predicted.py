@@ -157,6 +157,13 @@ def test_rules_asked_for_are_the_only_ones(problem: Problem) -> None:
     assert len({record.candidate.draft_length.rule for record in everything}) >= 3 <= len(RULES)
 
 
+def test_forms_that_drop_a_token_are_searched_on_request(problem: Problem) -> None:
+    assert not {"ada_edl_published", "max_confidence"} & set(PredictedSettings().rules)
+    asked = PredictedSettings(**SMALL, rules=("ada_edl_published", "max_confidence"))
+    records = run(Predicted.create(problem, asked), 8, as_predicted)
+    assert {record.candidate.draft_length.rule for record in records} == set(asked.rules)
+
+
 def test_costs_are_needed(problem: Problem) -> None:
     with pytest.raises(ValueError, match="needs the costs of model passes"):
         Predicted.create(replace(problem, costs=None), PredictedSettings())

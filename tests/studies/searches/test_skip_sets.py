@@ -13,6 +13,7 @@ from transformers import OPTConfig, OPTForCausalLM
 
 from decoding.decode import Request
 from decoding.decoder import plain_decoder
+from decoding.draft_length import AdaptiveExit, Fixed, TopProbability
 from decoding.drafts import LayerSkip
 from decoding.target import Target
 from decoding.text import Ending
@@ -124,6 +125,18 @@ class Run:
 
 def num_sublayers(draft: LayerSkip) -> int:
     return len(draft.skip_attention) + len(draft.skip_mlp)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_each_method_has_a_rule_and_the_settings_may_name_another(problem: Problem, method: str) -> None:
+    adaptive = AdaptiveExit(max_tokens=8, initial_threshold=0.8)
+    usual = TopProbability(max_tokens=12, threshold=0.6)
+    for named, expected in {
+        None: adaptive if method == "draft_verify" else usual,
+        Fixed(max_tokens=2): Fixed(max_tokens=2),
+    }.items():
+        (record,) = Run(problem, method=method, draft_length=named).go(1).records
+        assert record.candidate.draft_length == expected
 
 
 def test_odd_layers_are_measured_once(problem: Problem) -> None:
