@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tuner.bench.contenders import PLAIN
 from tuner.config import SearchConfig
 from tuner.evaluation.suite.configurations import configuration
 from tuner.evaluation.suite.contract import CellSize, Place, hashed, record_of, settings_that_decide
@@ -38,20 +39,25 @@ class BenchCell:
         """See `Cell.key`: also of the drafts that take part, so that a search that succeeds later is measured."""
         drafts = {name: cell.found() for name, cell in self.searches().items()}
         hashes = {name: found and found.candidate_sha256 for name, found in drafts.items()}
-        return hashed([settings_that_decide(self.config()), self.place.suite.baselines, hashes])
+        return hashed([settings_that_decide(self.config()), self.baselines, hashes])
 
     def size(self) -> CellSize:
         """See `Cell.size`."""
         config = self.config()
-        num_contenders = 1 + len(self.place.suite.baselines) + len(self.searches())
+        num_contenders = 1 + len(self.baselines) + len(self.searches())
         tokens = num_contenders * config.held_out_prompts * config.max_new_tokens
-        if "hf-early-exit" in self.place.suite.baselines:
+        if "hf-early-exit" in self.baselines:
             tokens += MOST_EXITS_TRIED * PROMPTS_PER_CHOICE * config.max_new_tokens
         return CellSize(tokens)
 
     def config(self) -> SearchConfig:
         """See `Cell.config`."""
         return configuration(self.place, self.model, self.precision, self.task)
+
+    @property
+    def baselines(self) -> tuple[str, ...]:
+        """Contenders without a search; plain decoding by the suite's own runner takes part as `plain`."""
+        return tuple(name for name in self.place.suite.baselines if name != f"{PLAIN}-{self.config().runner}")
 
     def searches(self) -> dict[str, SearchCell]:
         """Return the search of every contender: `method`, and `method@task` for drafts tuned on another task."""
@@ -69,12 +75,13 @@ class BenchCell:
         """Hold the contest and return every sample."""
         from tuner.evaluation.suite.contest import hold
 
-        found = hold(self.config(), self.place.suite.baselines, dict(self._entrants()), progress)
+        found = hold(self.config(), self.baselines, dict(self._entrants()), progress)
         left_out = {**dict(self._without_draft()), **found.left_out}
         return found.model_copy(update={"left_out": left_out}).model_dump(mode="json")
 
     def _search(self, task: str, method: str) -> SearchCell:
-        return SearchCell(self.place, self.model, self.precision, task, method)
+        precision = self.place.suite.search_precision or self.precision
+        return SearchCell(self.place, self.model, precision, task, method)
 
     def _entrants(self) -> Iterator[tuple[str, Path]]:
         """Yield the profile of each draft that takes part."""

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field
 
 from decoding.documents.strict_yaml import Document, read_mapping, suggest, validate
-from decoding.runners import AUTO
+from decoding.runners import AUTO, PLAIN_RUNNER
 from tuner.config import SearchConfig
 from tuner.errors import ConfigError
 from tuner.evaluation.suite.methods import METHODS
@@ -63,6 +63,9 @@ class Suite(Document):
     baselines: Names = Field(
         (*PLAIN_BASELINES, *STOCK_BASELINES), description="contenders of `sdtune bench` that need no search"
     )
+    search_precision: Precision | None = Field(
+        None, description="precision of all searches, whose drafts are then measured in each; default: search in each"
+    )
     transfer: Names = Field((), description="methods whose drafts are measured on the other tasks too")
     search: Settings = Field(default_factory=dict, description="settings of all searches")
 
@@ -79,6 +82,11 @@ class Suite(Document):
 
         for part, names in (("models", self.models), ("tasks", self.tasks), ("methods", self.methods)):
             _check_names(f"{source}: {part}", names)
+        if self.search_precision not in (None, *self.precisions):
+            raise ConfigError(
+                f"{source}: search_precision: {self.search_precision!r} is not one of the precisions: "
+                f"{', '.join(self.precisions)}"
+            )
         for name in self.transfer:
             if name not in self.methods:
                 raise ConfigError(f"{source}: transfer: unknown method {name!r}; {suggest(name, self.methods)}")
@@ -95,7 +103,7 @@ class Suite(Document):
 
     def settings_of(self, task: str, method: str | None = None) -> Settings:
         """Return the settings of the searches on `task` by `method`: those of all, then the task's, then the method's."""
-        parts: list[Mapping[str, Any]] = [self.search, self.tasks[task]]
+        parts: list[Mapping[str, Any]] = [{"runner": PLAIN_RUNNER}, self.search, self.tasks[task]]
         if method is not None:
             parts += [METHODS.get(method, {}), self.methods[method]]
         return merged(parts)

@@ -47,7 +47,7 @@ class HeadsCell:
 
     def key(self) -> str:
         """See `Cell.key`."""
-        decisive = [settings_that_decide(config) for config in (*self._tasks(), *self._searches())]
+        decisive = [settings_that_decide(config) for config in (*self.task_configs(), *self._searches())]
         return hashed([decisive, training_settings(self.config())])
 
     def size(self) -> CellSize:
@@ -59,7 +59,7 @@ class HeadsCell:
 
     def config(self) -> SearchConfig:
         """See `Cell.config`."""
-        return self._tasks()[0]
+        return self.task_configs()[0]
 
     def run(self, progress: Progress) -> dict[str, Any]:
         """Distil the missing heads and return which exits have one."""
@@ -80,7 +80,7 @@ class HeadsCell:
         folder.drafts(wanted, held_out=[prompt.token_ids for prompt in prompts.held_out])
         return HeadsFound(exits=wanted, seconds=folder.distillation_seconds(wanted)).model_dump(mode="json")
 
-    def _tasks(self) -> list[SearchConfig]:
+    def task_configs(self) -> list[SearchConfig]:
         """Return the configuration of each task, without a method."""
         found = (configuration(self.place, self.model, self.precision, task) for task in self.place.suite.tasks)
         return [config.model_copy(update={"experiment": f"{self.model}-heads"}) for config in found]
@@ -100,7 +100,7 @@ class HeadsCell:
         from tuner.heads.distill import num_spare
         from tuner.inputs.prompts import search_prompts
 
-        tasks = self._tasks()
+        tasks = self.task_configs()
         parts = [search_prompts(each, tokenizer, context_length, num_spare=num_spare(each)) for each in tasks]
         held_out = _each_once([prompt for part in parts for prompt in part.held_out])
         tuning = _each_once([prompt for part in parts for prompt in part.tuning], but_not=held_out)

@@ -27,17 +27,20 @@ def cells_of(place: Place) -> list[Cell]:
 
 
 def _of_model(place: Place, model: str) -> Iterator[Cell]:
-    heads = HeadsCell(place, model)
-    if place.suite.methods and heads.is_wanted:
+    suite, heads = place.suite, HeadsCell(place, model)
+    if suite.methods and heads.is_wanted:
         yield heads
-    for precision in place.suite.precisions:
-        benches = [BenchCell(place, model, precision, task) for task in place.suite.tasks]
+    for precision in sorted(
+        suite.precisions, key=lambda each: each != suite.search_precision
+    ):  # the searched one first
+        benches = [BenchCell(place, model, precision, task) for task in suite.tasks]
         for bench in benches:
-            for method in place.suite.methods:
-                yield SearchCell(place, model, precision, bench.task, method)
-            if not place.suite.transfer:
+            if suite.search_precision in (None, precision):
+                for method in suite.methods:
+                    yield SearchCell(place, model, precision, bench.task, method)
+            if not suite.transfer:
                 yield bench
-        if place.suite.transfer:
+        if suite.transfer:
             yield from benches
 
 

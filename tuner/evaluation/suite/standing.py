@@ -47,7 +47,8 @@ class Standing:
     @property
     def names(self) -> tuple[str, ...]:
         """Contenders of the table, plain decoding first; drafts from other tasks are in tables of their own."""
-        return tuple(dict.fromkeys((PLAIN, *self.place.suite.baselines, *self.place.suite.methods)))
+        bench = BenchCell(self.place, self.model, self.precision, next(iter(self.place.suite.tasks)))
+        return tuple(dict.fromkeys((PLAIN, *bench.baselines, *self.place.suite.methods)))
 
     def keeps_plain(self, task: str, name: str) -> bool:
         """Return True for a method whose search on `task` decided for plain decoding."""

@@ -62,6 +62,7 @@ def test_the_examples_are_valid(path: Path) -> None:
         ({"models": {"tiny": {"model": "x", "head": "y"}}}, "unknown key 'models.tiny.head'"),
         ({"models": {"a/b": {"model": "x"}}}, "models: 'a/b' is no name for a folder"),
         ({"precisions": ["float8"]}, "precisions.0"),
+        ({"search_precision": "bfloat16"}, "search_precision: 'bfloat16' is not one of the precisions: float32"),
         ({"tasks": {"math": {}}}, "key 'tasks.math.dataset' is missing"),
         ({"tasks": {"math": {"dataset": "x", "tunning_prompts": 3}}}, "tasks.math: unknown key 'tunning_prompts'"),
         ({"tasks": {"bench": {"dataset": "x"}}}, "tasks: 'bench' is no name"),

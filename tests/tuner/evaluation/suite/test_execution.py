@@ -123,3 +123,10 @@ except KeyboardInterrupt:
         execute_apart(cell.place, cell, Impatient())
     assert ended.exists()
     assert record_of(cell.place, cell) is None
+
+
+def test_the_program_of_a_cell_writes_its_record(cell: SearchCell) -> None:
+    """A whole process, on a data set that is not there."""
+    found = execute_apart(cell.place, cell, Unwatched())
+    assert found.status == "failed"
+    assert "t.jsonl" in found.cause

@@ -48,6 +48,21 @@ def test_transfer_compares_after_all_searches_of_a_precision(tmp_path: Path) -> 
     assert ids(suite) == [f"m/{precision}/{rest}" for precision in ("float32", "bfloat16") for rest in first]
 
 
+def test_searches_in_one_precision_give_the_drafts_of_all(tmp_path: Path) -> None:
+    suite = place(
+        tmp_path, precisions=["bfloat16", "float32"], search_precision="float32", tasks={"qa": {"dataset": "q"}}
+    )
+    assert ids(suite) == ["m/float32/qa/swift", "m/float32/qa/bench", "m/bfloat16/qa/bench"]
+    assert BenchCell(suite, "m", "bfloat16", "qa").searches()["swift"].precision == "float32"
+
+
+def test_plain_decoding_by_the_own_runner_takes_part_once(tmp_path: Path) -> None:
+    suite = place(tmp_path, baselines=["plain-static", "plain-eager", "hf"])
+    assert BenchCell(suite, "m", "float32", "qa").baselines == ("plain-static", "hf")
+    suite = place(tmp_path, baselines=["plain-static", "plain-eager"], search={"runner": "static"})
+    assert BenchCell(suite, "m", "float32", "qa").baselines == ("plain-eager",)
+
+
 def test_heads_come_first_where_a_method_wants_them(tmp_path: Path) -> None:
     assert ids(place(tmp_path, methods=["swift", "exit_layer"]))[0] == "m/heads"
     searches = {"max_new_tokens": 10, "distill": "never"}

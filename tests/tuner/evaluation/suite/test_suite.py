@@ -62,7 +62,7 @@ def test_a_suite_ends_with_what_it_can_measure_and_goes_on_where_it_failed(
     assert list(statuses(workplace).values()) == ["ok", "ok", "failed", "failed"]
     assert "tiny/float32/more/swift failed: no such dataset 'more.jsonl'" in first.stdout
     contenders = json.loads((workplace / "suite/cells/tiny/float32/words/bench/record.json").read_text())["result"]
-    assert set(contenders["measured"]) == {"plain", "plain-eager", "hf", "hf-prompt-lookup", "swift"}
+    assert set(contenders["measured"]) == {"plain", "hf", "hf-prompt-lookup", "swift"}
     assert all(sample["identical"] for contender in contenders["measured"].values() for sample in contender["samples"])
 
     write_tiny_prompts(workplace / "more.jsonl")
@@ -71,7 +71,7 @@ def test_a_suite_ends_with_what_it_can_measure_and_goes_on_where_it_failed(
     assert list(statuses(workplace).values()) == ["ok"] * 4
     assert [line.split(": ")[1] for line in second.stderr.splitlines() if line.startswith("cell ")] == CELLS[2:]
     assert "overall" in second.stdout
-    assert (workplace / "suite" / "suite.csv").read_text().count("\n") == 1 + 2 * 5
+    assert (workplace / "suite" / "suite.csv").read_text().count("\n") == 1 + 2 * 4
 
 
 def test_a_dry_run_shows_the_cells_and_writes_nothing(run_suite: RunSuite, workplace: Path) -> None:
