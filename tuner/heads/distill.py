@@ -224,6 +224,8 @@ def _training_prompts(
             seed=config.seed,
             settings=_training_format(config),
         )
+        for note in found.notes:
+            progress.say(f"training dataset: {note}")
         known = {prompt.token_ids for prompt in (*prompts.tuning, *prompts.held_out)}
         return tuple(prompt for prompt in (*found.tuning, *found.spare) if prompt.token_ids not in known)
     if len(prompts.spare) >= MIN_SPARE_PROMPTS:

@@ -52,7 +52,7 @@ class ConversationFormat:
         """Return the conversation before the reply to be written."""
         turns = []
         for message in row[self.column] or []:
-            turn = _turn(message)
+            turn = None if message is None else _turn(message)
             if turn is None:
                 return LeftOut(Reason.NOT_TEXT)
             turns.append(turn)

@@ -99,6 +99,21 @@ def test_prompts_of_the_search_are_left_out_of_a_training_dataset(
     assert progress.lines == []
 
 
+@pytest.mark.parametrize(
+    ("column", "expected"), [(None, {"w7 w1 w8", "w7 w2 w8"}), ("other", {"w3", "w4"})], ids=["template", "column"]
+)
+def test_training_prompts_have_the_template_of_the_search(
+    column: str | None, expected: set[str], target: Target, loaded: Loaded, tmp_path: Path
+) -> None:
+    prompts = drawn(write_tiny_prompts(tmp_path / "p.jsonl", 20), loaded, 0)
+    path = tmp_path / "training.jsonl"
+    path.write_text('{"q": "w1", "other": "w3"}\n{"q": "w2", "other": "w4"}\n')
+    named = {"training_dataset": str(path), "training_column": column}
+    config = SearchConfig(model="m", dataset="d", template="w7 {q} w8", distillation=named)
+    work = of_search(config, loaded, target, prompts, RecordedLines())
+    assert {prompt.text for prompt in work.training_prompts} == expected
+
+
 def test_prompts_that_several_heads_trained_on_count_once(target: Target, loaded: Loaded, tmp_path: Path) -> None:
     prompts = drawn(write_tiny_prompts(tmp_path / "p.jsonl", 20), loaded, 0)
     hashes = tuple(prompt_sha256(prompt.token_ids) for prompt in prompts.tuning[:3])

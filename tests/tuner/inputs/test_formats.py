@@ -133,7 +133,7 @@ class TestConversations:
 
     def test_images_and_calls_of_tools_are_left_out_and_counted(self, tmp_path: Path) -> None:
         image = [{"type": "image", "text": None, "url": "u"}, {"type": "text", "text": "what?", "url": None}]
-        rows = [{"messages": [{"role": "user", "content": image}]} for _ in range(3)]
+        rows = [{"messages": [{"role": "user", "content": image}, None]}, *_images(image, 2)]
         assert "3 with images or calls of tools" in refusal(write(tmp_path / "a.jsonl", rows))
         call = {"role": "assistant", "content": None, "tool_calls": [{"name": "f"}]}
         user = {"role": "user", "content": "x", "tool_calls": None}
@@ -179,6 +179,10 @@ class TestConversations:
         found = draw(write(tmp_path / "a.jsonl", rows))
         assert (found.tuning[0].text, found.tuning[0].category) == ("first", "writing")
         assert found.notes == ("prompts are the first of the user's turns in the column 'turns'",)
+
+
+def _images(content: list[dict[str, Any]], count: int) -> list[Row]:
+    return [{"messages": [{"role": "user", "content": content}]} for _ in range(count)]
 
 
 class TestSystemPrompt:

@@ -104,6 +104,8 @@ def compare_rules(settings: RulesEvaluation, progress: Progress) -> RuleComparis
     heads = HeadFolder(target, settings.profile.parent)
     build_drafter(target, profile.draft, heads=heads)  # report a missing head before any computation
     found = [_load_prompts(settings, dataset, loaded, target) for dataset in settings.dataset]
+    for note in (note for each in found for note in each.notes):
+        progress.say(note)
     bench = _open_bench(settings, decoding, found, loaded, target, heads, progress)
     parts = [(name, len(each.tuning), len(each.held_out)) for name, each in zip(names, found, strict=True)]
     kinds = _kinds(parts, bench, progress)
