@@ -64,6 +64,9 @@ class ConfLayersTuned(Study):
     def __init__(self, problem: Problem, settings: ConfLayersTunedSettings) -> None:
         super().__init__(problem, settings)
         self._texts = continued_texts(problem)[: settings.num_texts]
+        # A wider window than the longest continuation is that continuation again.
+        longest = max((len(continuation) for _, continuation in self._texts), default=1)
+        self._windows = min(WINDOWS[0], longest), min(WINDOWS[1], longest)
         self._best: TrialRecord | None = None
 
     def setup(self) -> StudySetup:
@@ -71,6 +74,7 @@ class ConfLayersTuned(Study):
         starts = [_published_start(name, self.settings) for name in self.settings.confidences]
         # The authors' eval.sh, with which their logs were made.
         starts.append({**starts[0], "skip_ratio": 0.4, "window": 100})
+        starts = [{**start, "window": min(start["window"], self._windows[1])} for start in starts]
         return StudySetup(self.settings.identity(), rule_sampler(self.problem.seed), starts)
 
     def propose(self, trial: optuna.Trial) -> tuple[Candidate, dict[str, Any]]:
@@ -102,7 +106,7 @@ class ConfLayersTuned(Study):
         name = trial.suggest_categorical("confidence", settings.confidences)
         lam = trial.suggest_float("lambda_start", *LAMBDAS)
         step = trial.suggest_float("lambda_step", *STEPS, log=True)
-        window = trial.suggest_int("window", *WINDOWS, log=True)
+        window = trial.suggest_int("window", *self._windows, log=True)
         skip_ratio = trial.suggest_float("skip_ratio", *SKIP_RATIOS)
         excerpts = [Excerpt.of(prompt, text, window, settings.form) for prompt, text in self._texts]
         scores = joint_scores(name, self.problem.target, excerpts, settings.form)

@@ -32,7 +32,7 @@ PARAMETERS = {
 
 @pytest.fixture(scope="module")
 def problem() -> Problem:
-    texts = tuple(tuple((index * 5 + position) % 60 + 2 for position in range(40)) for index in range(4))
+    texts = tuple(tuple((index * 5 + position) % 60 + 2 for position in range(110)) for index in range(4))
     return Problem(tiny_target(8), prompts=texts, continuations=texts, earlier={}, seed=0)
 
 
@@ -72,6 +72,14 @@ def test_the_published_settings_come_first(problem: Problem) -> None:
     assert records[0].candidate.draft_length == TopProbability(threshold=0.8, max_tokens=25)
     assert trials[1].params == {**trials[0].params, "confidence": "logit_lens_entropy"}
     assert trials[2].params == {**trials[0].params, "skip_ratio": 0.4, "window": 100}
+
+
+def test_windows_are_no_longer_than_the_continuations() -> None:
+    texts = tuple(tuple(range(index, index + 20)) for index in range(2))
+    problem = Problem(tiny_target(8), prompts=texts, continuations=texts, earlier={}, seed=0)
+    _, trials = run(study_of(problem), 10)
+    assert [trial.params["window"] for trial in trials[:3]] == [20] * 3
+    assert {trial.params["window"] for trial in trials} <= set(range(8, 21))
 
 
 def test_the_first_set_is_the_one_that_the_published_search_selects() -> None:
