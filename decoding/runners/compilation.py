@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from decoding.cache.kv_cache import Slot
 from decoding.runners.contract import BlockCall
+from decoding.runners.cpu_few_positions import compile_few_positions
 from decoding.runners.cpu_one_position import OnePosition
 from decoding.runners.cpu_packed import compile_packed_linear
 from decoding.runners.features import NO_FEATURES, SpeedFeatures
@@ -107,6 +108,7 @@ def compiling(call: BlockCall) -> Iterator[None]:
     # Sizes that happen to be equal, such as heads and positions, would be assumed always equal.
     shapes = importlib.import_module("torch.fx.experimental._config").patch(use_duck_shape=False)
     compile_packed_linear()
+    compile_few_positions()
     with dynamo, shapes:
         try:
             yield

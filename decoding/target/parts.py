@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from decoding.cache.rounds_cache import RoundsCache, RoundsChunk
 from decoding.errors import UnsupportedModelError
 from decoding.runners.contract import BlockCall, Inputs, Outputs
+from decoding.runners.cpu_few_positions import FewPositionsLinear, has_kernel
 from decoding.runners.cpu_packed import PackedLinear, can_be_packed
 from decoding.target.anatomy import Anatomy
 from decoding.target.backends import attention_backends
@@ -179,15 +180,17 @@ def with_blocks(model: nn.Module, path: tuple[str, ...], blocks: Sequence[nn.Mod
     return view
 
 
-def with_packed_linears(module: nn.Module) -> nn.Module:
-    """Return a copy of `module` with packed linear layers, or `module` if none can be packed."""
+def with_fast_linears(module: nn.Module) -> nn.Module:
+    """Return a copy of `module` with faster linear layers for few positions on a CPU, or `module` if it has none."""
+    if has_kernel(module):
+        return FewPositionsLinear.of(cast(nn.Linear, module))
     if can_be_packed(module):
         return PackedLinear.of(cast(nn.Linear, module))
-    packed = {name: with_packed_linears(child) for name, child in module.named_children()}
-    if all(packed[name] is child for name, child in module.named_children()):
+    fast = {name: with_fast_linears(child) for name, child in module.named_children()}
+    if all(fast[name] is child for name, child in module.named_children()):
         return module
     twin = shallow_copy(module)
-    for name, child in packed.items():
+    for name, child in fast.items():
         setattr(twin, name, child)
     return twin
 

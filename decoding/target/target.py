@@ -28,7 +28,7 @@ from decoding.target.draft_vocabulary import DraftVocabulary
 from decoding.target.equivalence import check_runner, find_shared_pass_difference
 from decoding.target.exit_head import ExitHead
 from decoding.target.fused import tied_addresses, with_fused_projections
-from decoding.target.parts import LMHead, ModelPart, find_lm_head, run_whole, with_blocks, with_packed_linears
+from decoding.target.parts import LMHead, ModelPart, find_lm_head, run_whole, with_blocks, with_fast_linears
 from decoding.target.stand_ins import Emit, FixedShapes, Head, Identity, PassState, Tap, first_of
 from decoding.target.varlen import find_kernel, with_varlen_attention
 from decoding.target.views import BlockView, DraftView, ExitView, ResumeView, TappedView
@@ -118,7 +118,7 @@ class Target:
         if call is None or name is None or self.device.type != "cpu":
             return None
         own = getattr(self.model, name)
-        return LMHead(name, own, with_packed_linears(own), call)
+        return LMHead(name, own, with_fast_linears(own), call)
 
     @cached_property
     def _draft_lm_head(self) -> LMHead | None:
@@ -142,7 +142,7 @@ class Target:
         if vocabulary not in self._narrow_lm_heads:
             narrow = self._rows_of_lm_head(vocabulary)
             if self._lm_head is not None:
-                narrow = replace(narrow, module=with_packed_linears(narrow.module), call=self._lm_head.call)
+                narrow = replace(narrow, module=with_fast_linears(narrow.module), call=self._lm_head.call)
             self._narrow_lm_heads[vocabulary] = narrow
         return self._narrow_lm_heads[vocabulary]
 
@@ -166,7 +166,7 @@ class Target:
         if self.runner.features.fused_projections:
             block = with_fused_projections(block, self._tied)
         if self._packs:
-            block = with_packed_linears(block)
+            block = with_fast_linears(block)
         if self._mask_kinds is None:
             return block
         call = self.runner.block_call or call_block

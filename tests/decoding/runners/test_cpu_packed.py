@@ -13,8 +13,8 @@ from decoding.runners import cpu_packed
 from decoding.runners.compilation import CompiledBlocks, compiling
 from decoding.runners.cpu_packed import MIN_BYTES, PackedLinear, can_be_packed
 from decoding.runners.static import StaticRunner
-from decoding.target import Target
-from decoding.target.parts import with_packed_linears
+from decoding.target import Target, parts
+from decoding.target.parts import with_fast_linears
 from decoding.text import Ending
 from tests.support.families import build
 from tests.support.generations import plain_text
@@ -25,8 +25,9 @@ PRECISIONS = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 
 @pytest.fixture
 def all_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pack small layers too, such as the layers of the test models."""
+    """Pack small layers too, such as the layers of the test models, as on a processor without the better kernel."""
     monkeypatch.setattr(cpu_packed, "MIN_BYTES", 0)
+    monkeypatch.setattr(parts, "has_kernel", lambda module: False)
 
 
 @torch.inference_mode()
@@ -83,13 +84,13 @@ def test_small_layers_are_left_alone(dtype: torch.dtype) -> None:
 @pytest.mark.usefixtures("all_sizes")
 def test_a_copy_of_a_module_has_the_packed_layers_and_shares_all_else() -> None:
     module = nn.ModuleDict({"mlp": nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)), "norm": nn.LayerNorm(4)})
-    twin = with_packed_linears(module)
+    twin = with_fast_linears(module)
     assert isinstance(twin, nn.ModuleDict)
     assert type(twin["mlp"][0]) is PackedLinear
     assert twin["mlp"][1] is module["mlp"][1]
     assert twin["norm"] is module["norm"]
     assert type(module["mlp"][0]) is nn.Linear, "the module itself is unchanged"
-    assert with_packed_linears(module["norm"]) is module["norm"]
+    assert with_fast_linears(module["norm"]) is module["norm"]
 
 
 def packed_layers(block: nn.Module) -> list[nn.Module]:

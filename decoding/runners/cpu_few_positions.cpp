@@ -1,0 +1,158 @@
+// Linear layers on few positions: outputs[m, n] = sum over k of values[m, k] * weight[n, k].
+//
+// Bound by reading the weight, which stays in torch's layout and is read once. Four rows are summed at a time, each
+// from another quarter of the weight: four sequential streams of memory. Neighbouring rows at a time would be two to
+// four streams within one page, which the processor prefetches badly. A sum does not depend on the other positions
+// of the pass: the same bits for any number of them.
+
+#include <ATen/Parallel.h>
+#include <immintrin.h>
+#include <torch/csrc/inductor/aoti_torch/c/shim.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+
+namespace {
+
+constexpr int64_t kRows = 4;
+constexpr int64_t kMaxPositions = 6;  // at once: as many sums as fit in registers
+constexpr int64_t kBytesPerThread = 1 << 16;
+
+struct Float32 {
+  using Value = float;
+  static constexpr int64_t kLanes = 16;
+  using Vector = __m512;
+  static Vector load(const Value* from) { return _mm512_loadu_ps(from); }
+  static Vector load(const Value* from, int64_t count) { return _mm512_maskz_loadu_ps((1u << count) - 1, from); }
+  static __m512 add(__m512 sum, Vector a, Vector b) { return _mm512_fmadd_ps(a, b, sum); }
+  static Value rounded(float sum) { return sum; }
+};
+
+#ifdef __AVX512BF16__
+struct BFloat16 {
+  using Value = uint16_t;
+  static constexpr int64_t kLanes = 32;
+  using Vector = __m512i;
+  static Vector load(const Value* from) { return _mm512_loadu_si512(from); }
+  static Vector load(const Value* from, int64_t count) { return _mm512_maskz_loadu_epi16((1u << count) - 1, from); }
+  static __m512 add(__m512 sum, Vector a, Vector b) { return _mm512_dpbf16_ps(sum, (__m512bh)a, (__m512bh)b); }
+  static Value rounded(float sum) {
+    uint32_t bits;
+    std::memcpy(&bits, &sum, sizeof bits);
+    if (sum != sum) return 0x7fc0;
+    return (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+  }
+};
+#endif
+
+template <typename Kind>
+struct Product {
+  using Value = typename Kind::Value;
+  const Value *values, *weight;
+  Value* outputs;
+  int64_t positions, rows, inputs;
+
+  // Sums of `R` rows that are `step` rows apart, for `M` positions.
+  template <int R, int M>
+  void sum(int64_t row, int64_t step, int64_t position) const {
+    const Value* w = weight + row * inputs;
+    const Value* x = values + position * inputs;
+    __m512 sums[R][M];
+    for (auto& of_row : sums)
+      for (auto& each : of_row) each = _mm512_setzero_ps();
+    auto accumulate = [&](auto load, int64_t k) {
+      typename Kind::Vector of_position[M];
+      for (int m = 0; m < M; ++m) of_position[m] = load(x + m * inputs + k);
+      for (int r = 0; r < R; ++r) {
+        const auto of_row = load(w + r * step * inputs + k);
+        for (int m = 0; m < M; ++m) sums[r][m] = Kind::add(sums[r][m], of_row, of_position[m]);
+      }
+    };
+    const int64_t rest = inputs % Kind::kLanes, whole = inputs - rest;
+    for (int64_t k = 0; k < whole; k += Kind::kLanes) accumulate([](const Value* from) { return Kind::load(from); }, k);
+    if (rest) accumulate([rest](const Value* from) { return Kind::load(from, rest); }, whole);
+    for (int m = 0; m < M; ++m)
+      for (int r = 0; r < R; ++r)
+        outputs[(position + m) * rows + row + r * step] = Kind::rounded(_mm512_reduce_add_ps(sums[r][m]));
+  }
+
+  template <int R>
+  void sum(int64_t row, int64_t step, int64_t position, int64_t count) const {
+    switch (count) {
+      case 1: return sum<R, 1>(row, step, position);
+      case 2: return sum<R, 2>(row, step, position);
+      case 3: return sum<R, 3>(row, step, position);
+      case 4: return sum<R, 4>(row, step, position);
+      case 5: return sum<R, 5>(row, step, position);
+      default: return sum<R, 6>(row, step, position);
+    }
+  }
+
+  // All positions for these rows, which stay in the first cache meanwhile.
+  template <int R>
+  void all_positions(int64_t row, int64_t step) const {
+    const int64_t pieces = (positions + kMaxPositions - 1) / kMaxPositions;
+    for (int64_t piece = 0; piece < pieces; ++piece) {
+      const int64_t first = positions * piece / pieces;
+      sum<R>(row, step, first, positions * (piece + 1) / pieces - first);
+    }
+  }
+
+  void compute() const {
+    const int64_t grain = std::max<int64_t>(1, kBytesPerThread / (inputs * sizeof(Value)));
+    at::parallel_for(0, rows, grain, [this](int64_t first, int64_t end) {
+      const int64_t step = (end - first) / kRows;
+      for (int64_t row = first; row < first + step; ++row) all_positions<kRows>(row, step);
+      for (int64_t row = first + step * kRows; row < end; ++row) all_positions<1>(row, 0);
+    });
+  }
+};
+
+template <typename Kind>
+void multiply(const void* values, const void* weight, void* outputs, int64_t positions, int64_t rows, int64_t inputs) {
+  using Value = typename Kind::Value;
+  Product<Kind>{(const Value*)values, (const Value*)weight, (Value*)outputs, positions, rows, inputs}.compute();
+}
+
+}  // namespace
+
+// Multiply contiguous float32 values, or bfloat16 ones if `item_size` is 2.
+extern "C" __attribute__((visibility("default"))) void sdtune_multiply(
+    const void* values, const void* weight, void* outputs, int64_t positions, int64_t rows, int64_t inputs,
+    int64_t item_size) {
+#ifdef __AVX512BF16__
+  if (item_size == 2) return multiply<BFloat16>(values, weight, outputs, positions, rows, inputs);
+#endif
+  multiply<Float32>(values, weight, outputs, positions, rows, inputs);
+}
+
+#define SDTUNE_CHECK(call) \
+  if (auto error = (call)) return error
+
+// As inductor's code calls it: allocates the outputs.
+extern "C" __attribute__((visibility("default"))) AOTITorchError aoti_torch_cpu_sdtune_few_positions(
+    AtenTensorHandle values, AtenTensorHandle weight, AtenTensorHandle* outputs) {
+  int64_t dims, *sizes, *weight_sizes, new_sizes[8], strides[8];
+  int32_t dtype;
+  void *from, *by, *to;
+  SDTUNE_CHECK(aoti_torch_get_dim(values, &dims));
+  SDTUNE_CHECK(aoti_torch_get_sizes(values, &sizes));
+  SDTUNE_CHECK(aoti_torch_get_sizes(weight, &weight_sizes));
+  SDTUNE_CHECK(aoti_torch_get_dtype(values, &dtype));
+  if (dims < 1 || dims > 8) return AOTI_TORCH_FAILURE;
+  int64_t positions = 1, stride = 1;
+  for (int64_t dim = 0; dim < dims - 1; ++dim) positions *= sizes[dim];
+  for (int64_t dim = dims - 1; dim >= 0; --dim) {
+    new_sizes[dim] = dim == dims - 1 ? weight_sizes[0] : sizes[dim];
+    strides[dim] = stride;
+    stride *= new_sizes[dim];
+  }
+  SDTUNE_CHECK(aoti_torch_empty_strided(dims, new_sizes, strides, dtype, aoti_torch_device_type_cpu(), 0, outputs));
+  SDTUNE_CHECK(aoti_torch_get_data_ptr(values, &from));
+  SDTUNE_CHECK(aoti_torch_get_data_ptr(weight, &by));
+  SDTUNE_CHECK(aoti_torch_get_data_ptr(*outputs, &to));
+  sdtune_multiply(from, by, to, positions, weight_sizes[0], weight_sizes[1],
+                  dtype == aoti_torch_dtype_bfloat16() ? 2 : 4);
+  return AOTI_TORCH_SUCCESS;
+}

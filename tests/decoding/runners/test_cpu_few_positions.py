@@ -1,0 +1,126 @@
+"""Linear layers on few positions: the same results from the kernel, whatever the number of positions."""
+
+from __future__ import annotations
+
+import ctypes
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import linear
+
+from decoding.runners import cpu_few_positions
+from decoding.runners.compilation import CompiledBlocks, compiling
+from decoding.runners.cpu_few_positions import MAX_POSITIONS, FewPositionsLinear, has_kernel
+from decoding.target import Target
+from tests.support.families import build
+
+PRECISIONS = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
+SUPPORTED = [dtype for dtype in PRECISIONS if has_kernel(nn.Linear(4, 4, dtype=dtype))]
+pytestmark = pytest.mark.skipif(not SUPPORTED, reason="the processor lacks the instructions")
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize(("inputs", "outputs"), [(64, 40), (31, 7), (1, 3), (576, 18)])
+@pytest.mark.parametrize("dtype", SUPPORTED)
+def test_products_equal_linears(dtype: torch.dtype, inputs: int, outputs: int, bias: bool) -> None:
+    torch.manual_seed(0)
+    layer = nn.Linear(inputs, outputs, bias=bias, dtype=dtype)
+    fast = FewPositionsLinear.of(layer)
+    assert fast.weight is layer.weight
+    for shape in ((1, 1, inputs), (1, 5, inputs), (2, 3, inputs), (7, inputs), (inputs,)):
+        values = torch.randn(shape).to(dtype)
+        torch.testing.assert_close(fast(values), layer(values), atol=PRECISIONS[dtype], rtol=PRECISIONS[dtype])
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("dtype", SUPPORTED)
+def test_a_position_gets_the_same_bits_whatever_else_is_in_the_pass(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    layer = FewPositionsLinear.of(nn.Linear(200, 33, dtype=dtype))
+    values = torch.randn(1, 17, 200).to(dtype)
+    whole = layer(values)
+    for width in range(1, 17):
+        assert torch.equal(layer(values[:, :width]), whole[:, :width])
+        assert torch.equal(layer(values[:, width:]), whole[:, width:])
+
+
+@torch.inference_mode()
+def test_not_a_number_stays_one() -> None:
+    for dtype in SUPPORTED:
+        layer = FewPositionsLinear.of(nn.Linear(40, 5, dtype=dtype))
+        found = layer(torch.full((1, 2, 40), float("nan"), dtype=dtype))
+        assert found.isnan().all()
+
+
+def test_prompts_and_autograd_use_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu_few_positions, "few_positions", None)
+    layer = FewPositionsLinear.of(nn.Linear(8, 4))
+    layer(torch.randn(1, 3, 8)).sum().backward()
+    with torch.no_grad():
+        layer(torch.randn(1, MAX_POSITIONS + 1, 8))
+
+
+def test_only_plain_linear_layers_in_a_known_precision_have_the_kernel() -> None:
+    class Special(nn.Linear):
+        pass
+
+    assert not has_kernel(Special(4, 4))
+    assert not has_kernel(nn.Linear(4, 4, dtype=torch.float64))
+    assert not has_kernel(nn.Linear(4, 4, dtype=torch.float16))
+    assert not has_kernel(nn.Linear(4, 4, device="meta"))
+    assert not has_kernel(nn.Embedding(4, 4))
+    turned = nn.Linear(4, 8)
+    turned.weight = nn.Parameter(torch.randn(4, 8).t())
+    assert not has_kernel(turned), "its weight is not contiguous"
+
+
+def test_processors_without_the_instructions_do_not_have_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cpu, "_is_avx512_supported", lambda: False)
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)
+    assert not has_kernel(nn.Linear(4, 4))
+    assert not has_kernel(nn.Linear(4, 4, dtype=torch.bfloat16))
+
+
+def test_without_a_compiler_there_is_a_warning_and_no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch._inductor.codecache import CppCodeCache
+    from torch._inductor.exc import InvalidCxxCompiler
+
+    def fails(source: str, device: str) -> ctypes.CDLL:
+        raise InvalidCxxCompiler
+
+    monkeypatch.setattr(CppCodeCache, "load", fails)
+    monkeypatch.setattr(cpu_few_positions, "_library", cpu_few_positions._library.__wrapped__)
+    with pytest.warns(UserWarning, match="slower than they could"):
+        assert not has_kernel(nn.Linear(4, 4))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # raised by modules that torch's compiler imports
+@torch.inference_mode()
+@pytest.mark.parametrize("dtype", SUPPORTED)
+def test_compiled_code_calls_the_kernel_for_any_layer_and_width(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    call = CompiledBlocks(torch.device("cpu"))
+    for bias in (True, True):
+        layer = nn.Linear(24, 24, bias=bias, dtype=dtype)
+        for width in (1, 2, 5, MAX_POSITIONS + 3):
+            values = torch.randn(1, width, 24).to(dtype)
+            with compiling(call):
+                found = call(FewPositionsLinear.of(layer), values, (), {})
+            expected = linear(values, layer.weight, layer.bias)
+            torch.testing.assert_close(found, expected, atol=PRECISIONS[dtype], rtol=PRECISIONS[dtype])
+    assert call.problem is None
+
+
+@pytest.mark.usefixtures("uncompiled")
+def test_the_static_runner_has_no_second_copy_of_the_weights() -> None:
+    model = build("llama")
+    target = Target(model, "static")
+    own = {weight.data_ptr() for weight in model.parameters()}
+    for block in target.stack:
+        layers = [each for each in block.block.modules() if isinstance(each, nn.Linear)]
+        assert len(layers) == 7
+        assert all(type(each) is FewPositionsLinear and each.weight.data_ptr() in own for each in layers)
+        assert not any("packed" in each.__dict__ for each in layers)
+    assert not any(isinstance(each, FewPositionsLinear) for each in model.modules())
