@@ -65,6 +65,11 @@ class BenchConfig(DataSettings, BenchedProfile):
         json_schema_extra=COMPARISON,
     )
     repeats: int = Field(1, ge=1, description="Times that every prompt is decoded.", json_schema_extra=COMPARISON)
+    memory: bool = Field(
+        False,
+        description="Measure the peak memory of each contender too, in a process of its own, which takes a while.",
+        json_schema_extra=COMPARISON,
+    )
     runner: RunnerMode | None = Field(
         None,
         description="Runner of profile and plain; bitwise is static in bit-exact mode; default: the profile's.",

@@ -104,6 +104,10 @@ def _legend(result: BenchResult) -> Iterator[tuple[str, str]]:
     for name, reason in result.left_out.items():
         yield name, f"left out: {reason}"
     yield from verdict_lines(result)
+    if result.memory:
+        yield "memory", _describe_memory(result)
+    for name, reason in result.memory_unknown.items():
+        yield name, f"memory unknown: {reason}"
     if result.account is not None:
         yield "its time", _describe_account(result.account)
     yield "prompts", result.facts["split"]
@@ -122,6 +126,12 @@ def _describe_roofline(result: BenchResult) -> str:
         f"{read.keys_and_values / 1e6:.2f} MB of keys and values, read at the {bandwidth.bytes_per_second / 1e9:.1f} GB/s "
         "measured; several tokens per pass, or a model that fits the processor's caches, may exceed it"
     )
+
+
+def _describe_memory(result: BenchResult) -> str:
+    of_each = ", ".join(f"{name} {each.beside_weights_bytes / 1e6:.0f} MB" for name, each in result.memory.items())
+    weights = next(iter(result.memory.values())).weights_bytes
+    return f"peak beside {weights / 1e6:.0f} MB of weights, each in a process of its own: {of_each}"
 
 
 def _describe_account(account: Account) -> str:
@@ -152,6 +162,7 @@ def bench_json(result: BenchResult) -> dict[str, Any]:
         "verdicts": {category: each.model_dump(mode="json") for category, each in verdicts(result)},
         "contenders": {name: _figures(result, entry) for name, entry in result.entries.items()},
         "left_out": result.left_out,
+        "memory_unknown": dict(result.memory_unknown),
         "samples": {
             name: [sample.model_dump(mode="json") for sample in entry.samples] for name, entry in result.entries.items()
         },
@@ -180,6 +191,7 @@ def _figures(result: BenchResult, entry: Entry) -> dict[str, Any]:
         "categories": {name: each.model_dump(mode="json") for name, each in by_category(result, entry.name).items()},
         "category_mean_over_plain": _dumped(category_mean(result, entry.name, Phase.DECODE)),
         **entry.acceptance(result.counted).model_dump(mode="json"),
+        "memory": memory.model_dump(mode="json") if (memory := result.memory.get(entry.name)) else None,
         "prefill_seconds": entry.prefill_seconds,
         "tokens_per_pass": entry.tokens_per_pass,
         "share_of_roofline": result.share_of_roofline(entry.name),

@@ -5,8 +5,8 @@ A rate is all tokens over all seconds, so that texts of different lengths weigh 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from enum import Enum
 from statistics import fmean, median
 from typing import Any
@@ -18,6 +18,7 @@ from studies.ratios import Ratio, Work, paired_interval
 from tuner.bench.acceptance import AcceptanceRecord
 from tuner.bench.accounting import Account
 from tuner.bench.contenders import PLAIN, PROFILE
+from tuner.bench.memory import PeakMemory
 from tuner.bench.roofline import Roofline
 from tuner.bench.sample import TextSample
 from tuner.errors import DatasetError
@@ -124,6 +125,10 @@ class BenchResult:
     """Task, device and versions as plain data."""
     remarks: tuple[str, ...] = ()
     batch_size: int = 1
+    memory: Mapping[str, PeakMemory] = field(default_factory=dict)
+    """Peak memory by contender, if it was asked for and can be measured."""
+    memory_unknown: Mapping[str, str] = field(default_factory=dict)
+    """Contenders whose memory could not be measured, with the reasons."""
 
     def rate(self, name: str, phase: Phase = Phase.DECODE) -> Interval:
         """Return the tokens per second over all sequences, with the 95 % interval over batches."""

@@ -18,6 +18,7 @@ from tuner.bench.collecting import SampleCollector
 from tuner.bench.config import BenchConfig
 from tuner.bench.contenders import ALWAYS, PLAIN, Setting, enter
 from tuner.bench.contest import Contest, Prompts
+from tuner.bench.memory import measure_memory
 from tuner.bench.own_decoding import profile_by
 from tuner.bench.report import TABLE_WIDTH, bench_json, bench_picture, bench_table
 from tuner.bench.result import BenchResult, Entry, comparable, mean_context, units_of
@@ -77,7 +78,12 @@ def run_bench(task: BenchTask, progress: Progress) -> BenchResult:
     bandwidth = before.and_also(measure_bandwidth(device, buffer_bytes=before.buffer_bytes))
     batch_size = task.config.batch_size
     roofline = Roofline(bandwidth=bandwidth, reading=reading(task.target, contexts, batch_size=batch_size))
+    memory, unknown = (
+        measure_memory(task, task.config.profile, list(kept), progress) if task.config.memory else ({}, {})
+    )
     return BenchResult(
+        memory=memory,
+        memory_unknown=unknown,
         entries=kept,
         left_out={**left_out, **uncounted},
         counted=counted,

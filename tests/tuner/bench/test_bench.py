@@ -7,6 +7,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from subprocess import CompletedProcess
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from transformers import AutoTokenizer
 from decoding.draft_length import AdaEdl, Fixed
 from decoding.drafts import LayerSkip
 from decoding.losslessness import Comparison
-from decoding.profile import DatasetFacts, Decoding, Exactness, Interval, Measured, Rates, SearchCost
+from decoding.profile import DatasetFacts, Decoding, DraftProfile, Exactness, Interval, Measured, Rates, SearchCost
 from decoding.target import Target
 from studies.measurement import Measurement
 from tests.support.heads import write_heads
@@ -29,6 +30,8 @@ from tuner.bench.accounting import Account
 from tuner.bench.categories import category_mean, verdict
 from tuner.bench.contenders import CONTENDERS, default_names
 from tuner.bench.contest import Prompts
+from tuner.bench.memory import CLEAR_REFS, MemoryOrder, PeakMemory, gauge_for
+from tuner.bench.memory_worker import measure
 from tuner.bench.own_decoding import MODES, OwnDecoding
 from tuner.bench.report import bench_json, bench_picture, bench_table
 from tuner.bench.result import BenchResult, Entry, Phase, comparable, mean_context
@@ -716,3 +719,85 @@ def test_profile_and_plain_are_run_as_asked(
     found = results(workplace)
     assert (found["runner"], found["exact_width"]) == ("static", None)
     assert all(figures["identical"] == 3 for figures in found["contenders"].values())
+
+
+# --- memory -----------------------------------------------------------------------------------------------------------
+
+
+def test_memory_is_measured_in_a_process_of_its_own_and_told(
+    workplace: Path, code: Path, write_profile: WriteProfile, bench: RunBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[MemoryOrder] = []
+
+    def run(order: MemoryOrder) -> CompletedProcess[str]:
+        asked.append(order)
+        if order.contender == "hf":
+            return CompletedProcess([], 1, "", "Traceback\nMemoryError: no\n")
+        return CompletedProcess(
+            [], 0, PeakMemory(weights_bytes=10**6, beside_weights_bytes=2 * 10**6).model_dump_json()
+        )
+
+    monkeypatch.setattr("tuner.bench.memory.run_worker", run)
+    profile = write_profile(LayerSkip.blocks((3,)))
+    result = CliRunner().invoke(
+        main,
+        ["bench", "--profile", str(profile), "--dataset", str(code), "--against", "hf", "--out", "b", "--memory"]
+        + [part for key, value in {**SIZES, "max-new-tokens": 12}.items() for part in (f"--{key}", str(value))],
+    )
+    assert result.exit_code == 0, result.output
+    assert [order.contender for order in asked] == ["profile", "plain", "hf"]
+    assert len({order.batch for order in asked}) == 1
+    found = results(workplace)
+    assert found["contenders"]["profile"]["memory"] == {"weights_bytes": 10**6, "beside_weights_bytes": 2 * 10**6}
+    assert found["contenders"]["hf"]["memory"] is None
+    assert found["memory_unknown"] == {"hf": "MemoryError: no"}
+    said = flat(result.stdout)
+    assert "peak beside 1 MB of weights, each in a process of its own: profile 2 MB, plain 2 MB" in said
+    assert "memory unknown: MemoryError: no" in said
+
+
+def test_a_worker_measures_what_a_contender_makes(
+    workplace: Path, write_profile: WriteProfile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Steps:
+        """Memory that grows by 100 bytes before each reading."""
+
+        def __init__(self) -> None:
+            self.used = 0
+
+        def start(self) -> int:
+            self.used += 100
+            return self.used
+
+        peak = start
+
+    monkeypatch.setattr("tuner.bench.memory_worker.gauge_for", lambda device: Steps())
+    profile = write_profile(LayerSkip.blocks((3,)))
+    for name in ("profile", "plain", "hf"):
+        order = MemoryOrder(
+            contender=name,
+            model=DraftProfile.load(profile).target.model,
+            revision=None,
+            dtype="float32",
+            device="cpu",
+            profile=profile,
+            runner=None,
+            batch=((5, 6, 7),),
+            tuning_prompts=(),
+            max_new_tokens=9,
+            threads=torch.get_num_threads(),
+        )
+        found = measure(order)
+        assert found.beside_weights_bytes == 100
+        assert found.weights_bytes > 0
+
+
+@pytest.mark.skipif(not CLEAR_REFS.exists(), reason="only Linux tells the peak of the resident memory")
+def test_the_peak_of_the_resident_memory_is_that_since_the_start() -> None:
+    gauge = gauge_for(torch.device("cpu"))
+    assert gauge is not None
+    before = gauge.start()
+    large = torch.ones(64 * 2**20 // 4)
+    assert gauge.peak() - before >= 60 * 2**20
+    del large
+    assert gauge.start() < before + 60 * 2**20

@@ -211,6 +211,25 @@ def test_prompts_whose_text_ends_at_once_are_left_out() -> None:
     assert tuple(PROMPTS[row] for row in bench.baseline.rows) == bench.prompts
 
 
+def test_texts_end_at_the_first_of_several_end_tokens_and_count_it() -> None:
+    texts = _bench(max_new_tokens=40).continuations
+    early = {token for text in texts for token in text[:9]}
+    late = sorted({token for text in texts for token in text} - early)
+    assert late, "some token comes late in all texts"
+    ends = frozenset(late)
+    lengths = [next((n + 1 for n, token in enumerate(text) if token in ends), 40) for text in texts]
+    assert len(set(lengths)) > 1
+    bench = _bench(max_new_tokens=40, eos_token_ids=ends)
+    assert [len(text) for text in bench.continuations] == lengths
+    for wanted in CANDIDATES:
+        measured = bench.measure(wanted, range(5))
+        assert measured.num_identical == 5
+        assert [s.plain_tokens for s in measured.samples] == [length - 1 for length in lengths]
+        assert [s.draft_tokens for s in measured.samples] == [length - 1 for length in lengths]
+        assert measured.end_to_end is not None
+        assert list(measured.end_to_end.draft.tokens) == lengths
+
+
 def test_prompts_that_all_end_at_once_are_refused() -> None:
     with pytest.raises(DatasetError, match="5 of 5 prompts end within 8 tokens"):
         _bench(eos_token_ids=frozenset(range(64)))

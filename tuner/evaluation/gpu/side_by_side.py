@@ -69,9 +69,9 @@ class SideBySide:
         """Return decoded tokens per second, with the 95 % interval over prompts."""
         return self._work(name).rate()
 
-    def ratio(self, name: str, reference: str) -> dict[str, Any]:
+    def ratio(self, name: str, reference: str, phase: Phase = Phase.DECODE) -> dict[str, Any]:
         """Return the speed of `name` over that of `reference`, with its interval, as plain data."""
-        return speed_ratio(self._work(reference), self._work(name)).model_dump(mode="json")
+        return speed_ratio(self._work(reference, phase), self._work(name, phase)).model_dump(mode="json")
 
     def figures(self) -> dict[str, Any]:
         """Return the figures of each contender as plain data."""
@@ -79,6 +79,7 @@ class SideBySide:
             name: {
                 "tokens_per_second": self.rate(name).model_dump(mode="json"),
                 "over_plain": self.ratio(name, PLAIN),
+                "end_to_end_over_plain": self.ratio(name, PLAIN, Phase.END_TO_END),
                 "tokens_per_pass": entry.tokens_per_pass,
                 "prefill_seconds": entry.prefill_seconds,
                 "identical": entry.num_identical,
@@ -88,8 +89,8 @@ class SideBySide:
             for name, entry in self.entries.items()
         }
 
-    def _work(self, name: str) -> Work:
-        return self.entries[name].work(self._counted, Phase.DECODE)
+    def _work(self, name: str, phase: Phase = Phase.DECODE) -> Work:
+        return self.entries[name].work(self._counted, phase)
 
 
 def ratio_text(interval: Mapping[str, Any]) -> str:

@@ -16,6 +16,7 @@ from rich.text import Text
 
 from decoding.documents.atomic_write import write_atomically
 from decoding.profile import Interval
+from studies.measurement import Measurement
 from tuner.errors import ConfigError
 from tuner.evaluation.searches.curves import Curve
 from tuner.evaluation.searches.result import Axis, SearchComparison
@@ -149,11 +150,21 @@ def searches_json(found: SearchComparison) -> dict[str, Any]:
         "results": {search: _result(found, search) for search in found.searches},
         "runs": [_run(found, run) for runs in found.runs.values() for run in runs],
         "held_out": [
-            {"candidate": json.loads(key), "speedup": measured.speedup, **measured.model_dump(mode="json")}
+            {
+                "candidate": json.loads(key),
+                "speedup": measured.speedup,
+                "end_to_end_speedup": _end_to_end(measured),
+                **measured.model_dump(mode="json"),
+            }
             for key, measured in found.held_out.items()
             if measured.samples
         ],
     }
+
+
+def _end_to_end(measured: Measurement) -> dict[str, Any] | None:
+    whole = measured.end_to_end
+    return None if whole is None else whole.speedup_interval().model_dump(mode="json")
 
 
 def _result(found: SearchComparison, search: str) -> dict[str, Any]:
