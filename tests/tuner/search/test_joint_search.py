@@ -41,6 +41,9 @@ def test_default_search_tries_several_kinds_and_says_what_it_predicted(run_joint
     assert len(done) == 4
     assert all({"predicted_speedup", "corrected_speedup"} <= record.notes.keys() for record in done)
     assert all(record.measurement is not None and record.measurement.is_lossless for record in done)
+    assert all(record.origin == record.notes["origin"] != "joint" for record in done)
+    shown = " ".join(result.stdout.split())
+    assert any(f"from {record.origin}" in shown for record in done), "the table says where the winner came from"
     profile = DraftProfile.load(Path("profile.yaml"))
     assert not profile.draft.has_head, "heads were not asked for"
 
