@@ -26,7 +26,8 @@ class Origin:
 
 MOVES = "moves"
 EXIT, SINGLE, ORDER_OF_HARM = Origin("exit"), Origin("single sublayer"), Origin("order of harm")
-KNAPSACK, COSINE, GROWING = Origin("knapsack"), Origin("cosine"), Origin("growing")
+KNAPSACK, SPACED_SETS = Origin("knapsack"), Origin("spaced")
+COSINE, GROWING = Origin("cosine"), Origin("growing")
 
 
 def describe_all(origins: Iterable[Origin]) -> str:

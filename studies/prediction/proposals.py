@@ -1,9 +1,10 @@
 """Proposals of skip sets: moves over sublayers, rated by prediction alone (our formulation).
 
-A search rates the exits and the sets of ConfLayers first (`studies.prediction.confident`), because they are known after a few
-passes. Then it rates each single skip, the knapsacks over single skips (KnapSpec, arXiv 2602.20217, has the idea of sublayers
-as items with measured costs) and the sets that stay closest to the target's hidden states (`studies.prediction.cosine`,
-CLaSp's idea). It then grows a set item by item, and improves the best sets by adding an item, removing one, or swapping two.
+A search rates first what is known after a few passes: exits, the sets of ConfLayers (`studies.prediction.confident`), and the sets
+that stay closest to the target's hidden states (`studies.prediction.cosine`, CLaSp's idea). Then it rates each single skip, the
+knapsacks over single skips (KnapSpec, arXiv 2602.20217, has the idea of sublayers as items with measured costs), and sets of the
+least harmful skips of which no two are neighbours. It then grows a set item by item, and improves the best sets by adding an
+item, removing one, or swapping two.
 
 It rates one set at a time and may be stopped after any: each step yields the sets to rate, and continues once they are rated.
 Every set carries its origin: the method that proposed it first, and the others that also did.
@@ -12,7 +13,7 @@ Every set carries its origin: the method that proposed it first, and the others 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from decoding.drafts import Draft, EarlyExit, LayerSkip
@@ -26,6 +27,7 @@ from studies.prediction.origins import (
     KNAPSACK,
     ORDER_OF_HARM,
     SINGLE,
+    SPACED_SETS,
     Origin,
     describe_all,
 )
@@ -45,6 +47,8 @@ IDLE_STEPS = 4
 """Number of steps without a gain after which growing stops."""
 CAPACITIES = 8
 """Number of amounts of saved time for which the knapsack finds the least harmful set."""
+SPACED = 6
+"""Number of sizes of the sets without neighbours."""
 COSINE_SHARES = 12
 """The cosine search proposes one set for each twelfth of the blocks."""
 PREFIXES = 12
@@ -78,7 +82,7 @@ class Proposals:
         self.is_under_way = False
         """True once the sets of ConfLayers are rated, or else the knapsacks: the best so far is worth measuring."""
         self.knows_items = False
-        """True once single items, the order of harm and the knapsacks are rated: further sets improve on the best of these."""
+        """True once all sets that come from single skips are rated: further sets improve on the best of these."""
         self.remarks: list[str] = []
         """Remarks on methods that could not propose anything on this model."""
 
@@ -110,11 +114,12 @@ class Proposals:
         """Yield the sets to rate, each with its origin; each is in `_rated` before the next one is asked for."""
         yield from _from(EXIT, self._exits())
         yield from self._confident()
+        yield from _from(COSINE, self._cosines())
         yield from _from(SINGLE, self._single_items())
         yield from _from(ORDER_OF_HARM, self._prefixes())
         yield from _from(KNAPSACK, knapsacks(self._harms(), self._savings(), CAPACITIES))
+        yield from _from(SPACED_SETS, self._spaced())
         self.is_under_way = self.knows_items = True
-        yield from _from(COSINE, self._cosines())
         yield from _from(GROWING, self._grown())
         yield from self._improved(count=3)
 
@@ -158,6 +163,19 @@ class Proposals:
                 return
             step = -(-step // 2)
             counts = [count for count in (best - step, best, best + step) if 0 < count < len(order)]
+
+    def _spaced(self) -> Iterator[SkipSet]:
+        """Yield sets without neighbours, from few items to as many as there are.
+
+        A knapsack takes single harms to add up. Skips in a row do far more harm than that: each distorts the input of the
+        next. On SmolLM2-135M, 16 sublayers without neighbours have an acceptance of 0.59, and the 16 least harmful ones 0.41.
+        """
+        harms, savings = self._harms(), self._savings()
+        order = without_neighbours(
+            sorted(range(len(harms)), key=lambda item: harms[item] / savings[item]), self._space.neighbours
+        )
+        sizes = sorted({round(len(order) * share / SPACED) for share in range(1, SPACED + 1)} - {0})
+        yield from (frozenset(order[:size]) for size in sizes)
 
     def _harms(self) -> list[float]:
         """Return -log of the acceptance with each item skipped: harms of independent errors add up."""
@@ -240,6 +258,15 @@ def knapsacks(harms: Sequence[float], savings: Sequence[float], num_capacities: 
         enough = range(-(-most * capacity // (num_capacities + 1)), most + 1)
         chosen.append(sets[min(enough, key=lambda saved: least[saved])])
     return _distinct(found for found in chosen if 0 < len(found) < len(harms))
+
+
+def without_neighbours(order: Sequence[int], neighbours: Callable[[int, int], bool]) -> list[int]:
+    """Return the items of `order` that are no neighbour of an earlier one that was kept, in the same order."""
+    kept: list[int] = []
+    for item in order:
+        if not any(neighbours(item, other) for other in kept):
+            kept.append(item)
+    return kept
 
 
 def _from(origin: Origin, sets: Iterable[SkipSet]) -> Iterator[Wanted]:

@@ -37,6 +37,13 @@ class SkipSpace:
             skip_mlp=tuple(index for item in items for index in item.skip_mlp),
         )
 
+    def neighbours(self, one: int, other: int) -> bool:
+        """Return whether two items skip the same kind of sublayer in adjacent blocks."""
+        parts = [(item.skip_attention, item.skip_mlp) for item in (self.items[one], self.items[other])]
+        return any(
+            abs(index - beside) == 1 for kind in zip(*parts, strict=True) for index in kind[0] for beside in kind[1]
+        )
+
     def chosen(self, draft: LayerSkip) -> SkipSet:
         """Return the indices of the skipped items. Raises ValueError for a draft that skips a part of an item."""
         chosen = frozenset(

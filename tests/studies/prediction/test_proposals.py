@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import combinations
 from types import SimpleNamespace
 from typing import Any
@@ -119,6 +119,39 @@ def test_knapsacks_do_the_least_harm_for_what_they_save(seed: int) -> None:
         others = [other for size in range(8) for other in combinations(range(7), size)]
         enough = [other for other in others if sum(savings[index] for index in other) >= saved - 1e-9]
         assert harm == pytest.approx(min(sum(harms[index] for index in other) for other in enough))
+
+
+def test_neighbours_are_the_same_sublayer_of_adjacent_blocks(space: SkipSpace) -> None:
+    items = [LayerSkip(skip_attention=(2,)), LayerSkip(skip_attention=(3,)), LayerSkip(skip_mlp=(3,))]
+    attention_2, attention_3, mlp_3 = (space.items.index(item) for item in items)
+    assert space.neighbours(attention_2, attention_3)
+    assert not space.neighbours(attention_2, mlp_3)
+    assert not space.neighbours(attention_3, mlp_3)
+    assert not space.neighbours(attention_2, attention_2)
+    blocks = SkipSpace.of(tiny_target(NUM_LAYERS), whole_blocks=True)
+    assert blocks.neighbours(1, 2)
+    assert not blocks.neighbours(1, 3)
+
+
+def test_sets_without_neighbours_are_proposed_where_skips_in_a_row_do_more_harm(space: SkipSpace) -> None:
+    """Skips in a row multiply their harm, which single skips cannot show."""
+
+    class InARow(MadeUp):
+        def best(self, wanted: LayerSkip | EarlyExit) -> Prediction:
+            prediction = super().best(wanted)
+            found = set(sublayers(wanted.skipped(NUM_LAYERS)))
+            pairs = sum((kind, index + 1) in found for kind, index in found)
+            agreement = prediction.agreement * 0.5**pairs
+            cost = 1000 * (1 + self.costs(wanted.skipped(NUM_LAYERS)).draft_step) / (1 + agreement)
+            return replace(prediction, replayed=replace(prediction.replayed, cost=cost), agreement=agreement)
+
+    proposals = Proposals(space, InARow(everywhere(0.02)))  # type: ignore[arg-type]
+    rating = proposals.rate()
+    while not proposals.knows_items:
+        next(rating)
+    best = proposals.best_first()[0]
+    assert str(proposals.origin(best.draft)).startswith("spaced")
+    assert len(sublayers(best.draft)) == NUM_LAYERS, "every other attention and every other MLP"  # type: ignore[arg-type]
 
 
 def test_knapsacks_save_more_and_more() -> None:
