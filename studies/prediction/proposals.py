@@ -2,8 +2,8 @@
 
 A search rates first what is known after a few passes: exits, the sets of ConfLayers (`studies.prediction.confident`), and the sets
 that stay closest to the target's hidden states (`studies.prediction.cosine`, CLaSp's idea). Then it rates each single skip, the
-knapsacks over single skips (KnapSpec, arXiv 2602.20217, has the idea of sublayers as items with measured costs), and sets of the
-least harmful skips of which no two are neighbours. It then grows a set item by item, and improves the best sets by adding an
+knapsacks over single skips (KnapSpec, arXiv 2602.20217, has the idea of sublayers as items with measured costs). It then grows a
+set item by item, rates sets of the least harmful skips of which no two are neighbours, and improves the best sets by adding an
 item, removing one, or swapping two.
 
 It rates one set at a time and may be stopped after any: each step yields the sets to rate, and continues once they are rated.
@@ -118,9 +118,9 @@ class Proposals:
         yield from _from(SINGLE, self._single_items())
         yield from _from(ORDER_OF_HARM, self._prefixes())
         yield from _from(KNAPSACK, knapsacks(self._harms(), self._savings(), CAPACITIES))
-        yield from _from(SPACED_SETS, self._spaced())
         self.is_under_way = self.knows_items = True
         yield from _from(GROWING, self._grown())
+        yield from _from(SPACED_SETS, self._spaced())
         yield from self._improved(count=3)
 
     def _confident(self) -> Iterator[Wanted]:

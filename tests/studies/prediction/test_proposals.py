@@ -146,11 +146,9 @@ def test_sets_without_neighbours_are_proposed_where_skips_in_a_row_do_more_harm(
             return replace(prediction, replayed=replace(prediction.replayed, cost=cost), agreement=agreement)
 
     proposals = Proposals(space, InARow(everywhere(0.02)))  # type: ignore[arg-type]
-    rating = proposals.rate()
-    while not proposals.knows_items:
-        next(rating)
+    list(proposals.rate())
     best = proposals.best_first()[0]
-    assert str(proposals.origin(best.draft)).startswith("spaced")
+    assert "spaced" in str(proposals.origin(best.draft))
     assert len(sublayers(best.draft)) == NUM_LAYERS, "every other attention and every other MLP"  # type: ignore[arg-type]
 
 
