@@ -129,7 +129,7 @@ def test_it_ends_when_nothing_gets_better_or_after_the_trials_allowed(problem: P
 
 
 def test_nothing_within_reach_ends_it(problem: Problem) -> None:
-    study = Predicted.create(problem, PredictedSettings(**SMALL, patience=99))
+    study = Predicted.create(problem, PredictedSettings(**SMALL, patience=99, rules=("fixed", "top_probability")))
     run(study, 1, as_predicted)
     assert study.finished() is None
     run(study, 7, lambda candidate, notes: 0.5)
