@@ -261,7 +261,7 @@ def knapsacks(harms: Sequence[float], savings: Sequence[float], num_capacities: 
 
 
 def without_neighbours(order: Sequence[int], neighbours: Callable[[int, int], bool]) -> list[int]:
-    """Return the items of `order` that are no neighbour of an earlier one that was kept, in the same order."""
+    """Return the items of `order` without neighbours: an item beside an earlier one that was kept is left out."""
     kept: list[int] = []
     for item in order:
         if not any(neighbours(item, other) for other in kept):
