@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Any
 import click
 from rich.console import Console
 
-from tuner.cli.options import GroupedCommand, options_of
+from tuner.cli.options import GroupedCommand, GroupedOption, options_of
 from tuner.cli.prompt_sample import print_sample
 from tuner.cli.terminal import CONFIG_OPTION, print_facts, progress_on_stderr, quieten_optuna, use_threads
 from tuner.config import SearchConfig, load_config
+from tuner.stage_clock import StageClock, spoken
 
 if TYPE_CHECKING:
     from tuner.search.outcome import SearchResult
@@ -22,13 +23,24 @@ if TYPE_CHECKING:
 @click.command(cls=GroupedCommand)
 @CONFIG_OPTION
 @options_of(SearchConfig, may_be_in_file=True)
+@click.option(
+    "--distill-timeout",
+    "distill_timeout",
+    metavar="DURATION",
+    cls=GroupedOption,
+    heading="Search budget",
+    help="Time for distilling missing exit heads, on top of --timeout; default: within it, if the heads leave half of it.",
+)
 @click.option("--dry-run", is_flag=True, help="Load and check everything, print the plan, write nothing.")
-def search(config_file: Path | None, dry_run: bool, **flags: Any) -> None:
+def search(config_file: Path | None, dry_run: bool, distill_timeout: str | None, **flags: Any) -> None:
     """Search for the fastest lossless draft and write a profile.
 
     Each candidate is scored by real speculative decoding, paired with plain decoding in the same process, and must produce
     the same tokens. Finalists race on further tuning prompts. The winner is measured on held-out prompts; unless it is
     faster there with 95 % confidence, the profile says to decode plainly.
+
+    --timeout covers everything from the command to the profile: what does not fit is measured on fewer prompts, and the
+    first lines give the plan.
 
     Finished trials are on disk: the same command resumes where it stopped, within what is left of its budget.
 
@@ -37,13 +49,14 @@ def search(config_file: Path | None, dry_run: bool, **flags: Any) -> None:
       sdtune search --config configs/demo.yaml
       sdtune search --model meta-llama/Llama-3.1-8B --dataset humaneval --timeout 30m --out llama-code.yaml
     """
-    config = load_config(config_file, flags)
+    clock = StageClock()
+    config = load_config(config_file, flags, {"timeout": distill_timeout})
 
     from tuner.search.held_out import results_table
     from tuner.search.memory_plan import memory_table, plan_memory, search_time
     from tuner.search.run import InterruptedSearchError
     from tuner.search.run import search as run_search
-    from tuner.search.task import prepare
+    from tuner.search.task import open_budget, prepare
 
     quieten_optuna()
     use_threads(config.threads)
@@ -52,7 +65,7 @@ def search(config_file: Path | None, dry_run: bool, **flags: Any) -> None:
         results.print(memory_table(plan_memory(config)))
         print_facts(results, time=search_time(config))
     with progress_on_stderr() as progress:
-        task = prepare(config, progress)
+        task = prepare(config, progress, budget=open_budget(config, clock))
         if dry_run:
             _print_plan(results, task)
             return
@@ -85,7 +98,17 @@ def _print_plan(console: Console, task: Task) -> None:
         tracking=config.tracking_uri,
         profile=config.out,
     )
+    _print_time(console, task)
     console.print("dry run: nothing was written")
+
+
+def _print_time(console: Console, task: Task) -> None:
+    """Print the stages of the search and their estimated minutes, from a moment of plain decoding."""
+    from tuner.search.forecast import forecast
+    from tuner.search.time_keeper import plan_text
+
+    for line in plan_text(task, forecast(task)):
+        console.print(line, soft_wrap=True, highlight=False)
 
 
 def _planned_heads(task: Task) -> str | None:
@@ -114,9 +137,13 @@ def _print_conclusion(console: Console, found: SearchResult, config: SearchConfi
 
     for name, reason in found.studies.items():
         print_facts(console, search=f"{name}: {reason}")
+    for cut in found.cuts:
+        print_facts(console, cut=cut)
     cost = found.cost
     heads = f"; {cost.distillation_seconds:.0f} s of distilling exit heads" if cost.distillation_seconds else ""
     print_facts(console, cost=f"{cost.num_trials} trials, {cost.search_seconds:.0f} s of search{heads}")
+    stages = ", ".join(f"{stage} {spoken(seconds)}" for stage, seconds in found.stages.items())
+    print_facts(console, time=f"{spoken(sum(found.stages.values()))}: {stages}")
     interval = found.confirmed.speedup_interval()
     shown = f"{interval.value:.2f}x, 95 % interval {interval.ci95[0]:.2f} to {interval.ci95[1]:.2f}"
     if found.profile.measured is None:

@@ -82,6 +82,8 @@ class Distillation:
     seed: int
     temperature: float
     """Decoding temperature, used for evaluation texts. `settings.temperature` is used for training texts."""
+    most_seconds: float | None = None
+    """Limit of this run on the whole distillation, beside the one of the settings; no part of the heads' identity."""
 
     @cached_property
     def exits(self) -> tuple[int, ...]:
@@ -201,6 +203,15 @@ def of_search(
     return Distillation(
         loaded, target, prompts, training_prompts, config.distillation, config.heads, config.seed, config.temperature
     )
+
+
+def num_training_prompts(config: SearchConfig, prompts: PromptSet) -> int:
+    """Return how many training prompts a distillation for a search uses; at most, if they come from a dataset of their own."""
+    settings = config.distillation
+    if settings.training_dataset is not None:
+        return settings.prompts
+    spare = len(prompts.spare)
+    return min(settings.prompts, spare if spare >= MIN_SPARE_PROMPTS else spare + len(prompts.tuning))
 
 
 def _training_prompts(

@@ -24,12 +24,13 @@ from decoding.fingerprint import fingerprint, hash_json
 from decoding.lockstep import shared_batch_size
 from decoding.target import Target
 from studies.costs.table import CostTable
+from studies.costs.terms import Terms
 from tuner.errors import StorageError
 from tuner.inputs.environment import device_name, versions
 from tuner.measuring import cost_table as measured_table
 from tuner.measuring import pass_timer
 from tuner.measuring.cost_table import BUDGET_SECONDS, measure_cost_table, resolve_terms
-from tuner.progress import Progress
+from tuner.progress import Progress, Unwatched
 
 DECIDING_PACKAGES = ("sdtune", "torch", "transformers")
 
@@ -132,6 +133,16 @@ def cost_table(
     created = datetime.now(UTC).isoformat(timespec="seconds")
     _write(path, StoredCosts(key=key, created=created, table=table), progress)
     return table
+
+
+def stored_table(
+    target: Target, terms: Terms, num_sequences: int = 1, *, folder: Path | None = None
+) -> CostTable | None:
+    """Return the table stored for model and device, if it covers these terms; see `cost_table`."""
+    key = CostKey.of(target, shared_batch_size(target, num_sequences))
+    stored = _read((folder or cache_folder()) / key.file_name, key, Unwatched())
+    covers = stored is not None and stored.kinds == terms.kinds and stored.covers(terms.widths, terms.contexts)
+    return stored if covers else None
 
 
 def cache_folder() -> Path:

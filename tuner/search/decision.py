@@ -5,13 +5,13 @@ A search decides here, and `sdtune evaluate integrity` tests the same decision.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
 from studies.contract import Candidate, TrialRecord, TrialState, best_trials
-from studies.measurement import Measurement
-from tuner.config import SearchConfig
+from studies.measurement import Measurement, PromptSample
+from tuner.config import FEWEST_SAMPLES, SearchConfig
 from tuner.measuring.contract import Measuring
 from tuner.progress import Progress
 from tuner.search.race import Finalist, race
@@ -58,11 +58,12 @@ def race_best(
     config: SearchConfig,
     progress: Progress,
     expected: Mapping[str, float] = MappingProxyType({}),
+    may_go_on: Callable[[], bool] = lambda: True,
 ) -> list[Finalist]:
     """Race the best trials of all studies and the best of each, on tuning prompts that no trial decoded; the fastest first.
 
     Best is by `expected` speed-up (`Study.expected`), else measured. Adaptive rules are warmed up on the prompts of the trials.
-    Returns an empty list if no trial is complete.
+    `may_go_on` is asked before each lap; see `race`. Returns an empty list if no trial is complete.
     """
     of_studies = [[record for record in records if record.study == name] for name in studies]
     best_of_each = [best for of_study in of_studies for best in best_trials(of_study, 1, expected=expected)]
@@ -74,22 +75,74 @@ def race_best(
     warmed_up = [
         r.model_copy(update={"candidate": bench.warm_up_rule(r.candidate, of_trials)}) for r in finalists.values()
     ]
-    return race(warmed_up, bench, indices, on_lap=progress.advance)
+    return race(warmed_up, bench, indices, on_lap=progress.advance, may_go_on=may_go_on)
 
 
-def confirm(
-    finalists: Sequence[Finalist], records: Sequence[TrialRecord], bench: Measuring, progress: Progress
-) -> list[Confirmed]:
-    """Measure the best finalist of each study and the best trial of each reference rule on held-out prompts, the winner first."""
+Pacer = Callable[[int], Callable[[], bool] | None]
+"""Takes the number of candidates left, this one included, and gives the question asked before each further sample of the
+candidate, or None if no time is left for it at all."""
+
+
+def to_confirm(finalists: Sequence[Finalist], records: Sequence[TrialRecord]) -> list[tuple[str, TrialRecord]]:
+    """Return the best finalist of each study and the best trial of each reference rule with their labels, the winner first."""
     chosen: dict[str, tuple[str, TrialRecord]] = {}
     for label, trial in [*_best_of_studies(finalists), *_references(records)]:
         chosen.setdefault(trial.candidate.key, (label, trial))
-    indices = bench.indices
-    progress.stage("confirmation on held-out prompts", len(indices) * len(chosen))
-    return [
-        Confirmed(label, trial, bench.measure(trial.candidate, indices, on_sample=lambda _: progress.advance()))
-        for label, trial in chosen.values()
-    ]
+    return list(chosen.values())
+
+
+def confirm(
+    finalists: Sequence[Finalist],
+    records: Sequence[TrialRecord],
+    bench: Measuring,
+    progress: Progress,
+    pacer: Pacer = lambda num_left: lambda: True,
+    *,
+    least: int = FEWEST_SAMPLES,
+) -> list[Confirmed]:
+    """Measure the candidates of `to_confirm` on held-out prompts, in order.
+
+    `pacer` may end a candidate's measurement, on `least` prompts at the earliest, or leave out a candidate other than the winner.
+    It knows the time and nothing of the samples, so a shorter measurement is as honest as a whole one, and its interval wider.
+    """
+    chosen = to_confirm(finalists, records)
+    progress.stage("confirmation on held-out prompts", len(bench.indices) * len(chosen))
+    confirmed: list[Confirmed] = []
+    for number, (label, trial) in enumerate(chosen):
+        may_go_on = pacer(len(chosen) - number)
+        if may_go_on is None and confirmed:
+            progress.say(f"{label} is not measured on held-out prompts: no time is left")
+            continue
+        sampled = _Samples(may_go_on or (lambda: False), least, len(bench.indices), progress)
+        confirmed.append(Confirmed(label, trial, sampled.measure(bench, trial.candidate)))
+    return confirmed
+
+
+class _OutOfTimeError(Exception):
+    """No time is left for another sample."""
+
+
+class _Samples:
+    """Samples of one candidate, as many as time allows."""
+
+    def __init__(self, may_go_on: Callable[[], bool], least: int, most: int, progress: Progress) -> None:
+        self._may_go_on, self._least, self._most, self._progress = may_go_on, least, most, progress
+        self._samples: list[PromptSample] = []
+
+    def measure(self, bench: Measuring, candidate: Candidate) -> Measurement:
+        """Measure the candidate until its time is spent."""
+        self._may_go_on()  # begins the first step
+        try:
+            return bench.measure(candidate, bench.indices, on_sample=self._keep)
+        except _OutOfTimeError:
+            return Measurement(samples=tuple(self._samples))
+
+    def _keep(self, sample: PromptSample) -> None:
+        self._samples.append(sample)
+        self._progress.advance()
+        in_time = self._may_go_on()  # always asked, as it times the steps
+        if not in_time and self._least <= len(self._samples) < self._most:
+            raise _OutOfTimeError
 
 
 def _best_of_studies(finalists: Sequence[Finalist]) -> list[tuple[str, TrialRecord]]:

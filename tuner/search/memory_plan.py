@@ -15,6 +15,7 @@ from tuner.config import DistillSettings, SearchConfig
 from tuner.errors import MemoryShortageError
 from tuner.heads.memory import bytes_per_head, heads_that_fit, shared_bytes
 from tuner.inputs.memory import USABLE, ModelSize, free_bytes, gigabytes, size_of_checkpoint
+from tuner.stage_clock import spoken
 from tuner.tables import facts_grid
 
 PROMPT_TOKENS = 1024
@@ -153,7 +154,7 @@ def search_time(config: SearchConfig) -> str:
     per_trial = config.samples_per_trial * config.batch_size * config.max_new_tokens
     sizes = f"a trial decodes {per_trial} tokens twice, plainly and with its candidate"
     if config.timeout is not None:
-        return f"about {config.timeout / 60:.0f} min of trials, then race and confirmation (estimate; {sizes})"
+        return f"at most {spoken(config.timeout)} for everything, results included ({sizes})"
     most = [config.study_settings(name).max_trials for name in config.study]
     trials = sum(min(each, config.trials or each) for each in most)
     return f"no --timeout: at most {trials} trials ({sizes}), or {2 * trials * per_trial} tokens in all"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -36,6 +36,7 @@ from tuner.search.held_out import ResultRow
 from tuner.search.race import Finalist
 from tuner.search.report import skipped_layers_picture, speedup_picture, trials_csv
 from tuner.search.task import Task
+from tuner.stage_clock import Stage
 from tuner.tracking import Tracker
 
 
@@ -65,6 +66,10 @@ class SearchResult:
     cost: SearchEffort
     objection: str | None = None
     """Why the profile decodes plainly; None if it has the winner."""
+    stages: Mapping[Stage, float] = field(default_factory=dict)
+    """Seconds of each stage of this run."""
+    cuts: tuple[str, ...] = ()
+    """What was done on fewer prompts than configured, to keep within the time."""
 
 
 def conclude(

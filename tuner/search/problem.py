@@ -13,6 +13,7 @@ from tuner.measuring.cost_cache import cost_table
 from tuner.measuring.paired import Bench
 from tuner.progress import Progress
 from tuner.search.task import Task
+from tuner.stage_clock import Stage
 
 
 def build_problem(
@@ -34,15 +35,16 @@ def build_problem(
         earlier.setdefault(record.study, []).append(record)
 
     def costs(max_tokens: int) -> CostTable:
-        table = cost_table(
-            task.target,
-            max_tokens=max_tokens,
-            contexts=_contexts(bench),
-            progress=progress,
-            num_sequences=bench.batch_size,
-            folder=costs_folder,
-            seed=task.config.seed,
-        )
+        with task.budget.clock.stage(Stage.COSTS):
+            table = cost_table(
+                task.target,
+                max_tokens=max_tokens,
+                contexts=_contexts(bench),
+                progress=progress,
+                num_sequences=bench.batch_size,
+                folder=costs_folder,
+                seed=task.config.seed,
+            )
         decode_in_lockstep = shared_batch_size(task.target, bench.batch_size)
         progress.say(
             f"{f'{decode_in_lockstep} sequences in lockstep: ' if decode_in_lockstep > 1 else ''}{table.describe()}"

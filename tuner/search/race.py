@@ -47,18 +47,25 @@ def race(
     bench: Measuring,
     indices: Sequence[int],
     on_lap: Callable[[int], None] = lambda done: None,
+    may_go_on: Callable[[], bool] = lambda: True,
 ) -> list[Finalist]:
     """Race the candidates of `trials` over the prompts at `indices`, in laps; return them fastest first, then the dropouts.
 
     Passes are repeated until one finalist leads, or none by more than matters. A finalist whose output differs from plain
     decoding is disqualified and comes last. `on_lap` gets the number of (candidate, prompt) pairs that a lap measured.
+
+    `may_go_on` is asked before each lap, and ends the race: all finalists that are left have then run the same prompts. The
+    first lap is always run.
     """
     running = {trial.candidate.key: Finalist(trial, Measurement(samples=())) for trial in trials}
     out: list[Finalist] = []
+    num_laps, in_time = 0, True
     for turn in range(MOST_PASSES):
         for start in range(0, len(indices), LAP):
-            if not running or (turn and len(running) == 1):
+            in_time = may_go_on() or not num_laps
+            if not in_time or not running or (turn and len(running) == 1):
                 break
+            num_laps += 1
             lap = indices[start : start + LAP]
             for key, finalist in running.items():
                 measured = bench.measure(finalist.trial.candidate, lap)
@@ -67,7 +74,7 @@ def race(
             dropped = _disqualified(running.values()) or _clearly_slower(list(running.values()))
             out = [*dropped, *out]
             running = {key: finalist for key, finalist in running.items() if finalist not in dropped}
-        if _are_alike(list(running.values())):
+        if not in_time or _are_alike(list(running.values())):
             break
     exact = [finalist for finalist in out if finalist.measurement.is_lossless]
     return [*_fastest_first(running.values()), *_fastest_first(exact), *_fastest_first(_disqualified(out))]

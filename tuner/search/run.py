@@ -8,23 +8,27 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from pathlib import Path
 
-from decoding.drafts import EarlyExit, compact_indices
-from studies.contract import TrialRecord
+from studies.contract import TrialRecord, best_trials
 from tuner.config import SearchConfig
 from tuner.errors import SearchError, TrackingError
-from tuner.heads.distill import distil_and_track, of_search
 from tuner.inputs.environment import device_name, git_revision, versions
 from tuner.inputs.memory import explained_shortage
 from tuner.measuring.paired import Bench
 from tuner.progress import Progress
-from tuner.search.decision import confirm, race_best
+from tuner.search.decision import Confirmed, confirm, race_best, to_confirm
+from tuner.search.forecast import forecast
+from tuner.search.missing_heads import provide_heads
 from tuner.search.outcome import SearchEffort, SearchResult, conclude, save_best_so_far, track_result
 from tuner.search.race import Finalist
 from tuner.search.storage import StudyStore
 from tuner.search.study_sequence import RUN_ID, StudySequence
-from tuner.search.task import Task, open_bench, token_ids
+from tuner.search.task import Task, open_bench
+from tuner.search.time_budget import enough
+from tuner.search.time_keeper import TimeKeeper, missing_time
+from tuner.stage_clock import Stage, StageClock
 from tuner.tracking import DatasetInput, Tracker
 
 _LESS_TO_SURVEY = (
@@ -47,28 +51,16 @@ def search(task: Task, progress: Progress) -> SearchResult:
     Raises `InterruptedSearchError` when the user stops it (finished trials are on disk, the best so far is written), and
     `SearchError` if no trial of any study could be measured.
     """
-    config = task.config
-    store = StudyStore(config.storage, config.resolved_experiment())
-    tracker = _open_tracker(task, store)
+    config, clock = task.config, task.budget.clock
+    with clock.stage(Stage.WRITING):
+        store = StudyStore(config.storage, config.resolved_experiment())
+        tracker = _open_tracker(task, store)
     try:
-        heads = _provide_heads(task, progress)
-        with _decoding("the tuning prompts", config):
-            tuning = open_bench(task, task.prompts.tuning, "decoding the tuning prompts plainly", progress)
-        studies = StudySequence(task, heads, tuning, store, tracker, progress)
-        with explained_shortage("choosing what to try", f"{_LESS_TO_SURVEY}; {_kept(config)}"):
-            studies.run()
-        records = store.records()
-        with _decoding("the race", config):
-            finalists = _race(task, tuning, records, studies, progress)
-        with _decoding("the held-out prompts", config):
-            held_out = open_bench(task, task.prompts.held_out, "decoding the held-out prompts plainly", progress)
-            confirmed = confirm(finalists, records, held_out, progress)
-        cost = SearchEffort(
-            len(records), store.spent_seconds(config.study), task.head_folder.distillation_seconds(heads)
-        )
-        result = conclude(task, finalists[0], confirmed, held_out, studies.ended, cost, tracker.run_id)
+        result = _searched(task, store, tracker, progress)
         result.profile.save(config.out)
-        track_result(tracker, result, records, task)
+        with clock.stage(Stage.WRITING):
+            track_result(tracker, result, store.records(), task)
+        tracker.log_figures(_stage_figures(clock), {})
     except KeyboardInterrupt:
         tracker.close("KILLED")
         raise InterruptedSearchError(*save_best_so_far(task, store.records())) from None
@@ -77,6 +69,55 @@ def search(task: Task, progress: Progress) -> SearchResult:
         raise
     tracker.close("FINISHED")
     return result
+
+
+def _searched(task: Task, store: StudyStore, tracker: Tracker, progress: Progress) -> SearchResult:
+    """Run all stages between the opened stores and the profile."""
+    config, clock = task.config, task.budget.clock
+    with clock.stage(Stage.PLAIN), _decoding("a tuning prompt", config):
+        found = forecast(task)
+    heads = provide_heads(task, found.distillation, progress)
+    keeper = TimeKeeper(task, found)
+    keeper.begin(progress)
+    before = clock.elapsed
+    with clock.stage(Stage.PLAIN), _decoding("the tuning prompts", config):
+        tuning = open_bench(task, keeper.tuning_prompts(), "decoding the tuning prompts plainly", progress)
+    reserve = keeper.learn(tuning, clock.elapsed - before)
+    studies = StudySequence(task, heads, tuning, store, tracker, progress, reserve)
+    try:
+        with explained_shortage("choosing what to try", f"{_LESS_TO_SURVEY}; {_kept(config)}"):
+            studies.run()
+        records = store.records()
+        with _decoding("the race", config):
+            finalists = _race(task, tuning, records, studies, keeper, progress)
+        with _decoding("the held-out prompts", config):
+            confirmed, held_out = _confirmed(task, finalists, records, keeper, progress)
+    finally:
+        studies.note_time()
+    cost = SearchEffort(len(records), store.spent_seconds(config.study), task.head_folder.distillation_seconds(heads))
+    with clock.stage(Stage.WRITING):
+        result = conclude(task, finalists[0], confirmed, held_out, studies.ended, cost, tracker.run_id)
+    return replace(result, stages=clock.seconds(), cuts=tuple(keeper.cuts))
+
+
+def _confirmed(
+    task: Task, finalists: list[Finalist], records: Sequence[TrialRecord], keeper: TimeKeeper, progress: Progress
+) -> tuple[list[Confirmed], Bench]:
+    """Return the winner and its rivals measured on held-out prompts, and the bench of these."""
+    clock = task.budget.clock
+    prompts = keeper.held_out_prompts(finalists, len(to_confirm(finalists, records)))
+    with clock.stage(Stage.PLAIN):
+        held_out = open_bench(task, prompts, "decoding the held-out prompts plainly", progress)
+    with clock.stage(Stage.CONFIRMATION):
+        pacer, least = keeper.confirmation_pacer, keeper.least_held_out
+        confirmed = confirm(finalists, records, held_out, progress, pacer, least=least)
+    return confirmed, held_out
+
+
+def _stage_figures(clock: StageClock) -> dict[str, float]:
+    """Return the seconds of each stage as figures for MLflow."""
+    stages = {f"seconds/{stage.name.lower()}": seconds for stage, seconds in clock.seconds().items()}
+    return {**stages, "seconds/total": clock.elapsed}
 
 
 def _decoding(what: str, config: SearchConfig) -> AbstractContextManager[None]:
@@ -104,33 +145,34 @@ def _open_tracker(task: Task, store: StudyStore) -> Tracker:
         raise
 
 
-def _provide_heads(task: Task, progress: Progress) -> dict[int, EarlyExit]:
-    """Return the heads that the studies need, after distilling missing ones if the configuration allows it."""
-    config = task.config
-    if task.missing_heads and config.distill == "never":
-        missing = compact_indices(task.missing_heads)
-        progress.say(
-            f"no exit head in {config.heads} for exit {missing}: searching without (--distill auto makes them)"
-        )
-    if not task.missing_heads or config.distill == "never":
-        return dict(task.heads)
-    work = of_search(config, task.loaded, task.target, task.prompts, progress)
-    progress.say(f"distilling exit heads for exit {compact_indices(task.missing_heads)} into {config.heads} first")
-    distil_and_track(work, task.missing_heads, config, progress)
-    exits = [*task.heads, *task.missing_heads]
-    return task.head_folder.drafts(exits, held_out=token_ids(task.prompts.held_out))
-
-
 def _race(
-    task: Task, bench: Bench, records: Sequence[TrialRecord], studies: StudySequence, progress: Progress
+    task: Task,
+    bench: Bench,
+    records: Sequence[TrialRecord],
+    studies: StudySequence,
+    keeper: TimeKeeper,
+    progress: Progress,
 ) -> list[Finalist]:
     """Return the finalists, the fastest first. Raises `SearchError` if no trial could be measured."""
-    finalists = race_best(records, studies.ended, bench, task.config, progress, studies.expected)
+    best = best_trials(records, task.config.finalists, expected=studies.expected)
+    end = keeper.plan_race(best, num_confirmed=len(task.config.study))
+    config = task.config.model_copy(update={"finalists": end.finalists})
+    pace = keeper.race_pace(end)
+    with task.budget.clock.stage(Stage.RACE):
+        finalists = race_best(records, studies.ended, bench, config, progress, studies.expected, may_go_on=pace)
     if not finalists:
         failures = [f"the last failure: {record.reason}" for record in records if record.reason][-1:]
         why = "; ".join(failures or [f"{name}: {reason}" for name, reason in studies.ended.items()])
-        raise SearchError(f"no candidate could be measured in {len(records)} trials; {why}")
+        raise SearchError(f"no candidate could be measured in {len(records)} trials; {why}{_out_of_time(task)}")
     return finalists
+
+
+def _out_of_time(task: Task) -> str:
+    """Return where the time went and how to go on, if it is the time that has run out."""
+    timeout = task.config.timeout
+    if timeout is None or task.budget.left > timeout / 2:
+        return ""
+    return f" ({missing_time(task)}): --timeout {enough(2 * timeout)} goes on from what is stored"
 
 
 def _run_params(task: Task) -> dict[str, str | int | float | bool | None]:

@@ -24,6 +24,8 @@ RECORD = "record"
 IDENTITY = "identity"
 KEPT = "kept"
 PREPARATION = "preparation_seconds"
+RUNS = "run_seconds"
+"""Seconds of every run of a search, by the run's own key: everything from its command on that counts, not trials alone."""
 
 
 class StudyStore:
@@ -101,6 +103,20 @@ class StudyStore:
                 spent += study.user_attrs.get(PREPARATION, 0.0)
                 spent += sum(record.seconds for record in self._stored(study).records())
         return spent
+
+    def note_elapsed(self, run: str, seconds: float) -> None:
+        """Store the seconds of a run so far, beside the study opened last; nothing if no study was opened yet."""
+        for name in self._opened[-1:]:
+            stored = self._read[name]
+            stored.note(RUNS, {**(stored.noted(RUNS) or {}), run: seconds})
+
+    def elapsed_before(self) -> float:
+        """Return the seconds of all runs of this experiment; of trials and preparation where no run has noted its own."""
+        runs: dict[str, float] = {}
+        for study in self._studies():
+            for run, seconds in study.user_attrs.get(RUNS, {}).items():
+                runs[run] = max(seconds, runs.get(run, 0.0))
+        return sum(runs.values()) if runs else self.spent_seconds()
 
     def _stored(self, study: optuna.Study) -> StoredStudy:
         """Return the stored study, the same object for every caller, so that records are in one place."""
@@ -195,6 +211,15 @@ class StoredStudy:
 def sqlite_url(path: Path) -> str:
     """Return the storage URL of a SQLite file."""
     return f"sqlite:///{path}"
+
+
+def elapsed_of(url: str, experiment: str) -> float:
+    """Return the seconds that earlier runs of a search took, 0 if nothing is stored; creates no file.
+
+    Raises `StorageError` if the storage cannot be opened.
+    """
+    path = _sqlite_path(url)
+    return 0.0 if path is not None and not path.exists() else StudyStore(url, experiment).elapsed_before()
 
 
 def _sqlite_path(url: str) -> Path | None:

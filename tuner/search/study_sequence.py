@@ -2,25 +2,32 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
+from uuid import uuid4
 
 from decoding.drafts import EarlyExit
-from studies.contract import Study, TrialRecord, best_trials
+from studies.contract import Candidate, Study, TrialRecord, best_trials
+from studies.measurement import Measurement
 from studies.searches.registry import create_study
+from tuner.measuring.contract import Measuring, OnSample
 from tuner.measuring.paired import Bench
 from tuner.progress import Progress
 from tuner.search.problem import build_problem
 from tuner.search.storage import StoredStudy, StudyStore
 from tuner.search.task import Task
+from tuner.search.time_budget import Reserve, TimedBudget
 from tuner.search.trials import Budget, run_study
+from tuner.stage_clock import Stage, StageClock
 from tuner.tracking import Tracker
 
 RUN_ID = "mlflow_run_id"
 
 
 class StudySequence:
-    """The studies of one search, run on the tuning prompts of `bench`. `store` owns the records of their trials."""
+    """The studies of one search, run on the tuning prompts of `bench`. `store` owns the records of their trials.
+
+    `reserve` is what race and confirmation need of the search's time.
+    """
 
     def __init__(
         self,
@@ -30,9 +37,12 @@ class StudySequence:
         store: StudyStore,
         tracker: Tracker,
         progress: Progress,
+        reserve: Reserve,
     ) -> None:
         self._task, self._heads, self._bench = task, heads, bench
         self._store, self._tracker, self._progress = store, tracker, progress
+        self._time, self._reserve = task.budget, reserve
+        self._run_key = uuid4().hex
         self.ended: dict[str, str] = {}
         """Reason for the end of each study, and its remarks."""
         self.expected: dict[str, float] = {}
@@ -42,27 +52,50 @@ class StudySequence:
         """Run all studies."""
         names = self._task.config.study
         for index, name in enumerate(names):
-            self._run(name, studies_left=len(names) - index)
+            with self._time.clock.stage(Stage.CHOOSING):
+                self._run(name, studies_left=len(names) - index)
+            self.note_time()
+
+    def note_time(self) -> None:
+        """Store the time of this run so far, so that a resumed search counts it."""
+        self._store.note_elapsed(self._run_key, self._time.spent - self._time.spent_before)
 
     def _run(self, name: str, studies_left: int) -> None:
         config = self._task.config
-        study, stored = self._open(name, studies_left)
+        share = max(0.0, self._left_for_trials()) / studies_left
+        until = self._time.left - share  # left of the search's time when this study ends
+        study, stored = self._open(name, share)
         self._show_earlier(name, stored.records())
-        budget = Budget(config.trials, self._share_of_time(studies_left))
         indices = self._bench.indices[: config.samples_per_trial]
-        _, why = run_study(study, stored, self._bench, indices, budget, self._keep)
+        bench = StagedBench(self._bench, self._time.clock)
+        _, why = run_study(study, stored, bench, indices, self._budget(until), self._keep)
         self.ended[name] = "; ".join([why, *study.remarks()])
         self.expected |= study.expected()
         self._progress.say(f"{name}: {self.ended[name]}")
 
-    def _open(self, name: str, studies_left: int) -> tuple[Study, StoredStudy]:
+    def _budget(self, until: float) -> Budget:
+        """Return the budget of a study that ends when `until` seconds of the search are left."""
+        if self._time.timeout is None:
+            return Budget(self._task.config.trials, None)
+        return TimedBudget(
+            self._task.config.trials,
+            None,
+            left=lambda: self._time.left - until,
+            least_left=lambda: self._time.left - self._reserve.least,
+            has_result=lambda: bool(best_trials(self._store.records(), 1)),
+            trial_seconds=self._reserve.trial,
+        )
+
+    def _open(self, name: str, share: float) -> tuple[Study, StoredStudy]:
         """Create the study, from what it kept if it is stored, and open its storage."""
         self._progress.stage(f"{name}: preparing")
-        start = time.perf_counter()
-        share = self._share_of_time(studies_left)
-        problem = build_problem(self._task, self._heads, self._bench, self._store.records(), share, self._progress)
+        before = self._time.clock.elapsed
+        seconds_left = None if self._time.timeout is None else share
+        problem = build_problem(
+            self._task, self._heads, self._bench, self._store.records(), seconds_left, self._progress
+        )
         study = create_study(name, problem, self._task.config.study_settings(name), self._store.kept(name))
-        seconds = time.perf_counter() - start
+        seconds = self._time.clock.elapsed - before
         stored = self._store.open(study, self._task.identity, preparation_seconds=seconds)
         stored.note(RUN_ID, self._tracker.run_id)
         return study, stored
@@ -73,22 +106,48 @@ class StudySequence:
             self._progress.say(
                 f"{name}: {len(earlier)} finished trials found in {self._store.url}, going on from there"
             )
-        for record in earlier:
-            self._tracker.log_trial(record)
+        with self._time.clock.stage(Stage.WRITING):
+            for record in earlier:
+                self._tracker.log_trial(record)
         self._progress.stage(name, self._max_trials(name))
         self._progress.advance(len(earlier))
 
     def _keep(self, record: TrialRecord) -> None:
-        self._tracker.log_trial(record)
+        with self._time.clock.stage(Stage.WRITING):
+            self._tracker.log_trial(record)
         best = best_trials(self._store.records(), 1)
         self._progress.trial(record, best[0] if best else None)
+        self.note_time()
 
-    def _share_of_time(self, studies_left: int) -> float | None:
-        """Return an equal share of the search time left, so that the first study does not take it all."""
-        timeout = self._task.config.timeout
-        return None if timeout is None else max(0.0, timeout - self._store.spent_seconds()) / studies_left
+    def _left_for_trials(self) -> float:
+        """Return the seconds left beside those set aside; each study gets an equal share, so that the first does not take all."""
+        return self._time.left - self._reserve.whole
 
     def _max_trials(self, name: str) -> int:
         """Return the most trials that a study may run, for the progress bar."""
         limits = (self._task.config.trials, self._task.config.study_settings(name).max_trials)
         return min(limit for limit in limits if limit is not None)
+
+
+class StagedBench:
+    """A bench whose measurements are charged to the stage of the trials; see `Measuring`."""
+
+    def __init__(self, bench: Measuring, clock: StageClock) -> None:
+        self._bench, self._clock = bench, clock
+
+    @property
+    def indices(self) -> Sequence[int]:
+        """Indices of the measurable prompts or batches."""
+        return self._bench.indices
+
+    def measure(
+        self, candidate: Candidate, indices: Sequence[int], on_sample: OnSample = lambda sample: None
+    ) -> Measurement:
+        """Measure a candidate at these indices."""
+        with self._clock.stage(Stage.TRIALS):
+            return self._bench.measure(candidate, indices, on_sample)
+
+    def warm_up_rule(self, candidate: Candidate, indices: Sequence[int]) -> Candidate:
+        """Return the candidate with its rule warmed up at these indices."""
+        with self._clock.stage(Stage.TRIALS):
+            return self._bench.warm_up_rule(candidate, indices)

@@ -33,6 +33,9 @@ from tuner.measuring.paired import Bench
 from tuner.output_paths import check_folder_writable, check_writable
 from tuner.progress import Progress
 from tuner.search.memory_plan import plan_memory
+from tuner.search.storage import elapsed_of
+from tuner.search.time_budget import TimeBudget
+from tuner.stage_clock import Stage, StageClock
 
 
 @dataclass(frozen=True)
@@ -52,6 +55,8 @@ class Task:
     """Drafts of the existing exit heads that the studies use, by exit layer."""
     missing_heads: tuple[int, ...]
     """Exit layers whose head a study asks for and that have none yet."""
+    budget: TimeBudget
+    """Time of the search, counted from the start of the command."""
 
     @property
     def decoding(self) -> Decoding:
@@ -65,13 +70,43 @@ class Task:
         )
 
 
+LEAST_LEFT = 0.05
+"""Share of `--timeout` that must be left for a search to be resumed: less would not even load the model and race."""
+
+
+def open_budget(config: SearchConfig, clock: StageClock) -> TimeBudget:
+    """Return the time of a search that began with `clock`, less what earlier runs of it took.
+
+    Raises `SearchError`, before anything is loaded, if they have spent it.
+    """
+    before = 0.0 if config.timeout is None else elapsed_of(config.storage, config.resolved_experiment())
+    budget = TimeBudget(config.timeout, clock, spent_before=before)
+    if before:
+        budget.check(LEAST_LEFT * (config.timeout or 0.0), "going on")
+    return budget
+
+
 def prepare(
-    config: SearchConfig, progress: Progress, *, loaded: Loaded | None = None, target: Target | None = None
+    config: SearchConfig,
+    progress: Progress,
+    *,
+    loaded: Loaded | None = None,
+    target: Target | None = None,
+    budget: TimeBudget | None = None,
 ) -> Task:
     """Load model, prompts and exit heads, and check all that can be checked before anything is run or written.
 
-    A model that is `loaded` already, or a `target` of it with its runner, is used in place of the configured one.
+    A model that is `loaded` already, or a `target` of it with its runner, is used in place of the configured one. The time of the
+    search counts from here unless a `budget` is given.
     """
+    budget = budget or TimeBudget(config.timeout, StageClock())
+    with budget.clock.stage(Stage.LOADING):
+        return _prepared(config, progress, loaded, target, budget)
+
+
+def _prepared(
+    config: SearchConfig, progress: Progress, loaded: Loaded | None, target: Target | None, budget: TimeBudget
+) -> Task:
     check_writable(config.out)
     rows = open_rows(config.dataset, config)
     if loaded is None:
@@ -97,7 +132,7 @@ def prepare(
         )
     model = fingerprint(loaded.model)
     identity = _identity(config, model, prompts, target)
-    return Task(config, loaded, target, prompts, identity, model, folder, heads, folder.missing(wanted))
+    return Task(config, loaded, target, prompts, identity, model, folder, heads, folder.missing(wanted), budget)
 
 
 def _load_if_it_fits(config: SearchConfig, progress: Progress) -> Loaded:

@@ -44,6 +44,14 @@ class Budget:
             return "its share of the search time is spent"
         return None
 
+    def overdue(self) -> str | None:
+        """Return the reason to cut the running trial between two prompts, or None."""
+        return None
+
+    def spend(self, record: TrialRecord) -> None:
+        """Count the seconds of a finished trial."""
+        self.spent_seconds += record.seconds
+
 
 def run_study(
     study: Study, stored: StoredStudy, bench: Measuring, indices: Sequence[int], budget: Budget, on_record: OnRecord
@@ -57,8 +65,8 @@ def run_study(
     start = time.perf_counter()
     # The budget first: a study may compute for long before it answers.
     while (ended := budget.exhausted(len(stored.records())) or study.finished()) is None:
-        record = _run_trial(study, stored, bench, indices, start)
-        budget.spent_seconds += record.seconds
+        record = _run_trial(study, stored, bench, indices, budget, start)
+        budget.spend(record)
         start = time.perf_counter()
         study.observe(record)
         learning = time.perf_counter() - start
@@ -73,12 +81,13 @@ def _run_trial(
     stored: StoredStudy,
     bench: Measuring,
     indices: Sequence[int],
+    budget: Budget,
     start: float,
 ) -> TrialRecord:
     """Run one trial and write it to disk. Its seconds count from `start`, when the study began to choose it."""
     trial = stored.ask()
     candidate, notes = study.propose(trial)
-    outcome = _repeated(trial, candidate, stored.records()) or _measured(trial, candidate, bench, indices)
+    outcome = _repeated(trial, candidate, stored.records()) or _measured(trial, candidate, bench, indices, budget)
     record = TrialRecord(
         study=study.name,
         number=trial.number,
@@ -107,10 +116,12 @@ class _NotLosslessError(Exception):
 
 
 class _Watch:
-    """Collects the samples of a trial, and ends it early if the output is wrong or the candidate too slow."""
+    """Collects the samples of a trial, and ends it early if the output is wrong, the candidate too slow or the time spent."""
 
-    def __init__(self, trial: optuna.Trial) -> None:
+    def __init__(self, trial: optuna.Trial, num_wanted: int, budget: Budget) -> None:
         self._trial = trial
+        self._num_wanted = num_wanted
+        self._budget = budget
         self._samples: list[PromptSample] = []
 
     def __call__(self, sample: PromptSample) -> None:
@@ -119,17 +130,23 @@ class _Watch:
             raise _NotLosslessError(_wrong_output(sample))
         self._trial.report(sample.ratio, step=sample.prompt)
         if self._trial.should_prune():
-            measured = f"{len(self._samples)} {'prompts' if sample.batch is None else 'batches'}"
-            raise optuna.TrialPruned(f"slower than the best trial after {measured}")
+            raise optuna.TrialPruned(f"slower than the best trial after {self._measured(sample)}")
+        if len(self._samples) < self._num_wanted and (reason := self._budget.overdue()) is not None:
+            raise optuna.TrialPruned(f"{reason}, after {self._measured(sample)}")
+
+    def _measured(self, sample: PromptSample) -> str:
+        return f"{len(self._samples)} {'prompts' if sample.batch is None else 'batches'}"
 
     def outcome(self, state: TrialState, reason: str | None = None) -> _Outcome:
         """Return the outcome with the samples so far."""
         return _Outcome(state, Measurement(samples=tuple(self._samples)) if self._samples else None, reason)
 
 
-def _measured(trial: optuna.Trial, candidate: Candidate, bench: Measuring, indices: Sequence[int]) -> _Outcome:
+def _measured(
+    trial: optuna.Trial, candidate: Candidate, bench: Measuring, indices: Sequence[int], budget: Budget
+) -> _Outcome:
     """Warm up the candidate's rule, measure the candidate and return the outcome."""
-    watch = _Watch(trial)
+    watch = _Watch(trial, len(indices), budget)
     try:
         # In production an adaptive rule starts warmed up, so it is warmed up before it is measured.
         warmed_up = bench.warm_up_rule(candidate, indices[:NUM_WARM_UP])

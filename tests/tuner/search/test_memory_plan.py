@@ -106,7 +106,9 @@ def test_model_larger_than_the_memory_is_refused_before_it_is_loaded(
 def test_dry_run_shows_memory_and_time(run_search: Callable[..., Result]) -> None:
     shown = " ".join(run_search("--dry-run", timeout="30m").stdout.split())
     assert "memory (estimate, before weights are read) weights" in shown
-    assert "about 30 min of trials, then race and confirmation (estimate" in shown
+    assert "at most 30:00 min for everything, results included" in shown
+    assert "--timeout 30:00 min for everything (estimate): " in shown
+    assert "finalists on" in shown
 
 
 def test_time_without_a_limit_is_given_in_tokens() -> None:

@@ -19,8 +19,8 @@ from tuner.evaluation.gpu.shared import (
 if TYPE_CHECKING:
     from tuner.config import SearchConfig
 
-SHARE_OF_TRIALS, MOST_TRIAL_SECONDS = 0.5, 120.0
-"""Share of the step's seconds for survey, costs and trials, and the most; baselines, race and confirmation take the rest."""
+SHARE_OF_SEARCH = 0.85
+"""Share of the step's seconds for the whole search, which may overrun its time by a lap of the race."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class WholeSearch:
         from tuner.search.run import InterruptedSearchError, search
         from tuner.search.task import prepare
 
-        config = search_config(shared, min(seconds * SHARE_OF_TRIALS, MOST_TRIAL_SECONDS))
+        config = search_config(shared, seconds * SHARE_OF_SEARCH)
         progress = Unwatched()
         task = prepare(config, progress, loaded=shared.loaded, target=shared.static)
         try:
@@ -77,7 +77,7 @@ class WholeSearch:
 
 
 def search_config(shared: Shared, seconds: float) -> SearchConfig:
-    """Return the configuration of the search, with `seconds` for its trials."""
+    """Return the configuration of the search, with `seconds` for all of it."""
     from tuner.config import SearchConfig
 
     return SearchConfig.model_validate(

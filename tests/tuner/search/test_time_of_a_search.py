@@ -1,0 +1,109 @@
+"""`--timeout` is all the time of a search: whole searches in simulated time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from decoding.profile import DraftProfile
+from tests.support.simulated_time import SimulatedTime
+from tuner.config import SearchConfig
+from tuner.errors import SearchError
+from tuner.inputs.models import load
+from tuner.progress import Unwatched
+from tuner.search.outcome import SearchResult
+from tuner.search.run import search
+from tuner.search.task import open_budget, prepare
+from tuner.stage_clock import Stage
+
+BLOCK = 0.01
+"""Seconds of a block's run: six of them make a pass of 0.06 s, and 12 tokens 0.7 s."""
+TOLERANCE = 1.05
+"""Overrun that is allowed: a lap, a prompt and a trial are not interrupted."""
+
+
+class Told(Unwatched):
+    """Progress that keeps the lines."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def say(self, line: str) -> None:
+        self.lines.append(line)
+
+
+RunTimed = Callable[..., tuple[SearchResult, SimulatedTime, Told]]
+
+
+@pytest.fixture
+def run_timed(
+    workplace: Path, checkpoint: Path, prompts_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., Any]:
+    """A whole search of the default study in simulated time; returns its result, the time and what was said."""
+
+    def run(timeout: float | None, **settings: Any) -> tuple[SearchResult, SimulatedTime, Told]:
+        with pytest.MonkeyPatch.context() as patches:
+            simulated, progress = SimulatedTime(BLOCK), Told()
+            config = SearchConfig.model_validate(
+                {
+                    "model": str(checkpoint),
+                    "dataset": str(prompts_file),
+                    "max_new_tokens": 10,
+                    "tuning_prompts": 12,
+                    "held_out_prompts": 12,
+                    "prompts_per_trial": 4,
+                    "distill": "never",
+                    "experiment": "timed",
+                    "tracking_uri": f"sqlite:///{workplace.parent / 'mlflow.db'}",
+                    "study": ["conf_layers"],
+                    "studies": {"conf_layers": {"draft_length": {"rule": "fixed", "max_tokens": 2}}},
+                    **({} if timeout is None else {"timeout": timeout}),
+                    **settings,
+                }
+            )
+            loaded = load(config.model)
+            simulated.charge(loaded.model.model.layers)
+            clock = simulated.replace_clocks(patches)
+            task = prepare(config, progress, loaded=loaded, budget=open_budget(config, clock))
+            return search(task, progress), simulated, progress
+
+    return run
+
+
+def test_a_search_ends_in_time_and_says_what_it_cut(run_timed: RunTimed) -> None:
+    result, simulated, told = run_timed(60)
+    assert simulated.now <= 60 * TOLERANCE
+    assert result.cost.num_trials >= 1
+    assert result.confirmed.num_prompts >= 6
+    assert any("of 12 held-out prompts, to keep within --timeout" in cut for cut in result.cuts)
+    assert told.lines[0].startswith("--timeout 60 s for everything (estimate): ")
+    assert [line.split("  ")[1] for line in told.lines[1:7]] == [
+        *("plain decoding", "surveys and choosing", "trials", "race", "confirmation", "writing and tracking")
+    ]
+    assert sum(result.stages.values()) == pytest.approx(simulated.now)
+    assert result.stages[Stage.TRIALS] > 0
+    assert DraftProfile.load(Path("profile.yaml")).target.num_layers == 6
+
+
+def test_a_time_too_short_for_any_result_is_refused_before_the_prompts_are_decoded(run_timed: RunTimed) -> None:
+    with pytest.raises(SearchError, match=r"--timeout 30 s is too short for this model: .* give --timeout 60s"):
+        run_timed(30)
+    result, simulated, _ = run_timed(60)
+    assert simulated.now <= 60 * TOLERANCE, "what was refused costs the next search nothing"
+    assert result.stages[Stage.PLAIN] > 0
+
+
+def test_a_spent_search_says_how_to_go_on_and_goes_on_from_its_trials(run_timed: RunTimed) -> None:
+    first, _, _ = run_timed(60)
+    with pytest.raises(
+        SearchError, match=r"of --timeout 60 s were spent by earlier runs.*--timeout \S+ goes on"
+    ) as refused:
+        run_timed(60)
+    assert "\n" not in str(refused.value)
+    result, simulated, told = run_timed(120)
+    assert "of them by earlier runs" in told.lines[0]
+    assert simulated.now <= (120 - sum(first.stages.values())) * TOLERANCE
+    assert result.cost.num_trials > first.cost.num_trials

@@ -1,0 +1,157 @@
+"""Keeps one search within its time: how many prompts it decodes, when its trials end, how far race and confirmation go.
+
+Every stage is planned again from what the earlier ones have shown. Without a timeout nothing is cut.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+
+from studies.contract import TrialRecord
+from studies.measurement import Measurement
+from tuner.inputs.prompts import Prompt
+from tuner.measuring.paired import Bench
+from tuner.progress import Progress
+from tuner.search.forecast import Forecast, rate_of
+from tuner.search.race import Finalist
+from tuner.search.task import Task
+from tuner.search.time_budget import Pace, Reserve, enough
+from tuner.search.time_plan import (
+    END_SHARE,
+    LEAST_HELD_OUT,
+    WRITING_SECONDS,
+    EndPlan,
+    least_end,
+    plan_end,
+    plan_lines,
+    trial_seconds,
+)
+from tuner.stage_clock import Stage, spoken
+
+SHORTEST = "the shortest search with a result (one trial)"
+SLOWEST = 0.25
+"""Speed-up below which a candidate of the race is not expected to lie."""
+
+
+class TimeKeeper:
+    """The time of one search, from the forecast on."""
+
+    def __init__(self, task: Task, found: Forecast) -> None:
+        self._task, self._budget = task, task.budget
+        self._sizes, self._rate = found.sizes, found.rate
+        self._unit = "prompts" if task.config.batch_size == 1 else "batches"
+        self._plan = found.plan(self._budget.left)
+        self._least, self._preparing = found.least, found.preparing
+        self.cuts: list[str] = []
+        """What was done on fewer prompts than configured."""
+
+    def begin(self, progress: Progress) -> None:
+        """Say the plan. Raises `SearchError` if the time is too short for any result."""
+        self._budget.check(self._least, SHORTEST)
+        for line in self.lines():
+            progress.say(line)
+
+    def lines(self) -> Iterator[str]:
+        """Yield the plan in words."""
+        yield self._headline()
+        for line in plan_lines(self._plan, self._sizes, unit=self._unit):
+            yield f"  {line}"
+
+    def tuning_prompts(self) -> Sequence[Prompt]:
+        """Return the tuning prompts to decode."""
+        prompts = self._task.prompts.tuning[: self._plan.tuning * self._task.config.batch_size]
+        self._note_cut("tuned", self._plan.tuning, self._sizes.tuning, "tuning")
+        self._sizes = replace(self._sizes, tuning=self._plan.tuning)
+        return prompts
+
+    def learn(self, tuning: Bench, seconds: float) -> Reserve:
+        """Take the rate from decoding the tuning prompts, and return what race and confirmation need."""
+        self._rate = rate_of(tuning, seconds, self._rate)
+        self._sizes = replace(self._sizes, tuning=len(tuning.indices))
+        left = self._budget.left
+        if math.isinf(left):
+            return Reserve(0.0, 0.0, 0.0)
+        least = least_end(self._sizes, self._rate)
+        for_end = max(least.seconds, END_SHARE * (left - self._preparing))
+        end = plan_end(self._sizes, self._rate, for_end)
+        return Reserve(end.seconds, least.seconds, trial_seconds(self._sizes, self._rate))
+
+    def plan_race(self, candidates: Sequence[TrialRecord], num_confirmed: int) -> EndPlan:
+        """Return race and confirmation for the best trials, at their measured speed."""
+        self._sizes = replace(self._sizes, confirmed=max(1, num_confirmed))
+        return plan_end(self._sizes, self._rate, self._budget.left, speed=_speed(candidates))
+
+    def race_pace(self, end: EndPlan) -> Callable[[], bool]:
+        """Return the question asked before each lap of the race: it leaves time for the held-out prompts of `end`."""
+        return Pace(lambda: self._budget.left - end.held_out_seconds - WRITING_SECONDS)
+
+    def held_out_prompts(self, finalists: Sequence[Finalist], num_confirmed: int) -> Sequence[Prompt]:
+        """Return as many held-out prompts as can be decoded and confirmed in the time left, at least a few."""
+        sizes = replace(self._sizes, confirmed=num_confirmed, finalists=0)
+        speed = _speed_of([each.measurement for each in finalists[:num_confirmed]])
+        count = self._sizes.held_out
+        if not math.isinf(self._budget.left):
+            count = plan_end(sizes, self._rate, self._budget.left, speed=speed).held_out
+        self._note_cut("confirmed", count, self._sizes.held_out, "held-out")
+        return self._task.prompts.held_out[: count * self._task.config.batch_size]
+
+    def confirmation_pacer(self, num_left: int) -> Callable[[], bool] | None:
+        """Return the pace of a candidate's confirmation, or None if no time is left: each gets an equal share of what is left."""
+        left = self._budget.left - WRITING_SECONDS
+        if math.isinf(left):
+            return Pace(lambda: math.inf)
+        if left < self._least_measured:
+            return None
+        until = left - left / num_left
+        return Pace(lambda: self._budget.left - WRITING_SECONDS - until)
+
+    @property
+    def least_held_out(self) -> int:
+        """Held-out prompts, or batches, on which a candidate is measured at least."""
+        return min(LEAST_HELD_OUT, self._sizes.held_out)
+
+    @property
+    def _least_measured(self) -> float:
+        return self._rate.measured(self.least_held_out)
+
+    def _headline(self) -> str:
+        spent, timeout = self._budget.spent, self._budget.timeout
+        if timeout is None:
+            total = spoken(spent + self._plan.total)
+            return f"no --timeout: about {total} (estimate), of which {spoken(spent)} are spent; to come:"
+        before = f", {spoken(self._budget.spent_before)} of them by earlier runs" if self._budget.spent_before else ""
+        on_top = f"; {spoken(self._budget.on_top)} of distilling came on top" if self._budget.on_top else ""
+        return f"--timeout {spoken(timeout)} for everything (estimate): {spoken(spent)} are spent{before}{on_top}; to come:"
+
+    def _note_cut(self, done: str, used: int, configured: int, part: str) -> None:
+        if used < configured:
+            self.cuts.append(f"{done} on {used} of {configured} {part} {self._unit}, to keep within --timeout")
+
+
+def _speed(records: Sequence[TrialRecord]) -> float:
+    return _speed_of([record.measurement for record in records if record.measurement is not None])
+
+
+def _speed_of(measurements: Sequence[Measurement]) -> float:
+    """Return the speed-up of the measurements together: the seconds of all, plainly over drafted."""
+    inverse = [1 / max(SLOWEST, each.speedup) for each in measurements if each.samples]
+    return len(inverse) / sum(inverse) if inverse else 1.0
+
+
+def plan_text(task: Task, found: Forecast) -> Iterator[str]:
+    """Yield the plan of a search that is not begun, the distillation of heads included, or that its time is too short."""
+    if found.distillation is not None:
+        yield f"distillation of exit heads: about {spoken(found.distillation.total)} (--distill never declines)"
+    yield from TimeKeeper(task, found).lines()
+    if found.least > task.budget.left:
+        needed = enough(task.budget.spent + found.least)
+        yield f"too short: {SHORTEST} takes about {spoken(found.least)} (give a --timeout of {needed})"
+
+
+def missing_time(task: Task) -> str:
+    """Return where the time went, for a search that ended without a result."""
+    stages = task.budget.clock.seconds()
+    longest = sorted(stages, key=lambda stage: -stages[stage])[:3]
+    return ", ".join(f"{stage} {spoken(stages[stage])}" for stage in longest if stage is not Stage.OTHER)

@@ -1,0 +1,221 @@
+"""Seconds of a search by stage, planned from the measured rate of plain decoding (our formulation).
+
+Race and confirmation come last and decide, so their time is set aside before the first trial. What does not fit is cut in this
+order: passes of the race beyond the first, prompts of the race and held-out prompts, finalists. Candidates are planned to be as
+slow as plain decoding, as most are before the search knows better.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from tuner.config import FEWEST_SAMPLES, SearchConfig
+from tuner.measuring.turns import WARM_UP_TOKENS
+from tuner.search.race import FEWEST_TO_JUDGE, LAP
+from tuner.stage_clock import Stage, spoken
+
+END_SHARE = 0.5
+"""Most of the time left that is set aside for race, held-out prompts and results."""
+PLAIN_SHARE = 0.15
+"""Most of the time left that plain decoding of the tuning prompts may take, unless fewer prompts would be too few."""
+RACE_SHARE = 0.4
+"""Share of the race in the time for race and held-out prompts, where not all prompts fit."""
+LEAST_HELD_OUT = 6
+"""Held-out prompts, or batches, on which a speed-up is confirmed at least: with fewer an interval says little."""
+LEAST_FINALISTS = 2
+WRITING_SECONDS = 6.0
+"""Seconds for the profile, pictures and tracking at the end of a search."""
+TRIAL_MARGIN = 1.2
+"""Expected seconds of a trial over those of its decoding: warm-up of rules, preparation, choosing."""
+
+
+@dataclass(frozen=True)
+class PlainRate:
+    """Measured rate of plain decoding, for one prompt or for a batch in lockstep."""
+
+    prefill_seconds: float
+    token_seconds: float
+    """Seconds of one pass after the prefill."""
+    new_tokens: float
+    """Tokens of a continuation."""
+
+    @property
+    def sample(self) -> float:
+        """Seconds of decoding one sample: a prompt or a batch."""
+        return self.prefill_seconds + self.token_seconds * max(0.0, self.new_tokens - 1)
+
+    def measured(self, num_samples: int, *, num_calls: int = 1, speed: float = 1.0) -> float:
+        """Return the seconds of measuring a candidate beside plain decoding, in `num_calls` parts, each warmed up.
+
+        `speed` is the candidate's expected speed-up.
+        """
+        warm_up = 2 * (self.prefill_seconds + WARM_UP_TOKENS * self.token_seconds)
+        return num_calls * warm_up + num_samples * self.sample * (1 + 1 / speed)
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Numbers of samples and candidates of a search, as configured. A sample is a prompt, or a batch of them."""
+
+    tuning: int
+    least_tuning: int
+    """Tuning samples that trials and surveys need, and one lap of the race."""
+    held_out: int
+    per_trial: int
+    finalists: int
+    confirmed: int
+    """Candidates that are measured on the held-out prompts, about."""
+    most_trials: int
+
+    @classmethod
+    def of(cls, config: SearchConfig, num_surveyed: int) -> Sizes:
+        """Return the sizes of a configured search whose studies survey `num_surveyed` prompts."""
+        size = config.batch_size
+        tuning, per_trial = config.tuning_prompts // size, config.samples_per_trial
+        most = [config.study_settings(name).max_trials for name in config.study]
+        return cls(
+            tuning=tuning,
+            least_tuning=min(tuning, max(per_trial + LAP, -(-num_surveyed // size))),
+            held_out=config.held_out_prompts // size,
+            per_trial=per_trial,
+            finalists=config.finalists,
+            confirmed=len(config.study),
+            most_trials=sum(min(each, config.trials or each) for each in most),
+        )
+
+
+@dataclass(frozen=True)
+class EndPlan:
+    """Race and confirmation: candidates, samples and seconds."""
+
+    finalists: int
+    raced: int
+    confirmed: int
+    held_out: int
+    race_seconds: float
+    held_out_seconds: float
+    """Seconds of the held-out prompts: their plain decoding and the confirmation."""
+
+    @property
+    def seconds(self) -> float:
+        """Seconds to set aside, results included."""
+        return self.race_seconds + self.held_out_seconds + WRITING_SECONDS
+
+
+def plan_end(sizes: Sizes, rate: PlainRate, seconds: float, *, speed: float = 1.0) -> EndPlan:
+    """Return race and confirmation within `seconds`, or the least ones if these take longer.
+
+    All of one pass is planned if it fits. Otherwise the seconds are shared: as many held-out samples as fit, and as many samples
+    of the race, with fewer finalists where they would have too few prompts to be judged on.
+    """
+    raced = max(sizes.tuning - sizes.per_trial, min(sizes.tuning, FEWEST_SAMPLES))
+    whole = _end(rate, sizes.finalists, raced, sizes.confirmed, sizes.held_out, speed)
+    if whole.seconds <= seconds:
+        return whole
+    least = least_end(sizes, rate, speed=speed)
+    spare = seconds - WRITING_SECONDS
+    for_held_out = spare - max(least.race_seconds, min(whole.race_seconds, RACE_SHARE * spare))
+    held_out = _most(sizes.held_out, lambda n: _held_out_seconds(rate, sizes.confirmed, n, speed) <= for_held_out)
+    held_out = max(held_out, least.held_out)
+    for_race = spare - _held_out_seconds(rate, sizes.confirmed, held_out, speed)
+    finalists = _most(sizes.finalists, lambda n: _race_seconds(rate, n, min(raced, FEWEST_TO_JUDGE), speed) <= for_race)
+    finalists = max(finalists, least.finalists)
+    prompts = _most(raced, lambda n: _race_seconds(rate, finalists, n, speed) <= for_race)
+    return _end(rate, finalists, max(prompts, least.raced), sizes.confirmed, held_out, speed)
+
+
+def least_end(sizes: Sizes, rate: PlainRate, *, speed: float = 1.0) -> EndPlan:
+    """Return the least race and confirmation: one lap of two finalists, and the winner on the fewest held-out samples."""
+    return _end(
+        rate,
+        min(sizes.finalists, LEAST_FINALISTS),
+        min(LAP, sizes.tuning),
+        1,
+        min(sizes.held_out, LEAST_HELD_OUT),
+        speed,
+    )
+
+
+@dataclass(frozen=True)
+class TimePlan:
+    """Planned seconds of a search from now on."""
+
+    tuning: int
+    """Tuning samples to decode."""
+    num_trials: int
+    seconds: Mapping[Stage, float]
+    end: EndPlan
+    trial_seconds: float
+
+    @property
+    def total(self) -> float:
+        """Seconds of all stages to come."""
+        return sum(self.seconds.values())
+
+
+def trial_seconds(sizes: Sizes, rate: PlainRate) -> float:
+    """Return the expected seconds of a trial."""
+    return TRIAL_MARGIN * rate.measured(sizes.per_trial)
+
+
+def least_seconds(sizes: Sizes, rate: PlainRate, preparing: float) -> float:
+    """Return the seconds of the shortest search with a result: one trial and the least race and confirmation."""
+    needed = sizes.least_tuning * rate.sample + preparing + trial_seconds(sizes, rate)
+    return needed + least_end(sizes, rate).seconds
+
+
+def plan_search(sizes: Sizes, rate: PlainRate, left: float, preparing: float) -> TimePlan:
+    """Return the plan of a search with `left` seconds, infinite without a limit, of which studies prepare for `preparing`."""
+    tuning = max(sizes.least_tuning, _most(sizes.tuning, lambda n: n * rate.sample <= PLAIN_SHARE * left))
+    sizes = replace(sizes, tuning=tuning)
+    after = left - tuning * rate.sample
+    each = trial_seconds(sizes, rate)
+    end = plan_end(sizes, rate, min(END_SHARE * after, after - preparing - each))
+    num_trials = sizes.most_trials
+    if math.isfinite(left):
+        num_trials = min(num_trials, max(1, int((after - preparing - end.seconds) / each)))
+    stages = {
+        Stage.PLAIN: tuning * rate.sample + end.held_out * rate.sample,
+        Stage.CHOOSING: preparing,
+        Stage.TRIALS: num_trials * each,
+        Stage.RACE: end.race_seconds,
+        Stage.CONFIRMATION: end.held_out_seconds - end.held_out * rate.sample,
+        Stage.WRITING: WRITING_SECONDS,
+    }
+    return TimePlan(tuning, num_trials, stages, end, each)
+
+
+def plan_lines(plan: TimePlan, sizes: Sizes, *, unit: str = "prompts") -> Iterator[str]:
+    """Yield the plan in words, one stage a line; `unit` names the samples."""
+    notes = {
+        Stage.PLAIN: f"{plan.tuning} of {sizes.tuning} tuning {unit}, {plan.end.held_out} of {sizes.held_out} held-out ones",
+        Stage.CHOOSING: "costs of passes, surveys",
+        Stage.TRIALS: f"about {plan.num_trials}, {spoken(plan.trial_seconds)} each",
+        Stage.RACE: f"{plan.end.finalists} finalists on {plan.end.raced} {unit}",
+        Stage.CONFIRMATION: f"on {plan.end.held_out} of {sizes.held_out} held-out {unit}",
+    }
+    for stage, seconds in plan.seconds.items():
+        note = f"   {notes[stage]}" if stage in notes else ""
+        yield f"{stage:<22}{spoken(seconds):>9}{note}"
+
+
+def _end(rate: PlainRate, finalists: int, raced: int, confirmed: int, held_out: int, speed: float) -> EndPlan:
+    race_seconds = _race_seconds(rate, finalists, raced, speed)
+    return EndPlan(
+        finalists, raced, confirmed, held_out, race_seconds, _held_out_seconds(rate, confirmed, held_out, speed)
+    )
+
+
+def _race_seconds(rate: PlainRate, finalists: int, raced: int, speed: float) -> float:
+    return finalists * rate.measured(raced, num_calls=-(-raced // LAP), speed=speed)
+
+
+def _held_out_seconds(rate: PlainRate, confirmed: int, held_out: int, speed: float) -> float:
+    return held_out * rate.sample + confirmed * rate.measured(held_out, speed=speed)
+
+
+def _most(most: int, fits: Callable[[int], bool]) -> int:
+    """Return the largest number up to `most` that fits; 0 if none does."""
+    return next((number for number in range(most, 0, -1) if fits(number)), 0)
