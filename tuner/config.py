@@ -77,7 +77,8 @@ class DistillSettings(Document):
     steps: int = Field(600, ge=1, description="Training steps.", json_schema_extra=TRAINING)
     timeout: Duration | None = Field(
         None,
-        description="Training time, resumed runs included, e.g. 10m; the learning-rate schedule is compressed to fit.",
+        description="Time for texts, training of all heads and their evaluation, e.g. 10m; fewer texts are written, and the "
+        "learning-rate schedule is compressed, to fit.",
         json_schema_extra={**TRAINING, "metavar": "DURATION"},
     )
     batch_size: int = Field(4, ge=1, description="Sequences per training step.", json_schema_extra=TRAINING)

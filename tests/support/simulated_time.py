@@ -30,8 +30,8 @@ class SimulatedTime:
     def replace_clocks(self, monkeypatch: pytest.MonkeyPatch) -> StageClock:
         """Put this time in place of every clock that a search reads, and return its own clock."""
         monkeypatch.setattr(time, "perf_counter", self.read)
-        for module in ("task", "forecast"):
-            monkeypatch.setattr(f"tuner.search.{module}.WallClock", lambda device: WallClock(device, self.read))
+        for module in ("search.task", "measuring.pulse"):
+            monkeypatch.setattr(f"tuner.{module}.WallClock", lambda device: WallClock(device, self.read))
         return StageClock(self.read)
 
     def _run(self, block: nn.Module, inputs: object, output: object) -> None:

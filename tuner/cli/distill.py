@@ -13,6 +13,7 @@ from tuner.cli.prompt_sample import print_sample
 from tuner.cli.terminal import CONFIG_OPTION, print_facts, progress_on_stderr, resumable, use_threads
 from tuner.config import DistillSettings, SearchConfig, load_config
 from tuner.prompt_settings import DATA_FIELDS
+from tuner.stage_clock import spoken
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -47,7 +48,8 @@ def distill(config_file: Path | None, dry_run: bool, overwrite: bool, **flags: A
 
     A head is one more decoder layer after the first N. The model continues the training prompts, and the head of each exit
     is trained to predict the model's own next tokens; the model itself is not changed. All heads are trained in one pass, or
-    group after group if they do not fit in the memory (--heads-at-once); --timeout is then the time of each group.
+    group after group if they do not fit in the memory (--heads-at-once). --timeout covers all of it, texts included; an estimate
+    comes first.
     `sdtune search` with the same prompts and seed then drafts with them; its held-out prompts are never training prompts.
     Many different prompts make a better head than many continuations of a few: name a large dataset with --training-dataset.
 
@@ -72,6 +74,8 @@ def distill(config_file: Path | None, dry_run: bool, overwrite: bool, **flags: A
         work = prepare(config, progress)
         finished = {} if overwrite else work.finished()
         missing = [exit_layer for exit_layer in work.exits if exit_layer not in finished]
+        if missing:
+            progress.say(_estimate(work, missing))
         if dry_run:
             _print_plan(results, work, missing)
             return
@@ -87,6 +91,18 @@ def distill(config_file: Path | None, dry_run: bool, overwrite: bool, **flags: A
             review=ui_command(config.tracking_uri),
         )
     print_facts(results, heads=f"{config.heads}   (sdtune search --heads {config.heads})")
+
+
+def _estimate(work: Distillation, exits: Sequence[int]) -> str:
+    """Return the estimated time of the heads that are missing."""
+    from tuner.heads.distill import expected_time
+
+    expected = expected_time(work, exits)
+    at_most = f"; --timeout ends it after {spoken(limit)}" if (limit := work.settings.timeout) else ""
+    return (
+        f"about {spoken(expected.total)} for {len(exits)} heads (estimate, less what is stored): texts "
+        f"{spoken(expected.writing)}, training {spoken(expected.training)}{at_most}"
+    )
 
 
 def _print_plan(console: Console, work: Distillation, missing: Sequence[int]) -> None:

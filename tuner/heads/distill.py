@@ -36,13 +36,16 @@ from tuner.heads.evaluation import Heads, evaluate
 from tuner.heads.memory import heads_that_fit
 from tuner.heads.report import loss_curve_csv
 from tuner.heads.texts import GeneratedText, TextPlan, generate_texts
+from tuner.heads.time_limit import TimeLimit
+from tuner.heads.time_plan import DistillationTime, distillation_time
 from tuner.heads.training import Losses, Run, Student, train
 from tuner.heads.vocabulary import choose_vocabulary, draft_vocabulary_size
 from tuner.inputs.environment import device_name, git_revision, versions
-from tuner.inputs.memory import ModelSize, explained_shortage, free_bytes
+from tuner.inputs.memory import ModelSize, explained_shortage, free_bytes, refuse_too_large, size_of_checkpoint
 from tuner.inputs.models import Loaded, load
 from tuner.inputs.prompts import Prompt, PromptSet, load_prompts, search_prompts
 from tuner.inputs.rows import open_rows
+from tuner.measuring.pulse import measure_pulse
 from tuner.output_paths import check_folder_writable
 from tuner.progress import Progress
 from tuner.prompt_settings import DATA_FIELDS, PromptSettings
@@ -178,8 +181,13 @@ class Distilled:
 
 
 def prepare(config: SearchConfig, progress: Progress) -> Distillation:
-    """Load model and prompts, and check all settings before any computation or output."""
+    """Load model and prompts, and check all settings before any computation or output.
+
+    Raises `MemoryShortageError`, before weights are read, for a model whose weights do not fit.
+    """
     check_folder_writable(config.heads, what="exit heads", error=DistillationError)
+    size = size_of_checkpoint(config.model, revision=config.revision, dtype=config.dtype, device=config.device)
+    refuse_too_large(size, free_bytes(config.device), config.model)
     rows = open_rows(config.dataset, config)
     progress.stage(f"loading {config.model}")
     loaded = load(config.model, revision=config.revision, dtype=config.dtype, device=config.device)
@@ -188,6 +196,22 @@ def prepare(config: SearchConfig, progress: Progress) -> Distillation:
     for note in prompts.notes:
         progress.say(note)
     return of_search(config, loaded, target, prompts, progress)
+
+
+def expected_time(work: Distillation, exits: Sequence[int]) -> DistillationTime:
+    """Return the estimated time of distilling heads for `exits`, from a moment of plain decoding."""
+    prompts = work.training_texts.prompts
+    pulse = measure_pulse(work.target, prompts, max_new_tokens=work.settings.response_tokens, num_sequences=1)
+    return distillation_time(
+        ModelSize.of(work.target.model),
+        work.settings,
+        pulse,
+        num_heads=len(exits),
+        heads_at_once=_heads_at_once(work, len(exits)),
+        num_prompts=len(prompts),
+        prompt_tokens=fmean(map(len, prompts)),
+        num_evaluated=len(work.prompts.held_out),
+    )
 
 
 def num_spare(config: SearchConfig) -> int:
@@ -268,19 +292,25 @@ def distil(
     """Train heads for `exits` and write them into the folder, replacing existing ones.
 
     As many heads as fit in the memory are trained together, group after group; a head is the same in any group, unless a time
-    limit ends its training. A stopped run resumes from its texts, its finished heads and its last checkpoint. Raises
-    `DistillationError` if there is too little training text, the loss diverges, the folder cannot be used, or the checkpoint
-    belongs to another distillation and `overwrite` is false. Raises `ExitHeadError` if a head cannot be written.
+    limit ends its training. The limit covers texts, training and evaluation: texts get at most `WRITING_SHARE` of it, each group
+    its share of the rest, and the learning-rate schedule is compressed to fit. A stopped run resumes from its texts, its finished
+    heads and its last checkpoint; a group that an earlier run finished does not count. Raises `DistillationError` if there is too
+    little training text, the loss diverges, the folder cannot be used, or the checkpoint belongs to another distillation and
+    `overwrite` is false. Raises `ExitHeadError` if a head cannot be written.
     """
-    texts = _texts(work, work.training_texts, "generating training texts", MIN_TRAINING_TOKENS, progress)
+    limit = TimeLimit.least_of(work.settings.timeout, work.most_seconds)
+    texts = _training_texts(work, limit, progress)
     unseen = _texts(work, work.evaluation_texts, "generating evaluation texts", MIN_EVALUATION_TOKENS, progress)
+    evaluated = limit.spent
     before = _evaluate(work, dict.fromkeys(exits), unseen, "evaluating the exits without heads", progress)
+    evaluated = limit.spent - evaluated
     writing_seconds = sum(text.seconds for text in (*texts, *unseen))
     facts: dict[int, HeadFacts] = {}
     losses: list[Losses] = []
     training_seconds = 0.0
     for group in _groups(work, exits, progress):
-        run = _train(work, group, texts, progress, on_losses, overwrite)
+        seconds = limit.for_group(len(group), len(exits) - len(facts), evaluated)
+        run = _train(work, group, texts, progress, on_losses, overwrite, seconds)
         heads = {exit_layer: student.stored_head() for exit_layer, student in run.students.items()}
         run.students.clear()  # the optimizers are not needed any more, and the evaluation takes memory too
         after = _evaluate(work, heads, unseen, "evaluating the exits with their heads", progress)
@@ -299,17 +329,22 @@ def distil(
 
 def _groups(work: Distillation, exits: Sequence[int], progress: Progress) -> list[tuple[int, ...]]:
     """Return the exits in groups that are trained together; a checkpoint's exits come first, and stay together."""
-    longest = max(len(prompt.token_ids) for prompt in work.training_prompts)
-    at_once = work.settings.heads_at_once
-    if at_once is None:
-        device = next(work.target.blocks[-1].parameters()).device
-        at_once = heads_that_fit(ModelSize.of(work.target.model), longest, work.settings, free_bytes(str(device)))
-    at_once = min(at_once or len(exits), len(exits))
+    at_once = _heads_at_once(work, len(exits))
     if at_once < len(exits):
         progress.say(f"{len(exits)} heads are trained {at_once} at a time, to fit in the memory (--heads-at-once)")
     begun = stored_exits(work.checkpoint) if work.checkpoint.exists() else frozenset()
     parts = [[layer for layer in exits if layer in begun], [layer for layer in exits if layer not in begun]]
     return [tuple(part[first : first + at_once]) for part in parts for first in range(0, len(part), at_once)]
+
+
+def _heads_at_once(work: Distillation, num_exits: int) -> int:
+    """Return how many heads are trained together: as configured, else as many as fit in the free memory."""
+    longest = max(len(prompt.token_ids) for prompt in work.training_prompts)
+    at_once = work.settings.heads_at_once
+    if at_once is None:
+        device = next(work.target.blocks[-1].parameters()).device
+        at_once = heads_that_fit(ModelSize.of(work.target.model), longest, work.settings, free_bytes(str(device)))
+    return min(at_once or num_exits, num_exits)
 
 
 def _joined(losses: Sequence[Losses], more: Sequence[Losses]) -> list[Losses]:
@@ -361,7 +396,25 @@ def log_distilled(tracker: Tracker, distilled: Distilled) -> None:
     tracker.log_artifact(distilled.folder / CURVE)
 
 
-def _texts(work: Distillation, plan: TextPlan, stage: str, min_tokens: int, progress: Progress) -> list[GeneratedText]:
+def _training_texts(work: Distillation, limit: TimeLimit, progress: Progress) -> list[GeneratedText]:
+    """Return the training texts, as many as the limit leaves time for."""
+    plan, before = work.training_texts, limit.spent
+    may_go_on = limit.allows_text(MIN_TRAINING_TOKENS)
+    texts = _texts(work, plan, "generating training texts", MIN_TRAINING_TOKENS, progress, may_go_on)
+    limit.count_stored(texts, limit.spent - before)
+    if len(texts) < (planned := len(plan.prompts) * plan.samples):
+        progress.say(f"trained on {len(texts)} of {planned} texts, to keep within the time of the distillation")
+    return texts
+
+
+def _texts(
+    work: Distillation,
+    plan: TextPlan,
+    stage: str,
+    min_tokens: int,
+    progress: Progress,
+    may_go_on: Callable[[Sequence[GeneratedText]], bool] = lambda texts: True,
+) -> list[GeneratedText]:
     """Return the texts of a plan, stored or newly generated.
 
     Each identity has its own file, so texts never mix.
@@ -369,7 +422,7 @@ def _texts(work: Distillation, plan: TextPlan, stage: str, min_tokens: int, prog
     identity = plan.identity(work.model, work.target.dtype)
     progress.stage(stage, len(plan.prompts) * plan.samples)
     path = work.folder / "texts" / f"{hash_json(identity)[:12]}.jsonl"
-    texts = generate_texts(work.target, plan, path, identity, progress.advance)
+    texts = generate_texts(work.target, plan, path, identity, progress.advance, may_go_on)
     if (num_tokens := _num_tokens(texts)) < min_tokens:
         raise DistillationError(
             f"too little text: {len(plan.prompts)} prompts gave {num_tokens} tokens, and at least {min_tokens} are "
@@ -392,14 +445,16 @@ def _train(
     progress: Progress,
     on_losses: OnLosses,
     overwrite: bool,
+    most_seconds: float | None,
 ) -> Run:
-    """Train the heads to the end, starting from the checkpoint if there is one."""
+    """Train the heads to the end or for `most_seconds`, starting from the checkpoint if there is one."""
     vocabulary = choose_vocabulary(work.target, texts, work.settings)
     run = Run({exit_layer: Student(work.target, vocabulary) for exit_layer in exits})
     heads = "head" if len(exits) == 1 else "heads"
     progress.stage(f"training {len(exits)} {heads}", work.settings.steps)
     if work.checkpoint.exists():
         _resume(run, work, progress, overwrite)
+    run.most_seconds = most_seconds
     num_reported = run.step
 
     def keep() -> None:

@@ -13,6 +13,7 @@ import json
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,9 @@ from decoding.errors import DistillationError
 from decoding.fingerprint import Fingerprint
 from decoding.target import Target
 
-SCHEMA = "sdtune-texts/v1"
+SCHEMA = "sdtune-texts/v2"
+IN_ORDER = "sdtune-texts/v1"
+"""Older files, whose batches are in the order of their lengths."""
 
 
 @dataclass(frozen=True)
@@ -51,9 +54,9 @@ class TextPlan:
     """Texts generated at a time."""
     seed: int
 
-    @property
+    @cached_property
     def batches(self) -> tuple[tuple[tuple[int, ...], ...], ...]:
-        """Prompts of each batch in order of generation, sorted by length to reduce padding."""
+        """Prompts of each batch, sorted by length to reduce padding."""
         jobs = [prompt for prompt in sorted(self.prompts, key=len) for _ in range(self.samples)]
         return tuple(tuple(jobs[first : first + self.batch_size]) for first in range(0, len(jobs), self.batch_size))
 
@@ -77,23 +80,36 @@ def generate_texts(
     path: Path,
     identity: dict[str, Any],
     on_progress: Callable[[int], None] = lambda num_texts: None,
+    may_go_on: Callable[[Sequence[GeneratedText]], bool] = lambda texts: True,
 ) -> list[GeneratedText]:
-    """Return all texts of `plan`, generating and appending those missing from `path`.
+    """Return all texts of `plan` in its order, generating and appending those missing from `path`.
 
-    `on_progress` is called with the number of texts read or generated since the last call. Raises `DistillationError` if the
-    file cannot be written, is damaged, or holds texts of another identity.
+    Batches are generated in an order in which short and long prompts alternate. `may_go_on` is asked before each batch, with the
+    texts so far, and ends the writing: what there is then covers all lengths. `on_progress` is called with the number of texts
+    read or generated since the last call. Raises `DistillationError` if the file cannot be written, is damaged, or holds texts of
+    another identity.
     """
-    texts = _open(path, identity, plan)
+    texts, order = _open(path, identity, plan)
     on_progress(len(texts))
-    first = 0
-    for number, batch in enumerate(plan.batches):
+    first, found = 0, dict[int, list[GeneratedText]]()
+    for number in order:
+        batch = plan.batches[number]
         if first >= len(texts):
+            if not may_go_on(texts):
+                break
             generated = generate_batch(target, batch, plan, number)
             _append(path, generated)
             texts += generated
             on_progress(len(batch))
+        found[number] = texts[first : first + len(batch)]
         first += len(batch)
-    return texts
+    return [text for number in sorted(found) for text in found[number]]
+
+
+def spread_order(count: int) -> list[int]:
+    """Return the numbers below `count` so that any first part of them is spread over the whole range (van der Corput)."""
+    width = max(1, (count - 1).bit_length())
+    return sorted(range(count), key=lambda number: int(f"{number:0{width}b}"[::-1], 2))
 
 
 def generate_batch(
@@ -152,12 +168,14 @@ def _up_to(ends: frozenset[int], tokens: list[int]) -> tuple[int, ...]:
 # --- the file -----------------------------------------------------------------------------------------------------------
 
 
-def _open(path: Path, identity: dict[str, Any], plan: TextPlan) -> list[GeneratedText]:
-    """Return the texts of complete batches in `path`, and truncate the file after them.
+def _open(path: Path, identity: dict[str, Any], plan: TextPlan) -> tuple[list[GeneratedText], list[int]]:
+    """Return the texts of complete batches in `path` and the order of its batches, and truncate the file after them.
 
     A killed run may leave an incomplete batch. A missing or empty file is created with its header.
     """
     header = json.dumps({"schema": SCHEMA, **identity}).encode() + b"\n"
+    older = json.dumps({"schema": IN_ORDER, **identity}).encode() + b"\n"
+    order = spread_order(len(plan.batches))
     try:
         content = path.read_bytes() if path.exists() else b""
         lines = content.splitlines(keepends=True)
@@ -166,32 +184,34 @@ def _open(path: Path, identity: dict[str, Any], plan: TextPlan) -> list[Generate
         if not lines:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(header)
-            return []
-        if lines[0] != header:
+            return [], order
+        if lines[0] == older:
+            order = list(range(len(plan.batches)))
+        elif lines[0] != header:
             raise DistillationError(
                 f"{path} holds texts generated with other settings: remove it, or use another folder"
             )
         texts = [_parse(line, number, path) for number, line in enumerate(lines[1:], start=2)]
-        expected = [prompt for batch in plan.batches for prompt in batch]
+        expected = [prompt for number in order for prompt in plan.batches[number]]
         if [text.prompt for text in texts] != expected[: len(texts)]:
             raise DistillationError(
                 f"the texts in {path} are damaged: their prompts do not match the requested ones; remove the file"
             )
-        kept = _whole_batches(plan, len(texts))
+        kept = _whole_batches(plan, order, len(texts))
         with path.open("r+b") as file:
             file.truncate(sum(map(len, lines[: kept + 1])))
     except OSError as cause:
         raise _unusable(path, cause) from None
-    return texts[:kept]
+    return texts[:kept], order
 
 
-def _whole_batches(plan: TextPlan, num_texts: int) -> int:
-    """Return how many of the first `num_texts` texts belong to complete batches."""
+def _whole_batches(plan: TextPlan, order: Sequence[int], num_texts: int) -> int:
+    """Return how many of the first `num_texts` texts belong to complete batches, in this order of the batches."""
     kept = 0
-    for batch in plan.batches:
-        if kept + len(batch) > num_texts:
+    for number in order:
+        if kept + len(plan.batches[number]) > num_texts:
             break
-        kept += len(batch)
+        kept += len(plan.batches[number])
     return kept
 
 

@@ -6,21 +6,12 @@ from dataclasses import dataclass
 
 from tuner.config import DistillSettings
 from tuner.inputs.memory import ModelSize
+from tuner.measuring.pulse import Pulse
 
 BACKWARD = 2.0
 """Cost of a backward pass over that of its forward pass."""
 UPDATE_READS = 5.0
 """Reads of a head's weights in one step of the optimizer: weights, gradient, two moments, and the masters."""
-
-
-@dataclass(frozen=True)
-class PassRates:
-    """Measured seconds of the target's passes."""
-
-    position_seconds: float
-    """Seconds per position of a wide pass, such as a prefill."""
-    token_seconds: float
-    """Seconds of a pass over one position."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +31,7 @@ class DistillationTime:
 def distillation_time(
     size: ModelSize,
     settings: DistillSettings,
-    rates: PassRates,
+    pulse: Pulse,
     *,
     num_heads: int,
     heads_at_once: int,
@@ -59,14 +50,14 @@ def distillation_time(
     batch, response = settings.writing_batch_size, settings.response_tokens
     num_texts = num_prompts * settings.samples_per_prompt
     num_batches = -(-num_texts // batch)
-    decoding = response * max(rates.token_seconds, batch * rates.position_seconds)
-    writing = num_texts * prompt_tokens * rates.position_seconds + num_batches * decoding
+    decoding = response * max(pulse.token_seconds, batch * pulse.position_seconds)
+    writing = num_texts * prompt_tokens * pulse.position_seconds + num_batches * decoding
     text = prompt_tokens + response
     num_groups = -(-num_heads // max(1, heads_at_once))
     of_target = num_groups * settings.batch_size * text
     of_heads = num_heads * (1 + BACKWARD) * settings.batch_size * (text * block_share + response * output_share)
-    updates = num_heads * UPDATE_READS * block_share * rates.token_seconds
-    training = settings.steps * ((of_target + of_heads) * rates.position_seconds + updates)
+    updates = num_heads * UPDATE_READS * block_share * pulse.token_seconds
+    training = settings.steps * ((of_target + of_heads) * pulse.position_seconds + updates)
     evaluated = num_evaluated * (1 + num_heads * head_share)
-    evaluation = (1 + num_groups) * evaluated * text * rates.position_seconds + num_evaluated / batch * decoding
+    evaluation = (1 + num_groups) * evaluated * text * pulse.position_seconds + num_evaluated / batch * decoding
     return DistillationTime(writing, training, evaluation)

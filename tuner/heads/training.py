@@ -90,6 +90,8 @@ class Run:
     losses: list[Losses] = field(default_factory=list)
     """One entry per step."""
     seconds: float = 0.0
+    most_seconds: float | None = None
+    """Limit on the seconds of this run; the one of the settings if None. Not part of a checkpoint."""
 
     @property
     def step(self) -> int:
@@ -98,7 +100,7 @@ class Run:
 
     def progress(self, settings: DistillSettings) -> float:
         """Return the finished share of training, by steps or by time, whichever is larger."""
-        return max(self.step / settings.steps, self.seconds / (settings.timeout or math.inf))
+        return max(self.step / settings.steps, self.seconds / (self.most_seconds or settings.timeout or math.inf))
 
 
 def train(

@@ -110,6 +110,16 @@ def explained_shortage(what: str, remedy: str) -> Iterator[None]:
         raise MemoryShortageError(f"out of memory while {what}: {remedy} ({first_line(cause)})") from None
 
 
+def refuse_too_large(size: ModelSize, free: int | None, name: str) -> None:
+    """Raise `MemoryShortageError` if the weights of the model `name` alone exceed the `free` memory; None is unknown."""
+    if free is not None and size.weight_bytes > free:
+        raise MemoryShortageError(
+            f"{name} does not fit: its weights take {gigabytes(size.weight_bytes)} in "
+            f"{str(size.dtype).removeprefix('torch.')}, and {gigabytes(free)} are free on the device; give "
+            "another --device or --dtype, or a smaller model"
+        )
+
+
 def gigabytes(num_bytes: float) -> str:
     """Return a number of bytes in GB, as the makers of devices count them."""
     return f"{num_bytes / 1e9:.2f} GB"

@@ -6,6 +6,7 @@ A table is measured once, and again after any of these has changed.
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 from collections.abc import Sequence
 from datetime import UTC, datetime
@@ -106,6 +107,7 @@ def cost_table(
     num_sequences: int = 1,
     folder: Path | None = None,
     budget_seconds: float = BUDGET_SECONDS,
+    most_seconds: float = math.inf,
     seed: int = 0,
 ) -> CostTable:
     """Return the table stored in `folder` if it fits model and device and covers these lengths; else measure and store one.
@@ -128,6 +130,7 @@ def cost_table(
         contexts=contexts,
         num_sequences=num_sequences,
         budget_seconds=budget_seconds,
+        most_seconds=most_seconds,
         seed=seed,
     )
     created = datetime.now(UTC).isoformat(timespec="seconds")

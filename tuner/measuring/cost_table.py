@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 
@@ -41,6 +42,7 @@ def measure_cost_table(
     contexts: Sequence[int],
     num_sequences: int = 1,
     budget_seconds: float = BUDGET_SECONDS,
+    most_seconds: float = math.inf,
     seed: int = 0,
     clock: ReadSeconds = time.perf_counter,
     timer: Timer | None = None,
@@ -48,9 +50,9 @@ def measure_cost_table(
     """Time the passes of `studies.costs.plan` for drafts of up to `max_tokens` tokens after `contexts` tokens, and fit the costs.
 
     Sweeps through all passes are repeated, at least `FEWEST_SWEEPS` times, until `budget_seconds` are spent, and up to `PATIENCE`
-    times as long while held-out passes are predicted badly. A plain pass is timed before and after every two passes, and the median
-    of a pass's ratios to its plain neighbours counts: a shared machine is slower for seconds at a time, by half where memory is the
-    limit, and slow periods must not look like differences between passes.
+    times as long while held-out passes are predicted badly and fewer than `most_seconds` are spent. A plain pass is timed before
+    and after every two passes, and the median of a pass's ratios to its plain neighbours counts: a shared machine is slower for
+    seconds at a time, by half where memory is the limit, and slow periods must not look like differences between passes.
 
     `seed` draws held-out passes and tokens; `clock` gives seconds; `timer` replaces running the passes. With
     `num_sequences` above 1 every pass runs that many sequences in lockstep, each after the same number of tokens; the
@@ -71,7 +73,7 @@ def measure_cost_table(
                 times.sweep()
                 num_sweeps += 1
             table = fit_costs(terms, times.seconds(fitted), times.seconds(held_out))
-            if table.error.median <= GOOD_ERROR:
+            if table.error.median <= GOOD_ERROR or clock() - start >= most_seconds:
                 break
     return table
 

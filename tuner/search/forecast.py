@@ -7,27 +7,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from decoding.acceptance import Greedy
-from decoding.decode import Request
-from decoding.decoder import plain_decoder
-from decoding.text import Ending
 from studies.costs.plan import plan_passes
 from tuner.config import SearchConfig
 from tuner.heads.distill import num_training_prompts
 from tuner.heads.memory import heads_that_fit
-from tuner.heads.time_plan import DistillationTime, PassRates, distillation_time
+from tuner.heads.time_plan import DistillationTime, distillation_time
 from tuner.inputs.memory import ModelSize, free_bytes
-from tuner.measuring.clock import WallClock
 from tuner.measuring.cost_cache import stored_table
 from tuner.measuring.cost_table import BUDGET_SECONDS, FEWEST_SWEEPS, resolve_terms
 from tuner.measuring.paired import Bench
-from tuner.measuring.recording import Recorder, record_decoding
+from tuner.measuring.pulse import Pulse, measure_pulse
 from tuner.search.task import Task
 from tuner.search.time_plan import PlainRate, Sizes, TimePlan, least_seconds, plan_search
 
-PULSE_TOKENS = 6
-"""Tokens of the decoding that is timed; one of `WARMING_TOKENS` comes before it, uncounted."""
-WARMING_TOKENS = 2
 PASS_OVER_PLAIN = 1.5
 """Mean seconds of the passes of a cost table, over a plain pass; a plain one is timed for every two of them."""
 SURVEY_READS = 3.0
@@ -57,27 +49,12 @@ class Forecast:
 
 def forecast(task: Task) -> Forecast:
     """Measure the rate of plain decoding for a moment and return the forecast."""
-    rate = measure_rate(task)
-    sizes = Sizes.of(task.config, num_surveyed(task.config))
-    return Forecast(sizes, rate, preparing_seconds(task, rate), _distillation(task, rate))
-
-
-def measure_rate(task: Task) -> PlainRate:
-    """Return the rate of plain decoding, from a few tokens after the tuning prompt of median length, or after a batch."""
-    config, target = task.config, task.target
-    by_length = sorted((prompt.token_ids for prompt in task.prompts.tuning), key=len)
-    middle = len(by_length) // 2
-    prompts = [by_length[min(middle + row, len(by_length) - 1)] for row in range(config.batch_size)]
-    plain = plain_decoder(target)
-    longest = max(map(len, prompts)) + config.max_new_tokens
-    plain.prepare(min(map(len, prompts)), longest, config.batch_size)
-    for num_tokens in (WARMING_TOKENS, min(PULSE_TOKENS, config.max_new_tokens)):
-        ending = Ending(num_tokens, frozenset())
-        recorder = Recorder(WallClock(target.device).start(), num_sequences=len(prompts))
-        record_decoding(plain, [Request(prompt, ending, Greedy()) for prompt in prompts], recorder)
-    batch = recorder.batch()
-    num_passes = max(1, batch.num_decoded // len(prompts))
-    return PlainRate(batch.prefill_seconds, batch.decode_seconds / num_passes, config.max_new_tokens)
+    config = task.config
+    prompts = [prompt.token_ids for prompt in task.prompts.tuning]
+    pulse = measure_pulse(task.target, prompts, max_new_tokens=config.max_new_tokens, num_sequences=config.batch_size)
+    rate = PlainRate(pulse.prefill_seconds, pulse.token_seconds, config.max_new_tokens)
+    sizes = Sizes.of(config)
+    return Forecast(sizes, rate, preparing_seconds(task, pulse), _distillation(task, pulse))
 
 
 def rate_of(bench: Bench, seconds: float, pulse: PlainRate) -> PlainRate:
@@ -97,15 +74,15 @@ def num_surveyed(config: SearchConfig) -> int:
     return min(config.tuning_prompts, config.batch_size * max(batches, default=0))
 
 
-def preparing_seconds(task: Task, rate: PlainRate) -> float:
+def preparing_seconds(task: Task, pulse: Pulse) -> float:
     """Return the estimated seconds until the studies propose their first candidates: cost table and surveys."""
     surveyed = num_surveyed(task.config)
     if not surveyed:
         return 0.0
-    return _cost_table_seconds(task, rate) + _survey_seconds(task, rate, surveyed)
+    return _cost_table_seconds(task, pulse) + _survey_seconds(task, pulse, surveyed)
 
 
-def _cost_table_seconds(task: Task, rate: PlainRate) -> float:
+def _cost_table_seconds(task: Task, pulse: Pulse) -> float:
     """Return the seconds of measuring a cost table, 0 if there is one on disk."""
     config = task.config
     most = [getattr(config.study_settings(name), "max_tokens", 0) for name in config.study]
@@ -115,20 +92,20 @@ def _cost_table_seconds(task: Task, rate: PlainRate) -> float:
     if stored_table(task.target, terms, config.batch_size) is not None:
         return 0.0
     fitted, held_out = plan_passes(terms, config.seed)
-    sweep = 1.5 * len([*fitted, *held_out]) * PASS_OVER_PLAIN * rate.token_seconds
+    sweep = 1.5 * len([*fitted, *held_out]) * PASS_OVER_PLAIN * pulse.token_seconds
     return max(BUDGET_SECONDS, FEWEST_SWEEPS * sweep)
 
 
-def _survey_seconds(task: Task, rate: PlainRate, surveyed: int) -> float:
+def _survey_seconds(task: Task, pulse: Pulse, surveyed: int) -> float:
     """Return the seconds of surveys: reading the sequences, and the logits of every exit at the surveyed positions."""
     size, mean = ModelSize.of(task.target.model), _mean_length(task)
     output_share = size.vocabulary * size.hidden_size / size.num_parameters
     new_tokens = task.config.max_new_tokens
     reads = SURVEY_READS * (mean + new_tokens) + size.num_layers * output_share * new_tokens
-    return surveyed * reads * _position_seconds(task, rate)
+    return surveyed * reads * pulse.position_seconds
 
 
-def _distillation(task: Task, rate: PlainRate) -> DistillationTime | None:
+def _distillation(task: Task, pulse: Pulse) -> DistillationTime | None:
     config = task.config
     if not task.missing_heads or config.distill == "never":
         return None
@@ -138,18 +115,13 @@ def _distillation(task: Task, rate: PlainRate) -> DistillationTime | None:
     return distillation_time(
         size,
         config.distillation,
-        PassRates(_position_seconds(task, rate), rate.token_seconds),
+        pulse,
         num_heads=num_heads,
         heads_at_once=config.distillation.heads_at_once or fit or num_heads,
         num_prompts=num_training_prompts(config, task.prompts),
         prompt_tokens=_mean_length(task),
         num_evaluated=len(task.prompts.held_out),
     )
-
-
-def _position_seconds(task: Task, rate: PlainRate) -> float:
-    """Return the seconds of one position of a prefill."""
-    return rate.prefill_seconds / (task.config.batch_size * max(1.0, _mean_length(task)))
 
 
 def _mean_length(task: Task) -> float:

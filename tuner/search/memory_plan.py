@@ -12,9 +12,8 @@ from decoding.cache.rounds_cache import MemoryLimits
 from decoding.head_folder import MAX_LOADED
 from studies.prediction.survey import DEPTH
 from tuner.config import DistillSettings, SearchConfig
-from tuner.errors import MemoryShortageError
 from tuner.heads.memory import bytes_per_head, heads_that_fit, shared_bytes
-from tuner.inputs.memory import USABLE, ModelSize, free_bytes, gigabytes, size_of_checkpoint
+from tuner.inputs.memory import USABLE, ModelSize, free_bytes, gigabytes, refuse_too_large, size_of_checkpoint
 from tuner.stage_clock import spoken
 from tuner.tables import facts_grid
 
@@ -125,12 +124,7 @@ class MemoryPlan:
 
     def refuse_too_large(self, name: str) -> None:
         """Raise `MemoryShortageError` if the weights of the model `name` alone exceed the free memory."""
-        if self.free is not None and self.size.weight_bytes > self.free:
-            raise MemoryShortageError(
-                f"{name} does not fit: its weights take {gigabytes(self.size.weight_bytes)} in "
-                f"{str(self.size.dtype).removeprefix('torch.')}, and {gigabytes(self.free)} are free on the device; give "
-                "another --device or --dtype, or a smaller model"
-            )
+        refuse_too_large(self.size, self.free, name)
 
 
 def plan_memory(config: SearchConfig) -> MemoryPlan:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
@@ -14,6 +15,9 @@ from tuner.measuring.paired import Bench
 from tuner.progress import Progress
 from tuner.search.task import Task
 from tuner.stage_clock import Stage
+
+COSTS_SHARE = 0.1
+"""Share of a study's time after which a cost table of a disturbed machine is not measured for longer."""
 
 
 def build_problem(
@@ -43,6 +47,7 @@ def build_problem(
                 progress=progress,
                 num_sequences=bench.batch_size,
                 folder=costs_folder,
+                most_seconds=math.inf if seconds is None else COSTS_SHARE * seconds,
                 seed=task.config.seed,
             )
         decode_in_lockstep = shared_batch_size(task.target, bench.batch_size)

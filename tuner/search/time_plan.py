@@ -61,7 +61,7 @@ class Sizes:
 
     tuning: int
     least_tuning: int
-    """Tuning samples that trials and surveys need, and one lap of the race."""
+    """Tuning samples of a trial and of one lap of the race; surveys take what there is."""
     held_out: int
     per_trial: int
     finalists: int
@@ -70,14 +70,14 @@ class Sizes:
     most_trials: int
 
     @classmethod
-    def of(cls, config: SearchConfig, num_surveyed: int) -> Sizes:
-        """Return the sizes of a configured search whose studies survey `num_surveyed` prompts."""
+    def of(cls, config: SearchConfig) -> Sizes:
+        """Return the sizes of a configured search."""
         size = config.batch_size
         tuning, per_trial = config.tuning_prompts // size, config.samples_per_trial
         most = [config.study_settings(name).max_trials for name in config.study]
         return cls(
             tuning=tuning,
-            least_tuning=min(tuning, max(per_trial + LAP, -(-num_surveyed // size))),
+            least_tuning=min(tuning, per_trial + LAP),
             held_out=config.held_out_prompts // size,
             per_trial=per_trial,
             finalists=config.finalists,

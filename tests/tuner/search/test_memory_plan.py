@@ -101,6 +101,7 @@ def test_model_larger_than_the_memory_is_refused_before_it_is_loaded(
     assert "8.00 GB free on the device: the weights do not fit" in " ".join(doctor.stdout.split())
     refused(doctor, "does not fit: its weights take 16.06 GB in bfloat16, and 8.00 GB are free")
     refused(CliRunner().invoke(main, ["search", *flags, "--dataset", str(prompts_file)]), "does not fit")
+    refused(CliRunner().invoke(main, ["distill", *flags, "--dataset", str(prompts_file)]), "does not fit")
 
 
 def test_dry_run_shows_memory_and_time(run_search: Callable[..., Result]) -> None:
