@@ -14,7 +14,7 @@ EVALUATION_MARGIN = 1.5
 
 
 class TimeLimit:
-    """Seconds that a distillation may take, None if unlimited; those of stored texts count, whoever generated them.
+    """Seconds that a distillation may take, None if unlimited; those of stored texts count too.
 
     `read` gives seconds since any fixed moment; real ones by default.
     """
