@@ -6,16 +6,22 @@ the first run prepares the pass, and only the second one uses what was prepared.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from decoding.cache.kv_cache import KVCache, Storage
 from decoding.errors import UnsupportedRunnerError, one_line
 from decoding.runners.contract import PassRequest
 from decoding.runners.eager import EagerRunner
+from decoding.target.anatomy import Anatomy
+from decoding.target.block_check import Trace, find_wrong_block, traced_part
+from decoding.target.parts import ModelPart, without
+from decoding.target.stand_ins import Emit, Identity
 
 if TYPE_CHECKING:
     from decoding.target.target import Target
@@ -32,23 +38,87 @@ Result = TypeVar("Result")
 
 @torch.inference_mode()
 def check_runner(target: Target, eager: Target) -> None:
-    """Raise `UnsupportedRunnerError` unless `target` reproduces the logits of `eager`, compiling everything on the way.
+    """Raise `UnsupportedRunnerError` unless `target` computes what `eager` does, compiling everything on the way.
 
     Checked are passes of the whole model over one and over several positions, and passes and chains of a view. The view
     lacks one attention and one MLP: such blocks are compiled here, because a search would time the compilation
-    otherwise. In bit-exact mode, every token must also get the same bits at every position within a pass.
+    otherwise. Rounding is told from error block by block (`decoding.target.block_check`). Logits must then agree with
+    those of the eager LM head on the same states. In bit-exact mode, every token must also get the same bits at every
+    position within a pass.
     """
-    views = [_partial_view(each) for each in (target, eager)]
+    view, skips = _partial_view(target), _Skips.of(target)
+    traced = [
+        traced_part(target, target.stack, is_whole=True),
+        traced_part(target, [skips.around(block, index) for index, block in enumerate(target.stack)], is_whole=False),
+    ]
+    kept: list[Trace] = []
     for which, (token_ids, start) in zip(RUNS, _sequences(target), strict=True):
-        expected = _logits_of_all(eager, views[1], token_ids, start)
-        found = _running(target, lambda: _logits_of_all(target, views[0], token_ids, start))  # noqa: B023 - called at once
-        if not all(map(agree, found, expected)):
+        logits = _running(target, lambda: _logits_of_all(target, view, token_ids, start))  # noqa: B023 - called at once
+        traces = _running(target, lambda: _traces(target, traced, skips, token_ids, start))  # noqa: B023
+        expected = [_logits_of_states(eager, trace, is_draft=index > 0) for index, trace in enumerate(traces)]
+        kept += traces
+        if not all(map(agree, logits, expected)):
             raise UnsupportedRunnerError(_difference(target, f"gives different logits{which}"))
-        drafted = _running(target, lambda: _draft_chain(target, views[0], token_ids, start))  # noqa: B023
-        if not _is_chain_of(eager, views[1], token_ids, start, drafted):
+        drafted = _running(target, lambda: _draft_chain(target, view, token_ids, start))  # noqa: B023
+        if not _is_chain_of(target, view, token_ids, start, drafted):
             raise UnsupportedRunnerError(_difference(target, f"drafts different tokens{which}"))
+    if (wrong := find_wrong_block(target, kept)) is not None:
+        which = RUNS[wrong[0] // len(traced)]
+        raise UnsupportedRunnerError(_difference(target, f"gives different logits{which}"))
     if target.runner.exact_width is not None:
         _check_exactness(target, target.runner.exact_width)
+
+
+@dataclass(frozen=True)
+class _Skips:
+    """The sublayers that the partial view lacks."""
+
+    anatomy: Anatomy
+    attention: Sequence[int]
+    mlp: Sequence[int]
+
+    @classmethod
+    def of(cls, target: Target) -> _Skips:
+        parts = target.anatomy.attention, target.anatomy.mlp
+        attention, mlp = ([index for index, part in enumerate(kind) if part is not None] for kind in parts)
+        return cls(target.anatomy, attention[:1], mlp[1:2])
+
+    def around(self, block: nn.Module, index: int) -> nn.Module:
+        return without(block, index, self.anatomy, index in self.attention, index in self.mlp)
+
+
+def _traces(
+    target: Target, traced: Sequence[ModelPart], skips: _Skips, token_ids: Tensor, start: int
+) -> tuple[Trace, Trace]:
+    """Return the states of passes of the whole model, and of one position of the view after the same prompt."""
+    whole, view = traced
+    cache = target.new_cache(token_ids.shape[1])
+    ends = [0, start, start + TOKENS_AFTER - 1, start + TOKENS_AFTER]
+    states = [_states(target, whole, token_ids[:, a:b], cache, a) for a, b in itertools.pairwise(ends)]
+    cache = target.new_cache(token_ids.shape[1])
+    target.forward(token_ids[:, :start], cache, 0)
+    seen = token_ids[:, : start + 1]
+    of_view = _states(target, view, seen[:, start:], cache, start)
+    return (
+        Trace(token_ids[:, : ends[-1]], torch.cat(states, dim=-2), start, lambda block, index: block),
+        Trace(seen, torch.cat([states[0], of_view], dim=-2), start, skips.around),
+    )
+
+
+def _states(target: Target, part: ModelPart, token_ids: Tensor, cache: KVCache, start: int) -> Tensor:
+    states = target.run(part, token_ids, cache, start).states
+    assert states is not None, "the part is traced"
+    return states
+
+
+def _logits_of_states(eager: Target, trace: Trace, *, is_draft: bool) -> Tensor:
+    """Return the logits of the checked positions by the model's own final norm and LM head, from the recorded states."""
+    outputs = eager.anatomy.block_outputs
+    emit = Emit(eager.blocks[0], outputs)
+    emit.states, token_ids = trace.states[-1], trace.token_ids
+    view = eager.part([emit, *(Identity(block, outputs) for block in list(eager.blocks)[1:])], drafts=is_draft)
+    cache = KVCache(eager.num_layers, token_ids.shape[1])
+    return EagerRunner().run(view, token_ids, cache, 0).logits[trace.first :]
 
 
 def _running(target: Target, run: Callable[[], Result]) -> Result:
@@ -77,9 +147,8 @@ def _sequences(target: Target) -> Iterator[tuple[Tensor, int]]:
 
 def _partial_view(target: Target) -> DraftView:
     """Return a view without one attention and one MLP."""
-    parts = target.anatomy.attention, target.anatomy.mlp
-    attention, mlp = ([index for index, part in enumerate(kind) if part is not None] for kind in parts)
-    return target.draft_view(attention[:1], mlp[1:2], keep_boundary=False)
+    skips = _Skips.of(target)
+    return target.draft_view(skips.attention, skips.mlp, keep_boundary=False)
 
 
 def _logits_of_all(target: Target, view: DraftView, token_ids: Tensor, start: int) -> tuple[Tensor, Tensor]:
