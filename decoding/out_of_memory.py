@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-_CPU_SHORTAGE = "not enough memory"
+_CPU_SHORTAGE = "DefaultCPUAllocator"
+"""Name of the allocator: its words differ by operating system."""
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -21,7 +21,7 @@ def test_shortage_of_the_cpu_is_recognised() -> None:
         (torch.AcceleratorError("CUDA error: out of memory"), True),
         (torch.AcceleratorError("CUDA error: an illegal memory access was encountered"), False),
         (RuntimeError("a size does not match"), False),
-        (ValueError("not enough memory"), False),
+        (ValueError("DefaultCPUAllocator"), False),
     ],
 )
 def test_other_errors_are_told_apart(error: BaseException, expected: bool) -> None:

@@ -120,7 +120,10 @@ def test_time_without_a_limit_is_given_in_tokens() -> None:
 
 @pytest.mark.parametrize(
     "failure",
-    [torch.OutOfMemoryError("CUDA out of memory. Tried\nto allocate"), RuntimeError("not enough memory: you tried")],
+    [
+        torch.OutOfMemoryError("CUDA out of memory. Tried\nto allocate"),
+        RuntimeError("DefaultCPUAllocator: can't allocate memory"),
+    ],
 )
 def test_running_out_of_memory_is_one_line_with_a_remedy(failure: Exception) -> None:
     with pytest.raises(MemoryShortageError) as shown, explained_shortage("surveying", "read less"):
