@@ -9,7 +9,7 @@ from torch import nn
 from decoding.target.draft_vocabulary import DraftVocabulary
 
 
-@dataclass(frozen=True, eq=False, slots=True)
+@dataclass(frozen=True, eq=False)
 class ExitHead:
     """A head between the states at an exit and the target's own final norm and LM head."""
 

@@ -61,7 +61,7 @@ class TimeKeeper:
 
     def tuning_prompts(self) -> Sequence[Prompt]:
         """Return the tuning prompts to decode."""
-        prompts = self._task.prompts.tuning[: self._plan.tuning * self._task.config.batch_size]
+        prompts = self._first(self._task.prompts.tuning, self._plan.tuning, self._sizes.tuning)
         self._note_cut("tuned", self._plan.tuning, self._sizes.tuning, "tuning")
         self._sizes = replace(self._sizes, tuning=self._plan.tuning)
         return prompts
@@ -95,7 +95,11 @@ class TimeKeeper:
         if not math.isinf(self._budget.left):
             count = plan_end(sizes, self._rate, self._budget.left, speed=speed).held_out
         self._note_cut("confirmed", count, self._sizes.held_out, "held-out")
-        return self._task.prompts.held_out[: count * self._task.config.batch_size]
+        return self._first(self._task.prompts.held_out, count, self._sizes.held_out)
+
+    def _first(self, prompts: Sequence[Prompt], count: int, wanted: int) -> Sequence[Prompt]:
+        """Return the prompts of the first `count` samples; all of them, also those that fill no batch, if no sample is cut."""
+        return prompts if count == wanted else prompts[: count * self._task.config.batch_size]
 
     def confirmation_pacer(self, num_left: int) -> Callable[[], bool] | None:
         """Return the pace of a candidate's confirmation, or None if no time is left: each gets an equal share of what is left."""

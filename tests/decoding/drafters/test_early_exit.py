@@ -30,7 +30,7 @@ from decoding.rounds import Generation, Prefill, Round
 from decoding.runners.contract import RunnerFactory
 from decoding.runners.eager import EagerRunner
 from decoding.runners.static import StaticRunner
-from decoding.target import DraftVocabulary, Target
+from decoding.target import DraftVocabulary, ExitHead, Target
 from decoding.text import Ending, Shaping, TokenSequence
 from tests.support.chi_square import ALPHA, p_value
 from tests.support.controllers import AnyLength
@@ -259,7 +259,7 @@ def test_exits_of_a_batch_are_those_of_its_texts_alone() -> None:
                 drafted[0, :5], target.exit_logits(torch.tensor([short]), alone[3], head)[0], rtol=1e-4, atol=1e-4
             )
             whole = target.exit_logits(
-                batch, target.exit_states(batch, [NUM_LAYERS - 1])[0][NUM_LAYERS - 1], target.blocks[-1]
+                batch, target.exit_states(batch, [NUM_LAYERS - 1])[0][NUM_LAYERS - 1], ExitHead(target.blocks[-1])
             )
             torch.testing.assert_close(whole, logits, rtol=1e-4, atol=1e-4)
 

@@ -10,10 +10,11 @@ import pytest
 from optuna.distributions import CategoricalDistribution
 from pydantic import ValidationError
 
-from decoding.draft_length import RULES, DraftLengthRule, Fixed, RoundCosts, TopProbability
+from decoding.draft_length import DraftLengthRule, Fixed, RoundCosts, TopProbability
 from decoding.drafts import EarlyExit, PlainDecoding
 from decoding.target import Target
 from studies.contract import Candidate, Problem, Study, TrialState
+from studies.rule_space import DEFAULT_RULES
 from studies.searches.exit_forecast import ExitForecast
 from studies.searches.exit_layer import NOTHING, ExitLayer, ExitLayerSettings, promising
 from studies.searches.registry import create_study
@@ -94,10 +95,11 @@ def test_it_begins_with_the_best_forecast_then_nothing_then_the_others(target: T
     assert candidates[0] == Candidate(draft=head_draft(2), draft_length=TopProbability(max_tokens=12, threshold=0.4))
     assert candidates[1].draft == PlainDecoding()
     assert candidates[2] == Candidate(draft=EarlyExit(exit_layer=6), draft_length=Fixed(max_tokens=3))
-    on_the_best = [each.draft_length for each in candidates[3:7]]
-    assert [each.draft for each in candidates[3:7]] == [head_draft(2)] * 4
-    assert [rule.rule for rule in on_the_best] == [name for name in RULES if name != "fixed"]
-    assert {each.draft.describe() for each in candidates[7:]} == {
+    others = [name for name in DEFAULT_RULES if name != "fixed"]
+    on_the_best, rest = candidates[3 : 3 + len(others)], candidates[3 + len(others) :]
+    assert [each.draft for each in on_the_best] == [head_draft(2)] * len(others)
+    assert [each.draft_length.rule for each in on_the_best] == others
+    assert {each.draft.describe() for each in rest} == {
         "exit at 1, trained head",
         "exit at 3, trained head",
         "exit at 5, no head",

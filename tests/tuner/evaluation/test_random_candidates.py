@@ -38,10 +38,11 @@ def drawer(target: Target, *, heads: bool = True, rules: tuple[str, ...] = tuple
 
 
 def test_each_kind_has_its_share_and_rules_take_turns(target: Target) -> None:
-    drawn = drawer(target).draw(50, seed=0)
-    assert len({candidate.key for candidate in drawn}) == 50
+    num_drawn = 10 * len(RULES)
+    drawn = drawer(target).draw(num_drawn, seed=0)
+    assert len({candidate.key for candidate in drawn}) == num_drawn
     kinds = Counter(kind_of(candidate.draft) for candidate in drawn)
-    assert kinds == {kind: round(50 * share) for kind, share in SHARES.items()}
+    assert kinds == {kind: round(num_drawn * share) for kind, share in SHARES.items()}
     assert Counter(candidate.draft_length.rule for candidate in drawn) == dict.fromkeys(RULES, 10)
     assert all(candidate.draft_length.max_tokens <= 6 for candidate in drawn)
     first = [kind_of(candidate.draft) for candidate in drawn[:12]]

@@ -300,7 +300,7 @@ class TestStopping:
         for exit_layer in (2, 3):
             name = f"exit_head_{exit_layer}.safetensors"
             resumed, whole = (load_exit_head(Path(folder) / name, model, exit_layer) for folder in ("heads", "whole"))
-            for weight, other in zip(resumed.parameters(), whole.parameters(), strict=True):
+            for weight, other in zip(resumed.block.parameters(), whole.block.parameters(), strict=True):
                 assert weight.equal(other)
         stopped = [run for run in _runs(workplace) if run.info.status != "FINISHED"]
         assert not stopped
@@ -336,7 +336,7 @@ class TestStopping:
     def test_heads_that_do_not_fit_at_once_are_trained_in_groups(
         self, run_distill: DistillCommand, workplace: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(tuner.heads.distill, "free_bytes", lambda device: 1)
+        monkeypatch.setattr(tuner.heads.distill, "heads_that_fit", lambda *sizes: 1)
         result = run_distill(steps="2")
         assert result.exit_code == 0, result.output
         assert "2 heads are trained 1 at a time, to fit in the memory" in " ".join(result.stderr.split())

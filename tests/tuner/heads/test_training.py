@@ -17,7 +17,7 @@ from decoding.decode import Request
 from decoding.decoder import plain_decoder
 from decoding.errors import DistillationError
 from decoding.fingerprint import fingerprint
-from decoding.target import Target
+from decoding.target import ExitHead, Target
 from decoding.text import Ending
 from studies.searches.exits import default_exit_layers
 from tests.support.families import build, some_tokens
@@ -210,7 +210,7 @@ class TestFigures:
     def test_an_exit_that_equals_the_model_has_perfect_figures(self) -> None:
         target = tiny_target()
         texts = generated_by(target)
-        figures = evaluate(target, {5: target.blocks[-1], 2: None}, texts, batch_size=5)
+        figures = evaluate(target, {5: ExitHead(target.blocks[-1]), 2: None}, texts, batch_size=5)
         assert figures[5].agreement == 1.0
         assert figures[5].acceptance == pytest.approx(1.0, abs=1e-4)
         assert 0.0 < figures[2].acceptance < 1.0

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 import threading
 from pathlib import Path
@@ -36,6 +37,8 @@ class CellOrder(Document):
 
 def main(text: str) -> int:
     """Run the cell of a `CellOrder` given as JSON; return the exit status. The record says whether the cell succeeded."""
+    # In a job in the background it would be ignored, but the suite stops its cells by it.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     threading.Thread(target=end_with, args=(os.getppid(),), daemon=True).start()
     reports = _take_standard_output()
     order = CellOrder.model_validate(json.loads(text))

@@ -106,7 +106,8 @@ def test_a_process_reports_its_progress_and_its_record_is_taken(
 def test_ctrl_c_interrupts_the_process_and_leaves_no_record(cell: SearchCell, monkeypatch: pytest.MonkeyPatch) -> None:
     ended = cell.place.out / "ended"
     code = f"""
-import time
+import signal, time
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background begins with it ignored
 try:
     print('{{"say": ["ready"]}}', flush=True)
     time.sleep(60)
