@@ -48,7 +48,7 @@ def _measured(rows: Sequence[ResultRow]) -> dict[str, Measurement]:
 
 def _table(title: str, headings: Sequence[str]) -> Table:
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("setting", no_wrap=True)
+    table.add_column("setting")  # long names wrap, so that no figure is cut
     for heading in headings:
         table.add_column(heading, justify="right", no_wrap=True)
     return table
@@ -60,7 +60,7 @@ def _decode_table(rows: Sequence[ResultRow]) -> Table:
     decode_in_lockstep = f" in batches of {batch_size}" if batch_size > 1 else ""
     table = _table(
         f"Held-out prompts{decode_in_lockstep}: speed-up of decoding over plain, with its 95 % interval",
-        ("speed-up", "tok/s", "accepted", "per round", "identical"),
+        ("speed-up", "tok/s", "accepted", "per\nround", "identical"),
     )
     rates = [each.plain_tokens_per_second for each in measured]
     for row in rows:

@@ -118,6 +118,7 @@ def test_the_final_table_fits_80_columns_with_interval_and_exactness() -> None:
     rows = [
         ResultRow("plain decoding", "the whole model", None),
         ResultRow("conf_layers", "skip 2,3", measurement([1.2, 1.4, 1.3])),
+        ResultRow("best ada_edl_published", "skip 2,3", measurement([1.2, 1.4, 1.3])),
     ]
     text = _text(results_table(rows))
     assert "1.30 [1.07, 1.57]" in text
