@@ -181,7 +181,8 @@ def test_the_worker_s_program_runs_an_order(tmp_path: Path, monkeypatch: pytest.
 
 SUPERVISOR = """
 import subprocess, sys, time
-worker = "import os; from tuner.evaluation.gpu.process import end_with; print('up', flush=True); end_with(os.getppid())"
+worker = "import os; from tuner.evaluation.gpu.process import end_with; parent = os.getppid(); "
+worker += "print('up', flush=True); end_with(parent)"
 subprocess.Popen([sys.executable, "-c", worker], process_group=0)
 time.sleep(600)
 """
