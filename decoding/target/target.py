@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
@@ -60,8 +61,9 @@ class Target:
         self.runner: Runner = self._build_runner(runner, exact_width)
         # Only where it is needed: weights that are not in memory have no address.
         self._tied = tied_addresses(model) if self.runner.features.fused_projections else frozenset()
-        self._lm_head_rows: dict[DraftVocabulary, LMHead] = {}
-        self._narrow_lm_heads: dict[DraftVocabulary, LMHead] = {}
+        # Weak: rows are copies of weights, and are not to outlive the views that draft from them.
+        self._lm_head_rows = WeakValueDictionary[DraftVocabulary, nn.Module]()
+        self._fast_lm_head_rows = WeakValueDictionary[DraftVocabulary, nn.Module]()
         self._packs = self.runner.block_call is not None
         self.stack = [self.prepare_block(block, index) for index, block in enumerate(self.blocks)]
         self.whole = self.part(self.stack, is_whole=True)
@@ -139,25 +141,23 @@ class Target:
 
     def _narrow_lm_head(self, vocabulary: DraftVocabulary) -> LMHead:
         """Return the rows of the LM head for `vocabulary` as this target's runner calls them."""
-        if vocabulary not in self._narrow_lm_heads:
-            narrow = self._rows_of_lm_head(vocabulary)
-            if self._lm_head is not None:
-                narrow = replace(narrow, module=with_fast_linears(narrow.module), call=self._lm_head.call)
-            self._narrow_lm_heads[vocabulary] = narrow
-        return self._narrow_lm_heads[vocabulary]
+        narrow = self._rows_of_lm_head(vocabulary)
+        if self._lm_head is None:
+            return narrow
+        fast = self._fast_lm_head_rows.get(vocabulary)
+        if fast is None:
+            self._fast_lm_head_rows[vocabulary] = fast = with_fast_linears(narrow.module)
+        return replace(narrow, module=fast, call=self._lm_head.call)
 
     def _rows_of_lm_head(self, vocabulary: DraftVocabulary) -> LMHead:
         """Return the rows of the LM head for `vocabulary`; raise `UnsupportedModelError` if it has no plain rows."""
-        if vocabulary not in self._lm_head_rows:
-            name = find_lm_head(self.model)
-            if name is None:
-                raise UnsupportedModelError(
-                    "drafts from fewer tokens need a model whose LM head is a plain linear layer"
-                )
-            own = getattr(self.model, name)
-            token_ids = torch.tensor(vocabulary.token_ids, device=own.weight.device)
-            self._lm_head_rows[vocabulary] = LMHead(name, own, vocabulary.rows_of(own), None, token_ids)
-        return self._lm_head_rows[vocabulary]
+        name = find_lm_head(self.model)
+        if name is None:
+            raise UnsupportedModelError("drafts from fewer tokens need a model whose LM head is a plain linear layer")
+        own, rows = getattr(self.model, name), self._lm_head_rows.get(vocabulary)
+        if rows is None:
+            self._lm_head_rows[vocabulary] = rows = vocabulary.rows_of(own)
+        return LMHead(name, own, rows, None, torch.tensor(vocabulary.token_ids, device=own.weight.device))
 
     def prepare_block(self, block: nn.Module, index: int) -> nn.Module:
         """Return `block` at the model's block index `index`, as this target's runner calls it."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import gc
+import weakref
 from collections import Counter
 from collections.abc import Callable
 
@@ -142,3 +144,27 @@ def test_verification_and_the_model_keep_the_whole_vocabulary() -> None:
         assert (target.forward(token_ids, target.new_cache(20), 0) != LEFT_OUT).all()
         assert (target.model(token_ids).logits != LEFT_OUT).all()
     assert write(target, SKIPS["mixed"], RULES["fixed 3"], REQUEST).num_drafted > 0
+
+
+@pytest.mark.parametrize("runner", RUNNERS)
+def test_rows_are_shared_by_views_and_gone_with_the_last_one(runner: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[weakref.ref[Tensor]] = []
+    genuine = DraftVocabulary.rows_of
+
+    def watched(vocabulary: DraftVocabulary, lm_head: nn.Linear) -> nn.Linear:
+        rows = genuine(vocabulary, lm_head)
+        made.append(weakref.ref(rows.weight))
+        return rows
+
+    monkeypatch.setattr(DraftVocabulary, "rows_of", watched)
+    target = Target(build("llama"), RUNNERS[runner])
+    made.clear()
+    views = [
+        target.draft_view((), (index,), keep_boundary=False, vocabulary=DraftVocabulary(EVERY_THIRD))
+        for index in (1, 2)
+    ]
+    assert made
+    assert all(weight() is not None for weight in made[:1])
+    views.clear()
+    gc.collect()
+    assert [weight() for weight in made] == [None] * len(made)
