@@ -1,0 +1,146 @@
+"""Linear layers with integer weights: close to the originals, and the same bits at every width."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+
+from decoding.errors import UnsupportedModelError
+from decoding.runners.quantised_linear import quantised
+
+PRECISIONS = [torch.float32, torch.bfloat16, torch.float16]
+ERRORS = {8: 0.02, 4: 0.2}
+"""Bounds of the relative error of a product with normally distributed weights."""
+UNIT = {torch.float32: 1e-4, torch.bfloat16: 1e-2, torch.float16: 2e-3}
+SIZES = [(64, 40), (31, 7), (1, 3), (100, 17), (2304, 18)]
+"""Inputs and outputs."""
+
+
+def _relative_error(found: Tensor, expected: Tensor) -> float:
+    return float((found.double() - expected.double()).norm() / expected.double().norm())
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+@pytest.mark.parametrize("dtype", PRECISIONS, ids=str)
+@pytest.mark.parametrize("bits", ERRORS)
+def test_products_are_close_to_those_of_the_weights(
+    bits: int, dtype: torch.dtype, sizes: tuple[int, int], bias: bool
+) -> None:
+    torch.manual_seed(0)
+    layer = nn.Linear(*sizes, bias=bias, dtype=dtype)
+    nn.init.normal_(layer.weight)
+    fast = quantised(layer, bits)
+    for shape in ((1, 1), (1, 5), (2, 3), (7,), ()):
+        values = torch.randn(*shape, sizes[0]).to(dtype)
+        found = fast(values)
+        assert found.dtype is dtype
+        assert found.shape == (*shape, sizes[1])
+        assert _relative_error(found, layer(values)) < ERRORS[bits] + UNIT[dtype]
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("dtype", PRECISIONS, ids=str)
+@pytest.mark.parametrize("bits", ERRORS)
+def test_weights_on_the_grid_are_exact(bits: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    layer = nn.Linear(96, 24, bias=False, dtype=dtype)
+    largest = 2 ** (bits - 1) - 1
+    grid = torch.randint(-largest, largest + 1, (24, 96))
+    grid[:, ::32], grid[:, 1::32] = -largest, largest
+    if bits == 4:  # 15 steps, with the ends in each group
+        grid[:, ::32] = -8
+    layer.weight.copy_(grid / 64)
+    values = torch.randn(1, 3, 96).to(dtype)
+    exact = linear(values.double(), layer.weight.double())
+    assert _relative_error(quantised(layer, bits)(values), exact) < UNIT[dtype]
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("dtype", PRECISIONS, ids=str)
+@pytest.mark.parametrize("bits", ERRORS)
+def test_a_position_gets_the_same_bits_whatever_else_is_in_the_pass(bits: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    layer = quantised(nn.Linear(200, 33, dtype=dtype), bits)
+    values = torch.randn(1, 17, 200).to(dtype)
+    whole = layer(values)
+    for width in range(1, 17):
+        assert torch.equal(layer(values[:, :width]), whole[:, :width])
+        assert torch.equal(layer(values[:, width:]), whole[:, width:])
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("bits", ERRORS)
+def test_rows_and_positions_of_zeros_stay_zeros(bits: int) -> None:
+    layer = nn.Linear(64, 6, bias=False)
+    layer.weight[2] = 0
+    layer.weight[3, :32] = 0
+    found = quantised(layer, bits)(torch.randn(1, 4, 64))
+    assert not found[..., 2].any()
+    assert found[..., 3].all()
+    assert not quantised(layer, bits)(torch.zeros(1, 2, 64)).any()
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("bits", ERRORS)
+def test_small_and_large_values_keep_their_scale(bits: int) -> None:
+    torch.manual_seed(0)
+    layer = nn.Linear(64, 8, bias=False)
+    values = torch.randn(64)
+    expected = quantised(layer, bits)(values)
+    for scale in (2.0**-60, 2.0**60):
+        torch.testing.assert_close(quantised(layer, bits)(values * scale), expected * scale, atol=0, rtol=1e-5)
+    for size in (1e-38, 0.0):  # below any scale, where only the absence of infinities matters
+        assert quantised(layer, bits)(torch.full((64,), size)).isfinite().all()
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("bits", ERRORS)
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_values_that_are_not_finite_show(bits: int, bad: float) -> None:
+    values = torch.randn(2, 40)
+    values[1, 33] = bad
+    found = quantised(nn.Linear(40, 5), bits)(values)
+    assert found[0].isfinite().all()
+    assert found[1].isnan().all()
+
+
+def test_a_layer_states_its_bits_and_memory() -> None:
+    layer = nn.Linear(1024, 512)
+    for bits, per_weight in ((8, 8), (4, 4 + 8 * 3 / 32)):
+        fast = quantised(layer, bits)
+        assert fast.bits == bits
+        assert fast.num_bytes == pytest.approx(1024 * 512 * per_weight / 8 + 512 * 4)
+        assert (fast.in_features, fast.out_features) == (1024, 512)
+        assert fast.bias is not None
+        assert fast.bias.data_ptr() == layer.bias.data_ptr()
+
+
+def test_only_plain_linear_layers_are_quantised() -> None:
+    class Special(nn.Linear):
+        pass
+
+    with pytest.raises(ValueError, match="weights of 3 bits: choose from 8, 4"):
+        quantised(nn.Linear(4, 4), 3)
+    for bad in (Special(4, 4), nn.Embedding(4, 4), nn.Linear(4, 4, device="meta")):
+        with pytest.raises(UnsupportedModelError, match="only plain linear layers"):
+            quantised(bad, 8)  # type: ignore[arg-type]
+    broken = nn.Linear(4, 4)
+    broken.weight.data[0, 0] = float("nan")
+    with pytest.raises(UnsupportedModelError, match="not finite"):
+        quantised(broken, 8)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # raised by modules that torch's compiler imports
+@torch.inference_mode()
+@pytest.mark.parametrize("bits", ERRORS)
+def test_compiled_code_computes_the_same_bits(bits: int) -> None:
+    torch.manual_seed(0)
+    layer = quantised(nn.Linear(100, 24), bits)
+    compiled = torch.compile(layer, dynamic=False)
+    for width in (1, 4, 12):
+        values = torch.randn(1, width, 100)
+        assert torch.equal(compiled(values), layer(values))
