@@ -11,7 +11,7 @@ from tuner.bench.contenders import PLAIN
 from tuner.config import SearchConfig
 from tuner.evaluation.suite.configurations import configuration
 from tuner.evaluation.suite.contract import CellSize, Place, hashed, record_of, settings_that_decide
-from tuner.evaluation.suite.document import BENCH
+from tuner.evaluation.suite.document import BENCH, TUNING
 from tuner.evaluation.suite.result import BenchFound
 from tuner.evaluation.suite.search_cell import SearchCell
 from tuner.progress import Progress
@@ -62,7 +62,7 @@ class BenchCell:
     def searches(self) -> dict[str, SearchCell]:
         """Return the search of every contender: `method`, and `method@task` for drafts tuned on another task."""
         suite = self.place.suite
-        own = {method: self._search(self.task, method) for method in suite.methods}
+        own = {method: self._search(self._searched_task, method) for method in suite.methods}
         others = [task for task in suite.tasks if task != self.task]
         return own | {f"{m}{TUNED_ON}{task}": self._search(task, m) for m in suite.transfer for task in others}
 
@@ -72,12 +72,21 @@ class BenchCell:
         return BenchFound.model_validate(record.result) if record is not None and record.is_done else None
 
     def run(self, progress: Progress) -> dict[str, Any]:
-        """Hold the contest and return every sample."""
+        """Hold the contest and return every sample.
+
+        Raises `DatasetError` if a prompt that is measured is a tuning prompt of the searches.
+        """
         from tuner.evaluation.suite.contest import hold
 
-        found = hold(self.config(), self.baselines, dict(self._entrants()), progress)
+        tuned_on = [configuration(self.place, self.model, self.precision, self._searched_task)]
+        found = hold(self.config(), self.baselines, dict(self._entrants()), progress, tuned_on=tuned_on)
         left_out = {**dict(self._without_draft()), **found.left_out}
         return found.model_copy(update={"left_out": left_out}).model_dump(mode="json")
+
+    @property
+    def _searched_task(self) -> str:
+        """The task on which the methods are searched: this one, or the data set for all tasks."""
+        return self.task if self.place.suite.tuning is None else TUNING
 
     def _search(self, task: str, method: str) -> SearchCell:
         precision = self.place.suite.search_precision or self.precision

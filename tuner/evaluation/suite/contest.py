@@ -23,6 +23,7 @@ from tuner.bench.own_decoding import OwnDecoding
 from tuner.bench.result import Entry, comparable
 from tuner.bench.task import CHOOSING_PROMPTS
 from tuner.config import SearchConfig
+from tuner.errors import DatasetError
 from tuner.evaluation.suite.result import BenchFound, MeasuredContender
 from tuner.inputs.models import Loaded, eos_token_ids, load
 from tuner.inputs.prompts import PromptSet, search_prompts
@@ -60,6 +61,15 @@ class Arena:
     def eos_token_ids(self) -> frozenset[int]:
         """Token ids that end a sequence."""
         return eos_token_ids(self.loaded.model)
+
+    def refuse_tuning_prompts(self, tuned_on: SearchConfig) -> None:
+        """Raise `DatasetError` if a search was tuned on a prompt that is measured here."""
+        tuning = search_prompts(tuned_on, self.loaded.tokenizer, self.target.context_length).tuning
+        if shared := set(self.measured) & set(token_ids(tuning)):
+            raise DatasetError(
+                f"{len(shared)} of the {len(self.measured)} held-out prompts of {public_name(self.config.dataset)} are "
+                f"tuning prompts of the searches on {public_name(tuned_on.dataset)}: use data sets without common rows"
+            )
 
     def setting(self, progress: Progress) -> Setting:
         """Return what the contenders of `sdtune bench` are made from, with plain decoding as the profile."""
@@ -106,14 +116,22 @@ class Arena:
 
 
 def hold(
-    config: SearchConfig, baselines: Sequence[str], profiles: Mapping[str, Path], progress: Progress
+    config: SearchConfig,
+    baselines: Sequence[str],
+    profiles: Mapping[str, Path],
+    progress: Progress,
+    *,
+    tuned_on: Sequence[SearchConfig] = (),
 ) -> BenchFound:
     """Time plain decoding, the `baselines` and the drafts of `profiles` in turns on the held-out prompts of a task.
 
-    All drafts and plain decoding share one runner; equal drafts are measured once. Raises `SdtuneError` for wrong input, and
-    `DatasetError` if too few prompts have continuations long enough to measure.
+    All drafts and plain decoding share one runner; equal drafts are measured once. `tuned_on` are configurations of the searches
+    for the drafts. Raises `SdtuneError` for wrong input, and `DatasetError` if too few prompts have continuations long enough to
+    measure, or if a search was tuned on one of them.
     """
     arena = Arena.of(config, progress)
+    for other in tuned_on:
+        arena.refuse_tuning_prompts(other)
     progress.stage("contenders choose on tuning prompts")
     contenders, left_out = enter((PLAIN, *baselines), arena.setting(progress))
     first, same = _without_repeats(profiles)

@@ -1,7 +1,7 @@
 """The file of a suite: models, tasks, methods and baselines, as one frozen document.
 
 Tasks and methods are settings of a search (`tuner.config.SearchConfig`): a setting is written once for all under `search`, or for
-one task or one method. Later ones win in this order.
+one task or one method. Later ones win in this order. With `tuning`, each method is searched once, for all tasks.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ Settings = dict[str, Any]
 
 BENCH = "bench"
 """Last part of the id of a comparison; no method has this name."""
+TUNING = "tuning"
+"""The data set of searches that serve all tasks, in the id of a cell; no task has this name then."""
 PLAIN_BASELINES = ("plain-static", "plain-eager")
 STOCK_BASELINES = ("hf", "hf-prompt-lookup", "hf-early-exit")
 OWN_KEYS = ("model", "revision", "dtype", "storage", "tracking_uri", "experiment", "out", "heads")
@@ -66,6 +68,10 @@ class Suite(Document):
     search_precision: Precision | None = Field(
         None, description="precision of all searches, whose drafts are then measured in each; default: search in each"
     )
+    tuning: Settings | None = Field(
+        None,
+        description="data set on which each method is searched once, for all tasks; default: a search on every task",
+    )
     transfer: Names = Field((), description="methods whose drafts are measured on the other tasks too")
     search: Settings = Field(default_factory=dict, description="settings of all searches")
 
@@ -87,6 +93,10 @@ class Suite(Document):
                 f"{source}: search_precision: {self.search_precision!r} is not one of the precisions: "
                 f"{', '.join(self.precisions)}"
             )
+        if self.tuning is not None and self.transfer:
+            raise ConfigError(f"{source}: transfer: with `tuning` every draft is measured where it was not tuned")
+        if self.tuning is not None and TUNING in self.tasks:
+            raise ConfigError(f"{source}: tasks: {TUNING!r} is the data set of all searches: rename the task")
         for name in self.transfer:
             if name not in self.methods:
                 raise ConfigError(f"{source}: transfer: unknown method {name!r}; {suggest(name, self.methods)}")
@@ -101,9 +111,15 @@ class Suite(Document):
                 )
         self._check_settings(source)
 
+    @property
+    def searched_tasks(self) -> tuple[str, ...]:
+        """Tasks on which the methods are searched: `TUNING` alone if there is such a data set."""
+        return tuple(self.tasks) if self.tuning is None else (TUNING,)
+
     def settings_of(self, task: str, method: str | None = None) -> Settings:
         """Return the settings of the searches on `task` by `method`: those of all, then the task's, then the method's."""
-        parts: list[Mapping[str, Any]] = [{"runner": PLAIN_RUNNER}, self.search, self.tasks[task]]
+        of_task = self.tuning if task == TUNING and self.tuning is not None else self.tasks[task]
+        parts: list[Mapping[str, Any]] = [{"runner": PLAIN_RUNNER}, self.search, of_task]
         if method is not None:
             parts += [METHODS.get(method, {}), self.methods[method]]
         return merged(parts)
@@ -111,16 +127,19 @@ class Suite(Document):
     def _check_settings(self, source: str) -> None:
         common = {"dataset": "-", **self.search}
         _check(f"{source}: search", self.search, common)
-        for task, settings in self.tasks.items():
+        places = {f"tasks.{task}": settings for task, settings in self.tasks.items()}
+        if self.tuning is not None:
+            places[TUNING] = self.tuning
+        for place, settings in places.items():
             if "dataset" not in {**self.search, **settings}:
-                raise ConfigError(f"{source}: key 'tasks.{task}.dataset' is missing")
-            _check(f"{source}: tasks.{task}", settings, merged([common, settings]))
+                raise ConfigError(f"{source}: key '{place}.dataset' is missing")
+            _check(f"{source}: {place}", settings, merged([common, settings]))
         for method, settings in self.methods.items():
             if method not in METHODS and "study" not in settings:
                 raise ConfigError(
                     f"{source}: methods.{method}: unknown method; {suggest(method, METHODS)}; another one names its `study:`"
                 )
-            for task in self.tasks:
+            for task in self.searched_tasks:
                 _check(
                     f"{source}: methods.{method}", settings, merged([{"dataset": "-"}, self.settings_of(task, method)])
                 )

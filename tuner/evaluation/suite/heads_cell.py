@@ -81,14 +81,15 @@ class HeadsCell:
         return HeadsFound(exits=wanted, seconds=folder.distillation_seconds(wanted)).model_dump(mode="json")
 
     def task_configs(self) -> list[SearchConfig]:
-        """Return the configuration of each task, without a method."""
-        found = (configuration(self.place, self.model, self.precision, task) for task in self.place.suite.tasks)
+        """Return the configuration of each task, and of the data set for all tasks, without a method."""
+        tasks = dict.fromkeys((*self.place.suite.tasks, *self.place.suite.searched_tasks))
+        found = (configuration(self.place, self.model, self.precision, task) for task in tasks)
         return [config.model_copy(update={"experiment": f"{self.model}-heads"}) for config in found]
 
     def _searches(self) -> list[SearchConfig]:
-        """Return the configuration of each method on the first task."""
+        """Return the configuration of each method on the first task that it is searched on."""
         suite = self.place.suite
-        task = next(iter(suite.tasks))
+        task = suite.searched_tasks[0]
         return [configuration(self.place, self.model, self.precision, task, method) for method in suite.methods]
 
     def _wanted_exits(self, num_layers: int) -> tuple[int, ...]:

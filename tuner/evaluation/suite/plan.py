@@ -9,6 +9,7 @@ from functools import cache
 from tuner.errors import ConfigError
 from tuner.evaluation.suite.bench_cell import BenchCell
 from tuner.evaluation.suite.contract import Cell, Place, record_of
+from tuner.evaluation.suite.document import TUNING
 from tuner.evaluation.suite.heads_cell import HeadsCell
 from tuner.evaluation.suite.search_cell import SearchCell
 
@@ -21,7 +22,8 @@ OVERHEAD = 1.5
 def cells_of(place: Place) -> list[Cell]:
     """Return the cells in the order in which they run: heads, then by precision and task the searches and the comparison.
 
-    If drafts are measured on other tasks too, the comparisons of a precision come after all its searches.
+    The searches on a data set for all tasks come before the first comparison. If drafts are measured on other tasks too, the
+    comparisons of a precision come after all its searches.
     """
     return [cell for model in place.suite.models for cell in _of_model(place, model)]
 
@@ -34,12 +36,12 @@ def _of_model(place: Place, model: str) -> Iterator[Cell]:
         suite.precisions, key=lambda each: each != suite.search_precision
     ):  # the searched one first
         benches = [BenchCell(place, model, precision, task) for task in suite.tasks]
-        for bench in benches:
+        for task in suite.searched_tasks:
             if suite.search_precision in (None, precision):
                 for method in suite.methods:
-                    yield SearchCell(place, model, precision, bench.task, method)
+                    yield SearchCell(place, model, precision, task, method)
             if not suite.transfer:
-                yield bench
+                yield from [bench for bench in benches if task in (bench.task, TUNING)]
         if suite.transfer:
             yield from benches
 

@@ -16,6 +16,7 @@ from tuner.bench.contenders import PLAIN
 from tuner.bench.result import Phase
 from tuner.evaluation.suite.bench_cell import TUNED_ON, BenchCell
 from tuner.evaluation.suite.contract import Cell, Place, record_of
+from tuner.evaluation.suite.document import TUNING
 from tuner.evaluation.suite.figures import request_metrics
 from tuner.evaluation.suite.standing import Standing
 from tuner.evaluation.tables import new_table
@@ -147,9 +148,17 @@ def _remarks(standing: Standing) -> Iterator[str]:
             yield f"{task}: {num_missing} of {bench.num_prompts} prompts end too soon to be timed"
         for name, reason in bench.left_out.items():
             yield f"{task}: {name} is left out: {reason}"
-        for name in standing.place.suite.methods:
-            if (found := standing.searches[task, name]) is not None:
-                yield f"{task}: {name} is {found.draft} ({found.trials} trials, {found.search_seconds:.0f} s)"
+    yield from _drafts(standing)
+
+
+def _drafts(standing: Standing) -> Iterator[str]:
+    """Yield a line for the draft of each search; a search for all tasks has one line."""
+    suite = standing.place.suite
+    for searched in [task for task in suite.searched_tasks if task == TUNING or task in standing.benches]:
+        measured = next(iter(standing.benches)) if searched == TUNING else searched
+        for name in suite.methods:
+            if (found := standing.searches[measured, name]) is not None:
+                yield f"{searched}: {name} is {found.draft} ({found.trials} trials, {found.search_seconds:.0f} s)"
 
 
 def _unfinished(place: Place, cells: Sequence[Cell]) -> Iterator[str]:
@@ -169,8 +178,8 @@ def figures(place: Place) -> list[dict[str, Any]]:
 
 def _lines(standing: Standing, task: str) -> Iterator[dict[str, Any]]:
     bench = standing.benches[task]
-    moved = BenchCell(standing.place, standing.model, standing.precision, task).searches()
-    for name in dict.fromkeys((*standing.names, *moved)):
+    cells = BenchCell(standing.place, standing.model, standing.precision, task).searches()
+    for name in dict.fromkeys((*standing.names, *cells)):
         measured, metrics = bench.of(name), request_metrics(bench, name)
         if measured is None or metrics is None:
             continue
@@ -181,7 +190,7 @@ def _lines(standing: Standing, task: str) -> Iterator[dict[str, Any]]:
             "precision": standing.precision,
             "task": task,
             "method": method,
-            "tuned_on": (tuned_on or task) if found is not None else None,
+            "tuned_on": (tuned_on or cells[name].task) if found is not None else None,
             "draft": measured.description,
             **_speedup_columns(standing, task, name),
             **metrics.model_dump(),

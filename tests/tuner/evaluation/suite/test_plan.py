@@ -12,6 +12,7 @@ from tuner.errors import ConfigError
 from tuner.evaluation.suite.bench_cell import BenchCell
 from tuner.evaluation.suite.contract import CellSize, Place, record_of
 from tuner.evaluation.suite.document import Suite
+from tuner.evaluation.suite.heads_cell import HeadsCell
 from tuner.evaluation.suite.plan import cells_of, chosen
 from tuner.evaluation.suite.records import CellRecord
 from tuner.evaluation.suite.search_cell import SearchCell
@@ -54,6 +55,20 @@ def test_searches_in_one_precision_give_the_drafts_of_all(tmp_path: Path) -> Non
     )
     assert ids(suite) == ["m/float32/qa/swift", "m/float32/qa/bench", "m/bfloat16/qa/bench"]
     assert BenchCell(suite, "m", "bfloat16", "qa").searches()["swift"].precision == "float32"
+
+
+def test_searches_on_one_data_set_serve_all_tasks(tmp_path: Path) -> None:
+    suite = place(tmp_path, tuning={"dataset": "mixed.jsonl"}, methods=["swift", "exit_layer"])
+    searches = ["m/float32/tuning/swift", "m/float32/tuning/exit_layer"]
+    assert ids(suite) == ["m/heads", *searches, "m/float32/math/bench", "m/float32/qa/bench"]
+    cells = BenchCell(suite, "m", "float32", "qa").searches()
+    assert {name: cell.id for name, cell in cells.items()} == dict(zip(["swift", "exit_layer"], searches, strict=True))
+    assert cells["swift"].config().dataset == "mixed.jsonl"
+    assert [config.dataset for config in HeadsCell(suite, "m").task_configs()] == [
+        "math.jsonl",
+        "qa.jsonl",
+        "mixed.jsonl",
+    ]
 
 
 def test_plain_decoding_by_the_own_runner_takes_part_once(tmp_path: Path) -> None:

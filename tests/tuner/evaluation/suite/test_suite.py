@@ -40,9 +40,9 @@ def run_suite(workplace: Path, checkpoint: Path, prompts_file: Path, monkeypatch
             "finalists": 1,
         },
     }
-    Path("suite.yaml").write_text(yaml.safe_dump(document, sort_keys=False), encoding="utf-8")
 
-    def run(*flags: str) -> Result:
+    def run(*flags: str, **changes: Any) -> Result:
+        Path("suite.yaml").write_text(yaml.safe_dump({**document, **changes}, sort_keys=False), encoding="utf-8")
         return CliRunner().invoke(main, ["evaluate", "suite", "--config", "suite.yaml", "--in-process", *flags])
 
     return run
@@ -74,6 +74,30 @@ def test_a_suite_ends_with_what_it_can_measure_and_goes_on_where_it_failed(
     assert (workplace / "suite" / "suite.csv").read_text().count("\n") == 1 + 2 * 4
 
 
+def test_one_search_serves_all_tasks_and_never_on_their_own_prompts(
+    run_suite: RunSuite, workplace: Path, prompts_file: Path
+) -> None:
+    rows = prompts_file.read_text().splitlines()
+    Path("tuning.jsonl").write_text("\n".join(rows[:8]) + "\n")
+    Path("words.jsonl").write_text("\n".join(rows[6:]) + "\n")
+    most = {"tuning": {"dataset": "tuning.jsonl", "tuning_prompts": 5}}
+    every = {"words": {"dataset": "words.jsonl", "tuning_prompts": 2, "held_out_prompts": len(rows) - 8}}
+    overlapping = run_suite(**most, tasks=every)
+    assert overlapping.exit_code == 1, overlapping.output
+    assert list(statuses(workplace).values()) == ["ok", "failed"]
+    assert "2 of the 16 held-out prompts of words.jsonl are tuning prompts" in overlapping.stdout
+
+    Path("words.jsonl").write_text("\n".join(rows[8:]) + "\n")
+    apart = run_suite(**most, tasks={"words": {"dataset": "words.jsonl"}})
+    assert apart.exit_code == 0, apart.output
+    assert list(statuses(workplace)) == ["tiny/float32/tuning/swift", "tiny/float32/words/bench"]
+    (figures,) = [
+        line for line in json.loads((workplace / "suite/suite.json").read_text())["figures"] if line["trials"]
+    ]
+    assert (figures["task"], figures["method"], figures["tuned_on"]) == ("words", "swift", "tuning")
+    assert "tuning: swift is skip" in apart.stdout
+
+
 def test_a_dry_run_shows_the_cells_and_writes_nothing(run_suite: RunSuite, workplace: Path) -> None:
     shown = run_suite("--dry-run", "--only", "*/words/*")
     assert shown.exit_code == 0, shown.output
@@ -91,5 +115,4 @@ def test_a_sitting_ends_before_a_cell_begins(run_suite: RunSuite, workplace: Pat
 
 def test_a_mistake_is_one_line(run_suite: RunSuite) -> None:
     refused(run_suite("--only", "*/nothing/*"), "--only */nothing/*: no cell has such an id")
-    Path("suite.yaml").write_text("models: {}\n", encoding="utf-8")
-    refused(run_suite(), "suite.yaml: models")
+    refused(run_suite(models={}), "suite.yaml: models")
