@@ -180,6 +180,7 @@ def _facts(task: BenchTask) -> dict[str, Any]:
         "dataset": public_name(config.dataset),
         "dataset_fingerprint": task.dataset_fingerprint,
         "split": task.split,
+        "prompt_notes": list(task.notes),
         "context": config.context,
         "max_new_tokens": task.max_new_tokens,
         "temperature": 0.0,

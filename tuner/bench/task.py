@@ -49,6 +49,8 @@ class BenchTask:
     dataset_fingerprint: str
     split: str
     """Sentence that says whether the profile was tuned on the measured prompts."""
+    notes: tuple[str, ...]
+    """Lines about the prompts, such as how many were left out or cut."""
     choosing: tuple[Prompt, ...]
     measured: tuple[Prompt, ...]
     """Prompts of whole batches, in order."""
@@ -131,6 +133,7 @@ def prepare_bench(
         max_new_tokens,
         found.fingerprint,
         split,
+        found.notes,
         choosing,
         measured,
         num_over,

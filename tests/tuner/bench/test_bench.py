@@ -194,6 +194,19 @@ def test_a_profile_that_says_nothing_of_its_prompts_is_told(
     assert "the profile does not record its prompts" in flat(result.stdout)
 
 
+def test_prompts_that_were_left_out_are_counted_in_the_results(
+    workplace: Path, code: Path, write_profile: WriteProfile, bench: RunBench
+) -> None:
+    result = bench(write_profile(LayerSkip.blocks((3,))), code, against="plain")
+    assert result.exit_code == 0, result.output
+    assert results(workplace)["prompt_notes"] == []
+    just_enough = code.read_text().splitlines()[: sum(SIZES.values())]
+    code.write_text("\n".join([*just_enough, json.dumps({"prompt": "one two " * 300})]) + "\n")
+    result = bench(write_profile(LayerSkip.blocks((3,))), code, against="plain")
+    (note,) = results(workplace)["prompt_notes"]
+    assert note.startswith("1 of 8 prompts are too long and were left out")
+
+
 def test_who_cannot_run_here_is_left_out_with_the_reason(
     workplace: Path, code: Path, write_profile: WriteProfile, bench: RunBench, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -105,6 +105,7 @@ class Arena:
             "model": public_name(self.loaded.name),
             "dataset": public_name(self.config.dataset),
             "dataset_fingerprint": self.prompts.fingerprint,
+            "prompt_notes": list(self.prompts.notes),
             "rows": [prompt.row for prompt in self.prompts.held_out],
             "max_new_tokens": self.config.max_new_tokens,
             "chat_template": self.config.chat_template,

@@ -144,6 +144,7 @@ def _remarks(standing: Standing) -> Iterator[str]:
         best = standing.best(task)
         if best is not None and best[1].ci95[0] <= 1.0:
             yield f"{task}: nothing beats plain decoding with 95 % confidence; the best is {best[0]}, {best[1]}"
+        yield from (f"{task}: {note}" for note in bench.facts.get("prompt_notes", ()))
         if (num_missing := bench.num_prompts - len(bench.counted)) > 0:
             yield f"{task}: {num_missing} of {bench.num_prompts} prompts end too soon to be timed"
         for name, reason in bench.left_out.items():

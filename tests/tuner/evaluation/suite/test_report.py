@@ -107,6 +107,15 @@ def test_it_says_where_nothing_beats_plain_decoding(place: Place) -> None:
     assert "math: nothing beats" not in text
 
 
+def test_it_says_which_prompts_were_left_out(place: Place) -> None:
+    bench = BenchCell(place, "m", "float32", "qa")
+    found = compared(joint=0.8, moved=1.0, tuned_on="math")
+    done(bench, found.model_copy(update={"facts": {**found.facts, "prompt_notes": ["1 of 9 prompts are too long"]}}))
+    text = shown(place)
+    assert "qa: 1 of 9 prompts are too long" in text
+    assert "math: 1 of 9" not in text
+
+
 def test_failures_and_missing_cells_are_named(place: Place) -> None:
     bench = BenchCell(place, "m", "float32", "qa")
     failed = {"status": "failed", "seconds": 1.0, "cause": "no such dataset"}
