@@ -40,6 +40,7 @@ class Decoder:
     ) -> None:
         self.target = target
         self.rule = rule
+        self._draft = draft
         self.drafter = build_drafter(target, draft, decoding, heads=heads)
         """Proposes and verifies drafts; None for plain decoding."""
         self._prepared: WeakKeyDictionary[Storage, set[tuple[Steering, Contexts, bool]]] = WeakKeyDictionary()
@@ -59,7 +60,7 @@ class Decoder:
         contexts = Contexts(shortest, longest, num_sequences)
         if self.target.runner.buckets is None:
             return
-        steering = Steering(0) if self.drafter is None else Steering.of(self.rule.controller())
+        steering = Steering(0) if self.drafter is None else Steering.of(self.rule.controller(), self._draft)
         done = self._prepared.setdefault(self.reserve(contexts), set())
         for acceptance in acceptances:
             key = steering, contexts, acceptance.is_greedy

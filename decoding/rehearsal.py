@@ -23,6 +23,7 @@ from decoding.decode import NewCache, ReadPrompt, Request, autoregressive, specu
 from decoding.draft_length import Controller, Decision, DraftDistribution
 from decoding.drafters.contract import Drafter, Proposal
 from decoding.drafters.lookup_first import steered_part
+from decoding.drafts import Draft
 from decoding.lockstep import decode_in_lockstep
 from decoding.rounds import Prefill, Round
 from decoding.runners.buckets import Buckets
@@ -70,12 +71,18 @@ class Steering:
     """True if it may drop a token whose pass has run."""
     may_pause: bool = False
     """True if several rounds in a row may draft nothing."""
+    rereads: bool = False
+    """True if an exit head reads all positions of a round again, as after quantised blocks."""
 
     @classmethod
-    def of(cls, controller: Controller) -> Steering:
-        """Return what `controller` may do."""
+    def of(cls, controller: Controller, draft: Draft) -> Steering:
+        """Return what `controller` may do with rounds of `draft`."""
         return cls(
-            controller.max_tokens, controller.looks_at_drafts, controller.may_stop, may_pause=controller.may_pause
+            controller.max_tokens,
+            controller.looks_at_drafts,
+            controller.may_stop,
+            may_pause=controller.may_pause,
+            rereads=draft.has_head and draft.weight_bits is not None,
         )
 
 
@@ -175,8 +182,8 @@ class Rehearsal:
 
     def _pending_numbers(self) -> list[int]:
         """Return the fewest and the most pending positions for each width of a pass."""
-        idles = self._steering.may_pause or self._looks_up
-        if not (self._is_thorough and idles):
+        lags = self._steering.may_pause or self._steering.rereads or self._looks_up
+        if not (self._is_thorough and lags):
             return [1]
         widths = pairwise(self._buckets.widths)
         numbers = sorted({number for narrower, wider in widths for number in (narrower, wider - 1)})

@@ -28,13 +28,23 @@ from decoding.text import Shaping, TokenSequence
 
 
 class EarlyExitDrafter:
-    """The first `exit_layer` blocks, `head`, and the target's own final norm and LM head."""
+    """The first `exit_layer` blocks, `head`, and the target's own final norm and LM head, quantised if `bits` are given."""
 
-    def __init__(self, target: Target, exit_layer: int, head: ExitHead, *, prefix_reuse: bool = True) -> None:
+    def __init__(
+        self,
+        target: Target,
+        exit_layer: int,
+        head: ExitHead,
+        *,
+        prefix_reuse: bool = True,
+        bits: int | None = None,
+    ) -> None:
         self._features = target.runner.features
-        self._exit = target.exit_view(exit_layer, head)
+        self._exit = target.exit_view(exit_layer, head, bits=bits)
         self._whole = target.tapped_view(exit_layer)
-        self._resume = target.resume_view(exit_layer, keep_states=True) if prefix_reuse else None
+        self._is_quantised = bits is not None
+        resumes = prefix_reuse and not self._is_quantised
+        self._resume = target.resume_view(exit_layer, keep_states=True) if resumes else None
 
     def prefill(self, sequence: TokenSequence, cache: KVCache) -> Tensor:
         """Run the target over the prompt, and the head over the states at the exit."""
@@ -81,8 +91,9 @@ class EarlyExitDrafter:
 
         look_every = self._features.look_every
         num_drafted, probabilities = propose(step, write, sequence, controller, shaping, acceptance, limit, look_every)
-        # The head forgets what it read of drafts after the end.
-        branch.roll_back(cache.length + num_drafted + 1)
+        # The head forgets what it read of drafts after the end. States of quantised blocks are not the target's: it forgets
+        # those of the whole round, and reads the verification's with its next pass.
+        branch.roll_back(cache.length if self._is_quantised else cache.length + num_drafted + 1)
         return Proposal(num_drafted, probabilities, joined(states, num_drafted))
 
     def verify(self, sequence: TokenSequence, cache: KVCache, draft: Proposal) -> Outputs:
@@ -110,4 +121,5 @@ def new_drafter(target: Target, draft: EarlyExit, decoding: Decoding, *, heads: 
         return LayerSkipDrafter(target, draft.skipped(target.num_layers), prefix_reuse=decoding.prefix_reuse)
     if heads is None:
         raise ExitHeadError(f"the draft needs the exit head {draft.head}: give the folder that holds it")
-    return EarlyExitDrafter(target, draft.exit_layer, heads.get(draft), prefix_reuse=decoding.prefix_reuse)
+    head, reuses = heads.get(draft), decoding.prefix_reuse
+    return EarlyExitDrafter(target, draft.exit_layer, head, prefix_reuse=reuses, bits=draft.bits)

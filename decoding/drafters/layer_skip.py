@@ -22,7 +22,10 @@ from decoding.text import Shaping, TokenSequence
 
 
 class LayerSkipDrafter:
-    """A view of the target without the skipped sublayers, choosing from `vocabulary` if there is one."""
+    """A view of the target without the skipped sublayers, choosing from `vocabulary` if there is one.
+
+    A quantised draft shares no prefix with the verification, which computes every block again and overwrites its keys and values.
+    """
 
     def __init__(
         self,
@@ -34,7 +37,7 @@ class LayerSkipDrafter:
     ) -> None:
         self._target = target
         self._view = target.draft_view(
-            skip.skip_attention, skip.skip_mlp, keep_boundary=prefix_reuse, vocabulary=vocabulary
+            skip.skip_attention, skip.skip_mlp, keep_boundary=prefix_reuse, vocabulary=vocabulary, bits=skip.bits
         )
         boundary = self._view.boundary
         self._resume = target.resume_view(boundary) if boundary and self._view.keeps_boundary else None

@@ -16,6 +16,7 @@ from decoding.documents.strict_yaml import Document
 if TYPE_CHECKING:
     from decoding.drafts.layer_skip import LayerSkip
     from decoding.drafts.lookup import Lookup
+    from decoding.drafts.precision import BitWidth
 
 
 class Need(StrEnum):
@@ -66,6 +67,11 @@ class DraftDocument(Document):
         return None
 
     @property
+    def weight_bits(self) -> BitWidth | None:
+        """Bits of the draft's weights; None for the model's own weights."""
+        return None
+
+    @property
     def files(self) -> Mapping[str, str]:
         """SHA-256 of each file that lies beside the profile, by file name."""
         return {}
@@ -95,7 +101,7 @@ class DraftDocument(Document):
         raise ValueError(f"no lookup can come before a draft of kind {self.kind!r}")
 
     def skipped(self, num_layers: int) -> LayerSkip:
-        """Return the sublayers that the draft skips in a target with `num_layers` blocks, without head and lookup.
+        """Return what the draft skips in a target with `num_layers` blocks, in its precision, without head and lookup.
 
         Raises ValueError for a draft that runs no part of the target.
         """

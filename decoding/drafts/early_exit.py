@@ -14,6 +14,7 @@ from pydantic import Field, field_validator, model_validator
 from decoding.drafts.contract import DraftDocument, Need
 from decoding.drafts.layer_skip import LayerSkip
 from decoding.drafts.lookup import Lookup, LookupBefore, describe_after, lookup_columns
+from decoding.drafts.precision import Bits, BitWidth, bits_columns, describe_quantised, label_quantised
 
 
 class EarlyExit(DraftDocument):
@@ -29,6 +30,7 @@ class EarlyExit(DraftDocument):
         exclude_if=lambda size: size is None,
         description="number of tokens that the head drafts from; all without it",
     )
+    bits: Bits = None
     lookup: LookupBefore = None
     takes_lookup: ClassVar[bool] = True
 
@@ -50,13 +52,19 @@ class EarlyExit(DraftDocument):
     @property
     def label(self) -> str:
         """Name of the kind in tables."""
-        return "exit with head" if self.head else "exit"
+        return label_quantised(self.bits, "exit with head" if self.head else "exit")
 
     def describe(self) -> str:
         """Return one short phrase for tables."""
         head = "trained head" if self.head else "no head"
         tokens = f" for {self.draft_vocabulary:,} tokens" if self.draft_vocabulary else ""
-        return describe_after(self.lookup, f"exit at {self.exit_layer}, {head}{tokens}")
+        own = f"exit at {self.exit_layer}, {head}{tokens}"
+        return describe_after(self.lookup, describe_quantised(self.bits, own))
+
+    @property
+    def weight_bits(self) -> BitWidth | None:
+        """Bits of the weights of blocks and head; None for the model's own weights."""
+        return self.bits
 
     @property
     def needs(self) -> frozenset[Need]:
@@ -83,9 +91,9 @@ class EarlyExit(DraftDocument):
             raise ValueError(f"draft exits at layer {self.exit_layer}, but it must be 1 to {num_layers - 1}")
 
     def columns(self) -> dict[str, Any]:
-        """Return the exit layer, the type of its head, and the lookup."""
-        head = "block" if self.head else "none"
-        return {"exit_layer": self.exit_layer, "exit_head": head, **lookup_columns(self.lookup)}
+        """Return the exit layer, the type of its head, the bits of the weights, and the lookup."""
+        head = {"exit_layer": self.exit_layer, "exit_head": "block" if self.head else "none"}
+        return {**head, **bits_columns(self.bits), **lookup_columns(self.lookup)}
 
     @property
     def lookup_first(self) -> Lookup | None:
@@ -101,10 +109,10 @@ class EarlyExit(DraftDocument):
         return self.model_copy(update={"lookup": lookup})
 
     def skipped(self, num_layers: int) -> LayerSkip:
-        """Return the skip of every block after the exit, without head and lookup."""
-        return LayerSkip.blocks(tuple(range(self.exit_layer, num_layers)))
+        """Return the skip of every block after the exit, in the same precision, without head and lookup."""
+        return LayerSkip.blocks(tuple(range(self.exit_layer, num_layers)), bits=self.bits)
 
     @property
     def num_shared_blocks(self) -> int:
-        """Number of blocks before the exit."""
-        return self.exit_layer
+        """Number of blocks before the exit; 0 if they are quantised."""
+        return 0 if self.bits else self.exit_layer

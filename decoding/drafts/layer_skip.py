@@ -1,4 +1,4 @@
-"""Draft with sublayers of the target left out (Draft & Verify, arXiv 2309.08168; SWIFT, arXiv 2410.06916)."""
+"""Draft with sublayers of the target left out (Draft & Verify, arXiv 2309.08168; SWIFT, arXiv 2410.06916), or quantised."""
 
 from __future__ import annotations
 
@@ -7,21 +7,26 @@ from typing import Any, ClassVar, Literal, Self
 from decoding.drafts.contract import DraftDocument, Need
 from decoding.drafts.layers import Layers, compact_indices
 from decoding.drafts.lookup import Lookup, LookupBefore, describe_after, lookup_columns
+from decoding.drafts.precision import Bits, BitWidth, bits_columns, describe_quantised, label_quantised
 
 
 class LayerSkip(DraftDocument):
-    """Draft with these attention and MLP sublayers left out (0-based block indices)."""
+    """Draft with these attention and MLP sublayers left out (0-based block indices), the others quantised if `bits` are given.
+
+    With bits, nothing need be left out: the whole model with quantised weights is a draft.
+    """
 
     kind: Literal["layer_skip"] = "layer_skip"
     skip_attention: Layers = ()
     skip_mlp: Layers = ()
+    bits: Bits = None
     lookup: LookupBefore = None
     takes_lookup: ClassVar[bool] = True
 
     @classmethod
-    def blocks(cls, indices: list[int] | tuple[int, ...]) -> LayerSkip:
+    def blocks(cls, indices: list[int] | tuple[int, ...], *, bits: BitWidth | None = None) -> LayerSkip:
         """Return the draft that skips whole blocks."""
-        return cls(skip_attention=tuple(indices), skip_mlp=tuple(indices))
+        return cls(skip_attention=tuple(indices), skip_mlp=tuple(indices), bits=bits)
 
     @property
     def first_skipped(self) -> int | None:
@@ -31,14 +36,27 @@ class LayerSkip(DraftDocument):
     @property
     def label(self) -> str:
         """Name of the kind in tables."""
-        return "skip set"
+        return label_quantised(self.bits, "skip set" if self.skips_any or not self.bits else "model")
 
     def describe(self) -> str:
         """Return one short phrase for tables."""
+        skipped = self._describe_skips() if self.skips_any or not self.bits else ""
+        return describe_after(self.lookup, describe_quantised(self.bits, skipped))
+
+    def _describe_skips(self) -> str:
         if self.skip_attention == self.skip_mlp:
-            return describe_after(self.lookup, f"skip {compact_indices(self.skip_attention)}")
-        skipped = f"skip attention {compact_indices(self.skip_attention)}, MLP {compact_indices(self.skip_mlp)}"
-        return describe_after(self.lookup, skipped)
+            return f"skip {compact_indices(self.skip_attention)}"
+        return f"skip attention {compact_indices(self.skip_attention)}, MLP {compact_indices(self.skip_mlp)}"
+
+    @property
+    def skips_any(self) -> bool:
+        """True if any sublayer is left out."""
+        return self.first_skipped is not None
+
+    @property
+    def weight_bits(self) -> BitWidth | None:
+        """Bits of the draft's weights; None for the model's own weights."""
+        return self.bits
 
     @property
     def needs(self) -> frozenset[Need]:
@@ -52,11 +70,12 @@ class LayerSkip(DraftDocument):
             raise ValueError(f"draft skips layer {highest}, but the target has layers 0 to {num_layers - 1}")
 
     def columns(self) -> dict[str, Any]:
-        """Return the skipped sublayers, their number, and the lookup."""
+        """Return the skipped sublayers, their number, the bits of the weights, and the lookup."""
         return {
             "skip_attention": compact_indices(self.skip_attention),
             "skip_mlp": compact_indices(self.skip_mlp),
             "num_skipped_sublayers": len(self.skip_attention) + len(self.skip_mlp),
+            **bits_columns(self.bits),
             **lookup_columns(self.lookup),
         }
 
@@ -79,5 +98,5 @@ class LayerSkip(DraftDocument):
 
     @property
     def num_shared_blocks(self) -> int:
-        """Number of blocks before the first skip; 0 if nothing is skipped."""
-        return self.first_skipped or 0
+        """Number of blocks before the first skip; 0 if nothing is skipped, or if all blocks are quantised."""
+        return 0 if self.bits else self.first_skipped or 0

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -182,15 +182,29 @@ def with_blocks(model: nn.Module, path: tuple[str, ...], blocks: Sequence[nn.Mod
 
 def with_fast_linears(module: nn.Module) -> nn.Module:
     """Return a copy of `module` with faster linear layers for few positions on a CPU, or `module` if it has none."""
+    return with_replaced(module, _fast_linear)
+
+
+def _fast_linear(module: nn.Module) -> nn.Module:
     if has_kernel(module):
         return FewPositionsLinear.of(cast(nn.Linear, module))
     if can_be_packed(module):
         return PackedLinear.of(cast(nn.Linear, module))
-    fast = {name: with_fast_linears(child) for name, child in module.named_children()}
-    if all(fast[name] is child for name, child in module.named_children()):
+    return module
+
+
+def with_replaced(module: nn.Module, replacement: Callable[[nn.Module], nn.Module]) -> nn.Module:
+    """Return a copy of `module` with each module inside replaced by its `replacement`, or `module` if nothing changes.
+
+    A module that is to stay is its own replacement. Everything that stays is shared with the original.
+    """
+    if (other := replacement(module)) is not module:
+        return other
+    children = {name: with_replaced(child, replacement) for name, child in module.named_children()}
+    if all(children[name] is child for name, child in module.named_children()):
         return module
     twin = shallow_copy(module)
-    for name, child in fast.items():
+    for name, child in children.items():
         setattr(twin, name, child)
     return twin
 

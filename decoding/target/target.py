@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import Any
+from typing import Any, cast
 from weakref import WeakValueDictionary
 
 import torch
@@ -29,7 +29,8 @@ from decoding.target.draft_vocabulary import DraftVocabulary
 from decoding.target.equivalence import check_runner, find_shared_pass_difference
 from decoding.target.exit_head import ExitHead
 from decoding.target.fused import tied_addresses, with_fused_projections
-from decoding.target.parts import LMHead, ModelPart, find_lm_head, run_whole, with_blocks, with_fast_linears
+from decoding.target.parts import LMHead, ModelPart, find_lm_head, run_whole, with_blocks, with_fast_linears, without
+from decoding.target.quantised import QuantisedLayers, is_plain_linear
 from decoding.target.stand_ins import Emit, FixedShapes, Head, Identity, PassState, Tap, first_of
 from decoding.target.varlen import find_kernel, with_varlen_attention
 from decoding.target.views import BlockView, DraftView, ExitView, ResumeView, TappedView
@@ -64,6 +65,7 @@ class Target:
         # Weak: rows are copies of weights, and are not to outlive the views that draft from them.
         self._lm_head_rows = WeakValueDictionary[DraftVocabulary, nn.Module]()
         self._fast_lm_head_rows = WeakValueDictionary[DraftVocabulary, nn.Module]()
+        self._quantised = QuantisedLayers(_router_sizes(self.config))
         self._packs = self.runner.block_call is not None
         self.stack = [self.prepare_block(block, index) for index, block in enumerate(self.blocks)]
         self.whole = self.part(self.stack, is_whole=True)
@@ -94,18 +96,20 @@ class Target:
         verifies: bool = False,
         drafts: bool = False,
         vocabulary: DraftVocabulary | None = None,
+        bits: int | None = None,
     ) -> ModelPart:
         """Return the model with `blocks` in place of its own, whose stand-ins share `current`.
 
-        One that `drafts` chooses from `vocabulary`, or else from the runner's draft vocabulary, if there is one. Raises
-        `UnsupportedModelError` for a vocabulary if the LM head is not a plain linear layer.
+        One that `drafts` chooses from `vocabulary`, or else from the runner's draft vocabulary, if there is one, and by an LM
+        head with weights of `bits`, if they are given. Raises `UnsupportedModelError` for a vocabulary if the LM head is not a
+        plain linear layer.
         """
         return ModelPart(
             self.model,
             self.anatomy.path,
             blocks,
             current,
-            lm_head=self._lm_head_of(vocabulary) if drafts else self._lm_head,
+            lm_head=self._lm_head_of(vocabulary, bits) if drafts else self._lm_head,
             is_whole=is_whole,
             verifies=verifies,
         )
@@ -123,21 +127,31 @@ class Target:
         return LMHead(name, own, with_fast_linears(own), call)
 
     @cached_property
-    def _draft_lm_head(self) -> LMHead | None:
-        """The LM head of drafts: the whole one unless the draft vocabulary is smaller and the head a plain linear layer."""
-        size, counts, name = (
-            self.runner.features.draft_vocabulary,
-            self.runner.features.token_counts,
-            find_lm_head(self.model),
-        )
-        if size is None or name is None:
-            return self._lm_head
-        vocabulary = DraftVocabulary.of_most_frequent(size, getattr(self.model, name).out_features, counts)
+    def _draft_vocabulary(self) -> DraftVocabulary | None:
+        """The runner's draft vocabulary; None if it has none, or if the LM head is not a plain linear layer."""
+        features, num_rows = self.runner.features, self.num_lm_head_rows
+        if features.draft_vocabulary is None or num_rows is None:
+            return None
+        return DraftVocabulary.of_most_frequent(features.draft_vocabulary, num_rows, features.token_counts)
+
+    def _lm_head_of(self, vocabulary: DraftVocabulary | None, bits: int | None) -> LMHead | None:
+        """Return the LM head of drafts: all of it, or the rows for a vocabulary; quantised if `bits` are given."""
+        vocabulary = vocabulary or self._draft_vocabulary
+        if bits is not None:
+            return self._quantised_lm_head(vocabulary, bits)
         return self._lm_head if vocabulary is None else self._narrow_lm_head(vocabulary)
 
-    def _lm_head_of(self, vocabulary: DraftVocabulary | None) -> LMHead | None:
-        """Return the LM head of drafts that choose from `vocabulary`; None for the runner's draft vocabulary."""
-        return self._draft_lm_head if vocabulary is None else self._narrow_lm_head(vocabulary)
+    def _quantised_lm_head(self, vocabulary: DraftVocabulary | None, bits: int) -> LMHead | None:
+        """Return the LM head with weights of `bits`; as it is if it is not a plain linear layer."""
+        name = find_lm_head(self.model)
+        if vocabulary is not None:
+            rows = self._rows_of_lm_head(vocabulary)
+        elif name is not None and is_plain_linear(own := getattr(self.model, name)):
+            rows = LMHead(name, own, own, None)
+        else:
+            return self._lm_head
+        packed = self._quantised.layer(cast(nn.Linear, rows.module), bits, ("LM head", vocabulary))
+        return replace(rows, module=packed, call=None if self._lm_head is None else self._lm_head.call)
 
     def _narrow_lm_head(self, vocabulary: DraftVocabulary) -> LMHead:
         """Return the rows of the LM head for `vocabulary` as this target's runner calls them."""
@@ -159,19 +173,41 @@ class Target:
             self._lm_head_rows[vocabulary] = rows = vocabulary.rows_of(own)
         return LMHead(name, own, rows, None, torch.tensor(vocabulary.token_ids, device=own.weight.device))
 
-    def prepare_block(self, block: nn.Module, index: int) -> nn.Module:
-        """Return `block` at the model's block index `index`, as this target's runner calls it."""
+    def draft_blocks(
+        self, skip_attention: Collection[int] = (), skip_mlp: Collection[int] = (), *, bits: int | None = None
+    ) -> list[nn.Module]:
+        """Return the blocks of a draft without these sublayers, as this target's runner calls them.
+
+        With `bits` their plain linear layers have quantised weights, which all drafts share. Raises `UnsupportedModelError` for a
+        sublayer that is no module of its own, and for `bits` if there is no layer to quantise.
+        """
+        if bits is not None:
+            self._quantised.check(self.blocks)
+
+        def draft_block(index: int) -> nn.Module:
+            skips = index in skip_attention, index in skip_mlp
+            if bits is None or all(skips):
+                return without(self.stack[index], index, self.anatomy, *skips)
+            return self.prepare_block(without(self.blocks[index], index, self.anatomy, *skips), index, bits=bits)
+
+        return [draft_block(index) for index in range(self.num_layers)]
+
+    def prepare_block(self, block: nn.Module, index: int, *, bits: int | None = None) -> nn.Module:
+        """Return `block` at the model's block index `index`, as this target's runner calls it; quantised if `bits` are given."""
         attention = self.anatomy.attention[index]
         block = self._with_attention(block, index)
-        if self.runner.features.fused_projections:
-            block = with_fused_projections(block, self._tied)
-        if self._packs:
-            block = with_fast_linears(block)
+        block = self._with_fast_weights(block) if bits is None else self._quantised.within(block, bits)
         if self._mask_kinds is None:
             return block
         call = self.runner.block_call or call_block
         repeats, own_masks = repeats_of(block, attention), self.runner.features.varlen_attention
         return FixedShapes(block, index, self._mask_kinds, call, repeats=repeats, own_masks=own_masks)
+
+    def _with_fast_weights(self, block: nn.Module) -> nn.Module:
+        """Return a copy of `block` whose linear layers are computed as this target's runner does, on the model's weights."""
+        if self.runner.features.fused_projections:
+            block = with_fused_projections(block, self._tied)
+        return with_fast_linears(block) if self._packs else block
 
     def _with_attention(self, block: nn.Module, index: int) -> nn.Module:
         """Return a copy of `block` with the attention of this target's passes, or `block` if nothing changes."""
@@ -296,14 +332,15 @@ class Target:
         *,
         keep_boundary: bool,
         vocabulary: DraftVocabulary | None = None,
+        bits: int | None = None,
     ) -> DraftView:
-        """Return the model without these sublayers, choosing from `vocabulary` if there is one.
+        """Return the model without these sublayers, choosing from `vocabulary` if there is one, quantised if `bits` are given.
 
         `keep_boundary` records the states before the first block with a skip. Raises `UnsupportedModelError` for a vocabulary if
-        the LM head is not a plain linear layer.
+        the LM head is not a plain linear layer, and for `bits` if no layer of the blocks is.
         """
         skips = frozenset(skip_attention), frozenset(skip_mlp)
-        return DraftView(self, *skips, keep_boundary=keep_boundary, vocabulary=vocabulary)
+        return DraftView(self, *skips, keep_boundary=keep_boundary, vocabulary=vocabulary, bits=bits)
 
     def resume_view(self, boundary: int, *, keep_states: bool = False) -> ResumeView:
         """Return the model from block `boundary` on, for known input states of that block.
@@ -320,12 +357,12 @@ class Target:
         """Return the whole model, which also outputs the states before block `boundary`."""
         return TappedView(self, boundary)
 
-    def exit_view(self, exit_layer: int, head: ExitHead) -> ExitView:
-        """Return the first `exit_layer` blocks, `head`, and the model's own final norm and LM head.
+    def exit_view(self, exit_layer: int, head: ExitHead, *, bits: int | None = None) -> ExitView:
+        """Return the first `exit_layer` blocks, `head`, and the model's own final norm and LM head; quantised if `bits` are given.
 
         Raises `UnsupportedModelError` if the head has a vocabulary of its own and the LM head is not a plain linear layer.
         """
-        return ExitView(self, exit_layer, head)
+        return ExitView(self, exit_layer, head, bits=bits)
 
     def new_exit_head(self, vocabulary: DraftVocabulary | None = None) -> ExitHead:
         """Return a copy of the last block as a new exit head that drafts from `vocabulary`, or from all tokens.
@@ -449,3 +486,10 @@ def _mask_kinds_of(config: Any, dtype: torch.dtype) -> tuple[MaskKinds | None, s
         return find_mask_kinds(config, dtype), None
     except UnsupportedRunnerError as cause:
         return None, str(cause)
+
+
+def _router_sizes(config: Any) -> frozenset[int]:
+    """Return the numbers of outputs that tell the routers of a mixture of experts from its other layers."""
+    names = ("num_experts", "num_local_experts", "n_routed_experts")
+    sizes = {getattr(config, name, None) for name in names}
+    return frozenset({size for size in sizes if isinstance(size, int)} | ({1} if sizes - {None} else set()))

@@ -12,7 +12,7 @@ from decoding.cache.rounds_cache import RoundsCache
 from decoding.runners.contract import Outputs, Written
 from decoding.target.draft_vocabulary import DraftVocabulary
 from decoding.target.exit_head import ExitHead
-from decoding.target.parts import ModelPart, without
+from decoding.target.parts import ModelPart
 from decoding.target.stand_ins import Head, Identity, LastPosition, PassState, Resume, Tap
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class DraftView:
-    """The target without some sublayers.
+    """The target without some sublayers, with quantised weights if `bits` are given.
 
     `boundary` is the index of the first block that differs from the target's, or None.
     """
@@ -33,20 +33,18 @@ class DraftView:
         *,
         keep_boundary: bool,
         vocabulary: DraftVocabulary | None = None,
+        bits: int | None = None,
     ) -> None:
         _check_indices(skip_attention | skip_mlp, target.num_layers)
-        self.boundary = min(skip_attention | skip_mlp, default=None)
+        self.boundary = min(skip_attention | skip_mlp, default=None) if bits is None else 0
         self._target = target
         self._states: list[Tensor] = []
-        blocks: list[nn.Module] = [
-            without(block, index, target.anatomy, index in skip_attention, index in skip_mlp)
-            for index, block in enumerate(target.stack)
-        ]
+        blocks = target.draft_blocks(skip_attention, skip_mlp, bits=bits)
         self.keeps_boundary = keep_boundary and bool(self.boundary)
         current = PassState()
         if self.boundary and self.keeps_boundary:
             blocks[self.boundary - 1] = Tap(blocks[self.boundary - 1], current.tapped)
-        self._part = target.part(blocks, current, drafts=True, vocabulary=vocabulary)
+        self._part = target.part(blocks, current, drafts=True, vocabulary=vocabulary, bits=bits)
 
     def forward(self, token_ids: Tensor, cache: KVCache, start: int) -> Tensor:
         """Return logits [1, vocabulary] after the last of `token_ids` [1, width]."""
@@ -186,24 +184,24 @@ class ExitView:
     """The first `exit_layer` blocks and an exit head (our formulation, after the abstract of EESD, arXiv 2406.03853).
 
     The head's keys and values are in the cache's branch. The head has the last block index, so that it receives the
-    mask and rotary embeddings of the block it was copied from.
+    mask and rotary embeddings of the block it was copied from. Blocks and head have quantised weights if `bits` are given.
     """
 
-    def __init__(self, target: Target, exit_layer: int, head: ExitHead) -> None:
+    def __init__(self, target: Target, exit_layer: int, head: ExitHead, *, bits: int | None = None) -> None:
         target.check_exit_layer(exit_layer)
         self._target = target
-        block, vocabulary = target.prepare_block(head.block, target.num_layers - 1), head.vocabulary
+        block, vocabulary = target.prepare_block(head.block, target.num_layers - 1, bits=bits), head.vocabulary
         passed_by = [Identity(block, target.anatomy.block_outputs) for block in target.stack]
-        between = passed_by[exit_layer:-1]
+        between, after = passed_by[exit_layer:-1], range(exit_layer, target.num_layers)
+        before = target.draft_blocks(after, after, bits=bits)[:exit_layer]
 
         def first_blocks(current: PassState) -> list[nn.Module]:
-            exit_block = Tap(target.stack[exit_layer - 1], current.tapped)
-            return [*target.stack[: exit_layer - 1], exit_block]
+            return [*before[:-1], Tap(before[-1], current.tapped)]
 
         step, pending, fill = PassState(), PassState(), PassState()
         narrowed = [LastPosition(block, pending) for block in first_blocks(pending)]
         catch_up = Resume(Head(block), pending, appends=True)
-        drafting = partial(target.part, drafts=True, vocabulary=vocabulary)
+        drafting = partial(target.part, drafts=True, vocabulary=vocabulary, bits=bits)
         self._step = drafting([*first_blocks(step), *between, Head(block)], step)
         self._from_pending = drafting([*narrowed, *between, catch_up], pending)
         self._head_only = drafting([*passed_by[:-1], Resume(Head(block), fill)], fill)

@@ -14,7 +14,7 @@ from decoding.draft_length import (
     RoundCosts,
     TopProbability,
 )
-from decoding.drafts import LayerSkip
+from decoding.drafts import Draft, EarlyExit, LayerSkip, Lookup
 from tests.support.families import NUM_LAYERS, some_tokens
 
 EVERY_LAYER = tuple(range(NUM_LAYERS))
@@ -32,6 +32,15 @@ SKIPS = {
     "everything": LayerSkip.blocks(EVERY_LAYER),
     "nothing": LayerSkip(),
 }
+QUANTISED: dict[str, Draft] = {
+    "int8": LayerSkip(bits=8),
+    "int4, half blocks": LayerSkip(skip_attention=(0, 2, 3), skip_mlp=(1, 3), bits=4),
+    "int4, last block": LayerSkip(skip_attention=(NUM_LAYERS - 1,), skip_mlp=(NUM_LAYERS - 1,), bits=4),
+    "int8, exit": EarlyExit(exit_layer=3, bits=8),
+    "lookup, then int8": LayerSkip(bits=8, lookup=Lookup(max_tokens=4)),
+}
+WITHOUT_LINEARS = frozenset({"gpt2"})
+"""Families whose blocks have no plain linear layer."""
 COSTS = RoundCosts(draft_step=0.3, verify=(1.0, 1.05))
 RULES: dict[str, DraftLengthRule] = {
     "fixed 1": Fixed(max_tokens=1),

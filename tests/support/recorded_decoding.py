@@ -29,7 +29,7 @@ FAMILIES = [family for family in SUPPORTED if family != "bloom"]
 """All that the static runner does not refuse."""
 
 EXIT_LAYER = 3
-HEAD = "exit with a head"
+HEAD, QUANTISED_HEAD = "exit with a head", "int8 exit with a head"
 DRAFTS: dict[str, Draft] = {
     "plain": PlainDecoding(),
     "blocks": LayerSkip.blocks((2, 3)),
@@ -39,6 +39,8 @@ DRAFTS: dict[str, Draft] = {
     "lookup, then blocks": LayerSkip(skip_attention=(2, 3), skip_mlp=(2, 3), lookup=Lookup(max_tokens=4)),
     "lookup, then exit": EarlyExit(exit_layer=EXIT_LAYER, lookup=Lookup(min_ngram=2)),
     HEAD: EarlyExit(exit_layer=EXIT_LAYER),
+    "int8": LayerSkip(bits=8),
+    QUANTISED_HEAD: EarlyExit(exit_layer=EXIT_LAYER, bits=8),
 }
 SIZES = ((5, 10), (9, 6), (3, 14))
 """Lengths of the prompts and of their continuations: the sequences of a batch end one after another."""
@@ -81,10 +83,11 @@ def decoder_of(
 ) -> Decoder:
     """Return a decoder with one of the drafts above; `folder` is where it writes a head if it needs one."""
     decoding = Decoding(prefix_reuse=prefix_reuse)
-    if draft != HEAD:
+    if draft not in (HEAD, QUANTISED_HEAD):
         return Decoder(target, DRAFTS[draft], rule, decoding)
     document, heads = heads_of(target, folder)
-    return Decoder(target, document, rule, decoding, heads=heads)
+    bits = DRAFTS[draft].weight_bits
+    return Decoder(target, document.model_copy(update={"bits": bits}), rule, decoding, heads=heads)
 
 
 def alone_and_together(decoder: Decoder, **settings: Any) -> list[tuple[int, ...]]:

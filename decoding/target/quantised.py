@@ -1,0 +1,71 @@
+"""Quantised copies of linear layers for drafts, packed once per model and shared by all drafts that run them.
+
+A draft of `bits` runs every plain linear layer of its blocks, of its exit head and of the LM head with quantised weights.
+Everything else runs as it is: embedding, norms, routers, experts that are not linear layers, and layers that are
+quantised already or whose weights are elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from functools import partial
+from typing import cast
+from weakref import WeakValueDictionary
+
+import torch
+from torch import nn
+
+from decoding.errors import UnsupportedModelError
+from decoding.runners.quantised_linear import quantised
+from decoding.target.parts import with_replaced
+
+PRECISIONS = (torch.float32, torch.bfloat16, torch.float16)
+"""Precisions of weights that are quantised."""
+
+
+class QuantisedLayers:
+    """The quantised layers of one target; each is dropped with the last view that runs it.
+
+    `router_sizes` are numbers of outputs by which routers are told from other layers: they choose experts, and are small.
+    """
+
+    def __init__(self, router_sizes: frozenset[int] = frozenset()) -> None:
+        self._router_sizes = router_sizes
+        # Weak: they are further copies of weights, and are not to outlive the drafts that need them.
+        self._packed = WeakValueDictionary[tuple[Hashable, int], nn.Module]()
+
+    def within(self, module: nn.Module, bits: int) -> nn.Module:
+        """Return a copy of `module` whose plain linear layers have weights of `bits`, or `module` if it has none."""
+        return with_replaced(module, partial(self._quantised, bits=bits))
+
+    def layer(self, linear: nn.Linear, bits: int, name: Hashable) -> nn.Module:
+        """Return `linear` with weights of `bits`: the same module for the same `name` while anything runs it."""
+        packed = self._packed.get((name, bits))
+        if packed is None:
+            with torch.inference_mode(False), torch.no_grad():  # weights that outlive a pass serve any mode
+                packed = quantised(linear, bits)
+            self._packed[name, bits] = packed
+        return packed
+
+    def check(self, blocks: nn.Module) -> None:
+        """Raise `UnsupportedModelError` unless some of `blocks` have a layer to quantise."""
+        if not any(self._is_quantised(module) for module in blocks.modules()):
+            raise UnsupportedModelError(
+                "its blocks have no plain linear layer in float32, bfloat16 or float16: nothing to quantise for a draft"
+            )
+
+    def _quantised(self, module: nn.Module, *, bits: int) -> nn.Module:
+        return self.layer(cast(nn.Linear, module), bits, module) if self._is_quantised(module) else module
+
+    def _is_quantised(self, module: nn.Module) -> bool:
+        return is_plain_linear(module) and module.out_features not in self._router_sizes
+
+
+def is_plain_linear(module: nn.Module) -> bool:
+    """Return True for an `nn.Linear` that multiplies by its own weights in memory, and does nothing else."""
+    if type(module) is not nn.Linear or module._forward_hooks or module._forward_pre_hooks:
+        return False
+    weight = module.weight
+    # accelerate replaces `forward`; a quantised checkpoint may have weights of another class.
+    is_own = "forward" not in module.__dict__ and type(weight) is nn.Parameter
+    return is_own and not weight.is_meta and weight.dtype in PRECISIONS

@@ -1,0 +1,210 @@
+"""Quantised views: which layers are quantised, what they compute, and that copies are shared and dropped."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import gc
+import weakref
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from decoding.drafters.build import check_draft
+from decoding.drafts import LayerSkip
+from decoding.errors import UnsupportedModelError
+from decoding.runners.contract import Runner
+from decoding.runners.eager import EagerRunner
+from decoding.runners.features import SpeedFeatures
+from decoding.runners.quantised_linear import quantised
+from decoding.runners.static import StaticRunner
+from decoding.target import Target, agree
+from decoding.target import quantised as module_under_test
+from decoding.target.draft_vocabulary import LEFT_OUT, DraftVocabulary
+from tests.support.families import SUPPORTED, VOCABULARY, build, make, some_tokens
+from tests.support.grid import WITHOUT_LINEARS
+from tests.support.heads import untrained_head
+
+TOKENS = torch.tensor([some_tokens(9)])
+RUNNERS: dict[str, Callable[..., Runner]] = {
+    "eager": EagerRunner,
+    "static": functools.partial(StaticRunner, compiled=False),
+}
+EVERY_THIRD = DraftVocabulary(tuple(range(0, VOCABULARY, 3)))
+
+
+def rounded(model: PreTrainedModel, bits: int) -> PreTrainedModel:
+    """Return a copy of a model whose plain linear layers in the blocks, and whose LM head, are quantised."""
+    twin = copy.deepcopy(model)
+    path = ".".join(Target(model).anatomy.path)
+    for name, module in list(twin.named_modules()):
+        if type(module) is nn.Linear and (name.startswith(path) or module is twin.get_output_embeddings()):
+            parent, _, child = name.rpartition(".")
+            setattr(twin.get_submodule(parent), child, quantised(module, bits))
+    return twin
+
+
+def are_near(a: Tensor, b: Tensor) -> bool:
+    """Return True for equal logits up to the rounding of values in quantised layers, which another runner may turn over."""
+    return bool((a - b).abs().max() <= 2e-3 * b.abs().max())
+
+
+def logits_after(target: Target, **settings: object) -> Tensor:
+    """Return the logits of a view after the prompt, whose keys and values are the target's."""
+    cache, last = target.new_cache(20), TOKENS.shape[1] - 1
+    target.forward(TOKENS[:, :-1], cache, 0)
+    view = target.draft_view((), (), keep_boundary=True, **settings)  # type: ignore[arg-type]
+    return view.forward(TOKENS[:, -1:], cache, last)
+
+
+@pytest.mark.parametrize("runner", RUNNERS)
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("family", [family for family in SUPPORTED if family not in WITHOUT_LINEARS])
+@torch.inference_mode()
+def test_logits_are_those_of_the_rounded_model_on_the_targets_cache(family: str, bits: int, runner: str) -> None:
+    if (family, runner) == ("bloom", "static"):
+        pytest.skip("the static runner refuses this family")
+    model = build(family)
+    target = Target(model, RUNNERS[runner])
+    found = logits_after(target, bits=bits)
+    eager, last = Target(model), TOKENS.shape[1] - 1
+    cache = eager.new_cache(20)
+    eager.forward(TOKENS[:, :-1], cache, 0)
+    assert are_near(found, Target(rounded(model, bits)).forward(TOKENS[:, -1:], cache, last))
+    assert not are_near(found, eager.forward(TOKENS[:, -1:], cache, last))
+
+
+def test_view_keeps_no_boundary() -> None:
+    target = Target(build("llama"))
+    view = target.draft_view((2,), (2,), keep_boundary=True, bits=8)
+    assert (view.boundary, view.keeps_boundary) == (0, False)
+
+
+@torch.inference_mode()
+def test_rounds_are_those_of_the_passes() -> None:
+    """Predictions run the same weights as drafts do."""
+    from decoding.cache.rounds_cache import RoundsCache
+
+    target = Target(build("llama"))
+    cache, start = target.new_cache(20), TOKENS.shape[1] - 1
+    target.forward(TOKENS, cache, 0)
+    view = target.draft_view((1,), (), keep_boundary=False, bits=4)
+    logits = view.rounds(TOKENS[:, -1:], RoundsCache([(cache, range(start, start + 1))], 1))
+    fresh = target.new_cache(20)
+    target.forward(TOKENS[:, :-1], fresh, 0)
+    assert agree(logits[0], view.forward(TOKENS[:, -1:], fresh, start))
+
+
+@pytest.mark.parametrize("runner", RUNNERS)
+@torch.inference_mode()
+def test_small_vocabulary_is_quantised_too(runner: str) -> None:
+    target = Target(build("llama"), RUNNERS[runner])
+    whole, found = logits_after(target, bits=8), logits_after(target, bits=8, vocabulary=EVERY_THIRD)
+    chosen = torch.tensor(EVERY_THIRD.token_ids)
+    assert agree(found[:, chosen], whole[:, chosen])
+    assert (found == LEFT_OUT).sum() == VOCABULARY - len(chosen)
+    features = SpeedFeatures(draft_vocabulary=7)
+    target = Target(build("llama"), functools.partial(RUNNERS[runner], features=features))
+    assert (logits_after(target, bits=8) != LEFT_OUT).sum() == 7
+
+
+def test_routers_of_experts_and_layers_with_hooks_stay() -> None:
+    class Blocks(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.router, self.shared_expert_gate, self.projection = nn.Linear(8, 4), nn.Linear(8, 1), nn.Linear(8, 8)
+
+    layers, blocks = module_under_test.QuantisedLayers(frozenset({1, 4})), Blocks()
+    twin = layers.within(blocks, 8)
+    assert twin.router is blocks.router
+    assert twin.shared_expert_gate is blocks.shared_expert_gate
+    assert twin.projection is not blocks.projection
+    blocks.projection.register_forward_hook(lambda *_: None)
+    assert layers.within(blocks, 8) is blocks
+    with pytest.raises(UnsupportedModelError, match="no plain linear layer"):
+        layers.check(blocks)
+
+
+def test_mixture_of_experts_has_router_sizes() -> None:
+    assert Target(build("mixtral"))._quantised._router_sizes == {1, 4}
+    assert Target(build("llama"))._quantised._router_sizes == frozenset()
+
+
+@pytest.mark.parametrize("family", sorted(WITHOUT_LINEARS))
+def test_model_without_linear_layers_is_refused_in_one_line(family: str) -> None:
+    with pytest.raises(UnsupportedModelError, match="nothing to quantise for a draft"):
+        check_draft(Target(build(family)), LayerSkip(bits=8))
+
+
+def test_weights_that_are_quantised_already_or_elsewhere_stay() -> None:
+    class Packed(torch.nn.Parameter):
+        pass
+
+    layer = nn.Linear(4, 4)
+    assert module_under_test.is_plain_linear(layer)
+    assert not module_under_test.is_plain_linear(nn.Linear(4, 4, device="meta"))
+    assert not module_under_test.is_plain_linear(nn.Linear(4, 4, dtype=torch.float64))
+    layer.weight.__class__ = Packed
+    assert not module_under_test.is_plain_linear(layer)
+
+
+@pytest.fixture
+def packed(monkeypatch: pytest.MonkeyPatch) -> list[weakref.ref[nn.Module]]:
+    """Every quantised layer that is made."""
+    made: list[weakref.ref[nn.Module]] = []
+    genuine = quantised
+
+    def watched(linear: nn.Linear, bits: int) -> nn.Module:
+        layer = genuine(linear, bits)
+        made.append(weakref.ref(layer))
+        return layer
+
+    monkeypatch.setattr(module_under_test, "quantised", watched)
+    return made
+
+
+@pytest.mark.parametrize("runner", RUNNERS)
+def test_layers_are_packed_once_for_all_views_and_gone_with_the_last(
+    runner: str, packed: list[weakref.ref[nn.Module]]
+) -> None:
+    target = Target(build("llama"), RUNNERS[runner])
+    view = target.draft_view((), (), keep_boundary=False, bits=8)
+    num_layers = 7 * target.num_layers + 1
+    assert len(packed) == num_layers
+    views = [view, *(target.draft_view((index,), (), keep_boundary=False, bits=8) for index in range(3))]
+    assert len(packed) == num_layers, "each layer is packed once"
+    views.append(target.draft_view((), (), keep_boundary=False, bits=4))
+    assert len(packed) == 2 * num_layers, "each precision has layers of its own"
+    del view
+    views.clear()
+    gc.collect()
+    assert [layer() for layer in packed] == [None] * len(packed)
+
+
+def test_skipped_sublayers_are_not_packed(packed: list[weakref.ref[nn.Module]]) -> None:
+    target = Target(build("llama"))
+    views = [target.draft_view((0, 1, 2, 3), (1, 2, 3, 4), keep_boundary=False, bits=8)]
+    assert len(packed) == 3 + 4 + 1, "an MLP, an attention, and the LM head"
+    views.append(target.exit_view(1, untrained_head(target), bits=8))  # type: ignore[arg-type]
+    assert len(packed) == 3 + 4 + 1 + 4 + 7, "the attention of the first block, and the head's block"
+
+
+def test_model_keeps_its_weights() -> None:
+    model = build("llama")
+    before = {name: weight.data_ptr() for name, weight in model.named_parameters()}
+    target = Target(model)
+    target.draft_view((), (), keep_boundary=False, bits=8)
+    assert {name: weight.data_ptr() for name, weight in model.named_parameters()} == before
+    assert not any(name.endswith("scales") for name, _ in model.named_buffers())
+
+
+def test_shared_expert_models_have_linear_layers_beside_their_experts() -> None:
+    model = make("Qwen2Moe", num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, num_key_value_heads=2)
+    target = Target(model)
+    (mlp,) = {type(block.mlp) for block in target.blocks}
+    blocks = target.draft_blocks(bits=8)
+    kinds = {name: type(layer).__name__ for name, layer in blocks[0].mlp.named_children()}
+    assert kinds["shared_expert_gate"] == "Linear", mlp
