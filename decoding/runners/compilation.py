@@ -22,6 +22,7 @@ from decoding.runners.contract import BlockCall
 from decoding.runners.cpu_few_positions import compile_few_positions
 from decoding.runners.cpu_one_position import OnePosition
 from decoding.runners.cpu_packed import compile_packed_linear
+from decoding.runners.cpu_quantised import compile_integer_kernel
 from decoding.runners.features import NO_FEATURES, SpeedFeatures
 from decoding.runners.graphs import OutputsT
 
@@ -109,6 +110,7 @@ def compiling(call: BlockCall) -> Iterator[None]:
     shapes = importlib.import_module("torch.fx.experimental._config").patch(use_duck_shape=False)
     compile_packed_linear()
     compile_few_positions()
+    compile_integer_kernel()
     with dynamo, shapes:
         try:
             yield

@@ -13,15 +13,12 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import importlib
-import warnings
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from decoding.errors import one_line
+from decoding.runners.cpu_kernels import call_directly, compiled_library
 
 SOURCE = Path(__file__).with_suffix(".cpp")
 
@@ -91,16 +88,10 @@ def _is_supported(dtype: torch.dtype) -> bool:
 
 @functools.cache
 def _library() -> ctypes.CDLL | None:
-    """Return the compiled kernel, or None with a warning if it cannot be compiled. torch keeps it on disk."""
-    errors = importlib.import_module("torch._inductor.exc")
-    cache = importlib.import_module("torch._inductor.codecache").CppCodeCache
-    try:
-        compiled = cache.load(SOURCE.read_text(), "cpu")
-    except (errors.CppCompileError, errors.InvalidCxxCompiler) as cause:
-        warnings.warn(f"linear layers run slower than they could: {one_line(cause)[:200]}", stacklevel=2)
+    """Return the compiled kernel, or None with a warning if it cannot be compiled."""
+    library = compiled_library(SOURCE)
+    if library is None:
         return None
-    # Once more, with its names visible to the code that inductor compiles.
-    library = ctypes.CDLL(compiled._name, mode=ctypes.RTLD_GLOBAL)
     library.sdtune_multiply.argtypes = [ctypes.c_void_p] * 3 + [ctypes.c_int64] * 4
     library.sdtune_multiply.restype = None
     return library
@@ -108,43 +99,9 @@ def _library() -> ctypes.CDLL | None:
 
 def compile_few_positions() -> None:
     """Make inductor call the kernel directly, without going through Python."""
-    lowering = importlib.import_module("torch._inductor.lowering")
-    operator = torch.ops.sdtune.few_positions.default
-    if operator not in lowering.lowerings:
-        lowering.register_lowering(operator, type_promotion_kind=None)(_lowered)
-
-
-def _lowered(values: Any, weight: Any) -> Any:
-    """Build the call in inductor's IR."""
-    ir, kernel = importlib.import_module("torch._inductor.ir"), _call_class()
-    inputs = [kernel.require_contiguous(kernel.realize_input(each)) for each in (values, weight)]
-    size = [*values.get_size()[:-1], weight.get_size()[0]]
-    layout = ir.FixedLayout(device=values.get_device(), dtype=values.get_dtype(), size=size)
-    return ir.TensorBox.create(kernel(layout, inputs, **CALL))
-
-
-CALL: dict[str, Any] = {
-    "op_overload": torch.ops.sdtune.few_positions.default,
-    "cpp_kernel_name": "aoti_torch_cpu_sdtune_few_positions",
-}
-_ARGUMENTS = "AtenTensorHandle, AtenTensorHandle, AtenTensorHandle*"
-DECLARATION = f'extern "C" AOTITorchError {CALL["cpp_kernel_name"]}({_ARGUMENTS});'
-
-
-@functools.cache
-def _call_class() -> Any:
-    """Return the class of the calls in inductor's IR, which takes a while to import."""
-    base: Any = importlib.import_module("torch._inductor.ir").ExternKernelAlloc
-
-    class FewPositionsCall(base):
-        """A call of the kernel."""
-
-        def codegen(self, wrapper: Any) -> None:
-            """Write the declaration and the call."""
-            wrapper.header.writeline(DECLARATION)
-            super().codegen(wrapper)
-
-        def apply_constraint(self) -> None:
-            """Do nothing: the inputs are contiguous."""
-
-    return FewPositionsCall
+    call_directly(
+        torch.ops.sdtune.few_positions.default,
+        "aoti_torch_cpu_sdtune_few_positions",
+        num_inputs=2,
+        num_outputs=lambda inputs: inputs[1].get_size()[0],
+    )

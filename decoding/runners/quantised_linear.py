@@ -1,115 +1,29 @@
 """Linear layers with integer weights, for drafts (our formulation).
 
 All products are products of integers, and their sums are exact: the bits of a position do not depend on the number of
-positions, on the order of the sums, or on the implementation.
+positions, on the order of the sums, or on the implementation. `integers` describes the numbers.
 
-* int8: one scale per row, symmetric.
-* int4: two per byte, in groups of 32 inputs with a scale and a minimum. Both are integers in units of the row's scale,
-  as in the k-quants of llama.cpp.
-* Values: integers of 15 bits with one scale per position. Rounding them adds little to the error of the weights.
-
-A layer here is plain torch and runs on any device. In compiled code, few positions are a sum of products that inductor
-can fuse with the unpacking. Outside, weights are unpacked in pieces in every pass. Not measured on a GPU.
+A `QuantisedLinear` is plain torch and runs on any device. In compiled code, few positions are a sum of products that
+inductor can fuse with the unpacking. Outside, weights are unpacked in pieces in every pass. Not measured on a GPU.
+On a CPU with AVX-512 VNNI, `cpu_quantised` computes the same bits by a kernel.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import pad
 
 from decoding.errors import UnsupportedModelError
-
-MAX_VALUE = 127 * 128 + 63
-"""Largest integer that stands for a value: 128 times a signed byte plus another one from -64 to 63."""
-
-SMALLEST = 1e-30
-"""Positions whose values are all smaller than this are rounded to it, so that no scale overflows."""
-
-GROUP = 32
-"""Inputs that share a scale and a minimum (int4)."""
-
-MAX_SCALE = 63
-"""Largest scale of a group, in units of the row's scale (int4). The sums of 17,000 inputs fit in 32 bits."""
+from decoding.runners.cpu_quantised import TiledLinear, has_integer_kernel
+from decoding.runners.integers import PACKED, PackedWeight, quantised_values
 
 MAX_FUSED_POSITIONS = 8
 """Positions up to which compiled code sums products. More are a matrix product."""
 
 MAX_UNPACKED = 2**24
 """Maximum number of weights that are unpacked at once outside compiled code."""
-
-
-class PackedWeight(nn.Module):
-    """The integers of a weight [outputs, inputs], and the scale of each row."""
-
-    bits: int
-    scales: Tensor
-    """[outputs] in float32: a weight is its integer times the scale of its row."""
-
-    def __init__(self, num_outputs: int, num_inputs: int) -> None:
-        super().__init__()
-        self.num_outputs, self.num_inputs = num_outputs, num_inputs
-
-    def integers(self, first: int, end: int) -> Tensor:
-        """Return rows `first` to `end` (exclusive) in float64, [rows, inputs]."""
-        raise NotImplementedError
-
-
-class Int8Weight(PackedWeight):
-    """Signed bytes from -127 to 127 with one scale per row."""
-
-    bits = 8
-    rows: Tensor
-    """[outputs, inputs] in int8."""
-
-    def __init__(self, weight: Tensor) -> None:
-        super().__init__(*weight.shape)
-        scales = weight.abs().amax(1).clamp(min=SMALLEST) / 127
-        self.register_buffer("scales", scales)
-        self.register_buffer("rows", (weight / scales[:, None]).round().clamp(-127, 127).to(torch.int8))
-
-    def integers(self, first: int, end: int) -> Tensor:
-        """Return the bytes of these rows."""
-        return self.rows[first:end].double()
-
-
-class Int4Weight(PackedWeight):
-    """Four bits per weight in groups of 32: `integer = group_scale * bits + minimum`. The range includes 0."""
-
-    bits = 4
-    pairs: Tensor
-    """[outputs, groups, 16] in uint8: input i of a group in the lower half, input i + 16 in the upper half."""
-    group_scales: Tensor
-    """[outputs, groups] in uint8, from 0 to `MAX_SCALE`."""
-    minima: Tensor
-    """[outputs, groups] in int16, from -15 * `MAX_SCALE` to 0."""
-
-    def __init__(self, weight: Tensor) -> None:
-        super().__init__(*weight.shape)
-        groups = pad(weight, (0, -self.num_inputs % GROUP)).unflatten(1, (-1, GROUP))
-        minima, steps = groups.amin(2).clamp(max=0), (groups.amax(2).clamp(min=0) - groups.amin(2).clamp(max=0)) / 15
-        scales = steps.amax(1, keepdim=True).clamp(min=SMALLEST) / MAX_SCALE
-        group_scales = (steps / scales).round().clamp(0, MAX_SCALE)
-        group_scales[(group_scales == 0) & (steps > 0)] = 1
-        minima = (minima / scales).round()
-        bits = (groups / scales[..., None] - minima[..., None]) / group_scales.clamp(min=1)[..., None]
-        bits = bits.round().clamp(0, 15).to(torch.uint8)
-        self.register_buffer("scales", scales.squeeze(1))
-        self.register_buffer("pairs", bits[..., : GROUP // 2] | bits[..., GROUP // 2 :] << 4)
-        self.register_buffer("group_scales", group_scales.to(torch.uint8))
-        self.register_buffer("minima", minima.to(torch.int16))
-
-    def integers(self, first: int, end: int) -> Tensor:
-        """Return the unpacked integers of these rows."""
-        pairs, scales, minima = self.pairs[first:end], self.group_scales[first:end], self.minima[first:end]
-        bits = torch.cat([pairs & 15, pairs >> 4], dim=2).double()
-        return (bits * scales[..., None] + minima[..., None]).flatten(1)[:, : self.num_inputs]
-
-
-PACKED: dict[int, Callable[[Tensor], PackedWeight]] = {8: Int8Weight, 4: Int4Weight}
-"""The packed weight of each number of bits, made from a weight [outputs, inputs] in float32."""
 
 
 class QuantisedLinear(nn.Module):
@@ -147,15 +61,6 @@ class QuantisedLinear(nn.Module):
             yield first, min(first + num_rows, self.out_features)
 
 
-def quantised_values(values: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the integers of `values` [.., inputs] in float64, and the scale of each position [.., 1] in float32."""
-    values = values.float()
-    largest = values.abs().amax(-1, keepdim=True).clamp(min=SMALLEST)
-    integers = (values * (MAX_VALUE / largest)).round()
-    scales = torch.where(largest.isfinite(), largest / MAX_VALUE, torch.nan)
-    return integers.double(), scales
-
-
 def quantised(linear: nn.Linear, bits: int) -> nn.Module:
     """Return `linear` with weights of 8 or 4 bits; its bias is shared.
 
@@ -170,4 +75,5 @@ def quantised(linear: nn.Linear, bits: int) -> nn.Module:
         weight = linear.weight.detach().float()
         if not weight.isfinite().all():
             raise UnsupportedModelError("a linear layer has weights that are not finite: it cannot be quantised")
-        return QuantisedLinear(PACKED[bits](weight), None if linear.bias is None else linear.bias.detach())
+        packed, bias = PACKED[bits](weight), None if linear.bias is None else linear.bias.detach()
+        return TiledLinear(packed, bias) if has_integer_kernel(packed) else QuantisedLinear(packed, bias)

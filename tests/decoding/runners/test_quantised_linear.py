@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from decoding.errors import UnsupportedModelError
+from decoding.runners.compilation import CompiledBlocks, compiling
 from decoding.runners.quantised_linear import quantised
 
 PRECISIONS = [torch.float32, torch.bfloat16, torch.float16]
@@ -16,6 +17,13 @@ ERRORS = {8: 0.02, 4: 0.2}
 UNIT = {torch.float32: 1e-4, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 SIZES = [(64, 40), (31, 7), (1, 3), (100, 17), (2304, 18)]
 """Inputs and outputs."""
+
+
+@pytest.fixture(autouse=True, params=["kernel", "plain torch"])
+def _implementation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Everything holds for the kernel, where the processor has the instructions, and without it."""
+    if request.param == "plain torch":
+        monkeypatch.setattr(torch.cpu, "_is_vnni_supported", lambda: False)
 
 
 def _relative_error(found: Tensor, expected: Tensor) -> float:
@@ -136,11 +144,15 @@ def test_only_plain_linear_layers_are_quantised() -> None:
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # raised by modules that torch's compiler imports
 @torch.inference_mode()
+@pytest.mark.parametrize("_implementation", ["plain torch"], indirect=True)
 @pytest.mark.parametrize("bits", ERRORS)
 def test_compiled_code_computes_the_same_bits(bits: int) -> None:
     torch.manual_seed(0)
-    layer = quantised(nn.Linear(100, 24), bits)
-    compiled = torch.compile(layer, dynamic=False)
-    for width in (1, 4, 12):
-        values = torch.randn(1, width, 100)
-        assert torch.equal(compiled(values), layer(values))
+    call = CompiledBlocks(torch.device("cpu"))
+    for sizes in ((100, 24), (24, 100)):
+        layer = quantised(nn.Linear(*sizes), bits)
+        for width in (1, 12):
+            values = torch.randn(1, width, sizes[0])
+            with compiling(call):
+                assert torch.equal(call(layer, values, (), {}), layer(values))
+    assert call.problem is None

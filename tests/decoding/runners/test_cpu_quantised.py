@@ -1,0 +1,84 @@
+"""The kernel for integer weights computes the bits of plain torch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from decoding.runners import cpu_quantised
+from decoding.runners.compilation import CompiledBlocks, compiling
+from decoding.runners.cpu_quantised import MAX_INPUTS, TiledLinear, has_integer_kernel
+from decoding.runners.integers import PACKED
+from decoding.runners.quantised_linear import QuantisedLinear, quantised
+
+needs_kernel = pytest.mark.skipif(
+    not has_integer_kernel(PACKED[8](torch.ones(1, 1))), reason="the processor lacks the instructions"
+)
+SIZES = [(64, 40), (31, 7), (1, 3), (100, 17), (33, 200), (2304, 18), (500, 300)]
+"""Inputs and outputs."""
+
+
+@needs_kernel
+@torch.inference_mode()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+@pytest.mark.parametrize("bits", PACKED)
+def test_kernel_and_plain_torch_agree_bit_for_bit(bits: int, sizes: tuple[int, int], dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    weight = PACKED[bits](torch.randn(sizes[::-1]))
+    kernel, plain = TiledLinear(weight, torch.randn(sizes[1])), QuantisedLinear(weight, None)
+    plain.bias = kernel.bias
+    for shape in ((), (1, 1), (1, 2), (3,), (2, 2), (1, 5), (1, 6), (7,), (1, 13)):
+        values = (5 * torch.randn(*shape, sizes[0])).to(dtype)
+        values[..., : sizes[0] // 2] /= 100
+        assert torch.equal(kernel(values), plain(values))
+
+
+@needs_kernel
+@torch.inference_mode()
+@pytest.mark.parametrize("bits", PACKED)
+def test_the_largest_sums_fit(bits: int) -> None:
+    weight = PACKED[bits](torch.ones(2, MAX_INPUTS[bits]) * torch.tensor([[1.0], [-1.0]]))
+    values = torch.cat([torch.ones(1, MAX_INPUTS[bits]), -torch.ones(1, MAX_INPUTS[bits])])
+    found = TiledLinear(weight, None)(values)
+    assert torch.equal(found, QuantisedLinear(weight, None)(values))
+    torch.testing.assert_close(found, torch.tensor([[1.0, -1], [-1, 1]]) * MAX_INPUTS[bits], rtol=1e-2, atol=0)
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("bits", PACKED)
+def test_more_inputs_than_fit_are_computed_by_plain_torch(bits: int) -> None:
+    assert isinstance(quantised(nn.Linear(MAX_INPUTS[bits] + 1, 1), bits), QuantisedLinear)
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("missing", ["_is_avx512_supported", "_is_vnni_supported"])
+def test_processors_without_the_instructions_use_plain_torch(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cpu, missing, lambda: False)
+    assert isinstance(quantised(nn.Linear(4, 4), 8), QuantisedLinear)
+
+
+@needs_kernel
+@pytest.mark.parametrize("bits", PACKED)
+def test_tiles_take_as_much_memory_as_rows(bits: int) -> None:
+    layer = nn.Linear(1024, 512, bias=False)
+    fast = quantised(layer, bits)
+    assert isinstance(fast, TiledLinear)
+    assert fast.num_bytes == QuantisedLinear(PACKED[bits](layer.weight.detach()), None).num_bytes
+
+
+@needs_kernel
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # raised by modules that torch's compiler imports
+@torch.inference_mode()
+def test_compiled_code_calls_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    call = CompiledBlocks(torch.device("cpu"))
+    layers = [quantised(nn.Linear(24, 24, dtype=torch.bfloat16), bits) for bits in PACKED]
+    values = torch.randn(1, 5, 24).bfloat16()
+    expected = [layer(values) for layer in layers]
+    monkeypatch.setattr(cpu_quantised, "_library", None)  # compiled code does not go through Python
+    with compiling(call):
+        for layer, outputs in zip(layers, expected, strict=True):
+            assert torch.equal(call(layer, values, (), {}), outputs)
+    assert call.problem is None
