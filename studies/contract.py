@@ -18,7 +18,7 @@ from pydantic import Field
 
 from decoding.documents.strict_yaml import Document
 from decoding.draft_length import AnyRule, DraftLengthRule
-from decoding.drafts import Draft, EarlyExit
+from decoding.drafts import BitWidth, Draft, EarlyExit
 from decoding.head_folder import HeadFolder
 from decoding.profile import Decoding
 from decoding.target import Target
@@ -129,6 +129,10 @@ class StudySettings(Document):
 
     def wanted_heads(self, num_layers: int) -> tuple[int, ...]:
         """Return the exit layers that need a distilled head, in a model of `num_layers`."""
+        return ()
+
+    def wanted_bits(self) -> tuple[BitWidth, ...]:
+        """Return the precisions of the quantised drafts that the study proposes."""
         return ()
 
 

@@ -10,11 +10,13 @@ from decoding.drafts.layer_skip import LayerSkip
 from decoding.drafts.layers import Layers, compact_indices, format_indices, parse_indices
 from decoding.drafts.lookup import Lookup
 from decoding.drafts.plain import PlainDecoding
+from decoding.drafts.precision import BitWidth
 from decoding.drafts.prompt_lookup import PromptLookup
 from decoding.drafts.registry import KINDS, Draft, DraftKind, RealDraft, infer_kind
 
 __all__ = [
     "KINDS",
+    "BitWidth",
     "Draft",
     "DraftDocument",
     "DraftKind",

@@ -47,9 +47,13 @@ class QuantisedLayers:
             self._packed[name, bits] = packed
         return packed
 
+    def finds_any(self, blocks: nn.Module) -> bool:
+        """Return True if there is a layer to quantise in `blocks`."""
+        return any(self._is_quantised(module) for module in blocks.modules())
+
     def check(self, blocks: nn.Module) -> None:
-        """Raise `UnsupportedModelError` unless some of `blocks` have a layer to quantise."""
-        if not any(self._is_quantised(module) for module in blocks.modules()):
+        """Raise `UnsupportedModelError` unless there is a layer to quantise in `blocks`."""
+        if not self.finds_any(blocks):
             raise UnsupportedModelError(
                 "its blocks have no plain linear layer in float32, bfloat16 or float16: nothing to quantise for a draft"
             )

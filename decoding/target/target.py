@@ -33,7 +33,7 @@ from decoding.target.parts import LMHead, ModelPart, find_lm_head, run_whole, wi
 from decoding.target.quantised import QuantisedLayers, is_plain_linear
 from decoding.target.stand_ins import Emit, FixedShapes, Head, Identity, PassState, Tap, first_of
 from decoding.target.varlen import find_kernel, with_varlen_attention
-from decoding.target.views import BlockView, DraftView, ExitView, ResumeView, TappedView
+from decoding.target.views import BlockView, DraftStatesView, DraftView, ExitView, ResumeView, TappedView
 
 
 class Target:
@@ -278,6 +278,11 @@ class Target:
         return None if name is None else getattr(self.model, name).out_features
 
     @property
+    def can_be_quantised(self) -> bool:
+        """True if a draft of this model may be quantised: some layer of its blocks is a plain linear one."""
+        return self._quantised.finds_any(self.blocks)
+
+    @property
     def device(self) -> torch.device:
         """Device of the token ids."""
         return self.model.get_input_embeddings().weight.device
@@ -364,6 +369,10 @@ class Target:
         """
         return ExitView(self, exit_layer, head, bits=bits)
 
+    def draft_states_view(self, exit_layer: int, *, bits: int) -> DraftStatesView:
+        """Return the first `exit_layer` blocks of a quantised draft, whose states its exit head reads."""
+        return DraftStatesView(self, exit_layer, bits=bits)
+
     def new_exit_head(self, vocabulary: DraftVocabulary | None = None) -> ExitHead:
         """Return a copy of the last block as a new exit head that drafts from `vocabulary`, or from all tokens.
 
@@ -391,21 +400,28 @@ class Target:
         logits = run_whole(view, token_ids, first)
         return {exit_layer: kept[0] for exit_layer, kept in states.items()}, logits
 
-    def exit_logits(self, token_ids: Tensor, states: Tensor, head: ExitHead | None, *, first: int = 0) -> Tensor:
+    def exit_logits(
+        self, token_ids: Tensor, states: Tensor, head: ExitHead | None, *, first: int = 0, bits: int | None = None
+    ) -> Tensor:
         """Return logits [batch, length - first, vocabulary] of an exit, from position `first` on.
 
         `states` [batch, length, hidden] are the exit's states of `token_ids` [batch, length]. The block of `head` receives
-        gradients; without a head the states are used as they are. Tokens outside the head's vocabulary get `LEFT_OUT`.
+        gradients; without a head the states are used as they are. Tokens outside the head's vocabulary get `LEFT_OUT`. With
+        `bits` head and LM head have quantised weights, and nothing receives gradients.
         """
         emit = Emit(self.blocks[0], self.anatomy.block_outputs)
         emit.states = states
         blocks = [emit, *(Identity(block, self.anatomy.block_outputs) for block in list(self.blocks)[1:])]
+        vocabulary = None if head is None else head.vocabulary
         if head is not None:
-            blocks[-1] = Head(head.block)
+            blocks[-1] = Head(head.block if bits is None else self._quantised.within(head.block, bits))
         view = with_blocks(self.model, self.anatomy.path, blocks)
-        if head is not None and head.vocabulary is not None:
-            rows = self._rows_of_lm_head(head.vocabulary)
-            setattr(view, rows.name, rows.stand_in(PassState()))
+        if bits is not None:
+            lm_head = self._quantised_lm_head(vocabulary, bits)
+        else:
+            lm_head = None if vocabulary is None else self._rows_of_lm_head(vocabulary)
+        if lm_head is not None:
+            setattr(view, lm_head.name, lm_head.stand_in(PassState()))
         return run_whole(view, token_ids, first)
 
     def check_exit_layer(self, exit_layer: int) -> None:

@@ -112,6 +112,23 @@ class BlockView:
         return output
 
 
+class DraftStatesView:
+    """The first `exit_layer` blocks of a quantised draft, run for many rounds at once."""
+
+    def __init__(self, target: Target, exit_layer: int, *, bits: int) -> None:
+        target.check_exit_layer(exit_layer)
+        current, after = PassState(), range(exit_layer, target.num_layers)
+        blocks = target.draft_blocks(after, after, bits=bits)
+        blocks[exit_layer - 1] = Tap(blocks[exit_layer - 1], current.tapped)
+        self._part = target.part(blocks, current)
+
+    def rounds(self, token_ids: Tensor, cache: RoundsCache) -> Tensor:
+        """Return the exit's states [.., rounds, depth, hidden] of rounds whose drafts `token_ids` [rounds, depth] are known."""
+        states = self._part.rounds(token_ids, cache, last_only=True).states
+        assert states is not None, "the exit is tapped"
+        return states
+
+
 class ResumeView:
     """The target from a boundary on.
 

@@ -18,6 +18,8 @@ BLOCK_SHARES = (0.33, 0.67, 0.9)
 HELD_OUT_SHARES = ((0.15, 0.15), (0.3, 0.1), (0.4, 0.6), (0.6, 0.5))
 FITTED_TOKENS, HELD_OUT_TOKENS = (0.25,), (0.125,)
 """Shares of the vocabulary that drafts for the fit, and for its error, choose from."""
+NUM_HELD_OUT_QUANTISED = 2
+"""Number of skips that quantised passes for the error have, in each precision."""
 BOUNDARIES = (0.5, 0.25, 0.75)
 """Relative depths at which verifications for the fit resume; each width uses the next one in turn."""
 
@@ -31,6 +33,7 @@ def plan_passes(terms: Terms, seed: int) -> tuple[list[Pass], list[Pass]]:
     attentions = [LayerSkip(), *_attention_skips(terms, stream)]
     held_out = [skip for skip in dict.fromkeys(_held_out_skips(terms, stream)) if skip not in fitted]
     first, *others = terms.contexts
+    quantised, held_out_quantised = _quantised(terms, [*attentions, *fitted], held_out or fitted[-1:])
     looking = [DraftStep(skip, first, looks=True) for skip in fitted[: len(BLOCK_SHARES)]]
     narrow = [DraftStep(skip, first, num_tokens=each) for skip in fitted[:2] for each in _narrow(terms, FITTED_TOKENS)]
     held_out_narrow = [
@@ -44,9 +47,37 @@ def plan_passes(terms: Terms, seed: int) -> tuple[list[Pass], list[Pass]]:
             *narrow,
             *_steps(attentions, others),
             *_verifications(terms),
+            *quantised,
         ],
-        [*_steps(held_out or fitted[-1:], terms.contexts), *held_out_narrow, *_resumed(terms, stream)],
+        [
+            *_steps(held_out or fitted[-1:], terms.contexts),
+            *held_out_narrow,
+            *_resumed(terms, stream),
+            *held_out_quantised,
+        ],
     )
+
+
+def _quantised(
+    terms: Terms, fitted: Sequence[LayerSkip], held_out: Sequence[LayerSkip]
+) -> tuple[list[Pass], list[Pass]]:
+    """Return quantised draft steps for the fit, all after the first context, and for its error, after any.
+
+    The same skips separate the sublayers' costs in every precision.
+    """
+    timed, checked = list[Pass](), list[Pass]()
+    for bits in terms.bits:
+        every, others = ([_at(skip, bits) for skip in skips] for skips in (fitted, held_out[:NUM_HELD_OUT_QUANTISED]))
+        timed += _steps(every, terms.contexts[:1])
+        narrow = _narrow(terms, FITTED_TOKENS)
+        timed += [DraftStep(every[0], terms.contexts[0], num_tokens=each) for each in narrow]
+        checked += _steps(others, terms.contexts)
+    return timed, checked
+
+
+def _at(skip: LayerSkip, bits: int) -> LayerSkip:
+    """Return the same skip with quantised weights."""
+    return LayerSkip(skip_attention=skip.skip_attention, skip_mlp=skip.skip_mlp, bits=bits)
 
 
 def _narrow(terms: Terms, shares: Iterable[float]) -> list[int]:

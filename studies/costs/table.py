@@ -40,6 +40,14 @@ class TermSeconds(Document):
     choice: Seconds = Field(description="further seconds of a draft step: choosing the token and keeping it")
     look: Seconds = Field(description="further seconds of a draft step if a rule looks at the distribution")
     left_out: Seconds = Field(0.0, description="seconds that a draft step saves if it leaves the whole vocabulary out")
+    quantised_rest: tuple[Seconds, ...] = Field((), description="by precision: `rest` of a quantised draft step")
+    quantised_attention: tuple[tuple[Seconds, ...], ...] = Field(
+        (), description="by precision and by kind: a quantised attention sublayer after the shortest context"
+    )
+    quantised_mlp: tuple[tuple[Seconds, ...], ...] = Field((), description="by precision and by kind: a quantised MLP")
+    quantised_left_out: tuple[Seconds, ...] = Field(
+        (), description="by precision: `left_out` of a quantised draft step"
+    )
 
 
 class CostError(Document):
@@ -64,6 +72,7 @@ class CostTable(Document):
     num_tokens: int | None = Field(
         None, ge=1, description="size of the vocabulary; None if drafts choose from all of it"
     )
+    bits: tuple[int, ...] = Field((), description="precisions of quantised drafts that were measured")
     seconds: TermSeconds
     error: CostError
 
@@ -94,7 +103,7 @@ class CostTable(Document):
         if num_drafted < 0:
             raise ValueError(f"a round drafts 0 tokens or more, got {num_drafted}")
         skip = self._skipped(draft)
-        boundary = (skip.first_skipped or 0) if prefix_reuse and num_drafted else 0
+        boundary = skip.num_shared_blocks if prefix_reuse and num_drafted else 0
         return self._predict(Verification(num_drafted + 1, context, boundary))
 
     def plain_seconds(self, *, context: float) -> float:
@@ -132,9 +141,11 @@ class CostTable(Document):
         skipped = self.draft_seconds(LayerSkip.blocks((index,)), context=context)
         return self.draft_seconds(LayerSkip(), context=context) - skipped
 
-    def covers(self, widths: Iterable[int], contexts: Iterable[int]) -> bool:
-        """Return whether all `widths` and `contexts` are within the measured range."""
+    def covers(self, widths: Iterable[int], contexts: Iterable[int], bits: Iterable[int] = ()) -> bool:
+        """Return whether all `widths` and `contexts` are within the measured range, and all `bits` were measured."""
         asked = list(contexts)
+        if not set(bits) <= set(self.bits):
+            return False
         return max(widths) <= self.widths[-1] and self.contexts[0] <= min(asked) and max(asked) <= self.contexts[-1]
 
     def describe(self) -> str:
@@ -150,6 +161,8 @@ class CostTable(Document):
             if present:
                 each = [self.sublayer_seconds(index, kind, context=context) for index in present]
                 shown[name] = float(np.mean(each))
+        whole = {f"an int{bits} draft step": LayerSkip(bits=bits) for bits in self.bits}
+        shown |= {name: self.draft_seconds(draft, context=context) for name, draft in whole.items()}
         times = ", ".join(f"{name} {1000 * seconds:.3g} ms" for name, seconds in shown.items())
         error = self.error
         return (
@@ -170,7 +183,7 @@ class CostTable(Document):
 
     @cached_property
     def _terms(self) -> Terms:
-        return Terms(self.kinds, self.widths, self.contexts, self.num_tokens)
+        return Terms(self.kinds, self.widths, self.contexts, self.num_tokens, self.bits)
 
     @cached_property
     def _values(self) -> Vector:

@@ -105,6 +105,9 @@ class Terms:
     contexts: tuple[int, ...]
     num_tokens: int | None = None
     """Size of the model's vocabulary; None if drafts choose from all of it, as the LM head has no plain rows."""
+    bits: tuple[int, ...] = ()
+    """Precisions of quantised drafts. Their sublayers and the rest of a pass have seconds of their own; what depends on the
+    context, and frames, are those of the model's own weights, as keys and values are not quantised."""
 
     @cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -120,6 +123,10 @@ class Terms:
             "choice": (),
             "look": (),
             "left_out": (),
+            "quantised_rest": (len(self.bits),),
+            "quantised_attention": (len(self.bits), _count(self.kinds.attention)),
+            "quantised_mlp": (len(self.bits), _count(self.kinds.mlp)),
+            "quantised_left_out": (len(self.bits),),
         }
 
     @property
@@ -143,15 +150,17 @@ class Terms:
         return groups
 
     def amounts(self, each: Pass) -> Vector:
-        """Return the amount [length] of each term in a pass; linear between measured widths and contexts."""
+        """Return the amount [length] of each term in a pass; linear between measured widths and contexts.
+
+        Raises ValueError for a draft in a precision that was not measured.
+        """
         amounts = np.zeros(self.length)
         terms = self.split(amounts)
         at_context = _between(self.contexts, each.context)
         if isinstance(each, DraftStep):
-            terms["rest"][0] += at_context
+            self._add_rest(terms, at_context, each)
             terms["choice"] += 1
             terms["look"] += each.looks
-            terms["left_out"] -= self._share_left_out(each.num_tokens)
             self._add_blocks(terms, at_context, each.skip, has_head=each.has_head)
             return amounts
         at_width = _between(self.widths, each.width)
@@ -161,6 +170,27 @@ class Terms:
         terms["wider"] += np.multiply.outer(after, np.outer(at_width[1:], at_context))
         terms["narrowed"] += each.boundary
         return amounts
+
+    def _add_rest(self, terms: dict[str, Vector], at_context: Vector, step: DraftStep) -> None:
+        """Add a draft step without its blocks: the embedding and the LM head, or the rows of it that the draft computes."""
+        share = self._share_left_out(step.num_tokens)
+        if step.skip.bits is None:
+            terms["rest"][0] += at_context
+            terms["left_out"] -= share
+            return
+        index = self._index_of(step.skip.bits)
+        terms["rest"][0] += self._beyond_first(at_context)
+        terms["quantised_rest"][index] += 1
+        terms["quantised_left_out"][index] -= share
+
+    def _beyond_first(self, at_context: Vector) -> Vector:
+        """Return the weights of what a context adds to the first one."""
+        return at_context - _between(self.contexts, self.contexts[0])
+
+    def _index_of(self, bits: int) -> int:
+        if bits not in self.bits:
+            raise ValueError(f"the costs of int{bits} drafts were not measured on this device")
+        return self.bits.index(bits)
 
     def _share_left_out(self, num_tokens: int | None) -> float:
         """Return the share of the LM head's rows that a draft from `num_tokens` tokens does not compute."""
@@ -177,8 +207,15 @@ class Terms:
         run = [index for index in blocks if index not in skip_attention or index not in skip_mlp]
         terms["frame"] += self._count(self.kinds.frame, run, len(terms["frame"]))
         attention = self._count(self.kinds.attention, set(run) - skip_attention, len(terms["attention"]))
-        terms["attention"] += np.outer(attention, at_context)
-        terms["mlp"] += self._count(self.kinds.mlp, set(run) - skip_mlp, len(terms["mlp"]))
+        mlp = self._count(self.kinds.mlp, set(run) - skip_mlp, len(terms["mlp"]))
+        if skip.bits is None:
+            terms["attention"] += np.outer(attention, at_context)
+            terms["mlp"] += mlp
+        else:
+            index = self._index_of(skip.bits)
+            terms["attention"] += np.outer(attention, self._beyond_first(at_context))
+            terms["quantised_attention"][index] += attention
+            terms["quantised_mlp"][index] += mlp
 
     def _count(self, kinds: Sequence[int | None], blocks: Iterable[int], num_kinds: int) -> Vector:
         """Return the number of `blocks` with a part of each kind; a block after the last counts as the last."""

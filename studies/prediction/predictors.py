@@ -40,12 +40,22 @@ class ExitPredictor(RecordedPredictor[EarlyExit]):
     """Predicts early exits, with a head or without."""
 
     def exits(self, draft: EarlyExit) -> Collection[int]:
-        """Return the exit of the draft."""
-        return (draft.exit_layer,)
+        """Return the exit of the draft, unless it is the skip set of a quantised model."""
+        return () if _is_quantised_skip(draft) else (draft.exit_layer,)
 
     def logits(self, draft: EarlyExit, survey: Survey) -> Sequence[Tensor]:
-        """Continue from the target's hidden states at the exit: up to there, draft and target are the same."""
+        """Continue from the target's hidden states at the exit: up to there, draft and target are the same.
+
+        A quantised draft differs from its first block on, and is run over all rounds.
+        """
+        if _is_quantised_skip(draft):
+            return survey.skip_logits(draft.skipped(survey.target.num_layers))
         return survey.exit_logits(draft)
+
+
+def _is_quantised_skip(draft: EarlyExit) -> bool:
+    """Return True for a quantised exit without a head: it runs as the skip of the blocks after it."""
+    return draft.weight_bits is not None and not draft.has_head
 
 
 class LookupPredictor(DraftPredictor[PromptLookup]):

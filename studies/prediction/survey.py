@@ -143,23 +143,42 @@ class Survey:
     def skip_logits(self, draft: LayerSkip) -> list[Tensor]:
         """Return the logits [positions, vocabulary] of a skip set on each sequence."""
         cache, token_ids = self.rounds
-        view = self.target.draft_view(draft.skip_attention, draft.skip_mlp, keep_boundary=False)
-        logits = view.rounds(token_ids, cache)
-        logits_of_texts, row = [], 0
-        for text in self._texts:
-            num_rounds = -(-text.target.num_positions // self._depth)
-            logits_of_texts.append(logits[row : row + num_rounds].flatten(0, 1)[: text.target.num_positions])
-            row += num_rounds
-        return logits_of_texts
+        view = self.target.draft_view(draft.skip_attention, draft.skip_mlp, keep_boundary=False, bits=draft.bits)
+        return self._of_texts(view.rounds(token_ids, cache))
 
     def exit_logits(self, draft: EarlyExit) -> list[Tensor]:
-        """Return the logits [positions, vocabulary] of an exit on each sequence."""
+        """Return the logits [positions, vocabulary] of an exit on each sequence.
+
+        The head of a quantised exit reads the target's states of the prompt and the draft's states after it. In decoding it
+        reads the target's states of earlier rounds; the difference is small.
+        """
         self._keep_states([draft.exit_layer])
-        head = self._head(draft)
+        head, states = self._head(draft), self._states[draft.exit_layer]
+        if draft.bits is not None:
+            states = self._quantised_states(draft.exit_layer, draft.bits)
         return [
-            self.target.exit_logits(text.token_ids, states, head, first=text.first)[0]
-            for text, states in zip(self._texts, self._states[draft.exit_layer], strict=True)
+            self.target.exit_logits(text.token_ids, each, head, first=text.first, bits=draft.bits)[0]
+            for text, each in zip(self._texts, states, strict=True)
         ]
+
+    def _quantised_states(self, exit_layer: int, bits: int) -> list[Tensor]:
+        """Return the states [1, length, hidden] at an exit: the target's of the prompt, a quantised draft's after it."""
+        cache, token_ids = self.rounds
+        rounds = self.target.draft_states_view(exit_layer, bits=bits).rounds(token_ids, cache)
+        drafted = self._of_texts(rounds.movedim((-3, -2), (0, 1)))
+        return [
+            torch.cat([states[..., : text.first, :], own.movedim(0, -2).unsqueeze(-3)], dim=-2)
+            for text, states, own in zip(self._texts, self._states[exit_layer], drafted, strict=True)
+        ]
+
+    def _of_texts(self, rows: Tensor) -> list[Tensor]:
+        """Return what rounds [rounds, depth, ..] have computed, as [positions, ..] of each sequence."""
+        found, row = [], 0
+        for text in self._texts:
+            num_rounds = -(-text.target.num_positions // self._depth)
+            found.append(rows[row : row + num_rounds].flatten(0, 1)[: text.target.num_positions])
+            row += num_rounds
+        return found
 
     def _accepted(self, index: int) -> list[bool]:
         """Return for each position whether the sequence's token would be accepted if guessed.

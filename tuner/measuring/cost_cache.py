@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from datetime import UTC, datetime
 from functools import cache
 from pathlib import Path
@@ -79,7 +79,8 @@ class CostKey(Document):
 @cache
 def _code_sha256() -> str:
     folders = (decoding, studies.costs)
-    files = [path for folder in folders for path in Path(str(folder.__file__)).parent.rglob("*.py")]
+    roots = [Path(str(folder.__file__)).parent for folder in folders]
+    files = [path for root in roots for kind in ("*.py", "*.cpp") for path in root.rglob(kind)]
     files += [Path(str(module.__file__)) for module in (measured_table, pass_timer)]
     return hash_json([hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(files)])
 
@@ -105,6 +106,7 @@ def cost_table(
     contexts: Sequence[int],
     progress: Progress,
     num_sequences: int = 1,
+    bits: Collection[int] = (),
     folder: Path | None = None,
     budget_seconds: float = BUDGET_SECONDS,
     most_seconds: float = math.inf,
@@ -113,22 +115,24 @@ def cost_table(
     """Return the table stored in `folder` if it fits model and device and covers these lengths; else measure and store one.
 
     With `num_sequences` above 1 the passes run that many sequences in lockstep, or one if the target cannot share
-    passes. An unreadable file or unwritable folder is reported to `progress` and costs only the measurement. Raises ValueError as
+    passes. `bits` are the precisions of quantised drafts that the table must know. An unreadable file or unwritable folder is
+    reported to `progress` and costs only the measurement. Raises ValueError as
     `tuner.measuring.cost_table.measure_cost_table` does.
     """
     folder = folder or cache_folder()
     num_sequences = shared_batch_size(target, num_sequences)
     key = CostKey.of(target, num_sequences)
     path = folder / key.file_name
-    terms = resolve_terms(target, max_tokens=max_tokens, contexts=contexts)
+    terms = resolve_terms(target, max_tokens=max_tokens, contexts=contexts, bits=bits)
     stored = _read(path, key, progress)
-    if stored is not None and stored.kinds == terms.kinds and stored.covers(terms.widths, terms.contexts):
+    if stored is not None and _covers(stored, terms):
         return stored
     table = measure_cost_table(
         target,
         max_tokens=max_tokens,
         contexts=contexts,
         num_sequences=num_sequences,
+        bits=bits,
         budget_seconds=budget_seconds,
         most_seconds=most_seconds,
         seed=seed,
@@ -144,8 +148,11 @@ def stored_table(
     """Return the table stored for model and device, if it covers these terms; see `cost_table`."""
     key = CostKey.of(target, shared_batch_size(target, num_sequences))
     stored = _read((folder or cache_folder()) / key.file_name, key, Unwatched())
-    covers = stored is not None and stored.kinds == terms.kinds and stored.covers(terms.widths, terms.contexts)
-    return stored if covers else None
+    return stored if stored is not None and _covers(stored, terms) else None
+
+
+def _covers(stored: CostTable, terms: Terms) -> bool:
+    return stored.kinds == terms.kinds and stored.covers(terms.widths, terms.contexts, terms.bits)
 
 
 def cache_folder() -> Path:

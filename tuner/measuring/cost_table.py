@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 import numpy as np
 import torch
@@ -41,6 +41,7 @@ def measure_cost_table(
     max_tokens: int,
     contexts: Sequence[int],
     num_sequences: int = 1,
+    bits: Collection[int] = (),
     budget_seconds: float = BUDGET_SECONDS,
     most_seconds: float = math.inf,
     seed: int = 0,
@@ -54,14 +55,14 @@ def measure_cost_table(
     and after every two passes, and the median of a pass's ratios to its plain neighbours counts: a shared machine is slower for
     seconds at a time, by half where memory is the limit, and slow periods must not look like differences between passes.
 
-    `seed` draws held-out passes and tokens; `clock` gives seconds; `timer` replaces running the passes. With
-    `num_sequences` above 1 every pass runs that many sequences in lockstep, each after the same number of tokens; the
-    target must be able to share passes.
+    `bits` are the precisions in which quantised drafts are timed too. `seed` draws held-out passes and tokens; `clock` gives
+    seconds; `timer` replaces running the passes. With `num_sequences` above 1 every pass runs that many sequences in
+    lockstep, each after the same number of tokens; the target must be able to share passes.
 
     Raises ValueError if `max_tokens` or a context is below 1, no context is given, or the model's context has no room for two
     tokens.
     """
-    terms = resolve_terms(target, max_tokens=max_tokens, contexts=contexts)
+    terms = resolve_terms(target, max_tokens=max_tokens, contexts=contexts, bits=bits)
     fitted, held_out = plan_passes(terms, seed)
     start = clock()
     own = PassTimer(target, most_tokens=terms.widths[-1], num_sequences=num_sequences, seed=seed, clock=clock)
@@ -103,9 +104,10 @@ class _Times:
         return {each: plain * float(np.median(self._ratios[each])) for each in passes}
 
 
-def resolve_terms(target: Target, *, max_tokens: int, contexts: Iterable[int]) -> Terms:
-    """Return the terms to measure: widths up to `max_tokens` + 1, and contexts that leave room for them.
+def resolve_terms(target: Target, *, max_tokens: int, contexts: Iterable[int], bits: Collection[int] = ()) -> Terms:
+    """Return the terms to measure: widths up to `max_tokens` + 1, contexts that leave room for them, and precisions.
 
+    A model without layers to quantise has no `bits`.
     In a short model context, the contexts are reduced before the widths. Raises ValueError as `measure_cost_table` does.
     """
     contexts = sorted(set(contexts))
@@ -118,4 +120,5 @@ def resolve_terms(target: Target, *, max_tokens: int, contexts: Iterable[int]) -
         widest = min(widest, room - 1)
         contexts = sorted({min(context, room - widest) for context in contexts})
     widths = [*(width for width in WIDTHS if width < widest), widest]
-    return Terms(BlockKinds.of(target), tuple(widths), tuple(contexts), target.num_lm_head_rows)
+    known = tuple(sorted(set(bits))) if target.can_be_quantised else ()
+    return Terms(BlockKinds.of(target), tuple(widths), tuple(contexts), target.num_lm_head_rows, known)
