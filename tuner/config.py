@@ -73,6 +73,12 @@ class DistillSettings(Document):
         description="Sampling temperature of the continuations; 0 is greedy.",
         json_schema_extra=TRAINING,
     )
+    prompt_tokens: int = Field(
+        256,
+        ge=1,
+        description="Most tokens of a training prompt; longer ones are cut from the left, as only continuations teach.",
+        json_schema_extra=TRAINING,
+    )
     response_tokens: int = Field(64, ge=1, description="Most tokens of a continuation.", json_schema_extra=TRAINING)
     steps: int = Field(600, ge=1, description="Training steps.", json_schema_extra=TRAINING)
     timeout: Duration | None = Field(

@@ -55,6 +55,8 @@ MIN_SPARE_PROMPTS = 32
 """With fewer spare prompts, the tuning prompts are trained on too."""
 MIN_TRAINING_TOKENS = 500
 MIN_EVALUATION_TOKENS = 50
+MOST_EVALUATED = 32
+"""Most held-out prompts that the exits are evaluated on: more would cost the training its time."""
 CURVE = "training_curve.csv"
 PROMPT_SETTINGS = (
     *("model", "revision", *DATA_FIELDS),
@@ -114,7 +116,7 @@ class Distillation:
         """Plan of the training texts."""
         settings = self.settings
         return TextPlan(
-            prompts=tuple(prompt.token_ids for prompt in self.training_prompts),
+            prompts=tuple(prompt.token_ids[-settings.prompt_tokens :] for prompt in self.training_prompts),
             samples=settings.samples_per_prompt,
             temperature=settings.temperature,
             response_tokens=settings.response_tokens,
@@ -124,8 +126,10 @@ class Distillation:
 
     @cached_property
     def evaluation_texts(self) -> TextPlan:
-        """Plan of the evaluation texts: one per held-out prompt, at the decoding temperature."""
-        prompts = tuple(prompt.token_ids for prompt in self.prompts.held_out)
+        """Plan of the evaluation texts: one for each of some held-out prompts, evenly spread, at the decoding temperature."""
+        held_out = self.prompts.held_out
+        count = min(len(held_out), MOST_EVALUATED)
+        prompts = tuple(held_out[index * len(held_out) // count].token_ids for index in range(count))
         return replace(self.training_texts, prompts=prompts, samples=1, temperature=self.temperature)
 
     @cached_property
@@ -210,7 +214,7 @@ def expected_time(work: Distillation, exits: Sequence[int]) -> DistillationTime:
         heads_at_once=_heads_at_once(work, len(exits)),
         num_prompts=len(prompts),
         prompt_tokens=fmean(map(len, prompts)),
-        num_evaluated=len(work.prompts.held_out),
+        num_evaluated=min(len(work.prompts.held_out), MOST_EVALUATED),
     )
 
 
@@ -339,7 +343,7 @@ def _groups(work: Distillation, exits: Sequence[int], progress: Progress) -> lis
 
 def _heads_at_once(work: Distillation, num_exits: int) -> int:
     """Return how many heads are trained together: as configured, else as many as fit in the free memory."""
-    longest = max(len(prompt.token_ids) for prompt in work.training_prompts)
+    longest = max(map(len, work.training_texts.prompts))
     at_once = work.settings.heads_at_once
     if at_once is None:
         device = next(work.target.blocks[-1].parameters()).device
@@ -497,7 +501,7 @@ def _facts(
     training = HeadTraining(
         model=work.loaded.name,
         dataset=work.settings.training_dataset or work.prompts.name,
-        prompts_sha256=tuple(prompt_sha256(prompt) for prompt in work.training_texts.prompts),
+        prompts_sha256=tuple(prompt_sha256(prompt.token_ids) for prompt in work.training_prompts),
         num_texts=len(texts),
         num_tokens=_num_tokens(texts),
         temperature=work.settings.temperature,

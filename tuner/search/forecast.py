@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from studies.costs.plan import plan_passes
 from tuner.config import SearchConfig
-from tuner.heads.distill import num_training_prompts
+from tuner.heads.distill import MOST_EVALUATED, num_training_prompts
 from tuner.heads.memory import heads_that_fit
 from tuner.heads.time_plan import DistillationTime, distillation_time
 from tuner.inputs.memory import ModelSize, free_bytes
@@ -112,7 +112,8 @@ def _distillation(task: Task, pulse: Pulse) -> DistillationTime | None:
     if not task.missing_heads or config.distill == "never":
         return None
     size, num_heads = ModelSize.of(task.target.model), len(task.missing_heads)
-    longest = max(len(prompt.token_ids) for prompt in task.prompts.tuning)
+    most = config.distillation.prompt_tokens
+    longest = min(most, max(len(prompt.token_ids) for prompt in task.prompts.tuning))
     fit = heads_that_fit(size, longest, config.distillation, free_bytes(str(task.target.device)))
     return distillation_time(
         size,
@@ -121,8 +122,8 @@ def _distillation(task: Task, pulse: Pulse) -> DistillationTime | None:
         num_heads=num_heads,
         heads_at_once=config.distillation.heads_at_once or fit or num_heads,
         num_prompts=num_training_prompts(config, task.prompts),
-        prompt_tokens=_mean_length(task),
-        num_evaluated=len(task.prompts.held_out),
+        prompt_tokens=min(most, _mean_length(task)),
+        num_evaluated=min(len(task.prompts.held_out), MOST_EVALUATED),
     )
 
 

@@ -124,3 +124,28 @@ def test_prompts_that_several_heads_trained_on_count_once(target: Target, loaded
     assert folder.num_trained_on([2, 3, 4], tuning) == 3
     assert folder.num_trained_on([2, 3, 4], held_out) == 0
     assert folder.num_trained_on([], tuning) == 0
+
+
+def test_long_prompts_are_cut_from_the_left_and_recognised_whole(
+    target: Target, loaded: Loaded, tmp_path: Path
+) -> None:
+    prompts = drawn(write_tiny_prompts(tmp_path / "p.jsonl", 60), loaded, 100)
+    longest = max(len(token_ids) for token_ids in ids(prompts.spare))
+    config = SearchConfig(model="m", dataset="d", distillation={"prompt_tokens": longest - 1})  # type: ignore[arg-type]
+    work = of_search(config, loaded, target, prompts, RecordedLines())
+    assert max(map(len, work.training_texts.prompts)) == longest - 1
+    whole = [prompt.token_ids for prompt in work.training_prompts]
+    assert max(map(len, whole)) == longest
+    assert all(prompt[-len(cut) :] == cut for prompt, cut in zip(whole, work.training_texts.prompts, strict=True))
+
+
+def test_exits_are_evaluated_on_some_held_out_prompts_from_first_to_last(
+    target: Target, loaded: Loaded, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts = drawn(write_tiny_prompts(tmp_path / "p.jsonl", 60), loaded, 100)
+    config = SearchConfig(model="m", dataset="d")
+    held_out = [prompt.token_ids for prompt in prompts.held_out]
+    assert list(of_search(config, loaded, target, prompts, RecordedLines()).evaluation_texts.prompts) == held_out
+    monkeypatch.setattr("tuner.heads.distill.MOST_EVALUATED", 2)
+    work = of_search(config, loaded, target, prompts, RecordedLines())
+    assert list(work.evaluation_texts.prompts) == [held_out[0], held_out[2]]
