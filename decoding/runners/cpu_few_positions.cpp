@@ -18,6 +18,7 @@ namespace {
 constexpr int64_t kRows = 4;
 constexpr int64_t kMaxPositions = 6;  // at once: as many sums as fit in registers
 constexpr int64_t kBytesPerThread = 1 << 16;
+constexpr int64_t kBytesAhead = 4096;  // beyond a page, where the processor does not prefetch by itself
 
 struct Float32 {
   using Value = float;
@@ -58,6 +59,7 @@ struct Product {
   void sum(int64_t row, int64_t step, int64_t position) const {
     const Value* w = weight + row * inputs;
     const Value* x = values + position * inputs;
+    constexpr bool kAhead = M >= 3;  // with fewer positions, the processor keeps ahead by itself
     __m512 sums[R][M];
     for (auto& of_row : sums)
       for (auto& each : of_row) each = _mm512_setzero_ps();
@@ -65,7 +67,9 @@ struct Product {
       typename Kind::Vector of_position[M];
       for (int m = 0; m < M; ++m) of_position[m] = load(x + m * inputs + k);
       for (int r = 0; r < R; ++r) {
-        const auto of_row = load(w + r * step * inputs + k);
+        const Value* from = w + r * step * inputs + k;
+        if constexpr (kAhead) _mm_prefetch((const char*)from + kBytesAhead, _MM_HINT_T1);
+        const auto of_row = load(from);
         for (int m = 0; m < M; ++m) sums[r][m] = Kind::add(sums[r][m], of_row, of_position[m]);
       }
     };

@@ -3,7 +3,7 @@
 A pass over few positions is bound by reading the weights. Where measured (AMD Zen 4, one thread), the libraries that
 torch calls read them at a third to a half of the bandwidth of a plain sum: MKL in float32, oneDNN in bfloat16, and
 oneDNN with packed weights. The kernel in `cpu_few_positions.cpp` reads the weights in torch's own layout, so there is
-no second copy of them, at nearly full bandwidth for one and two positions and at half of it for eight.
+no second copy of them, at nearly full bandwidth for up to five positions and at 0.6 of it for eight.
 
 A position's sums do not depend on the number of positions, so the layers round alike in plain and in verifying passes.
 The kernel needs AVX-512, and AVX-512 BF16 for bfloat16. Elsewhere `cpu_one_position` and `cpu_packed` take over.

@@ -24,6 +24,7 @@ constexpr int64_t kMaxValue = 127 * 128 + 63;
 constexpr float kSmallest = 1e-30f;
 constexpr int64_t kMaxPositions = 6;  // at once
 constexpr int64_t kBytesPerThread = 1 << 16;
+constexpr int64_t kBytesAhead = 4096;  // beyond a page, where the processor does not prefetch by itself
 
 enum class Precision : int64_t { kFloat32, kBFloat16, kFloat16 };
 
@@ -121,7 +122,7 @@ __m512i broadcast(const Value* from) {
 
 struct Int8 {
   static constexpr int kTiles = 4;   // read at a time
-  static constexpr int kSums = 12;   // pairs of sums in registers
+  static constexpr int kSums = 10;   // pairs of sums in registers
   static constexpr double kShift = 128;                 // a stored weight is this much larger
   const uint8_t* tiles;
 
@@ -136,7 +137,11 @@ struct Int8 {
     const int8_t *x_high = &values.high[position * padded], *x_low = &values.low[position * padded];
     for (int64_t k = 0; k < inputs; k += 4) {
       __m512i of_tile[R];
-      for (int r = 0; r < R; ++r) of_tile[r] = _mm512_loadu_si512(w + r * step * bytes + k * 16);
+      for (int r = 0; r < R; ++r) {
+        const uint8_t* from = w + r * step * bytes + k * 16;
+        if constexpr (M >= 2) _mm_prefetch((const char*)from + kBytesAhead, _MM_HINT_T1);
+        of_tile[r] = _mm512_loadu_si512(from);
+      }
       for (int m = 0; m < M; ++m) {
         const __m512i upper = broadcast(x_high + m * padded + k), lower = broadcast(x_low + m * padded + k);
         for (int r = 0; r < R; ++r) {
@@ -193,6 +198,7 @@ struct Int4 {
     __m512i upper[M], lower[M];
     for (int m = 0; m < M; ++m) upper[m] = lower[m] = _mm512_setzero_si512();
     for (int64_t j = 0; j < 4; ++j) {
+      _mm_prefetch((const char*)w + j * 64 + kBytesAhead, _MM_HINT_T1);
       const __m512i pairs = _mm512_loadu_si512(w + j * 64);
       const __m512i bits[2] = {_mm512_and_si512(pairs, mask), _mm512_and_si512(_mm512_srli_epi16(pairs, 4), mask)};
       for (int half = 0; half < 2; ++half) {
