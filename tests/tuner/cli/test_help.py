@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -15,56 +16,64 @@ from tuner.evaluation.registry import EVALUATIONS, resolve
 
 HEAVY = ("torch", "transformers", "optuna", "mlflow", "datasets", "sklearn", "matplotlib")
 CHECK = """
-import sys
+import contextlib, io, json, sys
 from tuner.cli.main import main
-try:
-    main(sys.argv[1:], prog_name="sdtune")
-except SystemExit as ended:
-    status = ended.code
-print("status", status, *(name for name in {heavy!r} if name in sys.modules), file=sys.stderr)
+found, known = [], set()
+for arguments in json.loads(sys.argv[1]):
+    shown = io.StringIO()
+    try:
+        with contextlib.redirect_stdout(shown), contextlib.redirect_stderr(io.StringIO()):
+            main(arguments, prog_name="sdtune")
+    except SystemExit as ended:
+        status = ended.code
+    new = [name for name in {heavy!r} if name in sys.modules and name not in known]
+    known.update(new)
+    found.append([shown.getvalue(), " ".join(["status", str(status), *new])])
+print(json.dumps(found))
 """
+HELP = [(), *((name,) for name in COMMANDS), *(("evaluate", name) for name in EVALUATIONS)]
+CHEAP = [
+    ("search", "--trails", "3"),
+    ("search", "--dataset", "gsm8k"),
+    ("search", "--model", "m", "--dataset", "d", "--study", "conf_layer"),
+    ("search", "--model", "m", "--dataset", "d", "--timeout", "10 parsecs"),
+    ("search", "--model", "m", "--dataset", "d", "--tuning-prompts", "1"),
+    ("distill", "--model", "m", "--dataset", "d", "--exit-layers", "four"),
+    ("bench", "--profile", "p.yaml"),
+    ("generate", "--profile", "p.yaml", "--prompt", "a", "--temperature", "-1"),
+    ("show", "none.yaml"),
+    ("evaluate", "rules", "--profile", "p.yaml"),
+    ("evaluate", "searches", "--model", "m", "--dataset", "d", "--budget", "soon"),
+]
 
 
-def run_lightly(*arguments: str) -> tuple[str, str]:
-    """Run `sdtune` in a process of its own; return stdout and the last line of stderr: status and heavy modules."""
+@pytest.fixture(scope="module")
+def ends() -> dict[tuple[str, ...], tuple[str, str]]:
+    """Run all command lines in one process, which imports nothing else; give stdout, and the status with new heavy modules."""
+    commands = [*((*arguments, "--help") for arguments in HELP), *CHEAP]
     done = subprocess.run(
-        [sys.executable, "-c", CHECK.format(heavy=HEAVY), *arguments],
+        [sys.executable, "-c", CHECK.format(heavy=HEAVY), json.dumps(commands)],
         capture_output=True,
         text=True,
         check=False,
         timeout=120,
     )
-    return done.stdout, done.stderr.splitlines()[-1]
+    assert done.returncode == 0, done.stderr
+    return {command: (shown, ended) for command, (shown, ended) in zip(commands, json.loads(done.stdout), strict=True)}
 
 
-@pytest.mark.parametrize(
-    "arguments", [(), *((name,) for name in COMMANDS), *(("evaluate", name) for name in EVALUATIONS)], ids=" ".join
-)
-def test_help_imports_nothing_heavy(arguments: tuple[str, ...]) -> None:
-    shown, ended = run_lightly(*arguments, "--help")
+@pytest.mark.parametrize("arguments", HELP, ids=" ".join)
+def test_help_imports_nothing_heavy(ends: dict[tuple[str, ...], tuple[str, str]], arguments: tuple[str, ...]) -> None:
+    shown, ended = ends[*arguments, "--help"]
     assert ended == "status 0"
     assert shown.startswith(f"Usage: {' '.join(['sdtune', *arguments])}")
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ("search", "--trails", "3"),
-        ("search", "--dataset", "gsm8k"),
-        ("search", "--model", "m", "--dataset", "d", "--study", "conf_layer"),
-        ("search", "--model", "m", "--dataset", "d", "--timeout", "10 parsecs"),
-        ("search", "--model", "m", "--dataset", "d", "--tuning-prompts", "1"),
-        ("distill", "--model", "m", "--dataset", "d", "--exit-layers", "four"),
-        ("bench", "--profile", "p.yaml"),
-        ("generate", "--profile", "p.yaml", "--prompt", "a", "--temperature", "-1"),
-        ("show", "none.yaml"),
-        ("evaluate", "rules", "--profile", "p.yaml"),
-        ("evaluate", "searches", "--model", "m", "--dataset", "d", "--budget", "soon"),
-    ],
-    ids=" ".join,
-)
-def test_cheap_checks_import_nothing_heavy(arguments: tuple[str, ...]) -> None:
-    _, ended = run_lightly(*arguments)
+@pytest.mark.parametrize("arguments", CHEAP, ids=" ".join)
+def test_cheap_checks_import_nothing_heavy(
+    ends: dict[tuple[str, ...], tuple[str, str]], arguments: tuple[str, ...]
+) -> None:
+    _, ended = ends[arguments]
     assert ended == "status 2"
 
 
