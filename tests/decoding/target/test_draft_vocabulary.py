@@ -28,7 +28,7 @@ from decoding.target import Target, agree
 from decoding.target.draft_vocabulary import LEFT_OUT, DraftVocabulary
 from decoding.text import Ending, TokenSequence
 from tests.support.chi_square import ALPHA, p_value
-from tests.support.families import NUM_LAYERS, SUPPORTED, VOCABULARY, build, some_tokens
+from tests.support.families import NUM_LAYERS, SUPPORTED, VOCABULARY, build, some_tokens, target_of
 from tests.support.generations import write, write_plainly
 from tests.support.grid import RULES, SKIPS
 from tests.support.sampled import NUM_SEQUENCES, exact_distribution, first_tokens, request_for, sampling_target
@@ -46,6 +46,7 @@ def reduced(runner: str, size: int, counts: tuple[int, ...] | None) -> Callable[
     return functools.partial(RUNNERS[runner], features=SpeedFeatures(draft_vocabulary=size, token_counts=counts))
 
 
+@functools.cache
 def of_every_third(family: str, runner: str = "static") -> Target:
     return Target(build(family), reduced(runner, len(EVERY_THIRD), COUNTS))
 
@@ -93,7 +94,7 @@ def _drafted_logits(target: Target) -> Tensor:
 @pytest.mark.parametrize("family", [family for family in SUPPORTED if family != "bloom"])
 def test_greedy_text_is_the_targets(family: str, rule: DraftLengthRule, monkeypatch: pytest.MonkeyPatch) -> None:
     target = of_every_third(family)
-    expected = write_plainly(Target(build(family)), REQUEST).tokens
+    expected = plain_tokens(family)
     drafted = _watch_drafts(monkeypatch)
     assert write(target, SKIPS["mixed"], rule, REQUEST).tokens == expected
     drafter = EarlyExitDrafter(target, NUM_LAYERS - 2, target.new_exit_head())
@@ -101,6 +102,11 @@ def test_greedy_text_is_the_targets(family: str, rule: DraftLengthRule, monkeypa
     assert drafted, "something was drafted"
     assert drafted <= set(EVERY_THIRD)
     assert not set(expected) <= set(EVERY_THIRD), "the target writes other tokens too"
+
+
+@functools.cache
+def plain_tokens(family: str) -> tuple[int, ...]:
+    return write_plainly(target_of(family), REQUEST).tokens
 
 
 def _watch_drafts(monkeypatch: pytest.MonkeyPatch) -> set[int]:

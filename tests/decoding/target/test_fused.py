@@ -23,7 +23,7 @@ from decoding.runners.static import StaticRunner
 from decoding.target import Target, agree
 from decoding.target.fused import FirstProjection, OtherProjection, tied_addresses, with_fused_projections
 from decoding.text import Ending
-from tests.support.families import NUM_LAYERS, SUPPORTED, build, some_tokens
+from tests.support.families import NUM_LAYERS, SUPPORTED, build, some_tokens, target_of
 from tests.support.generations import write
 from tests.support.grid import RULES, SKIPS
 
@@ -61,12 +61,17 @@ class Products:
         monkeypatch.setattr(cpu_few_positions, "few_positions", counted_kernel)
 
 
+@functools.cache
+def fused_target(family: str) -> Target:
+    return Target(build(family), fusing())
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 @torch.no_grad()
 def test_fewer_products_give_the_same_logits(monkeypatch: pytest.MonkeyPatch, family: str) -> None:
-    model, products = build(family), Products(monkeypatch)
+    targets, products = (target_of(family), fused_target(family)), Products(monkeypatch)
     logits, counts = [], []
-    for target in (Target(model), Target(model, fusing())):
+    for target in targets:
         before = products.count
         logits.append(target.forward(torch.tensor([REQUEST.prompt]), target.new_cache(20), 0))
         counts.append(products.count - before)
@@ -76,9 +81,8 @@ def test_fewer_products_give_the_same_logits(monkeypatch: pytest.MonkeyPatch, fa
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_drafted_text_is_the_models_own(family: str) -> None:
-    model = build(family)
-    target = Target(model, fusing())
-    expected = Generation.collect(speculative(Target(model), *_drafter(Target(model)), REQUEST)).tokens
+    target = fused_target(family)
+    expected = Generation.collect(speculative(target_of(family), *_drafter(target_of(family)), REQUEST)).tokens
     assert write(target, SKIPS["mixed"], RULES["fixed 3"], REQUEST).tokens == expected
     assert Generation.collect(speculative(target, *_drafter(target), REQUEST)).tokens == expected
 
