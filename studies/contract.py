@@ -25,6 +25,8 @@ from decoding.target import Target
 from studies.measurement import Measurement, pooled
 
 if TYPE_CHECKING:
+    import torch
+
     from studies.costs.table import CostTable
 
 
@@ -131,8 +133,8 @@ class StudySettings(Document):
         """Return the exit layers that need a distilled head, in a model of `num_layers`."""
         return ()
 
-    def wanted_bits(self) -> tuple[BitWidth, ...]:
-        """Return the precisions of the quantised drafts that the study proposes."""
+    def wanted_bits(self, device: torch.device) -> tuple[BitWidth, ...]:
+        """Return the precisions of the quantised drafts that the study proposes for a model on `device`."""
         return ()
 
 

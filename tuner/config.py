@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
 from decoding.documents.strict_yaml import Document, Duration, read_mapping, suggest, validate
-from decoding.drafts import Layers
+from decoding.drafts import BitWidth, Layers
 from decoding.profile import ExactWidth
 from decoding.runners import AUTO, PLAIN_RUNNER, bit_exact_runners
 from studies.searches.registry import DEFAULT_STUDIES, STUDIES
@@ -34,6 +34,9 @@ from tuner.fields import (
     Threads,
 )
 from tuner.prompt_settings import DataSettings
+
+if TYPE_CHECKING:
+    import torch
 
 EXACT_WIDTH = 8
 """Default width of bit-exact mode: drafts of up to seven tokens."""
@@ -284,6 +287,11 @@ class SearchConfig(DataSettings, ModelSettings):
         Unless one is given, the faster one is used on a GPU: there eager passes mostly wait for the host to launch them.
         """
         return self.runner or (AUTO if device_type == "cuda" else PLAIN_RUNNER)
+
+    def wanted_bits(self, device: torch.device) -> tuple[BitWidth, ...]:
+        """Return the precisions in which the studies propose quantised drafts for a model on `device`."""
+        found = (self.study_settings(name).wanted_bits(device) for name in self.study)
+        return tuple(sorted({bits for each in found for bits in each}))
 
     def study_settings(self, name: str) -> Any:
         """Return the settings of one study, defaults filled in."""

@@ -36,6 +36,8 @@ class DraftDocument(Document):
     """False for plain decoding alone."""
     takes_lookup: ClassVar[bool] = False
     """True for a kind that may have a prompt lookup before it (`with_lookup`)."""
+    takes_bits: ClassVar[bool] = False
+    """True for a kind that may be quantised (`with_bits`)."""
 
     @property
     @abstractmethod
@@ -99,6 +101,10 @@ class DraftDocument(Document):
     def with_lookup(self, lookup: Lookup) -> Self:
         """Return the draft with `lookup` before it. Raises ValueError for a kind that takes none."""
         raise ValueError(f"no lookup can come before a draft of kind {self.kind!r}")
+
+    def with_bits(self, bits: BitWidth | None) -> Self:
+        """Return the draft with weights of `bits`, or with the model's own. Raises ValueError for a kind without weights."""
+        raise ValueError(f"a draft of kind {self.kind!r} runs no weights that could be quantised")
 
     def skipped(self, num_layers: int) -> LayerSkip:
         """Return what the draft skips in a target with `num_layers` blocks, in its precision, without head and lookup.

@@ -33,6 +33,7 @@ class EarlyExit(DraftDocument):
     bits: Bits = None
     lookup: LookupBefore = None
     takes_lookup: ClassVar[bool] = True
+    takes_bits: ClassVar[bool] = True
 
     @field_validator("head")
     @classmethod
@@ -107,6 +108,10 @@ class EarlyExit(DraftDocument):
     def with_lookup(self, lookup: Lookup) -> Self:
         """Return the draft with `lookup` before it."""
         return self.model_copy(update={"lookup": lookup})
+
+    def with_bits(self, bits: BitWidth | None) -> Self:
+        """Return the draft with weights of `bits`, or with the model's own."""
+        return self.model_copy(update={"bits": bits})
 
     def skipped(self, num_layers: int) -> LayerSkip:
         """Return the skip of every block after the exit, in the same precision, without head and lookup."""

@@ -22,6 +22,7 @@ class LayerSkip(DraftDocument):
     bits: Bits = None
     lookup: LookupBefore = None
     takes_lookup: ClassVar[bool] = True
+    takes_bits: ClassVar[bool] = True
 
     @classmethod
     def blocks(cls, indices: list[int] | tuple[int, ...], *, bits: BitWidth | None = None) -> LayerSkip:
@@ -91,6 +92,10 @@ class LayerSkip(DraftDocument):
     def with_lookup(self, lookup: Lookup) -> Self:
         """Return the draft with `lookup` before it."""
         return self.model_copy(update={"lookup": lookup})
+
+    def with_bits(self, bits: BitWidth | None) -> Self:
+        """Return the draft with weights of `bits`, or with the model's own."""
+        return self.model_copy(update={"bits": bits})
 
     def skipped(self, num_layers: int) -> LayerSkip:
         """Return the same sublayers without the lookup."""

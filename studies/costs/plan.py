@@ -67,17 +67,14 @@ def _quantised(
     """
     timed, checked = list[Pass](), list[Pass]()
     for bits in terms.bits:
-        every, others = ([_at(skip, bits) for skip in skips] for skips in (fitted, held_out[:NUM_HELD_OUT_QUANTISED]))
+        every, others = (
+            [skip.with_bits(bits) for skip in skips] for skips in (fitted, held_out[:NUM_HELD_OUT_QUANTISED])
+        )
         timed += _steps(every, terms.contexts[:1])
         narrow = _narrow(terms, FITTED_TOKENS)
         timed += [DraftStep(every[0], terms.contexts[0], num_tokens=each) for each in narrow]
         checked += _steps(others, terms.contexts)
     return timed, checked
-
-
-def _at(skip: LayerSkip, bits: int) -> LayerSkip:
-    """Return the same skip with quantised weights."""
-    return LayerSkip(skip_attention=skip.skip_attention, skip_mlp=skip.skip_mlp, bits=bits)
 
 
 def _narrow(terms: Terms, shares: Iterable[float]) -> list[int]:

@@ -15,7 +15,7 @@ from pydantic import Field, model_validator
 
 from decoding.documents.strict_yaml import Document
 from decoding.draft_length import RoundCosts
-from decoding.drafts import Draft, LayerSkip
+from decoding.drafts import BitWidth, Draft, LayerSkip
 from decoding.timing.round_costs import LEAST_COST
 from studies.costs.terms import BlockKinds, DraftStep, Pass, Terms, Vector, Verification
 
@@ -72,7 +72,7 @@ class CostTable(Document):
     num_tokens: int | None = Field(
         None, ge=1, description="size of the vocabulary; None if drafts choose from all of it"
     )
-    bits: tuple[int, ...] = Field((), description="precisions of quantised drafts that were measured")
+    bits: tuple[BitWidth, ...] = Field((), description="precisions of quantised drafts that were measured")
     seconds: TermSeconds
     error: CostError
 

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from decoding.documents.strict_yaml import Document
-from decoding.drafts import LayerSkip
+from decoding.drafts import BitWidth, LayerSkip
 from decoding.target import Sublayer, Target
 
 Vector = NDArray[np.float64]
@@ -105,7 +105,7 @@ class Terms:
     contexts: tuple[int, ...]
     num_tokens: int | None = None
     """Size of the model's vocabulary; None if drafts choose from all of it, as the LM head has no plain rows."""
-    bits: tuple[int, ...] = ()
+    bits: tuple[BitWidth, ...] = ()
     """Precisions of quantised drafts. Their sublayers and the rest of a pass have seconds of their own; what depends on the
     context, and frames, are those of the model's own weights, as keys and values are not quantised."""
 

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from decoding.drafts import Draft
+from decoding.drafts.precision import label_quantised
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,9 @@ def method_of(origin: str) -> str:
 
 
 def origin_of(draft: Draft, proposed: str | None) -> str:
-    """Return the origin of a draft in a pool: `proposed` for a skip set that was searched for, else the draft's kind."""
-    known = proposed or draft.label
+    """Return the origin of a draft in a pool: `proposed` for a skip set that was searched for, else the draft's kind.
+
+    A quantised draft is called so: `quantised growing`, `quantised exit`.
+    """
+    known = label_quantised(draft.weight_bits, proposed) if proposed else draft.label
     return f"lookup before {known}" if draft.lookup_first is not None else known

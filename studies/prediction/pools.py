@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from decoding.drafts import Draft, Lookup, PromptLookup
+from decoding.drafts import BitWidth, Draft, LayerSkip, Lookup, PromptLookup
 from studies.prediction.contract import Prediction
 from studies.prediction.predictor import Predictor
 
@@ -20,6 +20,9 @@ COPIED = (2, 4, 8)
 """Tokens to copy, of the lookups that are tried before other drafts."""
 NUM_WITH_LOOKUPS = 2
 """Number of drafts that lookups are tried before."""
+LEAST_AGREEMENT = 0.6
+"""Share of positions at which the whole model in a precision must agree with the target. Rounding adds to the harm of a skip, so
+that no other draft in that precision agrees more."""
 
 
 def best_of(predictions: Iterable[Prediction], count: int) -> list[Draft]:
@@ -55,13 +58,26 @@ def lookups_before(predictor: Predictor, drafts: Sequence[Draft], count: int) ->
     return best_of(predictor.best_first(combined), count)
 
 
+def useful_precisions(predictor: Predictor, precisions: Iterable[BitWidth]) -> list[BitWidth]:
+    """Return the precisions in which the whole model agrees with the target often enough: one recording each."""
+    whole = {bits: predictor.best(LayerSkip(bits=bits)) for bits in precisions}
+    return [bits for bits, prediction in whole.items() if prediction.agreement >= LEAST_AGREEMENT]
+
+
+def quantised(drafts: Iterable[Draft], precisions: Sequence[BitWidth]) -> list[Draft]:
+    """Return each of `drafts` in every precision, as far as its kind can be quantised."""
+    return [draft.with_bits(bits) for draft in drafts if draft.takes_bits for bits in precisions]
+
+
 def is_same(one: Draft, other: Draft, num_layers: int) -> bool:
-    """Return whether two drafts skip the same sublayers; an exit without a head is a skip set too."""
+    """Return whether two drafts skip the same sublayers in one precision; an exit without a head is a skip set too."""
     return _distance(one, other, num_layers) == 0
 
 
 def _distance(one: Draft, other: Draft, num_layers: int) -> float:
-    """Return the number of sublayers in which two skip sets differ; infinity for different drafts of other kinds."""
+    """Return the number of sublayers in which two skip sets differ; infinity for other kinds, or in different precisions."""
+    if one.weight_bits != other.weight_bits:
+        return float("inf")
     skips = [_skipped(draft, num_layers) for draft in (one, other)]
     if skips[0] is None or skips[1] is None:
         return 0.0 if one == other else float("inf")

@@ -1,4 +1,4 @@
-"""All kinds of drafts under one budget (our formulation): skip sets, exits with and without a head, and prompt lookup.
+"""All kinds of drafts under one budget (our formulation): skip sets, exits with and without a head, quantised drafts, lookup.
 
 Each kind is rated by prediction, the best of each go into one pool, and a guided search measures the most promising of any
 kind. Exits and lookups are predicted within seconds, from one pass over the sequences, and are where a search begins; skip
@@ -8,19 +8,28 @@ measured, is not measured again.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
+import torch
 from pydantic import Field
 
-from decoding.drafts import Draft, EarlyExit, Layers
+from decoding.drafts import BitWidth, Draft, EarlyExit, Layers, LayerSkip
+from decoding.runners.quantised_linear import is_fast_on
 from decoding.target import Target
 from studies.contract import Problem, StudySetup
-from studies.prediction.pools import best_of, lookups, lookups_before
+from studies.costs.table import CostTable
+from studies.prediction.pools import best_of, lookups, lookups_before, quantised, useful_precisions
 from studies.prediction.predictor import Predictor
 from studies.searches.exits import check_exits, exits_with_head
 from studies.searches.predicted import PoolSource, Predicted, PredictedSettings
+
+DEFAULT_BITS: tuple[BitWidth, ...] = (8,)
+"""Precisions where quantised layers are fast. On SmolLM2-135M int8 is ahead of int4 on most tasks, and int4 takes another copy
+of the weights."""
+NUM_QUANTISED = 2
+"""Number of exits that are tried quantised, too: each takes a pass over the sequences of its own."""
 
 Kind = Literal["skip_set", "exit_head", "lookup"]
 
@@ -41,6 +50,11 @@ class JointSettings(PredictedSettings):
     num_lookups: int = Field(
         3, ge=1, description="lookups in the pool alone, and the same number before the best exits"
     )
+    bits: tuple[BitWidth, ...] | None = Field(
+        None,
+        description="precisions of quantised drafts: the whole model, and the best exits and skip sets; default: 8 on a CPU with "
+        "AVX-512 VNNI, none elsewhere",
+    )
 
     def check(self, target: Target) -> None:
         """Raise ValueError for an exit that the model does not have."""
@@ -50,12 +64,18 @@ class JointSettings(PredictedSettings):
         """Return the exit layers that need a distilled head."""
         return exits_with_head(self.exit_layers, num_layers) if "exit_head" in self.kinds else ()
 
+    def wanted_bits(self, device: torch.device) -> tuple[BitWidth, ...]:
+        """Return the precisions of the quantised drafts to consider."""
+        if not {"skip_set", "exit_head"} & set(self.kinds):
+            return ()
+        return self.bits if self.bits is not None else (DEFAULT_BITS if is_fast_on(device) else ())
+
 
 class JointSource(PoolSource):
-    """Exits and lookups of the kinds that are asked for."""
+    """Exits, quantised drafts and lookups of the kinds that are asked for."""
 
-    def __init__(self, problem: Problem, settings: JointSettings) -> None:
-        super().__init__(problem, settings)
+    def __init__(self, problem: Problem, settings: JointSettings, costs: CostTable) -> None:
+        super().__init__(problem, settings, costs)
         self.rates_skip_sets = "skip_set" in settings.kinds
 
     def exit_layers(self) -> Collection[int]:
@@ -63,8 +83,9 @@ class JointSource(PoolSource):
         return {draft.exit_layer for group in self._exits() for draft in group}
 
     def first(self, predictor: Predictor) -> list[Draft]:
-        """Return the best exits of each group and the best lookups, alone and before the best exits."""
+        """Return the best exits of each group, quantised drafts, and the best lookups, alone and before the best of these."""
         best = [each for group in self._exits() for each in predictor.best_first(group)[: self.settings.num_exits]]
+        best += predictor.best_first(self._quantised(best_of(best, NUM_QUANTISED), predictor))
         pool = best_of(best, len(best))
         if "lookup" in self.settings.kinds:
             count = self.settings.num_lookups
@@ -72,10 +93,22 @@ class JointSource(PoolSource):
         return pool
 
     def joining(self, draft: Draft, predictor: Predictor) -> list[Draft]:
-        """Return a skip set, and the same set after its best lookup if lookups are asked for."""
+        """Return a skip set, the same set quantised, and each after its best lookup if lookups are asked for."""
+        drafts = [draft, *quantised([draft], self._precisions(predictor))]
         if "lookup" not in self.settings.kinds:
-            return [draft]
-        return [draft, *lookups_before(predictor, [draft], 1)]
+            return drafts
+        return [*drafts, *(each for one in drafts for each in lookups_before(predictor, [one], 1))]
+
+    def _quantised(self, exits: Sequence[Draft], predictor: Predictor) -> list[Draft]:
+        """Return the whole model in the precisions that are useful on this text, and `exits` in these."""
+        precisions = self._precisions(predictor)
+        whole: Sequence[Draft] = [LayerSkip()] if self.rates_skip_sets else []
+        return quantised([*whole, *exits], precisions)
+
+    def _precisions(self, predictor: Predictor) -> list[BitWidth]:
+        """Return the useful precisions; a model that cannot be quantised has no costs of any."""
+        wanted = self.settings.wanted_bits(self.problem.target.device)
+        return useful_precisions(predictor, [bits for bits in wanted if bits in self.costs.bits])
 
     def _exits(self) -> list[list[EarlyExit]]:
         """Return the exits to consider: without a head, then with one."""

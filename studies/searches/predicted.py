@@ -64,9 +64,10 @@ class PoolSource:
 
     rates_skip_sets = True
 
-    def __init__(self, problem: Problem, settings: Any) -> None:
+    def __init__(self, problem: Problem, settings: Any, costs: CostTable) -> None:
         self.problem = problem
         self.settings = settings
+        self.costs = costs
 
     def exit_layers(self) -> Collection[int]:
         """Return the exit layers that `first` rates, to be surveyed in one pass."""
@@ -102,7 +103,7 @@ class Predicted(Study):
     def __init__(self, problem: Problem, settings: Any, costs: CostTable, kept: KeptPool | None = None) -> None:
         super().__init__(problem, settings)
         self._costs = costs
-        self._source = self.Source(problem, settings)
+        self._source = self.Source(problem, settings, costs)
         surveys = PoolSurveys(problem, settings.survey_tokens, settings.pool_tokens)
         survey = surveys.first(self._source.exit_layers())
         self._predictor = self._new_predictor(survey)

@@ -3,27 +3,35 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from itertools import pairwise
 
-from decoding.drafts import LayerSkip
+from decoding.drafts import BitWidth, LayerSkip
 from decoding.target import Target
 from studies.costs.table import CostTable
 from studies.costs.terms import DraftStep, Pass
 from tuner.measuring.cost_table import measure_cost_table
 
+SHARES = {None: 1.0, 8: 0.4, 4: 0.25}
+"""Seconds of a draft step in each precision, relative to the model's own weights."""
 
-def made_up_costs(target: Target, max_tokens: int = 8) -> CostTable:
-    """Return costs of 1 s for embedding and logits, 1 s per sublayer, and 5 % more per further verified token."""
+
+def made_up_costs(target: Target, max_tokens: int = 8, bits: Collection[BitWidth] = ()) -> CostTable:
+    """Return costs of 1 s for embedding and logits, 1 s per sublayer, and 5 % more per further verified token.
+
+    Draft steps in the precisions `bits` take `SHARES` of that.
+    """
 
     def seconds(each: Pass) -> float:
         if isinstance(each, DraftStep):
             skipped = len(each.skip.skip_attention) + len(each.skip.skip_mlp)
-            return 1.0 + 2 * target.num_layers - skipped
+            return SHARES[each.skip.bits] * (1.0 + 2 * target.num_layers - skipped)
         further = each.width - 1
         return 1.0 + 2 * target.num_layers + 0.05 * further * (1 + 2 * (target.num_layers - each.boundary))
 
-    return measure_cost_table(target, max_tokens=max_tokens, contexts=(4, 64), budget_seconds=0.0, timer=seconds)
+    return measure_cost_table(
+        target, max_tokens=max_tokens, contexts=(4, 64), bits=bits, budget_seconds=0.0, timer=seconds
+    )
 
 
 def assert_monotone(table: CostTable, *, max_tokens: int = 8) -> None:

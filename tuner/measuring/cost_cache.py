@@ -21,6 +21,7 @@ import decoding
 import studies.costs
 from decoding.documents.atomic_write import write_atomically
 from decoding.documents.strict_yaml import Document
+from decoding.drafts import BitWidth
 from decoding.fingerprint import fingerprint, hash_json
 from decoding.lockstep import shared_batch_size
 from decoding.target import Target
@@ -106,7 +107,7 @@ def cost_table(
     contexts: Sequence[int],
     progress: Progress,
     num_sequences: int = 1,
-    bits: Collection[int] = (),
+    bits: Collection[BitWidth] = (),
     folder: Path | None = None,
     budget_seconds: float = BUDGET_SECONDS,
     most_seconds: float = math.inf,

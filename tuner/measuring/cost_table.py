@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 import numpy as np
 import torch
 
+from decoding.drafts import BitWidth
 from decoding.target import Target
 from decoding.timing.stopwatch import ReadSeconds
 from studies.costs.fit import fit_costs
@@ -41,7 +42,7 @@ def measure_cost_table(
     max_tokens: int,
     contexts: Sequence[int],
     num_sequences: int = 1,
-    bits: Collection[int] = (),
+    bits: Collection[BitWidth] = (),
     budget_seconds: float = BUDGET_SECONDS,
     most_seconds: float = math.inf,
     seed: int = 0,
@@ -104,7 +105,9 @@ class _Times:
         return {each: plain * float(np.median(self._ratios[each])) for each in passes}
 
 
-def resolve_terms(target: Target, *, max_tokens: int, contexts: Iterable[int], bits: Collection[int] = ()) -> Terms:
+def resolve_terms(
+    target: Target, *, max_tokens: int, contexts: Iterable[int], bits: Collection[BitWidth] = ()
+) -> Terms:
     """Return the terms to measure: widths up to `max_tokens` + 1, contexts that leave room for them, and precisions.
 
     A model without layers to quantise has no `bits`.

@@ -17,7 +17,6 @@ from tuner.measuring.cost_cache import stored_table
 from tuner.measuring.cost_table import BUDGET_SECONDS, FEWEST_SWEEPS, resolve_terms
 from tuner.measuring.paired import Bench
 from tuner.measuring.pulse import Pulse, measure_pulse
-from tuner.search.problem import wanted_bits
 from tuner.search.task import Task
 from tuner.search.time_plan import PlainRate, Sizes, TimePlan, least_seconds, plan_search
 
@@ -89,7 +88,7 @@ def _cost_table_seconds(task: Task, pulse: Pulse) -> float:
     most = [getattr(config.study_settings(name), "max_tokens", 0) for name in config.study]
     lengths = [len(prompt.token_ids) for prompt in task.prompts.tuning]
     contexts = sorted({min(lengths), max(lengths) + config.max_new_tokens})
-    bits = wanted_bits(config)
+    bits = config.wanted_bits(task.target.device)
     terms = resolve_terms(task.target, max_tokens=max(1, *most), contexts=contexts, bits=bits)
     if stored_table(task.target, terms, config.batch_size) is not None:
         return 0.0

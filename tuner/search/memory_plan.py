@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from rich.console import Group, RenderableType
 from rich.text import Text
 
 from decoding.cache.rounds_cache import MemoryLimits
+from decoding.drafts import BitWidth
 from decoding.head_folder import MAX_LOADED
 from studies.prediction.survey import DEPTH
 from tuner.config import DistillSettings, SearchConfig
 from tuner.heads.memory import bytes_per_head, heads_that_fit, shared_bytes
 from tuner.inputs.memory import USABLE, ModelSize, free_bytes, gigabytes, refuse_too_large, size_of_checkpoint
+from tuner.inputs.models import resolve_device
 from tuner.stage_clock import spoken
 from tuner.tables import facts_grid
 
 PROMPT_TOKENS = 1024
 """Tokens of a prompt where nothing else is known."""
+BYTES_PER_WEIGHT: Mapping[BitWidth, float] = {8: 1.02, 4: 0.62}
+"""Bytes of a quantised weight with its share of the scales (`decoding.runners.quantised_linear`)."""
 NUM_CACHES = 2
 """Caches at a time: plain decoding's and the candidate's."""
 
@@ -35,6 +39,8 @@ class Workload:
     num_distilled: int
     """Exit heads to distil."""
     distillation: DistillSettings
+    bits: tuple[BitWidth, ...] = ()
+    """Precisions of quantised drafts, whose weights are copies beside the model's."""
 
     @classmethod
     def of(cls, config: SearchConfig, size: ModelSize) -> Workload:
@@ -49,6 +55,7 @@ class Workload:
             num_surveyed=max(surveys),
             num_distilled=len(wanted) if config.distill == "auto" else 0,
             distillation=config.distillation,
+            bits=config.wanted_bits(resolve_device(config.device)),
         )
 
 
@@ -70,6 +77,13 @@ class MemoryPlan:
     def heads(self) -> int:
         """Bytes of the exit heads that are loaded at a time."""
         return min(self.work.num_distilled, MAX_LOADED) * self.size.block_parameters * self.size.dtype.itemsize
+
+    @property
+    def quantised(self) -> int:
+        """Most bytes of quantised weights: all blocks and the LM head in every precision at a time, as costs are measured."""
+        size = self.size
+        num_weights = size.num_layers * size.block_parameters + size.vocabulary * size.hidden_size
+        return round(num_weights * sum(BYTES_PER_WEIGHT[bits] for bits in self.work.bits))
 
     @property
     def survey(self) -> int:
@@ -104,7 +118,7 @@ class MemoryPlan:
     @property
     def total(self) -> int:
         """Most bytes at a time: the weights, and either distillation or decoding with surveys."""
-        return self.size.weight_bytes + max(self.distillation, self.cache + self.heads + self.survey)
+        return self.size.weight_bytes + max(self.distillation, self.cache + self.heads + self.quantised + self.survey)
 
     @property
     def _context(self) -> int:
@@ -167,6 +181,9 @@ def _rows(plan: MemoryPlan) -> Iterator[tuple[str, int, str]]:
             plan.heads,
             f"{min(work.num_distilled, MAX_LOADED)} of {work.num_distilled} loaded at a time",
         )
+    if plan.quantised:
+        precisions = " and ".join(f"int{bits}" for bits in work.bits)
+        yield "quantised drafts", plan.quantised, f"copies of the blocks' weights and the LM head in {precisions}"
     if plan.survey:
         yield "surveys", plan.survey, f"up to {work.num_surveyed} sequences"
     if plan.distillation:

@@ -6,11 +6,10 @@ import math
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from decoding.drafts import BitWidth, EarlyExit
+from decoding.drafts import EarlyExit
 from decoding.lockstep import shared_batch_size
 from studies.contract import Problem, TrialRecord
 from studies.costs.table import CostTable
-from tuner.config import SearchConfig
 from tuner.measuring.cost_cache import cost_table
 from tuner.measuring.paired import Bench
 from tuner.progress import Progress
@@ -47,7 +46,7 @@ def build_problem(
                 contexts=_contexts(bench),
                 progress=progress,
                 num_sequences=bench.batch_size,
-                bits=wanted_bits(task.config),
+                bits=task.config.wanted_bits(task.target.device),
                 folder=costs_folder,
                 most_seconds=math.inf if seconds is None else COSTS_SHARE * seconds,
                 seed=task.config.seed,
@@ -71,12 +70,6 @@ def build_problem(
         costs=costs,
         seconds=seconds,
     )
-
-
-def wanted_bits(config: SearchConfig) -> tuple[BitWidth, ...]:
-    """Return the precisions in which the studies of a search propose drafts."""
-    found = {bits for name in config.study for bits in config.study_settings(name).wanted_bits()}
-    return tuple(sorted(found))
 
 
 def _contexts(bench: Bench) -> tuple[int, ...]:

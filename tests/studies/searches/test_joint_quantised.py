@@ -1,0 +1,136 @@
+"""Quantised drafts in the default search: when they are proposed, what they are combined with, and where they came from."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from decoding.decode import Request
+from decoding.decoder import plain_decoder
+from decoding.drafts import EarlyExit, LayerSkip
+from decoding.head_folder import HeadFolder
+from decoding.runners.quantised_linear import quantised
+from decoding.target import Target
+from decoding.text import Ending
+from studies.contract import Problem
+from studies.prediction.origins import method_of, origin_of
+from studies.prediction.pools import is_same
+from studies.searches import joint
+from studies.searches.joint import Joint, JointSettings
+from tests.support.costs import made_up_costs
+from tests.support.families import build, some_tokens
+from tests.support.heads import write_heads
+from tuner.search.memory_plan import BYTES_PER_WEIGHT
+
+SMALL: dict[str, Any] = {"num_surveyed": 12, "max_tokens": 4, "num_exits": 2, "num_lookups": 2}
+BOTH: dict[str, Any] = {**SMALL, "bits": (8, 4)}
+CPU, GPU = torch.device("cpu"), torch.device("cuda")
+
+
+@pytest.fixture(scope="module")
+def problem() -> Problem:
+    target = Target(build("llama"))
+    prompts = tuple(tuple(some_tokens(6, seed)) for seed in range(3))
+    texts = tuple(plain_decoder(target).generate(Request(prompt, Ending(24))).tokens for prompt in prompts)
+    costs = lambda most: made_up_costs(target, most, (8, 4))  # noqa: E731
+    return Problem(target, prompts, texts, earlier={}, seed=0, costs=costs, seconds=1e-3)
+
+
+def pool_of(problem: Problem, **settings: Any) -> list[Any]:
+    return Joint.create(problem, JointSettings(**{**BOTH, **settings}))._search.pool
+
+
+def test_whole_model_and_best_exits_are_proposed_in_both_precisions(problem: Problem) -> None:
+    pool = pool_of(problem)
+    assert {LayerSkip(bits=8), LayerSkip(bits=4)} <= set(pool)
+    exits = [draft for draft in pool if isinstance(draft, EarlyExit) and draft.lookup is None]
+    assert {draft.bits for draft in exits} == {None, 8, 4}
+    assert any(draft.lookup_first and draft.weight_bits for draft in pool), "a lookup comes before a quantised draft"
+
+
+def test_cheap_precision_is_the_best_prediction(problem: Problem) -> None:
+    """At 0.4 of a pass, and nearly always right, nothing else comes near on this model."""
+    study = Joint.create(problem, JointSettings(**BOTH))
+    first = study._search.choose()
+    assert first is not None
+    assert first.prediction.draft.weight_bits is not None
+    assert first.prediction.speedup > 1.5
+
+
+def test_precision_that_disagrees_is_not_proposed(problem: Problem, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("studies.prediction.pools.LEAST_AGREEMENT", 1.01)
+    assert {draft.weight_bits for draft in pool_of(problem)} == {None}
+
+
+@pytest.mark.parametrize("bits", [(), (8,)])
+def test_only_wanted_precisions_are_proposed(problem: Problem, bits: tuple[int, ...]) -> None:
+    found = {draft.weight_bits for draft in pool_of(problem, bits=bits)}
+    assert found == {None, *bits}
+    for device in (CPU, GPU):
+        assert JointSettings(bits=bits).wanted_bits(device) == bits
+        assert JointSettings(bits=bits, kinds=("lookup",)).wanted_bits(device) == ()
+
+
+def test_by_default_precisions_are_those_that_were_measured_to_pay(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert JointSettings().wanted_bits(GPU) == ()
+    for has_instructions, expected in ((True, (8,)), (False, ())):
+        monkeypatch.setattr(torch.cpu, "_is_avx512_supported", lambda: True)
+        monkeypatch.setattr(torch.cpu, "_is_vnni_supported", lambda: has_instructions)  # noqa: B023 - called at once
+        assert JointSettings().wanted_bits(CPU) == expected
+
+
+def test_precision_without_measured_costs_is_not_proposed(problem: Problem) -> None:
+    without = replace(problem, costs=lambda most: made_up_costs(problem.target, most))
+    assert {draft.weight_bits for draft in pool_of(without)} == {None}
+
+
+def test_exits_with_a_head_are_quantised_too(problem: Problem, tmp_path: Path) -> None:
+    drafts = write_heads(problem.target, tmp_path, [3])
+    with_heads = replace(problem, head_drafts=drafts, heads=HeadFolder(problem.target, tmp_path))
+    pool = pool_of(with_heads, kinds=("exit_head",), bits=(8,), exit_layers=(3,))
+    assert pool == [drafts[3].with_bits(8), drafts[3]] or pool == [drafts[3], drafts[3].with_bits(8)]
+
+
+def test_skip_set_joins_with_its_quantised_twins(problem: Problem) -> None:
+    study = Joint.create(problem, JointSettings(**BOTH, kinds=("skip_set",)))
+    skip = LayerSkip(skip_mlp=(4,))
+    assert study._source.joining(skip, study._predictor) == [skip, skip.with_bits(8), skip.with_bits(4)]
+
+
+def test_origins_say_quantised(problem: Problem) -> None:
+    study = Joint.create(problem, JointSettings(**BOTH))
+    origins = {draft: study._origins[draft] for draft in study._search.pool}
+    assert origins[LayerSkip(bits=8)] == "quantised model"
+    assert all("quantised" in origin for draft, origin in origins.items() if draft.weight_bits)
+    assert method_of(origin_of(LayerSkip.blocks((2,), bits=8), "growing; also moves")) == "quantised growing"
+
+
+def test_another_precision_is_another_draft() -> None:
+    skip = LayerSkip.blocks((2,))
+    assert is_same(skip, skip, 5)
+    assert not is_same(skip, skip.with_bits(8), 5)
+    assert not is_same(EarlyExit(exit_layer=2, bits=8), EarlyExit(exit_layer=2), 5)
+    assert is_same(EarlyExit(exit_layer=2, bits=8), LayerSkip.blocks((2, 3, 4), bits=8), 5)
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_planned_bytes_are_those_of_the_layers(bits: int) -> None:
+    from torch import nn
+
+    layer = nn.Linear(576, 1536)
+    assert quantised(layer, bits).num_bytes == pytest.approx(BYTES_PER_WEIGHT[bits] * layer.weight.numel(), rel=0.05)  # type: ignore[index, operator, union-attr]
+
+
+def test_study_resumes_with_its_pool(problem: Problem) -> None:
+    settings = JointSettings(**BOTH)
+    study = Joint.create(problem, settings)
+    again = Joint.create(replace(problem, costs=None), settings, study.setup().kept)
+    assert again._search.pool == study._search.pool
+
+
+def test_number_of_quantised_exits_is_small() -> None:
+    assert joint.NUM_QUANTISED <= 3
