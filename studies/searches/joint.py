@@ -26,8 +26,8 @@ from studies.searches.exits import check_exits, exits_with_head
 from studies.searches.predicted import PoolSource, Predicted, PredictedSettings
 
 DEFAULT_BITS: tuple[BitWidth, ...] = (8,)
-"""Precisions where quantised layers are fast. On SmolLM2-135M int8 is ahead of int4 on most tasks, and int4 takes another copy
-of the weights."""
+"""Precisions where quantised layers are fast. The whole model agrees with the target on 0.99 of the demo's positions in int8 and on
+0.92 in int4; on SmolLM2-135M on 0.99 and 0.89. Each precision is another copy of the weights and more passes to time."""
 NUM_QUANTISED = 2
 """Number of exits that are tried quantised, too: each takes a pass over the sequences of its own."""
 

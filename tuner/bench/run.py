@@ -156,9 +156,9 @@ def _account(task: BenchTask, prompts: Prompts, progress: Progress) -> Account:
     progress.stage("measuring pass costs")
     max_drafted = longest_draft(draft, task.profile.draft_length.max_tokens)
     lengths = [len(prompt) for prompt in prompts]
-    table = measure_cost_table(
-        target, max_tokens=max_drafted, contexts=[min(lengths), max(lengths) + task.max_new_tokens]
-    )
+    contexts = [min(lengths), max(lengths) + task.max_new_tokens]
+    precisions = () if draft.weight_bits is None else (draft.weight_bits,)
+    table = measure_cost_table(target, max_tokens=max_drafted, contexts=contexts, bits=precisions)
     progress.stage("accounting for the profile's time", len(prompts))
     return take_account(
         task.decoder,
