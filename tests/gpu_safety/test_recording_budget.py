@@ -125,7 +125,9 @@ def without_cyclic_collection() -> Iterator[None]:
 
 @pytest.mark.parametrize("draft", DRAFTS)
 def test_nothing_is_recorded_while_a_candidate_is_timed(draft: str, workplace: Workplace) -> None:
-    for rule in RULES:
+    """All rules with one draft that has a head and a lookup, every other rule with each of the others in turn."""
+    first, step = (0, 1) if draft == "lookup, then exit with a head" else (list(DRAFTS).index(draft) % 2, 2)
+    for rule in list(RULES)[first::step]:
         bench, clock = workplace.bench(2)
         candidate = workplace.candidate(draft, rule)
         measured = bench.measure(candidate, range(2))

@@ -112,10 +112,10 @@ def entropy_rule(target: Target) -> Decoder:
         (2, always_looking, NUM_DRAFTED + 1),
         (5, plain_decoder, 1),
         (5, fixed, 1),
-        (5, entropy_rule, NUM_DRAFTED + 1),
+        (3, entropy_rule, NUM_DRAFTED + 1),
         (5, always_looking, NUM_DRAFTED + 1),
     ],
-    ids=["2, top probability", "5, plain", "5, fixed", "5, entropy", "5, top probability"],
+    ids=["2, top probability", "5, plain", "5, fixed", "3, entropy", "5, top probability"],
 )
 def test_the_waits_of_a_batch_do_not_depend_on_its_size(
     loaded: Loaded, num_sequences: int, new_decoder: Callable[[Target], Decoder], num_waits: int

@@ -311,7 +311,11 @@ def test_table_of_several_texts_is_monotone() -> None:
 
 
 @pytest.mark.parametrize("family", SUPPORTED)
-def test_table_of_every_family_predicts_positive_and_monotone_costs(family: str) -> None:
+def test_table_of_every_family_predicts_positive_and_monotone_costs(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One sweep, since seconds are not looked at: it runs each kind of pass on each family."""
+    monkeypatch.setattr(cost, "FEWEST_SWEEPS", 1)
     target = target_of(family)
     table = measure_cost_table(target, max_tokens=4, contexts=(8, 24), budget_seconds=0.0)
     assert_monotone(table, max_tokens=4)
