@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from decoding.drafts import Draft, EarlyExit, LayerSkip, Lookup, PromptLookup
+from decoding.drafts import BitWidth, Draft, EarlyExit, LayerSkip, Lookup, PromptLookup
 from studies.contract import Candidate
 from studies.prediction.skip_space import SkipSpace
 from studies.rule_space import draw_rule
@@ -23,20 +23,24 @@ COPIED = (2, 8)
 """Fewest and most tokens that a lookup before a draft copies."""
 TRIES = 50
 """Number of draws in search of a new configuration, before giving up."""
+MOST_SHARE_QUANTISED = 0.2
+"""Most of the sublayers that a quantised draft skips: rounding adds to the harm of a skip."""
 LATE = 0.5
 """Share of the contiguous skip sets that end with the last block but one, where models are often most redundant."""
 
 SKIP_SET, EXIT, EXIT_WITH_HEAD = "skip set", "exit", "exit with head"
-LOOKUP_FIRST, LOOKUP_ALONE = "lookup first", "lookup alone"
+LOOKUP_FIRST, LOOKUP_ALONE, QUANTISED = "lookup first", "lookup alone", "quantised"
 
-SHARES = {SKIP_SET: 0.4, EXIT: 0.2, EXIT_WITH_HEAD: 0.2, LOOKUP_FIRST: 0.1, LOOKUP_ALONE: 0.1}
-"""Share of each kind; without exit heads, the other kinds divide their share."""
+SHARES = {SKIP_SET: 0.4, EXIT: 0.2, EXIT_WITH_HEAD: 0.2, LOOKUP_FIRST: 0.1, LOOKUP_ALONE: 0.1, QUANTISED: 0.2}
+"""Weight of each kind; the kinds that can be drawn divide the draws by their weights."""
 
 
 def kind_of(draft: Draft) -> str:
     """Return the group of a draft, a key of `SHARES` for the kinds drawn here. Raises ValueError for plain decoding."""
     if not draft.drafts:
         raise ValueError("plain decoding is not a draft")
+    if draft.weight_bits:
+        return QUANTISED
     return LOOKUP_FIRST if draft.lookup_first else draft.label
 
 
@@ -53,6 +57,8 @@ class RandomCandidates:
     rules: Sequence[str]
     max_tokens: int
     """Longest draft to draw (K)."""
+    bits: Sequence[BitWidth] = ()
+    """Precisions of quantised drafts; none are drawn without."""
 
     def __post_init__(self) -> None:
         if self.num_layers < 2 or not self.rules:
@@ -80,7 +86,8 @@ class RandomCandidates:
 
     def _counts(self, count: int) -> dict[str, int]:
         """Return the number of each kind: the shares of `count`, rounded so that they add up."""
-        shares = {kind: share for kind, share in SHARES.items() if kind != EXIT_WITH_HEAD or self.head_drafts}
+        absent = {EXIT_WITH_HEAD: not self.head_drafts, QUANTISED: not self.bits}
+        shares = {kind: share for kind, share in SHARES.items() if not absent.get(kind)}
         exact = {kind: count * share / sum(shares.values()) for kind, share in shares.items()}
         counts = {kind: int(number) for kind, number in exact.items()}
         for kind in sorted(exact, key=lambda kind: counts[kind] - exact[kind])[: count - sum(counts.values())]:
@@ -95,6 +102,7 @@ class RandomCandidates:
             EXIT_WITH_HEAD: self.exit_with_head,
             LOOKUP_FIRST: self.lookup_first,
             LOOKUP_ALONE: lambda stream: PromptLookup(**_ngrams(stream)),
+            QUANTISED: self.quantised,
         }
 
     def skip_set(self, stream: np.random.Generator) -> LayerSkip:
@@ -124,8 +132,26 @@ class RandomCandidates:
         others: list[Callable[[np.random.Generator], LayerSkip | EarlyExit]] = [self.skip_set, self.exit]
         others += [self.exit_with_head] if self.head_drafts else []
         draft = others[int(stream.integers(len(others)))](stream)
-        lookup = Lookup(**_ngrams(stream), max_tokens=int(stream.integers(COPIED[0], COPIED[1] + 1)))
-        return draft.with_lookup(lookup)
+        return draft.with_lookup(_lookup(stream))
+
+    def quantised(self, stream: np.random.Generator) -> Draft:
+        """Draw the model or an exit with quantised weights, the model with up to a fifth of its sublayers left out.
+
+        Half of the drafts come after a lookup.
+        """
+        bits = self.bits[int(stream.integers(len(self.bits)))]
+        draft: LayerSkip | EarlyExit
+        if stream.random() < 0.25:
+            draft = self.exit_with_head(stream) if self.head_drafts else self.exit(stream)
+        else:
+            size = round(stream.uniform(0, MOST_SHARE_QUANTISED) * len(self.space.items))
+            draft = self.space.draft(stream.choice(len(self.space.items), size, replace=False).tolist())
+        draft = draft.with_bits(bits)
+        return draft.with_lookup(_lookup(stream)) if stream.random() < 0.5 else draft
+
+
+def _lookup(stream: np.random.Generator) -> Lookup:
+    return Lookup(**_ngrams(stream), max_tokens=int(stream.integers(COPIED[0], COPIED[1] + 1)))
 
 
 def _ngrams(stream: np.random.Generator) -> dict[str, int]:

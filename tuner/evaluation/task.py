@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from decoding.drafts import EarlyExit
+from decoding.drafts import BitWidth, EarlyExit
 from decoding.target import Target
 from studies.prediction.skip_space import SkipSpace
 from tuner.config import SearchConfig
@@ -41,10 +41,14 @@ def head_drafts(task: Task) -> dict[int, EarlyExit]:
 
 
 def random_candidates(
-    target: Target, heads: Mapping[int, EarlyExit], rules: tuple[str, ...], max_tokens: int
+    target: Target,
+    heads: Mapping[int, EarlyExit],
+    rules: tuple[str, ...],
+    max_tokens: int,
+    bits: tuple[BitWidth, ...] = (),
 ) -> RandomCandidates:
-    """Return a source of random candidates for the model."""
-    return RandomCandidates(SkipSpace.of(target), target.num_layers, heads, rules, max_tokens)
+    """Return a source of random candidates for the model; those of `bits` are quantised."""
+    return RandomCandidates(SkipSpace.of(target), target.num_layers, heads, rules, max_tokens, bits)
 
 
 def facts_of(task: Task) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import pytest
 
 from decoding.draft_length import RULES
 from decoding.drafters.build import build_drafter
-from decoding.drafts import EarlyExit, LayerSkip, Lookup, PlainDecoding, PromptLookup
+from decoding.drafts import BitWidth, EarlyExit, LayerSkip, Lookup, PlainDecoding, PromptLookup
 from decoding.target import Target
 from studies.prediction.skip_space import SkipSpace
 from tests.support.tiny import tiny_target
@@ -18,6 +18,7 @@ from tuner.evaluation.random_candidates import (
     EXIT_WITH_HEAD,
     LOOKUP_ALONE,
     LOOKUP_FIRST,
+    QUANTISED,
     SHARES,
     SKIP_SET,
     RandomCandidates,
@@ -33,8 +34,10 @@ def target() -> Target:
     return tiny_target(NUM_LAYERS)
 
 
-def drawer(target: Target, *, heads: bool = True, rules: tuple[str, ...] = tuple(RULES)) -> RandomCandidates:
-    return RandomCandidates(SkipSpace.of(target), NUM_LAYERS, {3: HEAD} if heads else {}, rules, 6)
+def drawer(
+    target: Target, *, heads: bool = True, rules: tuple[str, ...] = tuple(RULES), bits: tuple[BitWidth, ...] = ()
+) -> RandomCandidates:
+    return RandomCandidates(SkipSpace.of(target), NUM_LAYERS, {3: HEAD} if heads else {}, rules, 6, bits)
 
 
 def test_each_kind_has_its_share_and_rules_take_turns(target: Target) -> None:
@@ -42,7 +45,7 @@ def test_each_kind_has_its_share_and_rules_take_turns(target: Target) -> None:
     drawn = drawer(target).draw(num_drawn, seed=0)
     assert len({candidate.key for candidate in drawn}) == num_drawn
     kinds = Counter(kind_of(candidate.draft) for candidate in drawn)
-    assert kinds == {kind: round(num_drawn * share) for kind, share in SHARES.items()}
+    assert kinds == {kind: round(num_drawn * share) for kind, share in SHARES.items() if kind != QUANTISED}
     assert Counter(candidate.draft_length.rule for candidate in drawn) == dict.fromkeys(RULES, 10)
     assert all(candidate.draft_length.max_tokens <= 6 for candidate in drawn)
     first = [kind_of(candidate.draft) for candidate in drawn[:12]]
@@ -52,6 +55,17 @@ def test_each_kind_has_its_share_and_rules_take_turns(target: Target) -> None:
 def test_without_heads_the_other_kinds_share_theirs(target: Target) -> None:
     kinds = Counter(kind_of(candidate.draft) for candidate in drawer(target, heads=False).draw(16, seed=0))
     assert kinds == {SKIP_SET: 8, EXIT: 4, LOOKUP_FIRST: 2, LOOKUP_ALONE: 2}
+
+
+def test_quantised_drafts_are_drawn_in_the_precisions_asked_for(target: Target) -> None:
+    drafts = [candidate.draft for candidate in drawer(target, bits=(8, 4)).draw(120, seed=0)]
+    quantised = [draft for draft in drafts if kind_of(draft) == QUANTISED]
+    assert len(quantised) == 20, "a sixth: its weight among all"
+    assert {draft.weight_bits for draft in quantised} == {8, 4}
+    assert {draft.lookup_first is None for draft in quantised} == {False, True}
+    assert {type(draft) for draft in quantised} == {LayerSkip, EarlyExit}
+    for draft in quantised:
+        assert build_drafter(target, draft.model_copy(update={"head": None, "head_sha256": None})) is not None
 
 
 def test_drafts_are_such_as_the_model_has_and_of_varied_sizes(target: Target) -> None:
@@ -90,6 +104,8 @@ def test_fewer_are_drawn_where_there_are_no_more() -> None:
         (HEAD.model_copy(update={"lookup": Lookup()}), LOOKUP_FIRST),
         (LayerSkip(lookup=Lookup()), LOOKUP_FIRST),
         (PromptLookup(), LOOKUP_ALONE),
+        (LayerSkip(bits=8), QUANTISED),
+        (LayerSkip(bits=8, lookup=Lookup()), QUANTISED),
     ],
 )
 def test_kinds(draft: LayerSkip | EarlyExit | PromptLookup, kind: str) -> None:

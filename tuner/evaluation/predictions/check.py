@@ -15,6 +15,7 @@ from pydantic import Field
 
 from decoding.documents.strict_yaml import Document
 from decoding.draft_length import RULES
+from decoding.drafts import BitWidth
 from decoding.profile import Decoding, Interval
 from studies.contract import Candidate
 from studies.costs.table import CostTable
@@ -129,6 +130,8 @@ class PredictorFactory:
     """The prompts of each category, by their index in the bench."""
     max_tokens: int
     decoding: Decoding
+    bits: tuple[BitWidth, ...]
+    """Precisions of quantised drafts that the costs cover."""
 
     def predictor(self) -> Predictor:
         """Return a new predictor that has read the texts and knows no drafts."""
@@ -136,7 +139,7 @@ class PredictorFactory:
 
 
 def predictor_factory(
-    task: Task, bench: Bench, *, num_prompts: int, max_tokens: int, progress: Progress
+    task: Task, bench: Bench, *, num_prompts: int, max_tokens: int, bits: tuple[BitWidth, ...], progress: Progress
 ) -> PredictorFactory:
     """Return a predictor factory for the first `num_prompts` prompts of `bench`.
 
@@ -148,7 +151,7 @@ def predictor_factory(
     contexts = sorted({min(lengths), max(lengths) + bench.max_new_tokens})
     config = task.config
     start = time.perf_counter()
-    costs = measure_cost_table(task.target, max_tokens=max_tokens, contexts=contexts, seed=config.seed)
+    costs = measure_cost_table(task.target, max_tokens=max_tokens, contexts=contexts, bits=bits, seed=config.seed)
     seconds = time.perf_counter() - start
     progress.say(costs.describe())
 
@@ -164,7 +167,7 @@ def predictor_factory(
 
     indices = range(len(prompts))
     return PredictorFactory(
-        new_survey, costs, seconds, indices, _by_category(task, bench, indices), max_tokens, task.decoding
+        new_survey, costs, seconds, indices, _by_category(task, bench, indices), max_tokens, task.decoding, bits
     )
 
 
@@ -183,7 +186,7 @@ def check_predictions(
     """Predict `count` random configurations, at least 2, then decode with them."""
     if count < 2:
         raise ValueError(f"at least 2 configurations are needed, got {count}")
-    drawer = random_candidates(task.target, head_drafts(task), tuple(RULES), factory.max_tokens)
+    drawer = random_candidates(task.target, head_drafts(task), tuple(RULES), factory.max_tokens, factory.bits)
     candidates = drawer.draw(count, task.config.seed)
     progress.stage("predicting random configurations", len(candidates))
     start = time.perf_counter()

@@ -28,7 +28,12 @@ def run_and_write(settings: PredictionsEvaluation, progress: Progress) -> Render
     task = prepare_check(settings.config, settings.out, progress)
     tuning = open_bench(task, task.prompts.tuning, "decoding the tuning prompts plainly", progress)
     factory = predictor_factory(
-        task, tuning, num_prompts=settings.prompts, max_tokens=settings.max_tokens, progress=progress
+        task,
+        tuning,
+        num_prompts=settings.prompts,
+        max_tokens=settings.max_tokens,
+        bits=settings.bits,
+        progress=progress,
     )
     check = check_predictions(task, tuning, factory, count=settings.configurations, progress=progress)
     shown = _write(task, settings.out, check, None)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from pydantic import Field
 
+from decoding.drafts import BitWidth
 from tuner.evaluation.contract import EVALUATION, LongestDraft, Report, ResultsFolder, SearchEvaluation
 
 if TYPE_CHECKING:
@@ -16,10 +17,10 @@ if TYPE_CHECKING:
 class PredictionsEvaluation(SearchEvaluation):
     """Compare predicted speed-ups with real decoding.
 
-    First, random configurations: skip sets, exits with and without head, prompt lookup, each with a random draft-length
-    rule. All are predicted from one survey of the sequences and a table of costs, then decoded on the same prompts. The
-    tables show rank correlation, errors and bias: overall, by kind of draft and of rule, and with the correction that a
-    search would have made from all other configurations.
+    First, random configurations: skip sets, exits with and without head, prompt lookup, quantised drafts with --bits, each
+    with a random draft-length rule. All are predicted from one survey of the sequences and a table of costs, then decoded
+    on the same prompts. The tables show rank correlation, errors and bias: overall, by kind of draft and of rule, and with
+    the correction that a search would have made from all other configurations.
 
     Second, tuning: for some drafts, the best parameters of every rule by replay alone against the best by real trials of
     Optuna, side by side on held-out prompts, with the seconds that each took.
@@ -31,7 +32,7 @@ class PredictionsEvaluation(SearchEvaluation):
     \b
     Examples:
       sdtune evaluate predictions --config configs/demo.yaml
-      sdtune evaluate predictions --config configs/demo.yaml --configurations 20 --drafts 0
+      sdtune evaluate predictions --config configs/demo.yaml --configurations 20 --bits 8 --drafts 0
     """
 
     configurations: int = Field(
@@ -41,6 +42,11 @@ class PredictionsEvaluation(SearchEvaluation):
         16, ge=2, description="Most tuning prompts to predict and measure on.", json_schema_extra=EVALUATION
     )
     max_tokens: LongestDraft = 12
+    bits: tuple[BitWidth, ...] = Field(
+        (),
+        description="Precision of quantised drafts to draw, too: 8 or 4; repeatable.",
+        json_schema_extra=EVALUATION,
+    )
     drafts: int = Field(
         3,
         ge=0,

@@ -13,7 +13,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from decoding.draft_length import RULES, AdaEdl, DraftLengthRule, Fixed, RoundCosts
-from decoding.drafts import EarlyExit
+from decoding.drafts import BitWidth, EarlyExit
 from decoding.target import Target
 from studies.contract import Candidate
 from studies.measurement import Measurement, ratio_interval
@@ -40,8 +40,8 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def check(here: Path, target: Target, checkpoint: Path, prompts_file: Path, monkeypatch: pytest.MonkeyPatch) -> Check:
     """Return the prediction check with small sizes, two exit heads, and made-up costs."""
 
-    def costs(_: Target, *, max_tokens: int, **options: Any) -> Any:
-        return made_up_costs(target, max_tokens)
+    def costs(_: Target, *, max_tokens: int, bits: tuple[BitWidth, ...], **options: Any) -> Any:
+        return made_up_costs(target, max_tokens, bits)
 
     monkeypatch.setattr("tuner.evaluation.predictions.check.measure_cost_table", costs)
     monkeypatch.setattr("tuner.evaluation.predictions.rule_tuning.SKIP_SETS", 10)
@@ -96,6 +96,15 @@ def test_random_configurations_are_predicted_and_decoded(here: Path, check: Chec
         assert words in text
         assert words in result.stdout
     assert "…" not in text
+
+
+def test_quantised_drafts_are_predicted_and_decoded_where_asked_for(here: Path, check: Check) -> None:
+    assert check(configurations=6, bits=8).exit_code == 0
+    found = json.loads((here / "evaluate_predictions" / "predictions.json").read_text())
+    pairs = [pair for pair in found["pairs"] if pair["kind"] == "quantised"]
+    assert len(pairs) == found["predictions"]["quantised"]["count"] == 1
+    assert all(pair["candidate"]["draft"]["bits"] == 8 for pair in pairs)
+    assert all(each["identical"] for pair in pairs for each in pair["measurement"]["samples"])
 
 
 def test_predictions_are_compared_by_the_category_of_the_prompts(here: Path, check: Check) -> None:
