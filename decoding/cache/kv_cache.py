@@ -118,7 +118,9 @@ class Slot:
             if self.slots.ndim == 1:
                 kept.index_copy_(2, self.slots, states)
             else:
-                kept.scatter_(2, self.slots[:, None, :, None].expand_as(states), states)
+                # Not `scatter_`, for which the compiler copies the whole storage and back.
+                rows, heads = (torch.arange(size, device=kept.device) for size in states.shape[:2])
+                kept.index_put_((rows[:, None, None], heads[:, None], self.slots[:, None]), states)
         if self.extent is None:
             return self.keys, self.values
         num_slots = self.extent.shape[0]

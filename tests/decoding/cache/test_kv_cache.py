@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from decoding.cache.kv_cache import KVCache
+from decoding.cache.kv_cache import KVCache, Slot
 from decoding.decode import Request, speculative
 from decoding.draft_length import Fixed
 from decoding.drafters.layer_skip import LayerSkipDrafter
@@ -119,3 +119,29 @@ def test_forgotten_tokens_leave_no_trace_in_the_logits(family: str) -> None:
     cache.roll_back(length - 4)
     again = target.forward(ids[:, length - 4 :], cache, length - 4)
     torch.testing.assert_close(again, whole[length - 4 :], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
+def test_a_compiled_pass_of_several_sequences_does_not_copy_the_storage() -> None:
+    """A copy would cost as much as reading the storage twice, in each layer."""
+    rows, heads, capacity, size = 3, 2, 1024, 8
+
+    def write(slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
+        read = Slot(slots, keys, values, None).update(states, 2 * states)
+        return read[0].sum() + read[1].sum()
+
+    keys, values = (torch.zeros(rows, heads, capacity, size) for _ in range(2))
+    slots = torch.tensor([[5, 6], [7, 8], [9, 10]])
+    states = torch.randn(rows, heads, 2, size)
+    with torch.inference_mode():
+        compiled = torch.compile(write, fullgraph=True)
+        compiled(slots, keys, values, states)
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiled:
+            compiled(slots, keys, values, states)
+    assert profiled.profiler is not None
+    allocated = [event.nbytes() for event in profiled.profiler.kineto_results.events()]
+    assert 0 < max(allocated) < keys.nbytes / 10
+    for row, own in enumerate(slots.tolist()):
+        assert torch.equal(keys[row, :, own], states[row])
+        assert torch.equal(values[row, :, own], 2 * states[row])
+    assert keys.count_nonzero() == states.numel()
