@@ -1,12 +1,10 @@
 """Fixtures of all tests.
 
-Each test process uses one torch thread, because several threads on few cores wait for each other.
+Each test process uses one torch thread, because several threads on few cores wait for each other. Nothing heavy is imported up
+here: the process that only hands out tests to others reads this file before it starts them.
 """
 
 import pytest
-import torch
-
-from decoding.runners.compilation import call_block
 
 # Failing assertions in shared code show their values too.
 pytest.register_assert_rewrite("tests.support")
@@ -14,10 +12,14 @@ pytest.register_assert_rewrite("tests.support")
 
 @pytest.fixture(scope="session", autouse=True)
 def _one_thread() -> None:
+    import torch
+
     torch.set_num_threads(1)
 
 
 @pytest.fixture
 def uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
     """Run the static runner without its compiler, which takes half a minute."""
+    from decoding.runners.compilation import call_block
+
     monkeypatch.setattr("decoding.runners.static.CompiledBlocks", lambda *_: call_block)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -48,17 +49,28 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("decoding.target.target.find_kernel", lambda device, dtype: varlen_reference)
 
 
+@functools.cache
+def fake_graphs_of(family: str, features: SpeedFeatures) -> tuple[Target, FakeGraphs]:
+    """Return one target for all tests of a family with these features; each uses the fixture `kernel`."""
+    graphs = FakeGraphs()
+    return recorded_target(family, graphs, features=features), graphs
+
+
+@functools.cache
+def eager_texts(family: str) -> list[tuple[int, ...]]:
+    return [plain_decoder(target_of(family)).generate(request).tokens for request in requests()]
+
+
 # --- the same text ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.usefixtures("kernel")
 @pytest.mark.parametrize(("family", "draft"), EVERY_DRAFT_OF_TWO + SKIPS_OF_THE_OTHERS)
 def test_text_is_the_eager_text(family: str, draft: str, tmp_path: Path) -> None:
-    graphs = FakeGraphs()
-    plain = [plain_decoder(target_of(family)).generate(request).tokens for request in requests()]
-    decoder = decoder_of(recorded_target(family, graphs, features=VARLEN), draft, RULES["fixed 3"], tmp_path)
+    (target, graphs), plain = fake_graphs_of(family, VARLEN), eager_texts(family)
+    decoder, replayed = decoder_of(target, draft, RULES["fixed 3"], tmp_path), graphs.num_replayed
     assert alone_and_together(decoder) == [plain[-1], *plain]
-    assert graphs.num_replayed > 0
+    assert graphs.num_replayed > replayed
 
 
 @pytest.mark.usefixtures("kernel")
@@ -67,7 +79,7 @@ def test_text_is_the_eager_text(family: str, draft: str, tmp_path: Path) -> None
 def test_text_many_windows_long_is_the_eager_text(family: str, prefix_reuse: bool, tmp_path: Path) -> None:
     (request,) = requests([(3 * WINDOW, 8 * WINDOW)])
     expected = plain_decoder(target_of(family)).generate(request).tokens
-    target = recorded_target(family, FakeGraphs(), features=VARLEN)
+    target, _ = fake_graphs_of(family, VARLEN)
     decoder = decoder_of(target, "blocks", RULES["fixed 8"], tmp_path, prefix_reuse=prefix_reuse)
     assert decoder.generate(request).tokens == expected
 
@@ -76,9 +88,8 @@ def test_text_many_windows_long_is_the_eager_text(family: str, prefix_reuse: boo
 @pytest.mark.parametrize("rule", ["fixed 3", "AdaEDL, last dropped"])
 @pytest.mark.parametrize("draft", DRAFTS)
 def test_all_features_together_write_the_eager_text(draft: str, rule: str, tmp_path: Path) -> None:
-    graphs = FakeGraphs()
-    plain = [plain_decoder(target_of("gemma3")).generate(request).tokens for request in requests()]
-    decoder = decoder_of(recorded_target("gemma3", graphs, features=EVERYTHING), draft, RULES[rule], tmp_path)
+    (target, graphs), plain = fake_graphs_of("gemma3", EVERYTHING), eager_texts("gemma3")
+    decoder = decoder_of(target, draft, RULES[rule], tmp_path)
     assert alone_and_together(decoder) == [plain[-1], *plain]
     assert graphs.strangers(decoder) == []
 

@@ -9,12 +9,13 @@ A number that the host reads is 0, a truth value is true, a probability is 0.5: 
 
 from __future__ import annotations
 
-import traceback
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -228,7 +229,8 @@ class _Watched(TorchFunctionMode):
             if part is None:
                 tensor = aten.unsqueeze(tensor, dim)
             elif isinstance(part, slice):
-                tensor = aten.slice(tensor, dim, part.start, part.stop, part.step or 1)
+                if part != slice(None):  # each operation on a fake tensor takes as long as hundreds of lines of Python
+                    tensor = aten.slice(tensor, dim, part.start, part.stop, part.step or 1)
             elif isinstance(part, Tensor | list):
                 indices[dim] = self._index(part)
                 dim += indices[dim].ndim - 1 if indices[dim].dtype == torch.bool else 0
@@ -306,8 +308,11 @@ def _nested(value: float, shape: torch.Size) -> Any:
 
 def _place() -> str:
     """Return the innermost line of the product on the stack."""
-    for frame in reversed(traceback.extract_stack()):
-        root = next((root for root in PRODUCT if root in frame.filename), None)
-        if root is not None and "/tests/" not in frame.filename:
-            return f"{root[1:]}{frame.filename.rpartition(root)[2]}:{frame.lineno}"
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        file = frame.f_code.co_filename
+        root = next((root for root in PRODUCT if root in file), None)
+        if root is not None and "/tests/" not in file:
+            return f"{root[1:]}{file.rpartition(root)[2]}:{frame.f_lineno}"
+        frame = frame.f_back
     return "tests"

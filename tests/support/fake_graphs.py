@@ -106,7 +106,9 @@ class _Step:
         """The arguments, tensors as addresses."""
         self._results: list[Any] = results
         """The results in memory that the operator allocated; None for one in memory of its arguments."""
-        self._is_self_contained = False
+        self._look_ups: list[tuple[int, _Address]] = []
+        """Arguments in memory of others, which is looked up in each replay, by index."""
+        self._are_nested = False
 
     def bind(self, produced: Mapping[int, Tensor]) -> None:
         """Hold the memory of the recording itself, which needs no look-up in a replay."""
@@ -117,12 +119,17 @@ class _Step:
         self._args, self._kwargs, self._results = _mapped((self._args, self._kwargs, self._results), _Address, bound)
         external: list[_Address] = []
         _mapped((self._args, self._kwargs), _Address, external.append)
-        self._is_self_contained = not external
+        self._look_ups = [(index, each) for index, each in enumerate(self._args) if isinstance(each, _Address)]
+        self._are_nested = len(external) > len(self._look_ups)
 
     def play(self) -> None:
         args, kwargs = self._args, self._kwargs
-        if not self._is_self_contained:
+        if self._are_nested:
             args, kwargs = _mapped((args, kwargs), _Address, _Address.tensor)
+        elif self._look_ups:
+            args = [*args]
+            for index, memory in self._look_ups:
+                args[index] = memory.tensor()
         for kept, value in zip(self._results, _tensors(self._function(*args, **kwargs)), strict=True):
             if kept is not None:
                 kept.copy_(value)
@@ -151,6 +158,8 @@ class _Recording(TorchDispatchMode):
         """Memory that was there before."""
         self._before: dict[int, tuple[Tensor, Tensor]] = {}
         """Other memory that the pass has written to, with its contents before."""
+        self._memory: dict[torch.dtype, list[Tensor]] = {}
+        """All memory allocated by the pass, by type: one call spoils many tensors."""
 
     def __torch_dispatch__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -193,19 +202,22 @@ class _Recording(TorchDispatchMode):
 
     def bind(self) -> None:
         """Prepare replays."""
-        self._memory = [_whole(tensor) for tensor in self.produced.values()]
+        for memory in map(_whole, self.produced.values()):
+            self._memory.setdefault(memory.dtype, []).append(memory)
         for step in self.steps:
             step.bind(self.produced)
 
     def poison(self) -> None:
         """Fill the memory of the pass with values that spoil whatever is computed from them."""
-        for memory in self._memory:
-            if memory.dtype.is_floating_point:
-                memory.fill_(float("nan"))
-            elif memory.dtype == torch.bool:
-                memory.fill_(True)
+        for dtype, memories in self._memory.items():
+            if dtype.is_floating_point:
+                torch._foreach_add_(memories, float("nan"))
+            elif dtype == torch.bool:
+                for memory in memories:
+                    memory.fill_(True)
             else:
-                memory.fill_(torch.iinfo(memory.dtype).max // 2)
+                torch._foreach_zero_(memories)
+                torch._foreach_add_(memories, torch.iinfo(dtype).max // 2)
 
 
 def _refuse_waits(name: str, overload: str, args: tuple[Any, ...]) -> None:

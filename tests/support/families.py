@@ -114,6 +114,13 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
 }
 
 
+def of_depth(family: str, num_layers: int) -> dict[str, Any]:
+    """Return the settings for `build` that leave a family its first blocks: for tests that look at no values."""
+    own = SUPPORTED[family][1]
+    listed = {name: value[:num_layers] for name, value in own.items() if isinstance(value, list)}
+    return {**listed, "num_hidden_layers": num_layers, **({"n_layer": num_layers} if "n_layer" in own else {})}
+
+
 def build(family: str, **settings: Any) -> PreTrainedModel:
     """Build the tiny model of one of the families above; `settings` override its own."""
     config_class, own = (SUPPORTED.get(family) or REFUSED[family])[:2]
