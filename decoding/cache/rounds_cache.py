@@ -11,6 +11,9 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 from decoding.cache.kv_cache import KVCache
 
+LEAST_LIMIT = 2**26
+"""Bytes that even the smallest model may use for known keys and values."""
+
 
 @dataclass(frozen=True)
 class MemoryLimits:
@@ -20,6 +23,15 @@ class MemoryLimits:
     """Up to this size the keys and values of all rounds are kept: every round has a copy of its context."""
     gathered: int = 2**30
     """Beyond it, a pass gathers the rounds of one layer at a time, and covers as many rounds as fit in this size."""
+
+    @classmethod
+    def beside(cls, weight_bytes: int) -> MemoryLimits:
+        """Return limits for a model of this size: a quarter of its weights, between 64 MiB and the defaults.
+
+        Known contexts would otherwise take several times the memory of a small model.
+        """
+        share = max(LEAST_LIMIT, weight_bytes // 4)
+        return cls(min(cls.kept, share), min(cls.gathered, share))
 
 
 _Known = tuple[Tensor, Tensor]

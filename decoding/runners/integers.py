@@ -14,11 +14,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
+from decoding.errors import UnsupportedModelError
+
 MAX_VALUE = 127 * 128 + 63
 """Largest integer that stands for a value: 128 times a signed byte plus another one from -64 to 63."""
 
 SMALLEST = 1e-30
 """Positions whose values are all smaller than this are rounded to it, so that no scale overflows."""
+
+PIECE = 2**20
+"""Weights that are rounded at a time: the temporary copies in float32 stay small beside a large layer."""
 
 GROUP = 32
 """Inputs that share a scale and a minimum (int4)."""
@@ -28,15 +33,25 @@ MAX_SCALE = 63
 
 
 class PackedWeight(nn.Module):
-    """The integers of a weight [outputs, inputs], and the scale of each row."""
+    """The integers of a weight [outputs, inputs] in any floating point precision, and the scale of each row.
+
+    It is packed a few rows at a time. Raises `UnsupportedModelError` for a weight that is not finite.
+    """
 
     bits: int
     scales: Tensor
     """[outputs] in float32: a weight is its integer times the scale of its row."""
 
-    def __init__(self, num_outputs: int, num_inputs: int) -> None:
+    def __init__(self, weight: Tensor) -> None:
         super().__init__()
-        self.num_outputs, self.num_inputs = num_outputs, num_inputs
+        self.num_outputs, self.num_inputs = weight.shape
+        pieces = [self._packed(_finite(rows.float())) for rows in weight.split(max(1, PIECE // self.num_inputs))]
+        for name in pieces[0]:
+            self.register_buffer(name, torch.cat([piece[name] for piece in pieces]))
+
+    def _packed(self, rows: Tensor) -> dict[str, Tensor]:
+        """Return the buffers of some rows [rows, inputs] in float32, by name."""
+        raise NotImplementedError
 
     def integers(self, first: int, end: int) -> Tensor:
         """Return rows `first` to `end` (exclusive) in float64, [rows, inputs]."""
@@ -50,11 +65,9 @@ class Int8Weight(PackedWeight):
     rows: Tensor
     """[outputs, inputs] in int8."""
 
-    def __init__(self, weight: Tensor) -> None:
-        super().__init__(*weight.shape)
-        scales = weight.abs().amax(1).clamp(min=SMALLEST) / 127
-        self.register_buffer("scales", scales)
-        self.register_buffer("rows", (weight / scales[:, None]).round().clamp(-127, 127).to(torch.int8))
+    def _packed(self, rows: Tensor) -> dict[str, Tensor]:
+        scales = rows.abs().amax(1).clamp(min=SMALLEST) / 127
+        return {"scales": scales, "rows": (rows / scales[:, None]).round().clamp(-127, 127).to(torch.int8)}
 
     def integers(self, first: int, end: int) -> Tensor:
         """Return the bytes of these rows."""
@@ -72,9 +85,8 @@ class Int4Weight(PackedWeight):
     minima: Tensor
     """[outputs, groups] in int16, from -15 * `MAX_SCALE` to 0."""
 
-    def __init__(self, weight: Tensor) -> None:
-        super().__init__(*weight.shape)
-        groups = pad(weight, (0, -self.num_inputs % GROUP)).unflatten(1, (-1, GROUP))
+    def _packed(self, rows: Tensor) -> dict[str, Tensor]:
+        groups = pad(rows, (0, -self.num_inputs % GROUP)).unflatten(1, (-1, GROUP))
         minima, steps = groups.amin(2).clamp(max=0), (groups.amax(2).clamp(min=0) - groups.amin(2).clamp(max=0)) / 15
         scales = steps.amax(1, keepdim=True).clamp(min=SMALLEST) / MAX_SCALE
         group_scales = (steps / scales).round().clamp(0, MAX_SCALE)
@@ -82,10 +94,12 @@ class Int4Weight(PackedWeight):
         minima = (minima / scales).round()
         bits = (groups / scales[..., None] - minima[..., None]) / group_scales.clamp(min=1)[..., None]
         bits = bits.round().clamp(0, 15).to(torch.uint8)
-        self.register_buffer("scales", scales.squeeze(1))
-        self.register_buffer("pairs", bits[..., : GROUP // 2] | bits[..., GROUP // 2 :] << 4)
-        self.register_buffer("group_scales", group_scales.to(torch.uint8))
-        self.register_buffer("minima", minima.to(torch.int16))
+        return {
+            "scales": scales.squeeze(1),
+            "pairs": bits[..., : GROUP // 2] | bits[..., GROUP // 2 :] << 4,
+            "group_scales": group_scales.to(torch.uint8),
+            "minima": minima.to(torch.int16),
+        }
 
     def integers(self, first: int, end: int) -> Tensor:
         """Return the unpacked integers of these rows."""
@@ -94,8 +108,14 @@ class Int4Weight(PackedWeight):
         return (bits * scales[..., None] + minima[..., None]).flatten(1)[:, : self.num_inputs]
 
 
+def _finite(rows: Tensor) -> Tensor:
+    if not rows.isfinite().all():
+        raise UnsupportedModelError("a linear layer has weights that are not finite: it cannot be quantised")
+    return rows
+
+
 PACKED: dict[int, Callable[[Tensor], PackedWeight]] = {8: Int8Weight, 4: Int4Weight}
-"""The packed weight of each number of bits, made from a weight [outputs, inputs] in float32."""
+"""The packed weight of each number of bits, made from a weight [outputs, inputs]."""
 
 
 def quantised_values(values: Tensor) -> tuple[Tensor, Tensor]:

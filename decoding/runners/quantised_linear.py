@@ -72,10 +72,8 @@ def quantised(linear: nn.Linear, bits: int) -> nn.Module:
     if type(linear) is not nn.Linear or not linear.weight.is_floating_point() or linear.weight.is_meta:
         raise UnsupportedModelError(f"only plain linear layers can be quantised, not {type(linear).__name__}")
     with torch.inference_mode(False), torch.no_grad():
-        weight = linear.weight.detach().float()
-        if not weight.isfinite().all():
-            raise UnsupportedModelError("a linear layer has weights that are not finite: it cannot be quantised")
-        packed, bias = PACKED[bits](weight), None if linear.bias is None else linear.bias.detach()
+        packed = PACKED[bits](linear.weight.detach())
+        bias = None if linear.bias is None else linear.bias.detach()
         return TiledLinear(packed, bias) if has_integer_kernel(packed) else QuantisedLinear(packed, bias)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
@@ -52,7 +52,7 @@ class DraftPredictor(ABC, Generic[DraftT]):
         """Return the exit layers whose hidden states `logits` reads."""
         return ()
 
-    def logits(self, draft: DraftT, survey: Survey) -> Sequence[Tensor]:
+    def logits(self, draft: DraftT, survey: Survey) -> Iterable[Tensor]:
         """Return the draft's logits [positions, vocabulary] on each surveyed sequence; called for a recorded kind only."""
         raise NotImplementedError(f"{type(self).__name__} predicts without recordings")
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable
 from functools import partial
 from typing import TYPE_CHECKING, ClassVar
 
@@ -31,7 +31,7 @@ class RecordedPredictor(DraftPredictor[DraftT]):
 class SkipPredictor(RecordedPredictor[LayerSkip]):
     """Predicts skip sets."""
 
-    def logits(self, draft: LayerSkip, survey: Survey) -> Sequence[Tensor]:
+    def logits(self, draft: LayerSkip, survey: Survey) -> Iterable[Tensor]:
         """Run the draft over all rounds of the survey."""
         return survey.skip_logits(draft)
 
@@ -43,7 +43,7 @@ class ExitPredictor(RecordedPredictor[EarlyExit]):
         """Return the exit of the draft, unless it is the skip set of a quantised model."""
         return () if _is_quantised_skip(draft) else (draft.exit_layer,)
 
-    def logits(self, draft: EarlyExit, survey: Survey) -> Sequence[Tensor]:
+    def logits(self, draft: EarlyExit, survey: Survey) -> Iterable[Tensor]:
         """Continue from the target's hidden states at the exit: up to there, draft and target are the same.
 
         A quantised draft differs from its first block on, and is run over all rounds.

@@ -53,7 +53,8 @@ class Survey:
 
     `prompts` and `continuations` are token ids. A continuation begins with the prefill's token; continuations of a single token
     are skipped. Raises ValueError if none is left. `heads` holds the exit heads. Naming the exit layers that will be recorded
-    as `exits` saves a second pass over the sequences, as far as their states fit in `limits.kept`.
+    as `exits` saves a second pass over the sequences, as far as their states fit in `limits.kept`; by default limits follow from
+    the size of the model.
     """
 
     def __init__(
@@ -67,10 +68,10 @@ class Survey:
         heads: HeadFolder | None = None,
         depth: int = DEPTH,
         exits: Iterable[int] = (),
-        limits: MemoryLimits = MemoryLimits(),
+        limits: MemoryLimits | None = None,
     ) -> None:
         self.target = target
-        self._limits = limits
+        self._limits = limits = limits or MemoryLimits.beside(_weight_bytes(target))
         self._decoding, self._seed, self._heads, self._depth = decoding, seed, heads, depth
         self._recordings: dict[Draft, list[Recording]] = {}
         given = list(zip(prompts, continuations, strict=True))
@@ -146,8 +147,8 @@ class Survey:
         view = self.target.draft_view(draft.skip_attention, draft.skip_mlp, keep_boundary=False, bits=draft.bits)
         return self._of_texts(view.rounds(token_ids, cache))
 
-    def exit_logits(self, draft: EarlyExit) -> list[Tensor]:
-        """Return the logits [positions, vocabulary] of an exit on each sequence.
+    def exit_logits(self, draft: EarlyExit) -> Iterator[Tensor]:
+        """Yield the logits [positions, vocabulary] of an exit on each sequence: one sequence's are in memory at a time.
 
         The head of a quantised exit reads the target's states of the prompt and the draft's states after it. In decoding it
         reads the target's states of earlier rounds; the difference is small.
@@ -156,10 +157,8 @@ class Survey:
         head, states = self._head(draft), self._states[draft.exit_layer]
         if draft.bits is not None:
             states = self._quantised_states(draft.exit_layer, draft.bits)
-        return [
-            self.target.exit_logits(text.token_ids, each, head, first=text.first, bits=draft.bits)[0]
-            for text, each in zip(self._texts, states, strict=True)
-        ]
+        for text, each in zip(self._texts, states, strict=True):
+            yield self.target.exit_logits(text.token_ids, each, head, first=text.first, bits=draft.bits)[0]
 
     def _quantised_states(self, exit_layer: int, bits: int) -> list[Tensor]:
         """Return the states [1, length, hidden] at an exit: the target's of the prompt, a quantised draft's after it."""
@@ -300,3 +299,7 @@ def _copies(text: _Read, accepted: Sequence[bool], guess: Guess, most: int) -> C
         agrees = [one == other and lucky for one, other, lucky in drafted]
         copies.append(agrees.index(False) if False in agrees else len(agrees))
     return copies
+
+
+def _weight_bytes(target: Target) -> int:
+    return sum(weight.nbytes for weight in target.model.parameters())

@@ -88,7 +88,7 @@ class MemoryPlan:
     @property
     def survey(self) -> int:
         """Most bytes of the surveys: contexts, states of exits, and distributions in float32."""
-        size, work, limits = self.size, self.work, MemoryLimits()
+        size, work, limits = self.size, self.work, MemoryLimits.beside(self.size.weight_bytes)
         num_rounds = work.num_surveyed * -(-work.new_tokens // DEPTH)
         rows = num_rounds * (self._context + DEPTH) * size.cache_bytes
         if rows > limits.kept:

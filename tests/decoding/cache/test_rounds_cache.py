@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from decoding.cache.kv_cache import KVCache
-from decoding.cache.rounds_cache import MemoryLimits, RoundsCache
+from decoding.cache.rounds_cache import LEAST_LIMIT, MemoryLimits, RoundsCache
 from decoding.target import Target
 from tests.support.families import NUM_LAYERS, SUPPORTED, some_tokens, target_of
 
@@ -86,3 +86,11 @@ def test_rounds_need_a_round_and_a_token() -> None:
         RoundsCache([(_read(target, TEXTS[0]), [5])], 0)
     with pytest.raises(ValueError, match="at least one known token"):
         RoundsCache([(_read(target, TEXTS[0]), [0])], 4)
+
+
+@pytest.mark.parametrize(
+    ("weights", "kept", "gathered"),
+    [(16 * 2**30, 2 * 2**30, 2**30), (540_000_000, 135_000_000, 135_000_000), (30_000_000, LEAST_LIMIT, LEAST_LIMIT)],
+)
+def test_limits_follow_from_the_size_of_the_model(weights: int, kept: int, gathered: int) -> None:
+    assert MemoryLimits.beside(weights) == MemoryLimits(kept, gathered)

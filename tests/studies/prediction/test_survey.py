@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from decoding.acceptance import Greedy
+from decoding.cache import rounds_cache
 from decoding.cache.rounds_cache import MemoryLimits
 from decoding.decode import Request
 from decoding.decoder import plain_decoder
@@ -24,6 +25,7 @@ from decoding.target import DraftView, Target
 from decoding.text import Ending, Shaping, TokenSequence
 from studies.prediction.cosine import cosine_skips
 from studies.prediction.survey import JoinedSurvey, Survey
+from tests.support.fake_8b import PeakBytes
 from tests.support.heads import write_heads
 from tests.support.tiny import tiny_target
 
@@ -187,3 +189,25 @@ def test_two_surveys_joined_are_one_of_all_texts(target: Target, temperature: fl
         assert joined.record(draft)[0] is first.record(draft)[0]
     guess = partial(look_up, lookup=PromptLookup(max_ngram=2, min_ngram=1))
     assert joined.copies(guess, 4) == whole.copies(guess, 4)
+
+
+@torch.inference_mode()
+def test_contexts_stay_below_a_quarter_of_the_weights(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A copy of the context for each round may take several times the memory of a small model."""
+    monkeypatch.setattr(rounds_cache, "LEAST_LIMIT", 0)
+    prompts, texts = [(5,) * 40] * 20, [(7,) * 41] * 20
+    survey = Survey(target, prompts, texts)
+    with PeakBytes(target.model) as memory:
+        rounds, _ = survey.rounds
+    assert len(rounds.chunks) > 1
+    known = 20 * 76 * target.num_layers * 2 * 2 * 8 * 4
+    assert memory.peak < 3 * known + sum(weight.nbytes for weight in target.model.parameters())
+
+
+def test_logits_of_one_text_at_a_time_are_compared(target: Target) -> None:
+    prompts, texts = [(5, 9)] * 24, [tuple(range(1, 42))] * 24
+    survey = Survey(target, prompts, texts, exits=[2])
+    logits_bytes = 40 * target.config.vocab_size * 4
+    with PeakBytes(target.model) as memory:
+        survey.record(EarlyExit(exit_layer=2))
+    assert memory.peak < 20 * logits_bytes, "the logits of 24 texts do not fit"
