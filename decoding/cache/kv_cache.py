@@ -58,7 +58,7 @@ class Window:
     """Rows of the storage that a shared pass covers; None for the only row."""
     masks: tuple[Tensor, ...] = ()
     """One mask [batch, 1, width, num_slots] per kind of layer, where `num_slots` is the number of slots that the pass
-    reads; or the `used_lengths` of variable-length attention.
+    reads; or what kernels get in their place: the `used_lengths` of variable-length attention, or positions.
     """
     extent: Tensor | None = None
     """A tensor [num_slots] whose size is the number of slots that a fixed-shape pass reads; None for all."""
@@ -68,7 +68,7 @@ class Window:
     def begin(self, slots: Tensor, last: Tensor, last_slot: Tensor, masks: tuple[Tensor, ...]) -> None:
         """Begin a fixed-shape pass over these slots."""
         self.slots, self.last, self.last_slot, self.masks = slots, last, last_slot, masks
-        self.extent = None if _are_lengths(masks[0]) else masks[0][0, 0, 0]
+        self.extent = None if _are_lengths(masks[0]) or _are_positions(masks[0]) else masks[0][0, 0, 0]
         self.formed.clear()
 
     def end_pass(self) -> None:
@@ -94,6 +94,8 @@ class Window:
         if _are_lengths(mask):
             num_positions = self.slots.shape[-1]
             return mask if num_positions == width else of_last_position(mask, num_positions, self.last_slot.flatten())
+        if _are_positions(mask):
+            return mask if mask.shape[-1] == width else mask.take_along_dim(self.last.view(-1, 1, 1, 1), -1)
         if mask.shape[-2] != width:
             mask = last_position(mask, -2, self.last)
         return mask if repeats == 1 else mask.repeat(1, 1, repeats, 1)
@@ -355,6 +357,11 @@ class BranchCache(KVCache):
 def _are_lengths(mask: Tensor) -> bool:
     """Return True for the lengths of variable-length attention, which travel in place of a mask."""
     return mask.dtype == torch.int32
+
+
+def _are_positions(mask: Tensor) -> bool:
+    """Return True for positions [batch, 1, 1, width], which travel in place of a mask."""
+    return mask.dtype == torch.int64
 
 
 def _allocate(states: Tensor, num_rows: int, capacity: int, slots_first: bool) -> Tensor:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from decoding.cache.kv_cache import Slot
 from decoding.runners.contract import BlockCall
+from decoding.runners.cpu_attention import compile_attention
 from decoding.runners.cpu_few_positions import compile_few_positions
 from decoding.runners.cpu_one_position import OnePosition
 from decoding.runners.cpu_packed import compile_packed_linear
@@ -110,6 +111,7 @@ def compiling(call: BlockCall) -> Iterator[None]:
     shapes = importlib.import_module("torch.fx.experimental._config").patch(use_duck_shape=False)
     compile_packed_linear()
     compile_few_positions()
+    compile_attention()
     compile_integer_kernel()
     with dynamo, shapes:
         try:

@@ -234,6 +234,10 @@ class Runner(Protocol):
         """The shapes to which passes are padded; None if each pass runs in its own shape."""
 
     @property
+    def attends_by_position(self) -> bool:
+        """True if layers attend by the CPU kernel, and get positions in place of masks in fixed-shape passes."""
+
+    @property
     def records(self) -> bool:
         """True if each shape of pass is recorded at its first run."""
 

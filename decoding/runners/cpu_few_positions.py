@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from decoding.runners.cpu_kernels import call_directly, compiled_library
+from decoding.runners.cpu_kernels import call_directly, compiled_library, has_instructions
 
 SOURCE = Path(__file__).with_suffix(".cpp")
 
@@ -76,14 +76,7 @@ def has_kernel(module: nn.Module) -> bool:
     """Return True if the kernel computes this module: a plain `nn.Linear` on a CPU that has the instructions."""
     if type(module) is not nn.Linear or module.weight.device.type != "cpu" or not module.weight.is_contiguous():
         return False
-    return _is_supported(module.weight.dtype) and _library() is not None
-
-
-def _is_supported(dtype: torch.dtype) -> bool:
-    """Return True if this processor has the instructions for `dtype`."""
-    if dtype is torch.bfloat16:
-        return torch.cpu._is_avx512_bf16_supported()
-    return dtype is torch.float32 and torch.cpu._is_avx512_supported()
+    return has_instructions(module.weight.dtype) and _library() is not None
 
 
 @functools.cache

@@ -9,7 +9,16 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from decoding.errors import one_line
+
+
+def has_instructions(dtype: torch.dtype) -> bool:
+    """Return True if this processor has the instructions by which kernels compute in `dtype`."""
+    if dtype is torch.bfloat16:
+        return torch.cpu._is_avx512_bf16_supported()
+    return dtype is torch.float32 and torch.cpu._is_avx512_supported()
 
 
 def compiled_library(source: Path) -> ctypes.CDLL | None:
@@ -19,7 +28,7 @@ def compiled_library(source: Path) -> ctypes.CDLL | None:
     try:
         compiled = cache.load(source.read_text(), "cpu")
     except (errors.CppCompileError, errors.InvalidCxxCompiler) as cause:
-        warnings.warn(f"linear layers run slower than they could: {one_line(cause)[:200]}", stacklevel=2)
+        warnings.warn(f"passes run slower than they could: {one_line(cause)[:200]}", stacklevel=2)
         return None
     # Once more, with its names visible to the code that inductor compiles.
     return ctypes.CDLL(compiled._name, mode=ctypes.RTLD_GLOBAL)
@@ -35,7 +44,7 @@ def call_directly(operator: Any, name: str, num_inputs: int, num_outputs: Callab
     if operator in lowering.lowerings:
         return
     ir = importlib.import_module("torch._inductor.ir")
-    kernel = _call_class(name, num_inputs)
+    kernel = call_class(name, ["AtenTensorHandle"] * num_inputs)
 
     def lowered(*tensors: Any) -> Any:
         inputs = [kernel.require_contiguous(kernel.realize_input(each)) for each in tensors]
@@ -46,10 +55,10 @@ def call_directly(operator: Any, name: str, num_inputs: int, num_outputs: Callab
     lowering.register_lowering(operator, type_promotion_kind=None)(lowered)
 
 
-def _call_class(name: str, num_inputs: int) -> Any:
-    """Return the class of the calls of `name` in inductor's IR."""
+def call_class(name: str, arguments: Sequence[str]) -> Any:
+    """Return the class of the calls of `name` in inductor's IR; `arguments` are the C types before the output's."""
     base: Any = importlib.import_module("torch._inductor.ir").ExternKernelAlloc
-    declaration = f'extern "C" AOTITorchError {name}({"AtenTensorHandle, " * num_inputs}AtenTensorHandle*);'
+    declaration = f'extern "C" AOTITorchError {name}({", ".join([*arguments, "AtenTensorHandle*"])});'
 
     class KernelCall(base):
         """A call of the kernel."""

@@ -37,6 +37,7 @@ class EagerRunner:
     block_call = None
     exact_width = None
     buckets = None
+    attends_by_position = False
     records = False
 
     def __init__(

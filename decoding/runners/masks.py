@@ -18,6 +18,10 @@ class MaskKinds:
     """Per layer, the number of positions it attends to, including the current one; None for all."""
     additive: torch.dtype | None
     """Data type of additive masks; None for boolean masks."""
+    attends_plainly: bool = False
+    """True if each layer's attention is one that a kernel may take over."""
+    reads_all = False
+    """True if passes are given all slots: how many they read is data, not a shape."""
 
     @property
     def kinds(self) -> tuple[int | None, ...]:
@@ -45,8 +49,20 @@ class MaskKinds:
         return allowed[None, None] if allowed.ndim == 2 else allowed[:, None]
 
 
+class Positions(MaskKinds):
+    """What passes get in place of masks where a kernel attends: the positions, the same for all kinds."""
+
+    reads_all = True
+
+    def masks(self, slots: Tensor, num_slots: int) -> tuple[Tensor, ...]:
+        """Return the positions [batch, 1, 1, width] once per kind; `slots` as for masks."""
+        return (slots[None, None, None] if slots.ndim == 1 else slots[:, None, None],) * len(self.kinds)
+
+
 class UsedLengths(MaskKinds):
     """What passes of variable-length attention get in place of masks: the same for all kinds, which know their windows."""
+
+    reads_all = True
 
     def masks(self, slots: Tensor, num_slots: int) -> tuple[Tensor, ...]:
         """Return the `used_lengths` [1, 1, 3, batch + 1] once per kind; `slots` as for masks."""

@@ -27,11 +27,12 @@ from decoding.errors import UnsupportedRunnerError
 from decoding.runners.buckets import CPU_BUCKETS, GPU_BUCKETS, Buckets
 from decoding.runners.compilation import CompiledBlocks, call_block, compiling, without_guards
 from decoding.runners.contract import BlockCall, Inputs, Outputs, Part, PassRequest, Verdict, Written, judge
+from decoding.runners.cpu_attention import has_attention_kernel
 from decoding.runners.eager import EagerRunner
 from decoding.runners.features import NO_FEATURES, SpeedFeatures
 from decoding.runners.graphs import CudaGraphs, OutputsT, PassRecorder
 from decoding.runners.greedy_chain import one_token, write_by
-from decoding.runners.masks import MaskKinds, UsedLengths
+from decoding.runners.masks import MaskKinds, Positions, UsedLengths
 from decoding.runners.shared_pass import (
     RowInputs,
     Rows,
@@ -75,12 +76,10 @@ class StaticRunner:
         self.features = features
         self.block_call: BlockCall = CompiledBlocks(device, features) if compiled else call_block
         self.buckets = buckets or (GPU_BUCKETS if device.type == "cuda" else CPU_BUCKETS)
-        self._mask_kinds = (
-            UsedLengths(mask_kinds.windows, mask_kinds.additive) if features.varlen_attention else mask_kinds
-        )
         self._device = device
         self._eager = EagerRunner(mask_kinds)
         self._recorder = recorder or (CudaGraphs(device) if device.type == "cuda" else None)
+        self._mask_kinds = self._in_place_of(mask_kinds)
         self._storages: list[Storage] = []
         """All storages that can be handed out again, in the order in which they were made."""
         self._in_use: set[Storage] = set()
@@ -90,6 +89,20 @@ class StaticRunner:
         # Recordings live as long as their part and are bound to the storage that they read.
         self._prepared: weakref.WeakKeyDictionary[Part, dict[_Key, Callable[[], Any]]] = weakref.WeakKeyDictionary()
         self._row_inputs: dict[Rows, RowInputs] = {}
+
+    def _in_place_of(self, masks: MaskKinds) -> MaskKinds:
+        """Return what this runner's passes get: masks, or what a kernel reads in their place."""
+        if self.features.varlen_attention:
+            return UsedLengths(masks.windows, masks.additive)
+        # A recorder stands for a GPU, of which this kernel would give the wrong shapes.
+        if self._recorder is None and masks.attends_plainly and has_attention_kernel(self._device, masks.additive):
+            return Positions(masks.windows, masks.additive)
+        return masks
+
+    @property
+    def attends_by_position(self) -> bool:
+        """True if layers get positions in place of masks; see `Runner.attends_by_position`."""
+        return isinstance(self._mask_kinds, Positions)
 
     @property
     def records(self) -> bool:
@@ -262,7 +275,7 @@ class StaticRunner:
 
     def _reach(self, storage: Storage, end: int) -> int:
         """Return how many slots a pass is given to read the first `end`: all of them where their number is data."""
-        return storage.capacity if self.features.varlen_attention else self.buckets.reach(end)
+        return storage.capacity if self._mask_kinds.reads_all else self.buckets.reach(end)
 
     def _exact_shape(self, cache: KVCache, width: int) -> _Shape:
         """Return one shape for all passes over a sequence.

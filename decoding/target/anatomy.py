@@ -14,6 +14,7 @@ from transformers.cache_utils import DynamicCache
 from decoding.cache.kv_cache import KVCache
 from decoding.errors import UnsupportedModelError, UnsupportedRunnerError, one_line
 from decoding.runners.masks import MaskKinds
+from decoding.target.plain_attention import AttentionCalls, Call, is_plain
 from decoding.target.stand_ins import first_of
 
 
@@ -37,6 +38,10 @@ class Anatomy:
     """Per block, the module that received the cache."""
     mlp: tuple[Sublayer | None, ...]
     """Per block, the largest other module that keeps the shape of the hidden states."""
+    attends_plainly: tuple[bool, ...]
+    """Per block, True if its attention is one that a kernel may take over (see `decoding.target.plain_attention`), and gets its
+    mask by name.
+    """
 
 
 @dataclass(frozen=True)
@@ -76,10 +81,13 @@ def examine(model: PreTrainedModel, config: Any) -> Anatomy:
     blocks = follow(model, path)
     cache = KVCache(len(blocks), capacity=2)
     outputs: list[int] = []
+    calls, seen_calls, mask_names = AttentionCalls(), list[list[Call]](), list[bool]()
     children: list[list[tuple[str, Sublayer, bool, bool]]] = [[] for _ in blocks]
 
-    def watch_block(module: nn.Module, args: Any, output: Any) -> None:
+    def watch_block(module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
         outputs.append(_num_outputs(output))
+        seen_calls.append(calls.take())
+        mask_names.append("attention_mask" in kwargs)
 
     def watch_child(index: int, name: str, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
         takes_cache = any(value is cache for value in (*args, *kwargs.values()))
@@ -91,11 +99,11 @@ def examine(model: PreTrainedModel, config: Any) -> Anatomy:
     handles = []
     try:
         for index, block in enumerate(blocks):
-            handles.append(block.register_forward_hook(watch_block))
+            handles.append(block.register_forward_hook(watch_block, with_kwargs=True))
             for name, child in block.named_children():
                 hook = functools.partial(watch_child, index, name)
                 handles.append(child.register_forward_hook(hook, with_kwargs=True))
-        with torch.inference_mode():
+        with torch.inference_mode(), calls:
             _run_two_tokens(model, cache)
     except (TypeError, ValueError, LookupError, AttributeError, RuntimeError, NotImplementedError) as cause:
         reason = one_line(cause)
@@ -120,7 +128,11 @@ def examine(model: PreTrainedModel, config: Any) -> Anatomy:
         # A norm keeps the shape too, but only an MLP holds matrices.
         is_mlp = heaviest is not None and any(p.ndim > 1 for p in getattr(block, heaviest.name).parameters())
         mlp.append(heaviest if is_mlp else None)
-    return Anatomy(path=path, block_outputs=outputs[0], attention=tuple(attention), mlp=tuple(mlp))
+    plainly = [
+        named and sublayer is not None and is_plain(getattr(block, sublayer.name), calls_of_block)
+        for block, sublayer, named, calls_of_block in zip(blocks, attention, mask_names, seen_calls, strict=True)
+    ]
+    return Anatomy(path, outputs[0], tuple(attention), tuple(mlp), tuple(plainly))
 
 
 def _run_two_tokens(model: PreTrainedModel, cache: KVCache) -> Tensor:

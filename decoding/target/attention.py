@@ -18,9 +18,9 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from decoding.target.anatomy import Sublayer
 from decoding.target.parts import shallow_copy
+from decoding.target.plain_attention import REPLACED
 
 NAME = "sdtune_grouped"
-REPLACED = "sdpa"
 
 
 def grouped_attention(

@@ -23,12 +23,13 @@ from decoding.runners.eager import EagerRunner
 from decoding.runners.features import SpeedFeatures
 from decoding.runners.greedy_chain import write_by
 from decoding.runners.masks import MaskKinds
-from decoding.target.anatomy import examine, find_mask_kinds, find_rope_change, follow, refuse_recurrent_state
+from decoding.target.anatomy import Anatomy, examine, find_mask_kinds, find_rope_change, follow, refuse_recurrent_state
 from decoding.target.attention import repeats_of, with_grouped_attention
 from decoding.target.draft_vocabulary import DraftVocabulary
 from decoding.target.equivalence import check_runner, find_shared_pass_difference
 from decoding.target.exit_head import ExitHead
 from decoding.target.fused import tied_addresses, with_fused_projections
+from decoding.target.kernel_attention import with_kernel_attention
 from decoding.target.parts import LMHead, ModelPart, find_lm_head, run_whole, with_blocks, with_fast_linears, without
 from decoding.target.quantised import QuantisedLayers, is_plain_linear
 from decoding.target.stand_ins import Emit, FixedShapes, Head, Identity, PassState, Tap, first_of
@@ -58,7 +59,7 @@ class Target:
         refuse_recurrent_state(self.config)
         self.anatomy = examine(model, self.config)
         self._rope_change = find_rope_change(self.config)
-        self._mask_kinds, self._unbatchable_reason = _mask_kinds_of(self.config, self.dtype)
+        self._mask_kinds, self._unbatchable_reason = _mask_kinds_of(self.config, self.dtype, self.anatomy)
         self.runner: Runner = self._build_runner(runner, exact_width)
         # Only where it is needed: weights that are not in memory have no address.
         self._tied = tied_addresses(model) if self.runner.features.fused_projections else frozenset()
@@ -200,7 +201,8 @@ class Target:
         if self._mask_kinds is None:
             return block
         call = self.runner.block_call or call_block
-        repeats, own_masks = repeats_of(block, attention), self.runner.features.varlen_attention
+        repeats = repeats_of(block, attention)
+        own_masks = self.runner.features.varlen_attention or self.runner.attends_by_position
         return FixedShapes(block, index, self._mask_kinds, call, repeats=repeats, own_masks=own_masks)
 
     def _with_fast_weights(self, block: nn.Module) -> nn.Module:
@@ -212,6 +214,8 @@ class Target:
     def _with_attention(self, block: nn.Module, index: int) -> nn.Module:
         """Return a copy of `block` with the attention of this target's passes, or `block` if nothing changes."""
         attention = self.anatomy.attention[index]
+        if self.runner.attends_by_position and self._mask_kinds is not None:
+            return with_kernel_attention(block, attention, self._mask_kinds.windows[index])
         if not self.runner.features.varlen_attention or self._mask_kinds is None:
             return with_grouped_attention(block, attention)
         kernel = find_kernel(self.device, self.dtype)
@@ -493,13 +497,13 @@ def _refuse_several_devices(model: PreTrainedModel) -> None:
         )
 
 
-def _mask_kinds_of(config: Any, dtype: torch.dtype) -> tuple[MaskKinds | None, str | None]:
+def _mask_kinds_of(config: Any, dtype: torch.dtype, anatomy: Anatomy) -> tuple[MaskKinds | None, str | None]:
     """Return the layers' mask kinds, or None and the reason why they are unknown.
 
     Passes in which the model builds its own masks do not need them.
     """
     try:
-        return find_mask_kinds(config, dtype), None
+        return replace(find_mask_kinds(config, dtype), attends_plainly=all(anatomy.attends_plainly)), None
     except UnsupportedRunnerError as cause:
         return None, str(cause)
 

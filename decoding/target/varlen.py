@@ -19,8 +19,9 @@ from transformers import AttentionInterface
 
 from decoding.errors import UnsupportedRunnerError
 from decoding.target.anatomy import Sublayer
-from decoding.target.attention import REPLACED, grouped_attention
+from decoding.target.attention import grouped_attention
 from decoding.target.parts import shallow_copy
+from decoding.target.plain_attention import REPLACED
 
 NAME = "sdtune_varlen"
 NEEDED = {"seqused_k", "enable_gqa", "window_size", "scale"}

@@ -26,7 +26,7 @@ from decoding.runners import compilation
 from decoding.runners.buckets import CPU_BUCKETS, GPU_BUCKETS, Buckets
 from decoding.runners.compilation import CompiledBlocks, call_block
 from decoding.runners.contract import BlockCall, Outputs, Part, Runner
-from decoding.runners.masks import MaskKinds
+from decoding.runners.masks import MaskKinds, Positions
 from decoding.runners.static import StaticRunner
 from decoding.target import Target
 from decoding.text import Ending, TokenSequence
@@ -216,7 +216,11 @@ def test_wrong_logits_are_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     def all_seen(self: MaskKinds, slots: Tensor, num_slots: int) -> tuple[Tensor, ...]:
         return (torch.ones((1, 1, slots.shape[0], num_slots), dtype=torch.bool),)
 
+    def last_seen(self: Positions, slots: Tensor, num_slots: int) -> tuple[Tensor, ...]:
+        return (slots[None, None, None] + 3,)
+
     monkeypatch.setattr(MaskKinds, "masks", all_seen)
+    monkeypatch.setattr(Positions, "masks", last_seen)
     with pytest.raises(UnsupportedRunnerError, match="gives different logits with the runner 'static' than without it"):
         Target(build("llama"), unwrapped())
 

@@ -15,7 +15,7 @@ from decoding.cache.kv_cache import KVCache, Slot
 from decoding.errors import UnsupportedRunnerError
 from decoding.runners import static
 from decoding.runners.contract import Inputs
-from decoding.runners.masks import MaskKinds
+from decoding.runners.masks import MaskKinds, Positions
 from decoding.runners.static import StaticRunner
 from decoding.target import Target
 from decoding.target.stand_ins import FixedShapes
@@ -78,6 +78,8 @@ def test_rounding_that_makes_logits_differ_is_accepted() -> None:
 
 
 def wrong_mask(patch: pytest.MonkeyPatch) -> None:
+    """Let positions see later ones, by masks or by what a kernel gets in their place."""
+    patch.setattr(Positions, "masks", lambda self, slots, size: (slots[None, None, None] + 3,))
     patch.setattr(MaskKinds, "masks", lambda self, slots, size: (torch.ones((1, 1, slots.shape[0], size)).bool(),))
 
 
@@ -103,8 +105,8 @@ def missing_block(patch: pytest.MonkeyPatch) -> None:
 
 def stale_cache(patch: pytest.MonkeyPatch) -> None:
     def update(self: Slot, keys: Tensor, values: Tensor, *args: object, **kwargs: object) -> tuple[Tensor, Tensor]:
-        assert self.extent is not None
-        return self.keys[:, :, : self.extent.shape[0]], self.values[:, :, : self.extent.shape[0]]
+        num_slots = None if self.extent is None else self.extent.shape[0]
+        return self.keys[:, :, :num_slots], self.values[:, :, :num_slots]
 
     patch.setattr(Slot, "update", update)
 
