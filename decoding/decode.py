@@ -16,6 +16,7 @@ from torch import Tensor
 
 from decoding.acceptance import Acceptance, Greedy, accept_greedy
 from decoding.cache.kv_cache import KVCache
+from decoding.copying.history import RequestHistory
 from decoding.draft_length import Controller
 from decoding.drafters.contract import Drafter, Proposal
 from decoding.rounds import Prefill, Round
@@ -26,12 +27,16 @@ from decoding.text import Ending, Shaping, TokenSequence
 
 @dataclass(frozen=True)
 class Request:
-    """One sequence to generate: prompt token ids, choice and shaping of tokens, stopping conditions."""
+    """One sequence to generate: prompt token ids, choice and shaping of tokens, stopping conditions.
+
+    `history` holds earlier answers that a draft may copy from.
+    """
 
     prompt: Sequence[int]
     ending: Ending
     acceptance: Acceptance = field(default_factory=Greedy)
     shaping: Shaping = field(default_factory=Shaping)
+    history: RequestHistory | None = None
 
     def __post_init__(self) -> None:
         if not self.prompt:
@@ -174,7 +179,7 @@ def _begin(
 ) -> tuple[TokenSequence, KVCache]:
     capacity = capacity_for(target, request, max_drafted)
     cache = (new_cache or target.new_cache)(capacity)
-    return TokenSequence(request.prompt, capacity, target.device, cache.company), cache
+    return TokenSequence(request.prompt, capacity, target.device, cache.company, request.history), cache
 
 
 def _read_prompt(target: Target, sequence: TokenSequence, cache: KVCache) -> Tensor:

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from decoding.cache.kv_cache import Company
-from decoding.ngrams import NgramIndex
+from decoding.copying.contract import CopyIndex, CopySource
+from decoding.copying.history import RequestHistory
 from decoding.token_memory import OwnTokens, TokenMemory
 
 LogitsProcessor = Callable[[Tensor, Tensor], Tensor]
@@ -25,11 +26,17 @@ class TokenSequence:
 
     The first `length` tokens are the sequence; drafts are written after it until they are judged. The host keeps a
     copy of the sequence without drafts, because every verified token passes through the host. `company` are the other
-    sequences of a batch (`decoding.lockstep`): they share memory and waits.
+    sequences of a batch (`decoding.lockstep`): they share memory and waits. `history` holds earlier answers that drafts
+    may be copied from.
     """
 
     def __init__(
-        self, prompt: Sequence[int], capacity: int, device: torch.device, company: Company | None = None
+        self,
+        prompt: Sequence[int],
+        capacity: int,
+        device: torch.device,
+        company: Company | None = None,
+        history: RequestHistory | None = None,
     ) -> None:
         self._company = company
         self._memory: TokenMemory = OwnTokens(capacity, device) if company is None else company.tokens
@@ -37,7 +44,8 @@ class TokenSequence:
         self.prompt_length = len(prompt)
         self.length = len(prompt)
         self._token_ids = list(prompt)
-        self._ngrams: dict[int, NgramIndex] = {}
+        self._history = history
+        self._indexes: dict[CopySource, CopyIndex] = {}
 
     @property
     def num_generated(self) -> int:
@@ -49,11 +57,11 @@ class TokenSequence:
         """The sequence's token ids on the host, without drafts."""
         return self._token_ids
 
-    def ngrams(self, length: int) -> NgramIndex:
-        """Return the index of the sequence's n-grams of `length` tokens, built on first use, without drafts."""
-        if length not in self._ngrams:
-            self._ngrams[length] = NgramIndex(self._token_ids, length)
-        return self._ngrams[length]
+    def index(self, source: CopySource) -> CopyIndex:
+        """Return the index of the sequence, without drafts, for these settings: made at the first use."""
+        if source not in self._indexes:
+            self._indexes[source] = source.new_index(self._token_ids, self._history)
+        return self._indexes[source]
 
     def span(self, start: int, stop: int) -> Tensor:
         """Return token ids [1, stop - start], drafts included, as a view for a pass.

@@ -13,7 +13,7 @@ from typing import Any
 import click
 import pytest
 
-from decoding.drafts import PromptLookup
+from decoding.drafts import SuffixDraft
 from tests.support.profiles import save_profile
 from tuner.cli.main import main
 
@@ -75,7 +75,7 @@ def demo_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Return the current folder: it holds the demo model and a profile for it."""
     (tmp_path / "configs").symlink_to(ROOT / "configs")
     monkeypatch.chdir(tmp_path)
-    save_profile(Path("profile.yaml"), "configs/demo/model", PromptLookup())
+    save_profile(Path("profile.yaml"), "configs/demo/model", SuffixDraft())
     return tmp_path
 
 

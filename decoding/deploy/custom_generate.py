@@ -1,13 +1,15 @@
 """Profiles in transformers: `model.generate(**inputs, custom_generate=load_decoder("profile.yaml"))`.
 
 `generate` prepares the logits processors and stopping criteria and calls the decoder with them. To stream, pass
-`on_tokens=callback` to `generate`: transformers does not hand a `streamer` to a custom decoder.
+`on_tokens=callback` to `generate`: transformers does not hand a `streamer` to a custom decoder. `history=store` lets a draft
+by suffix automaton copy from earlier answers.
 """
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from transformers import PreTrainedModel
 from transformers.generation import GenerateDecoderOnlyOutput, GenerationConfig
 
 from decoding.acceptance import Greedy, Sampling
+from decoding.copying.history import RequestHistory
 from decoding.decode import Request
 from decoding.decoder import Decoder
 from decoding.deploy.requests import requests_of
@@ -70,16 +73,20 @@ class ProfileDecoder:
         stopping_criteria: Sequence[Callable[..., Any]] = (),
         generation_config: GenerationConfig | None = None,
         on_tokens: OnTokens | None = None,
+        history: RequestHistory | None = None,
         **kwargs: Any,
     ) -> Tensor | GenerateDecoderOnlyOutput:
         """Return token ids [prompts, prompt + generated], padded on the right, or the output object if asked for.
 
         Called by `generate`. Several prompts are decoded in lockstep, each as if it were alone (`decoding.lockstep`); `on_tokens`
-        takes a single prompt. Raises `UnsupportedRequestError` for beams, a filled cache, inputs other than token ids, or a logits
-        processor with state.
+        takes a single prompt. With a `history`, drafts may be copied from the answers in it, and the new answers are added to it.
+        Raises `UnsupportedRequestError` for beams, a filled cache, inputs other than token ids, a logits processor with state, or a
+        history that the profile's draft does not read.
         """
         config = generation_config or model.generation_config
-        requests = requests_of(input_ids, config, logits_processor, stopping_criteria, kwargs)
+        self._check_history(history)
+        given = requests_of(input_ids, config, logits_processor, stopping_criteria, kwargs)
+        requests = [replace(request, history=history) for request in given]
         if len(requests) > 1:
             if on_tokens is not None:
                 raise UnsupportedRequestError(f"on_tokens streams a single prompt, got a batch of {len(requests)}")
@@ -88,9 +95,20 @@ class ProfileDecoder:
         else:
             self.last_generation, self.last_batch = self._stream(model, requests[0], on_tokens), None
             texts = [self.last_generation.tokens]
+        if history is not None:
+            for text in texts:
+                history.add(text)
         generated = _as_rectangle(texts, config).to(dtype=input_ids.dtype, device=input_ids.device)
         sequences = torch.cat([input_ids, generated], dim=1)
         return GenerateDecoderOnlyOutput(sequences=sequences) if config.return_dict_in_generate else sequences
+
+    def _check_history(self, history: RequestHistory | None) -> None:
+        """Refuse a history that would never be read."""
+        if history is not None and not self.profile.draft.reads_history:
+            raise UnsupportedRequestError(
+                f"profile {self.profile.name!r} drafts by {self.profile.draft.describe()}, which reads no earlier answers: "
+                "only a suffix automaton takes a history"
+            )
 
     def _stream(self, model: PreTrainedModel, request: Request, on_tokens: OnTokens | None) -> Generation:
         steps: list[Prefill | Round] = []

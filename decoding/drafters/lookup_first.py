@@ -1,4 +1,4 @@
-"""Prompt lookup before another drafter: a copy costs no draft pass, so it is tried first (our formulation).
+"""A lookup before another drafter: a copy costs no draft pass, so it is tried first (our formulation).
 
 Rounds drafted by the lookup have up to its own `max_tokens` tokens. The draft-length rule is not asked: its threshold or posterior
 describes the other drafter. The whole target verifies these rounds, because they leave no boundary states.
@@ -12,8 +12,8 @@ from decoding.acceptance import Acceptance
 from decoding.cache.kv_cache import KVCache
 from decoding.draft_length import Controller
 from decoding.drafters.contract import Drafter, Proposal
-from decoding.drafters.prompt_lookup import find_copy, read_ngrams, write_copy
-from decoding.drafts import Lookup
+from decoding.drafters.prompt_lookup import look_up
+from decoding.drafts import FirstLookup
 from decoding.runners.contract import Outputs
 from decoding.text import Shaping, TokenSequence
 
@@ -21,14 +21,14 @@ from decoding.text import Shaping, TokenSequence
 class LookupFirst:
     """Drafts by `lookup` where the sequence repeats itself, else by the drafter `fallback`."""
 
-    def __init__(self, fallback: Drafter, lookup: Lookup) -> None:
+    def __init__(self, fallback: Drafter, lookup: FirstLookup) -> None:
         self.fallback = fallback
         self._lookup = lookup
 
     def prefill(self, sequence: TokenSequence, cache: KVCache) -> Tensor:
-        """Prefill with the fallback, and index the n-grams of the prompt."""
+        """Prefill with the fallback, and let the lookup read the prompt."""
         logits = self.fallback.prefill(sequence, cache)
-        read_ngrams(sequence, self._lookup)
+        sequence.index(self._lookup).update()
         return logits
 
     def draft(
@@ -41,10 +41,11 @@ class LookupFirst:
         limit: int,
     ) -> Proposal:
         """Copy if the lookup finds something, else draft with the fallback; only then the controller is asked."""
-        start = find_copy(sequence, self._lookup) if limit > 0 else None
-        if start is None:
+        tokens = look_up(sequence, min(limit, self._lookup.max_tokens), self._lookup)
+        if tokens is None:
             return self.fallback.draft(sequence, cache, controller, shaping, acceptance, limit)
-        return write_copy(sequence, start, min(limit, self._lookup.max_tokens), steered=False)
+        sequence.write_drafts(tokens)
+        return Proposal(len(tokens), None, looked_up=True, steered=False)
 
     def verify(self, sequence: TokenSequence, cache: KVCache, draft: Proposal) -> Outputs:
         """Verify with the fallback, which may need states of the pass for its next draft."""

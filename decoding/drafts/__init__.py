@@ -1,18 +1,19 @@
 """Draft documents: what a profile or a candidate says about its draft, one file per kind, and the registry of kinds.
 
-Imports `decoding.documents` only: reading a document loads neither torch nor a model. To add a kind, write its document,
-drafter and predictor, and name the three in one entry of `decoding.drafts.registry.KINDS`.
+Imports `decoding.documents` and `decoding.copying` only: reading a document loads neither torch nor a model. To add a kind, write
+its document, drafter and predictor, and name the three in one entry of `decoding.drafts.registry.KINDS`.
 """
 
 from decoding.drafts.contract import DraftDocument, Need
 from decoding.drafts.early_exit import EarlyExit
 from decoding.drafts.layer_skip import LayerSkip
 from decoding.drafts.layers import Layers, compact_indices, format_indices, parse_indices
-from decoding.drafts.lookup import Lookup
+from decoding.drafts.lookup import FirstLookup, Lookup, SuffixLookup
 from decoding.drafts.plain import PlainDecoding
 from decoding.drafts.precision import BitWidth
 from decoding.drafts.prompt_lookup import PromptLookup
 from decoding.drafts.registry import KINDS, Draft, DraftKind, RealDraft, infer_kind
+from decoding.drafts.suffix_draft import SuffixDraft
 
 __all__ = [
     "KINDS",
@@ -21,6 +22,7 @@ __all__ = [
     "DraftDocument",
     "DraftKind",
     "EarlyExit",
+    "FirstLookup",
     "LayerSkip",
     "Layers",
     "Lookup",
@@ -28,6 +30,8 @@ __all__ = [
     "PlainDecoding",
     "PromptLookup",
     "RealDraft",
+    "SuffixDraft",
+    "SuffixLookup",
     "compact_indices",
     "format_indices",
     "infer_kind",

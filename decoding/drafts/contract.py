@@ -15,7 +15,7 @@ from decoding.documents.strict_yaml import Document
 
 if TYPE_CHECKING:
     from decoding.drafts.layer_skip import LayerSkip
-    from decoding.drafts.lookup import Lookup
+    from decoding.drafts.lookup import FirstLookup
     from decoding.drafts.precision import BitWidth
 
 
@@ -90,15 +90,20 @@ class DraftDocument(Document):
         return {}
 
     @property
-    def lookup_first(self) -> Lookup | None:
-        """Prompt lookup that is tried before the draft, or None."""
+    def lookup_first(self) -> FirstLookup | None:
+        """Prompt lookup or suffix automaton that is tried before the draft, or None."""
         return None
+
+    @property
+    def reads_history(self) -> bool:
+        """True if tokens may be copied from earlier answers."""
+        return self.lookup_first is not None and self.lookup_first.reads_history
 
     def without_lookup(self) -> Self:
         """Return the draft without the lookup before it."""
         return self
 
-    def with_lookup(self, lookup: Lookup) -> Self:
+    def with_lookup(self, lookup: FirstLookup) -> Self:
         """Return the draft with `lookup` before it. Raises ValueError for a kind that takes none."""
         raise ValueError(f"no lookup can come before a draft of kind {self.kind!r}")
 

@@ -13,7 +13,7 @@ from pydantic import Field, field_validator, model_validator
 
 from decoding.drafts.contract import DraftDocument, Need
 from decoding.drafts.layer_skip import LayerSkip
-from decoding.drafts.lookup import Lookup, LookupBefore, describe_after, lookup_columns
+from decoding.drafts.lookup import FirstLookup, LookupBefore, describe_after, lookup_columns
 from decoding.drafts.precision import Bits, BitWidth, bits_columns, describe_quantised, label_quantised
 
 
@@ -97,15 +97,15 @@ class EarlyExit(DraftDocument):
         return {**head, **bits_columns(self.bits), **lookup_columns(self.lookup)}
 
     @property
-    def lookup_first(self) -> Lookup | None:
-        """Prompt lookup that is tried before the draft, or None."""
+    def lookup_first(self) -> FirstLookup | None:
+        """Prompt lookup or suffix automaton that is tried before the draft, or None."""
         return self.lookup
 
     def without_lookup(self) -> Self:
         """Return the draft without the lookup before it."""
         return self.model_copy(update={"lookup": None}) if self.lookup else self
 
-    def with_lookup(self, lookup: Lookup) -> Self:
+    def with_lookup(self, lookup: FirstLookup) -> Self:
         """Return the draft with `lookup` before it."""
         return self.model_copy(update={"lookup": lookup})
 

@@ -6,7 +6,7 @@ from typing import Any, ClassVar, Literal, Self
 
 from decoding.drafts.contract import DraftDocument, Need
 from decoding.drafts.layers import Layers, compact_indices
-from decoding.drafts.lookup import Lookup, LookupBefore, describe_after, lookup_columns
+from decoding.drafts.lookup import FirstLookup, LookupBefore, describe_after, lookup_columns
 from decoding.drafts.precision import Bits, BitWidth, bits_columns, describe_quantised, label_quantised
 
 
@@ -81,15 +81,15 @@ class LayerSkip(DraftDocument):
         }
 
     @property
-    def lookup_first(self) -> Lookup | None:
-        """Prompt lookup that is tried before the draft, or None."""
+    def lookup_first(self) -> FirstLookup | None:
+        """Prompt lookup or suffix automaton that is tried before the draft, or None."""
         return self.lookup
 
     def without_lookup(self) -> Self:
         """Return the draft without the lookup before it."""
         return self.model_copy(update={"lookup": None}) if self.lookup else self
 
-    def with_lookup(self, lookup: Lookup) -> Self:
+    def with_lookup(self, lookup: FirstLookup) -> Self:
         """Return the draft with `lookup` before it."""
         return self.model_copy(update={"lookup": lookup})
 

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Literal
 
 from pydantic import model_validator
 
+from decoding.copying.contract import CopyIndex
+from decoding.copying.history import RequestHistory
+from decoding.copying.ngrams import NgramCopies
 from decoding.drafts.contract import DraftDocument
 from decoding.drafts.lookup import MaxNgram, MinNgram, check_ngrams, lookup_columns
 
@@ -34,3 +38,7 @@ class PromptLookup(DraftDocument):
     def columns(self) -> dict[str, Any]:
         """Return the n-gram lengths."""
         return lookup_columns(self)
+
+    def new_index(self, token_ids: Sequence[int], history: RequestHistory | None = None) -> CopyIndex:
+        """Return an index of n-grams; it reads no earlier answers."""
+        return NgramCopies(token_ids, max_ngram=self.max_ngram, min_ngram=self.min_ngram)

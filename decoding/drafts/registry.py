@@ -20,6 +20,7 @@ from decoding.drafts.early_exit import EarlyExit
 from decoding.drafts.layer_skip import LayerSkip
 from decoding.drafts.plain import PlainDecoding
 from decoding.drafts.prompt_lookup import PromptLookup
+from decoding.drafts.suffix_draft import SuffixDraft
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,10 @@ KINDS: dict[str, DraftKind] = {
         EarlyExit, "decoding.drafters.early_exit:new_drafter", "studies.prediction.predictors:ExitPredictor"
     ),
     "prompt_lookup": DraftKind(
-        PromptLookup, "decoding.drafters.prompt_lookup:new_drafter", "studies.prediction.predictors:LookupPredictor"
+        PromptLookup, "decoding.drafters.prompt_lookup:new_drafter", "studies.prediction.predictors:CopyPredictor"
+    ),
+    "suffix_automaton": DraftKind(
+        SuffixDraft, "decoding.drafters.prompt_lookup:new_drafter", "studies.prediction.predictors:CopyPredictor"
     ),
     "none": DraftKind(
         PlainDecoding, "decoding.drafters.build:no_drafter", "studies.prediction.predictors:PlainPredictor"

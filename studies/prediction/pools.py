@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from decoding.drafts import BitWidth, Draft, LayerSkip, Lookup, PromptLookup
+from decoding.drafts import BitWidth, Draft, FirstLookup, LayerSkip, Lookup, PromptLookup, SuffixDraft, SuffixLookup
 from studies.prediction.contract import Prediction
 from studies.prediction.predictor import Predictor
 
@@ -16,6 +16,10 @@ DISTANCE = 3
 """Smallest number of sublayers in which two skip sets of a pool differ."""
 NGRAMS = tuple((most, fewest) for most in (2, 3, 5) for fewest in (1, 2, 3) if fewest <= most)
 """Longest and shortest n-gram of the lookups that are tried."""
+SUFFIXES = tuple(
+    {"max_spec_factor": factor, "min_token_prob": least} for factor in (1.0, 2.0, 4.0) for least in (0.0, 0.3)
+)
+"""Tokens per token of the match, and least estimated probability, of the suffix automata that are tried."""
 COPIED = (2, 4, 8)
 """Tokens to copy, of the lookups that are tried before other drafts."""
 NUM_WITH_LOOKUPS = 2
@@ -42,16 +46,18 @@ def unlike(predictions: Iterable[Prediction], count: int, num_layers: int, dista
 
 
 def lookups(predictor: Predictor, count: int) -> list[Draft]:
-    """Return the `count` best prompt lookups."""
-    alone = [PromptLookup(max_ngram=most, min_ngram=fewest) for most, fewest in NGRAMS]
+    """Return the `count` best prompt lookups and suffix automata."""
+    alone: list[Draft] = [PromptLookup(max_ngram=most, min_ngram=fewest) for most, fewest in NGRAMS]
+    alone += [SuffixDraft(**settings) for settings in SUFFIXES]
     return best_of(predictor.best_first(alone), count)
 
 
 def lookups_before(predictor: Predictor, drafts: Sequence[Draft], count: int) -> list[Draft]:
     """Return the first of `drafts` with a lookup before them: the `count` best combinations."""
-    tried = [
+    tried: list[FirstLookup] = [
         Lookup(max_ngram=most, min_ngram=fewest, max_tokens=copied) for most, fewest in NGRAMS for copied in COPIED
     ]
+    tried += [SuffixLookup(**settings, max_tokens=copied) for settings in SUFFIXES for copied in COPIED]
     combined = [
         draft.with_lookup(lookup) for draft in drafts[:NUM_WITH_LOOKUPS] if draft.takes_lookup for lookup in tried
     ]

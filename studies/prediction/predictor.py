@@ -24,7 +24,7 @@ from studies.prediction.survey import Guess, JoinedSurvey, Survey
 LENGTHS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16)
 THRESHOLDS = (0.3, 0.4, 0.5, 0.6, 0.7, 0.8)
 COPYING = 1e-3
-"""Assumed cost of copying a token, in plain passes: too small to be measured."""
+"""Assumed cost of copying a token, its index included, in plain passes: too small to be measured."""
 
 
 class Costs(Protocol):
@@ -114,7 +114,7 @@ class Predictor:
         recordings = self.survey.record(draft.without_lookup())
         lookup = None
         if (first := draft.lookup_first) is not None:
-            copies = self._copies_of(first, partial(look_up, lookup=first), first.max_tokens)
+            copies = self._copies_of(first, partial(look_up, source=first), first.max_tokens)
             lookup = LookupReplay(copies, first.max_tokens, self.whole)
         tested = sum(len(recording.matches) for recording in recordings)
         agreed = sum(sum(recording.matches) for recording in recordings)
@@ -161,7 +161,8 @@ class Predictor:
 
 def _share_right(copies: Sequence[Copies]) -> float:
     """Return the share of positions at which the first guessed token is right."""
-    return sum(bool(num_right) for sequence in copies for num_right in sequence) / sum(map(len, copies))
+    right = sum(copy is not None and copy.num_right > 0 for sequence in copies for copy in sequence)
+    return right / sum(map(len, copies))
 
 
 def usual_rules(max_tokens: int) -> list[DraftLengthRule]:

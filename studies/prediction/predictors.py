@@ -10,7 +10,7 @@ from torch import Tensor
 
 from decoding.draft_length import DraftLengthRule
 from decoding.drafters.prompt_lookup import look_up
-from decoding.drafts import EarlyExit, LayerSkip, PlainDecoding, PromptLookup
+from decoding.drafts import EarlyExit, LayerSkip, PlainDecoding, PromptLookup, SuffixDraft
 from studies.prediction.contract import DraftPredictor, DraftT, Prediction
 
 if TYPE_CHECKING:
@@ -58,12 +58,12 @@ def _is_quantised_skip(draft: EarlyExit) -> bool:
     return draft.weight_bits is not None and not draft.has_head
 
 
-class LookupPredictor(DraftPredictor[PromptLookup]):
-    """Predicts prompt lookup."""
+class CopyPredictor(DraftPredictor[PromptLookup | SuffixDraft]):
+    """Predicts drafts that copy: prompt lookup and suffix automaton."""
 
-    def predict(self, draft: PromptLookup, rule: DraftLengthRule, known: Predictor) -> Prediction:
-        """Replay `rule` on the copies that the lookup finds."""
-        return known.replay_guesses(draft, rule, partial(look_up, lookup=draft))
+    def predict(self, draft: PromptLookup | SuffixDraft, rule: DraftLengthRule, known: Predictor) -> Prediction:
+        """Replay `rule` on the copies that the draft finds."""
+        return known.replay_guesses(draft, rule, partial(look_up, source=draft))
 
 
 class PlainPredictor(DraftPredictor[PlainDecoding]):

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import cast
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -93,8 +93,17 @@ def draws(count: int, seed: int) -> Tensor:
     return torch.rand(count, generator=torch.Generator().manual_seed(seed))
 
 
-Copies = Sequence[int | None]
-"""For each position of a sequence: the number of leading guessed tokens that are right, or None without a guess."""
+class Guessed(NamedTuple):
+    """The tokens that were guessed at one position."""
+
+    num_right: int
+    """Number of leading tokens that would be accepted."""
+    num_tokens: int
+    """Number of tokens."""
+
+
+Copies = Sequence[Guessed | None]
+"""What was guessed at each position of a sequence; None where nothing was."""
 
 
 @dataclass(frozen=True)
@@ -132,7 +141,7 @@ def replay_plain(num_tokens: int, num_parts: int) -> Replayed:
 
 @dataclass(frozen=True)
 class LookupReplay:
-    """Prompt lookup before a draft: its copies on each sequence, their length, and the cost of verifying n tokens."""
+    """A lookup before a draft: its copies on each sequence, their length, and the cost of verifying n tokens."""
 
     copies: Sequence[Copies]
     max_tokens: int
@@ -235,9 +244,9 @@ def _rounds(
     position, end = 0, len(recording.matches)
     while position < end:
         room = _room(end - position, max_drafted)
-        if lookup is not None and room and (num_right := lookup.copies[text][position]) is not None:
-            num_copied = min(lookup.max_tokens, room)
-            yield ReplayedRound(num_copied, 0, num_accepted := min(num_right, num_copied), looked_up=True)
+        if lookup is not None and room and (copy := lookup.copies[text][position]) is not None:
+            num_copied = min(lookup.max_tokens, room, copy.num_tokens)
+            yield ReplayedRound(num_copied, 0, num_accepted := min(copy.num_right, num_copied), looked_up=True)
             position += num_accepted + 1
             continue
         limit = min(controller.limit(), room)
@@ -263,13 +272,13 @@ def _copied_rounds(controller: Controller, copies: Copies, max_drafted: int | No
     position, end = 0, len(copies)
     while position < end:
         room = _room(end - position, max_drafted)
-        num_right = copies[position] if room else None
-        if num_right is None:
+        copy = copies[position] if room else None
+        if copy is None:
             yield ReplayedRound(0, 0, 0)
             position += 1
             continue
-        num_drafted = length_allowed(controller, room)
-        num_accepted = min(num_right, num_drafted)
+        num_drafted = length_allowed(controller, min(room, copy.num_tokens))
+        num_accepted = min(copy.num_right, num_drafted)
         controller.observe(num_drafted, num_accepted)
         yield ReplayedRound(num_drafted, 0, num_accepted, looked_up=True)
         position += num_accepted + 1

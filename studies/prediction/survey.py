@@ -24,13 +24,13 @@ from decoding.profile import Decoding
 from decoding.target import ExitHead, Target
 from decoding.text import TokenSequence
 from studies.prediction.contract import exits_of, predictor_of
-from studies.prediction.replay import Copies, Recording, TargetText, draws
+from studies.prediction.replay import Copies, Guessed, Recording, TargetText, draws
 
 DEPTH = 4
 """Tokens per recorded round: the usual draft length, so that a draft reads as many of its own keys as in decoding."""
 
 Guess = Callable[[TokenSequence, int], list[int] | None]
-"""Maps a sequence and `num_tokens` to that many tokens after it, or to None; runs no model."""
+"""Maps a sequence and `num_tokens` to one to that many tokens after it, or to None; runs no model."""
 
 Written = tuple[tuple[int, ...], tuple[int, ...]]
 """A prompt and its continuation by the target, in token ids."""
@@ -138,7 +138,7 @@ class Survey:
             yield group
 
     def copies(self, guess: Guess, most: int) -> list[Copies]:
-        """Return, for each position of each sequence, how many of up to `most` guessed tokens would be accepted."""
+        """Return, for each position of each sequence, the guess of up to `most` tokens, and how many would be accepted."""
         return [_copies(text, self._accepted(index), guess, most) for index, text in enumerate(self._texts)]
 
     def skip_logits(self, draft: LayerSkip) -> list[Tensor]:
@@ -287,17 +287,18 @@ class JoinedSurvey:
 def _copies(text: _Read, accepted: Sequence[bool], guess: Guess, most: int) -> Copies:
     prompt = text.token_ids[0, : text.first].tolist()
     held = TokenSequence(prompt, text.token_ids.shape[1] + 1, torch.device("cpu"))
-    copies: list[int | None] = []
+    copies: list[Guessed | None] = []
     for index, token in enumerate(text.continuation[:-1]):
         held.append([token])
         following = text.continuation[index + 1 : index + 1 + most]
         guessed = guess(held, len(following))
-        if guessed is None:
+        if not guessed:
             copies.append(None)
             continue
         drafted = zip(guessed, following, accepted[index:], strict=False)
         agrees = [one == other and lucky for one, other, lucky in drafted]
-        copies.append(agrees.index(False) if False in agrees else len(agrees))
+        num_right = agrees.index(False) if False in agrees else len(agrees)
+        copies.append(Guessed(num_right, len(guessed)))
     return copies
 
 

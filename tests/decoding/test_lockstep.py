@@ -15,7 +15,7 @@ from decoding.cache.kv_cache import KVCache
 from decoding.decode import Request, autoregressive
 from decoding.decoder import Decoder, plain_decoder
 from decoding.draft_length import AdaEdl, BetaThompson, DraftLengthRule, Fixed, RoundCosts, TopProbability
-from decoding.drafts import Draft, EarlyExit, LayerSkip, Lookup, PlainDecoding, PromptLookup
+from decoding.drafts import Draft, EarlyExit, LayerSkip, Lookup, PlainDecoding, PromptLookup, SuffixDraft
 from decoding.head_folder import HeadFolder
 from decoding.lockstep import decode_in_lockstep
 from decoding.profile import Decoding
@@ -43,6 +43,7 @@ DRAFTS: dict[str, Draft] = {
     "first block": LayerSkip.blocks((0,)),
     "exit": EarlyExit(exit_layer=3),
     "lookup": PromptLookup(),
+    "suffix automaton": SuffixDraft(),
     "lookup, then blocks": LayerSkip(skip_attention=(2, 3), skip_mlp=(2, 3), lookup=Lookup(max_tokens=4)),
 }
 EVERY_RULE = ("llama", "gemma3")

@@ -30,7 +30,7 @@ from decoding.draft_length import (
     Fixed,
 )
 from decoding.drafters.layer_skip import LayerSkipDrafter
-from decoding.drafts import Draft, EarlyExit, LayerSkip, Lookup, PromptLookup
+from decoding.drafts import Draft, EarlyExit, LayerSkip, Lookup, PromptLookup, SuffixDraft, SuffixLookup
 from decoding.rounds import Generation
 from decoding.target import Target
 from decoding.text import Ending, Shaping
@@ -45,6 +45,10 @@ LOOKUPS: dict[str, Draft] = {
     "lookup, then blocks": LayerSkip(skip_attention=(2, 3), skip_mlp=(2, 3), lookup=Lookup(max_tokens=4)),
     "lookup, then mlp": LayerSkip(skip_mlp=(0, 4), lookup=Lookup(max_ngram=2, max_tokens=2)),
     "lookup, then exit": EarlyExit(exit_layer=3, lookup=Lookup(min_ngram=2)),
+    "suffix automaton": SuffixDraft(),
+    "suffix automaton, then blocks": LayerSkip(
+        skip_attention=(2, 3), skip_mlp=(2, 3), lookup=SuffixLookup(max_tokens=4)
+    ),
 }
 DRAFTS: dict[str, Draft] = {**SKIPS, **LOOKUPS}
 # One rule keeps the token of its last pass and one drops it.
@@ -383,7 +387,7 @@ def test_text_that_outgrows_its_rotary_frequencies_is_the_plain_text(rope: str) 
         for draft in ("blocks", "nothing", *LOOKUPS):
             generation = write(target, DRAFTS[draft], Fixed(max_tokens=8), request)
             assert generation.tokens == plain
-            assert generation.num_accepted > 0 or draft == "lookup"
+            assert generation.num_accepted > 0 or draft in ("lookup", "suffix automaton")
             num_looked_up += generation.num_looked_up
     assert num_looked_up > 10
 

@@ -22,6 +22,8 @@ from decoding.drafts import (
     Lookup,
     PlainDecoding,
     PromptLookup,
+    SuffixDraft,
+    SuffixLookup,
     compact_indices,
     format_indices,
     parse_indices,
@@ -245,6 +247,8 @@ LOOKUPS: list[Draft] = [
     LayerSkip(skip_mlp=(3,), lookup=Lookup(max_ngram=4, min_ngram=2, max_tokens=12)),
     EarlyExit(exit_layer=6, lookup=Lookup()),
     EarlyExit(exit_layer=6, head="h.safetensors", head_sha256="ab", lookup=Lookup(max_tokens=1)),
+    SuffixDraft(min_match=2),
+    LayerSkip(bits=8, lookup=SuffixLookup(max_spec_factor=1.5, max_tokens=6)),
 ]
 
 
@@ -264,6 +268,8 @@ def test_a_lookup_is_saved_loaded_and_in_the_schema(tmp_path: Path, draft: Draft
         (LayerSkip.blocks([3]).model_copy(update={"lookup": Lookup()}), "lookup (3-1, 10), then skip 3"),
         (LOOKUPS[3], "lookup (3-1, 10), then exit at 6, no head"),
         (LOOKUPS[4], "lookup (3-1, 1), then exit at 6, trained head"),
+        (LOOKUPS[5], "suffix automaton (2, x2, 0.3)"),
+        (LOOKUPS[6], "suffix automaton (1, x1.5, 0.3, 6), then int8"),
     ],
 )
 def test_a_lookup_is_named_before_its_draft(draft: Draft, words: str) -> None:
@@ -300,6 +306,15 @@ def test_a_draft_without_a_lookup_has_no_lookup_key() -> None:
         ),
         ({"kind": "layer_skip", "lookup": True}, "draft.lookup: input should be a valid dictionary"),
         ({"kind": "none", "lookup": {}}, "unknown key 'draft.lookup'"),
+        (
+            {"kind": "layer_skip", "lookup": {"method": "sam"}},
+            "draft.lookup.method: input should be 'suffix_automaton'",
+        ),
+        (
+            {"kind": "layer_skip", "lookup": {"method": "suffix_automaton", "max_ngram": 2}},
+            "unknown key 'draft.lookup.max_ngram'",
+        ),
+        ({"kind": "suffix_automaton", "max_spec_factor": 0}, "draft.max_spec_factor: input should be greater than 0"),
     ],
 )
 def test_a_wrong_lookup_is_refused(tmp_path: Path, draft: dict[str, Any], message: str) -> None:

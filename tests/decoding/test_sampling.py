@@ -18,7 +18,7 @@ from decoding.decode import autoregressive, speculative
 from decoding.draft_length import AdaEdl, BetaThompson, CalibratedThompson, DraftLengthRule, Fixed, RoundCosts
 from decoding.drafters.build import build_drafter
 from decoding.drafters.layer_skip import LayerSkipDrafter
-from decoding.drafts import Draft, EarlyExit, LayerSkip, Lookup, PromptLookup
+from decoding.drafts import Draft, EarlyExit, LayerSkip, Lookup, PromptLookup, SuffixDraft
 from decoding.rounds import Prefill, Round
 from tests.support.chi_square import ALPHA, Outcome, p_value
 from tests.support.sampled import NUM_SEQUENCES, exact_distribution, first_tokens, request_for, sampling_target
@@ -151,6 +151,7 @@ CASES: Sequence[tuple[str, DraftLengthRule, Draft]] = [
         LayerSkip(skip_attention=(0, 1), lookup=Lookup(max_ngram=2, max_tokens=2)),
     ),
     ("temperature", Fixed(max_tokens=3), EarlyExit(exit_layer=1, lookup=Lookup(max_tokens=3))),
+    ("temperature", Fixed(max_tokens=3), SuffixDraft()),
 ]
 
 
@@ -166,6 +167,7 @@ CASES: Sequence[tuple[str, DraftLengthRule, Draft]] = [
         "lookup and Beta-Thompson",
         "lookup, then skip",
         "lookup, then exit",
+        "suffix automaton",
     ],
 )
 def test_sampled_texts_are_distributed_as_the_model(processors: str, rule: DraftLengthRule, draft: Draft) -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from decoding.drafts import PromptLookup
 from decoding.text import Ending, Shaping, TokenSequence
 
 CPU = torch.device("cpu")
@@ -51,14 +52,15 @@ def test_tokens_on_the_host_exclude_drafts() -> None:
     assert list(text.token_ids) == text.span(0, text.length)[0].tolist() == [5, 6, 1, 9, 4]
 
 
-def test_ngrams_are_indexed_once_per_length_and_grow_with_the_sequence() -> None:
+def test_index_is_made_once_for_equal_settings_and_grows_with_the_sequence() -> None:
     text = text_of(5, 6, 5)
-    assert text.ngrams(1) is text.ngrams(1) is not text.ngrams(2)
-    assert (text.ngrams(1).find_last(), text.ngrams(2).find_last()) == (1, None)
+    pairs = PromptLookup(max_ngram=2, min_ngram=2)
+    assert text.index(PromptLookup()) is text.index(PromptLookup()) is not text.index(pairs)
+    assert (text.index(PromptLookup()).copy(1), text.index(pairs).copy(1)) == ([6], None)
     text.write_drafts([6])
-    assert text.ngrams(1).find_last() == 1
+    assert text.index(pairs).copy(1) is None
     text.append([6])
-    assert (text.ngrams(1).find_last(), text.ngrams(2).find_last()) == (2, 2)
+    assert (text.index(PromptLookup()).copy(1), text.index(pairs).copy(1)) == ([5], [5])
 
 
 def test_prompt_given_is_not_changed() -> None:

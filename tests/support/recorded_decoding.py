@@ -13,7 +13,7 @@ from decoding.acceptance import Acceptance, Greedy, Sampling
 from decoding.decode import Request
 from decoding.decoder import Decoder
 from decoding.draft_length import DraftLengthRule
-from decoding.drafts import Draft, EarlyExit, LayerSkip, Lookup, PlainDecoding, PromptLookup
+from decoding.drafts import Draft, EarlyExit, LayerSkip, Lookup, PlainDecoding, PromptLookup, SuffixDraft
 from decoding.head_folder import HeadFolder
 from decoding.profile import Decoding
 from decoding.runners.buckets import GPU_BUCKETS
@@ -36,6 +36,7 @@ DRAFTS: dict[str, Draft] = {
     "half blocks": LayerSkip(skip_attention=(0, 2, 3), skip_mlp=(1, 3)),
     "exit": EarlyExit(exit_layer=EXIT_LAYER),
     "lookup": PromptLookup(),
+    "suffix automaton": SuffixDraft(),
     "lookup, then blocks": LayerSkip(skip_attention=(2, 3), skip_mlp=(2, 3), lookup=Lookup(max_tokens=4)),
     "lookup, then exit": EarlyExit(exit_layer=EXIT_LAYER, lookup=Lookup(min_ngram=2)),
     HEAD: EarlyExit(exit_layer=EXIT_LAYER),

@@ -11,7 +11,17 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from decoding.drafts import BitWidth, Draft, EarlyExit, LayerSkip, Lookup, PromptLookup
+from decoding.drafts import (
+    BitWidth,
+    Draft,
+    EarlyExit,
+    FirstLookup,
+    LayerSkip,
+    Lookup,
+    PromptLookup,
+    SuffixDraft,
+    SuffixLookup,
+)
 from studies.contract import Candidate
 from studies.prediction.skip_space import SkipSpace
 from studies.rule_space import draw_rule
@@ -41,6 +51,8 @@ def kind_of(draft: Draft) -> str:
         raise ValueError("plain decoding is not a draft")
     if draft.weight_bits:
         return QUANTISED
+    if not draft.runs_model:
+        return LOOKUP_ALONE
     return LOOKUP_FIRST if draft.lookup_first else draft.label
 
 
@@ -101,7 +113,7 @@ class RandomCandidates:
             EXIT: self.exit,
             EXIT_WITH_HEAD: self.exit_with_head,
             LOOKUP_FIRST: self.lookup_first,
-            LOOKUP_ALONE: lambda stream: PromptLookup(**_ngrams(stream)),
+            LOOKUP_ALONE: _lookup_alone,
             QUANTISED: self.quantised,
         }
 
@@ -150,8 +162,30 @@ class RandomCandidates:
         return draft.with_lookup(_lookup(stream)) if stream.random() < 0.5 else draft
 
 
-def _lookup(stream: np.random.Generator) -> Lookup:
-    return Lookup(**_ngrams(stream), max_tokens=int(stream.integers(COPIED[0], COPIED[1] + 1)))
+def _lookup(stream: np.random.Generator) -> FirstLookup:
+    """Draw a prompt lookup or a suffix automaton, each half of the time."""
+    num_copied = int(stream.integers(COPIED[0], COPIED[1] + 1))
+    if stream.random() < 0.5:
+        return Lookup(**_ngrams(stream), max_tokens=num_copied)
+    min_match, factor, least = _match(stream)
+    return SuffixLookup(min_match=min_match, max_spec_factor=factor, min_token_prob=least, max_tokens=num_copied)
+
+
+def _lookup_alone(stream: np.random.Generator) -> PromptLookup | SuffixDraft:
+    """Draw a prompt lookup or a suffix automaton, each half of the time."""
+    if stream.random() < 0.5:
+        return PromptLookup(**_ngrams(stream))
+    min_match, factor, least = _match(stream)
+    return SuffixDraft(min_match=min_match, max_spec_factor=factor, min_token_prob=least)
+
+
+def _match(stream: np.random.Generator) -> tuple[int, float, float]:
+    """Draw the shortest match, the tokens per token of the match, and the least probability."""
+    return (
+        int(stream.integers(1, MOST_NGRAM + 1)),
+        round(stream.uniform(0.5, 8.0), 2),
+        round(stream.uniform(0.0, 0.6), 2),
+    )
 
 
 def _ngrams(stream: np.random.Generator) -> dict[str, int]:

@@ -17,9 +17,9 @@ from transformers import (
 from transformers.generation import GenerateDecoderOnlyOutput, StoppingCriteria, StoppingCriteriaList
 
 import decoding.target
-from decoding.deploy import ProfileDecoder, custom_generate, load_decoder
+from decoding.deploy import ProfileDecoder, RequestHistory, custom_generate, load_decoder
 from decoding.draft_length import AdaEdl, CalibratedThompson, DraftLengthRule, Fixed, TopProbability
-from decoding.drafts import Draft, EarlyExit, LayerSkip, Lookup, PlainDecoding, PromptLookup
+from decoding.drafts import Draft, EarlyExit, LayerSkip, Lookup, PlainDecoding, PromptLookup, SuffixDraft, SuffixLookup
 from decoding.errors import (
     ExitHeadError,
     ProfileError,
@@ -487,6 +487,7 @@ def test_exit_with_its_head_beside_the_profile(model: LlamaForCausalLM, tmp_path
         PromptLookup(),
         LayerSkip(skip_attention=(3, 4), skip_mlp=(3, 4), lookup=Lookup()),
         EarlyExit(exit_layer=4, lookup=Lookup(min_ngram=2, max_tokens=4)),
+        SuffixDraft(max_spec_factor=8, min_token_prob=0),
     ],
     ids=lambda draft: draft.describe(),
 )
@@ -506,6 +507,37 @@ def test_profile_with_a_lookup_writes_the_text_of_generate(
         assert sum(step.num_accepted for step in copies) > 2
     sampled = model.generate(PROMPT, max_new_tokens=12, do_sample=True, custom_generate=decoder)
     assert sampled.shape == (1, PROMPT.shape[1] + 12)
+
+
+@pytest.mark.parametrize(
+    "draft",
+    [SuffixDraft(), LayerSkip(skip_mlp=(3, 4), lookup=SuffixLookup(max_tokens=6))],
+    ids=lambda draft: draft.describe(),
+)
+def test_answers_of_earlier_requests_are_copied_from(model: LlamaForCausalLM, tmp_path: Path, draft: Draft) -> None:
+    path = tmp_path / "profile.yaml"
+    _profile(model, Fixed(max_tokens=6)).model_copy(update={"draft": draft}).save(path)
+    decoder, mine, others = load_decoder(path), RequestHistory(), RequestHistory()
+    expected = model.generate(PROMPT, max_new_tokens=24, do_sample=False)
+    num_rounds = []
+    for history in (None, mine, mine, others):
+        text = model.generate(PROMPT, max_new_tokens=24, do_sample=False, custom_generate=decoder, history=history)
+        assert torch.equal(text, expected)
+        assert decoder.last_generation is not None
+        num_rounds.append(len(decoder.last_generation.rounds))
+    assert num_rounds[2] < num_rounds[0] == num_rounds[1] == num_rounds[3]
+    assert (mine.num_answers, mine.num_tokens) == (1, 24)
+    batch = model.generate(
+        PROMPT.repeat(2, 1), max_new_tokens=24, do_sample=False, custom_generate=decoder, history=mine
+    )
+    assert torch.equal(batch, expected.repeat(2, 1))
+
+
+def test_history_that_the_draft_does_not_read_is_refused(model: LlamaForCausalLM, tmp_path: Path) -> None:
+    path = tmp_path / "profile.yaml"
+    _profile(model, Fixed(max_tokens=4)).model_copy(update={"draft": PromptLookup()}).save(path)
+    with pytest.raises(UnsupportedRequestError, match="only a suffix automaton takes a history"):
+        model.generate(PROMPT, max_new_tokens=4, custom_generate=load_decoder(path), history=RequestHistory())
 
 
 def test_missing_or_different_head_is_refused_on_loading(model: LlamaForCausalLM, tmp_path: Path) -> None:

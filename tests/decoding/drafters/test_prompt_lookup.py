@@ -1,4 +1,4 @@
-"""Prompt lookup, alone and before another draft: its copies, the rule that is asked, and losslessness.
+"""Prompt lookup and suffix automaton, alone and before another draft: its copies, the rule that is asked, and losslessness.
 
 That it leaves texts as they are is also tested with all families and rules in `test_lossless`, with exit heads in
 `test_early_exit`, and its sampling in `test_sampling`.
@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from decoding.acceptance import Greedy, Sampling
+from decoding.copying.ngrams import NgramCopies, copied
 from decoding.decode import Request, speculative
 from decoding.decoder import Decoder
 from decoding.draft_length import Controller, Decision, DraftDistribution, Fixed
@@ -23,8 +24,8 @@ from decoding.drafters.contract import Drafter, Proposal
 from decoding.drafters.early_exit import EarlyExitDrafter
 from decoding.drafters.layer_skip import LayerSkipDrafter
 from decoding.drafters.lookup_first import LookupFirst, steered_part
-from decoding.drafters.prompt_lookup import PromptLookupDrafter, copied, find_copy
-from decoding.drafts import Draft, EarlyExit, LayerSkip, Lookup, PromptLookup
+from decoding.drafters.prompt_lookup import CopyDrafter
+from decoding.drafts import Draft, EarlyExit, LayerSkip, Lookup, PromptLookup, SuffixDraft, SuffixLookup
 from decoding.head_folder import HeadFolder
 from decoding.profile import Decoding
 from decoding.rounds import Generation, Round
@@ -39,6 +40,7 @@ from tests.support.heads import untrained_head, write_heads
 CPU = torch.device("cpu")
 NUM_NEW_TOKENS = 32
 LOOKUP = Lookup(min_ngram=2, max_tokens=5)
+SUFFIXES = SuffixLookup(max_spec_factor=4, min_token_prob=0, max_tokens=5)
 
 
 @functools.cache
@@ -89,7 +91,7 @@ def text_of(*tokens: int) -> TokenSequence:
 def test_longest_ngram_counts_and_of_those_the_latest(
     tokens: tuple[int, ...], most: int, fewest: int, position: int | None
 ) -> None:
-    assert find_copy(text_of(*tokens), PromptLookup(max_ngram=most, min_ngram=fewest)) == position
+    assert NgramCopies(tokens, max_ngram=most, min_ngram=fewest).find() == position
 
 
 @pytest.mark.parametrize(
@@ -124,7 +126,7 @@ def drafted_by(drafter: Drafter, text: TokenSequence, controller: Controller, li
 
 
 def test_rejected_and_unread_drafts_are_never_looked_up() -> None:
-    drafter = PromptLookupDrafter(target_of("llama"), PromptLookup(max_ngram=2))
+    drafter = CopyDrafter(target_of("llama"), PromptLookup(max_ngram=2))
     text = text_of(1, 2, 3, 1, 2)
     assert drafted_by(drafter, text, Controller(4), 4)[1] == [3, 1, 2, 3]
     text.append([5])  # all of them rejected
@@ -162,7 +164,7 @@ class Noting(Controller):
 
 
 def test_rule_is_asked_about_tokens_that_are_certain() -> None:
-    drafter = PromptLookupDrafter(target_of("llama"), PromptLookup())
+    drafter = CopyDrafter(target_of("llama"), PromptLookup())
     controller = Noting(3)
     draft, tokens = drafted_by(drafter, text_of(1, 2, 3, 1), controller, 9)
     assert (tokens, draft.probabilities, draft.looked_up, draft.steered) == ([2, 3, 1], None, True, True)
@@ -180,14 +182,14 @@ def test_rule_is_asked_about_tokens_that_are_certain() -> None:
     ],
 )
 def test_rule_ends_a_copy_where_it_wants(decisions: list[Decision], num_drafted: int) -> None:
-    drafter = PromptLookupDrafter(target_of("llama"), PromptLookup())
+    drafter = CopyDrafter(target_of("llama"), PromptLookup())
     draft, _ = drafted_by(drafter, text_of(1, 2, 3, 1), Noting(4, decisions), 9)
     assert (draft.num_tokens, draft.steered) == (num_drafted, True)
 
 
 @pytest.mark.parametrize(("tokens", "limit"), [((1, 2, 3), 9), ((1, 2, 1), 0)], ids=["no match", "no room"])
 def test_rule_is_not_asked_where_nothing_can_be_copied(tokens: tuple[int, ...], limit: int) -> None:
-    drafter = PromptLookupDrafter(target_of("llama"), PromptLookup())
+    drafter = CopyDrafter(target_of("llama"), PromptLookup())
     controller = Noting()
     draft, _ = drafted_by(drafter, text_of(*tokens), controller, limit)
     assert (draft.num_tokens, draft.steered, controller.num_limits) == (0, False, 0)
@@ -220,7 +222,7 @@ def test_rule_is_neither_asked_nor_told_of_copies_before_its_draft() -> None:
 
 def test_rule_steers_the_fallback_of_a_lookup() -> None:
     target = target_of("llama")
-    alone = PromptLookupDrafter(target, PromptLookup())
+    alone = CopyDrafter(target, PromptLookup())
     fallback = LayerSkipDrafter(target, LayerSkip.blocks((4,)))
     assert steered_part(alone) is alone
     assert steered_part(LookupFirst(fallback, LOOKUP)) is steered_part(fallback) is fallback
@@ -233,6 +235,8 @@ DRAFTS: dict[str, Draft] = {
     "pairs": PromptLookup(max_ngram=2, min_ngram=2),
     "lookup, then skip": LayerSkip(skip_attention=(2, 3), skip_mlp=(3,), lookup=LOOKUP),
     "lookup, then exit": EarlyExit(exit_layer=3, lookup=LOOKUP),
+    "suffix automaton": SuffixDraft(),
+    "suffix automaton, then skip": LayerSkip(skip_attention=(2, 3), skip_mlp=(3,), lookup=SUFFIXES),
 }
 
 

@@ -8,15 +8,27 @@ import sys
 import pytest
 
 from decoding.drafters.build import build_drafter
-from decoding.drafts import KINDS, Draft, EarlyExit, LayerSkip, Lookup, PlainDecoding, PromptLookup
+from decoding.drafts import (
+    KINDS,
+    Draft,
+    EarlyExit,
+    LayerSkip,
+    Lookup,
+    PlainDecoding,
+    PromptLookup,
+    SuffixDraft,
+    SuffixLookup,
+)
 from studies.prediction.contract import DraftPredictor
 from tests.support.tiny import tiny_target
 
 DRAFTS: list[Draft] = [
     PlainDecoding(),
     PromptLookup(),
+    SuffixDraft(),
     LayerSkip.blocks((2, 3)),
     LayerSkip(skip_mlp=(1,), lookup=Lookup()),
+    LayerSkip(skip_mlp=(1,), lookup=SuffixLookup()),
     EarlyExit(exit_layer=3),
     EarlyExit(exit_layer=3, head="h", head_sha256="ab", lookup=Lookup()),
 ]

@@ -17,7 +17,7 @@ from decoding.decoder import Decoder
 from decoding.draft_length import AdaEdl, Fixed
 from decoding.drafters.build import build_drafter
 from decoding.drafters.early_exit import EarlyExitDrafter
-from decoding.drafts import Draft, LayerSkip, Lookup
+from decoding.drafts import Draft, LayerSkip, Lookup, SuffixDraft
 from decoding.errors import UnsupportedRunnerError
 from decoding.losslessness import compare
 from decoding.profile import Decoding
@@ -45,6 +45,7 @@ DRAFTS: dict[str, Draft] = {
     "first mlp": SKIPS["first mlp"],
     "last block": SKIPS["last block"],
     "lookup, then attention": LayerSkip(skip_attention=(1, 3), lookup=Lookup(max_tokens=4)),
+    "suffix automaton": SuffixDraft(),
 }
 DROPS_LAST = RULES["AdaEDL, last dropped"]
 

@@ -20,8 +20,8 @@ from decoding.drafters.build import build_drafter
 from decoding.drafters.contract import Drafter, Proposal
 from decoding.drafters.layer_skip import LayerSkipDrafter
 from decoding.drafters.lookup_first import LookupFirst
-from decoding.drafters.prompt_lookup import PromptLookupDrafter
-from decoding.drafts import LayerSkip, Lookup, PromptLookup
+from decoding.drafters.prompt_lookup import CopyDrafter
+from decoding.drafts import LayerSkip, Lookup, PromptLookup, SuffixDraft
 from decoding.head_folder import HeadFolder
 from decoding.runners.contract import Outputs, Part
 from decoding.target import Target
@@ -238,7 +238,7 @@ def test_rounds_of_several_texts_are_measured_with_whatever_drafts(tmp_path: Pat
     target = tiny_target()
     head = build_drafter(target, write_heads(target, tmp_path, [3])[3], heads=HeadFolder(target, tmp_path))
     assert head is not None
-    for drafter in (head, PromptLookupDrafter(target, PromptLookup())):
+    for drafter in (head, CopyDrafter(target, PromptLookup())):
         costs = measure_round_costs(target, drafter, 3, num_sequences=2, budget_seconds=0.0)
         assert len(costs.verify) == 4
         assert min(costs.verify) > LEAST_COST
@@ -264,10 +264,10 @@ def test_real_drafter_is_measured_and_left_as_it_was(prefix_reuse: bool) -> None
     assert torch.equal(torch.get_rng_state(), before)
 
 
-@pytest.mark.parametrize("lookup", [PromptLookup(), PromptLookup(max_ngram=32, min_ngram=32)])
-def test_copies_up_to_the_longest_are_measured_on_a_repetitive_prompt(lookup: PromptLookup) -> None:
+@pytest.mark.parametrize("lookup", [PromptLookup(), PromptLookup(max_ngram=32, min_ngram=32), SuffixDraft()])
+def test_copies_up_to_the_longest_are_measured_on_a_repetitive_prompt(lookup: PromptLookup | SuffixDraft) -> None:
     target = tiny_target()
-    costs = measure_round_costs(target, PromptLookupDrafter(target, lookup), 9, budget_seconds=0.0)
+    costs = measure_round_costs(target, CopyDrafter(target, lookup), 9, budget_seconds=0.0)
     assert len(costs.verify) == 10
     assert LEAST_COST <= costs.draft_step < costs.verify[0]
 
@@ -276,7 +276,7 @@ def test_copies_up_to_the_longest_are_measured_on_a_repetitive_prompt(lookup: Pr
 def test_copies_are_measured_in_a_short_context_too(context_length: int, longest: int) -> None:
     target = tiny_target()
     target.config.max_position_embeddings = context_length
-    drafter = PromptLookupDrafter(target, PromptLookup())
+    drafter = CopyDrafter(target, PromptLookup())
     costs = measure_round_costs(target, drafter, 8, budget_seconds=0.0)
     assert len(costs.verify) == longest + 1
 

@@ -7,11 +7,12 @@ from functools import partial
 import pytest
 import torch
 
+from decoding.copying.contract import CopySource
 from decoding.decode import Request
 from decoding.decoder import Decoder, plain_decoder
 from decoding.draft_length import BetaThompson, DraftLengthRule, Fixed, RoundCosts, TopProbability
 from decoding.drafters.prompt_lookup import look_up
-from decoding.drafts import EarlyExit, LayerSkip, Lookup, PromptLookup
+from decoding.drafts import EarlyExit, FirstLookup, LayerSkip, Lookup, PromptLookup, SuffixDraft, SuffixLookup
 from decoding.profile import Decoding
 from decoding.runners.static import StaticRunner
 from decoding.target import Target
@@ -28,8 +29,8 @@ COSTS = RoundCosts(draft_step=0.25, verify=(1.0, 1.1, 1.3))
 WHOLE = RoundCosts(draft_step=0.001, verify=(1.0, 1.2, 1.4))
 
 
-def guess(lookup: Lookup | PromptLookup) -> Guess:
-    return partial(look_up, lookup=lookup)
+def guess(lookup: CopySource) -> Guess:
+    return partial(look_up, source=lookup)
 
 
 @pytest.fixture(scope="module")
@@ -43,9 +44,13 @@ def texts(target: Target) -> list[tuple[int, ...]]:
 
 
 @pytest.mark.parametrize("draft", [LayerSkip.blocks([2, 4]), EarlyExit(exit_layer=3)], ids=lambda draft: draft.kind)
-@pytest.mark.parametrize("front", [Lookup(max_tokens=3), Lookup(max_ngram=4, min_ngram=2, max_tokens=6)])
+@pytest.mark.parametrize(
+    "front",
+    [Lookup(max_tokens=3), Lookup(max_ngram=4, min_ngram=2, max_tokens=6), SuffixLookup(max_tokens=6)],
+    ids=lambda front: front.describe(),
+)
 def test_rounds_with_a_lookup_before_a_draft_equal_decoding(
-    target: Target, texts: list[tuple[int, ...]], draft: LayerSkip | EarlyExit, front: Lookup
+    target: Target, texts: list[tuple[int, ...]], draft: LayerSkip | EarlyExit, front: FirstLookup
 ) -> None:
     survey = Survey(target, PROMPTS, texts, depth=2)
     rule = Fixed(max_tokens=2)
@@ -66,11 +71,11 @@ def test_rounds_with_a_lookup_before_a_draft_equal_decoding(
 @pytest.mark.parametrize(
     "rule", [Fixed(max_tokens=4), TopProbability(max_tokens=6), BetaThompson(max_tokens=5)], ids=lambda rule: rule.rule
 )
+@pytest.mark.parametrize("draft", [PromptLookup(max_ngram=2), SuffixDraft()], ids=lambda draft: draft.kind)
 def test_rounds_of_a_lookup_alone_are_those_of_decoding(
-    target: Target, texts: list[tuple[int, ...]], rule: DraftLengthRule
+    target: Target, texts: list[tuple[int, ...]], draft: PromptLookup | SuffixDraft, rule: DraftLengthRule
 ) -> None:
     survey = Survey(target, PROMPTS, texts)
-    draft = PromptLookup(max_ngram=2)
     real = rule.with_costs(WHOLE) if isinstance(rule, BetaThompson) else rule
     rounds = [
         step for prompt in PROMPTS for step in Decoder(target, draft, real).generate(Request(prompt, Ending(40))).rounds
@@ -98,7 +103,7 @@ def test_sampled_copies_are_accepted_as_often_as_their_tokens_are_likely(
     draft = PromptLookup(max_ngram=2)
     greedy, *sampled = (
         [
-            num
+            num is not None and num.num_right
             for text in Survey(target, PROMPTS, texts, decoding=Decoding(temperature=t), seed=seed).copies(
                 guess(draft), 1
             )

@@ -187,7 +187,7 @@ def test_two_surveys_joined_are_one_of_all_texts(target: Target, temperature: fl
     for draft in (SKIPS[1], EarlyExit(exit_layer=2), EarlyExit(exit_layer=4)):
         assert [r.matches for r in joined.record(draft)] == [r.matches for r in whole.record(draft)]
         assert joined.record(draft)[0] is first.record(draft)[0]
-    guess = partial(look_up, lookup=PromptLookup(max_ngram=2, min_ngram=1))
+    guess = partial(look_up, source=PromptLookup(max_ngram=2, min_ngram=1))
     assert joined.copies(guess, 4) == whole.copies(guess, 4)
 
 

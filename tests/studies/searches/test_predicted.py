@@ -13,11 +13,12 @@ import pytest
 from decoding.decode import Request
 from decoding.decoder import plain_decoder
 from decoding.draft_length import RULES
-from decoding.drafts import EarlyExit, LayerSkip, PromptLookup
+from decoding.drafts import EarlyExit, LayerSkip
 from decoding.head_folder import HeadFolder
 from decoding.text import Ending
 from studies.contract import Candidate, Problem, Study, TrialRecord, TrialState, best_trials
 from studies.measurement import BatchTexts, Measurement
+from studies.prediction.pools import lookups
 from studies.prediction.skip_space import SkipSpace
 from studies.searches.joint import Joint, JointSettings
 from studies.searches.predicted import Predicted, PredictedSettings
@@ -241,13 +242,14 @@ def test_the_best_is_what_is_expected_not_what_a_trial_measured(problem: Problem
 def test_joint_pool_holds_every_kind(with_heads: Problem) -> None:
     study = Joint.create(with_heads, JointSettings(**SMALL, num_drafts=3, num_exits=1, num_lookups=2))
     pool = study._search.pool
-    plain = [draft for draft in pool if not isinstance(draft, PromptLookup) and draft.lookup is None]
+    plain = [draft for draft in pool if draft.runs_model and draft.lookup is None]
     skips = [draft for draft in plain if isinstance(draft, LayerSkip)]
     assert 2 <= len(skips) <= 3, "the exit in the pool is one of the best three skip sets, or it is not"
     assert sum(isinstance(draft, EarlyExit) and draft.head is not None for draft in plain) == 1
     assert sum(isinstance(draft, EarlyExit) and draft.head is None for draft in plain) == 1
-    assert sum(isinstance(draft, PromptLookup) for draft in pool) == 2
-    in_front = [draft for draft in pool if not isinstance(draft, PromptLookup) and draft.lookup is not None]
+    assert sum(not draft.runs_model for draft in pool) == 2
+    assert any(draft.reads_history for draft in lookups(study._predictor, 15)), "suffix automata are rated too"
+    in_front = [draft for draft in pool if draft.runs_model and draft.lookup is not None]
     assert sum(isinstance(draft, EarlyExit) for draft in in_front) == 2
     assert sum(isinstance(draft, LayerSkip) for draft in in_front) == len(skips), "each skip set comes with one"
     assert len(run(study, 5, as_predicted)) == 5
@@ -269,12 +271,12 @@ def test_every_trial_says_where_its_draft_came_from(with_heads: Problem) -> None
     )
     for draft, origin in origins.items():
         alone = origin.removeprefix("lookup before ")
-        if isinstance(draft, PromptLookup):
-            assert origin == "lookup alone"
+        if not draft.runs_model:
+            assert origin == draft.label
             continue
         assert origin.startswith("lookup before ") == (draft.lookup_first is not None)
         assert alone.startswith(methods if isinstance(draft, LayerSkip) else "exit"), origin
-    assert len({type(draft) for draft in origins}) == 3
+    assert len({type(draft) for draft in origins if draft.runs_model}) == 2
 
 
 def test_the_best_prediction_of_every_method_is_reported(with_heads: Problem) -> None:
@@ -314,7 +316,7 @@ def test_joint_searches_the_kinds_that_are_asked_for(with_heads: Problem, kind: 
     kinds = {
         "skip_set": lambda draft: isinstance(draft, LayerSkip) or draft.head is None,
         "exit_head": lambda draft: isinstance(draft, EarlyExit) and draft.head is not None,
-        "lookup": lambda draft: isinstance(draft, PromptLookup),
+        "lookup": lambda draft: not draft.runs_model,
     }
     assert study._search.pool
     assert all(kinds[kind](draft) for draft in study._search.pool)
