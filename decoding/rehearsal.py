@@ -198,7 +198,7 @@ class Rehearsal:
         elif (room := self._target.context_length) is not None:
             last = min(last, room - 1 - num_rounds - length)  # other rows may draft less, further on
         found = starts(self._buckets, first, last)
-        return found if self._is_thorough else found[:1]
+        return found if self._is_thorough and not self._target.runner.reads_all_slots else found[:1]
 
     def _play_all(self, scenes: Sequence[_Scene], drafter: Drafter | None) -> list[Round]:
         return [each for scene in scenes for each in self._play(scene, drafter)]

@@ -10,12 +10,15 @@ from __future__ import annotations
 import importlib
 import types
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 from decoding.cache.kv_cache import Slot
 from decoding.runners.contract import BlockCall
@@ -26,6 +29,9 @@ from decoding.runners.cpu_packed import compile_packed_linear
 from decoding.runners.cpu_quantised import compile_integer_kernel
 from decoding.runners.features import NO_FEATURES, SpeedFeatures
 from decoding.runners.graphs import OutputsT
+
+Note = Callable[[Callable[..., Any], Sequence[Any], Mapping[str, Any], Any], None]
+"""Receives a call: the function, its arguments, its keyword arguments and its results."""
 
 MAX_GRAPHS = 64
 """Maximum number of compiled variants: (block kinds and skipped sublayers) x (one position, several)."""
@@ -49,7 +55,9 @@ class CompiledBlocks:
         """True if the coming passes may be of a kind that is not compiled yet."""
         # torch counts compiled graphs per code object: each model gets its own copy.
         own = types.FunctionType(_call_block.__code__.replace(), _call_block.__globals__)
-        self._compiled: BlockCall = torch.compile(own, fullgraph=True, options=compiler_options(device, features))
+        self._listener = _Listener()
+        compiler = partial(_compile_audibly, self._listener, compiler_options(device, features))
+        self._compiled: BlockCall = torch.compile(own, fullgraph=True, backend=compiler)
 
     def __call__(self, block: nn.Module, hidden_states: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a block; see `BlockCall`."""
@@ -58,11 +66,44 @@ class CompiledBlocks:
         if self.is_new:
             _mark_dynamic_sizes(hidden_states, [*args, *kwargs.values()])
         try:
-            return self._compiled(block, hidden_states, args, kwargs)
+            with nullcontext() if self._listener.note is None else _disable_current_modes():
+                return self._compiled(block, hidden_states, args, kwargs)
         except _compiler_errors() as cause:
             self.problem = f"{type(cause).__name__}: {' '.join(str(cause).split())[:200]}"
             warnings.warn(f"the layers run uncompiled, slower than they could: {self.problem}", stacklevel=2)
             return block(hidden_states, *args, **kwargs)
+
+    @contextmanager
+    def noted_by(self, note: Note) -> Iterator[None]:
+        """Pass every call of compiled code to `note`, and hide what it computes from dispatch modes."""
+        self._listener.note = note
+        try:
+            yield
+        finally:
+            self._listener.note = None
+
+
+@dataclass
+class _Listener:
+    """Who hears of calls of compiled code. The code holds it, and not the object that owns the code."""
+
+    note: Note | None = None
+
+
+def _compile_audibly(
+    listener: _Listener, options: dict[str, Any], module: Any, inputs: Sequence[Any]
+) -> Callable[..., Any]:
+    """Compile by inductor; the listener hears of each call of the compiled code."""
+    compile_fx = importlib.import_module("torch._inductor.compile_fx").compile_fx
+    compiled = compile_fx(module, inputs, config_patches=options)
+
+    def call(*args: Any) -> Any:
+        outputs = compiled(*args)
+        if listener.note is not None:
+            listener.note(call, args, {}, outputs)
+        return outputs
+
+    return call
 
 
 def _call_block(block: nn.Module, hidden_states: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -238,6 +238,10 @@ class Runner(Protocol):
         """True if layers attend by the CPU kernel, and get positions in place of masks in fixed-shape passes."""
 
     @property
+    def reads_all_slots(self) -> bool:
+        """True if the number of slots that a fixed-shape pass reads is data, so that one shape serves all contexts."""
+
+    @property
     def records(self) -> bool:
         """True if each shape of pass is recorded at its first run."""
 

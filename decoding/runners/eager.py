@@ -38,6 +38,7 @@ class EagerRunner:
     exact_width = None
     buckets = None
     attends_by_position = False
+    reads_all_slots = False
     records = False
 
     def __init__(

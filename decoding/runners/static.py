@@ -5,8 +5,8 @@ padding's, at its positions' slots, and reads a bucket of slots under a mask. En
 end of the sequence; they are masked and later overwritten. A pass's position is a tensor in fixed memory, so that one
 recording serves every position in the sequence.
 
-The prompt, and passes wider than the widest bucket, run eagerly. On a CPU nothing is recorded; everything else is the
-same.
+The prompt, and passes wider than the widest bucket, run eagerly. On a CPU passes are recorded as tapes; everything else is
+the same.
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ from decoding.runners.shared_pass import (
     split_rows,
     unbatch,
 )
+from decoding.runners.tape import Tapes
 
 _Key = tuple[Any, Storage, bool, bool]
 """Shape and storage of a pass, and torch's modes."""
@@ -49,7 +50,8 @@ _Key = tuple[Any, Storage, bool, bool]
 Shape = TypeVar("Shape", "_Shape", Rows)
 
 CHAINS = (8, 4, 2)
-"""Tokens per recording: a draft of any length is composed of these and of single passes."""
+"""Tokens per recording: a draft of any length is composed of these and of single passes. On a CPU a tape of several passes takes as
+long as the passes one by one."""
 
 
 class StaticRunner:
@@ -78,7 +80,8 @@ class StaticRunner:
         self.buckets = buckets or (GPU_BUCKETS if device.type == "cuda" else CPU_BUCKETS)
         self._device = device
         self._eager = EagerRunner(mask_kinds)
-        self._recorder = recorder or (CudaGraphs(device) if device.type == "cuda" else None)
+        self._recorder = recorder or self._default_recorder()
+        self._tapes = isinstance(self._recorder, Tapes)
         self._mask_kinds = self._in_place_of(mask_kinds)
         self._storages: list[Storage] = []
         """All storages that can be handed out again, in the order in which they were made."""
@@ -90,12 +93,18 @@ class StaticRunner:
         self._prepared: weakref.WeakKeyDictionary[Part, dict[_Key, Callable[[], Any]]] = weakref.WeakKeyDictionary()
         self._row_inputs: dict[Rows, RowInputs] = {}
 
+    def _default_recorder(self) -> PassRecorder | None:
+        if self._device.type == "cuda":
+            return CudaGraphs(self._device)
+        return Tapes(self.block_call) if isinstance(self.block_call, CompiledBlocks) else None
+
     def _in_place_of(self, masks: MaskKinds) -> MaskKinds:
         """Return what this runner's passes get: masks, or what a kernel reads in their place."""
         if self.features.varlen_attention:
             return UsedLengths(masks.windows, masks.additive)
-        # A recorder stands for a GPU, of which this kernel would give the wrong shapes.
-        if self._recorder is None and masks.attends_plainly and has_attention_kernel(self._device, masks.additive):
+        # Any other recorder stands for a GPU, of which this kernel would give the wrong shapes.
+        is_cpu = self._recorder is None or self._tapes
+        if is_cpu and masks.attends_plainly and has_attention_kernel(self._device, masks.additive):
             return Positions(masks.windows, masks.additive)
         return masks
 
@@ -105,8 +114,13 @@ class StaticRunner:
         return isinstance(self._mask_kinds, Positions)
 
     @property
+    def reads_all_slots(self) -> bool:
+        """True if the number of slots that a pass reads is data; see `Runner.reads_all_slots`."""
+        return self._mask_kinds.reads_all
+
+    @property
     def records(self) -> bool:
-        """True on a GPU, or if a recorder was given."""
+        """True if blocks are compiled, on a GPU, or if a recorder was given."""
         return self._recorder is not None
 
     def new_cache(self, num_layers: int, capacity: int, num_rows: int = 1) -> KVCache:
@@ -203,7 +217,7 @@ class StaticRunner:
         self, part: Part, token_ids: Tensor, cache: KVCache, start: int, num_tokens: int, looks: bool
     ) -> Written:
         """Draft as many of the tokens as one recording covers."""
-        count = _longest_chain(num_tokens)
+        count = self._longest_chain(num_tokens)
         if count == 1 or start == 0 or (part.is_whole and self.exact_width is not None):
             return one_token(self.run(part, token_ids, cache, start, last_only=True, looks=looks), looks=looks)
         cache.cover(start, count)
@@ -212,6 +226,10 @@ class StaticRunner:
             1, self._reach(cache.storage, start + count), last_only=False, resumes=False, num_tokens=count, looks=looks
         )
         return self._prepared_pass(part, cache, shape, self._compute_chain)
+
+    def _longest_chain(self, num_tokens: int) -> int:
+        """Return the number of tokens, at most `num_tokens`, that one recording drafts."""
+        return 1 if self._tapes else next((count for count in CHAINS if count <= num_tokens), 1)
 
     def run_round(
         self, draft: Part, whole: Part, token_ids: Tensor, cache: KVCache, start: int, num_tokens: int
@@ -238,7 +256,7 @@ class StaticRunner:
         """Draft as many tokens as one recording covers; see `Runner.write_together`."""
         if not self.buckets.fits(1, memory.num_rows):
             return self._eager.write_together(part, passes, memory, num_tokens)
-        count = _longest_chain(num_tokens)
+        count = self._longest_chain(num_tokens)
         if count == 1:  # a shared pass of the same shape may be prepared already
             outputs = self.run_shared_pass(part, passes, memory)
             return {row: one_token(outputs[row], looks=each.looks) for row, each in passes.items()}
@@ -368,11 +386,6 @@ class StaticRunner:
             )
         finally:
             window.end_pass()
-
-
-def _longest_chain(num_tokens: int) -> int:
-    """Return the number of tokens, at most `num_tokens`, that one recording drafts."""
-    return next((count for count in CHAINS if count <= num_tokens), 1)
 
 
 def _bound(

@@ -121,7 +121,7 @@ def test_forgotten_tokens_leave_no_trace_in_the_logits(family: str) -> None:
     torch.testing.assert_close(again, whole[length - 4 :], rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # raised by modules that torch's compiler imports
 def test_a_compiled_pass_of_several_sequences_does_not_copy_the_storage() -> None:
     """A copy would cost as much as reading the storage twice, in each layer."""
     rows, heads, capacity, size = 3, 2, 1024, 8

@@ -28,6 +28,7 @@ from decoding.runners.compilation import CompiledBlocks, call_block
 from decoding.runners.contract import BlockCall, Outputs, Part, Runner
 from decoding.runners.masks import MaskKinds, Positions
 from decoding.runners.static import StaticRunner
+from decoding.runners.tape import Tapes
 from decoding.target import Target
 from decoding.text import Ending, TokenSequence
 from tests.support.families import NUM_LAYERS, SUPPORTED, WINDOW, build, some_tokens, target_of
@@ -51,8 +52,13 @@ DROPS_LAST = RULES["AdaEDL, last dropped"]
 
 
 def unwrapped(buckets: Buckets = CPU_BUCKETS) -> Callable[[MaskKinds, torch.device], Runner]:
-    """Make static runners that compile nothing."""
-    return functools.partial(StaticRunner, compiled=False, buckets=buckets)
+    """Make static runners that compile nothing. With a CPU's buckets they record tapes, as compiled ones do."""
+
+    def make(masks: MaskKinds, device: torch.device) -> StaticRunner:
+        recorder = Tapes() if buckets is CPU_BUCKETS else None
+        return StaticRunner(masks, device, compiled=False, buckets=buckets, recorder=recorder)
+
+    return make
 
 
 @functools.cache

@@ -1,0 +1,160 @@
+"""Tapes: replayed passes compute what running them again would, and passes that cannot be replayed are run again."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from decoding.decode import Request
+from decoding.decoder import plain_decoder
+from decoding.runners.compilation import CompiledBlocks
+from decoding.runners.contract import Judged, Outputs
+from decoding.runners.tape import Tapes
+from decoding.target import Target
+from decoding.text import Ending
+from tests.support.tiny import tiny_llama
+
+Run = Callable[[], Outputs]
+
+
+class Pass:
+    """A pass over memory of its own, which counts its runs."""
+
+    def __init__(self, size: int = 3) -> None:
+        self.num_runs = 0
+        self.given = torch.arange(size, dtype=torch.float32)
+        self.kept = torch.zeros(size)
+        self.weight = torch.full((size,), 3.0)
+
+    def __call__(self) -> Outputs:
+        self.num_runs += 1
+        self.kept.add_(self.given)
+        logits = self.given * self.weight + 1
+        return Outputs(logits, None, Judged(logits.argmax(), verdict=None, confidence=self.kept * 2))
+
+
+@pytest.fixture
+def tapes() -> Tapes:
+    return Tapes()
+
+
+@torch.inference_mode()
+def test_a_replay_computes_from_what_the_memory_holds_now(tapes: Tapes) -> None:
+    run = Pass()
+    outputs, play = tapes.record(run)
+    assert outputs.logits.tolist() == [1, 4, 7]
+    num_runs = run.num_runs
+    run.given.copy_(torch.tensor([5.0, 1.0, 0.0]))
+    run.kept.zero_()
+    again = play()
+    assert run.num_runs == num_runs, "the tape runs, and not the function"
+    assert again.logits.tolist() == [16, 4, 1]
+    assert again.states is None
+    assert again.judged is not None
+    assert again.judged.choices.item() == 0
+    assert again.judged.verdict is None
+    assert again.judged.confidence is not None
+    assert again.judged.confidence.tolist() == [10, 2, 0]
+    assert run.kept.tolist() == [5, 1, 0], "what a pass writes in place is written by its replay"
+
+
+@torch.inference_mode()
+def test_later_replays_do_not_change_earlier_results(tapes: Tapes) -> None:
+    run = Pass()
+    _, play = tapes.record(run)
+    first = play()
+    run.given.zero_()
+    assert play().logits.tolist() == [1, 1, 1]
+    assert first.logits.tolist() == [1, 4, 7]
+
+
+@torch.inference_mode()
+def test_no_result_is_kept_alive(tapes: Tapes) -> None:
+    outputs, play = tapes.record(Pass())
+    alive = [weakref.ref(outputs.logits), weakref.ref(play().logits)]
+    del outputs
+    gc.collect()
+    assert [each() for each in alive] == [None, None]
+
+
+@torch.inference_mode()
+def test_passes_alike_are_recorded_once_more_than_the_first_time(tapes: Tapes) -> None:
+    first, second = Pass(3), Pass(5)
+    tapes.record(first)
+    _, play = tapes.record(second)
+    assert (first.num_runs, second.num_runs) == (3, 2), "only the first of its structure is compared"
+    assert tapes.num_recorded == 2
+    assert play().logits.tolist() == [1, 4, 7, 10, 13]
+
+
+def reading_the_host(given: Tensor) -> Run:
+    return lambda: Outputs(given * int(given.sum().item()), None)
+
+
+def using_new_memory(given: Tensor) -> Run:
+    others = iter([torch.full((2,), float(number)) for number in range(9)])
+    return lambda: Outputs(given + next(others), None)
+
+
+def changing_its_operators(given: Tensor) -> Run:
+    signs = iter([1, -1] * 5)
+    return lambda: Outputs(given * 2 if next(signs) > 0 else given - 2, None)
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (reading_the_host, "reads numbers on the host"),
+        (using_new_memory, "not use the same memory"),
+        (changing_its_operators, "not run the same operators"),
+    ],
+)
+@torch.inference_mode()
+def test_a_pass_that_cannot_be_replayed_is_run_again(tapes: Tapes, make: Callable[[Tensor], Run], reason: str) -> None:
+    compute, num_runs = make(torch.ones(2)), 0
+
+    def run() -> Outputs:
+        nonlocal num_runs
+        num_runs += 1
+        return compute()
+
+    _, play = tapes.record(run)
+    (problem,) = tapes.problems.values()
+    assert problem is not None
+    assert reason in problem
+    assert num_runs == 3
+    play()
+    assert num_runs == 4
+
+
+def test_a_pass_under_autograd_is_not_recorded(tapes: Tapes) -> None:
+    run = Pass()
+    _, play = tapes.record(run)
+    assert (tapes.num_recorded, run.num_runs) == (0, 1)
+    play()
+    assert run.num_runs == 2
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # raised by modules that torch's compiler imports
+def test_decoding_with_prepared_passes_calls_no_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    target = Target(tiny_llama(), "static")
+    decoder, request = plain_decoder(target), Request((5, 3, 8, 1), Ending(9))
+    expected = plain_decoder(Target(tiny_llama(), "eager")).generate(request).tokens
+    decoder.prepare(4, 13)
+    calls = 0
+
+    def counted(self: CompiledBlocks, *args: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        return original(self, *args)
+
+    original = CompiledBlocks.__call__
+    monkeypatch.setattr(CompiledBlocks, "__call__", counted)
+    assert decoder.generate(request).tokens == expected
+    assert calls == 0
