@@ -76,11 +76,12 @@ class StaticRunner:
     ) -> None:
         self.exact_width = exact_width
         self.features = features
-        self.block_call: BlockCall = CompiledBlocks(device, features) if compiled else call_block
+        blocks = CompiledBlocks(device, features) if compiled else None
+        self.block_call: BlockCall = blocks or call_block
         self.buckets = buckets or (GPU_BUCKETS if device.type == "cuda" else CPU_BUCKETS)
         self._device = device
         self._eager = EagerRunner(mask_kinds)
-        self._recorder = recorder or self._default_recorder()
+        self._recorder = recorder or _default_recorder(device, blocks)
         self._tapes = isinstance(self._recorder, Tapes)
         self._mask_kinds = self._in_place_of(mask_kinds)
         self._storages: list[Storage] = []
@@ -92,11 +93,6 @@ class StaticRunner:
         # Recordings live as long as their part and are bound to the storage that they read.
         self._prepared: weakref.WeakKeyDictionary[Part, dict[_Key, Callable[[], Any]]] = weakref.WeakKeyDictionary()
         self._row_inputs: dict[Rows, RowInputs] = {}
-
-    def _default_recorder(self) -> PassRecorder | None:
-        if self._device.type == "cuda":
-            return CudaGraphs(self._device)
-        return Tapes(self.block_call) if isinstance(self.block_call, CompiledBlocks) else None
 
     def _in_place_of(self, masks: MaskKinds) -> MaskKinds:
         """Return what this runner's passes get: masks, or what a kernel reads in their place."""
@@ -386,6 +382,12 @@ class StaticRunner:
             )
         finally:
             window.end_pass()
+
+
+def _default_recorder(device: torch.device, blocks: CompiledBlocks | None) -> PassRecorder | None:
+    if device.type == "cuda":
+        return CudaGraphs(device)
+    return Tapes(blocks) if blocks else None  # a tape of uncompiled blocks is long, and saves little
 
 
 def _bound(

@@ -247,7 +247,7 @@ class Counting:
         self.num_graphs = 0
         genuine = torch.compile
 
-        def compile_(function: Any, *, options: object, **settings: Any) -> BlockCall:
+        def compile_(function: Any, *, backend: object, **settings: Any) -> BlockCall:
             return genuine(function, backend=self._take, **settings)
 
         monkeypatch.setattr(torch, "compile", compile_)
@@ -297,7 +297,7 @@ def test_block_that_cannot_be_compiled_runs_uncompiled_with_a_warning(monkeypatc
 
     genuine = torch.compile
     monkeypatch.setattr(
-        torch, "compile", lambda function, options, **settings: genuine(function, backend=broken, **settings)
+        torch, "compile", lambda function, backend, **settings: genuine(function, backend=broken, **settings)
     )
     with pytest.warns(UserWarning, match=r"the layers run uncompiled, .*no compiler on this machine"):
         target = Target(build("llama"), "static")
@@ -454,7 +454,7 @@ def test_the_lm_head_of_one_position_is_called_as_the_blocks_are(monkeypatch: py
         called.append((type(block).__name__, tuple(hidden_states.shape)))
         return block(hidden_states, *args, **kwargs)
 
-    monkeypatch.setattr("decoding.runners.static.CompiledBlocks", lambda *_: watched)
+    monkeypatch.setattr("decoding.runners.static.call_block", watched)
     target = Target(build("llama"), "static")
     called.clear()
     assert plainly(target, Request(PROMPT, Ending(6))) == plain_text("llama", "several tokens")[:6]
