@@ -7,6 +7,7 @@ function (`torch.fx`). It runs the same operators on the same memory, so its res
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import fields, is_dataclass
@@ -27,7 +28,7 @@ class Tapes:
     """A `PassRecorder` for a CPU; `blocks` calls the compiled blocks of the passes, if blocks are compiled.
 
     Of each structure, the first pass is recorded twice. If the recordings differ, because the pass reads numbers on the host
-    or does not use the same memory each time, passes of that structure are not replayed but run again.
+    or does not use the same memory each time, passes of that structure run unrecorded from then on, with a warning.
     """
 
     def __init__(self, blocks: CompiledBlocks | None = None) -> None:
@@ -45,7 +46,9 @@ class Tapes:
         recording = _Recording(run, self._blocks)
         structure = recording.structure
         if structure not in self.problems:
-            self.problems[structure] = recording.problem(_Recording(run, self._blocks))
+            self.problems[structure] = reason = recording.problem(_Recording(run, self._blocks))
+            if reason is not None:
+                warnings.warn(f"a pass cannot be recorded and runs slower: {reason}", stacklevel=2)
         return outputs, without_guards(run) if self.problems[structure] else recording.player()
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import gc
+import importlib
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -25,7 +27,7 @@ from decoding.rounds import Generation
 from decoding.runners import compilation
 from decoding.runners.buckets import CPU_BUCKETS, GPU_BUCKETS, Buckets
 from decoding.runners.compilation import CompiledBlocks, call_block
-from decoding.runners.contract import BlockCall, Outputs, Part, Runner
+from decoding.runners.contract import Outputs, Part, Runner
 from decoding.runners.masks import MaskKinds, Positions
 from decoding.runners.static import StaticRunner
 from decoding.runners.tape import Tapes
@@ -240,19 +242,20 @@ def test_unknown_runner_is_refused_with_the_valid_names() -> None:
 # --- compilation ------------------------------------------------------------------------------------------------------
 
 
+def inductor() -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # raised by modules that it imports
+        return importlib.import_module("torch._inductor.compile_fx")
+
+
 class Counting:
-    """`torch.compile` with a backend that counts its graphs and runs them as they are."""
+    """Takes inductor's place: counts the graphs and runs them as they are."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.num_graphs = 0
-        genuine = torch.compile
+        monkeypatch.setattr(inductor(), "compile_fx", self._take)
 
-        def compile_(function: Any, *, backend: object, **settings: Any) -> BlockCall:
-            return genuine(function, backend=self._take, **settings)
-
-        monkeypatch.setattr(torch, "compile", compile_)
-
-    def _take(self, graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
+    def _take(self, graph: torch.fx.GraphModule, inputs: list[Tensor], config_patches: object) -> Callable[..., Any]:
         self.num_graphs += 1
         return graph.forward
 
@@ -292,13 +295,10 @@ def test_a_new_candidate_compiles_nothing(graphs: Counting) -> None:
 
 
 def test_block_that_cannot_be_compiled_runs_uncompiled_with_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(graph: object, inputs: object) -> None:
+    def broken(graph: object, inputs: object, config_patches: object) -> None:
         raise RuntimeError("no compiler on this machine")
 
-    genuine = torch.compile
-    monkeypatch.setattr(
-        torch, "compile", lambda function, backend, **settings: genuine(function, backend=broken, **settings)
-    )
+    monkeypatch.setattr(inductor(), "compile_fx", broken)
     with pytest.warns(UserWarning, match=r"the layers run uncompiled, .*no compiler on this machine"):
         target = Target(build("llama"), "static")
     assert isinstance(target.runner.block_call, CompiledBlocks)

@@ -124,10 +124,8 @@ def test_a_pass_that_cannot_be_replayed_is_run_again(tapes: Tapes, make: Callabl
         num_runs += 1
         return compute()
 
-    _, play = tapes.record(run)
-    (problem,) = tapes.problems.values()
-    assert problem is not None
-    assert reason in problem
+    with pytest.warns(UserWarning, match=f"a pass cannot be recorded and runs slower: it .*{reason}"):
+        _, play = tapes.record(run)
     assert num_runs == 3
     play()
     assert num_runs == 4
