@@ -24,13 +24,16 @@ class SuffixAutomaton:
         self._length = [0]
         self._count = [0]
         self._end = [-1]
+        self._best: list[int | None] = [None]
+        """The most frequent next token of each state, as far as it was counted."""
         self._last = ROOT
         self.num_tokens = 0
 
     def extend(self, token: int) -> None:
         """Append one token."""
-        new = self._add({}, self._length[self._last] + 1, ROOT, count=0, end=self.num_tokens)
-        state = self._last
+        before = self._last
+        new = self._add({}, self._length[before] + 1, ROOT)
+        state = before
         while state >= 0 and token not in self._next[state]:
             self._next[state][token] = new
             state = self._link[state]
@@ -38,6 +41,7 @@ class SuffixAutomaton:
             self._link[new] = self._ending_in(state, token)
         self._last = new
         self._note_end(new)
+        self._note_next(before, token)
         self.num_tokens += 1
 
     def repeated(self) -> tuple[int, int]:
@@ -77,13 +81,13 @@ class SuffixAutomaton:
 
     def _most_frequent(self, state: int) -> tuple[int, int, float]:
         """Return the most frequent token after a state, the state that it leads to, and its share of all that followed."""
-        following = self._next[state]
-        if len(following) == 1:
+        following, token = self._next[state], self._best[state]
+        if len(following) == 1 or token is None:
             token, reached = next(iter(following.items()))
-            return token, reached, 1.0
-        count, end = self._count, self._end
-        token, reached = max(following.items(), key=lambda each: (count[each[1]], end[each[1]]))
-        return token, reached, count[reached] / sum(count[each] for each in following.values())
+            return token, reached, 1.0 / len(following)
+        reached, ends_here = following[token], self._end[state] == self.num_tokens - 1
+        # Counts are bounded (`MOST_COUNTED`), so that a state may have been counted less often than what follows it.
+        return token, reached, min(1.0, self._count[reached] / max(1, self._count[state] - ends_here))
 
     def _ending_in(self, state: int, token: int) -> int:
         """Return the state of exactly the longest text of `state` and `token`, split off from a longer one if necessary."""
@@ -91,9 +95,9 @@ class SuffixAutomaton:
         length = self._length[state] + 1
         if self._length[reached] == length:
             return reached
-        split = self._add(
-            dict(self._next[reached]), length, self._link[reached], self._count[reached], self._end[reached]
-        )
+        split = self._add(dict(self._next[reached]), length, self._link[reached])
+        self._count[split], self._end[split] = self._count[reached], self._end[reached]
+        self._best[split] = self._best[reached]
         while state >= 0 and self._next[state].get(token) == reached:
             self._next[state][token] = split
             state = self._link[state]
@@ -108,10 +112,22 @@ class SuffixAutomaton:
             self._end[state] = self.num_tokens
             state = self._link[state]
 
-    def _add(self, following: dict[int, int], length: int, link: int, count: int, end: int) -> int:
+    def _note_next(self, state: int, token: int) -> None:
+        """Compare `token` with the most frequent next token of each suffix that it has just followed."""
+        count = self._count
+        for _ in range(MOST_COUNTED):
+            if state <= ROOT:
+                return
+            following, best = self._next[state], self._best[state]
+            if best is None or count[following[token]] >= count[following[best]]:
+                self._best[state] = token
+            state = self._link[state]
+
+    def _add(self, following: dict[int, int], length: int, link: int) -> int:
         self._next.append(following)
         self._length.append(length)
         self._link.append(link)
-        self._count.append(count)
-        self._end.append(end)
+        self._count.append(0)
+        self._end.append(self.num_tokens)
+        self._best.append(None)
         return len(self._next) - 1

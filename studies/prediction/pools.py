@@ -17,9 +17,10 @@ DISTANCE = 3
 NGRAMS = tuple((most, fewest) for most in (2, 3, 5) for fewest in (1, 2, 3) if fewest <= most)
 """Longest and shortest n-gram of the lookups that are tried."""
 SUFFIXES = tuple(
-    {"max_spec_factor": factor, "min_token_prob": least} for factor in (1.0, 2.0, 4.0) for least in (0.0, 0.3)
+    {"max_spec_factor": factor, "min_token_prob": least} for factor, least in ((2.0, 0.0), (2.0, 0.3), (4.0, 0.3))
 )
-"""Tokens per token of the match, and least estimated probability, of the suffix automata that are tried."""
+"""Tokens per token of the match, and least estimated probability, of the suffix automata that are tried: the best by replay on
+greedy answers of SmolLM2-135M."""
 COPIED = (2, 4, 8)
 """Tokens to copy, of the lookups that are tried before other drafts."""
 NUM_WITH_LOOKUPS = 2

@@ -109,3 +109,17 @@ def test_memory_and_work_of_a_token_are_bounded() -> None:
     loop.extend(7)
     changed = sum(one != other for one, other in zip(before, loop._count, strict=False))
     assert changed <= MOST_COUNTED
+
+
+def test_share_of_a_token_is_that_of_all_that_followed() -> None:
+    """The last occurrence has no next token yet, and does not count."""
+    for seed in range(10):
+        tokens = random_tokens(seed)
+        for number in range(2, len(tokens)):
+            text = tokens[:number]
+            automaton = automaton_of(text)
+            state, length = automaton.repeated()
+            if length:
+                following = Counter(text[end] for end in ends_of(text, text[-length:]) if end < len(text))
+                _, _, share = automaton._most_frequent(state)
+                assert share == max(following.values()) / following.total()
