@@ -89,7 +89,7 @@ def test_twelve_heads_do_not_fit_at_once_on_half_a_gpu(target: Target) -> None:
 
 
 def test_batch_in_lockstep_takes_its_caches_and_little_more() -> None:
-    num_sequences, prompt_tokens, new_tokens = 8, 4_000, 4  # a copy of the caches would be another 0.5 GiB
+    num_sequences, prompt_tokens, new_tokens = 16, 2_000, 4
     requests = [Request((1,) * prompt_tokens, Ending(new_tokens))] * num_sequences
     with fake_8b(num_layers=4) as model:  # the caches grow with the layers, and the time of this test too
         target = Target(model)

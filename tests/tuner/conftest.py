@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import shutil
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,8 @@ from decoding.timing.round_costs import measure_round_costs
 from tests.support.commands import SearchCommand
 from tests.support.tiny import save_tiny_checkpoint, write_tiny_prompts
 from tuner.cli.main import main
+from tuner.measuring.cost_cache import cost_table
+from tuner.measuring.cost_table import measure_cost_table
 from tuner.tracking import DatasetInput, Tracker
 
 
@@ -49,7 +51,17 @@ def _tracking_template(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, _tracking_template: Path) -> Path:
+def quick_costs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Measure costs of passes and rounds in a single sweep, where usually seconds are spent: no test with this looks at them."""
+    monkeypatch.setattr("tuner.measuring.cost_table.FEWEST_SWEEPS", 1)
+    monkeypatch.setattr("tuner.measuring.cost_table.PATIENCE", 1)
+    monkeypatch.setattr("decoding.timing.round_costs.FEWEST_SWEEPS", 1)
+    for measure in (measure_cost_table, cost_table, measure_round_costs):
+        monkeypatch.setitem(inspect.unwrap(measure).__kwdefaults__, "budget_seconds", 0.0)
+
+
+@pytest.fixture
+def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, _tracking_template: Path, quick_costs: None) -> Path:
     """An empty current folder, with an MLflow store in the folder above it."""
     shutil.copy(_tracking_template, tmp_path / "mlflow.db")
     here = tmp_path / "here"
@@ -59,9 +71,6 @@ def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, _tracking_templat
     # The libraries read HF_HUB_OFFLINE once, when they are imported.
     monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    # The fewest sweeps: nothing here depends on what a round costs.
-    quick = partial(measure_round_costs, budget_seconds=0.0)
-    monkeypatch.setattr("decoding.timing.draft_costs.measure_round_costs", quick)
     return here
 
 
@@ -88,8 +97,9 @@ def write_profile(workplace: Path, target: Target, checkpoint: Path) -> Callable
 
 
 @pytest.fixture
-def run_search(workplace: Path, checkpoint: Path, prompts_file: Path) -> SearchCommand:
+def run_search(workplace: Path, checkpoint: Path, prompts_file: Path, monkeypatch: pytest.MonkeyPatch) -> SearchCommand:
     """`sdtune search` on the tiny model; keyword arguments override or (None) remove flags."""
+    monkeypatch.setattr("tuner.search.race.MOST_PASSES", 1)  # more would only reduce the noise of the clock
     small = _small_config(workplace.parent)
 
     def run(*switches: str, **changes: str | None) -> Result:
@@ -107,9 +117,10 @@ def run_search(workplace: Path, checkpoint: Path, prompts_file: Path) -> SearchC
 
 
 def _small_config(folder: Path) -> Path:
+    """Write sizes with two prompts a trial and two left for the race, and one token more than a bench needs."""
     path = folder / "small.yaml"
     path.write_text(
-        "max_new_tokens: 12\ntuning_prompts: 8\nheld_out_prompts: 6\nprompts_per_trial: 4\ntrials: 3\nfinalists: 2\n"
+        "max_new_tokens: 10\ntuning_prompts: 4\nheld_out_prompts: 4\nprompts_per_trial: 2\ntrials: 3\nfinalists: 2\n"
         "group_column: file\nexperiment: tiny\ndistill: never\nstudy: [conf_layers, exit_layer, draft_length]\n"
     )
     return path

@@ -305,32 +305,40 @@ def test_passes_of_several_texts_are_shared_by_all(each: Pass, monkeypatch: pyte
     assert shared == [((0, 1, 2), {20 + step}) for step in range(steps)]
 
 
+@pytest.fixture
+def one_sweep(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run each pass once, for tests that look at no seconds."""
+    monkeypatch.setattr(cost, "FEWEST_SWEEPS", 1)
+    monkeypatch.setattr(cost, "PATIENCE", 1)
+
+
+@pytest.mark.usefixtures("one_sweep")
 def test_table_of_several_texts_is_monotone() -> None:
     table = measure_cost_table(tiny_target(), max_tokens=4, contexts=(8, 24), num_sequences=2, budget_seconds=0.0)
     assert_monotone(table, max_tokens=4)
 
 
+@pytest.mark.usefixtures("one_sweep")
 @pytest.mark.parametrize("family", SUPPORTED)
-def test_table_of_every_family_predicts_positive_and_monotone_costs(
-    family: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """One sweep, since seconds are not looked at: it runs each kind of pass on each family."""
-    monkeypatch.setattr(cost, "FEWEST_SWEEPS", 1)
+def test_table_of_every_family_predicts_positive_and_monotone_costs(family: str) -> None:
+    """Run each kind of pass on each family, over the fewest widths."""
     target = target_of(family)
-    table = measure_cost_table(target, max_tokens=4, contexts=(8, 24), budget_seconds=0.0)
-    assert_monotone(table, max_tokens=4)
+    table = measure_cost_table(target, max_tokens=2, contexts=(8, 24), budget_seconds=0.0)
+    assert_monotone(table, max_tokens=2)
     assert table.error.num_passes > 8
     for draft in (EarlyExit(exit_layer=2), LayerSkip.blocks(tuple(range(NUM_LAYERS)))):
-        costs = table.round_costs(draft, 4, context=16.5, prefix_reuse=True)
+        costs = table.round_costs(draft, 2, context=16.5, prefix_reuse=True)
         assert costs.draft_step >= LEAST_COST
-        assert len(costs.verify) == 5
+        assert len(costs.verify) == 3
 
 
+@pytest.mark.usefixtures("one_sweep")
 def test_model_of_one_block_has_a_table() -> None:
     table = measure_cost_table(tiny_target(1), max_tokens=2, contexts=(8,), budget_seconds=0.0)
     assert table.plain_seconds(context=8) > 0
 
 
+@pytest.mark.usefixtures("one_sweep")
 def test_measuring_leaves_the_model_as_it_was() -> None:
     target = tiny_target()
     token_ids = torch.arange(12)[None]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import gc
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -26,6 +27,7 @@ from decoding.drafts import EarlyExit, LayerSkip, PlainDecoding
 from decoding.head_folder import HeadFolder
 from decoding.losslessness import Comparison
 from decoding.profile import Decoding
+from decoding.target import Target
 from decoding.target.views import ExitView
 from decoding.text import Ending
 from studies.contract import Candidate
@@ -35,7 +37,7 @@ from tests.support.heads import write_heads
 from tests.support.records import candidate
 from tests.support.tiny import tiny_target
 from tuner.errors import DatasetError
-from tuner.measuring.baseline import decode_baseline
+from tuner.measuring.baseline import Baseline, decode_baseline
 from tuner.measuring.clock import WallClock
 from tuner.measuring.paired import Bench
 
@@ -48,8 +50,22 @@ CANDIDATES = [
 ]
 
 
-def _bench(**options: Any) -> Bench:
-    return bench_on(tiny_target(), PROMPTS, **options)
+@functools.cache
+def _target() -> Target:
+    """Return one model for all benches of this file, which leave no trace on it."""
+    return tiny_target()
+
+
+@functools.cache
+def _baseline(max_new_tokens: int, eos_token_ids: frozenset[int], batch_size: int) -> Baseline:
+    return decode_baseline(_target(), PROMPTS, Ending(max_new_tokens, eos_token_ids), batch_size=batch_size)
+
+
+def _bench(
+    *, max_new_tokens: int = 16, eos_token_ids: frozenset[int] = frozenset(), batch_size: int = 1, **options: Any
+) -> Bench:
+    """Return a bench of its own on texts that are decoded plainly once."""
+    return Bench(_target(), _baseline(max_new_tokens, eos_token_ids, batch_size), **options)
 
 
 def _facts(measured: Measurement) -> list[tuple[int, ...]]:
@@ -69,9 +85,9 @@ def test_every_candidate_writes_the_text_of_plain_decoding() -> None:
 
 def test_the_order_of_trials_does_not_matter() -> None:
     forwards = _bench()
-    first = [_facts(forwards.measure(wanted, range(5))) for wanted in CANDIDATES]
+    first = [_facts(forwards.measure(wanted, range(2))) for wanted in CANDIDATES]
     backwards = _bench()
-    second = [_facts(backwards.measure(wanted, range(5))) for wanted in reversed(CANDIDATES)]
+    second = [_facts(backwards.measure(wanted, range(2))) for wanted in reversed(CANDIDATES)]
     assert first == second[::-1]
 
 

@@ -54,12 +54,12 @@ def test_search_for_batches_yields_a_lossless_profile(
     monkeypatch.setattr(
         Decoder, "batch_steps", lambda self, requests: (sizes.add(len(requests)), decode(self, requests))[1]
     )
-    result = run_joint(batch_size="2", held_out_prompts="7")
+    result = run_joint(batch_size="2", held_out_prompts="5")
     assert result.exit_code == 0, result.output
     assert sizes == {2}
     assert "Held-out prompts in batches of 2" in result.stdout
-    assert "6/6" in result.stdout
-    assert "7 prompts make 3 batches of 2: 1 left out" in " ".join(result.stderr.split())
+    assert "4/4" in result.stdout
+    assert "5 prompts make 2 batches of 2: 1 left out" in " ".join(result.stderr.split())
     assert "2 sequences in lockstep: a pass takes" in " ".join(result.stderr.split())
 
     for record in _records("joint"):
@@ -71,8 +71,8 @@ def test_search_for_batches_yields_a_lossless_profile(
     profile = DraftProfile.load("profile.yaml")
     assert profile.measured is not None
     assert profile.measured.batch_size == 2
-    assert (profile.measured.exact.prompts, profile.measured.exact.identical) == (6, 6)
-    assert profile.measured.dataset.held_out_prompts == 6
+    assert (profile.measured.exact.prompts, profile.measured.exact.identical) == (4, 4)
+    assert profile.measured.dataset.held_out_prompts == 4
     assert profile.measured.speedup.value == pytest.approx(3.0)
     shown = CliRunner().invoke(main, ["show", "profile.yaml"])
     assert "2 prompts in lockstep" in " ".join(shown.stdout.split())
@@ -83,7 +83,7 @@ def test_search_for_batches_yields_a_lossless_profile(
         run for run in runs.search_runs([experiment.experiment_id]) if "mlflow.parentRunId" not in run.data.tags
     ]
     assert parent.data.params["batch_size"] == "2"
-    assert parent.data.metrics["held_out_prompts"] == 6
+    assert parent.data.metrics["held_out_prompts"] == 4
 
     model = AutoModelForCausalLM.from_pretrained(checkpoint)
     tokenizer = AutoTokenizer.from_pretrained(checkpoint, padding_side="left", pad_token="<unk>")
@@ -108,7 +108,7 @@ def test_search_of_another_batch_size_is_not_mixed_in(run_search: SearchCommand,
 
 
 def test_all_studies_search_for_batches(run_search: SearchCommand, workplace: Path) -> None:
-    result = run_search(batch_size="2")
+    result = run_search(batch_size="2", trials="2")
     assert result.exit_code == 0, result.output
     for study in ("conf_layers", "exit_layer", "draft_length"):
         measured = [record.measurement for record in _records(study) if record.measurement is not None]
@@ -128,9 +128,9 @@ def test_texts_that_take_turns_are_said_to(
 
 
 def test_dry_run_says_what_a_trial_decodes(run_search: SearchCommand, workplace: Path) -> None:
-    result = run_search("--dry-run", batch_size="3")
+    result = run_search("--dry-run", batch_size="3", tuning_prompts="8", held_out_prompts="6")
     assert result.exit_code == 0, result.output
-    assert "8 for tuning (6 per trial), 6 held out, 12 tokens each, in batches of 3" in " ".join(result.stdout.split())
+    assert "8 for tuning (6 per trial), 6 held out, 10 tokens each, in batches of 3" in " ".join(result.stdout.split())
 
 
 @pytest.mark.parametrize("command", ["searches", "predictions", "integrity"])

@@ -34,7 +34,7 @@ def test_tuned_parameters_are_recorded_shown_and_resumed(run_search: SearchComma
     assert all(set(trial.params) >= PARAMETERS for trial in trials)
     first = trials[0].params
     assert (first["lambda_start"], first["skip_ratio"]) == (0.0, 0.45), "the published settings"
-    assert first["window"] == 12, "cut to the continuations"
+    assert first["window"] == 10, "cut to the continuations"
     client = mlflow.MlflowClient(tracking_uri=f"sqlite:///{workplace.parent / 'mlflow.db'}")
     runs = client.search_runs([client.get_experiment_by_name("tiny").experiment_id])
     nested = {run.data.params["trial"]: run.data.params for run in runs if "mlflow.parentRunId" in run.data.tags}

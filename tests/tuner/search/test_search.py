@@ -66,7 +66,7 @@ def test_from_the_command_to_a_profile_that_generate_loads(
         "conf_layers",
         "draft_length",
         "3.00 [3.00, 3.00]",
-        "6/6",
+        "4/4",
         "mlflow ui",
     ):
         assert word in result.stdout
@@ -75,8 +75,8 @@ def test_from_the_command_to_a_profile_that_generate_loads(
     assert profile.draft.kind in {"layer_skip", "early_exit"}
     assert profile.measured is not None
     assert profile.measured.speedup.value == pytest.approx(3.0)
-    assert profile.measured.exact.identical == profile.measured.exact.prompts == 6
-    assert profile.measured.dataset.held_out_prompts == 6
+    assert profile.measured.exact.identical == profile.measured.exact.prompts == 4
+    assert profile.measured.dataset.held_out_prompts == 4
 
     model = AutoModelForCausalLM.from_pretrained(checkpoint)
     inputs = AutoTokenizer.from_pretrained(checkpoint)("w1 w2 w3", return_tensors="pt", return_token_type_ids=False)
@@ -124,7 +124,7 @@ def test_when_nothing_wins_the_profile_says_plain_decoding(
     run_search: SearchCommand, workplace: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     charge(monkeypatch, per_token(drafted=100.0))
-    result = run_search()
+    result = run_search(study="conf_layers", trials="2")
     assert result.exit_code == 0, result.output
     assert "Nothing beats plain decoding" in result.stdout
     profile = DraftProfile.load("profile.yaml")
@@ -225,7 +225,7 @@ def test_runner_of_the_search_is_that_of_the_profile(
     flags: dict[str, str],
     expected: tuple[str, int | None],
 ) -> None:
-    result = run_search(**flags)
+    result = run_search(study="conf_layers", trials="2", **flags)
     assert result.exit_code == 0, result.output
     profile = DraftProfile.load(workplace / "profile.yaml")
     assert (profile.decoding.runner, profile.decoding.exact_width) == expected
@@ -293,7 +293,7 @@ def test_kill_9_in_the_middle_loses_no_finished_trial(
     assert len(_runs(workplace)[1]) == len(_records(workplace))
 
 
-def _wait_until(condition: Callable[[], bool], process: subprocess.Popen[bytes], most_seconds: float = 120.0) -> None:
+def _wait_until(condition: Callable[[], bool], process: subprocess.Popen[bytes], most_seconds: float = 600.0) -> None:
     end = time.monotonic() + most_seconds
     while not condition():
         assert process.poll() is None, "the search ended by itself"

@@ -75,7 +75,12 @@ def test_exhaustive_search_is_over_all_sets_of_inner_blocks(problem: PlantedProb
     assert {LayerSkip.blocks((1,)), LayerSkip.blocks(tuple(range(1, 11)))} <= set(all_skip_sets(12))
 
 
-def test_known_best_is_not_searched_for_again(tmp_path: Path) -> None:
+def test_known_best_is_not_searched_for_again(
+    tmp_path: Path, problem: PlantedProblem, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a search, which the test above runs."""
+    monkeypatch.setattr("tuner.evaluation.planted.check.small_problem", lambda seed: problem)
+    monkeypatch.setattr("tuner.evaluation.planted.check._search", lambda *_: (1.2, 12))
     path = tmp_path / "planted.json"
     assert known_optima(path) == []
     write_results([], [], path, [Optimum(0, 1.25, 1083)])
@@ -86,7 +91,7 @@ def test_known_best_is_not_searched_for_again(tmp_path: Path) -> None:
         optima=known_optima(path),
         find_optimum=lambda problem, progress: pytest.fail("the optimum is known"),
     )
-    assert (found.best, found.num_candidates) == (1.25, 1083)
+    assert (found.speedup, found.best, found.num_candidates) == (1.2, 1.25, 1083)
     document = json.loads(path.read_text())
     path.write_text(json.dumps({**document, "problem": {**document["problem"], "max_tokens": 5}}))
     assert known_optima(path) == [], "of another problem"

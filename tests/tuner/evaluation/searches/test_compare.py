@@ -40,7 +40,7 @@ RESULTS = ["held_out.jsonl", "searches.csv", "searches.db", "searches.json", "se
 
 
 @pytest.fixture
-def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quick_costs: None) -> Path:
     """Return an empty working directory, without an MLflow store, which takes seconds to create."""
     here = tmp_path / "here"
     here.mkdir()
