@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import fields, is_dataclass
+from functools import partial
 from typing import Any, Generic, cast
 
 import torch
@@ -136,7 +137,11 @@ class _Recording(Generic[OutputsT]):
 
     def player(self) -> Callable[[], OutputsT]:
         """Return the function that runs the pass again. It keeps memory from outside alive, and no results."""
-        compute = cast(Callable[..., tuple[Tensor, ...]], fx.GraphModule({}, self._tape.graph).forward)
+        # Not an `fx.GraphModule`, which keeps the graph, of many times the function's memory, and its source for ever.
+        code = self._tape.graph.python_code("_")
+        scope = dict(code.globals)
+        exec(code.src, scope)
+        compute: Callable[..., tuple[Tensor, ...]] = partial(scope["forward"], None)
         memory, template = tuple(self._tape.memory), _mapped(self._outputs, lambda _: _TENSOR)
 
         def play() -> OutputsT:
