@@ -216,6 +216,14 @@ def runner(kinds: MaskKinds, **settings: Any) -> StaticRunner:
     return StaticRunner(kinds, settings.pop("device", CPU), compiled=False, **settings)
 
 
+@needs_kernel
+@pytest.mark.parametrize("dtype", SUPPORTED)
+def test_compiled_passes_which_are_recorded_as_tapes_attend_by_the_kernel(dtype: torch.dtype) -> None:
+    compiled = StaticRunner(MaskKinds((None,), dtype, attends_plainly=True), CPU)
+    assert compiled.records
+    assert compiled.attends_by_position
+
+
 def test_runners_that_record_and_other_precisions_keep_their_masks() -> None:
     plain = MaskKinds((None,), torch.float32, attends_plainly=True)
     assert not runner(plain, recorder=CountingRecorder()).attends_by_position, "a recorder stands for a GPU"
