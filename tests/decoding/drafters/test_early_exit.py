@@ -242,6 +242,39 @@ def test_a_round_without_a_draft_leaves_its_state_pending() -> None:
         assert (branch.length, branch.pending) == (12, None)
 
 
+class DropsThird(Controller):
+    """Looks at the third token and drops it."""
+
+    def decide(self, num_drafted: int, distribution: DraftDistribution) -> Decision:
+        return Decision.STOP if num_drafted == 2 else Decision.CONTINUE
+
+
+@pytest.mark.parametrize(
+    ("bits", "kept"),
+    [
+        pytest.param(None, 3, id="the last token and two drafts"),
+        pytest.param(8, 0, id="nothing of quantised blocks"),
+    ],
+)
+def test_head_forgets_what_is_not_verified_from_its_states(bits: int | None, kept: int) -> None:
+    target = target_of("llama")
+    drafter = EarlyExitDrafter(target, 2, target.new_exit_head(), bits=bits)
+    text, cache = TokenSequence(some_tokens(9), 32, target.device), target.new_cache(32)
+    with torch.inference_mode():
+        drafter.prefill(text, cache)
+        cache.length = text.length
+        text.append([7])
+        draft = drafter.draft(text, cache, DropsThird(5), Shaping(), Greedy(), 5)
+        branch = cache.branch
+        assert draft.num_tokens == 2
+        assert (branch.length, branch.pending) == (9 + kept, None)
+        drafter.verify(text, cache, draft)
+        assert branch.num_known == 12, "the states of the verification take over where the head's end"
+        fresh = target.exit_states(text.span(0, text.length + 2), [2])[0][2]
+        if branch.pending is not None:
+            torch.testing.assert_close(branch.pending[0], fresh[0, -branch.pending.shape[-2] :], rtol=1e-4, atol=1e-4)
+
+
 def test_branch_of_a_cache_forgets_what_is_rolled_back() -> None:
     cache = target_of("llama").new_cache(16)
     branch = cache.branch
