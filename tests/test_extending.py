@@ -108,8 +108,9 @@ def test_study(example: Example, target: Target, monkeypatch: pytest.MonkeyPatch
 def test_evaluation(example: Example, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     example("tuner/evaluation/acceptance.py")
     reference = "tuner.evaluation.acceptance:AcceptanceEvaluation"
-    monkeypatch.setattr("tuner.evaluation.registry.EVALUATIONS", {"acceptance": reference})
+    # The command first: imported while the registry is replaced, it would keep the replacement for all later tests.
     monkeypatch.setattr("tuner.cli.evaluate.EVALUATIONS", {"acceptance": reference})
+    monkeypatch.setattr("tuner.evaluation.registry.EVALUATIONS", {"acceptance": reference})
     profile = save_profile(tmp_path / "profile.yaml", save_tiny_checkpoint(tmp_path / "model"), LayerSkip.blocks([4]))
     arguments = ["--profile", str(profile), "--prompt", "w1 w2 w3", "--max-new-tokens", "8"]
     result = CliRunner().invoke(main, ["evaluate", "acceptance", *arguments])

@@ -67,7 +67,7 @@ def test_chat_data_is_searched_as_it_is(run_search: SearchCommand, workplace: Pa
     result = run_search("--dry-run", dataset=write(workplace.parent, rows))
     assert result.exit_code == 0, result.output
     assert "the conversations in the column 'messages'" in " ".join(result.stderr.split())
-    assert "8 for tuning" in result.stdout
+    assert "4 for tuning" in result.stdout
     assert "sample   row" in result.stdout
 
 
@@ -87,7 +87,7 @@ def test_template_examples_and_long_prompts(run_search: SearchCommand, workplace
     assert result.exit_code == 0, result.output
     told = " ".join(result.stderr.split())
     assert (
-        "prompts are too long and were left out, as at most 244 fit the model's context of 256 with 12 new ones" in told
+        "prompts are too long and were left out, as at most 246 fit the model's context of 256 with 10 new ones" in told
     )
     assert "w7 w20 w8 w1" in " ".join(result.stdout.split())
 
