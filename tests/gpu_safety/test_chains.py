@@ -25,8 +25,8 @@ from tests.support.families import build, some_tokens
 from tests.support.heads import untrained_head
 from tests.support.recorders import CountingRecorder
 
-SIZES = ((5, 20), (11, 12), (3, 25), (8, 1), (1, 9))
-"""Lengths of the prompts and of their continuations."""
+SIZES = ((5, 13), (11, 8), (3, 16), (8, 1), (1, 6))
+"""Lengths of the prompts and of their continuations: the longest has three rounds of the most drafts at least."""
 SKIP = LayerSkip(skip_attention=(2, 3), skip_mlp=(1, 3))
 RULES: dict[str, DraftLengthRule] = {
     "top probability": TopProbability(max_tokens=5, threshold=0.3),

@@ -17,7 +17,7 @@ from torch import Tensor
 from decoding.decoder import Decoder, plain_decoder
 from decoding.draft_length import DraftLengthRule
 from decoding.runners.buckets import GPU_BUCKETS
-from decoding.runners.features import NO_FEATURES, SpeedFeatures
+from decoding.runners.features import SpeedFeatures
 from decoding.target import Target
 from tests.support.fake_graphs import FakeGraphs, RecordingError
 from tests.support.families import build, target_of
@@ -31,13 +31,22 @@ from tests.support.recorded_decoding import (
     recorded_target,
     requests,
 )
+from tests.support.recorders import unchecked
 from tests.support.wrong_graphs import EmptyGraphs, ForgetfulGraphs, SharingGraphs, UnpoisonedGraphs, WrongGraphs
 
 
 @functools.cache
-def fake_graphs_of(family: str, features: SpeedFeatures = NO_FEATURES) -> tuple[Target, FakeGraphs]:
+def fake_graphs_of(family: str) -> tuple[Target, FakeGraphs]:
+    """Return a target that was checked under the rules of graphs too."""
     graphs = FakeGraphs()
-    return recorded_target(family, graphs, features=features), graphs
+    return recorded_target(family, graphs), graphs
+
+
+@functools.cache
+def fake_graphs_with(features: SpeedFeatures) -> tuple[Target, FakeGraphs]:
+    graphs = FakeGraphs()
+    with unchecked():
+        return recorded_target("llama", graphs, features=features), graphs
 
 
 @functools.cache
@@ -115,7 +124,7 @@ ALL_FEATURES = SpeedFeatures(
 def test_text_with_speed_features_is_the_eager_text(
     features: SpeedFeatures, draft: str, rule: str, tmp_path: Path
 ) -> None:
-    (target, graphs), plain = fake_graphs_of("llama", features), eager_texts("llama")
+    (target, graphs), plain = fake_graphs_with(features), eager_texts("llama")
     decoder, replayed = decoder_of(target, draft, RULES[rule], tmp_path), graphs.num_replayed
     assert alone_and_together(decoder) == [plain[-1], *plain]
     assert graphs.num_replayed > replayed

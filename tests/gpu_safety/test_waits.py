@@ -21,8 +21,9 @@ from tests.support.families import build
 
 PROMPT = (7, 3, 9, 7, 3)
 NUM_DRAFTED = 3
-NUM_LAYERS = 3
+NUM_LAYERS = 2
 """A wait in a block would count for each of them, however few."""
+EXIT_LAYER = 1
 SKIP = LayerSkip.blocks((1,))
 SHORT, LONG = 3, 7
 """Tokens of two decodings; the longer one's additional waits belong to its additional rounds."""
@@ -66,7 +67,7 @@ def decode_alone(new_decoder: Callable[[Target], Decoder], *, samples: bool = Fa
 
 
 def decode_with_head(target: Target, num_tokens: int) -> Sequence[Generation]:
-    drafter = EarlyExitDrafter(target, 2, target.new_exit_head())
+    drafter = EarlyExitDrafter(target, EXIT_LAYER, target.new_exit_head())
     return [Generation.collect(speculative(target, drafter, Fixed(max_tokens=3).controller(), request(num_tokens)))]
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 
+import pytest
 from torch import nn
 
 from decoding.drafts import Draft
@@ -39,6 +40,17 @@ class CountingRecorder:
 def recorded_by(recorder: PassRecorder, buckets: Buckets = GPU_BUCKETS) -> RunnerFactory:
     """Return the factory of a runner for a CPU that records as the one for a GPU does; nothing is compiled."""
     return partial(StaticRunner, compiled=False, buckets=buckets, recorder=recorder)
+
+
+@contextmanager
+def unchecked() -> Iterator[None]:
+    """Make targets without the comparison of their runner with the eager model, for tests that compare what it writes.
+
+    The comparison takes as long as decoding some twenty tokens.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("decoding.target.target.check_runner", lambda target, eager: None)
+        yield
 
 
 class WatchingClock:
