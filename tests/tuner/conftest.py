@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import inspect
 import shutil
 from collections.abc import Callable
@@ -10,11 +11,12 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from decoding.draft_length import DraftLengthRule, Fixed
 from decoding.drafts import Draft
 from decoding.fingerprint import fingerprint
+from decoding.probe import Capabilities, probe
 from decoding.profile import DraftProfile, TargetIdentity
 from decoding.target import Target
 from decoding.timing.round_costs import measure_round_costs
@@ -43,11 +45,37 @@ def prompts_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def _tracking_template(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("mlflow") / "mlflow.db"
-    dataset = DatasetInput("made once", "0" * 64, "nowhere")
-    Tracker.open(f"sqlite:///{path}", "template", run_id=None, params={}, dataset=dataset).close("FINISHED")
+def _tracking_template(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Path:
+    """Make the store once for all workers: their temporary folders are side by side."""
+    own = tmp_path_factory.getbasetemp()
+    folder = own if worker_id == "master" else own.parent
+    path = folder / "mlflow-template.db"
+    with (folder / "mlflow-template.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not path.exists():
+            making = folder / "mlflow-template-making.db"
+            dataset = DatasetInput("made once", "0" * 64, "nowhere")
+            Tracker.open(f"sqlite:///{making}", "template", run_id=None, params={}, dataset=dataset).close("FINISHED")
+            making.rename(path)
     return path
+
+
+@pytest.fixture(scope="session")
+def _found_by_probes() -> dict[object, Capabilities]:
+    return {}
+
+
+@pytest.fixture(autouse=True)
+def probed_once(monkeypatch: pytest.MonkeyPatch, _found_by_probes: dict[object, Capabilities]) -> None:
+    """Let the first search of a model probe it: dozens search the same tiny one, and the probe decodes more than a trial."""
+
+    def find(model: PreTrainedModel) -> Capabilities:
+        key = (fingerprint(model), model.dtype, model.config._attn_implementation)
+        if key not in _found_by_probes:
+            _found_by_probes[key] = probe(model)
+        return _found_by_probes[key]
+
+    monkeypatch.setattr("tuner.search.task.probe", find)
 
 
 @pytest.fixture
@@ -97,9 +125,23 @@ def write_profile(workplace: Path, target: Target, checkpoint: Path) -> Callable
 
 
 @pytest.fixture
-def run_search(workplace: Path, checkpoint: Path, prompts_file: Path, monkeypatch: pytest.MonkeyPatch) -> SearchCommand:
+def drawn_pictures() -> None:
+    """Let `run_search` draw its pictures, which takes half a second each."""
+
+
+@pytest.fixture
+def run_search(
+    workplace: Path,
+    checkpoint: Path,
+    prompts_file: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest,
+) -> SearchCommand:
     """`sdtune search` on the tiny model; keyword arguments override or (None) remove flags."""
     monkeypatch.setattr("tuner.search.race.MOST_PASSES", 1)  # more would only reduce the noise of the clock
+    if "drawn_pictures" not in request.fixturenames:
+        for name in ("skipped_layers_picture", "speedup_picture"):
+            monkeypatch.setattr(f"tuner.search.outcome.{name}", lambda *given: given[-1].write_bytes(b"no picture"))
     small = _small_config(workplace.parent)
 
     def run(*switches: str, **changes: str | None) -> Result:

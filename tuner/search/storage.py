@@ -42,7 +42,8 @@ class StudyStore:
         self._opened: list[str] = []
         self._made = [path for path in [_sqlite_path(url)] if path is not None and not path.exists()]
         try:
-            self._storage = optuna.storages.RDBStorage(url)
+            # A file made here has the schema of this Optuna, whose check loads all its migrations.
+            self._storage = optuna.storages.RDBStorage(url, skip_compatibility_check=bool(self._made))
         except (sqlalchemy.exc.SQLAlchemyError, ImportError, OSError, RuntimeError, ValueError) as cause:
             raise StorageError(f"cannot open the storage {url}: {_reason(cause)}") from None
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import mlflow
-import optuna
 import pytest
 import torch
 from click.testing import CliRunner
@@ -18,10 +17,9 @@ from decoding.target import Target
 from studies.contract import TrialRecord
 from tests.support.benches import charge, per_token
 from tests.support.commands import SearchCommand
+from tests.support.stored_trials import stored_records
 from tuner.cli.main import main
-from tuner.search.storage import RECORD
 
-STORAGE = "sqlite:///sdtune.db"
 SMALL = "studies: {joint: {num_surveyed: 30, max_tokens: 4, num_drafts: 2, num_lookups: 1, kinds: [skip_set, lookup]}}"
 
 
@@ -40,9 +38,7 @@ def rigged(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _records(study: str) -> list[TrialRecord]:
-    trials = optuna.load_study(study_name=f"tiny/{study}", storage=STORAGE).trials
-    finished = [trial.user_attrs[RECORD] for trial in trials if RECORD in trial.user_attrs]
-    return [TrialRecord.model_validate_json(record) for record in finished]
+    return stored_records(Path("sdtune.db"), f"tiny/{study}")
 
 
 @pytest.mark.usefixtures("rigged")

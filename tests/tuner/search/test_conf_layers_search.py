@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import mlflow
-import optuna
 import pytest
 
 from tests.support.benches import charge, per_token
 from tests.support.commands import SearchCommand
+from tests.support.stored_trials import stored_trials
 
 PARAMETERS = {"confidence", "lambda_start", "lambda_step", "window", "skip_ratio", "top_probability.threshold"}
 
@@ -28,8 +28,7 @@ def test_tuned_parameters_are_recorded_shown_and_resumed(run_search: SearchComma
     assert "conf_layers_tuned: 2 finished trials found" in result.stderr
     assert "best trial " in result.stderr
     assert "chain only" in result.stderr
-    storage = f"sqlite:///{workplace / 'sdtune.db'}"
-    trials = optuna.load_study(study_name="tiny/conf_layers_tuned", storage=storage).trials
+    trials = stored_trials(workplace / "sdtune.db", "tiny/conf_layers_tuned")
     assert len(trials) == 5
     assert all(set(trial.params) >= PARAMETERS for trial in trials)
     first = trials[0].params

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import mlflow
-import optuna
 import pytest
 import torch
 import yaml
@@ -24,6 +23,7 @@ from studies.contract import TrialRecord, TrialState
 from tests.support.benches import charge, per_token
 from tests.support.commands import SearchCommand
 from tests.support.heads import training, write_heads
+from tests.support.stored_trials import stored_records
 from tests.support.tiny import tiny_target, tiny_tokenizer
 from tuner.cli.main import main
 from tuner.inputs.prompts import load_prompts
@@ -56,11 +56,7 @@ def rigged(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _records(workplace: Path) -> list[TrialRecord]:
-    storage = f"sqlite:///{workplace / 'sdtune.db'}"
-    trials = optuna.load_study(study_name="tiny/exit_layer", storage=storage).trials
-    return [
-        TrialRecord.model_validate_json(trial.user_attrs["record"]) for trial in trials if "record" in trial.user_attrs
-    ]
+    return stored_records(workplace / "sdtune.db", "tiny/exit_layer")
 
 
 def _runs(workplace: Path, kind: str = "search") -> list[Any]:

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import optuna
 import pytest
 
 from decoding.profile import DraftProfile
@@ -15,7 +14,7 @@ from studies.prediction.contract import Prediction
 from studies.prediction.proposals import Proposals
 from studies.searches.joint import JointSource
 from tests.support.commands import SearchCommand
-from tuner.search.storage import RECORD
+from tests.support.stored_trials import stored_records
 
 SMALL = "studies: {joint: {num_surveyed: 30, max_tokens: 4, num_drafts: 2, num_lookups: 1, kinds: [skip_set, lookup]}}"
 
@@ -28,16 +27,15 @@ def run_joint(run_search: SearchCommand, workplace: Path) -> SearchCommand:
     return run_search
 
 
-def records(url: str) -> list[TrialRecord]:
-    study = optuna.load_study(study_name="tiny/joint", storage=url)
-    return [TrialRecord.model_validate_json(trial.user_attrs[RECORD]) for trial in study.trials]
+def records() -> list[TrialRecord]:
+    return stored_records(Path("sdtune.db"), "tiny/joint")
 
 
 def test_default_search_tries_several_kinds_and_says_what_it_predicted(run_joint: SearchCommand) -> None:
     result = run_joint()
     assert result.exit_code == 0, result.output
     assert "joint" in result.stdout
-    done = records("sqlite:///sdtune.db")
+    done = records()
     assert len(done) == 4
     assert all({"predicted_speedup", "corrected_speedup"} <= record.notes.keys() for record in done)
     assert all(record.measurement is not None and record.measurement.is_lossless for record in done)
@@ -50,7 +48,7 @@ def test_default_search_tries_several_kinds_and_says_what_it_predicted(run_joint
 
 def test_stopped_search_goes_on_with_the_pool_it_had(run_joint: SearchCommand, monkeypatch: pytest.MonkeyPatch) -> None:
     assert run_joint("--trials", "2").exit_code == 0
-    before = records("sqlite:///sdtune.db")
+    before = records()
 
     def again(*args: Any) -> Any:
         raise AssertionError("all was rated, and the pool is kept")
@@ -63,6 +61,6 @@ def test_stopped_search_goes_on_with_the_pool_it_had(run_joint: SearchCommand, m
     monkeypatch.setattr(Proposals, "rate", rate_again)
     result = run_joint("--trials", "4")
     assert result.exit_code == 0, result.output
-    after = records("sqlite:///sdtune.db")
+    after = records()
     assert [record.candidate for record in after[:2]] == [record.candidate for record in before]
     assert len({record.candidate.key for record in after}) == 4

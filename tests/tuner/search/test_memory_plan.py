@@ -6,7 +6,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import optuna
 import pytest
 import torch
 from click.testing import CliRunner, Result
@@ -17,6 +16,7 @@ from studies.prediction.survey import Survey
 from tests.support.fake_8b import NUM_PARAMETERS, llama_8b_config
 from tests.support.paths import ROOT
 from tests.support.refusals import refused
+from tests.support.stored_trials import stored_trials
 from tuner.cli.main import main
 from tuner.config import DistillSettings, SearchConfig
 from tuner.errors import MemoryShortageError
@@ -164,5 +164,5 @@ def test_search_without_memory_for_a_survey_ends_in_one_line_and_keeps_its_trial
     monkeypatch.setattr(Survey, "record_all", record_all)
     result = run_search()
     refused(result, "out of memory while choosing what to try", "lower survey_tokens", "finished trials stay in sqlite")
-    studies = optuna.get_all_study_names("sqlite:///sdtune.db")
-    assert [len(optuna.load_study(study_name=name, storage="sqlite:///sdtune.db").trials) for name in studies] == [3]
+    stored = Path("sdtune.db")
+    assert len(stored_trials(stored, "tiny/conf_layers")) == len(stored_trials(stored)) == 3

@@ -7,7 +7,6 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
-import optuna
 import pytest
 import torch
 from click.testing import CliRunner
@@ -21,17 +20,16 @@ from decoding.errors import ProfileError
 from decoding.profile import DraftProfile
 from decoding.target import Target
 from decoding.text import Ending
-from studies.contract import TrialRecord
 from studies.prediction.guided import GuidedSearch
 from studies.prediction.predictor import Predictor
 from studies.prediction.survey import Survey
 from studies.searches.draft_length import DraftLengthSettings
 from tests.support.commands import SearchCommand
 from tests.support.costs import made_up_costs
+from tests.support.stored_trials import stored_records
 from tests.support.toy_kind import TOY, Cycle
 from tuner.cli.main import main
 from tuner.search.report import trials_csv
-from tuner.search.storage import RECORD
 
 PROMPTS = ((3, 9, 27, 14, 42, 5), (8, 2, 2, 31), (50, 17, 33, 4))
 
@@ -53,12 +51,7 @@ def test_search_measures_it_losslessly(run_search: SearchCommand, workplace: Pat
     result = run_search()
     assert result.exit_code == 0, result.output
     assert "cycle of 2; " in result.stdout
-    study = optuna.load_study(study_name="tiny/draft_length", storage="sqlite:///sdtune.db")
-    records = [
-        TrialRecord.model_validate_json(trial.user_attrs[RECORD])
-        for trial in study.trials
-        if RECORD in trial.user_attrs
-    ]
+    records = stored_records(workplace / "sdtune.db", "tiny/draft_length")
     assert [record.candidate.draft for record in records] == [Cycle(period=2)] * 3
     assert all(record.measurement is not None and record.measurement.is_lossless for record in records)
     rows = list(csv.DictReader(trials_csv(records).splitlines()))

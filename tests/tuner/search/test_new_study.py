@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import optuna
 import pytest
 
 from decoding.profile import DraftProfile
 from studies.contract import TrialRecord
 from studies.searches.registry import STUDIES, StudyEntry
 from tests.support.commands import SearchCommand
+from tests.support.stored_trials import stored_records
 from tuner.config import load_config
 from tuner.evaluation.searches.rivals import rivals
 
@@ -21,8 +21,7 @@ def registered(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _records(workplace: Path) -> list[TrialRecord]:
-    study = optuna.load_study(study_name="tiny/one_block", storage=f"sqlite:///{workplace / 'sdtune.db'}")
-    return [TrialRecord.model_validate_json(trial.user_attrs["record"]) for trial in study.trials]
+    return stored_records(workplace / "sdtune.db", "tiny/one_block")
 
 
 def _set(workplace: Path, settings: str) -> None:

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import mlflow
-import optuna
 import pytest
 import torch
 from click.testing import CliRunner
@@ -26,6 +25,7 @@ from studies.contract import TrialRecord
 from tests.support.benches import charge, per_token
 from tests.support.commands import SearchCommand
 from tests.support.paths import ROOT
+from tests.support.stored_trials import stored_records
 from tuner.cli.main import main
 from tuner.measuring.paired import Bench
 
@@ -47,12 +47,7 @@ def _runs(workplace: Path) -> tuple[Any, list[Any]]:
 
 
 def _records(workplace: Path) -> list[TrialRecord]:
-    storage = f"sqlite:///{workplace / 'sdtune.db'}"
-    names = optuna.get_all_study_names(storage)
-    trials = [trial for name in names for trial in optuna.load_study(study_name=name, storage=storage).trials]
-    return [
-        TrialRecord.model_validate_json(trial.user_attrs["record"]) for trial in trials if "record" in trial.user_attrs
-    ]
+    return stored_records(workplace / "sdtune.db")
 
 
 @pytest.mark.usefixtures("rigged")
@@ -89,7 +84,7 @@ def test_from_the_command_to_a_profile_that_generate_loads(
     assert "3.00x, 95 % interval 3.00 to 3.00" in shown.stdout
 
 
-@pytest.mark.usefixtures("rigged")
+@pytest.mark.usefixtures("rigged", "drawn_pictures")
 def test_everything_is_in_mlflow(run_search: SearchCommand, workplace: Path) -> None:
     assert run_search().exit_code == 0
     parent, nested = _runs(workplace)
@@ -115,6 +110,7 @@ def test_everything_is_in_mlflow(run_search: SearchCommand, workplace: Path) -> 
         "skipped_layers.png",
         "speedup.png",
     }
+    assert all(path.read_bytes().startswith(b"\x89PNG") for path in folder.glob("*.png"))
     rows = list(csv.DictReader((folder / "trials.csv").read_text().splitlines()))
     assert len(rows) == len(nested)
     assert sorted(path.name for path in workplace.iterdir()) == ["profile.yaml", "sdtune.db"]
@@ -298,7 +294,7 @@ def _wait_until(condition: Callable[[], bool], process: subprocess.Popen[bytes],
     while not condition():
         assert process.poll() is None, "the search ended by itself"
         assert time.monotonic() < end, "the search finished no trial"
-        time.sleep(0.05)
+        time.sleep(0.2)
 
 
 def test_generate_streams_and_compares(run_search: SearchCommand, workplace: Path, checkpoint: Path) -> None:

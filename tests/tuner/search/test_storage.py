@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sqlite3
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -103,6 +105,15 @@ def test_a_damaged_file_is_one_line(tmp_path: Path) -> None:
         StudyStore(sqlite_url(path), "experiment").open(OneCandidate(), IDENTITY)
     assert "\n" not in str(refused.value)
     assert path.read_bytes() == before
+
+
+def test_a_file_of_another_optuna_is_refused(tmp_path: Path) -> None:
+    """Only a file that was not there is not checked: it has the schema of the Optuna that makes it."""
+    _store(tmp_path)
+    with closing(sqlite3.connect(tmp_path / "trials.db")) as file, file:
+        file.execute("UPDATE alembic_version SET version_num = 'v9.9.9'")
+    with pytest.raises(StorageError, match="no longer compatible"):
+        _store(tmp_path)
 
 
 @pytest.mark.parametrize("url", ["nonsense", "sqlite:////dev/null/trials.db", "mystery://x"])

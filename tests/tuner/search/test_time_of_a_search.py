@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from decoding.probe import probe
 from decoding.profile import DraftProfile
 from tests.support.simulated_time import SimulatedTime
 from tuner.config import SearchConfig
@@ -66,6 +67,7 @@ def run_timed(
             )
             loaded = load(config.model)
             simulated.charge(loaded.model.model.layers)
+            patches.setattr("tuner.search.task.probe", probe)  # each search pays for its own
             clock = simulated.replace_clocks(patches)
             task = prepare(config, progress, loaded=loaded, budget=open_budget(config, clock))
             return search(task, progress), simulated, progress
