@@ -14,11 +14,11 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from decoding.acceptance import Acceptance, Greedy, accept_greedy
+from decoding.acceptance import Acceptance, Greedy, Leaves, accept_greedy, accept_leaf_greedy
 from decoding.cache.kv_cache import KVCache
 from decoding.copying.history import RequestHistory
 from decoding.draft_length import Controller
-from decoding.drafters.contract import Drafter, Proposal
+from decoding.drafters.contract import Drafter, Proposal, max_leaves_of
 from decoding.rounds import Prefill, Round
 from decoding.runners.contract import Outputs
 from decoding.target import Target
@@ -54,13 +54,28 @@ class Request:
         return self.acceptance.choose(self.shaping.one(sequence, 0, outputs.logits))[0]
 
     def judge(self, sequence: TokenSequence, draft: Proposal, outputs: Outputs) -> Tensor:
-        """Return the verdict [2 + num_tokens] on a draft by its verification (see `decoding.acceptance`)."""
+        """Return the verdict [2 + num_tokens] on a draft by its verification (see `decoding.acceptance`).
+
+        It is a tree verdict [4 + num_tokens] if the draft has leaves.
+        """
+        if draft.leaves is not None:
+            return self._judge_tree(sequence, draft, draft.leaves, outputs)
         if self.takes_most_likely and outputs.judged is not None and outputs.judged.verdict is not None:
             return outputs.judged.verdict
         drafted = sequence.written(sequence.length, sequence.length + draft.num_tokens)[0]
         if self.takes_most_likely:
             return accept_greedy(drafted, outputs.choices)
         return self.acceptance.accept(drafted, draft.probabilities, self.shaping.all(sequence, outputs.logits))
+
+    def _judge_tree(self, sequence: TokenSequence, draft: Proposal, leaves: Leaves, outputs: Outputs) -> Tensor:
+        drafted = sequence.written(sequence.length, sequence.length + draft.num_tokens)[0]
+        if self.takes_most_likely:
+            return accept_leaf_greedy(drafted, leaves, outputs.choices)
+        num_chain = draft.num_tokens + 1
+        of_chain = self.shaping.all(sequence, outputs.logits[:num_chain])
+        of_leaves = self.shaping.beside(sequence, leaves, outputs.logits[num_chain:])
+        scores = torch.cat([of_chain, of_leaves])
+        return self.acceptance.accept_tree(drafted, leaves, draft.probabilities, scores)
 
 
 NewCache = Callable[[int], KVCache]
@@ -136,7 +151,8 @@ def speculative(
     Yields the prefill first. `controller` observes every round that it steers; pass a fresh one to start without
     history.
     """
-    sequence, cache = _begin(target, request, new_cache, max_drafted=controller.max_tokens)
+    most = controller.max_tokens + max_leaves_of(drafter)
+    sequence, cache = _begin(target, request, new_cache, max_drafted=most)
     prefill, ended = _prefill(lambda: drafter.prefill(sequence, cache), request, sequence, cache)
     yield prefill
     while not ended:
@@ -150,20 +166,46 @@ def speculative(
         verdict = draft.verdict
         if verdict is None:
             verdict = request.judge(sequence, draft, drafter.verify(sequence, cache, draft))
-        num_accepted, token, *drafted = sequence.read(verdict)
-        sequence.write_chosen(num_accepted, verdict[1:2])
-        cache.roll_back(sequence.length + num_accepted)
-        tokens, ended = request.ending.append(sequence, [*drafted[:num_accepted], token])
+        settle = _settle_chain if draft.leaves is None else _settle_tree
+        num_accepted, chosen = settle(sequence, cache, draft, verdict)
+        tokens, ended = request.ending.append(sequence, chosen)
         if draft.steered:
             controller.observe(draft.num_tokens, num_accepted)
         yield Round(
             tokens,
             num_drafted=draft.num_tokens,
-            num_accepted=num_accepted,
+            num_accepted=len(chosen) - 1,
             seconds=time.perf_counter() - start,
             draft_seconds=drafted_at - start,
             looked_up=draft.looked_up,
+            num_leaves=draft.num_positions - draft.num_tokens,
         )
+
+
+def _settle_chain(
+    sequence: TokenSequence, cache: KVCache, draft: Proposal, verdict: Tensor
+) -> tuple[int, Sequence[int]]:
+    """Write the token after the accepted drafts; return their number, and all tokens of the round."""
+    num_accepted, token, *drafted = sequence.read(verdict)
+    sequence.write_chosen(num_accepted, verdict[1:2])
+    cache.roll_back(sequence.length + num_accepted)
+    return num_accepted, [*drafted[:num_accepted], token]
+
+
+def _settle_tree(
+    sequence: TokenSequence, cache: KVCache, draft: Proposal, verdict: Tensor
+) -> tuple[int, Sequence[int]]:
+    """Do what `_settle_chain` does; an accepted leaf and the token after it follow the accepted drafts."""
+    num_accepted, leaf, token, after, *drafted = sequence.read(verdict)
+    if leaf < 0:
+        sequence.write_chosen(num_accepted, verdict[2:3])
+        cache.roll_back(sequence.length + num_accepted)
+        return num_accepted, [*drafted[:num_accepted], token]
+    sequence.write_chosen(num_accepted, verdict[2:4])
+    end = sequence.length + num_accepted
+    cache.move(sequence.length + draft.num_tokens + leaf, end, leaf)
+    cache.roll_back(end + 1)
+    return num_accepted, [*drafted[:num_accepted], token, after]
 
 
 def capacity_for(target: Target, request: Request, max_drafted: int) -> int:

@@ -58,7 +58,8 @@ class Window:
     """Rows of the storage that a shared pass covers; None for the only row."""
     masks: tuple[Tensor, ...] = ()
     """One mask [batch, 1, width, num_slots] per kind of layer, where `num_slots` is the number of slots that the pass
-    reads; or what kernels get in their place: the `used_lengths` of variable-length attention, or positions.
+    reads; or what kernels get in their place: the `used_lengths` of variable-length attention, or positions (see
+    `decoding.runners.masks.Positions`).
     """
     extent: Tensor | None = None
     """A tensor [num_slots] whose size is the number of slots that a fixed-shape pass reads; None for all."""
@@ -294,6 +295,17 @@ class KVCache(Cache):
         if self._branch is not None:
             self._branch.roll_back(length)
 
+    def move(self, source: int, to: int, leaf: int) -> None:
+        """Take over the accepted leaf with index `leaf`: its keys and values move from slot `source` to position `to`.
+
+        The branch forgets what it read of the rejected draft at this position; the leaf's state, if it has it, becomes pending.
+        """
+        for layer in self.storage.layers:
+            for kept in (layer.keys, layer.values):
+                kept[:, :, to] = kept[:, :, source]
+        if self._branch is not None:
+            self._branch.take_leaf(leaf, to)
+
     def pretend(self, length: int) -> None:
         """Take the first `length` positions as read, in the branch as well, whatever the memory holds.
 
@@ -331,6 +343,8 @@ class BranchCache(KVCache):
         super().__init__(num_layers, capacity, storage)
         self.pending: Tensor | None = None
         """[.., positions, hidden], or None if the head has processed every position."""
+        self.leaves: Tensor | None = None
+        """States [.., leaves, hidden] of the side leaves that are being judged, or None."""
 
     @property
     def num_known(self) -> int:
@@ -341,6 +355,12 @@ class BranchCache(KVCache):
         """Append `states` [.., positions, hidden] to the pending states, for the head to process later."""
         if states.shape[-2]:
             self.pending = states if self.pending is None else torch.cat([self.pending, states], dim=-2)
+
+    def take_leaf(self, leaf: int, position: int) -> None:
+        """Put the state of a leaf at `position`, for the head to process later."""
+        self.roll_back(position)
+        if self.leaves is not None:
+            self.extend(self.leaves[..., leaf : leaf + 1, :])
 
     def catch_up(self, length: int) -> None:
         """Record that the head has processed all of the first `length` positions."""
@@ -360,7 +380,7 @@ def _are_lengths(mask: Tensor) -> bool:
 
 
 def _are_positions(mask: Tensor) -> bool:
-    """Return True for positions [batch, 1, 1, width], which travel in place of a mask."""
+    """Return True for positions [batch, 1, 1 or 2, width], which travel in place of a mask."""
     return mask.dtype == torch.int64
 
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
-from decoding.acceptance import Acceptance
+from decoding.acceptance import Acceptance, Leaves
 from decoding.cache.kv_cache import KVCache
 from decoding.draft_length import Controller
 from decoding.head_folder import HeadFolder
@@ -34,6 +34,13 @@ class Proposal:
     """The verdict [2 + num_tokens] of `decoding.acceptance`, if the round was run as a whole; it is not verified again."""
     steered: bool = True
     """True if the controller was asked about this round; only then it is told the number of accepted tokens."""
+    leaves: Leaves | None = None
+    """Side leaves, written after the proposed tokens; None for a chain."""
+
+    @property
+    def num_positions(self) -> int:
+        """Number of proposed tokens and leaves."""
+        return self.num_tokens + (0 if self.leaves is None else self.leaves.num_leaves)
 
 
 def joined(states: Sequence[Tensor], num_tokens: int) -> Tensor | None:
@@ -68,7 +75,21 @@ class Drafter(Protocol):
         """
 
     def verify(self, sequence: TokenSequence, cache: KVCache, draft: Proposal) -> Outputs:
-        """Run the target on the last token and the drafts; the logits are [num_tokens + 1, vocabulary]."""
+        """Run the target on the last token, the drafts and the leaves; the logits are [num_positions + 1, vocabulary]."""
+
+
+@runtime_checkable
+class TreeDrafter(Protocol):
+    """A drafter that may propose side leaves."""
+
+    @property
+    def max_leaves(self) -> int:
+        """Most leaves of a round."""
+
+
+def max_leaves_of(drafter: Drafter) -> int:
+    """Return the most leaves that a round of this drafter may have."""
+    return drafter.max_leaves if isinstance(drafter, TreeDrafter) else 0
 
 
 class NewDrafter(Protocol):

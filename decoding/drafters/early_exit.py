@@ -16,8 +16,9 @@ from decoding.cache.kv_cache import KVCache
 from decoding.draft_length import Controller
 from decoding.drafters.contract import Drafter, Proposal, joined
 from decoding.drafters.layer_skip import LayerSkipDrafter
+from decoding.drafters.leaves import LeafGatherer
 from decoding.drafters.propose import propose
-from decoding.drafts import EarlyExit
+from decoding.drafts import CandidateTree, EarlyExit
 from decoding.errors import ExitHeadError
 from decoding.head_folder import HeadFolder
 from decoding.profile import Decoding
@@ -38,13 +39,22 @@ class EarlyExitDrafter:
         *,
         prefix_reuse: bool = True,
         bits: int | None = None,
+        tree: CandidateTree | None = None,
     ) -> None:
+        self._tree = tree
+        if tree is not None:
+            target.check_trees()
         self._features = target.runner.features
         self._exit = target.exit_view(exit_layer, head, bits=bits)
         self._whole = target.tapped_view(exit_layer)
         self._is_quantised = bits is not None
         resumes = prefix_reuse and not self._is_quantised
         self._resume = target.resume_view(exit_layer, keep_states=True) if resumes else None
+
+    @property
+    def max_leaves(self) -> int:
+        """Most side leaves of a round."""
+        return 0 if self._tree is None else self._tree.most_leaves
 
     def prefill(self, sequence: TokenSequence, cache: KVCache) -> Tensor:
         """Run the target over the prompt, and the head over the states at the exit."""
@@ -90,24 +100,32 @@ class EarlyExitDrafter:
             )
 
         look_every = self._features.look_every
-        num_drafted, probabilities = propose(step, write, sequence, controller, shaping, acceptance, limit, look_every)
+        gatherer = LeafGatherer.of(self._tree, acceptance, cache)
+        num_drafted, probabilities = propose(
+            step, write, sequence, controller, shaping, acceptance, limit, look_every, gatherer
+        )
+        leaves = None if gatherer is None else gatherer.written(sequence)
         # The head forgets what it read of drafts after the end. States of quantised blocks are not the target's: it forgets
         # those of the whole round, and reads the verification's with its next pass.
         branch.roll_back(cache.length if self._is_quantised else cache.length + num_drafted + 1)
-        return Proposal(num_drafted, probabilities, joined(states, num_drafted))
+        return Proposal(num_drafted, probabilities, joined(states, num_drafted), leaves=leaves)
 
     def verify(self, sequence: TokenSequence, cache: KVCache, draft: Proposal) -> Outputs:
-        """Run the target over the last token and the drafts, from the exit on if the states there are known."""
-        token_ids = sequence.span(cache.length, sequence.length + draft.num_tokens)
-        if self._resume is None or draft.states is None:
+        """Run the target over the last token, the drafts and leaves, from the exit on if the states there are known."""
+        token_ids = sequence.span(cache.length, sequence.length + draft.num_positions)
+        if draft.leaves is not None:
+            outputs = self._whole.run_tree(token_ids, cache, cache.length, draft.leaves.positions(cache.length))
+            states = outputs.states
+        elif self._resume is None or draft.states is None:
             outputs = self._whole.run(token_ids, cache, cache.length)
             states = outputs.states
         else:
             outputs = self._resume.run(token_ids, cache, cache.length, draft.states)
             states = self._resume.take_states()
         assert states is not None, "the exit is tapped"
-        branch = cache.branch
-        branch.extend(states[..., branch.num_known - cache.length :, :])
+        branch, num_chain = cache.branch, 1 + draft.num_tokens
+        branch.extend(states[..., branch.num_known - cache.length : num_chain, :])
+        branch.leaves = None if draft.leaves is None else states[..., num_chain:, :]
         return outputs
 
 
@@ -118,8 +136,9 @@ def new_drafter(target: Target, draft: EarlyExit, decoding: Decoding, *, heads: 
     """
     target.check_exit_layer(draft.exit_layer)
     if draft.head is None:
-        return LayerSkipDrafter(target, draft.skipped(target.num_layers), prefix_reuse=decoding.prefix_reuse)
+        skip = draft.skipped(target.num_layers).with_tree(draft.tree)
+        return LayerSkipDrafter(target, skip, prefix_reuse=decoding.prefix_reuse)
     if heads is None:
         raise ExitHeadError(f"the draft needs the exit head {draft.head}: give the folder that holds it")
     head, reuses = heads.get(draft), decoding.prefix_reuse
-    return EarlyExitDrafter(target, draft.exit_layer, head, prefix_reuse=reuses, bits=draft.bits)
+    return EarlyExitDrafter(target, draft.exit_layer, head, prefix_reuse=reuses, bits=draft.bits, tree=draft.tree)

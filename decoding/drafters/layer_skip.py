@@ -12,6 +12,7 @@ from decoding.acceptance import Acceptance
 from decoding.cache.kv_cache import KVCache
 from decoding.draft_length import Controller
 from decoding.drafters.contract import Proposal, joined
+from decoding.drafters.leaves import LeafGatherer
 from decoding.drafters.propose import propose
 from decoding.drafts import LayerSkip
 from decoding.head_folder import HeadFolder
@@ -25,6 +26,7 @@ class LayerSkipDrafter:
     """A view of the target without the skipped sublayers, choosing from `vocabulary` if there is one.
 
     A quantised draft shares no prefix with the verification, which computes every block again and overwrites its keys and values.
+    Raises `UnsupportedModelError` for a tree if the target cannot verify one.
     """
 
     def __init__(
@@ -41,6 +43,14 @@ class LayerSkipDrafter:
         )
         boundary = self._view.boundary
         self._resume = target.resume_view(boundary) if boundary and self._view.keeps_boundary else None
+        self._tree = skip.tree
+        if self._tree is not None:
+            target.check_trees()
+
+    @property
+    def max_leaves(self) -> int:
+        """Most side leaves of a round."""
+        return 0 if self._tree is None else self._tree.most_leaves
 
     def prefill(self, sequence: TokenSequence, cache: KVCache) -> Tensor:
         """Run the target over the prompt; the draft reads the same keys and values."""
@@ -56,8 +66,9 @@ class LayerSkipDrafter:
         limit: int,
     ) -> Proposal:
         """Draft token by token until the controller or `limit` stops; each token costs one pass of the view."""
+        gatherer = LeafGatherer.of(self._tree, acceptance, cache)
         known_length = acceptance.is_greedy and not shaping.processors and not controller.looks_at_drafts
-        if known_length and self._target.runner.features.whole_rounds and cache.company is None:
+        if gatherer is None and known_length and self._target.runner.features.whole_rounds and cache.company is None:
             return self._run_round(sequence, cache, min(limit, controller.limit()))
         states = list[Tensor]()
 
@@ -76,8 +87,11 @@ class LayerSkipDrafter:
             return written
 
         look_every = self._target.runner.features.look_every
-        num_drafted, probabilities = propose(step, write, sequence, controller, shaping, acceptance, limit, look_every)
-        return Proposal(num_drafted, probabilities, joined(states, num_drafted))
+        num_drafted, probabilities = propose(
+            step, write, sequence, controller, shaping, acceptance, limit, look_every, gatherer
+        )
+        leaves = None if gatherer is None else gatherer.written(sequence)
+        return Proposal(num_drafted, probabilities, joined(states, num_drafted), leaves=leaves)
 
     def _run_round(self, sequence: TokenSequence, cache: KVCache, num_tokens: int) -> Proposal:
         """Draft and verify in one recording, without prefix reuse."""
@@ -89,8 +103,14 @@ class LayerSkipDrafter:
         return Proposal(num_tokens, None, verdict=verdict)
 
     def verify(self, sequence: TokenSequence, cache: KVCache, draft: Proposal) -> Outputs:
-        """Run the target over the last token and the drafts, from the boundary on if its states are known."""
-        token_ids = sequence.span(cache.length, sequence.length + draft.num_tokens)
+        """Run the target over the last token, the drafts and leaves, from the boundary on if its states are known.
+
+        With leaves, whose states are not known, it runs from the first block on.
+        """
+        token_ids = sequence.span(cache.length, sequence.length + draft.num_positions)
+        if draft.leaves is not None:
+            target, positions = self._target, draft.leaves.positions(cache.length)
+            return target.run_tree(target.whole, token_ids, cache, cache.length, positions)
         if self._resume is None or draft.states is None:
             return self._target.run(self._target.whole, token_ids, cache, cache.length)
         return self._resume.run(token_ids, cache, cache.length, draft.states)

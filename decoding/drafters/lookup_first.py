@@ -11,7 +11,7 @@ from torch import Tensor
 from decoding.acceptance import Acceptance
 from decoding.cache.kv_cache import KVCache
 from decoding.draft_length import Controller
-from decoding.drafters.contract import Drafter, Proposal
+from decoding.drafters.contract import Drafter, Proposal, max_leaves_of
 from decoding.drafters.prompt_lookup import look_up
 from decoding.drafts import FirstLookup
 from decoding.runners.contract import Outputs
@@ -24,6 +24,11 @@ class LookupFirst:
     def __init__(self, fallback: Drafter, lookup: FirstLookup) -> None:
         self.fallback = fallback
         self._lookup = lookup
+
+    @property
+    def max_leaves(self) -> int:
+        """Most side leaves of a round; copied tokens have none, as no distribution gives them."""
+        return max_leaves_of(self.fallback)
 
     def prefill(self, sequence: TokenSequence, cache: KVCache) -> Tensor:
         """Prefill with the fallback, and let the lookup read the prompt."""

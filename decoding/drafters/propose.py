@@ -9,6 +9,7 @@ from torch import Tensor
 
 from decoding.acceptance import Acceptance
 from decoding.draft_length import Controller, Decision, DraftDistribution
+from decoding.drafters.leaves import LeafGatherer
 from decoding.runners.contract import Outputs, Written
 from decoding.text import Shaping, TokenSequence
 
@@ -34,8 +35,11 @@ def propose(
     acceptance: Acceptance,
     limit: int,
     look_every: int | None = None,
+    gatherer: LeafGatherer | None = None,
 ) -> tuple[int, Tensor | None]:
     """Write drafts after the sequence, token by token; several at once if greedy and nothing looks at their distributions.
+
+    A `gatherer` looks at all of them: it chooses the tokens, and keeps the leaves beside them.
 
     For `look_every` see `decoding.runners.features.SpeedFeatures`.
 
@@ -44,10 +48,10 @@ def propose(
     """
     limit = min(limit, controller.limit())
     looks, most_likely = controller.looks_at_drafts, acceptance.is_greedy and not shaping.processors
-    if limit > 0 and most_likely and not looks:
+    if limit > 0 and most_likely and not looks and gatherer is None:
         sequence.write_draft(0, write(0, limit, False).token_ids)
         return limit, None
-    if most_likely and look_every is not None:
+    if most_likely and look_every is not None and gatherer is None:
         return _look_back(write, sequence, controller, limit, look_every), None
     probabilities: list[Tensor] = []
     num_drafted = 0
@@ -59,7 +63,10 @@ def propose(
         decision = controller.decide(num_drafted, DraftDistribution(scores, sequence.read, known))
         if decision is Decision.STOP:
             break
-        token, distribution = (outputs.choices, None) if most_likely else acceptance.choose(scores)
+        if gatherer is not None:
+            token, distribution = gatherer.choose(scores)
+        else:
+            token, distribution = (outputs.choices, None) if most_likely else acceptance.choose(scores)
         if distribution is not None:
             probabilities.append(distribution)
         sequence.write_draft(num_drafted, token)

@@ -14,22 +14,27 @@ from decoding.drafts.precision import BitWidth
 from decoding.drafts.prompt_lookup import PromptLookup
 from decoding.drafts.registry import KINDS, Draft, DraftKind, RealDraft, infer_kind
 from decoding.drafts.suffix_draft import SuffixDraft
+from decoding.drafts.trees import CandidateTree, FixedLeaves, PublishedLeaves, SizedLeaves
 
 __all__ = [
     "KINDS",
     "BitWidth",
+    "CandidateTree",
     "Draft",
     "DraftDocument",
     "DraftKind",
     "EarlyExit",
     "FirstLookup",
+    "FixedLeaves",
     "LayerSkip",
     "Layers",
     "Lookup",
     "Need",
     "PlainDecoding",
     "PromptLookup",
+    "PublishedLeaves",
     "RealDraft",
+    "SizedLeaves",
     "SuffixDraft",
     "SuffixLookup",
     "compact_indices",

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from decoding.drafts.layer_skip import LayerSkip
     from decoding.drafts.lookup import FirstLookup
     from decoding.drafts.precision import BitWidth
+    from decoding.drafts.trees import CandidateTree
 
 
 class Need(StrEnum):
@@ -38,6 +39,8 @@ class DraftDocument(Document):
     """True for a kind that may have a prompt lookup before it (`with_lookup`)."""
     takes_bits: ClassVar[bool] = False
     """True for a kind that may be quantised (`with_bits`)."""
+    takes_tree: ClassVar[bool] = False
+    """True for a kind whose distributions may give side leaves (`with_tree`)."""
 
     @property
     @abstractmethod
@@ -111,8 +114,19 @@ class DraftDocument(Document):
         """Return the draft with weights of `bits`, or with the model's own. Raises ValueError for a kind without weights."""
         raise ValueError(f"a draft of kind {self.kind!r} runs no weights that could be quantised")
 
+    @property
+    def candidate_tree(self) -> CandidateTree | None:
+        """Side leaves that are verified beside the drafted chain, or None."""
+        return None
+
+    def with_tree(self, tree: CandidateTree | None) -> Self:
+        """Return the draft with the side leaves of `tree`, or as a chain. Raises ValueError for a kind that takes none."""
+        if tree is None:
+            return self
+        raise ValueError(f"a draft of kind {self.kind!r} has no distributions that could give side leaves")
+
     def skipped(self, num_layers: int) -> LayerSkip:
-        """Return what the draft skips in a target with `num_layers` blocks, in its precision, without head and lookup.
+        """Return what the draft skips in a target with `num_layers` blocks, in its precision, without head, lookup and tree.
 
         Raises ValueError for a draft that runs no part of the target.
         """

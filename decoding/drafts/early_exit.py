@@ -15,6 +15,7 @@ from decoding.drafts.contract import DraftDocument, Need
 from decoding.drafts.layer_skip import LayerSkip
 from decoding.drafts.lookup import FirstLookup, LookupBefore, describe_after, lookup_columns
 from decoding.drafts.precision import Bits, BitWidth, bits_columns, describe_quantised, label_quantised
+from decoding.drafts.trees import CandidateTree, Tree, describe_with, tree_columns
 
 
 class EarlyExit(DraftDocument):
@@ -32,8 +33,10 @@ class EarlyExit(DraftDocument):
     )
     bits: Bits = None
     lookup: LookupBefore = None
+    tree: Tree = None
     takes_lookup: ClassVar[bool] = True
     takes_bits: ClassVar[bool] = True
+    takes_tree: ClassVar[bool] = True
 
     @field_validator("head")
     @classmethod
@@ -60,7 +63,7 @@ class EarlyExit(DraftDocument):
         head = "trained head" if self.head else "no head"
         tokens = f" for {self.draft_vocabulary:,} tokens" if self.draft_vocabulary else ""
         own = f"exit at {self.exit_layer}, {head}{tokens}"
-        return describe_after(self.lookup, describe_quantised(self.bits, own))
+        return describe_after(self.lookup, describe_with(self.tree, describe_quantised(self.bits, own)))
 
     @property
     def weight_bits(self) -> BitWidth | None:
@@ -92,9 +95,9 @@ class EarlyExit(DraftDocument):
             raise ValueError(f"draft exits at layer {self.exit_layer}, but it must be 1 to {num_layers - 1}")
 
     def columns(self) -> dict[str, Any]:
-        """Return the exit layer, the type of its head, the bits of the weights, and the lookup."""
+        """Return the exit layer, the type of its head, the bits of the weights, lookup and tree."""
         head = {"exit_layer": self.exit_layer, "exit_head": "block" if self.head else "none"}
-        return {**head, **bits_columns(self.bits), **lookup_columns(self.lookup)}
+        return {**head, **bits_columns(self.bits), **lookup_columns(self.lookup), **tree_columns(self.tree)}
 
     @property
     def lookup_first(self) -> FirstLookup | None:
@@ -113,8 +116,17 @@ class EarlyExit(DraftDocument):
         """Return the draft with weights of `bits`, or with the model's own."""
         return self.model_copy(update={"bits": bits})
 
+    @property
+    def candidate_tree(self) -> CandidateTree | None:
+        """Side leaves that are verified beside the drafted chain, or None."""
+        return self.tree
+
+    def with_tree(self, tree: CandidateTree | None) -> Self:
+        """Return the draft with the side leaves of `tree`, or as a chain."""
+        return self if tree == self.tree else self.model_copy(update={"tree": tree})
+
     def skipped(self, num_layers: int) -> LayerSkip:
-        """Return the skip of every block after the exit, in the same precision, without head and lookup."""
+        """Return the skip of every block after the exit, in the same precision, without head, lookup and tree."""
         return LayerSkip.blocks(tuple(range(self.exit_layer, num_layers)), bits=self.bits)
 
     @property

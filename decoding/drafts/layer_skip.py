@@ -8,6 +8,7 @@ from decoding.drafts.contract import DraftDocument, Need
 from decoding.drafts.layers import Layers, compact_indices
 from decoding.drafts.lookup import FirstLookup, LookupBefore, describe_after, lookup_columns
 from decoding.drafts.precision import Bits, BitWidth, bits_columns, describe_quantised, label_quantised
+from decoding.drafts.trees import CandidateTree, Tree, describe_with, tree_columns
 
 
 class LayerSkip(DraftDocument):
@@ -21,8 +22,10 @@ class LayerSkip(DraftDocument):
     skip_mlp: Layers = ()
     bits: Bits = None
     lookup: LookupBefore = None
+    tree: Tree = None
     takes_lookup: ClassVar[bool] = True
     takes_bits: ClassVar[bool] = True
+    takes_tree: ClassVar[bool] = True
 
     @classmethod
     def blocks(cls, indices: list[int] | tuple[int, ...], *, bits: BitWidth | None = None) -> LayerSkip:
@@ -42,7 +45,7 @@ class LayerSkip(DraftDocument):
     def describe(self) -> str:
         """Return one short phrase for tables."""
         skipped = self._describe_skips() if self.skips_any or not self.bits else ""
-        return describe_after(self.lookup, describe_quantised(self.bits, skipped))
+        return describe_after(self.lookup, describe_with(self.tree, describe_quantised(self.bits, skipped)))
 
     def _describe_skips(self) -> str:
         if self.skip_attention == self.skip_mlp:
@@ -71,13 +74,14 @@ class LayerSkip(DraftDocument):
             raise ValueError(f"draft skips layer {highest}, but the target has layers 0 to {num_layers - 1}")
 
     def columns(self) -> dict[str, Any]:
-        """Return the skipped sublayers, their number, the bits of the weights, and the lookup."""
+        """Return the skipped sublayers, their number, the bits of the weights, lookup and tree."""
         return {
             "skip_attention": compact_indices(self.skip_attention),
             "skip_mlp": compact_indices(self.skip_mlp),
             "num_skipped_sublayers": len(self.skip_attention) + len(self.skip_mlp),
             **bits_columns(self.bits),
             **lookup_columns(self.lookup),
+            **tree_columns(self.tree),
         }
 
     @property
@@ -97,9 +101,18 @@ class LayerSkip(DraftDocument):
         """Return the draft with weights of `bits`, or with the model's own."""
         return self.model_copy(update={"bits": bits})
 
+    @property
+    def candidate_tree(self) -> CandidateTree | None:
+        """Side leaves that are verified beside the drafted chain, or None."""
+        return self.tree
+
+    def with_tree(self, tree: CandidateTree | None) -> Self:
+        """Return the draft with the side leaves of `tree`, or as a chain."""
+        return self if tree == self.tree else self.model_copy(update={"tree": tree})
+
     def skipped(self, num_layers: int) -> LayerSkip:
-        """Return the same sublayers without the lookup."""
-        return self.without_lookup()
+        """Return the same sublayers without lookup and tree."""
+        return self.without_lookup().with_tree(None)
 
     @property
     def num_shared_blocks(self) -> int:

@@ -6,7 +6,7 @@ tensors, any number of times, and may pad them, record the computation and repla
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol, overload
@@ -275,6 +275,13 @@ class Runner(Protocol):
 
         `last_only` restricts the logits to the last position. `states` are known states for parts that resume. `looks`
         announces that the confidence of the logits will be read.
+        """
+
+    def run_tree(self, part: Part, token_ids: Tensor, cache: KVCache, start: int, positions: Sequence[int]) -> Outputs:
+        """Run `part` on a chain and its side leaves, `token_ids` [1, width], in the slots from `start`.
+
+        `positions` are those in the sequence: ascending from `start` on the chain, then each leaf's. A token sees the slots before
+        its position, and itself. Return the outputs of all of them. `start` must be after the prompt.
         """
 
     def write_greedily(

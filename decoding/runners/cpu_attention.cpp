@@ -135,8 +135,10 @@ template <typename Kind>
 struct Attention {
   using Value = typename Kind::Value;
   States<Value> query, key, value;
-  const int64_t* positions;  // [batch, width], or [1, width] for all: the last key that each sees
-  int64_t position_stride;
+  // [batch or 1, 1 or 2, width]: the position of each row, which sees the keys before it, and its own key. In a tree the two
+  // differ, and own keys are in the second row.
+  const int64_t* positions;
+  int64_t position_stride, own_offset;
   Value* outputs;  // [batch, width, heads, size]
   int64_t batch, heads, shared, width, slots, size, window;
   float scale;
@@ -149,20 +151,21 @@ struct Attention {
   int64_t padded_words() const { return (words() + kLanes - 1) / kLanes * kLanes; }
   static constexpr int64_t kWeightWords = kBlock / Kind::kPerWord;
 
-  // The keys that row `row` sees: from `first` up to but not including `end`.
-  void limits(int64_t text, int64_t row, int64_t* first, int64_t* end) const {
-    const int64_t position = positions[text * position_stride + row % width];
-    *end = std::min(position + 1, slots);
-    *first = window > 0 ? std::max<int64_t>(position + 1 - window, 0) : 0;
+  // The keys that row `row` sees: from `first` up to but not including `end`, and its own, which is not before them.
+  void limits(int64_t text, int64_t row, int64_t* first, int64_t* end, int64_t* self) const {
+    const int64_t* of_row = positions + text * position_stride + row % width;
+    *end = std::min(of_row[0], slots);
+    *first = window > 0 ? std::max<int64_t>(of_row[0] + 1 - window, 0) : 0;
+    *self = std::min(of_row[own_offset], slots - 1);
   }
 
   // One thread's memory, in words.
   struct Scratch {
     std::vector<float> queries, keys, values, weights;
-    std::vector<int64_t> first, end;
+    std::vector<int64_t> first, end, self;
     Scratch(const Attention& of)
         : queries(of.rows() * of.padded_words()), keys(of.padded_words() * kBlock), values(kWeightWords * of.padded()),
-          weights(of.rows() * kBlock), first(of.rows()), end(of.rows()) {}
+          weights(of.rows() * kBlock), first(of.rows()), end(of.rows()), self(of.rows()) {}
   };
 
   void read_queries(Scratch& own, int64_t text, int64_t group) const {
@@ -172,7 +175,7 @@ struct Attention {
         const int64_t d = word * Kind::kPerWord;
         _mm512_storeu_ps(&own.queries[row * padded_words() + word], Kind::load(from + d, size - d));
       }
-      limits(text, row, &own.first[row], &own.end[row]);
+      limits(text, row, &own.first[row], &own.end[row], &own.self[row]);
     }
   }
 
@@ -233,7 +236,9 @@ struct Attention {
     __m512 scores[2], weights[2];
     for (int half = 0; half < 2; ++half) {
       const int64_t from = slot + half * kLanes;
+      const int64_t self = own.self[row] - from;
       seen[half] = first_lanes(own.end[row] - from) & ~first_lanes(own.first[row] - from);
+      seen[half] |= self >= 0 && self < kLanes ? 1u << self : 0;
       scores[half] = _mm512_mask_mul_ps(_mm512_set1_ps(kNever), seen[half], _mm512_loadu_ps(stored + half * kLanes), factor);
     }
     const float before = found.greatest[row];
@@ -309,7 +314,8 @@ struct Attention {
   }
 
   static bool sees(const Scratch& own, int64_t row, int64_t slot) {
-    return own.first[row] < slot + kBlock && slot < own.end[row];
+    const int64_t self = own.self[row] - slot;
+    return (own.first[row] < slot + kBlock && slot < own.end[row]) || (self >= 0 && self < kBlock);
   }
 
   // Divide by the sums of weights, after combining `chunks` results.
@@ -338,9 +344,9 @@ struct Attention {
   void range(int64_t text, int64_t* first, int64_t* end) const {
     *first = slots, *end = 0;
     for (int64_t row = 0; row < width; ++row) {
-      int64_t from, to;
-      limits(text, row, &from, &to);
-      *first = std::min(*first, from), *end = std::max(*end, to);
+      int64_t from, to, self;
+      limits(text, row, &from, &to, &self);
+      *first = std::min(*first, from), *end = std::max({*end, to, self + 1});
     }
     *first = *first / kBlock * kBlock;
   }
@@ -376,14 +382,14 @@ struct Attention {
 
 template <typename Kind>
 void attend(const void* const data[3], const int64_t* const strides[3], const int64_t* positions, int64_t position_stride,
-            void* outputs, const int64_t* sizes, const int64_t* key_sizes, double scale, int64_t window) {
+            int64_t own_offset, void* outputs, const int64_t* sizes, const int64_t* key_sizes, double scale, int64_t window) {
   using Value = typename Kind::Value;
   const auto states = [&](int i) {
     return States<Value>{(const Value*)data[i], {strides[i][0], strides[i][1], strides[i][2]}};
   };
   const int64_t heads = sizes[1];
-  Attention<Kind>{states(0), states(1), states(2), positions, position_stride, (Value*)outputs, sizes[0], heads,
-                  heads / key_sizes[1], sizes[2], key_sizes[2], sizes[3], window, (float)scale}.compute();
+  Attention<Kind>{states(0), states(1), states(2), positions, position_stride, own_offset, (Value*)outputs,
+                  sizes[0], heads, heads / key_sizes[1], sizes[2], key_sizes[2], sizes[3], window, (float)scale}.compute();
 }
 
 }  // namespace
@@ -391,13 +397,13 @@ void attend(const void* const data[3], const int64_t* const strides[3], const in
 // Attend in float32, or bfloat16 if `item_size` is 2. Data, strides and sizes are those of queries, keys and values; the
 // last stride of each is 1.
 extern "C" __attribute__((visibility("default"))) void sdtune_attend(
-    const void* const* data, const int64_t* const* strides, const int64_t* positions, int64_t position_stride, void* outputs,
-    const int64_t* sizes, const int64_t* key_sizes, double scale, int64_t window, int64_t item_size) {
+    const void* const* data, const int64_t* const* strides, const int64_t* positions, int64_t position_stride,
+    int64_t own_offset, void* outputs, const int64_t* sizes, const int64_t* key_sizes, double scale, int64_t window, int64_t item_size) {
 #ifdef __AVX512BF16__
   if (item_size == 2)
-    return attend<BFloat16>(data, strides, positions, position_stride, outputs, sizes, key_sizes, scale, window);
+    return attend<BFloat16>(data, strides, positions, position_stride, own_offset, outputs, sizes, key_sizes, scale, window);
 #endif
-  attend<Float32>(data, strides, positions, position_stride, outputs, sizes, key_sizes, scale, window);
+  attend<Float32>(data, strides, positions, position_stride, own_offset, outputs, sizes, key_sizes, scale, window);
 }
 
 #define SDTUNE_CHECK(call) \
@@ -424,7 +430,8 @@ extern "C" __attribute__((visibility("default"))) AOTITorchError aoti_torch_cpu_
   const int64_t new_strides[4] = {sizes[2] * sizes[1] * sizes[3], sizes[1] * sizes[3], sizes[3], 1};
   SDTUNE_CHECK(aoti_torch_empty_strided(4, new_sizes, new_strides, dtype, aoti_torch_device_type_cpu(), 0, outputs));
   SDTUNE_CHECK(aoti_torch_get_data_ptr(*outputs, &to));
-  sdtune_attend(data, strides, (const int64_t*)seen, position_sizes[0] == 1 ? 0 : sizes[2], to, sizes, key_sizes, scale,
-                window, dtype == aoti_torch_dtype_bfloat16() ? 2 : 4);
+  const int64_t position_rows = position_sizes[2], width = sizes[2];
+  sdtune_attend(data, strides, (const int64_t*)seen, position_sizes[0] == 1 ? 0 : position_rows * width,
+                (position_rows - 1) * width, to, sizes, key_sizes, scale, window, dtype == aoti_torch_dtype_bfloat16() ? 2 : 4);
   return AOTI_TORCH_SUCCESS;
 }

@@ -32,11 +32,12 @@ ALL = 0
 
 @torch.library.custom_op("sdtune::attend", mutates_args=())
 def attend(query: Tensor, key: Tensor, value: Tensor, positions: Tensor, scale: float, window: int) -> Tensor:
-    """Attend to the slots up to each position.
+    """Attend to the slots before each position, and to the query's own.
 
     `query` is [batch, heads, width, size]; `key` and `value` are [batch, key-value heads, num_slots, size], all of one
-    precision, float32 or bfloat16. `positions` [batch or 1, 1, 1, width] are the last slots that the queries see, and `window`
-    the number of slots that each sees, or `ALL`. Return [batch, width, heads, size].
+    precision, float32 or bfloat16. `positions` [batch or 1, 1, 1 or 2, width] are the positions of the queries, in a second row
+    their own slots; without it they are the positions. `window` is the number of slots that each sees, or `ALL`. Return [batch,
+    width, heads, size].
     """
     library = _library()
     assert library is not None, "checked by `has_attention_kernel` when the block was prepared"
@@ -45,11 +46,13 @@ def attend(query: Tensor, key: Tensor, value: Tensor, positions: Tensor, scale: 
     outputs = query.new_empty((batch, width, heads, size))
     strides = [_numbers(each.stride()) for each in states]
     positions = positions.contiguous()
+    num_rows = positions.shape[2]
     library.sdtune_attend(
         (ctypes.c_void_p * 3)(*(each.data_ptr() for each in states)),
         (ctypes.c_void_p * 3)(*map(ctypes.addressof, strides)),
         positions.data_ptr(),
-        0 if positions.shape[0] == 1 else width,
+        0 if positions.shape[0] == 1 else num_rows * width,
+        (num_rows - 1) * width,
         outputs.data_ptr(),
         _numbers(query.shape),
         _numbers(key.shape),
@@ -86,7 +89,8 @@ def _library() -> ctypes.CDLL | None:
     pointer = ctypes.c_void_p
     numbers = ctypes.POINTER(ctypes.c_int64)
     library.sdtune_attend.argtypes = [
-        *(ctypes.POINTER(pointer), ctypes.POINTER(pointer), pointer, ctypes.c_int64, pointer, numbers, numbers),
+        *(ctypes.POINTER(pointer), ctypes.POINTER(pointer), pointer, ctypes.c_int64, ctypes.c_int64),
+        *(pointer, numbers, numbers),
         *(ctypes.c_double, ctypes.c_int64, ctypes.c_int64),
     ]
     library.sdtune_attend.restype = None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -102,6 +102,22 @@ class EagerRunner:
 
         return write_by(step, token_ids, num_tokens)
 
+    def run_tree(self, part: Part, token_ids: Tensor, cache: KVCache, start: int, positions: Sequence[int]) -> Outputs:
+        """Run a chain and its leaves under a mask; see `Runner.run_tree`.
+
+        Raises `UnsupportedRunnerError` if the model's masks are unknown.
+        """
+        width, device = token_ids.shape[1], token_ids.device
+        cache.cover(start, width)
+        slots, last = torch.arange(start, start + width, device=device), torch.tensor([width - 1], device=device)
+        at = torch.tensor(positions, device=device)
+        window = cache.window
+        window.begin(slots, last, slots[-1:], self._known_masks().masks(slots, start + width, at))
+        try:
+            return unbatch(part.compute(Inputs(token_ids, at[None], cache, 0, None, last, window.masks)))
+        finally:
+            window.end_pass()
+
     def run_round(
         self, draft: Part, whole: Part, token_ids: Tensor, cache: KVCache, start: int, num_tokens: int
     ) -> Tensor:
@@ -137,5 +153,7 @@ class EagerRunner:
 
     def _known_masks(self) -> MaskKinds:
         if self._mask_kinds is None:
-            raise UnsupportedRunnerError("the attention masks of this model are unknown: its sequences run one by one")
+            raise UnsupportedRunnerError(
+                "the attention masks of this model are unknown: its sequences run one by one, as chains"
+            )
         return self._mask_kinds

@@ -32,15 +32,17 @@ class MaskKinds:
         """Return the index of a layer's window in `kinds`."""
         return self.kinds.index(self.windows[layer])
 
-    def masks(self, slots: Tensor, num_slots: int) -> tuple[Tensor, ...]:
+    def masks(self, slots: Tensor, num_slots: int, positions: Tensor | None = None) -> tuple[Tensor, ...]:
         """Return one mask [batch, 1, width, num_slots] per kind.
 
-        `slots` are the positions of the pass, [width] or [batch, width].
+        `slots` are the slots of the pass, [width] or [batch, width]. In a tree's pass they are not the `positions` [width] in the
+        sequence: each query then sees the slots before its position, and its own.
         """
         keys = torch.arange(num_slots, device=slots.device)
         own = slots[..., None]
-        causal = keys <= own
-        return tuple(self._form(causal if window is None else causal & (keys > own - window)) for window in self.kinds)
+        last = own if positions is None else positions[..., None]
+        causal = keys <= own if positions is None else (keys < last) | (keys == own)
+        return tuple(self._form(causal if window is None else causal & (keys > last - window)) for window in self.kinds)
 
     def _form(self, allowed: Tensor) -> Tensor:
         if self.additive is not None:
@@ -54,8 +56,10 @@ class Positions(MaskKinds):
 
     reads_all = True
 
-    def masks(self, slots: Tensor, num_slots: int) -> tuple[Tensor, ...]:
-        """Return the positions [batch, 1, 1, width] once per kind; `slots` as for masks."""
+    def masks(self, slots: Tensor, num_slots: int, positions: Tensor | None = None) -> tuple[Tensor, ...]:
+        """Return the positions [batch, 1, 1, width] once per kind, or positions and slots [1, 1, 2, width] of a tree's pass."""
+        if positions is not None:
+            return (torch.stack([positions, slots])[None, None],) * len(self.kinds)
         return (slots[None, None, None] if slots.ndim == 1 else slots[:, None, None],) * len(self.kinds)
 
 
@@ -64,7 +68,8 @@ class UsedLengths(MaskKinds):
 
     reads_all = True
 
-    def masks(self, slots: Tensor, num_slots: int) -> tuple[Tensor, ...]:
-        """Return the `used_lengths` [1, 1, 3, batch + 1] once per kind; `slots` as for masks."""
+    def masks(self, slots: Tensor, num_slots: int, positions: Tensor | None = None) -> tuple[Tensor, ...]:
+        """Return the `used_lengths` [1, 1, 3, batch + 1] once per kind; `slots` as for masks, `positions` must be None."""
+        assert positions is None, "targets with variable-length attention take no trees"
         width = slots.shape[-1]
         return (used_lengths(slots[..., 0].reshape(-1) + width, width, num_slots),) * len(self.kinds)

@@ -12,7 +12,7 @@ the same.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -199,6 +199,23 @@ class StaticRunner:
         kept = None if outputs.states is None else outputs.states[..., :width, :].clone()
         return replace(outputs.of_row(0, 1 if shape.last_only else width, last_only=last_only), states=kept)
 
+    def run_tree(self, part: Part, token_ids: Tensor, cache: KVCache, start: int, positions: Sequence[int]) -> Outputs:
+        """Run a chain and its leaves; see `Runner.run_tree`.
+
+        The positions are data: one shape of pass per width serves every tree.
+        """
+        width = token_ids.shape[1]
+        if width > self.buckets.widest:
+            return self._eager.run_tree(part, token_ids, cache, start, positions)
+        cache.cover(start, width)
+        shape = replace(self._shape(cache, start, width, False, None), is_tree=True)
+        buffers = self._buffers(shape.width)
+        buffers.fill(token_ids, start, None)
+        buffers.fill_positions(positions)
+        outputs = self._prepared_pass(part, cache, shape, self._compute)
+        kept = None if outputs.states is None else outputs.states[..., :width, :].clone()
+        return replace(outputs.of_row(0, width, last_only=False), states=kept)
+
     def write_greedily(
         self, part: Part, token_ids: Tensor, cache: KVCache, start: int, num_tokens: int, *, looks: bool = False
     ) -> Written:
@@ -327,11 +344,14 @@ class StaticRunner:
     def _compute(self, part: Part, cache: KVCache, shape: _Shape) -> Outputs:
         buffers = self._buffers(shape.width)
         states = buffers.states if shape.resumes else None
-        outputs = self._compute_at(part, cache, shape, buffers.token_ids, buffers.slots(), buffers.last, states)
+        positions = buffers.positions if shape.is_tree else None
+        outputs = self._compute_at(
+            part, cache, shape, buffers.token_ids, buffers.slots(), buffers.last, states, positions
+        )
         if self._recorder is None:
             return outputs
-        # Recorded with the pass, this costs the host nothing.
-        drafted = part.verifies and shape.width > 1 and not shape.last_only
+        # Recorded with the pass, this costs the host nothing. Trees are judged outside: their shape is data of the round.
+        drafted = part.verifies and shape.width > 1 and not shape.last_only and not shape.is_tree
         judged = judge(outputs.logits, buffers.token_ids, buffers.last, drafted=drafted, looks=shape.looks)
         return replace(outputs, judged=judged)
 
@@ -365,14 +385,17 @@ class StaticRunner:
         slots: Tensor,
         last: Tensor,
         states: Tensor | None,
+        positions: Tensor | None = None,
     ) -> Outputs:
         window, last_slot = cache.window, slots.index_select(0, last)
-        window.begin(slots, last, last_slot, self._mask_kinds.masks(slots, shape.num_slots))
+        window.begin(slots, last, last_slot, self._mask_kinds.masks(slots, shape.num_slots, positions))
+        if positions is None:
+            positions = torch.minimum(slots, last_slot)  # padding has the last token's position
         try:
             return part.compute(
                 Inputs(
                     token_ids=token_ids,
-                    positions=torch.minimum(slots, last_slot)[None],  # padding has the last token's position
+                    positions=positions[None],
                     cache=cache,
                     logits_to_keep=last if shape.last_only else 0,
                     states=states,
@@ -419,6 +442,8 @@ class _Shape:
     """True if the pass computes the confidence of its logits."""
     is_round: bool = False
     """True if the tokens are verified at once by a pass of this width."""
+    is_tree: bool = False
+    """True if the positions in the sequence are given, as they are not those of the slots."""
 
 
 class _Buffers:
@@ -427,6 +452,8 @@ class _Buffers:
     def __init__(self, width: int, device: torch.device) -> None:
         self.token_ids = torch.zeros((1, width), dtype=torch.long, device=device)
         self.last = torch.zeros(1, dtype=torch.long, device=device)
+        self.positions = torch.zeros(width, dtype=torch.long, device=device)
+        """Positions in the sequence of a tree's pass."""
         self._width = 1
         """Number of positions without padding in the latest pass."""
         self.states: Tensor | None = None
@@ -446,6 +473,11 @@ class _Buffers:
                 with torch.inference_mode(False):
                     self.states = states.new_zeros((*states.shape[:-2], self._steps.shape[0], states.shape[-1]))
             self.states[..., : states.shape[-2], :] = states
+
+    def fill_positions(self, positions: Sequence[int]) -> None:
+        """Copy the positions of a tree's pass; padding has the first one, which any pass may have."""
+        padding = [positions[0]] * (len(self._steps) - len(positions))
+        self.positions.copy_(torch.tensor([*positions, *padding]))
 
     def slots(self) -> Tensor:
         """Return the slots [width] that the pass writes."""

@@ -42,9 +42,10 @@ def kernel_attention(
 
 
 def _mask_of(positions: Tensor, num_slots: int, window: int) -> Tensor:
-    """Return the mask [batch, 1, width, num_slots] for `positions` [batch, 1, 1, width]."""
-    last, slots = positions.transpose(-1, -2), torch.arange(num_slots, device=positions.device)
-    seen = slots <= last
+    """Return the mask [batch, 1, width, num_slots] for `positions` [batch, 1, 1 or 2, width], as `attend` takes them."""
+    slots = torch.arange(num_slots, device=positions.device)
+    last, own = positions[:, :, 0, :, None], positions[:, :, -1, :, None]
+    seen = (slots < last) | (slots == own)
     return seen if window == ALL else seen & (slots > last - window)
 
 

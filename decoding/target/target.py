@@ -26,7 +26,7 @@ from decoding.runners.masks import MaskKinds
 from decoding.target.anatomy import Anatomy, examine, find_mask_kinds, find_rope_change, follow, refuse_recurrent_state
 from decoding.target.attention import repeats_of, with_grouped_attention
 from decoding.target.draft_vocabulary import DraftVocabulary
-from decoding.target.equivalence import check_runner, find_shared_pass_difference
+from decoding.target.equivalence import check_runner, find_shared_pass_difference, find_tree_difference
 from decoding.target.exit_head import ExitHead
 from decoding.target.fused import tied_addresses, with_fused_projections
 from decoding.target.kernel_attention import with_kernel_attention
@@ -236,6 +236,29 @@ class Target:
         if cache.company is not None:
             return cache.company.run(part, PassRequest(token_ids, cache, start, last_only, states, looks))
         return self.runner.run(part, token_ids, cache, start, last_only=last_only, states=states, looks=looks)
+
+    def run_tree(self, part: Part, token_ids: Tensor, cache: KVCache, start: int, positions: Sequence[int]) -> Outputs:
+        """Run a chain and its side leaves; see `Runner.run_tree`. The sequence must not be in lockstep."""
+        return self.runner.run_tree(part, token_ids, cache, start, positions)
+
+    def check_trees(self) -> None:
+        """Raise `UnsupportedModelError` if this model or its runner cannot verify side leaves.
+
+        Tested on a few tokens at the first call.
+        """
+        if self._treeless_reason is not None:
+            raise UnsupportedModelError(f"{type(self.model).__name__} takes no candidate tree: {self._treeless_reason}")
+
+    @cached_property
+    def _treeless_reason(self) -> str | None:
+        """Why side leaves cannot be verified, or None."""
+        if self._mask_kinds is None:
+            return str(self._unbatchable_reason)
+        if self.runner.exact_width is not None:
+            return "bit-exact passes verify chains only"
+        if self.runner.features.varlen_attention:
+            return "variable-length attention cannot leave out slots: turn the feature varlen_attention off"
+        return find_tree_difference(self)
 
     def write_greedily(
         self, part: Part, token_ids: Tensor, cache: KVCache, start: int, num_tokens: int, *, looks: bool = False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -177,7 +178,8 @@ class TappedView:
     """The whole model, recording the states before a boundary."""
 
     def __init__(self, target: Target, boundary: int) -> None:
-        self._run, current, blocks = target.run, PassState(), list(target.stack)
+        self._run, self._run_tree = target.run, target.run_tree
+        current, blocks = PassState(), list(target.stack)
         blocks[boundary - 1] = Tap(blocks[boundary - 1], current.tapped)
         self._part = target.part(blocks, current, is_whole=True)
 
@@ -195,6 +197,10 @@ class TappedView:
     def run(self, token_ids: Tensor, cache: KVCache, start: int, *, last_only: bool = False) -> Outputs:
         """Run `token_ids` [1, width]; the outputs' states are those at the boundary."""
         return self._run(self._part, token_ids, cache, start, last_only=last_only)
+
+    def run_tree(self, token_ids: Tensor, cache: KVCache, start: int, positions: Sequence[int]) -> Outputs:
+        """Run a chain and its side leaves as `Runner.run_tree` does; states as in `run`."""
+        return self._run_tree(self._part, token_ids, cache, start, positions)
 
 
 class ExitView:
