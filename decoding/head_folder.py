@@ -1,4 +1,7 @@
-"""A folder of exit heads for one target: which exits have a head, the drafts that use them, and the loaded modules."""
+"""A folder of trained heads for one target: which exits have a head, the drafts that use them, and the loaded modules.
+
+Beside exit heads a folder may hold one feature head.
+"""
 
 from __future__ import annotations
 
@@ -8,19 +11,21 @@ from pathlib import Path
 from typing import TypeVar
 
 from decoding.documents.atomic_write import write_atomically
-from decoding.drafts import DraftDocument, EarlyExit
+from decoding.drafts import DraftDocument, EarlyExit, FeatureHeadDraft
 from decoding.errors import ExitHeadError
 from decoding.exit_heads import (
+    FEATURE_HEAD,
     HeadFacts,
     check_head_file,
     file_sha256,
     head_name,
     load_exit_head,
+    load_feature_head,
     prompt_sha256,
     read_facts,
 )
 from decoding.fingerprint import Fingerprint, fingerprint
-from decoding.target import ExitHead, Target
+from decoding.target import ExitHead, FeatureHead, Target
 
 MAX_LOADED = 4
 """Heads kept in memory; others are read again when they are asked for."""
@@ -42,17 +47,14 @@ class HeadFolder:
         self.folder = folder
         # A plain dictionary: a cached method would refer to itself, and keep all this until a garbage collection.
         self._loaded: dict[tuple[int, str, str], ExitHead] = {}
+        self._loaded_feature: tuple[str, FeatureHead] | None = None
 
     def facts(self, exit_layer: int) -> HeadFacts | None:
         """Return the metadata of an exit's head, or None if the folder has no head for it."""
         path = self.folder / head_name(exit_layer)
         if not path.exists():
             return None
-        facts = read_facts(path)
-        if (facts.config_sha256, facts.weights_sha256) != (self._model.config_sha256, self._model.weights_sha256):
-            raise ExitHeadError(
-                f"the exit head {path} belongs to another model: name another folder with --heads, or one to distil into"
-            )
+        facts = self._own_facts(path)
         if facts.exit_layer != exit_layer:
             raise ExitHeadError(f"the exit head {path} is for exit layer {facts.exit_layer}, whatever its name says")
         return facts
@@ -75,6 +77,31 @@ class HeadFolder:
                 draft_vocabulary=facts.draft_vocabulary,
             )
         return found
+
+    def feature_facts(self) -> HeadFacts | None:
+        """Return the metadata of the feature head, or None if the folder has none."""
+        path = self.folder / FEATURE_HEAD
+        return self._own_facts(path) if path.exists() else None
+
+    def feature_draft(self, *, held_out: PromptTokenIds = ()) -> FeatureHeadDraft | None:
+        """Return the draft of the feature head, or None if the folder has none.
+
+        Raises `ExitHeadError` also for a head trained on a prompt of `held_out`.
+        """
+        if (facts := self.feature_facts()) is None:
+            return None
+        path = self.folder / FEATURE_HEAD
+        _refuse_if_trained_on(held_out, path, facts)
+        sha256 = file_sha256(path)
+        return FeatureHeadDraft(head=path.name, head_sha256=sha256, draft_vocabulary=facts.draft_vocabulary)
+
+    def feature_head(self, draft: FeatureHeadDraft) -> FeatureHead:
+        """Return the loaded head of `draft`; raise `ExitHeadError` if its file is missing or differs."""
+        if self._loaded_feature is None or self._loaded_feature[0] != draft.head_sha256:
+            path = self.folder / draft.head
+            check_head_file(path, draft.head_sha256)
+            self._loaded_feature = draft.head_sha256, load_feature_head(path, self._target, self._model)
+        return self._loaded_feature[1]
 
     def missing(self, exit_layers: Iterable[int]) -> tuple[int, ...]:
         """Return the layers of `exit_layers` that have no head, ascending."""
@@ -123,6 +150,15 @@ class HeadFolder:
     def _model(self) -> Fingerprint:
         return fingerprint(self._target.model)
 
+    def _own_facts(self, path: Path) -> HeadFacts:
+        """Return the metadata of a head of the target; raise `ExitHeadError` for one of another model."""
+        facts = read_facts(path)
+        if (facts.config_sha256, facts.weights_sha256) != (self._model.config_sha256, self._model.weights_sha256):
+            raise ExitHeadError(
+                f"the {facts.noun} {path} belongs to another model: name another folder with --heads, or one to distil into"
+            )
+        return facts
+
     def _existing(self, exit_layers: Iterable[int]) -> list[HeadFacts]:
         return [facts for layer in exit_layers if (facts := self.facts(layer)) is not None]
 
@@ -131,10 +167,19 @@ class HeadFolder:
         return load_exit_head(self.folder / name, self._target, exit_layer, self._model)
 
 
-def list_heads(folder: Path) -> dict[int, HeadFacts]:
-    """Return the metadata of all heads in `folder`, of any model, by exit layer; raise `ExitHeadError` if there are none."""
+def list_feature_head(folder: Path) -> HeadFacts | None:
+    """Return the metadata of the feature head in `folder`, of any model, or None if there is none."""
+    path = folder / FEATURE_HEAD
+    return read_facts(path) if path.exists() else None
+
+
+def list_heads(folder: Path, *, required: bool = True) -> dict[int, HeadFacts]:
+    """Return the metadata of all exit heads in `folder`, of any model, by exit layer.
+
+    Raises `ExitHeadError` if there are none and they are `required`.
+    """
     found = [read_facts(path) for path in folder.glob(head_name(0).replace("0", "*"))]
-    if not found:
+    if not found and required:
         raise ExitHeadError(f"there is no exit head in {folder}: `sdtune distill --out {folder}` makes them")
     return {facts.exit_layer: facts for facts in sorted(found, key=lambda facts: facts.exit_layer)}
 

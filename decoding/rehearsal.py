@@ -72,7 +72,7 @@ class Steering:
     may_pause: bool = False
     """True if several rounds in a row may draft nothing."""
     rereads: bool = False
-    """True if an exit head reads all positions of a round again, as after quantised blocks."""
+    """True if a head reads all positions of a round again, as after quantised blocks."""
     tree: CandidateTree | None = None
     """Shape of the side leaves, which make verifications wider."""
 
@@ -84,7 +84,7 @@ class Steering:
             controller.looks_at_drafts,
             controller.may_stop,
             may_pause=controller.may_pause,
-            rereads=draft.has_head and draft.weight_bits is not None,
+            rereads=draft.rereads_rounds,
             tree=draft.candidate_tree,
         )
 
@@ -271,6 +271,7 @@ class _Reader:
     def __init__(self, read: ReadPrompt) -> None:
         self._read = read
         self._logits: Tensor | None = None
+        self._pending: Tensor | None = None
 
     def __call__(self, sequence: TokenSequence, cache: KVCache) -> Tensor:
         """Return logits [1, vocabulary] by which `TOKEN` comes next."""
@@ -279,7 +280,8 @@ class _Reader:
             logits = self._read(TokenSequence(beginning, len(beginning), sequence.span(0, 1).device), cache)
             self._logits = torch.full_like(logits, -1e4)
             self._logits[..., TOKEN] = 1e4
-        cache.pretend(sequence.length)
+            self._pending = cache.branch.pending
+        cache.pretend(sequence.length, self._pending)
         return self._logits
 
 

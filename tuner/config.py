@@ -47,6 +47,19 @@ FEWEST_SAMPLES = 2
 class DistillSettings(Document):
     """Settings of distillation: the `distillation:` mapping of a configuration, and flags of `sdtune distill`."""
 
+    head: Literal["exit", "feature"] = Field(
+        "exit",
+        description="Kind of the heads: exit, one for each exit, or feature, one that drafts on from the model's last hidden "
+        "states.",
+        json_schema_extra=TRAINING,
+    )
+    unrolled_steps: int = Field(
+        3,
+        ge=1,
+        le=8,
+        description="Steps of a round that a feature head is trained on, each on the output of the one before.",
+        json_schema_extra=TRAINING,
+    )
     exit_layers: Layers | None = Field(
         None,
         min_length=1,
@@ -113,6 +126,11 @@ class DistillSettings(Document):
         json_schema_extra=TRAINING,
     )
     checkpoint_every: int = Field(100, ge=1, description="Steps between checkpoints.", json_schema_extra=TRAINING)
+
+    @property
+    def head_passes(self) -> int:
+        """Number of passes of a head over each text in a training step."""
+        return self.unrolled_steps if self.head == "feature" else 1
 
     @property
     def samples_per_prompt(self) -> int:

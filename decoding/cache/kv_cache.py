@@ -232,7 +232,7 @@ class Storage:
 
     @property
     def branch(self) -> Storage:
-        """The memory of an exit head for the same sequences, made on first use."""
+        """The memory of a trained head for the same sequences, made on first use."""
         if self._branch is None and self._whole is not None:
             whole, row = self._whole
             self._branch = whole.branch.row(row, self.window)
@@ -269,7 +269,7 @@ class KVCache(Cache):
 
     @property
     def branch(self) -> BranchCache:
-        """The keys and values of an exit head for the same sequence, made on first use."""
+        """The keys and values of a trained head for the same sequence, made on first use."""
         if self._branch is None:
             self._branch = BranchCache(len(self.layers), self.capacity, self.storage.branch)
         return self._branch
@@ -306,13 +306,16 @@ class KVCache(Cache):
         if self._branch is not None:
             self._branch.take_leaf(leaf, to)
 
-    def pretend(self, length: int) -> None:
+    def pretend(self, length: int, pending: Tensor | None = None) -> None:
         """Take the first `length` positions as read, in the branch as well, whatever the memory holds.
 
-        Passes at any position can thus be rehearsed (`decoding.rehearsal`); what they compute means nothing.
+        The branch still lacks the last ones, whose states `pending` [.., positions, hidden] are, if there are any. Passes at any
+        position can thus be rehearsed (`decoding.rehearsal`); what they compute means nothing.
         """
         self.length = length
-        self.branch.catch_up(length)
+        self.branch.catch_up(length if pending is None else length - pending.shape[-2])
+        if pending is not None:
+            self.branch.extend(pending)
 
     def pretend_pending(self, num_positions: int) -> bool:
         """Take the branch as lacking the last `num_positions`; return False if its drafts leave nothing pending."""
@@ -333,10 +336,11 @@ class KVCache(Cache):
 
 
 class BranchCache(KVCache):
-    """Keys and values of an exit head, at the positions of the stack.
+    """Keys and values of an exit head or a feature head, at the positions of the stack.
 
     The head shares the stack's window and sees a position later than the stack does. `pending` holds the hidden
-    states of positions from `length` on that the stack has computed and the head has not yet processed.
+    states of positions from `length` on that the stack has computed and the head has not yet processed. A feature head
+    processes a state together with the token after it, whose position is that of its keys and values.
     """
 
     def __init__(self, num_layers: int, capacity: int, storage: Storage) -> None:

@@ -6,6 +6,7 @@ its document, drafter and predictor, and name the three in one entry of `decodin
 
 from decoding.drafts.contract import DraftDocument, Need
 from decoding.drafts.early_exit import EarlyExit
+from decoding.drafts.feature_head import FeatureHeadDraft
 from decoding.drafts.layer_skip import LayerSkip
 from decoding.drafts.layers import Layers, compact_indices, format_indices, parse_indices
 from decoding.drafts.lookup import FirstLookup, Lookup, SuffixLookup
@@ -24,6 +25,7 @@ __all__ = [
     "DraftDocument",
     "DraftKind",
     "EarlyExit",
+    "FeatureHeadDraft",
     "FirstLookup",
     "FixedLeaves",
     "LayerSkip",

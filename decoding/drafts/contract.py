@@ -26,7 +26,7 @@ class Need(StrEnum):
     MODEL_PASS = "model_pass"
     """Passes over a part of the target: each drafted token costs time."""
     EXIT_HEAD = "exit_head"
-    """A trained exit head."""
+    """A trained head: that of an exit, or a feature head."""
 
 
 class DraftDocument(Document):
@@ -63,8 +63,13 @@ class DraftDocument(Document):
 
     @property
     def has_head(self) -> bool:
-        """True if an exit head drafts."""
+        """True if a trained head drafts."""
         return Need.EXIT_HEAD in self.needs
+
+    @property
+    def rereads_rounds(self) -> bool:
+        """True if a head reads all verified positions of a round again, with states of the target."""
+        return False
 
     @property
     def num_draft_tokens(self) -> int | None:

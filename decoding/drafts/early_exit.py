@@ -6,12 +6,12 @@ Our formulation, after the abstract of EESD (arXiv 2406.03853).
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, ClassVar, Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
 from decoding.drafts.contract import DraftDocument, Need
+from decoding.drafts.head_file import DraftVocabularySize, HeadFile
 from decoding.drafts.layer_skip import LayerSkip
 from decoding.drafts.lookup import FirstLookup, LookupBefore, describe_after, lookup_columns
 from decoding.drafts.precision import Bits, BitWidth, bits_columns, describe_quantised, label_quantised
@@ -23,27 +23,15 @@ class EarlyExit(DraftDocument):
 
     kind: Literal["early_exit"] = "early_exit"
     exit_layer: int = Field(ge=1, description="number of the target's blocks that the draft runs (N)")
-    head: str | None = Field(None, description="file of the exit head, beside the profile")
+    head: HeadFile | None = Field(None, description="file of the exit head, beside the profile")
     head_sha256: str | None = None
-    draft_vocabulary: int | None = Field(
-        None,
-        ge=1,
-        exclude_if=lambda size: size is None,
-        description="number of tokens that the head drafts from; all without it",
-    )
+    draft_vocabulary: DraftVocabularySize = None
     bits: Bits = None
     lookup: LookupBefore = None
     tree: Tree = None
     takes_lookup: ClassVar[bool] = True
     takes_bits: ClassVar[bool] = True
     takes_tree: ClassVar[bool] = True
-
-    @field_validator("head")
-    @classmethod
-    def _lies_beside(cls, head: str | None) -> str | None:
-        if head is not None and (not head or Path(head).name != head):
-            raise ValueError("must be the name of a file beside the profile, without folders")
-        return head
 
     @model_validator(mode="after")
     def _head_is_identified(self) -> EarlyExit:
@@ -74,6 +62,11 @@ class EarlyExit(DraftDocument):
     def needs(self) -> frozenset[Need]:
         """Passes over the first blocks, and the exit head if there is one."""
         return frozenset({Need.MODEL_PASS, Need.EXIT_HEAD} if self.head else {Need.MODEL_PASS})
+
+    @property
+    def rereads_rounds(self) -> bool:
+        """True for a quantised exit with a head: its states are not the target's."""
+        return self.has_head and self.bits is not None
 
     @property
     def num_draft_tokens(self) -> int | None:

@@ -42,9 +42,12 @@ class MaskKinds:
         own = slots[..., None]
         last = own if positions is None else positions[..., None]
         causal = keys <= own if positions is None else (keys < last) | (keys == own)
-        return tuple(self._form(causal if window is None else causal & (keys > last - window)) for window in self.kinds)
+        return tuple(
+            self.formed(causal if window is None else causal & (keys > last - window)) for window in self.kinds
+        )
 
-    def _form(self, allowed: Tensor) -> Tensor:
+    def formed(self, allowed: Tensor) -> Tensor:
+        """Return the mask [batch, 1, width, num_slots] of what is `allowed`, [width, num_slots] or with a batch before."""
         if self.additive is not None:
             hidden = torch.full_like(allowed, torch.finfo(self.additive).min, dtype=self.additive)
             allowed = hidden.masked_fill(allowed, 0.0)

@@ -4,6 +4,8 @@ from decoding.target.anatomy import Anatomy, RopeChange, Sublayer
 from decoding.target.draft_vocabulary import DraftVocabulary
 from decoding.target.equivalence import agree
 from decoding.target.exit_head import ExitHead
+from decoding.target.feature_head import FeatureHead
+from decoding.target.feature_view import FeatureView
 from decoding.target.target import Target
 from decoding.target.views import BlockView, DraftView, ExitView, ResumeView, TappedView
 
@@ -14,6 +16,8 @@ __all__ = [
     "DraftVocabulary",
     "ExitHead",
     "ExitView",
+    "FeatureHead",
+    "FeatureView",
     "ResumeView",
     "RopeChange",
     "Sublayer",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Any, cast
@@ -28,6 +28,8 @@ from decoding.target.attention import repeats_of, with_grouped_attention
 from decoding.target.draft_vocabulary import DraftVocabulary
 from decoding.target.equivalence import check_runner, find_shared_pass_difference, find_tree_difference
 from decoding.target.exit_head import ExitHead
+from decoding.target.feature_head import FeatureBlock, FeatureHead
+from decoding.target.feature_view import FeatureView, unrolled
 from decoding.target.fused import tied_addresses, with_fused_projections
 from decoding.target.kernel_attention import with_kernel_attention
 from decoding.target.parts import LMHead, ModelPart, find_lm_head, run_whole, with_blocks, with_fast_linears, without
@@ -193,15 +195,26 @@ class Target:
 
         return [draft_block(index) for index in range(self.num_layers)]
 
-    def prepare_block(self, block: nn.Module, index: int, *, bits: int | None = None) -> nn.Module:
-        """Return `block` at the model's block index `index`, as this target's runner calls it; quantised if `bits` are given."""
+    def prepare_block(
+        self,
+        block: nn.Module,
+        index: int,
+        *,
+        bits: int | None = None,
+        around: Callable[[nn.Module], nn.Module] | None = None,
+    ) -> nn.Module:
+        """Return `block` at the model's block index `index`, as this target's runner calls it; quantised if `bits` are given.
+
+        `around` puts it into the module that is called in its place.
+        """
         attention = self.anatomy.attention[index]
         block = self._with_attention(block, index)
+        repeats = repeats_of(block, attention)
+        block = block if around is None else around(block)
         block = self._with_fast_weights(block) if bits is None else self._quantised.within(block, bits)
         if self._mask_kinds is None:
             return block
         call = self.runner.block_call or call_block
-        repeats = repeats_of(block, attention)
         own_masks = self.runner.features.varlen_attention or self.runner.attends_by_position
         return FixedShapes(block, index, self._mask_kinds, call, repeats=repeats, own_masks=own_masks)
 
@@ -286,7 +299,15 @@ class Target:
             return "its rotary embedding depends on the sequence length, which differs between sequences"
         if self.runner.exact_width is not None:
             return "a bit-exact pass covers one sequence only"
-        return find_shared_pass_difference(self)
+        return self.unmaskable_reason
+
+    @cached_property
+    def unmaskable_reason(self) -> str | None:
+        """Why passes under given attention masks do not compute what the model computes, or None.
+
+        Tested on a few tokens at the first access.
+        """
+        return self._unbatchable_reason or find_shared_pass_difference(self)
 
     @property
     def blocks(self) -> nn.ModuleList:
@@ -408,6 +429,43 @@ class Target:
         block = copy.deepcopy(self.blocks[-1])
         return ExitHead(block.requires_grad_(True).eval(), vocabulary)
 
+    def feature_view(self, head: FeatureHead) -> FeatureView:
+        """Return `head` with the model's embeddings, final norm and LM head.
+
+        Raises `UnsupportedModelError` if the head has a vocabulary of its own and the LM head is not a plain linear layer.
+        """
+        return FeatureView(self, head)
+
+    def new_feature_head(self, vocabulary: DraftVocabulary | None = None) -> FeatureHead:
+        """Return a new feature head around a copy of the last block, which drafts from `vocabulary`, or from all tokens.
+
+        It is on the block's device and in its precision.
+        """
+        block = copy.deepcopy(self.blocks[-1])
+        like = next(block.parameters())
+        joining = FeatureBlock(block, self.config.hidden_size).to(like.device, like.dtype)
+        return FeatureHead(joining.requires_grad_(True).eval(), vocabulary)
+
+    def last_states(self, token_ids: Tensor, *, first: int = 0) -> tuple[Tensor, Tensor]:
+        """Run `token_ids` [batch, length] once; return the states [.., batch, length, hidden] after all blocks, and logits.
+
+        The logits and the padding are as in `exit_states`.
+        """
+        states, logits = self._states_after(token_ids, [self.num_layers], first)
+        return states[self.num_layers], logits
+
+    def unrolled_feature_head(
+        self, token_ids: Tensor, states: Tensor, head: FeatureHead, num_steps: int, *, first: int = 0
+    ) -> Iterator[Tensor]:
+        """Yield the logits [batch, length - first, vocabulary] of each step of a feature head; see `unrolled`.
+
+        Raises `UnsupportedModelError` for a model with an `unmaskable_reason`.
+        """
+        if self._mask_kinds is None or self.unmaskable_reason is not None:
+            raise UnsupportedModelError(f"no steps of a feature head can be unrolled: {self.unmaskable_reason}")
+        lm_head = None if head.vocabulary is None else self._rows_of_lm_head(head.vocabulary)
+        return unrolled(self, head, lm_head, self._mask_kinds, token_ids, states, num_steps, first)
+
     def exit_states(
         self, token_ids: Tensor, exit_layers: Sequence[int], *, first: int = 0
     ) -> tuple[dict[int, Tensor], Tensor]:
@@ -419,6 +477,11 @@ class Target:
         """
         for exit_layer in exit_layers:
             self.check_exit_layer(exit_layer)
+        return self._states_after(token_ids, exit_layers, first)
+
+    def _states_after(
+        self, token_ids: Tensor, exit_layers: Sequence[int], first: int
+    ) -> tuple[dict[int, Tensor], Tensor]:
         states: dict[int, list[Tensor]] = {exit_layer: [] for exit_layer in exit_layers}
         blocks = [
             Tap(block, states[index + 1]) if index + 1 in states else block for index, block in enumerate(self.blocks)

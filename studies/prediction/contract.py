@@ -42,7 +42,7 @@ class DraftPredictor(ABC, Generic[DraftT]):
     """Predicts the drafts of one kind; `decoding.drafts.KINDS` names the class. It has no state and no settings."""
 
     is_recorded: ClassVar[bool] = False
-    """True if predictions replay a recording, made by `Survey.record_all` from `logits`."""
+    """True if predictions replay a recording, made by `Survey.record_all` from `steps`."""
 
     @abstractmethod
     def predict(self, draft: DraftT, rule: DraftLengthRule, known: Predictor) -> Prediction:
@@ -55,6 +55,13 @@ class DraftPredictor(ABC, Generic[DraftT]):
     def logits(self, draft: DraftT, survey: Survey) -> Iterable[Tensor]:
         """Return the draft's logits [positions, vocabulary] on each surveyed sequence; called for a recorded kind only."""
         raise NotImplementedError(f"{type(self).__name__} predicts without recordings")
+
+    def steps(self, draft: DraftT, survey: Survey) -> Iterable[Iterable[Tensor]]:
+        """Return such logits for each step of a round, from the first on, on each surveyed sequence.
+
+        One step is enough where all steps of a round see the same, as states of the target.
+        """
+        return ([logits] for logits in self.logits(draft, survey))
 
 
 def predictor_of(draft: Draft) -> DraftPredictor[Any]:

@@ -43,12 +43,13 @@ class LockstepBatches:
     resumes: bool = False
     """True if drafts are verified from the end of the shared prefix on; rounds without a draft run the whole model."""
     has_head: bool = False
-    """True if an exit head drafts: the first pass of a round may also process a pending token."""
+    """True if an exit head drafts whose first pass of a round may, but need not, also process a pending token."""
 
     def of_draft(self, draft: Draft, decoding: Decoding) -> LockstepBatches:
         """Return the same batches with this draft, decoded as `decoding` says."""
         resumes = decoding.prefix_reuse and draft.num_shared_blocks > 0
-        return LockstepBatches(self.batches, resumes=resumes, has_head=draft.has_head)
+        has_head = draft.has_head and not draft.rereads_rounds
+        return LockstepBatches(self.batches, resumes=resumes, has_head=has_head)
 
     def asked(self, rounds: Iterable[ReplayedRound], costs: RoundCosts, copied: RoundCosts | None) -> Iterator[Asked]:
         """Yield the passes of a sequence's rounds; for `copied` see `cost_unbatched`."""

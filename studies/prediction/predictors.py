@@ -10,7 +10,7 @@ from torch import Tensor
 
 from decoding.draft_length import DraftLengthRule
 from decoding.drafters.prompt_lookup import look_up
-from decoding.drafts import EarlyExit, LayerSkip, PlainDecoding, PromptLookup, SuffixDraft
+from decoding.drafts import EarlyExit, FeatureHeadDraft, LayerSkip, PlainDecoding, PromptLookup, SuffixDraft
 from studies.prediction.contract import DraftPredictor, DraftT, Prediction
 
 if TYPE_CHECKING:
@@ -56,6 +56,14 @@ class ExitPredictor(RecordedPredictor[EarlyExit]):
 def _is_quantised_skip(draft: EarlyExit) -> bool:
     """Return True for a quantised exit without a head: it runs as the skip of the blocks after it."""
     return draft.weight_bits is not None and not draft.has_head
+
+
+class FeatureHeadPredictor(RecordedPredictor[FeatureHeadDraft]):
+    """Predicts feature heads."""
+
+    def steps(self, draft: FeatureHeadDraft, survey: Survey) -> Iterable[Iterable[Tensor]]:
+        """Unroll the head from the target's last hidden states: each step of a round has distributions of its own."""
+        return survey.feature_steps(draft)
 
 
 class CopyPredictor(DraftPredictor[PromptLookup | SuffixDraft]):

@@ -10,7 +10,7 @@ A replay is a prediction: it may choose what to measure, and is never reported a
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple, cast
 
 import torch
@@ -61,6 +61,12 @@ class Recording:
     seen: tuple[_Seen, ...]
     acceptance: float
     """Mean over the positions of sum over v of min(p, q)."""
+    later: tuple[Recording, ...] = ()
+    """The same for the second step of a round at each position, for the third, and so on; steps after the last are like it."""
+
+    def step(self, num_drafted: int) -> Recording:
+        """Return the recording of the step after `num_drafted` tokens of the same round."""
+        return self if not num_drafted or not self.later else self.later[min(num_drafted, len(self.later)) - 1]
 
     @property
     def agreement(self) -> float:
@@ -71,6 +77,14 @@ class Recording:
     def of(cls, target: Tensor, draft: Tensor, decoding: Decoding = Decoding(), *, seed: int = 0) -> Recording:
         """Return the recording of target and draft logits [positions, vocabulary] at the same positions; see `against`."""
         return cls.against(TargetText.of(target, decoding), draft, decoding, seed=seed)
+
+    @classmethod
+    def of_steps(
+        cls, target: TargetText, steps: Iterable[Tensor], decoding: Decoding = Decoding(), *, seed: int = 0
+    ) -> Recording:
+        """Return the recording of draft logits [positions, vocabulary] of each step of a round; see `against`."""
+        first, *later = (cls.against(target, logits, decoding, seed=seed) for logits in steps)
+        return replace(first, later=tuple(later))
 
     @classmethod
     def against(cls, target: TargetText, draft: Tensor, decoding: Decoding = Decoding(), *, seed: int = 0) -> Recording:
@@ -253,10 +267,11 @@ def _rounds(
         num_drafted = num_passes = 0
         decision = Decision.CONTINUE
         while num_drafted < limit and decision is Decision.CONTINUE:
-            decision = controller.decide(num_drafted, cast(DraftDistribution, recording.seen[position + num_drafted]))
+            seen = recording.step(num_drafted).seen[position + num_drafted]
+            decision = controller.decide(num_drafted, cast(DraftDistribution, seen))
             num_passes += 1
             num_drafted += decision is not Decision.STOP
-        drafted = recording.matches[position : position + num_drafted]
+        drafted = [recording.step(number).matches[position + number] for number in range(num_drafted)]
         num_accepted = drafted.index(False) if False in drafted else num_drafted
         controller.observe(num_drafted, num_accepted)
         yield ReplayedRound(num_drafted, num_passes, num_accepted)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from decoding.cache.kv_cache import KVCache
 from decoding.cache.rounds_cache import MemoryLimits, RoundsCache
-from decoding.drafts import Draft, EarlyExit, LayerSkip
+from decoding.drafts import Draft, EarlyExit, FeatureHeadDraft, LayerSkip
 from decoding.head_folder import HeadFolder
 from decoding.profile import Decoding
 from decoding.target import ExitHead, Target
@@ -28,6 +28,9 @@ from studies.prediction.replay import Copies, Guessed, Recording, TargetText, dr
 
 DEPTH = 4
 """Tokens per recorded round: the usual draft length, so that a draft reads as many of its own keys as in decoding."""
+
+FEATURE_STEPS = 6
+"""Recorded steps of a feature head; later ones are predicted to be like the last."""
 
 Guess = Callable[[TokenSequence, int], list[int] | None]
 """Maps a sequence and `num_tokens` to one to that many tokens after it, or to None; runs no model."""
@@ -116,10 +119,10 @@ class Survey:
         for group in self._groups(missing):
             self._keep_states(exits_of(group))
             for draft in group:
-                logits = predictor_of(draft).logits(draft, self)
+                steps = predictor_of(draft).steps(draft, self)
                 self._recordings[draft] = [
-                    Recording.against(text.target, drafted, self._decoding, seed=self._seed + index)
-                    for index, (text, drafted) in enumerate(zip(self._texts, logits, strict=True))
+                    Recording.of_steps(text.target, drafted, self._decoding, seed=self._seed + index)
+                    for index, (text, drafted) in enumerate(zip(self._texts, steps, strict=True))
                 ]
         return [self._recordings[draft] for draft in drafts]
 
@@ -159,6 +162,18 @@ class Survey:
             states = self._quantised_states(draft.exit_layer, draft.bits)
         for text, each in zip(self._texts, states, strict=True):
             yield self.target.exit_logits(text.token_ids, each, head, first=text.first, bits=draft.bits)[0]
+
+    def feature_steps(self, draft: FeatureHeadDraft) -> Iterator[Iterator[Tensor]]:
+        """Yield for each sequence the logits [positions, vocabulary] of each step of a feature head, one step at a time.
+
+        The target reads each sequence again, as its last states are not kept.
+        """
+        assert self._heads is not None, "a draft with a head comes with the folder of heads"
+        head = self._heads.feature_head(draft)
+        for text in self._texts:
+            states, _ = self.target.last_states(text.token_ids, first=text.token_ids.shape[1] - 1)
+            steps = self.target.unrolled_feature_head(text.token_ids, states, head, FEATURE_STEPS, first=text.first)
+            yield (logits[0] for logits in steps)
 
     def _quantised_states(self, exit_layer: int, bits: int) -> list[Tensor]:
         """Return the states [1, length, hidden] at an exit: the target's of the prompt, a quantised draft's after it."""

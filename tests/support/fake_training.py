@@ -25,7 +25,7 @@ def peak_of_training(target: Target, prompt_tokens: int, num_heads: int, kept: l
     text = GeneratedText((1,) * prompt_tokens, (1,) * (settings.response_tokens + 1), 0.0)
     batch = TrainingBatch.of([text] * settings.batch_size, target.device)
     with PeakBytes(target.model) as memory, frozen(target.model):
-        students = {exit_layer: Student(target) for exit_layer in range(1, num_heads + 1)}
+        students = {exit_layer: Student(target.new_exit_head()) for exit_layer in range(1, num_heads + 1)}
         kept.append(students)
         for _ in range(2):  # the optimizer allocates its moments in the first step
             train_step(students, target, batch, 1e-3)

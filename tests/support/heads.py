@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from decoding.drafts import EarlyExit
-from decoding.exit_heads import ExitFigures, HeadFacts, HeadTraining, head_name, save_exit_head
+from decoding.exit_heads import ExitFigures, HeadFacts, HeadTraining, head_name, save_head
 from decoding.fingerprint import fingerprint
 from decoding.target import DraftVocabulary, ExitHead, Target
 
@@ -48,7 +48,7 @@ def write_heads(target: Target, folder: Path, exit_layers: Iterable[int], **fact
             "weights_sha256": model.weights_sha256,
         }
         name = head_name(exit_layer)
-        sha256 = save_exit_head(folder / name, target.new_exit_head(), HeadFacts(**{**values, **facts}))
+        sha256 = save_head(folder / name, target.new_exit_head(), HeadFacts(**{**values, **facts}))
         drafts[exit_layer] = EarlyExit(exit_layer=exit_layer, head=name, head_sha256=sha256)
     return drafts
 

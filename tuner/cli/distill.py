@@ -1,4 +1,4 @@
-"""`sdtune distill`: exit heads for a model, trained on its own continuations."""
+"""`sdtune distill`: exit heads or a feature head for a model, trained on its own continuations."""
 
 from __future__ import annotations
 
@@ -44,12 +44,14 @@ OF_THE_SEARCH = (
 @click.option("--dry-run", is_flag=True, help="Load and check everything, show a prompt, write nothing.")
 @click.option("--overwrite", is_flag=True, help="Replace the heads asked for, and unfinished work of other settings.")
 def distill(config_file: Path | None, dry_run: bool, overwrite: bool, **flags: Any) -> None:
-    """Train exit heads, with which early exits draft better (self-distillation, our formulation).
+    """Train heads that draft: for early exits, or one that drafts on by itself (self-distillation, our formulation).
 
     A head is one more decoder layer after the first N. The model continues the training prompts, and the head of each exit
     is trained to predict the model's own next tokens; the model itself is not changed. All heads are trained in one pass, or
     group after group if they do not fit in the memory (--heads-at-once). --timeout covers all of it, texts included; an estimate
     comes first.
+    With --head feature one head is trained: it reads the model's last hidden state and the next token, and then its own output,
+    so that drafting runs none of the model's layers. It is trained on a few of its own steps (--unrolled-steps).
     `sdtune search` with the same prompts and seed then drafts with them; its held-out prompts are never training prompts.
     Many different prompts make a better head than many continuations of a few: name a large dataset with --training-dataset.
 
@@ -59,13 +61,14 @@ def distill(config_file: Path | None, dry_run: bool, overwrite: bool, **flags: A
     \b
     Examples:
       sdtune distill --config configs/demo.yaml
+      sdtune distill --config configs/demo.yaml --head feature
       sdtune distill --model meta-llama/Llama-3.1-8B --dataset humaneval --training-dataset prompts.jsonl --timeout 30m
     """
     settings = {name: flags.pop(name) for name in DistillSettings.model_fields}
     config = load_config(config_file, flags, settings)
 
     from tuner.heads.distill import distil_and_track, prepare
-    from tuner.heads.report import exits_table
+    from tuner.heads.report import heads_table
     from tuner.tracking import ui_command
 
     use_threads(config.threads)
@@ -81,9 +84,9 @@ def distill(config_file: Path | None, dry_run: bool, overwrite: bool, **flags: A
             return
         with resumable():
             made = distil_and_track(work, missing, config, progress, overwrite=overwrite) if missing else None
-    results.print(exits_table(dict(sorted({**finished, **(made.facts if made else {})}.items()))))
+    results.print(heads_table(dict(sorted({**finished, **(made.facts if made else {})}.items()))))
     if finished:
-        results.print(f"already trained with these settings: {', '.join(map(str, finished))}")
+        results.print(f"already trained with these settings: {work.kind.names(list(finished))}")
     if made is not None:
         print_facts(
             results,
@@ -100,16 +103,20 @@ def _estimate(work: Distillation, exits: Sequence[int]) -> str:
     expected = expected_time(work, exits)
     at_most = f"; --timeout ends it after {spoken(limit)}" if (limit := work.settings.timeout) else ""
     return (
-        f"about {spoken(expected.total)} for {len(exits)} heads (estimate, less what is stored): texts "
+        f"about {spoken(expected.total)} for {len(exits)} {_heads(exits)} (estimate, less what is stored): texts "
         f"{spoken(expected.writing)}, training {spoken(expected.training)}{at_most}"
     )
+
+
+def _heads(exits: Sequence[int]) -> str:
+    return "head" if len(exits) == 1 else "heads"
 
 
 def _print_plan(console: Console, work: Distillation, missing: Sequence[int]) -> None:
     texts = work.training_texts
     print_facts(
         console,
-        heads=f"{work.folder}: {len(missing)} to train, for exits {', '.join(map(str, missing))}",
+        heads=f"{work.folder}: {len(missing)} to train: {work.kind.names(missing)}",
         prompts=f"{len(texts.prompts)} to train on, {texts.samples} continuations of {texts.response_tokens} tokens each; "
         f"{len(work.prompts.held_out)} held out for the evaluation",
     )

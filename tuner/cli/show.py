@@ -1,4 +1,4 @@
-"""`sdtune show`: a profile, or the exit heads in a folder, on one screen."""
+"""`sdtune show`: a profile, or the trained heads in a folder, on one screen."""
 
 from __future__ import annotations
 
@@ -11,15 +11,18 @@ from rich.console import Console
 @click.command()
 @click.argument("path", metavar="PROFILE|DIR", type=click.Path(path_type=Path))
 def show(path: Path) -> None:
-    """Show a profile on one screen: draft, draft-length rule and measured speed-up. Or the exit heads in a folder."""
-    Console().print(_heads(path) if path.is_dir() else _profile(path))
+    """Show a profile on one screen: draft, draft-length rule and measured speed-up. Or the trained heads in a folder."""
+    for each in _heads(path) if path.is_dir() else [_profile(path)]:
+        Console().print(each)
 
 
-def _heads(folder: Path) -> object:
-    from decoding.head_folder import list_heads
-    from tuner.heads.report import exits_table
+def _heads(folder: Path) -> list[object]:
+    from decoding.head_folder import list_feature_head, list_heads
+    from tuner.heads.report import exits_table, feature_head_table
 
-    return exits_table(list_heads(folder))
+    feature = list_feature_head(folder)
+    exits = list_heads(folder, required=feature is None)
+    return [*([exits_table(exits)] if exits else []), *([feature_head_table(feature)] if feature else [])]
 
 
 def _profile(path: Path) -> object:

@@ -1,7 +1,7 @@
-"""Distillation from configuration to exit heads: training texts, training, evaluation, files.
+"""Distillation from configuration to trained heads: training texts, training, evaluation, files.
 
 Both `sdtune distill` and a search with missing heads run it. Texts are generated in `tuner.heads.texts`, heads are trained in
-`tuner.heads.training`, and exits are evaluated in `tuner.heads.evaluation`.
+`tuner.heads.training`, exits are evaluated in `tuner.heads.evaluation`, and `tuner.heads.kinds` has what differs between kinds.
 """
 
 from __future__ import annotations
@@ -19,20 +19,17 @@ from decoding.documents.atomic_write import write_atomically
 from decoding.drafts import compact_indices
 from decoding.errors import DistillationError, ExitHeadError
 from decoding.exit_heads import (
-    ExitFigures,
     HeadFacts,
     HeadTraining,
-    head_name,
     prompt_sha256,
     read_facts,
-    save_exit_head,
+    save_head,
 )
 from decoding.fingerprint import Fingerprint, fingerprint, hash_json
 from decoding.target import Target
-from studies.searches.exits import default_exit_layers
 from tuner.config import DistillSettings, SearchConfig
 from tuner.heads.checkpoint import OtherCheckpointError, differences, load_checkpoint, save_checkpoint, stored_exits
-from tuner.heads.evaluation import Heads, evaluate
+from tuner.heads.kinds import HEAD_KINDS, Figures, HeadKind
 from tuner.heads.memory import heads_that_fit
 from tuner.heads.report import loss_curve_csv
 from tuner.heads.texts import GeneratedText, TextPlan, generate_texts
@@ -90,21 +87,18 @@ class Distillation:
     most_seconds: float | None = None
     """Limit of this run on the whole distillation, beside the one of the settings; no part of the heads' identity."""
 
+    @property
+    def kind(self) -> HeadKind:
+        """Kind of the heads."""
+        return HEAD_KINDS[self.settings.head]
+
     @cached_property
     def exits(self) -> tuple[int, ...]:
-        """Requested exit layers, or the default ones.
+        """Requested exit layers, or the default ones; for a feature head the number of blocks.
 
         Raises `DistillationError` if the model lacks one of them.
         """
-        exits = self.settings.exit_layers or default_exit_layers(self.target.num_layers)
-        if not exits:
-            raise DistillationError(f"a model with {self.target.num_layers} layer has no exit to train a head for")
-        for exit_layer in exits:
-            try:
-                self.target.check_exit_layer(exit_layer)
-            except ValueError as cause:
-                raise DistillationError(str(cause)) from None
-        return exits
+        return self.kind.layers(self.settings, self.target)
 
     @cached_property
     def model(self) -> Fingerprint:
@@ -140,12 +134,17 @@ class Distillation:
         """
         decisive = self.settings.model_dump(include={"steps", "timeout", "batch_size", "learning_rate"})
         decisive["draft_vocabulary"] = draft_vocabulary_size(self.target, self.settings)
+        decisive |= self.kind.decisive(self.settings)
         return {**self.training_texts.identity(self.model, self.target.dtype), **decisive}
 
     @property
     def checkpoint(self) -> Path:
         """Path of the checkpoint of unfinished training."""
         return self.folder / "checkpoint.pt"
+
+    def path(self, layer: int) -> Path:
+        """Return the path of the head after this many blocks."""
+        return self.folder / self.kind.file_name(layer)
 
     def finished(self) -> dict[int, HeadFacts]:
         """Return the facts of the requested heads that exist already, by exit layer.
@@ -154,7 +153,7 @@ class Distillation:
         """
         found = {}
         for exit_layer in self.exits:
-            path = self.folder / head_name(exit_layer)
+            path = self.path(exit_layer)
             if path.exists():
                 facts = read_facts(path)
                 known = facts.training.identity if facts.training else {}
@@ -170,6 +169,8 @@ class Distillation:
 class Distilled:
     """Result of a distillation."""
 
+    heads: Mapping[int, Path]
+    """Paths of the head files, by exit layer."""
     folder: Path
     facts: Mapping[int, HeadFacts]
     """Facts stored in each head's file, figures included, by exit layer."""
@@ -177,11 +178,6 @@ class Distilled:
     """One entry per step."""
     writing_seconds: float
     training_seconds: float
-
-    @property
-    def heads(self) -> dict[int, Path]:
-        """Paths of the head files, by exit layer."""
-        return {exit_layer: self.folder / head_name(exit_layer) for exit_layer in self.facts}
 
 
 def prepare(config: SearchConfig, progress: Progress) -> Distillation:
@@ -306,7 +302,8 @@ def distil(
     texts = _training_texts(work, limit, progress)
     unseen = _texts(work, work.evaluation_texts, "generating evaluation texts", MIN_EVALUATION_TOKENS, progress)
     evaluated = limit.spent
-    before = _evaluate(work, dict.fromkeys(exits), unseen, "evaluating the exits without heads", progress)
+    untrained = dict.fromkeys(exits, work.kind.before(work.target))
+    before = _evaluate(work, untrained, unseen, "evaluating without trained heads", progress)
     evaluated = limit.spent - evaluated
     writing_seconds = sum(text.seconds for text in (*texts, *unseen))
     facts: dict[int, HeadFacts] = {}
@@ -317,18 +314,19 @@ def distil(
         run = _train(work, group, texts, progress, on_losses, overwrite, seconds)
         heads = {exit_layer: student.stored_head() for exit_layer, student in run.students.items()}
         run.students.clear()  # the optimizers are not needed any more, and the evaluation takes memory too
-        after = _evaluate(work, heads, unseen, "evaluating the exits with their heads", progress)
+        after = _evaluate(work, heads, unseen, "evaluating the trained heads", progress)
         cost = writing_seconds * len(group) / len(exits) + run.seconds
         for exit_layer, head in heads.items():
             facts[exit_layer] = _facts(work, exit_layer, texts, run.step, cost, before[exit_layer], after[exit_layer])
             stored = replace(head, block=head.block.to(torch.bfloat16))
-            save_exit_head(work.folder / head_name(exit_layer), stored, facts[exit_layer])
+            save_head(work.path(exit_layer), stored, facts[exit_layer])
         losses = _joined(losses, run.losses)
         training_seconds += run.seconds
         curve = loss_curve_csv(losses).encode()
         write_atomically(work.folder / CURVE, curve, what="the training curve", error=DistillationError)
         work.checkpoint.unlink(missing_ok=True)
-    return Distilled(work.folder, facts, losses, writing_seconds, training_seconds)
+    paths = {layer: work.path(layer) for layer in facts}
+    return Distilled(paths, work.folder, facts, losses, writing_seconds, training_seconds)
 
 
 def _groups(work: Distillation, exits: Sequence[int], progress: Progress) -> list[tuple[int, ...]]:
@@ -365,7 +363,7 @@ def distil_and_track(
     """
     tracker = _open_tracker(work, exits, config)
     try:
-        with explained_shortage("distilling exit heads", _LESS_TO_TRAIN):
+        with explained_shortage(f"distilling {work.kind.noun}", _LESS_TO_TRAIN):
             distilled = distil(work, exits, progress, on_losses=partial(log_losses, tracker), overwrite=overwrite)
         log_distilled(tracker, distilled)
     except KeyboardInterrupt:
@@ -395,7 +393,7 @@ def log_distilled(tracker: Tracker, distilled: Distilled) -> None:
         assert facts.training is not None, "a distilled head records its training"
         for name, of_exit in (("without_head", facts.training.before), ("with_head", facts.training.after)):
             figures |= {f"exit_{exit_layer}/{key}_{name}": value for key, value in of_exit.model_dump().items()}
-        tracker.log_document(facts.model_dump(mode="json", by_alias=True), f"exit_head_{exit_layer}.json")
+        tracker.log_document(facts.model_dump(mode="json", by_alias=True), f"{distilled.heads[exit_layer].stem}.json")
     tracker.log_figures(figures, {"exits": ",".join(map(str, distilled.facts))})
     tracker.log_artifact(distilled.folder / CURVE)
 
@@ -436,10 +434,10 @@ def _texts(
 
 
 def _evaluate(
-    work: Distillation, heads: Heads, texts: Sequence[GeneratedText], stage: str, progress: Progress
-) -> dict[int, ExitFigures]:
+    work: Distillation, heads: Mapping[int, Any], texts: Sequence[GeneratedText], stage: str, progress: Progress
+) -> dict[int, Figures]:
     progress.stage(stage, len(texts))
-    return evaluate(work.target, heads, texts, work.settings.batch_size, progress.advance)
+    return work.kind.evaluate(work.target, heads, texts, work.settings.batch_size, progress.advance)
 
 
 def _train(
@@ -453,7 +451,7 @@ def _train(
 ) -> Run:
     """Train the heads to the end or for `most_seconds`, starting from the checkpoint if there is one."""
     vocabulary = choose_vocabulary(work.target, texts, work.settings)
-    run = Run({exit_layer: Student(work.target, vocabulary) for exit_layer in exits})
+    run = Run({exit_layer: Student(work.kind.new_head(work.target, vocabulary)) for exit_layer in exits})
     heads = "head" if len(exits) == 1 else "heads"
     progress.stage(f"training {len(exits)} {heads}", work.settings.steps)
     if work.checkpoint.exists():
@@ -469,10 +467,11 @@ def _train(
             on_losses(num_reported, run.losses[num_reported:])
             save_checkpoint(run, work.identity, work.checkpoint)
             mean = fmean(loss for losses in run.losses[num_reported:] for loss in losses.values())
-            progress.say(f"step {run.step}: loss {mean:.3f} nats per token, mean of {len(exits)} exits")
+            progress.say(f"step {run.step}: loss {mean:.3f} nats per token, mean of {len(exits)} {heads}")
             num_reported = run.step
 
-    train(run, work.target, texts, work.settings, work.seed, keep)
+    step = work.kind.train_step(work.settings)
+    train(run, work.target, texts, work.settings, work.seed, keep, step)
     return run
 
 
@@ -494,8 +493,8 @@ def _facts(
     texts: Sequence[GeneratedText],
     steps: int,
     seconds: float,
-    before: ExitFigures,
-    after: ExitFigures,
+    before: Figures,
+    after: Figures,
 ) -> HeadFacts:
     """Return the facts to store in the file of a head."""
     training = HeadTraining(
@@ -507,13 +506,16 @@ def _facts(
         temperature=work.settings.temperature,
         steps=steps,
         seconds=seconds,
-        before=before,
-        after=after,
+        before=before[0],
+        after=after[0],
+        before_by_step=before if len(before) > 1 else (),
+        after_by_step=after if len(after) > 1 else (),
         device=device_name(work.target.device),
         versions=versions(),
         identity=work.identity,
     )
     return HeadFacts(
+        schema=work.kind.schema,
         exit_layer=exit_layer,
         num_layers=work.target.num_layers,
         architecture=type(work.loaded.model).__name__,

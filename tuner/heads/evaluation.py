@@ -37,7 +37,7 @@ def evaluate(
         num_tokens += target_logits.shape[0]
         for exit_layer, head in heads.items():
             drafted = target.exit_logits(batch.token_ids, states.pop(exit_layer), head, first=batch.first)
-            sums[exit_layer] += _summed(target_logits, drafted[batch.response_mask]).cpu()
+            sums[exit_layer] += summed(target_logits, drafted[batch.response_mask]).cpu()
         on_progress(len(texts_of_batch))
     return {
         exit_layer: ExitFigures(
@@ -58,7 +58,7 @@ def acceptance(target_logits: Tensor, draft_logits: Tensor) -> Tensor:
     return torch.minimum(p, q).sum(dim=-1)
 
 
-def _summed(target_logits: Tensor, draft_logits: Tensor) -> Tensor:
+def summed(target_logits: Tensor, draft_logits: Tensor) -> Tensor:
     """Return acceptance and agreement, each summed over positions: [2]."""
     agrees = target_logits.argmax(dim=-1) == draft_logits.argmax(dim=-1)
     return torch.stack([acceptance(target_logits, draft_logits).double().sum(), agrees.double().sum()])

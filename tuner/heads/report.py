@@ -31,6 +31,27 @@ def exits_table(facts: Mapping[int, HeadFacts]) -> Table:
     return table
 
 
+def feature_head_table(facts: HeadFacts) -> Table:
+    """Return a table of a feature head by the step of a round: acceptance and agreement before and after the training."""
+    title = "Feature head on held-out prompts, by the step of a round"
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("step", justify="right")
+    for heading in ("acceptance", "trained", "agreement", "trained"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    if facts.training is not None:
+        steps = zip(facts.training.before_by_step, facts.training.after_by_step, strict=True)
+        for step, (before, after) in enumerate(steps, start=1):
+            figures = (before.acceptance, after.acceptance, before.agreement, after.agreement)
+            table.add_row(str(step), *(f"{figure:.3f}" for figure in figures))
+    return table
+
+
+def heads_table(facts: Mapping[int, HeadFacts]) -> Table:
+    """Return the table of exit heads, or of a feature head, which a distillation makes alone."""
+    feature = [of_head for of_head in facts.values() if of_head.is_feature_head]
+    return feature_head_table(feature[0]) if feature else exits_table(facts)
+
+
 def loss_curve_csv(losses: Sequence[Mapping[int, float]]) -> str:
     """Return the loss curve as CSV, in nats per token.
 

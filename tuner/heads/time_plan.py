@@ -55,7 +55,8 @@ def distillation_time(
     text = prompt_tokens + response
     num_groups = -(-num_heads // max(1, heads_at_once))
     of_target = num_groups * settings.batch_size * text
-    of_heads = num_heads * (1 + BACKWARD) * settings.batch_size * (text * block_share + response * output_share)
+    of_head = settings.batch_size * (text * block_share + response * output_share)
+    of_heads = num_heads * settings.head_passes * (1 + BACKWARD) * of_head
     updates = num_heads * UPDATE_READS * block_share * pulse.token_seconds
     training = settings.steps * ((of_target + of_heads) * pulse.position_seconds + updates)
     evaluated = num_evaluated * (1 + num_heads * head_share)

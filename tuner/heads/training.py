@@ -17,14 +17,15 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any, Generic, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from decoding.errors import DistillationError
-from decoding.target import DraftVocabulary, ExitHead, Target
+from decoding.target import DraftVocabulary, ExitHead, FeatureHead, Target
 from tuner.config import DistillSettings
 from tuner.heads.batches import Schedule, TrainingBatch
 from tuner.heads.texts import GeneratedText
@@ -38,14 +39,19 @@ Losses = Mapping[int, float]
 """Cross-entropy minus the entropy of the labels, in nats per token, by exit layer."""
 
 
-class Student:
+HeadT = TypeVar("HeadT", ExitHead, FeatureHead)
+TrainStep = Callable[[Mapping[int, "Student[Any]"], Target, TrainingBatch, float], Losses]
+"""Runs the target once on a batch and updates each student, at a learning rate; returns the losses."""
+
+
+class Student(Generic[HeadT]):
     """Head in training: its module, float32 master weights, and their optimizer."""
 
-    def __init__(self, target: Target, vocabulary: DraftVocabulary | None = None) -> None:
-        self.head = target.new_exit_head(vocabulary)
-        self._weights = list(self.head.block.parameters())
+    def __init__(self, head: HeadT) -> None:
+        self.head: HeadT = head
+        self._weights: list[nn.Parameter] = list(head.block.parameters())
         # The weights of a float32 head are their own masters.
-        self.masters = [
+        self.masters: list[Tensor] = [
             weight if weight.dtype == torch.float32 else weight.detach().float() for weight in self._weights
         ]
         self.optimizer = torch.optim.AdamW(self.masters, betas=BETAS, weight_decay=0.0)
@@ -74,19 +80,19 @@ class Student:
                 weight.copy_(master)
 
     @torch.no_grad()
-    def stored_head(self) -> ExitHead:
+    def stored_head(self) -> HeadT:
         """Return the head as loaded from a file: target's precision, rounded to bfloat16."""
         stored = copy.deepcopy(self.head.block).requires_grad_(False)
         for weight, master in zip(stored.parameters(), self.masters, strict=True):
             weight.copy_(master.to(torch.bfloat16))
-        return ExitHead(stored, self.head.vocabulary)
+        return replace(self.head, block=stored)
 
 
 @dataclass
 class Run:
     """State of a training run, as a checkpoint holds it."""
 
-    students: dict[int, Student]
+    students: dict[int, Student[Any]]
     losses: list[Losses] = field(default_factory=list)
     """One entry per step."""
     seconds: float = 0.0
@@ -110,11 +116,13 @@ def train(
     settings: DistillSettings,
     seed: int,
     on_step: Callable[[], None] = lambda: None,
+    step: TrainStep | None = None,
 ) -> None:
     """Train the students of `run` until its steps or its time are used up.
 
-    `on_step` is called after every step. Without a timeout a step depends on settings, seed and step number alone, so a resumed
-    run ends with the weights of an uninterrupted one. Raises `DistillationError` if a loss is not finite.
+    `on_step` is called after every step; `step` is `train_step` by default. Without a timeout a step depends on settings, seed
+    and step number alone, so a resumed run ends with the weights of an uninterrupted one. Raises `DistillationError` if a loss is
+    not finite.
     """
     schedule = Schedule(texts, settings.batch_size, seed)
     highest_rate = settings.learning_rate or default_learning_rate(target)
@@ -123,7 +131,7 @@ def train(
             began = time.perf_counter()
             learning_rate = highest_rate * rate_factor(progress, settings.steps)
             batch = TrainingBatch.of(schedule.texts_of(run.step), target.device)
-            run.losses.append(train_step(run.students, target, batch, learning_rate))
+            run.losses.append((step or train_step)(run.students, target, batch, learning_rate))
             run.seconds += time.perf_counter() - began
             for exit_layer, loss in run.losses[-1].items():
                 if not math.isfinite(loss):
@@ -134,7 +142,9 @@ def train(
             on_step()
 
 
-def train_step(students: dict[int, Student], target: Target, batch: TrainingBatch, learning_rate: float) -> Losses:
+def train_step(
+    students: Mapping[int, Student[ExitHead]], target: Target, batch: TrainingBatch, learning_rate: float
+) -> Losses:
     """Run the target once and update each student in turn.
 
     Returns the losses in nats per token. Peak memory beyond the model and the students: the states at the exits, and the logits

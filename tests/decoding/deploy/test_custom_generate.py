@@ -27,7 +27,7 @@ from decoding.errors import (
     UnsupportedRequestError,
     UnsupportedRunnerError,
 )
-from decoding.exit_heads import HeadFacts, save_exit_head
+from decoding.exit_heads import HeadFacts, save_head
 from decoding.fingerprint import fingerprint
 from decoding.profile import Decoding, DraftProfile, TargetIdentity
 from decoding.target import ResumeView
@@ -460,7 +460,7 @@ def _exit_profile(model: PreTrainedModel, folder: Path, head_of: PreTrainedModel
         config_sha256=found.config_sha256,
         weights_sha256=found.weights_sha256,
     )
-    sha256 = save_exit_head(folder / "head.safetensors", decoding.target.Target(owner).new_exit_head(), facts)
+    sha256 = save_head(folder / "head.safetensors", decoding.target.Target(owner).new_exit_head(), facts)
     draft = EarlyExit(exit_layer=3, head="head.safetensors", head_sha256=sha256)
     path = folder / "profile.yaml"
     _profile(model).model_copy(update={"draft": draft}).save(path)

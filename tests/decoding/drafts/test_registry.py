@@ -12,6 +12,7 @@ from decoding.drafts import (
     KINDS,
     Draft,
     EarlyExit,
+    FeatureHeadDraft,
     LayerSkip,
     Lookup,
     PlainDecoding,
@@ -31,6 +32,7 @@ DRAFTS: list[Draft] = [
     LayerSkip(skip_mlp=(1,), lookup=SuffixLookup()),
     EarlyExit(exit_layer=3),
     EarlyExit(exit_layer=3, head="h", head_sha256="ab", lookup=Lookup()),
+    FeatureHeadDraft(head="h", head_sha256="ab", lookup=Lookup()),
 ]
 
 

@@ -52,7 +52,7 @@ def stored(target: Target, path: Path, **changes: Any) -> list[GeneratedText]:
 
 
 def trained(target: Target, texts: list[GeneratedText], *exits: int, settings: DistillSettings = SETTINGS) -> Run:
-    run = Run({exit_layer: Student(target) for exit_layer in exits})
+    run = Run({exit_layer: Student(target.new_exit_head()) for exit_layer in exits})
     train(run, target, texts, settings, seed=0)
     return run
 
@@ -273,7 +273,7 @@ class TestTraining:
 
     def test_a_failed_training_leaves_the_target_unchanged(self) -> None:
         target = tiny_target()
-        run = Run({2: Student(target)})
+        run = Run({2: Student(target.new_exit_head())})
         with torch.no_grad():
             run.students[2].masters[0].fill_(math.nan)
         with pytest.raises(DistillationError, match=r"loss of exit 2 is nan at step 1.*lower learning rate"):
@@ -350,7 +350,10 @@ class TestCheckpoints:
         """Training of ten steps, stopped after the sixth, with its last checkpoint after the fourth."""
         target = tiny_target()
         texts = generated_by(target)
-        run, path = Run({1: Student(target), 3: Student(target)}), tmp_path / "checkpoint.pt"
+        run, path = (
+            Run({1: Student(target.new_exit_head()), 3: Student(target.new_exit_head())}),
+            tmp_path / "checkpoint.pt",
+        )
 
         def stop() -> None:
             if run.step == 4:
@@ -365,7 +368,7 @@ class TestCheckpoints:
     @pytest.mark.parametrize("exits", [(1, 3), (3,)])
     def test_resumed_training_gives_the_same_weights_and_losses(self, stopped: Any, exits: tuple[int, ...]) -> None:
         target, texts, path = stopped
-        resumed = Run({exit_layer: Student(target) for exit_layer in exits})
+        resumed = Run({exit_layer: Student(target.new_exit_head()) for exit_layer in exits})
         load_checkpoint(resumed, IDENTITY, path)
         assert resumed.step == 4
         assert resumed.seconds > 0
@@ -379,24 +382,25 @@ class TestCheckpoints:
         target = Target(tiny_llama().to(torch.bfloat16))
         run = trained(target, generated_by(target), 2, settings=SETTINGS.model_copy(update={"steps": 2}))
         save_checkpoint(run, IDENTITY, tmp_path / "checkpoint.pt")
-        fresh = Run({2: Student(target)})
+        fresh = Run({2: Student(target.new_exit_head())})
         load_checkpoint(fresh, IDENTITY, tmp_path / "checkpoint.pt")
         assert same(fresh.students[2].masters, run.students[2].masters)
         assert same(weights(fresh, 2), weights(run, 2))
 
     def test_a_checkpoint_of_another_distillation_is_refused(self, stopped: Any) -> None:
         target, _, path = stopped
+        other = {**IDENTITY, "steps": 9, "learning_rate": 2.0}
         with pytest.raises(OtherCheckpointError, match="another learning rate and steps"):
-            load_checkpoint(Run({1: Student(target)}), {**IDENTITY, "steps": 9, "learning_rate": 2.0}, path)
+            load_checkpoint(Run({1: Student(target.new_exit_head())}), other, path)
         with pytest.raises(OtherCheckpointError, match="another choice of exits"):
-            load_checkpoint(Run({2: Student(target)}), IDENTITY, path)
+            load_checkpoint(Run({2: Student(target.new_exit_head())}), IDENTITY, path)
 
     @pytest.mark.parametrize("damage", [lambda content: content[:-200], lambda content: b"", lambda content: b"x" * 99])
     def test_a_damaged_checkpoint_is_refused(self, stopped: Any, damage: Callable[[bytes], bytes]) -> None:
         target, _, path = stopped
         path.write_bytes(damage(path.read_bytes()))
         with pytest.raises(DistillationError, match=r"checkpoint.pt is damaged.*remove it"):
-            load_checkpoint(Run({1: Student(target)}), IDENTITY, path)
+            load_checkpoint(Run({1: Student(target.new_exit_head())}), IDENTITY, path)
 
     def test_a_full_disk_keeps_the_last_checkpoint(self, stopped: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         target, _, path = stopped
@@ -408,6 +412,6 @@ class TestCheckpoints:
 
         monkeypatch.setattr(torch, "save", full)
         with pytest.raises(DistillationError, match=r"cannot write the checkpoint .*No space left on device"):
-            save_checkpoint(Run({1: Student(target)}), IDENTITY, path)
+            save_checkpoint(Run({1: Student(target.new_exit_head())}), IDENTITY, path)
         assert path.read_bytes() == before
         assert [file.name for file in path.parent.iterdir()] == ["checkpoint.pt"]

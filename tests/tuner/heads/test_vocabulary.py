@@ -73,7 +73,7 @@ def test_head_learns_on_its_own_tokens() -> None:
     plan = TextPlan(prompts=prompts, samples=2, temperature=1.0, response_tokens=12, batch_size=6, seed=0)
     texts = [text for number, batch in enumerate(plan.batches) for text in generate_batch(target, batch, plan, number)]
     vocabulary = choose_vocabulary(target, texts, settings(24))
-    run = Run({2: Student(target, vocabulary)})
+    run = Run({2: Student(target.new_exit_head(vocabulary))})
     before = evaluate(target, {2: target.new_exit_head(vocabulary)}, texts, 6)[2]
     train(run, target, texts, settings(24), seed=0)
     after = evaluate(target, {2: run.students[2].stored_head()}, texts, 6)[2]

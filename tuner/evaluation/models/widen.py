@@ -36,7 +36,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaConfig, PreTrainedModel
 
 from decoding.errors import first_line
-from decoding.exit_heads import head_name, load_exit_head, read_facts, save_exit_head
+from decoding.exit_heads import head_name, load_exit_head, read_facts, save_head
 from decoding.fingerprint import fingerprint
 from decoding.target import Target
 from tuner.evaluation.models.layout import Layout, wide_epsilon
@@ -123,7 +123,7 @@ def widen_head(path: Path, narrow: Target, wide: Target, folder: Path) -> Path:
         "exit_layer": exit_layer,
         "num_layers": wide.num_layers,
     }
-    save_exit_head(folder / head_name(exit_layer), head, facts.model_copy(update=changes))
+    save_head(folder / head_name(exit_layer), head, facts.model_copy(update=changes))
     return folder / head_name(exit_layer)
 
 

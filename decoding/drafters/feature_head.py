@@ -1,0 +1,104 @@
+"""Draft with a feature head from the target's last hidden states; verify with the whole target.
+
+After EAGLE (arXiv 2401.15077). The head runs at the position of a token, on the target's state of the position before it. Its first
+pass of a round reads the states of all positions that were verified since its last one: they replace what it has read of its own
+outputs, and the pass is its first step too. Every other step reads the output of the step before.
+
+In the cache's branch, `length` counts the states that the head has read, which is one less than the positions that it has
+processed, and `pending` holds the states that it has not. At least one is pending when a round begins: that of the position before
+the last token.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from decoding.acceptance import Acceptance
+from decoding.cache.kv_cache import KVCache
+from decoding.draft_length import Controller
+from decoding.drafters.contract import Proposal
+from decoding.drafters.propose import propose
+from decoding.drafts import FeatureHeadDraft
+from decoding.errors import ExitHeadError
+from decoding.head_folder import HeadFolder
+from decoding.profile import Decoding
+from decoding.runners.contract import Outputs, Written
+from decoding.runners.greedy_chain import one_token, write_by
+from decoding.target import FeatureHead, Target
+from decoding.target.feature_head import states_before
+from decoding.text import Shaping, TokenSequence
+
+
+class FeatureHeadDrafter:
+    """A feature head with the target's own embeddings, final norm and LM head."""
+
+    def __init__(self, target: Target, head: FeatureHead) -> None:
+        self._features = target.runner.features
+        self._head = target.feature_view(head)
+        self._whole = target.tapped_view(target.num_layers)
+
+    def prefill(self, sequence: TokenSequence, cache: KVCache) -> Tensor:
+        """Run the target over the prompt, and the head over its last states; that of the last position stays pending."""
+        prompt = sequence.span(0, sequence.length)
+        logits, states = self._whole.forward(prompt, cache, 0, last_only=True)
+        self._head.run(prompt, cache, 0, states_before(states))
+        cache.branch.catch_up(sequence.length - 1)
+        cache.branch.extend(states[..., -1:, :])
+        return logits
+
+    def draft(
+        self,
+        sequence: TokenSequence,
+        cache: KVCache,
+        controller: Controller,
+        shaping: Shaping,
+        acceptance: Acceptance,
+        limit: int,
+    ) -> Proposal:
+        """Draft token by token until the controller or `limit` stops; the first pass includes the pending states."""
+        branch, latest = cache.branch, list[Tensor]()
+
+        def run(num_drafted: int, token_ids: Tensor, looks: bool) -> Outputs:
+            position = cache.length + num_drafted
+            if num_drafted:
+                outputs = self._head.run(token_ids, cache, position, latest.pop(), looks=looks)
+            else:
+                first = branch.length + 1
+                assert branch.pending is not None, "the state before the last token is pending"
+                span = sequence.span(first, position + 1)
+                outputs = self._head.run(span, cache, first, branch.pending, looks=looks)
+                branch.catch_up(cache.length)
+            assert outputs.states is not None, "the head records its states"
+            latest.append(outputs.states[..., -1:, :])
+            return outputs
+
+        def step(num_drafted: int, looks: bool) -> Outputs:
+            position = cache.length + num_drafted
+            return run(num_drafted, sequence.span(position, position + 1), looks)
+
+        def write(num_drafted: int, num_tokens: int, looks: bool) -> Written:
+            last = sequence.span(cache.length + num_drafted, cache.length + num_drafted + 1)
+            return write_by(
+                lambda ids, index: one_token(run(num_drafted + index, ids, looks), looks=looks), last, num_tokens
+            )
+
+        look_every = self._features.look_every
+        num_drafted, probabilities = propose(step, write, sequence, controller, shaping, acceptance, limit, look_every)
+        return Proposal(num_drafted, probabilities)
+
+    def verify(self, sequence: TokenSequence, cache: KVCache, draft: Proposal) -> Outputs:
+        """Run the target over the last token and the drafts, and keep its last states for the head."""
+        token_ids = sequence.span(cache.length, sequence.length + draft.num_tokens)
+        outputs = self._whole.run(token_ids, cache, cache.length)
+        assert outputs.states is not None, "the last block is tapped"
+        cache.branch.extend(outputs.states)
+        return outputs
+
+
+def new_drafter(
+    target: Target, draft: FeatureHeadDraft, decoding: Decoding, *, heads: HeadFolder | None
+) -> FeatureHeadDrafter:
+    """Return the drafter of a feature head. Raises `ExitHeadError` for a head that `heads` does not hold."""
+    if heads is None:
+        raise ExitHeadError(f"the draft needs the feature head {draft.head}: give the folder that holds it")
+    return FeatureHeadDrafter(target, heads.feature_head(draft))

@@ -1,0 +1,78 @@
+"""A feature head at work: one pass of it in decoding, and many of its rounds at once on sequences that are known."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from decoding.cache.kv_cache import KVCache
+from decoding.cache.unrolled_cache import UnrolledCache, unrolled_mask
+from decoding.runners.contract import Inputs, Outputs
+from decoding.runners.masks import MaskKinds
+from decoding.target.feature_head import FeatureHead, Join, states_before
+from decoding.target.parts import LMHead, ModelPart
+from decoding.target.stand_ins import Head, Identity, PassState
+
+if TYPE_CHECKING:
+    from decoding.target.target import Target
+
+
+class FeatureView:
+    """A feature head with the target's embeddings, final norm and LM head; none of the target's blocks run.
+
+    The head's keys and values are in the cache's branch. The head has the last block index, so that it receives the mask and rotary
+    embeddings of the block it was copied from.
+    """
+
+    def __init__(self, target: Target, head: FeatureHead) -> None:
+        self._target, current = target, PassState()
+        joining = head.block
+        block = target.prepare_block(joining.block, target.num_layers - 1, around=joining.around)
+        passed_by = [Identity(each, target.anatomy.block_outputs) for each in target.stack[:-1]]
+        blocks = [*passed_by, Join(Head(block), current)]
+        self._part = target.part(blocks, current, drafts=True, vocabulary=head.vocabulary)
+
+    def run(self, token_ids: Tensor, cache: KVCache, start: int, states: Tensor, *, looks: bool = False) -> Outputs:
+        """Run the head on `token_ids` [1, width] from position `start`; logits [1, vocabulary] are those after the last.
+
+        `states` [.., width, hidden] are those of the position before each token. The outputs' states are the head's own, one per
+        token; `looks` is as in `Runner.run`.
+        """
+        return self._target.run(self._part, token_ids, cache, start, last_only=True, states=states, looks=looks)
+
+
+def unrolled(
+    target: Target,
+    head: FeatureHead,
+    lm_head: LMHead | None,
+    mask_kinds: MaskKinds,
+    token_ids: Tensor,
+    states: Tensor,
+    num_steps: int,
+    first: int,
+) -> Iterator[Tensor]:
+    """Yield the logits [batch, length - first, vocabulary] of steps 1 to `num_steps` of the rounds that reach each position.
+
+    `states` [.., batch, length, hidden] are the target's last ones of `token_ids` [batch, length]. Step 1 reads them; step n at a
+    position reads what step n - 1 put out at the position before, in a round that began n - 1 tokens earlier and drafted the
+    sequence's own tokens, and attends to what such a round has in its cache (training-time test of EAGLE-3, arXiv 2503.01840,
+    section 3.2). Gradients flow through all steps. `lm_head` are the rows of the head's vocabulary, or None.
+    """
+    current, cache = PassState(), UnrolledCache(target.num_layers)
+    passed_by = [Identity(each, target.anatomy.block_outputs) for each in list(target.blocks)[:-1]]
+    blocks = [*passed_by, Join(Head(head.block), current)]
+    part = ModelPart(target.model, target.anatomy.path, blocks, current, lm_head=lm_head)
+    length = token_ids.shape[1]
+    positions = torch.arange(length, device=token_ids.device)[None].expand(token_ids.shape[0], -1)
+    for step in range(1, num_steps + 1):
+        allowed = unrolled_mask(step, length, mask_kinds.windows[-1], token_ids.device)
+        mask = mask_kinds.formed(allowed).expand(token_ids.shape[0], -1, -1, -1)
+        outputs = part.compute(
+            Inputs(token_ids, positions, cache, length - first, states_before(states), masks=(mask,))
+        )
+        assert outputs.states is not None, "the head records its states"
+        states = outputs.states
+        yield outputs.logits

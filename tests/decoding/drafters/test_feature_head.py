@@ -1,0 +1,182 @@
+"""Feature heads write the text of plain decoding, and draft in each round what their unrolled steps say of the same tokens."""
+
+from __future__ import annotations
+
+from collections import Counter
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from decoding.acceptance import Acceptance, Sampling
+from decoding.cache.kv_cache import KVCache
+from decoding.decode import Request, capacity_for, speculative
+from decoding.decoder import Decoder
+from decoding.draft_length import AdaEdl, Controller, Fixed
+from decoding.drafters.build import build_drafter
+from decoding.drafters.contract import Drafter, Proposal
+from decoding.drafters.feature_head import FeatureHeadDrafter
+from decoding.drafters.lookup_first import LookupFirst
+from decoding.drafts import FeatureHeadDraft, Lookup
+from decoding.errors import ExitHeadError
+from decoding.head_folder import HeadFolder
+from decoding.lockstep import decode_in_lockstep
+from decoding.rounds import Generation
+from decoding.runners.contract import Outputs, RunnerFactory
+from decoding.runners.eager import EagerRunner
+from decoding.runners.static import StaticRunner
+from decoding.target import DraftVocabulary, FeatureHead, Target
+from decoding.text import Ending, Shaping, TokenSequence
+from tests.support.chi_square import ALPHA, p_value
+from tests.support.controllers import AnyLength
+from tests.support.families import PROMISED, VOCABULARY, build, some_tokens, target_of
+from tests.support.feature_heads import disturbed_feature_head, write_feature_head
+from tests.support.generations import write_plainly
+from tests.support.sampled import NUM_SEQUENCES, exact_distribution, first_tokens, request_for, sampling_target
+
+NUM_STEPS = 4
+
+
+class Watched:
+    """A drafter that notes the drafts of each round, with the number of tokens before them."""
+
+    def __init__(self, drafter: Drafter) -> None:
+        self._drafter = drafter
+        self.rounds: list[tuple[int, list[int]]] = []
+
+    def prefill(self, sequence: TokenSequence, cache: KVCache) -> Tensor:
+        return self._drafter.prefill(sequence, cache)
+
+    def draft(
+        self,
+        sequence: TokenSequence,
+        cache: KVCache,
+        controller: Controller,
+        shaping: Shaping,
+        acceptance: Acceptance,
+        limit: int,
+    ) -> Proposal:
+        proposal = self._drafter.draft(sequence, cache, controller, shaping, acceptance, limit)
+        if not proposal.looked_up:
+            drafts = sequence.written(sequence.length, sequence.length + proposal.num_tokens)
+            self.rounds.append((sequence.length, drafts[0].tolist()))
+        return proposal
+
+    def verify(self, sequence: TokenSequence, cache: KVCache, draft: Proposal) -> Outputs:
+        return self._drafter.verify(sequence, cache, draft)
+
+
+@torch.inference_mode()
+def unrolled_choices(target: Target, head: FeatureHead, token_ids: list[int]) -> list[list[int]]:
+    """Return the likeliest token of each step after each position."""
+    ids = torch.tensor([token_ids])
+    states, _ = target.last_states(ids)
+    steps = target.unrolled_feature_head(ids, states, head, NUM_STEPS)
+    return [logits[0].argmax(dim=-1).tolist() for logits in steps]
+
+
+def check_rounds(
+    target: Target, head: FeatureHead, token_ids: list[int], rounds: list[tuple[int, list[int]]]
+) -> Counter[int]:
+    """Compare drafts with the unrolled steps: all first ones, and all of the longest rounds; return numbers by step."""
+    first, compared = unrolled_choices(target, head, token_ids)[0], Counter[int]()
+    for length, drafts in rounds:
+        if drafts:
+            assert drafts[0] == first[length - 1], f"the round after {length} tokens"
+            compared[1] += 1
+    for length, drafts in sorted(rounds, key=lambda each: len(each[1]))[-3:]:
+        steps = unrolled_choices(target, head, [*token_ids[:length], *drafts])
+        for step, token in enumerate(drafts):
+            assert token == steps[step][length + step - 1], f"step {step + 1} of the round after {length} tokens"
+            compared[step + 1] += 1
+    return compared
+
+
+@pytest.mark.parametrize("runner", [EagerRunner, partial(StaticRunner, compiled=False)], ids=["eager", "static"])
+@pytest.mark.parametrize("family", sorted(PROMISED))
+def test_text_is_the_plain_text_and_drafts_are_those_of_the_unrolled_head(family: str, runner: RunnerFactory) -> None:
+    """The head must have read every verified position with the target's state, and its own drafts with its own."""
+    target = Target(build(family), runner) if runner is not EagerRunner else target_of(family)
+    head = disturbed_feature_head(target_of(family))
+    turn = sorted(PROMISED).index(family)
+    compared = Counter[int]()
+    for seed, rule in enumerate((Fixed(max_tokens=NUM_STEPS), AdaEdl(max_tokens=NUM_STEPS, initial_threshold=0.3))):
+        request = Request(some_tokens(1 if (turn + seed) % 2 else 9, seed), Ending(16))
+        plain = write_plainly(target_of(family), request).tokens
+        watched = Watched(FeatureHeadDrafter(target, head))
+        after_lookup = LookupFirst(watched, Lookup(max_tokens=3))
+        for drafter, controller in ((watched, rule.controller()), (after_lookup, AnyLength(seed))):
+            generation = Generation.collect(speculative(target, drafter, controller, request))
+            assert generation.tokens == plain
+        compared += check_rounds(target_of(family), head, [*request.prompt, *plain], watched.rounds)
+    assert compared[1] > 15
+    assert compared[3] > 3
+
+
+@pytest.mark.parametrize("runner", [EagerRunner, partial(StaticRunner, compiled=False)], ids=["eager", "static"])
+def test_sequences_in_lockstep_draft_what_they_would_alone(runner: RunnerFactory) -> None:
+    target = Target(build("gemma3"), runner)
+    head = disturbed_feature_head(target_of("gemma3"))
+    requests = [Request(some_tokens(4 + 3 * seed, seed), Ending(12 + seed)) for seed in range(3)]
+    drafters = [Watched(FeatureHeadDrafter(target, head))] * len(requests)
+    controllers = [AnyLength(0), Controller(3), Controller(2)]
+    loops = [
+        partial(speculative, target, drafter, controller, request)
+        for drafter, controller, request in zip(drafters, controllers, requests, strict=True)
+    ]
+    capacity = max(capacity_for(target, request, 4) for request in requests)
+    records: list[list[object]] = [[] for _ in requests]
+    for row, record in decode_in_lockstep(target, loops, capacity):
+        records[row].append(record)
+    for request, own in zip(requests, records, strict=True):
+        assert Generation.collect(iter(own)).tokens == write_plainly(target_of("gemma3"), request).tokens
+
+
+def test_head_with_a_vocabulary_of_its_own_drafts_from_it() -> None:
+    target, chosen = target_of("llama"), DraftVocabulary(tuple(range(0, VOCABULARY, 3)))
+    head = disturbed_feature_head(target, chosen)
+    watched, request = Watched(FeatureHeadDrafter(target, head)), Request(some_tokens(9), Ending(16))
+    generation = Generation.collect(speculative(target, watched, Controller(3), request))
+    assert generation.tokens == write_plainly(target, request).tokens
+    assert {token for _, drafts in watched.rounds for token in drafts} <= set(chosen.token_ids)
+    assert check_rounds(target, head, [*request.prompt, *generation.tokens], watched.rounds)[1] > 3
+
+
+def test_sampled_text_is_distributed_as_the_model() -> None:
+    target = sampling_target()
+    drafter = FeatureHeadDrafter(target, disturbed_feature_head(target))
+    request = request_for("temperature", Sampling(torch.Generator().manual_seed(11)))
+    texts = (speculative(target, drafter, AnyLength(seed), request) for seed in range(NUM_SEQUENCES))
+    counts = Counter(first_tokens(steps) for steps in texts)
+    assert p_value(counts, exact_distribution("temperature")) > ALPHA
+
+
+def test_draft_document_builds_its_drafter_from_the_folder(tmp_path: Path) -> None:
+    target = target_of("llama")
+    draft = write_feature_head(target, tmp_path, disturbed_feature_head(target))
+    heads = HeadFolder(target, tmp_path)
+    assert heads.feature_draft() == draft
+    request = Request(some_tokens(5), Ending(12))
+    decoder = Decoder(target, draft.with_lookup(Lookup(max_tokens=2)), Fixed(max_tokens=3), heads=heads)
+    assert decoder.generate(request).tokens == write_plainly(target, request).tokens
+    with pytest.raises(ExitHeadError, match="needs the feature head"):
+        build_drafter(target, draft)
+    with pytest.raises(ExitHeadError, match="its contents differ"):
+        build_drafter(target, draft.model_copy(update={"head_sha256": "0" * 64}), heads=heads)
+    with pytest.raises(ExitHeadError, match="belongs to another model"):
+        HeadFolder(target_of("qwen2"), tmp_path).feature_draft()
+
+
+def test_document_tells_what_the_draft_needs() -> None:
+    draft = FeatureHeadDraft(head="h.safetensors", head_sha256="ab", draft_vocabulary=64)
+    assert (draft.describe(), draft.label) == ("feature head for 64 tokens", "feature head")
+    assert draft.runs_model
+    assert draft.has_head
+    assert draft.rereads_rounds
+    assert draft.files == {"h.safetensors": "ab"}
+    assert draft.with_file_names({"h.safetensors": "other"}).head == "other"
+    assert draft.skipped(3).skip_mlp == (0, 1, 2)
+    with pytest.raises(ValueError, match="without folders"):
+        FeatureHeadDraft(head="folder/h.safetensors", head_sha256="ab")
