@@ -107,14 +107,19 @@ class HeadFolder:
         """Return the layers of `exit_layers` that have no head, ascending."""
         return tuple(layer for layer in sorted(set(exit_layers)) if not (self.folder / head_name(layer)).exists())
 
-    def num_trained_on(self, exit_layers: Iterable[int], prompts: PromptTokenIds) -> int:
-        """Return how many of `prompts` the heads of these exits were trained on, each counted once."""
-        training_prompts = {sha256 for facts in self._existing(exit_layers) for sha256 in _training_prompts(facts)}
+    def num_trained_on(self, exit_layers: Iterable[int], prompts: PromptTokenIds, *, feature_head: bool = False) -> int:
+        """Return how many of `prompts` the heads of these exits, or the `feature_head` too, were trained on, each counted once."""
+        existing = self._existing(exit_layers, feature_head)
+        training_prompts = {sha256 for facts in existing for sha256 in _training_prompts(facts)}
         return sum(prompt_sha256(tuple(prompt)) in training_prompts for prompt in prompts)
 
-    def distillation_seconds(self, exit_layers: Iterable[int]) -> float:
-        """Return the seconds that the heads of these exits took to distil; heads of one distillation count once."""
-        runs = {(each.training.seconds, each.training.steps) for each in self._existing(exit_layers) if each.training}
+    def distillation_seconds(self, exit_layers: Iterable[int], *, feature_head: bool = False) -> float:
+        """Return the seconds that the heads of these exits, or the `feature_head` too, took to distil.
+
+        Heads of one distillation count once.
+        """
+        existing = self._existing(exit_layers, feature_head)
+        runs = {(each.training.seconds, each.training.steps) for each in existing if each.training}
         return sum(seconds for seconds, _ in runs)
 
     def get(self, draft: EarlyExit) -> ExitHead:
@@ -159,8 +164,9 @@ class HeadFolder:
             )
         return facts
 
-    def _existing(self, exit_layers: Iterable[int]) -> list[HeadFacts]:
-        return [facts for layer in exit_layers if (facts := self.facts(layer)) is not None]
+    def _existing(self, exit_layers: Iterable[int], feature_head: bool) -> list[HeadFacts]:
+        known = [self.facts(layer) for layer in exit_layers] + ([self.feature_facts()] if feature_head else [])
+        return [facts for facts in known if facts is not None]
 
     def _read(self, exit_layer: int, name: str, sha256: str) -> ExitHead:
         check_head_file(self.folder / name, sha256)

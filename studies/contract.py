@@ -18,7 +18,7 @@ from pydantic import Field
 
 from decoding.documents.strict_yaml import Document
 from decoding.draft_length import AnyRule, DraftLengthRule
-from decoding.drafts import BitWidth, Draft, EarlyExit
+from decoding.drafts import BitWidth, Draft, EarlyExit, FeatureHeadDraft
 from decoding.head_folder import HeadFolder
 from decoding.profile import Decoding
 from decoding.target import Target
@@ -103,8 +103,10 @@ class Problem:
     """How candidates and plain decoding are decoded: temperature, runner, prefix reuse, bit-exact width."""
     head_drafts: Mapping[int, EarlyExit] = field(default_factory=dict)
     """Early exits that have a head, by exit layer."""
+    feature_draft: FeatureHeadDraft | None = None
+    """The draft of the feature head, if there is one and a study wants it."""
     heads: HeadFolder | None = None
-    """The heads of `head_drafts`."""
+    """The heads of `head_drafts`, and the feature head."""
     costs: Callable[[int], CostTable] | None = None
     """Pass costs on this device, for drafts of at most the given number of tokens; measured on the first call."""
     seconds: float | None = None
@@ -132,6 +134,11 @@ class StudySettings(Document):
     def wanted_heads(self, num_layers: int) -> tuple[int, ...]:
         """Return the exit layers that need a distilled head, in a model of `num_layers`."""
         return ()
+
+    @property
+    def wants_feature_head(self) -> bool:
+        """True if the study proposes a feature head where the folder of heads holds one."""
+        return False
 
     def wanted_bits(self, device: torch.device) -> tuple[BitWidth, ...]:
         """Return the precisions of the quantised drafts that the study proposes for a model on `device`."""

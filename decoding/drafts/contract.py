@@ -67,6 +67,11 @@ class DraftDocument(Document):
         return Need.EXIT_HEAD in self.needs
 
     @property
+    def drafts_on(self) -> bool:
+        """True if the head reads its own output in every step of a round but the first, as a feature head does."""
+        return False
+
+    @property
     def rereads_rounds(self) -> bool:
         """True if a head reads all verified positions of a round again, with states of the target."""
         return False

@@ -42,6 +42,11 @@ class FeatureHeadDraft(DraftDocument):
         return frozenset({Need.MODEL_PASS, Need.EXIT_HEAD})
 
     @property
+    def drafts_on(self) -> bool:
+        """True: it reads the target's states in its first step only."""
+        return True
+
+    @property
     def rereads_rounds(self) -> bool:
         """True: after each round the head reads the target's states where it has read its own."""
         return True

@@ -73,6 +73,9 @@ class CostTable(Document):
         None, ge=1, description="size of the vocabulary; None if drafts choose from all of it"
     )
     bits: tuple[BitWidth, ...] = Field((), description="precisions of quantised drafts that were measured")
+    join_share: float = Field(
+        0.0, ge=0.0, description="weights of a feature head's joining layer over those of the last block's MLP"
+    )
     seconds: TermSeconds
     error: CostError
 
@@ -91,7 +94,13 @@ class CostTable(Document):
 
     def draft_seconds(self, draft: Draft, *, context: float) -> float:
         """Return the seconds of one draft step, with the choice of its token."""
-        step = DraftStep(self._skipped(draft), context, has_head=draft.has_head, num_tokens=draft.num_draft_tokens)
+        step = DraftStep(
+            self._skipped(draft),
+            context,
+            has_head=draft.has_head,
+            joins=draft.drafts_on,
+            num_tokens=draft.num_draft_tokens,
+        )
         return self._predict(step)
 
     def verify_seconds(self, draft: Draft, num_drafted: int, *, context: float, prefix_reuse: bool) -> float:
@@ -183,7 +192,7 @@ class CostTable(Document):
 
     @cached_property
     def _terms(self) -> Terms:
-        return Terms(self.kinds, self.widths, self.contexts, self.num_tokens, self.bits)
+        return Terms(self.kinds, self.widths, self.contexts, self.num_tokens, self.bits, self.join_share)
 
     @cached_property
     def _values(self) -> Vector:

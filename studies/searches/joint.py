@@ -1,4 +1,4 @@
-"""All kinds of drafts under one budget (our formulation): skip sets, exits with and without a head, quantised drafts, lookup.
+"""All kinds of drafts under one budget (our formulation): skip sets, exits, trained heads, quantised drafts, lookup.
 
 Each kind is rated by prediction, the best of each go into one pool, and a guided search measures the most promising of any
 kind. Exits and lookups are predicted within seconds, from one pass over the sequences, and are where a search begins; skip
@@ -31,17 +31,17 @@ DEFAULT_BITS: tuple[BitWidth, ...] = (8,)
 NUM_QUANTISED = 2
 """Number of exits that are tried quantised, too: each takes a pass over the sequences of its own."""
 
-Kind = Literal["skip_set", "exit_head", "lookup"]
+Kind = Literal["skip_set", "exit_head", "feature_head", "lookup"]
 
 
 class JointSettings(PredictedSettings):
     """Settings of the joint search."""
 
     kinds: tuple[Kind, ...] = Field(
-        ("skip_set", "exit_head", "lookup"),
+        ("skip_set", "exit_head", "feature_head", "lookup"),
         min_length=1,
-        description="drafts to consider: skip sets (exits without a head included), exits with a head, prompt lookup alone "
-        "and before the others",
+        description="drafts to consider: skip sets (exits without a head included), exits with a head, the feature head if "
+        "`sdtune distill --head feature` has trained one, prompt lookup alone and before the others",
     )
     exit_layers: Layers | None = Field(
         None, min_length=1, description="exits to consider with a head; default: up to 12 of the model's"
@@ -64,6 +64,11 @@ class JointSettings(PredictedSettings):
         """Return the exit layers that need a distilled head."""
         return exits_with_head(self.exit_layers, num_layers) if "exit_head" in self.kinds else ()
 
+    @property
+    def wants_feature_head(self) -> bool:
+        """True if feature heads are among the kinds."""
+        return "feature_head" in self.kinds
+
     def wanted_bits(self, device: torch.device) -> tuple[BitWidth, ...]:
         """Return the precisions of the quantised drafts to consider."""
         if not {"skip_set", "exit_head"} & set(self.kinds):
@@ -83,9 +88,10 @@ class JointSource(PoolSource):
         return {draft.exit_layer for group in self._exits() for draft in group}
 
     def first(self, predictor: Predictor) -> list[Draft]:
-        """Return the best exits of each group, quantised drafts, and the best lookups, alone and before the best of these."""
+        """Return the best exits of each group, quantised drafts, the feature head, and the best lookups, alone and before these."""
         best = [each for group in self._exits() for each in predictor.best_first(group)[: self.settings.num_exits]]
         best += predictor.best_first(self._quantised(best_of(best, NUM_QUANTISED), predictor))
+        best += predictor.best_first(self._feature_heads())
         pool = best_of(best, len(best))
         if "lookup" in self.settings.kinds:
             count = self.settings.num_lookups
@@ -110,6 +116,11 @@ class JointSource(PoolSource):
         wanted = self.settings.wanted_bits(self.problem.target.device)
         return useful_precisions(predictor, [bits for bits in wanted if bits in self.costs.bits])
 
+    def _feature_heads(self) -> list[Draft]:
+        """Return the draft of the feature head, if there is one and it is asked for."""
+        draft = self.problem.feature_draft
+        return [draft] if draft is not None and self.settings.wants_feature_head else []
+
     def _exits(self) -> list[list[EarlyExit]]:
         """Return the exits to consider: without a head, then with one."""
         groups: list[list[EarlyExit]] = []
@@ -133,4 +144,6 @@ class Joint(Predicted):
         """Return the setup; the space holds the exit heads that exist now."""
         setup = super().setup()
         heads: Any = {draft.head: draft.head_sha256 for draft in self.problem.head_drafts.values()}
+        if (feature := self.problem.feature_draft) is not None:
+            heads |= feature.files
         return replace(setup, space={**setup.space, "head_files": heads})

@@ -15,6 +15,7 @@ from decoding.drafts import (
     BitWidth,
     Draft,
     EarlyExit,
+    FeatureHeadDraft,
     FirstLookup,
     LayerSkip,
     Lookup,
@@ -41,7 +42,17 @@ LATE = 0.5
 SKIP_SET, EXIT, EXIT_WITH_HEAD = "skip set", "exit", "exit with head"
 LOOKUP_FIRST, LOOKUP_ALONE, QUANTISED = "lookup first", "lookup alone", "quantised"
 
-SHARES = {SKIP_SET: 0.4, EXIT: 0.2, EXIT_WITH_HEAD: 0.2, LOOKUP_FIRST: 0.1, LOOKUP_ALONE: 0.1, QUANTISED: 0.2}
+FEATURE_HEAD = "feature head"
+
+SHARES = {
+    SKIP_SET: 0.4,
+    EXIT: 0.2,
+    EXIT_WITH_HEAD: 0.2,
+    LOOKUP_FIRST: 0.1,
+    LOOKUP_ALONE: 0.1,
+    QUANTISED: 0.2,
+    FEATURE_HEAD: 0.1,
+}
 """Weight of each kind; the kinds that can be drawn divide the draws by their weights."""
 
 
@@ -53,7 +64,7 @@ def kind_of(draft: Draft) -> str:
         return QUANTISED
     if not draft.runs_model:
         return LOOKUP_ALONE
-    return LOOKUP_FIRST if draft.lookup_first else draft.label
+    return LOOKUP_FIRST if draft.lookup_first and not draft.drafts_on else draft.label
 
 
 @dataclass(frozen=True)
@@ -71,6 +82,8 @@ class RandomCandidates:
     """Longest draft to draw (K)."""
     bits: Sequence[BitWidth] = ()
     """Precisions of quantised drafts; none are drawn without."""
+    feature: FeatureHeadDraft | None = None
+    """Draft of the feature head; none is drawn without."""
 
     def __post_init__(self) -> None:
         if self.num_layers < 2 or not self.rules:
@@ -98,7 +111,11 @@ class RandomCandidates:
 
     def _counts(self, count: int) -> dict[str, int]:
         """Return the number of each kind: the shares of `count`, rounded so that they add up."""
-        absent = {EXIT_WITH_HEAD: not self.head_drafts, QUANTISED: not self.bits}
+        absent = {
+            EXIT_WITH_HEAD: not self.head_drafts,
+            QUANTISED: not self.bits,
+            FEATURE_HEAD: self.feature is None,
+        }
         shares = {kind: share for kind, share in SHARES.items() if not absent.get(kind)}
         exact = {kind: count * share / sum(shares.values()) for kind, share in shares.items()}
         counts = {kind: int(number) for kind, number in exact.items()}
@@ -115,6 +132,7 @@ class RandomCandidates:
             LOOKUP_FIRST: self.lookup_first,
             LOOKUP_ALONE: _lookup_alone,
             QUANTISED: self.quantised,
+            FEATURE_HEAD: self.feature_head,
         }
 
     def skip_set(self, stream: np.random.Generator) -> LayerSkip:
@@ -138,6 +156,11 @@ class RandomCandidates:
     def exit_with_head(self, stream: np.random.Generator) -> EarlyExit:
         """Draw an exit that has a head."""
         return self.head_drafts[int(stream.choice(sorted(self.head_drafts)))]
+
+    def feature_head(self, stream: np.random.Generator) -> FeatureHeadDraft:
+        """Return the only feature head, after a lookup half of the time."""
+        assert self.feature is not None, "not drawn without"
+        return self.feature.with_lookup(_lookup(stream)) if stream.random() < 0.5 else self.feature
 
     def lookup_first(self, stream: np.random.Generator) -> Draft:
         """Draw a lookup before a draft of another kind."""

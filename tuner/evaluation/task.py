@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from decoding.drafts import BitWidth, EarlyExit
+from decoding.drafts import BitWidth, EarlyExit, FeatureHeadDraft
 from decoding.target import Target
 from studies.prediction.skip_space import SkipSpace
 from tuner.config import SearchConfig
@@ -40,15 +40,21 @@ def head_drafts(task: Task) -> dict[int, EarlyExit]:
     return task.head_folder.drafts(exits, held_out=token_ids(task.prompts.held_out))
 
 
+def feature_draft(task: Task) -> FeatureHeadDraft | None:
+    """Return the draft of the feature head in the folder of heads, if it has one; errors are those of `head_drafts`."""
+    return task.head_folder.feature_draft(held_out=token_ids(task.prompts.held_out))
+
+
 def random_candidates(
     target: Target,
     heads: Mapping[int, EarlyExit],
     rules: tuple[str, ...],
     max_tokens: int,
     bits: tuple[BitWidth, ...] = (),
+    feature: FeatureHeadDraft | None = None,
 ) -> RandomCandidates:
-    """Return a source of random candidates for the model; those of `bits` are quantised."""
-    return RandomCandidates(SkipSpace.of(target), target.num_layers, heads, rules, max_tokens, bits)
+    """Return a source of random candidates for the model; those of `bits` are quantised, and `feature` is the feature head."""
+    return RandomCandidates(SkipSpace.of(target), target.num_layers, heads, rules, max_tokens, bits, feature)
 
 
 def facts_of(task: Task) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from decoding.timing.stopwatch import ReadSeconds
 from studies.costs.fit import fit_costs
 from studies.costs.plan import plan_passes
 from studies.costs.table import CostTable
-from studies.costs.terms import BlockKinds, Pass, Terms, Verification
+from studies.costs.terms import BlockKinds, Pass, Terms, Verification, join_share
 from tuner.measuring.pass_timer import PassTimer
 
 WIDTHS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 11, 13, 17, 25, 33, 49)
@@ -124,4 +124,5 @@ def resolve_terms(
         contexts = sorted({min(context, room - widest) for context in contexts})
     widths = [*(width for width in WIDTHS if width < widest), widest]
     known = tuple(sorted(set(bits))) if target.can_be_quantised else ()
-    return Terms(BlockKinds.of(target), tuple(widths), tuple(contexts), target.num_lm_head_rows, known)
+    kinds = BlockKinds.of(target)
+    return Terms(kinds, tuple(widths), tuple(contexts), target.num_lm_head_rows, known, join_share(target))

@@ -94,7 +94,8 @@ def _searched(task: Task, store: StudyStore, tracker: Tracker, progress: Progres
             confirmed, held_out = _confirmed(task, finalists, records, keeper, progress)
     finally:
         studies.note_time()
-    cost = SearchEffort(len(records), store.spent_seconds(config.study), task.head_folder.distillation_seconds(heads))
+    distilling = task.head_folder.distillation_seconds(heads, feature_head=task.feature_draft is not None)
+    cost = SearchEffort(len(records), store.spent_seconds(config.study), distilling)
     with clock.stage(Stage.WRITING):
         result = conclude(task, finalists[0], confirmed, held_out, studies.ended, cost, tracker.run_id)
     return replace(result, stages=clock.seconds(), cuts=tuple(keeper.cuts))

@@ -8,7 +8,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from decoding.drafts import EarlyExit
+from decoding.drafts import EarlyExit, FeatureHeadDraft
 from decoding.errors import DistillationError, UnsupportedModelError
 from decoding.fingerprint import Fingerprint, fingerprint
 from decoding.head_folder import HeadFolder
@@ -50,9 +50,11 @@ class Task:
     """Identity of the search, with which stored studies are resumed: model, data, device and decoding."""
     model: Fingerprint
     head_folder: HeadFolder
-    """Folder of the exit heads: one object for the whole search, so that few heads are in memory."""
+    """Folder of the trained heads: one object for the whole search, so that few heads are in memory."""
     heads: Mapping[int, EarlyExit]
     """Drafts of the existing exit heads that the studies use, by exit layer."""
+    feature_draft: FeatureHeadDraft | None
+    """Draft of the feature head, if the folder has one and a study wants it."""
     missing_heads: tuple[int, ...]
     """Exit layers whose head a study asks for and that have none yet."""
     budget: TimeBudget
@@ -108,6 +110,8 @@ def _prepared(
     config: SearchConfig, progress: Progress, loaded: Loaded | None, target: Target | None, budget: TimeBudget
 ) -> Task:
     check_writable(config.out)
+    # A search trains exit heads: a feature head is worth its time only to those who ask for it.
+    config = config.model_copy(update={"distillation": config.distillation.model_copy(update={"head": "exit"})})
     rows = open_rows(config.dataset, config)
     if loaded is None:
         loaded = _load_if_it_fits(config, progress)
@@ -125,14 +129,26 @@ def _prepared(
     for note in prompts.notes:
         progress.say(note)
     heads = folder.drafts(wanted, held_out=token_ids(prompts.held_out))
-    if num_seen := folder.num_trained_on(heads, token_ids(prompts.tuning)):
+    feature = _feature_draft(config, folder, prompts)
+    if num_seen := folder.num_trained_on(heads, token_ids(prompts.tuning), feature_head=feature is not None):
         progress.say(
-            f"the exit heads in {config.heads} were trained on {num_seen} of the {len(prompts.tuning)} tuning prompts: trials "
+            f"the heads in {config.heads} were trained on {num_seen} of the {len(prompts.tuning)} tuning prompts: trials "
             "overrate them (the held-out figures do not)"
         )
     model = fingerprint(loaded.model)
     identity = _identity(config, model, prompts, target)
-    return Task(config, loaded, target, prompts, identity, model, folder, heads, folder.missing(wanted), budget)
+    missing = folder.missing(wanted)
+    return Task(config, loaded, target, prompts, identity, model, folder, heads, feature, missing, budget)
+
+
+def _feature_draft(config: SearchConfig, folder: HeadFolder, prompts: PromptSet) -> FeatureHeadDraft | None:
+    """Return the draft of the feature head, or None if there is none or no study wants it.
+
+    Raises `ExitHeadError` for one of another model, or trained on held-out prompts.
+    """
+    if not any(config.study_settings(name).wants_feature_head for name in config.study):
+        return None
+    return folder.feature_draft(held_out=token_ids(prompts.held_out))
 
 
 def _load_if_it_fits(config: SearchConfig, progress: Progress) -> Loaded:

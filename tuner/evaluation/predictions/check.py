@@ -26,7 +26,7 @@ from studies.prediction.survey import Survey
 from tuner.evaluation.predictions.accuracy import Accuracy, accuracy, corrected_by_others
 from tuner.evaluation.random_candidates import kind_of
 from tuner.evaluation.tables import ALL
-from tuner.evaluation.task import head_drafts, random_candidates
+from tuner.evaluation.task import feature_draft, head_drafts, random_candidates
 from tuner.measuring.cost_table import measure_cost_table
 from tuner.measuring.paired import Bench
 from tuner.progress import Progress
@@ -186,7 +186,8 @@ def check_predictions(
     """Predict `count` random configurations, at least 2, then decode with them."""
     if count < 2:
         raise ValueError(f"at least 2 configurations are needed, got {count}")
-    drawer = random_candidates(task.target, head_drafts(task), tuple(RULES), factory.max_tokens, factory.bits)
+    heads, feature = head_drafts(task), feature_draft(task)
+    drawer = random_candidates(task.target, heads, tuple(RULES), factory.max_tokens, factory.bits, feature)
     candidates = drawer.draw(count, task.config.seed)
     progress.stage("predicting random configurations", len(candidates))
     start = time.perf_counter()
