@@ -50,10 +50,11 @@ def _records(workplace: Path) -> list[TrialRecord]:
     return stored_records(workplace / "sdtune.db")
 
 
-@pytest.mark.usefixtures("rigged")
-def test_from_the_command_to_a_profile_that_generate_loads(
+@pytest.mark.usefixtures("rigged", "drawn_pictures")
+def test_from_the_command_to_a_profile_that_generate_loads_and_everything_in_mlflow(
     run_search: SearchCommand, workplace: Path, checkpoint: Path
 ) -> None:
+    """One search for all: what it prints, its profile in use, and what it leaves behind."""
     result = run_search()
     assert result.exit_code == 0, result.output
     for word in (
@@ -82,11 +83,10 @@ def test_from_the_command_to_a_profile_that_generate_loads(
     shown = CliRunner().invoke(main, ["show", "profile.yaml"])
     assert shown.exit_code == 0
     assert "3.00x, 95 % interval 3.00 to 3.00" in shown.stdout
+    _check_mlflow(workplace)
 
 
-@pytest.mark.usefixtures("rigged", "drawn_pictures")
-def test_everything_is_in_mlflow(run_search: SearchCommand, workplace: Path) -> None:
-    assert run_search().exit_code == 0
+def _check_mlflow(workplace: Path) -> None:
     parent, nested = _runs(workplace)
     assert parent.info.status == "FINISHED"
     assert parent.data.metrics["held_out_speedup"] == pytest.approx(3.0)
