@@ -70,9 +70,10 @@ def write(target: Target, drafter: Drafter, controller: Controller, request: Req
 @pytest.mark.parametrize("exit_layer", range(1, NUM_LAYERS))
 @pytest.mark.parametrize("family", SUPPORTED)
 def test_text_of_an_exit_with_a_head_is_the_plain_text(family: str, exit_layer: int) -> None:
-    """Every exit of every family with and without prefix reuse, each with one rule in turn and drafts of any length.
+    """Every exit of every family with and without prefix reuse, with one rule in turn or with drafts of any length.
 
-    All rules, with a lookup too, meet two families: one that attends to everything, and one mostly within a window.
+    Each family meets each rule. All rules and drafts of any length, with a lookup too and with and without prefix reuse, meet
+    two families: one that attends to everything, and one mostly within a window.
     """
     target = target_of(family)
     num_prompt = 1 if exit_layer % 2 else 9
@@ -80,18 +81,35 @@ def test_text_of_an_exit_with_a_head_is_the_plain_text(family: str, exit_layer: 
     head = untrained_head(target)
     for prefix_reuse in (True, False):
         drafter = EarlyExitDrafter(target, exit_layer, head, prefix_reuse=prefix_reuse)
-        turn = list(SUPPORTED).index(family) + exit_layer + 2 * prefix_reuse
-        for name in RULES if family in EVERY_RULE else [list(RULES)[turn % len(RULES)]]:
+        rules, looks_up = _cases_of(family, exit_layer, prefix_reuse)
+        for name in rules:
             generation = write(target, drafter, RULES[name].controller(), request)
             assert generation.tokens == expected, f"{name}, prefix reuse {prefix_reuse}"
-        with_lookup = LookupFirst(drafter, Lookup(max_tokens=3))
-        in_turn = with_lookup if turn // 2 % 2 else drafter
-        for each in (drafter, with_lookup) if family in EVERY_RULE else (in_turn,):
-            assert write(target, each, AnyLength(exit_layer), request).tokens == expected
+        for each in looks_up:
+            any_draft = LookupFirst(drafter, Lookup(max_tokens=3)) if each else drafter
+            assert write(target, any_draft, AnyLength(exit_layer), request).tokens == expected, f"lookup {each}"
 
 
-@pytest.mark.parametrize("runner", [EagerRunner, partial(StaticRunner, compiled=False)], ids=["eager", "static"])
-@pytest.mark.parametrize("family", sorted(PROMISED - {"bloom"}))
+def _cases_of(family: str, exit_layer: int, prefix_reuse: bool) -> tuple[list[str], list[bool]]:
+    """Choose rules, and for drafts of any length if there is a lookup before them."""
+    if family in EVERY_RULE:
+        return list(RULES), [False, True]
+    number = list(SUPPORTED).index(family)
+    if prefix_reuse == ((number + exit_layer) % 2 == 0):
+        return [list(RULES)[(number + number // 2 + exit_layer) % len(RULES)]], []
+    return [], [(number // 2 + exit_layer // 2) % 2 == 0]
+
+
+STATIC = partial(StaticRunner, compiled=False)
+
+
+@pytest.mark.parametrize(
+    ("family", "runner"),
+    [
+        *((family, EagerRunner) for family in sorted(PROMISED)),
+        *((family, STATIC) for family in ("llama", "gemma3", "gpt_neox_parallel", "mixtral")),
+    ],
+)
 def test_head_with_a_vocabulary_of_its_own_drafts_from_it(family: str, runner: RunnerFactory) -> None:
     target = Target(build(family), runner)
     request, chosen = request_of(9), DraftVocabulary(tuple(range(0, VOCABULARY, 3)))
@@ -143,7 +161,9 @@ def test_last_block_as_the_head_of_the_last_exit_is_always_right(family: str, pr
     """The draft equals the whole model only if the head has seen every position with the right state."""
     target = target_of(family)
     drafter = EarlyExitDrafter(target, NUM_LAYERS - 1, target.new_exit_head(), prefix_reuse=prefix_reuse)
-    for controller in (Controller(3), AnyLength(0)):
+    both = [Controller(3), AnyLength(0)]
+    turn = (list(SUPPORTED).index(family) + prefix_reuse) % 2
+    for controller in both if family in EVERY_RULE else [both[turn]]:
         generation = write(target, drafter, controller, request_of(num_new=40))
         assert generation.num_accepted == generation.num_drafted > 10
 
