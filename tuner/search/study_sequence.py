@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from uuid import uuid4
 
 from decoding.drafts import EarlyExit
@@ -68,13 +68,18 @@ class StudySequence:
         self._show_earlier(name, stored.records())
         indices = self._bench.indices[: config.samples_per_trial]
         bench = StagedBench(self._bench, self._time.clock)
-        _, why = run_study(study, stored, bench, indices, self._budget(until), self._keep)
+        # The last study may use what race and confirmation can do without until it has a result: nothing comes after it.
+        wanted = stored.records if studies_left == 1 else self._store.records
+        _, why = run_study(study, stored, bench, indices, self._budget(until, wanted), self._keep)
         self.ended[name] = "; ".join([why, *study.remarks()])
         self.expected |= study.expected()
         self._progress.say(f"{name}: {self.ended[name]}")
 
-    def _budget(self, until: float) -> Budget:
-        """Return the budget of a study that ends when `until` seconds of the search are left."""
+    def _budget(self, until: float, wanted: Callable[[], list[TrialRecord]]) -> Budget:
+        """Return the budget of a study that ends when `until` seconds of the search are left.
+
+        While none of the trials that `wanted` returns is complete, it may end later.
+        """
         if self._time.timeout is None:
             return Budget(self._task.config.trials, None)
         return TimedBudget(
@@ -82,7 +87,7 @@ class StudySequence:
             None,
             left=lambda: self._time.left - until,
             least_left=lambda: self._time.left - self._reserve.least,
-            has_result=lambda: bool(best_trials(self._store.records(), 1)),
+            has_result=lambda: bool(best_trials(wanted(), 1)),
             trial_seconds=self._reserve.trial,
         )
 

@@ -105,7 +105,7 @@ class Reserve:
 class TimedBudget(Budget):
     """Budget of a study that begins a trial only if the trial is likely to end in time.
 
-    While no trial of the search is complete, a trial may use the time that race and confirmation can do without.
+    While it has no result, a trial may use the time that race and confirmation can do without.
     """
 
     left: Callable[[], float] = field(kw_only=True)
@@ -113,7 +113,7 @@ class TimedBudget(Budget):
     least_left: Callable[[], float] = field(kw_only=True)
     """Seconds left if race and confirmation are cut to the least."""
     has_result: Callable[[], bool] = field(kw_only=True)
-    """Tells if any trial of the search is complete."""
+    """Tells if any trial that counts is complete: of the search, or of this study if it is the last one."""
     trial_seconds: float = field(kw_only=True)
     """Expected seconds of a trial, until trials have shown it."""
     _taken: list[float] = field(default_factory=list, init=False)

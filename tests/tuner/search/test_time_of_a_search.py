@@ -109,3 +109,9 @@ def test_a_spent_search_says_how_to_go_on_and_goes_on_from_its_trials(run_timed:
     assert "of them by earlier runs" in told.lines[0]
     assert simulated.now <= (120 - sum(first.stages.values())) * TOLERANCE
     assert result.cost.num_trials > first.cost.num_trials
+
+
+def test_the_last_study_has_a_trial_even_if_its_share_is_too_short_for_one(run_timed: RunTimed) -> None:
+    result, simulated, _ = run_timed(62, study=["conf_layers", "draft_length"])
+    assert "draft_length" in {row.label for row in result.rows}
+    assert simulated.now <= 62 * TOLERANCE
