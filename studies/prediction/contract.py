@@ -52,6 +52,10 @@ class DraftPredictor(ABC, Generic[DraftT]):
         """Return the exit layers whose hidden states `logits` reads."""
         return ()
 
+    def reads_prompt(self, draft: DraftT) -> bool:
+        """Return True if `logits` reads these states of the prompt, too."""
+        return False
+
     def logits(self, draft: DraftT, survey: Survey) -> Iterable[Tensor]:
         """Return the draft's logits [positions, vocabulary] on each surveyed sequence; called for a recorded kind only."""
         raise NotImplementedError(f"{type(self).__name__} predicts without recordings")
@@ -70,6 +74,11 @@ def predictor_of(draft: Draft) -> DraftPredictor[Any]:
     return found()
 
 
-def exits_of(drafts: Iterable[Draft]) -> set[int]:
-    """Return the exit layers whose hidden states the predictions of `drafts` read."""
-    return {exit_layer for draft in drafts for exit_layer in predictor_of(draft).exits(draft)}
+def exits_of(drafts: Iterable[Draft]) -> dict[int, bool]:
+    """Return the exit layers whose hidden states the predictions of `drafts` read; True if they read the prompt's, too."""
+    exits: dict[int, bool] = {}
+    for draft in drafts:
+        predictor = predictor_of(draft)
+        for exit_layer in predictor.exits(draft):
+            exits[exit_layer] = exits.get(exit_layer, False) or predictor.reads_prompt(draft)
+    return exits

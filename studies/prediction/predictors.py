@@ -43,6 +43,10 @@ class ExitPredictor(RecordedPredictor[EarlyExit]):
         """Return the exit of the draft, unless it is the skip set of a quantised model."""
         return () if _is_quantised_skip(draft) else (draft.exit_layer,)
 
+    def reads_prompt(self, draft: EarlyExit) -> bool:
+        """Return True with a head: it attends to the prompt."""
+        return draft.has_head
+
     def logits(self, draft: EarlyExit, survey: Survey) -> Iterable[Tensor]:
         """Continue from the target's hidden states at the exit: up to there, draft and target are the same.
 

@@ -35,7 +35,8 @@ class TargetText:
     """The target's distributions over a sequence, kept for comparison with many drafts."""
 
     probabilities: Tensor
-    """[positions, vocabulary], at the temperature of the search; at temperature 1 if it is greedy."""
+    """[positions, vocabulary], at the temperature of the search; at temperature 1 if it is greedy. In float16: with a large
+    vocabulary these are the largest tensors of a search, and three digits suffice to compare drafts."""
     most_likely: Tensor
     """[positions]"""
 
@@ -44,7 +45,8 @@ class TargetText:
         """Return the distributions of logits [positions, vocabulary]. Raises ValueError without positions."""
         if not len(logits):
             raise ValueError("a recording needs a sequence of at least one token after the prefill's")
-        return cls(torch.softmax(logits.float() / (decoding.temperature or 1.0), dim=-1), logits.argmax(dim=-1))
+        probabilities = torch.softmax(logits.float() / (decoding.temperature or 1.0), dim=-1)
+        return cls(probabilities.half(), logits.argmax(dim=-1))
 
     @property
     def num_positions(self) -> int:
@@ -94,7 +96,7 @@ class Recording:
         min(p, q), drawn once with `seed`, so that two drafts with the same seed share the draws.
         """
         q = torch.softmax(draft.float() / (decoding.temperature or 1.0), dim=-1)
-        overlap = torch.minimum(target.probabilities, q).sum(dim=-1)
+        overlap = torch.minimum(target.probabilities.float(), q).sum(dim=-1)
         greedy = target.most_likely == draft.argmax(dim=-1)
         matches = draws(len(overlap), seed) < overlap.cpu() if decoding.temperature else greedy
         entropy = torch.special.entr(q).sum(dim=-1)

@@ -9,7 +9,7 @@ exit, draft and target are the same.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -35,6 +35,9 @@ FEATURE_STEPS = 6
 Guess = Callable[[TokenSequence, int], list[int] | None]
 """Maps a sequence and `num_tokens` to one to that many tokens after it, or to None; runs no model."""
 
+Exits = Mapping[int, bool]
+"""Exit layers; True for those whose states of the prompt are read, too."""
+
 Written = tuple[tuple[int, ...], tuple[int, ...]]
 """A prompt and its continuation by the target, in token ids."""
 
@@ -51,13 +54,23 @@ class _Read:
     target: TargetText
 
 
+@dataclass(frozen=True)
+class _States:
+    """Hidden states of the target at one exit."""
+
+    of_texts: list[Tensor]
+    """[1, length, hidden] of each sequence; without `has_prompt` from the prefill's token on."""
+    has_prompt: bool
+    """True if a head attends to the prompt: it is most of a sequence, and the states of many exits would fill the memory."""
+
+
 class Survey:
     """The sequences of a search, and the recording of every draft that was asked for.
 
     `prompts` and `continuations` are token ids. A continuation begins with the prefill's token; continuations of a single token
-    are skipped. Raises ValueError if none is left. `heads` holds the exit heads. Naming the exit layers that will be recorded
-    as `exits` saves a second pass over the sequences, as far as their states fit in `limits.kept`; by default limits follow from
-    the size of the model.
+    are skipped. Raises ValueError if none is left. `heads` holds the exit heads. Naming exits that will be recorded as `exits`
+    saves a second pass over the sequences, as far as their states fit in `limits.kept`; by default limits follow from the size
+    of the model.
     """
 
     def __init__(
@@ -70,7 +83,7 @@ class Survey:
         seed: int = 0,
         heads: HeadFolder | None = None,
         depth: int = DEPTH,
-        exits: Iterable[int] = (),
+        exits: Iterable[Draft] = (),
         limits: MemoryLimits | None = None,
     ) -> None:
         self.target = target
@@ -86,11 +99,11 @@ class Survey:
         states_bytes = num_tokens * target.config.hidden_size * target.dtype.itemsize
         self._num_exits = max(1, limits.kept // states_bytes)
         """Exits whose states may be kept at a time."""
-        wanted = sorted(set(exits))[: self._num_exits]
+        wanted = dict(sorted(exits_of(exits).items())[: self._num_exits])
         with torch.inference_mode():
             read = [self._read(*given[index], wanted) for index in self.indices]
         self._texts = [text for text, _ in read]
-        self._states = {layer: [states[layer] for _, states in read] for layer in wanted}
+        self._states = {layer: _States([states[layer] for _, states in read], wanted[layer]) for layer in wanted}
 
     @property
     def num_positions(self) -> int:
@@ -156,12 +169,14 @@ class Survey:
         The head of a quantised exit reads the target's states of the prompt and the draft's states after it. In decoding it
         reads the target's states of earlier rounds; the difference is small.
         """
-        self._keep_states([draft.exit_layer])
-        head, states = self._head(draft), self._states[draft.exit_layer]
+        self._keep_states(exits_of([draft]))
+        head, states = self._head(draft), self._states[draft.exit_layer].of_texts
         if draft.bits is not None:
             states = self._quantised_states(draft.exit_layer, draft.bits)
         for text, each in zip(self._texts, states, strict=True):
-            yield self.target.exit_logits(text.token_ids, each, head, first=text.first, bits=draft.bits)[0]
+            given = text.token_ids[:, -each.shape[1] :]  # without a head, each position is by itself
+            first = each.shape[1] - text.target.num_positions
+            yield self.target.exit_logits(given, each, head, first=first, bits=draft.bits)[0]
 
     def feature_steps(self, draft: FeatureHeadDraft) -> Iterator[Iterator[Tensor]]:
         """Yield for each sequence the logits [positions, vocabulary] of each step of a feature head, one step at a time.
@@ -182,7 +197,7 @@ class Survey:
         drafted = self._of_texts(rounds.movedim((-3, -2), (0, 1)))
         return [
             torch.cat([states[..., : text.first, :], own.movedim(0, -2).unsqueeze(-3)], dim=-2)
-            for text, states, own in zip(self._texts, self._states[exit_layer], drafted, strict=True)
+            for text, states, own in zip(self._texts, self._states[exit_layer].of_texts, drafted, strict=True)
         ]
 
     def _of_texts(self, rows: Tensor) -> list[Tensor]:
@@ -203,26 +218,32 @@ class Survey:
         if not self._decoding.temperature:
             return [True] * text.target.num_positions
         written = torch.tensor(text.continuation[1:], device=text.target.probabilities.device)
-        p = text.target.probabilities.gather(1, written[:, None])[:, 0]
+        p = text.target.probabilities.gather(1, written[:, None])[:, 0].float()
         luck = draws(len(p), self._seed + index)
         return (luck < p.cpu()).tolist()
 
     def _read(
-        self, prompt: Sequence[int], continuation: Sequence[int], exits: Sequence[int]
+        self, prompt: Sequence[int], continuation: Sequence[int], exits: Exits
     ) -> tuple[_Read, Mapping[int, Tensor]]:
         token_ids = torch.tensor([[*prompt, *continuation[:-1]]], device=self.target.device)
-        states, logits = self.target.exit_states(token_ids, exits, first=len(prompt))
+        states, logits = self.target.exit_states(token_ids, list(exits), first=len(prompt))
         target = TargetText.of(logits[0], self._decoding)
-        return _Read(token_ids, len(prompt), tuple(continuation), target), states
+        return _Read(token_ids, len(prompt), tuple(continuation), target), _cut(states, exits, len(prompt))
 
-    def _keep_states(self, exit_layers: Collection[int]) -> None:
-        wanted = sorted(set(exit_layers) - self._states.keys())
+    def _keep_states(self, exits: Exits) -> None:
+        wanted = {layer: exits[layer] for layer in sorted(exits) if not self._holds(layer, exits[layer])}
         if not wanted:
             return
-        if len(self._states) + len(wanted) > self._num_exits:
-            self._states = {layer: states for layer, states in self._states.items() if layer in exit_layers}
-        passes = [self.target.exit_states(text.token_ids, wanted, first=text.first)[0] for text in self._texts]
-        self._states |= {layer: [states[layer] for states in passes] for layer in wanted}
+        if len(self._states.keys() | wanted) > self._num_exits:
+            self._states = {layer: states for layer, states in self._states.items() if layer in exits}
+        passes = []
+        for text in self._texts:
+            states, _ = self.target.exit_states(text.token_ids, list(wanted), first=text.first)
+            passes.append(_cut(states, wanted, text.first))
+        self._states |= {layer: _States([states[layer] for states in passes], wanted[layer]) for layer in wanted}
+
+    def _holds(self, layer: int, with_prompt: bool) -> bool:
+        return layer in self._states and (self._states[layer].has_prompt or not with_prompt)
 
     def _head(self, draft: EarlyExit) -> ExitHead | None:
         if draft.head is None:
@@ -297,6 +318,11 @@ class JoinedSurvey:
     def copies(self, guess: Guess, most: int) -> list[Copies]:
         """Return the accepted guesses at each position; see `Survey.copies`."""
         return [*self._first.copies(guess, most), *self._second.copies(guess, most)]
+
+
+def _cut(states: Mapping[int, Tensor], exits: Exits, first: int) -> dict[int, Tensor]:
+    """Return states [1, length, hidden] from position `first` on, but whole where the prompt's are read."""
+    return {layer: each if exits[layer] else each[:, first:].clone() for layer, each in states.items()}
 
 
 def _copies(text: _Read, accepted: Sequence[bool], guess: Guess, most: int) -> Copies:

@@ -83,9 +83,9 @@ class JointSource(PoolSource):
         super().__init__(problem, settings, costs)
         self.rates_skip_sets = "skip_set" in settings.kinds
 
-    def exit_layers(self) -> Collection[int]:
-        """Return the layers of all exits to consider."""
-        return {draft.exit_layer for group in self._exits() for draft in group}
+    def exits(self) -> Collection[Draft]:
+        """Return all exits to consider."""
+        return [draft for group in self._exits() for draft in group]
 
     def first(self, predictor: Predictor) -> list[Draft]:
         """Return the best exits of each group, quantised drafts, the feature head, and the best lookups, alone and before these."""

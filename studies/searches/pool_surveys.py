@@ -8,7 +8,6 @@ import numpy as np
 
 from decoding.drafts import Draft
 from studies.contract import Problem
-from studies.prediction.contract import exits_of
 from studies.prediction.survey import JoinedSurvey, Survey
 
 
@@ -20,15 +19,15 @@ class PoolSurveys:
         self._first = self._sequences(0, survey_tokens)
         self._more = self._sequences(self._first.stop, pool_tokens)
 
-    def first(self, exit_layers: Iterable[int]) -> Survey:
-        """Return the survey of the first sequences; `exit_layers` are recorded in the same pass."""
-        return self._survey(self._first, exit_layers)
+    def first(self, exits: Iterable[Draft]) -> Survey:
+        """Return the survey of the first sequences; the states of `exits` are kept in the same pass."""
+        return self._survey(self._first, exits)
 
     def extended(self, first: Survey, pool: Iterable[Draft]) -> Survey | JoinedSurvey:
-        """Return the survey `first` joined with further sequences; exits in the pool are recorded in the same pass."""
+        """Return the survey `first` joined with further sequences; the states of exits in the pool are kept in the same pass."""
         if not any(len(continuation) > 1 for continuation in self._problem.continuations[self._more]):
             return first
-        return JoinedSurvey(first, self._survey(self._more, exits_of(pool)), self._first.stop)
+        return JoinedSurvey(first, self._survey(self._more, pool), self._first.stop)
 
     def _sequences(self, start: int, num_tokens: int) -> slice:
         """Return the sequences from `start` that reach `num_tokens` with those before: whole batches, at least one."""
@@ -37,7 +36,7 @@ class PoolSurveys:
         num_batches = -(-(int(np.searchsorted(lengths, num_tokens)) + 1) // size)
         return slice(start, min(max(start, num_batches * size), len(lengths)))
 
-    def _survey(self, sequences: slice, exit_layers: Iterable[int]) -> Survey:
+    def _survey(self, sequences: slice, exits: Iterable[Draft]) -> Survey:
         problem = self._problem
         return Survey(
             problem.target,
@@ -46,5 +45,5 @@ class PoolSurveys:
             decoding=problem.decoding,
             seed=problem.seed + sequences.start,
             heads=problem.heads,
-            exits=exit_layers,
+            exits=exits,
         )

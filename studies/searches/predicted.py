@@ -69,8 +69,8 @@ class PoolSource:
         self.settings = settings
         self.costs = costs
 
-    def exit_layers(self) -> Collection[int]:
-        """Return the exit layers that `first` rates, to be surveyed in one pass."""
+    def exits(self) -> Collection[Draft]:
+        """Return the exits that `first` rates, to be surveyed in one pass."""
         return ()
 
     def first(self, predictor: Predictor) -> list[Draft]:
@@ -105,7 +105,7 @@ class Predicted(Study):
         self._costs = costs
         self._source = self.Source(problem, settings, costs)
         surveys = PoolSurveys(problem, settings.survey_tokens, settings.pool_tokens)
-        survey = surveys.first(self._source.exit_layers())
+        survey = surveys.first(self._source.exits())
         self._predictor = self._new_predictor(survey)
         """Predicts on the survey alone: for rating. The guided search has a predictor on more sequences."""
         pool: Sequence[Draft] = self._source.first(self._predictor) if kept is None else kept.pool

@@ -182,7 +182,7 @@ def test_greedy_recording_compares_the_most_likely_tokens() -> None:
         asked = DraftDistribution(scores)
         assert (seen.top_probability, seen.entropy) == pytest.approx((asked.top_probability, asked.entropy))
     expected = [torch.minimum(p.softmax(-1), q.softmax(-1)).sum() for p, q in zip(target, draft, strict=True)]
-    assert recording.acceptance == pytest.approx(float(sum(expected)) / 2)
+    assert recording.acceptance == pytest.approx(float(sum(expected)) / 2, rel=5e-4)  # kept in float16
 
 
 def _sampled(target: list[float], draft: list[float], **options: Any) -> Recording:

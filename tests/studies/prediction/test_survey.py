@@ -126,7 +126,7 @@ def test_survey_in_little_memory_records_the_same(
     exits = [EarlyExit(exit_layer=layer) for layer in (4, 2, 5)]
     drafts = [exits[0], SKIPS[0], exits[1], exits[2], exits[0]]
     roomy = Survey(target, PROMPTS, texts).record_all(drafts)
-    tight = Survey(target, PROMPTS, texts, exits=[2, 4], limits=limits)
+    tight = Survey(target, PROMPTS, texts, exits=[EarlyExit(exit_layer=2), EarlyExit(exit_layer=4)], limits=limits)
     for one, other in zip(roomy, tight.record_all(drafts), strict=True):
         assert [each.matches for each in one] == [each.matches for each in other]
         assert [each.acceptance for each in one] == pytest.approx([each.acceptance for each in other], abs=1e-4)
@@ -144,7 +144,13 @@ def test_states_of_one_exit_at_a_time_are_kept_in_little_memory(
         return honest(self, token_ids, exit_layers, **options)
 
     monkeypatch.setattr(Target, "exit_states", exit_states)
-    survey = Survey(target, PROMPTS[:1], texts[:1], exits=[2, 4], limits=MemoryLimits(kept=0))
+    survey = Survey(
+        target,
+        PROMPTS[:1],
+        texts[:1],
+        exits=[EarlyExit(exit_layer=2), EarlyExit(exit_layer=4)],
+        limits=MemoryLimits(kept=0),
+    )
     survey.record_all([EarlyExit(exit_layer=layer) for layer in (5, 4, 2)])
     assert asked == [(2,), (4,), (5,)]
 
@@ -176,10 +182,10 @@ def test_two_surveys_joined_are_one_of_all_texts(target: Target, temperature: fl
     decoding = Decoding(temperature=temperature)
     whole = Survey(target, prompts, texts, decoding=decoding, seed=3)
     # The second text is passed over: the first of the other survey is the second of all that are read.
-    first = Survey(target, prompts[:2], texts[:2], decoding=decoding, seed=3, exits=[2])
+    first = Survey(target, prompts[:2], texts[:2], decoding=decoding, seed=3, exits=[EarlyExit(exit_layer=2)])
     joined = JoinedSurvey(
         first,
-        Survey(target, prompts[2:], texts[2:], decoding=decoding, seed=3 + 1, exits=[2]),
+        Survey(target, prompts[2:], texts[2:], decoding=decoding, seed=3 + 1, exits=[EarlyExit(exit_layer=2)]),
         num_given=2,
     )
     assert joined.indices == whole.indices == (0, 2, 3)
@@ -206,7 +212,7 @@ def test_contexts_stay_below_a_quarter_of_the_weights(target: Target, monkeypatc
 
 def test_logits_of_one_text_at_a_time_are_compared(target: Target) -> None:
     prompts, texts = [(5, 9)] * 24, [tuple(range(1, 42))] * 24
-    survey = Survey(target, prompts, texts, exits=[2])
+    survey = Survey(target, prompts, texts, exits=[EarlyExit(exit_layer=2)])
     logits_bytes = 40 * target.config.vocab_size * 4
     with PeakBytes(target.model) as memory:
         survey.record(EarlyExit(exit_layer=2))

@@ -99,7 +99,7 @@ class SearchCell:
         """Save the method's best draft and return what was found."""
         from decoding.exit_heads import file_sha256
 
-        best = _best_of_last_study(task, result)
+        best = best_of_last_study(task.config, result)
         drafts = best.candidate.draft.drafts
         if drafts:
             _save(task, best, self.candidate)
@@ -119,16 +119,16 @@ class SearchCell:
         )
 
 
-def _best_of_last_study(task: Task, result: SearchResult) -> TrialRecord:
+def best_of_last_study(config: SearchConfig, result: SearchResult) -> TrialRecord:
     """Return the winner if it is of the last study, else that study's best trial. Raises `SearchError` if it has none."""
     from studies.contract import best_trials
     from tuner.search.storage import StudyStore
 
-    study = task.config.study[-1]
+    study = config.study[-1]
     if result.winner.study == study:
         return result.winner
-    records = StudyStore(task.config.storage, task.config.resolved_experiment()).records()
-    best = best_trials([record for record in records if record.study == study], 1)
+    stored = StudyStore(config.storage, config.resolved_experiment()).find(study)
+    best = best_trials(stored.records() if stored is not None else [], 1)
     if not best:
         raise SearchError(
             f"no trial of the study {study} was completed: {result.studies.get(study, 'it did not begin')}"
