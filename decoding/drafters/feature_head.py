@@ -17,8 +17,9 @@ from decoding.acceptance import Acceptance
 from decoding.cache.kv_cache import KVCache
 from decoding.draft_length import Controller
 from decoding.drafters.contract import Proposal
+from decoding.drafters.leaves import LeafGatherer
 from decoding.drafters.propose import propose
-from decoding.drafts import FeatureHeadDraft
+from decoding.drafts import CandidateTree, FeatureHeadDraft
 from decoding.errors import ExitHeadError
 from decoding.head_folder import HeadFolder
 from decoding.profile import Decoding
@@ -32,10 +33,18 @@ from decoding.text import Shaping, TokenSequence
 class FeatureHeadDrafter:
     """A feature head with the target's own embeddings, final norm and LM head."""
 
-    def __init__(self, target: Target, head: FeatureHead) -> None:
+    def __init__(self, target: Target, head: FeatureHead, *, tree: CandidateTree | None = None) -> None:
+        self._tree = tree
+        if tree is not None:
+            target.check_trees()
         self._features = target.runner.features
         self._head = target.feature_view(head)
         self._whole = target.tapped_view(target.num_layers)
+
+    @property
+    def max_leaves(self) -> int:
+        """Most side leaves of a round."""
+        return 0 if self._tree is None else self._tree.most_leaves
 
     def prefill(self, sequence: TokenSequence, cache: KVCache) -> Tensor:
         """Run the target over the prompt, and the head over its last states; that of the last position stays pending."""
@@ -83,15 +92,24 @@ class FeatureHeadDrafter:
             )
 
         look_every = self._features.look_every
-        num_drafted, probabilities = propose(step, write, sequence, controller, shaping, acceptance, limit, look_every)
-        return Proposal(num_drafted, probabilities)
+        gatherer = LeafGatherer.of(self._tree, acceptance, cache)
+        num_drafted, probabilities = propose(
+            step, write, sequence, controller, shaping, acceptance, limit, look_every, gatherer
+        )
+        leaves = None if gatherer is None else gatherer.written(sequence)
+        return Proposal(num_drafted, probabilities, leaves=leaves)
 
     def verify(self, sequence: TokenSequence, cache: KVCache, draft: Proposal) -> Outputs:
-        """Run the target over the last token and the drafts, and keep its last states for the head."""
-        token_ids = sequence.span(cache.length, sequence.length + draft.num_tokens)
-        outputs = self._whole.run(token_ids, cache, cache.length)
+        """Run the target over the last token, the drafts and leaves, and keep its last states for the head."""
+        token_ids = sequence.span(cache.length, sequence.length + draft.num_positions)
+        if draft.leaves is None:
+            outputs = self._whole.run(token_ids, cache, cache.length)
+        else:
+            outputs = self._whole.run_tree(token_ids, cache, cache.length, draft.leaves.positions(cache.length))
         assert outputs.states is not None, "the last block is tapped"
-        cache.branch.extend(outputs.states)
+        branch, num_chain = cache.branch, 1 + draft.num_tokens
+        branch.extend(outputs.states[..., :num_chain, :])
+        branch.leaves = None if draft.leaves is None else outputs.states[..., num_chain:, :]
         return outputs
 
 
@@ -101,4 +119,4 @@ def new_drafter(
     """Return the drafter of a feature head. Raises `ExitHeadError` for a head that `heads` does not hold."""
     if heads is None:
         raise ExitHeadError(f"the draft needs the feature head {draft.head}: give the folder that holds it")
-    return FeatureHeadDrafter(target, heads.feature_head(draft))
+    return FeatureHeadDrafter(target, heads.feature_head(draft), tree=draft.tree)

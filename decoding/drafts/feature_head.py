@@ -14,6 +14,7 @@ from decoding.drafts.contract import DraftDocument, Need
 from decoding.drafts.head_file import DraftVocabularySize, HeadFile
 from decoding.drafts.layer_skip import LayerSkip
 from decoding.drafts.lookup import FirstLookup, LookupBefore, describe_after, lookup_columns
+from decoding.drafts.trees import CandidateTree, Tree, describe_with, tree_columns
 
 
 class FeatureHeadDraft(DraftDocument):
@@ -24,7 +25,9 @@ class FeatureHeadDraft(DraftDocument):
     head_sha256: str
     draft_vocabulary: DraftVocabularySize = None
     lookup: LookupBefore = None
+    tree: Tree = None
     takes_lookup: ClassVar[bool] = True
+    takes_tree: ClassVar[bool] = True
 
     @property
     def label(self) -> str:
@@ -34,7 +37,7 @@ class FeatureHeadDraft(DraftDocument):
     def describe(self) -> str:
         """Return one short phrase for tables."""
         tokens = f" for {self.draft_vocabulary:,} tokens" if self.draft_vocabulary else ""
-        return describe_after(self.lookup, f"feature head{tokens}")
+        return describe_after(self.lookup, describe_with(self.tree, f"feature head{tokens}"))
 
     @property
     def needs(self) -> frozenset[Need]:
@@ -66,8 +69,8 @@ class FeatureHeadDraft(DraftDocument):
         return self.model_copy(update={"head": names[self.head]})
 
     def columns(self) -> dict[str, Any]:
-        """Return the type of the head and the lookup."""
-        return {"exit_head": "feature", **lookup_columns(self.lookup)}
+        """Return the type of the head, the lookup and the tree."""
+        return {"exit_head": "feature", **lookup_columns(self.lookup), **tree_columns(self.tree)}
 
     @property
     def lookup_first(self) -> FirstLookup | None:
@@ -82,6 +85,15 @@ class FeatureHeadDraft(DraftDocument):
         """Return the draft with `lookup` before it."""
         return self.model_copy(update={"lookup": lookup})
 
+    @property
+    def candidate_tree(self) -> CandidateTree | None:
+        """Shape of the side leaves, or None for a chain."""
+        return self.tree
+
+    def with_tree(self, tree: CandidateTree | None) -> Self:
+        """Return the draft with the side leaves of `tree`, or as a chain."""
+        return self if tree == self.tree else self.model_copy(update={"tree": tree})
+
     def skipped(self, num_layers: int) -> LayerSkip:
-        """Return the skip of every block, without head and lookup."""
+        """Return the skip of every block, without head, lookup and tree."""
         return LayerSkip.blocks(tuple(range(num_layers)))

@@ -15,6 +15,7 @@ from decoding.decode import NewCache, Request, autoregressive, speculative
 from decoding.draft_length import Fixed
 from decoding.drafters.contract import Drafter
 from decoding.drafters.early_exit import EarlyExitDrafter
+from decoding.drafters.feature_head import FeatureHeadDrafter
 from decoding.drafters.layer_skip import LayerSkipDrafter
 from decoding.drafts import LayerSkip
 from decoding.rounds import Generation
@@ -27,6 +28,7 @@ K, PROMPT, NEW = 5, 150, 30
 DRAFTERS: dict[str, Callable[[Target], Drafter]] = {
     "skip": lambda target: LayerSkipDrafter(target, LayerSkip.blocks((NUM_LAYERS - 2,))),
     "exit with a head": lambda target: EarlyExitDrafter(target, 2, untrained_head(target)),
+    "feature head": lambda target: FeatureHeadDrafter(target, target.new_feature_head()),
 }
 
 
@@ -48,7 +50,7 @@ def num_bytes(storage: Storage) -> int:
 
 
 @pytest.mark.parametrize("kind", DRAFTERS)
-def test_a_draft_keeps_its_own_positions_and_an_exit_head_its_own_layer(kind: str) -> None:
+def test_a_draft_keeps_its_own_positions_and_a_head_its_own_layer(kind: str) -> None:
     target, request = target_of("llama"), Request(some_tokens(PROMPT), Ending(NEW))
     drafter = DRAFTERS[kind](target)
     plain = kept(target, lambda new_cache: Generation.collect(autoregressive(target, request, new_cache)))

@@ -16,10 +16,10 @@ from decoding.decode import Request, capacity_for, speculative
 from decoding.decoder import Decoder
 from decoding.draft_length import AdaEdl, Controller, Fixed
 from decoding.drafters.build import build_drafter
-from decoding.drafters.contract import Drafter, Proposal
+from decoding.drafters.contract import Drafter, Proposal, max_leaves_of
 from decoding.drafters.feature_head import FeatureHeadDrafter
 from decoding.drafters.lookup_first import LookupFirst
-from decoding.drafts import FeatureHeadDraft, Lookup
+from decoding.drafts import FeatureHeadDraft, FixedLeaves, Lookup
 from decoding.errors import ExitHeadError
 from decoding.head_folder import HeadFolder
 from decoding.lockstep import decode_in_lockstep
@@ -45,6 +45,10 @@ class Watched:
     def __init__(self, drafter: Drafter) -> None:
         self._drafter = drafter
         self.rounds: list[tuple[int, list[int]]] = []
+
+    @property
+    def max_leaves(self) -> int:
+        return max_leaves_of(self._drafter)
 
     def prefill(self, sequence: TokenSequence, cache: KVCache) -> Tensor:
         return self._drafter.prefill(sequence, cache)
@@ -141,6 +145,21 @@ def test_head_with_a_vocabulary_of_its_own_drafts_from_it() -> None:
     assert generation.tokens == write_plainly(target, request).tokens
     assert {token for _, drafts in watched.rounds for token in drafts} <= set(chosen.token_ids)
     assert check_rounds(target, head, [*request.prompt, *generation.tokens], watched.rounds)[1] > 3
+
+
+@pytest.mark.parametrize("runner", [EagerRunner, partial(StaticRunner, compiled=False)], ids=["eager", "static"])
+def test_side_leaves_leave_their_state_to_the_head(runner: RunnerFactory) -> None:
+    """After an accepted leaf the head reads the target's state of the leaf, so that the next first draft is as ever."""
+    target, num_accepted = Target(build("qwen3"), runner), 0
+    head = disturbed_feature_head(target_of("qwen3"))
+    for seed in range(2):
+        request = Request(some_tokens(5, seed), Ending(16))
+        watched = Watched(FeatureHeadDrafter(target, head, tree=FixedLeaves(leaves=8)))
+        generation = Generation.collect(speculative(target, watched, Controller(2), request))
+        assert generation.tokens == write_plainly(target_of("qwen3"), request).tokens
+        check_rounds(target_of("qwen3"), head, [*request.prompt, *generation.tokens], watched.rounds)
+        num_accepted += generation.num_accepted
+    assert num_accepted > 4, "some leaves are accepted"
 
 
 def test_sampled_text_is_distributed_as_the_model() -> None:
