@@ -44,6 +44,10 @@ from tuner.measuring.recording import Recorder, TimedBatch
 from tuner.prompt_settings import PromptSettings
 
 SIZES = {"tuning-prompts": 4, "held-out-prompts": 3}
+NUM_NEW_TOKENS = 16
+"""Twice what a sequence needs to count."""
+NUM_OF_SEARCH = 18
+"""Tokens that a profile says its search decoded."""
 OTHER_RUNNERS = [f"{who}-{mode}" for mode in MODES for who in ("plain", "profile")]
 NOT_BY_OTHER_RUNNERS = [name for name in CONTENDERS if name not in OTHER_RUNNERS]
 RunBench = Callable[..., Result]
@@ -56,7 +60,12 @@ def bench(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> RunBench:
     monkeypatch.setattr("tuner.bench.roofline.BUFFER_BYTES", {"cpu": 2**16})
 
     def run(profile: Path, dataset: Path, **flags: Any) -> Result:
-        given = {**SIZES, "max-new-tokens": 24, "out": "b", **{k.replace("_", "-"): v for k, v in flags.items()}}
+        given = {
+            **SIZES,
+            "max-new-tokens": NUM_NEW_TOKENS,
+            "out": "b",
+            **{k.replace("_", "-"): v for k, v in flags.items()},
+        }
         arguments = ["bench", "--profile", str(profile), "--dataset", str(dataset)]
         arguments += [part for key, value in given.items() if value is not None for part in (f"--{key}", str(value))]
         return CliRunner().invoke(main, arguments)
@@ -81,7 +90,7 @@ def flat(text: str) -> str:
 
 def measured(fingerprint: str, **sizes: int) -> Measured:
     """The confirmation that a search writes into a profile."""
-    facts = {"tuning_prompts": 4, "held_out_prompts": 3, "max_new_tokens": 30, **sizes}
+    facts = {"tuning_prompts": 4, "held_out_prompts": 3, "max_new_tokens": NUM_OF_SEARCH, **sizes}
     return Measured(
         speedup=Interval(value=1.2, ci95=(1.1, 1.3)),
         tokens_per_second=Rates(draft=12, plain=10),
@@ -105,18 +114,18 @@ def test_all_contenders_write_plain_decodings_text_and_all_is_kept(
     assert list(found["contenders"]) == list(found["samples"]) == NOT_BY_OTHER_RUNNERS
     assert found["left_out"] == {}
     assert 0 < found["account"]["bookkeeping"] < 1
-    assert found["account"]["profile_tokens"] == found["account"]["plain_tokens"] == 3 * 23
+    assert found["account"]["profile_tokens"] == found["account"]["plain_tokens"] == 3 * (NUM_NEW_TOKENS - 1)
     for name, figures in found["contenders"].items():
         samples = found["samples"][name]
         assert [(each["prompt"], each["repeat"]) for each in samples] == [(p, r) for r in (0, 1) for p in (0, 1, 2)]
         assert all(each["identical"] and not each["tie"] for each in samples)
-        assert all(each["prefill_tokens"] + each["decode_tokens"] == 24 for each in samples)
+        assert all(each["prefill_tokens"] + each["decode_tokens"] == NUM_NEW_TOKENS for each in samples)
         assert all(each["prefill_seconds"] > 0 and each["decode_seconds"] > 0 for each in samples)
         assert (figures["identical"], figures["texts"], figures["ties"]) == (6, 6, 0)
         assert figures["mean_acceptance_length"] == pytest.approx(figures["tokens_per_pass"], abs=0.2)
         whole = figures["end_to_end"]
         seconds = sum(each["prefill_seconds"] + each["decode_seconds"] for each in samples)
-        assert whole["tokens_per_second"]["value"] == pytest.approx(6 * 24 / seconds)
+        assert whole["tokens_per_second"]["value"] == pytest.approx(6 * NUM_NEW_TOKENS / seconds)
         assert whole["time_to_first_token_seconds"] > 0
         for key in ("tokens_per_second", "over_plain", "profile_over_it"):
             low, high = figures[key]["ci95"]
@@ -167,7 +176,7 @@ def test_held_out_prompts_of_the_search_are_measured_and_reported_as_such(
     workplace: Path, checkpoint: Path, code: Path, write_profile: WriteProfile, bench: RunBench
 ) -> None:
     tokenizer = AutoTokenizer.from_pretrained(checkpoint)
-    sizes = {"num_tuning": 4, "num_held_out": 3, "max_new_tokens": 30, "context_length": 256}
+    sizes = {"num_tuning": 4, "num_held_out": 3, "max_new_tokens": NUM_OF_SEARCH, "context_length": 256}
     of_search = load_prompts(str(code), tokenizer, seed=5, settings=PromptSettings(group_column="file"), **sizes)
     profile = write_profile(LayerSkip.blocks((3,)), measured=measured(of_search.fingerprint))
     own = {"tuning_prompts": None, "held_out_prompts": None, "max_new_tokens": None, "against": "plain"}
@@ -175,7 +184,7 @@ def test_held_out_prompts_of_the_search_are_measured_and_reported_as_such(
     assert same.exit_code == 0, same.output
     found = results(workplace)
     assert found["rows"] == [prompt.row for prompt in of_search.held_out]
-    assert found["max_new_tokens"] == 30
+    assert found["max_new_tokens"] == NUM_OF_SEARCH
     assert "held out by the search that made the profile" in flat(same.stdout)
     for changed in ({"group_column": "file", "seed": 6}, {"seed": 5}):
         other = bench(profile, code, **changed, **own)
@@ -295,9 +304,13 @@ def test_prompts_of_a_wanted_length(workplace: Path, code: Path, write_profile: 
     assert found["context"] == 50
     assert found["contenders"]["hf"]["identical"] == 3
     assert "prompts of 50 tokens" in result.stdout
-    assert found["roofline"]["reading"]["mean_context"] == 50 + (23 + 1) / 2
+    assert found["roofline"]["reading"]["mean_context"] == 50 + NUM_NEW_TOKENS / 2
     refused(bench(profile, code, against="plain", context=200), "the data set has too little text", "--context")
-    refused(bench(profile, code, against="plain", context=250), "context of 256", "--context must be at most 232")
+    refused(
+        bench(profile, code, against="plain", context=250),
+        "context of 256",
+        f"--context must be at most {256 - NUM_NEW_TOKENS}",
+    )
 
 
 def test_a_profile_for_sampling_is_measured_greedily_and_it_is_said(
@@ -519,7 +532,7 @@ def test_all_contenders_decode_batches_as_they_decode_single_prompts(
         assert [(each["prompt"], each["repeat"]) for each in samples] == [(p, r) for r in (0, 1) for p in range(6)]
         assert (figures["identical"], figures["texts"]) == (12, 12), name
         assert all(each["batch_size"] == 3 for each in samples)
-        assert all((each["prefill_tokens"], each["decode_tokens"]) == (1, 23) for each in samples)
+        assert all((each["prefill_tokens"], each["decode_tokens"]) == (1, NUM_NEW_TOKENS - 1) for each in samples)
         for first in range(0, 12, 3):
             batch = samples[first : first + 3]
             assert len({(each["prefill_seconds"], each["decode_seconds"]) for each in batch}) == 1
@@ -545,7 +558,7 @@ def test_batches_of_prompts_of_a_wanted_length(
     assert result.exit_code == 0, result.output
     found = results(workplace)
     assert {each["prompt_tokens"] for each in found["samples"]["hf"]} == {50}
-    assert (found["context"], found["roofline"]["reading"]["mean_context"]) == (50, 50 + (23 + 1) / 2)
+    assert (found["context"], found["roofline"]["reading"]["mean_context"]) == (50, 50 + NUM_NEW_TOKENS / 2)
     assert [found["contenders"][name]["identical"] for name in ("profile", "plain", "hf")] == [4, 4, 4]
 
 
