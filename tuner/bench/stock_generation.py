@@ -33,6 +33,9 @@ LOOKUP_TOKENS = 10
 """Tokens that prompt lookup copies: the number in transformers' documentation and its candidate generator's default."""
 EXIT_EIGHTHS = (1, 2, 3, 4, 5, 6)
 """Exits to try, in eighths of the model: after three quarters hardly any time can be saved."""
+CHOICE_TOKENS = 48
+"""Most tokens of each prompt that exits are tried on: on a model not trained for early exit, all of them are several times slower
+than plain decoding, and the choice would take longer than the comparison."""
 
 
 class StockGeneration:
@@ -177,7 +180,9 @@ def fastest_exit(
     max_new_tokens: int,
     on_text: Callable[[], None],
 ) -> EarlyExitGeneration:
-    """Return the exit that decodes these prompts fastest; all are tried in turns. `on_text` is called after each prompt.
+    """Return the exit that decodes these prompts fastest; all are tried in turns, on at most `CHOICE_TOKENS` tokens of each.
+
+    `on_text` is called after each prompt.
 
     Raises ValueError with the reason if there is no exit to try or none runs.
     """
@@ -196,7 +201,7 @@ def fastest_exit(
             written[name].append(batch)
         on_text()
 
-    contest.hold(one_by_one, max_new_tokens=max_new_tokens, on_batch=note)
+    contest.hold(one_by_one, max_new_tokens=min(max_new_tokens, CHOICE_TOKENS), on_batch=note)
     tried = {int(name): _rate(written[name]) for name in contest.running}
     if not tried:
         raise ValueError(_reasons(contest))

@@ -15,7 +15,13 @@ from decoding.text import Ending
 from tests.support.recordings import real_recorder
 from tests.support.tiny import tiny_llama
 from tuner.bench.contest import Prompts
-from tuner.bench.stock_generation import EarlyExitGeneration, StockGeneration, exits_to_try, fastest_exit
+from tuner.bench.stock_generation import (
+    CHOICE_TOKENS,
+    EarlyExitGeneration,
+    StockGeneration,
+    exits_to_try,
+    fastest_exit,
+)
 from tuner.measuring.clock import Elapsed
 from tuner.measuring.recording import Recorder, TimedSequence
 
@@ -162,6 +168,7 @@ def test_the_fastest_exit_is_taken_and_all_that_were_tried_are_told(
     rates = {1: 10.0, 2: 30.0, 3: 20.0, 4: 5.0}
 
     def write(self: EarlyExitGeneration, prompts: Prompts, max_new_tokens: int, recorder: Recorder) -> None:
+        longest.append(max_new_tokens)
         for _ in range(max_new_tokens):
             clock.seconds += 1 / rates[self.settings["options"]["assistant_early_exit"]]
             recorder.put((3,))
@@ -169,15 +176,16 @@ def test_the_fastest_exit_is_taken_and_all_that_were_tried_are_told(
     clock = HandClock()
     monkeypatch.setattr("tuner.bench.stock_generation.WallClock", lambda device: clock)
     monkeypatch.setattr(EarlyExitGeneration, "write", write)
-    num_texts = []
+    num_texts, longest = [], list[int]()
     found = fastest_exit(
-        model, NO_EOS, PROMPTS[:2], num_layers=6, max_new_tokens=12, on_text=lambda: num_texts.append(1)
+        model, NO_EOS, PROMPTS[:2], num_layers=6, max_new_tokens=512, on_text=lambda: num_texts.append(1)
     )
     assert found.settings["options"] == {"assistant_early_exit": 2}
     assert found.settings["tried"] == {str(exit_layer): pytest.approx(rate) for exit_layer, rate in rates.items()}
     assert "assistant_early_exit=2" in found.describe()
     assert "2: 30.0" in found.describe()
     assert len(num_texts) == 2
+    assert max(longest) == CHOICE_TOKENS, "the choice must not take longer than the comparison"
 
 
 def test_where_no_exit_runs_the_reason_is_told(model: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
