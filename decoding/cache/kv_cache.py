@@ -347,6 +347,7 @@ class BranchCache(KVCache):
         super().__init__(num_layers, capacity, storage)
         self.pending: Tensor | None = None
         """[.., positions, hidden], or None if the head has processed every position."""
+        self._last: Tensor | None = None
         self.leaves: Tensor | None = None
         """States [.., leaves, hidden] of the side leaves that are being judged, or None."""
 
@@ -366,15 +367,21 @@ class BranchCache(KVCache):
         if self.leaves is not None:
             self.extend(self.leaves[..., leaf : leaf + 1, :])
 
-    def catch_up(self, length: int) -> None:
-        """Record that the head has processed all of the first `length` positions."""
-        self.length, self.pending = length, None
+    def catch_up(self, length: int, last: Tensor | None = None) -> None:
+        """Record that the head has processed all of the first `length` positions.
+
+        A head that cannot draft without a state to read gives that of the `last` one [.., 1, hidden]: a sequence that is rolled
+        back to this length has it pending again.
+        """
+        self.length, self.pending, self._last = length, None, last
 
     def roll_back(self, length: int) -> None:
         """Forget the states after the first `length` positions."""
         wanted = length - self.length
         if self.pending is not None:
             self.pending = self.pending[..., :wanted, :] if wanted > 0 else None
+        if self._last is not None and length == self.length:
+            self.length, self.pending, self._last = length - 1, self._last, None
         self.length = min(self.length, length)
 
 

@@ -76,7 +76,7 @@ class FeatureHeadDrafter:
                 assert branch.pending is not None, "the state before the last token is pending"
                 span = sequence.span(first, position + 1)
                 outputs = self._head.run(span, cache, first, branch.pending, looks=looks)
-                branch.catch_up(cache.length)
+                branch.catch_up(cache.length, branch.pending[..., -1:, :])
             assert outputs.states is not None, "the head records its states"
             latest.append(outputs.states[..., -1:, :])
             return outputs

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from decoding.acceptance import Acceptance, Sampling
+from decoding.acceptance import Acceptance, Greedy, Sampling
 from decoding.cache.kv_cache import KVCache
 from decoding.decode import Request, capacity_for, speculative
 from decoding.decoder import Decoder
@@ -29,6 +29,7 @@ from decoding.runners.eager import EagerRunner
 from decoding.runners.static import StaticRunner
 from decoding.target import DraftVocabulary, FeatureHead, Target
 from decoding.text import Ending, Shaping, TokenSequence
+from decoding.timing.round_costs import measure_round_costs
 from tests.support.chi_square import ALPHA, p_value
 from tests.support.controllers import AnyLength
 from tests.support.families import PROMISED, VOCABULARY, build, some_tokens, target_of
@@ -135,6 +136,26 @@ def test_sequences_in_lockstep_draft_what_they_would_alone(runner: RunnerFactory
         records[row].append(record)
     for request, own in zip(requests, records, strict=True):
         assert Generation.collect(iter(own)).tokens == write_plainly(target_of("gemma3"), request).tokens
+
+
+def test_round_that_is_rolled_back_is_drafted_again_as_it_was() -> None:
+    """Rounds are timed from one state; cost-aware rules have their draft measured so."""
+    target = target_of("llama")
+    drafter, prompt = FeatureHeadDrafter(target, disturbed_feature_head(target)), some_tokens(9)
+    sequence, cache = TokenSequence(prompt, 20, target.device), target.new_cache(20)
+    drafts = []
+    with torch.inference_mode():
+        first = drafter.prefill(sequence, cache).argmax()
+        cache.length = sequence.length
+        sequence.append([int(first)])
+        for _ in range(3):
+            proposal = drafter.draft(sequence, cache, Controller(3), Shaping(), Greedy(), 3)
+            drafts.append(sequence.span(sequence.length, sequence.length + 3).tolist())
+            drafter.verify(sequence, cache, proposal)
+            cache.roll_back(sequence.length - 1)
+    assert drafts[0] == drafts[1] == drafts[2]
+    costs = measure_round_costs(target, drafter, 2, budget_seconds=0.0)
+    assert len(costs.verify) == 3
 
 
 def test_head_with_a_vocabulary_of_its_own_drafts_from_it() -> None:
