@@ -254,6 +254,11 @@ class Target:
         """Run a chain and its side leaves; see `Runner.run_tree`. The sequence must not be in lockstep."""
         return self.runner.run_tree(part, token_ids, cache, start, positions)
 
+    @property
+    def takes_trees(self) -> bool:
+        """True if side leaves can be verified; see `check_trees`."""
+        return self._treeless_reason is None
+
     def check_trees(self) -> None:
         """Raise `UnsupportedModelError` if this model or its runner cannot verify side leaves.
 

@@ -15,7 +15,7 @@ import torch
 from decoding.acceptance import Greedy
 from decoding.decode import Request
 from decoding.draft_length import Controller, Looking, RoundCosts
-from decoding.drafters.contract import Drafter, Proposal
+from decoding.drafters.contract import Drafter, Proposal, max_leaves_of
 from decoding.drafters.lookup_first import steered_part
 from decoding.lockstep import Lockstep, shared_batch_size
 from decoding.target import Target
@@ -108,7 +108,7 @@ class _RoundBench:
         prompt_length = max(min(prompt_length, room - 1 - max_tokens), 1)
         longest = max(min(max_tokens, room - 1 - prompt_length), 0)
         self._widths = [*(width for width in WIDTHS if width < longest), longest]
-        capacity = prompt_length + 1 + longest
+        capacity = prompt_length + 1 + longest + max_leaves_of(drafter)
         self._lockstep = Lockstep(target, num_sequences, capacity)
         self._greedy = Request([0], Ending(longest + 1))
         self._texts: list[TokenSequence] = []

@@ -23,6 +23,8 @@ class ReplayedRound(NamedTuple):
     num_passes: int
     num_accepted: int
     looked_up: bool = False
+    num_leaves: int = 0
+    """Side leaves, verified with the drafts by the whole target; none in lockstep, where rounds are chains."""
 
 
 class Asked(NamedTuple):
@@ -70,10 +72,14 @@ class LockstepBatches:
 def cost_unbatched(step: ReplayedRound, costs: RoundCosts, copied: RoundCosts | None) -> float:
     """Return the cost of a round of a single sequence, in plain passes.
 
-    `copied` holds the costs of rounds copied by the lookup before the draft; None if the lookup is the draft.
+    `copied` holds the costs of rounds that the whole target verifies: those copied by the lookup before the draft, and those with
+    side leaves. None if the lookup is the draft.
     """
     if step.looked_up:
         return _cost_of_copy(step, costs, copied)
+    if step.num_leaves:
+        assert copied is not None, "given with a tree"
+        return copied.verify_cost(step.num_drafted + step.num_leaves) + step.num_passes * costs.draft_step
     return costs.of(step.num_drafted) + (step.num_passes - step.num_drafted) * costs.draft_step
 
 

@@ -8,7 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from decoding.drafts import BitWidth, Draft, FirstLookup, LayerSkip, Lookup, PromptLookup, SuffixDraft, SuffixLookup
+from decoding.drafts import (
+    BitWidth,
+    CandidateTree,
+    Draft,
+    FirstLookup,
+    FixedLeaves,
+    LayerSkip,
+    Lookup,
+    PromptLookup,
+    SizedLeaves,
+    SuffixDraft,
+    SuffixLookup,
+)
 from studies.prediction.contract import Prediction
 from studies.prediction.predictor import Predictor
 
@@ -23,6 +35,15 @@ COPIED = (2, 4, 8)
 """Tokens to copy, of the lookups that are tried before other drafts."""
 NUM_WITH_LOOKUPS = 2
 """Number of drafts that lookups are tried before."""
+LEAVES = (1, 2, 4)
+GAINS = (1.0, 2.0)
+"""Sizes of trees that are tried: numbers of leaves at each depth, and expected gains of a leaf over its price."""
+LEAST_TREE_GAIN = 0.02
+"""Least predicted gain over the chain for which a tree is worth a trial."""
+LEAST_LEAF_GAIN = 0.005
+"""Least expected gain of a leaf where a position seems to cost nothing."""
+WIDTHS_OF_PRICE = (4, 8)
+"""Drafted tokens between which the price of a verified position is read off the cost table."""
 LEAST_AGREEMENT = 0.6
 """Share of positions at which the whole model in a precision must agree with the target. Rounding adds to the harm of a skip, so
 that no other draft in that precision agrees more."""
@@ -74,6 +95,32 @@ def quantised(drafts: Iterable[Draft], precisions: Sequence[BitWidth]) -> list[D
     return [draft.with_bits(bits) for draft in drafts if draft.takes_bits for bits in precisions]
 
 
+def with_trees(predictor: Predictor, drafts: Iterable[Draft]) -> list[Draft]:
+    """Return each of `drafts` with the side leaves that promise most, where these promise `LEAST_TREE_GAIN` more than its chain.
+
+    The price of a verified position is read off the cost table; each draft takes one more recording.
+    """
+    if not predictor.takes_trees:
+        return []
+    price = _price_of_position(predictor)
+    chosen = list[Draft]()
+    for draft in (each for each in drafts if each.takes_tree):
+        chain = predictor.best(draft)
+        least = max(price * chain.speedup, LEAST_LEAF_GAIN)
+        trees: list[CandidateTree] = [FixedLeaves(leaves=leaves) for leaves in LEAVES]
+        trees += [SizedLeaves(least_gain=round(min(factor * least, 1.0), 4)) for factor in GAINS]
+        best = predictor.best_first(draft.with_tree(tree) for tree in trees)[0]
+        if best.speedup >= chain.speedup * (1 + LEAST_TREE_GAIN):
+            chosen.append(best.draft)
+    return chosen
+
+
+def _price_of_position(predictor: Predictor) -> float:
+    """Return the cost of another verified position beside a draft of a few tokens, in plain passes."""
+    fewer, more = WIDTHS_OF_PRICE
+    return (predictor.whole.verify_cost(more) - predictor.whole.verify_cost(fewer)) / (more - fewer)
+
+
 def is_same(one: Draft, other: Draft, num_layers: int) -> bool:
     """Return whether two drafts skip the same sublayers in one precision; an exit without a head is a skip set too."""
     return _distance(one, other, num_layers) == 0
@@ -90,8 +137,8 @@ def _distance(one: Draft, other: Draft, num_layers: int) -> float:
 
 
 def _skipped(draft: Draft, num_layers: int) -> set[tuple[str, int]] | None:
-    """Return the sublayers skipped by a draft without head and lookup; None for any other draft."""
-    if not draft.runs_model or draft.has_head or draft.lookup_first is not None:
+    """Return the sublayers skipped by a draft without head, lookup and tree; None for any other draft."""
+    if not draft.runs_model or draft.has_head or draft.lookup_first is not None or draft.candidate_tree is not None:
         return None
     skip = draft.skipped(num_layers)
     return {("attention", index) for index in skip.skip_attention} | {("mlp", index) for index in skip.skip_mlp}

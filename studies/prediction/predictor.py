@@ -18,7 +18,7 @@ from decoding.lockstep import shared_batch_size
 from decoding.profile import Decoding
 from studies.prediction.contract import Prediction, predictor_of
 from studies.prediction.lockstep_cost import LockstepBatches, batches_of
-from studies.prediction.replay import Copies, LookupReplay, replay, replay_copies, replay_plain
+from studies.prediction.replay import Copies, LookupReplay, TreeReplay, replay, replay_copies, replay_plain
 from studies.prediction.survey import Guess, JoinedSurvey, Survey
 
 LENGTHS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16)
@@ -80,11 +80,11 @@ class Predictor:
         return LockstepBatches(tuple(batches_of(self.survey.indices, self._batch_size).values()))
 
     def costs(self, draft: Draft) -> RoundCosts:
-        """Return the costs of a draft's rounds, without the lookup before it.
+        """Return the costs of a draft's rounds, without the lookup before it and the leaves beside it.
 
         Raises ValueError for a draft that runs no part of the target.
         """
-        draft = draft.without_lookup()
+        draft = draft.without_lookup().with_tree(None)
         if draft not in self._costs:
             self._costs[draft] = self._table.round_costs(
                 draft,
@@ -99,6 +99,11 @@ class Predictor:
         """Costs of rounds of copied tokens: without states of a prefix, the whole target verifies."""
         return RoundCosts(draft_step=COPYING, verify=self.costs(LayerSkip()).verify)
 
+    @property
+    def takes_trees(self) -> bool:
+        """True if rounds may have side leaves: sequences in lockstep decode chains."""
+        return self._lockstep is None
+
     def record(self, drafts: Iterable[Draft]) -> None:
         """Record the drafts that are predicted from recordings; in one call, exits share a pass."""
         self.survey.record_all(draft.without_lookup() for draft in drafts if predictor_of(draft).is_recorded)
@@ -110,8 +115,12 @@ class Predictor:
         return self._known[draft, rule]
 
     def replay_recordings(self, draft: Draft, rule: DraftLengthRule) -> Prediction:
-        """Return the prediction of a recorded draft: `rule` is replayed on its distributions, after the lookup if it has one."""
-        recordings = self.survey.record(draft.without_lookup())
+        """Return the prediction of a recorded draft: `rule` is replayed on its distributions, after the lookup if it has one.
+
+        In lockstep a draft with a tree is predicted as the chain that it is there.
+        """
+        tree = None if self._lockstep else draft.candidate_tree
+        recordings = self.survey.record(draft.without_lookup().with_tree(tree))
         lookup = None
         if (first := draft.lookup_first) is not None:
             copies = self._copies_of(first, partial(look_up, source=first), first.max_tokens)
@@ -121,7 +130,8 @@ class Predictor:
         overlap = sum(recording.acceptance * len(recording.matches) for recording in recordings)
         lockstep = self._lockstep.of_draft(draft, self._decoding) if self._lockstep else None
         max_drafted = self.survey.target.max_drafted
-        replayed = replay(rule, recordings, self.costs(draft), lookup, lockstep, max_drafted=max_drafted)
+        leaves = None if tree is None else TreeReplay(tree, not self._decoding.temperature, self.whole)
+        replayed = replay(rule, recordings, self.costs(draft), lookup, lockstep, max_drafted=max_drafted, tree=leaves)
         return Prediction(draft, rule, replayed, agreed / tested, overlap / tested)
 
     def replay_guesses(self, draft: Draft, rule: DraftLengthRule, guess: Guess) -> Prediction:

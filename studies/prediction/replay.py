@@ -18,6 +18,7 @@ from torch import Tensor
 
 from decoding.draft_length import Controller, CostAwareRule, Decision, DraftDistribution, DraftLengthRule, RoundCosts
 from decoding.drafters.prompt_lookup import length_allowed
+from decoding.drafts.trees import MOST_PER_DEPTH, CandidateTree, SeenDepth
 from decoding.profile import Decoding
 from studies.prediction.lockstep_cost import LockstepBatches, ReplayedRound, cost_in_lockstep, cost_unbatched
 
@@ -54,6 +55,18 @@ class TargetText:
         return len(self.most_likely)
 
 
+class Beside(NamedTuple):
+    """The candidates of a draft at one position, as a tree of side leaves takes them."""
+
+    ranked: tuple[float, ...]
+    """The highest probabilities of the draft, in descending order."""
+    num_needed: int
+    """Number of leaves of which one would be accepted after the chain's token was rejected; `NO_LEAF` if none would."""
+
+
+NO_LEAF = MOST_PER_DEPTH + 1
+
+
 @dataclass(frozen=True)
 class Recording:
     """One sequence as a draft saw it, from the token after the prefill's on; one entry per position."""
@@ -63,6 +76,8 @@ class Recording:
     seen: tuple[_Seen, ...]
     acceptance: float
     """Mean over the positions of sum over v of min(p, q)."""
+    beside: tuple[Beside, ...] = ()
+    """The candidates beside the chain; empty unless they were asked for."""
     later: tuple[Recording, ...] = ()
     """The same for the second step of a round at each position, for the third, and so on; steps after the last are like it."""
 
@@ -82,14 +97,30 @@ class Recording:
 
     @classmethod
     def of_steps(
-        cls, target: TargetText, steps: Iterable[Tensor], decoding: Decoding = Decoding(), *, seed: int = 0
+        cls,
+        target: TargetText,
+        steps: Iterable[Tensor],
+        decoding: Decoding = Decoding(),
+        *,
+        seed: int = 0,
+        with_candidates: bool = False,
     ) -> Recording:
         """Return the recording of draft logits [positions, vocabulary] of each step of a round; see `against`."""
-        first, *later = (cls.against(target, logits, decoding, seed=seed) for logits in steps)
+        first, *later = (
+            cls.against(target, logits, decoding, seed=seed, with_candidates=with_candidates) for logits in steps
+        )
         return replace(first, later=tuple(later))
 
     @classmethod
-    def against(cls, target: TargetText, draft: Tensor, decoding: Decoding = Decoding(), *, seed: int = 0) -> Recording:
+    def against(
+        cls,
+        target: TargetText,
+        draft: Tensor,
+        decoding: Decoding = Decoding(),
+        *,
+        seed: int = 0,
+        with_candidates: bool = False,
+    ) -> Recording:
         """Return the recording of draft logits [positions, vocabulary] against the target's distributions.
 
         Greedy drafts match where both have the same most likely token. At a temperature, they match with probability sum over v of
@@ -101,7 +132,43 @@ class Recording:
         matches = draws(len(overlap), seed) < overlap.cpu() if decoding.temperature else greedy
         entropy = torch.special.entr(q).sum(dim=-1)
         seen = zip(q.amax(dim=-1).tolist(), entropy.tolist(), strict=True)
-        return cls(tuple(matches.tolist()), tuple(_Seen(*pair) for pair in seen), float(overlap.mean()))
+        beside = _beside(target, q, decoding, seed) if with_candidates else ()
+        return cls(tuple(matches.tolist()), tuple(_Seen(*pair) for pair in seen), float(overlap.mean()), beside)
+
+
+def _beside(target: TargetText, q: Tensor, decoding: Decoding, seed: int) -> tuple[Beside, ...]:
+    """Return the candidates at each position, from the draft's distributions `q` [positions, vocabulary].
+
+    A greedy leaf is accepted if it is the target's most likely token. At a temperature the leaves are taken to be the tokens that
+    the draft ranks highest, which sampled ones need not be, and the accepting one is drawn with `seed`.
+    """
+    ranked = q.topk(min(1 + MOST_PER_DEPTH, q.shape[-1]), dim=-1)
+    if decoding.temperature:
+        luck = draws(len(q), seed + 1)[:, None].to(q.device)
+        needed = 1 + (_shares_of_leaves(target.probabilities.float(), q, ranked.indices) <= luck).sum(dim=-1)
+    else:
+        of_target = q.gather(1, target.most_likely[:, None])
+        needed = (q > of_target).sum(dim=-1).clamp(1, NO_LEAF)
+    return tuple(map(Beside, map(tuple, ranked.values.tolist()), needed.tolist()))
+
+
+def _shares_of_leaves(p: Tensor, q: Tensor, ranked: Tensor) -> Tensor:
+    """Return the probability [positions, `MOST_PER_DEPTH`] that one of the first 1, 2 ... leaves is accepted after a rejection.
+
+    Each leaf meets what earlier rejections have left of `p` and `q` [positions, vocabulary]; `q` is taken to lose the `ranked`
+    tokens.
+    """
+    shares, missed = list[Tensor](), torch.ones_like(p[:, 0])
+    for column in ranked.split(1, dim=-1)[:MOST_PER_DEPTH]:
+        p = _normalised((p - q).clamp_min(0.0))
+        q = _normalised(q.scatter(1, column, 0.0))
+        missed = missed * (1 - torch.minimum(p, q).sum(dim=-1))
+        shares.append(1 - missed)
+    return torch.stack(shares, dim=-1)
+
+
+def _normalised(values: Tensor) -> Tensor:
+    return values / values.sum(dim=-1, keepdim=True).clamp_min(torch.finfo(values.dtype).tiny)
 
 
 def draws(count: int, seed: int) -> Tensor:
@@ -165,6 +232,24 @@ class LookupReplay:
     """Costs of passes of the whole target; the draft step is not used."""
 
 
+@dataclass(frozen=True)
+class TreeReplay:
+    """Side leaves beside the drafts of a replay, whose recordings must hold the candidates."""
+
+    tree: CandidateTree
+    is_greedy: bool
+    verify: RoundCosts
+    """Costs of passes of the whole target; the draft step is not used."""
+
+    def of_round(self, recording: Recording, start: int, num_drafted: int, num_accepted: int) -> tuple[int, bool]:
+        """Return the number of leaves of a round at position `start`, and whether one of them is accepted."""
+        beside = [recording.step(number).beside[start + number] for number in range(num_drafted)]
+        # The probability of the chain's token: of the likeliest one, which a sampled chain need not take.
+        counts = self.tree.counts([SeenDepth(each.ranked[0], each.ranked) for each in beside], is_greedy=self.is_greedy)
+        found = num_accepted < num_drafted and beside[num_accepted].num_needed <= counts[num_accepted]
+        return sum(counts), found
+
+
 def replay(
     rule: DraftLengthRule,
     recordings: Sequence[Recording],
@@ -173,19 +258,21 @@ def replay(
     lockstep: LockstepBatches | None = None,
     *,
     max_drafted: int | None = None,
+    tree: TreeReplay | None = None,
 ) -> Replayed:
     """Replay `rule` over the recorded sequences, each with a fresh controller unless the rule is persistent.
 
     The rule is not asked about rounds that `lookup` drafts. With `lockstep`, its batches share passes and `costs` are the costs of
     batched passes; without it, each sequence is decoded by itself. `max_drafted` is the most tokens that a verification
-    can take, if limited.
+    can take, if limited. A `tree` looks at every distribution, and is for sequences by themselves.
     """
 
     def rounds(controller: Controller, text: int) -> Iterator[ReplayedRound]:
-        return _rounds(controller, recordings[text], lookup, text, max_drafted)
+        return _rounds(controller, recordings[text], lookup, text, max_drafted, tree)
 
     lengths = [len(recording.matches) for recording in recordings]
-    return _replay(rule, lengths, rounds, costs, lookup.verify if lookup else None, lockstep)
+    whole = tree.verify if tree else lookup.verify if lookup else None
+    return _replay(rule, lengths, rounds, costs, whole, lockstep, looks=tree is not None)
 
 
 def replay_copies(
@@ -214,6 +301,8 @@ def _replay(
     costs: RoundCosts,
     copied: RoundCosts | None,
     lockstep: LockstepBatches | None,
+    *,
+    looks: bool = False,
 ) -> Replayed:
     """Return the replay of sequences with these lengths and rounds; for `copied` see `cost_unbatched`."""
     if isinstance(rule, CostAwareRule):
@@ -228,7 +317,7 @@ def _replay(
             if not rule.persistent or row not in controllers:
                 controllers[row] = rule.controller()
             texts.append(counted.watch(rounds_of(controllers[row], text)))
-        paid = costs.looking() if controllers[0].looks_at_drafts else costs
+        paid = costs.looking() if looks or controllers[0].looks_at_drafts else costs
         if len(texts) == 1:
             cost = sum(cost_unbatched(step, paid, copied) for step in texts[0])
         else:
@@ -255,7 +344,12 @@ class _Counted:
 
 
 def _rounds(
-    controller: Controller, recording: Recording, lookup: LookupReplay | None, text: int, max_drafted: int | None
+    controller: Controller,
+    recording: Recording,
+    lookup: LookupReplay | None,
+    text: int,
+    max_drafted: int | None,
+    tree: TreeReplay | None,
 ) -> Iterator[ReplayedRound]:
     position, end = 0, len(recording.matches)
     while position < end:
@@ -276,8 +370,9 @@ def _rounds(
         drafted = [recording.step(number).matches[position + number] for number in range(num_drafted)]
         num_accepted = drafted.index(False) if False in drafted else num_drafted
         controller.observe(num_drafted, num_accepted)
-        yield ReplayedRound(num_drafted, num_passes, num_accepted)
-        position += num_accepted + 1
+        num_leaves, found = tree.of_round(recording, position, num_drafted, num_accepted) if tree else (0, False)
+        yield ReplayedRound(num_drafted, num_passes, num_accepted, num_leaves=num_leaves)
+        position += num_accepted + 1 + found
 
 
 def _room(num_left: int, max_drafted: int | None) -> int:

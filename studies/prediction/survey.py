@@ -18,7 +18,8 @@ from torch import Tensor, nn
 
 from decoding.cache.kv_cache import KVCache
 from decoding.cache.rounds_cache import MemoryLimits, RoundsCache
-from decoding.drafts import Draft, EarlyExit, FeatureHeadDraft, LayerSkip
+from decoding.drafts import Draft, EarlyExit, FeatureHeadDraft, FixedLeaves, LayerSkip
+from decoding.drafts.trees import MOST_PER_DEPTH
 from decoding.head_folder import HeadFolder
 from decoding.profile import Decoding
 from decoding.target import ExitHead, Target
@@ -31,6 +32,7 @@ DEPTH = 4
 
 FEATURE_STEPS = 6
 """Recorded steps of a feature head; later ones are predicted to be like the last."""
+LARGEST = FixedLeaves(leaves=MOST_PER_DEPTH)
 
 Guess = Callable[[TokenSequence, int], list[int] | None]
 """Maps a sequence and `num_tokens` to one to that many tokens after it, or to None; runs no model."""
@@ -126,15 +128,24 @@ class Survey:
 
     @torch.inference_mode()
     def record_all(self, drafts: Iterable[Draft]) -> list[list[Recording]]:
-        """Return the recordings of each draft; one pass over a sequence serves as many exits among them as fit in memory."""
-        drafts = list(drafts)
+        """Return the recordings of each draft; one pass over a sequence serves as many exits among them as fit in memory.
+
+        Drafts that differ in their trees share one recording, with the candidates of the largest tree.
+        """
+        drafts = [draft if draft.candidate_tree is None else draft.with_tree(LARGEST) for draft in drafts]
         missing = [draft for draft in dict.fromkeys(drafts) if draft not in self._recordings]
         for group in self._groups(missing):
             self._keep_states(exits_of(group))
             for draft in group:
                 steps = predictor_of(draft).steps(draft, self)
                 self._recordings[draft] = [
-                    Recording.of_steps(text.target, drafted, self._decoding, seed=self._seed + index)
+                    Recording.of_steps(
+                        text.target,
+                        drafted,
+                        self._decoding,
+                        seed=self._seed + index,
+                        with_candidates=draft.candidate_tree is not None,
+                    )
                     for index, (text, drafted) in enumerate(zip(self._texts, steps, strict=True))
                 ]
         return [self._recordings[draft] for draft in drafts]

@@ -17,14 +17,22 @@ import optuna
 from pydantic import Field
 
 from decoding.draft_length import Fixed
-from decoding.drafts import LayerSkip, PlainDecoding, compact_indices
+from decoding.drafts import PlainDecoding, compact_indices
 from decoding.target import Target
 from studies.confidence.confidences import CONFIDENCE_NAMES, ConfidenceName, Excerpt, joint_scores
 from studies.confidence.selection import Form, Selection
 from studies.contract import ORIGIN, Candidate, Problem, Study, StudySettings, StudySetup, TrialRecord
 from studies.prediction.origins import Origin
 from studies.rule_space import RuleNames, rule_parameters, rule_sampler, suggest_rule
-from studies.searches.conf_layers import CHAIN_ONLY, ConfLayersSettings, check_depth, continued_texts, schedule_for
+from studies.searches.conf_layers import (
+    CHAIN_ONLY,
+    ConfLayersSettings,
+    check_depth,
+    continued_texts,
+    name_of_shape,
+    schedule_for,
+    skipping,
+)
 
 PUBLISHED = ConfLayersSettings()
 """The settings of the released code."""
@@ -46,13 +54,19 @@ class ConfLayersTunedSettings(StudySettings):
     )
     rules: RuleNames = Field(("top_probability",), description="draft-length rules to choose among")
     max_tokens: int = Field(25, ge=1, le=64, description="longest draft to consider (K)")
+    tree: bool = Field(False, description="verify the authors' candidate tree, as in conf_layers")
     window_growth_cap: int | None = Field(
         None, ge=0, description="cap of A in the adaptive threshold; default: L // 3 for Qwen models, as in the code"
     )
 
     def check(self, target: Target) -> None:
-        """Raise ValueError for a model without a block between the first and the last."""
+        """Raise ValueError for a model without a block between the first and the last.
+
+        Raises `UnsupportedModelError` if a tree is asked for and the model takes none.
+        """
         check_depth(target)
+        if self.tree:
+            target.check_trees()
 
 
 class ConfLayersTuned(Study):
@@ -84,7 +98,7 @@ class ConfLayersTuned(Study):
         notes |= {"num_skipped": len(selection.skipped), "skipped": compact_indices(selection.skipped)}
         if not selection.skipped:
             return Candidate(draft=PlainDecoding(), draft_length=Fixed()), notes
-        return Candidate(draft=LayerSkip.blocks(selection.skipped), draft_length=rule), notes
+        return Candidate(draft=skipping(selection.skipped, self.settings.tree), draft_length=rule), notes
 
     def observe(self, record: TrialRecord) -> None:
         """Remember the best trial; the sampler decides what to try next."""
@@ -97,8 +111,9 @@ class ConfLayersTuned(Study):
         return None if self._texts else "no tuning prompt has a continuation"
 
     def remarks(self) -> list[str]:
-        """Return the parameters of the best trial, and that drafts are chains."""
-        return [*([_described(self._best)] if self._best is not None else []), CHAIN_ONLY]
+        """Return the parameters of the best trial, and that drafts are chains, unless they are trees."""
+        shape = [] if self.settings.tree else [CHAIN_ONLY]
+        return [*([_described(self._best)] if self._best is not None else []), *shape]
 
     def _select(self, trial: optuna.Trial) -> tuple[Selection, dict[str, Any]]:
         """Return the selection of the suggested schedule, and the notes with its parameters."""
@@ -112,6 +127,7 @@ class ConfLayersTuned(Study):
         scores = joint_scores(name, self.problem.target, excerpts, settings.form)
         schedule = schedule_for(self.problem.target, skip_ratio, step, settings.window_growth_cap)
         selection = schedule.settle(scores, lam, settings.form)
+        detail = f"{name}, lambda {lam:.2g} to {selection.lam:.2g}, {name_of_shape(settings.tree)}"
         return selection, {
             "confidence": name,
             "lambda_start": round(lam, 4),
@@ -119,7 +135,7 @@ class ConfLayersTuned(Study):
             "window": window,
             "skip_ratio": round(skip_ratio, 4),
             "lambda": selection.lam,
-            ORIGIN: Origin(self.name, f"{name}, lambda {lam:.2g} to {selection.lam:.2g}, chain only").describe(),
+            ORIGIN: Origin(self.name, detail).describe(),
         }
 
 

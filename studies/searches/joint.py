@@ -20,7 +20,7 @@ from decoding.runners.quantised_linear import is_fast_on
 from decoding.target import Target
 from studies.contract import Problem, StudySetup
 from studies.costs.table import CostTable
-from studies.prediction.pools import best_of, lookups, lookups_before, quantised, useful_precisions
+from studies.prediction.pools import best_of, lookups, lookups_before, quantised, useful_precisions, with_trees
 from studies.prediction.predictor import Predictor
 from studies.searches.exits import check_exits, exits_with_head
 from studies.searches.predicted import PoolSource, Predicted, PredictedSettings
@@ -30,6 +30,9 @@ DEFAULT_BITS: tuple[BitWidth, ...] = (8,)
 0.92 in int4; on SmolLM2-135M on 0.99 and 0.89. Each precision is another copy of the weights and more passes to time."""
 NUM_QUANTISED = 2
 """Number of exits that are tried quantised, too: each takes a pass over the sequences of its own."""
+
+NUM_TREES = 2
+"""Number of drafts that trees are tried for at the beginning: each takes a recording of its own."""
 
 Kind = Literal["skip_set", "exit_head", "feature_head", "lookup"]
 
@@ -49,6 +52,11 @@ class JointSettings(PredictedSettings):
     num_exits: int = Field(3, ge=1, description="exits in the pool with a head, and the same number without")
     num_lookups: int = Field(
         3, ge=1, description="lookups in the pool alone, and the same number before the best exits"
+    )
+    trees: bool | None = Field(
+        None,
+        description="side leaves beside the best drafts that run the model, where they are predicted to pay; default: yes on a "
+        "CPU, no on a GPU, where none was measured",
     )
     bits: tuple[BitWidth, ...] | None = Field(
         None,
@@ -93,17 +101,27 @@ class JointSource(PoolSource):
         best += predictor.best_first(self._quantised(best_of(best, NUM_QUANTISED), predictor))
         best += predictor.best_first(self._feature_heads())
         pool = best_of(best, len(best))
+        trees = self._with_trees(pool[:NUM_TREES], predictor)
+        pool = best_of(map(predictor.best, [*pool, *trees]), len(pool) + len(trees))
         if "lookup" in self.settings.kinds:
             count = self.settings.num_lookups
             pool += [*lookups(predictor, count), *lookups_before(predictor, pool, count)]
         return pool
 
     def joining(self, draft: Draft, predictor: Predictor) -> list[Draft]:
-        """Return a skip set, the same set quantised, and each after its best lookup if lookups are asked for."""
+        """Return a skip set, the same set quantised and with leaves, and each after its best lookup if lookups are asked for."""
         drafts = [draft, *quantised([draft], self._precisions(predictor))]
+        drafts += self._with_trees([draft], predictor)
         if "lookup" not in self.settings.kinds:
             return drafts
         return [*drafts, *(each for one in drafts for each in lookups_before(predictor, [one], 1))]
+
+    def _with_trees(self, drafts: Sequence[Draft], predictor: Predictor) -> list[Draft]:
+        """Return the drafts whose side leaves are predicted to pay, with these."""
+        wanted = self.settings.trees
+        if wanted is None:
+            wanted = self.problem.target.device.type == "cpu"
+        return with_trees(predictor, drafts) if wanted and self.problem.target.takes_trees else []
 
     def _quantised(self, exits: Sequence[Draft], predictor: Predictor) -> list[Draft]:
         """Return the whole model in the precisions that are useful on this text, and `exits` in these."""

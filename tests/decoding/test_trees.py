@@ -12,6 +12,7 @@ from typing import TypeVar
 import pytest
 import torch
 from torch import Tensor
+from transformers.generation import NoRepeatNGramLogitsProcessor, RepetitionPenaltyLogitsProcessor
 
 from decoding import acceptance
 from decoding.acceptance import Leaves, Sampling, accept_leaf_sampled, sample_several
@@ -39,7 +40,7 @@ from decoding.rounds import Round
 from decoding.runners.buckets import GPU_BUCKETS
 from decoding.runners.static import StaticRunner
 from decoding.target import Target
-from decoding.text import Ending
+from decoding.text import Ending, Shaping
 from tests.support.chi_square import ALPHA, Outcome, p_value
 from tests.support.families import SUPPORTED, build, some_tokens, target_of
 from tests.support.generations import write_plainly
@@ -143,6 +144,20 @@ def test_a_leaf_takes_its_slot_with_it() -> None:
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(KVCache, "move", lambda self, source, to, leaf: None)
         assert decoder.generate(request).tokens != plain
+
+
+def test_logits_processors_see_the_path_to_each_leaf() -> None:
+    """A repetition penalty after a leaf depends on the tokens before it."""
+    target = target_of("llama")
+    shaping = Shaping((RepetitionPenaltyLogitsProcessor(1.8), NoRepeatNGramLogitsProcessor(2)))
+    request = Request(PROMPTS["several tokens"], Ending(2 * NUM_NEW_TOKENS), shaping=shaping)
+    draft = LayerSkip.blocks((2, 3))
+    chain, tree = (
+        Decoder(target, draft.with_tree(tree), Fixed(max_tokens=3)).generate(request)
+        for tree in (None, PublishedLeaves())
+    )
+    assert tree.tokens == chain.tokens == write_plainly(target, request).tokens
+    assert len(tree.rounds) < len(chain.rounds)
 
 
 # --- sampled: the target's distribution ---------------------------------------------------------------------------------

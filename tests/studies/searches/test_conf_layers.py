@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from decoding.draft_length import TopProbability
-from decoding.drafts import LayerSkip
+from decoding.drafts import LayerSkip, PublishedLeaves
+from decoding.errors import UnsupportedModelError
 from decoding.target import Target
 from studies.confidence.confidences import CONFIDENCES
 from studies.confidence.selection import LambdaSchedule, select_from_scores, standardise
@@ -212,6 +213,16 @@ def test_the_missing_candidate_tree_is_remarked_and_in_the_origin_of_each_draft(
     odd, selected = _run(ConfLayers(_problem(), ConfLayersSettings()), 2)
     assert odd.origin == "conf_layers (odd blocks, chain only)"
     assert selected.origin == f"conf_layers (sublayer_entropy, lambda {selected.notes['lambda']:g}, chain only)"
+
+
+def test_the_published_tree_is_drafted_where_it_is_asked_for() -> None:
+    study = ConfLayers(_problem(), ConfLayersSettings(tree=True))
+    assert study.remarks() == []
+    odd, _ = _run(study, 2)
+    assert odd.candidate.draft.candidate_tree == PublishedLeaves()
+    assert odd.origin == "conf_layers (odd blocks, published tree)"
+    with pytest.raises(UnsupportedModelError, match="takes no candidate tree"):
+        ConfLayersSettings(tree=True).check(target_of("bloom"))
 
 
 def test_the_confidences_take_turns() -> None:

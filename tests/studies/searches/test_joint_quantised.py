@@ -91,12 +91,12 @@ def test_precision_without_measured_costs_is_not_proposed(problem: Problem) -> N
 def test_exits_with_a_head_are_quantised_too(problem: Problem, tmp_path: Path) -> None:
     drafts = write_heads(problem.target, tmp_path, [3])
     with_heads = replace(problem, head_drafts=drafts, heads=HeadFolder(problem.target, tmp_path))
-    pool = pool_of(with_heads, kinds=("exit_head",), bits=(8,), exit_layers=(3,))
+    pool = pool_of(with_heads, kinds=("exit_head",), bits=(8,), exit_layers=(3,), trees=False)
     assert pool == [drafts[3].with_bits(8), drafts[3]] or pool == [drafts[3], drafts[3].with_bits(8)]
 
 
 def test_skip_set_joins_with_its_quantised_twins(problem: Problem) -> None:
-    study = Joint.create(problem, JointSettings(**BOTH, kinds=("skip_set",)))
+    study = Joint.create(problem, JointSettings(**BOTH, kinds=("skip_set",), trees=False))
     skip = LayerSkip(skip_mlp=(4,))
     assert study._source.joining(skip, study._predictor) == [skip, skip.with_bits(8), skip.with_bits(4)]
 

@@ -240,7 +240,7 @@ def test_the_best_is_what_is_expected_not_what_a_trial_measured(problem: Problem
 
 
 def test_joint_pool_holds_every_kind(with_heads: Problem) -> None:
-    study = Joint.create(with_heads, JointSettings(**SMALL, num_drafts=3, num_exits=1, num_lookups=2))
+    study = Joint.create(with_heads, JointSettings(**SMALL, num_drafts=3, num_exits=1, num_lookups=2, trees=False))
     pool = study._search.pool
     plain = [draft for draft in pool if draft.runs_model and draft.lookup is None]
     skips = [draft for draft in plain if isinstance(draft, LayerSkip)]
@@ -363,3 +363,15 @@ def test_trials_of_batches_correct_the_predictions_for_batches(problem: Problem)
         stored.tell(trial, 1.0)
     _, notes = study.propose(stored.ask())
     assert notes["corrected_speedup"] / notes["predicted_speedup"] == pytest.approx(2.0, rel=0.1)
+
+
+def test_joint_proposes_leaves_where_they_are_predicted_to_pay(with_heads: Problem) -> None:
+    settings = JointSettings(**SMALL, kinds=("exit_head",), bits=(), trees=True)
+    study = Joint.create(with_heads, settings)
+    trees = [draft for draft in study._search.pool if draft.candidate_tree is not None]
+    assert trees
+    best = study._predictor.best
+    assert all(best(draft).speedup > best(draft.with_tree(None)).speedup for draft in trees)
+    assert all("lea" in record.candidate.draft.describe() for record in run(study, 1, as_predicted))
+    without = Joint.create(with_heads, settings.model_copy(update={"trees": False}))
+    assert all(draft.candidate_tree is None for draft in without._search.pool)
