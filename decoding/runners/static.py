@@ -42,6 +42,7 @@ from decoding.runners.shared_pass import (
     split_rows,
     unbatch,
 )
+from decoding.runners.staging import staged
 from decoding.runners.tape import Tapes
 
 _Key = tuple[Any, Storage, bool, bool]
@@ -477,7 +478,7 @@ class _Buffers:
     def fill_positions(self, positions: Sequence[int]) -> None:
         """Copy the positions of a tree's pass; padding has the first one, which any pass may have."""
         padding = [positions[0]] * (len(self._steps) - len(positions))
-        self.positions.copy_(torch.tensor([*positions, *padding]))
+        self.positions.copy_(staged([*positions, *padding], self.positions.device))
 
     def slots(self) -> Tensor:
         """Return the slots [width] that the pass writes."""
