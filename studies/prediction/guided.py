@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakMethod
 
 import numpy as np
 import optuna
@@ -228,7 +229,8 @@ class _Chosen(optuna.samplers.BaseSampler):
     """Samples every parameter of a trial as it was chosen, one by one as `suggest_*` is called."""
 
     def __init__(self, parameters: Callable[[], dict[str, Any]]) -> None:
-        self._parameters = parameters
+        # Weak: the stored study keeps its sampler, and must not keep the surveys, which are as large as the model's weights.
+        self._parameters = WeakMethod(parameters)
 
     def infer_relative_search_space(
         self, study: optuna.Study, trial: optuna.trial.FrozenTrial
@@ -247,4 +249,6 @@ class _Chosen(optuna.samplers.BaseSampler):
         param_name: str,
         param_distribution: BaseDistribution,
     ) -> Any:
-        return self._parameters()[param_name]
+        parameters = self._parameters()
+        assert parameters is not None, "trials are asked for while the search runs"
+        return parameters()[param_name]

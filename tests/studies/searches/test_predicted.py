@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -237,6 +239,15 @@ def test_the_best_is_what_is_expected_not_what_a_trial_measured(problem: Problem
     measured, believed = records[lucky].speedup or 0.0, expected[records[lucky].candidate.key]
     assert believed < measured * 0.99, "one trial in eight is not taken at its word"
     assert best_trials(records, 1, expected=expected)[0].candidate.key == max(expected, key=lambda key: expected[key])
+
+
+def test_the_sampler_that_a_stored_study_keeps_does_not_keep_the_surveys(problem: Problem) -> None:
+    study = Predicted.create(problem, PredictedSettings(**SMALL))
+    sampler, alive = study.setup().sampler, weakref.ref(study._predictor.survey)
+    del study
+    gc.collect()
+    assert sampler is not None
+    assert alive() is None
 
 
 def test_joint_pool_holds_every_kind(with_heads: Problem) -> None:
