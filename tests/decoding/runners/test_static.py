@@ -226,10 +226,10 @@ def test_attention_without_mask_support_is_refused(monkeypatch: pytest.MonkeyPat
 
 
 def test_wrong_logits_are_detected(monkeypatch: pytest.MonkeyPatch) -> None:
-    def all_seen(self: MaskKinds, slots: Tensor, num_slots: int) -> tuple[Tensor, ...]:
+    def all_seen(self: MaskKinds, slots: Tensor, num_slots: int, positions: Tensor | None) -> tuple[Tensor, ...]:
         return (torch.ones((1, 1, slots.shape[0], num_slots), dtype=torch.bool),)
 
-    def last_seen(self: Positions, slots: Tensor, num_slots: int) -> tuple[Tensor, ...]:
+    def last_seen(self: Positions, slots: Tensor, num_slots: int, positions: Tensor | None) -> tuple[Tensor, ...]:
         return (slots[None, None, None] + 3,)
 
     monkeypatch.setattr(MaskKinds, "masks", all_seen)
