@@ -79,8 +79,15 @@ def test_rounding_that_makes_logits_differ_is_accepted() -> None:
 
 def wrong_mask(patch: pytest.MonkeyPatch) -> None:
     """Let positions see later ones, by masks or by what a kernel gets in their place."""
-    patch.setattr(Positions, "masks", lambda self, slots, size: (slots[None, None, None] + 3,))
-    patch.setattr(MaskKinds, "masks", lambda self, slots, size: (torch.ones((1, 1, slots.shape[0], size)).bool(),))
+
+    def last_seen(self: Positions, slots: Tensor, num_slots: int, positions: Tensor | None) -> tuple[Tensor, ...]:
+        return (slots[None, None, None] + 3,)
+
+    def all_seen(self: MaskKinds, slots: Tensor, num_slots: int, positions: Tensor | None) -> tuple[Tensor, ...]:
+        return (torch.ones((1, 1, slots.shape[0], num_slots), dtype=torch.bool),)
+
+    patch.setattr(Positions, "masks", last_seen)
+    patch.setattr(MaskKinds, "masks", all_seen)
 
 
 def shifted_position(patch: pytest.MonkeyPatch) -> None:
