@@ -69,7 +69,7 @@ class HeadFolder:
             if (facts := self.facts(exit_layer)) is None:
                 continue
             path = self.folder / head_name(exit_layer)
-            _refuse_if_trained_on(held_out, path, facts)
+            _refuse_overlap(held_out, path, facts)
             found[exit_layer] = EarlyExit(
                 exit_layer=exit_layer,
                 head=path.name,
@@ -91,7 +91,7 @@ class HeadFolder:
         if (facts := self.feature_facts()) is None:
             return None
         path = self.folder / FEATURE_HEAD
-        _refuse_if_trained_on(held_out, path, facts)
+        _refuse_overlap(held_out, path, facts)
         sha256 = file_sha256(path)
         return FeatureHeadDraft(head=path.name, head_sha256=sha256, draft_vocabulary=facts.draft_vocabulary)
 
@@ -194,7 +194,12 @@ def _training_prompts(facts: HeadFacts) -> frozenset[str]:
     return frozenset(facts.training.prompts_sha256 if facts.training else ())
 
 
-def _refuse_if_trained_on(held_out: PromptTokenIds, path: Path, facts: HeadFacts) -> None:
+def refuse_if_trained_on(held_out: PromptTokenIds, path: Path) -> None:
+    """Raise `ExitHeadError` for a head trained on a prompt of `held_out`, whose figures it would inflate."""
+    _refuse_overlap(held_out, path, read_facts(path))
+
+
+def _refuse_overlap(held_out: PromptTokenIds, path: Path, facts: HeadFacts) -> None:
     training_prompts = _training_prompts(facts)
     num_seen = sum(prompt_sha256(tuple(prompt)) in training_prompts for prompt in held_out)
     if num_seen:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from decoding.decoder import Decoder
 from decoding.deploy import load_decoder
+from decoding.head_folder import refuse_if_trained_on
 from decoding.profile import DatasetFacts, DraftProfile
 from decoding.target import Target
 from tuner.bench.config import BenchConfig
@@ -122,6 +123,8 @@ def prepare_bench(
         fillers = [*found.tuning, *found.spare]
         encoder = PromptEncoder(loaded.tokenizer, config.chat_template, config.system_prompt)
         choosing, measured = (tuple(at_length(part, config.context, fillers, encoder)) for part in (choosing, measured))
+    for name in profile.draft.files:
+        refuse_if_trained_on(token_ids(measured), profile_path.parent / name)
     return BenchTask(
         config,
         names,

@@ -14,6 +14,7 @@ from decoding.documents.strict_yaml import dump
 from decoding.draft_length import Fixed
 from decoding.drafts import PlainDecoding
 from decoding.errors import SdtuneError
+from decoding.head_folder import refuse_if_trained_on
 from decoding.profile import DraftProfile
 from decoding.target import Target
 from tuner.bench.collecting import SampleCollector
@@ -88,8 +89,13 @@ class Arena:
         )
 
     def draft(self, path: Path) -> Contender:
-        """Return the decoding of a profile by this runner. Raises `SdtuneError` if it is not for this model."""
+        """Return the decoding of a profile by this runner.
+
+        Raises `SdtuneError` if it is not for this model, or if its head was trained on a prompt that is measured.
+        """
         profile = DraftProfile.load(path)
+        for name in profile.draft.files:
+            refuse_if_trained_on(self.measured, path.parent / name)
         decoder = load_decoder(profile, folder=path.parent).decoder_on(self.target)
         description = f"{profile.draft.describe()}; {profile.draft_length.describe()}"
         settings = profile.model_dump(mode="json", include={"draft", "draft_length", "decoding"})
