@@ -78,7 +78,7 @@ def test_text_is_the_eager_text(family: str, draft: str, tmp_path: Path) -> None
 @pytest.mark.parametrize("prefix_reuse", [True, False])
 @pytest.mark.parametrize("family", ["mistral", "gemma3"])
 def test_text_many_windows_long_is_the_eager_text(family: str, prefix_reuse: bool, tmp_path: Path) -> None:
-    (request,) = requests([(3 * WINDOW, 8 * WINDOW)])
+    (request,) = requests([(3 * WINDOW, 5 * WINDOW)])
     expected = plain_decoder(target_of(family)).generate(request).tokens
     target, _ = fake_graphs_of(family, VARLEN)
     decoder = decoder_of(target, "blocks", RULES["fixed 8"], tmp_path, prefix_reuse=prefix_reuse)
