@@ -50,7 +50,7 @@ class UnrolledCache(Cache):
 
 
 def unrolled_mask(step: int, length: int, window: int | None, device: torch.device) -> Tensor:
-    """Return what each position attends to in step `step`, counted from 1: [length, step * length], True where it does.
+    """Return the mask [length, step * length] of step `step`, counted from 1: True where a position attends to a key.
 
     `window` is the number of positions that the layer attends to, or None for all.
     """
