@@ -1,8 +1,8 @@
-"""Profiles in transformers: `model.generate(**inputs, custom_generate=load_decoder("profile.yaml"))`.
+"""Profiles in transformers: `decoder.generate(model, **inputs)`, or `model.generate(**inputs, custom_generate=decoder)`.
 
-`generate` prepares the logits processors and stopping criteria and calls the decoder with them. To stream, pass
-`on_tokens=callback` to `generate`: transformers does not hand a `streamer` to a custom decoder. `history=store` lets a draft
-by suffix automaton copy from earlier answers.
+In both, transformers' `generate` prepares the logits processors and stopping criteria and calls the decoder with them. The first
+also takes a `streamer` and `stop_strings`, which transformers does not hand to a custom decoder. `on_tokens=callback` streams token
+ids in both. `history=store` lets a draft by suffix automaton copy from earlier answers.
 """
 
 from __future__ import annotations
@@ -15,13 +15,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
-from transformers.generation import GenerateDecoderOnlyOutput, GenerationConfig
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.generation import BaseStreamer, GenerateDecoderOnlyOutput, GenerationConfig
 
 from decoding.acceptance import Greedy, Sampling
 from decoding.copying.history import RequestHistory
 from decoding.decode import Request
 from decoding.decoder import Decoder
+from decoding.deploy.generate_arguments import OnTokens, streaming_to, with_stop_strings
 from decoding.deploy.requests import requests_of
 from decoding.errors import ExitHeadError, TargetMismatchError, UnsupportedRequestError, UnsupportedRunnerError
 from decoding.exit_heads import check_head_file
@@ -31,8 +32,6 @@ from decoding.profile import DraftProfile
 from decoding.rounds import BatchGeneration, Generation, Prefill, Round
 from decoding.target import Target
 from decoding.timing.draft_costs import with_measured_costs
-
-OnTokens = Callable[[tuple[int, ...]], None]
 
 
 def load_decoder(
@@ -65,6 +64,31 @@ class ProfileDecoder:
         self.last_batch: BatchGeneration | None = None
         self._decoder: Decoder | None = None
 
+    def generate(
+        self,
+        model: PreTrainedModel,
+        inputs: Tensor | None = None,
+        *,
+        streamer: BaseStreamer | None = None,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        on_tokens: OnTokens | None = None,
+        **arguments: Any,
+    ) -> Tensor | GenerateDecoderOnlyOutput:
+        """Return what `model.generate(inputs, **arguments)` returns, decoded as the profile says.
+
+        `streamer` gets the prompt, each token as soon as its round is accepted, and the end, also if decoding fails.
+        `stop_strings` among the arguments need the `tokenizer`. Raises as `__call__` does.
+        """
+        try:
+            arguments = with_stop_strings(model, tokenizer, arguments)
+            if streamer is not None:
+                # `generate` puts the prompt; the tokens reach the streamer by the callback.
+                arguments["streamer"], on_tokens = streamer, streaming_to(streamer, on_tokens)
+            return model.generate(inputs, custom_generate=self, on_tokens=on_tokens, **arguments)
+        finally:
+            if streamer is not None:
+                streamer.end()
+
     def __call__(
         self,
         model: PreTrainedModel,
@@ -89,7 +113,9 @@ class ProfileDecoder:
         requests = [replace(request, history=history) for request in given]
         if len(requests) > 1:
             if on_tokens is not None:
-                raise UnsupportedRequestError(f"on_tokens streams a single prompt, got a batch of {len(requests)}")
+                raise UnsupportedRequestError(
+                    f"a streamer or on_tokens streams a single prompt, got a batch of {len(requests)}"
+                )
             self.last_generation, self.last_batch = None, self.decoder_for(model).generate_batch(requests)
             texts = [generation.tokens for generation in self.last_batch.generations]
         else:

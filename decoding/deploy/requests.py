@@ -73,7 +73,7 @@ def _refuse_unsupported(config: GenerationConfig, kwargs: dict[str, Any]) -> Non
     ]
     if foreign:
         raise UnsupportedRequestError(
-            f"the decoder supports token ids only, it cannot use {', '.join(sorted(foreign))}"
+            f"the decoder drafts token ids, it cannot use {', '.join(sorted(foreign))}: pass the token ids as input_ids"
         )
 
 
