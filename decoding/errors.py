@@ -39,6 +39,10 @@ class DistillationError(SdtuneError):
     """A distillation that cannot start, continue or write its results."""
 
 
+class ProfileWarning(UserWarning):
+    """A profile used where its figures were not measured, or not used because it does not fit."""
+
+
 def first_line(cause: BaseException, *, default: str | None = None) -> str:
     """Return the first line of an error's message; without one `default`, or the name of the error's class."""
     return next(iter(str(cause).strip().splitlines()), default or type(cause).__name__)

@@ -5,6 +5,7 @@ Strict YAML in and out, versioned, with a JSON Schema (`DraftProfile.json_schema
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -166,9 +167,17 @@ class Measured(Document):
         exclude_if=lambda size: size == 1,
         description="prompts decoded in lockstep, in the search and for these figures",
     )
-    device: str
+    device: str = Field(
+        description="name of the accelerator, or of the processor with the threads: `AMD EPYC (1 thread)`"
+    )
     versions: dict[str, str]
     dataset: DatasetFacts
+
+    @property
+    def threads(self) -> int | None:
+        """Threads of the processor that was measured; None for an accelerator."""
+        found = re.search(r"\((\d+) threads?\)$", self.device)
+        return None if found is None else int(found[1])
 
     @model_validator(mode="before")
     @classmethod

@@ -2,5 +2,6 @@
 
 from decoding.copying.history import RequestHistory
 from decoding.deploy.custom_generate import ProfileDecoder, load_decoder
+from decoding.deploy.mismatch import OnMismatch
 
-__all__ = ["ProfileDecoder", "RequestHistory", "load_decoder"]
+__all__ = ["OnMismatch", "ProfileDecoder", "RequestHistory", "load_decoder"]

@@ -21,12 +21,26 @@ from transformers.generation import BaseStreamer, GenerateDecoderOnlyOutput, Gen
 from decoding.acceptance import Greedy, Sampling
 from decoding.copying.history import RequestHistory
 from decoding.decode import Request
-from decoding.decoder import Decoder
+from decoding.decoder import Decoder, plain_decoder
 from decoding.deploy.generate_arguments import OnTokens, streaming_to, with_stop_strings
+from decoding.deploy.mismatch import (
+    MISMATCHES,
+    OnMismatch,
+    check_choice,
+    check_depth,
+    check_target,
+    unmeasured_setting,
+)
 from decoding.deploy.requests import requests_of
-from decoding.errors import ExitHeadError, TargetMismatchError, UnsupportedRequestError, UnsupportedRunnerError
+from decoding.errors import (
+    ExitHeadError,
+    ProfileWarning,
+    TargetMismatchError,
+    UnsupportedRequestError,
+    UnsupportedRunnerError,
+    one_line,
+)
 from decoding.exit_heads import check_head_file
-from decoding.fingerprint import fingerprint
 from decoding.head_folder import HeadFolder
 from decoding.profile import DraftProfile
 from decoding.rounds import BatchGeneration, Generation, Prefill, Round
@@ -35,34 +49,42 @@ from decoding.timing.draft_costs import with_measured_costs
 
 
 def load_decoder(
-    profile: str | Path | DraftProfile, *, strict: bool = True, folder: str | Path | None = None
+    profile: str | Path | DraftProfile, *, on_mismatch: OnMismatch = "error", folder: str | Path | None = None
 ) -> ProfileDecoder:
-    """Return a callable for `model.generate(..., custom_generate=...)` that decodes as the profile says.
+    """Return a decoder for `decoder.generate(model, ...)` or `model.generate(..., custom_generate=decoder)`.
 
     Files of the draft are read from `folder`, by default the folder of the profile. The model is checked against the profile's
-    fingerprint at its first use: a different model raises `TargetMismatchError`, or only warns if not `strict`. The head of a
-    different model is always refused. Raises `ProfileError` for an unreadable profile, and `ExitHeadError` for a head that is
-    missing or differs from the tuned one.
+    fingerprint at its first use. A profile that does not fit raises `TargetMismatchError`, `ExitHeadError` (a head that is missing,
+    altered or of another model), `UnsupportedRunnerError` or `UnsupportedModelError`, unless `on_mismatch` says otherwise: see
+    `decoding.deploy.mismatch.OnMismatch`. Raises `ProfileError` for an unreadable profile, always.
     """
     if not isinstance(profile, DraftProfile):
         folder = folder or Path(profile).parent
         profile = DraftProfile.load(profile)
-    return ProfileDecoder(profile, strict=strict, folder=folder)
+    return ProfileDecoder(profile, on_mismatch=on_mismatch, folder=folder)
 
 
 class ProfileDecoder:
     """Decodes for `generate` as a profile says.
 
     `last_generation` holds the facts of the latest call with one prompt, `last_batch` of the latest call with several.
+    `plain_because` says why the latest model is decoded plainly, or is None if the profile fits. Each warning is given once.
     """
 
-    def __init__(self, profile: DraftProfile, *, strict: bool = True, folder: str | Path | None = None) -> None:
+    def __init__(
+        self, profile: DraftProfile, *, on_mismatch: OnMismatch = "error", folder: str | Path | None = None
+    ) -> None:
+        check_choice(on_mismatch)
         self.profile = profile
-        self.strict = strict
-        self._heads_folder = _checked_heads_folder(profile, folder)
+        self.on_mismatch = on_mismatch
+        self.plain_because: str | None = None
+        self._folder = folder
+        self._warned: set[str] = set()
         self.last_generation: Generation | None = None
         self.last_batch: BatchGeneration | None = None
         self._decoder: Decoder | None = None
+        # With `plain`, a wrong file is found at the first use, as any other mismatch is.
+        self._heads_folder = None if on_mismatch == "plain" else _checked_heads_folder(profile, folder)
 
     def generate(
         self,
@@ -158,58 +180,67 @@ class ProfileDecoder:
     def decoder_for(self, model: PreTrainedModel) -> Decoder:
         """Return the decoder of `model`, checked and built at the first use of each model."""
         if self._decoder is None or self._decoder.target.model is not model:
-            check_target(self.profile, model, strict=self.strict)
-            self._decoder = self._decoder_of(_target_of(self.profile, model))
+            self._decoder = self._fitting(model, lambda: self._target_of(model), lambda: Target(model))
+            if self.plain_because is None and (remark := unmeasured_setting(self.profile, model)) is not None:
+                self._warn(remark)
         return self._decoder
 
     def decoder_on(self, target: Target) -> Decoder:
         """Return a decoder of a model that already has a runner, whatever runner the profile names."""
-        check_target(self.profile, target.model, strict=self.strict)
-        return self._decoder_of(target)
+        return self._fitting(target.model, lambda: target, lambda: target)
+
+    def _fitting(
+        self, model: PreTrainedModel, of_profile: Callable[[], Target], unprepared: Callable[[], Target]
+    ) -> Decoder:
+        """Return the decoder of the profile, or a plain one of the `unprepared` target if that is what a mismatch asks for."""
+        self.plain_because = None
+        try:
+            self._check(model)
+            return self._decoder_of(of_profile())
+        except MISMATCHES as mismatch:
+            if self.on_mismatch != "plain":
+                raise
+            self.plain_because = one_line(mismatch)
+        self._warn(f"decoding plainly, without profile {self.profile.name!r}: {self.plain_because}")
+        return plain_decoder(unprepared())
+
+    def _check(self, model: PreTrainedModel) -> None:
+        try:
+            check_target(self.profile, model)
+        except TargetMismatchError as mismatch:
+            if self.on_mismatch != "warn":
+                raise
+            check_depth(self.profile, model, mismatch)
+            self._warn(str(mismatch))
+
+    def _target_of(self, model: PreTrainedModel) -> Target:
+        """Return the model with the profile's runner; if it cannot run the model, warn and use the default one.
+
+        Bit-exact mode has no substitute: `UnsupportedRunnerError` is raised.
+        """
+        decoding = self.profile.decoding
+        try:
+            return Target(model, decoding.runner, exact_width=decoding.exact_width)
+        except UnsupportedRunnerError as cause:
+            if decoding.exact_width is not None:
+                raise
+            self._warn(
+                f"{cause}; using the default runner, which may be slower than profile {self.profile.name!r} reports"
+            )
+            return Target(model)
 
     def _decoder_of(self, target: Target) -> Decoder:
         draft, decoding = self.profile.draft, self.profile.decoding
-        heads = HeadFolder(target, self._heads_folder) if self._heads_folder else None
+        folder = self._heads_folder or _checked_heads_folder(self.profile, self._folder)
+        heads = HeadFolder(target, folder) if folder else None
         rule = with_measured_costs(target, draft, self.profile.draft_length, decoding, heads=heads)
         return Decoder(target, draft, rule, decoding, heads=heads)
 
-
-def check_target(profile: DraftProfile, model: PreTrainedModel, *, strict: bool = True) -> None:
-    """Raise `TargetMismatchError` (or warn, if not `strict`) unless `model` is the profile's target."""
-    expected, found = profile.target, fingerprint(model)
-    if found.config_sha256 != expected.config_sha256:
-        what = "another configuration"
-    elif found.weights_sha256 != expected.weights_sha256:
-        what = "other weights"
-    else:
-        return
-    message = (
-        f"profile {profile.name!r} was tuned for {expected.model} ({expected.architecture}, {expected.num_layers} layers), but the "
-        f"model given, {model.config.name_or_path or type(model).__name__}, has {what}: load the model it was tuned for, or tune "
-        "this one with `sdtune search`"
-    )
-    if strict:
-        raise TargetMismatchError(message)
-    if (layers := model.config.get_text_config().num_hidden_layers) != expected.num_layers:
-        raise TargetMismatchError(f"{message} (the model has {layers} layers: an error even if not strict)")
-    warnings.warn(message, stacklevel=3)
-
-
-def _target_of(profile: DraftProfile, model: PreTrainedModel) -> Target:
-    """Return the model with the profile's runner; if it cannot run the model, warn and use the default one.
-
-    Bit-exact mode has no substitute: `UnsupportedRunnerError` is raised.
-    """
-    try:
-        return Target(model, profile.decoding.runner, exact_width=profile.decoding.exact_width)
-    except UnsupportedRunnerError as cause:
-        if profile.decoding.exact_width is not None:
-            raise
-        warnings.warn(
-            f"{cause}; using the default runner, which may be slower than profile {profile.name!r} reports",
-            stacklevel=4,
-        )
-        return Target(model)
+    def _warn(self, message: str) -> None:
+        """Give a warning once."""
+        if message not in self._warned:
+            self._warned.add(message)
+            warnings.warn(message, ProfileWarning, stacklevel=4)
 
 
 def _checked_heads_folder(profile: DraftProfile, folder: str | Path | None) -> Path | None:

@@ -17,12 +17,13 @@ from transformers import (
 from transformers.generation import GenerateDecoderOnlyOutput, StoppingCriteria, StoppingCriteriaList
 
 import decoding.target
-from decoding.deploy import ProfileDecoder, RequestHistory, custom_generate, load_decoder
+from decoding.deploy import OnMismatch, ProfileDecoder, RequestHistory, custom_generate, load_decoder
 from decoding.draft_length import AdaEdl, CalibratedThompson, DraftLengthRule, Fixed, TopProbability
 from decoding.drafts import Draft, EarlyExit, LayerSkip, Lookup, PlainDecoding, PromptLookup, SuffixDraft, SuffixLookup
 from decoding.errors import (
     ExitHeadError,
     ProfileError,
+    ProfileWarning,
     TargetMismatchError,
     UnsupportedRequestError,
     UnsupportedRunnerError,
@@ -343,7 +344,7 @@ def test_a_profile_for_another_model_is_refused_or_warned_of(model: LlamaForCaus
         other.generate(PROMPT, max_new_tokens=4, do_sample=False, custom_generate=load_decoder(_profile(model)))
     with pytest.warns(UserWarning, match="other weights"):
         drafted = other.generate(
-            PROMPT, max_new_tokens=9, do_sample=False, custom_generate=load_decoder(_profile(model), strict=False)
+            PROMPT, max_new_tokens=9, do_sample=False, custom_generate=load_decoder(_profile(model), on_mismatch="warn")
         )
     assert torch.equal(drafted, other.generate(PROMPT, max_new_tokens=9, do_sample=False))
 
@@ -355,7 +356,7 @@ def test_another_configuration_is_refused_or_warned_of(model: LlamaForCausalLM) 
         other.generate(PROMPT, max_new_tokens=4, do_sample=False, custom_generate=load_decoder(_profile(model)))
     assert "\n" not in str(refused.value)
     with pytest.warns(UserWarning, match="another configuration"):
-        load_decoder(_profile(model), strict=False).decoder_for(other)
+        load_decoder(_profile(model), on_mismatch="warn").decoder_for(other)
 
 
 def test_a_model_is_checked_when_it_is_first_used_and_only_then(
@@ -373,13 +374,14 @@ def test_a_model_is_checked_when_it_is_first_used_and_only_then(
 def test_the_same_model_in_another_precision_is_the_model_of_the_profile() -> None:
     half = tiny_llama().to(torch.bfloat16)
     profile = _profile(half)
-    assert load_decoder(profile).decoder_for(half).target.model is half
+    with pytest.warns(ProfileWarning, match="dtype bfloat16, not float32"):
+        assert load_decoder(profile).decoder_for(half).target.model is half
     whole = half.float()
     assert load_decoder(profile).decoder_for(whole).target.model is whole
 
 
-def test_another_number_of_layers_is_refused_strict_or_not(model: LlamaForCausalLM) -> None:
-    decoder = load_decoder(_profile(model), strict=False)
+def test_another_number_of_layers_is_refused_also_with_warnings(model: LlamaForCausalLM) -> None:
+    decoder = load_decoder(_profile(model), on_mismatch="warn")
     with pytest.raises(TargetMismatchError, match="the model has 4 layers"):
         tiny_llama(4).generate(PROMPT, max_new_tokens=4, do_sample=False, custom_generate=decoder)
 
@@ -553,9 +555,11 @@ def test_missing_or_different_head_is_refused_on_loading(model: LlamaForCausalLM
         load_decoder(path)
 
 
-@pytest.mark.parametrize("strict", [True, False])
-def test_head_of_another_target_is_refused_strict_or_not(model: LlamaForCausalLM, tmp_path: Path, strict: bool) -> None:
-    decoder = load_decoder(_exit_profile(model, tmp_path, head_of=tiny_llama(seed=1)), strict=strict)
+@pytest.mark.parametrize("on_mismatch", ["error", "warn"])
+def test_head_of_another_target_is_refused_also_with_warnings(
+    model: LlamaForCausalLM, tmp_path: Path, on_mismatch: OnMismatch
+) -> None:
+    decoder = load_decoder(_exit_profile(model, tmp_path, head_of=tiny_llama(seed=1)), on_mismatch=on_mismatch)
     with pytest.raises(ExitHeadError, match="belongs to another model"):
         model.generate(PROMPT, max_new_tokens=8, do_sample=False, custom_generate=decoder)
 

@@ -1,0 +1,95 @@
+"""Profiles compared with the model and the setting that they are used with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Literal, get_args
+
+import torch
+import transformers
+from transformers import PreTrainedModel
+
+from decoding.errors import ExitHeadError, TargetMismatchError, UnsupportedModelError, UnsupportedRunnerError
+from decoding.fingerprint import fingerprint
+from decoding.profile import DraftProfile
+
+OnMismatch = Literal["error", "warn", "plain"]
+"""What happens with a profile that does not fit.
+
+`error` raises. `warn` drafts on a model with other weights or another configuration if it has the same number of layers, and raises
+for anything else. `plain` decodes plainly, with a warning that says why.
+"""
+
+MISMATCHES = (TargetMismatchError, ExitHeadError, UnsupportedModelError, UnsupportedRunnerError)
+"""Errors of a profile that does not fit the model, or whose files are missing or altered."""
+
+VERSIONS = {"torch": torch.__version__, "transformers": transformers.__version__}
+"""Versions that change the speed of a draft."""
+
+
+def check_choice(on_mismatch: str) -> None:
+    """Raise ValueError unless `on_mismatch` is a choice."""
+    if on_mismatch not in get_args(OnMismatch):
+        raise ValueError(f"on_mismatch is {on_mismatch!r}, not one of {', '.join(get_args(OnMismatch))}")
+
+
+def check_target(profile: DraftProfile, model: PreTrainedModel) -> None:
+    """Raise `TargetMismatchError` unless `model` is the profile's target."""
+    expected, found = profile.target, fingerprint(model)
+    if found.config_sha256 != expected.config_sha256:
+        what = "another configuration"
+    elif found.weights_sha256 != expected.weights_sha256:
+        what = "other weights"
+    else:
+        return
+    raise TargetMismatchError(
+        f"profile {profile.name!r} was tuned for {expected.model} ({expected.architecture}, {expected.num_layers} layers), but the "
+        f"model given, {model.config.name_or_path or type(model).__name__}, has {what}: load the model it was tuned for, or tune "
+        "this one with `sdtune search`"
+    )
+
+
+def check_depth(profile: DraftProfile, model: PreTrainedModel, mismatch: TargetMismatchError) -> None:
+    """Raise `TargetMismatchError` unless `model` has as many layers as the profile's target."""
+    layers = model.config.get_text_config().num_hidden_layers
+    if layers != profile.target.num_layers:
+        raise TargetMismatchError(f"{mismatch} (the model has {layers} layers: an error also with on_mismatch='warn')")
+
+
+def unmeasured_setting(profile: DraftProfile, model: PreTrainedModel) -> str | None:
+    """Return one line that names what differs from the setting in which the profile was measured, or None.
+
+    Device, precision, threads, and versions of torch and transformers are compared where the profile records them. Versions are
+    compared without their build.
+    """
+    differences = "; ".join(_differences(profile, model))
+    if not differences:
+        return None
+    return (
+        f"profile {profile.name!r} is used in another setting than it was measured in: {differences}. Its speed-up may not hold "
+        "here: measure it with `sdtune bench`, or tune again with `sdtune search`"
+    )
+
+
+def _differences(profile: DraftProfile, model: PreTrainedModel) -> Iterator[str]:
+    identity, figures = profile.target, profile.measured
+    device, dtype = model.device.type, str(model.dtype).removeprefix("torch.")
+    if identity.device is not None and torch.device(identity.device).type != device:
+        recorded = identity.device if figures is None else f"{identity.device} ({figures.device})"
+        yield f"device {device}, not {recorded}"
+    if identity.dtype != dtype:
+        yield f"dtype {dtype}, not {identity.dtype}"
+    if figures is None:
+        return
+    threads = torch.get_num_threads()
+    if device == "cpu" and figures.threads is not None and figures.threads != threads:
+        yield f"{threads} thread{'s' if threads > 1 else ''}, not {figures.threads}"
+    for package, found in VERSIONS.items():
+        measured = figures.versions.get(package, found)
+        if _public(measured) != _public(found):
+            yield f"{package} {found}, not {measured}"
+
+
+def _public(version: str) -> str:
+    """Return a version without its build, such as `+cpu`."""
+    return version.partition("+")[0]
