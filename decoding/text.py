@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -14,6 +14,9 @@ from decoding.cache.kv_cache import Company
 from decoding.copying.contract import CopyIndex, CopySource
 from decoding.copying.history import RequestHistory
 from decoding.token_memory import OwnTokens, TokenMemory
+
+SettingsT = TypeVar("SettingsT", bound=Hashable)
+KeptT = TypeVar("KeptT")
 
 LogitsProcessor = Callable[[Tensor, Tensor], Tensor]
 """transformers' signature: (token ids [1, length], scores [1, vocabulary]) -> scores [1, vocabulary]."""
@@ -47,6 +50,7 @@ class TokenSequence:
         self._token_ids = list(prompt)
         self._history = history
         self._indexes: dict[CopySource, CopyIndex] = {}
+        self._kept: dict[Hashable, Any] = {}
 
     @property
     def num_generated(self) -> int:
@@ -63,6 +67,13 @@ class TokenSequence:
         if source not in self._indexes:
             self._indexes[source] = source.new_index(self._token_ids, self._history)
         return self._indexes[source]
+
+    def kept(self, settings: SettingsT, new: Callable[[SettingsT], KeptT]) -> KeptT:
+        """Return what a drafter keeps with this sequence for these settings: made by `new` at the first use."""
+        if settings not in self._kept:
+            self._kept[settings] = new(settings)
+        kept: KeptT = self._kept[settings]
+        return kept
 
     def span(self, start: int, stop: int) -> Tensor:
         """Return token ids [1, stop - start], drafts included, as a view for a pass.

@@ -2,6 +2,8 @@
 
 Rounds drafted by the lookup have up to its own `max_tokens` tokens. The draft-length rule is not asked: its threshold or posterior
 describes the other drafter. The whole target verifies these rounds, because they leave no boundary states.
+
+With a `choice`, a copy that was found opens the round only where copies have paid in this sequence (`decoding.drafters.chooser`).
 """
 
 from __future__ import annotations
@@ -11,11 +13,15 @@ from torch import Tensor
 from decoding.acceptance import Acceptance
 from decoding.cache.kv_cache import KVCache
 from decoding.draft_length import Controller
+from decoding.drafters.chooser import ChosenRounds
 from decoding.drafters.contract import Drafter, Proposal, max_leaves_of
 from decoding.drafters.prompt_lookup import look_up
 from decoding.drafts import FirstLookup
 from decoding.runners.contract import Outputs
 from decoding.text import Shaping, TokenSequence
+
+COPY, DRAFT = range(2)
+"""The stages, in their order."""
 
 
 class LookupFirst:
@@ -23,7 +29,8 @@ class LookupFirst:
 
     def __init__(self, fallback: Drafter, lookup: FirstLookup) -> None:
         self.fallback = fallback
-        self._lookup = lookup
+        self._choice = lookup.choice
+        self._lookup = lookup.with_choice(None)
 
     @property
     def max_leaves(self) -> int:
@@ -45,12 +52,23 @@ class LookupFirst:
         acceptance: Acceptance,
         limit: int,
     ) -> Proposal:
-        """Copy if the lookup finds something, else draft with the fallback; only then the controller is asked."""
+        """Copy if the lookup finds something that is worth it, else draft with the fallback; only then the controller is asked."""
         tokens = look_up(sequence, min(limit, self._lookup.max_tokens), self._lookup)
-        if tokens is None:
-            return self.fallback.draft(sequence, cache, controller, shaping, acceptance, limit)
-        sequence.write_drafts(tokens)
-        return Proposal(len(tokens), None, looked_up=True, steered=False)
+        able = (DRAFT,) if tokens is None else (COPY, DRAFT)
+        rounds = None if self._choice is None else sequence.kept(self._choice, ChosenRounds.of)
+        stage: int | None = able[0]
+        if rounds is not None:
+            stage = rounds.open(sequence.token_ids, {} if tokens is None else {COPY: tokens}, able)
+        if stage == DRAFT:
+            proposal = self.fallback.draft(sequence, cache, controller, shaping, acceptance, limit)
+        elif stage is None or tokens is None:
+            proposal = Proposal(0, None, steered=False)
+        else:
+            sequence.write_drafts(tokens)
+            proposal = Proposal(len(tokens), None, looked_up=True, steered=False)
+        if rounds is not None:
+            rounds.chooser.drafted(proposal.num_tokens)
+        return proposal
 
     def verify(self, sequence: TokenSequence, cache: KVCache, draft: Proposal) -> Outputs:
         """Verify with the fallback, which may need states of the pass for its next draft."""

@@ -123,8 +123,9 @@ class Predictor:
         recordings = self.survey.record(draft.without_lookup().with_tree(tree))
         lookup = None
         if (first := draft.lookup_first) is not None:
-            copies = self._copies_of(first, partial(look_up, source=first), first.max_tokens)
-            lookup = LookupReplay(copies, first.max_tokens, self.whole)
+            source = first.with_choice(None)
+            copies = self._copies_of(source, partial(look_up, source=source), source.max_tokens)
+            lookup = LookupReplay(copies, first.max_tokens, self.whole, first.choice)
         tested = sum(len(recording.matches) for recording in recordings)
         agreed = sum(sum(recording.matches) for recording in recordings)
         overlap = sum(recording.acceptance * len(recording.matches) for recording in recordings)

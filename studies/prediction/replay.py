@@ -17,7 +17,10 @@ import torch
 from torch import Tensor
 
 from decoding.draft_length import Controller, CostAwareRule, Decision, DraftDistribution, DraftLengthRule, RoundCosts
+from decoding.drafters.chooser import Chooser, JudgedCopy
+from decoding.drafters.lookup_first import COPY, DRAFT
 from decoding.drafters.prompt_lookup import length_allowed
+from decoding.drafts.choice import StageChoice
 from decoding.drafts.trees import MOST_PER_DEPTH, CandidateTree, SeenDepth
 from decoding.profile import Decoding
 from studies.prediction.lockstep_cost import LockstepBatches, ReplayedRound, cost_in_lockstep, cost_unbatched
@@ -230,6 +233,20 @@ class LookupReplay:
     max_tokens: int
     verify: RoundCosts
     """Costs of passes of the whole target; the draft step is not used."""
+    choice: StageChoice | None = None
+    """Choice between copying and drafting; without it, a copy that is found is taken."""
+
+    def chooser(self) -> Chooser | None:
+        """Return the chooser of a sequence that decoding would use."""
+        return None if self.choice is None else Chooser(self.choice)
+
+    def at(self, text: int, position: int, room: int) -> Guessed | None:
+        """Return the copy at a position, of at most `room` tokens, or None if there is none."""
+        copy = self.copies[text][position] if room else None
+        if copy is None:
+            return None
+        num_tokens = min(self.max_tokens, room, copy.num_tokens)
+        return Guessed(min(copy.num_right, num_tokens), num_tokens)
 
 
 @dataclass(frozen=True)
@@ -352,27 +369,45 @@ def _rounds(
     tree: TreeReplay | None,
 ) -> Iterator[ReplayedRound]:
     position, end = 0, len(recording.matches)
+    chooser = None if lookup is None else lookup.chooser()
     while position < end:
         room = _room(end - position, max_drafted)
-        if lookup is not None and room and (copy := lookup.copies[text][position]) is not None:
-            num_copied = min(lookup.max_tokens, room, copy.num_tokens)
-            yield ReplayedRound(num_copied, 0, num_accepted := min(copy.num_right, num_copied), looked_up=True)
-            position += num_accepted + 1
-            continue
-        limit = min(controller.limit(), room)
-        num_drafted = num_passes = 0
-        decision = Decision.CONTINUE
-        while num_drafted < limit and decision is Decision.CONTINUE:
-            seen = recording.step(num_drafted).seen[position + num_drafted]
-            decision = controller.decide(num_drafted, cast(DraftDistribution, seen))
-            num_passes += 1
-            num_drafted += decision is not Decision.STOP
-        drafted = [recording.step(number).matches[position + number] for number in range(num_drafted)]
-        num_accepted = drafted.index(False) if False in drafted else num_drafted
-        controller.observe(num_drafted, num_accepted)
-        num_leaves, found = tree.of_round(recording, position, num_drafted, num_accepted) if tree else (0, False)
-        yield ReplayedRound(num_drafted, num_passes, num_accepted, num_leaves=num_leaves)
-        position += num_accepted + 1 + found
+        copy = None if lookup is None else lookup.at(text, position, room)
+        able = (DRAFT,) if copy is None else (COPY, DRAFT)
+        stage = able[0] if chooser is None else chooser.choose(able)
+        found = False
+        if stage == DRAFT:
+            step, found = _drafted_round(controller, recording, position, room, tree)
+        elif stage is None or copy is None:
+            step = ReplayedRound(0, 0, 0)
+        else:
+            step = ReplayedRound(copy.num_tokens, 0, copy.num_right, looked_up=True)
+        yield step
+        num_written = step.num_accepted + 1 + found
+        if chooser is not None:
+            chooser.drafted(step.num_drafted)
+            judged = None if copy is None else JudgedCopy(copy.num_tokens, min(copy.num_right, num_written))
+            chooser.learn(num_written, {} if judged is None else {COPY: judged})
+        position += num_written
+
+
+def _drafted_round(
+    controller: Controller, recording: Recording, position: int, room: int, tree: TreeReplay | None
+) -> tuple[ReplayedRound, bool]:
+    """Return a round that the rule steers, and whether a side leaf was accepted in it."""
+    limit = min(controller.limit(), room)
+    num_drafted = num_passes = 0
+    decision = Decision.CONTINUE
+    while num_drafted < limit and decision is Decision.CONTINUE:
+        seen = recording.step(num_drafted).seen[position + num_drafted]
+        decision = controller.decide(num_drafted, cast(DraftDistribution, seen))
+        num_passes += 1
+        num_drafted += decision is not Decision.STOP
+    drafted = [recording.step(number).matches[position + number] for number in range(num_drafted)]
+    num_accepted = drafted.index(False) if False in drafted else num_drafted
+    controller.observe(num_drafted, num_accepted)
+    num_leaves, found = tree.of_round(recording, position, num_drafted, num_accepted) if tree else (0, False)
+    return ReplayedRound(num_drafted, num_passes, num_accepted, num_leaves=num_leaves), found
 
 
 def _room(num_left: int, max_drafted: int | None) -> int:

@@ -13,6 +13,7 @@ from decoding.decoder import Decoder, plain_decoder
 from decoding.draft_length import BetaThompson, DraftLengthRule, Fixed, RoundCosts, TopProbability
 from decoding.drafters.prompt_lookup import look_up
 from decoding.drafts import EarlyExit, FirstLookup, LayerSkip, Lookup, PromptLookup, SuffixDraft, SuffixLookup
+from decoding.drafts.choice import StageChoice
 from decoding.profile import Decoding
 from decoding.runners.static import StaticRunner
 from decoding.target import Target
@@ -27,6 +28,7 @@ NUM_LAYERS = 6
 PROMPTS = ((3, 9, 27, 3, 9, 27, 3, 9), (8, 2, 31, 8, 2, 44, 8, 2), (5, 6, 7, 9))
 COSTS = RoundCosts(draft_step=0.25, verify=(1.0, 1.1, 1.3))
 WHOLE = RoundCosts(draft_step=0.001, verify=(1.0, 1.2, 1.4))
+CHOICE = StageChoice(prices=(0.3, 0.3), forgetting=0.7, start=1.5, margin=1.0)
 
 
 def guess(lookup: CopySource) -> Guess:
@@ -46,7 +48,13 @@ def texts(target: Target) -> list[tuple[int, ...]]:
 @pytest.mark.parametrize("draft", [LayerSkip.blocks([2, 4]), EarlyExit(exit_layer=3)], ids=lambda draft: draft.kind)
 @pytest.mark.parametrize(
     "front",
-    [Lookup(max_tokens=3), Lookup(max_ngram=4, min_ngram=2, max_tokens=6), SuffixLookup(max_tokens=6)],
+    [
+        Lookup(max_tokens=3),
+        Lookup(max_ngram=4, min_ngram=2, max_tokens=6),
+        SuffixLookup(max_tokens=6),
+        Lookup(max_tokens=3, choice=CHOICE),
+        SuffixLookup(max_tokens=6, choice=CHOICE),
+    ],
     ids=lambda front: front.describe(),
 )
 def test_rounds_with_a_lookup_before_a_draft_equal_decoding(
@@ -56,7 +64,7 @@ def test_rounds_with_a_lookup_before_a_draft_equal_decoding(
     rule = Fixed(max_tokens=2)
     decoder = Decoder(target, draft.model_copy(update={"lookup": front}), rule)
     decoded = [decoder.generate(Request(prompt, Ending(40))) for prompt in PROMPTS]
-    lookup = LookupReplay(survey.copies(guess(front), front.max_tokens), front.max_tokens, WHOLE)
+    lookup = LookupReplay(survey.copies(guess(front), front.max_tokens), front.max_tokens, WHOLE, front.choice)
     replayed = replay(rule, survey.record(draft), COSTS, lookup)
     rounds = [step for each in decoded for step in each.rounds]
     assert any(step.looked_up and step.num_accepted for step in rounds)
