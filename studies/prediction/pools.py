@@ -102,17 +102,20 @@ def with_trees(predictor: Predictor, drafts: Iterable[Draft]) -> list[Draft]:
     """
     if not predictor.takes_trees:
         return []
-    price = _price_of_position(predictor)
     chosen = list[Draft]()
     for draft in (each for each in drafts if each.takes_tree):
-        chain = predictor.best(draft)
-        least = max(price * chain.speedup, LEAST_LEAF_GAIN)
-        trees: list[CandidateTree] = [FixedLeaves(leaves=leaves) for leaves in LEAVES]
-        trees += [SizedLeaves(least_gain=round(min(factor * least, 1.0), 4)) for factor in GAINS]
-        best = predictor.best_first(draft.with_tree(tree) for tree in trees)[0]
-        if best.speedup >= chain.speedup * (1 + LEAST_TREE_GAIN):
+        best = best_with_tree(predictor, draft)
+        if best.speedup >= predictor.best(draft).speedup * (1 + LEAST_TREE_GAIN):
             chosen.append(best.draft)
     return chosen
+
+
+def best_with_tree(predictor: Predictor, draft: Draft) -> Prediction:
+    """Return the prediction of a chain with the side leaves that promise most, whether or not they pay."""
+    least = max(_price_of_position(predictor) * predictor.best(draft).speedup, LEAST_LEAF_GAIN)
+    trees: list[CandidateTree] = [FixedLeaves(leaves=leaves) for leaves in LEAVES]
+    trees += [SizedLeaves(least_gain=round(min(factor * least, 1.0), 4)) for factor in GAINS]
+    return predictor.best_first(draft.with_tree(tree) for tree in trees)[0]
 
 
 def _price_of_position(predictor: Predictor) -> float:

@@ -13,6 +13,7 @@ EVALUATIONS: Mapping[str, str] = MappingProxyType(
         "suite": "tuner.evaluation.suite.settings:SuiteEvaluation",
         "rules": "tuner.evaluation.rules.settings:RulesEvaluation",
         "searches": "tuner.evaluation.searches.settings:SearchesEvaluation",
+        "kinds": "tuner.evaluation.kinds.settings:KindsEvaluation",
         "predictions": "tuner.evaluation.predictions.settings:PredictionsEvaluation",
         "integrity": "tuner.evaluation.integrity.settings:IntegrityEvaluation",
         "planted": "tuner.evaluation.planted.settings:PlantedEvaluation",
