@@ -18,6 +18,7 @@ from decoding.decode import Request
 from decoding.decoder import Decoder, plain_decoder
 from decoding.draft_length import RULES, Fixed
 from decoding.drafts import KINDS, DraftKind, LayerSkip
+from decoding.profile import DraftProfile
 from decoding.runners import RUNNERS
 from decoding.target import Target
 from decoding.text import Ending
@@ -28,8 +29,12 @@ from studies.searches.registry import STUDIES, StudyEntry, create_study
 from tests.support.profiles import save_profile
 from tests.support.tiny import save_tiny_checkpoint, tiny_llama
 from tuner.cli.main import main
+from tuner.export.engines.registry import load_engine
+from tuner.export.plan import FixedLength, Plan
+from tuner.export.shape import DraftShape
 
 PAGE = Path(__file__).parents[1] / "docs" / "extending.md"
+DEMO_PROFILE = PAGE.parents[1] / "configs" / "demo" / "result" / "profile.yaml"
 REQUEST = Request(prompt=(5, 9, 17, 5, 9), ending=Ending(24))
 
 Example = Callable[[str], ModuleType]
@@ -116,6 +121,25 @@ def test_evaluation(example: Example, monkeypatch: pytest.MonkeyPatch, tmp_path:
     result = CliRunner().invoke(main, ["evaluate", "acceptance", *arguments])
     assert result.exit_code == 0, result.output
     assert "drafted tokens accepted" in result.output
+
+
+def test_export(example: Example, monkeypatch: pytest.MonkeyPatch) -> None:
+    example("tuner/export/engines/candle.py")
+    monkeypatch.setattr("tuner.export.engines.registry.ENGINES", {"candle": "tuner.export.engines.candle:Candle"})
+    files = load_engine("candle").files(
+        Plan(
+            profile=DraftProfile.load(DEMO_PROFILE),
+            model="m",
+            dtype="float32",
+            out=Path("/out"),
+            shape=DraftShape((0, 1), has_head=True, num_target_layers=24),
+            length=FixedLength(4, "as asked"),
+            threshold=None,
+            lookup=None,
+        )
+    )
+    assert "--draft /out/draft" in files["launch.sh"]
+    assert "--draft-tokens 4" in files["launch.sh"]
 
 
 def test_runner(example: Example, target: Target, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,3 +25,7 @@ class MemoryShortageError(SdtuneError):
 
 class SearchError(SdtuneError):
     """Search that ended without a result."""
+
+
+class ExportError(SdtuneError):
+    """Profile that an engine cannot express, or an export that cannot be written."""

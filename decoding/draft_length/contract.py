@@ -156,6 +156,21 @@ class DraftLengthRule(Document):
     max_tokens: int = tunable(8, low=1, high=16, ge=1, le=64, why="most tokens drafted in a round (K)")
     persistent: bool = Field(False, description="keep the adapted state across generations instead of resetting it")
 
+    @property
+    def fixed_threshold(self) -> float | None:
+        """Top-1 probability below which every draft ends, if that and `max_tokens` are the whole rule; else None."""
+        return None
+
+    @property
+    def is_fixed(self) -> bool:
+        """True if every round drafts `max_tokens`."""
+        return False
+
+    @property
+    def known_round_costs(self) -> RoundCosts | None:
+        """Costs of a round that the rule carries, or None."""
+        return None
+
     @abstractmethod
     def controller(self) -> Controller:
         """Return a fresh controller for one sequence (or, if `persistent`, for consecutive sequences)."""
@@ -183,6 +198,11 @@ class CostAwareRule(DraftLengthRule):
     def with_costs(self, costs: RoundCosts) -> Self:
         """Return the rule with the costs of a device."""
         return self.model_copy(update={"costs": costs})
+
+    @property
+    def known_round_costs(self) -> RoundCosts | None:
+        """Costs of the device that the profile was tuned on, or None."""
+        return self.costs
 
     def known_costs(self) -> RoundCosts:
         """Return the costs; raise `ValueError` if they have not been measured yet."""

@@ -12,6 +12,11 @@ class Fixed(DraftLengthRule):
 
     rule: Literal["fixed"] = "fixed"
 
+    @property
+    def is_fixed(self) -> bool:
+        """True."""
+        return True
+
     def controller(self) -> Controller:
         """Return the base controller, which has no state."""
         return Controller(self.max_tokens)

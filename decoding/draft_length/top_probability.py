@@ -21,6 +21,11 @@ class TopProbability(DraftLengthRule):
         0.6, low=0.1, high=0.95, ge=0.0, le=1.0, why="top-1 probability below which drafting ends"
     )
 
+    @property
+    def fixed_threshold(self) -> float | None:
+        """The threshold."""
+        return self.threshold
+
     def controller(self) -> Controller:
         """Return a controller without state."""
         return _TopProbabilityController(self)

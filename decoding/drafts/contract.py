@@ -108,6 +108,11 @@ class DraftDocument(Document):
         return None
 
     @property
+    def ngram_lengths(self) -> tuple[int, int] | None:
+        """Longest and shortest n-gram of a prompt lookup that drafts alone; None for another draft."""
+        return None
+
+    @property
     def reads_history(self) -> bool:
         """True if tokens may be copied from earlier answers."""
         return self.lookup_first is not None and self.lookup_first.reads_history

@@ -56,6 +56,11 @@ class FirstLookup(Document):
             raise ValueError(f"choice.prices: one for the lookup, one for the draft, got {len(self.choice.prices)}")
         return self
 
+    @property
+    def ngram_lengths(self) -> tuple[int, int] | None:
+        """Longest and shortest n-gram of a prompt lookup; None for a lookup of another kind."""
+        return None
+
     @abstractmethod
     def describe(self) -> str:
         """Return one short phrase for tables."""
@@ -77,6 +82,11 @@ class Lookup(FirstLookup):
     def _ngrams_are_ordered(self) -> Lookup:
         check_ngrams(self.max_ngram, self.min_ngram)
         return self
+
+    @property
+    def ngram_lengths(self) -> tuple[int, int] | None:
+        """Longest and shortest n-gram."""
+        return self.max_ngram, self.min_ngram
 
     def describe(self) -> str:
         """Return one short phrase for tables."""

@@ -35,6 +35,11 @@ class PromptLookup(DraftDocument):
         """Return one short phrase for tables."""
         return f"prompt lookup ({self.max_ngram}-{self.min_ngram})"
 
+    @property
+    def ngram_lengths(self) -> tuple[int, int] | None:
+        """Longest and shortest n-gram."""
+        return self.max_ngram, self.min_ngram
+
     def columns(self) -> dict[str, Any]:
         """Return the n-gram lengths."""
         return lookup_columns(self)

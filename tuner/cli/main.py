@@ -34,6 +34,7 @@ COMMANDS: Mapping[str, CommandEntry] = {
     ),
     "show": CommandEntry("Use", "Show a profile, or the exit heads in a folder.", "tuner.cli.show:show"),
     "generate": CommandEntry("Use", "Continue a prompt with a profile.", "tuner.cli.generate:generate"),
+    "export": CommandEntry("Use", "Write a profile for another engine.", "tuner.cli.export:export"),
     "doctor": CommandEntry("Check", "Report whether a model can be tuned.", "tuner.cli.doctor:doctor"),
     "bench": CommandEntry("Check", "Compare a profile with other ways to decode.", "tuner.cli.bench:bench"),
     "evaluate": CommandEntry(

@@ -1,0 +1,179 @@
+"""Settings of each engine, from a plan, without a model."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from decoding.draft_length import AdaEdl, DraftLengthRule, Fixed, TopProbability
+from decoding.drafts import Draft, EarlyExit, LayerSkip, Lookup, PromptLookup, SuffixDraft
+from decoding.profile import DraftProfile, TargetIdentity
+from tests.support.measured import measured
+from tuner.errors import ExportError
+from tuner.export.engines.contract import Engine
+from tuner.export.engines.registry import ENGINES, load_engine
+from tuner.export.losses import DraftCost, losses_text
+from tuner.export.plan import FixedLength, NgramSettings, Plan, fixed_length, lookup_of
+from tuner.export.shape import DraftShape
+
+SHAPE = DraftShape((0, 1), has_head=True, num_target_layers=6)
+LOOKUP = NgramSettings(3, 2, 8)
+
+
+def _profile(draft: Draft, rule: DraftLengthRule | None = None, **figures: Any) -> DraftProfile:
+    target = TargetIdentity(
+        model="m", architecture="A", num_layers=6, dtype="float32", config_sha256="c", weights_sha256="w"
+    )
+    found = measured(**figures) if figures else None
+    return DraftProfile(name="p", target=target, draft=draft, draft_length=rule or Fixed(), measured=found)
+
+
+def _plan(**changes: Any) -> Plan:
+    plan = Plan(
+        profile=_profile(EarlyExit(exit_layer=2)),
+        model="/models/a b",
+        dtype="float32",
+        out=Path("/exports/one"),
+        shape=SHAPE,
+        length=FixedLength(4, "as asked"),
+        threshold=None,
+        lookup=None,
+    )
+    return replace(plan, **changes)
+
+
+def test_vllm() -> None:
+    files = load_engine("vllm").files(_plan())
+    assert json.loads(files["speculative_config.json"]) == {
+        "method": "draft_model",
+        "model": "/exports/one/draft",
+        "num_speculative_tokens": 4,
+    }
+    assert "vllm serve '/models/a b'" in files["launch.sh"]
+    alone = load_engine("vllm").files(_plan(shape=None, lookup=LOOKUP))["speculative_config.json"]
+    assert json.loads(alone) == {
+        "method": "ngram",
+        "num_speculative_tokens": 8,
+        "prompt_lookup_max": 3,
+        "prompt_lookup_min": 2,
+    }
+
+
+def test_a_profile_of_batches_becomes_a_schedule() -> None:
+    plan = _plan(profile=_profile(EarlyExit(exit_layer=2), batch_size=8))
+    settings = json.loads(load_engine("vllm").files(plan)["speculative_config.json"])
+    assert settings["num_speculative_tokens_per_batch_size"] == [[1, 8, 4]]
+    settings = yaml.safe_load(load_engine("trtllm").files(plan)["config.yaml"])
+    assert settings["speculative_config"]["draft_len_schedule"] == {1: 4}
+
+
+def test_trtllm() -> None:
+    settings = yaml.safe_load(load_engine("trtllm").files(_plan())["config.yaml"])["speculative_config"]
+    assert settings == {
+        "decoding_type": "Draft_Target",
+        "max_draft_len": 4,
+        "speculative_model": "/exports/one/draft",
+    }
+    alone = load_engine("trtllm").files(_plan(shape=None, lookup=LOOKUP))["config.yaml"]
+    assert yaml.safe_load(alone)["speculative_config"]["decoding_type"] == "NGram"
+
+
+def test_sglang_and_mlx() -> None:
+    flags = load_engine("sglang").files(_plan())["launch.sh"]
+    assert "--speculative-num-steps 4" in flags
+    assert "--speculative-num-draft-tokens 5" in flags
+    assert "--draft-model /exports/one/draft" in load_engine("mlx").files(_plan())["launch.sh"]
+
+
+def test_llama_cpp_keeps_lookup_threshold_and_bits() -> None:
+    files = load_engine("llama.cpp").files(_plan(lookup=LOOKUP, threshold=0.2, bits=8))
+    assert "spec-type = ngram-simple,draft-simple\n" in files["preset.ini"]
+    assert "spec-ngram-simple-size-n = 3\n" in files["preset.ini"]
+    assert "spec-draft-p-min = 0.2\n" in files["preset.ini"]
+    assert "--model-draft /exports/one/draft-Q8_0.gguf" in files["launch.sh"]
+    assert "llama-quantize /exports/one/draft.gguf /exports/one/draft-Q8_0.gguf Q8_0" in files["convert.sh"]
+
+
+def test_llama_cpp_quantises_the_whole_model_as_its_own_draft() -> None:
+    plan = _plan(shape=DraftShape(tuple(range(6)), has_head=False, num_target_layers=6), bits=8)
+    assert not plan.needs_draft_folder
+    convert = load_engine("llama.cpp").files(plan)["convert.sh"]
+    assert convert.count("convert_hf_to_gguf") == 1
+    assert "llama-quantize /exports/one/target.gguf /exports/one/draft-Q8_0.gguf Q8_0" in convert
+
+
+def test_transformers() -> None:
+    engine = load_engine("hf")
+    settings = engine.draft_generation(_plan(threshold=0.3))
+    assert settings["num_assistant_tokens"] == 4
+    assert settings["assistant_confidence_threshold"] == 0.3
+    assert engine.draft_generation(_plan())["assistant_confidence_threshold"] == 0.0
+    alone = json.loads(engine.files(_plan(shape=None, lookup=LOOKUP))["lookup.json"])
+    assert alone == {"prompt_lookup_num_tokens": 8, "max_matching_ngram_size": 3}
+
+
+@pytest.mark.parametrize(
+    ("rule", "asked", "has_threshold", "expected"),
+    [
+        (Fixed(max_tokens=5), None, False, 5),
+        (AdaEdl(max_tokens=10), None, False, 6),  # (2.86 - 1) / 0.3
+        (AdaEdl(max_tokens=4), None, False, 4),
+        (AdaEdl(max_tokens=10), 3, False, 3),
+        (TopProbability(max_tokens=10), None, True, 10),
+    ],
+)
+def test_the_fixed_length_is_the_measured_mean(
+    rule: DraftLengthRule, asked: int | None, has_threshold: bool, expected: int
+) -> None:
+    profile = _profile(EarlyExit(exit_layer=2), rule, tokens_per_round=2.86, draft_acceptance_rate=0.3)
+    assert fixed_length(profile, asked, has_threshold=has_threshold).num_tokens == expected
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_what_is_lost_is_named(name: str) -> None:
+    engine = load_engine(name)
+    draft = LayerSkip(skip_attention=(3, 4), skip_mlp=(3, 4), lookup=Lookup(max_ngram=3, min_ngram=2, max_tokens=8))
+    profile = _profile(draft, AdaEdl(max_tokens=10), tokens_per_round=2.86, draft_acceptance_rate=0.3)
+    length = fixed_length(profile, None, has_threshold=False)
+    plan = _plan(profile=profile, length=length, lookup=lookup_of(profile, engine, length))
+    text = losses_text(plan, engine, DraftCost(3 * 2**20, 512.0, 40), ())
+    assert "always 6 tokens (the profile's rounds drafted 6.20 tokens on average)" in text
+    assert f"| lookup before the draft | lookup (3-2, 8) | {'changed' if engine.looks_up_first else 'lost'} |" in text
+    assert "| verification | resumes after 3 blocks | lost |" in text
+    assert "adds 3.0 MiB" in text
+    assert "0.50 KiB" in text
+    assert "cannot be predicted" in text
+
+
+def test_copies_without_a_counterpart_are_refused() -> None:
+    length = FixedLength(4, "as asked")
+    with pytest.raises(ExportError, match=r"no counterpart in vLLM.*--to folder"):
+        lookup_of(_profile(SuffixDraft()), load_engine("vllm"), length)
+    with pytest.raises(ExportError, match=r"mlx-lm has no prompt lookup.*llama.cpp"):
+        lookup_of(_profile(PromptLookup()), load_engine("mlx"), length)
+    found = lookup_of(_profile(PromptLookup(max_ngram=4, min_ngram=2)), load_engine("vllm"), length)
+    assert found == NgramSettings(4, 2, 4)
+
+
+class _Config:
+    def __init__(self, model_type: str) -> None:
+        self.model_type = model_type
+
+
+@pytest.mark.parametrize("name", ["acme-eagle3-exit6", "eagle-one", "my-DFlash", "dspark"])
+def test_vllm_refuses_a_path_that_names_another_method(name: str) -> None:
+    with pytest.raises(ExportError, match="another --out"):
+        load_engine("vllm").check(_plan(out=Path("/exports") / name), _Config("llama"))
+
+
+@pytest.mark.parametrize("name", ["vllm", "sglang", "trtllm"])
+def test_families_with_multi_token_prediction_are_refused(name: str) -> None:
+    engine: Engine = load_engine(name)
+    engine.check(_plan(), _Config("qwen3"))
+    with pytest.raises(ExportError, match="multi-token prediction"):
+        engine.check(_plan(), _Config("deepseek_v3"))

@@ -1,0 +1,120 @@
+"""`sdtune export` from profile to folder: used by transformers, refused, and never written in part."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner, Result
+from transformers import AutoModelForCausalLM
+
+from decoding.drafts import Draft, EarlyExit, LayerSkip, Lookup, PlainDecoding, PromptLookup
+from decoding.target import Target
+from tests.support.heads import write_heads
+from tests.support.profiles import save_profile
+from tests.support.refusals import refused
+from tests.support.tiny import write_tiny_prompts
+from tuner.cli.main import main
+from tuner.export import run as export_run
+from tuner.export.gate import GateFacts
+
+Export = Callable[..., Result]
+SKIP = LayerSkip.blocks((2, 3, 4))
+
+
+@pytest.fixture
+def export(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Export:
+    """Write a profile of a draft for the tiny checkpoint and export it into `out`."""
+    monkeypatch.chdir(tmp_path)
+    write_tiny_prompts(Path("prompts.jsonl"))
+
+    def run(draft: Draft, to: str, *flags: str) -> Result:
+        save_profile(Path("profile.yaml"), checkpoint, draft)
+        return CliRunner().invoke(main, ["export", "profile.yaml", "--to", to, "--out", "out", *flags])
+
+    return run
+
+
+def test_transformers_generates_plain_texts_with_the_exported_head(
+    export: Export, target: Target, tmp_path: Path, checkpoint: Path
+) -> None:
+    draft = write_heads(target, tmp_path, [2])[2]
+    prompts = ("--prompts", "prompts.jsonl", "--tuning-prompts", "4", "--held-out-prompts", "4")
+    done = export(draft.with_lookup(Lookup()), "hf", *prompts)
+    assert done.exit_code == 0, done.output
+    assert "max difference 0" in done.stderr
+    assistant = AutoModelForCausalLM.from_pretrained("out/draft")
+    assert assistant.config.num_hidden_layers == 3
+    assert assistant.generation_config.num_assistant_tokens_schedule == "constant"
+    model, inputs = AutoModelForCausalLM.from_pretrained(checkpoint), torch.tensor([[5, 17, 33, 8]])
+    plain = model.generate(inputs, max_new_tokens=12, do_sample=False)
+    assert torch.equal(model.generate(inputs, max_new_tokens=12, do_sample=False, assistant_model=assistant), plain)
+    lines = [json.loads(line) for line in Path("out/prompts.jsonl").read_text().splitlines()]
+    assert len(lines) == 4
+    assert set(lines[0]) == {"prompt", "output_tokens"}
+    assert "lookup before the draft | lookup (3-1, 10) | lost" in Path("out/LOSSES.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("draft", "to", "flags", "words"),
+    [
+        (LayerSkip(skip_attention=(2, 3), skip_mlp=(3,)), "vllm", (), ["sublayers", "--to folder"]),
+        (LayerSkip(skip_attention=(2,), skip_mlp=(2,), bits=8), "hf", (), ["int8", "--drop bits", "llama.cpp"]),
+        (LayerSkip(bits=8), "vllm", ("--drop", "bits"), ["the whole model", "llama.cpp"]),
+        (PlainDecoding(), "hf", (), ["decode plainly"]),
+    ],
+)
+def test_what_cannot_be_expressed_is_refused(
+    export: Export, draft: Draft, to: str, flags: tuple[str, ...], words: list[str]
+) -> None:
+    refused(export(draft, to, *flags), *words)
+    assert not Path("out").exists()
+
+
+def test_dropped_bits_are_written_down(export: Export) -> None:
+    done = export(LayerSkip.blocks((2, 3), bits=8), "vllm", "--drop", "bits")
+    assert done.exit_code == 0, done.output
+    assert (
+        "| draft's weights | int8 | lost | as in the model, as asked (--drop bits) |"
+        in Path("out/LOSSES.md").read_text()
+    )
+
+
+def test_a_lookup_alone_needs_no_draft_folder(export: Export) -> None:
+    done = export(PromptLookup(max_ngram=4), "vllm")
+    assert done.exit_code == 0, done.output
+    assert not Path("out/draft").exists()
+    assert json.loads(Path("out/speculative_config.json").read_text())["method"] == "ngram"
+
+
+def test_a_folder_that_is_no_export_is_never_replaced(export: Export) -> None:
+    Path("out").mkdir()
+    Path("out/thesis.txt").write_text("years of work")
+    refused(export(SKIP, "vllm"), "not empty", "--overwrite")
+    refused(export(SKIP, "vllm", "--overwrite"), "no earlier export")
+    assert [path.name for path in Path("out").iterdir()] == ["thesis.txt"]
+
+
+def test_an_export_replaces_an_earlier_one_whole_or_not_at_all(export: Export, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert export(PromptLookup(), "vllm").exit_code == 0
+    before = sorted(path.name for path in Path("out").iterdir())
+
+    def fail(*args: object) -> GateFacts:
+        raise export_run.ExportError("its logits differ by up to 1")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(export_run, "check_draft", fail)
+        refused(export(SKIP, "mlx", "--overwrite"), "differ by up to 1")
+    assert sorted(path.name for path in Path("out").iterdir()) == before
+    assert export(SKIP, "mlx", "--overwrite").exit_code == 0
+    assert Path("out/draft/model.safetensors").exists()
+    assert not Path("out/speculative_config.json").exists()
+    assert not [path for path in Path().iterdir() if path.name.startswith(".out")]
+
+
+def test_an_exit_without_a_head_is_a_shorter_model(export: Export) -> None:
+    assert export(EarlyExit(exit_layer=2), "mlx", "--draft-tokens", "3").exit_code == 0
+    assert "--num-draft-tokens 3" in Path("out/launch.sh").read_text()

@@ -1,0 +1,52 @@
+"""`sdtune export`: a profile for another engine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console
+
+from tuner.cli.options import GroupedCommand, options_of, settings_from
+from tuner.cli.terminal import print_facts, progress_on_stderr, use_threads
+from tuner.export.settings import EXPORT_FIELDS, ExportSettings
+from tuner.prompt_settings import PromptSettings
+
+
+@click.command(cls=GroupedCommand)
+@click.argument("profile", metavar="PROFILE", type=click.Path(path_type=Path))
+@options_of(ExportSettings, only=(*EXPORT_FIELDS, *PromptSettings.model_fields))
+def export(profile: Path, **flags: Any) -> None:
+    """Write a profile for another engine: its draft as a model folder, settings, and what is lost.
+
+    A draft of whole blocks is an ordinary checkpoint of the model's family: N blocks, or N blocks and the trained exit head as
+    block N + 1. It is written with the settings of the engine and reloaded; unless its logits equal the draft's, bit for bit,
+    nothing is written.
+
+    \b
+      hf         transformers' generate(assistant_model=...), or its prompt lookup
+      vllm       a draft model or ngram, as --speculative-config
+      sglang     STANDALONE or NGRAM, as flags
+      trtllm     Draft_Target or NGram, as YAML
+      llama.cpp  lookup, draft, threshold and quantised draft, as flags and preset.ini
+      mlx        a draft model, as flags
+
+    LOSSES.md says what survives, what is lost (most engines draft a fixed number of tokens) and which memory the draft adds.
+    The speed-up of the profile does not transfer: measure it in the engine. prompts.jsonl holds the held-out prompts for
+    `vllm bench serve --dataset-name custom` and GuideLLM, if the dataset is found; give the columns of the search.
+
+    \b
+    Examples:
+      sdtune export profile.yaml --to vllm --out llama-vllm
+      sdtune export profile.yaml --to llama.cpp --out llama-cpp --prompts prompts.jsonl --group-column file
+      sdtune export profile.yaml --to hf --out llama-hf --drop bits
+    """
+    settings = settings_from(ExportSettings, {**flags, "profile": profile})
+
+    from tuner.export.run import export as write_export
+
+    use_threads(settings.threads)
+    with progress_on_stderr() as progress:
+        exported = write_export(settings, progress)
+    print_facts(Console(), export=exported.out, files=", ".join(exported.files))

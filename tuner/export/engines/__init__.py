@@ -1,0 +1,1 @@
+"""The engines that an export is written for, one module each."""

@@ -1,0 +1,86 @@
+"""llama.cpp: conversion to GGUF, flags of `llama-server`, and a preset."""
+
+from __future__ import annotations
+
+from shlex import quote
+from typing import ClassVar
+
+from tuner.export.engines.contract import Engine, command, script
+from tuner.export.plan import Plan
+
+OUTTYPES = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
+QUANTISED = {8: "Q8_0", 4: "Q4_0"}
+"""llama.cpp's types nearest to our quantised weights: also one scale per group and symmetric, but rounded otherwise."""
+
+
+class LlamaCpp(Engine):
+    """Lookup first, a threshold and a quantised draft all have counterparts here."""
+
+    title: ClassVar[str] = "llama.cpp"
+    version: ClassVar[str] = "build 11434, run on a CPU"
+    looks_up_alone: ClassVar[bool] = True
+    looks_up_first: ClassVar[bool] = True
+    stops_below: ClassVar[bool] = True
+    quantises: ClassVar[bool] = True
+
+    def notes(self, plan: Plan) -> list[str]:
+        """Return what its counterparts do otherwise."""
+        notes = []
+        if plan.lookup is not None:
+            notes.append(
+                f"Its lookup has one length of n-grams, {plan.lookup.longest}, and copies from the latest match."
+            )
+        if plan.threshold is not None:
+            notes.append("`p-min` drops the unsure token; our rule verifies it too.")
+        if plan.bits is not None:
+            notes.append(
+                f"{QUANTISED[plan.bits]} rounds otherwise than our int{plan.bits}: acceptance differs a little."
+            )
+        return notes
+
+    def files(self, plan: Plan) -> dict[str, str]:
+        """Return `convert.sh`, `launch.sh` and `preset.ini`."""
+        settings = self.settings(plan)
+        flags = [f"--{name} {quote(value)}" for name, value in settings.items()]
+        launch = command("llama-server", *flags, '"$@"')
+        preset = ["[sdtune]", *(f"{name} = {value}" for name, value in settings.items())]
+        return {
+            "convert.sh": script(*_conversions(plan)),
+            "launch.sh": script(launch),
+            "preset.ini": "\n".join(preset) + "\n",
+        }
+
+    def settings(self, plan: Plan) -> dict[str, str]:
+        """Return the long flags of `llama-server`, without dashes, and their values."""
+        lookup, settings = plan.lookup, {"model": f"{plan.out}/target.gguf"}
+        kinds = [*(["ngram-simple"] if lookup else []), *(["draft-simple"] if plan.shape else [])]
+        if plan.shape is not None:
+            settings["model-draft"] = _draft_file(plan)
+        settings["spec-type"] = ",".join(kinds)
+        if lookup is not None:
+            settings |= {
+                "spec-ngram-simple-size-n": str(lookup.longest),
+                "spec-ngram-simple-size-m": str(lookup.max_tokens),
+            }
+        if plan.shape is not None:
+            settings["spec-draft-n-max"] = str(plan.length.num_tokens)
+        if plan.shape is not None and plan.threshold is not None:
+            settings["spec-draft-p-min"] = f"{plan.threshold:.4g}"
+        return settings
+
+
+def _draft_file(plan: Plan) -> str:
+    return f"{plan.out}/draft{'' if plan.bits is None else f'-{QUANTISED[plan.bits]}'}.gguf"
+
+
+def _conversions(plan: Plan) -> list[str]:
+    """Return the commands that make the GGUF files; `LLAMA_CPP` names llama.cpp's sources, which hold the converter."""
+    convert = f'python "$LLAMA_CPP/convert_hf_to_gguf.py" --outtype {OUTTYPES[plan.dtype]}'
+    whole = f"{plan.out}/target.gguf"
+    commands = [f"{convert} {quote(plan.model)} --outfile {quote(whole)}"]
+    if plan.needs_draft_folder:
+        whole = f"{plan.out}/draft.gguf"
+        commands.append(f"{convert} {quote(str(plan.draft))} --outfile {quote(whole)}")
+    if plan.bits is not None:
+        commands.append(f"llama-quantize {quote(whole)} {quote(_draft_file(plan))} {QUANTISED[plan.bits]}")
+    return commands

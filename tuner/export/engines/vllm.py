@@ -1,0 +1,108 @@
+"""vLLM: a draft model, or n-gram lookup, by `--speculative-config`."""
+
+from __future__ import annotations
+
+import json
+from shlex import quote
+from typing import Any, ClassVar
+
+from tuner.errors import ExportError
+from tuner.export.engines.contract import Engine, command, script
+from tuner.export.plan import Plan
+
+OTHER_METHODS = ("eagle-", "eagle3", "dflash", "dspark")
+"""Parts of a path by which vLLM takes a draft model for one of another method, whatever `method` says (0.32 and 0.33)."""
+MTP_TYPES = (
+    "bailing_hybrid",
+    "deepseek_",
+    "dots3_note",
+    "ernie4_5_moe",
+    "exaone4_5",
+    "exaone_moe",
+    "glm4_moe",
+    "glm5_next",
+    "glm_moe_dsa",
+    "hy_v",
+    "inkling",
+    "kimi_k3",
+    "longcat_flash",
+    "mimo",
+    "minimax_m3",
+    "nemotron_h",
+    "pangu_ultra_moe",
+    "qwen3_5",
+    "qwen3_next",
+    "qwen4_exp",
+    "step3p",
+)
+"""Beginnings of the `model_type` of families whose draft models vLLM turns into their multi-token prediction layers
+(`hf_config_override` of `vllm.config.speculative`, 0.32).
+"""
+
+
+def refuse_mtp(config: Any, engine: str) -> None:
+    """Raise `ExportError` for a family with multi-token prediction layers."""
+    if config.model_type.startswith(MTP_TYPES):
+        raise ExportError(
+            f"{engine} takes every draft model of type {config.model_type} for multi-token prediction layers, and would load "
+            "something else: use the family's own MTP there, or keep the profile with --to folder"
+        )
+
+
+class Vllm(Engine):
+    """Settings as JSON for `--speculative-config`, with a schedule by batch size where the profile was tuned on batches."""
+
+    title: ClassVar[str] = "vLLM"
+    version: ClassVar[str] = "0.32 and 0.33; 0.32 run on a CPU"
+    looks_up_alone: ClassVar[bool] = True
+    has_schedule: ClassVar[bool] = True
+
+    def check(self, plan: Plan, config: Any) -> None:
+        """Refuse paths that name another method, and families whose drafts become MTP layers."""
+        if plan.shape is None:
+            return
+        found = [word for word in OTHER_METHODS if word in str(plan.draft).lower()]
+        if found:
+            raise ExportError(
+                f"vLLM takes a draft model whose path contains {found[0]!r} for another method, whatever the settings say: "
+                f"choose another --out than {plan.out}"
+            )
+        refuse_mtp(config, self.title)
+
+    def notes(self, plan: Plan) -> list[str]:
+        """Return the traps of vLLM."""
+        if plan.shape is None:
+            return ["vLLM's `ngram` copies from the earliest match, our prompt lookup from the latest."]
+        return [
+            "Where the longest sequence and its draft exceed `max_model_len`, vLLM stops drafting for the whole batch.",
+            "Its default model runner runs draft models without CUDA graphs; `VLLM_USE_V2_MODEL_RUNNER=0` has them. Measure both.",
+        ]
+
+    def files(self, plan: Plan) -> dict[str, str]:
+        """Return `speculative_config.json` and `launch.sh`."""
+        launch = command(
+            f"vllm serve {quote(plan.model)}",
+            f"--dtype {plan.dtype}",
+            '--speculative-config "$(cat "$(dirname "$0")/speculative_config.json")"',
+            '"$@"',
+        )
+        return {"speculative_config.json": json.dumps(self.settings(plan)) + "\n", "launch.sh": script(launch)}
+
+    def settings(self, plan: Plan) -> dict[str, Any]:
+        """Return the value of `--speculative-config`."""
+        if plan.shape is None:
+            assert plan.lookup is not None, "a draft without a model is a lookup"
+            return {
+                "method": "ngram",
+                "num_speculative_tokens": plan.lookup.max_tokens,
+                "prompt_lookup_max": plan.lookup.longest,
+                "prompt_lookup_min": plan.lookup.shortest,
+            }
+        settings: dict[str, Any] = {
+            "method": "draft_model",
+            "model": str(plan.draft),
+            "num_speculative_tokens": plan.length.num_tokens,
+        }
+        if plan.schedule is not None:
+            settings["num_speculative_tokens_per_batch_size"] = [list(entry) for entry in plan.schedule]
+        return settings

@@ -1,0 +1,157 @@
+"""`LOSSES.md`: what of a profile survives in an engine, what is lost, and what the draft costs there."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from tuner.export.prediction import predict
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterator
+
+    from decoding.profile import DraftProfile
+    from tuner.export.engines.contract import Engine
+    from tuner.export.plan import Plan
+
+LOSSES = "LOSSES.md"
+MEBIBYTE = 2**20
+
+
+@dataclass(frozen=True)
+class Fate:
+    """One part of a profile, and what becomes of it."""
+
+    part: str
+    in_profile: str
+    fate: str
+    """`kept`, `changed` or `lost`."""
+    in_engine: str
+
+
+@dataclass(frozen=True)
+class DraftCost:
+    """Memory that a draft model adds, and the proof that it is the profile's draft."""
+
+    weight_bytes: int
+    cache_bytes_per_token: float
+    positions: int
+    """Positions whose logits were compared, all with difference 0."""
+
+
+def losses_text(plan: Plan, engine: Engine, cost: DraftCost | None, dropped: Collection[str]) -> str:
+    """Return the text of `LOSSES.md`."""
+    lines = [
+        f"# {plan.profile.name} in {engine.title}",
+        "",
+        f"Settings for {engine.title} {engine.version}.",
+        "",
+        "| part | in the profile | | in the engine |",
+        "|---|---|---|---|",
+        *(
+            f"| {each.part} | {each.in_profile} | {each.fate} | {each.in_engine} |"
+            for each in _fates(plan, engine, dropped)
+        ),
+        "",
+        *_costs(cost),
+        *_speedup(plan, engine),
+        *(["## In this engine", "", *(f"* {note}" for note in engine.notes(plan)), ""] if engine.notes(plan) else []),
+        "## Lossless",
+        "",
+        f"Compare texts with {engine.title}'s own plain decoding, greedily. Plain texts of different engines may differ from one "
+        "another where two tokens are nearly equal, so another engine's text is no reference.",
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def _fates(plan: Plan, engine: Engine, dropped: Collection[str]) -> Iterator[Fate]:
+    profile, draft = plan.profile, plan.profile.draft
+    own = draft.without_lookup().with_tree(None).describe()
+    if plan.shape is not None:
+        yield Fate("draft", own, "changed" if dropped else "kept", plan.shape.describe())
+    else:
+        yield Fate("draft", own, "kept", f"n-grams of {_lengths(plan)}")
+    yield _rule_fate(plan)
+    yield from _dropped_fates(profile, dropped)
+    if plan.bits is not None:
+        yield Fate("draft's weights", f"int{plan.bits}", "changed", "quantised by the engine, rounded otherwise")
+    first = draft.lookup_first
+    if first is not None:
+        kept = plan.lookup is not None
+        copied = f"first, n-grams of {_lengths(plan)}, {first.max_tokens} tokens" if kept else "not tried"
+        yield Fate("lookup before the draft", first.describe(), "changed" if kept else "lost", copied)
+    if draft.candidate_tree is not None:
+        yield Fate("side leaves", "verified beside the chain", "lost", "chains only")
+    if profile.decoding.prefix_reuse and draft.num_shared_blocks:
+        blocks = f"resumes after {draft.num_shared_blocks} blocks"
+        yield Fate("verification", blocks, "lost", "runs all blocks")
+    if plan.shape is not None:
+        yield Fate(
+            "weights, keys and values",
+            "the target's, shared",
+            "lost",
+            "the draft's own, and its own pass over the prompt",
+        )
+    yield Fate("runner", profile.decoding.runner, "lost", "the engine's own")
+    if profile.decoding.exact_width is not None:
+        yield Fate("bit-exact mode", f"{profile.decoding.exact_width} positions", "lost", "none")
+    yield from _schedule_fate(plan, engine)
+
+
+def _lengths(plan: Plan) -> str:
+    return f"{plan.lookup.longest} to {plan.lookup.shortest} tokens" if plan.lookup else ""
+
+
+def _rule_fate(plan: Plan) -> Fate:
+    rule, length = plan.profile.draft_length, plan.length
+    tokens = f"{length.num_tokens} tokens ({length.reason})"
+    if plan.threshold is not None:
+        return Fate("draft length", rule.describe(), "kept", f"up to {tokens}, until one is below {plan.threshold:g}")
+    return Fate("draft length", rule.describe(), "kept" if rule.is_fixed else "lost", f"always {tokens}")
+
+
+def _dropped_fates(profile: DraftProfile, dropped: Collection[str]) -> Iterator[Fate]:
+    draft = profile.draft
+    if draft.weight_bits is not None and "bits" in dropped:
+        yield Fate("draft's weights", f"int{draft.weight_bits}", "lost", "as in the model, as asked (--drop bits)")
+    if draft.num_draft_tokens is not None:
+        tokens = f"{draft.num_draft_tokens:,} tokens"
+        yield Fate("draft vocabulary", tokens, "lost", "all tokens, as asked (--drop draft-vocabulary)")
+
+
+def _schedule_fate(plan: Plan, engine: Engine) -> Iterator[Fate]:
+    if plan.schedule is not None and plan.shape is not None:
+        (_, last, tokens), *_ = plan.schedule
+        written = f"{tokens} tokens up to {last} sequences" if engine.has_schedule else "the same for all batch sizes"
+        yield Fate("batches", f"tuned on {last} sequences", "kept" if engine.has_schedule else "lost", written)
+
+
+def _costs(cost: DraftCost | None) -> list[str]:
+    if cost is None:
+        return []
+    return [
+        "## Memory",
+        "",
+        f"The draft model adds {cost.weight_bytes / MEBIBYTE:.1f} MiB of weights, with embeddings and LM head of its own, and "
+        f"{cost.cache_bytes_per_token / 1024:.2f} KiB of keys and values per token, both in the precision of the export.",
+        "",
+        f"Reloaded from disk by transformers, its logits are the profile's draft's, bit for bit, at {cost.positions} positions "
+        "(max difference 0).",
+        "",
+    ]
+
+
+def _speedup(plan: Plan, engine: Engine) -> list[str]:
+    measured, predicted = plan.profile.measured, predict(plan, plan.profile)
+    here = (
+        f"Measured by sdtune's decoder: {measured.speedup} over plain decoding. It does not transfer. "
+        if measured
+        else ""
+    )
+    found = (
+        f"**Predicted** in {engine.title}, not measured: {predicted.value:.2f} ({predicted.explanation})."
+        if predicted.value is not None
+        else f"In {engine.title} it cannot be predicted: {predicted.explanation}. Measure it there."
+    )
+    return ["## Speed-up", "", here + found, ""]

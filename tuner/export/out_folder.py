@@ -1,0 +1,58 @@
+"""The folder of an export, written whole or not at all."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import mkdtemp
+
+from tuner.errors import ExportError
+from tuner.export.losses import LOSSES
+from tuner.output_paths import check_folder_writable
+
+READABLE = 0o755
+
+
+def check_out(out: Path, *, overwrite: bool) -> None:
+    """Raise `ExportError` unless the export can be written to `out`. Only an earlier export is ever replaced."""
+    check_folder_writable(out.parent, what="the export", error=ExportError)
+    if out.exists() and not out.is_dir():
+        raise ExportError(f"cannot write the export to {out}: it is a file; name a folder")
+    if not out.exists() or not any(out.iterdir()):
+        return
+    if not overwrite:
+        raise ExportError(f"{out} is not empty: name another folder, or replace an earlier export with --overwrite")
+    if not (out / LOSSES).exists():
+        raise ExportError(f"{out} is no earlier export (it has no {LOSSES}), and is not replaced: name another folder")
+
+
+@contextmanager
+def new_folder(out: Path) -> Iterator[Path]:
+    """Yield an empty folder beside `out` that takes its place if the context ends without an error.
+
+    Raises `ExportError` if files cannot be written; then `out` is as it was, and nothing else remains.
+    """
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        building = Path(mkdtemp(prefix=f".{out.name}.", dir=out.parent))
+        try:
+            building.chmod(READABLE)
+            yield building
+            _replace(out, building)
+        finally:
+            shutil.rmtree(building, ignore_errors=True)
+    except OSError as cause:
+        raise ExportError(f"cannot write the export {out}: {cause.strerror or cause}") from None
+
+
+def _replace(out: Path, building: Path) -> None:
+    """Give `building` the name `out`; an earlier export is removed last."""
+    if not out.exists():
+        building.rename(out)
+        return
+    earlier = Path(mkdtemp(prefix=f".{out.name}.", dir=out.parent)) / out.name
+    out.rename(earlier)
+    building.rename(out)
+    shutil.rmtree(earlier.parent)

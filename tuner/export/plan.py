@@ -1,0 +1,108 @@
+"""The plan of an export: what a profile becomes under the rules of an engine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tuner.errors import ExportError
+
+if TYPE_CHECKING:
+    from decoding.profile import DraftProfile
+    from tuner.export.engines.contract import Engine
+    from tuner.export.shape import DraftShape
+
+DRAFT_FOLDER = "draft"
+
+
+@dataclass(frozen=True)
+class NgramSettings:
+    """A prompt lookup: n-gram lengths and most tokens to copy."""
+
+    longest: int
+    shortest: int
+    max_tokens: int
+
+
+@dataclass(frozen=True)
+class FixedLength:
+    """Number of tokens to draft per round where the engine has no rule for it, and the reason for the number."""
+
+    num_tokens: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What the settings of an engine are written from."""
+
+    profile: DraftProfile
+    model: str
+    """Folder (absolute) or hub id of the target, as the engine is to load it."""
+    dtype: str
+    out: Path
+    """Folder of the export, absolute, where it will be in the end."""
+    shape: DraftShape | None
+    """Layers of the draft model; None if a lookup drafts alone."""
+    length: FixedLength
+    threshold: float | None
+    """Top-1 probability below which the engine ends a draft; None without such a rule."""
+    lookup: NgramSettings | None
+    """Prompt lookup, alone or before the draft model, as far as the engine has one."""
+    bits: int | None = None
+    """Bits to which the engine itself quantises the draft's weights; None for the weights as exported."""
+
+    @property
+    def draft(self) -> Path:
+        """Folder of the draft model."""
+        return self.out / DRAFT_FOLDER
+
+    @property
+    def needs_draft_folder(self) -> bool:
+        """True if a draft model is written: there is one, and it is not the whole target, quantised."""
+        return self.shape is not None and not self.shape.is_whole
+
+    @property
+    def schedule(self) -> list[tuple[int, int, int]] | None:
+        """Tokens to draft by number of sequences, [first, last, tokens]; None for a profile that was tuned on single sequences."""
+        batch_size = self.profile.measured.batch_size if self.profile.measured else 1
+        return None if batch_size == 1 else [(1, batch_size, self.length.num_tokens)]
+
+
+def fixed_length(profile: DraftProfile, asked: int | None, *, has_threshold: bool) -> FixedLength:
+    """Return the number of tokens that an engine drafts per round.
+
+    `asked` is the user's. An engine that stops at the rule's threshold drafts up to the rule's limit. Otherwise it is the number
+    that the profile's rounds drafted on average, lookups included: accepted tokens per round over the acceptance rate.
+    """
+    rule, measured = profile.draft_length, profile.measured
+    if asked is not None:
+        return FixedLength(asked, "as asked")
+    if rule.is_fixed or has_threshold:
+        return FixedLength(rule.max_tokens, "the rule's max_tokens")
+    if measured is None or measured.draft_acceptance_rate <= 0:
+        return FixedLength(rule.max_tokens, "the rule's max_tokens, as the profile has no measured draft length")
+    mean = (measured.tokens_per_round - 1) / measured.draft_acceptance_rate
+    num_tokens = min(max(round(mean), 1), rule.max_tokens)
+    return FixedLength(num_tokens, f"the profile's rounds drafted {mean:.2f} tokens on average")
+
+
+def lookup_of(profile: DraftProfile, engine: Engine, length: FixedLength) -> NgramSettings | None:
+    """Return the profile's prompt lookup as far as `engine` has one.
+
+    Raises `ExportError` for a draft that copies only and that the engine cannot express.
+    """
+    draft = profile.draft
+    first = draft.lookup_first
+    if draft.runs_model:
+        lengths = first.ngram_lengths if first is not None and engine.looks_up_first else None
+        return None if lengths is None or first is None else NgramSettings(*lengths, first.max_tokens)
+    if draft.ngram_lengths is None:
+        raise ExportError(
+            f"{draft.describe()} has no counterpart in {engine.title}: --to folder keeps it, and a search with prompt lookup "
+            "alone finds what can be exported"
+        )
+    if not engine.looks_up_alone:
+        raise ExportError(f"{engine.title} has no prompt lookup: --to hf, vllm, sglang, trtllm or llama.cpp have one")
+    return NgramSettings(*draft.ngram_lengths, length.num_tokens)

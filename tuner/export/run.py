@@ -1,0 +1,210 @@
+"""One export, from the profile to the folder on disk."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from transformers.utils import cached_file
+
+from decoding.deploy import load_decoder
+from decoding.deploy.custom_generate import check_target
+from decoding.head_folder import HeadFolder
+from decoding.profile import DraftProfile
+from decoding.target import ExitHead, Target
+from tuner.errors import ExportError
+from tuner.export.bench_prompts import FILE, BenchPrompts, bench_prompts
+from tuner.export.checkpoint import copy_tokenizer, moved_settings, write_checkpoint
+from tuner.export.engines.registry import load_engine
+from tuner.export.gate import check_draft
+from tuner.export.losses import LOSSES, MEBIBYTE, DraftCost, losses_text
+from tuner.export.out_folder import check_out, new_folder
+from tuner.export.plan import DRAFT_FOLDER, Plan, fixed_length, lookup_of
+from tuner.export.settings import FOLDER
+from tuner.export.shape import reduced, shape_of
+from tuner.inputs.models import Loaded, load
+
+if TYPE_CHECKING:
+    from decoding.drafts import DraftDocument, EarlyExit
+    from tuner.export.engines.contract import Engine
+    from tuner.export.settings import ExportSettings
+    from tuner.progress import Progress
+
+PROFILE = "profile.yaml"
+GENERATION_CONFIG = "generation_config.json"
+GATE_TEXTS, GATE_TOKENS = 2, 48
+USUAL_TEXT = (
+    "def add(left, right):\n    return left + right\n\nThe quick brown fox jumps over the lazy dog, and then it sleeps."
+)
+"""Text of the gate where no prompts are at hand."""
+EXECUTABLE = 0o755
+
+
+@dataclass(frozen=True)
+class Exported:
+    """A finished export."""
+
+    out: Path
+    files: tuple[str, ...]
+    """Files at its top, and the draft folder, in order."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """A profile, and the model that it was tuned for."""
+
+    profile: DraftProfile
+    folder: Path
+    """Folder of the profile, where the draft's files lie."""
+    loaded: Loaded
+    model_folder: Path
+
+
+def export(settings: ExportSettings, progress: Progress) -> Exported:
+    """Write the export that `settings` describe, or nothing.
+
+    Raises `ExportError` for a profile that the engine cannot express, with the nearest thing that can, and other `SdtuneError`s
+    for a wrong profile, model or dataset.
+    """
+    check_out(settings.out, overwrite=settings.overwrite)
+    source = _open(settings, progress)
+    prompts = bench_prompts(
+        settings, source.profile.measured.dataset if source.profile.measured else None, source.loaded
+    )
+    if settings.to == FOLDER:
+        raise ExportError("--to folder is not there yet")
+    engine = load_engine(settings.to)
+    draft = reduced(source.profile.draft, settings.drop, keeps_bits=engine.quantises)
+    plan = _plan(settings, source, engine, draft)
+    with new_folder(settings.out.absolute()) as building:
+        cost = (
+            _write_draft(plan, engine, source, draft, prompts, building, progress) if plan.needs_draft_folder else None
+        )
+        _write_settings(plan, engine, building, losses_text(plan, engine, cost, _dropped(settings, source.profile)))
+        _write_prompts(prompts, source.loaded.tokenizer, building, progress)
+        source.profile.save(building / PROFILE)
+        files = tuple(sorted(path.name for path in building.iterdir()))
+    return Exported(settings.out, files)
+
+
+def _open(settings: ExportSettings, progress: Progress) -> Source:
+    profile = DraftProfile.load(settings.profile)
+    if not profile.draft.drafts:
+        raise ExportError(f"profile {profile.name!r} says to decode plainly: there is no draft to export")
+    load_decoder(profile, folder=settings.profile.parent)  # checks the draft's files
+    name, revision = settings.model or profile.target.model, profile.target.revision
+    progress.stage(f"loading {name}")
+    loaded = load(name, revision=revision, dtype=settings.dtype or profile.target.dtype, device=settings.device)
+    check_target(profile, loaded.model)
+    return Source(profile, settings.profile.parent, loaded, _model_folder(name, revision))
+
+
+def _model_folder(name: str, revision: str | None) -> Path:
+    """Return the folder of a model that has been loaded: its own, or the one in the hub's cache."""
+    if Path(name).is_dir():
+        return Path(name).absolute()
+    config = cached_file(name, "config.json", revision=revision)
+    assert config is not None, "the model has been loaded"
+    return Path(config).parent
+
+
+def _plan(settings: ExportSettings, source: Source, engine: Engine, draft: DraftDocument) -> Plan:
+    """Return the plan; raise `ExportError` for what the engine cannot express or would misread."""
+    profile, config = source.profile, source.loaded.model.config
+    shape = shape_of(draft, profile.target.num_layers) if draft.runs_model else None
+    threshold = profile.draft_length.fixed_threshold if engine.stops_below and shape is not None else None
+    length = fixed_length(profile, settings.draft_tokens, has_threshold=threshold is not None)
+    name = settings.model or profile.target.model
+    plan = Plan(
+        profile=profile,
+        model=str(source.model_folder) if Path(name).is_dir() else name,
+        dtype=str(source.loaded.model.dtype).removeprefix("torch."),
+        out=settings.out.absolute(),
+        shape=shape,
+        length=length,
+        threshold=threshold,
+        lookup=lookup_of(profile, engine, length),
+        bits=draft.weight_bits,
+    )
+    moved = (
+        moved_settings(config.get_text_config(), shape) if shape is not None and not engine.reads_layer_lists else ()
+    )
+    if moved:
+        raise ExportError(
+            f"{engine.title} may derive {', '.join(moved)} from the index of a layer, and the draft's layers have others than the "
+            "target's first ones: --to hf reads them from the configuration, and --to folder keeps everything"
+        )
+    engine.check(plan, config)
+    return plan
+
+
+def _write_draft(
+    plan: Plan,
+    engine: Engine,
+    source: Source,
+    draft: DraftDocument,
+    prompts: BenchPrompts | None,
+    building: Path,
+    progress: Progress,
+) -> DraftCost:
+    """Write the draft folder and compare it with the draft; raise `ExportError` if they differ."""
+    assert plan.shape is not None, "there is a draft to write"
+    target = Target(source.loaded.model)
+    head = _exit_head(target, source.folder, draft) if draft.has_head else None
+    progress.stage("writing the draft")
+    folder = building / DRAFT_FOLDER
+    num_bytes = write_checkpoint(target, plan.shape, head, folder)
+    copy_tokenizer(source.model_folder, folder)
+    generation = folder / GENERATION_CONFIG
+    if added := engine.draft_generation(plan):
+        values = json.loads(generation.read_text(encoding="utf-8")) if generation.exists() else {}
+        generation.write_text(json.dumps(values | added, indent=2) + "\n", encoding="utf-8")
+    progress.stage("comparing its logits")
+    facts = check_draft(target, plan.shape, head, folder, _gate_texts(prompts, source.loaded.tokenizer))
+    progress.say(
+        f"draft: {plan.shape.describe()}, {num_bytes / MEBIBYTE:.1f} MiB; logits equal at {facts.positions} positions "
+        "(max difference 0)"
+    )
+    return DraftCost(num_bytes, facts.cache_bytes_per_token, facts.positions)
+
+
+def _exit_head(target: Target, folder: Path, draft: DraftDocument) -> ExitHead:
+    """Return the exit head of a draft for all tokens: a feature head has been refused, and its vocabulary dropped."""
+    return ExitHead(HeadFolder(target, folder).get(cast("EarlyExit", draft)).block)
+
+
+def _gate_texts(prompts: BenchPrompts | None, tokenizer: Any) -> list[Sequence[int]]:
+    if prompts is None:
+        return [tokenizer(USUAL_TEXT)["input_ids"][:GATE_TOKENS]]
+    return [prompt.token_ids[:GATE_TOKENS] for prompt in prompts.prompts[:GATE_TEXTS]]
+
+
+def _write_settings(plan: Plan, engine: Engine, building: Path, losses: str) -> None:
+    for name, text in {**engine.files(plan), LOSSES: losses}.items():
+        path = building / name
+        path.write_text(text, encoding="utf-8")
+        if path.suffix == ".sh":
+            path.chmod(EXECUTABLE)
+
+
+def _write_prompts(prompts: BenchPrompts | None, tokenizer: Any, building: Path, progress: Progress) -> None:
+    if prompts is None:
+        progress.say(
+            f"no {FILE}: the search's prompts were not found again; --prompts DATASET, with the columns of the search, writes it"
+        )
+        return
+    lines = list(prompts.lines(tokenizer))
+    (building / FILE).write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+    missing = len(prompts.prompts) - len(lines)
+    left_out = f"; {missing} left out, whose token ids no text gives" if missing else ""
+    progress.say(f"{FILE}: {len(lines)} prompts, {prompts.note}{left_out}")
+
+
+def _dropped(settings: ExportSettings, profile: DraftProfile) -> tuple[str, ...]:
+    """Return what `--drop` has changed in this draft."""
+    draft = profile.draft
+    has = {"bits": draft.weight_bits is not None, "draft-vocabulary": draft.num_draft_tokens is not None}
+    return tuple(name for name in settings.drop if has[name])

@@ -1,0 +1,75 @@
+"""Settings of `sdtune export`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from pydantic import Field
+
+from tuner.export.engines.registry import ENGINES
+from tuner.export.shape import Droppable
+from tuner.fields import OUTPUTS, PROBLEM, Device, Extra, Profile, ProfileDtype, ProfileModel, Seed, Threads
+from tuner.prompt_settings import PromptSettings
+
+FOLDER = "folder"
+ENGINE: Extra = {"group": "Engine"}
+
+if TYPE_CHECKING:
+    Destination = str
+    Drop = str
+else:
+    # From the registries, so that a new engine is a choice without another list.
+    Destination = Literal[(FOLDER, *ENGINES)]
+    Drop = Literal[tuple(each.value for each in Droppable)]
+
+
+class ExportedProfile(PromptSettings):
+    """Settings that the command line gives as an argument."""
+
+    profile: Profile
+
+
+class ExportSettings(ExportedProfile):
+    """Settings of an export; None means the profile's value."""
+
+    to: Destination = Field(description="Where the profile is to run.", json_schema_extra=ENGINE)
+    out: Path = Field(description="Folder of the export.", json_schema_extra={**OUTPUTS, "metavar": "DIR"})
+    draft_tokens: int | None = Field(
+        None,
+        ge=1,
+        le=64,
+        description="Tokens to draft per round, where the engine drafts a fixed number; default: the profile's average.",
+        json_schema_extra=ENGINE,
+    )
+    drop: tuple[Drop, ...] = Field(
+        (), description="Export without this property of the draft; may be repeated.", json_schema_extra=ENGINE
+    )
+    model: ProfileModel = None
+    dtype: ProfileDtype = None
+    device: Device = "cpu"
+    threads: Threads = None
+    prompts: str | None = Field(
+        None,
+        description="Dataset whose held-out prompts become a benchmark file; default: the search's, if it is found again.",
+        json_schema_extra={**PROBLEM, "metavar": "DATASET"},
+    )
+    tuning_prompts: int | None = Field(
+        None, ge=1, description="As in the search; default: the profile's.", json_schema_extra=PROBLEM
+    )
+    held_out_prompts: int | None = Field(
+        None, ge=2, description="As in the search; default: the profile's.", json_schema_extra=PROBLEM
+    )
+    seed: Seed = 0
+    copy_weights: bool = Field(
+        False,
+        description="Copy the model's weights into a `folder`; default: links to them.",
+        json_schema_extra=OUTPUTS,
+    )
+    overwrite: bool = Field(False, description="Replace an earlier export in --out.", json_schema_extra=OUTPUTS)
+
+
+EXPORT_FIELDS = tuple(
+    name for name in ExportSettings.model_fields if name not in ("profile", *PromptSettings.model_fields)
+)
+"""Settings that have a flag, those of prompts apart."""

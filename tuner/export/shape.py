@@ -1,0 +1,98 @@
+"""The blocks of a draft as a checkpoint of its own, and the refusal of drafts that are none.
+
+A skip of whole blocks is a shorter model. An exit with a trained head is one too: N blocks, and the head as block N + 1, since a
+head is a block of the model's own class before the model's own final norm and LM head (our formulation).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from enum import StrEnum
+
+from decoding.drafts import DraftDocument
+from tuner.errors import ExportError
+
+
+class Droppable(StrEnum):
+    """A property of a draft without which it may be exported, if the user says so."""
+
+    BITS = "bits"
+    DRAFT_VOCABULARY = "draft-vocabulary"
+
+
+@dataclass(frozen=True)
+class DraftShape:
+    """The layers of an exported draft."""
+
+    blocks: tuple[int, ...]
+    """Indices of the target's blocks that the draft runs, ascending."""
+    has_head: bool
+    """True if a trained head follows as the last layer."""
+    num_target_layers: int
+
+    @property
+    def sources(self) -> tuple[int, ...]:
+        """Index of the target's block whose settings each layer has: a head is a trained copy of the last block."""
+        return (*self.blocks, self.num_target_layers - 1) if self.has_head else self.blocks
+
+    @property
+    def is_whole(self) -> bool:
+        """True if the draft is the whole model."""
+        return not self.has_head and len(self.blocks) == self.num_target_layers
+
+    def describe(self) -> str:
+        """Return one short phrase."""
+        if self.is_whole:
+            return f"the whole model, {self.num_target_layers} layers"
+        head = " and the trained head" if self.has_head else ""
+        return f"{len(self.blocks)} of {self.num_target_layers} blocks{head}, {len(self.sources)} layers"
+
+
+def reduced(draft: DraftDocument, drops: Collection[str], *, keeps_bits: bool) -> DraftDocument:
+    """Return the draft without its quantised weights if they are dropped.
+
+    `keeps_bits` tells that the engine can quantise drafts itself. Raises `ExportError` for what the engine cannot express and is
+    not among `drops`, with the flag that drops it.
+    """
+    if draft.num_draft_tokens is not None and Droppable.DRAFT_VOCABULARY not in drops:
+        raise ExportError(
+            f"the head drafts from {draft.num_draft_tokens:,} tokens only, and engines want all of the model's: "
+            "--drop draft-vocabulary exports the head for all tokens, a slower draft"
+        )
+    if draft.weight_bits is None or (keeps_bits and Droppable.BITS not in drops):
+        return draft
+    if Droppable.BITS not in drops:
+        raise ExportError(
+            f"the draft has int{draft.weight_bits} weights, which this engine does not make: --drop bits exports it without "
+            "them, --to llama.cpp quantises it there, and --to folder keeps everything"
+        )
+    return draft.with_bits(None)
+
+
+def shape_of(draft: DraftDocument, num_layers: int) -> DraftShape:
+    """Return the layers of a draft that runs a part of a target with `num_layers` blocks.
+
+    Raises `ExportError` for a draft that no list of blocks can express, with the nearest one that can.
+    """
+    if draft.drafts_on:
+        raise ExportError(
+            "a feature head reads the target's hidden states, which no engine gives a draft model: search again with exits "
+            "(--study exit_layer), or keep everything with --to folder"
+        )
+    skip = draft.skipped(num_layers)
+    if set(skip.skip_attention) != set(skip.skip_mlp):
+        raise ExportError(
+            "the draft skips single attention or MLP sublayers, and engines run whole blocks only: search again for exits or "
+            "whole blocks, or keep everything with --to folder"
+        )
+    kept = tuple(index for index in range(num_layers) if index not in set(skip.skip_attention))
+    if not kept:
+        raise ExportError("the draft runs none of the model's blocks: only --to folder can hold it")
+    shape = DraftShape(kept, draft.has_head, num_layers)
+    if shape.is_whole and draft.weight_bits is None:
+        raise ExportError(
+            "without its quantised weights the draft is the whole model, which cannot make it faster: --to llama.cpp can "
+            "quantise it, and --to folder keeps everything"
+        )
+    return shape
