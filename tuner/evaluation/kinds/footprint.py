@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 import torch
+from torch import nn
 
 from decoding.decoder import Decoder
 from decoding.head_folder import HeadFolder
@@ -51,6 +52,13 @@ def _footprint(make: Callable[[], object], known: set[int]) -> Footprint:
 
 def _tensor_bytes() -> dict[int, int]:
     """Return the bytes of the memory behind all tensors that the garbage collector lists, by address."""
-    tensors = [each for each in gc.get_objects() if issubclass(type(each), torch.Tensor) and not each.is_meta]
-    storages = [each.untyped_storage() for each in tensors]
-    return {storage.data_ptr(): storage.nbytes() for storage in storages}
+    found: dict[int, int] = {}
+    for each in gc.get_objects():
+        # Subclasses, such as the fake tensors of torch.compile, and functional tensors have no memory.
+        if type(each) not in (torch.Tensor, nn.Parameter) or each.is_meta or torch._is_functional_tensor(each):
+            continue
+        if each.is_mkldnn:  # packed by oneDNN: no storage of its own to ask
+            found[id(each)] = each.numel() * each.itemsize
+        else:
+            found[each.untyped_storage().data_ptr()] = each.untyped_storage().nbytes()
+    return found

@@ -53,6 +53,7 @@ def run_and_write(settings: KindsEvaluation, progress: Progress) -> Report:
     found = _stored(settings.out, key)
     if found is None:
         found = _chosen(settings, task, held_out.baseline, key, progress)
+        _write(settings.out, task, found)
     else:
         progress.say(f"going on after {found.num_done} of {len(held_out.indices)} held-out prompts")
     found = _measured(settings.out, task, held_out, found, progress)

@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from click.testing import CliRunner, Result
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from decoding.draft_length import Fixed
 from decoding.drafts import KINDS, BitWidth, EarlyExit
@@ -25,6 +27,7 @@ from tuner.evaluation.kinds.choosing import to_measure
 from tuner.evaluation.kinds.document import KindRow
 from tuner.evaluation.kinds.families import PROPOSALS
 from tuner.evaluation.kinds.figures import PLAIN, additions, over, over_plain
+from tuner.evaluation.kinds.footprint import _footprint, _tensor_bytes
 
 Kinds = Callable[..., Result]
 
@@ -126,6 +129,14 @@ def test_only_some_kinds_on_a_further_task(here: Path, kinds: Kinds, prompts_fil
 def test_wrong_input_is_refused_in_one_line(here: Path, kinds: Kinds, flags: dict[str, Any], words: list[str]) -> None:
     refused(kinds(**flags), *words)
     assert not (here / "out").exists()
+
+
+def test_fake_tensors_of_the_compiler_take_no_memory() -> None:
+    with FakeTensorMode():
+        fake = torch.empty(4)
+    known = set(_tensor_bytes())
+    kept = _footprint(lambda: (torch.empty(100), fake.clone(), torch.empty(7, device="meta")), known)
+    assert kept.memory_bytes == 400
 
 
 def test_every_kind_has_settings_to_choose_from() -> None:
