@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from decoding.acceptance import Acceptance, Greedy, Leaves, accept_greedy, accept_leaf_greedy
+from decoding.cache.earlier_turns import EarlierTurns
 from decoding.cache.kv_cache import KVCache
 from decoding.copying.history import RequestHistory
 from decoding.draft_length import Controller
@@ -29,7 +30,8 @@ from decoding.text import Ending, Shaping, TokenSequence
 class Request:
     """One sequence to generate: prompt token ids, choice and shaping of tokens, stopping conditions.
 
-    `history` holds earlier answers that a draft may copy from.
+    `history` holds earlier answers that a draft may copy from. `turns` is the cache of earlier turns: the tokens in it
+    are not computed again, and it is extended when the sequence has ended.
     """
 
     prompt: Sequence[int]
@@ -37,6 +39,7 @@ class Request:
     acceptance: Acceptance = field(default_factory=Greedy)
     shaping: Shaping = field(default_factory=Shaping)
     history: RequestHistory | None = None
+    turns: EarlierTurns | None = None
 
     def __post_init__(self) -> None:
         if not self.prompt:
@@ -111,6 +114,7 @@ def autoregressive(
         share = (time.perf_counter() - start) / len(tokens)
         for token in tokens:
             yield Round((token,), num_drafted=0, num_accepted=0, seconds=share, draft_seconds=0.0)
+    _keep(request, sequence, cache)
 
 
 def _write_one(
@@ -180,6 +184,7 @@ def speculative(
             looked_up=draft.looked_up,
             num_leaves=draft.num_positions - draft.num_tokens,
         )
+    _keep(request, sequence, cache)
 
 
 def _settle_chain(
@@ -221,11 +226,20 @@ def _begin(
 ) -> tuple[TokenSequence, KVCache]:
     capacity = capacity_for(target, request, max_drafted)
     cache = (new_cache or target.new_cache)(capacity)
+    if request.turns is not None:
+        request.turns.load(cache)
     return TokenSequence(request.prompt, capacity, target.device, cache.company, request.history), cache
 
 
+def _keep(request: Request, sequence: TokenSequence, cache: KVCache) -> None:
+    """Hand the positions of the sequence to the next turn: all but the last token's, which no pass has read."""
+    if request.turns is not None:
+        cache.roll_back(sequence.length - 1)
+        request.turns.store(cache)
+
+
 def _read_prompt(target: Target, sequence: TokenSequence, cache: KVCache) -> Tensor:
-    return target.forward(sequence.span(0, sequence.length), cache, 0, last_only=True)
+    return target.forward(sequence.span(cache.length, sequence.length), cache, cache.length, last_only=True)
 
 
 def _prefill(

@@ -274,6 +274,11 @@ class KVCache(Cache):
             self._branch = BranchCache(len(self.layers), self.capacity, self.storage.branch)
         return self._branch
 
+    @property
+    def has_branch(self) -> bool:
+        """True if a trained head has keys and values for this sequence."""
+        return self._branch is not None
+
     def slot(self, index: int, width: int) -> Slot:
         """Return layer `index` for `width` positions of a fixed-shape pass: all of them, or the last."""
         return self.storage.layers[index].slot(width)

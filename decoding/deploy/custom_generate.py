@@ -126,8 +126,10 @@ class ProfileDecoder:
 
         Called by `generate`. Several prompts are decoded in lockstep, each as if it were alone (`decoding.lockstep`); `on_tokens`
         takes a single prompt. With a `history`, drafts may be copied from the answers in it, and the new answers are added to it.
-        Raises `UnsupportedRequestError` for beams, a filled cache, inputs other than token ids, a logits processor with state, or a
-        history that the profile's draft does not read.
+        A `DynamicCache` of earlier turns as `past_key_values` is continued and extended in place; `input_ids` are then all turns.
+
+        Raises `UnsupportedRequestError` for beams, a cache that cannot be continued, inputs other than token ids, a logits
+        processor with state, or a history that the profile's draft does not read.
         """
         config = generation_config or model.generation_config
         self._check_history(history)
@@ -148,7 +150,10 @@ class ProfileDecoder:
                 history.add(text)
         generated = _as_rectangle(texts, config).to(dtype=input_ids.dtype, device=input_ids.device)
         sequences = torch.cat([input_ids, generated], dim=1)
-        return GenerateDecoderOnlyOutput(sequences=sequences) if config.return_dict_in_generate else sequences
+        if not config.return_dict_in_generate:
+            return sequences
+        turns = requests[0].turns
+        return GenerateDecoderOnlyOutput(sequences=sequences, past_key_values=None if turns is None else turns.past)
 
     def _check_history(self, history: RequestHistory | None) -> None:
         """Refuse a history that would never be read."""

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import Cache
 from transformers.generation import (
     EosTokenCriteria,
     GenerationConfig,
@@ -16,6 +17,7 @@ from transformers.generation import (
 )
 
 from decoding.acceptance import Greedy, Sampling
+from decoding.cache.earlier_turns import EarlierTurns, unreadable_reason
 from decoding.decode import Request
 from decoding.errors import UnsupportedRequestError
 from decoding.text import Ending, Shaping
@@ -36,12 +38,13 @@ def requests_of(
 ) -> list[Request]:
     """Return one request per row of `input_ids` [batch, length].
 
-    Rows are left-padded where `attention_mask` in `kwargs` is 0. Raises `UnsupportedRequestError` for beam search, a
-    filled cache, inputs other than token ids, and logits processors that remember their calls.
+    Rows are left-padded where `attention_mask` in `kwargs` is 0. Raises `UnsupportedRequestError` for beam search, inputs other
+    than token ids, logits processors that remember their calls, and a filled cache that the prompt does not continue.
     """
     _refuse_unsupported(config, kwargs)
     _refuse_stateful(processors)
     masks = kwargs.get("attention_mask")
+    turns = _turns(input_ids, config, kwargs.get("past_key_values"), masks)
     requests = []
     for row in range(input_ids.shape[0]):
         prompt = _without_padding(input_ids[row], None if masks is None else masks[row])
@@ -52,6 +55,7 @@ def requests_of(
                 ending=_ending(input_ids.shape[1], config, criteria, seen),
                 acceptance=Sampling() if config.do_sample else Greedy(),
                 shaping=Shaping(tuple(seen(process) for process in processors)),
+                turns=turns,
             )
         )
     return requests
@@ -63,11 +67,6 @@ def _refuse_unsupported(config: GenerationConfig, kwargs: dict[str, Any]) -> Non
     for name in ("output_scores", "output_logits", "output_attentions", "output_hidden_states"):
         if getattr(config, name, None):
             raise UnsupportedRequestError(f"the decoder does not collect scores or states: {name} must be off")
-    cache = kwargs.get("past_key_values")
-    if cache is not None and cache.get_seq_length() > 0:
-        raise UnsupportedRequestError(
-            "the decoder keeps its own cache and cannot continue from a filled past_key_values"
-        )
     foreign = [
         key for key, value in kwargs.items() if value is not None and key not in {*PREPARED_KWARGS, "attention_mask"}
     ]
@@ -75,6 +74,43 @@ def _refuse_unsupported(config: GenerationConfig, kwargs: dict[str, Any]) -> Non
         raise UnsupportedRequestError(
             f"the decoder drafts token ids, it cannot use {', '.join(sorted(foreign))}: pass the token ids as input_ids"
         )
+
+
+def _turns(input_ids: Tensor, config: GenerationConfig, past: Cache | None, mask: Tensor | None) -> EarlierTurns | None:
+    """Return the cache that the sequence continues, or that is to be filled; None without one.
+
+    An empty cache that cannot be filled stays empty.
+    """
+    if past is None:
+        return None
+    if past.get_seq_length() > 0:
+        _check_continuation(past, input_ids, config, mask)
+        return EarlierTurns(past)
+    is_kept = config.return_dict_in_generate or getattr(past, "_is_user_defined", False)
+    fits = input_ids.shape[0] == 1 and not _is_padded(mask) and unreadable_reason(past) is None
+    return EarlierTurns(past) if is_kept and fits else None
+
+
+def _is_padded(mask: Tensor | None) -> bool:
+    return mask is not None and not bool(mask.all())
+
+
+def _check_continuation(past: Cache, input_ids: Tensor, config: GenerationConfig, mask: Tensor | None) -> None:
+    """Raise `UnsupportedRequestError` unless `input_ids` [1, length] are all tokens of the conversation, without padding."""
+    (num_rows, length), known = input_ids.shape, past.get_seq_length()
+    # `generate` drops a mask of ones, and keeps its length.
+    mask_length = getattr(config, "_mask_length", length) if mask is None else mask.shape[1]
+    reason = unreadable_reason(past)
+    if num_rows > 1:
+        reason = f"it continues a single prompt, got a batch of {num_rows}"
+    elif mask_length != length:
+        reason = f"drafts copy from the text: pass the token ids of all turns, got {length} of {mask_length}"
+    elif _is_padded(mask):
+        reason = "it takes no padding"
+    elif length <= known:
+        reason = f"it holds {known} positions, and input_ids has only {length} tokens: pass those of all turns and the new one"
+    if reason is not None:
+        raise UnsupportedRequestError(f"the decoder cannot continue this past_key_values: {reason}")
 
 
 def _refuse_stateful(processors: Sequence[Callable[..., Tensor]]) -> None:

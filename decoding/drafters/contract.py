@@ -12,6 +12,7 @@ from torch import Tensor
 from decoding.acceptance import Acceptance, Leaves
 from decoding.cache.kv_cache import KVCache
 from decoding.draft_length import Controller
+from decoding.errors import UnsupportedRequestError
 from decoding.head_folder import HeadFolder
 from decoding.profile import Decoding
 from decoding.runners.contract import Outputs
@@ -51,6 +52,14 @@ def joined(states: Sequence[Tensor], num_tokens: int) -> Tensor | None:
     return torch.cat(list(states), dim=-2)[..., : num_tokens + 1, :] if states else None
 
 
+def check_head_has_read(cache: KVCache) -> None:
+    """Raise `UnsupportedRequestError` unless the head of a draft knows every position that the cache holds."""
+    if cache.length and (not cache.has_branch or cache.branch.num_known != cache.length):
+        raise UnsupportedRequestError(
+            "the head of the draft has not read these turns: pass a past_key_values that this profile's decoder has filled, or none"
+        )
+
+
 class Drafter(Protocol):
     """Proposes tokens for `decoding.decode.speculative`; one drafter serves any number of sequences.
 
@@ -58,7 +67,11 @@ class Drafter(Protocol):
     """
 
     def prefill(self, sequence: TokenSequence, cache: KVCache) -> Tensor:
-        """Return the target's logits [1, vocabulary] after the prompt; called once per sequence, to prepare drafting."""
+        """Return the target's logits [1, vocabulary] after the prompt; called once per sequence, to prepare drafting.
+
+        The cache may hold the first positions of the prompt already. Raises `UnsupportedRequestError` if it does and the draft
+        needs more than their keys and values.
+        """
 
     def draft(
         self,

@@ -14,7 +14,7 @@ from torch import Tensor
 from decoding.acceptance import Acceptance
 from decoding.cache.kv_cache import KVCache
 from decoding.draft_length import Controller
-from decoding.drafters.contract import Drafter, Proposal, joined
+from decoding.drafters.contract import Drafter, Proposal, check_head_has_read, joined
 from decoding.drafters.layer_skip import LayerSkipDrafter
 from decoding.drafters.leaves import LeafGatherer
 from decoding.drafters.propose import propose
@@ -58,10 +58,13 @@ class EarlyExitDrafter:
 
     def prefill(self, sequence: TokenSequence, cache: KVCache) -> Tensor:
         """Run the target over the prompt, and the head over the states at the exit."""
-        prompt = sequence.span(0, sequence.length)
-        logits, states = self._whole.forward(prompt, cache, 0, last_only=True)
-        self._exit.fill(prompt, cache, 0, states)
-        cache.branch.catch_up(sequence.length)
+        check_head_has_read(cache)
+        branch, start, end = cache.branch, cache.length, sequence.length
+        logits, states = self._whole.forward(sequence.span(start, end), cache, start, last_only=True)
+        branch.extend(states)  # after those of earlier turns that the head has not processed
+        assert branch.pending is not None, "extended"
+        self._exit.fill(sequence.span(branch.length, end), cache, branch.length, branch.pending)
+        branch.catch_up(end)
         return logits
 
     def draft(

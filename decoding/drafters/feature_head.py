@@ -16,7 +16,7 @@ from torch import Tensor
 from decoding.acceptance import Acceptance
 from decoding.cache.kv_cache import KVCache
 from decoding.draft_length import Controller
-from decoding.drafters.contract import Proposal
+from decoding.drafters.contract import Proposal, check_head_has_read
 from decoding.drafters.leaves import LeafGatherer
 from decoding.drafters.propose import propose
 from decoding.drafts import CandidateTree, FeatureHeadDraft
@@ -48,11 +48,18 @@ class FeatureHeadDrafter:
 
     def prefill(self, sequence: TokenSequence, cache: KVCache) -> Tensor:
         """Run the target over the prompt, and the head over its last states; that of the last position stays pending."""
-        prompt = sequence.span(0, sequence.length)
-        logits, states = self._whole.forward(prompt, cache, 0, last_only=True)
-        self._head.run(prompt, cache, 0, states_before(states))
-        cache.branch.catch_up(sequence.length - 1)
-        cache.branch.extend(states[..., -1:, :])
+        check_head_has_read(cache)
+        branch, start, end = cache.branch, cache.length, sequence.length
+        logits, states = self._whole.forward(sequence.span(start, end), cache, start, last_only=True)
+        if start == 0:
+            self._head.run(sequence.span(0, end), cache, 0, states_before(states))
+        else:
+            branch.extend(states)  # after those of earlier turns that the head has not read, one at least
+            first = branch.length + 1
+            assert branch.pending is not None, "extended"
+            self._head.run(sequence.span(first, end), cache, first, branch.pending[..., :-1, :])
+        branch.catch_up(end - 1)
+        branch.extend(states[..., -1:, :])
         return logits
 
     def draft(

@@ -54,7 +54,7 @@ class LayerSkipDrafter:
 
     def prefill(self, sequence: TokenSequence, cache: KVCache) -> Tensor:
         """Run the target over the prompt; the draft reads the same keys and values."""
-        return self._target.forward(sequence.span(0, sequence.length), cache, 0, last_only=True)
+        return self._target.forward(sequence.span(cache.length, sequence.length), cache, cache.length, last_only=True)
 
     def draft(
         self,

@@ -29,7 +29,7 @@ class CopyDrafter:
 
     def prefill(self, sequence: TokenSequence, cache: KVCache) -> Tensor:
         """Run the target over the prompt, and read the prompt."""
-        logits = self._target.forward(sequence.span(0, sequence.length), cache, 0, last_only=True)
+        logits = self._target.forward(sequence.span(cache.length, sequence.length), cache, cache.length, last_only=True)
         sequence.index(self._source).update()
         return logits
 
