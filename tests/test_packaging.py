@@ -1,0 +1,92 @@
+"""What is installed: production needs `decoding` and its few packages, the tuner is an extra."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+import tomllib
+
+from tests.support.paths import ROOT
+
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+MODULES = {"pyyaml": "yaml", "scikit-learn": "sklearn"}
+"""Names that are imported, by the names for pip where they differ."""
+WITHOUT_TUNER = """
+import sys
+from importlib.machinery import PathFinder
+
+blocked = set(sys.argv[1].split())
+
+class Without(PathFinder):
+    @classmethod
+    def find_spec(cls, name, path=None, target=None):
+        return None if name.split(".")[0] in blocked else super().find_spec(name, path, target)
+
+sys.meta_path[:] = [Without if finder is PathFinder else finder for finder in sys.meta_path]
+import decoding.deploy
+print(*sorted({name.split(".")[0] for name in sys.modules} & {"studies", "tuner", *blocked}))
+sys.argv = ["sdtune", "show", "profile.yaml"]
+from tuner.cli.launch import launch
+launch()
+"""
+
+
+def _modules(packages: list[str]) -> set[str]:
+    """Return the modules that requirements such as `scikit-learn>=1.9` stand for."""
+    names = (re.split(r"[<>=\[]", package)[0] for package in packages)
+    return {MODULES.get(name, name) for name in names}
+
+
+def _imported(package: str) -> set[str]:
+    """Return the top-level modules that a package imports, anywhere in its files."""
+    found = set()
+    for path in (ROOT / package).rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Import):
+                found |= {alias.name.split(".")[0] for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.module:
+                found.add(node.module.split(".")[0])
+    return found - set(sys.stdlib_module_names) - {"decoding", "studies", "tuner", "configs"}
+
+
+def test_production_runs_without_the_packages_of_the_tuner() -> None:
+    """They are hidden from Python; the command says in one line what to install."""
+    blocked = _modules(PROJECT["optional-dependencies"]["tune"])
+    assert {"optuna", "mlflow", "datasets", "click", "scipy", "matplotlib", "rich"} <= blocked
+    ran = subprocess.run(
+        [sys.executable, "-c", WITHOUT_TUNER, " ".join(sorted(blocked))],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=ROOT,
+        timeout=300,
+    )
+    assert ran.stdout.strip() == "", ran.stderr
+    (line,) = ran.stderr.strip().splitlines()
+    assert line.startswith("sdtune: the tuner is not installed")
+    assert "pip install 'sdtune[tune]'" in line
+    assert ran.returncode == 2
+
+
+def test_dependencies_are_what_decoding_imports() -> None:
+    """numpy is used through torch; pydantic brings pydantic_core."""
+    assert _modules(PROJECT["dependencies"]) == _imported("decoding") - {"pydantic_core"} | {"numpy"}
+
+
+def test_the_extra_holds_whatever_else_the_tuner_imports() -> None:
+    brought = {"annotated_types", "huggingface_hub", "pydantic_core", "tokenizers"}  # by the dependencies
+    needed = _imported("studies") | _imported("tuner")
+    known = _modules([*PROJECT["dependencies"], *PROJECT["optional-dependencies"]["tune"]])
+    assert needed - known - brought == set()
+
+
+def test_command_is_the_launcher() -> None:
+    assert PROJECT["scripts"] == {"sdtune": "tuner.cli.launch:launch"}
+
+
+def test_launcher_knows_the_packages_of_the_extra() -> None:
+    from tuner.cli.launch import PACKAGES
+
+    assert set(PACKAGES) == _modules(PROJECT["optional-dependencies"]["tune"])

@@ -1,0 +1,28 @@
+"""The console script `sdtune`: it checks that the tuner's packages are installed, then runs the command.
+
+Imports the standard library only until then, because an installation for production has none of the tuner's packages.
+"""
+
+from __future__ import annotations
+
+import sys
+from importlib.util import find_spec
+
+PACKAGES = ("click", "datasets", "matplotlib", "mlflow", "optuna", "rich", "scipy", "sklearn", "sqlalchemy")
+"""Modules of the packages in the extra `tune`."""
+
+
+def launch() -> None:
+    """Run the command, or exit with status 2 and one line that says what to install."""
+    missing = [package for package in PACKAGES if find_spec(package) is None]
+    if missing:
+        print(
+            f"sdtune: the tuner is not installed (no {', '.join(missing)}): pip install 'sdtune[tune]', or "
+            "pip install -e '.[tune]' in a checkout",
+            file=sys.stderr,
+        )
+        sys.exit(2)
+
+    from tuner.cli.main import main
+
+    main()
