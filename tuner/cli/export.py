@@ -25,6 +25,7 @@ def export(profile: Path, **flags: Any) -> None:
     nothing is written.
 
     \b
+      folder     the whole profile as a model folder, for generate(custom_generate=DIR) and transformers serve
       hf         transformers' generate(assistant_model=...), or its prompt lookup
       vllm       a draft model or ngram, as --speculative-config
       sglang     STANDALONE or NGRAM, as flags
@@ -32,12 +33,16 @@ def export(profile: Path, **flags: Any) -> None:
       llama.cpp  lookup, draft, threshold and quantised draft, as flags and preset.ini
       mlx        a draft model, as flags
 
+    A folder decodes with sdtune and loses nothing: streaming, stop strings and sampling work. Its weights are links, unless
+    --copy-weights.
+
     LOSSES.md says what survives, what is lost (most engines draft a fixed number of tokens) and which memory the draft adds.
     The speed-up of the profile does not transfer: measure it in the engine. prompts.jsonl holds the held-out prompts for
     `vllm bench serve --dataset-name custom` and GuideLLM, if the dataset is found; give the columns of the search.
 
     \b
     Examples:
+      sdtune export profile.yaml --to folder --out llama-tuned
       sdtune export profile.yaml --to vllm --out llama-vllm
       sdtune export profile.yaml --to llama.cpp --out llama-cpp --prompts prompts.jsonl --group-column file
       sdtune export profile.yaml --to hf --out llama-hf --drop bits

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 from transformers.utils import cached_file
 
 from decoding.deploy import load_decoder
-from decoding.deploy.custom_generate import check_target
+from decoding.deploy.mismatch import check_target
 from decoding.head_folder import HeadFolder
 from decoding.profile import DraftProfile
 from decoding.target import ExitHead, Target
@@ -21,6 +21,7 @@ from tuner.export.checkpoint import copy_tokenizer, moved_settings, write_checkp
 from tuner.export.engines.registry import load_engine
 from tuner.export.gate import check_draft
 from tuner.export.losses import LOSSES, MEBIBYTE, DraftCost, losses_text
+from tuner.export.model_folder import write_model_folder
 from tuner.export.out_folder import check_out, new_folder
 from tuner.export.plan import DRAFT_FOLDER, Plan, fixed_length, lookup_of
 from tuner.export.settings import FOLDER
@@ -74,20 +75,36 @@ def export(settings: ExportSettings, progress: Progress) -> Exported:
     prompts = bench_prompts(
         settings, source.profile.measured.dataset if source.profile.measured else None, source.loaded
     )
-    if settings.to == FOLDER:
-        raise ExportError("--to folder is not there yet")
-    engine = load_engine(settings.to)
-    draft = reduced(source.profile.draft, settings.drop, keeps_bits=engine.quantises)
-    plan = _plan(settings, source, engine, draft)
+    write = _write_folder if settings.to == FOLDER else _write_for_engine
     with new_folder(settings.out.absolute()) as building:
-        cost = (
-            _write_draft(plan, engine, source, draft, prompts, building, progress) if plan.needs_draft_folder else None
-        )
-        _write_settings(plan, engine, building, losses_text(plan, engine, cost, _dropped(settings, source.profile)))
+        write(settings, source, prompts, building, progress)
         _write_prompts(prompts, source.loaded.tokenizer, building, progress)
         source.profile.save(building / PROFILE)
         files = tuple(sorted(path.name for path in building.iterdir()))
     return Exported(settings.out, files)
+
+
+def _write_folder(
+    settings: ExportSettings, source: Source, prompts: BenchPrompts | None, building: Path, progress: Progress
+) -> None:
+    """Write a model folder that decodes with the profile; raise `ExportError` for settings that change a draft."""
+    if settings.drop or settings.draft_tokens is not None:
+        raise ExportError("--to folder keeps the whole profile: --drop and --draft-tokens are for other engines")
+    progress.stage("writing the folder")
+    write_model_folder(source.profile, source.folder, source.model_folder, building, copy_weights=settings.copy_weights)
+
+
+def _write_for_engine(
+    settings: ExportSettings, source: Source, prompts: BenchPrompts | None, building: Path, progress: Progress
+) -> None:
+    """Write draft, settings and losses for an engine; raise `ExportError` for what it cannot express."""
+    if settings.copy_weights:
+        raise ExportError("--copy-weights is for --to folder: an engine reads the model's own folder")
+    engine = load_engine(settings.to)
+    draft = reduced(source.profile.draft, settings.drop, keeps_bits=engine.quantises)
+    plan = _plan(settings, source, engine, draft)
+    cost = _write_draft(plan, engine, source, draft, prompts, building, progress) if plan.needs_draft_folder else None
+    _write_settings(plan, engine, building, losses_text(plan, engine, cost, _dropped(settings, source.profile)))
 
 
 def _open(settings: ExportSettings, progress: Progress) -> Source:

@@ -10,9 +10,11 @@ import pytest
 import torch
 from click.testing import CliRunner, Result
 from transformers import AutoModelForCausalLM
+from transformers.generation import BaseStreamer
 
 from decoding.drafts import Draft, EarlyExit, LayerSkip, Lookup, PlainDecoding, PromptLookup
 from decoding.target import Target
+from tests.support.byte_tokenizer import byte_tokenizer
 from tests.support.heads import write_heads
 from tests.support.profiles import save_profile
 from tests.support.refusals import refused
@@ -118,3 +120,59 @@ def test_an_export_replaces_an_earlier_one_whole_or_not_at_all(export: Export, m
 def test_an_exit_without_a_head_is_a_shorter_model(export: Export) -> None:
     assert export(EarlyExit(exit_layer=2), "mlx", "--draft-tokens", "3").exit_code == 0
     assert "--num-draft-tokens 3" in Path("out/launch.sh").read_text()
+
+
+class _Tokens(BaseStreamer):
+    """Keeps what it is given."""
+
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+        self.ends = 0
+
+    def put(self, value: torch.Tensor) -> None:
+        self.tokens += value.flatten().tolist()
+
+    def end(self) -> None:
+        self.ends += 1
+
+
+@pytest.fixture
+def folder(export: Export, target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A model folder with a profile of an exit with head; transformers copies its code into an empty cache."""
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    draft = write_heads(target, tmp_path, [2])[2]
+    done = export(draft, "folder")
+    assert done.exit_code == 0, done.output
+    return Path("out").absolute()
+
+
+def test_a_model_folder_decodes_by_the_profile(folder: Path, checkpoint: Path) -> None:
+    plain_model, inputs = AutoModelForCausalLM.from_pretrained(checkpoint), torch.tensor([[5, 17, 33, 8]])
+    settings = {"max_new_tokens": 24, "do_sample": False}
+    plain = plain_model.generate(inputs, **settings)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    streamer = _Tokens()
+    found = model.generate(inputs, **settings, custom_generate=str(folder), trust_remote_code=True, streamer=streamer)
+    assert torch.equal(found, plain)
+    assert (streamer.tokens, streamer.ends) == (plain[0].tolist(), 1)
+    trusted = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
+    assert torch.equal(trusted.generate(input_ids=inputs, **settings), plain)
+    tokenizer = byte_tokenizer()
+    stop = tokenizer.decode(plain[0, 12:14])
+    ended = plain_model.generate(inputs, **settings, stop_strings=stop, tokenizer=tokenizer)
+    assert ended.shape[1] < plain.shape[1]
+    assert torch.equal(trusted.generate(inputs, **settings, stop_strings=stop, tokenizer=tokenizer), ended)
+
+
+def test_the_weights_of_a_model_folder_are_links_or_copies(folder: Path, export: Export, target: Target) -> None:
+    assert (folder / "model.safetensors").is_symlink()
+    assert not (folder / "config.json").is_symlink()
+    assert (folder / "custom_generate" / "requirements.txt").read_text() == "sdtune\n"
+    draft = write_heads(target, folder.parent, [2])[2]
+    assert export(draft, "folder", "--overwrite", "--copy-weights").exit_code == 0
+    assert not (folder / "model.safetensors").is_symlink()
+
+
+def test_settings_that_a_folder_or_an_engine_does_not_have_are_refused(export: Export) -> None:
+    refused(export(SKIP, "folder", "--draft-tokens", "3"), "keeps the whole profile")
+    refused(export(SKIP, "vllm", "--copy-weights"), "--to folder")
