@@ -53,7 +53,7 @@ def losses_text(plan: Plan, engine: Engine, cost: DraftCost | None, dropped: Col
             for each in _fates(plan, engine, dropped)
         ),
         "",
-        *_costs(cost),
+        *_costs(plan, cost),
         *_speedup(plan, engine),
         *(["## In this engine", "", *(f"* {note}" for note in engine.notes(plan)), ""] if engine.notes(plan) else []),
         "## Lossless",
@@ -127,14 +127,17 @@ def _schedule_fate(plan: Plan, engine: Engine) -> Iterator[Fate]:
         yield Fate("batches", f"tuned on {last} sequences", "kept" if engine.has_schedule else "lost", written)
 
 
-def _costs(cost: DraftCost | None) -> list[str]:
-    if cost is None:
+def _costs(plan: Plan, cost: DraftCost | None) -> list[str]:
+    if cost is None or plan.shape is None:
         return []
     return [
-        "## Memory",
+        "## Cost of the draft",
         "",
         f"The draft model adds {cost.weight_bytes / MEBIBYTE:.1f} MiB of weights, with embeddings and LM head of its own, and "
         f"{cost.cache_bytes_per_token / 1024:.2f} KiB of keys and values per token, both in the precision of the export.",
+        "",
+        f"It reads each prompt itself, with {len(plan.shape.sources)} layers beside the target's {plan.shape.num_target_layers}, "
+        "before the first token.",
         "",
         f"Reloaded from disk by transformers, its logits are the profile's draft's, bit for bit, at {cost.positions} positions "
         "(max difference 0).",

@@ -85,7 +85,8 @@ def fixed_length(profile: DraftProfile, asked: int | None, *, has_threshold: boo
         return FixedLength(rule.max_tokens, "the rule's max_tokens, as the profile has no measured draft length")
     mean = (measured.tokens_per_round - 1) / measured.draft_acceptance_rate
     num_tokens = min(max(round(mean), 1), rule.max_tokens)
-    return FixedLength(num_tokens, f"the profile's rounds drafted {mean:.2f} tokens on average")
+    copies = ", copies included" if profile.draft.lookup_first is not None else ""
+    return FixedLength(num_tokens, f"the profile's rounds drafted {mean:.2f} tokens on average{copies}")
 
 
 def lookup_of(profile: DraftProfile, engine: Engine, length: FixedLength) -> NgramSettings | None:

@@ -142,7 +142,7 @@ def test_what_is_lost_is_named(name: str) -> None:
     length = fixed_length(profile, None, has_threshold=False)
     plan = _plan(profile=profile, length=length, lookup=lookup_of(profile, engine, length))
     text = losses_text(plan, engine, DraftCost(3 * 2**20, 512.0, 40), ())
-    assert "always 6 tokens (the profile's rounds drafted 6.20 tokens on average)" in text
+    assert "always 6 tokens (the profile's rounds drafted 6.20 tokens on average, copies included)" in text
     assert f"| lookup before the draft | lookup (3-2, 8) | {'changed' if engine.looks_up_first else 'lost'} |" in text
     assert "| verification | resumes after 3 blocks | lost |" in text
     assert "adds 3.0 MiB" in text
