@@ -7,11 +7,13 @@ not be the best setting. The figures check the searches; they are not speed-ups.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from itertools import combinations
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from types import MappingProxyType
+from typing import Any
 
 import torch
 from rich.console import Group
@@ -33,14 +35,20 @@ from tuner.evaluation.planted.model import planted
 from tuner.evaluation.planted.problem import (
     DECODING,
     ENDS,
+    GRID,
     MAX_TOKENS,
     NUM_GREY,
     NUM_PROMPTS,
     NUM_REDUNDANT,
     NUM_TOKENS,
+    PRECISE_GREY,
+    PRECISE_LAYERS,
+    PRECISE_REDUNDANT,
+    PRICES,
     PROMPT_LENGTH,
     WIDENING,
     PlantedProblem,
+    precision_problem,
     small_problem,
 )
 from tuner.measuring.paired import Bench
@@ -57,6 +65,30 @@ NUM_REFINED = 20
 """Number of best sets of the exhaustive search that are tried at every draft length."""
 
 
+BLOCKS, PRECISIONS = "blocks", "precisions"
+
+
+@dataclass(frozen=True)
+class SmallProblems:
+    """A kind of small problem, whose best setting an exhaustive search can find."""
+
+    title: str
+    searches: tuple[str, ...]
+    new: Callable[[int], PlantedProblem]
+    """Returns the problem of a seed."""
+
+
+PROBLEMS: Mapping[str, SmallProblems] = MappingProxyType(
+    {
+        BLOCKS: SmallProblems("12 blocks, against the best of all sets", SEARCHES, lambda seed: small_problem(seed)),
+        PRECISIONS: SmallProblems(
+            "10 blocks, against the best of all sets in 16, 8 and 4 bits",
+            ("joint",),
+            lambda seed: precision_problem(seed),
+        ),
+    }
+)
+
 _PROBLEM = {
     "max_tokens": MAX_TOKENS,
     "redundant": NUM_REDUNDANT,
@@ -64,6 +96,13 @@ _PROBLEM = {
     "prompts": [NUM_PROMPTS, PROMPT_LENGTH, NUM_TOKENS],
     "costs": [ENDS, WIDENING],
     "refined": NUM_REFINED,
+    "precision": [
+        PRECISE_LAYERS,
+        PRECISE_REDUNDANT,
+        PRECISE_GREY,
+        GRID,
+        {str(bits): list(ends) for bits, ends in PRICES.items()},
+    ],
     "torch": torch.__version__,
 }
 """Everything that the optimum of a seed depends on."""
@@ -80,6 +119,8 @@ class Found:
     evaluations: int
     num_candidates: int
     """Number of candidates that the exhaustive search decoded with."""
+    problem: str = BLOCKS
+    """Kind of the problem, a key of `PROBLEMS`."""
 
     @property
     def share(self) -> float:
@@ -112,6 +153,7 @@ class Optimum:
     seed: int
     best: float
     num_candidates: int
+    problem: str = BLOCKS
 
 
 FindOptimum = Callable[[PlantedProblem, Progress], Optimum]
@@ -120,28 +162,31 @@ FindOptimum = Callable[[PlantedProblem, Progress], Optimum]
 def find_best_of_all(
     seeds: Iterable[int],
     progress: Progress,
-    searches: Sequence[str] = SEARCHES,
+    searches: Sequence[str] | None = None,
     *,
+    kind: str = BLOCKS,
     optima: Sequence[Optimum] = (),
     on_optimum: Callable[[Optimum], None] = lambda optimum: None,
     find_optimum: FindOptimum | None = None,
 ) -> list[Found]:
-    """Run each search on 12 blocks, 4 of them redundant, against the best of all 1,023 sets of the 10 inner blocks.
+    """Run each search on the small problems of a `kind`, against the best of every set of inner blocks in every precision.
 
     The exhaustive search takes minutes per seed: seeds in `optima` are not searched again, new optima go to `on_optimum`.
     """
     found = []
     find_optimum = find_optimum or exhaustive
-    known = {optimum.seed: optimum for optimum in optima}
+    known = {optimum.seed: optimum for optimum in optima if optimum.problem == kind}
     for seed in seeds:
-        problem = small_problem(seed)
+        problem = PROBLEMS[kind].new(seed)
         if (optimum := known.get(seed)) is None:
-            optimum = find_optimum(problem, progress)
+            optimum = replace(find_optimum(problem, progress), problem=kind)
             on_optimum(optimum)
-        for name in searches:
+        for name in PROBLEMS[kind].searches if searches is None else searches:
             speedup, evaluations = _search(name, problem, progress)
-            found.append(Found(seed, name, speedup, optimum.best, evaluations, optimum.num_candidates))
-            progress.say(f"seed {seed}: {name} found {found[-1].share:.1%} of the best in {evaluations} evaluations")
+            found.append(Found(seed, name, speedup, optimum.best, evaluations, optimum.num_candidates, kind))
+            progress.say(
+                f"{kind}, seed {seed}: {name} found {found[-1].share:.1%} of the best in {evaluations} evaluations"
+            )
     return found
 
 
@@ -164,25 +209,29 @@ def recover(sizes: Iterable[int], seeds: Sequence[int], progress: Progress) -> l
 
 
 def results_table(found: Sequence[Found], recovered: Sequence[Recovered]) -> Group:
-    """Return a table of the searches on the small problem, and one of the larger problems."""
-    small = Table(
-        title="12 blocks, against the best of all sets (real decoding, priced by a table)", title_justify="left"
-    )
-    for heading in ("search", "seeds", f"at {ENOUGH:.0%} of the best", "least found", "most evaluations"):
-        small.add_column(heading, justify="left" if heading == "search" else "right")
-    for name in dict.fromkeys(each.search for each in found):
-        runs = [each for each in found if each.search == name]
-        enough = sum(each.share >= ENOUGH and each.effort <= LITTLE for each in runs)
-        effort = max(each.effort for each in runs)
-        least = min(each.share for each in runs)
-        small.add_row(name, str(len(runs)), f"{enough} of {len(runs)}", f"{least:.1%}", f"{effort:.1%} of all")
+    """Return a table of the searches on each kind of small problem, and one of the larger problems."""
+    kinds = dict.fromkeys(each.problem for each in found)
+    small = [_small_table(kind, [each for each in found if each.problem == kind]) for kind in kinds]
     large = Table(title="Planted sublayers left out by the best proposal (prediction alone)", title_justify="left")
     for heading in ("layers", "seed", "found", "of", "others", "drafts rated"):
         large.add_column(heading, justify="right")
     for size in recovered:
         row = (size.num_layers, size.seed, size.recovered, size.planted, size.others, size.drafts_rated)
         large.add_row(*map(str, row))
-    return Group(*([small] if found else []), *([large] if recovered else []))
+    return Group(*small, *([large] if recovered else []))
+
+
+def _small_table(kind: str, found: Sequence[Found]) -> Table:
+    table = Table(title=f"{PROBLEMS[kind].title} (real decoding, priced by a table)", title_justify="left")
+    for heading in ("search", "seeds", f"at {ENOUGH:.0%} of the best", "least found", "most evaluations"):
+        table.add_column(heading, justify="left" if heading == "search" else "right")
+    for name in dict.fromkeys(each.search for each in found):
+        runs = [each for each in found if each.search == name]
+        enough = sum(each.share >= ENOUGH and each.effort <= LITTLE for each in runs)
+        effort = max(each.effort for each in runs)
+        least = min(each.share for each in runs)
+        table.add_row(name, str(len(runs)), f"{enough} of {len(runs)}", f"{least:.1%}", f"{effort:.1%} of all")
+    return table
 
 
 def known_optima(path: Path) -> list[Optimum]:
@@ -230,19 +279,26 @@ def exhaustive(
     *,
     num_refined: int = NUM_REFINED,
 ) -> Optimum:
-    """Decode with every skip set (all sets of inner blocks, unless given) and return the best speed-up.
+    """Decode with every skip set (all sets of inner blocks in all precisions, unless given) and return the best speed-up.
 
     All sets are tried at the longest draft; the `num_refined` best of them at every length.
     """
-    sets = all_skip_sets(problem.target.num_layers) if skip_sets is None else skip_sets
+    sets = all_drafts(problem) if skip_sets is None else skip_sets
     progress.stage(f"seed {problem.seed}: all {len(sets)} sets of blocks", len(sets))
     speedups: dict[LayerSkip, float] = {}
+    bench = problem.in_lockstep()
     for skip in sets:
-        speedups[skip] = _measure(problem.bench, skip, MAX_TOKENS)
+        speedups[skip] = _measure(bench, skip, MAX_TOKENS)
         progress.advance()
     refined = sorted(sets, key=lambda skip: -speedups[skip])[:num_refined]
-    others = [_measure(problem.bench, skip, length) for skip in refined for length in range(1, MAX_TOKENS)]
+    others = [_measure(bench, skip, length) for skip in refined for length in range(1, MAX_TOKENS)]
     return Optimum(problem.seed, max([*speedups.values(), *others]), len(speedups) + len(others))
+
+
+def all_drafts(problem: PlantedProblem) -> list[LayerSkip]:
+    """Return every set of blocks in every precision of the problem, and the whole model in each but its own."""
+    sets = all_skip_sets(problem.target.num_layers)
+    return [*sets, *(skip.with_bits(bits) for bits in problem.bits for skip in (LayerSkip(), *sets))]
 
 
 def all_skip_sets(num_layers: int) -> list[LayerSkip]:
@@ -268,11 +324,10 @@ def _search(name: str, planted: PlantedProblem, progress: Progress) -> tuple[flo
         decoding=DECODING,
         costs=lambda max_tokens: planted.table,
     )
-    settings = (
-        STUDIES[name]
-        .load()
-        .Settings.model_validate({"rules": ("fixed",), "max_tokens": MAX_TOKENS, "whole_blocks": True})
-    )
+    given: dict[str, Any] = {"rules": ("fixed",), "max_tokens": MAX_TOKENS, "whole_blocks": True}
+    if planted.bits:
+        given["bits"] = planted.bits
+    settings = STUDIES[name].load().Settings.model_validate(given)
     progress.stage(f"seed {planted.seed}: {name}")
     study = create_study(name, problem, settings)
     with TemporaryDirectory() as folder:

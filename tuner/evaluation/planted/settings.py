@@ -17,9 +17,11 @@ class PlantedEvaluation(Evaluation):
     """Test whether the searches find redundancy that was planted in random models.
 
     Small models, of 12 blocks: predicted and joint against the best of all sets of blocks, by real decoding that is priced
-    from a table, so that the best is known. Large models: the share of planted sublayers that the best proposal skips.
+    from a table, so that the best is known. Small models with precisions, of 10 blocks: joint against the best of all sets
+    in 16, 8 and 4 bits, whose prices and agreement are planted. Large models: the share of planted sublayers that the best
+    proposal skips.
 
-    The exhaustive search of a seed takes minutes. Optima that --out already holds are not searched again.
+    The exhaustive search of a seed takes minutes, with precisions longer. Optima that --out already holds are not searched again.
 
     \b
     Example:
@@ -27,6 +29,9 @@ class PlantedEvaluation(Evaluation):
     """
 
     seeds: int = Field(10, ge=0, description="Small problems; 0 skips them.", json_schema_extra=EVALUATION)
+    precision_seeds: int = Field(
+        4, ge=0, description="Small problems with precisions; 0 skips them.", json_schema_extra=EVALUATION
+    )
     layers: tuple[Annotated[int, Field(ge=4)], ...] = Field(
         (32, 80), description="Sizes of the large problems; repeatable.", json_schema_extra=EVALUATION
     )
@@ -36,6 +41,8 @@ class PlantedEvaluation(Evaluation):
     def run(self, progress: Progress) -> Report:
         """Search small and large problems, write the JSON file if one is named, and return the tables."""
         from tuner.evaluation.planted.check import (
+            BLOCKS,
+            PRECISIONS,
             Optimum,
             find_best_of_all,
             known_optima,
@@ -54,7 +61,9 @@ class PlantedEvaluation(Evaluation):
             if self.out is not None:
                 write_results([], [], self.out, optima)
 
-        found = find_best_of_all(range(self.seeds), progress, optima=tuple(optima), on_optimum=keep)
+        found = []
+        for kind, seeds in ((BLOCKS, self.seeds), (PRECISIONS, self.precision_seeds)):
+            found += find_best_of_all(range(seeds), progress, kind=kind, optima=tuple(optima), on_optimum=keep)
         recovered = recover(self.layers, range(self.large_seeds), progress)
         if self.out is not None:
             write_results(found, recovered, self.out, optima)

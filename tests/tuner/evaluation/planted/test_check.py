@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
 from decoding.draft_length import Fixed
-from decoding.drafts import LayerSkip
+from decoding.drafts import BitWidth, LayerSkip
 from decoding.target import Target
 from studies.contract import Candidate
+from studies.measurement import Measurement
+from studies.searches.joint import JointSettings
 from tuner.errors import SearchError
 from tuner.evaluation.planted.check import (
+    PRECISIONS,
     Found,
     Optimum,
     Recovered,
+    all_drafts,
     all_skip_sets,
     exhaustive,
     find_best_of_all,
@@ -26,7 +31,7 @@ from tuner.evaluation.planted.check import (
     write_results,
 )
 from tuner.evaluation.planted.model import plant
-from tuner.evaluation.planted.problem import ENDS, WIDENING, PlantedProblem
+from tuner.evaluation.planted.problem import ENDS, PRICES, WIDENING, PlantedProblem, precision_problem
 from tuner.progress import Unwatched
 
 
@@ -98,6 +103,63 @@ def test_known_best_is_not_searched_for_again(
     path.write_text("[]")
     with pytest.raises(SearchError, match="does not hold the results"):
         known_optima(path)
+
+
+@pytest.fixture(scope="module")
+def precise() -> dict[int, PlantedProblem]:
+    """Two problems with precisions: of weights as they are, and of weights on a grid of 4 bits."""
+    return {seed: precision_problem(seed) for seed in (0, 1)}
+
+
+def test_prices_and_agreement_are_planted_for_each_precision(precise: dict[int, PlantedProblem]) -> None:
+    def measured(seed: int, bits: BitWidth) -> Measurement:
+        candidate = Candidate(draft=LayerSkip(bits=bits), draft_length=Fixed(max_tokens=2))
+        return precise[seed].in_lockstep().measure(candidate, range(1))
+
+    for seed in precise:
+        table = precise[seed].table
+        own, eight, four = (table.draft_seconds(LayerSkip(bits=bits), context=20) for bits in (None, 8, 4))
+        assert own == pytest.approx(1.0)
+        for seconds, bits in ((eight, 8), (four, 4)):
+            assert PRICES[bits][0] - 1e-3 <= seconds <= PRICES[bits][1] + 1e-3
+    assert measured(0, 8).draft_acceptance_rate > measured(0, 4).draft_acceptance_rate + 0.2
+    assert measured(1, 4).draft_acceptance_rate > 0.9
+
+
+def test_prices_in_lockstep_are_those_of_each_sequence(precise: dict[int, PlantedProblem]) -> None:
+    candidate = Candidate(draft=LayerSkip.blocks((3,), bits=8), draft_length=Fixed(max_tokens=2))
+    alone = precise[0].bench.measure(candidate, range(3))
+    assert precise[0].in_lockstep().measure(candidate, range(1)).speedup == pytest.approx(alone.speedup)
+
+
+def test_joint_is_compared_with_the_best_in_every_precision(
+    precise: dict[int, PlantedProblem], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without the search, whose settings are looked at."""
+    every = all_drafts(precise[0])
+    assert len(every) == 3 * 255 + 2
+    assert Counter(draft.bits for draft in every) == {None: 255, 8: 256, 4: 256}
+    seen = []
+
+    def create(name: str, problem: object, settings: JointSettings) -> None:
+        seen.append((name, settings.bits))
+        raise LookupError("seen")
+
+    monkeypatch.setattr("tuner.evaluation.planted.check.precision_problem", precise.__getitem__)
+    monkeypatch.setattr("tuner.evaluation.planted.check.create_study", create)
+    optima: list[Optimum] = []
+    some = [LayerSkip(bits=8), LayerSkip.blocks((3,))]
+    with pytest.raises(LookupError, match="seen"):
+        find_best_of_all(
+            [0],
+            Unwatched(),
+            kind=PRECISIONS,
+            optima=[Optimum(0, 9.0, 9)],
+            on_optimum=optima.append,
+            find_optimum=lambda problem, progress: exhaustive(problem, progress, some, num_refined=0),
+        )
+    assert [(each.problem, each.num_candidates) for each in optima] == [(PRECISIONS, 2)], "that of blocks is another"
+    assert seen == [("joint", (4, 8))]
 
 
 def test_planted_sublayers_are_recovered() -> None:
