@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
+from decoding.copying.contract import CopySource
 from decoding.documents.strict_yaml import Document
 
 if TYPE_CHECKING:
@@ -35,6 +36,8 @@ class DraftDocument(Document):
     kind: str
     drafts: ClassVar[bool] = True
     """False for plain decoding alone."""
+    composes: ClassVar[bool] = False
+    """True for a kind that is made of other drafts."""
     takes_lookup: ClassVar[bool] = False
     """True for a kind that may have a prompt lookup before it (`with_lookup`)."""
     takes_bits: ClassVar[bool] = False
@@ -50,6 +53,20 @@ class DraftDocument(Document):
     @abstractmethod
     def describe(self) -> str:
         """Return one short phrase for tables."""
+
+    def stage(self, index: int) -> DraftDocument:
+        """Return the draft that proposes as a stage of this one: the draft itself, but for a kind that is made of others."""
+        return self
+
+    @property
+    def steered(self) -> DraftDocument:
+        """The draft whose length the draft-length rule decides: the draft itself, but for a kind that is made of others."""
+        return self
+
+    @property
+    def copy_source(self) -> CopySource | None:
+        """The settings of the index that the draft copies from; None for a draft that does not only copy."""
+        return None
 
     @property
     def needs(self) -> frozenset[Need]:
@@ -111,6 +128,11 @@ class DraftDocument(Document):
     def ngram_lengths(self) -> tuple[int, int] | None:
         """Longest and shortest n-gram of a prompt lookup that drafts alone; None for another draft."""
         return None
+
+    @property
+    def longest_unsteered(self) -> int:
+        """Most tokens of a round whose length the draft-length rule does not decide; 0 if it decides all."""
+        return 0 if self.lookup_first is None else self.lookup_first.max_tokens
 
     @property
     def reads_history(self) -> bool:

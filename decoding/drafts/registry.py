@@ -6,44 +6,18 @@ Drafter and predictor are named as `module:name` and imported at their first use
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
-from dataclasses import dataclass
-from functools import lru_cache
-from pkgutil import resolve_name
-from typing import TYPE_CHECKING, Annotated, Any, Union
+from collections.abc import Collection
 
-from pydantic import Field, GetCoreSchemaHandler, GetJsonSchemaHandler, TypeAdapter
-from pydantic_core import CoreSchema, core_schema
-
-from decoding.drafts.contract import DraftDocument
+from decoding.drafts.cascade import Cascade
 from decoding.drafts.early_exit import EarlyExit
 from decoding.drafts.feature_head import FeatureHeadDraft
+from decoding.drafts.kinds import KINDS, DraftKind
 from decoding.drafts.layer_skip import LayerSkip
 from decoding.drafts.plain import PlainDecoding
 from decoding.drafts.prompt_lookup import PromptLookup
 from decoding.drafts.suffix_draft import SuffixDraft
 
-
-@dataclass(frozen=True)
-class DraftKind:
-    """A kind of draft: its document, and what drafts and predicts with it."""
-
-    document: type[DraftDocument]
-    drafter: str
-    """`module:name` of a `decoding.drafters.contract.NewDrafter`."""
-    predictor: str
-    """`module:name` of a class that implements `studies.prediction.contract.DraftPredictor`."""
-
-    def load_drafter(self) -> Any:
-        """Import the drafter's factory."""
-        return resolve_name(self.drafter)
-
-    def load_predictor(self) -> Any:
-        """Import the predictor's class."""
-        return resolve_name(self.predictor)
-
-
-KINDS: dict[str, DraftKind] = {
+KINDS |= {
     "layer_skip": DraftKind(
         LayerSkip, "decoding.drafters.layer_skip:new_drafter", "studies.prediction.predictors:SkipPredictor"
     ),
@@ -61,6 +35,9 @@ KINDS: dict[str, DraftKind] = {
     "suffix_automaton": DraftKind(
         SuffixDraft, "decoding.drafters.prompt_lookup:new_drafter", "studies.prediction.predictors:CopyPredictor"
     ),
+    "cascade": DraftKind(
+        Cascade, "decoding.drafters.build:new_cascade", "studies.prediction.cascades:CascadePredictor"
+    ),
     "none": DraftKind(
         PlainDecoding, "decoding.drafters.build:no_drafter", "studies.prediction.predictors:PlainPredictor"
     ),
@@ -70,43 +47,3 @@ KINDS: dict[str, DraftKind] = {
 def infer_kind(keys: Collection[str]) -> str:
     """Return the kind whose document has most of `keys`; the first registered one among equals."""
     return max(KINDS, key=lambda name: len(KINDS[name].document.model_fields.keys() & set(keys)))
-
-
-class _ByKind:
-    """Validates a draft as the document that `KINDS` has for its `kind`; the registry is read at each validation."""
-
-    def __init__(self, *, may_be_plain: bool = True) -> None:
-        self._may_be_plain = may_be_plain
-
-    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        return core_schema.no_info_plain_validator_function(self._validate)
-
-    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
-        return handler(self._adapter().core_schema)
-
-    def _validate(self, value: Any) -> Any:
-        return self._adapter().validate_python(value)
-
-    def _adapter(self) -> TypeAdapter[Any]:
-        return _adapter(tuple(self._documents()))
-
-    def _documents(self) -> Iterator[type[DraftDocument]]:
-        for kind in KINDS.values():
-            if kind.document.drafts or self._may_be_plain:
-                yield kind.document
-
-
-@lru_cache
-def _adapter(documents: tuple[type[DraftDocument], ...]) -> TypeAdapter[Any]:
-    any_document: Any = Annotated[Union[documents], Field(discriminator="kind")]  # noqa: UP007 - built from the registry
-    return TypeAdapter(any_document)
-
-
-if TYPE_CHECKING:
-    Draft = DraftDocument
-    RealDraft = DraftDocument
-else:
-    Draft = Annotated[DraftDocument, _ByKind()]
-    """A document key that holds a draft of any registered kind."""
-    RealDraft = Annotated[DraftDocument, _ByKind(may_be_plain=False)]
-    """A document key that holds a draft other than plain decoding."""

@@ -20,6 +20,7 @@ from decoding.runners.quantised_linear import is_fast_on
 from decoding.target import Target
 from studies.contract import Problem, StudySetup
 from studies.costs.table import CostTable
+from studies.prediction.cascades import cascades
 from studies.prediction.pools import best_of, lookups, lookups_before, quantised, useful_precisions, with_trees
 from studies.prediction.predictor import Predictor
 from studies.searches.exits import check_exits, exits_with_head
@@ -57,6 +58,11 @@ class JointSettings(PredictedSettings):
         None,
         description="side leaves beside the best drafts that run the model, where they are predicted to pay; default: yes on a "
         "CPU, no on a GPU, where none was measured",
+    )
+    cascades: bool = Field(
+        False,
+        description="cascades of the best drafts, where they are predicted to beat each of them: lookups that must pay, and "
+        "choices between two drafts that run the model; off, as none paid on the demo",
     )
     bits: tuple[BitWidth, ...] | None = Field(
         None,
@@ -106,7 +112,7 @@ class JointSource(PoolSource):
         if "lookup" in self.settings.kinds:
             count = self.settings.num_lookups
             pool += [*lookups(predictor, count), *lookups_before(predictor, pool, count)]
-        return pool
+        return [*pool, *cascades(predictor, pool)] if self.settings.cascades else pool
 
     def joining(self, draft: Draft, predictor: Predictor) -> list[Draft]:
         """Return a skip set, the same set quantised and with leaves, and each after its best lookup if lookups are asked for."""

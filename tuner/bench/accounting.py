@@ -139,19 +139,28 @@ class _Costs:
         longest = table.widths[-1] - 1
         verify = table.round_costs(LayerSkip(), longest, context=context, prefix_reuse=False).verify
         self._copied = RoundCosts(draft_step=COPYING, verify=verify)
-        self._drafted = self._copied
-        if draft.runs_model:
-            # Bit-exact mode verifies from the first block.
-            reuses = decoding.prefix_reuse and decoding.exact_width is None
-            costs = table.round_costs(draft, longest, context=context, prefix_reuse=reuses)
-            self._drafted = costs.looking() if looks else costs
+        self._draft, self._decoding, self._table, self._context, self._looks = draft, decoding, table, context, looks
+        self._longest = longest
+        self._by_stage: dict[int, RoundCosts] = {}
 
     def of(self, step: Round) -> float:
-        return (self._copied if step.looked_up else self._drafted).of(step.num_drafted)
+        costs = self._copied if step.looked_up else self._drafted(step.stage)
+        return costs.of(step.num_drafted)
+
+    def _drafted(self, stage: int) -> RoundCosts:
+        draft = self._draft.stage(stage)
+        if not draft.runs_model:
+            return self._copied
+        if stage not in self._by_stage:
+            # Bit-exact mode verifies from the first block.
+            reuses = self._decoding.prefix_reuse and self._decoding.exact_width is None
+            costs = self._table.round_costs(draft, self._longest, context=self._context, prefix_reuse=reuses)
+            self._by_stage[stage] = costs.looking() if self._looks else costs
+        return self._by_stage[stage]
 
 
 def longest_draft(draft: Draft, max_tokens: int) -> int:
     """Return the most tokens that a round drafts, by the rule or by the prompt lookup before it."""
     if not draft.drafts:
         return 1
-    return max(max_tokens, draft.lookup_first.max_tokens if draft.lookup_first else 0)
+    return max(max_tokens, draft.longest_unsteered)

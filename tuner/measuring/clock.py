@@ -67,7 +67,7 @@ class PriceList:
         def price(draft: Draft, record: Round) -> float:
             if not draft.drafts:
                 return 1.0
-            costs = costs_of(draft)
+            costs = costs_of(draft.stage(record.stage))
             return costs.verify_cost(record.num_drafted) if record.looked_up else costs.of(record.num_drafted)
 
         return cls(price)

@@ -10,6 +10,8 @@ import pytest
 from decoding.drafters.build import build_drafter
 from decoding.drafts import (
     KINDS,
+    Cascade,
+    CascadeStage,
     Draft,
     EarlyExit,
     FeatureHeadDraft,
@@ -17,6 +19,7 @@ from decoding.drafts import (
     Lookup,
     PlainDecoding,
     PromptLookup,
+    StageChoice,
     SuffixDraft,
     SuffixLookup,
 )
@@ -33,6 +36,14 @@ DRAFTS: list[Draft] = [
     EarlyExit(exit_layer=3),
     EarlyExit(exit_layer=3, head="h", head_sha256="ab", lookup=Lookup()),
     FeatureHeadDraft(head="h", head_sha256="ab", lookup=Lookup()),
+    Cascade(stages=(CascadeStage(draft=PromptLookup(), max_tokens=4), CascadeStage(draft=LayerSkip(bits=8)))),
+    Cascade(
+        stages=(
+            CascadeStage(draft=EarlyExit(exit_layer=3, head="h", head_sha256="ab"), max_tokens=3),
+            CascadeStage(draft=LayerSkip.blocks((2, 3))),
+        ),
+        choice=StageChoice(prices=(0.1, 0.2)),
+    ),
 ]
 
 

@@ -121,11 +121,17 @@ def _feature_heads(offer: Offer) -> Iterator[DraftFamily]:
         yield DraftFamily(FEATURE_HEAD, frozenset({FEATURE_HEAD}), lambda predictor: [draft])
 
 
+def _cascades(offer: Offer) -> Iterator[DraftFamily]:
+    """Yield nothing: a cascade is made of other kinds, and no search proposes one by itself."""
+    yield from ()
+
+
 PROPOSALS: dict[str, Callable[[Offer], Iterator[DraftFamily]]] = {
     "prompt_lookup": _copies,
     "suffix_automaton": _suffixes,
     "layer_skip": _skips,
     "early_exit": _exits,
     "feature_head": _feature_heads,
+    "cascade": _cascades,
 }
 """Families of each kind of `decoding.drafts.KINDS`. A new kind needs an entry to be in the tables."""
