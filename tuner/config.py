@@ -33,6 +33,7 @@ from tuner.fields import (
     Seed,
     Threads,
 )
+from tuner.profile_address import DEFAULT_STORE
 from tuner.prompt_settings import DataSettings
 
 if TYPE_CHECKING:
@@ -235,7 +236,7 @@ class SearchConfig(DataSettings, ModelSettings):
         json_schema_extra={**OUTPUTS, "metavar": "URL"},
     )
     tracking_uri: str = Field(
-        "sqlite:///mlflow.db",
+        DEFAULT_STORE,
         description="MLflow tracking store.",
         json_schema_extra={**OUTPUTS, "metavar": "URL"},
     )

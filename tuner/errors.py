@@ -19,6 +19,10 @@ class TrackingError(SdtuneError):
     """MLflow tracking store that cannot be used."""
 
 
+class PromotionError(SdtuneError):
+    """Profile that is not better than what it would replace."""
+
+
 class MemoryShortageError(SdtuneError):
     """Work that does not fit in the memory of the device."""
 

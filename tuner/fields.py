@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, JsonValue
 
 from decoding.runners import AUTO, RUNNERS
+from tuner.profile_address import local_profile
 
 Extra = dict[str, JsonValue]
 PROBLEM: Extra = {"group": "Problem"}
@@ -84,7 +85,11 @@ Seed = Annotated[
 ]
 Profile = Annotated[
     Path,
-    Field(description="Profile that `sdtune search` wrote.", json_schema_extra={**PROBLEM, "metavar": "FILE"}),
+    BeforeValidator(local_profile),
+    Field(
+        description="Profile that `sdtune search` wrote, or models:/NAME@ALIAS.",
+        json_schema_extra={**PROBLEM, "metavar": "FILE"},
+    ),
 ]
 ProfileModel = Annotated[
     str | None,

@@ -31,8 +31,12 @@ MAX_PARAM_LENGTH = 250
 MAX_METRICS = 1000
 """Maximum number of metric values per call."""
 
-QUIET = {"MLFLOW_DISABLE_TELEMETRY": "true", "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true"}
-"""Settings against usage statistics (sent at import and at each call) and printed run URLs."""
+QUIET = {
+    "MLFLOW_DISABLE_TELEMETRY": "true",
+    "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
+    "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false",
+}
+"""Settings against usage statistics (sent at import and at each call), printed run URLs and progress bars."""
 
 STATUS = {TrialState.COMPLETE: "FINISHED", TrialState.PRUNED: "KILLED", TrialState.FAIL: "FAILED"}
 
@@ -81,11 +85,11 @@ class Tracker:
 
         With an `identity`, the latest unfinished run tagged with it is resumed instead.
         """
-        with _store(tracking_uri) as mlflow:
+        with opened_store(tracking_uri) as mlflow:
             client = mlflow.MlflowClient(tracking_uri=tracking_uri)
             # MLflow retries for four minutes; an absent server shows at the first attempt.
             with _unless_set(MLFLOW_HTTP_REQUEST_MAX_RETRIES="1", MLFLOW_HTTP_REQUEST_TIMEOUT="20"):
-                experiment_id = _experiment_id(client, experiment, tracking_uri)
+                experiment_id = experiment_named(client, experiment, tracking_uri)
             if identity is not None:
                 run_id = _unfinished(client, experiment_id, identity)
             run = _reopen(client, run_id, experiment_id) if run_id else None
@@ -104,7 +108,7 @@ class Tracker:
         trial = (record.study, str(record.number))
         if trial in self._logged:
             return self._logged[trial]
-        with _store(self._uri) as mlflow:
+        with opened_store(self.tracking_uri) as mlflow:
             run_id = self._begun.get(trial) or self._begin(record)
             metrics = _metrics(mlflow, trial_metrics(record))
             params = [_param(mlflow, key, value) for key, value in trial_params(record).items()]
@@ -125,12 +129,13 @@ class Tracker:
         return str(run.info.run_id)
 
     @property
-    def _uri(self) -> str:
+    def tracking_uri(self) -> str:
+        """Address of the store."""
         return str(self._client.tracking_uri)
 
     def log_figures(self, metrics: Mapping[str, float], tags: Mapping[str, str]) -> None:
         """Log figures and tags of the whole search to the parent run."""
-        with _store(self._uri) as mlflow:
+        with opened_store(self.tracking_uri) as mlflow:
             self._client.log_batch(
                 self.run_id,
                 metrics=_metrics(mlflow, metrics),
@@ -139,24 +144,24 @@ class Tracker:
 
     def log_history(self, history: Mapping[int, Mapping[str, float]]) -> None:
         """Log figures of many steps to the parent run, by step number."""
-        with _store(self._uri) as mlflow:
+        with opened_store(self.tracking_uri) as mlflow:
             metrics = [metric for step, figures in history.items() for metric in _metrics(mlflow, figures, step)]
             for first in range(0, len(metrics), MAX_METRICS):
                 self._client.log_batch(self.run_id, metrics=metrics[first : first + MAX_METRICS])
 
     def log_document(self, document: Mapping[str, Any], name: str) -> None:
         """Log plain data as a file; the suffix of `name` sets the format."""
-        with _store(self._uri):
+        with opened_store(self.tracking_uri):
             self._client.log_dict(self.run_id, dict(document), name)
 
     def log_artifact(self, path: Path) -> None:
         """Log a file of the whole search to the parent run."""
-        with _store(self._uri):
+        with opened_store(self.tracking_uri):
             self._client.log_artifact(self.run_id, str(path))
 
     def close(self, status: str) -> None:
         """End the parent run: FINISHED, FAILED or KILLED."""
-        with _store(self._uri):
+        with opened_store(self.tracking_uri):
             self._client.set_terminated(self.run_id, status=status)
 
 
@@ -176,7 +181,8 @@ def _trial_tags(record: TrialRecord, parent: str) -> dict[str, str]:
     return tags
 
 
-def _experiment_id(client: Any, name: str, tracking_uri: str) -> str:
+def experiment_named(client: Any, name: str, tracking_uri: str) -> str:
+    """Return the id of an experiment, which is made if the store lacks it."""
     found = client.get_experiment_by_name(name)
     if found is None:
         return str(client.create_experiment(name, artifact_location=_artifact_location(tracking_uri)))
@@ -253,7 +259,7 @@ def _now() -> int:
 
 
 @contextmanager
-def _store(tracking_uri: str) -> Iterator[Any]:
+def opened_store(tracking_uri: str) -> Iterator[Any]:
     """Yield MLflow, silent and without network access except to its store.
 
     All settings are restored on exit. Failures of the store become one-line errors.

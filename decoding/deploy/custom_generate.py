@@ -31,6 +31,7 @@ from decoding.deploy.mismatch import (
     check_target,
     unmeasured_setting,
 )
+from decoding.deploy.registry import fetch_profile, is_address
 from decoding.deploy.requests import requests_of
 from decoding.errors import (
     ExitHeadError,
@@ -49,15 +50,25 @@ from decoding.timing.draft_costs import with_measured_costs
 
 
 def load_decoder(
-    profile: str | Path | DraftProfile, *, on_mismatch: OnMismatch = "error", folder: str | Path | None = None
+    profile: str | Path | DraftProfile,
+    *,
+    on_mismatch: OnMismatch = "error",
+    folder: str | Path | None = None,
+    tracking_uri: str | None = None,
 ) -> ProfileDecoder:
     """Return a decoder for `decoder.generate(model, ...)` or `model.generate(..., custom_generate=decoder)`.
 
-    Files of the draft are read from `folder`, by default the folder of the profile. The model is checked against the profile's
+    `profile` is a path, a loaded profile, or an address such as `models:/NAME@champion` of one that is registered in the MLflow
+    server or store `tracking_uri` (see `decoding.deploy.registry.fetch_profile`). Files of the draft are read from `folder`, by
+    default the folder of the profile; a registered profile is downloaded into it.
+
+    The model is checked against the profile's
     fingerprint at its first use. A profile that does not fit raises `TargetMismatchError`, `ExitHeadError` (a head that is missing,
     altered or of another model), `UnsupportedRunnerError` or `UnsupportedModelError`, unless `on_mismatch` says otherwise: see
     `decoding.deploy.mismatch.OnMismatch`. Raises `ProfileError` for an unreadable profile, always.
     """
+    if is_address(profile):
+        profile, folder = fetch_profile(str(profile), tracking_uri=tracking_uri, folder=folder), None
     if not isinstance(profile, DraftProfile):
         folder = folder or Path(profile).parent
         profile = DraftProfile.load(profile)

@@ -35,6 +35,9 @@ COMMANDS: Mapping[str, CommandEntry] = {
     "show": CommandEntry("Use", "Show a profile, or the exit heads in a folder.", "tuner.cli.show:show"),
     "generate": CommandEntry("Use", "Continue a prompt with a profile.", "tuner.cli.generate:generate"),
     "export": CommandEntry("Use", "Write a profile for another engine.", "tuner.cli.export:export"),
+    "promote": CommandEntry(
+        "Use", "Register a profile, and make it production's champion.", "tuner.cli.promote:promote"
+    ),
     "doctor": CommandEntry("Check", "Report whether a model can be tuned.", "tuner.cli.doctor:doctor"),
     "bench": CommandEntry("Check", "Compare a profile with other ways to decode.", "tuner.cli.bench:bench"),
     "evaluate": CommandEntry(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from getpass import getuser
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,8 +32,17 @@ if TYPE_CHECKING:
     heading="Search budget",
     help="Time for distilling missing exit heads, on top of --timeout; default: within it, if the heads leave half of it.",
 )
+@click.option(
+    "--register",
+    metavar="NAME",
+    cls=GroupedOption,
+    heading="Files and stores",
+    help="Promote the profile under this name in MLflow's registry, as `sdtune promote` does, unless that refuses it.",
+)
 @click.option("--dry-run", is_flag=True, help="Load and check everything, print the plan, write nothing.")
-def search(config_file: Path | None, dry_run: bool, distill_timeout: str | None, **flags: Any) -> None:
+def search(
+    config_file: Path | None, dry_run: bool, distill_timeout: str | None, register: str | None, **flags: Any
+) -> None:
     """Search for the fastest lossless draft and write a profile.
 
     Each candidate is scored by real speculative decoding, paired with plain decoding in the same process, and must produce
@@ -76,6 +86,24 @@ def search(config_file: Path | None, dry_run: bool, distill_timeout: str | None,
             raise KeyboardInterrupt from None
     results.print(results_table(found.rows))
     _print_conclusion(results, found, config)
+    if register is not None:
+        _register(results, register, found, config)
+
+
+def _register(console: Console, name: str, found: SearchResult, config: SearchConfig) -> None:
+    from tuner.cli.promote import print_promotion
+    from tuner.errors import PromotionError
+    from tuner.registry import promote
+
+    origin, why = found.profile.provenance, f"sdtune search on {config.dataset}"
+    run_id = None if origin is None else origin.mlflow_run_id
+    assert run_id is not None, "every search has a run"
+    try:
+        promoted = promote(run_id, name, why=why, by=getuser(), tracking_uri=config.tracking_uri)
+    except PromotionError as refused:
+        print_facts(console, registry=str(refused))
+    else:
+        print_promotion(console, promoted)
 
 
 def _print_plan(console: Console, task: Task) -> None:

@@ -7,11 +7,14 @@ from pathlib import Path
 import click
 from rich.console import Console
 
+from tuner.profile_address import local_profile
+
 
 @click.command()
 @click.argument("path", metavar="PROFILE|DIR", type=click.Path(path_type=Path))
 def show(path: Path) -> None:
     """Show a profile on one screen: draft, draft-length rule and measured speed-up. Or the trained heads in a folder."""
+    path = local_profile(path)
     for each in _heads(path) if path.is_dir() else [_profile(path)]:
         Console().print(each)
 

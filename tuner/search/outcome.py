@@ -31,6 +31,7 @@ from studies.measurement import Measurement
 from tuner.inputs.environment import device_name, git_revision, versions
 from tuner.inputs.models import Loaded
 from tuner.measuring.paired import Bench
+from tuner.registry import log_profile
 from tuner.search.decision import Confirmed, objection
 from tuner.search.held_out import ResultRow
 from tuner.search.race import Finalist
@@ -255,3 +256,4 @@ def track_result(tracker: Tracker, result: SearchResult, records: Sequence[Trial
     tracker.log_artifact(task.config.out)
     for name in result.profile.draft.files:
         tracker.log_artifact(task.config.out.parent / name)
+    log_profile(tracker.tracking_uri, tracker.run_id, result.profile, task.config.out.parent)

@@ -55,9 +55,10 @@ def test_from_the_command_to_a_profile_that_generate_loads_and_everything_in_mlf
     run_search: SearchCommand, workplace: Path, checkpoint: Path
 ) -> None:
     """One search for all: what it prints, its profile in use, and what it leaves behind."""
-    result = run_search()
+    result = run_search(register="of-searches")
     assert result.exit_code == 0, result.output
     for word in (
+        "models:/of-searches@champion, version 1",
         "plain decoding",
         "conf_layers",
         "draft_length",
@@ -93,6 +94,11 @@ def _check_mlflow(workplace: Path) -> None:
     assert {"held_out_end_to_end_speedup", "held_out_time_to_first_token_seconds"} <= set(parent.data.metrics)
     assert parent.data.metrics["search_seconds"] > 0
     assert {"model", "dataset", "device_name", "git_revision", "version.torch", "seed"} <= set(parent.data.params)
+    client = mlflow.MlflowClient(tracking_uri=f"sqlite:///{workplace.parent / 'mlflow.db'}")
+    (logged,) = client.search_logged_models([parent.info.experiment_id])
+    assert (logged.source_run_id, str(logged.status)) == (parent.info.run_id, "READY")
+    champion = client.get_model_version_by_alias("of-searches", "champion")
+    assert (champion.tags["sdtune.model_id"], champion.run_id) == (logged.model_id, parent.info.run_id)
     assert parent.inputs.dataset_inputs[0].dataset.name.endswith("prompts.jsonl")
     assert len(nested) == len(_records(workplace))
     for run in nested:
@@ -120,9 +126,10 @@ def test_when_nothing_wins_the_profile_says_plain_decoding(
     run_search: SearchCommand, workplace: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     charge(monkeypatch, per_token(drafted=100.0))
-    result = run_search(study="conf_layers", trials="2")
+    result = run_search(study="conf_layers", trials="2", register="of-searches")
     assert result.exit_code == 0, result.output
     assert "Nothing beats plain decoding" in result.stdout
+    assert "not promoted: profile 'tiny-plain' has no measured speed-up" in result.stdout
     profile = DraftProfile.load("profile.yaml")
     assert profile.draft.kind == "none"
     assert profile.measured is None
