@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 
 import pytest
@@ -59,6 +60,13 @@ def test_the_gate_refuses_a_head_written_as_another_block(tmp_path: Path) -> Non
 def test_blocks_that_share_an_embedding_are_refused(family: str, tmp_path: Path) -> None:
     with pytest.raises(ExportError, match=r"cannot be renumbered.*--to folder"):
         write_checkpoint(target_of(family), SKIP, None, tmp_path / "draft")
+
+
+def test_a_model_with_parts_beside_its_language_model_is_refused(tmp_path: Path) -> None:
+    target = tiny_target(5)
+    target.config = copy.copy(target.config)  # as of a model whose text configuration is a part of another one
+    with pytest.raises(ExportError, match="parts beside its language model"):
+        write_checkpoint(target, SKIP, None, tmp_path / "draft")
 
 
 def test_tied_weights_are_written_once_and_the_target_keeps_its_own(tmp_path: Path) -> None:
