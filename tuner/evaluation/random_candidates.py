@@ -17,9 +17,11 @@ from decoding.drafts import (
     EarlyExit,
     FeatureHeadDraft,
     FirstLookup,
+    FixedLeaves,
     LayerSkip,
     Lookup,
     PromptLookup,
+    SizedLeaves,
     SuffixDraft,
     SuffixLookup,
 )
@@ -39,10 +41,15 @@ MOST_SHARE_QUANTISED = 0.2
 LATE = 0.5
 """Share of the contiguous skip sets that end with the last block but one, where models are often most redundant."""
 
+MOST_LEAVES = 4
+"""Most side leaves at each depth; trees that are sized by their gain have up to twice as many in all."""
+GAINS = (0.01, 0.3)
+"""Least and highest expected gain of a leaf, in trees that are sized by it."""
+
 SKIP_SET, EXIT, EXIT_WITH_HEAD = "skip set", "exit", "exit with head"
 LOOKUP_FIRST, LOOKUP_ALONE, QUANTISED = "lookup first", "lookup alone", "quantised"
 
-FEATURE_HEAD = "feature head"
+FEATURE_HEAD, LEAVES = "feature head", "leaves"
 
 SHARES = {
     SKIP_SET: 0.4,
@@ -52,6 +59,7 @@ SHARES = {
     LOOKUP_ALONE: 0.1,
     QUANTISED: 0.2,
     FEATURE_HEAD: 0.1,
+    LEAVES: 0.1,
 }
 """Weight of each kind; the kinds that can be drawn divide the draws by their weights."""
 
@@ -60,6 +68,8 @@ def kind_of(draft: Draft) -> str:
     """Return the group of a draft, a key of `SHARES` for the kinds drawn here. Raises ValueError for plain decoding."""
     if not draft.drafts:
         raise ValueError("plain decoding is not a draft")
+    if draft.candidate_tree is not None:
+        return LEAVES
     if draft.weight_bits:
         return QUANTISED
     if not draft.runs_model:
@@ -84,6 +94,8 @@ class RandomCandidates:
     """Precisions of quantised drafts; none are drawn without."""
     feature: FeatureHeadDraft | None = None
     """Draft of the feature head; none is drawn without."""
+    with_leaves: bool = False
+    """True to draw drafts with side leaves, too."""
 
     def __post_init__(self) -> None:
         if self.num_layers < 2 or not self.rules:
@@ -115,6 +127,7 @@ class RandomCandidates:
             EXIT_WITH_HEAD: not self.head_drafts,
             QUANTISED: not self.bits,
             FEATURE_HEAD: self.feature is None,
+            LEAVES: not self.with_leaves,
         }
         shares = {kind: share for kind, share in SHARES.items() if not absent.get(kind)}
         exact = {kind: count * share / sum(shares.values()) for kind, share in shares.items()}
@@ -133,6 +146,7 @@ class RandomCandidates:
             LOOKUP_ALONE: _lookup_alone,
             QUANTISED: self.quantised,
             FEATURE_HEAD: self.feature_head,
+            LEAVES: self.leaves,
         }
 
     def skip_set(self, stream: np.random.Generator) -> LayerSkip:
@@ -161,6 +175,18 @@ class RandomCandidates:
         """Return the only feature head, after a lookup half of the time."""
         assert self.feature is not None, "not drawn without"
         return self.feature.with_lookup(_lookup(stream)) if stream.random() < 0.5 else self.feature
+
+    def leaves(self, stream: np.random.Generator) -> Draft:
+        """Draw a tree beside a draft of another kind: fixed leaves or a tree sized by its gain, each half of the time."""
+        others: list[Callable[[np.random.Generator], Draft]] = [self.skip_set, self.exit]
+        others += [self.exit_with_head] if self.head_drafts else []
+        others += [self.feature_head] if self.feature is not None else []
+        others += [self.quantised] if self.bits else []
+        draft = others[int(stream.integers(len(others)))](stream)
+        if stream.random() < 0.5:
+            return draft.with_tree(FixedLeaves(leaves=int(stream.integers(1, MOST_LEAVES + 1))))
+        gain = round(float(np.exp(stream.uniform(*np.log(GAINS)))), 4)
+        return draft.with_tree(SizedLeaves(least_gain=gain, max_leaves=int(stream.integers(2, 2 * MOST_LEAVES + 1))))
 
     def lookup_first(self, stream: np.random.Generator) -> Draft:
         """Draw a lookup before a draft of another kind."""

@@ -52,9 +52,15 @@ def random_candidates(
     max_tokens: int,
     bits: tuple[BitWidth, ...] = (),
     feature: FeatureHeadDraft | None = None,
+    *,
+    with_leaves: bool = False,
 ) -> RandomCandidates:
-    """Return a source of random candidates for the model; those of `bits` are quantised, and `feature` is the feature head."""
-    return RandomCandidates(SkipSpace.of(target), target.num_layers, heads, rules, max_tokens, bits, feature)
+    """Return a source of random candidates for the model; those of `bits` are quantised, and `feature` is the feature head.
+
+    Some have side leaves if asked for, as far as the model can verify them.
+    """
+    space, with_leaves = SkipSpace.of(target), with_leaves and target.takes_trees
+    return RandomCandidates(space, target.num_layers, heads, rules, max_tokens, bits, feature, with_leaves)
 
 
 def facts_of(task: Task) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -17,6 +18,7 @@ from tuner.evaluation.random_candidates import (
     EXIT,
     EXIT_WITH_HEAD,
     FEATURE_HEAD,
+    LEAVES,
     LOOKUP_ALONE,
     LOOKUP_FIRST,
     QUANTISED,
@@ -46,12 +48,22 @@ def test_each_kind_has_its_share_and_rules_take_turns(target: Target) -> None:
     drawn = drawer(target).draw(num_drawn, seed=0)
     assert len({candidate.key for candidate in drawn}) == num_drawn
     kinds = Counter(kind_of(candidate.draft) for candidate in drawn)
-    on_request = {QUANTISED, FEATURE_HEAD}
+    on_request = {QUANTISED, FEATURE_HEAD, LEAVES}
     assert kinds == {kind: round(num_drawn * share) for kind, share in SHARES.items() if kind not in on_request}
     assert Counter(candidate.draft_length.rule for candidate in drawn) == dict.fromkeys(RULES, 10)
     assert all(candidate.draft_length.max_tokens <= 6 for candidate in drawn)
     first = [kind_of(candidate.draft) for candidate in drawn[:12]]
     assert any(one != other for one, other in pairwise(first)), "kinds are mixed, not grouped"
+
+
+def test_leaves_are_drawn_beside_every_kind_where_asked_for(target: Target) -> None:
+    given = replace(drawer(target, bits=(8,)), with_leaves=True)
+    drawn = [candidate.draft for candidate in given.draw(120, seed=1)]
+    leaves = [draft for draft in drawn if kind_of(draft) == LEAVES]
+    assert len(leaves) == round(120 * 0.1 / sum(share for kind, share in SHARES.items() if kind != FEATURE_HEAD))
+    chains = {kind_of(draft.with_tree(None)) for draft in leaves}
+    assert {SKIP_SET, EXIT, EXIT_WITH_HEAD, QUANTISED} <= chains
+    assert {draft.candidate_tree.describe().split()[0] for draft in leaves if draft.candidate_tree} > {"tree"}
 
 
 def test_without_heads_the_other_kinds_share_theirs(target: Target) -> None:

@@ -40,10 +40,16 @@ def over(faster: Measurement, slower: Measurement | None) -> Interval:
     if slower is not None and [sample.prompt for sample in slower.samples] != prompts:
         raise ValueError("a ratio needs two measurements of the same prompts in the same order")
     tasks = faster.by_category()
-    if not tasks or any(len(each.samples) < 2 for each in tasks.values()):
+    if not has_tasks(faster):
         return _ratio(faster, slower).interval()
     others = {} if slower is None else slower.by_category()
     return geometric_mean([_ratio(each, others.get(task)) for task, each in tasks.items()])
+
+
+def has_tasks(measured: Measurement) -> bool:
+    """Return True if every task has the two prompts that an interval needs, so that a mean over the tasks can be taken."""
+    tasks = measured.by_category()
+    return bool(tasks) and all(len(each.samples) > 1 for each in tasks.values())
 
 
 def _ratio(faster: Measurement, slower: Measurement | None) -> Ratio:

@@ -14,7 +14,7 @@ from rich.text import Text
 from decoding.profile import Interval
 from studies.measurement import Measurement
 from tuner.evaluation.kinds.document import KindRow, KindsFound
-from tuner.evaluation.kinds.figures import additions, over_plain
+from tuner.evaluation.kinds.figures import additions, has_tasks, over_plain
 from tuner.evaluation.tables import new_table
 
 MEBIBYTE = 2**20
@@ -77,7 +77,7 @@ def _preparation(row: KindRow) -> tuple[str, ...]:
 
 
 def _tasks_table(found: KindsFound) -> Table:
-    table = new_table("Measured speed-up on each task", "kind", *_tasks(found), "geometric mean")
+    table = new_table("Measured speed-up on each task", "kind", *_tasks(found), "overall")
     for row in found.rows:
         tasks = row.measurement.by_category()
         table.add_row(Text(row.name), *map(_speedup, tasks.values()), f"{over_plain(row.measurement)}")
@@ -110,9 +110,10 @@ def _predicted_table(rows: Sequence[KindRow]) -> Table:
 
 def _facts(found: KindsFound) -> Iterator[str]:
     plain = found.rows[0].measurement.plain_tokens_per_second
+    whole = has_tasks(found.rows[0].measurement)
+    over_what = "geometric mean over the tasks" if whole else "over all prompts, as a task has fewer than two so far"
     yield (
-        f"measured   on {found.num_done} held-out prompts, geometric mean over the tasks, 95 % intervals; plain decoding: "
-        f"{plain:.1f} tokens/s"
+        f"measured   on {found.num_done} held-out prompts, {over_what}, 95 % intervals; plain decoding: {plain:.1f} tokens/s"
     )
     yield "predicted  on the tuning prompts, by which the settings were chosen; draft step: in plain passes"
     yield "MiB        tensors that the draft holds beside the model, without keys and values"

@@ -48,8 +48,8 @@ def run_and_write(settings: KindsEvaluation, progress: Progress) -> Report:
     check_uses(settings.only)
     check_tasks(settings.task)
     task = _prepared(settings, progress)
+    key = _key(settings, task)  # heads that were trained on held-out prompts are refused before any decoding
     held_out = open_bench(task, task.prompts.held_out, "decoding the held-out prompts plainly", progress)
-    key = _key(settings, task)
     found = _stored(settings.out, key)
     if found is None:
         found = _chosen(settings, task, held_out.baseline, key, progress)

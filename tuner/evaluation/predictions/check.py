@@ -181,13 +181,15 @@ def _by_category(task: Task, bench: Bench, indices: Iterable[int]) -> dict[str, 
 
 
 def check_predictions(
-    task: Task, bench: Bench, factory: PredictorFactory, *, count: int, progress: Progress
+    task: Task, bench: Bench, factory: PredictorFactory, *, count: int, with_leaves: bool = False, progress: Progress
 ) -> PredictionCheck:
-    """Predict `count` random configurations, at least 2, then decode with them."""
+    """Predict `count` random configurations, at least 2, then decode with them; some have side leaves if asked for."""
     if count < 2:
         raise ValueError(f"at least 2 configurations are needed, got {count}")
     heads, feature = head_drafts(task), feature_draft(task)
-    drawer = random_candidates(task.target, heads, tuple(RULES), factory.max_tokens, factory.bits, feature)
+    drawer = random_candidates(
+        task.target, heads, tuple(RULES), factory.max_tokens, factory.bits, feature, with_leaves=with_leaves
+    )
     candidates = drawer.draw(count, task.config.seed)
     progress.stage("predicting random configurations", len(candidates))
     start = time.perf_counter()

@@ -35,7 +35,9 @@ def run_and_write(settings: PredictionsEvaluation, progress: Progress) -> Render
         bits=settings.bits,
         progress=progress,
     )
-    check = check_predictions(task, tuning, factory, count=settings.configurations, progress=progress)
+    check = check_predictions(
+        task, tuning, factory, count=settings.configurations, with_leaves=settings.leaves, progress=progress
+    )
     shown = _write(task, settings.out, check, None)
     if settings.drafts:
         tuned = _tune(task, tuning, factory, settings, progress)

@@ -17,10 +17,11 @@ if TYPE_CHECKING:
 class PredictionsEvaluation(SearchEvaluation):
     """Compare predicted speed-ups with real decoding.
 
-    First, random configurations: skip sets, exits with and without head, prompt lookup, quantised drafts with --bits, each
-    with a random draft-length rule. All are predicted from one survey of the sequences and a table of costs, then decoded
-    on the same prompts. The tables show rank correlation, errors and bias: overall, by kind of draft and of rule, and with
-    the correction that a search would have made from all other configurations.
+    First, random configurations: skip sets, exits with and without head, prompt lookup, the feature head of --heads if there
+    is one, quantised drafts with --bits and side leaves with --leaves, each with a random draft-length rule. All are
+    predicted from one survey of the sequences and a table of costs, then decoded on the same prompts. The tables show rank
+    correlation, errors and bias: overall, by kind of draft and of rule, and with the correction that a search would have
+    made from all other configurations.
 
     Second, tuning: for some drafts, the best parameters of every rule by replay alone against the best by real trials of
     Optuna, side by side on held-out prompts, with the seconds that each took.
@@ -47,6 +48,7 @@ class PredictionsEvaluation(SearchEvaluation):
         description="Precision of quantised drafts to draw, too: 8 or 4; repeatable.",
         json_schema_extra=EVALUATION,
     )
+    leaves: bool = Field(False, description="Draw drafts with side leaves, too.", json_schema_extra=EVALUATION)
     drafts: int = Field(
         3,
         ge=0,
