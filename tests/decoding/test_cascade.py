@@ -186,8 +186,15 @@ def test_rows_of_a_batch_choose_for_themselves() -> None:
         assert facts(row) == facts(alone)
 
 
-def test_sampled_texts_of_a_chosen_lookup_are_distributed_as_the_model() -> None:
-    draft = LayerSkip(skip_attention=(0, 1), lookup=Lookup(max_ngram=2, max_tokens=2, choice=CHOICE))
+def test_sampled_texts_of_a_cascade_are_distributed_as_the_model() -> None:
+    draft = Cascade(
+        stages=(
+            CascadeStage(draft=PromptLookup(max_ngram=2), max_tokens=2),
+            CascadeStage(draft=EarlyExit(exit_layer=1), max_tokens=2, threshold=0.3),
+            CascadeStage(draft=LayerSkip(skip_attention=(0, 1))),
+        ),
+        choice=choosing(0.1, 0.5, 0.5),
+    )
     drafter = build_drafter(sampling_target(), draft)
     assert drafter is not None
     request = request_for("temperature", Sampling(torch.Generator().manual_seed(11)))

@@ -24,6 +24,7 @@ from decoding.drafts import (
     SuffixLookup,
 )
 from studies.prediction.contract import DraftPredictor
+from studies.prediction.pools import is_same
 from tests.support.tiny import tiny_target
 
 DRAFTS: list[Draft] = [
@@ -82,6 +83,13 @@ def test_skipped_sublayers_are_known_of_drafts_that_run_the_model(draft: Draft) 
         assert draft.num_shared_blocks == 0
         with pytest.raises(ValueError, match="runs no part of the model"):
             draft.skipped(6)
+
+
+def test_a_cascade_is_not_taken_for_the_skip_set_of_its_last_stage() -> None:
+    whole = LayerSkip(bits=8)
+    cascade = Cascade(stages=(CascadeStage(draft=PromptLookup(), max_tokens=4), CascadeStage(draft=whole)))
+    assert not is_same(cascade, whole, 6)
+    assert is_same(cascade, cascade, 6)
 
 
 @pytest.mark.parametrize("draft", DRAFTS, ids=lambda draft: draft.describe())
