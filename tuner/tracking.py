@@ -1,7 +1,7 @@
 """MLflow tracking of searches, with a nested run per trial, and of distillations.
 
-Only this module imports MLflow, and it uses an explicit client. It sets no active run and no default tracking URI, and restores
-environment variables and log levels. MLflow takes seconds to import, so the import waits until a tracker is opened.
+Only this module of the tuner imports MLflow. It uses an explicit client, sets no active run and no default tracking URI, and
+restores environment variables and log levels. MLflow takes seconds to import, so the import waits until a tracker is opened.
 """
 
 from __future__ import annotations

@@ -93,7 +93,7 @@ def main() -> None:
       sdtune search --model MODEL --dataset DATASET
       sdtune generate --profile profile.yaml --prompt TEXT --compare
 
-    In production: model.generate(**inputs, custom_generate=load_decoder("profile.yaml")), with load_decoder from
+    In production: load_decoder("profile.yaml").generate(model, **inputs), with load_decoder from
     decoding.deploy.
     """
 
