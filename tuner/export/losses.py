@@ -69,7 +69,8 @@ def _fates(plan: Plan, engine: Engine, dropped: Collection[str]) -> Iterator[Fat
     profile, draft = plan.profile, plan.profile.draft
     own = draft.without_lookup().with_tree(None).describe()
     if plan.shape is not None:
-        yield Fate("draft", own, "changed" if dropped else "kept", plan.shape.describe())
+        changed = bool(dropped) or plan.bits is not None
+        yield Fate("draft", own, "changed" if changed else "kept", plan.shape.describe())
     else:
         yield Fate("draft", own, "kept", f"n-grams of {_lengths(plan)}")
     yield _rule_fate(plan)
@@ -128,13 +129,18 @@ def _schedule_fate(plan: Plan, engine: Engine) -> Iterator[Fate]:
 
 
 def _costs(plan: Plan, cost: DraftCost | None) -> list[str]:
-    if cost is None or plan.shape is None:
+    if plan.shape is None:
         return []
+    if cost is None:
+        made = f"The draft is a copy of the model, quantised by the engine to {plan.bits} bits."
+        adds = "It adds the size of its file, and keys, values and a pass over the prompt of its own."
+        return ["## Cost of the draft", "", f"{made} {adds}", ""]
+    before = " before the engine quantises it" if plan.bits is not None else ""
     return [
         "## Cost of the draft",
         "",
         f"The draft model adds {cost.weight_bytes / MEBIBYTE:.1f} MiB of weights, with embeddings and LM head of its own, and "
-        f"{cost.cache_bytes_per_token / 1024:.2f} KiB of keys and values per token, both in the precision of the export.",
+        f"{cost.cache_bytes_per_token / 1024:.2f} KiB of keys and values per token, both in the precision of the export{before}.",
         "",
         f"It reads each prompt itself, with {len(plan.shape.sources)} layers beside the target's {plan.shape.num_target_layers}, "
         "before the first token.",

@@ -156,6 +156,17 @@ def test_a_cascade_is_refused_and_not_exported_as_its_last_stage() -> None:
         reduced(Cascade(stages=stages), (), keeps_bits=True)
 
 
+def test_a_draft_that_the_engine_quantises_is_a_changed_one() -> None:
+    engine, draft = load_engine("llama.cpp"), LayerSkip(bits=8)
+    whole = DraftShape(tuple(range(6)), has_head=False, num_target_layers=6)
+    text = losses_text(_plan(profile=_profile(draft), shape=whole, bits=8), engine, None, ())
+    assert "| draft | int8 | changed | the whole model, 6 layers |" in text
+    assert "a copy of the model, quantised by the engine to 8 bits" in text
+    assert "Q8_0 rounds otherwise" in text
+    text = losses_text(_plan(profile=_profile(draft), bits=8), engine, DraftCost(2**20, 512.0, 40), ())
+    assert "in the precision of the export before the engine quantises it" in text
+
+
 def test_copies_without_a_counterpart_are_refused() -> None:
     length = FixedLength(4, "as asked")
     with pytest.raises(ExportError, match=r"no counterpart in vLLM.*--to folder"):
