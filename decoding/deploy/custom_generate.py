@@ -62,10 +62,10 @@ def load_decoder(
     server or store `tracking_uri` (see `decoding.deploy.registry.fetch_profile`). Files of the draft are read from `folder`, by
     default the folder of the profile; a registered profile is downloaded into it.
 
-    The model is checked against the profile's
-    fingerprint at its first use. A profile that does not fit raises `TargetMismatchError`, `ExitHeadError` (a head that is missing,
-    altered or of another model), `UnsupportedRunnerError` or `UnsupportedModelError`, unless `on_mismatch` says otherwise: see
-    `decoding.deploy.mismatch.OnMismatch`. Raises `ProfileError` for an unreadable profile, always.
+    The model is checked against the profile's fingerprint at its first use. A profile that does not fit raises
+    `TargetMismatchError`, `ExitHeadError` (a head that is missing, altered or of another model), `UnsupportedRunnerError` or
+    `UnsupportedModelError`, unless `on_mismatch` says otherwise: see `decoding.deploy.mismatch.OnMismatch`. Raises `ProfileError`
+    for an unreadable profile, always.
     """
     if is_address(profile):
         profile, folder = fetch_profile(str(profile), tracking_uri=tracking_uri, folder=folder), None
