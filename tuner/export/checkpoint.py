@@ -80,6 +80,7 @@ def _draft_model(target: Target, shape: DraftShape, head: ExitHead | None) -> Pr
     try:
         with torch.device("meta"), quiet():
             draft: PreTrainedModel = type(model)(draft_config(model.config, shape))
+        draft.requires_grad_(False)  # weights loaded in inference mode admit no gradients
         draft.load_state_dict(dict(_tensors(target, shape, head)), assign=True)
     except (RuntimeError, ValueError, TypeError, KeyError) as cause:
         raise ExportError(

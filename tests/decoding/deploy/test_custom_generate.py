@@ -18,7 +18,7 @@ from transformers.generation import GenerateDecoderOnlyOutput, StoppingCriteria,
 
 import decoding.target
 from decoding.deploy import OnMismatch, ProfileDecoder, RequestHistory, custom_generate, load_decoder
-from decoding.draft_length import AdaEdl, CalibratedThompson, DraftLengthRule, Fixed, TopProbability
+from decoding.draft_length import AdaEdl, CalibratedThompson, DraftLengthRule, Fixed, RoundCosts, TopProbability
 from decoding.drafts import Draft, EarlyExit, LayerSkip, Lookup, PlainDecoding, PromptLookup, SuffixDraft, SuffixLookup
 from decoding.errors import (
     ExitHeadError,
@@ -36,6 +36,8 @@ from tests.support.families import build, target_of
 from tests.support.tiny import tiny_llama
 
 PROMPT = torch.tensor([[5, 17, 33, 8]])
+CHEAP = RoundCosts(draft_step=0.1, verify=(1.0, 1.02, 1.04, 1.06, 1.08, 1.1, 1.12))
+"""Costs with which drafting pays; measured ones depend on what else the machine does."""
 
 
 def _profile(model: PreTrainedModel, rule: DraftLengthRule | None = None, *, plain: bool = False) -> DraftProfile:
@@ -486,7 +488,7 @@ def test_exit_with_its_head_beside_the_profile(model: LlamaForCausalLM, tmp_path
     ],
     ids=lambda draft: draft.describe(),
 )
-@pytest.mark.parametrize("rule", [Fixed(max_tokens=4), CalibratedThompson(max_tokens=6, persistent=True)])
+@pytest.mark.parametrize("rule", [Fixed(max_tokens=4), CalibratedThompson(max_tokens=6, persistent=True, costs=CHEAP)])
 def test_profile_with_a_lookup_writes_the_text_of_generate(
     model: LlamaForCausalLM, tmp_path: Path, draft: Draft, rule: DraftLengthRule
 ) -> None:

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from decoding.target import Target
-from tests.support.families import SUPPORTED, some_tokens, target_of
+from tests.support.families import SUPPORTED, build, some_tokens, target_of
 from tests.support.heads import untrained_head
 from tests.support.tiny import tiny_target
 from tuner.errors import ExportError
@@ -36,6 +36,13 @@ def test_a_draft_folder_computes_the_drafts_logits_bit_for_bit(family: str, shap
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "draft")
     assert loaded.config.get_text_config().num_hidden_layers == 3
     assert num_bytes == sum(weight.nbytes for weight in loaded.parameters())
+
+
+def test_a_model_loaded_in_inference_mode_is_written_too(tmp_path: Path) -> None:
+    with torch.inference_mode():
+        target = Target(build("llama"))
+    write_checkpoint(target, SKIP, None, tmp_path)
+    check_draft(target, SKIP, None, tmp_path, [some_tokens(12)])
 
 
 def test_the_gate_refuses_a_folder_with_another_weight(tmp_path: Path) -> None:
