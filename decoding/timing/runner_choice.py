@@ -88,7 +88,7 @@ class _RunnerBench:
         return self._watch.now() - start
 
     def _all(self, start: int, width: int) -> None:
-        """One pass of all texts over so many positions."""
+        """One pass of all texts over this number of positions."""
 
         def run(row: int) -> None:
             token_ids = self._ids[row : row + 1, start : start + width]

@@ -1,6 +1,6 @@
 """The held-out prompts as a benchmark file: JSONL with `prompt` and `output_tokens`, for `vllm bench serve` and GuideLLM.
 
-Random text says nothing about a draft: its acceptance is that of noise.
+Random text says nothing about a draft: hardly any of its tokens are accepted.
 """
 
 from __future__ import annotations

@@ -107,7 +107,7 @@ class Bench:
         return self._of(self.baseline.reordered(order), self._most_kept)
 
     def keeping(self, most_kept: int) -> Bench:
-        """Return a bench of the same prompts that keeps the decoders of so many drafts; it measures their costs anew."""
+        """Return a bench of the same prompts that keeps the decoders of this number of drafts; it measures their costs anew."""
         return self._of(self.baseline, most_kept)
 
     def _of(self, baseline: Baseline, most_kept: int) -> Bench:

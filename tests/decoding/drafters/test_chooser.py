@@ -18,7 +18,7 @@ NONE: Copies = {}
 def opened(
     chooser: Chooser, tokens: dict[int | None, int], count: int, *, copies: Copies = NONE, drafted: int = 4
 ) -> list[int | None]:
-    """Return the stages that open `count` rounds, where a stage's round always has so many tokens."""
+    """Return the stages that open `count` rounds, where the rounds of a stage always have the same number of tokens."""
     stages = list[int | None]()
     for _ in range(count):
         stages.append(stage := chooser.choose(BOTH))
