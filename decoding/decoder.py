@@ -13,6 +13,7 @@ from decoding.cache.kv_cache import Storage
 from decoding.decode import NewCache, Request, autoregressive, capacity_for, speculative
 from decoding.draft_length import Controller, DraftLengthRule, Fixed
 from decoding.drafters.build import build_drafter
+from decoding.drafters.contract import max_leaves_of
 from decoding.drafts import Draft, PlainDecoding
 from decoding.head_folder import HeadFolder
 from decoding.lockstep import decode_in_lockstep, shared_batch_size
@@ -94,15 +95,19 @@ class Decoder:
         """
         return self._kept[0].adapted_rule() if self._kept else None
 
+    @property
+    def max_drafted(self) -> int:
+        """Most positions that a round adds to a sequence."""
+        return 0 if self.drafter is None else self.rule.max_tokens + max_leaves_of(self.drafter)
+
     def steps(self, request: Request) -> Iterator[Prefill | Round]:
         """Decode one sequence, yielding a record of the prefill and of each round as it happens."""
-        return self._loop(request, 0, self.target.new_cache)
+        return self.loop(request, 0, self.target.new_cache)
 
     def batch_steps(self, requests: Sequence[Request]) -> Iterator[tuple[int, Prefill | Round]]:
         """Decode a batch in lockstep (`decoding.lockstep`), yielding each record with the row of its sequence."""
-        max_drafted = 0 if self.drafter is None else self.rule.max_tokens
-        capacity = max((capacity_for(self.target, request, max_drafted) for request in requests), default=0)
-        loops = [partial(self._loop, request, row) for row, request in enumerate(requests)]
+        capacity = max((capacity_for(self.target, request, self.max_drafted) for request in requests), default=0)
+        loops = [partial(self.loop, request, row) for row, request in enumerate(requests)]
         return decode_in_lockstep(self.target, loops, capacity)
 
     def generate(self, request: Request) -> Generation:
@@ -120,10 +125,17 @@ class Decoder:
         generations = tuple(Generation.collect(steps) for steps in records)
         return BatchGeneration(generations, read - start, time.perf_counter() - read)
 
-    def _loop(self, request: Request, row: int, new_cache: NewCache) -> Iterator[Prefill | Round]:
+    def loop(
+        self, request: Request, row: int, new_cache: NewCache, *, fresh: bool = False
+    ) -> Iterator[Prefill | Round]:
+        """Return the loop that decodes a sequence in `row` of a batch, with the cache that `new_cache` makes.
+
+        `fresh` gives it a controller of its own even if the rule is persistent: its drafts then depend on nothing that came before.
+        """
         if self.drafter is None:
             return autoregressive(self.target, request, new_cache)
-        return speculative(self.target, self.drafter, self._controller(row), request, new_cache)
+        controller = self.rule.controller() if fresh else self._controller(row)
+        return speculative(self.target, self.drafter, controller, request, new_cache)
 
     def _controller(self, row: int) -> Controller:
         if not self.rule.persistent:

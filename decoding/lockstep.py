@@ -10,7 +10,7 @@ sequences. Prompts are read one by one: prefill is compute-bound, and padding wo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence, Set
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
@@ -82,6 +82,12 @@ class Lockstep:
         self._tokens = BatchTokens(num_sequences, capacity, target.device)
         self._passes: dict[int, _Pass] = {}
         self._reads: dict[int, Tensor] = {}
+        self._running: dict[int, greenlet] = {}
+
+    @property
+    def running(self) -> Set[int]:
+        """Rows whose tasks have not ended."""
+        return self._running.keys()
 
     def new_cache(self, row: int, capacity: int) -> KVCache:
         """Return an empty cache for the sequence in `row`.
@@ -99,20 +105,45 @@ class Lockstep:
         if self._is_one:
             tasks[0]()
             return
-        running = [greenlet(task) for task in tasks]
         try:
-            for task in running:
-                _resume(task)
-            while self._passes or self._reads:
-                for row, answer in self._answers().items():
-                    _resume(running[row], answer)
+            for row, task in enumerate(tasks):
+                self.start(row, task)
+            while self._running:
+                self.advance()
                 yield
         finally:
-            for task in running:
-                if not task.dead:
-                    task.throw()
-            self._passes.clear()
-            self._reads.clear()
+            for row in list(self._running):
+                self.stop(row)
+
+    def start(self, row: int, task: Callable[[], object]) -> None:
+        """Run a task in a free row until it requests a pass or a read, or ends. Not for a single sequence."""
+        # Writes of the row's last sequence may be pending, at positions that the new one writes too.
+        self._tokens.finish()
+        self._running[row] = greenlet(task)
+        self._resume(row)
+
+    def advance(self) -> None:
+        """Answer the requests that most sequences can share next, and run these sequences up to their next requests."""
+        for row, answer in self._answers().items():
+            self._resume(row, answer)
+
+    def stop(self, row: int) -> None:
+        """End the task of a row where it waits; the row is free."""
+        self._passes.pop(row, None)
+        self._reads.pop(row, None)
+        task = self._running.pop(row)
+        task.parent = getcurrent()
+        task.throw()
+
+    def _resume(self, row: int, *answer: object) -> None:
+        """Resume a sequence until it requests something or ends."""
+        task = self._running[row]
+        task.parent = getcurrent()
+        try:
+            task.switch(*answer)
+        finally:
+            if task.dead:
+                del self._running[row]
 
     def run_to_end(self, tasks: Sequence[Callable[[], object]]) -> None:
         """Run each row's task to its end without pausing."""
@@ -196,12 +227,6 @@ class _Row:
         self._reads[self._row] = values
         numbers: list[Any] = getcurrent().parent.switch()
         return numbers
-
-
-def _resume(task: greenlet, *answer: object) -> None:
-    """Resume a sequence until it requests something or ends."""
-    task.parent = getcurrent()
-    task.switch(*answer)
 
 
 def shared_batch_size(target: Target, num_sequences: int) -> int:

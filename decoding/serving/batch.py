@@ -1,0 +1,147 @@
+"""Continuous batching: a row is filled again as soon as its sequence has ended, between two passes of the others.
+
+Each sequence is what it would be alone. One waiting request is admitted before each shared pass, so that prompts, which are read one
+by one, delay the sequences that are being decoded by one prompt at most.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+
+import torch
+
+from decoding.decoder import Decoder
+from decoding.errors import UnsupportedRequestError, first_line
+from decoding.rounds import Prefill, Round
+from decoding.serving.rows import Event, ServedRows, new_rows
+from decoding.serving.waiting_room import Ended, Job, Stopped, WaitingRoom
+
+Observer = Callable[[Job, Prefill | Round | Ended], None]
+"""Told what every job's listener is told."""
+
+
+class ContinuousBatch:
+    """Decodes the jobs of a waiting room in `num_rows` rows, each of at most `max_length` tokens, prompt and new ones.
+
+    One thread calls `advance`; any thread may use the room. With a persistent draft-length rule a row keeps its controller from one
+    sequence to the next.
+    """
+
+    def __init__(
+        self, decoder: Decoder, room: WaitingRoom, *, num_rows: int, max_length: int, observer: Observer | None = None
+    ) -> None:
+        if num_rows < 1:
+            raise ValueError(f"a batch has at least one row, got {num_rows}")
+        self.num_rows, self.max_length = num_rows, max_length
+        self._room = room
+        self._observer = observer
+        self._jobs: dict[int, Job] = {}
+        self._free = deque(range(num_rows))
+        self._next: Decoder | None = None
+        self._use(decoder)
+
+    @property
+    def num_running(self) -> int:
+        """Number of sequences that are being decoded."""
+        return len(self._jobs)
+
+    @property
+    def decoder(self) -> Decoder:
+        """The decoder of the next sequence that begins."""
+        return self._next or self._decoder
+
+    def replace(self, decoder: Decoder) -> None:
+        """Decode with another decoder as soon as the running sequences have ended; waiting ones wait for that.
+
+        Nothing is dropped. To be called by the thread of `advance`.
+        """
+        self._next = decoder
+
+    @torch.inference_mode()  # around `stop` too: a sequence that is dropped leaves the mode in which it was resumed
+    def advance(self) -> bool:
+        """Admit a job and do the next piece of work. Return False if there is nothing to do."""
+        self._leave_cancelled()
+        if self._next is not None and not self._jobs:
+            self._use(self._next)
+            self._next = None
+        if self._next is None:
+            self._admit()
+        if not self._jobs:
+            return False
+        try:
+            events = self._rows.advance()
+        except Exception as error:  # a shared pass: no sequence can go on, but the next ones can
+            self._fail_all(error)
+            return True
+        for row, event in events:
+            self._settle(row, event)
+        return True
+
+    @torch.inference_mode()
+    def close(self) -> None:
+        """End all jobs, running and waiting."""
+        for row in list(self._jobs):
+            self._rows.stop(row)
+            self._end(row, Ended(Stopped.CLOSED, "the server is shutting down"))
+        while (job := self._room.take()) is not None:
+            self._tell(job, Ended(Stopped.CLOSED, "the server is shutting down"))
+
+    def _use(self, decoder: Decoder) -> None:
+        self._decoder = decoder
+        self._capacity = self.max_length + max(decoder.max_drafted, decoder.target.runner.exact_width or 0) + 1
+        self._rows: ServedRows = new_rows(decoder.target, self.num_rows, self._capacity)
+
+    def _leave_cancelled(self) -> None:
+        for job in self._room.take_cancelled():
+            self._tell(job, Ended(Stopped.CANCELLED))
+        for row, job in list(self._jobs.items()):
+            if job.is_cancelled:
+                self._rows.stop(row)
+                self._end(row, Ended(Stopped.CANCELLED))
+
+    def _admit(self) -> None:
+        """Begin the job that has waited longest, if a row is free."""
+        job = self._room.take() if self._free else None
+        if job is None:
+            return
+        try:
+            self._check(job)
+        except UnsupportedRequestError as refused:
+            self._tell(job, Ended(Stopped.FAILED, str(refused)))
+            return
+        row = self._free.popleft()
+        self._jobs[row] = job
+        self._rows.start(row, partial(self._decoder.loop, job.request, row, fresh=job.fresh))
+
+    def _check(self, job: Job) -> None:
+        """Raise `UnsupportedRequestError` unless the sequence fits into a row."""
+        length = len(job.request.prompt) + job.request.ending.max_new_tokens
+        if length > self.max_length:
+            raise UnsupportedRequestError(f"prompt and new tokens are {length}, and the server takes {self.max_length}")
+
+    def _settle(self, row: int, event: Event) -> None:
+        if isinstance(event, Prefill | Round):
+            self._tell(self._jobs[row], event)
+        elif event is None:
+            self._end(row, Ended())
+        else:
+            self._end(row, Ended(Stopped.FAILED, f"{type(event).__name__}: {first_line(event)}"))
+
+    def _fail_all(self, error: Exception) -> None:
+        """End the running jobs and begin anew with empty rows."""
+        for row in list(self._rows.running):
+            self._rows.stop(row)
+        for row in list(self._jobs):
+            self._end(row, Ended(Stopped.FAILED, f"{type(error).__name__}: {first_line(error)}"))
+        self._use(self._decoder)
+
+    def _end(self, row: int, end: Ended) -> None:
+        self._tell(self._jobs.pop(row), end)
+        self._free.append(row)
+
+    def _tell(self, job: Job, event: Prefill | Round | Ended) -> None:
+        if self._observer is not None:
+            self._observer(job, event)
+        job.listener(event)
