@@ -1,7 +1,7 @@
 """Continuous batching: a row is filled again as soon as its sequence has ended, between two passes of the others.
 
-Each sequence is what it would be alone. One waiting request is admitted before each shared pass, so that prompts, which are read one
-by one, delay the sequences that are being decoded by one prompt at most.
+Each sequence is what it would be alone. Prompts are read one by one. One waiting request is admitted before each shared pass, so
+that the sequences that are being decoded wait for one prompt at most.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from decoding.decoder import Decoder
 from decoding.errors import UnsupportedRequestError, first_line
 from decoding.rounds import Prefill, Round
 from decoding.serving.rows import Event, ServedRows, new_rows
-from decoding.serving.waiting_room import Ended, Job, Stopped, WaitingRoom
+from decoding.serving.waiting_room import Job, RequestEnd, Stopped, WaitingRoom
 
-Observer = Callable[[Job, Prefill | Round | Ended], None]
+Observer = Callable[[Job, Prefill | Round | RequestEnd], None]
 """Told what every job's listener is told."""
 
 
@@ -84,9 +84,9 @@ class ContinuousBatch:
         """End all jobs, running and waiting."""
         for row in list(self._jobs):
             self._rows.stop(row)
-            self._end(row, Ended(Stopped.CLOSED, "the server is shutting down"))
+            self._end(row, RequestEnd(Stopped.CLOSED, "the server is shutting down"))
         while (job := self._room.take()) is not None:
-            self._tell(job, Ended(Stopped.CLOSED, "the server is shutting down"))
+            self._tell(job, RequestEnd(Stopped.CLOSED, "the server is shutting down"))
 
     def _use(self, decoder: Decoder) -> None:
         self._decoder = decoder
@@ -95,11 +95,11 @@ class ContinuousBatch:
 
     def _leave_cancelled(self) -> None:
         for job in self._room.take_cancelled():
-            self._tell(job, Ended(Stopped.CANCELLED))
+            self._tell(job, RequestEnd(Stopped.CANCELLED))
         for row, job in list(self._jobs.items()):
             if job.is_cancelled:
                 self._rows.stop(row)
-                self._end(row, Ended(Stopped.CANCELLED))
+                self._end(row, RequestEnd(Stopped.CANCELLED))
 
     def _admit(self) -> None:
         """Begin the job that has waited longest, if a row is free."""
@@ -109,7 +109,7 @@ class ContinuousBatch:
         try:
             self._check(job)
         except UnsupportedRequestError as refused:
-            self._tell(job, Ended(Stopped.FAILED, str(refused)))
+            self._tell(job, RequestEnd(Stopped.FAILED, str(refused)))
             return
         row = self._free.popleft()
         self._jobs[row] = job
@@ -125,23 +125,23 @@ class ContinuousBatch:
         if isinstance(event, Prefill | Round):
             self._tell(self._jobs[row], event)
         elif event is None:
-            self._end(row, Ended())
+            self._end(row, RequestEnd())
         else:
-            self._end(row, Ended(Stopped.FAILED, f"{type(event).__name__}: {first_line(event)}"))
+            self._end(row, RequestEnd(Stopped.FAILED, f"{type(event).__name__}: {first_line(event)}"))
 
     def _fail_all(self, error: Exception) -> None:
         """End the running jobs and begin anew with empty rows."""
         for row in list(self._rows.running):
             self._rows.stop(row)
         for row in list(self._jobs):
-            self._end(row, Ended(Stopped.FAILED, f"{type(error).__name__}: {first_line(error)}"))
+            self._end(row, RequestEnd(Stopped.FAILED, f"{type(error).__name__}: {first_line(error)}"))
         self._use(self._decoder)
 
-    def _end(self, row: int, end: Ended) -> None:
+    def _end(self, row: int, end: RequestEnd) -> None:
         self._tell(self._jobs.pop(row), end)
         self._free.append(row)
 
-    def _tell(self, job: Job, event: Prefill | Round | Ended) -> None:
+    def _tell(self, job: Job, event: Prefill | Round | RequestEnd) -> None:
         if self._observer is not None:
             self._observer(job, event)
         job.listener(event)

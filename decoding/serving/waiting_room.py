@@ -30,7 +30,7 @@ class Stopped(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Ended:
+class RequestEnd:
     """The end of a request: by itself if `stopped` is None."""
 
     stopped: Stopped | None = None
@@ -40,7 +40,7 @@ class Ended:
 class Listener(Protocol):
     """Gets what happens to a request. Called by the decoding thread: it must return at once and must not raise."""
 
-    def __call__(self, event: Prefill | Round | Ended, /) -> None:
+    def __call__(self, event: Prefill | Round | RequestEnd, /) -> None:
         """Take the next record of the sequence, or its end, which comes exactly once and last."""
 
 
@@ -76,7 +76,9 @@ class WaitingRoom:
             if self._is_closed:
                 raise WaitingRoomFullError("the server is shutting down")
             if len(self._jobs) >= self.limit:
-                raise WaitingRoomFullError(f"{len(self._jobs)} requests are waiting, the most that may: try again later")
+                raise WaitingRoomFullError(
+                    f"{len(self._jobs)} requests are waiting, the most that may: try again later"
+                )
             self._jobs.append(job)
             self._changed.notify_all()
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from decoding.decode import Request
 from decoding.rounds import Prefill, Round
 from decoding.serving.batch import ContinuousBatch
-from decoding.serving.waiting_room import Ended, Job, WaitingRoom
+from decoding.serving.waiting_room import Job, RequestEnd, WaitingRoom
 
 
 @dataclass
@@ -16,11 +16,11 @@ class Told:
     """The tokens of a request so far, and its end."""
 
     tokens: list[int] = field(default_factory=list)
-    end: Ended | None = None
+    end: RequestEnd | None = None
 
-    def __call__(self, event: Prefill | Round | Ended) -> None:
+    def __call__(self, event: Prefill | Round | RequestEnd) -> None:
         assert self.end is None, "the end comes last"
-        if isinstance(event, Ended):
+        if isinstance(event, RequestEnd):
             self.end = event
         else:
             self.tokens += [event.token] if isinstance(event, Prefill) else event.tokens
@@ -48,5 +48,5 @@ def serve_all(batch: ContinuousBatch, room: WaitingRoom, requests: Iterable[Requ
     told = [arrive(room, request)[1] for request in requests]
     for _ in passes(batch):
         pass
-    assert all(each.end == Ended() for each in told)
+    assert all(each.end == RequestEnd() for each in told)
     return [tuple(each.tokens) for each in told]

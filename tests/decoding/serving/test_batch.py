@@ -19,7 +19,7 @@ from decoding.drafts import Draft, LayerSkip, Lookup, PlainDecoding, PromptLooku
 from decoding.head_folder import HeadFolder
 from decoding.serving.batch import ContinuousBatch
 from decoding.serving.rows import SharedRows, TurnRows, new_rows
-from decoding.serving.waiting_room import Ended, Stopped, WaitingRoom, WaitingRoomFullError
+from decoding.serving.waiting_room import RequestEnd, Stopped, WaitingRoom, WaitingRoomFullError
 from decoding.target import Target
 from decoding.text import Ending, Shaping
 from decoding.token_memory import BatchTokens
@@ -80,13 +80,13 @@ def _come_and_go(decoder: Decoder, requests: Sequence[Request], expected: Sequen
         batch.advance()
         number += 1
     for index, job, told in served:
-        if told.end == Ended():
+        if told.end == RequestEnd():
             assert tuple(told.tokens) == expected[index]
         else:
-            assert told.end == Ended(Stopped.CANCELLED)
+            assert told.end == RequestEnd(Stopped.CANCELLED)
             assert job.is_cancelled
             assert tuple(told.tokens) == expected[index][: len(told.tokens)]
-    assert sum(told.end == Ended() for *_, told in served) >= len(served) - 4
+    assert sum(told.end == RequestEnd() for *_, told in served) >= len(served) - 4
 
 
 @pytest.mark.parametrize("draft", DRAFTS)
@@ -186,7 +186,7 @@ def test_a_request_that_fails_leaves_the_others_alone() -> None:
     for _ in passes(batch):
         pass
     assert [tuple(each.tokens) for each in told] == _plain_texts("llama")
-    assert failing.end == Ended(Stopped.FAILED, "RuntimeError: a processor of the user's")
+    assert failing.end == RequestEnd(Stopped.FAILED, "RuntimeError: a processor of the user's")
 
 
 def test_a_failed_pass_ends_the_running_requests_and_not_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -212,7 +212,7 @@ def test_requests_beyond_the_limits_are_refused() -> None:
     for _ in passes(batch):
         pass
     assert len(fits.tokens) == 4
-    assert long.end == Ended(Stopped.FAILED, "prompt and new tokens are 25, and the server takes 24")
+    assert long.end == RequestEnd(Stopped.FAILED, "prompt and new tokens are 25, and the server takes 24")
 
 
 def test_another_decoder_takes_over_between_requests() -> None:
@@ -225,7 +225,7 @@ def test_another_decoder_takes_over_between_requests() -> None:
             batch.replace(second)
             assert batch.num_running
     assert [tuple(each.tokens) for each in told] == _plain_texts("llama")
-    assert all(each.end == Ended() for each in told)
+    assert all(each.end == RequestEnd() for each in told)
     assert batch.decoder is second
 
 
