@@ -53,6 +53,8 @@ class PromptSample(Document):
     plain_tokens: int
     draft_seconds: float
     draft_tokens: int
+    drafting_seconds: float | None = None
+    """Part of `draft_seconds` spent drafting; None for batches, whose sequences draft together, and in earlier samples."""
     rounds: int
     drafted: int
     accepted: int
@@ -124,6 +126,13 @@ class Measurement(Document):
     def draft_tokens_per_second(self) -> float:
         """Decode-phase rate of the candidate over all prompts."""
         return self.draft_decode.tokens_per_second
+
+    @property
+    def drafting_share(self) -> float | None:
+        """Share of the decode phase spent drafting, the rest being verification; None if a sample does not have it."""
+        known = [s.drafting_seconds for s in self.samples if s.drafting_seconds is not None]
+        total = sum(s.draft_seconds for s in self.samples)
+        return sum(known) / total if total and len(known) == len(self.samples) else None
 
     @property
     def num_spec_steps(self) -> int:

@@ -21,6 +21,7 @@ from typing import Any
 from decoding.errors import first_line
 from studies.contract import TrialRecord, TrialState
 from tuner.errors import TrackingError
+from tuner.review.markdown import EXPERIMENT_NOTE, WON, trial_note, trial_run_name
 from tuner.trial_columns import trial_metrics, trial_params
 
 PARENT_TAG = "mlflow.parentRunId"
@@ -38,7 +39,14 @@ QUIET = {
 }
 """Settings against usage statistics (sent at import and at each call), printed run URLs and progress bars."""
 
-STATUS = {TrialState.COMPLETE: "FINISHED", TrialState.PRUNED: "KILLED", TrialState.FAIL: "FAILED"}
+STATUS = {TrialState.COMPLETE: "FINISHED", TrialState.PRUNED: "FINISHED", TrialState.FAIL: "FAILED"}
+"""Status of a trial's run. A pruned trial is not marked as killed, which looks like a failure: its name and a tag say it."""
+
+NOTE_TAG = "mlflow.note.content"
+"""MLflow's tag of a description, in Markdown, of a run or an experiment."""
+WINNER_TAG = "sdtune.winner"
+UI_ADDRESS = "http://127.0.0.1:5000"
+"""Where `mlflow ui` answers unless it is told otherwise."""
 
 
 TrialKey = tuple[str, str]
@@ -90,6 +98,8 @@ class Tracker:
             # MLflow retries for four minutes; an absent server shows at the first attempt.
             with _unless_set(MLFLOW_HTTP_REQUEST_MAX_RETRIES="1", MLFLOW_HTTP_REQUEST_TIMEOUT="20"):
                 experiment_id = experiment_named(client, experiment, tracking_uri)
+            if NOTE_TAG not in client.get_experiment(experiment_id).tags:  # a description by the user stays
+                client.set_experiment_tag(experiment_id, NOTE_TAG, EXPERIMENT_NOTE)
             if identity is not None:
                 run_id = _unfinished(client, experiment_id, identity)
             run = _reopen(client, run_id, experiment_id) if run_id else None
@@ -123,8 +133,8 @@ class Tracker:
         run = self._client.create_run(
             self._experiment_id,
             start_time=_now() - int(record.seconds * 1000),
-            run_name=f"{record.study}/{record.number}",
-            tags=_trial_tags(record, self.run_id),
+            run_name=trial_run_name(record),
+            tags={**_trial_tags(record, self.run_id), NOTE_TAG: trial_note(record)},
         )
         return str(run.info.run_id)
 
@@ -132,6 +142,33 @@ class Tracker:
     def tracking_uri(self) -> str:
         """Address of the store."""
         return str(self._client.tracking_uri)
+
+    @property
+    def address(self) -> str:
+        """Address of the parent run's page in the MLflow UI.
+
+        Without `workflowType` MLflow 3 opens a page about traces, which has no runs.
+        """
+        base = self.tracking_uri.rstrip("/") if self.tracking_uri.startswith("http") else UI_ADDRESS
+        return f"{base}/#/experiments/{self._experiment_id}/runs/{self.run_id}?workflowType=machine_learning"
+
+    def describe(self, note: str) -> None:
+        """Set the description of the parent run, in Markdown."""
+        with opened_store(self.tracking_uri):
+            self._client.set_tag(self.run_id, NOTE_TAG, note)
+
+    def name_winner(self, record: TrialRecord) -> None:
+        """Tag the winning trial, say so in its name, and tag the parent run with its id."""
+        with opened_store(self.tracking_uri):
+            winner = self._logged[record.study, str(record.number)]
+            earlier = self._client.get_run(self.run_id).data.tags.get(WINNER_TAG)
+            if earlier not in (None, winner):
+                self._client.delete_tag(earlier, WINNER_TAG)  # of a search that was resumed
+                name = self._client.get_run(earlier).info.run_name
+                self._client.update_run(earlier, name=name.removeprefix(WON))
+            self._client.set_tag(winner, WINNER_TAG, "true")
+            self._client.update_run(winner, name=trial_run_name(record, won=True))
+            self._client.set_tag(self.run_id, WINNER_TAG, winner)
 
     def log_figures(self, metrics: Mapping[str, float], tags: Mapping[str, str]) -> None:
         """Log figures and tags of the whole search to the parent run."""
@@ -154,6 +191,11 @@ class Tracker:
         with opened_store(self.tracking_uri):
             self._client.log_dict(self.run_id, dict(document), name)
 
+    def log_text(self, text: str, name: str) -> None:
+        """Log a text file of the whole search to the parent run."""
+        with opened_store(self.tracking_uri):
+            self._client.log_text(self.run_id, text, name)
+
     def log_artifact(self, path: Path) -> None:
         """Log a file of the whole search to the parent run."""
         with opened_store(self.tracking_uri):
@@ -170,6 +212,11 @@ def ui_command(tracking_uri: str) -> str:
     if tracking_uri.startswith("http"):
         return f"open {tracking_uri}"
     return f"mlflow ui --backend-store-uri {shlex.quote(tracking_uri)}"
+
+
+def ui_lines(tracking_uri: str, address: str) -> str:
+    """Return what to do to open a page of the MLflow UI on this store."""
+    return address if tracking_uri.startswith("http") else f"{ui_command(tracking_uri)}   then {address}"
 
 
 def _trial_tags(record: TrialRecord, parent: str) -> dict[str, str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from studies.contract import TrialRecord
+from studies.measurement import Measurement
 
 
 def trial_params(record: TrialRecord) -> dict[str, Any]:
@@ -21,25 +22,36 @@ def trial_params(record: TrialRecord) -> dict[str, Any]:
 
 def trial_metrics(record: TrialRecord) -> dict[str, float]:
     """Return the measured figures of a trial; only its seconds if nothing was measured."""
-    metrics = {"seconds": record.seconds}
-    if (measured := record.measurement) is not None:
+    measured = {} if record.measurement is None else measured_metrics(record.measurement)
+    return {"seconds": record.seconds, **measured}
+
+
+def measured_metrics(measured: Measurement) -> dict[str, float]:
+    """Return the figures of a measurement: of a trial, and of the winner on held-out prompts, by the same names."""
+    metrics = {
+        "speedup": measured.speedup,
+        "tokens_per_second": measured.draft_tokens_per_second,
+        "plain_tokens_per_second": measured.plain_tokens_per_second,
+        "draft_acceptance_rate": measured.draft_acceptance_rate,
+        "mean_acceptance_length": measured.mean_acceptance_length,
+        "tokens_per_round": measured.tokens_per_round,
+        "drafted_per_round": measured.drafted_per_round,
+        "prompts": measured.num_prompts,
+        "identical_prompts": measured.num_identical,
+        "ties": measured.num_ties,
+        "exact": float(measured.is_lossless),
+    }
+    if len(measured.samples) > 1:
+        metrics["speedup_low"], metrics["speedup_high"] = measured.speedup_interval().ci95
+    if (whole := measured.end_to_end) is not None:
+        interval = whole.speedup_interval()
         metrics |= {
-            "speedup": measured.speedup,
-            "tokens_per_second": measured.draft_tokens_per_second,
-            "plain_tokens_per_second": measured.plain_tokens_per_second,
-            "draft_acceptance_rate": measured.draft_acceptance_rate,
-            "mean_acceptance_length": measured.mean_acceptance_length,
-            "tokens_per_round": measured.tokens_per_round,
-            "drafted_per_round": measured.drafted_per_round,
-            "prompts": measured.num_prompts,
-            "identical_prompts": measured.num_identical,
-            "ties": measured.num_ties,
-            "exact": float(measured.is_lossless),
+            "end_to_end_speedup": interval.value,
+            "end_to_end_speedup_low": interval.ci95[0],
+            "end_to_end_speedup_high": interval.ci95[1],
+            "end_to_end_tokens_per_second": whole.draft.tokens_per_second,
+            "plain_end_to_end_tokens_per_second": whole.plain.tokens_per_second,
+            "time_to_first_token_seconds": whole.time_to_first_token_seconds,
+            "plain_time_to_first_token_seconds": whole.plain_time_to_first_token_seconds,
         }
-        if (whole := measured.end_to_end) is not None:
-            metrics |= {
-                "end_to_end_speedup": whole.speedup_interval().value,
-                "time_to_first_token_seconds": whole.time_to_first_token_seconds,
-                "plain_time_to_first_token_seconds": whole.plain_time_to_first_token_seconds,
-            }
     return metrics

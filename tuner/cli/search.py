@@ -161,12 +161,14 @@ def _print_interrupted(interrupted: InterruptedSearchError) -> None:
 
 
 def _print_conclusion(console: Console, found: SearchResult, config: SearchConfig) -> None:
-    from tuner.tracking import ui_command
+    from tuner.tracking import ui_lines
 
     for name, reason in found.studies.items():
         print_facts(console, search=f"{name}: {reason}")
     for cut in found.cuts:
         print_facts(console, cut=cut)
+    for sign in () if found.noise is None else found.noise.signs:
+        print_facts(console, noisy=f"{sign}; rates may be off")
     cost = found.cost
     heads = f"; {cost.distillation_seconds:.0f} s of distilling exit heads" if cost.distillation_seconds else ""
     print_facts(console, cost=f"{cost.num_trials} trials, {cost.search_seconds:.0f} s of search{heads}")
@@ -189,5 +191,5 @@ def _print_conclusion(console: Console, found: SearchResult, config: SearchConfi
     print_facts(
         console,
         profile=f"{config.out}   (sdtune show {config.out})",
-        review=ui_command(config.tracking_uri),
+        review=None if found.address is None else ui_lines(config.tracking_uri, found.address),
     )

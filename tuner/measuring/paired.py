@@ -175,6 +175,11 @@ class Bench:
         assert adapted is not None, "a cost-aware rule with a persistent controller has adapted"
         return candidate.with_rule(adapted.model_copy(update={"persistent": rule.persistent}))
 
+    def write(self, candidate: Candidate, index: int) -> list[tuple[int, ...]]:
+        """Return the candidate's greedy continuations of the prompts of batch `index`, untimed."""
+        written = self._decoder(candidate).generate_batch(self._greedy_requests(index))
+        return [each.tokens for each in written.generations]
+
     def _decoder(self, candidate: Candidate) -> Decoder:
         """Return a decoder of the candidate, with a fresh controller, prepared for all prompts."""
         decoder = self._decoders.get(candidate.draft, candidate.draft_length)
@@ -233,6 +238,7 @@ class Bench:
             plain_tokens=plain.num_decoded,
             draft_seconds=drafted.decode_seconds,
             draft_tokens=drafted.num_decoded,
+            drafting_seconds=sum(each.draft_seconds for each in rounds) if self.batch_size == 1 else None,
             rounds=len(rounds),
             drafted=sum(each.num_drafted for each in rounds),
             accepted=sum(each.num_accepted for each in rounds),

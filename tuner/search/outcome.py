@@ -30,15 +30,18 @@ from studies.contract import TrialRecord, best_trials
 from studies.measurement import Measurement
 from tuner.inputs.environment import device_name, git_revision, versions
 from tuner.inputs.models import Loaded
+from tuner.measuring.machine import MachineNoise
 from tuner.measuring.paired import Bench
 from tuner.registry import log_profile
+from tuner.review.document import StockComparison, TextPair
 from tuner.search.decision import Confirmed, objection
 from tuner.search.held_out import ResultRow
 from tuner.search.race import Finalist
-from tuner.search.report import skipped_layers_picture, speedup_picture, trials_csv
+from tuner.search.report import trials_csv
 from tuner.search.task import Task
 from tuner.stage_clock import Stage
 from tuner.tracking import Tracker
+from tuner.trial_columns import measured_metrics
 
 
 @dataclass(frozen=True)
@@ -71,6 +74,18 @@ class SearchResult:
     """Seconds of each stage of this run."""
     cuts: tuple[str, ...] = ()
     """What was done on fewer prompts than configured, to keep within the time."""
+    race: tuple[Finalist, ...] = ()
+    """The finalists, the fastest first."""
+    candidates: tuple[Confirmed, ...] = ()
+    """The candidates of `rows`, the winner first."""
+    texts: tuple[TextPair, ...] = ()
+    """A few held-out prompts with their continuations."""
+    comparison: StockComparison | None = None
+    no_comparison: str | None = None
+    """Why there is no comparison with stock generation."""
+    address: str | None = None
+    """Page of the search in the MLflow UI."""
+    noise: MachineNoise | None = None
 
 
 def conclude(
@@ -211,34 +226,13 @@ def save_best_so_far(task: Task, records: Iterable[TrialRecord]) -> tuple[TrialR
 
 
 def track_result(tracker: Tracker, result: SearchResult, records: Sequence[TrialRecord], task: Task) -> None:
-    """Log the figures of plain decoding and the winner, the profile, the table of trials and both pictures."""
-    confirmed, interval = result.confirmed, result.confirmed.speedup_interval()
+    """Log the figures of plain decoding and the winner, the profile and the table of trials."""
     figures = {
         "search_seconds": result.cost.search_seconds,
         "distillation_seconds": result.cost.distillation_seconds,
         "trials": float(result.cost.num_trials),
-        "held_out_speedup": interval.value,
-        "held_out_speedup_low": interval.ci95[0],
-        "held_out_speedup_high": interval.ci95[1],
-        "held_out_tokens_per_second": confirmed.draft_tokens_per_second,
-        "plain_tokens_per_second": confirmed.plain_tokens_per_second,
-        "held_out_draft_acceptance_rate": confirmed.draft_acceptance_rate,
-        "held_out_mean_acceptance_length": confirmed.mean_acceptance_length,
-        "held_out_tokens_per_round": confirmed.tokens_per_round,
-        "held_out_prompts": float(confirmed.num_prompts),
-        "held_out_identical": float(confirmed.num_identical),
+        **measured_metrics(result.confirmed),  # by the names of the trials' figures, for one chart
     }
-    if (whole := confirmed.end_to_end) is not None:
-        end_to_end = whole.speedup_interval()
-        figures |= {
-            "held_out_end_to_end_speedup": end_to_end.value,
-            "held_out_end_to_end_speedup_low": end_to_end.ci95[0],
-            "held_out_end_to_end_speedup_high": end_to_end.ci95[1],
-            "held_out_end_to_end_tokens_per_second": whole.draft.tokens_per_second,
-            "plain_end_to_end_tokens_per_second": whole.plain.tokens_per_second,
-            "held_out_time_to_first_token_seconds": whole.time_to_first_token_seconds,
-            "plain_time_to_first_token_seconds": whole.plain_time_to_first_token_seconds,
-        }
     best = result.winner.candidate
     tags = {
         "decision": result.profile.draft.kind,
@@ -249,10 +243,7 @@ def track_result(tracker: Tracker, result: SearchResult, records: Sequence[Trial
     tracker.log_figures(figures, tags)
     with TemporaryDirectory() as folder:
         (Path(folder) / "trials.csv").write_text(trials_csv(records), encoding="utf-8")
-        skipped_layers_picture(records, task.target.num_layers, Path(folder) / "skipped_layers.png")
-        speedup_picture(records, Path(folder) / "speedup.png")
-        for name in ("trials.csv", "skipped_layers.png", "speedup.png"):
-            tracker.log_artifact(Path(folder) / name)
+        tracker.log_artifact(Path(folder) / "trials.csv")
     tracker.log_artifact(task.config.out)
     for name in result.profile.draft.files:
         tracker.log_artifact(task.config.out.parent / name)

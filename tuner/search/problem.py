@@ -51,6 +51,7 @@ def build_problem(
                 most_seconds=math.inf if seconds is None else COSTS_SHARE * seconds,
                 seed=task.config.seed,
             )
+        task.watch.note_cost_error(table.error.median)
         decode_in_lockstep = shared_batch_size(task.target, bench.batch_size)
         progress.say(
             f"{f'{decode_in_lockstep} sequences in lockstep: ' if decode_in_lockstep > 1 else ''}{table.describe()}"

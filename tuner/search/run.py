@@ -23,6 +23,7 @@ from tuner.search.forecast import forecast
 from tuner.search.missing_heads import provide_heads
 from tuner.search.outcome import SearchEffort, SearchResult, conclude, save_best_so_far, track_result
 from tuner.search.race import Finalist
+from tuner.search.reviewing import review_of, track_review, written_texts
 from tuner.search.storage import StudyStore
 from tuner.search.study_sequence import RUN_ID, StudySequence
 from tuner.search.task import Task, open_bench
@@ -57,9 +58,6 @@ def search(task: Task, progress: Progress) -> SearchResult:
         tracker = _open_tracker(task, store)
     try:
         result = _searched(task, store, tracker, progress)
-        result.profile.save(config.out)
-        with clock.stage(Stage.WRITING):
-            track_result(tracker, result, store.records(), task)
         tracker.log_figures(_stage_figures(clock), {})
     except KeyboardInterrupt:
         tracker.close("KILLED")
@@ -98,7 +96,15 @@ def _searched(task: Task, store: StudyStore, tracker: Tracker, progress: Progres
     cost = SearchEffort(len(records), store.spent_seconds(config.study), distilling)
     with clock.stage(Stage.WRITING):
         result = conclude(task, finalists[0], confirmed, held_out, studies.ended, cost, tracker.run_id)
-    return replace(result, stages=clock.seconds(), cuts=tuple(keeper.cuts))
+        result.profile.save(config.out)
+        track_result(tracker, result, records, task)
+        texts = written_texts(task, finalists[0].trial.candidate, held_out)
+        result = replace(
+            result, race=tuple(finalists), candidates=tuple(confirmed), texts=texts, cuts=tuple(keeper.cuts)
+        )
+        review = review_of(task, result, records, tracker.run_id)
+        track_review(tracker, review, records, task)
+    return replace(result, stages=clock.seconds(), noise=review.noise, address=tracker.address)
 
 
 def _confirmed(

@@ -118,9 +118,13 @@ class StudySequence:
         self._progress.advance(len(earlier))
 
     def _keep(self, record: TrialRecord) -> None:
+        records = self._store.records()
+        best = best_trials(records, 1)
+        self._task.watch.look()
         with self._time.clock.stage(Stage.WRITING):
             self._tracker.log_trial(record)
-        best = best_trials(self._store.records(), 1)
+            if best:
+                self._tracker.log_history({len(records): {"best_speedup": best[0].speedup or 0.0}})
         self._progress.trial(record, best[0] if best else None)
         self.note_time()
 

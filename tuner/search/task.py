@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from transformers import PreTrainedModel
@@ -29,6 +29,7 @@ from tuner.inputs.rows import open_rows
 from tuner.measuring.baseline import decode_baseline
 from tuner.measuring.clock import WallClock
 from tuner.measuring.decoders import MOST_KEPT
+from tuner.measuring.machine import MachineWatch
 from tuner.measuring.paired import Bench
 from tuner.output_paths import check_folder_writable, check_writable
 from tuner.progress import Progress
@@ -59,6 +60,8 @@ class Task:
     """Exit layers whose head a study asks for and that have none yet."""
     budget: TimeBudget
     """Time of the search, counted from the start of the command."""
+    watch: MachineWatch = field(default_factory=MachineWatch)
+    """Signs that other work disturbs the search."""
 
     @property
     def decoding(self) -> Decoding:

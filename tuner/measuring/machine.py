@@ -1,0 +1,121 @@
+"""Signs that other work disturbed a measurement: load, plain decoding that varies, a cost table that fits badly.
+
+Nothing here corrects a figure. Pairs of neighbouring decodings already make speed-ups robust; these signs tell a reader how far
+absolute rates can be trusted, and when to measure again.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterable
+
+import numpy as np
+from pydantic import Field
+
+from decoding.documents.strict_yaml import Document
+from studies.measurement import Measurement
+
+MOST_VARIATION = 0.10
+"""Relative difference between blocks of plain decoding above which the machine counts as noisy."""
+MOST_COST_ERROR = 0.10
+"""Median relative error of the cost table on held-out passes above which it counts as badly fitted."""
+QUIET_SHARE = 0.10
+"""Share of all processors that other work may use on a machine that counts as quiet."""
+GLANCE_SECONDS = 2.0
+"""Seconds over which the use of the processors is averaged."""
+
+
+class MachineNoise(Document):
+    """Signs of disturbance in one search. None is unknown."""
+
+    plain_variation: float | None = Field(
+        None, description="fastest over slowest block of plain decoding on the same prompts, less 1"
+    )
+    load: float | None = Field(None, description="highest load average of a minute, this process included")
+    cores: int = Field(description="processors that the process may use")
+    cost_error: float | None = Field(None, description="median relative error of the cost table on held-out passes")
+
+    @property
+    def signs(self) -> tuple[str, ...]:
+        """What counts as noise, in words; empty for a quiet machine."""
+        found = []
+        if self.plain_variation is not None and self.plain_variation > MOST_VARIATION:
+            found.append(f"plain decoding of the same prompts varied by {self.plain_variation:.0%} between blocks")
+        if self.load is not None and self.load > self.cores:
+            found.append(f"the load average reached {self.load:.1f} on {self.cores} cores")
+        if self.cost_error is not None and self.cost_error > MOST_COST_ERROR:
+            found.append(f"the cost table predicts held-out passes within {self.cost_error:.0%} only")
+        return tuple(found)
+
+
+class MachineWatch:
+    """Collects the signs of one search."""
+
+    def __init__(self) -> None:
+        self._load: float | None = None
+        self._cost_error: float | None = None
+
+    def look(self) -> None:
+        """Note the load average, where the system has one."""
+        if hasattr(os, "getloadavg"):
+            self._load = max(self._load or 0.0, os.getloadavg()[0])
+
+    def note_cost_error(self, median: float) -> None:
+        """Note the median error of a cost table; the worst of several counts."""
+        self._cost_error = max(self._cost_error or 0.0, median)
+
+    def noise(self, plain: Iterable[Measurement]) -> MachineNoise:
+        """Return the signs so far; `plain` are measurements on one bench, whose prompts have the same indices."""
+        load = None if self._load is None else round(self._load, 2)
+        return MachineNoise(
+            plain_variation=plain_variation(plain), load=load, cores=num_cores(), cost_error=self._cost_error
+        )
+
+
+def plain_variation(blocks: Iterable[Measurement]) -> float | None:
+    """Return the fastest over the slowest block of plain decoding, less 1; None if fewer than two blocks can be compared.
+
+    A block is one measurement. Its rate is the median, over its prompts, of the plain rate relative to the prompt's median over
+    all blocks: prompts differ in length, and one slow moment is not a slow block. Our formulation.
+    """
+    of_prompts: dict[int, list[float]] = {}
+    rates: list[dict[int, float]] = []
+    for block in blocks:
+        own = {s.prompt: s.plain_tokens / s.plain_seconds for s in block.samples if s.plain_seconds > 0}
+        rates.append(own)
+        for prompt, rate in own.items():
+            of_prompts.setdefault(prompt, []).append(rate)
+    usual = {prompt: float(np.median(each)) for prompt, each in of_prompts.items() if len(each) > 1}
+    relative = [[rate / usual[prompt] for prompt, rate in own.items() if prompt in usual] for own in rates]
+    medians = [float(np.median(each)) for each in relative if each]
+    return max(medians) / min(medians) - 1 if len(medians) > 1 else None
+
+
+def num_cores() -> int:
+    """Return the number of processors that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def wait_until_quiet(
+    most_seconds: float,
+    *,
+    busy: Callable[[], float] | None = None,
+    clock: Callable[[], float] = time.monotonic,
+) -> bool:
+    """Wait until other work uses at most `QUIET_SHARE` of the processors, `most_seconds` at most; return whether it does.
+
+    `busy` gives the share of all processors that are busy while this process waits.
+    """
+    glance = busy or _busy
+    start = clock()
+    while glance() > QUIET_SHARE:
+        if clock() - start >= most_seconds:
+            return False
+    return True
+
+
+def _busy() -> float:
+    import psutil
+
+    return float(psutil.cpu_percent(interval=GLANCE_SECONDS)) / 100
