@@ -141,7 +141,7 @@ def run_search(
     monkeypatch.setattr("tuner.search.race.MOST_PASSES", 1)  # more would only reduce the noise of the clock
     if "drawn_pictures" not in request.fixturenames:
         for name in ("skipped_layers_picture", "speedup_picture"):
-            monkeypatch.setattr(f"tuner.search.outcome.{name}", lambda *given: given[-1].write_bytes(b"no picture"))
+            monkeypatch.setattr(f"tuner.search.reviewing.{name}", lambda *given: given[-1].write_bytes(b"no picture"))
     small = _small_config(workplace.parent)
 
     def run(*switches: str, **changes: str | None) -> Result:

@@ -53,7 +53,8 @@ def test_a_trial_is_a_nested_run_with_all_its_columns(open_tracker: Open, client
     )
     tracker.log_trial(made)
     (run,) = _nested(client, tracker)
-    assert run.info.run_name == "conf_layers/7"
+    assert run.info.run_name.startswith("conf_layers/7: skip 2-4,9; ada_edl")
+    assert "skip 2-4,9" in run.data.tags["mlflow.note.content"]
     assert run.info.status == "FINISHED"
     assert run.data.params["skip_mlp"] == "2-4,9"
     assert run.data.params["rule.gamma"] == "0.3"
@@ -65,7 +66,8 @@ def test_a_trial_is_a_nested_run_with_all_its_columns(open_tracker: Open, client
 
 
 @pytest.mark.parametrize(
-    ("state", "status"), [(TrialState.COMPLETE, "FINISHED"), (TrialState.PRUNED, "KILLED"), (TrialState.FAIL, "FAILED")]
+    ("state", "status"),
+    [(TrialState.COMPLETE, "FINISHED"), (TrialState.PRUNED, "FINISHED"), (TrialState.FAIL, "FAILED")],
 )
 def test_the_status_of_a_run_is_the_state_of_its_trial(
     open_tracker: Open, client: Any, state: TrialState, status: str
@@ -76,6 +78,7 @@ def test_the_status_of_a_run_is_the_state_of_its_trial(
     assert run.info.status == status
     assert run.data.tags["state"] == state.value
     assert run.data.tags["reason"] == "why"
+    assert f"({state.value.lower()})".replace("fail)", "failed)") in run.info.run_name or state is TrialState.COMPLETE
 
 
 def test_a_resumed_search_keeps_its_run_and_logs_no_trial_twice(open_tracker: Open, client: Any) -> None:
@@ -154,6 +157,30 @@ def test_figures_tags_data_and_files_are_on_the_parent(open_tracker: Open, clien
     assert run.inputs.dataset_inputs[0].dataset.digest == "f" * 36
     assert [artefact.path for artefact in client.list_artifacts(tracker.run_id)] == ["profile.yaml"]
     assert [path.name for path in workplace.iterdir()] == ["profile.yaml"]  # no mlruns where the command was given
+
+
+def test_the_winner_is_named_and_tagged_and_a_new_winner_takes_its_place(open_tracker: Open, client: Any) -> None:
+    tracker = open_tracker()
+    first, second = record(1.2, number=0), record(1.3, number=1)
+    ids = [tracker.log_trial(each) for each in (first, second)]
+    tracker.name_winner(first)
+    tracker.name_winner(second)
+    runs = [client.get_run(run_id) for run_id in ids]
+    assert [run.info.run_name.startswith("winner: ") for run in runs] == [False, True]
+    assert [run.data.tags.get("sdtune.winner") for run in runs] == [None, "true"]
+    assert client.get_run(tracker.run_id).data.tags["sdtune.winner"] == ids[1]
+
+
+def test_run_and_experiment_have_descriptions(open_tracker: Open, client: Any) -> None:
+    tracker = open_tracker()
+    experiment = client.get_run(tracker.run_id).info.experiment_id
+    assert "sdtune" in client.get_experiment(experiment).tags["mlflow.note.content"]
+    client.set_experiment_tag(experiment, "mlflow.note.content", "ours")
+    again = open_tracker(run_id=tracker.run_id)
+    again.describe("## Ship")
+    assert client.get_experiment(experiment).tags["mlflow.note.content"] == "ours"
+    assert client.get_run(tracker.run_id).data.tags["mlflow.note.content"] == "## Ship"
+    assert again.address.endswith(f"/#/experiments/{experiment}/runs/{tracker.run_id}?workflowType=machine_learning")
 
 
 def test_long_parameters_are_cut_but_complete_in_the_artefact(open_tracker: Open, client: Any) -> None:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import numpy as np
+
 from decoding.profile import Interval
-from studies.measurement import Measurement, ratio_interval
+from studies.measurement import Measurement
+from studies.ratios import Ratio
 from tuner.review.document import SearchReview, StockComparison
 
 FEW_PROMPTS = 12
@@ -104,10 +108,17 @@ def _level_with(review: SearchReview) -> str | None:
 
 
 def _ratio(faster: Measurement, slower: Measurement) -> Interval | None:
-    """Return the paired ratio of two candidates on the prompts that both decoded; None for fewer than two."""
-    common = {s.prompt for s in faster.samples} & {s.prompt for s in slower.samples}
-    pair = [Measurement(samples=tuple(s for s in each.samples if s.prompt in common)) for each in (faster, slower)]
-    return ratio_interval(pair[0], pair[1]) if len(common) >= 2 else None
+    """Return the ratio of two candidates' speed-ups on the prompts that both decoded; None for fewer than two.
+
+    Each is paired with its own plain decoding: candidates are confirmed one after the other, on a machine that may change.
+    """
+    ratios = [{s.prompt: s.ratio for s in each.samples} for each in (faster, slower)]
+    common = sorted(ratios[0].keys() & ratios[1].keys())
+    if len(common) < 2:
+        return None
+    logs = np.array([[math.log(each[prompt]) for prompt in common] for each in ratios])
+    difference = logs[0] - logs[1]
+    return Ratio.of(float(np.exp(difference.mean())), difference).interval()
 
 
 def _speedup(measured: Measurement) -> str:

@@ -28,6 +28,7 @@ from tests.support.paths import ROOT
 from tests.support.stored_trials import stored_records
 from tuner.cli.main import main
 from tuner.measuring.paired import Bench
+from tuner.review.document import SearchReview
 
 
 @pytest.fixture
@@ -90,11 +91,18 @@ def test_from_the_command_to_a_profile_that_generate_loads_and_everything_in_mlf
 def _check_mlflow(workplace: Path) -> None:
     parent, nested = _runs(workplace)
     assert parent.info.status == "FINISHED"
-    assert parent.data.metrics["held_out_speedup"] == pytest.approx(3.0)
-    assert {"held_out_end_to_end_speedup", "held_out_time_to_first_token_seconds"} <= set(parent.data.metrics)
+    assert parent.data.metrics["speedup"] == pytest.approx(3.0)
+    assert {"end_to_end_speedup", "time_to_first_token_seconds", "speedup_low"} <= set(parent.data.metrics)
     assert parent.data.metrics["search_seconds"] > 0
     assert {"model", "dataset", "device_name", "git_revision", "version.torch", "seed"} <= set(parent.data.params)
     client = mlflow.MlflowClient(tracking_uri=f"sqlite:///{workplace.parent / 'mlflow.db'}")
+    steps = [each.step for each in client.get_metric_history(parent.info.run_id, "best_speedup")]
+    assert steps == sorted(set(steps))
+    assert len(steps) > 1
+    assert parent.data.tags["mlflow.note.content"].startswith("## Ship: decoding is 3.00 [3.00, 3.00] times")
+    assert [run.info.run_id for run in nested if "sdtune.winner" in run.data.tags] == [
+        parent.data.tags["sdtune.winner"]
+    ]
     (logged,) = client.search_logged_models([parent.info.experiment_id])
     assert (logged.source_run_id, str(logged.status)) == (parent.info.run_id, "READY")
     champion = client.get_model_version_by_alias("of-searches", "champion")
@@ -115,7 +123,18 @@ def _check_mlflow(workplace: Path) -> None:
         "trials.csv",
         "skipped_layers.png",
         "speedup.png",
+        "held_out.csv",
+        "race.csv",
+        "texts.md",
+        "config.yaml",
+        "search.json",
     }
+    review = SearchReview.model_validate_json((folder / "search.json").read_text())
+    assert review.run_id == parent.info.run_id
+    assert [text.identical for text in review.texts] == [True, True, True]
+    assert review.texts[0].drafted == review.texts[0].plain
+    samples = list(csv.DictReader((folder / "held_out.csv").read_text().splitlines()))
+    assert [sample["prompt"] for sample in samples if sample["trial"] == review.winner] == ["0", "1", "2", "3"]
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in folder.glob("*.png"))
     rows = list(csv.DictReader((folder / "trials.csv").read_text().splitlines()))
     assert len(rows) == len(nested)
