@@ -13,7 +13,7 @@ from decoding.cache.kv_cache import Storage
 from decoding.decode import NewCache, Request, autoregressive, capacity_for, speculative
 from decoding.draft_length import Controller, DraftLengthRule, Fixed
 from decoding.drafters.build import build_drafter
-from decoding.drafters.contract import max_leaves_of
+from decoding.drafters.contract import Drafter, max_leaves_of
 from decoding.drafts import Draft, PlainDecoding
 from decoding.head_folder import HeadFolder
 from decoding.lockstep import decode_in_lockstep, shared_batch_size
@@ -25,6 +25,9 @@ from decoding.target import Target
 
 class Decoder:
     """Decodes sequences with a draft and a rule. Each sequence has a fresh controller, unless the rule is `persistent`.
+
+    Threads may share a decoder. With a `persistent` rule, sequences at the same time have controllers of their own, each of which
+    goes on with a later sequence.
 
     A rule that weighs costs must have them: see `decoding.timing.draft_costs.with_measured_costs`. Raises ValueError for layers
     that the target does not have, and `ExitHeadError` for a missing or wrong head.
@@ -46,8 +49,8 @@ class Decoder:
         """Proposes and verifies drafts; None for plain decoding."""
         self._prepared: WeakKeyDictionary[Storage, set[tuple[Steering, Contexts, bool]]] = WeakKeyDictionary()
         """What was rehearsed, by the memory that the runner prepared it for."""
-        self._kept: dict[int, Controller] = {}
-        """By row of the batch: sequences in lockstep must not observe one another's rounds."""
+        self._kept: dict[int, list[Controller]] = {}
+        """Controllers that no sequence is using, by row of the batch: sequences must not observe one another's rounds."""
 
     def prepare(
         self, shortest: int, longest: int, num_sequences: int = 1, *, acceptances: Sequence[Acceptance] = (Greedy(),)
@@ -93,7 +96,8 @@ class Decoder:
 
         In a batch the controller belongs to the first sequence.
         """
-        return self._kept[0].adapted_rule() if self._kept else None
+        kept = self._kept.get(0)
+        return kept[0].adapted_rule() if kept else None
 
     @property
     def max_drafted(self) -> int:
@@ -134,13 +138,23 @@ class Decoder:
         """
         if self.drafter is None:
             return autoregressive(self.target, request, new_cache)
-        controller = self.rule.controller() if fresh else self._controller(row)
-        return speculative(self.target, self.drafter, controller, request, new_cache)
+        return self._speculative(self.drafter, request, row, new_cache, fresh=fresh)
 
-    def _controller(self, row: int) -> Controller:
-        if not self.rule.persistent:
-            return self.rule.controller()
-        return self._kept.setdefault(row, self.rule.controller())
+    def _speculative(
+        self, drafter: Drafter, request: Request, row: int, new_cache: NewCache, *, fresh: bool
+    ) -> Iterator[Prefill | Round]:
+        if fresh or not self.rule.persistent:
+            yield from speculative(self.target, drafter, self.rule.controller(), request, new_cache)
+            return
+        free = self._kept.setdefault(row, [])
+        try:
+            controller = free.pop()
+        except IndexError:  # none yet, or all in use
+            controller = self.rule.controller()
+        try:
+            yield from speculative(self.target, drafter, controller, request, new_cache)
+        finally:
+            free.append(controller)
 
 
 def plain_decoder(target: Target) -> Decoder:

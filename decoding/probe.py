@@ -157,8 +157,8 @@ def _can_resume(target: Target, ids: Tensor) -> bool:
     for known in (half, half - 1):
         cache = target.new_cache(CONTEXT_TOKENS)
         target.forward(ids[:, :half], cache, 0)
-        draft.forward(ids[:, half : half + known], cache, half)
-        (states,) = draft.take_states()
+        states = draft.run(ids[:, half : half + known], cache, half).states
+        assert states is not None, "the boundary is kept"
         try:
             resumed = target.resume_view(boundary).forward(ids[:, half:], cache, half, states)
         except (RuntimeError, TypeError, IndexError):

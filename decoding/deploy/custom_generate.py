@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import torch
@@ -80,6 +81,8 @@ class ProfileDecoder:
 
     `last_generation` holds the facts of the latest call with one prompt, `last_batch` of the latest call with several.
     `plain_because` says why the latest model is decoded plainly, or is None if the profile fits. Each warning is given once.
+
+    Threads may share a decoder: the state of a call is its own. The three properties then belong to whichever call was the latest.
     """
 
     def __init__(
@@ -94,6 +97,7 @@ class ProfileDecoder:
         self.last_generation: Generation | None = None
         self.last_batch: BatchGeneration | None = None
         self._decoder: Decoder | None = None
+        self._building = Lock()
         # With `plain`, a wrong file is found at the first use, as any other mismatch is.
         self._heads_folder = None if on_mismatch == "plain" else _checked_heads_folder(profile, folder)
 
@@ -151,11 +155,13 @@ class ProfileDecoder:
                 raise UnsupportedRequestError(
                     f"a streamer or on_tokens streams a single prompt, got a batch of {len(requests)}"
                 )
-            self.last_generation, self.last_batch = None, self.decoder_for(model).generate_batch(requests)
-            texts = [generation.tokens for generation in self.last_batch.generations]
+            batch = self.decoder_for(model).generate_batch(requests)
+            self.last_generation, self.last_batch = None, batch
+            texts = [generation.tokens for generation in batch.generations]
         else:
-            self.last_generation, self.last_batch = self._stream(model, requests[0], on_tokens), None
-            texts = [self.last_generation.tokens]
+            generation = self._stream(model, requests[0], on_tokens)
+            self.last_generation, self.last_batch = generation, None
+            texts = [generation.tokens]
         if history is not None:
             for text in texts:
                 history.add(text)
@@ -195,11 +201,12 @@ class ProfileDecoder:
 
     def decoder_for(self, model: PreTrainedModel) -> Decoder:
         """Return the decoder of `model`, checked and built at the first use of each model."""
-        if self._decoder is None or self._decoder.target.model is not model:
-            self._decoder = self._fitting(model, lambda: self._target_of(model), lambda: Target(model))
-            if self.plain_because is None and (remark := unmeasured_setting(self.profile, model)) is not None:
-                self._warn(remark)
-        return self._decoder
+        with self._building:
+            if self._decoder is None or self._decoder.target.model is not model:
+                self._decoder = self._fitting(model, lambda: self._target_of(model), lambda: Target(model))
+                if self.plain_because is None and (remark := unmeasured_setting(self.profile, model)) is not None:
+                    self._warn(remark)
+            return self._decoder
 
     def decoder_on(self, target: Target) -> Decoder:
         """Return a decoder of a model that already has a runner, whatever runner the profile names."""

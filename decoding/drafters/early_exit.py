@@ -49,7 +49,7 @@ class EarlyExitDrafter:
         self._whole = target.tapped_view(exit_layer)
         self._is_quantised = bits is not None
         resumes = prefix_reuse and not self._is_quantised
-        self._resume = target.resume_view(exit_layer, keep_states=True) if resumes else None
+        self._resume = target.resume_view(exit_layer) if resumes else None
 
     @property
     def max_leaves(self) -> int:
@@ -124,7 +124,7 @@ class EarlyExitDrafter:
             states = outputs.states
         else:
             outputs = self._resume.run(token_ids, cache, cache.length, draft.states)
-            states = self._resume.take_states()
+            states = outputs.states
         assert states is not None, "the exit is tapped"
         branch, num_chain = cache.branch, 1 + draft.num_tokens
         branch.extend(states[..., branch.num_known - cache.length : num_chain, :])

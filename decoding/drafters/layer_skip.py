@@ -75,7 +75,8 @@ class LayerSkipDrafter:
         def step(num_drafted: int, looks: bool) -> Outputs:
             position = cache.length + num_drafted
             outputs = self._view.run(sequence.span(position, position + 1), cache, position, looks=looks)
-            states.extend(self._view.take_states())  # at once: the next pass may belong to another sequence
+            if outputs.states is not None:
+                states.append(outputs.states)
             return outputs
 
         def write(num_drafted: int, num_tokens: int, looks: bool) -> Written:

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import importlib
 import operator
+import threading
 import types
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -33,6 +34,9 @@ from decoding.runners.graphs import OutputsT
 
 Note = Callable[[Callable[..., Any], Sequence[Any], Mapping[str, Any], Any], None]
 """Receives a call: the function, its arguments, its keyword arguments and its results."""
+
+PREPARING = threading.RLock()
+"""Held while passes are compiled or recorded: torch's settings for this, and its guards, are those of the whole process."""
 
 MAX_GRAPHS = 64
 """Maximum number of compiled variants: (block kinds and skipped sublayers) x (one position, several)."""
@@ -84,13 +88,17 @@ class CompiledBlocks:
             self._listener.note = None
 
 
-@dataclass
-class _Listener:
-    """Who hears of calls of compiled code. The code holds it, and not the object that owns the code."""
+class _Listener(threading.local):
+    """Who hears of calls of compiled code, in each thread by itself. The code holds it, and not the object that owns the code."""
 
     note: Note | None = None
-    kernels: dict[tuple[Any, tuple[float | None, ...]], Callable[..., Any]] = field(default_factory=dict, repr=False)
-    """Compiled kernels by their code and the numbers among their inputs: the same call is the same function."""
+
+    def __init__(self) -> None:
+        self.kernels: dict[tuple[Any, tuple[float | None, ...]], Callable[..., Any]] = {}
+        """Compiled kernels by their code and the numbers among their inputs: the same call is the same function."""
+
+    def __repr__(self) -> str:  # part of the compiler's errors
+        return "_Listener()"
 
     def heard(self, compiled: Callable[..., Any], call: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         """Return the outputs of `compiled`, and note the shortest call that computes them again.
@@ -150,12 +158,13 @@ class _KernelCall:
 def _kernel_calls() -> Iterator[list[_KernelCall]]:
     """Collect the calls of inductor's compiled code."""
     kind = importlib.import_module("torch._inductor.output_code").CompiledFxGraph
-    original, made = kind.__call__, list[_KernelCall]()
+    original, made, listening = kind.__call__, list[_KernelCall](), threading.get_ident()
 
     def call(graph: Any, inputs: Sequence[Any]) -> Any:
         kept = tuple(inputs)  # the kernel empties the list
         outputs = original(graph, inputs)
-        made.append(_KernelCall(graph.current_callable, kept, outputs))
+        if threading.get_ident() == listening:
+            made.append(_KernelCall(graph.current_callable, kept, outputs))
         return outputs
 
     kind.__call__ = call
@@ -215,9 +224,7 @@ def _mark(tensor: Tensor, dims: Iterable[int]) -> None:
 
 @contextmanager
 def compiling(call: BlockCall) -> Iterator[None]:
-    """Apply the settings for compiling blocks, which only the first pass of a kind needs."""
-    if isinstance(call, CompiledBlocks):
-        call.is_new = True
+    """Apply the settings for compiling blocks, which only the first pass of a kind needs. One thread at a time."""
     # A layer's index is an attribute of its modules: as a constant, it would cause one compilation per layer.
     dynamo = torch._dynamo.config.patch(allow_unspec_int_on_nn_module=True, recompile_limit=MAX_GRAPHS)
     # Sizes that happen to be equal, such as heads and positions, would be assumed always equal.
@@ -226,7 +233,9 @@ def compiling(call: BlockCall) -> Iterator[None]:
     compile_few_positions()
     compile_attention()
     compile_integer_kernel()
-    with dynamo, shapes:
+    with PREPARING, dynamo, shapes:
+        if isinstance(call, CompiledBlocks):
+            call.is_new = True
         try:
             yield
         finally:
@@ -242,7 +251,7 @@ def without_guards(run: Callable[[], OutputsT]) -> Callable[[], OutputsT]:
     """
 
     def prepared() -> OutputsT:
-        with torch.compiler.set_stance("default", skip_guard_eval_unsafe=True):
+        with PREPARING, torch.compiler.set_stance("default", skip_guard_eval_unsafe=True):
             return run()
 
     return prepared

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -55,6 +56,8 @@ class CudaGraphs:
         self._pool: Any = None
         self._sentinel: Any = None
         """A recording of one small tensor, which keeps the pool when all other recordings are gone."""
+        self._alone = threading.RLock()
+        """Held from a replay until its outputs are copied, as recordings share their memory; and by each recording."""
         self._invalid: list[Any] = []
         """Graphs whose capture failed."""
 
@@ -66,7 +69,7 @@ class CudaGraphs:
         `torch.OutOfMemoryError` if the device has no memory left for the recording.
         """
         self.num_recorded += 1
-        with torch.cuda.device(self._device):
+        with self._alone, torch.cuda.device(self._device):
             self._open()
             with self._on_stream():  # compiles, loads kernels and sets up libraries: not capturable
                 outputs = run()
@@ -82,7 +85,7 @@ class CudaGraphs:
                 return outputs, run
 
         def play() -> OutputsT:
-            with torch.cuda.device(self._device):
+            with self._alone, torch.cuda.device(self._device):
                 graph.replay()
                 return recorded.copied()
 

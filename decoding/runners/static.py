@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar, cast
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -25,7 +26,7 @@ from decoding.acceptance import accept_greedy, most_likely
 from decoding.cache.kv_cache import KVCache, Storage
 from decoding.errors import UnsupportedRunnerError
 from decoding.runners.buckets import CPU_BUCKETS, GPU_BUCKETS, Buckets
-from decoding.runners.compilation import CompiledBlocks, call_block, compiling, without_guards
+from decoding.runners.compilation import PREPARING, CompiledBlocks, call_block, compiling, without_guards
 from decoding.runners.contract import BlockCall, Inputs, Outputs, Part, PassRequest, Verdict, Written, judge
 from decoding.runners.cpu_attention import has_attention_kernel
 from decoding.runners.eager import EagerRunner
@@ -56,8 +57,9 @@ long as the passes one by one."""
 
 
 class StaticRunner:
-    """Fixed-shape passes for one model on one device. One pass at a time.
+    """Fixed-shape passes for one model on one device. Threads may run sequences in storages of their own at the same time.
 
+    Nothing that a pass changes is shared between storages. Preparing is shared: a first pass of its shape waits for other threads'.
     `recorder` records each pass at its first run; by default CUDA graphs on a GPU, and nothing elsewhere.
     """
 
@@ -90,10 +92,11 @@ class StaticRunner:
         self._in_use: set[Storage] = set()
         self._protected: set[Storage] = set()
         """Storages that outlive the current context of `temporary_memory`, although they may be too small for it."""
-        self._inputs: dict[int, _Buffers] = {}
+        # Sequences in different storages may run in different threads, so each storage has inputs of its own.
+        self._inputs = WeakKeyDictionary[Storage, dict[int, _Buffers]]()
         # Recordings live as long as their part and are bound to the storage that they read.
-        self._prepared: weakref.WeakKeyDictionary[Part, dict[_Key, Callable[[], Any]]] = weakref.WeakKeyDictionary()
-        self._row_inputs: dict[Rows, RowInputs] = {}
+        self._prepared: WeakKeyDictionary[Part, dict[_Key, Callable[[], Any]]] = WeakKeyDictionary()
+        self._row_inputs = WeakKeyDictionary[Storage, dict[Rows, RowInputs]]()
 
     def _in_place_of(self, masks: MaskKinds) -> MaskKinds:
         """Return what this runner's passes get: masks, or what a kernel reads in their place."""
@@ -125,15 +128,17 @@ class StaticRunner:
 
         The storage of earlier sequences is reused if it is large enough.
         """
-        storage = self._take(num_layers, self.buckets.capacity(capacity), num_rows)
+        with PREPARING:
+            storage = self._take(num_layers, self.buckets.capacity(capacity), num_rows)
+            self._in_use.add(storage)
         cache = KVCache(num_layers, capacity, storage)
-        self._in_use.add(storage)
         weakref.finalize(cache, self._in_use.discard, storage).atexit = False
         return cache
 
     def reserve(self, num_layers: int, capacity: int, num_rows: int = 1) -> None:
         """Make a storage for sequences of at most `capacity` tokens unless there is one; see `Runner.reserve`."""
-        self._take(num_layers, self.buckets.capacity(capacity), num_rows)
+        with PREPARING:
+            self._take(num_layers, self.buckets.capacity(capacity), num_rows)
 
     def _take(self, num_layers: int, num_slots: int, num_rows: int) -> Storage:
         """Return the oldest free storage that is large enough, or a new one.
@@ -161,9 +166,10 @@ class StaticRunner:
         try:
             yield
         finally:
-            for storage in [each for each in self._storages if each not in self._protected]:
-                self._forget(storage)
-            self._protected = outer
+            with PREPARING:
+                for storage in [each for each in self._storages if each not in self._protected]:
+                    self._forget(storage)
+                self._protected = outer
 
     def _forget(self, storage: Storage) -> None:
         """Drop a storage and the recordings that are bound to it."""
@@ -195,7 +201,7 @@ class StaticRunner:
             else self._shape(cache, start, width, last_only, states)
         )
         shape = replace(shape, looks=looks and self._recorder is not None)
-        self._buffers(shape.width).fill(token_ids, start, states)
+        self._buffers(cache, shape.width).fill(token_ids, start, states)
         outputs = self._prepared_pass(part, cache, shape, self._compute)
         kept = None if outputs.states is None else outputs.states[..., :width, :].clone()
         return replace(outputs.of_row(0, 1 if shape.last_only else width, last_only=last_only), states=kept)
@@ -210,7 +216,7 @@ class StaticRunner:
             return self._eager.run_tree(part, token_ids, cache, start, positions)
         cache.cover(start, width)
         shape = replace(self._shape(cache, start, width, False, None), is_tree=True)
-        buffers = self._buffers(shape.width)
+        buffers = self._buffers(cache, shape.width)
         buffers.fill(token_ids, start, None)
         buffers.fill_positions(positions)
         outputs = self._prepared_pass(part, cache, shape, self._compute)
@@ -235,7 +241,7 @@ class StaticRunner:
         if count == 1 or start == 0 or (part.is_whole and self.exact_width is not None):
             return one_token(self.run(part, token_ids, cache, start, last_only=True, looks=looks), looks=looks)
         cache.cover(start, count)
-        self._buffers(1).fill(token_ids, start, None)
+        self._buffers(cache, 1).fill(token_ids, start, None)
         shape = _Shape(
             1, self._reach(cache.storage, start + count), last_only=False, resumes=False, num_tokens=count, looks=looks
         )
@@ -253,7 +259,7 @@ class StaticRunner:
             return self._eager.run_round(draft, whole, token_ids, cache, start, num_tokens)
         cache.cover(start, num_tokens + 1)
         width = self.buckets.width(num_tokens + 1)
-        self._buffers(1).fill(token_ids, start, None)
+        self._buffers(cache, 1).fill(token_ids, start, None)
         shape = _Shape(width, self._reach(cache.storage, start + width), False, False, num_tokens, is_round=True)
         return self._prepared_pass(draft, cache, shape, partial(self._compute_round, whole)).values
 
@@ -288,17 +294,18 @@ class StaticRunner:
         furthest = max(each.start for each in passes.values()) + width + num_tokens - 1
         rows = replace(rows, width=width, num_slots=min(self._reach(memory, furthest), memory.capacity))
         given = RowInputs.of(passes, rows)
-        if rows.inputs not in self._row_inputs:
-            self._row_inputs[rows.inputs] = given.copied()
+        known = self._row_inputs.setdefault(memory, {})
+        if rows.inputs not in known:
+            known[rows.inputs] = given.copied()
         else:
-            self._row_inputs[rows.inputs].fill(given)
+            known[rows.inputs].fill(given)
         return rows, KVCache(len(memory.layers), memory.capacity, memory)
 
     def _compute_rows(self, part: Part, cache: KVCache, rows: Rows) -> Outputs:
-        return compute_rows(part, self._row_inputs[rows.inputs], cache, self._mask_kinds, rows)
+        return compute_rows(part, self._row_inputs[cache.storage][rows.inputs], cache, self._mask_kinds, rows)
 
     def _compute_chains(self, part: Part, cache: KVCache, rows: Rows) -> Written:
-        return compute_chains(part, self._row_inputs[rows.inputs], cache, self._mask_kinds, rows)
+        return compute_chains(part, self._row_inputs[cache.storage][rows.inputs], cache, self._mask_kinds, rows)
 
     def _shape(self, cache: KVCache, start: int, width: int, last_only: bool, states: Tensor | None) -> _Shape:
         bucket = self.buckets.width(width)
@@ -316,11 +323,12 @@ class StaticRunner:
         """
         return _Shape(width, self.buckets.capacity(cache.capacity), last_only=False, resumes=False)
 
-    def _buffers(self, width: int) -> _Buffers:
-        if width not in self._inputs:
+    def _buffers(self, cache: KVCache, width: int) -> _Buffers:
+        known = self._inputs.setdefault(cache.storage, {})
+        if width not in known:
             with torch.inference_mode(False):  # filled in any mode
-                self._inputs[width] = _Buffers(width, self._device)
-        return self._inputs[width]
+                known[width] = _Buffers(width, self._device)
+        return known[width]
 
     def _prepared_pass(
         self, part: Part, cache: KVCache, shape: Shape, compute: Callable[[Part, KVCache, Shape], OutputsT]
@@ -329,21 +337,21 @@ class StaticRunner:
 
         The first pass of a shape is compiled where needed and recorded.
         """
-        known = self._prepared.setdefault(part, {})
         key = (shape, cache.storage, torch.is_grad_enabled(), torch.is_inference_mode_enabled())
-        if key in known:
-            return cast(OutputsT, known[key]())
+        if (prepared := self._prepared.get(part, {}).get(key)) is not None:
+            return cast(OutputsT, prepared())
         run = _bound(part, cache.storage, shape, compute)
         with compiling(self.block_call):
+            known = self._prepared.setdefault(part, {})
             if self._recorder is not None:
                 outputs, known[key] = self._recorder.record(run)
                 return outputs
             outputs = run()
-        known[key] = run if self.block_call is call_block else without_guards(run)
-        return outputs
+            known[key] = run if self.block_call is call_block else without_guards(run)
+            return outputs
 
     def _compute(self, part: Part, cache: KVCache, shape: _Shape) -> Outputs:
-        buffers = self._buffers(shape.width)
+        buffers = self._buffers(cache, shape.width)
         states = buffers.states if shape.resumes else None
         positions = buffers.positions if shape.is_tree else None
         outputs = self._compute_at(
@@ -357,7 +365,7 @@ class StaticRunner:
         return replace(outputs, judged=judged)
 
     def _compute_chain(self, part: Part, cache: KVCache, shape: _Shape) -> Written:
-        buffers = self._buffers(1)
+        buffers = self._buffers(cache, 1)
         slots = buffers.slots()
 
         def step(token_ids: Tensor, index: int) -> Written:
@@ -368,7 +376,7 @@ class StaticRunner:
 
     def _compute_round(self, whole: Part, draft: Part, cache: KVCache, shape: _Shape) -> Verdict:
         drafted = self._compute_chain(draft, cache, shape).token_ids
-        buffers = self._buffers(1)
+        buffers = self._buffers(cache, 1)
         padding = drafted.new_zeros(shape.width - 1 - shape.num_tokens)
         token_ids = torch.cat([buffers.token_ids[0], drafted, padding])[None]
         slots = buffers.slots() + torch.arange(shape.width, device=self._device)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -43,20 +45,23 @@ class Identity(StandIn):
 
 
 class Tap(StandIn):
-    """Runs the block and records its output states."""
+    """Runs the block and hands its output states to `record`."""
 
-    def __init__(self, block: nn.Module, states: list[Tensor]) -> None:
+    def __init__(self, block: nn.Module, record: Callable[[Tensor], None]) -> None:
         super().__init__(block)
-        self.__dict__["states"] = states
+        self.__dict__["record"] = record
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         output = self.block(*args, **kwargs)
-        self.states.append(first_of(output))
+        self.record(first_of(output))
         return output
 
 
-class PassState:
-    """The state that a part's stand-ins share during a pass."""
+class PassState(threading.local):
+    """The state that a part's stand-ins share during a pass.
+
+    Each thread has its own, so that threads may run passes of one part at the same time.
+    """
 
     def __init__(self) -> None:
         self.width = 1
@@ -79,6 +84,10 @@ class PassState:
         self.states = None
         self.tapped.clear()
         self.narrowed.clear()
+
+    def tap(self, states: Tensor) -> None:
+        """Record states of the pass [.., width, hidden]."""
+        self.tapped.append(states)
 
     def narrow(self, value: Any) -> Any:
         """Return a block input other than the hidden states, narrowed to the last position."""

@@ -400,12 +400,9 @@ class Target:
         skips = frozenset(skip_attention), frozenset(skip_mlp)
         return DraftView(self, *skips, keep_boundary=keep_boundary, vocabulary=vocabulary, bits=bits)
 
-    def resume_view(self, boundary: int, *, keep_states: bool = False) -> ResumeView:
-        """Return the model from block `boundary` on, for known input states of that block.
-
-        `keep_states` records the boundary states of each pass.
-        """
-        return ResumeView(self, boundary, keep_states=keep_states)
+    def resume_view(self, boundary: int) -> ResumeView:
+        """Return the model from block `boundary` on, for known input states of that block."""
+        return ResumeView(self, boundary)
 
     def block_view(self, index: int) -> BlockView:
         """Return block `index` by itself."""
@@ -489,7 +486,8 @@ class Target:
     ) -> tuple[dict[int, Tensor], Tensor]:
         states: dict[int, list[Tensor]] = {exit_layer: [] for exit_layer in exit_layers}
         blocks = [
-            Tap(block, states[index + 1]) if index + 1 in states else block for index, block in enumerate(self.blocks)
+            Tap(block, states[index + 1].append) if index + 1 in states else block
+            for index, block in enumerate(self.blocks)
         ]
         view = with_blocks(self.model, self.anatomy.path, blocks)
         logits = run_whole(view, token_ids, first)
@@ -557,7 +555,7 @@ class Target:
         """
         states: list[Tensor] = []
         runner, cache = EagerRunner(), self._cache_after(before, token_ids.shape[1])
-        tapped, start = self.part([Tap(block, states) for block in self.blocks]), cache.length
+        tapped, start = self.part([Tap(block, states.append) for block in self.blocks]), cache.length
         runner.run(tapped, token_ids, cache, start, last_only=True)
         emit = Emit(self.blocks[0], self.anatomy.block_outputs)
         rest = [Identity(block, self.anatomy.block_outputs) for block in list(self.blocks)[1:]]

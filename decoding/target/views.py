@@ -39,12 +39,11 @@ class DraftView:
         _check_indices(skip_attention | skip_mlp, target.num_layers)
         self.boundary = min(skip_attention | skip_mlp, default=None) if bits is None else 0
         self._target = target
-        self._states: list[Tensor] = []
         blocks = target.draft_blocks(skip_attention, skip_mlp, bits=bits)
         self.keeps_boundary = keep_boundary and bool(self.boundary)
         current = PassState()
         if self.boundary and self.keeps_boundary:
-            blocks[self.boundary - 1] = Tap(blocks[self.boundary - 1], current.tapped)
+            blocks[self.boundary - 1] = Tap(blocks[self.boundary - 1], current.tap)
         self._part = target.part(blocks, current, drafts=True, vocabulary=vocabulary, bits=bits)
 
     def forward(self, token_ids: Tensor, cache: KVCache, start: int) -> Tensor:
@@ -52,11 +51,11 @@ class DraftView:
         return self.run(token_ids, cache, start).logits
 
     def run(self, token_ids: Tensor, cache: KVCache, start: int, *, looks: bool = False) -> Outputs:
-        """Run the last position of `token_ids` [1, width]; `looks` as in `Runner.run`."""
-        outputs = self._target.run(self._part, token_ids, cache, start, last_only=True, looks=looks)
-        if outputs.states is not None:
-            self._states.append(outputs.states)
-        return outputs
+        """Run the last position of `token_ids` [1, width]; `looks` as in `Runner.run`.
+
+        The outputs' states are the boundary states [.., width, hidden], if they are kept.
+        """
+        return self._target.run(self._part, token_ids, cache, start, last_only=True, looks=looks)
 
     def write(self, token_ids: Tensor, cache: KVCache, start: int, num_tokens: int, *, looks: bool = False) -> Written:
         """Draft `num_tokens` greedy tokens after `token_ids` [1, 1] at `start`, recording boundary states if kept.
@@ -78,12 +77,6 @@ class DraftView:
         """
         return self._part.rounds(token_ids, cache).logits
 
-    def take_states(self) -> list[Tensor]:
-        """Return and clear the boundary states [.., width, hidden] of each pass since the last call."""
-        states = list(self._states)
-        self._states.clear()
-        return states
-
 
 class BlockView:
     """One block of the target by itself, run for many rounds at once."""
@@ -94,7 +87,7 @@ class BlockView:
         around = [Identity(block, target.anatomy.block_outputs) for block in blocks]
 
         def by_itself(block: nn.Module, current: PassState) -> ModelPart:
-            tap = Tap(block, current.tapped)
+            tap = Tap(block, current.tap)
             return target.part([*around[:index], tap, *around[index + 1 :]], current)
 
         given = PassState()
@@ -120,7 +113,7 @@ class DraftStatesView:
         target.check_exit_layer(exit_layer)
         current, after = PassState(), range(exit_layer, target.num_layers)
         blocks = target.draft_blocks(after, after, bits=bits)
-        blocks[exit_layer - 1] = Tap(blocks[exit_layer - 1], current.tapped)
+        blocks[exit_layer - 1] = Tap(blocks[exit_layer - 1], current.tap)
         self._part = target.part(blocks, current)
 
     def rounds(self, token_ids: Tensor, cache: RoundsCache) -> Tensor:
@@ -136,11 +129,10 @@ class ResumeView:
     Earlier blocks compute the last position only, or nothing if that is known too.
     """
 
-    def __init__(self, target: Target, boundary: int, *, keep_states: bool) -> None:
+    def __init__(self, target: Target, boundary: int) -> None:
         if not 0 < boundary < target.num_layers:
             raise ValueError(f"a pass resumes at block 1 to {target.num_layers - 1}, got {boundary}")
         self._run, self.boundary = target.run, boundary
-        self._keeps_states, self._states = keep_states, list[Tensor]()
         before, first, after = target.stack[:boundary], target.stack[boundary], target.stack[boundary + 1 :]
         known, last = PassState(), PassState()
         passed_by = [Identity(block, target.anatomy.block_outputs) for block in before]
@@ -155,8 +147,8 @@ class ResumeView:
     def run(self, token_ids: Tensor, cache: KVCache, start: int, states: Tensor) -> Outputs:
         """Run `token_ids` [1, width], all of which get logits.
 
-        `states` are the boundary states of all positions, or of all but the last. Raises `ValueError` for any other
-        number.
+        `states` are the boundary states of all positions, or of all but the last. The outputs' states are those of all positions.
+        Raises `ValueError` for any other number.
         """
         width, known = token_ids.shape[1], states.shape[-2]
         if known not in (width, width - 1):
@@ -164,14 +156,7 @@ class ResumeView:
                 f"boundary states are known for {known} of {width} positions; all or all but the last are needed"
             )
         part = self._from_known if known == width else self._from_last
-        outputs = self._run(part, token_ids, cache, start, states=states)
-        if self._keeps_states and outputs.states is not None:
-            self._states = [outputs.states]
-        return outputs
-
-    def take_states(self) -> Tensor:
-        """Return and release the latest pass's boundary states [.., width, hidden], the last position's included."""
-        return self._states.pop()
+        return self._run(part, token_ids, cache, start, states=states)
 
 
 class TappedView:
@@ -180,7 +165,7 @@ class TappedView:
     def __init__(self, target: Target, boundary: int) -> None:
         self._run, self._run_tree = target.run, target.run_tree
         current, blocks = PassState(), list(target.stack)
-        blocks[boundary - 1] = Tap(blocks[boundary - 1], current.tapped)
+        blocks[boundary - 1] = Tap(blocks[boundary - 1], current.tap)
         self._part = target.part(blocks, current, is_whole=True)
 
     def forward(
@@ -219,7 +204,7 @@ class ExitView:
         before = target.draft_blocks(after, after, bits=bits)[:exit_layer]
 
         def first_blocks(current: PassState) -> list[nn.Module]:
-            return [*before[:-1], Tap(before[-1], current.tapped)]
+            return [*before[:-1], Tap(before[-1], current.tap)]
 
         step, pending, fill = PassState(), PassState(), PassState()
         narrowed = [LastPosition(block, pending) for block in first_blocks(pending)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -219,12 +219,11 @@ def test_boundary_is_the_first_block_that_differs() -> None:
 
 def test_states_are_kept_only_on_request_and_after_a_prefix() -> None:
     target = target_of("llama")
-    for first, asked, kept in ((2, True, 1), (2, False, 0), (0, True, 0)):
+    for first, asked, kept in ((2, True, True), (2, False, False), (0, True, False)):
         view = target.draft_view([first], [first], keep_boundary=asked)
-        view.forward(ids_of(), target.new_cache(LENGTH), 0)
-        assert view.keeps_boundary == bool(kept)
-        assert [states.shape for states in view.take_states()] == [(1, LENGTH, 32)] * kept
-        assert view.take_states() == []
+        states = view.run(ids_of(), target.new_cache(LENGTH), 0).states
+        assert view.keeps_boundary == kept
+        assert (states is not None and states.shape == (1, LENGTH, 32)) == kept
 
 
 @pytest.mark.parametrize("index", [-1, NUM_LAYERS])
@@ -280,6 +279,11 @@ def test_views_of_a_model_with_replaced_forwards_skip_all_the_same() -> None:
 # --- views that resume ------------------------------------------------------------------------------------------------------
 
 
+def joined(states: Sequence[torch.Tensor | None]) -> torch.Tensor:
+    """Return the boundary states [.., width, hidden] of consecutive passes; each has some."""
+    return torch.cat([each for each in states if each is not None], dim=-2)
+
+
 @pytest.mark.parametrize("boundary", range(1, NUM_LAYERS))
 @pytest.mark.parametrize("family", FAMILIES)
 def test_pass_resumed_after_the_prefix_equals_the_whole_pass(family: str, boundary: int) -> None:
@@ -291,9 +295,9 @@ def test_pass_resumed_after_the_prefix_equals_the_whole_pass(family: str, bounda
     for known in (width, width - 1):
         cache = target.new_cache(LENGTH + 1)
         target.forward(ids[:, :half], cache, 0)
-        for position in range(half, half + known):  # token by token, as a draft does
-            draft.forward(ids[:, position : position + 1], cache, position)
-        states = torch.cat(draft.take_states(), dim=-2)
+        # Token by token, as a draft does.
+        drafted = range(half, half + known)
+        states = joined([draft.run(ids[:, each : each + 1], cache, each).states for each in drafted])
         assert_close(resume.forward(ids[:, half:LENGTH], cache, half, states), whole[half:LENGTH])
         # And every layer's cache is filled as by the whole pass.
         assert_close(target.forward(ids[:, LENGTH:], cache, LENGTH), whole[LENGTH:])
@@ -305,8 +309,7 @@ def test_resumed_pass_runs_the_prefix_on_unknown_positions_only() -> None:
     for known, prefix_updates in ((4, 0), (3, 1)):
         cache = target.new_cache(LENGTH)
         target.forward(ids[:, :4], cache, 0)
-        draft.forward(ids[:, 4 : 4 + known], cache, 4)
-        (states,) = draft.take_states()
+        states = joined([draft.run(ids[:, 4 : 4 + known], cache, 4).states])
         before = cache.updates_per_layer
         resume.forward(ids[:, 4:8], cache, 4, states)
         made = [after - earlier for after, earlier in zip(cache.updates_per_layer, before, strict=True)]
@@ -316,8 +319,7 @@ def test_resumed_pass_runs_the_prefix_on_unknown_positions_only() -> None:
 def test_states_are_released_after_the_pass() -> None:
     target, ids = target_of("llama"), ids_of()
     draft, resume = target.draft_view([2], [2], keep_boundary=True), target.resume_view(2)
-    draft.forward(ids, target.new_cache(LENGTH), 0)
-    (states,) = draft.take_states()
+    states = joined([draft.run(ids, target.new_cache(LENGTH), 0).states])
     resume.forward(ids, target.new_cache(LENGTH), 0, states)
     held = weakref.ref(states)
     del states
