@@ -11,7 +11,7 @@ import tomllib
 from tests.support.paths import ROOT
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-MODULES = {"pyyaml": "yaml", "scikit-learn": "sklearn"}
+MODULES = {"prometheus-client": "prometheus_client", "pyyaml": "yaml", "scikit-learn": "sklearn"}
 """Names that are imported, by the names for pip where they differ."""
 WITHOUT_TUNER = """
 import sys
@@ -71,8 +71,14 @@ def test_production_runs_without_the_packages_of_the_tuner() -> None:
 
 
 def test_dependencies_are_what_decoding_imports() -> None:
-    """numpy is used through torch, pydantic brings pydantic_core, and MLflow is imported only for a registered profile."""
-    assert _modules(PROJECT["dependencies"]) == _imported("decoding") - {"pydantic_core", "mlflow"} | {"numpy"}
+    """numpy is used through torch, pydantic brings pydantic_core, and MLflow is imported only for a registered profile.
+
+    The server is an extra; fastapi brings starlette, and torch jinja2.
+    """
+    served = _modules(PROJECT["optional-dependencies"]["serve"]) | {"starlette", "jinja2"}
+    others = {"pydantic_core", "mlflow", *served}
+    assert _modules(PROJECT["dependencies"]) == _imported("decoding") - others | {"numpy"}
+    assert served - {"click", "rich"} <= _imported("decoding/serving")
 
 
 def test_the_extra_holds_whatever_else_the_tuner_imports() -> None:
@@ -87,6 +93,7 @@ def test_command_is_the_launcher() -> None:
 
 
 def test_launcher_knows_the_packages_of_the_extra() -> None:
-    from tuner.cli.launch import PACKAGES
+    from tuner.cli.launch import PACKAGES, SERVER_PACKAGES
 
     assert set(PACKAGES) == _modules(PROJECT["optional-dependencies"]["tune"])
+    assert set(SERVER_PACKAGES) == _modules(PROJECT["optional-dependencies"]["serve"])

@@ -18,7 +18,11 @@ from decoding.rounds import Prefill, Round
 
 
 class WaitingRoomFullError(SdtuneError):
-    """As many requests wait as may; try again later."""
+    """As many requests wait as may, or the room `is_closed`."""
+
+    def __init__(self, message: str, *, is_closed: bool = False) -> None:
+        super().__init__(message)
+        self.is_closed = is_closed
 
 
 class Stopped(StrEnum):
@@ -74,7 +78,7 @@ class WaitingRoom:
         """Let a job wait. Raises `WaitingRoomFullError` if the room is full or closed."""
         with self._changed:
             if self._is_closed:
-                raise WaitingRoomFullError("the server is shutting down")
+                raise WaitingRoomFullError("the server is shutting down", is_closed=True)
             if len(self._jobs) >= self.limit:
                 raise WaitingRoomFullError(
                     f"{len(self._jobs)} requests are waiting, the most that may: try again later"

@@ -8,17 +8,21 @@ from __future__ import annotations
 import sys
 from importlib.util import find_spec
 
+SERVER_PACKAGES = ("click", "rich", "fastapi", "prometheus_client", "uvicorn")
+"""Modules of the packages in the extra `serve`, with which `sdtune serve` runs without the tuner."""
 PACKAGES = ("click", "datasets", "matplotlib", "mlflow", "optuna", "rich", "scipy", "sklearn", "sqlalchemy")
 """Modules of the packages in the extra `tune`."""
 
 
 def launch() -> None:
     """Run the command, or exit with status 2 and one line that says what to install."""
-    missing = [package for package in PACKAGES if find_spec(package) is None]
+    serves = sys.argv[1:2] == ["serve"]
+    what, extra = ("server", "serve") if serves else ("tuner", "tune")
+    missing = [package for package in (SERVER_PACKAGES if serves else PACKAGES) if find_spec(package) is None]
     if missing:
         print(
-            f"sdtune: the tuner is not installed (no {', '.join(missing)}): pip install 'sdtune[tune]', or "
-            "pip install -e '.[tune]' in a checkout",
+            f"sdtune: the {what} is not installed (no {', '.join(missing)}): pip install 'sdtune[{extra}]', or "
+            f"pip install -e '.[{extra}]' in a checkout",
             file=sys.stderr,
         )
         sys.exit(2)

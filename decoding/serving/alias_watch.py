@@ -1,0 +1,49 @@
+"""A profile in a registry that is replaced while the server runs: the alias is asked for, and its new version taken over."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from threading import Event, Thread
+
+from decoding.errors import ProfileError
+
+log = logging.getLogger(__name__)
+
+
+class AliasWatch:
+    """Calls `fetch` every `seconds` and, if it returns another path than last time, `take_over` with it.
+
+    Both are called by a thread of its own. A registry that does not answer is logged and asked again.
+    """
+
+    def __init__(
+        self, fetch: Callable[[], Path], current: Path, take_over: Callable[[Path], None], *, seconds: float
+    ) -> None:
+        self._fetch, self._current, self._take_over, self._seconds = fetch, current, take_over, seconds
+        self._stopped = Event()
+        self._thread = Thread(target=self._run, name="alias watch", daemon=True)
+
+    def start(self) -> None:
+        """Begin to ask."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Ask no more."""
+        self._stopped.set()
+
+    def look(self) -> None:
+        """Ask once."""
+        try:
+            found = self._fetch()
+        except ProfileError as error:
+            log.warning("still serving the profile in %s: %s", self._current.parent, error)
+            return
+        if found != self._current:
+            self._current = found
+            self._take_over(found)
+
+    def _run(self) -> None:
+        while not self._stopped.wait(self._seconds):
+            self.look()

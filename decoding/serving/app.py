@@ -1,0 +1,335 @@
+"""The HTTP interface: OpenAI's paths and error objects, streamed as server-sent events or answered at once.
+
+An own small application and not transformers' serving handlers: docs/serving.md says why.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+import time
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from fastapi import Depends, FastAPI, HTTPException, Request, Response
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse, StreamingResponse
+from starlette.exceptions import HTTPException as StarletteHTTPException
+
+from decoding.errors import UnsupportedRequestError
+from decoding.serving.protocol import ChatBody, CompletionBody, GenerationBody
+from decoding.serving.service import Answer, Piece, RequestFailedError, Service
+from decoding.serving.waiting_room import WaitingRoomFullError
+
+MAX_BODY_BYTES = 4 * 2**20
+METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+RETRY_SECONDS = "1"
+
+
+class ApiError(Exception):
+    """An answer with OpenAI's error object."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        kind: str = "invalid_request_error",
+        param: str | None = None,
+        code: str | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status, self.kind, self.param, self.code = status, kind, param, code
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """The error object."""
+        return {"error": {"message": str(self), "type": self.kind, "param": self.param, "code": self.code}}
+
+    @property
+    def response(self) -> JSONResponse:
+        """The whole answer."""
+        headers = {"Retry-After": RETRY_SECONDS} if self.status in (429, 503) else None
+        return JSONResponse(self.body, self.status, headers)
+
+
+def create_app(service: Service, *, api_key: str | None = None, max_body_bytes: int = MAX_BODY_BYTES) -> FastAPI:
+    """Return the application. With an `api_key` the paths under /v1 need it as a bearer token.
+
+    The decoding thread starts and stops with the application.
+    """
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        service.decoding.start()
+        try:
+            yield
+        finally:
+            await asyncio.to_thread(service.decoding.stop)
+
+    # Without documentation pages, which would load scripts from elsewhere.
+    app = FastAPI(
+        title="sdtune", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None, max_body_size=max_body_bytes
+    )
+    _answer_errors(app)
+    guarded = [Depends(_key_check(api_key))]
+
+    @app.get("/health")
+    async def health() -> Response:
+        return Response(status_code=200 if service.decoding.is_alive else 503)
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        return Response(service.counters.text(), media_type=METRICS_TYPE)
+
+    @app.get("/v1/models", dependencies=guarded)
+    async def models() -> dict[str, Any]:
+        return {"object": "list", "data": [_model_card(service)]}
+
+    @app.get("/v1/models/{name:path}", dependencies=guarded)
+    async def model(name: str) -> dict[str, Any]:
+        _check_model(service, name)
+        return _model_card(service)
+
+    @app.post("/v1/completions", dependencies=guarded)
+    async def completions(body: CompletionBody, request: Request) -> Response:
+        _check_model(service, body.model)
+        prompts = [await service.prompt(prompt) for prompt in body.prompts]
+        return await _respond(service, request, body, prompts, CompletionFormat("text_completion", "cmpl"))
+
+    @app.post("/v1/chat/completions", dependencies=guarded)
+    async def chat_completions(body: ChatBody, request: Request) -> Response:
+        _check_model(service, body.model)
+        prompt = await service.chat_prompt(body)
+        return await _respond(service, request, body, [prompt], ChatFormat("chat.completion", "chatcmpl"))
+
+    return app
+
+
+def _key_check(api_key: str | None) -> Callable[[Request], Awaitable[None]]:
+    async def check(request: Request) -> None:
+        given = request.headers.get("authorization", "")
+        if api_key is not None and not hmac.compare_digest(given.encode(), f"Bearer {api_key}".encode()):
+            raise ApiError(401, "wrong or missing API key", code="invalid_api_key")
+
+    return check
+
+
+def _check_model(service: Service, name: str | None) -> None:
+    if name is not None and name != service.model.name:
+        message = f"the model {name!r} does not exist; this server has {service.model.name!r}"
+        raise ApiError(404, message, param="model", code="model_not_found")
+
+
+def _model_card(service: Service) -> dict[str, Any]:
+    return {
+        "id": service.model.name,
+        "object": "model",
+        "created": 0,
+        "owned_by": "sdtune",
+        "max_model_len": service.max_length,
+    }
+
+
+def _answer_errors(app: FastAPI) -> None:
+    """Turn every error into OpenAI's error object."""
+
+    @app.exception_handler(ApiError)
+    async def api_error(_: Request, error: ApiError) -> Response:
+        return error.response
+
+    @app.exception_handler(UnsupportedRequestError)
+    async def unsupported(_: Request, error: UnsupportedRequestError) -> Response:
+        return ApiError(400, str(error)).response
+
+    @app.exception_handler(WaitingRoomFullError)
+    async def full(_: Request, error: WaitingRoomFullError) -> Response:
+        return ApiError(503 if error.is_closed else 429, str(error), kind="overloaded_error").response
+
+    @app.exception_handler(RequestFailedError)
+    async def failed(_: Request, error: RequestFailedError) -> Response:
+        return _failure(error).response
+
+    @app.exception_handler(RequestValidationError)
+    async def invalid(_: Request, error: RequestValidationError) -> Response:
+        return _validation(error).response
+
+    @app.exception_handler(StarletteHTTPException)
+    async def http(_: Request, error: StarletteHTTPException) -> Response:
+        return ApiError(error.status_code, str(error.detail)).response
+
+
+def _failure(error: RequestFailedError) -> ApiError:
+    return ApiError(503 if error.is_shutdown else 500, str(error), kind="server_error")
+
+
+def _validation(error: RequestValidationError) -> ApiError:
+    """Name the first thing that is wrong with a body."""
+    first = error.errors()[0]
+    if first["type"] == "json_invalid":
+        return ApiError(400, f"the body is not valid JSON: {first.get('ctx', {}).get('error', '')}")
+    # Members of a union are named in brackets or by their type; the key itself comes first.
+    keys = [str(key) for key in first["loc"] if key != "body"]
+    param = keys[0] if keys else None
+    message = "unknown key" if first["type"] == "extra_forbidden" else str(first["msg"])
+    return ApiError(400, f"{param}: {message}" if param else message, param=param)
+
+
+@dataclass(frozen=True)
+class CompletionFormat:
+    """The objects of `/v1/completions`."""
+
+    kind: str
+    prefix: str
+
+    @property
+    def chunk_kind(self) -> str:
+        """The `object` of a streamed chunk."""
+        return self.kind
+
+    def choice(self, index: int, text: str, reason: str | None) -> dict[str, Any]:
+        """Return a whole choice."""
+        return {"index": index, "text": text, "logprobs": None, "finish_reason": reason}
+
+    def first_delta(self, index: int) -> dict[str, Any] | None:
+        """Return the choice of the chunk before the text, or None."""
+        return None
+
+    def delta(self, index: int, text: str, reason: str | None) -> dict[str, Any]:
+        """Return the choice of a chunk."""
+        return self.choice(index, text, reason)
+
+
+class ChatFormat(CompletionFormat):
+    """The objects of `/v1/chat/completions`."""
+
+    @property
+    def chunk_kind(self) -> str:
+        """The `object` of a streamed chunk."""
+        return f"{self.kind}.chunk"
+
+    def choice(self, index: int, text: str, reason: str | None) -> dict[str, Any]:
+        """Return a whole choice."""
+        message = {"role": "assistant", "content": text}
+        return {"index": index, "message": message, "logprobs": None, "finish_reason": reason}
+
+    def first_delta(self, index: int) -> dict[str, Any] | None:
+        """Return the choice that names the role."""
+        return self._delta(index, {"role": "assistant", "content": ""}, None)
+
+    def delta(self, index: int, text: str, reason: str | None) -> dict[str, Any]:
+        """Return the choice of a chunk."""
+        return self._delta(index, {"content": text} if text else {}, reason)
+
+    def _delta(self, index: int, delta: dict[str, Any], reason: str | None) -> dict[str, Any]:
+        return {"index": index, "delta": delta, "logprobs": None, "finish_reason": reason}
+
+
+async def _respond(
+    service: Service,
+    request: Request,
+    body: GenerationBody,
+    prompts: Sequence[Sequence[int]],
+    shape: CompletionFormat,
+) -> Response:
+    requests = [service.request(body, prompt, index) for index, prompt in enumerate(prompts)]
+    answers: list[Answer] = []
+    try:
+        for each in requests:
+            answers.append(service.start(body, each))
+    except WaitingRoomFullError:
+        for answer in answers:
+            answer.cancel()
+        raise
+    num_prompt = sum(map(len, prompts))
+    head = {"id": f"{shape.prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": service.model.name}
+    if body.stream:
+        events = _stream({**head, "object": shape.chunk_kind}, body, answers, num_prompt, shape)
+        return StreamingResponse(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+    wholes = await _unless_gone(request, answers)
+    choices = [
+        shape.choice(index, "".join(piece.text for piece in pieces), pieces[-1].finish_reason)
+        for index, pieces in enumerate(wholes)
+    ]
+    usage = _usage(num_prompt, sum(pieces[-1].num_tokens for pieces in wholes))
+    return JSONResponse({**head, "object": shape.kind, "choices": choices, "usage": usage})
+
+
+def _usage(num_prompt: int, num_new: int) -> dict[str, int]:
+    return {"prompt_tokens": num_prompt, "completion_tokens": num_new, "total_tokens": num_prompt + num_new}
+
+
+async def _unless_gone(request: Request, answers: Sequence[Answer]) -> list[list[Piece]]:
+    """Wait for all answers. If the client goes away or one fails, the others are cancelled."""
+
+    async def collect(answer: Answer) -> list[Piece]:
+        return [piece async for piece in answer.pieces()]
+
+    async def gone() -> None:
+        # The body has been read: the next message says that the client has gone.
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    whole = asyncio.gather(*map(collect, answers))
+    watch = asyncio.ensure_future(gone())
+    both: list[asyncio.Future[Any]] = [whole, watch]
+    try:
+        await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+        if not whole.done():
+            raise HTTPException(499, "the client has gone")
+        return whole.result()
+    finally:
+        for each in both:
+            each.cancel()
+        await asyncio.gather(*both, return_exceptions=True)
+        for answer in answers:
+            answer.cancel()
+
+
+async def _stream(
+    head: dict[str, Any], body: GenerationBody, answers: Sequence[Answer], num_prompt: int, shape: CompletionFormat
+) -> AsyncIterator[bytes]:
+    """Yield the server-sent events of all answers as they come. Closed early, it cancels them."""
+    queue: asyncio.Queue[tuple[int, Piece | Exception]] = asyncio.Queue()
+
+    async def forward(index: int, answer: Answer) -> None:
+        try:
+            async for piece in answer.pieces():
+                queue.put_nowait((index, piece))
+        except Exception as error:
+            queue.put_nowait((index, error))
+
+    tasks = [asyncio.ensure_future(forward(index, answer)) for index, answer in enumerate(answers)]
+    without_usage = {"usage": None} if body.reports_usage else {}
+    num_open, num_new = len(answers), 0
+    try:
+        for index in range(len(answers)):
+            first = shape.first_delta(index)
+            if first is not None:
+                yield _event({**head, "choices": [first], **without_usage})
+        while num_open:
+            index, piece = await queue.get()
+            if isinstance(piece, Exception):
+                error = _failure(piece) if isinstance(piece, RequestFailedError) else ApiError(500, str(piece))
+                yield _event(error.body)
+                return
+            if piece.finish_reason is not None:
+                num_open -= 1
+                num_new += piece.num_tokens
+            yield _event({**head, "choices": [shape.delta(index, piece.text, piece.finish_reason)], **without_usage})
+        if body.reports_usage:
+            yield _event({**head, "choices": [], "usage": _usage(num_prompt, num_new)})
+        yield b"data: [DONE]\n\n"
+    finally:
+        for task in tasks:
+            task.cancel()
+        for answer in answers:
+            answer.cancel()
+
+
+def _event(data: dict[str, Any]) -> bytes:
+    return f"data: {json.dumps(data, ensure_ascii=False, separators=(',', ':'))}\n\n".encode()

@@ -1,0 +1,81 @@
+"""Metrics of the server for Prometheus, by vLLM's names: dashboards and benchmark clients for vLLM read them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+from decoding.rounds import Prefill, Round
+from decoding.serving.waiting_room import Job, RequestEnd
+
+LABEL = "model_name"
+SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
+"""Upper bounds of the histograms' buckets."""
+
+
+class ServerCounters:
+    """What one server has counted since its start, for the model `name`. An observer of the batch; any thread may read."""
+
+    def __init__(self, name: str) -> None:
+        self._registry = CollectorRegistry()
+        self._name = name
+        self._prompt = self._counter("vllm:prompt_tokens", "Prompt tokens of the requests that have begun.")
+        self._generated = self._counter("vllm:generation_tokens", "Generated tokens.")
+        self._drafts = self._counter("vllm:spec_decode_num_drafts", "Rounds that drafted.")
+        self._drafted = self._counter("vllm:spec_decode_num_draft_tokens", "Drafted tokens.")
+        self._accepted = self._counter("vllm:spec_decode_num_accepted_tokens", "Accepted drafted tokens.")
+        self._by_position = Counter(
+            "vllm:spec_decode_num_accepted_tokens_per_pos",
+            "Accepted drafted tokens by their position in the draft.",
+            [LABEL, "position"],
+            registry=self._registry,
+        )
+        self._rounds = self._counter("sdtune:num_rounds", "Rounds of draft and verification, plain steps included.")
+        self._ends = Counter(
+            "vllm:request_success",
+            "Requests by the reason of their end.",
+            [LABEL, "finished_reason"],
+            registry=self._registry,
+        )
+        self._first_token = self._histogram(
+            "vllm:time_to_first_token_seconds", "Seconds from arrival to the first token."
+        )
+        self._whole = self._histogram("vllm:e2e_request_latency_seconds", "Seconds from arrival to the end.")
+
+    def gauge(self, name: str, help: str, value: Callable[[], float]) -> None:
+        """Add a figure that is asked for whenever the metrics are read."""
+        Gauge(name, help, [LABEL], registry=self._registry).labels(self._name).set_function(value)
+
+    def observe(self, job: Job, event: Prefill | Round | RequestEnd) -> None:
+        """Count a record of a request, or its end."""
+        if isinstance(event, Prefill):
+            self._prompt.inc(len(job.request.prompt))
+            self._generated.inc()
+            self._first_token.observe(time.perf_counter() - job.arrived)
+        elif isinstance(event, RequestEnd):
+            self._whole.observe(time.perf_counter() - job.arrived)
+        else:
+            self._rounds.inc()
+            self._generated.inc(len(event.tokens))
+            if event.num_drafted:
+                self._drafts.inc()
+                self._drafted.inc(event.num_drafted)
+                self._accepted.inc(event.num_accepted)
+                for position in range(event.num_accepted):
+                    self._by_position.labels(self._name, str(position)).inc()
+
+    def finished(self, reason: str) -> None:
+        """Count a request that ended for a reason such as `stop`, `length` or `abort`."""
+        self._ends.labels(self._name, reason).inc()
+
+    def text(self) -> bytes:
+        """Return all metrics in Prometheus' text format."""
+        return generate_latest(self._registry)
+
+    def _counter(self, name: str, help: str) -> Counter:
+        return Counter(name, help, [LABEL], registry=self._registry).labels(self._name)
+
+    def _histogram(self, name: str, help: str) -> Histogram:
+        return Histogram(name, help, [LABEL], registry=self._registry, buckets=SECONDS).labels(self._name)

@@ -1,0 +1,68 @@
+"""The decoding thread: the only one that runs the model while the server is up."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from queue import Empty, SimpleQueue
+from threading import Thread
+
+from decoding.serving.batch import ContinuousBatch
+from decoding.serving.waiting_room import WaitingRoom
+
+IDLE_SECONDS = 0.5
+"""Longest sleep without work; a request ends it at once."""
+
+log = logging.getLogger(__name__)
+
+
+class DecodingThread:
+    """Advances a batch while there is work, in a thread of its own."""
+
+    def __init__(self, batch: ContinuousBatch, room: WaitingRoom) -> None:
+        self.batch, self.room = batch, room
+        self._calls: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        self._thread = Thread(target=self._run, name="decoding", daemon=True)
+
+    @property
+    def is_alive(self) -> bool:
+        """True while requests are being decoded or could be."""
+        return self._thread.is_alive() and not self.room.is_closed
+
+    def start(self) -> None:
+        """Begin to decode."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End all requests and the thread. Does nothing the second time."""
+        self.room.close()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def call(self, function: Callable[[], None]) -> None:
+        """Let the decoding thread call `function` between two passes; what it raises is logged."""
+        self._calls.put(function)
+
+    def _run(self) -> None:
+        try:
+            while not self.room.is_closed:
+                self._do_calls()
+                if not self.batch.advance():
+                    self.room.wait(IDLE_SECONDS)
+        except BaseException:
+            log.exception("the decoding thread has failed")
+            raise
+        finally:
+            self.room.close()
+            self.batch.close()
+
+    def _do_calls(self) -> None:
+        while True:
+            try:
+                function = self._calls.get_nowait()
+            except Empty:
+                return
+            try:
+                function()
+            except Exception:  # the requests go on as before
+                log.exception("a call between two passes has failed")

@@ -1,0 +1,89 @@
+"""From a decoder to a running server."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from ipaddress import ip_address
+from typing import Any
+
+import uvicorn
+
+from decoding.decoder import Decoder
+from decoding.errors import SdtuneError
+from decoding.serving.app import create_app
+from decoding.serving.batch import ContinuousBatch
+from decoding.serving.counters import ServerCounters
+from decoding.serving.engine import DecodingThread
+from decoding.serving.service import ServedModel, Service
+from decoding.serving.waiting_room import WaitingRoom
+
+KEY_VARIABLE = "SDTUNE_API_KEY"
+"""Environment variable of the API key."""
+
+
+class ServerError(SdtuneError):
+    """A setting with which no server can be started."""
+
+
+@dataclass(frozen=True)
+class ServerLimits:
+    """How much a server takes on."""
+
+    num_rows: int = 16
+    """Sequences that are decoded together."""
+    max_waiting: int = 256
+    """Requests that may wait for a row."""
+    max_length: int = 4096
+    """Most tokens of a prompt and its answer; less if the model's context is shorter."""
+
+
+def new_service(decoder: Decoder, tokenizer: Any, name: str, limits: ServerLimits) -> Service:
+    """Return the service of a decoder's model under `name`; its decoding thread has not begun."""
+    target, room, counters = decoder.target, WaitingRoom(limits.max_waiting), ServerCounters(name)
+    model: Any = target.model
+    eos = model.generation_config.eos_token_id
+    batch = ContinuousBatch(
+        decoder,
+        room,
+        num_rows=limits.num_rows,
+        max_length=min(limits.max_length, target.context_length or limits.max_length),
+        observer=counters.observe,
+    )
+    counters.gauge("vllm:num_requests_running", "Requests that are being decoded.", lambda: batch.num_running)
+    counters.gauge("vllm:num_requests_waiting", "Requests that wait for a row.", lambda: len(room))
+    served = ServedModel(
+        name,
+        tokenizer,
+        target.device,
+        vocabulary_size=model.get_input_embeddings().num_embeddings,
+        eos_token_ids=frozenset(() if eos is None else [eos] if isinstance(eos, int) else eos),
+    )
+    return Service(served, DecodingThread(batch, room), counters)
+
+
+def api_key_for(host: str) -> str | None:
+    """Return the key that clients must send, from `SDTUNE_API_KEY`.
+
+    Raises `ServerError` if there is none and `host` can be reached from other machines.
+    """
+    key = os.environ.get(KEY_VARIABLE) or None
+    if key is None and not _is_loopback(host):
+        raise ServerError(
+            f"{host} can be reached from other machines: set {KEY_VARIABLE} to a key that clients must send, "
+            "or serve on 127.0.0.1"
+        )
+    return key
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def serve(service: Service, *, host: str, port: int, api_key: str | None, drain_seconds: int) -> None:
+    """Serve until SIGTERM or Ctrl-C. Requests that are being answered then have `drain_seconds` to end."""
+    app = create_app(service, api_key=api_key)
+    uvicorn.run(app, host=host, port=port, log_level="info", access_log=False, timeout_graceful_shutdown=drain_seconds)

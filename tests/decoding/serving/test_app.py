@@ -1,0 +1,258 @@
+"""The HTTP interface, in process: a tiny model, the real application, no network."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from starlette.testclient import TestClient
+
+from decoding.decode import Request
+from decoding.decoder import Decoder, plain_decoder
+from decoding.draft_length import Fixed
+from decoding.drafts import LayerSkip
+from decoding.serving.app import create_app
+from decoding.serving.run import ServerLimits, new_service
+from decoding.serving.service import Service
+from decoding.text import Ending
+from tests.support.tiny import tiny_target, tiny_tokenizer
+
+PROMPT = "w3 w9 w4"
+EOS = 61
+KEY = "a key"
+TEMPLATE = (
+    "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+    "{{ m.content }} {% endfor %}"
+)
+NO_REQUESTS = [
+    b"",
+    b"{",
+    b"[]",
+    b"3",
+    b"\xff\xfe",
+    b'{"prompt": "\\ud800"}',
+    b'{"prompt": ' + b"[" * 2000,
+    b'{"temperature": NaN}',
+]
+
+
+@pytest.fixture(scope="module")
+def service() -> Service:
+    target = tiny_target(eos_token_id=EOS)
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = TEMPLATE
+    decoder = Decoder(target, LayerSkip.blocks((3, 4)), Fixed(max_tokens=3))
+    return new_service(decoder, tokenizer, "tiny", ServerLimits(num_rows=3, max_waiting=8, max_length=64))
+
+
+@pytest.fixture(scope="module")
+def client(service: Service) -> Iterator[TestClient]:
+    with TestClient(create_app(service, api_key=KEY, max_body_bytes=4096), raise_server_exceptions=False) as client:
+        client.headers["Authorization"] = f"Bearer {KEY}"
+        yield client
+
+
+def _plain(service: Service, prompt: str, num_tokens: int) -> list[int]:
+    """Decode plainly, alone, in this thread: the decoding thread is idle."""
+    ids = service.model.tokenizer(prompt)["input_ids"]
+    ending = Ending(num_tokens, frozenset([EOS]))
+    return list(plain_decoder(service.decoding.batch.decoder.target).generate(Request(ids, ending)).tokens)
+
+
+def _text(service: Service, tokens: list[int]) -> str:
+    return str(service.model.tokenizer.decode(tokens, skip_special_tokens=True))
+
+
+def _complete(client: TestClient, **body: Any) -> dict[str, Any]:
+    answer = client.post("/v1/completions", json={"prompt": PROMPT, "temperature": 0, **body})
+    assert answer.status_code == 200, answer.text
+    return dict(answer.json())
+
+
+def _events(answer: Any) -> list[dict[str, Any]]:
+    assert answer.status_code == 200, answer.text
+    assert answer.headers["content-type"].startswith("text/event-stream")
+    lines = [line for line in answer.text.split("\n\n") if line]
+    assert lines[-1] == "data: [DONE]"
+    return [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
+
+
+def test_completion_is_plain_decodings(client: TestClient, service: Service) -> None:
+    plain = _plain(service, PROMPT, 12)
+    found = _complete(client, max_tokens=12)
+    assert found["object"] == "text_completion"
+    (choice,) = found["choices"]
+    assert choice["text"] == _text(service, plain)
+    assert choice["finish_reason"] == ("stop" if plain[-1] == EOS else "length")
+    assert found["usage"] == {"prompt_tokens": 3, "completion_tokens": len(plain), "total_tokens": 3 + len(plain)}
+    assert len(_complete(client)["choices"][0]["text"].split()) <= 16
+
+
+def test_stream_has_the_same_text(client: TestClient, service: Service) -> None:
+    body = {"prompt": PROMPT, "temperature": 0, "max_tokens": 12, "stream": True}
+    events = _events(client.post("/v1/completions", json={**body, "stream_options": {"include_usage": True}}))
+    *chunks, last = events
+    assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == _text(service, _plain(service, PROMPT, 12))
+    assert [chunk["choices"][0]["finish_reason"] for chunk in chunks][-1] == "length"
+    assert len(chunks) > 2
+    assert last["choices"] == []
+    assert last["usage"]["completion_tokens"] == 12
+    assert all("usage" not in chunk for chunk in _events(client.post("/v1/completions", json=body)))
+
+
+def test_several_prompts_are_several_choices(client: TestClient, service: Service) -> None:
+    prompts = ["w3 w9 w4", "w5", "w8 w8 w1 w2"]
+    texts = [_text(service, _plain(service, prompt, 9)) for prompt in prompts]
+    found = _complete(client, prompt=prompts, max_tokens=9)
+    assert [choice["text"] for choice in found["choices"]] == texts
+    ids = [service.model.tokenizer(prompt)["input_ids"] for prompt in prompts]
+    assert [choice["text"] for choice in _complete(client, prompt=ids, max_tokens=9)["choices"]] == texts
+    answer = client.post("/v1/completions", json={"prompt": prompts, "max_tokens": 9, "temperature": 0, "stream": True})
+    streamed = ["", "", ""]
+    for event in _events(answer):
+        streamed[event["choices"][0]["index"]] += event["choices"][0]["text"]
+    assert streamed == texts
+
+
+def test_stop_strings_end_the_text_before_them(client: TestClient, service: Service) -> None:
+    whole = _text(service, _plain(service, PROMPT, 20))
+    stop = whole.split()[7]
+    expected = whole[: whole.index(stop)]
+    found = _complete(client, max_tokens=20, stop=[stop, "never"])
+    assert found["choices"][0]["text"] == expected
+    assert found["choices"][0]["finish_reason"] == "stop"
+    body = {"prompt": PROMPT, "temperature": 0, "max_tokens": 20, "stop": stop, "stream": True}
+    assert "".join(e["choices"][0]["text"] for e in _events(client.post("/v1/completions", json=body))) == expected
+
+
+def test_chat(client: TestClient, service: Service) -> None:
+    body: dict[str, Any] = {
+        "messages": [
+            {"role": "user", "content": [{"type": "text", "text": "w3 w9"}]},
+            {"role": "assistant", "content": "w4"},
+        ],
+        "temperature": 0,
+        "max_completion_tokens": 10,
+    }
+    text = _text(service, _plain(service, "w3 w9 w4", 10))
+    answer = client.post("/v1/chat/completions", json=body).json()
+    assert answer["object"] == "chat.completion"
+    assert answer["choices"][0]["message"] == {"role": "assistant", "content": text}
+    events = _events(client.post("/v1/chat/completions", json={**body, "stream": True}))
+    assert {event["object"] for event in events} == {"chat.completion.chunk"}
+    assert events[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+    assert "".join(event["choices"][0]["delta"].get("content", "") for event in events) == text
+
+
+def test_seed_makes_a_sample_reproducible(client: TestClient) -> None:
+    texts = [
+        _complete(client, max_tokens=12, temperature=1.5, seed=seed, top_p=0.9)["choices"][0]["text"]
+        for seed in (1, 1, 2)
+    ]
+    assert texts[0] == texts[1] != texts[2]
+    free = {_complete(client, max_tokens=12, temperature=1.5)["choices"][0]["text"] for _ in range(4)}
+    assert len(free) > 1
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "words"),
+    [
+        ({"prompt": ""}, 400, "prompt is empty"),
+        ({"prompt": []}, 400, "prompt"),
+        ({}, 400, "prompt: Field required"),
+        ({"prompt": PROMPT, "max_tokens": 62}, 400, "takes 64 tokens, and the prompt has 3: 62 new ones do not fit"),
+        ({"prompt": [1] * 64}, 400, "do not fit"),
+        ({"prompt": [64]}, 400, "has 64 tokens, and none is 64"),
+        ({"prompt": [-1]}, 400, "prompt"),
+        ({"prompt": PROMPT, "max_tokens": 0}, 400, "max_tokens"),
+        ({"prompt": PROMPT, "temperature": -1}, 400, "temperature"),
+        ({"prompt": PROMPT, "temperature": "hot"}, 400, "temperature"),
+        ({"prompt": PROMPT, "n": 2}, 400, "n"),
+        ({"prompt": PROMPT, "logprobs": 3}, 400, "logprobs"),
+        ({"prompt": PROMPT, "seed": 10**30}, 400, "seed"),
+        ({"prompt": PROMPT, "stop": [""]}, 400, "stop"),
+        ({"prompt": PROMPT, "max_tokns": 3}, 400, "max_tokns: unknown key"),
+        ({"prompt": PROMPT, "model": "other"}, 404, "does not exist"),
+        ({"messages": []}, 400, "messages"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, 400, "messages"),
+        ({"messages": [{"role": "user"}]}, 400, "messages"),
+        ({"messages": [{"role": "system", "content": "x"}]}, 400, "chat template does not take it: no system"),
+        ({"messages": [{"role": "user", "content": "w1"}], "tools": [{}]}, 400, "tools"),
+        (
+            {"messages": [{"role": "user", "content": "w1"}], "chat_template_kwargs": {"chat_template": "x"}},
+            400,
+            "cannot set",
+        ),
+    ],
+)
+def test_wrong_bodies_are_answered_with_an_error_object(
+    client: TestClient, body: dict[str, Any], status: int, words: str
+) -> None:
+    path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
+    answer = client.post(path, json=body)
+    assert answer.status_code == status, answer.text
+    error = answer.json()["error"]
+    assert error["type"] == "invalid_request_error"
+    assert words in error["message"]
+
+
+@pytest.mark.parametrize("content", NO_REQUESTS)
+def test_bodies_that_are_no_request(client: TestClient, content: bytes) -> None:
+    answer = client.post("/v1/completions", content=content, headers={"content-type": "application/json"})
+    assert answer.status_code == 400, answer.text
+    assert answer.json()["error"]["message"]
+
+
+def test_long_bodies_are_refused_before_they_are_read(client: TestClient) -> None:
+    def parts() -> Iterator[bytes]:
+        yield from [b'{"prompt": "', *[b"w1 " * 100] * 20, b'"}']
+
+    for content in (b'{"prompt": "%s"}' % (b"w1 " * 2000), parts()):
+        answer = client.post("/v1/completions", content=content, headers={"content-type": "application/json"})
+        assert answer.status_code == 413
+
+
+def test_other_paths(client: TestClient) -> None:
+    (card,) = client.get("/v1/models").json()["data"]
+    assert card["id"] == "tiny"
+    assert card["max_model_len"] == 64
+    assert client.get("/v1/models/tiny").json() == card
+    assert client.get("/v1/models/other").json()["error"]["code"] == "model_not_found"
+    assert client.get("/health").status_code == 200
+    for path in ("/", "/v1/embeddings", "/docs", "/openapi.json"):
+        assert client.get(path).json()["error"]["type"] == "invalid_request_error"
+    assert client.get("/v1/completions").status_code == 405
+
+
+@pytest.mark.parametrize("given", [None, "Bearer wrong", KEY, "Bearer \u00e9"])
+def test_wrong_key(client: TestClient, given: str | None) -> None:
+    headers = {"Authorization": "" if given is None else given.encode()}
+    answer = client.post("/v1/completions", json={"prompt": PROMPT}, headers=headers)
+    assert answer.status_code == 401
+    assert answer.json()["error"]["code"] == "invalid_api_key"
+
+
+def test_metrics_have_vllms_names(client: TestClient, service: Service) -> None:
+    def read() -> dict[str, float]:
+        lines = client.get("/metrics").text.splitlines()
+        return {name: float(number) for name, number in (line.rsplit(" ", 1) for line in lines if line[0] != "#")}
+
+    before = read()
+    _complete(client, max_tokens=12)
+    after = read()
+
+    def grown(name: str, labels: str = "") -> float:
+        key = f'vllm:{name}{{model_name="tiny"{labels}}}'
+        return after.get(key, 0) - before.get(key, 0)
+
+    assert grown("prompt_tokens_total") == 3
+    assert grown("generation_tokens_total") == 12
+    drafted, accepted = grown("spec_decode_num_draft_tokens_total"), grown("spec_decode_num_accepted_tokens_total")
+    assert 0 < grown("spec_decode_num_drafts_total") <= drafted
+    positions = [grown("spec_decode_num_accepted_tokens_per_pos_total", f',position="{place}"') for place in range(3)]
+    assert sum(positions) == accepted <= drafted
+    assert positions == sorted(positions, reverse=True)
+    assert after['vllm:num_requests_running{model_name="tiny"}'] == 0
+    assert grown("time_to_first_token_seconds_count") == 1

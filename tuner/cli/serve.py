@@ -1,0 +1,85 @@
+"""`sdtune serve`: an OpenAI-compatible server for a profile."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+from pydantic import Field
+
+from decoding.documents.strict_yaml import Document
+from tuner.cli.options import GroupedCommand, options_of, settings_from
+from tuner.cli.terminal import use_threads
+from tuner.fields import Device, Extra, ProfileDtype, ProfileModel, Threads
+
+SERVER: Extra = {"group": "Server"}
+LIMITS: Extra = {"group": "Limits"}
+
+
+class ServeSettings(Document):
+    """Settings of `sdtune serve`."""
+
+    profile: str
+    host: str = Field("127.0.0.1", description="Address to listen on.", json_schema_extra=SERVER)
+    port: int = Field(8000, ge=1, le=65535, description="Port to listen on.", json_schema_extra=SERVER)
+    served_model_name: str | None = Field(
+        None,
+        min_length=1,
+        description="Name that clients give; default: the profile's model.",
+        json_schema_extra=SERVER,
+    )
+    poll: int = Field(
+        60, ge=1, description="Seconds between two looks at the alias of a models:/ address.", json_schema_extra=SERVER
+    )
+    drain: int = Field(
+        30, ge=1, description="Seconds that running requests have after SIGTERM.", json_schema_extra=SERVER
+    )
+    max_batch: int = Field(16, ge=1, description="Most requests decoded together.", json_schema_extra=LIMITS)
+    max_waiting: int = Field(
+        256, ge=1, description="Most requests that wait; more get status 429.", json_schema_extra=LIMITS
+    )
+    max_length: int = Field(
+        4096,
+        ge=2,
+        description="Most tokens of a prompt and its answer, at most the model's context.",
+        json_schema_extra=LIMITS,
+    )
+    model: ProfileModel = None
+    dtype: ProfileDtype = None
+    device: Device = "auto"
+    threads: Threads = None
+    plain: bool = Field(False, description="Decode plainly, to compare with.", json_schema_extra={"group": "Decoding"})
+
+
+@click.command(cls=GroupedCommand)
+@click.argument("profile", metavar="PROFILE")
+@options_of(ServeSettings, only=[name for name in ServeSettings.model_fields if name != "profile"])
+def serve(profile: str, **flags: Any) -> None:
+    """Serve a profile's model by OpenAI's HTTP API, with continuous batching.
+
+    PROFILE is a file that `sdtune search` wrote, or an address such as models:/NAME@champion. An alias is watched: a new champion
+    takes over between requests, and none is dropped.
+
+    \b
+      POST /v1/completions, /v1/chat/completions   at once or streamed; stop, seed, temperature, top_p
+      GET  /v1/models, /health
+      GET  /metrics                                for Prometheus, by vLLM's names
+
+    Requests are decoded together, and each gets the text that it would get alone: greedy output is plain decoding's. A client
+    that goes away frees its row. Ctrl-C or SIGTERM lets running requests end.
+
+    Only this machine can connect, unless --host says otherwise. Then clients must send the key in the environment variable
+    SDTUNE_API_KEY as a bearer token; without that variable the server does not start. Put a proxy with TLS before it.
+
+    \b
+    Examples:
+      sdtune serve profile.yaml --threads 1
+      curl 127.0.0.1:8000/v1/completions -H 'content-type: application/json' -d '{"prompt": "def main():"}'
+      SDTUNE_API_KEY=$(cat key) sdtune serve models:/llama-code@champion --host 0.0.0.0
+    """
+    settings = settings_from(ServeSettings, {**flags, "profile": profile})
+
+    from tuner.cli.serve_model import serve_model
+
+    use_threads(settings.threads)
+    serve_model(settings)
