@@ -33,3 +33,7 @@ class SearchError(SdtuneError):
 
 class ExportError(SdtuneError):
     """Profile that an engine cannot express, or an export that cannot be written."""
+
+
+class EngineError(SdtuneError):
+    """Engine that is not found, does not start, or fails."""

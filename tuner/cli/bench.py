@@ -11,6 +11,7 @@ from tuner.bench.config import BenchConfig
 from tuner.cli.options import GroupedCommand, options_of, settings_from
 from tuner.cli.prompt_sample import print_sample
 from tuner.cli.terminal import print_facts, print_results, progress_on_stderr, use_threads
+from tuner.errors import EngineError
 
 if TYPE_CHECKING:
     from tuner.bench.task import BenchTask
@@ -43,13 +44,18 @@ def bench(dry_run: bool, **flags: Any) -> None:
     with what plain decoding generates from its prompt alone. hf-early-exit, hf-prompt-lookup and bit-exact mode decode one
     sequence at a time, and are not run in batches.
 
-    Writes bench.json (all figures and samples), bench.txt (the table) and bench.png into the folder --out.
+    With --engine the profile is exported, and the export measured in that engine: its server is started with and without
+    the draft, both continue the held-out prompts in turns, and the texts are compared. This writes engine.json and
+    engine.txt, and leaves the export in OUT/export; the status is 2 if a text differs.
+
+    Without --engine, writes bench.json (all figures and samples), bench.txt (the table) and bench.png into the folder --out.
 
     \b
     Examples:
       sdtune bench --profile profile.yaml --dataset configs/demo/prompts.jsonl --group-column file
       sdtune bench --profile llama-code.yaml --dataset humaneval --against hf,hf-static --context 4096
       sdtune bench --profile llama-code.yaml --dataset humaneval --against plain-static,hf --batch-size 8
+      sdtune bench --profile profile.yaml --dataset prompts.jsonl --engine llama.cpp --engine-home llama.cpp --threads 4
     """
     config = settings_from(BenchConfig, flags)
 
@@ -62,8 +68,15 @@ def bench(dry_run: bool, **flags: Any) -> None:
         if dry_run:
             _print_plan(prepare_bench(config, config.profile, progress))
             return
-        shown = run_and_write(config, config.profile, config.out, progress=progress)
+        if config.engine is not None:
+            from tuner.bench.in_engine.run import run_and_write_in_engine
+
+            shown, result = run_and_write_in_engine(config, config.profile, config.out, progress=progress)
+        else:
+            shown, result = run_and_write(config, config.profile, config.out, progress=progress), None
     print_results(shown, config.out, width=TABLE_WIDTH)
+    if result is not None and result.num_different:
+        raise EngineError(f"{result.num_different} texts differ from {result.title}'s own plain decoding")
 
 
 def _print_plan(task: BenchTask) -> None:

@@ -51,6 +51,8 @@ class Exported:
     out: Path
     files: tuple[str, ...]
     """Files at its top, and the draft folder, in order."""
+    plan: Plan | None
+    """What was written for an engine; None for a model folder."""
 
 
 @dataclass(frozen=True)
@@ -64,24 +66,24 @@ class Source:
     model_folder: Path
 
 
-def export(settings: ExportSettings, progress: Progress) -> Exported:
-    """Write the export that `settings` describe, or nothing.
+def export(settings: ExportSettings, progress: Progress, *, loaded: Loaded | None = None) -> Exported:
+    """Write the export that `settings` describe, or nothing. A model that is `loaded` already is not loaded again.
 
     Raises `ExportError` for a profile that the engine cannot express, with the nearest thing that can, and other `SdtuneError`s
     for a wrong profile, model or dataset.
     """
     check_out(settings.out, overwrite=settings.overwrite)
-    source = _open(settings, progress)
+    source = _open(settings, progress, loaded)
     prompts = bench_prompts(
         settings, source.profile.measured.dataset if source.profile.measured else None, source.loaded
     )
     write = _write_folder if settings.to == FOLDER else _write_for_engine
     with new_folder(settings.out.absolute()) as building:
-        write(settings, source, prompts, building, progress)
+        plan = write(settings, source, prompts, building, progress)
         _write_prompts(prompts, source.loaded.tokenizer, building, progress)
         source.profile.save(building / PROFILE)
         files = tuple(sorted(path.name for path in building.iterdir()))
-    return Exported(settings.out, files)
+    return Exported(settings.out, files, plan)
 
 
 def _write_folder(
@@ -96,8 +98,8 @@ def _write_folder(
 
 def _write_for_engine(
     settings: ExportSettings, source: Source, prompts: BenchPrompts | None, building: Path, progress: Progress
-) -> None:
-    """Write draft, settings and losses for an engine; raise `ExportError` for what it cannot express."""
+) -> Plan:
+    """Write draft, settings and losses for an engine, and return its plan; raise `ExportError` for what it cannot express."""
     if settings.copy_weights:
         raise ExportError("--copy-weights is for --to folder: an engine reads the model's own folder")
     engine = load_engine(settings.to)
@@ -105,16 +107,18 @@ def _write_for_engine(
     plan = _plan(settings, source, engine, draft)
     cost = _write_draft(plan, engine, source, draft, prompts, building, progress) if plan.needs_draft_folder else None
     _write_settings(plan, engine, building, losses_text(plan, engine, cost, _dropped(settings, source.profile)))
+    return plan
 
 
-def _open(settings: ExportSettings, progress: Progress) -> Source:
+def _open(settings: ExportSettings, progress: Progress, loaded: Loaded | None) -> Source:
     profile = DraftProfile.load(settings.profile)
     if not profile.draft.drafts:
         raise ExportError(f"profile {profile.name!r} says to decode plainly: there is no draft to export")
     load_decoder(profile, folder=settings.profile.parent)  # checks the draft's files
     name, revision = settings.model or profile.target.model, profile.target.revision
-    progress.stage(f"loading {name}")
-    loaded = load(name, revision=revision, dtype=settings.dtype or profile.target.dtype, device=settings.device)
+    if loaded is None:
+        progress.stage(f"loading {name}")
+        loaded = load(name, revision=revision, dtype=settings.dtype or profile.target.dtype, device=settings.device)
     check_target(profile, loaded.model)
     return Source(profile, settings.profile.parent, loaded, _model_folder(name, revision))
 

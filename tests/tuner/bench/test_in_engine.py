@@ -1,0 +1,65 @@
+"""`sdtune bench --engine`, with a stand-in for llama.cpp: from the profile to the figures."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from decoding.drafts import LayerSkip
+from tests.support.engine_stub import write_llama_cpp
+from tests.support.profiles import save_profile
+from tests.support.refusals import refused
+from tests.support.tiny import write_tiny_prompts
+from tuner.cli.main import main
+
+Bench = Callable[..., Result]
+
+
+@pytest.fixture
+def bench(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bench:
+    """Run the command in a folder with a profile, prompts and the stand-in."""
+    monkeypatch.chdir(tmp_path)
+    write_tiny_prompts(Path("prompts.jsonl"))
+    write_llama_cpp(Path("llama.cpp"))
+    save_profile(Path("profile.yaml"), checkpoint, LayerSkip.blocks((2, 3)))
+
+    def run(*flags: str) -> Result:
+        numbers = ("--tuning-prompts", "4", "--held-out-prompts", "4", "--max-new-tokens", "12")
+        command = ["bench", "--profile", "profile.yaml", "--dataset", "prompts.jsonl", *numbers]
+        return CliRunner().invoke(main, [*command, "--engine", "llama.cpp", "--engine-home", "llama.cpp", *flags])
+
+    return run
+
+
+def test_the_export_is_measured_against_the_engines_plain_decoding(bench: Bench) -> None:
+    Path("others.txt").write_text("# a comment\n--spec-type ngram-simple --model-draft {out}/draft.gguf\n--broken\n")
+    done = bench("--engine-settings", "others.txt")
+    assert done.exit_code == 0, done.output
+    document = json.loads(Path("bench/engine.json").read_text())
+    profile, other = document["drafts"].values()
+    assert document["engine_version"] == "11434 (abc)"
+    assert profile["speedup"]["value"] == pytest.approx(2.0)
+    assert (profile["rounds"], profile["num_draft_tokens"], profile["num_accepted_draft_tokens"]) == (12, 24, 16)
+    assert (profile["identical"], profile["texts"]) == (4, 4)
+    assert profile["end_to_end_speedup"]["value"] < 2.0
+    assert other["flags"].endswith("bench/export/draft.gguf")
+    assert "invalid argument" in document["failed"]["--broken"]
+    assert len(document["samples"]["profile"]) == 4
+    assert Path("bench/export/target.gguf").read_text() == "gpt-2"
+    table = Path("bench/engine.txt").read_text()
+    assert "2.00 [2.00, 2.00]" in table
+    assert "pre-tokenizer" in table
+
+
+def test_a_different_text_is_an_error(bench: Bench) -> None:
+    done = bench("--engine-args", "--wrong")
+    refused(done, "4 texts differ", "llama.cpp's own plain decoding")
+    assert json.loads(Path("bench/engine.json").read_text())["drafts"]["profile"]["identical"] == 0
+
+
+def test_settings_of_this_process_are_refused(bench: Bench) -> None:
+    refused(bench("--batch-size", "2", "--against", "hf"), "--against, --batch-size", "--engine")

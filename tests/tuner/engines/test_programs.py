@@ -1,0 +1,122 @@
+"""Command lines, answers and refusals of the engines, without an engine."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from decoding.draft_length import Fixed
+from decoding.drafts import EarlyExit
+from decoding.profile import DraftProfile, TargetIdentity
+from tests.support.engine_stub import write_llama_cpp
+from tuner.engines import vllm
+from tuner.engines.contract import DraftCounts, ServerSettings
+from tuner.engines.llama_cpp import LlamaCppServer
+from tuner.engines.llama_cpp import read_completion as read_llama_cpp
+from tuner.engines.loopback import Client
+from tuner.engines.registry import PROGRAMS, find_engine
+from tuner.engines.vllm import VllmServer
+from tuner.engines.vllm import read_completion as read_vllm
+from tuner.errors import EngineError
+from tuner.export.engines.registry import ENGINES
+from tuner.export.plan import FixedLength, NgramSettings, Plan
+from tuner.export.shape import DraftShape
+
+TARGET = TargetIdentity(
+    model="m", architecture="A", num_layers=6, dtype="float32", config_sha256="c", weights_sha256="w"
+)
+PLAN = Plan(
+    profile=DraftProfile(name="p", target=TARGET, draft=EarlyExit(exit_layer=2), draft_length=Fixed()),
+    model="/models/m",
+    dtype="float32",
+    out=Path("/exports/one"),
+    shape=DraftShape((0, 1), has_head=True, num_target_layers=6),
+    length=FixedLength(4, "as asked"),
+    threshold=0.25,
+    lookup=NgramSettings(3, 1, 8),
+)
+SETTINGS = ServerSettings(context=100, threads=1, sequences=2, arguments=("--seed", "7"))
+
+
+def test_every_measured_engine_has_an_export() -> None:
+    assert set(PROGRAMS) <= set(ENGINES)
+
+
+def test_llama_cpp_is_launched_with_the_flags_of_its_export() -> None:
+    program = LlamaCppServer(Path("/src"), Path("/src/llama-server"))
+    flags = program.draft_flags(PLAN)
+    assert flags[:4] == ("--model-draft", "/exports/one/draft.gguf", "--spec-type", "ngram-simple,draft-simple")
+    assert "--model" not in flags
+    drafted = program.launch(PLAN, SETTINGS, 8123, flags).command
+    plain = program.launch(PLAN, SETTINGS, 8123, ()).command
+    assert set(drafted) - set(plain) == set(flags)
+    assert plain[:3] == ("/src/llama-server", "--model", "/exports/one/target.gguf")
+    words = " ".join(plain)
+    assert "--host 127.0.0.1 --port 8123" in words
+    assert "--ctx-size 200 --parallel 2 --threads 1 --seed 7" in words
+
+
+def test_vllm_is_launched_with_the_export_as_speculative_config() -> None:
+    program = VllmServer(Path("/env/bin/python"))
+    name, value = program.draft_flags(replace(PLAN, lookup=None))
+    assert name == "--speculative-config"
+    assert json.loads(value)["num_speculative_tokens"] == 4
+    launch = program.launch(PLAN, SETTINGS, 8123, ())
+    assert launch.command[:3] == ("/env/bin/python", "-m", "vllm.entrypoints.openai.api_server")
+    assert "--no-enable-prefix-caching" in launch.command
+    assert launch.environment["OMP_NUM_THREADS"] == "1"
+
+
+def test_llama_cpp_answers_with_its_own_timings() -> None:
+    answer = {"tokens": [5, 6, 7], "timings": {"prompt_ms": 20.0, "predicted_ms": 50.0}}
+    done = read_llama_cpp(answer, DraftCounts(1, 2, 1))
+    assert (done.tokens, done.prefill_seconds, done.decode_seconds, done.num_decoded) == ((5, 6, 7), 0.02, 0.05, 2)
+    with pytest.raises(EngineError, match="without tokens or timings"):
+        read_llama_cpp({"content": "x"}, DraftCounts())
+
+
+class _Answers(Client):
+    """A client that answers from memory; the metrics count the request at the third reading."""
+
+    def counters(self) -> dict[str, float]:
+        readings = self.__dict__.setdefault("readings", [0])
+        readings[0] += 1
+        done = readings[0] >= 3
+        values = {vllm.FINISHED: 1.0, vllm.PREFILL: 0.5, vllm.DECODE: 2.0, "vllm:spec_decode_num_drafts_total": 4.0}
+        drafted = {"vllm:spec_decode_num_draft_tokens_total": 9.0, "vllm:spec_decode_num_accepted_tokens_total": 6.0}
+        return {name: value + done for name, value in (values | drafted).items()}
+
+    def post(self, path: str, document: Any) -> Any:
+        assert document["prompt"] == [1, 2]
+        return {"choices": [{"token_ids": [3, 4, 5]}]}
+
+
+def test_vllm_is_timed_by_the_metrics_that_count_the_request() -> None:
+    client = _Answers(1, "vLLM")
+    done = VllmServer(Path("python")).complete(client, (1, 2), 3)
+    assert (done.tokens, done.prefill_seconds, done.decode_seconds) == ((3, 4, 5), 1.0, 1.0)
+    assert done.counts == DraftCounts(1, 1, 1)
+    with pytest.raises(EngineError, match="without token ids"):
+        read_vllm({"choices": []}, {}, {})
+
+
+def test_an_engine_that_is_not_found_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for variable in ("LLAMA_CPP", "SDTUNE_VLLM", "PATH"):
+        monkeypatch.delenv(variable, raising=False)
+    for name, words in (("llama.cpp", "--engine-home or LLAMA_CPP"), ("vllm", "--engine-home or SDTUNE_VLLM")):
+        with pytest.raises(EngineError, match=words):
+            find_engine(name, None)
+    with pytest.raises(EngineError, match=r"there is no convert_hf_to_gguf.py"):
+        find_engine("llama.cpp", tmp_path)
+    with pytest.raises(EngineError, match="no virtual environment"):
+        find_engine("vllm", tmp_path)
+    home = write_llama_cpp(tmp_path / "llama.cpp")
+    monkeypatch.setenv("LLAMA_CPP", str(home))
+    assert find_engine("llama.cpp", None).version() == "11434 (abc)"
+    (home / "build" / "bin" / "llama-server").unlink()
+    with pytest.raises(EngineError, match="llama-server is neither in"):
+        find_engine("llama.cpp", None)

@@ -1,0 +1,106 @@
+"""The report of a bench in an engine: table and JSON. Measures nothing."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator
+from typing import Any
+
+from rich import box
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from tuner.bench.in_engine.result import EngineDraft, EngineResult
+
+
+def engine_table(result: EngineResult) -> RenderableType:
+    """Return a line per draft, and a legend below."""
+    texts = result.drafts[0].texts
+    title = f"{result.title} ({result.version}): {texts.num_texts} prompts (95 % intervals over prompts)"
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("draft", overflow="fold")
+    for heading in ("plain tok/s", "tok/s", "over plain", "end to end", "accepted/drafted", "per round", "identical"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for draft in result.drafts:
+        table.add_row(Text(draft.name), *_cells(draft))
+    for name in result.failed:
+        table.add_row(Text(name), "failed")
+    legend = Table.grid(padding=(0, 2))
+    legend.add_column(style="dim", no_wrap=True)
+    legend.add_column(overflow="fold")
+    for term, meaning in _legend(result):
+        legend.add_row(Text(term), Text(meaning))
+    return Group(table, legend)
+
+
+def engine_json(result: EngineResult) -> dict[str, Any]:
+    """Return all figures with their intervals and samples as plain data."""
+    return {
+        **result.facts,
+        "predicted": {"speedup": result.predicted.value, "explanation": result.predicted.explanation},
+        "drafts": {each.name: _figures(each) for each in result.drafts},
+        "failed": result.failed,
+        "remarks": list(result.remarks),
+        "samples": {
+            each.name: [sample.model_dump(mode="json") for sample in each.texts.measurement.samples]
+            for each in result.drafts
+        },
+    }
+
+
+def _figures(draft: EngineDraft) -> dict[str, Any]:
+    measurement, texts = draft.texts.measurement, draft.texts
+    whole = measurement.end_to_end
+    return {
+        "flags": shlex.join(draft.flags),
+        "speedup": measurement.speedup_interval().model_dump(mode="json"),
+        "end_to_end_speedup": None if whole is None else whole.speedup_interval().model_dump(mode="json"),
+        "plain_tokens_per_second": measurement.plain_tokens_per_second,
+        "draft_tokens_per_second": measurement.draft_tokens_per_second,
+        "num_draft_tokens": measurement.num_draft_tokens,
+        "num_accepted_draft_tokens": measurement.num_accepted_draft_tokens,
+        "rounds": measurement.num_spec_steps,
+        "texts": texts.num_texts,
+        "identical": texts.num_identical,
+        "ties": texts.num_ties,
+        "too_short": texts.num_too_short,
+        "seconds": draft.seconds,
+    }
+
+
+def _cells(draft: EngineDraft) -> tuple[str, ...]:
+    measurement, texts = draft.texts.measurement, draft.texts
+    whole = measurement.end_to_end
+    ties = f" + {texts.num_ties} ties" if texts.num_ties else ""
+    return (
+        f"{measurement.plain_tokens_per_second:.1f}",
+        f"{measurement.draft_tokens_per_second:.1f}",
+        f"{measurement.speedup_interval()}",
+        "" if whole is None else f"{whole.speedup_interval()}",
+        f"{measurement.num_accepted_draft_tokens}/{measurement.num_draft_tokens}",
+        f"{measurement.mean_acceptance_length:.2f}",
+        f"{texts.num_identical}/{texts.num_texts}{ties}",
+    )
+
+
+def _legend(result: EngineResult) -> Iterator[tuple[str, str]]:
+    yield (
+        "over plain",
+        f"decode phase by {result.title}'s own clock, over its own plain decoding of the same prompts, in turns",
+    )
+    yield "per round", "tokens that a round with a draft adds on average: accepted ones, and one of the target"
+    predicted = result.predicted
+    value = "none" if predicted.value is None else f"{predicted.value:.2f}"
+    yield "predicted", f"{value}: {predicted.explanation}"
+    low, high = result.drafts[0].texts.measurement.speedup_interval().ci95
+    if high < 1:
+        yield "verdict", f"decode plainly in {result.title}: the profile's draft is slower there"
+    elif low <= 1:
+        yield "verdict", f"no gain is proved in {result.title}: the interval of the profile's draft reaches 1"
+    if result.num_different:
+        yield "different", f"{result.num_different} texts differ from {result.title}'s own plain decoding"
+    for remark in result.remarks:
+        yield "remark", remark
+    for name, reason in result.failed.items():
+        yield "failed", f"{name}: {reason}"

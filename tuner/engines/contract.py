@@ -1,0 +1,107 @@
+"""The contract of an installed engine: how it is found and started, and how its answers are read."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar
+
+if TYPE_CHECKING:
+    from tuner.engines.loopback import Client
+    from tuner.export.plan import Plan
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A command, and the environment variables that it needs beside those of this process."""
+
+    command: tuple[str, ...]
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class ServerSettings:
+    """Settings that plain decoding and every draft share."""
+
+    context: int
+    """Positions that a sequence may take, prompt included."""
+    threads: int | None = None
+    """CPU threads; None for the engine's own choice."""
+    sequences: int = 1
+    """Number of sequences decoded at a time."""
+    arguments: tuple[str, ...] = ()
+    """The user's own flags."""
+
+
+@dataclass(frozen=True)
+class DraftCounts:
+    """The engine's own counters of speculative decoding, since it was started or between two readings."""
+
+    rounds: int = 0
+    """Verifications of a draft. Rounds without one do not count."""
+    drafted: int = 0
+    accepted: int = 0
+
+    def __sub__(self, earlier: DraftCounts) -> DraftCounts:
+        return DraftCounts(
+            self.rounds - earlier.rounds, self.drafted - earlier.drafted, self.accepted - earlier.accepted
+        )
+
+
+@dataclass(frozen=True)
+class EngineCompletion:
+    """A continuation, timed by the engine's own clock."""
+
+    tokens: tuple[int, ...]
+    prefill_seconds: float
+    """Seconds until the first token."""
+    decode_seconds: float
+    """Seconds from the first token to the last."""
+    counts: DraftCounts = DraftCounts()
+    """What was drafted for it."""
+
+    @property
+    def num_decoded(self) -> int:
+        """Number of tokens after the first."""
+        return max(len(self.tokens) - 1, 0)
+
+
+class EngineProgram(ABC):
+    """An engine installed on this machine."""
+
+    title: ClassVar[str]
+    """Name for people."""
+    home_variable: ClassVar[str]
+    """Environment variable that says where it is installed."""
+    start_seconds: ClassVar[float] = 120.0
+    """Longest time to wait until it answers."""
+
+    @classmethod
+    @abstractmethod
+    def find(cls, home: Path | None) -> EngineProgram:
+        """Return the engine installed in `home`, or where `home_variable` says; raise `EngineError` if it is not there."""
+
+    @abstractmethod
+    def version(self) -> str:
+        """Return the engine's version; raise `EngineError` if it does not run."""
+
+    @abstractmethod
+    def prepare(self, plan: Plan, log: Path) -> tuple[str, ...]:
+        """Write the files that the engine loads into the export's folder, and return remarks, one sentence each.
+
+        Raises `EngineError` for a model that it cannot load.
+        """
+
+    @abstractmethod
+    def draft_flags(self, plan: Plan) -> tuple[str, ...]:
+        """Return the flags of the export's draft."""
+
+    @abstractmethod
+    def launch(self, plan: Plan, settings: ServerSettings, port: int, draft_flags: Sequence[str]) -> Launch:
+        """Return the command that serves the model at `port` of the loopback interface; without flags it decodes plainly."""
+
+    @abstractmethod
+    def complete(self, client: Client, prompt: Sequence[int], num_tokens: int) -> EngineCompletion:
+        """Continue the token ids greedily by up to `num_tokens`; raise `EngineError` for a wrong answer."""

@@ -1,0 +1,139 @@
+"""llama.cpp: `llama-server`, and its converter to GGUF."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar
+
+from tuner.engines import gguf_converter
+from tuner.engines.contract import DraftCounts, EngineCompletion, EngineProgram, Launch, ServerSettings
+from tuner.engines.loopback import HOST
+from tuner.engines.serving import last_lines, output_of
+from tuner.errors import EngineError
+from tuner.export.engines.llama_cpp import OUTTYPES, QUANTISED, LlamaCpp
+
+if TYPE_CHECKING:
+    from tuner.engines.loopback import Client
+    from tuner.export.plan import Plan
+
+CONVERTER = "convert_hf_to_gguf.py"
+SERVER, QUANTISER = "llama-server", "llama-quantize"
+BUILT = Path("build") / "bin"
+COUNTERS = "llamacpp:spec_decode_"
+
+
+@dataclass(frozen=True)
+class LlamaCppServer(EngineProgram):
+    """llama.cpp's sources, which hold the converter, and the programs built from them."""
+
+    title: ClassVar[str] = "llama.cpp"
+    home_variable: ClassVar[str] = "LLAMA_CPP"
+
+    sources: Path
+    server: Path
+
+    @classmethod
+    def find(cls, home: Path | None) -> LlamaCppServer:
+        """Return the engine whose sources are in `home`; the server is in its `build/bin` or on the PATH."""
+        named = os.environ.get(cls.home_variable)
+        sources = home or (Path(named) if named else None)
+        if sources is None:
+            raise EngineError(
+                f"where llama.cpp is installed is not known: name the folder of its sources, which hold {CONVERTER}, with "
+                f"--engine-home or {cls.home_variable}"
+            )
+        if not (sources / CONVERTER).is_file():
+            raise EngineError(f"{sources} does not hold llama.cpp's sources: there is no {CONVERTER}")
+        built = sources / BUILT / SERVER
+        server = str(built) if built.is_file() else shutil.which(SERVER)
+        if server is None:
+            raise EngineError(
+                f"llama.cpp has no server: {SERVER} is neither in {sources / BUILT} nor on the PATH; build it with cmake "
+                f"--build build --target {SERVER}"
+            )
+        return cls(sources.absolute(), Path(server).absolute())
+
+    def version(self) -> str:
+        """Return the number of the build."""
+        text = output_of([str(self.server), "--version"], self.title)
+        found = re.search(r"version: (.+)", text)
+        return found[1] if found else text.strip().splitlines()[0]
+
+    def prepare(self, plan: Plan, log: Path) -> tuple[str, ...]:
+        """Convert the target and the draft to GGUF, and quantise the draft where the export says so."""
+        remarks = []
+        whole = plan.out / "target.gguf"
+        remarks.append(self._convert(Path(plan.model), whole, plan, log))
+        if plan.needs_draft_folder:
+            whole = plan.out / "draft.gguf"
+            remarks.append(self._convert(plan.draft, whole, plan, log))
+        if plan.bits is not None:
+            quantiser = str(self.server.with_name(QUANTISER))
+            kind = QUANTISED[plan.bits]
+            output_of([quantiser, str(whole), str(plan.out / f"draft-{kind}.gguf"), kind], self.title)
+        return tuple(dict.fromkeys(each for each in remarks if each))
+
+    def draft_flags(self, plan: Plan) -> tuple[str, ...]:
+        """Return the flags of the export's `launch.sh`, the model apart."""
+        settings = LlamaCpp().settings(plan)
+        return tuple(word for name, value in settings.items() if name != "model" for word in (f"--{name}", value))
+
+    def launch(self, plan: Plan, settings: ServerSettings, port: int, draft_flags: Sequence[str]) -> Launch:
+        """Return the command of `llama-server`, with room for the sequences and without its web page."""
+        threads = () if settings.threads is None else ("--threads", str(settings.threads))
+        shared = ("--ctx-size", str(settings.context * settings.sequences), "--parallel", str(settings.sequences))
+        return Launch(
+            (
+                str(self.server),
+                *("--model", str(plan.out / "target.gguf")),
+                *("--host", HOST, "--port", str(port), "--metrics", "--no-webui"),
+                *shared,
+                *threads,
+                *draft_flags,
+                *settings.arguments,
+            )
+        )
+
+    def complete(self, client: Client, prompt: Sequence[int], num_tokens: int) -> EngineCompletion:
+        """Continue token ids by `/completion`, without a cache of earlier prompts; the timings are the server's."""
+        before = _counts(client.counters())
+        request = {
+            "prompt": list(prompt),
+            "n_predict": num_tokens,
+            "temperature": 0,
+            "return_tokens": True,
+            "cache_prompt": False,
+        }
+        answer = client.post("/completion", request)
+        return read_completion(answer, _counts(client.counters()) - before)
+
+    def _convert(self, model: Path, out: Path, plan: Plan, log: Path) -> str:
+        """Write a model folder as GGUF; return a remark, or nothing."""
+        command = [sys.executable, gguf_converter.__file__, str(self.sources / CONVERTER), str(model)]
+        command += ["--outtype", OUTTYPES[plan.dtype], "--outfile", str(out)]
+        with log.open("wb") as output:
+            done = subprocess.run(command, stdout=output, stderr=subprocess.STDOUT, check=False)
+        if done.returncode:
+            raise EngineError(f"llama.cpp's converter cannot convert {model}: {last_lines(log)}")
+        return gguf_converter.NOTE if gguf_converter.NOTE in log.read_text(encoding="utf-8", errors="replace") else ""
+
+
+def read_completion(answer: dict[str, object], counts: DraftCounts) -> EngineCompletion:
+    """Return a completion from the JSON of `/completion`; raise `EngineError` for one without tokens or timings."""
+    tokens, timings = answer.get("tokens"), answer.get("timings")
+    if not isinstance(tokens, list) or not isinstance(timings, dict) or not tokens:
+        raise EngineError(f"llama.cpp answered without tokens or timings: {str(answer)[:200]}")
+    prefill, decode = timings["prompt_ms"] / 1000, timings["predicted_ms"] / 1000
+    return EngineCompletion(tuple(tokens), prefill, decode, counts)
+
+
+def _counts(values: dict[str, float]) -> DraftCounts:
+    names = ("num_drafts_total", "num_draft_tokens_total", "num_accepted_tokens_total")
+    return DraftCounts(*(int(values.get(f"{COUNTERS}{name}", 0)) for name in names))

