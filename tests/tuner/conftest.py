@@ -5,7 +5,7 @@ from __future__ import annotations
 import fcntl
 import inspect
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from decoding.profile import DraftProfile, TargetIdentity
 from decoding.target import Target
 from decoding.timing.round_costs import measure_round_costs
 from tests.support.commands import SearchCommand
+from tests.support.postgres import postgres
 from tests.support.tiny import save_tiny_checkpoint, write_tiny_prompts
 from tuner.cli.main import main
 from tuner.measuring.cost_cache import cost_table
@@ -122,6 +123,13 @@ def write_profile(workplace: Path, target: Target, checkpoint: Path) -> Callable
         return workplace / name
 
     return write
+
+
+@pytest.fixture(scope="session")
+def postgres_url() -> Iterator[str]:
+    """Address of an empty PostgreSQL database. Tests that leave something in it name it so that others do not meet it."""
+    with postgres() as url:
+        yield url
 
 
 @pytest.fixture

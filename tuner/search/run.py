@@ -16,6 +16,7 @@ from tuner.config import SearchConfig
 from tuner.errors import SearchError, TrackingError
 from tuner.inputs.environment import device_name, git_revision, versions
 from tuner.inputs.memory import explained_shortage
+from tuner.leases.table import Lease
 from tuner.measuring.paired import Bench
 from tuner.progress import Progress
 from tuner.search.decision import Confirmed, confirm, race_best, to_confirm
@@ -49,15 +50,29 @@ class InterruptedSearchError(SearchError):
 def search(task: Task, progress: Progress) -> SearchResult:
     """Run a whole search: write the profile, track it and return the result.
 
-    Raises `InterruptedSearchError` when the user stops it (finished trials are on disk, the best so far is written), and
-    `SearchError` if no trial of any study could be measured.
+    Raises `InterruptedSearchError` when the user stops it (finished trials are on disk, the best so far is written),
+    `StorageError` if another process works on the same search, and `SearchError` if no trial of any study could be measured.
     """
+    with task.budget.clock.stage(Stage.WRITING):
+        store = StudyStore(task.config.storage, task.config.resolved_experiment())
+        lease = store.exclusive()
+    try:
+        with lease:
+            return _tracked(task, store, lease, progress)
+    except TrackingError:
+        store.discard_if_new()
+        raise
+    finally:
+        store.close()
+
+
+def _tracked(task: Task, store: StudyStore, lease: Lease, progress: Progress) -> SearchResult:
+    """Run a search that no other process works on."""
     config, clock = task.config, task.budget.clock
     with clock.stage(Stage.WRITING):
-        store = StudyStore(config.storage, config.resolved_experiment())
         tracker = _open_tracker(task, store)
     try:
-        result = _searched(task, store, tracker, progress)
+        result = _searched(task, store, lease, tracker, progress)
         tracker.log_figures(_stage_figures(clock), {})
     except KeyboardInterrupt:
         tracker.close("KILLED")
@@ -69,7 +84,7 @@ def search(task: Task, progress: Progress) -> SearchResult:
     return result
 
 
-def _searched(task: Task, store: StudyStore, tracker: Tracker, progress: Progress) -> SearchResult:
+def _searched(task: Task, store: StudyStore, lease: Lease, tracker: Tracker, progress: Progress) -> SearchResult:
     """Run all stages between the opened stores and the profile."""
     config, clock = task.config, task.budget.clock
     with clock.stage(Stage.PLAIN), _decoding("a tuning prompt", config):
@@ -96,6 +111,7 @@ def _searched(task: Task, store: StudyStore, tracker: Tracker, progress: Progres
     cost = SearchEffort(len(records), store.spent_seconds(config.study), distilling)
     with clock.stage(Stage.WRITING):
         result = conclude(task, finalists[0], confirmed, held_out, studies.ended, cost, tracker.run_id)
+        lease.check()  # before the profile of a search that stood still replaces that of its successor
         result.profile.save(config.out)
         track_result(tracker, result, records, task)
         texts = written_texts(task, finalists[0].trial.candidate, held_out)
@@ -139,17 +155,13 @@ def _kept(config: SearchConfig) -> str:
 
 def _open_tracker(task: Task, store: StudyStore) -> Tracker:
     config = task.config
-    try:
-        return Tracker.open(
-            config.tracking_uri,
-            config.resolved_experiment(),
-            run_id=store.noted(RUN_ID),
-            params=_run_params(task),
-            dataset=DatasetInput(name=config.dataset, fingerprint=task.prompts.fingerprint, source=config.dataset),
-        )
-    except TrackingError:
-        store.discard_if_new()
-        raise
+    return Tracker.open(
+        config.tracking_uri,
+        config.resolved_experiment(),
+        run_id=store.noted(RUN_ID),
+        params=_run_params(task),
+        dataset=DatasetInput(name=config.dataset, fingerprint=task.prompts.fingerprint, source=config.dataset),
+    )
 
 
 def _race(

@@ -1,16 +1,19 @@
-"""Finished trials on disk: one Optuna study per search, in any storage Optuna knows (SQLite by default).
+"""Finished trials on disk: one Optuna study per search, in SQLite, or in PostgreSQL for several hosts.
 
 A trial is on disk before the next begins. A stored study holds its identity, and is resumed only with the same model, data
-and space.
+and space. Several processes may work on one study: each trial names the lease of the process that runs it, and is closed by others
+only when that process is dead. Optuna's own heartbeats run under `study.optimize` alone, and trials here are asked for one by one.
 """
 
 from __future__ import annotations
 
 import json
+import time
 import warnings
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import optuna
 import sqlalchemy.exc
@@ -19,13 +22,19 @@ from optuna.trial import TrialState as OptunaState
 from decoding.errors import first_line
 from studies.contract import Study, StudySetup, TrialRecord, TrialState
 from tuner.errors import StorageError
+from tuner.leases.process import Process
+from tuner.leases.table import GRACE_SECONDS, Lease, LeaseHeldError, LeaseTable, attempt
 
 RECORD = "record"
 IDENTITY = "identity"
 KEPT = "kept"
 PREPARATION = "preparation_seconds"
 RUNS = "run_seconds"
-"""Seconds of every run of a search, by the run's own key: everything from its command on that counts, not trials alone."""
+"""Seconds of every run of a search, a note for each run: everything from its command on that counts, not trials alone."""
+WORKER = "worker"
+"""Lease of the process that runs a trial."""
+LOCK_SECONDS = 60
+"""Seconds to wait for a SQLite file that another process is writing to."""
 
 
 class StudyStore:
@@ -34,24 +43,71 @@ class StudyStore:
     Each stored record is parsed once. Raises `StorageError`, in one line, for errors that the user can correct.
     """
 
-    def __init__(self, url: str, experiment: str) -> None:
+    def __init__(
+        self, url: str, experiment: str, *, process: Process | None = None, grace: float = GRACE_SECONDS
+    ) -> None:
         self.url = url
         self.experiment = experiment
+        self._process, self._grace = process, grace
+        self._worker: Worker | None = None
         self._read: dict[str, StoredStudy] = {}
         """By study name: every study whose records have been asked for."""
         self._opened: list[str] = []
         self._made = [path for path in [_sqlite_path(url)] if path is not None and not path.exists()]
         try:
-            # A file made here has the schema of this Optuna, whose check loads all its migrations.
-            self._storage = optuna.storages.RDBStorage(url, skip_compatibility_check=bool(self._made))
+            # Also when another process creates the same tables.
+            attempt(self._open)
         except (sqlalchemy.exc.SQLAlchemyError, ImportError, OSError, RuntimeError, ValueError) as cause:
             raise StorageError(f"cannot open the storage {url}: {_reason(cause)}") from None
 
+    def _open(self) -> None:
+        settings = {"connect_args": {"timeout": LOCK_SECONDS}} if _sqlite_path(self.url) else {"pool_pre_ping": True}
+        # A file made here has the schema of this Optuna, whose check loads all its migrations.
+        self._storage = optuna.storages.RDBStorage(
+            self.url, engine_kwargs=settings, skip_compatibility_check=bool(self._made)
+        )
+
     def discard_if_new(self) -> None:
-        """Remove the SQLite file if this store created it, for a search that cannot begin."""
+        """Remove the SQLite file if this store created it, for a search that cannot begin, unless another process uses it."""
+        here = self._process or Process.current()
+        others = [holder for holder in self._leases().holders("") if holder.process != here]
+        in_use = bool(others or optuna.get_all_study_names(self._storage))
         self._storage.remove_session()
-        for path in self._made:
-            path.unlink(missing_ok=True)
+        if not in_use:
+            for path in self._made:
+                path.unlink(missing_ok=True)
+
+    def close(self) -> None:
+        """Close the connections; leases that are held are given back."""
+        if self._worker is not None:
+            self._worker.lease.release()
+            self._worker = None
+        self._storage.remove_session()
+        self._storage.engine.dispose()
+
+    def exclusive(self, patience: float = 0.0) -> Lease:
+        """Return the lease of the whole experiment, which one search holds at a time; wait `patience` seconds for it.
+
+        Raises `StorageError`, which names the holder, if another search works on the experiment.
+        """
+        try:
+            return self._leases().take(f"search {self.experiment}", patience=patience)
+        except LeaseHeldError as held:
+            raise StorageError(
+                f"another search works on the experiment {self.experiment!r} in {self.url}: {held.holder.process}, last heard of "
+                f"{held.holder.silent_seconds:.0f} s ago; wait for its end, or choose another --experiment"
+            ) from None
+
+    def _leases(self) -> LeaseTable:
+        try:
+            return LeaseTable(self._storage.engine, process=self._process, grace=self._grace)
+        except sqlalchemy.exc.SQLAlchemyError as cause:
+            raise StorageError(f"cannot use the storage {self.url}: {_reason(cause)}") from None
+
+    def _as_worker(self) -> Worker:
+        if self._worker is None:
+            self._worker = Worker(self._leases())
+        return self._worker
 
     def open(self, study: Study, identity: Mapping[str, Any], *, preparation_seconds: float = 0.0) -> StoredStudy:
         """Return the stored study of this search, created if it is new.
@@ -64,18 +120,20 @@ class StudyStore:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
             try:
-                self._discard_half_made(name)
-                stored = optuna.create_study(
-                    study_name=name,
-                    storage=self._storage,
-                    direction="maximize",
-                    sampler=setup.sampler,
-                    pruner=optuna.pruners.WilcoxonPruner(p_threshold=0.1, n_startup_steps=3),
-                    load_if_exists=True,
-                )
+                # One process creates a study as a whole; the others wait, and find it.
+                with self._leases().take(f"creation of {name}", patience=2 * self._grace):
+                    self._discard_half_made(name)
+                    stored = optuna.create_study(
+                        study_name=name,
+                        storage=self._storage,
+                        direction="maximize",
+                        sampler=setup.sampler,
+                        pruner=optuna.pruners.WilcoxonPruner(p_threshold=0.1, n_startup_steps=3),
+                        load_if_exists=True,
+                    )
+                    return self._checked(stored, setup, {**identity, "space": setup.space}, preparation_seconds)
             except sqlalchemy.exc.SQLAlchemyError as cause:
                 raise StorageError(f"cannot use the storage {self.url}: {_reason(cause)}") from None
-        return self._checked(stored, setup, {**identity, "space": setup.space}, preparation_seconds)
 
     def kept(self, study: str) -> Any:
         """Return `StudySetup.kept` of a stored study, or None if no study of that name is stored."""
@@ -108,20 +166,24 @@ class StudyStore:
     def note_elapsed(self, run: str, seconds: float) -> None:
         """Store the seconds of a run so far, beside the study opened last; nothing if no study was opened yet."""
         for name in self._opened[-1:]:
-            stored = self._read[name]
-            stored.note(RUNS, {**(stored.noted(RUNS) or {}), run: seconds})
+            self._read[name].note(f"{RUNS} {run}", seconds)
 
     def elapsed_before(self) -> float:
         """Return the seconds of all runs of this experiment; of trials and preparation where no run has noted its own."""
         runs: dict[str, float] = {}
         for study in self._studies():
-            for run, seconds in study.user_attrs.get(RUNS, {}).items():
+            attributes = study.user_attrs
+            noted = {key.removeprefix(f"{RUNS} "): of for key, of in attributes.items() if key.startswith(f"{RUNS} ")}
+            for run, seconds in {
+                **attributes.get(RUNS, {}),
+                **noted,
+            }.items():  # one note for all runs: earlier versions
                 runs[run] = max(seconds, runs.get(run, 0.0))
         return sum(runs.values()) if runs else self.spent_seconds()
 
     def _stored(self, study: optuna.Study) -> StoredStudy:
         """Return the stored study, the same object for every caller, so that records are in one place."""
-        return self._read.setdefault(study.study_name, StoredStudy(study, self.url))
+        return self._read.setdefault(study.study_name, StoredStudy(study, self.url, self._as_worker))
 
     def _studies(self) -> Iterator[optuna.Study]:
         for name in optuna.get_all_study_names(self._storage):
@@ -155,50 +217,99 @@ class StudyStore:
                 f"study {stored.study_name!r} in {self.url} was a search with another {differing}: choose another "
                 "--experiment or --storage to keep the two apart"
             )
-        self._read[stored.study_name] = found = StoredStudy(stored, self.url)
+        self._read[stored.study_name] = found = StoredStudy(stored, self.url, self._as_worker)
         if stored.study_name not in self._opened:
             self._opened.append(stored.study_name)
         found.sweep()
         return found
 
 
-class StoredStudy:
-    """One study on disk, with its records in memory. Trials of another process since the first look are not seen."""
+class Worker:
+    """This process as a worker: the lease that its trials name, and what it knows of the leases of others."""
 
-    def __init__(self, study: optuna.Study, url: str) -> None:
+    def __init__(self, leases: LeaseTable) -> None:
+        self._leases = leases
+        self.lease = leases.take(f"worker {uuid4().hex}")
+        self._nameless: dict[int, float] = {}
+        """When a running trial was first seen that names no worker, by number, in seconds of this process's clock."""
+
+    @property
+    def mark(self) -> list[str]:
+        """Name and token of the lease, as a trial keeps them."""
+        return [self.lease.name, self.lease.token]
+
+    def runs_no_longer(self, trial: optuna.trial.FrozenTrial) -> bool:
+        """Return True if the worker of a running trial is dead.
+
+        A trial names no worker for the moment after it was asked for, and if an earlier version began it. It is given the time
+        after which a silent worker counts as dead.
+        """
+        mark = trial.user_attrs.get(WORKER)
+        if mark is None:
+            seen = self._nameless.setdefault(trial.number, time.monotonic())
+            return time.monotonic() - seen > self._leases.grace
+        return mark != self.mark and not self._leases.is_held(*mark)
+
+
+class StoredStudy:
+    """One study on disk, with its records in memory."""
+
+    def __init__(self, study: optuna.Study, url: str, worker: Callable[[], Worker]) -> None:
         self._study = study
         self.url = url
-        self._records: list[TrialRecord] | None = None
+        self._worker = worker
+        self._records: dict[int, TrialRecord] = {}
+        """By trial number."""
 
     def sweep(self) -> None:
-        """Close the running trial of a process that was killed; only its measurement is lost."""
+        """Close the running trials of dead processes; only their measurements are lost."""
         for trial in self._study.get_trials(deepcopy=False, states=(OptunaState.RUNNING,)):
-            self._study.tell(trial.number, state=OptunaState.FAIL)
+            if self._worker().runs_no_longer(trial):
+                self._close(trial.number, trial.user_attrs.get(RECORD))
 
     def records(self) -> list[TrialRecord]:
-        """Return the finished trials, oldest first; `finish` adds to them."""
-        return list(self._parsed())
-
-    def _parsed(self) -> list[TrialRecord]:
-        """Parse the records on disk at the first call; return the list that `finish` adds to."""
-        if self._records is None:
-            stored = (trial.user_attrs.get(RECORD) for trial in self._study.get_trials(deepcopy=False))
-            self._records = [TrialRecord.model_validate_json(record) for record in stored if record is not None]
-        return self._records
+        """Return the finished trials of all processes, by number."""
+        for trial in self._study.get_trials(deepcopy=False):
+            if trial.number not in self._records and (stored := trial.user_attrs.get(RECORD)) is not None:
+                self._records[trial.number] = TrialRecord.model_validate_json(stored)
+        return [self._records[number] for number in sorted(self._records)]
 
     def ask(self) -> optuna.Trial:
         """Begin a trial."""
-        return self._study.ask()
+        trial = self._study.ask()
+        trial.set_user_attr(WORKER, self._worker().mark)
+        return trial
 
     def finish(self, trial: optuna.Trial, record: TrialRecord) -> None:
-        """Write a finished trial to disk and add its record."""
-        records = self._parsed()  # before the record is on disk, so that it is not read back as well
-        trial.set_user_attr(RECORD, record.model_dump_json())
-        if record.state is TrialState.COMPLETE:
-            self._study.tell(trial, record.speedup)
+        """Write a finished trial to disk and add its record.
+
+        Raises `LeaseLostError` if another process closed the trial, as this one was silent for too long.
+        """
+        try:
+            trial.set_user_attr(RECORD, record.model_dump_json())
+        except optuna.exceptions.UpdateFinishedTrialError:
+            raise self._worker().lease.lost() from None
+        self._records[trial.number] = record
+        self._tell(trial.number, record)
+
+    def abandon(self, trial: optuna.Trial) -> None:
+        """Close a trial that ends without a record."""
+        self._close(trial.number, None)
+
+    def _close(self, number: int, stored: str | None) -> None:
+        """Close a running trial, with its record if its process wrote one before it died."""
+        if stored is None:
+            self._study.tell(number, state=OptunaState.FAIL, skip_if_finished=True)
         else:
-            self._study.tell(trial, state=OptunaState.PRUNED if record.state is TrialState.PRUNED else OptunaState.FAIL)
-        records.append(record)
+            self._tell(number, TrialRecord.model_validate_json(stored))
+
+    def _tell(self, number: int, record: TrialRecord) -> None:
+        # Another process may have closed it, from the record that is on disk.
+        if record.state is TrialState.COMPLETE:
+            self._study.tell(number, record.speedup, skip_if_finished=True)
+        else:
+            state = OptunaState.PRUNED if record.state is TrialState.PRUNED else OptunaState.FAIL
+            self._study.tell(number, state=state, skip_if_finished=True)
 
     def note(self, key: str, value: Any) -> None:
         """Store a note beside the trials."""

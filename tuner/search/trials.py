@@ -58,22 +58,32 @@ def run_study(
 ) -> tuple[list[TrialRecord], str]:
     """Run `study` until it is finished or `budget` is spent, with trials on the prompts (or batches) at `indices`.
 
-    Returns all records, earlier ones first, and the reason for the end. The records are those that `stored` owns.
+    Returns all records, by number, and the reason for the end. Other processes may run trials of the same study: it learns from
+    their records too, before its next trial. `on_record` gets the records made here.
     """
-    for record in stored.records():
-        study.observe(record)
+    known: set[int] = set()
+    _learn(study, stored, known)
     start = time.perf_counter()
     # The budget first: a study may compute for long before it answers.
-    while (ended := budget.exhausted(len(stored.records())) or study.finished()) is None:
+    while (ended := budget.exhausted(len(known)) or study.finished()) is None:
         record = _run_trial(study, stored, bench, indices, budget, start)
         budget.spend(record)
         start = time.perf_counter()
-        study.observe(record)
+        _learn(study, stored, known)
         learning = time.perf_counter() - start
         on_record(record)
         # Learning from this trial and choosing the next count with the next; showing the record counts with none.
         start = time.perf_counter() - learning
     return stored.records(), ended
+
+
+def _learn(study: Study, stored: StoredStudy, known: set[int]) -> None:
+    """Let the study observe the records that it does not know, by number, and close the trials of dead processes."""
+    stored.sweep()
+    for record in stored.records():
+        if record.number not in known:
+            known.add(record.number)
+            study.observe(record)
 
 
 def _run_trial(
@@ -86,8 +96,12 @@ def _run_trial(
 ) -> TrialRecord:
     """Run one trial and write it to disk. Its seconds count from `start`, when the study began to choose it."""
     trial = stored.ask()
-    candidate, notes = study.propose(trial)
-    outcome = _repeated(trial, candidate, stored.records()) or _measured(trial, candidate, bench, indices, budget)
+    try:
+        candidate, notes = study.propose(trial)
+        outcome = _repeated(trial, candidate, stored.records()) or _measured(trial, candidate, bench, indices, budget)
+    except BaseException:
+        stored.abandon(trial)
+        raise
     record = TrialRecord(
         study=study.name,
         number=trial.number,

@@ -6,6 +6,7 @@ import sqlite3
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
+from threading import Barrier, Thread
 from typing import Any
 
 import optuna
@@ -13,10 +14,13 @@ import pytest
 
 from studies.contract import Candidate, Problem, Study, StudySetup, TrialRecord, TrialState
 from studies.searches.draft_length import DraftLength, DraftLengthSettings
+from tests.support.processes import ended_process
 from tests.support.records import candidate, record
+from tests.support.stored_trials import stored_trials
 from tests.support.tiny import tiny_target
 from tuner.errors import StorageError
-from tuner.search.storage import StudyStore, sqlite_url
+from tuner.leases.table import LeaseLostError
+from tuner.search.storage import RECORD, StudyStore, sqlite_url
 
 IDENTITY = {"model": "a", "data": "b"}
 
@@ -36,8 +40,8 @@ class OneCandidate(Study):
         return candidate(), {}
 
 
-def _store(tmp_path: Path) -> StudyStore:
-    return StudyStore(sqlite_url(tmp_path / "trials.db"), "experiment")
+def _store(tmp_path: Path, **settings: Any) -> StudyStore:
+    return StudyStore(sqlite_url(tmp_path / "trials.db"), "experiment", **settings)
 
 
 @pytest.mark.parametrize(
@@ -64,14 +68,96 @@ def test_optuna_knows_state_and_value(tmp_path: Path) -> None:
 
 
 def test_a_trial_that_was_running_when_the_process_died_is_no_record(tmp_path: Path) -> None:
-    _store(tmp_path).open(OneCandidate(), IDENTITY).ask()
+    _store(tmp_path, process=ended_process()).open(OneCandidate(), IDENTITY).ask()
     stored = _store(tmp_path).open(OneCandidate(), IDENTITY)
     assert stored.records() == []
-    states = [
-        trial.state.name
-        for trial in optuna.load_study(study_name="experiment/one_candidate", storage=stored.url).trials
-    ]
-    assert states == ["FAIL"]
+    assert _states(tmp_path) == ["FAIL"]
+
+
+def _states(tmp_path: Path) -> list[str]:
+    return [trial.state.name for trial in stored_trials(tmp_path / "trials.db", "experiment/one_candidate")]
+
+
+def test_the_running_trial_of_another_process_is_left_alone_and_its_record_is_seen(tmp_path: Path) -> None:
+    first = _store(tmp_path).open(OneCandidate(), IDENTITY)
+    trial = first.ask()
+    second = _store(tmp_path).open(OneCandidate(), IDENTITY)
+    second.sweep()
+    assert _states(tmp_path) == ["RUNNING"]
+    second.finish(second.ask(), other := record(1.5, number=1))
+    first.finish(trial, made := record(1.25, number=0))
+    assert first.records() == second.records() == [made, other]
+    assert _states(tmp_path) == ["COMPLETE"] * 2
+
+
+def test_a_record_that_was_written_before_the_process_died_counts_and_optuna_learns_it(tmp_path: Path) -> None:
+    dead = _store(tmp_path, process=ended_process()).open(OneCandidate(), IDENTITY)
+    dead.ask().set_user_attr(RECORD, (made := record(1.25)).model_dump_json())
+    assert _store(tmp_path).open(OneCandidate(), IDENTITY).records() == [made]
+    (trial,) = stored_trials(tmp_path / "trials.db", "experiment/one_candidate")
+    assert (trial.state.name, trial.value) == ("COMPLETE", pytest.approx(1.25))
+
+
+def test_a_trial_that_another_process_has_closed_takes_no_record(tmp_path: Path) -> None:
+    silent = _store(tmp_path, process=ended_process()).open(OneCandidate(), IDENTITY)
+    trial = silent.ask()
+    _store(tmp_path).open(OneCandidate(), IDENTITY)
+    with pytest.raises(LeaseLostError, match="taken over"):
+        silent.finish(trial, record(1.25))
+    assert silent.records() == []
+
+
+def test_a_trial_that_names_no_worker_is_closed_when_it_has_been_seen_for_long(tmp_path: Path) -> None:
+    _store(tmp_path).open(OneCandidate(), IDENTITY)._study.ask()  # as an earlier version did
+    _store(tmp_path).open(OneCandidate(), IDENTITY)
+    assert _states(tmp_path) == ["RUNNING"]
+    impatient = _store(tmp_path, grace=0.0).open(OneCandidate(), IDENTITY)
+    impatient.sweep()
+    assert _states(tmp_path) == ["FAIL"]
+
+
+def test_one_search_at_a_time_works_on_an_experiment(tmp_path: Path) -> None:
+    with _store(tmp_path).exclusive():
+        with pytest.raises(
+            StorageError, match=r"another search works on the experiment 'experiment' .* process \d+ on"
+        ):
+            _store(tmp_path).exclusive()
+        StudyStore(sqlite_url(tmp_path / "trials.db"), "other").exclusive().release()
+    _store(tmp_path).exclusive().release()
+    _store(tmp_path, process=ended_process()).exclusive()
+    _store(tmp_path).exclusive().release()  # at once, as the process of this machine has ended
+
+
+def test_a_new_file_is_discarded_unless_another_process_uses_it(tmp_path: Path) -> None:
+    store, path = _store(tmp_path), tmp_path / "trials.db"
+    used = _store(tmp_path, process=ended_process()).exclusive()
+    store.discard_if_new()
+    assert path.exists()
+    used.release()
+    store.discard_if_new()
+    assert not path.exists()
+
+
+@pytest.mark.filterwarnings("ignore::optuna.exceptions.ExperimentalWarning")  # hidden by no thread from another
+def test_processes_that_begin_at_once_on_a_new_file_make_one_study(tmp_path: Path) -> None:
+    """Threads stand for processes: each has its own store, and connections of its own."""
+    barrier, failures = Barrier(4), list[Exception]()
+
+    def begin(number: int) -> None:
+        try:
+            barrier.wait()
+            stored = _store(tmp_path).open(Keeping(f"of {number}"), IDENTITY)
+            stored.finish(stored.ask(), record(1.25, number=number))
+        except Exception as failure:
+            failures.append(failure)
+
+    threads = [Thread(target=begin, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failures == []
+    assert _states(tmp_path) == ["COMPLETE"] * 4
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,81 @@
+"""Several processes on one study, on SQLite and PostgreSQL. Threads stand for processes: each has its own store."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import optuna
+import pytest
+
+from studies.contract import Candidate, Study, StudySetup, TrialRecord
+from studies.measurement import PromptSample
+from tests.support.benches import ScriptedBench, first_block
+from tests.support.records import candidate, sample
+from tuner.search.storage import StudyStore, sqlite_url
+from tuner.search.trials import Budget, run_study
+
+NUM_TRIALS, NUM_WORKERS = 12, 3
+
+
+class ByNumber(Study):
+    """Proposes another skip set in each trial."""
+
+    name = "by_number"
+
+    def __init__(self) -> None:
+        self.observed: list[TrialRecord] = []
+
+    def setup(self) -> StudySetup:
+        return StudySetup({}, optuna.samplers.RandomSampler(seed=0), starts=[{"block": 0}], kept="kept")
+
+    def propose(self, trial: optuna.Trial) -> tuple[Candidate, dict[str, Any]]:
+        return candidate((trial.number,)), {}
+
+    def observe(self, record: TrialRecord) -> None:
+        self.observed.append(record)
+
+
+def _answer(wanted: Candidate, index: int) -> PromptSample:
+    return sample(1.0 + first_block(wanted) / 10, index)
+
+
+@pytest.fixture(params=["sqlite", "postgresql"])
+def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    return sqlite_url(tmp_path / "trials.db") if request.param == "sqlite" else request.getfixturevalue("postgres_url")
+
+
+@pytest.mark.filterwarnings("ignore::optuna.exceptions.ExperimentalWarning")  # hidden by no thread from another
+def test_workers_share_a_study_and_nothing_is_lost_or_doubled(url: str) -> None:
+    made: dict[int, list[TrialRecord]] = {number: [] for number in range(NUM_WORKERS)}
+    studies = [ByNumber() for _ in made]
+    failures: list[BaseException] = []
+
+    def work(worker: int) -> None:
+        store = StudyStore(url, "shared")
+        try:
+            stored = store.open(studies[worker], {"model": "a"})
+            budget = Budget(NUM_TRIALS, None)
+            run_study(studies[worker], stored, ScriptedBench(_answer), range(2), budget, made[worker].append)
+        except BaseException as failure:
+            failures.append(failure)
+        finally:
+            store.close()
+
+    threads = [Thread(target=work, args=(worker,)) for worker in made]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failures == []
+    store = StudyStore(url, "shared")
+    records = store.open(ByNumber(), {"model": "a"}).records()
+    store.close()
+    numbers = [record.number for record in records]
+    assert numbers == list(range(len(records))), "no trial is missing, none is there twice, none was closed by another"
+    # Workers that look at the same moment may each begin one more.
+    assert NUM_TRIALS <= len(records) < NUM_TRIALS + NUM_WORKERS
+    assert sorted((each for own in made.values() for each in own), key=lambda each: each.number) == records
+    for study in studies:
+        assert {each.number for each in study.observed} >= set(range(NUM_TRIALS)), "each learns from the trials of all"
