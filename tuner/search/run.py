@@ -68,7 +68,7 @@ def search(task: Task, progress: Progress) -> SearchResult:
 
 def _tracked(task: Task, store: StudyStore, lease: Lease, progress: Progress) -> SearchResult:
     """Run a search that no other process works on."""
-    config, clock = task.config, task.budget.clock
+    clock = task.budget.clock
     with clock.stage(Stage.WRITING):
         tracker = _open_tracker(task, store)
     try:
