@@ -49,7 +49,7 @@ class StudyStore:
         self.url = url
         self.experiment = experiment
         self._process, self._grace = process, grace
-        self._worker: Worker | None = None
+        self._worker: TrialWorker | None = None
         self._read: dict[str, StoredStudy] = {}
         """By study name: every study whose records have been asked for."""
         self._opened: list[str] = []
@@ -104,9 +104,9 @@ class StudyStore:
         except sqlalchemy.exc.SQLAlchemyError as cause:
             raise StorageError(f"cannot use the storage {self.url}: {_reason(cause)}") from None
 
-    def _as_worker(self) -> Worker:
+    def _as_worker(self) -> TrialWorker:
         if self._worker is None:
-            self._worker = Worker(self._leases())
+            self._worker = TrialWorker(self._leases())
         return self._worker
 
     def open(self, study: Study, identity: Mapping[str, Any], *, preparation_seconds: float = 0.0) -> StoredStudy:
@@ -144,6 +144,12 @@ class StudyStore:
         """Return a stored study of any identity, to be read, or None if no study of that name is stored."""
         stored = self._whole(study)
         return None if stored is None else self._stored(stored)
+
+    def include(self, study: str) -> None:
+        """Count a stored study among those opened here, which another process may have run to its end."""
+        name = f"{self.experiment}/{study}"
+        if name not in self._opened and self.find(study) is not None:
+            self._opened.append(name)
 
     def records(self) -> list[TrialRecord]:
         """Return the finished trials of all studies opened here, in the order in which they were opened."""
@@ -224,7 +230,7 @@ class StudyStore:
         return found
 
 
-class Worker:
+class TrialWorker:
     """This process as a worker: the lease that its trials name, and what it knows of the leases of others."""
 
     def __init__(self, leases: LeaseTable) -> None:
@@ -254,7 +260,7 @@ class Worker:
 class StoredStudy:
     """One study on disk, with its records in memory."""
 
-    def __init__(self, study: optuna.Study, url: str, worker: Callable[[], Worker]) -> None:
+    def __init__(self, study: optuna.Study, url: str, worker: Callable[[], TrialWorker]) -> None:
         self._study = study
         self.url = url
         self._worker = worker
