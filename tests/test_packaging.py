@@ -85,7 +85,8 @@ def test_the_extra_holds_whatever_else_the_tuner_imports() -> None:
     brought = {"annotated_types", "huggingface_hub", "pydantic_core", "tokenizers"}  # by the dependencies
     needed = _imported("studies") | _imported("tuner")
     known = _modules([*PROJECT["dependencies"], *PROJECT["optional-dependencies"]["tune"]])
-    assert needed - known - brought == set()
+    # `sdtune evaluate serving` says itself that it needs the client.
+    assert needed - known - brought - {"openai"} == set()
 
 
 def test_command_is_the_launcher() -> None:

@@ -6,6 +6,7 @@ that the sequences that are being decoded wait for one prompt at most.
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable
 from functools import partial
@@ -15,6 +16,7 @@ import torch
 from decoding.decoder import Decoder
 from decoding.errors import UnsupportedRequestError, first_line
 from decoding.rounds import Prefill, Round
+from decoding.serving.drafting_switch import DraftingSwitch, switched
 from decoding.serving.rows import Event, ServedRows, new_rows
 from decoding.serving.waiting_room import Job, RequestEnd, Stopped, WaitingRoom
 
@@ -25,18 +27,27 @@ Observer = Callable[[Job, Prefill | Round | RequestEnd], None]
 class ContinuousBatch:
     """Decodes the jobs of a waiting room in `num_rows` rows, each of at most `max_length` tokens, prompt and new ones.
 
-    One thread calls `advance`; any thread may use the room. With a persistent draft-length rule a row keeps its controller from one
+    A `switch` decides which rounds draft, except in `fresh` jobs, whose samples would then depend on time. One thread calls
+    `advance`; any thread may use the room. With a persistent draft-length rule a row keeps its controller from one
     sequence to the next.
     """
 
     def __init__(
-        self, decoder: Decoder, room: WaitingRoom, *, num_rows: int, max_length: int, observer: Observer | None = None
+        self,
+        decoder: Decoder,
+        room: WaitingRoom,
+        *,
+        num_rows: int,
+        max_length: int,
+        observer: Observer | None = None,
+        switch: DraftingSwitch | None = None,
     ) -> None:
         if num_rows < 1:
             raise ValueError(f"a batch has at least one row, got {num_rows}")
         self.num_rows, self.max_length = num_rows, max_length
         self._room = room
         self._observer = observer
+        self.switch = switch
         self._jobs: dict[int, Job] = {}
         self._free = deque(range(num_rows))
         self._next: Decoder | None = None
@@ -66,15 +77,19 @@ class ContinuousBatch:
         if self._next is not None and not self._jobs:
             self._use(self._next)
             self._next = None
-        if self._next is None:
-            self._admit()
+        reads_prompt = self._next is None and self._admit()
         if not self._jobs:
             return False
+        start, num_running = time.perf_counter(), len(self._jobs)
         try:
             events = self._rows.advance()
         except Exception as error:  # a shared pass: no sequence can go on, but the next ones can
             self._fail_all(error)
             return True
+        if self.switch is not None and not reads_prompt:
+            rounds = [event for _, event in events if isinstance(event, Round)]
+            num_tokens = sum(len(each.tokens) for each in rounds)
+            self.switch.observe(num_running, len(rounds), num_tokens, time.perf_counter() - start)
         for row, event in events:
             self._settle(row, event)
         return True
@@ -90,6 +105,7 @@ class ContinuousBatch:
 
     def _use(self, decoder: Decoder) -> None:
         self._decoder = decoder
+        self._switched = decoder if self.switch is None else switched(decoder, self.switch)
         self._capacity = self.max_length + max(decoder.max_drafted, decoder.target.runner.exact_width or 0) + 1
         self._rows: ServedRows = new_rows(decoder.target, self.num_rows, self._capacity)
 
@@ -101,19 +117,21 @@ class ContinuousBatch:
                 self._rows.stop(row)
                 self._end(row, RequestEnd(Stopped.CANCELLED))
 
-    def _admit(self) -> None:
-        """Begin the job that has waited longest, if a row is free."""
+    def _admit(self) -> bool:
+        """Begin the job that has waited longest, if a row is free; return True if one has begun."""
         job = self._room.take() if self._free else None
         if job is None:
-            return
+            return False
         try:
             self._check(job)
         except UnsupportedRequestError as refused:
             self._tell(job, RequestEnd(Stopped.FAILED, str(refused)))
-            return
+            return False
         row = self._free.popleft()
         self._jobs[row] = job
-        self._rows.start(row, partial(self._decoder.loop, job.request, row, fresh=job.fresh))
+        decoder = self._decoder if job.fresh else self._switched
+        self._rows.start(row, partial(decoder.loop, job.request, row, fresh=job.fresh))
+        return True
 
     def _check(self, job: Job) -> None:
         """Raise `UnsupportedRequestError` unless the sequence fits into a row."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
 
 from decoding.rounds import Prefill, Round
 from decoding.serving.waiting_room import Job, RequestEnd
@@ -20,6 +20,7 @@ class ServerCounters:
 
     def __init__(self, name: str) -> None:
         self._registry = CollectorRegistry()
+        ProcessCollector(registry=self._registry)  # memory and CPU time of the process
         self._name = name
         self._prompt = self._counter("vllm:prompt_tokens", "Prompt tokens of the requests that have begun.")
         self._generated = self._counter("vllm:generation_tokens", "Generated tokens.")

@@ -7,13 +7,16 @@ from dataclasses import dataclass
 from ipaddress import ip_address
 from typing import Any
 
+import torch
 import uvicorn
 
+from decoding.acceptance import Greedy, Sampling
 from decoding.decoder import Decoder
 from decoding.errors import SdtuneError
 from decoding.serving.app import create_app
 from decoding.serving.batch import ContinuousBatch
 from decoding.serving.counters import ServerCounters
+from decoding.serving.drafting_switch import DraftingSwitch
 from decoding.serving.engine import DecodingThread
 from decoding.serving.service import ServedModel, Service
 from decoding.serving.waiting_room import WaitingRoom
@@ -36,6 +39,8 @@ class ServerLimits:
     """Requests that may wait for a row."""
     max_length: int = 4096
     """Most tokens of a prompt and its answer; less if the model's context is shorter."""
+    may_fall_back: bool = True
+    """Decode plain rounds where they are faster at the present load and text."""
 
 
 def new_service(decoder: Decoder, tokenizer: Any, name: str, limits: ServerLimits) -> Service:
@@ -43,14 +48,24 @@ def new_service(decoder: Decoder, tokenizer: Any, name: str, limits: ServerLimit
     target, room, counters = decoder.target, WaitingRoom(limits.max_waiting), ServerCounters(name)
     model: Any = target.model
     eos = model.generation_config.eos_token_id
+    max_length = min(limits.max_length, target.context_length or limits.max_length)
+    # Shapes of passes are prepared now, if the runner has any: the first requests would wait for them.
+    sampling = Sampling(torch.Generator(target.device))
+    decoder.prepare(1, max_length, limits.num_rows, acceptances=(Greedy(), sampling))
     batch = ContinuousBatch(
         decoder,
         room,
         num_rows=limits.num_rows,
-        max_length=min(limits.max_length, target.context_length or limits.max_length),
+        max_length=max_length,
         observer=counters.observe,
+        switch=DraftingSwitch() if limits.may_fall_back and decoder.drafter is not None else None,
     )
     counters.gauge("vllm:num_requests_running", "Requests that are being decoded.", lambda: batch.num_running)
+    switch = batch.switch
+    drafts = decoder.drafter is not None
+    counters.gauge(
+        "sdtune:drafting", "1 while rounds draft, 0 in plain rounds.", lambda: switch.may_draft if switch else drafts
+    )
     counters.gauge("vllm:num_requests_waiting", "Requests that wait for a row.", lambda: len(room))
     served = ServedModel(
         name,

@@ -48,6 +48,9 @@ class ServeSettings(Document):
     dtype: ProfileDtype = None
     device: Device = "auto"
     threads: Threads = None
+    always_draft: bool = Field(
+        False, description="Draft also where plain rounds are faster.", json_schema_extra={"group": "Decoding"}
+    )
     plain: bool = Field(False, description="Decode plainly, to compare with.", json_schema_extra={"group": "Decoding"})
 
 
@@ -67,6 +70,8 @@ def serve(profile: str, **flags: Any) -> None:
 
     Requests are decoded together, and each gets the text that it would get alone: greedy output is plain decoding's. A client
     that goes away frees its row. Ctrl-C or SIGTERM lets running requests end.
+
+    Rounds draft only where that is faster: drafted and plain rounds are both timed, at the present load and text.
 
     Only this machine can connect, unless --host says otherwise. Then clients must send the key in the environment variable
     SDTUNE_API_KEY as a bearer token; without that variable the server does not start. Put a proxy with TLS before it.

@@ -39,7 +39,9 @@ def serve_model(settings: ServeSettings) -> None:
     decoder = load_decoder(path).decoder_for(loaded.model)
     if settings.plain:
         decoder = plain_decoder(decoder.target)
-    limits = ServerLimits(settings.max_batch, settings.max_waiting, settings.max_length)
+    limits = ServerLimits(
+        settings.max_batch, settings.max_waiting, settings.max_length, may_fall_back=not settings.always_draft
+    )
     service = new_service(decoder, loaded.tokenizer, settings.served_model_name or profile.target.model, limits)
     decoding = service.decoding
 

@@ -18,6 +18,7 @@ EVALUATIONS: Mapping[str, str] = MappingProxyType(
         "integrity": "tuner.evaluation.integrity.settings:IntegrityEvaluation",
         "planted": "tuner.evaluation.planted.settings:PlantedEvaluation",
         "passes": "tuner.evaluation.passes.settings:PassesEvaluation",
+        "serving": "tuner.evaluation.serving.settings:ServingEvaluation",
         "gpu": "tuner.evaluation.gpu.settings:GpuEvaluation",
         "demo-model": "tuner.evaluation.models.demo_model.settings:DemoModelTraining",
         "demo-prompts": "tuner.evaluation.models.settings:DemoPrompts",

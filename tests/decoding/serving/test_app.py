@@ -14,7 +14,7 @@ from decoding.decoder import Decoder, plain_decoder
 from decoding.draft_length import Fixed
 from decoding.drafts import LayerSkip
 from decoding.serving.app import create_app
-from decoding.serving.run import ServerLimits, new_service
+from decoding.serving.run import KEY_VARIABLE, ServerError, ServerLimits, api_key_for, new_service
 from decoding.serving.service import Service
 from decoding.text import Ending
 from tests.support.tiny import tiny_target, tiny_tokenizer
@@ -44,7 +44,9 @@ def service() -> Service:
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = TEMPLATE
     decoder = Decoder(target, LayerSkip.blocks((3, 4)), Fixed(max_tokens=3))
-    return new_service(decoder, tokenizer, "tiny", ServerLimits(num_rows=3, max_waiting=8, max_length=64))
+    return new_service(
+        decoder, tokenizer, "tiny", ServerLimits(num_rows=3, max_waiting=8, max_length=64, may_fall_back=False)
+    )
 
 
 @pytest.fixture(scope="module")
@@ -256,3 +258,13 @@ def test_metrics_have_vllms_names(client: TestClient, service: Service) -> None:
     assert positions == sorted(positions, reverse=True)
     assert after['vllm:num_requests_running{model_name="tiny"}'] == 0
     assert grown("time_to_first_token_seconds_count") == 1
+
+
+def test_a_key_is_needed_beyond_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(KEY_VARIABLE, raising=False)
+    assert [api_key_for(host) for host in ("127.0.0.1", "::1", "localhost")] == [None] * 3
+    for host in ("0.0.0.0", "::", "example.org"):
+        with pytest.raises(ServerError, match=KEY_VARIABLE):
+            api_key_for(host)
+    monkeypatch.setenv(KEY_VARIABLE, KEY)
+    assert api_key_for("0.0.0.0") == KEY
