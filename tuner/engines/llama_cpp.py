@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 CONVERTER = "convert_hf_to_gguf.py"
 SERVER, QUANTISER = "llama-server", "llama-quantize"
 BUILT = Path("build") / "bin"
+CONVERTED = ("q8_0",)
+"""Quantised types that the converter writes itself."""
 COUNTERS = "llamacpp:spec_decode_"
 
 
@@ -70,14 +72,14 @@ class LlamaCppServer(EngineProgram):
         """Convert the target and the draft to GGUF, and quantise the draft where the export says so."""
         remarks = []
         whole = plan.out / "target.gguf"
-        remarks.append(self._convert(Path(plan.model), whole, plan, log))
+        remarks.append(self._convert(Path(plan.model), whole, OUTTYPES[plan.dtype], log))
         if plan.needs_draft_folder:
             whole = plan.out / "draft.gguf"
-            remarks.append(self._convert(plan.draft, whole, plan, log))
+            remarks.append(self._convert(plan.draft, whole, OUTTYPES[plan.dtype], log))
         if plan.bits is not None:
-            quantiser = str(self.server.with_name(QUANTISER))
-            kind = QUANTISED[plan.bits]
-            output_of([quantiser, str(whole), str(plan.out / f"draft-{kind}.gguf"), kind], self.title)
+            remarks.append(
+                self._quantise(plan.draft if plan.needs_draft_folder else Path(plan.model), whole, plan, log)
+            )
         return tuple(dict.fromkeys(each for each in remarks if each))
 
     def draft_flags(self, plan: Plan) -> tuple[str, ...]:
@@ -114,15 +116,28 @@ class LlamaCppServer(EngineProgram):
         answer = client.post("/completion", request)
         return read_completion(answer, _counts(client.counters()) - before)
 
-    def _convert(self, model: Path, out: Path, plan: Plan, log: Path) -> str:
+    def _quantise(self, model: Path, whole: Path, plan: Plan, log: Path) -> str:
+        """Write the quantised draft: by the converter where it knows the type, else by the program built with the server."""
+        assert plan.bits is not None, "the caller has looked"
+        kind = QUANTISED[plan.bits]
+        out = plan.out / f"draft-{kind}.gguf"
+        if kind.lower() in CONVERTED:
+            return self._convert(model, out, kind.lower(), log)
+        output_of([str(self.server.with_name(QUANTISER)), str(whole), str(out), kind], self.title)
+        return ""
+
+    def _convert(self, model: Path, out: Path, outtype: str, log: Path) -> str:
         """Write a model folder as GGUF; return a remark, or nothing."""
         command = [sys.executable, gguf_converter.__file__, str(self.sources / CONVERTER), str(model)]
-        command += ["--outtype", OUTTYPES[plan.dtype], "--outfile", str(out)]
+        command += ["--outtype", outtype, "--outfile", str(out)]
         with log.open("wb") as output:
             done = subprocess.run(command, stdout=output, stderr=subprocess.STDOUT, check=False)
+        text = log.read_text(encoding="utf-8", errors="replace")
+        if missing := re.search(r"^ModuleNotFoundError: .*", text, re.MULTILINE):
+            raise EngineError(f"llama.cpp's converter: {missing[0]}; pip install 'sdtune[engines]' has what it imports")
         if done.returncode:
             raise EngineError(f"llama.cpp's converter cannot convert {model}: {last_lines(log)}")
-        return gguf_converter.NOTE if gguf_converter.NOTE in log.read_text(encoding="utf-8", errors="replace") else ""
+        return gguf_converter.NOTE if gguf_converter.NOTE in text else ""
 
 
 def read_completion(answer: dict[str, object], counts: DraftCounts) -> EngineCompletion:

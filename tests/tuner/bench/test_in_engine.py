@@ -46,6 +46,7 @@ def test_the_export_is_measured_against_the_engines_plain_decoding(bench: Bench)
     assert (profile["rounds"], profile["num_draft_tokens"], profile["num_accepted_draft_tokens"]) == (12, 24, 16)
     assert (profile["identical"], profile["texts"]) == (4, 4)
     assert profile["end_to_end_speedup"]["value"] < 2.0
+    assert "by sdtune's own decoder" in document["predicted"]["explanation"]
     assert other["flags"].endswith("bench/export/draft.gguf")
     assert "invalid argument" in document["failed"]["--broken"]
     assert len(document["samples"]["profile"]) == 4

@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 
-from decoding.draft_length import Fixed
-from decoding.drafts import EarlyExit
+from decoding.draft_length import Fixed, TopProbability
+from decoding.drafts import EarlyExit, Lookup
 from decoding.profile import DraftProfile, TargetIdentity
 from tests.support.engine_stub import write_llama_cpp
 from tuner.engines import vllm
 from tuner.engines.contract import DraftCounts, ServerSettings
+from tuner.engines.expectation import engine_candidate
 from tuner.engines.llama_cpp import LlamaCppServer
 from tuner.engines.llama_cpp import read_completion as read_llama_cpp
 from tuner.engines.loopback import Client
@@ -120,3 +121,27 @@ def test_an_engine_that_is_not_found_is_refused(tmp_path: Path, monkeypatch: pyt
     (home / "build" / "bin" / "llama-server").unlink()
     with pytest.raises(EngineError, match="llama-server is neither in"):
         find_engine("llama.cpp", None)
+
+
+def test_a_quantised_draft_is_converted_and_missing_packages_are_named(tmp_path: Path) -> None:
+    home = write_llama_cpp(tmp_path / "llama.cpp")
+    whole = DraftShape(tuple(range(6)), has_head=False, num_target_layers=6)
+    plan = replace(PLAN, out=tmp_path, shape=whole, bits=8)
+    program = find_engine("llama.cpp", home)
+    remarks = program.prepare(plan, tmp_path / "log")
+    assert len(remarks) == 1
+    assert {each.name for each in tmp_path.glob("*.gguf")} == {"target.gguf", "draft-Q8_0.gguf"}
+    (home / "convert_hf_to_gguf.py").write_text("import not_installed")
+    with pytest.raises(EngineError, match=r"No module named 'not_installed'; pip install 'sdtune\[engines\]'"):
+        program.prepare(plan, tmp_path / "log")
+
+
+def test_a_draft_is_predicted_by_the_rules_of_the_engine() -> None:
+    early = EarlyExit(exit_layer=2).with_lookup(Lookup())
+    plan = replace(PLAN, profile=PLAN.profile.model_copy(update={"draft": early}))
+    found = engine_candidate(plan)
+    assert found.draft.lookup_first == Lookup(max_ngram=3, min_ngram=3, max_tokens=8)
+    assert found.draft_length == TopProbability(max_tokens=4, threshold=0.25)
+    fixed = engine_candidate(replace(plan, threshold=None, lookup=None))
+    assert fixed.draft.lookup_first is None
+    assert fixed.draft_length == Fixed(max_tokens=4)

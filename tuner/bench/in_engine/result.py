@@ -31,7 +31,7 @@ class EngineResult:
     failed: dict[str, str]
     """Drafts that the engine did not run, with its reasons."""
     predicted: PredictedSpeedup
-    """Prediction for the profile's draft, from the costs and the acceptance that the profile holds."""
+    """Prediction for the profile's draft, by the engine's rules."""
     facts: dict[str, Any]
     remarks: tuple[str, ...] = ()
 

@@ -10,19 +10,21 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from decoding.head_folder import HeadFolder
 from decoding.losslessness import compare
+from decoding.text import Ending
 from tuner.bench.config import BenchConfig
 from tuner.bench.in_engine.report import engine_json, engine_table
 from tuner.bench.in_engine.result import EngineDraft, EngineResult
 from tuner.bench.report import TABLE_WIDTH
-from tuner.bench.task import BenchTask, prepare_bench
+from tuner.bench.task import BenchTask, prepare_bench, token_ids
 from tuner.engines.contract import EngineProgram, ServerSettings
+from tuner.engines.expectation import predict_by_rules
 from tuner.engines.loopback import Client, free_port
 from tuner.engines.paired import measure_pairs
 from tuner.engines.registry import find_engine
 from tuner.engines.serving import serving
 from tuner.errors import ConfigError, EngineError
-from tuner.export.prediction import predict
 from tuner.export.run import export
 from tuner.export.settings import ExportSettings
 from tuner.prompt_settings import PromptSettings
@@ -37,7 +39,7 @@ if TYPE_CHECKING:
 NAME = "engine"
 EXPORT = "export"
 PROFILE = "profile"
-WITHOUT_ENGINE = ("against", "batch_size", "memory", "repeats", "runner")
+WITHOUT_ENGINE = ("against", "batch_size", "memory", "repeats")
 """Settings of a bench in this process that an engine does not have."""
 OVER = 8
 """Positions beyond the longest text and its draft."""
@@ -98,6 +100,14 @@ def _run(
     assert plan is not None, "an engine's export has a plan"
     drafts = {PROFILE: program.draft_flags(plan)}
     drafts |= {line: tuple(shlex.split(line.replace("{out}", str(plan.out)))) for line in others}
+    progress.stage(f"predicting by {program.title}'s rules")
+    predicted = predict_by_rules(
+        plan,
+        task.target,
+        HeadFolder(task.target, task.folder),
+        token_ids(task.choosing),
+        Ending(task.max_new_tokens, task.eos_token_ids),
+    )
     settings = _server_settings(config, task, plan)
     with tempfile.TemporaryDirectory(prefix="sdtune-engine-") as folder:
         logs = Path(folder)
@@ -111,7 +121,7 @@ def _run(
         version=version,
         drafts=measured,
         failed=failed,
-        predicted=predict(plan, task.profile),
+        predicted=predicted,
         facts=_facts(config, task, program, plan, settings, version),
         remarks=(*remarks, *task.notes),
     )
