@@ -47,7 +47,7 @@ def test_the_export_is_measured_against_the_engines_plain_decoding(bench: Bench)
     assert (profile["identical"], profile["texts"]) == (4, 4)
     assert profile["end_to_end_speedup"]["value"] < 2.0
     assert "by sdtune's own decoder" in document["predicted"]["explanation"]
-    assert other["flags"].endswith("bench/export/draft.gguf")
+    assert other["flags"] == "--spec-type ngram-simple --model-draft export/draft.gguf"
     assert "invalid argument" in document["failed"]["--broken"]
     assert len(document["samples"]["profile"]) == 4
     assert Path("bench/export/target.gguf").read_text() == "gpt-2"

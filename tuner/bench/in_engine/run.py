@@ -157,7 +157,8 @@ def _measure(
                 failed[name] = str(cause)
                 progress.say(f"{name}: {cause}")
                 continue
-            measured.append(EngineDraft(name, flags, texts, time.monotonic() - began))
+            shown = tuple(word.replace(str(plan.out), EXPORT) for word in flags)
+            measured.append(EngineDraft(name, shown, texts, time.monotonic() - began))
     return tuple(measured), failed
 
 
