@@ -12,6 +12,7 @@ class Stage(StrEnum):
     """Stages of a search, in the order of a table."""
 
     LOADING = "loading and checking"
+    WAITING = "waiting for quiet"
     DISTILLING = "distilling exit heads"
     PLAIN = "plain decoding"
     COSTS = "timing passes"

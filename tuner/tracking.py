@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from decoding.errors import first_line
@@ -205,6 +206,31 @@ class Tracker:
         """End the parent run: FINISHED, FAILED or KILLED."""
         with opened_store(self.tracking_uri):
             self._client.set_terminated(self.run_id, status=status)
+
+
+def read_artifact(tracking_uri: str, run_id: str, name: str) -> str | None:
+    """Return the text of a run's artifact, or None if the store has no such run or artifact."""
+    with opened_store(tracking_uri) as mlflow:
+        client = mlflow.MlflowClient(tracking_uri=tracking_uri)
+        try:
+            known = {each.path for each in client.list_artifacts(run_id)}
+        except mlflow.exceptions.MlflowException as cause:
+            if cause.error_code != "RESOURCE_DOES_NOT_EXIST":
+                raise
+            return None
+        if name not in known:
+            return None
+        with TemporaryDirectory() as folder:
+            return Path(client.download_artifacts(run_id, name, folder)).read_text(encoding="utf-8")
+
+
+def replace_review(tracking_uri: str, run_id: str, note: str, texts: Mapping[str, str]) -> None:
+    """Replace the description of a finished search and some of its artifacts, by name; `TrackingError` if the store fails."""
+    with opened_store(tracking_uri) as mlflow:
+        client = mlflow.MlflowClient(tracking_uri=tracking_uri)
+        for name, text in texts.items():
+            client.log_text(run_id, text, name)
+        client.set_tag(run_id, NOTE_TAG, note)
 
 
 def ui_command(tracking_uri: str) -> str:

@@ -150,6 +150,7 @@ def run_search(
     if "drawn_pictures" not in request.fixturenames:
         for name in ("skipped_layers_picture", "speedup_picture"):
             monkeypatch.setattr(f"tuner.search.reviewing.{name}", lambda *given: given[-1].write_bytes(b"no picture"))
+        monkeypatch.setattr("tuner.search.reviewing.report_page", lambda review: "no report")
     small = _small_config(workplace.parent)
 
     def run(*switches: str, **changes: str | None) -> Result:

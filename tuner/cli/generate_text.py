@@ -53,6 +53,10 @@ def stream(settings: GenerateSettings) -> None:
     if settings.compare:
         plain = plain_decoder(decoder.target).generate(request())
         messages.print(f"plain    {_rate(plain)}")
+        if plain.num_decoded and drafted.num_decoded:
+            messages.print(
+                f"speed-up {_speedup(plain, drafted):.2f} of decoding this prompt, once (sdtune bench measures)"
+            )
         messages.print(_verdict(decoder.target, ids, plain, drafted, temperature))
 
 
@@ -79,6 +83,11 @@ def _rate(generation: Generation) -> str:
         return "1 token, from the prefill alone"
     rate = generation.num_decoded / generation.decode_seconds
     return f"{rate:.1f} tokens/s over {generation.num_decoded} tokens (after a prefill of {generation.prefill.seconds:.2f} s)"
+
+
+def _speedup(plain: Generation, drafted: Generation) -> float:
+    """Return the ratio of the decode rates."""
+    return (plain.decode_seconds / plain.num_decoded) / (drafted.decode_seconds / drafted.num_decoded)
 
 
 def _drafting(generation: Generation) -> str:

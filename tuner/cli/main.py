@@ -35,6 +35,7 @@ COMMANDS: Mapping[str, CommandEntry] = {
     "show": CommandEntry("Use", "Show a profile, or the exit heads in a folder.", "tuner.cli.show:show"),
     "generate": CommandEntry("Use", "Continue a prompt with a profile.", "tuner.cli.generate:generate"),
     "serve": CommandEntry("Use", "Serve a profile by OpenAI's HTTP API.", "tuner.cli.serve:serve"),
+    "report": CommandEntry("Use", "Write the HTML report of a search.", "tuner.cli.report:report"),
     "export": CommandEntry("Use", "Write a profile for another engine.", "tuner.cli.export:export"),
     "promote": CommandEntry(
         "Use", "Register a profile, and make it production's champion.", "tuner.cli.promote:promote"

@@ -33,7 +33,7 @@ class MachineNoise(Document):
         None, description="fastest over slowest block of plain decoding on the same prompts, less 1"
     )
     load: float | None = Field(None, description="highest load average of a minute, this process included")
-    cores: int = Field(description="processors that the process may use")
+    cores: int = Field(description="processors of the machine, to which the load refers")
     cost_error: float | None = Field(None, description="median relative error of the cost table on held-out passes")
 
     @property
@@ -69,7 +69,7 @@ class MachineWatch:
         """Return the signs so far; `plain` are measurements on one bench, whose prompts have the same indices."""
         load = None if self._load is None else round(self._load, 2)
         return MachineNoise(
-            plain_variation=plain_variation(plain), load=load, cores=num_cores(), cost_error=self._cost_error
+            plain_variation=plain_variation(plain), load=load, cores=os.cpu_count() or 1, cost_error=self._cost_error
         )
 
 
@@ -90,11 +90,6 @@ def plain_variation(blocks: Iterable[Measurement]) -> float | None:
     relative = [[rate / usual[prompt] for prompt, rate in own.items() if prompt in usual] for own in rates]
     medians = [float(np.median(each)) for each in relative if each]
     return max(medians) / min(medians) - 1 if len(medians) > 1 else None
-
-
-def num_cores() -> int:
-    """Return the number of processors that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def wait_until_quiet(

@@ -16,8 +16,9 @@ from rich.text import Text
 
 from decoding.drafts import Draft, LayerSkip, compact_indices
 from decoding.probe import Capabilities
-from decoding.profile import DraftProfile, EndToEndFigures, Measured, ProfileOrigin
-from studies.contract import TrialRecord, TrialState, best_trials
+from decoding.profile import DraftProfile, EndToEndFigures, Interval, Measured, ProfileOrigin
+from studies.contract import TrialRecord, TrialState
+from tuner.review.document import trial_name
 from tuner.tables import facts_grid, spaced
 from tuner.trial_columns import trial_metrics, trial_params
 
@@ -143,8 +144,8 @@ def trials_csv(records: Sequence[TrialRecord]) -> str:
     return text.getvalue()
 
 
-def skipped_layers_picture(records: Sequence[TrialRecord], num_layers: int, path: Path) -> None:
-    """Draw the layers that each trial skipped: a column per trial, a row per layer; the best trial is framed."""
+def skipped_layers_picture(records: Sequence[TrialRecord], num_layers: int, winner: str | None, path: Path) -> None:
+    """Draw the layers that each trial skipped: a column per trial, a row per layer; the winner (`study/number`) is framed."""
     from matplotlib.colors import ListedColormap
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
@@ -159,8 +160,8 @@ def skipped_layers_picture(records: Sequence[TrialRecord], num_layers: int, path
     grid, colours = _skip_grid([skip for _, skip in drawn], num_layers), ListedColormap(list(SKIP_COLOURS.values()))
     axes.imshow(grid, cmap=colours, vmin=0, vmax=3, aspect="auto", interpolation="none", origin="lower")
     axes.set(xlabel="trial", ylabel="layer")
-    framed = _frame_best(axes, shown, num_layers)
-    axes.set_title(f"Layers skipped by the draft{framed}", pad=20)  # above the names of the studies
+    framed = _frame_winner(axes, shown, num_layers, winner)
+    axes.set_title(f"Layers skipped by the draft{framed}", pad=32)  # above the names of the studies
     _mark_studies(axes, shown)
     axes.yaxis.set_major_locator(MaxNLocator(integer=True))
     patches = [Patch(facecolor=colour, edgecolor="#999999") for colour in SKIP_COLOURS.values()]
@@ -177,15 +178,18 @@ def _skip_grid(skips: Sequence[LayerSkip], num_layers: int) -> np.ndarray:
     return grid
 
 
-def _frame_best(axes: Axes, shown: Sequence[TrialRecord], num_layers: int) -> str:
-    """Frame the column of the best trial, and return its part of the title; empty if no trial is complete."""
+def _frame_winner(axes: Axes, shown: Sequence[TrialRecord], num_layers: int, winner: str | None) -> str:
+    """Frame the column of the winner, and return its part of the title."""
     from matplotlib.patches import Rectangle
 
-    for best in best_trials(shown, 1):
-        column = [(record.study, record.number) for record in shown].index((best.study, best.number))
-        axes.add_patch(Rectangle((column - 0.5, -0.5), 1, num_layers, fill=False, edgecolor="#d55e00", linewidth=2))
-        return f"; framed: {best.study}/{best.number}, {best.speedup:.2f}x"
-    return ""
+    if winner is None:
+        return ""
+    names = [trial_name(record) for record in shown]
+    if winner not in names:
+        return f"; the winner, {winner}, runs no layers"
+    column = names.index(winner)
+    axes.add_patch(Rectangle((column - 0.5, -0.5), 1, num_layers, fill=False, edgecolor="#d55e00", linewidth=2))
+    return f"; framed: the winner, {winner}"
 
 
 def _mark_studies(axes: Axes, shown: Sequence[TrialRecord]) -> None:
@@ -193,14 +197,18 @@ def _mark_studies(axes: Axes, shown: Sequence[TrialRecord]) -> None:
     # Columns are not trial numbers: repeats are left out, and each study counts from 0.
     ticks = range(0, len(shown), max(1, -(-len(shown) // MOST_TICKS)))
     axes.set_xticks(ticks, [str(shown[index].number) for index in ticks])
-    for start, record in enumerate(shown):
-        if start == 0 or record.study != shown[start - 1].study:
-            axes.axvline(start - 0.5, color="black", linewidth=1.5)
-            axes.text(start - 0.5, 1.01, f" {record.study}", transform=axes.get_xaxis_transform(), va="bottom")
+    starts = [start for start, record in enumerate(shown) if start == 0 or record.study != shown[start - 1].study]
+    for index, start in enumerate(starts):
+        axes.axvline(start - 0.5, color="black", linewidth=1.5)
+        height = 1.01 + 0.05 * (index % 2)  # neighbours at two heights: a study of few trials is narrower than its name
+        axes.text(start - 0.5, height, f" {shown[start].study}", transform=axes.get_xaxis_transform(), va="bottom")
 
 
-def speedup_picture(records: Sequence[TrialRecord], path: Path) -> None:
-    """Draw the speed-up of each trial in order, with the best so far and plain decoding."""
+def speedup_picture(records: Sequence[TrialRecord], winner: str | None, confirmed: Interval | None, path: Path) -> None:
+    """Draw the speed-up of each trial in order with its 95 % interval, the best so far, and plain decoding.
+
+    The `winner` (`study/number`) is framed, with its speed-up on held-out prompts (`confirmed`).
+    """
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
@@ -213,6 +221,7 @@ def speedup_picture(records: Sequence[TrialRecord], path: Path) -> None:
         line.append(best)
     axes.step(range(len(line)), line, where="post", color="#1b3a5c", label="best so far")
     axes.axhline(1.0, color="#888888", linestyle="--", linewidth=1, label="plain decoding")
+    _frame_point(axes, records, winner, confirmed)
     axes.set(
         xlabel="trials in the order they ran",
         ylabel="speed-up on tuning prompts",
@@ -223,6 +232,36 @@ def speedup_picture(records: Sequence[TrialRecord], path: Path) -> None:
     figure.savefig(path, dpi=130)
 
 
+def _frame_point(axes: Axes, records: Sequence[TrialRecord], winner: str | None, confirmed: Interval | None) -> None:
+    """Frame the winner's trial, and draw its speed-up on held-out prompts beside the trials."""
+    for index, record in enumerate(records):
+        if trial_name(record) == winner and record.measurement is not None:
+            axes.scatter(
+                [index],
+                [record.measurement.speedup],
+                s=130,
+                marker="s",
+                facecolors="none",
+                edgecolors="#d55e00",
+                linewidths=2,
+                label=f"winner, {winner}",
+            )
+    if confirmed is not None:
+        reach = [[confirmed.value - confirmed.ci95[0]], [confirmed.ci95[1] - confirmed.value]]
+        at, value = [len(records)], [confirmed.value]
+        axes.errorbar(
+            at, value, yerr=reach, fmt="D", color="#d55e00", markersize=6, capsize=4, label="winner, held-out prompts"
+        )
+
+
+def _draw_intervals(axes: Axes, measured: Sequence[tuple[int, TrialRecord]], colour: str) -> None:
+    """Draw the 95 % intervals of trials with two prompts or more."""
+    for index, record in measured:
+        if record.measurement is not None and len(record.measurement.samples) > 1:
+            low, high = record.measurement.speedup_interval().ci95
+            axes.plot([index, index], [low, high], color=colour, linewidth=0.9, alpha=0.6, zorder=1)
+
+
 def _scatter_trials(axes: Axes, records: Sequence[TrialRecord]) -> None:
     """Draw one point per trial, coloured by study; pruned and failed trials have markers of their own."""
     measured = [(index, r) for index, r in enumerate(records) if r.measurement and r.repeat_of is None]
@@ -230,6 +269,8 @@ def _scatter_trials(axes: Axes, records: Sequence[TrialRecord]) -> None:
         own = [(index, r.speedup) for index, r in measured if r.study == study and r.speedup is not None]
         colour = COLOURS[number % len(COLOURS)]
         axes.scatter([index for index, _ in own], [value for _, value in own], s=22, color=colour, label=study)
+        of_study = [(index, r) for index, r in measured if r.study == study and r.state is TrialState.COMPLETE]
+        _draw_intervals(axes, of_study, colour)
     pruned = [(index, r.measurement.speedup) for index, r in measured if r.state is TrialState.PRUNED and r.measurement]
     if pruned:
         points = [index for index, _ in pruned], [value for _, value in pruned]

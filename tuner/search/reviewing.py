@@ -16,6 +16,7 @@ from tuner.measuring.paired import Bench
 from tuner.results import Provenance
 from tuner.review.document import ConfirmedCandidate, Raced, SearchReview, TextPair, described, trial_name
 from tuner.review.markdown import search_note, texts_page
+from tuner.review.page import report_page
 from tuner.review.tables import held_out_csv, race_csv
 from tuner.search.outcome import SearchResult
 from tuner.search.report import skipped_layers_picture, speedup_picture
@@ -75,7 +76,8 @@ def review_of(task: Task, result: SearchResult, records: Sequence[TrialRecord], 
         race=race,
         trials=tuple(records),
         comparison=result.comparison,
-        no_comparison=result.no_comparison,
+        no_comparison=result.no_comparison
+        or "`sdtune bench`, then `sdtune report --bench bench/bench.json --track`, adds it",
         texts=result.texts,
         noise=task.watch.noise(measured for measured in of_tuning_prompts if measured is not None),
         ended=dict(result.studies),
@@ -143,9 +145,11 @@ def track_review(tracker: Tracker, review: SearchReview, records: Sequence[Trial
     tracker.log_document(review.settings, "config.yaml")
     tracker.log_text(review.model_dump_json(by_alias=True), "search.json")
     with TemporaryDirectory() as folder:
-        skipped_layers_picture(records, task.target.num_layers, Path(folder) / "skipped_layers.png")
-        speedup_picture(records, Path(folder) / "speedup.png")
+        skipped_layers_picture(records, task.target.num_layers, review.winner, Path(folder) / "skipped_layers.png")
+        confirmed = review.confirmed.speedup_interval()
+        speedup_picture(records, review.winner, confirmed, Path(folder) / "speedup.png")
         for name in ("skipped_layers.png", "speedup.png"):
             tracker.log_artifact(Path(folder) / name)
+    tracker.log_text(report_page(review), "report.html")
     # Last: a description promises the rest.
     tracker.describe(search_note(review, profile_path=str(task.config.out)))

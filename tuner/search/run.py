@@ -17,6 +17,7 @@ from tuner.errors import SearchError, TrackingError
 from tuner.inputs.environment import device_name, git_revision, versions
 from tuner.inputs.memory import explained_shortage
 from tuner.leases.table import Lease
+from tuner.measuring.machine import wait_until_quiet
 from tuner.measuring.paired import Bench
 from tuner.progress import Progress
 from tuner.search.decision import Confirmed, confirm, race_best, to_confirm
@@ -30,7 +31,7 @@ from tuner.search.study_sequence import RUN_ID, StudySequence
 from tuner.search.task import Task, open_bench
 from tuner.search.time_budget import enough
 from tuner.search.time_keeper import TimeKeeper, missing_time
-from tuner.stage_clock import Stage, StageClock
+from tuner.stage_clock import Stage, StageClock, spoken
 from tuner.tracking import DatasetInput, Tracker
 
 _LESS_TO_SURVEY = (
@@ -87,6 +88,11 @@ def _tracked(task: Task, store: StudyStore, lease: Lease, progress: Progress) ->
 def _searched(task: Task, store: StudyStore, lease: Lease, tracker: Tracker, progress: Progress) -> SearchResult:
     """Run all stages between the opened stores and the profile."""
     config, clock = task.config, task.budget.clock
+    if config.wait_quiet is not None:
+        progress.stage("waiting until other work uses little of the processors")
+        with clock.stage(Stage.WAITING):
+            if not wait_until_quiet(config.wait_quiet):
+                progress.say(f"the machine was not quiet within {spoken(config.wait_quiet)}: measuring all the same")
     with clock.stage(Stage.PLAIN), _decoding("a tuning prompt", config):
         found = forecast(task)
     heads = provide_heads(task, found.distillation, progress)

@@ -24,11 +24,16 @@ from studies.contract import Study, StudySetup, TrialRecord, TrialState
 from tuner.errors import StorageError
 from tuner.leases.process import Process
 from tuner.leases.table import GRACE_SECONDS, Lease, LeaseHeldError, LeaseTable, attempt
+from tuner.review.document import described
 
 RECORD = "record"
 IDENTITY = "identity"
 KEPT = "kept"
 PREPARATION = "preparation_seconds"
+METRIC = "speed-up over plain decoding"
+"""Name of the objective in Optuna's dashboard."""
+CANDIDATE, REASON = "candidate", "reason"
+"""Attributes of a trial for readers of the dashboard: draft and rule in words, and why it was pruned or failed."""
 RUNS = "run_seconds"
 """Seconds of every run of a search, a note for each run: everything from its command on that counts, not trials alone."""
 WORKER = "worker"
@@ -131,6 +136,8 @@ class StudyStore:
                         pruner=optuna.pruners.WilcoxonPruner(p_threshold=0.1, n_startup_steps=3),
                         load_if_exists=True,
                     )
+                    if IDENTITY not in stored.user_attrs:
+                        stored.set_metric_names([METRIC])
                     return self._checked(stored, setup, {**identity, "space": setup.space}, preparation_seconds)
             except sqlalchemy.exc.SQLAlchemyError as cause:
                 raise StorageError(f"cannot use the storage {self.url}: {_reason(cause)}") from None
@@ -292,6 +299,9 @@ class StoredStudy:
         Raises `LeaseLostError` if another process closed the trial, as this one was silent for too long.
         """
         try:
+            trial.set_user_attr(CANDIDATE, described(record))
+            if record.reason is not None:
+                trial.set_user_attr(REASON, record.reason)
             trial.set_user_attr(RECORD, record.model_dump_json())
         except optuna.exceptions.UpdateFinishedTrialError:
             raise self._worker().lease.lost() from None

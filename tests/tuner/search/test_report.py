@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from matplotlib.figure import Figure
 from matplotlib.image import imread
+from matplotlib.patches import Rectangle
 from rich.console import Console, RenderableType
 
 from decoding.draft_length import AdaEdl, BetaThompson, DraftLengthRule, Fixed, RoundCosts
@@ -75,8 +76,8 @@ def test_the_csv_has_a_line_for_each_trial_and_a_column_for_everything() -> None
 def test_pictures_are_drawn_whatever_the_search_found(
     tmp_path: Path, records: list[TrialRecord], num_layers: int
 ) -> None:
-    skipped_layers_picture(records, num_layers, tmp_path / "layers.png")
-    speedup_picture(records, tmp_path / "speedup.png")
+    skipped_layers_picture(records, num_layers, None, tmp_path / "layers.png")
+    speedup_picture(records, None, None, tmp_path / "speedup.png")
     for name in ("layers.png", "speedup.png"):
         picture = imread(tmp_path / name)
         assert min(picture.shape[:2]) > 300
@@ -91,27 +92,45 @@ def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Figure]:
 
 
 def test_columns_of_the_layers_picture_carry_trial_numbers_and_studies(tmp_path: Path, drawn: list[Figure]) -> None:
-    skipped_layers_picture(RECORDS, 6, tmp_path / "layers.png")
+    skipped_layers_picture(RECORDS, 6, "conf_layers/1", tmp_path / "layers.png")
     (axes,) = drawn[0].axes
     assert [label.get_text() for label in axes.get_xticklabels()] == ["0", "1", "2", "3", "0"]  # 4 repeats 1
     assert [text.get_text().strip() for text in axes.texts] == ["conf_layers", "draft_length"]
-    assert "draft_length/0, 1.40x" in axes.get_title()
+    assert "the winner, conf_layers/1" in axes.get_title(), "the confirmed winner, not the best trial"
+    (frame,) = [patch for patch in axes.patches if isinstance(patch, Rectangle)]
+    assert frame.get_x() == 0.5
 
 
 def test_a_large_layers_picture_keeps_its_size_and_few_ticks(tmp_path: Path, drawn: list[Figure]) -> None:
-    skipped_layers_picture([record(1.0 + n / 1000, number=n) for n in range(300)], 80, tmp_path / "layers.png")
+    skipped_layers_picture([record(1.0 + n / 1000, number=n) for n in range(300)], 80, None, tmp_path / "layers.png")
     assert max(drawn[0].get_size_inches()) <= 16
     assert len(drawn[0].axes[0].get_xticks()) <= 30
 
 
 def test_failed_trials_do_not_stretch_the_scale_of_the_speedups(tmp_path: Path, drawn: list[Figure]) -> None:
-    speedup_picture([record(None, number=0), record(1.1, number=1), record(1.3, number=2)], tmp_path / "speedup.png")
+    records = [record(None, number=0), record(1.1, number=1), record(1.3, number=2)]
+    speedup_picture(records, None, None, tmp_path / "speedup.png")
     (axes,) = drawn[0].axes
     assert axes.get_ylim()[0] > 0.9
     assert "failed" in axes.get_legend_handles_labels()[1]
     assert "pruned" not in axes.get_legend_handles_labels()[1]
     (line,) = (line for line in axes.lines if line.get_label() == "best so far")
     assert list(line.get_ydata())[1:] == pytest.approx([1.1, 1.3])
+
+
+def test_the_winner_is_framed_and_its_held_out_speedup_is_drawn(tmp_path: Path, drawn: list[Figure]) -> None:
+    records = [record(1.1, number=0), record(1.3, number=1)]
+    speedup_picture(records, "conf_layers/0", Interval(value=1.2, ci95=(1.1, 1.3)), tmp_path / "speedup.png")
+    labels = drawn[0].axes[0].get_legend_handles_labels()[1]
+    assert "winner, conf_layers/0" in labels
+    assert "winner, held-out prompts" in labels
+
+
+def test_a_winner_that_runs_no_layers_is_named_and_nothing_is_framed(tmp_path: Path, drawn: list[Figure]) -> None:
+    skipped_layers_picture(RECORDS, 6, "joint/4", tmp_path / "layers.png")
+    (axes,) = drawn[0].axes
+    assert "joint/4, runs no layers" in axes.get_title()
+    assert not axes.patches
 
 
 def test_the_final_table_fits_80_columns_with_interval_and_exactness() -> None:
@@ -285,7 +304,7 @@ def test_blocks_after_an_exit_are_drawn_as_skipped(tmp_path: Path, drawn: list[F
         record(1.0, number=1, candidate=plain, study="exit_layer"),
         record(1.1, number=0, blocks=(1, 5), study="conf_layers"),
     ]
-    skipped_layers_picture(records, 6, tmp_path / "layers.png")
+    skipped_layers_picture(records, 6, None, tmp_path / "layers.png")
     (axes,) = drawn[0].axes
     grid = axes.images[0].get_array()
     assert grid is not None

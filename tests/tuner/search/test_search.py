@@ -128,7 +128,15 @@ def _check_mlflow(workplace: Path) -> None:
         "texts.md",
         "config.yaml",
         "search.json",
+        "report.html",
     }
+    made = CliRunner().invoke(
+        main,
+        ["report", "profile.yaml", "--tracking-uri", f"sqlite:///{workplace.parent / 'mlflow.db'}", "--out", "r.html"],
+    )
+    assert made.exit_code == 0, made.output
+    assert Path("r.html").read_text() == (folder / "report.html").read_text()
+    Path("r.html").unlink()
     review = SearchReview.model_validate_json((folder / "search.json").read_text())
     assert review.run_id == parent.info.run_id
     assert [text.identical for text in review.texts] == [True, True, True]

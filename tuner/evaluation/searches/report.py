@@ -221,7 +221,7 @@ def searches_picture(found: SearchComparison, file: IO[bytes]) -> None:
 
 
 def _draw(found: SearchComparison, axis: Axis, axes: Axes) -> None:
-    from matplotlib.ticker import ScalarFormatter
+    from matplotlib.ticker import LogLocator, NullFormatter
 
     curves = {search: [found.curve(run, axis) for run in runs] for search, runs in found.runs.items()}
     steps = [start for of_seeds in curves.values() for curve in of_seeds for start, _ in curve if start > 0]
@@ -242,7 +242,9 @@ def _draw(found: SearchComparison, axis: Axis, axes: Axes) -> None:
     axes.axhline(1.0, color="#888888", linestyle="--", linewidth=1)
     if is_wide:
         axes.set_xscale("log")
-        axes.xaxis.set_major_formatter(ScalarFormatter())
+        axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5), numticks=8))
+        axes.xaxis.set_major_formatter("{x:g}")
+        axes.xaxis.set_minor_formatter(NullFormatter())  # labels of minor ticks overlap the major ones
     axes.set_xlim(begin, last * 1.02)
 
 

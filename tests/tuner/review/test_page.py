@@ -1,0 +1,101 @@
+"""The HTML report."""
+
+from __future__ import annotations
+
+import re
+from html.parser import HTMLParser
+
+import pytest
+
+from decoding.draft_length import Fixed
+from decoding.drafts import PromptLookup
+from studies.contract import Candidate
+from studies.measurement import Measurement
+from tests.support.records import record, sample
+from tests.support.reviews import review, stock
+from tuner.review.charts import CHARTS
+from tuner.review.document import SearchReview, TextPair
+from tuner.review.page import report_page
+
+
+class _Words(HTMLParser):
+    """The text of a page without scripts and styles, and the addresses that it would load."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words: list[str] = []
+        self.loads: list[str] = []
+        self._silent = False
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self._silent = tag in ("script", "style")
+        self.loads += [value for name, value in attrs if name in ("src", "href") and value]
+
+    def handle_endtag(self, tag: str) -> None:
+        self._silent = False
+
+    def handle_data(self, data: str) -> None:
+        if not self._silent:
+            self.words.append(data)
+
+
+def _full() -> SearchReview:
+    samples = tuple(
+        sample(1.4 + 0.01 * n, n, drafting_seconds=0.3, accepted_lengths=(1, 1, 3), category="ab"[n % 2])
+        for n in range(8)
+    )
+    made = review(comparison=stock(hf=1.6))
+    winner = made.rivals[0].model_copy(update={"measurement": Measurement(samples=samples)})
+    text = TextPair(prompt="<script>alert(1)</script>", plain="c", drafted="c", identical=True)
+    return made.model_copy(update={"rivals": (winner, made.rivals[1]), "texts": (text,)})
+
+
+@pytest.fixture(scope="module")
+def page() -> str:
+    return report_page(_full())
+
+
+def test_one_file_has_everything_and_loads_nothing(page: str) -> None:
+    found = _Words()
+    found.feed(page)
+    words = " ".join(found.words)
+    for wanted in (
+        *("Ship: decoding is", "Progress of the search", "Where the time of a token goes", "Acceptance by position"),
+        *("Predicted against measured", "Speed-up by category", "Layers of the winner", "Cost of the search", "hf"),
+        *(
+            "pruned: slower than the best",
+            "failed: it broke",
+            "won the race",
+            "sdtune search --model m",
+            "3.0% of the profile",
+        ),
+    ):
+        assert wanted in words, wanted
+    assert found.loads == []
+
+
+def test_text_of_prompts_is_not_run(page: str) -> None:
+    assert "<script>alert(1)" not in page
+    assert "&lt;script&gt;alert(1)" in page
+
+
+def test_layers_that_the_winner_leaves_out_are_marked(page: str) -> None:
+    assert len(re.findall(r'class="out"', page)) == 4  # attention and MLP of two blocks
+
+
+def test_every_chart_draws_what_it_has() -> None:
+    assert all(draw(_full()) is not None for draw in CHARTS.values())
+    shares = CHARTS["acceptance"](_full()).data[0].y  # type: ignore[union-attr]
+    assert list(shares) == pytest.approx([0.8, 0.6])
+
+
+def test_a_report_without_optional_data_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("plotly.offline.get_plotlyjs", lambda: "")
+    lookup = Candidate(draft=PromptLookup(), draft_length=Fixed())
+    made = review(
+        objection="its 95 % interval does not lie above 1", trials=(record(1.4, candidate=lookup),), texts=(), stages={}
+    )
+    page = report_page(made)
+    assert "Do not ship" in page
+    assert "runs no part of the model" in page
+    assert "Where the time" not in page
