@@ -81,12 +81,30 @@ def test_dependencies_are_what_decoding_imports() -> None:
     assert served - {"click", "rich"} <= _imported("decoding/serving")
 
 
-def test_the_extra_holds_whatever_else_the_tuner_imports() -> None:
+def test_the_extras_hold_whatever_else_the_tuner_imports() -> None:
     brought = {"annotated_types", "huggingface_hub", "pydantic_core", "tokenizers"}  # by the dependencies
+    brought |= {"anyio", "starlette"}  # by fastapi
     needed = _imported("studies") | _imported("tuner")
+<<<<<<< HEAD
     known = _modules([*PROJECT["dependencies"], *PROJECT["optional-dependencies"]["tune"]])
     # `sdtune evaluate serving` says itself that it needs the client.
     assert needed - known - brought - {"openai"} == set()
+=======
+    extras = PROJECT["optional-dependencies"]
+    known = _modules([*PROJECT["dependencies"], *extras["tune"], *extras["service"], *extras["serve"]])
+    assert needed - known - brought == set()
+>>>>>>> c4733b8 (Tuning as a service: durable jobs over DBOS, workers that take over from killed ones, and an HTTP interface)
+
+
+def test_search_needs_nothing_of_the_service() -> None:
+    from tuner.service.installed import PACKAGES
+
+    extras = PROJECT["optional-dependencies"]
+    assert set(PACKAGES) == _modules(extras["service"])
+    of_service = _imported("tuner/service") - _modules([*PROJECT["dependencies"], *extras["tune"]])
+    assert set(PACKAGES) <= of_service
+    modules = {path for path in (ROOT / "tuner").rglob("*.py") if "service" not in path.parts}
+    assert not [path for path in modules if "dbos" in path.read_text(encoding="utf-8")]
 
 
 def test_command_is_the_launcher() -> None:

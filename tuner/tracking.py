@@ -92,7 +92,7 @@ class Tracker:
     ) -> Tracker:
         """Resume the run `run_id` if it exists, or begin one in `experiment`.
 
-        With an `identity`, the latest unfinished run tagged with it is resumed instead.
+        With an `identity` and no `run_id`, the latest unfinished run tagged with it is resumed.
         """
         with opened_store(tracking_uri) as mlflow:
             client = mlflow.MlflowClient(tracking_uri=tracking_uri)
@@ -101,7 +101,7 @@ class Tracker:
                 experiment_id = experiment_named(client, experiment, tracking_uri)
             if NOTE_TAG not in client.get_experiment(experiment_id).tags:  # a description by the user stays
                 client.set_experiment_tag(experiment_id, NOTE_TAG, EXPERIMENT_NOTE)
-            if identity is not None:
+            if identity is not None and run_id is None:
                 run_id = _unfinished(client, experiment_id, identity)
             run = _reopen(client, run_id, experiment_id) if run_id else None
             if run is None:

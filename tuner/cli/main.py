@@ -42,6 +42,9 @@ COMMANDS: Mapping[str, CommandEntry] = {
     ),
     "doctor": CommandEntry("Check", "Report whether a model can be tuned.", "tuner.cli.doctor:doctor"),
     "bench": CommandEntry("Check", "Compare a profile with other ways to decode.", "tuner.cli.bench:bench"),
+    "service": CommandEntry("Service", "Accept searches over HTTP.", "tuner.cli.service:service"),
+    "worker": CommandEntry("Service", "Run the searches of a service.", "tuner.cli.worker:worker"),
+    "jobs": CommandEntry("Service", "Submit searches to a service, and fetch profiles.", "tuner.cli.jobs:jobs"),
     "evaluate": CommandEntry(
         "Research", "Evaluate rules, searches, predictions and the tuner itself.", "tuner.cli.evaluate:evaluate"
     ),

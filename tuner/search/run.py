@@ -6,9 +6,12 @@ studies, `tuner.measuring.paired` measures, `decision` chooses the winner, and `
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from studies.contract import TrialRecord, best_trials
@@ -26,6 +29,7 @@ from tuner.search.missing_heads import provide_heads
 from tuner.search.outcome import SearchEffort, SearchResult, conclude, save_best_so_far, track_result
 from tuner.search.race import Finalist
 from tuner.search.reviewing import review_of, track_review, written_texts
+from tuner.search.steps import Steps, UnsavedSteps
 from tuner.search.storage import StudyStore
 from tuner.search.study_sequence import RUN_ID, StudySequence
 from tuner.search.task import Task, open_bench
@@ -48,18 +52,27 @@ class InterruptedSearchError(SearchError):
         super().__init__("interrupted")
 
 
-def search(task: Task, progress: Progress) -> SearchResult:
+def search(
+    task: Task,
+    progress: Progress,
+    *,
+    steps: Steps | None = None,
+    patience: float = 0.0,
+) -> SearchResult:
     """Run a whole search: write the profile, track it and return the result.
+
+    `steps` may know the results of steps that another process finished. `patience` is the number of seconds to wait for another
+    process that works on the same search.
 
     Raises `InterruptedSearchError` when the user stops it (finished trials are on disk, the best so far is written),
     `StorageError` if another process works on the same search, and `SearchError` if no trial of any study could be measured.
     """
     with task.budget.clock.stage(Stage.WRITING):
         store = StudyStore(task.config.storage, task.config.resolved_experiment())
-        lease = store.exclusive()
+        lease = store.exclusive(patience)
     try:
         with lease:
-            return _tracked(task, store, lease, progress)
+            return _tracked(task, store, lease, progress, steps or UnsavedSteps())
     except TrackingError:
         store.discard_if_new()
         raise
@@ -67,13 +80,13 @@ def search(task: Task, progress: Progress) -> SearchResult:
         store.close()
 
 
-def _tracked(task: Task, store: StudyStore, lease: Lease, progress: Progress) -> SearchResult:
+def _tracked(task: Task, store: StudyStore, lease: Lease, progress: Progress, steps: Steps) -> SearchResult:
     """Run a search that no other process works on."""
     clock = task.budget.clock
     with clock.stage(Stage.WRITING):
         tracker = _open_tracker(task, store)
     try:
-        result = _searched(task, store, lease, tracker, progress)
+        result = _searched(task, store, lease, tracker, progress, steps)
         tracker.log_figures(_stage_figures(clock), {})
     except KeyboardInterrupt:
         tracker.close("KILLED")
@@ -85,7 +98,9 @@ def _tracked(task: Task, store: StudyStore, lease: Lease, progress: Progress) ->
     return result
 
 
-def _searched(task: Task, store: StudyStore, lease: Lease, tracker: Tracker, progress: Progress) -> SearchResult:
+def _searched(
+    task: Task, store: StudyStore, lease: Lease, tracker: Tracker, progress: Progress, steps: Steps
+) -> SearchResult:
     """Run all stages between the opened stores and the profile."""
     config, clock = task.config, task.budget.clock
     if config.wait_quiet is not None:
@@ -105,12 +120,13 @@ def _searched(task: Task, store: StudyStore, lease: Lease, tracker: Tracker, pro
     studies = StudySequence(task, heads, tuning, store, tracker, progress, reserve)
     try:
         with explained_shortage("choosing what to try", f"{_LESS_TO_SURVEY}; {_kept(config)}"):
-            studies.run()
+            studies.run(steps)
         records = store.records()
         with _decoding("the race", config):
-            finalists = _race(task, tuning, records, studies, keeper, progress)
+            race_them = partial(_race, task, tuning, records, studies, keeper, progress)
+            finalists = steps.run("race", race_them, list[Finalist])
         with _decoding("the held-out prompts", config):
-            confirmed, held_out = _confirmed(task, finalists, records, keeper, progress)
+            confirmed, held_out = _confirmed(task, finalists, records, keeper, progress, steps)
     finally:
         studies.note_time()
     distilling = task.head_folder.distillation_seconds(heads, feature_head=task.feature_draft is not None)
@@ -130,7 +146,12 @@ def _searched(task: Task, store: StudyStore, lease: Lease, tracker: Tracker, pro
 
 
 def _confirmed(
-    task: Task, finalists: list[Finalist], records: Sequence[TrialRecord], keeper: TimeKeeper, progress: Progress
+    task: Task,
+    finalists: list[Finalist],
+    records: Sequence[TrialRecord],
+    keeper: TimeKeeper,
+    progress: Progress,
+    steps: Steps,
 ) -> tuple[list[Confirmed], Bench]:
     """Return the winner and its rivals measured on held-out prompts, and the bench of these."""
     clock = task.budget.clock
@@ -139,7 +160,8 @@ def _confirmed(
         held_out = open_bench(task, prompts, "decoding the held-out prompts plainly", progress)
     with clock.stage(Stage.CONFIRMATION):
         pacer, least = keeper.confirmation_pacer, keeper.least_held_out
-        confirmed = confirm(finalists, records, held_out, progress, pacer, least=least)
+        confirm_them = partial(confirm, finalists, records, held_out, progress, pacer, least=least)
+        confirmed = steps.run("confirmation", confirm_them, list[Confirmed])
     return confirmed, held_out
 
 
@@ -167,7 +189,14 @@ def _open_tracker(task: Task, store: StudyStore) -> Tracker:
         run_id=store.noted(RUN_ID),
         params=_run_params(task),
         dataset=DatasetInput(name=config.dataset, fingerprint=task.prompts.fingerprint, source=config.dataset),
+        identity=_run_identity(task),
     )
+
+
+def _run_identity(task: Task) -> str:
+    """Return what finds the run of a search that was killed before it stored a study, which names the run."""
+    whole = {**task.identity, "storage": task.config.storage}
+    return hashlib.sha256(json.dumps(whole, sort_keys=True).encode()).hexdigest()
 
 
 def _race(

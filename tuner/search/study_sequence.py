@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from uuid import uuid4
 
 from decoding.drafts import EarlyExit
@@ -13,6 +15,7 @@ from tuner.measuring.contract import Measuring, OnSample
 from tuner.measuring.paired import Bench
 from tuner.progress import Progress
 from tuner.search.problem import build_problem
+from tuner.search.steps import Steps
 from tuner.search.storage import StoredStudy, StudyStore
 from tuner.search.task import Task
 from tuner.search.time_budget import Reserve, TimedBudget
@@ -21,6 +24,16 @@ from tuner.stage_clock import Stage, StageClock
 from tuner.tracking import Tracker
 
 RUN_ID = "mlflow_run_id"
+
+
+@dataclass(frozen=True)
+class StudyEnd:
+    """How a study ended."""
+
+    why: str
+    """Reason for the end, and remarks."""
+    expected: dict[str, float]
+    """Expected speed-ups by candidate key (`Study.expected`)."""
 
 
 class StudySequence:
@@ -48,19 +61,23 @@ class StudySequence:
         self.expected: dict[str, float] = {}
         """Expected speed-ups by candidate key (`Study.expected`)."""
 
-    def run(self) -> None:
-        """Run all studies."""
+    def run(self, steps: Steps) -> None:
+        """Run all studies, each as a step."""
         names = self._task.config.study
         for index, name in enumerate(names):
+            run = partial(self._run, name, studies_left=len(names) - index)
             with self._time.clock.stage(Stage.CHOOSING):
-                self._run(name, studies_left=len(names) - index)
+                end = steps.run(f"study {name}", run, StudyEnd)
+            self._store.include(name)
+            self.ended[name] = end.why
+            self.expected |= end.expected
             self.note_time()
 
     def note_time(self) -> None:
         """Store the time of this run so far, so that a resumed search counts it."""
         self._store.note_elapsed(self._run_key, self._time.spent - self._time.spent_before)
 
-    def _run(self, name: str, studies_left: int) -> None:
+    def _run(self, name: str, studies_left: int) -> StudyEnd:
         config = self._task.config
         share = max(0.0, self._left_for_trials()) / studies_left
         until = self._time.left - share  # left of the search's time when this study ends
@@ -71,9 +88,9 @@ class StudySequence:
         # The last study may use what race and confirmation can do without until it has a result: nothing comes after it.
         wanted = stored.records if studies_left == 1 else self._store.records
         _, why = run_study(study, stored, bench, indices, self._budget(until, wanted), self._keep)
-        self.ended[name] = "; ".join([why, *study.remarks()])
-        self.expected |= study.expected()
-        self._progress.say(f"{name}: {self.ended[name]}")
+        end = StudyEnd("; ".join([why, *study.remarks()]), dict(study.expected()))
+        self._progress.say(f"{name}: {end.why}")
+        return end
 
     def _budget(self, until: float, wanted: Callable[[], list[TrialRecord]]) -> Budget:
         """Return the budget of a study that ends when `until` seconds of the search are left.

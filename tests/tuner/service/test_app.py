@@ -1,0 +1,172 @@
+"""The HTTP interface over a queue that no worker serves."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fastapi.testclient import TestClient
+
+from tuner.service.admission import Allowed
+from tuner.service.app import MAX_BODY_BYTES, ServiceSettings, create_service
+from tuner.service.contract import JobProgress, SearchRequest
+from tuner.service.jobs import Jobs
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("service")
+    for name in ("models/a", "models/b", "secret"):
+        (folder / name).mkdir(parents=True)
+    (folder / "models/link").symlink_to(folder / "secret")
+    (folder / "prompts.jsonl").write_text('{"prompt": "a"}\n')
+    return folder
+
+
+@pytest.fixture(scope="module")
+def jobs(folder: Path) -> Iterator[Jobs]:
+    jobs = Jobs(f"sqlite:///{folder / 'jobs.db'}")
+    yield jobs
+    jobs.close()
+
+
+@pytest.fixture(scope="module")
+def settings(folder: Path) -> ServiceSettings:
+    allowed = Allowed([str(folder / "models"), "org/named"], [str(folder / "prompts.jsonl")])
+    return ServiceSettings(allowed, folder / "searches")
+
+
+@pytest.fixture(scope="module")
+def client(jobs: Jobs, settings: ServiceSettings) -> Iterator[TestClient]:
+    with TestClient(create_service(jobs, settings), raise_server_exceptions=False) as client:
+        yield client
+
+
+def _body(folder: Path, **config: Any) -> dict[str, Any]:
+    known = {"model": str(folder / "models/a"), "dataset": str(folder / "prompts.jsonl")}
+    return {"config": {**known, **config}}
+
+
+def test_submitting_twice_is_one_job_and_other_settings_are_another(client: TestClient, folder: Path) -> None:
+    first = client.post("/v1/searches", json=_body(folder, seed=1))
+    again = client.post("/v1/searches", json=_body(folder, seed=1, trials=None))
+    other = client.post("/v1/searches", json=_body(folder, seed=2))
+    assert [first.status_code, again.status_code, other.status_code] == [202, 200, 202]
+    assert first.json() == again.json()
+    assert first.json()["state"] == "queued"
+    assert other.json()["id"] != (job := first.json()["id"])
+    assert client.get(f"/v1/searches/{job}").json() == first.json()
+    assert {job, other.json()["id"]} <= {each["id"] for each in client.get("/v1/searches").json()}
+
+
+def test_data_set_with_other_contents_is_another_job(client: TestClient, folder: Path) -> None:
+    before = client.post("/v1/searches", json=_body(folder, seed=3)).json()["id"]
+    prompts = folder / "prompts.jsonl"
+    old = prompts.read_text()
+    prompts.write_text('{"prompt": "b"}\n')
+    after = client.post("/v1/searches", json=_body(folder, seed=3)).json()["id"]
+    prompts.write_text(old)
+    assert before != after
+
+
+@pytest.mark.parametrize(
+    ("config", "why"),
+    [
+        ({"model": "org/other"}, "model: 'org/other' is not on the list"),
+        ({"model": "{folder}/secret"}, "is not on the list"),
+        ({"model": "{folder}/models/../secret"}, "is not on the list"),
+        ({"model": "{folder}/models/link"}, "is not on the list"),
+        ({"model": "a\x00b"}, "is not on the list"),
+        ({"dataset": "{folder}/models/a"}, "dataset: "),
+        ({"shots_dataset": "/etc/passwd"}, "dataset: '/etc/passwd' is not on the list"),
+        ({"distillation": {"training_dataset": "/etc/passwd"}}, "dataset: '/etc/passwd' is not on the list"),
+        ({"out": "/etc/passwd"}, "out: the service decides this"),
+        ({"storage": "sqlite:///x", "heads": "x"}, "heads, storage: the service decides this"),
+        ({"trust_remote_code": True}, "trust_remote_code"),
+        ({"trials": -1}, "trials"),
+    ],
+)
+def test_what_is_not_accepted_is_a_problem_in_one_line(
+    client: TestClient, folder: Path, config: dict[str, Any], why: str
+) -> None:
+    body = json.loads(json.dumps(_body(folder, **config)).replace("{folder}", str(folder)))
+    answer = client.post("/v1/searches", json=body)
+    assert answer.status_code == 422
+    assert answer.headers["content-type"] == "application/problem+json"
+    assert why in answer.json()["detail"]
+    assert "\n" not in answer.json()["detail"]
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "content", "status"),
+    [
+        ("POST", "/v1/searches", b"{", 422),
+        ("POST", "/v1/searches", b'{"config": 1}', 422),
+        ("GET", "/v1/searches/0123456789abcdef", b"", 404),
+        ("GET", "/v1/searches/0123456789abcdef/events", b"", 404),
+        ("POST", "/v1/searches/0123456789abcdef/cancel", b"", 404),
+        ("GET", "/v1/searches/..%2F..", b"", 404),
+        ("GET", "/v1/searches/x", b"", 422),
+        ("DELETE", "/v1/searches", b"", 405),
+    ],
+)
+def test_malformed_requests_are_problems(
+    client: TestClient, method: str, path: str, content: bytes, status: int
+) -> None:
+    answer = client.request(method, path, content=content, headers={"content-type": "application/json"})
+    assert (answer.status_code, answer.headers["content-type"]) == (status, "application/problem+json")
+
+
+def test_a_large_body_is_refused(client: TestClient) -> None:
+    answer = client.post("/v1/searches", content=b" " * (MAX_BODY_BYTES + 1))
+    assert answer.status_code == 413
+
+
+def test_a_queued_search_is_cancelled_watched_and_resumed(client: TestClient, jobs: Jobs, folder: Path) -> None:
+    job = client.post("/v1/searches", json=_body(folder, seed=4)).json()["id"]
+    jobs.note_progress(job, JobProgress(stage="joint", trials=3, best_speedup=1.5, best_draft="skip"))
+    assert client.get(f"/v1/searches/{job}").json()["progress"]["best_speedup"] == 1.5
+    for path in ("result", "profile", "report", "files/0"):
+        assert client.get(f"/v1/searches/{job}/{path}").status_code == 409
+    assert client.post(f"/v1/searches/{job}/cancel").json()["state"] == "cancelled"
+    events = client.get(f"/v1/searches/{job}/events").text
+    assert events.startswith("event: end\ndata: {")
+    assert jobs.is_cancelled(job)
+    assert client.post(f"/v1/searches/{job}/resume").json()["state"] == "queued"
+    page = client.get("/").text
+    assert f"/searches/{job}" in page
+    assert "1.50x" in page
+    assert "joint" in client.get(f"/searches/{job}").text
+
+
+def test_what_a_page_shows_is_escaped(client: TestClient, jobs: Jobs, folder: Path) -> None:
+    job = client.post("/v1/searches", json=_body(folder, seed=5)).json()["id"]
+    jobs.note_progress(job, JobProgress(message="<script>alert(1)</script>"))
+    assert "<script>" not in client.get(f"/searches/{job}").text
+
+
+def test_with_a_token_nothing_but_health_answers_without(jobs: Jobs, settings: ServiceSettings, folder: Path) -> None:
+    guarded = ServiceSettings(settings.allowed, settings.folder, token="secret", hosts=("testserver",))
+    with TestClient(create_service(jobs, guarded)) as client:
+        assert client.get("/health").status_code == 200
+        for path in ("/", "/v1/searches", "/v1/workers", "/metrics", "/v1/searches/0123456789abcdef/events"):
+            assert client.get(path).status_code == 401, path
+            assert client.get(path, headers={"Authorization": "Bearer wrong"}).status_code == 401, path
+        assert client.get("/v1/searches", headers={"Authorization": "Bearer secret"}).status_code == 200
+        assert client.get("/", auth=("anyone", "secret")).status_code == 200
+        assert client.get("/health", headers={"Host": "elsewhere.example"}).status_code == 400
+
+
+def test_metrics_count_searches_and_workers(client: TestClient, jobs: Jobs) -> None:
+    text = client.get("/metrics").text
+    assert 'sdtune_searches{state="queued"}' in text
+    assert 'sdtune_searches{state="failed"} 0.0' in text
+
+
+def test_openapi_names_every_path(client: TestClient) -> None:
+    paths = client.get("/openapi.json").json()["paths"]
+    assert {"/v1/searches", "/v1/searches/{job}/events", "/v1/workers", "/health", "/metrics"} <= set(paths)
+    assert SearchRequest.model_json_schema()["properties"].keys() == {"config", "queue"}

@@ -1,0 +1,76 @@
+"""Workers as processes: one is killed, another takes over its job."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.paths import ROOT
+from tuner.service.contract import JobState
+from tuner.service.jobs import Jobs
+
+Start = Callable[[], subprocess.Popen[bytes]]
+
+
+@pytest.fixture(params=["sqlite", "postgresql"])
+def database(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    return f"sqlite:///{tmp_path / 'jobs.db'}" if request.param == "sqlite" else request.getfixturevalue("postgres_url")
+
+
+@pytest.fixture
+def jobs(database: str) -> Iterator[Jobs]:
+    jobs = Jobs(database)
+    yield jobs
+    jobs.close()
+
+
+@pytest.fixture
+def start(database: str, tmp_path: Path) -> Iterator[Start]:
+    """A function that starts a worker."""
+    started: list[subprocess.Popen[bytes]] = []
+
+    def start() -> subprocess.Popen[bytes]:
+        command = [sys.executable, "-m", "tests.support.service_worker", database, str(tmp_path)]
+        started.append(subprocess.Popen(command, cwd=ROOT))
+        return started[-1]
+
+    yield start
+    for process in started:
+        process.kill()
+        process.wait()
+
+
+def _until(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + 120
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+def test_the_job_of_a_killed_worker_is_taken_over_and_no_finished_step_is_repeated(
+    jobs: Jobs, start: Start, tmp_path: Path
+) -> None:
+    (tmp_path / "hold").touch()
+    first = start()
+    assert jobs.submit("killed", {"model": "m", "dataset": "d"}, "default")
+    assert not jobs.submit("killed", {"model": "m", "dataset": "d"}, "default")
+    log = tmp_path / "killed.log"
+    _until(lambda: log.exists() and log.read_text() == "first\nsecond\n")
+    assert [card.job for card in jobs.workers()] == ["killed"]
+    assert jobs.find("killed").state is JobState.RUNNING
+    first.kill()
+    first.wait()
+    (tmp_path / "hold").unlink()
+    start()
+    _until(lambda: jobs.find("killed").state.is_over)
+    assert jobs.find("killed").state is JobState.FINISHED
+    assert log.read_text() == "first\nsecond\nsecond\n"
+    result = jobs.result("killed")
+    assert result is not None
+    assert result.profile == "[1.25, 1.25]"
+    _until(lambda: [card.job for card in jobs.workers()] == [None])  # the dead worker was cleared away

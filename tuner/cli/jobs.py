@@ -1,0 +1,172 @@
+"""`sdtune jobs`: a client of the tuning service."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+from rich.console import Console
+
+from tuner.cli.service import TOKEN
+from tuner.cli.terminal import print_facts
+
+if TYPE_CHECKING:
+    from tuner.service.client import ServiceClient
+    from tuner.service.contract import SearchJob
+
+
+@click.group()
+@click.option(
+    "--address",
+    envvar="SDTUNE_SERVICE",
+    default="http://127.0.0.1:8400",
+    show_default=True,
+    metavar="URL",
+    help="Address of the service.",
+)
+@click.pass_context
+def jobs(context: click.Context, address: str) -> None:
+    """Submit searches to a tuning service, watch them and fetch their profiles.
+
+    The token of the service, if it has one, is read from the environment variable SDTUNE_SERVICE_TOKEN.
+
+    \b
+    Examples:
+      sdtune jobs submit configs/demo.yaml --wait --out profile.yaml
+      sdtune jobs list
+      sdtune jobs fetch 0123456789abcdef --out profile.yaml
+    """
+    from tuner.service.installed import check_installed
+
+    check_installed()
+    context.obj = address
+
+
+def _client(context: click.Context) -> ServiceClient:
+    from tuner.service.client import ServiceClient
+
+    return ServiceClient(context.obj, os.environ.get(TOKEN))
+
+
+OUT = click.option(
+    "--out",
+    type=click.Path(path_type=Path, dir_okay=False),
+    default=Path("profile.yaml"),
+    show_default=True,
+    help="File of the profile.",
+)
+
+
+@jobs.command()
+@click.argument("config", metavar="CONFIG", type=click.Path(path_type=Path))
+@click.option("--queue", default="default", show_default=True, help="Queue of the workers that may run it.")
+@click.option("--wait", is_flag=True, help="Watch the search, and fetch its profile.")
+@OUT
+@click.pass_context
+def submit(context: click.Context, config: Path, queue: str, wait: bool, out: Path) -> None:
+    """Queue the search of a configuration; one that was submitted before is found again."""
+    from decoding.documents.strict_yaml import read_mapping
+    from tuner.errors import ConfigError
+
+    # What a configuration for `sdtune search` says of its own files is left to the service.
+    from tuner.service.admission import OF_THE_SERVICE
+    from tuner.service.contract import SearchRequest
+
+    settings = read_mapping(config, what="configuration", error=ConfigError)
+    request = SearchRequest(config={k: v for k, v in settings.items() if k not in OF_THE_SERVICE}, queue=queue)
+    with _client(context) as client:
+        found = client.submit(request)
+        _print(found)
+        if wait:
+            _watch(client, found.id)
+            _fetch(client, found.id, out)
+
+
+@jobs.command(name="list")
+@click.pass_context
+def list_all(context: click.Context) -> None:
+    """List the latest searches."""
+    with _client(context) as client:
+        for job in client.searches():
+            _print(job)
+
+
+@jobs.command()
+@click.argument("job", metavar="ID")
+@click.pass_context
+def watch(context: click.Context, job: str) -> None:
+    """Show a search at each change until it is over."""
+    with _client(context) as client:
+        _watch(client, job)
+
+
+@jobs.command()
+@click.argument("job", metavar="ID")
+@OUT
+@click.pass_context
+def fetch(context: click.Context, job: str, out: Path) -> None:
+    """Write the profile of a finished search, and its heads beside it."""
+    with _client(context) as client:
+        _fetch(client, job, out)
+
+
+@jobs.command()
+@click.argument("job", metavar="ID")
+@click.pass_context
+def cancel(context: click.Context, job: str) -> None:
+    """Stop a search; a running one after its trial."""
+    with _client(context) as client:
+        _print(client.cancel(job))
+
+
+@jobs.command()
+@click.argument("job", metavar="ID")
+@click.pass_context
+def resume(context: click.Context, job: str) -> None:
+    """Queue a cancelled or failed search again; nothing that is finished is repeated."""
+    with _client(context) as client:
+        _print(client.resume(job))
+
+
+@jobs.command()
+@click.pass_context
+def workers(context: click.Context) -> None:
+    """List the workers."""
+    with _client(context) as client:
+        for each in client.workers():
+            state = "dead" if not each.alive else f"runs {each.job}" if each.job else "waits"
+            click.echo(
+                f"{each.name}  {each.device}  queue {each.queue}  {state}, heard of {each.silent_seconds:.0f} s ago"
+            )
+
+
+def _watch(client: ServiceClient, job: str) -> None:
+    for now in client.watch(job):
+        _print(now)
+
+
+def _fetch(client: ServiceClient, job: str, out: Path) -> None:
+    from decoding.documents.atomic_write import write_atomically
+    from tuner.errors import ConfigError
+
+    result = client.result(job)
+    files = [(out.parent / Path(name).name, client.file(job, number)) for number, name in enumerate(result.files)]
+    whole: list[tuple[Path, bytes]] = [*files, (out, result.profile.encode())]
+    for path, content in whole:
+        write_atomically(path, content, what="the profile", error=ConfigError)
+    click.echo(result.report)
+    print_facts(Console(), profile=out)
+
+
+def _print(job: SearchJob) -> None:
+    progress = job.progress
+    facts: list[Any] = [job.id, job.state, job.model, job.dataset]
+    if not job.state.is_over:
+        facts += [progress.stage, f"{progress.trials} trials"]
+    if progress.best_speedup is not None:
+        facts.append(f"best {progress.best_speedup:.2f}x")
+    if job.error:
+        facts.append(job.error)
+    click.echo("  ".join(str(each) for each in facts if each))

@@ -1,0 +1,88 @@
+"""`sdtune service`: the HTTP interface of tuning as a service."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+from pathlib import Path
+
+import click
+
+from tuner.errors import ConfigError
+
+TOKEN = "SDTUNE_SERVICE_TOKEN"
+DATABASE = click.option(
+    "--database",
+    default="sqlite:///sdtune-service.db",
+    show_default=True,
+    metavar="URL",
+    help="Database of jobs and trials, which the service and its workers share.",
+)
+FOLDER = click.option(
+    "--folder",
+    type=click.Path(path_type=Path, file_okay=False),
+    default=Path("searches"),
+    show_default=True,
+    help="Folder of profiles and heads, which the service and its workers share.",
+)
+
+
+@click.command()
+@click.option("--allow-model", "models", multiple=True, required=True, metavar="NAME|DIR", help="Allowed; repeatable.")
+@click.option("--allow-dataset", "datasets", multiple=True, required=True, metavar="NAME|DIR", help="Likewise.")
+@DATABASE
+@FOLDER
+@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
+@click.option("--port", type=click.IntRange(1, 65535), default=8400, show_default=True, help="Port to listen on.")
+@click.option("--mlflow-address", metavar="URL", help="Web address of MLflow, for links.")
+def service(
+    models: tuple[str, ...],
+    datasets: tuple[str, ...],
+    database: str,
+    folder: Path,
+    host: str,
+    port: int,
+    mlflow_address: str | None,
+) -> None:
+    """Accept searches over HTTP and keep them in a queue, which `sdtune worker` serves.
+
+    The service loads no model. Models and data sets must be on its lists: a name, or a folder in which all are allowed. A request
+    names no other files, and code of a model's repository is never run.
+
+    Only this machine can connect, unless --host says otherwise. Then clients must send the token in the environment variable
+    SDTUNE_SERVICE_TOKEN as a bearer token; without that variable the service does not start. Put a proxy with TLS before it.
+
+    \b
+    Examples:
+      sdtune service --allow-model configs/demo/model --allow-dataset configs/demo
+      sdtune worker
+      sdtune jobs submit configs/demo.yaml --wait
+    """
+    from tuner.service.installed import check_installed
+
+    check_installed()
+
+    import uvicorn
+
+    from tuner.service.admission import Allowed
+    from tuner.service.app import ServiceSettings, create_service
+    from tuner.service.jobs import Jobs
+
+    token, local = os.environ.get(TOKEN), _is_loopback(host)
+    if not local and not token:
+        raise ConfigError(f"--host {host}: other machines could connect: set {TOKEN} to a secret that clients send")
+    hosts = ("127.0.0.1", "localhost", "[::1]", host) if local else ("*",)
+    jobs = Jobs(database)
+    settings = ServiceSettings(Allowed(models, datasets), folder, token, mlflow_address, hosts)
+    click.echo(f"sdtune: listening on http://{host}:{port}", err=True)
+    try:
+        uvicorn.run(create_service(jobs, settings), host=host, port=port, log_level="warning")
+    finally:
+        jobs.close()
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

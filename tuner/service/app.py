@@ -1,0 +1,265 @@
+"""The HTTP interface of the tuning service: an application over the jobs of one database. It runs no search itself."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+from base64 import b64decode
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import anyio.to_thread
+from fastapi import Depends, FastAPI, Request, Response
+from fastapi import Path as InPath
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import FileResponse, HTMLResponse, JSONResponse, PlainTextResponse, StreamingResponse
+from starlette.exceptions import HTTPException as StarletteHTTPException
+from starlette.middleware.trustedhost import TrustedHostMiddleware
+
+from tuner.service.admission import Allowed, admitted, identity
+from tuner.service.contract import (
+    JobResult,
+    JobState,
+    SearchJob,
+    SearchRequest,
+    ServiceError,
+    UnknownJobError,
+    WorkerCard,
+)
+from tuner.service.jobs import Jobs
+from tuner.service.metrics import METRICS_TYPE, metrics_text
+from tuner.service.page import job_page, jobs_page
+
+MAX_BODY_BYTES = 2**20
+MAX_STREAMS = 64
+"""Most clients that watch at a time."""
+WATCH_SECONDS = 1.0
+"""Seconds between two looks at a watched job."""
+QUIET_LOOKS = 15
+"""Looks without a change after which a comment shows that the connection lives."""
+PROBLEM = "application/problem+json"
+
+JobId = Annotated[str, InPath(pattern=r"^[0-9a-f]{16}$", description="Id of a search.")]
+
+
+class ProblemError(Exception):
+    """An answer by RFC 9457."""
+
+    def __init__(self, status: int, title: str, detail: str = "", headers: dict[str, str] | None = None) -> None:
+        super().__init__(detail or title)
+        self.status, self.title, self.detail, self.headers = status, title, detail, headers
+
+    @property
+    def response(self) -> JSONResponse:
+        """The whole answer."""
+        body = {"type": "about:blank", "title": self.title, "status": self.status, "detail": self.detail}
+        return JSONResponse(body, self.status, self.headers, media_type=PROBLEM)
+
+
+@dataclass(frozen=True)
+class ServiceSettings:
+    """Settings of the application."""
+
+    allowed: Allowed
+    folder: Path
+    """Folder of the jobs' files, which the workers share."""
+    token: str | None = None
+    tracking_address: str | None = None
+    """Address of MLflow for links, if it is on the web."""
+    hosts: Sequence[str] = ("*",)
+    """Host names by which clients may address the service: on loopback only its own, so that no web page reaches it by another."""
+
+
+def create_service(jobs: Jobs, settings: ServiceSettings) -> FastAPI:
+    """Return the application."""
+    app = FastAPI(
+        title="sdtune",
+        summary="Searches for the fastest lossless decoding, as jobs.",
+        docs_url=None,  # the pages would load scripts from elsewhere
+        redoc_url=None,
+        max_body_size=MAX_BODY_BYTES,
+        dependencies=[Depends(_guard(settings.token))],
+        responses={
+            401: {"description": "No or a wrong token.", "content": {PROBLEM: {}}},
+            422: {"description": "A request that is not accepted.", "content": {PROBLEM: {}}},
+        },
+    )
+    app.add_middleware(TrustedHostMiddleware, allowed_hosts=list(settings.hosts))
+    _answer_errors(app)
+    _add_searches(app, jobs, settings)
+    _add_results(app, jobs, settings)
+    _add_pages(app, jobs, settings)
+    return app
+
+
+UNKNOWN: dict[int | str, dict[str, Any]] = {404: {"description": "No such search.", "content": {PROBLEM: {}}}}
+TOO_EARLY: dict[int | str, dict[str, Any]] = {
+    **UNKNOWN,
+    409: {"description": "The search has no result yet.", "content": {PROBLEM: {}}},
+}
+
+
+def _add_searches(app: FastAPI, jobs: Jobs, settings: ServiceSettings) -> None:
+    @app.post(
+        "/v1/searches", status_code=202, responses={200: {"model": SearchJob, "description": "Submitted before."}}
+    )
+    def submit(body: SearchRequest, response: Response) -> SearchJob:
+        """Queue a search. Its id is a hash of what decides its result: submitting twice is one job."""
+        config = admitted(body, settings.allowed)
+        job = identity(config, body.queue)
+        if not jobs.submit(job, body.config, body.queue):
+            response.status_code = 200
+        return jobs.find(job)
+
+    @app.get("/v1/searches")
+    def searches() -> list[SearchJob]:
+        """Return the latest hundred searches, the newest first."""
+        return jobs.latest()
+
+    @app.get("/v1/searches/{job}", responses=UNKNOWN)
+    def search(job: JobId) -> SearchJob:
+        """Return a search: its state, what it does, the best trial so far."""
+        return jobs.find(job)
+
+    @app.post("/v1/searches/{job}/cancel", responses=UNKNOWN)
+    def cancel(job: JobId) -> SearchJob:
+        """Stop a search; a running one after its trial."""
+        return jobs.cancel(job)
+
+    @app.post("/v1/searches/{job}/resume", responses=UNKNOWN)
+    def resume(job: JobId) -> SearchJob:
+        """Queue a cancelled or failed search again. Finished trials and steps are not repeated."""
+        return jobs.resume(job)
+
+    @app.get("/v1/workers")
+    def workers() -> list[WorkerCard]:
+        """Return the workers."""
+        return jobs.workers()
+
+
+def _add_results(app: FastAPI, jobs: Jobs, settings: ServiceSettings) -> None:
+    streams = asyncio.Semaphore(MAX_STREAMS)
+
+    def result_of(job: str) -> JobResult:
+        found = jobs.result(job)
+        if found is None:
+            raise ProblemError(409, "No result yet", f"the search {job} is {jobs.find(job).state}")
+        return found
+
+    @app.get("/v1/searches/{job}/result", responses=TOO_EARLY)
+    def result(job: JobId) -> JobResult:
+        """Return the profile and the final table."""
+        return result_of(job)
+
+    @app.get("/v1/searches/{job}/profile", responses=TOO_EARLY, response_class=PlainTextResponse)
+    def profile(job: JobId) -> Response:
+        """Return the profile as YAML."""
+        return Response(result_of(job).profile, media_type="application/yaml")
+
+    @app.get("/v1/searches/{job}/report", responses=TOO_EARLY, response_class=PlainTextResponse)
+    def report(job: JobId) -> Response:
+        """Return the final tables as text."""
+        return PlainTextResponse(result_of(job).report)
+
+    @app.get("/v1/searches/{job}/files/{number}", responses=TOO_EARLY, response_class=FileResponse)
+    def file(job: JobId, number: Annotated[int, InPath(ge=0, le=1000)]) -> Response:
+        """Return a file that belongs beside the profile, by its place in `files` of the result."""
+        files = result_of(job).files
+        path = settings.folder / job / files[number] if number < len(files) else None
+        if path is None or not path.is_file():
+            raise ProblemError(404, "Not found", f"the search {job} has no file {number}")
+        return FileResponse(path)
+
+    @app.get("/v1/searches/{job}/events", responses=UNKNOWN, response_class=StreamingResponse)
+    async def events(job: JobId) -> Response:
+        """Stream the search as server-sent events: its JSON at each change, until it is over."""
+        await anyio.to_thread.run_sync(jobs.find, job)
+        if streams.locked():
+            raise ProblemError(503, "Too many watchers", f"{MAX_STREAMS} clients watch already", {"Retry-After": "10"})
+        return StreamingResponse(_watched(jobs, job, streams), media_type="text/event-stream")
+
+
+async def _watched(jobs: Jobs, job: str, streams: asyncio.Semaphore) -> AsyncIterator[str]:
+    async with streams:
+        last, quiet = None, 0
+        while True:
+            now = await anyio.to_thread.run_sync(jobs.find, job)
+            quiet = 0 if now != last else quiet + 1
+            if now != last:
+                yield f"event: {'end' if now.state.is_over else 'search'}\ndata: {now.model_dump_json()}\n\n"
+            elif quiet % QUIET_LOOKS == 0:
+                yield ": still here\n\n"
+            if now.state.is_over:
+                return
+            last = now
+            await asyncio.sleep(WATCH_SECONDS)
+
+
+def _add_pages(app: FastAPI, jobs: Jobs, settings: ServiceSettings) -> None:
+    @app.get("/health")
+    def health() -> dict[str, str]:
+        """Answer if the database answers. Needs no token."""
+        jobs.workers()
+        return {"status": "ok"}
+
+    @app.get("/metrics", response_class=PlainTextResponse)
+    def metrics() -> Response:
+        """Return counts of searches and workers for Prometheus."""
+        return Response(metrics_text(jobs.latest(1000), jobs.workers()), media_type=METRICS_TYPE)
+
+    @app.get("/", response_class=HTMLResponse, include_in_schema=False)
+    def overview() -> str:
+        return jobs_page(jobs.latest(), jobs.workers())
+
+    @app.get("/searches/{job}", response_class=HTMLResponse, include_in_schema=False)
+    def details(job: JobId) -> str:
+        found = jobs.find(job)
+        finished = found.state is JobState.FINISHED
+        return job_page(found, jobs.result(job) if finished else None, settings.tracking_address)
+
+
+def _guard(token: str | None) -> Any:
+    async def check(request: Request) -> None:
+        if token is None or request.url.path == "/health":
+            return
+        kind, _, given = request.headers.get("authorization", "").partition(" ")
+        if kind.lower() == "basic":  # what a browser sends: any user, the token as the password
+            try:
+                given = b64decode(given, validate=True).decode().partition(":")[2]
+            except ValueError:
+                given = ""
+        if kind.lower() not in ("bearer", "basic") or not hmac.compare_digest(given.encode(), token.encode()):
+            raise ProblemError(401, "Unauthorized", "give the token as a bearer token", {"WWW-Authenticate": "Basic"})
+
+    return check
+
+
+def _answer_errors(app: FastAPI) -> None:
+    @app.exception_handler(ProblemError)
+    async def problem(_: Request, error: ProblemError) -> Response:
+        return error.response
+
+    @app.exception_handler(UnknownJobError)
+    async def unknown(_: Request, error: UnknownJobError) -> Response:
+        return ProblemError(404, "Not found", str(error)).response
+
+    @app.exception_handler(ServiceError)
+    async def refused(_: Request, error: ServiceError) -> Response:
+        return ProblemError(422, "Not accepted", str(error)).response
+
+    @app.exception_handler(RequestValidationError)
+    async def invalid(_: Request, error: RequestValidationError) -> Response:
+        found = "; ".join(f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors()[:5])
+        return ProblemError(422, "Not accepted", found).response
+
+    @app.exception_handler(StarletteHTTPException)
+    async def other(_: Request, error: StarletteHTTPException) -> Response:
+        return ProblemError(error.status_code, str(error.detail), headers=dict(error.headers or {})).response
+
+
+def openapi_text(app: FastAPI) -> str:
+    """Return the OpenAPI document as JSON."""
+    return json.dumps(app.openapi(), indent=1)

@@ -1,0 +1,101 @@
+"""A client of the service's HTTP interface."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import httpx2
+
+from decoding.documents.strict_yaml import Document
+from decoding.errors import first_line
+from tuner.service.contract import JobResult, SearchJob, SearchRequest, ServiceError, WorkerCard
+
+TIMEOUT_SECONDS = 60.0
+"""Longer than the service is silent while nothing happens."""
+
+
+class ServiceClient:
+    """The service at an address. Every method raises `ServiceError`, in one line, if it refuses or does not answer."""
+
+    def __init__(
+        self, address: str, token: str | None = None, *, transport: httpx2.BaseTransport | None = None
+    ) -> None:
+        self.address = address
+        headers = {} if token is None else {"Authorization": f"Bearer {token}"}
+        self._http = httpx2.Client(base_url=address, headers=headers, timeout=TIMEOUT_SECONDS, transport=transport)
+
+    def __enter__(self) -> ServiceClient:
+        return self
+
+    def __exit__(self, *failure: object) -> None:
+        self._http.close()
+
+    def submit(self, request: SearchRequest) -> SearchJob:
+        """Queue a search, or find it if it was submitted before."""
+        return SearchJob.model_validate(self._call("POST", "/v1/searches", request))
+
+    def searches(self) -> list[SearchJob]:
+        """Return the latest searches."""
+        return [SearchJob.model_validate(each) for each in self._call("GET", "/v1/searches")]
+
+    def workers(self) -> list[WorkerCard]:
+        """Return the workers."""
+        return [WorkerCard.model_validate(each) for each in self._call("GET", "/v1/workers")]
+
+    def search(self, job: str) -> SearchJob:
+        """Return a search."""
+        return SearchJob.model_validate(self._call("GET", f"/v1/searches/{job}"))
+
+    def cancel(self, job: str) -> SearchJob:
+        """Stop a search."""
+        return SearchJob.model_validate(self._call("POST", f"/v1/searches/{job}/cancel"))
+
+    def resume(self, job: str) -> SearchJob:
+        """Queue a cancelled or failed search again."""
+        return SearchJob.model_validate(self._call("POST", f"/v1/searches/{job}/resume"))
+
+    def result(self, job: str) -> JobResult:
+        """Return what a finished search has found."""
+        return JobResult.model_validate(self._call("GET", f"/v1/searches/{job}/result"))
+
+    def file(self, job: str, number: int) -> bytes:
+        """Return a file that belongs beside the profile."""
+        return self._answer("GET", f"/v1/searches/{job}/files/{number}").content
+
+    def watch(self, job: str) -> Iterator[SearchJob]:
+        """Yield a search at each change, until it is over."""
+        try:
+            with self._http.stream("GET", f"/v1/searches/{job}/events") as answer:
+                if answer.status_code != 200:
+                    answer.read()
+                    raise _refusal(answer)
+                for line in answer.iter_lines():
+                    if line.startswith("data: "):
+                        yield SearchJob.model_validate_json(line.removeprefix("data: "))
+        except httpx2.HTTPError as cause:
+            raise self._silent(cause) from None
+
+    def _call(self, method: str, path: str, body: Document | None = None) -> Any:
+        return self._answer(method, path, body).json()
+
+    def _answer(self, method: str, path: str, body: Document | None = None) -> httpx2.Response:
+        try:
+            answer = self._http.request(method, path, json=None if body is None else body.model_dump(mode="json"))
+        except httpx2.HTTPError as cause:
+            raise self._silent(cause) from None
+        if answer.status_code >= 400:
+            raise _refusal(answer)
+        return answer
+
+    def _silent(self, cause: Exception) -> ServiceError:
+        return ServiceError(f"no answer from the service at {self.address}: {first_line(cause, default='no reason')}")
+
+
+def _refusal(answer: httpx2.Response) -> ServiceError:
+    try:
+        problem = answer.json()
+        return ServiceError(f"{problem['title']}: {problem['detail']}")
+    except (json.JSONDecodeError, KeyError, TypeError):
+        return ServiceError(f"the service answered with status {answer.status_code}")

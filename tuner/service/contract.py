@@ -1,0 +1,111 @@
+"""The documents of the service: what a client sends and what it gets."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Any
+
+from pydantic import Field
+
+from decoding.documents.strict_yaml import Document
+from decoding.errors import SdtuneError
+
+DEFAULT_QUEUE = "default"
+
+
+class ServiceError(SdtuneError):
+    """A request that the service refuses."""
+
+
+class UnknownJobError(ServiceError):
+    """A job that does not exist."""
+
+
+class JobState(StrEnum):
+    """What a job does."""
+
+    QUEUED = "queued"
+    RUNNING = "running"
+    FINISHED = "finished"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+
+    @property
+    def is_over(self) -> bool:
+        """True if nothing happens any more without a request."""
+        return self in (JobState.FINISHED, JobState.FAILED, JobState.CANCELLED)
+
+
+class SearchRequest(Document):
+    """The body of POST /v1/searches."""
+
+    config: dict[str, Any] = Field(
+        description="Configuration of the search, with the keys of `sdtune search --config`."
+    )
+    queue: str = Field(
+        DEFAULT_QUEUE,
+        min_length=1,
+        max_length=100,
+        pattern=r"^[A-Za-z0-9._-]+$",
+        description="Workers that may run the search, by the queue that they serve.",
+    )
+
+
+class JobProgress(Document):
+    """What a running search said last."""
+
+    stage: str = ""
+    done: int = 0
+    total: int | None = None
+    trials: int = 0
+    best_speedup: float | None = None
+    best_draft: str | None = None
+    message: str = ""
+
+
+class TableRow(Document):
+    """A row of the final table: speed-ups over plain decoding on held-out prompts, with 95 % intervals."""
+
+    label: str
+    description: str
+    speedup: float | None = None
+    low: float | None = None
+    high: float | None = None
+
+
+class JobResult(Document):
+    """What a finished search has found."""
+
+    profile: str = Field(description="The profile, as YAML.")
+    files: list[str] = Field(default_factory=list, description="Files that belong beside the profile.")
+    claims_speedup: bool = Field(description="False if the profile decodes plainly.")
+    rows: list[TableRow]
+    report: str = Field(description="The final tables as text.")
+    mlflow_run: str
+
+
+class SearchJob(Document):
+    """One search: GET /v1/searches/ID."""
+
+    id: str
+    state: JobState
+    queue: str
+    model: str
+    dataset: str
+    created_seconds: float = Field(description="Seconds since 1970.")
+    worker: str | None = None
+    progress: JobProgress = Field(default_factory=JobProgress)
+    error: str | None = None
+    mlflow_run: str | None = None
+
+
+class WorkerCard(Document):
+    """One worker: GET /v1/workers."""
+
+    name: str
+    host: str
+    device: str
+    queue: str
+    job: str | None = None
+    silent_seconds: float = Field(description="Seconds since its last sign of life.")
+    alive: bool

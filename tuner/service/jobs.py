@@ -1,0 +1,168 @@
+"""Jobs in the database: submitted, listed, cancelled, resumed. DBOS is the queue; this process runs nothing."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import sqlalchemy as sa
+from dbos import DBOS, DBOSClient, DBOSPortableJSONSerializer, WorkflowStatus
+
+from decoding.errors import first_line
+from tuner.errors import StorageError
+from tuner.leases.table import Holder, LeaseTable, attempt
+from tuner.service.contract import JobProgress, JobResult, JobState, SearchJob, UnknownJobError, WorkerCard
+
+WORKFLOW = "tune"
+VERSION = "1"
+"""Version of the steps: workers run the jobs of their own version only. A change of the steps' order or results raises it."""
+WORKER_LEASE = "service worker "
+PROGRESS = "progress"
+
+_STATES = {
+    "DELAYED": JobState.QUEUED,
+    "ENQUEUED": JobState.QUEUED,
+    "PENDING": JobState.RUNNING,
+    "SUCCESS": JobState.FINISHED,
+    "CANCELLED": JobState.CANCELLED,
+}
+
+
+class Jobs:
+    """The jobs of one database. Its tables are made if they are missing. Raises `StorageError` if it cannot be used."""
+
+    def __init__(self, database: str) -> None:
+        self.database = database
+        try:
+            attempt(lambda: DBOS.migrate(database))
+            self._client = DBOSClient(system_database_url=database, serializer=DBOSPortableJSONSerializer())
+            self._engine = open_engine(database)
+            self._leases = LeaseTable(self._engine)
+        except (sa.exc.SQLAlchemyError, ImportError, OSError, ValueError) as cause:
+            raise StorageError(f"cannot open the database of the service: {first_line(cause)}") from None
+
+    def close(self) -> None:
+        """Close the connections."""
+        self._client.destroy()
+        self._engine.dispose()
+
+    def submit(self, job: str, config: Mapping[str, Any], queue: str) -> bool:
+        """Queue a search under its id; return False if there was one."""
+        if self._statuses(job):
+            return False
+        self._client.enqueue(
+            {"queue_name": queue, "workflow_name": WORKFLOW, "workflow_id": job, "app_version": VERSION},
+            job,
+            dict(config),
+        )
+        return True
+
+    def find(self, job: str) -> SearchJob:
+        """Return a job. Raises `UnknownJobError`."""
+        return _job(self._status(job))
+
+    def latest(self, limit: int = 100) -> list[SearchJob]:
+        """Return the latest jobs, the newest first."""
+        found = self._client.list_workflows(name=WORKFLOW, limit=limit, sort_desc=True, load_output=False)
+        return [_job(each) for each in found]
+
+    def result(self, job: str) -> JobResult | None:
+        """Return what a finished job has found, None before. Raises `UnknownJobError`."""
+        status = self._status(job)
+        return JobResult.model_validate(status.output) if status.status == "SUCCESS" else None
+
+    def cancel(self, job: str) -> SearchJob:
+        """Stop a job: a running one after its trial, which stays on disk."""
+        self._status(job)
+        self._client.cancel_workflow(job)
+        return self.find(job)
+
+    def resume(self, job: str) -> SearchJob:
+        """Queue a cancelled or failed job again; finished steps and trials are not repeated."""
+        status = self._status(job)
+        if status.status == "CANCELLED":
+            self._client.resume_workflow(job, queue_name=status.queue_name)
+        elif _STATES.get(status.status) is None:
+            steps = self._client.list_workflow_steps(job)
+            failed = [step["function_id"] for step in steps if step["error"] is not None]
+            first = failed[0] if failed else max((step["function_id"] for step in steps), default=0) + 1
+            self._client.rewind_workflow(job, start_step=first, queue_name=status.queue_name)
+        return self.find(job)
+
+    def note_progress(self, job: str, progress: JobProgress) -> None:
+        """Store what a running search says."""
+        self._client.update_workflow_attributes(job, {PROGRESS: progress.model_dump(mode="json")}, merge=True)
+
+    def is_cancelled(self, job: str) -> bool:
+        """Return True if a job was cancelled."""
+        return self._status(job).status == "CANCELLED"
+
+    def workers(self) -> list[WorkerCard]:
+        """Return all workers, also those that died and were not cleared away yet."""
+        return [_card(holder, self._leases.grace) for holder in self._leases.holders(WORKER_LEASE)]
+
+    def take_over(self) -> list[str]:
+        """Queue the jobs of dead workers again, and clear away their leases; return the jobs.
+
+        One process at a time does this: a job that another has queued again may have begun since it was looked up.
+        """
+        with self._leases.take("reaper", patience=self._leases.grace):
+            living = set()
+            for holder in self._leases.holders(WORKER_LEASE):
+                if holder.is_dead(self._leases.grace):
+                    self._leases.drop(holder)
+                else:
+                    living.add(holder.name.removeprefix(WORKER_LEASE))
+            running = self._client.list_workflows(name=WORKFLOW, status="PENDING", load_output=False)
+            orphans = [each for each in running if each.executor_id not in living]
+            for each in orphans:
+                self._client.resume_workflow(each.workflow_id, queue_name=each.queue_name)
+            return [each.workflow_id for each in orphans]
+
+    def _statuses(self, job: str) -> list[WorkflowStatus]:
+        return self._client.list_workflows(workflow_ids=[job])
+
+    def _status(self, job: str) -> WorkflowStatus:
+        found = self._statuses(job)
+        if not found:
+            raise UnknownJobError(f"there is no search {job[:100]!r}")
+        return found[0]
+
+
+def open_engine(database: str) -> sa.Engine:
+    """Return an engine for the leases of a database."""
+    if database.startswith("sqlite"):
+        return sa.create_engine(database, connect_args={"timeout": 60})
+    return sa.create_engine(database, pool_pre_ping=True)
+
+
+def _job(status: WorkflowStatus) -> SearchJob:
+    config = status.input["args"][1] if status.input else {}
+    attributes = status.attributes or {}
+    state = _STATES.get(status.status, JobState.FAILED)
+    return SearchJob(
+        id=status.workflow_id,
+        state=state,
+        queue=status.queue_name or "",
+        model=config.get("model", ""),
+        dataset=config.get("dataset", ""),
+        created_seconds=(status.created_at or 0) / 1000,
+        worker=status.executor_id if state is JobState.RUNNING else None,
+        progress=JobProgress.model_validate(attributes.get(PROGRESS, {})),
+        error=None if status.error is None else first_line(status.error),
+        mlflow_run=status.output.get("mlflow_run") if isinstance(status.output, dict) else None,
+    )
+
+
+def _card(holder: Holder, grace: float) -> WorkerCard:
+    facts = json.loads(holder.facts)
+    return WorkerCard(
+        name=holder.name.removeprefix(WORKER_LEASE),
+        host=holder.process.host,
+        device=facts["device"],
+        queue=facts["queue"],
+        job=facts["job"],
+        silent_seconds=holder.silent_seconds,
+        alive=not holder.is_dead(grace),
+    )

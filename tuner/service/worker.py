@@ -1,0 +1,172 @@
+"""A worker: one process that runs the searches of a queue, one at a time, on one device.
+
+It holds a lease for as long as it lives. Jobs of workers that died are queued again by the others. A worker that was silent for so
+long that its lease was taken ends at once: its job may run elsewhere.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import sqlalchemy as sa
+from dbos import DBOS, DBOSPortableJSONSerializer
+
+from tuner.errors import SearchError
+from tuner.leases.table import BEAT_SECONDS, GRACE_SECONDS, Lease, LeaseLostError, LeaseTable
+from tuner.service.contract import DEFAULT_QUEUE, JobResult, TableRow
+from tuner.service.jobs import VERSION, WORKER_LEASE, WORKFLOW, Jobs, open_engine
+
+EXIT_LEASE_LOST = 75
+"""Exit status, as sysexits' EX_TEMPFAIL: starting the worker again is right."""
+
+
+@dataclass(frozen=True)
+class WorkerSettings:
+    """Settings of a worker."""
+
+    database: str
+    tracking_uri: str
+    folder: Path
+    """Folder of the jobs' files, which all workers and the service share."""
+    device: str = "auto"
+    queue: str = DEFAULT_QUEUE
+    name: str | None = None
+    beat: float = BEAT_SECONDS
+    grace: float = GRACE_SECONDS
+
+
+class SearchWorker:
+    """The worker of this process; DBOS allows one."""
+
+    def __init__(self, settings: WorkerSettings) -> None:
+        self.settings = settings
+        self.name = f"{settings.name or f'{os.uname().nodename}-{os.getpid()}'}-{uuid4().hex[:8]}"
+        self._stopped = threading.Event()
+
+    def run(self) -> None:
+        """Work until `stop` is called."""
+        settings = self.settings
+        self._jobs = Jobs(settings.database)
+        engine = open_engine(settings.database)
+        table = LeaseTable(engine, grace=settings.grace, beat=settings.beat)
+        with table.take(f"{WORKER_LEASE}{self.name}", facts=self._facts(None)) as self._lease:
+            self._launch()
+            try:
+                while not self._stopped.wait(settings.beat):
+                    self._look_after(self._lease)
+            finally:
+                DBOS.destroy(destroy_registry=True)
+                self._jobs.close()
+        engine.dispose()
+
+    def stop(self) -> None:
+        """End the worker; another takes over its job."""
+        self._stopped.set()
+
+    def _launch(self) -> None:
+        DBOS(
+            config={
+                "name": "sdtune",
+                "system_database_url": self.settings.database,
+                "executor_id": self.name,
+                "application_version": VERSION,
+                "serializer": DBOSPortableJSONSerializer(),
+                "log_level": "ERROR",
+            }
+        )
+
+        @DBOS.workflow(name=WORKFLOW)
+        def tune(job: str, config: dict[str, Any]) -> dict[str, Any]:
+            return self._tune(job, config)
+
+        DBOS.listen_queues([self.settings.queue])
+        DBOS.launch()
+        DBOS.register_queue(self.settings.queue, worker_concurrency=1, polling_interval_sec=1.0)
+        self._jobs.take_over()
+
+    def _look_after(self, lease: Lease) -> None:
+        try:
+            lease.check()
+            self._jobs.take_over()
+        except LeaseLostError:
+            os._exit(EXIT_LEASE_LOST)
+        except sa.exc.SQLAlchemyError:
+            return  # the database is away: the lease is checked again when it is back
+
+    def _facts(self, job: str | None) -> str:
+        return json.dumps({"device": self.settings.device, "queue": self.settings.queue, "job": job})
+
+    def _tune(self, job: str, config: dict[str, Any]) -> dict[str, Any]:
+        """Run a search."""
+        with suppress(LeaseLostError):
+            self._lease.tell(self._facts(job))
+        try:
+            return run_job(job, config, self.settings, self._jobs).model_dump(mode="json")
+        finally:
+            with suppress(LeaseLostError):
+                self._lease.tell(self._facts(None))
+
+
+def run_job(job: str, config: Mapping[str, Any], settings: WorkerSettings, jobs: Jobs) -> JobResult:
+    """Run the search of a job, or what is left of it."""
+    import optuna
+
+    from tuner.search.run import search
+    from tuner.search.task import open_budget, prepare
+    from tuner.service.admission import placed
+    from tuner.service.durable_steps import DurableSteps
+    from tuner.service.watching import StoredProgress
+    from tuner.stage_clock import StageClock
+
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    folder = settings.folder / job
+    folder.mkdir(parents=True, exist_ok=True)
+    whole = placed(
+        {**config, "device": settings.device},
+        job,
+        database=settings.database,
+        tracking_uri=settings.tracking_uri,
+        folder=folder,
+    )
+    progress = StoredProgress(jobs, job)
+    task = prepare(whole, progress, budget=open_budget(whole, StageClock()))
+    # The process before may have been another machine's, whose silence is not yet long enough.
+    found = search(task, progress, steps=DurableSteps(), patience=2 * settings.grace)
+    if found.profile.provenance is None or found.profile.provenance.mlflow_run_id is None:
+        raise SearchError("the search has no run in MLflow")
+    return JobResult(
+        profile=whole.out.read_text(encoding="utf-8"),
+        files=list(found.profile.draft.files),
+        claims_speedup=found.profile.measured is not None,
+        rows=[_row(row) for row in found.rows],
+        report=_report(found.rows),
+        mlflow_run=found.profile.provenance.mlflow_run_id,
+    )
+
+
+def _row(row: Any) -> TableRow:
+    if row.measurement is None:
+        return TableRow(label=row.label, description=row.description)
+    interval = row.measurement.speedup_interval()
+    low, high = interval.ci95
+    return TableRow(label=row.label, description=row.description, speedup=interval.value, low=low, high=high)
+
+
+def _report(rows: Any) -> str:
+    import io
+
+    from rich.console import Console
+
+    from tuner.search.held_out import results_table
+
+    text = io.StringIO()
+    Console(width=110, color_system=None, file=text).print(results_table(rows))
+    return "\n".join(line.rstrip() for line in text.getvalue().splitlines()) + "\n"
