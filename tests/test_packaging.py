@@ -85,15 +85,10 @@ def test_the_extras_hold_whatever_else_the_tuner_imports() -> None:
     brought = {"annotated_types", "huggingface_hub", "pydantic_core", "tokenizers"}  # by the dependencies
     brought |= {"anyio", "starlette"}  # by fastapi
     needed = _imported("studies") | _imported("tuner")
-<<<<<<< HEAD
-    known = _modules([*PROJECT["dependencies"], *PROJECT["optional-dependencies"]["tune"]])
-    # `sdtune evaluate serving` says itself that it needs the client.
-    assert needed - known - brought - {"openai"} == set()
-=======
     extras = PROJECT["optional-dependencies"]
     known = _modules([*PROJECT["dependencies"], *extras["tune"], *extras["service"], *extras["serve"]])
-    assert needed - known - brought == set()
->>>>>>> c4733b8 (Tuning as a service: durable jobs over DBOS, workers that take over from killed ones, and an HTTP interface)
+    # `sdtune evaluate serving` says itself that it needs the client.
+    assert needed - known - brought - {"openai"} == set()
 
 
 def test_search_needs_nothing_of_the_service() -> None:
