@@ -41,11 +41,13 @@ def run_and_write(settings: ServingEvaluation, progress: Progress) -> Report:
     name = settings.model or profile.target.model
     references, context = _references(settings, profile, name, progress)
     document = asyncio.run(_drive(settings, name, references, context, progress))
-    document["context"] = context
-    tables = _tables(document)
+    _write(settings, document)
+    return Report(_tables(document), succeeded=document["succeeded"])
+
+
+def _write(settings: ServingEvaluation, document: dict[str, Any]) -> None:
     write_json(settings.out, f"{NAME}.json", stamped(document, torch.device("cpu")))
-    write_text(settings.out, f"{NAME}.txt", tables)
-    return Report(tables, succeeded=document["succeeded"])
+    write_text(settings.out, f"{NAME}.txt", _tables(document))
 
 
 def _references(
@@ -79,7 +81,7 @@ def _references(
 async def _drive(
     settings: ServingEvaluation, name: str, references: list[Any], context: int, progress: Progress
 ) -> dict[str, Any]:
-    document: dict[str, Any] = {"succeeded": True}
+    document: dict[str, Any] = {"succeeded": True, "context": context}
     common = ["--max-length", str(context), "--max-batch", str(max(settings.streams, *settings.levels))]
     if settings.threads is not None:
         common += ["--threads", str(settings.threads)]
@@ -94,6 +96,7 @@ async def _drive(
         if settings.requests:
             document["traffic"] = await _traffic(settings, own, references, context, progress)
             document["succeeded"] = document["traffic"]["num_wrong"] == 0 and document["traffic"]["is_idle"]
+            _write(settings, document)
         if settings.rounds:
             port = free_port()
             command = own_command(settings.profile, name, port, "--plain", "--model", name, *common)
