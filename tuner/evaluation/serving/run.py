@@ -46,8 +46,8 @@ def run_and_write(settings: ServingEvaluation, progress: Progress) -> Report:
 
 
 def _write(settings: ServingEvaluation, document: dict[str, Any]) -> None:
-    write_json(settings.out, f"{NAME}.json", stamped(document, torch.device("cpu")))
-    write_text(settings.out, f"{NAME}.txt", _tables(document))
+    write_json(settings.out, NAME, stamped(document, torch.device("cpu")))
+    write_text(settings.out, NAME, _tables(document))
 
 
 def _references(
