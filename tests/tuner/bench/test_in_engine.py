@@ -54,6 +54,11 @@ def test_the_export_is_measured_against_the_engines_plain_decoding(bench: Bench)
     table = Path("bench/engine.txt").read_text()
     assert "2.00 [2.00, 2.00]" in table
     assert "pre-tokenizer" in table
+    verdict = " ".join(table[table.index("verdict") :].split())
+    assert (
+        "the profile's draft is faster than plain decoding in llama.cpp; the fastest other draft: --spec-type"
+        in verdict
+    )
 
 
 def test_a_different_text_is_an_error(bench: Bench) -> None:

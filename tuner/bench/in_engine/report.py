@@ -93,14 +93,24 @@ def _legend(result: EngineResult) -> Iterator[tuple[str, str]]:
     predicted = result.predicted
     value = "none" if predicted.value is None else f"{predicted.value:.2f}"
     yield "predicted", f"{value}: {predicted.explanation}"
-    low, high = result.drafts[0].texts.measurement.speedup_interval().ci95
-    if high < 1:
-        yield "verdict", f"decode plainly in {result.title}: the profile's draft is slower there"
-    elif low <= 1:
-        yield "verdict", f"no gain is proved in {result.title}: the interval of the profile's draft reaches 1"
+    yield "verdict", _verdict(result)
     if result.num_different:
         yield "different", f"{result.num_different} texts differ from {result.title}'s own plain decoding"
     for remark in result.remarks:
         yield "remark", remark
     for name, reason in result.failed.items():
         yield "failed", f"{name}: {reason}"
+
+
+def _verdict(result: EngineResult) -> str:
+    """Return what the intervals say of the profile's draft, and the fastest other draft that beats plain decoding."""
+    profile, *others = [(each.name, each.texts.measurement.speedup_interval()) for each in result.drafts]
+    low, high = profile[1].ci95
+    if low > 1:
+        text = f"the profile's draft is faster than plain decoding in {result.title}"
+    elif high < 1:
+        text = f"decode plainly in {result.title} rather than with the profile's draft, which is slower there"
+    else:
+        text = f"no gain is proved in {result.title}: the interval of the profile's draft reaches 1"
+    faster = [(interval.value, name) for name, interval in others if interval.ci95[0] > 1]
+    return f"{text}; the fastest other draft: {max(faster)[1]}" if faster else text
