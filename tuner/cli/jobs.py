@@ -69,12 +69,12 @@ def submit(context: click.Context, config: Path, queue: str, wait: bool, out: Pa
     """Queue the search of a configuration; one that was submitted before is found again."""
     from decoding.documents.strict_yaml import read_mapping
     from tuner.errors import ConfigError
-
-    # What a configuration for `sdtune search` says of its own files is left to the service.
     from tuner.service.admission import OF_THE_SERVICE
     from tuner.service.contract import SearchRequest
 
     settings = read_mapping(config, what="configuration", error=ConfigError)
+    if left_out := [key for key in OF_THE_SERVICE if key in settings]:
+        click.echo(f"sdtune: left to the service: {', '.join(left_out)}", err=True)
     request = SearchRequest(config={k: v for k, v in settings.items() if k not in OF_THE_SERVICE}, queue=queue)
     with _client(context) as client:
         found = client.submit(request)

@@ -24,8 +24,8 @@ from tuner.leases.table import BEAT_SECONDS, GRACE_SECONDS, Lease, LeaseLostErro
 from tuner.service.contract import DEFAULT_QUEUE, JobResult, TableRow
 from tuner.service.jobs import VERSION, WORKER_LEASE, WORKFLOW, Jobs, open_engine
 
-EXIT_LEASE_LOST = 75
-"""Exit status, as sysexits' EX_TEMPFAIL: starting the worker again is right."""
+EXIT_LEASE_LOST = EXIT_IN_A_SEARCH = 75
+"""Exit status, as sysexits' EX_TEMPFAIL, of a worker that ends with a search unfinished: starting a worker again is right."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +50,7 @@ class SearchWorker:
         self.settings = settings
         self.name = f"{settings.name or f'{os.uname().nodename}-{os.getpid()}'}-{uuid4().hex[:8]}"
         self._stopped = threading.Event()
+        self._job: str | None = None
 
     def run(self) -> None:
         """Work until `stop` is called."""
@@ -62,6 +63,10 @@ class SearchWorker:
             try:
                 while not self._stopped.wait(settings.beat):
                     self._look_after(self._lease)
+                if self._job is not None:
+                    # A thread cannot be interrupted. What a kill at any moment leaves is enough for the next worker.
+                    self._lease.release()
+                    os._exit(EXIT_IN_A_SEARCH)
             finally:
                 DBOS.destroy(destroy_registry=True)
                 self._jobs.close()
@@ -106,11 +111,13 @@ class SearchWorker:
 
     def _tune(self, job: str, config: dict[str, Any]) -> dict[str, Any]:
         """Run a search."""
+        self._job = job
         with suppress(LeaseLostError):
             self._lease.tell(self._facts(job))
         try:
             return run_job(job, config, self.settings, self._jobs).model_dump(mode="json")
         finally:
+            self._job = None
             with suppress(LeaseLostError):
                 self._lease.tell(self._facts(None))
 
