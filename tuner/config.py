@@ -111,6 +111,7 @@ class DistillSettings(Document):
     learning_rate: float | None = Field(
         None,
         gt=0.0,
+        le=1.0,
         description="Peak learning rate, after the warm-up; default: 1 / hidden size.",
         json_schema_extra=TRAINING,
     )
@@ -158,7 +159,9 @@ class SearchConfig(DataSettings, ModelSettings):
         description="Prompts for the reported figures; no trial decodes them.",
         json_schema_extra=PROBLEM,
     )
-    max_new_tokens: int = Field(64, ge=2, description="Tokens to generate from each prompt.", json_schema_extra=PROBLEM)
+    max_new_tokens: int = Field(
+        64, ge=2, le=2**20, description="Tokens to generate from each prompt.", json_schema_extra=PROBLEM
+    )
     seed: Seed = 0
     study: Names = Field(
         DEFAULT_STUDIES,
@@ -190,7 +193,12 @@ class SearchConfig(DataSettings, ModelSettings):
         4, ge=1, description="Candidates that race on the other tuning prompts.", json_schema_extra=BUDGET
     )
     temperature: float = Field(
-        0.0, ge=0.0, description="Sampling temperature; 0 is greedy.", json_schema_extra=DECODING
+        0.0,
+        ge=0.0,
+        le=100.0,
+        allow_inf_nan=False,
+        description="Sampling temperature; 0 is greedy.",
+        json_schema_extra=DECODING,
     )
     batch_size: int = Field(
         1,

@@ -76,12 +76,16 @@ Threads = Annotated[
     int | None,
     Field(
         ge=1,
+        le=4096,
         description="CPU threads of torch; a small model is fastest with one; default: torch's own.",
         json_schema_extra=DECODING,
     ),
 ]
 Seed = Annotated[
-    int, Field(ge=0, description="Seed of the split, the samplers and the sampling.", json_schema_extra=PROBLEM)
+    int,
+    Field(
+        ge=0, le=2**32 - 1, description="Seed of the split, the samplers and the sampling.", json_schema_extra=PROBLEM
+    ),
 ]
 Profile = Annotated[
     Path,

@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from tempfile import TemporaryFile
 
 from decoding.errors import ProfileError, SdtuneError
 
+OURS = (re.compile(rb"^schema: ['\"]?sdtune/", re.MULTILINE), re.compile(rb'^\{\s*"provenance"'))
+"""Beginnings of files that sdtune wrote: profiles, and results."""
+LENGTH_OF_A_BEGINNING = 4096
+"""Bytes that are read of a file to recognise it."""
+
 
 def check_writable(
     out: Path, *, what: str = "the profile", name: str = "profile.yaml", error: type[SdtuneError] = ProfileError
 ) -> None:
-    """Raise `error` unless the file `out` can be written; `what` and the usual `name` of such a file are for the message."""
+    """Raise `error` unless the file `out` can be written; `what` and the usual `name` of such a file are for the message.
+
+    A file that is there already may be replaced only if it has the form of what sdtune writes: a profile, or JSON of results.
+    """
     if out.is_dir():
         raise error(f"cannot write {what} {out}: it is a folder; name a file such as {out / name}")
     if not out.parent.is_dir():
@@ -20,6 +29,20 @@ def check_writable(
         _probe(out.parent)
     except OSError as cause:
         raise error(f"cannot write {what} {out}: {cause.strerror}") from None
+    if out.exists() and not _is_replaceable(out):
+        raise error(f"{out} is there already and is not a file that sdtune wrote: name another file, or remove it")
+
+
+def _is_replaceable(out: Path) -> bool:
+    """Return True for an empty file, a profile, or a JSON document with its provenance."""
+    if not out.is_file():
+        return False
+    try:
+        with out.open("rb") as file:
+            beginning = file.read(LENGTH_OF_A_BEGINNING)
+    except OSError:
+        return False
+    return not beginning or any(pattern.search(beginning) for pattern in OURS)
 
 
 def check_folder_writable(folder: Path, *, what: str, error: type[SdtuneError]) -> Path:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 import shlex
 import time
 import warnings
@@ -21,6 +20,8 @@ from typing import Any
 
 from decoding.errors import first_line
 from studies.contract import TrialRecord, TrialState
+from tuner.addresses import without_password
+from tuner.databases import refuse_unusable_database
 from tuner.errors import TrackingError
 from tuner.review.markdown import EXPERIMENT_NOTE, WON, trial_note, trial_run_name
 from tuner.trial_columns import trial_metrics, trial_params
@@ -94,10 +95,11 @@ class Tracker:
 
         With an `identity` and no `run_id`, the latest unfinished run tagged with it is resumed.
         """
+        refuse_unusable_database(tracking_uri, what="the MLflow store", table="experiments", error=TrackingError)
         with opened_store(tracking_uri) as mlflow:
             client = mlflow.MlflowClient(tracking_uri=tracking_uri)
             # MLflow retries for four minutes; an absent server shows at the first attempt.
-            with _unless_set(MLFLOW_HTTP_REQUEST_MAX_RETRIES="1", MLFLOW_HTTP_REQUEST_TIMEOUT="20"):
+            with _unless_set(MLFLOW_HTTP_REQUEST_MAX_RETRIES="1", MLFLOW_HTTP_REQUEST_TIMEOUT="5"):
                 experiment_id = experiment_named(client, experiment, tracking_uri)
             if NOTE_TAG not in client.get_experiment(experiment_id).tags:  # a description by the user stays
                 client.set_experiment_tag(experiment_id, NOTE_TAG, EXPERIMENT_NOTE)
@@ -235,6 +237,7 @@ def replace_review(tracking_uri: str, run_id: str, note: str, texts: Mapping[str
 
 def ui_command(tracking_uri: str) -> str:
     """Return the command that opens the MLflow UI on this store."""
+    tracking_uri = without_password(tracking_uri)
     if tracking_uri.startswith("http"):
         return f"open {tracking_uri}"
     return f"mlflow ui --backend-store-uri {shlex.quote(tracking_uri)}"
@@ -358,8 +361,7 @@ def _one_line(tracking_uri: str) -> Iterator[None]:
         yield
     except (MlflowException, sqlalchemy.exc.SQLAlchemyError, OSError, ImportError) as cause:
         reason = first_line(getattr(cause, "orig", None) or cause)
-        message = f"cannot use the MLflow store {tracking_uri}: {reason}"
-        raise TrackingError(re.sub(r"(://[^/@\s:]*):[^/@\s]+@", r"\1:***@", message)) from None
+        raise TrackingError(without_password(f"cannot use the MLflow store {tracking_uri}: {reason}")) from None
 
 
 @contextmanager

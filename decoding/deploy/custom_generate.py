@@ -7,6 +7,7 @@ ids in both. `history=store` lets a draft by suffix automaton copy from earlier 
 
 from __future__ import annotations
 
+import operator
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -33,7 +34,7 @@ from decoding.deploy.mismatch import (
     unmeasured_setting,
 )
 from decoding.deploy.registry import fetch_profile, is_address
-from decoding.deploy.requests import requests_of
+from decoding.deploy.requests import refuse_token_types, requests_of
 from decoding.errors import (
     ExitHeadError,
     ProfileWarning,
@@ -98,6 +99,8 @@ class ProfileDecoder:
         self.last_batch: BatchGeneration | None = None
         self._decoder: Decoder | None = None
         self._building = Lock()
+        self._modules: list[torch.nn.Module] = []
+        """The modules of the model when its decoder was built."""
         # With `plain`, a wrong file is found at the first use, as any other mismatch is.
         self._heads_folder = None if on_mismatch == "plain" else _checked_heads_folder(profile, folder)
 
@@ -148,6 +151,11 @@ class ProfileDecoder:
         """
         config = generation_config or model.generation_config
         self._check_history(history)
+        if model.training:
+            raise UnsupportedRequestError(
+                "the model is in training mode, in which its output is random: call model.eval()"
+            )
+        refuse_token_types(model, kwargs.get("token_type_ids"))
         given = requests_of(input_ids, config, logits_processor, stopping_criteria, kwargs)
         requests = [replace(request, history=history) for request in given]
         if len(requests) > 1:
@@ -202,7 +210,10 @@ class ProfileDecoder:
     def decoder_for(self, model: PreTrainedModel) -> Decoder:
         """Return the decoder of `model`, checked and built at the first use of each model."""
         with self._building:
-            if self._decoder is None or self._decoder.target.model is not model:
+            modules = list(model.modules())
+            if self._decoder is None or self._decoder.target.model is not model or not _same(modules, self._modules):
+                # Also after an adapter or another LM head was put into the model: parts of it would still run the old one.
+                self._modules = modules
                 self._decoder = self._fitting(model, lambda: self._target_of(model), lambda: Target(model))
                 if self.plain_because is None and (remark := unmeasured_setting(self.profile, model)) is not None:
                     self._warn(remark)
@@ -276,6 +287,10 @@ def _checked_heads_folder(profile: DraftProfile, folder: str | Path | None) -> P
     for name, sha256 in files.items():
         check_head_file(Path(folder) / name, sha256)
     return Path(folder)
+
+
+def _same(found: Sequence[object], known: Sequence[object]) -> bool:
+    return len(found) == len(known) and all(map(operator.is_, found, known))
 
 
 def _as_rectangle(texts: Sequence[Sequence[int]], config: GenerationConfig) -> Tensor:

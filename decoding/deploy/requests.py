@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from inspect import signature
 from typing import Any
 
 import torch
@@ -44,6 +45,7 @@ def requests_of(
     _refuse_unsupported(config, kwargs)
     _refuse_stateful(processors)
     masks = kwargs.get("attention_mask")
+    _refuse_own_positions(input_ids, masks, kwargs.get("position_ids"))
     turns = _turns(input_ids, config, kwargs.get("past_key_values"), masks)
     requests = []
     for row in range(input_ids.shape[0]):
@@ -73,6 +75,33 @@ def _refuse_unsupported(config: GenerationConfig, kwargs: dict[str, Any]) -> Non
     if foreign:
         raise UnsupportedRequestError(
             f"the decoder drafts token ids, it cannot use {', '.join(sorted(foreign))}: pass the token ids as input_ids"
+        )
+
+
+def _refuse_own_positions(input_ids: Tensor, masks: Tensor | None, positions: Tensor | None) -> None:
+    """Refuse positions other than those that `generate` counts: a drafted sequence has no gaps."""
+    if positions is None or positions.ndim != 2:
+        return
+    rows, length = input_ids.shape
+    counted = torch.arange(length, device=input_ids.device).expand(rows, -1)
+    is_read = torch.ones_like(input_ids, dtype=torch.bool)
+    if masks is not None and masks.shape == input_ids.shape:
+        is_read = masks.bool()
+        counted = is_read.long().cumsum(dim=1) - 1
+    width = min(positions.shape[1], length)  # those of a conversation are of its new tokens
+    given, expected, counts = positions[:, -width:], counted[:, -width:], is_read[:, -width:]
+    if not torch.equal(given.expand(rows, -1)[counts], expected[counts]):
+        raise UnsupportedRequestError(
+            "the decoder counts positions itself: leave position_ids out, or give them without gaps"
+        )
+
+
+def refuse_token_types(model: Any, token_types: Tensor | None) -> None:
+    """Refuse token types of a model that reads them: drafted tokens have none."""
+    if token_types is not None and "token_type_ids" in signature(model.forward).parameters:
+        raise UnsupportedRequestError(
+            f"{type(model).__name__} reads token_type_ids, which drafted tokens lack: ask the tokenizer for none "
+            "(return_token_type_ids=False)"
         )
 
 

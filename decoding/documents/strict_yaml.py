@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable, Iterator
+import reprlib
+from collections.abc import Hashable, Iterable, Iterator
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -16,6 +17,10 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 from decoding.errors import SdtuneError, one_line
 
+MOST_VALUES = 50_000
+"""Most values of a document: a thousand times as many as a profile has."""
+MOST_SHOWN = 80
+"""Most characters of a value in an error."""
 UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
 
 
@@ -50,11 +55,38 @@ class _StrictLoader(yaml.SafeLoader):
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         own = [key for key, _ in node.value if key.tag != "tag:yaml.org,2002:merge"]
-        keys = [self.construct_object(key, deep=deep) for key in own]
-        repeated = next((key for index, key in enumerate(keys) if key in keys[:index]), None)
-        if repeated is not None:
-            raise yaml.constructor.ConstructorError(None, None, f"duplicate key {repeated!r}", node.start_mark)
+        seen = set()
+        for key in (self.construct_object(each, deep=deep) for each in own):
+            if not isinstance(key, Hashable):
+                raise yaml.constructor.ConstructorError(None, None, f"a {type(key).__name__} as a key", node.start_mark)
+            if key in seen:
+                raise yaml.constructor.ConstructorError(None, None, f"duplicate key {key!r}", node.start_mark)
+            seen.add(key)
         return super().construct_mapping(node, deep=deep)
+
+
+def _load(text: str) -> Any:
+    """Return the data of a YAML document, of at most `MOST_VALUES` with aliases written out."""
+    loader = _StrictLoader(text)
+    try:
+        root = loader.get_single_node()
+        if root is None:
+            return None
+        if _num_values(root, {}) > MOST_VALUES:
+            raise yaml.YAMLError(f"it holds more than {MOST_VALUES} values, aliases written out")
+        return loader.construct_document(root)
+    finally:
+        loader.dispose()
+
+
+def _num_values(node: yaml.Node, known: dict[int, int]) -> int:
+    """Return the number of values of a node with aliases written out; `known` are those of other nodes, by identity."""
+    if id(node) not in known:
+        known[id(node)] = MOST_VALUES + 1  # while it is counted: a node inside itself never ends
+        inside = node.value if isinstance(node, yaml.CollectionNode) else []
+        children = [child for each in inside for child in (each if isinstance(each, tuple) else (each,))]
+        known[id(node)] = 1 + sum(_num_values(child, known) for child in children)
+    return known[id(node)]
 
 
 def read_mapping(path: Path, *, what: str, error: type[SdtuneError]) -> dict[str, Any]:
@@ -63,7 +95,7 @@ def read_mapping(path: Path, *, what: str, error: type[SdtuneError]) -> dict[str
     Raises `error`, in one line, if the file is missing, unreadable, not valid YAML or not a mapping.
     """
     try:
-        data = yaml.load(path.read_text(encoding="utf-8"), _StrictLoader)
+        data = _load(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise error(f"no such {what}: {path}") from None
     except (OSError, UnicodeDecodeError) as cause:
@@ -117,8 +149,17 @@ def _describe(failure: ValidationError, model: type[BaseModel], data: Any) -> st
         return f"{where}.{context['discriminator']}: unknown value {context['tag']!r}; {suggest(context['tag'], known)}"
     message = first["msg"].removeprefix("Value error, ")
     value = first.get("input")
-    shown = "" if isinstance(value, dict | BaseModel) or repr(value) in message else f" (got {value!r})"
+    found = _shortened(value)
+    shown = "" if isinstance(value, dict | BaseModel) or found in message else f" (got {found})"
     return f"{where}: {message[:1].lower()}{message[1:]}{shown}"
+
+
+def _shortened(value: Any) -> str:
+    """Return a value as it is shown in an error, without the middle of a long one."""
+    shortening = reprlib.Repr()
+    shortening.maxstring = shortening.maxother = shortening.maxlong = MOST_SHOWN
+    shortening.maxlist = shortening.maxtuple = shortening.maxdict = 8
+    return shortening.repr(value)
 
 
 def _written_location(location: tuple[int | str, ...], data: Any) -> list[str]:

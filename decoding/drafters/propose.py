@@ -59,6 +59,8 @@ def propose(
     while num_drafted < limit and decision is Decision.CONTINUE:
         outputs = step(num_drafted, looks)
         scores = outputs.logits[0] if most_likely else shaping.one(sequence, num_drafted, outputs.logits)
+        if not acceptance.is_greedy:
+            scores = _proper(scores)
         known = None if shaping.processors else outputs.confidence
         decision = controller.decide(num_drafted, DraftDistribution(scores, sequence.read, known))
         if decision is Decision.STOP:
@@ -72,6 +74,14 @@ def propose(
         sequence.write_draft(num_drafted, token)
         num_drafted += 1
     return num_drafted, torch.stack(probabilities) if probabilities else None
+
+
+def _proper(scores: Tensor) -> Tensor:
+    """Return scores [vocabulary] that have a softmax: equal ones if the draft has overflowed or forbids every token.
+
+    A token may be sampled from any distribution, as the target judges it by the one that it was sampled from.
+    """
+    return torch.where(torch.logsumexp(scores.float(), dim=-1).isfinite(), scores, torch.zeros_like(scores))
 
 
 def _look_back(write: Write, sequence: TokenSequence, controller: Controller, limit: int, look_every: int) -> int:

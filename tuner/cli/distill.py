@@ -73,7 +73,7 @@ def distill(config_file: Path | None, dry_run: bool, overwrite: bool, **flags: A
 
     use_threads(config.threads)
     results = Console()
-    with progress_on_stderr() as progress:
+    with resumable(), progress_on_stderr() as progress:
         work = prepare(config, progress)
         finished = {} if overwrite else work.finished()
         missing = [exit_layer for exit_layer in work.exits if exit_layer not in finished]
@@ -82,8 +82,7 @@ def distill(config_file: Path | None, dry_run: bool, overwrite: bool, **flags: A
         if dry_run:
             _print_plan(results, work, missing)
             return
-        with resumable():
-            made = distil_and_track(work, missing, config, progress, overwrite=overwrite) if missing else None
+        made = distil_and_track(work, missing, config, progress, overwrite=overwrite) if missing else None
     results.print(heads_table(dict(sorted({**finished, **(made.facts if made else {})}.items()))))
     if finished:
         results.print(f"already trained with these settings: {work.kind.names(list(finished))}")

@@ -49,7 +49,7 @@ def command_of(name: str, evaluation: type[Evaluation]) -> click.Command:
         settings = settings_from(evaluation, flags)
         quieten_optuna()
         use_threads(settings.num_threads)
-        with progress_on_stderr() as progress, resumable() if settings.is_resumable else nullcontext():
+        with resumable() if settings.is_resumable else nullcontext(), progress_on_stderr() as progress:
             report = settings.run(progress)
         print_results(report.shown, settings.results, width=report.width)
         if not report.succeeded:

@@ -28,13 +28,18 @@ class GenerateSettings(Document):
     """Settings of `sdtune generate`."""
 
     profile: Profile
-    prompt: str = Field(description="Text to continue.", json_schema_extra=PROBLEM)
+    prompt: str = Field(min_length=1, description="Text to continue.", json_schema_extra=PROBLEM)
     model: ProfileModel = None
-    max_new_tokens: int = Field(128, ge=1, description="Most tokens to generate.", json_schema_extra=PROBLEM)
+    max_new_tokens: int = Field(128, ge=1, le=2**20, description="Most tokens to generate.", json_schema_extra=PROBLEM)
     chat_template: ChatTemplate = True
     system_prompt: SystemPrompt = None
     temperature: float | None = Field(
-        None, ge=0, description="Sampling temperature; 0 is greedy; default: the profile's.", json_schema_extra=DECODING
+        None,
+        ge=0,
+        le=100,
+        allow_inf_nan=False,
+        description="Sampling temperature; 0 is greedy; default: the profile's.",
+        json_schema_extra=DECODING,
     )
     seed: Seed = 0
     dtype: ProfileDtype = None

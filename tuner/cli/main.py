@@ -1,6 +1,7 @@
 """The command `sdtune`: a group whose subcommands are imported when they are asked for, and one way to report errors.
 
-An error of the user (`SdtuneError`, wrong usage) becomes one line on stderr and exit status 2; Ctrl-C ends with status 130.
+An error of the user (`SdtuneError`, wrong usage) becomes one line on stderr and exit status 2; Ctrl-C ends with status 130, and
+SIGTERM with status 143.
 """
 
 from __future__ import annotations
@@ -13,9 +14,12 @@ from typing import Any
 import click
 
 from decoding.errors import SdtuneError
+from tuner.addresses import without_password
+from tuner.cli.termination import Termination
 
 EXIT_BAD_INPUT = 2
 EXIT_INTERRUPTED = 130
+EXIT_TERMINATED = 143
 
 
 @dataclass(frozen=True)
@@ -74,18 +78,22 @@ class ProductGroup(click.Group):
 
     def invoke(self, ctx: click.Context) -> Any:
         """Run the subcommand; report errors of the user on stderr."""
+        with Termination() as termination:
+            return self._invoke(ctx, termination)
+
+    def _invoke(self, ctx: click.Context, termination: Termination) -> Any:
         try:
             return super().invoke(ctx)
         except SdtuneError as error:
-            click.echo(f"sdtune: {' '.join(str(error).split())}", err=True)
+            click.echo(f"sdtune: {without_password(' '.join(str(error).split()))}", err=True)
             ctx.exit(EXIT_BAD_INPUT)
         except click.UsageError as error:
             hint = f" (see {error.ctx.command_path} --help)" if error.ctx else ""
             click.echo(f"sdtune: {' '.join(error.format_message().split())}{hint}", err=True)
             ctx.exit(EXIT_BAD_INPUT)
         except (KeyboardInterrupt, click.Abort):
-            click.echo("sdtune: interrupted", err=True)
-            ctx.exit(EXIT_INTERRUPTED)
+            click.echo("sdtune: terminated" if termination.was_asked else "sdtune: interrupted", err=True)
+            ctx.exit(EXIT_TERMINATED if termination.was_asked else EXIT_INTERRUPTED)
 
 
 @click.group(cls=ProductGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from datetime import datetime
 from types import TracebackType
 
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
@@ -14,8 +16,16 @@ from rich.progress import (
     TimeElapsedColumn,
     TimeRemainingColumn,
 )
+from rich.table import Column
+from rich.text import Text
 
 from studies.contract import TrialRecord, TrialState
+
+BAR_WIDTH = 24
+COUNTERS_WIDTH = BAR_WIDTH + 28
+"""Columns of the bar, the counts and the two times, with the blanks between them."""
+LEAST_WIDTH = 12
+"""Columns that the name of a stage gets in a narrow terminal."""
 
 
 class TerminalProgress:
@@ -23,13 +33,12 @@ class TerminalProgress:
 
     def __init__(self, console: Console) -> None:
         self._console = console
-        self._bar = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(bar_width=24),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            TimeRemainingColumn(),
-            TextColumn("{task.fields[remark]}"),
+        self._bar = _WithRemark(
+            TextColumn("{task.description}", markup=False, table_column=_whole_or_cut(console.width - COUNTERS_WIDTH)),
+            BarColumn(bar_width=BAR_WIDTH),
+            MofNCompleteColumn(table_column=_whole()),
+            TimeElapsedColumn(table_column=_whole()),
+            TimeRemainingColumn(table_column=_whole()),
             console=console,
             transient=not console.is_terminal,
         )
@@ -49,7 +58,7 @@ class TerminalProgress:
         if self._task is not None:
             self._bar.stop_task(self._task)
         if not self._console.is_terminal:
-            self._console.print(name if total is None else f"{name} ({total})")
+            self._log(name if total is None else f"{name} ({total})")
         self._bar.start()  # not before the first stage: an error of the settings is then a single line
         self._task = self._bar.add_task(name, total=total, remark="")
 
@@ -68,15 +77,36 @@ class TerminalProgress:
         elif not self._console.is_terminal:
             shown = f"{record.speedup:.2f}x" if record.speedup else record.state.lower()
             again = f" (repeats trial {record.repeat_of})" if record.repeat_of is not None else ""
-            self._console.print(
-                f"  {record.study}/{record.number}: {shown}{again}  {record.candidate.draft.describe()}"
-            )
+            self._log(f"  {record.study}/{record.number}: {shown}{again}  {record.candidate.draft.describe()}")
 
     def show(self, text: str) -> None:
-        """Show `text` after the bar."""
+        """Show `text` below the bar."""
         if self._task is not None:
             self._bar.update(self._task, remark=text)
 
     def say(self, line: str) -> None:
         """Print a line above the bar."""
-        self._bar.console.print(line, highlight=False)
+        self._log(line)
+
+    def _log(self, line: str) -> None:
+        """Print a line as it is, brackets included; off a terminal with the time of day."""
+        shown = line if self._console.is_terminal else f"{datetime.now():%H:%M:%S} {line}"
+        self._console.print(shown, markup=False, highlight=False, soft_wrap=True)
+
+
+class _WithRemark(Progress):
+    """Bars, and the remark of the last one on a line of its own, so that no counter is cut for it."""
+
+    def get_renderables(self) -> Iterator[RenderableType]:
+        """Yield the bars, then the remark."""
+        yield self.make_tasks_table(self.tasks)
+        if self.tasks and (remark := self.tasks[-1].fields["remark"]):
+            yield Text(remark, no_wrap=True, overflow="ellipsis")
+
+
+def _whole() -> Column:
+    return Column(no_wrap=True)
+
+
+def _whole_or_cut(width: int) -> Column:
+    return Column(no_wrap=True, overflow="ellipsis", max_width=max(width, LEAST_WIDTH))

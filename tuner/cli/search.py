@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 from rich.console import Console
+from rich.text import Text
 
+from tuner.addresses import without_password
 from tuner.cli.options import GroupedCommand, GroupedOption, options_of
 from tuner.cli.prompt_sample import print_sample
 from tuner.cli.terminal import CONFIG_OPTION, print_facts, progress_on_stderr, quieten_optuna, use_threads
@@ -74,6 +76,7 @@ def search(
     if dry_run:
         results.print(memory_table(plan_memory(config)))
         print_facts(results, time=search_time(config))
+    interrupted: InterruptedSearchError | None = None
     with progress_on_stderr() as progress:
         task = prepare(config, progress, budget=open_budget(config, clock))
         if dry_run:
@@ -81,9 +84,11 @@ def search(
             return
         try:
             found = run_search(task, progress)
-        except InterruptedSearchError as interrupted:
-            _print_interrupted(interrupted)
-            raise KeyboardInterrupt from None
+        except InterruptedSearchError as stopped:
+            interrupted = stopped
+    if interrupted is not None:  # said when the bar is gone: it would draw over the message
+        _print_interrupted(interrupted)
+        raise KeyboardInterrupt
     results.print(results_table(found.rows))
     _print_conclusion(results, found, config)
     if register is not None:
@@ -122,8 +127,8 @@ def _print_plan(console: Console, task: Task) -> None:
         print_facts(console, study=f"{name}: {config.study_settings(name)}")
     print_facts(
         console,
-        storage=f"{config.storage}, experiment {config.resolved_experiment()!r}",
-        tracking=config.tracking_uri,
+        storage=f"{without_password(config.storage)}, experiment {config.resolved_experiment()!r}",
+        tracking=without_password(config.tracking_uri),
         profile=config.out,
     )
     _print_time(console, task)
@@ -183,7 +188,7 @@ def _print_conclusion(console: Console, found: SearchResult, config: SearchConfi
         if found.winner.candidate.draft.drafts:
             print_facts(console, nearest=f"{found.winner.study}: {shown}; {found.objection}")
     else:
-        print_facts(console, winner=f"{found.winner.study}: [bold]{shown}[/bold] on held-out prompts")
+        print_facts(console, winner=Text.assemble(f"{found.winner.study}: ", (shown, "bold"), " on held-out prompts"))
     if (whole := found.confirmed.end_to_end) is not None and found.winner.candidate.draft.drafts:
         low, high = (end_to_end := whole.speedup_interval()).ci95
         shown = f"{end_to_end.value:.2f}x, 95 % interval {low:.2f} to {high:.2f}, prefill included"

@@ -12,6 +12,7 @@ from typing import Any
 
 import click
 from rich.console import Console, RenderableType
+from rich.text import Text
 
 from tuner.cli.options import GroupedOption
 from tuner.progress import Progress
@@ -42,7 +43,7 @@ def print_results(shown: RenderableType, out: Path | None, *, width: int = RESUL
     console = Console(width=max(Console().width, width))
     console.print(shown, highlight=False)
     if out is not None:
-        console.print(f"results  {out}", soft_wrap=True, highlight=False)
+        print_facts(console, results=out)
 
 
 def use_threads(threads: int | None) -> None:
@@ -62,7 +63,7 @@ def quieten_optuna() -> None:
 
 @contextmanager
 def resumable() -> Iterator[None]:
-    """Say on Ctrl-C that the same command resumes the work."""
+    """Say on Ctrl-C that the same command resumes the work. To be entered before the progress bar, which would draw over it."""
     try:
         yield
     except KeyboardInterrupt:
@@ -71,7 +72,8 @@ def resumable() -> Iterator[None]:
 
 
 def print_facts(console: Console, **facts: Any) -> None:
-    """Print one line per fact: its name, and what is known."""
+    """Print one line per fact: its name, and what is known. Brackets are printed as they are; a `Text` may have a style."""
     for name, fact in facts.items():
         if fact is not None:
-            console.print(f"{name:<8} {fact}", soft_wrap=True, highlight=False)
+            line = Text.assemble(f"{name:<8} ", fact if isinstance(fact, Text) else str(fact))
+            console.print(line, soft_wrap=True, highlight=False)

@@ -17,6 +17,7 @@ EVALUATIONS: Mapping[str, str] = MappingProxyType(
         "predictions": "tuner.evaluation.predictions.settings:PredictionsEvaluation",
         "integrity": "tuner.evaluation.integrity.settings:IntegrityEvaluation",
         "planted": "tuner.evaluation.planted.settings:PlantedEvaluation",
+        "hardening": "tuner.evaluation.hardening.settings:HardeningEvaluation",
         "passes": "tuner.evaluation.passes.settings:PassesEvaluation",
         "serving": "tuner.evaluation.serving.settings:ServingEvaluation",
         "gpu": "tuner.evaluation.gpu.settings:GpuEvaluation",

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedConfig
 
+from decoding.errors import SdtuneError, one_line
+from decoding.out_of_memory import is_out_of_memory
 from tuner.errors import ConfigError
 
 LIBRARIES: Mapping[str, tuple[str, ...]] = {
@@ -31,6 +34,26 @@ def check_folder(name: str) -> None:
     """Raise `ConfigError` if `name` is a folder without a config.json."""
     if Path(name).exists() and not (Path(name) / "config.json").exists():
         raise ConfigError(f"{name} is not a model folder: it has no config.json, which `save_pretrained` writes")
+
+
+@contextmanager
+def readable(name: str, otherwise: str) -> Iterator[None]:
+    """Turn every failure to read the model `name` into a `ConfigError` of one line; `otherwise` is for a name that is not a folder.
+
+    A shortage of memory stays as it is.
+    """
+    try:
+        yield
+    except SdtuneError:
+        raise
+    # Each format of weights and each family raises its own errors; to the user they all mean that this model cannot be read.
+    except Exception as cause:
+        if isinstance(cause, MemoryError) or is_out_of_memory(cause):
+            raise
+        reason = f"{type(cause).__name__}: {one_line(cause)[:200]}"
+        if Path(name).exists():
+            raise ConfigError(f"cannot load the model {name}: {reason}") from cause
+        raise ConfigError(f"no such model: {name} {otherwise} ({reason})") from cause
 
 
 def refuse_quantised(name: str, revision: str | None = None) -> None:

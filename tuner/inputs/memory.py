@@ -14,8 +14,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from decoding.errors import first_line
 from decoding.out_of_memory import is_out_of_memory
-from tuner.errors import ConfigError, MemoryShortageError
-from tuner.inputs.checkpoint import check_folder, refuse_quantised
+from tuner.errors import MemoryShortageError
+from tuner.inputs.checkpoint import check_folder, readable, refuse_quantised
 from tuner.inputs.models import DTYPES, SPREAD, quiet, resolve_device
 
 USABLE = 0.9
@@ -73,16 +73,11 @@ def size_of_checkpoint(
     """
     check_folder(name)
     on_cpu = resolve_device(device).type == "cpu"
-    with quiet():
-        try:
-            refuse_quantised(name, revision)
-            config = AutoConfig.from_pretrained(name, revision=revision)
-            with torch.device("meta"):
-                model = AutoModelForCausalLM.from_config(config)
-        except (OSError, ValueError, ImportError, KeyError) as cause:
-            raise ConfigError(
-                f"no such model: {name} has no configuration of a causal language model ({first_line(cause)})"
-            ) from None
+    with quiet(), readable(name, "has no configuration of a causal language model"):
+        refuse_quantised(name, revision)
+        config = AutoConfig.from_pretrained(name, revision=revision)
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config)
     stored = getattr(config.get_text_config(), "dtype", None) or torch.float32
     return ModelSize.of(model, DTYPES.get(dtype) or (torch.float32 if on_cpu else stored))
 

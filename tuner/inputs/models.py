@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -14,7 +14,7 @@ from transformers.utils import logging as transformers_logging
 
 from decoding.errors import first_line
 from tuner.errors import ConfigError
-from tuner.inputs.checkpoint import check_folder, refuse_quantised
+from tuner.inputs.checkpoint import check_folder, readable, refuse_quantised
 
 SPREAD = "spread"
 """The device that stands for all GPUs: transformers' `device_map="auto"`."""
@@ -42,16 +42,14 @@ def load(name: str, *, revision: str | None = None, dtype: str = "auto", device:
     spread = {"device_map": "auto"} if device == SPREAD else {}
     check_folder(name)
     wanted = DTYPES.get(dtype) or (torch.float32 if torch_device.type == "cpu" else "auto")
-    with quiet():
-        try:
-            refuse_quantised(name, revision)
-            tokenizer = AutoTokenizer.from_pretrained(name, revision=revision)
-            model = AutoModelForCausalLM.from_pretrained(name, revision=revision, dtype=wanted, **spread)
-        except (OSError, ValueError, ImportError, KeyError) as cause:
-            reason = first_line(cause)
-            raise ConfigError(
-                f"no such model: {name} is neither a model folder nor available from the hub ({reason})"
-            ) from None
+    with quiet(), readable(name, "is neither a model folder nor available from the hub"):
+        refuse_quantised(name, revision)
+        tokenizer = AutoTokenizer.from_pretrained(name, revision=revision)
+        model, report = AutoModelForCausalLM.from_pretrained(
+            name, revision=revision, dtype=wanted, output_loading_info=True, **spread
+        )
+    _refuse_missing_weights(name, report)
+    _refuse_foreign_tokenizer(name, tokenizer, model)
     loaded_revision = revision or getattr(model.config, "_commit_hash", None)
     if spread:
         _refuse_offloaded(name, model)
@@ -71,14 +69,37 @@ def resolve_device(device: str) -> torch.device:
         )
     if device in ("auto", SPREAD):
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    usable = "cpu, cuda or auto" if torch.cuda.is_available() else "cpu or auto"
     try:
         found = torch.device(device)
         torch.empty(0, device=found)
     except (RuntimeError, AssertionError) as cause:
-        raise ConfigError(
-            f"no device {device!r} on this machine ({first_line(cause)}); try cpu, cuda or auto"
-        ) from None
+        raise ConfigError(f"no device {device!r} on this machine ({first_line(cause)}); try {usable}") from None
+    if found.type == "meta":
+        raise ConfigError(f"the device {device!r} holds no values; try {usable}")
     return found
+
+
+def _refuse_missing_weights(name: str, report: Mapping[str, Any]) -> None:
+    """Raise `ConfigError` if the checkpoint lacks weights or has some of another shape: transformers fills in random ones."""
+    lacking = sorted(report["missing_keys"])
+    if lacking:
+        raise ConfigError(
+            f"the checkpoint {name} lacks {len(lacking)} weights of its model, such as {lacking[0]}: it is incomplete, or its "
+            "config.json describes another model"
+        )
+    wrong = sorted(str(each[0] if isinstance(each, tuple) else each) for each in report["mismatched_keys"])
+    if wrong:
+        raise ConfigError(f"the checkpoint {name} has {len(wrong)} weights of another shape, such as {wrong[0]}")
+
+
+def _refuse_foreign_tokenizer(name: str, tokenizer: Any, model: PreTrainedModel) -> None:
+    """Raise `ConfigError` if the tokenizer has more tokens than the model; tokens that were added to it may be unused."""
+    num_tokens, num_rows = tokenizer.vocab_size, model.get_input_embeddings().weight.shape[0]
+    if num_tokens > num_rows:
+        raise ConfigError(
+            f"the tokenizer of {name} has {num_tokens} tokens and the model only {num_rows}: they do not belong together"
+        )
 
 
 def _refuse_offloaded(name: str, model: PreTrainedModel) -> None:

@@ -41,6 +41,16 @@ class _Contestant:
     decoder: Decoder
 
 
+MOST_TIMES_SLOWER = 20
+"""A candidate that takes this many times as long as plain decoding is not measured."""
+LEAST_SECONDS_TO_REFUSE = 0.1
+"""Seconds per token below which a candidate is measured, however slow it is: it costs little, and other load may be the cause."""
+
+
+class FarTooSlowError(Exception):
+    """A candidate that is many times slower than plain decoding."""
+
+
 class Bench:
     """A target, prompts with their plain continuations, and a clock.
 
@@ -152,6 +162,8 @@ class Bench:
         if not self._clock.is_deterministic:
             for each in all_contestants:
                 self._warm_up(each.decoder, indices[0])
+            for each in contestants:
+                self._refuse_far_too_slow(each.decoder, indices[0])
         try:
             take_turns(all_contestants, indices, self._timed, keep)
         except torch.OutOfMemoryError:
@@ -169,6 +181,8 @@ class Bench:
         if not isinstance(rule, CostAwareRule):
             return candidate
         decoder = self._decoder(candidate.with_rule(rule.model_copy(update={"persistent": True})))
+        if not self._clock.is_deterministic:
+            self._refuse_far_too_slow(decoder.with_rule(decoder.rule), indices[0])  # with a controller of its own
         for index in indices:
             decoder.generate_batch(self._requests(index))
         adapted = decoder.adapted_rule()
@@ -211,9 +225,22 @@ class Bench:
             self._costs[draft] = costs
         return rule.with_costs(costs)
 
-    def _warm_up(self, decoder: Decoder, index: int) -> None:
+    def _warm_up(self, decoder: Decoder, index: int) -> float:
+        """Decode a few tokens of each prompt; return the seconds per token after the prefill."""
         ending = replace(self.baseline.ending, max_new_tokens=WARM_UP_TOKENS)
-        decoder.generate_batch([replace(each, ending=ending) for each in self._greedy_requests(index)])
+        written = decoder.generate_batch([replace(each, ending=ending) for each in self._greedy_requests(index)])
+        num_tokens = sum(each.num_decoded for each in written.generations)
+        return written.decode_seconds / num_tokens if num_tokens else 0.0
+
+    def _refuse_far_too_slow(self, decoder: Decoder, index: int) -> None:
+        """Raise `FarTooSlowError` for a candidate that a few tokens show to be hopeless: measured in full, it could take hours."""
+        seconds = self._warm_up(decoder, index)
+        if seconds < LEAST_SECONDS_TO_REFUSE:
+            return
+        if seconds > MOST_TIMES_SLOWER * self._warm_up(self._plain.decoder, index):
+            raise FarTooSlowError(
+                f"{seconds:.2g} s for a token, more than {MOST_TIMES_SLOWER} times as long as plain decoding: not measured"
+            )
 
     def _timed(self, contestant: _Contestant, index: int) -> TimedBatch:
         """Decode one batch and time it; plain decoding only once if the clock repeats exactly."""

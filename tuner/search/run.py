@@ -30,7 +30,7 @@ from tuner.search.outcome import SearchEffort, SearchResult, conclude, save_best
 from tuner.search.race import Finalist
 from tuner.search.reviewing import review_of, track_review, written_texts
 from tuner.search.steps import Steps, UnsavedSteps
-from tuner.search.storage import StudyStore
+from tuner.search.storage import FAILURES, StudyStore, unusable
 from tuner.search.study_sequence import RUN_ID, StudySequence
 from tuner.search.task import Task, open_bench
 from tuner.search.time_budget import enough
@@ -65,7 +65,8 @@ def search(
     process that works on the same search.
 
     Raises `InterruptedSearchError` when the user stops it (finished trials are on disk, the best so far is written),
-    `StorageError` if another process works on the same search, and `SearchError` if no trial of any study could be measured.
+    `StorageError` if another process works on the same search or the storage fails, and `SearchError` if no trial of any study
+    could be measured.
     """
     with task.budget.clock.stage(Stage.WRITING):
         store = StudyStore(task.config.storage, task.config.resolved_experiment())
@@ -73,6 +74,8 @@ def search(
     try:
         with lease:
             return _tracked(task, store, lease, progress, steps or UnsavedSteps())
+    except FAILURES as cause:
+        raise unusable(task.config.storage, cause) from None
     except TrackingError:
         store.discard_if_new()
         raise

@@ -19,13 +19,16 @@ import optuna
 import sqlalchemy.exc
 from optuna.trial import TrialState as OptunaState
 
-from decoding.errors import first_line
+from decoding.errors import first_line, one_line
 from studies.contract import Study, StudySetup, TrialRecord, TrialState
+from tuner.databases import refuse_unusable_database, sqlite_path
 from tuner.errors import StorageError
 from tuner.leases.process import Process
 from tuner.leases.table import GRACE_SECONDS, Lease, LeaseHeldError, LeaseTable, attempt
 from tuner.review.document import described
 
+FAILURES = (sqlalchemy.exc.SQLAlchemyError, optuna.exceptions.StorageInternalError)
+"""Errors of a storage that is locked, full, damaged or unreachable."""
 RECORD = "record"
 IDENTITY = "identity"
 KEPT = "kept"
@@ -58,7 +61,8 @@ class StudyStore:
         self._read: dict[str, StoredStudy] = {}
         """By study name: every study whose records have been asked for."""
         self._opened: list[str] = []
-        self._made = [path for path in [_sqlite_path(url)] if path is not None and not path.exists()]
+        refuse_unusable_database(url, what="the storage", table="studies", error=StorageError)
+        self._made = [path for path in [sqlite_path(url)] if path is not None and not path.exists()]
         try:
             # Also when another process creates the same tables.
             attempt(self._open)
@@ -66,7 +70,7 @@ class StudyStore:
             raise StorageError(f"cannot open the storage {url}: {_reason(cause)}") from None
 
     def _open(self) -> None:
-        settings = {"connect_args": {"timeout": LOCK_SECONDS}} if _sqlite_path(self.url) else {"pool_pre_ping": True}
+        settings = {"connect_args": {"timeout": LOCK_SECONDS}} if sqlite_path(self.url) else {"pool_pre_ping": True}
         # A file made here has the schema of this Optuna, whose check loads all its migrations.
         self._storage = optuna.storages.RDBStorage(
             self.url, engine_kwargs=settings, skip_compatibility_check=bool(self._made)
@@ -284,7 +288,7 @@ class StoredStudy:
         """Return the finished trials of all processes, by number."""
         for trial in self._study.get_trials(deepcopy=False):
             if trial.number not in self._records and (stored := trial.user_attrs.get(RECORD)) is not None:
-                self._records[trial.number] = TrialRecord.model_validate_json(stored)
+                self._records[trial.number] = _parsed(stored, self._study.study_name, self.url)
         return [self._records[number] for number in sorted(self._records)]
 
     def ask(self) -> optuna.Trial:
@@ -336,6 +340,21 @@ class StoredStudy:
         return self._study.user_attrs.get(key)
 
 
+def _parsed(record: str, study: str, url: str) -> TrialRecord:
+    """Return a stored record; raise `StorageError` for one that cannot be read."""
+    try:
+        return TrialRecord.model_validate_json(record)
+    except (ValueError, ArithmeticError) as cause:
+        raise StorageError(
+            f"a trial of the study {study!r} in {url} cannot be read ({one_line(cause)[:120]}): choose another --experiment"
+        ) from None
+
+
+def unusable(url: str, cause: Exception) -> StorageError:
+    """Return the error of a storage that failed with one of `FAILURES`, in one line."""
+    return StorageError(f"cannot use the storage {url}: {_reason(cause)}; finished trials stay in it")
+
+
 def sqlite_url(path: Path) -> str:
     """Return the storage URL of a SQLite file."""
     return f"sqlite:///{path}"
@@ -346,12 +365,8 @@ def elapsed_of(url: str, experiment: str) -> float:
 
     Raises `StorageError` if the storage cannot be opened.
     """
-    path = _sqlite_path(url)
+    path = sqlite_path(url)
     return 0.0 if path is not None and not path.exists() else StudyStore(url, experiment).elapsed_before()
-
-
-def _sqlite_path(url: str) -> Path | None:
-    return Path(url.removeprefix("sqlite:///")) if url.startswith("sqlite:///") else None
 
 
 def _difference(known: dict[str, Any], wanted: dict[str, Any]) -> str | None:
@@ -360,6 +375,8 @@ def _difference(known: dict[str, Any], wanted: dict[str, Any]) -> str | None:
     return " and ".join(differing) or None
 
 
-def _reason(cause: Exception) -> str:
+def _reason(cause: BaseException) -> str:
+    if isinstance(cause, optuna.exceptions.StorageInternalError) and cause.__cause__ is not None:
+        cause = cause.__cause__
     origin = getattr(cause, "orig", None) or cause
     return first_line(origin)

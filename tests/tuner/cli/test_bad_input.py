@@ -28,14 +28,14 @@ from tuner.cli.main import main
         ({"max_new_tokens": "254"}, ["context of 256", "max_prompt_tokens"]),
         ({"study": "conf_layer"}, ["unknown study 'conf_layer'", "did you mean 'conf_layers'"]),
         ({"timeout": "10 parsecs"}, ["timeout", "90s, 10m or 1.5h"]),
-        ({"temperature": "-1"}, ["--temperature", "x>=0"]),
+        ({"temperature": "-1"}, ["--temperature", "0<=x<=100"]),
         ({"dtype": "float8"}, ["dtype", "bfloat16"]),
         ({"device": "abacus"}, ["no device 'abacus'"]),
         ({"out": "no/such/folder/profile.yaml"}, ["no/such/folder", "cannot write"]),
         ({"out": "."}, ["is a folder"]),
         ({"config": "nowhere.yaml"}, ["no such configuration"]),
         ({"distill": "sometimes"}, ["--distill", "'auto', 'never'", "sometimes"]),
-        ({"storage": "sqlite:////dev/null/trials.db"}, ["cannot open the storage"]),
+        ({"storage": "sqlite:////dev/null/trials.db"}, ["cannot use the storage"]),
         ({"tracking_uri": "sqlite:////dev/null/mlflow.db"}, ["cannot use the MLflow store"]),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
@@ -161,4 +161,4 @@ def test_a_model_that_cannot_be_tuned(workplace: Path, run_search: SearchCommand
 def test_a_checkpoint_with_missing_weights_is_no_model(workplace: Path, run_search: SearchCommand) -> None:
     tiny_llama().save_pretrained(workplace / "broken")
     (workplace / "broken" / "model.safetensors").write_bytes(b"\x00" * 64)
-    refused(run_search(model=str(workplace / "broken")), "no such model")
+    refused(run_search(model=str(workplace / "broken")), "cannot load the model")

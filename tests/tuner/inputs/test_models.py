@@ -82,7 +82,7 @@ def test_spread_model_that_does_not_fit_is_refused(
         assert options["device_map"] == "auto"
         model = tiny_llama()
         model.hf_device_map = placed
-        return model
+        return model, {"missing_keys": [], "mismatched_keys": []}
 
     monkeypatch.setattr(models, "find_spec", lambda name: object())
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", from_pretrained)

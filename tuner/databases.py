@@ -1,0 +1,65 @@
+"""SQLite files of stores, looked at before a library opens them: it would add its tables to any database."""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+import time
+from contextlib import closing
+from pathlib import Path
+from urllib.parse import quote
+
+from decoding.errors import SdtuneError
+
+SQLITE = "sqlite:///"
+CREATION_SECONDS = 1.0
+"""Seconds in which another process that creates the tables of a new database gets to the first of ours."""
+
+
+def sqlite_path(url: str) -> Path | None:
+    """Return the file of a SQLite address; None for any other, and for a database in memory."""
+    name = url.removeprefix(SQLITE).partition("?")[0]
+    return Path(name) if url.startswith(SQLITE) and name not in ("", ":memory:") else None
+
+
+def refuse_unusable_database(url: str, *, what: str, table: str, error: type[SdtuneError]) -> None:
+    """Raise `error` unless the SQLite file of `url` is absent or empty, or holds `table` and can be written; `what` it is.
+
+    Does nothing for other databases. A library would retry for minutes to open a folder or a file that cannot be written.
+    """
+    path = sqlite_path(url)
+    if path is None:
+        return
+    if path.is_dir():
+        raise error(f"cannot use {what} {path}: it is a folder; name a file in it")
+    if not path.exists():
+        if not os.access(path.parent, os.W_OK | os.X_OK):
+            missing = "cannot be written" if path.parent.is_dir() else "is not there"
+            raise error(f"cannot use {what} {path}: the folder {path.parent} {missing}")
+        return
+    if not os.access(path, os.R_OK | os.W_OK):
+        raise error(f"cannot use {what} {path}: the file cannot be written")
+    tables = _tables(path, what, error)
+    if tables and table not in tables:
+        time.sleep(CREATION_SECONDS)
+        tables = _tables(path, what, error)
+    if tables and table not in tables:
+        raise error(f"cannot use {what} {path}: it belongs to another application (tables: {_shown(tables)})")
+
+
+def _tables(path: Path, what: str, error: type[SdtuneError]) -> set[str]:
+    """Return the names of the tables; none if the database is locked by a process that uses it, as opening it waits."""
+    try:
+        with closing(sqlite3.connect(f"file:{quote(str(path.absolute()))}?mode=ro", uri=True)) as database:
+            return {name for (name,) in database.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
+    except sqlite3.OperationalError as cause:
+        if "locked" in str(cause):
+            return set()
+        raise error(f"cannot use {what} {path}: {cause}") from None
+    except sqlite3.DatabaseError as cause:
+        raise error(f"cannot use {what} {path}: {cause}") from None
+
+
+def _shown(tables: set[str]) -> str:
+    first = sorted(tables)[:3]
+    return ", ".join(first) + (" ..." if len(tables) > len(first) else "")

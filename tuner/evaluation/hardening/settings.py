@@ -1,0 +1,46 @@
+"""`sdtune evaluate hardening`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pydantic import Field
+
+from tuner.evaluation.contract import EVALUATION, Evaluation, Report, ResultsFile
+from tuner.fields import Seed
+
+if TYPE_CHECKING:
+    from tuner.progress import Progress
+
+
+class HardeningEvaluation(Evaluation):
+    """Test that nothing breaks: bad input, damaged documents and data, random texts, and threads.
+
+    Bad input: garbage for every option of every command, each in a process of its own, must end with status 2 and one line, with
+    nothing written. Damaged profiles, configurations and data sets must be read or refused in one line. Texts of random models,
+    drafts and rules must be those of transformers' `generate`. Threads that share a decoder must write the same texts. Exit status
+    1 if any case fails. A number of 0 leaves a check out.
+
+    \b
+    Example:
+      sdtune evaluate hardening --threads 1 --out hardening.json
+    """
+
+    command_lines: int = Field(
+        1000, ge=0, description="Most command lines with bad input.", json_schema_extra=EVALUATION
+    )
+    documents: int = Field(
+        2000, ge=0, description="Damaged profiles, and as many configurations.", json_schema_extra=EVALUATION
+    )
+    data_sets: int = Field(2000, ge=0, description="Damaged data sets.", json_schema_extra=EVALUATION)
+    texts: int = Field(300, ge=0, description="Random texts compared with generate.", json_schema_extra=EVALUATION)
+    threaded_texts: int = Field(500, ge=0, description="Texts of threads on one decoder.", json_schema_extra=EVALUATION)
+    decoding_threads: int = Field(8, ge=2, description="Threads that share a decoder.", json_schema_extra=EVALUATION)
+    seed: Seed = 0
+    out: ResultsFile = None
+
+    def run(self, progress: Progress) -> Report:
+        """Run all checks, write the JSON file if one is named, and return the table."""
+        from tuner.evaluation.hardening.run import run_checks
+
+        return run_checks(self, progress)
