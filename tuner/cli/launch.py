@@ -10,7 +10,10 @@ from importlib.util import find_spec
 
 SERVER_PACKAGES = ("click", "rich", "fastapi", "prometheus_client", "uvicorn")
 """Modules of the packages in the extra `serve`, with which `sdtune serve` runs without the tuner."""
-PACKAGES = ("click", "datasets", "matplotlib", "mlflow", "optuna", "rich", "scipy", "sklearn", "sqlalchemy")
+PACKAGES = (
+    *("click", "datasets", "jinja2", "matplotlib", "mlflow", "optuna", "plotly", "psutil", "rich", "scipy"),
+    *("sklearn", "sqlalchemy"),
+)
 """Modules of the packages in the extra `tune`."""
 
 
