@@ -54,7 +54,7 @@ class PromptSample(Document):
     draft_seconds: float
     draft_tokens: int
     drafting_seconds: float | None = None
-    """Part of `draft_seconds` spent drafting; None for batches, whose sequences draft together, and in earlier samples."""
+    """Part of `draft_seconds` spent drafting; None for batches, which draft together, for prices, and in earlier samples."""
     rounds: int
     drafted: int
     accepted: int

@@ -45,8 +45,8 @@ def requests_of(
     _refuse_unsupported(config, kwargs)
     _refuse_stateful(processors)
     masks = kwargs.get("attention_mask")
-    _refuse_own_positions(input_ids, masks, kwargs.get("position_ids"))
     turns = _turns(input_ids, config, kwargs.get("past_key_values"), masks)
+    _refuse_own_positions(input_ids, masks, kwargs.get("position_ids"))
     requests = []
     for row in range(input_ids.shape[0]):
         prompt = _without_padding(input_ids[row], None if masks is None else masks[row])

@@ -225,6 +225,11 @@ class Bench:
             self._costs[draft] = costs
         return rule.with_costs(costs)
 
+    @property
+    def _times_drafts(self) -> bool:
+        """Whether seconds of drafting are part of the seconds measured: prices know whole rounds only."""
+        return self.batch_size == 1 and not self._clock.is_deterministic
+
     def _warm_up(self, decoder: Decoder, index: int) -> float:
         """Decode a few tokens of each prompt; return the seconds per token after the prefill."""
         ending = replace(self.baseline.ending, max_new_tokens=WARM_UP_TOKENS)
@@ -265,7 +270,7 @@ class Bench:
             plain_tokens=plain.num_decoded,
             draft_seconds=drafted.decode_seconds,
             draft_tokens=drafted.num_decoded,
-            drafting_seconds=sum(each.draft_seconds for each in rounds) if self.batch_size == 1 else None,
+            drafting_seconds=sum(each.draft_seconds for each in rounds) if self._times_drafts else None,
             rounds=len(rounds),
             drafted=sum(each.num_drafted for each in rounds),
             accepted=sum(each.num_accepted for each in rounds),

@@ -239,7 +239,7 @@ class TestRefusals:
             ({"tuning_prompts": "500"}, ["too few prompts", "500"]),
             ({"steps": "0"}, ["'--steps'", "0 is not in the range x>=1"]),
             ({"timeout": "soon"}, ["timeout", "90s, 10m or 1.5h"]),
-            ({"learning_rate": "-1"}, ["'--learning-rate'", "not in the range x>0"]),
+            ({"learning_rate": "-1"}, ["'--learning-rate'", "not in the range 0<x<=1"]),
             ({"device": "abacus"}, ["no device 'abacus'"]),
             ({"out": "/dev/null/heads"}, ["/dev/null", "is a file"]),
             ({"out": "/proc/heads"}, ["cannot write exit heads into /proc/heads"]),
@@ -309,7 +309,7 @@ class TestStopping:
         )
         assert process.stderr is not None
         for line in process.stderr:
-            if line.startswith("step 8:"):
+            if "step 8:" in line:
                 break
         process.send_signal(signal.SIGKILL)
         process.wait()

@@ -79,7 +79,7 @@ def test_search_for_batches_yields_a_lossless_profile(
         run for run in runs.search_runs([experiment.experiment_id]) if "mlflow.parentRunId" not in run.data.tags
     ]
     assert parent.data.params["batch_size"] == "2"
-    assert parent.data.metrics["held_out_prompts"] == 4
+    assert parent.data.metrics["prompts"] == 4
 
     model = AutoModelForCausalLM.from_pretrained(checkpoint)
     tokenizer = AutoTokenizer.from_pretrained(checkpoint, padding_side="left", pad_token="<unk>")

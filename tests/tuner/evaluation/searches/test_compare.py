@@ -142,7 +142,7 @@ def test_two_searches_with_two_seeds(
     assert found["searches"]["tpe"]["settings"]["method"] == "tpe"
     assert str(workplace) not in Path("found", "searches.json").read_text()
     assert len({tuple(rows) for rows in clockwork.trials}) == 2, "an order of the tuning prompts for each seed"
-    began = [line.split(",")[0] for line in result.stderr.splitlines() if ", run " in line]
+    began = [line.split(",")[0].split()[-1] for line in result.stderr.splitlines() if ", run " in line]
     assert began == ["random", "tpe", "tpe", "random"], "which search is first moves on"
     with Path("found", "searches.csv").open() as file:
         rows = list(csv.DictReader(file))
