@@ -148,12 +148,8 @@ class Tracker:
 
     @property
     def address(self) -> str:
-        """Address of the parent run's page in the MLflow UI.
-
-        Without `workflowType` MLflow 3 opens a page about traces, which has no runs.
-        """
-        base = self.tracking_uri.rstrip("/") if self.tracking_uri.startswith("http") else UI_ADDRESS
-        return f"{base}/#/experiments/{self._experiment_id}/runs/{self.run_id}?workflowType=machine_learning"
+        """Address of the parent run's page in the MLflow UI."""
+        return page_address(self.tracking_uri, self._experiment_id, self.run_id)
 
     def describe(self, note: str) -> None:
         """Set the description of the parent run, in Markdown."""
@@ -233,6 +229,15 @@ def replace_review(tracking_uri: str, run_id: str, note: str, texts: Mapping[str
         for name, text in texts.items():
             client.log_text(run_id, text, name)
         client.set_tag(run_id, NOTE_TAG, note)
+
+
+def page_address(tracking_uri: str, experiment_id: str, run_id: str) -> str:
+    """Return the address of a run's page in the MLflow UI, without the password of the store.
+
+    Without `workflowType` MLflow 3 opens a page about traces, which has no runs.
+    """
+    base = without_password(tracking_uri).rstrip("/") if tracking_uri.startswith("http") else UI_ADDRESS
+    return f"{base}/#/experiments/{experiment_id}/runs/{run_id}?workflowType=machine_learning"
 
 
 def ui_command(tracking_uri: str) -> str:

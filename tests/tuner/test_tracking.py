@@ -17,7 +17,7 @@ from studies.contract import TrialState
 from tests.support.paths import ROOT
 from tests.support.records import candidate, measurement, record
 from tuner.errors import TrackingError
-from tuner.tracking import DatasetInput, Tracker, ui_command
+from tuner.tracking import DatasetInput, Tracker, page_address, ui_command, ui_lines
 
 DATASET = DatasetInput("prompts.jsonl", "f" * 64, "prompts.jsonl")
 Open = Callable[..., Tracker]
@@ -257,6 +257,13 @@ def test_a_deleted_experiment_is_refused_by_name(open_tracker: Open, client: Any
 def test_the_command_that_opens_mlflow_names_the_store() -> None:
     assert ui_command("sqlite:///a.db") == "mlflow ui --backend-store-uri sqlite:///a.db"
     assert ui_command("sqlite:///my runs.db") == "mlflow ui --backend-store-uri 'sqlite:///my runs.db'"
+
+
+def test_the_password_of_a_store_is_not_shown() -> None:
+    address = page_address("https://me:secret@host:5000/", "3", "run")
+    assert address == "https://me:***@host:5000/#/experiments/3/runs/run?workflowType=machine_learning"
+    for uri in ("https://me:secret@host:5000", "postgresql://me:secret@host/mlflow"):
+        assert "secret" not in ui_command(uri) + ui_lines(uri, page_address(uri, "3", "run"))
 
 
 def test_only_two_files_import_mlflow() -> None:

@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 
 from studies.contract import TrialRecord, best_trials
+from tuner.addresses import without_password
 from tuner.config import SearchConfig
 from tuner.errors import SearchError, TrackingError
 from tuner.inputs.environment import device_name, git_revision, versions
@@ -181,7 +182,7 @@ def _decoding(what: str, config: SearchConfig) -> AbstractContextManager[None]:
 
 
 def _kept(config: SearchConfig) -> str:
-    return f"finished trials stay in {config.storage}"
+    return f"finished trials stay in {without_password(config.storage)}"
 
 
 def _open_tracker(task: Task, store: StudyStore) -> Tracker:
