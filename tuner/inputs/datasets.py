@@ -18,6 +18,7 @@ values are read.
 
 from __future__ import annotations
 
+import gzip
 import logging
 import re
 import warnings
@@ -149,9 +150,21 @@ def _read_file(path: Path) -> Any:
             raise DatasetError(f"the dataset file {path} is empty")
         if kind == ".txt":
             return datasets.Dataset.from_dict({"text": _paragraphs(path.read_text(encoding="utf-8-sig"))})
+        if BUILDERS[kind] == "json":
+            _refuse_bare_values(path)
         # `datasets` treats the name as a glob pattern, so brackets and asterisks are escaped.
         found = datasets.load_dataset(BUILDERS[kind], data_files=escape(str(path.resolve())))
         return _choose(found, None, str(path))[0]
+
+
+def _refuse_bare_values(path: Path) -> None:
+    """Refuse a JSON file that begins with something else than a row or a list: pyarrow 25 crashes where that is `null`."""
+    with (gzip.open if _is_compressed(path) else open)(path, "rt", encoding="utf-8-sig") as file:
+        first = next((line.strip() for line in file if not line.isspace()), "")
+    if first and first[0] not in "{[":
+        raise DatasetError(
+            f'the dataset file {path} begins with {first[:20]!r}: rows are objects, such as {{"prompt": ...}}'
+        )
 
 
 def _is_compressed(path: Path) -> bool:

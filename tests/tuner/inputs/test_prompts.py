@@ -114,6 +114,8 @@ class TestFiles:
             ("a.jsonl", b"", "is empty"),
             ("a.txt", b"", "is empty"),
             ("a.jsonl", b"\n\n", "no data"),
+            ("a.jsonl", b'null\n{"prompt": "a"}\n', "begins with 'null'"),
+            ("a.json", b" null", "begins with 'null'"),
             ("a.xml", b"<a/>", "valid: .csv, .json, .jsonl, .parquet, .txt"),
         ],
     )
