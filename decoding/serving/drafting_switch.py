@@ -81,10 +81,15 @@ class LoadEvidence:
 
 
 class DraftingSwitch:
-    """Says before each round whether it may draft. Used by one thread."""
+    """Says before each round whether it may draft. Used by one thread.
 
-    def __init__(self) -> None:
+    `tuned_batch` is the number of sequences side by side that the drafts were tuned for. Where there are more, rounds are plain
+    until drafts have been faster in a trial: a draft that pays for one sequence seldom pays for many.
+    """
+
+    def __init__(self, tuned_batch: int = 1) -> None:
         self.may_draft = True
+        self._tuned_load = tuned_batch.bit_length()
         self._loads: dict[int, LoadEvidence] = {}
         self._load = 0
         self._begin()
@@ -114,7 +119,7 @@ class DraftingSwitch:
 
     @property
     def _evidence(self) -> LoadEvidence:
-        return self._loads.setdefault(self._load, LoadEvidence())
+        return self._loads.setdefault(self._load, LoadEvidence(drafts=self._load <= self._tuned_load))
 
     def _begin(self, *, skip: bool = True) -> None:
         self._num_rounds = self._tokens = 0

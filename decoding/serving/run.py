@@ -41,6 +41,8 @@ class ServerLimits:
     """Most tokens of a prompt and its answer; less if the model's context is shorter."""
     may_fall_back: bool = True
     """Decode plain rounds where they are faster at the present load and text."""
+    tuned_batch: int = 1
+    """Sequences side by side that the profile was tuned for; with more, rounds are plain until drafts prove faster."""
 
 
 def new_service(decoder: Decoder, tokenizer: Any, name: str, limits: ServerLimits) -> Service:
@@ -58,7 +60,7 @@ def new_service(decoder: Decoder, tokenizer: Any, name: str, limits: ServerLimit
         num_rows=limits.num_rows,
         max_length=max_length,
         observer=counters.observe,
-        switch=DraftingSwitch() if limits.may_fall_back and decoder.drafter is not None else None,
+        switch=DraftingSwitch(limits.tuned_batch) if limits.may_fall_back and decoder.drafter is not None else None,
     )
     counters.gauge("vllm:num_requests_running", "Requests that are being decoded.", lambda: batch.num_running)
     switch = batch.switch

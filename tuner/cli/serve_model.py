@@ -40,7 +40,11 @@ def serve_model(settings: ServeSettings) -> None:
     if settings.plain:
         decoder = plain_decoder(decoder.target)
     limits = ServerLimits(
-        settings.max_batch, settings.max_waiting, settings.max_length, may_fall_back=not settings.always_draft
+        settings.max_batch,
+        settings.max_waiting,
+        settings.max_length,
+        may_fall_back=not settings.always_draft,
+        tuned_batch=1 if profile.measured is None else profile.measured.batch_size,
     )
     service = new_service(decoder, loaded.tokenizer, settings.served_model_name or profile.target.model, limits)
     decoding = service.decoding

@@ -68,6 +68,18 @@ def test_each_phase_is_near_its_best_arm_and_never_below_plain(phases: Sequence[
             assert whole > 0.97
 
 
+@pytest.mark.parametrize(("tuned_batch", "begins_with"), [(1, [True, False]), (8, [True, True])])
+def test_rounds_begin_plain_beyond_the_batch_that_was_tuned_for(tuned_batch: int, begins_with: list[bool]) -> None:
+    switch, found = DraftingSwitch(tuned_batch), []
+    for num_running in (1, 8):
+        switch.observe(num_running, num_running, num_running, 1.0)
+        found.append(switch.may_draft)
+    assert found == begins_with
+    for _ in range(400):  # drafts pay at this load
+        switch.observe(8, 8, 16 if switch.may_draft else 8, 1.0)
+    assert switch.may_draft
+
+
 def test_arms_that_are_equal_are_not_changed_all_the_time() -> None:
     switch, changes, before = DraftingSwitch(), 0, True
     chance = random.Random(0)
