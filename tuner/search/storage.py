@@ -70,6 +70,10 @@ class StudyStore:
             raise StorageError(f"cannot open the storage {url}: {_reason(cause)}") from None
 
     def _open(self) -> None:
+        if sqlite_path(self.url) is None:
+            # Optuna fails where another process creates the same tables, and would leave pooled connections open.
+            made = optuna.storages.RDBStorage(self.url, engine_kwargs={"poolclass": sqlalchemy.pool.NullPool})
+            made.remove_session()
         settings = {"connect_args": {"timeout": LOCK_SECONDS}} if sqlite_path(self.url) else {"pool_pre_ping": True}
         # A file made here has the schema of this Optuna, whose check loads all its migrations.
         self._storage = optuna.storages.RDBStorage(
