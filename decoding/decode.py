@@ -167,11 +167,14 @@ def speculative(
             limit = min(limit, widest - 1)
         draft = drafter.draft(sequence, cache, controller, request.shaping, request.acceptance, limit)
         drafted_at = time.perf_counter()
-        verdict = draft.verdict
-        if verdict is None:
-            verdict = request.judge(sequence, draft, drafter.verify(sequence, cache, draft))
-        settle = _settle_chain if draft.leaves is None else _settle_tree
-        num_accepted, chosen = settle(sequence, cache, draft, verdict)
+        if draft.num_positions == 0 and request.takes_most_likely:
+            num_accepted, chosen = _settle_plain(request, sequence, cache, drafter.verify(sequence, cache, draft))
+        else:
+            verdict = draft.verdict
+            if verdict is None:
+                verdict = request.judge(sequence, draft, drafter.verify(sequence, cache, draft))
+            settle = _settle_chain if draft.leaves is None else _settle_tree
+            num_accepted, chosen = settle(sequence, cache, draft, verdict)
         tokens, ended = request.ending.append(sequence, chosen)
         if draft.steered:
             controller.observe(draft.num_tokens, num_accepted)
@@ -186,6 +189,16 @@ def speculative(
             stage=draft.stage,
         )
     _keep(request, sequence, cache)
+
+
+def _settle_plain(
+    request: Request, sequence: TokenSequence, cache: KVCache, outputs: Outputs
+) -> tuple[int, Sequence[int]]:
+    """Write the most likely token of a round that drafted nothing, at the cost of a plain step: there is nothing to judge."""
+    token = request.choose(sequence, outputs)
+    sequence.write_chosen(0, token)
+    cache.roll_back(sequence.length)
+    return 0, sequence.read(token)
 
 
 def _settle_chain(

@@ -17,6 +17,9 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from decoding.cache.last_position import last_position
 from decoding.cache.used_lengths import of_last_position
 
+MOST_PENDING_PIECES = 64
+"""Pieces in which pending states are kept before they are joined."""
+
 
 class Company(Protocol):
     """The other sequences of a batch: one sequence's passes and reads wait until they can be shared.
@@ -350,21 +353,41 @@ class BranchCache(KVCache):
 
     def __init__(self, num_layers: int, capacity: int, storage: Storage) -> None:
         super().__init__(num_layers, capacity, storage)
-        self.pending: Tensor | None = None
-        """[.., positions, hidden], or None if the head has processed every position."""
+        self._pending: list[Tensor] = []
         self._last: Tensor | None = None
+        self.has_unread_prompt = False
+        """True if the states of the prompt are pending: the head has not been needed yet."""
         self.leaves: Tensor | None = None
         """States [.., leaves, hidden] of the side leaves that are being judged, or None."""
 
     @property
+    def pending(self) -> Tensor | None:
+        """[.., positions, hidden], or None if the head has processed every position."""
+        if len(self._pending) > 1:
+            self._pending = [torch.cat(self._pending, dim=-2)]
+        return self._pending[0] if self._pending else None
+
+    @pending.setter
+    def pending(self, states: Tensor | None) -> None:
+        self._pending = [] if states is None else [states]
+
+    @property
+    def num_pending(self) -> int:
+        """Number of positions whose states are pending."""
+        return sum(states.shape[-2] for states in self._pending)
+
+    @property
     def num_known(self) -> int:
         """Number of positions whose states the head has processed or has pending."""
-        return self.length + (0 if self.pending is None else self.pending.shape[-2])
+        return self.length + self.num_pending
 
     def extend(self, states: Tensor) -> None:
         """Append `states` [.., positions, hidden] to the pending states, for the head to process later."""
         if states.shape[-2]:
-            self.pending = states if self.pending is None else torch.cat([self.pending, states], dim=-2)
+            self._pending.append(states)
+        # Many rounds may follow without a draft: joined each time, their states would be copied again and again.
+        if len(self._pending) > MOST_PENDING_PIECES:
+            self.pending = self.pending
 
     def take_leaf(self, leaf: int, position: int) -> None:
         """Put the state of a leaf at `position`, for the head to process later."""
@@ -383,7 +406,8 @@ class BranchCache(KVCache):
     def roll_back(self, length: int) -> None:
         """Forget the states after the first `length` positions."""
         wanted = length - self.length
-        if self.pending is not None:
+        if self.num_pending > max(wanted, 0):
+            assert self.pending is not None, "some are pending"
             self.pending = self.pending[..., :wanted, :] if wanted > 0 else None
         if self._last is not None and length == self.length:
             self.length, self.pending, self._last = length - 1, self._last, None

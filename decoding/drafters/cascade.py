@@ -20,7 +20,7 @@ from decoding.cache.kv_cache import KVCache
 from decoding.copying.contract import CopySource
 from decoding.draft_length import Controller, DraftLengthRule
 from decoding.drafters.chooser import ChosenRounds
-from decoding.drafters.contract import Drafter, Proposal, max_leaves_of
+from decoding.drafters.contract import Drafter, Proposal, max_leaves_of, prefill_target
 from decoding.drafters.prompt_lookup import look_up
 from decoding.drafts.choice import StageChoice
 from decoding.runners.contract import Outputs
@@ -70,6 +70,15 @@ class CascadeDrafter:
         for stage in self._copies:
             sequence.index(stage.source).update()
         return logits
+
+    def prefill_target(self, sequence: TokenSequence, cache: KVCache) -> Tensor:
+        """Prefill without work for drafts: copies read the prompt when they are first looked for."""
+        return prefill_target(self._keeper or self.parts[-1], sequence, cache)
+
+    def pass_over(self, sequence: TokenSequence) -> None:
+        """Learn nothing from the tokens up to the next round that is asked for: others write them."""
+        if self._choice is not None:
+            sequence.kept(self._choice, ChosenRounds.of).begin = 0
 
     def draft(
         self,

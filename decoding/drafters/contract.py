@@ -94,6 +94,20 @@ class Drafter(Protocol):
 
 
 @runtime_checkable
+class DeferringDrafter(Protocol):
+    """A drafter whose head can read the prompt as late as in the first round that drafts, so that plain rounds cost no more."""
+
+    def prefill_target(self, sequence: TokenSequence, cache: KVCache) -> Tensor:
+        """Return what `Drafter.prefill` returns, without the head's own work."""
+
+
+def prefill_target(drafter: Drafter, sequence: TokenSequence, cache: KVCache) -> Tensor:
+    """Read the prompt with as little work for drafts as `drafter` can do now; see `Drafter.prefill`."""
+    prefill = drafter.prefill_target if isinstance(drafter, DeferringDrafter) else drafter.prefill
+    return prefill(sequence, cache)
+
+
+@runtime_checkable
 class TreeDrafter(Protocol):
     """A drafter that may propose side leaves."""
 

@@ -58,14 +58,26 @@ class EarlyExitDrafter:
 
     def prefill(self, sequence: TokenSequence, cache: KVCache) -> Tensor:
         """Run the target over the prompt, and the head over the states at the exit."""
+        logits = self.prefill_target(sequence, cache)
+        self._read_pending(sequence, cache, sequence.length)
+        return logits
+
+    def prefill_target(self, sequence: TokenSequence, cache: KVCache) -> Tensor:
+        """Run the target over the prompt; the head reads the states at the exit when it drafts."""
         check_head_has_read(cache)
-        branch, start, end = cache.branch, cache.length, sequence.length
+        start, end = cache.length, sequence.length
         logits, states = self._whole.forward(sequence.span(start, end), cache, start, last_only=True)
-        branch.extend(states)  # after those of earlier turns that the head has not processed
+        cache.branch.extend(states)  # after those of earlier turns that the head has not processed
+        cache.branch.has_unread_prompt = True
+        return logits
+
+    def _read_pending(self, sequence: TokenSequence, cache: KVCache, end: int) -> None:
+        """Let the head process the pending states, which reach to position `end`."""
+        branch = cache.branch
         assert branch.pending is not None, "extended"
         self._exit.fill(sequence.span(branch.length, end), cache, branch.length, branch.pending)
         branch.catch_up(end)
-        return logits
+        branch.has_unread_prompt = False
 
     def draft(
         self,
@@ -78,6 +90,8 @@ class EarlyExitDrafter:
     ) -> Proposal:
         """Draft token by token until the controller or `limit` stops; the first pass includes the pending tokens."""
         branch, states = cache.branch, list[Tensor]()
+        if branch.has_unread_prompt and limit > 0:  # by itself, as a prompt is read
+            self._read_pending(sequence, cache, cache.length)
 
         def step(num_drafted: int, looks: bool) -> Outputs:
             start, end = branch.length, cache.length + num_drafted + 1

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
@@ -17,7 +17,7 @@ from decoding.acceptance import Acceptance
 from decoding.cache.kv_cache import KVCache
 from decoding.decoder import Decoder
 from decoding.draft_length import Controller
-from decoding.drafters.contract import Drafter, Proposal
+from decoding.drafters.contract import Drafter, Proposal, prefill_target
 from decoding.runners.contract import Outputs
 from decoding.text import Shaping, TokenSequence
 
@@ -135,7 +135,9 @@ class SwitchedDrafter:
 
     def prefill(self, sequence: TokenSequence, cache: KVCache) -> Tensor:
         """See `Drafter.prefill`."""
-        return self._drafter.prefill(sequence, cache)
+        if self._switch.may_draft:
+            return self._drafter.prefill(sequence, cache)
+        return prefill_target(self._drafter, sequence, cache)
 
     def draft(
         self,
@@ -149,9 +151,7 @@ class SwitchedDrafter:
         """Propose nothing in a plain round; see `Drafter.draft`."""
         if self._switch.may_draft:
             return self._drafter.draft(sequence, cache, controller, shaping, acceptance, limit)
-        # The drafter is asked, because a cascade keeps account of its rounds; the rule learns nothing from a round without drafts.
-        plain = self._drafter.draft(sequence, cache, controller, shaping, acceptance, 0)
-        return replace(plain, steered=False)
+        return Proposal(0, None, steered=False)
 
     def verify(self, sequence: TokenSequence, cache: KVCache, draft: Proposal) -> Outputs:
         """See `Drafter.verify`."""
