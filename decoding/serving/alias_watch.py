@@ -40,9 +40,13 @@ class AliasWatch:
         except ProfileError as error:
             log.warning("still serving the profile in %s: %s", self._current.parent, error)
             return
-        if found != self._current:
-            self._current = found
+        if found == self._current:
+            return
+        self._current = found
+        try:
             self._take_over(found)
+        except Exception:  # the requests go on as before, and so does the watch
+            log.exception("still serving the profile before %s", found.parent)
 
     def _run(self) -> None:
         while not self._stopped.wait(self._seconds):

@@ -19,6 +19,7 @@ from fastapi import Depends, FastAPI, HTTPException, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, StreamingResponse
 from starlette.exceptions import HTTPException as StarletteHTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from decoding.errors import UnsupportedRequestError
 from decoding.serving.protocol import ChatBody, CompletionBody, GenerationBody
@@ -57,7 +58,7 @@ class ApiError(Exception):
         return JSONResponse(self.body, self.status, headers)
 
 
-def create_app(service: Service, *, api_key: str | None = None, max_body_bytes: int = MAX_BODY_BYTES) -> FastAPI:
+def create_app(service: Service, *, api_key: str | None = None, max_body_bytes: int = MAX_BODY_BYTES) -> ASGIApp:
     """Return the application. With an `api_key` the paths under /v1 need it as a bearer token.
 
     The decoding thread starts and stops with the application.
@@ -107,7 +108,29 @@ def create_app(service: Service, *, api_key: str | None = None, max_body_bytes: 
         prompt = await service.chat_prompt(body)
         return await _respond(service, request, body, [prompt], ChatFormat("chat.completion", "chatcmpl"))
 
-    return app
+    return LongBodies(app, max_body_bytes)
+
+
+class LongBodies:
+    """Answers with an error object where the limit of the application answers with plain text."""
+
+    def __init__(self, app: ASGIApp, max_body_bytes: int) -> None:
+        self._app = app
+        self._error = ApiError(413, f"the body is longer than {max_body_bytes} bytes", code="body_too_long").response
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass everything on but a response of status 413, which is replaced."""
+        is_replaced = False
+
+        async def replacing(message: Message) -> None:
+            nonlocal is_replaced
+            if message["type"] == "http.response.start" and message["status"] == 413:
+                is_replaced = True
+                await self._error(scope, receive, send)
+            elif not is_replaced:
+                await send(message)
+
+        await self._app(scope, receive, replacing)
 
 
 def _key_check(api_key: str | None) -> Callable[[Request], Awaitable[None]]:

@@ -50,9 +50,10 @@ def serve_model(settings: ServeSettings) -> None:
     decoding = service.decoding
 
     def take_over(new: Path) -> None:
-        """Build the new profile's decoder between two passes; an error leaves the old one in place."""
+        """Build the new profile's decoder beside the running requests, and hand it over between two passes."""
         click.echo(f"taking over {DraftProfile.load(new).name} from {settings.profile}", err=True)
-        decoding.call(lambda: decoding.batch.replace(load_decoder(new).decoder_for(loaded.model)))
+        built = load_decoder(new).decoder_for(loaded.model)
+        decoding.call(lambda: decoding.batch.replace(built))
 
     drafts = "plain decoding" if settings.plain else profile.draft.describe()
     click.echo(f"serving {service.model.name} with {profile.name}: {drafts}", err=True)

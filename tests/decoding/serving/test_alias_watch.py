@@ -30,3 +30,17 @@ def test_watch_stops_at_once() -> None:
     watch.stop()
     watch._thread.join(timeout=30)
     assert not watch._thread.is_alive()
+
+
+def test_a_version_that_cannot_be_taken_over_does_not_end_the_watch() -> None:
+    answers, taken = [Path("2"), Path("3")], list[Path]()
+
+    def take_over(path: Path) -> None:
+        if path == Path("2"):
+            raise ValueError("a draft that cannot be built")
+        taken.append(path)
+
+    watch = AliasWatch(lambda: answers.pop(0), Path("1"), take_over, seconds=60)
+    watch.look()
+    watch.look()
+    assert taken == [Path("3")]

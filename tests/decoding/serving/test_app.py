@@ -214,6 +214,9 @@ def test_long_bodies_are_refused_before_they_are_read(client: TestClient) -> Non
     for content in (b'{"prompt": "%s"}' % (b"w1 " * 2000), parts()):
         answer = client.post("/v1/completions", content=content, headers={"content-type": "application/json"})
         assert answer.status_code == 413
+        error = answer.json()["error"]
+        assert (error["type"], error["code"]) == ("invalid_request_error", "body_too_long")
+        assert "is longer than" in error["message"]
 
 
 def test_other_paths(client: TestClient) -> None:
