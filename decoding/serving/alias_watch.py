@@ -7,9 +7,27 @@ from collections.abc import Callable
 from pathlib import Path
 from threading import Event, Thread
 
+from decoding.deploy import load_decoder
 from decoding.errors import ProfileError
+from decoding.serving.engine import DecodingThread
 
 log = logging.getLogger(__name__)
+
+
+def hand_over(decoding: DecodingThread, profile: Path) -> None:
+    """Let the decoding thread use another profile as soon as the running requests have ended.
+
+    The draft is built by the calling thread, beside the requests that are being decoded, on the target that they use: examining the
+    model anew would see their passes. Only a profile with another runner needs that, and is built between two passes. Raises
+    `SdtuneError` for a profile that does not fit the model.
+    """
+    new, batch = load_decoder(profile), decoding.batch
+    target, wanted = batch.decoder.target, new.profile.decoding
+    if (wanted.runner, wanted.exact_width) == (target.runner.name, target.runner.exact_width):
+        built = new.decoder_on(target)
+        decoding.call(lambda: batch.replace(built))
+    else:
+        decoding.call(lambda: batch.replace(new.decoder_for(target.model)))
 
 
 class AliasWatch:

@@ -24,7 +24,7 @@ def serve_model(settings: ServeSettings) -> None:
     if missing:
         raise ConfigError(f"the server is not installed (no {', '.join(missing)}): pip install 'sdtune[serve]'")
 
-    from decoding.serving.alias_watch import AliasWatch
+    from decoding.serving.alias_watch import AliasWatch, hand_over
     from decoding.serving.run import ServerLimits, api_key_for, new_service, serve
 
     api_key = api_key_for(settings.host)
@@ -52,8 +52,7 @@ def serve_model(settings: ServeSettings) -> None:
     def take_over(new: Path) -> None:
         """Build the new profile's decoder beside the running requests, and hand it over between two passes."""
         click.echo(f"taking over {DraftProfile.load(new).name} from {settings.profile}", err=True)
-        built = load_decoder(new).decoder_for(loaded.model)
-        decoding.call(lambda: decoding.batch.replace(built))
+        hand_over(decoding, new)
 
     drafts = "plain decoding" if settings.plain else profile.draft.describe()
     click.echo(f"serving {service.model.name} with {profile.name}: {drafts}", err=True)
