@@ -24,6 +24,11 @@ class MemoryLimits:
     gathered: int = 2**30
     """Beyond it, a pass gathers the rounds of one layer at a time, and covers as many rounds as fit in this size."""
 
+    @property
+    def returned(self) -> int:
+        """Bytes that a pass may return: logits of a large vocabulary are larger than all else."""
+        return self.gathered // 4
+
     @classmethod
     def beside(cls, weight_bytes: int) -> MemoryLimits:
         """Return limits for a model of this size: a quarter of its weights, between 64 MiB and the defaults.
@@ -152,9 +157,10 @@ class RoundsCache:
     """The contexts of many rounds, for drafting known tokens at once.
 
     `sequences` are caches, each with the positions at which rounds start; the rows are in that order. A cache is copied
-    and not needed again. The rounds are one chunk if a copy of the context for each of them fits in `limits.kept`.
+    and not needed again. A copy of the context for each round is kept if all of them fit in `limits.kept`.
     Otherwise the sequences are kept once, and every pass gathers the rounds layer by layer, in chunks of at most
-    `limits.gathered` per layer. Raises ValueError without a round, without a known position, or for rounds without tokens.
+    `limits.gathered` per layer. `output_bytes` are the bytes that a pass returns for each round, at most `limits.returned` for a
+    chunk. Raises ValueError without a round, without a known position, or for rounds without tokens.
     """
 
     def __init__(
@@ -162,6 +168,8 @@ class RoundsCache:
         sequences: Iterable[tuple[KVCache, Sequence[int]]],
         depth: int,
         limits: MemoryLimits = MemoryLimits(),
+        *,
+        output_bytes: int = 0,
     ) -> None:
         known, offsets, starts = _joined(sequences)
         if not starts or depth < 1:
@@ -173,6 +181,8 @@ class RoundsCache:
         row_bytes = [(max(starts) + depth) * sum(each[0].nbytes for each in layer) for layer in known]
         keeps_rows = len(starts) * sum(row_bytes) <= limits.kept
         size = len(starts) if keeps_rows else max(1, limits.gathered // max(row_bytes))
+        if output_bytes:
+            size = min(size, max(1, limits.returned // output_bytes))
         self.chunks = tuple(
             RoundsChunk(known, offsets, starts, depth, slice(first, first + size), keeps_rows=keeps_rows)
             for first in range(0, len(starts), size)

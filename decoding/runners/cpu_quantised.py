@@ -26,6 +26,9 @@ SOURCE = Path(__file__).with_suffix(".cpp")
 ROWS = 16
 """Rows of a tile."""
 
+TILES_AT_A_TIME = 16
+"""Tiles that are made at a time."""
+
 MAX_INPUTS = {8: 2**16, 4: 2**14}
 """Number of inputs whose sums are certain to fit in 32 bits, by bits of the weights."""
 
@@ -102,8 +105,7 @@ def _tiles(weight: PackedWeight) -> tuple[Tensor, Tensor, Tensor]:
     """Return the tiles of a weight, its group scales and its minima as the kernel reads them."""
     empty = torch.empty(0, dtype=torch.uint8)
     if isinstance(weight, Int8Weight):
-        rows = pad(weight.rows.view(torch.uint8) ^ 128, (0, -weight.num_inputs % 4, 0, -weight.num_outputs % ROWS))
-        return rows.unflatten(1, (-1, 4)).unflatten(0, (-1, ROWS)).transpose(1, 2).contiguous(), empty, empty
+        return _int8_tiles(weight), empty, empty
     assert isinstance(weight, Int4Weight)
     groups = -weight.pairs.shape[1] % 2
     pairs, scales, minima = (
@@ -113,6 +115,17 @@ def _tiles(weight: PackedWeight) -> tuple[Tensor, Tensor, Tensor]:
     tiles = pairs.unflatten(3, (GROUP // 8, 4)).permute(0, 2, 3, 1, 4)
     in_pairs = minima.unflatten(2, (-1, 2)).transpose(1, 2)
     return tiles.contiguous(), scales.transpose(1, 2).contiguous(), in_pairs.contiguous()
+
+
+def _int8_tiles(weight: Int8Weight) -> Tensor:
+    """Return the tiles [tiles, inputs / 4, `ROWS`, 4] of a weight, made a few at a time to keep the copies small."""
+    num_tiles, num_fours = -(-weight.num_outputs // ROWS), -(-weight.num_inputs // 4)
+    tiles = torch.empty((num_tiles, num_fours, ROWS, 4), dtype=torch.uint8)
+    for first in range(0, num_tiles, TILES_AT_A_TIME):
+        rows = weight.rows[first * ROWS : (first + TILES_AT_A_TIME) * ROWS].view(torch.uint8) ^ 128
+        padded = pad(rows, (0, -weight.num_inputs % 4, 0, -len(rows) % ROWS))
+        tiles[first : first + TILES_AT_A_TIME] = padded.unflatten(1, (-1, 4)).unflatten(0, (-1, ROWS)).transpose(1, 2)
+    return tiles
 
 
 @functools.cache

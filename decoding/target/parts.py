@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -98,11 +98,17 @@ class ModelPart:
 
         Return logits [rounds, depth (1 if `last_only`), vocabulary].
         """
-        chunks = [self._rounds_of_chunk(token_ids, chunk, last_only, states) for chunk in cache.chunks]
+        chunks = list(self.rounds_by_chunk(token_ids, cache, last_only=last_only, states=states))
         if len(chunks) == 1:
             return chunks[0]
         tapped = [chunk.states for chunk in chunks if chunk.states is not None]
         return Outputs(torch.cat([chunk.logits for chunk in chunks]), torch.cat(tapped, dim=-3) if tapped else None)
+
+    def rounds_by_chunk(
+        self, token_ids: Tensor, cache: RoundsCache, *, last_only: bool = False, states: Tensor | None = None
+    ) -> Iterator[Outputs]:
+        """Yield the outputs of `rounds` for one chunk of `cache` at a time."""
+        return (self._rounds_of_chunk(token_ids, chunk, last_only, states) for chunk in cache.chunks)
 
     def _rounds_of_chunk(
         self, token_ids: Tensor, cache: RoundsChunk, last_only: bool, states: Tensor | None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -76,6 +76,10 @@ class DraftView:
         round that begins there and drafts exactly these tokens.
         """
         return self._part.rounds(token_ids, cache).logits
+
+    def rounds_by_chunk(self, token_ids: Tensor, cache: RoundsCache) -> Iterator[Tensor]:
+        """Yield the logits of `rounds` for one chunk of `cache` at a time."""
+        return (outputs.logits for outputs in self._part.rounds_by_chunk(token_ids, cache))
 
 
 class BlockView:

@@ -168,11 +168,11 @@ class Survey:
         """Return, for each position of each sequence, the guess of up to `most` tokens, and how many would be accepted."""
         return [_copies(text, self._accepted(index), guess, most) for index, text in enumerate(self._texts)]
 
-    def skip_logits(self, draft: LayerSkip) -> list[Tensor]:
-        """Return the logits [positions, vocabulary] of a skip set on each sequence."""
+    def skip_logits(self, draft: LayerSkip) -> Iterator[Tensor]:
+        """Yield the logits [positions, vocabulary] of a skip set on each sequence: few sequences' are in memory at a time."""
         cache, token_ids = self.rounds
         view = self.target.draft_view(draft.skip_attention, draft.skip_mlp, keep_boundary=False, bits=draft.bits)
-        return self._of_texts(view.rounds(token_ids, cache))
+        return self._of_texts(view.rounds_by_chunk(token_ids, cache))
 
     def exit_logits(self, draft: EarlyExit) -> Iterator[Tensor]:
         """Yield the logits [positions, vocabulary] of an exit on each sequence: one sequence's are in memory at a time.
@@ -205,20 +205,22 @@ class Survey:
         """Return the states [1, length, hidden] at an exit: the target's of the prompt, a quantised draft's after it."""
         cache, token_ids = self.rounds
         rounds = self.target.draft_states_view(exit_layer, bits=bits).rounds(token_ids, cache)
-        drafted = self._of_texts(rounds.movedim((-3, -2), (0, 1)))
+        drafted = self._of_texts([rounds.movedim((-3, -2), (0, 1))])
         return [
             torch.cat([states[..., : text.first, :], own.movedim(0, -2).unsqueeze(-3)], dim=-2)
             for text, states, own in zip(self._texts, self._states[exit_layer].of_texts, drafted, strict=True)
         ]
 
-    def _of_texts(self, rows: Tensor) -> list[Tensor]:
-        """Return what rounds [rounds, depth, ..] have computed, as [positions, ..] of each sequence."""
-        found, row = [], 0
+    def _of_texts(self, chunks: Iterable[Tensor]) -> Iterator[Tensor]:
+        """Yield what rounds [rounds, depth, ..] have computed, some in each of `chunks`, as [positions, ..] of each sequence."""
+        rows, left = iter(chunks), list[Tensor]()
         for text in self._texts:
             num_rounds = -(-text.target.num_positions // self._depth)
-            found.append(rows[row : row + num_rounds].flatten(0, 1)[: text.target.num_positions])
-            row += num_rounds
-        return found
+            while sum(map(len, left)) < num_rounds:
+                left.append(next(rows))
+            joined = torch.cat(left)
+            yield joined[:num_rounds].flatten(0, 1)[: text.target.num_positions]
+            left = [joined[num_rounds:]]
 
     def _accepted(self, index: int) -> list[bool]:
         """Return for each position whether the sequence's token would be accepted if guessed.
@@ -271,7 +273,9 @@ class Survey:
                 row = text.token_ids[0, start : start + self._depth]
                 # The last round may be short: padding after a position does not change its logits.
                 rows.append(nn.functional.pad(row, (0, self._depth - len(row))))
-        return RoundsCache(self._caches(), self._depth, self._limits), torch.stack(rows)
+        logits_bytes = self._depth * self.target.config.vocab_size * self.target.dtype.itemsize
+        cache = RoundsCache(self._caches(), self._depth, self._limits, output_bytes=logits_bytes)
+        return cache, torch.stack(rows)
 
     def _caches(self) -> Iterator[tuple[KVCache, range]]:
         """Yield the cache of each sequence, read by the target, and the starts of its rounds: one cache at a time."""

@@ -79,6 +79,29 @@ def _check_rounds(family: str, skip: str, limits: str) -> None:
             torch.testing.assert_close(together[row], expected, rtol=1e-3, atol=1e-3, msg=f"round {row}")
 
 
+@pytest.mark.parametrize("kept", [MemoryLimits().kept, 0])
+@torch.inference_mode()
+def test_a_pass_returns_no_more_than_the_limit(kept: int) -> None:
+    target = target_of("llama")
+    row_bytes = DEPTH * target.config.vocab_size * 4
+    limits = MemoryLimits(kept, gathered=4 * 2 * row_bytes)  # `returned` is a quarter
+    sequences = [(_read(target, TEXTS[0]), [0, 5, 8]), (_read(target, TEXTS[1]), [3, 17])]
+    rounds = RoundsCache(sequences, DEPTH, limits, output_bytes=row_bytes)
+    token_ids = torch.tensor(
+        [TEXTS[0][start : start + DEPTH] for start in (0, 5, 8)] + [TEXTS[1][3:7], TEXTS[1][17:21]]
+    )
+    view = target.draft_view(*SKIPS["blocks"], keep_boundary=False)
+
+    chunks = list(view.rounds_by_chunk(token_ids, rounds))
+
+    assert [len(chunk) for chunk in chunks] == [2, 2, 1]
+    torch.testing.assert_close(torch.cat(chunks), view.rounds(token_ids, rounds), rtol=0, atol=0)
+    whole = RoundsCache(
+        [(_read(target, TEXTS[0]), [0, 5, 8]), (_read(target, TEXTS[1]), [3, 17])], DEPTH, MemoryLimits(kept)
+    )
+    torch.testing.assert_close(torch.cat(chunks), view.rounds(token_ids, whole), rtol=1e-3, atol=1e-3)
+
+
 @torch.inference_mode()
 def test_rounds_need_a_round_and_a_token() -> None:
     target = target_of("llama")

@@ -107,13 +107,13 @@ def test_depth_changes_what_a_draft_reads_of_its_own_only(target: Target, texts:
 def test_draft_is_recorded_once(target: Target, texts: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch) -> None:
     survey = Survey(target, PROMPTS, texts)
     passes: list[Any] = []
-    honest = DraftView.rounds
+    honest = DraftView.rounds_by_chunk
 
     def rounds(view: DraftView, *args: Any) -> Any:
         passes.append(args)
         return honest(view, *args)
 
-    monkeypatch.setattr(DraftView, "rounds", rounds)
+    monkeypatch.setattr(DraftView, "rounds_by_chunk", rounds)
     one, two, three = survey.record_all([SKIPS[0], SKIPS[1], SKIPS[0]])
     assert one is three is survey.record(SKIPS[0]) is not two
     assert len(passes) == 2
@@ -217,3 +217,19 @@ def test_logits_of_one_text_at_a_time_are_compared(target: Target) -> None:
     with PeakBytes(target.model) as memory:
         survey.record(EarlyExit(exit_layer=2))
     assert memory.peak < 20 * logits_bytes, "the logits of 24 texts do not fit"
+
+
+@torch.inference_mode()
+def test_logits_of_a_few_rounds_at_a_time_are_compared(target: Target) -> None:
+    prompts, texts = [(5, 9)] * 24, [tuple(range(1, 42))] * 24
+    logits_bytes = 40 * target.config.vocab_size * 4
+    in_chunks = Survey(target, prompts, texts, limits=MemoryLimits(gathered=4 * 2 * logits_bytes))
+    at_once = Survey(target, prompts, texts)
+    assert [len(survey.rounds[0].chunks) for survey in (in_chunks, at_once)] == [12, 1]
+    peaks, recorded = [], []
+    for survey in (in_chunks, at_once):
+        with PeakBytes(target.model) as memory:
+            recorded.append(survey.record(SKIPS[0]))
+        peaks.append(memory.peak)
+    assert peaks[0] < peaks[1] - 20 * logits_bytes
+    assert [each.matches for each in recorded[0]] == [each.matches for each in recorded[1]]
