@@ -19,15 +19,16 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from decoding.runners.cpu_kernels import call_directly, compiled_library
-from decoding.runners.integers import GROUP, Int4Weight, Int8Weight, PackedWeight
+from decoding.runners.integers import GROUP, PACKED, Int4Weight, Int8Weight, PackedWeight
 
 SOURCE = Path(__file__).with_suffix(".cpp")
 
 ROWS = 16
 """Rows of a tile."""
 
-TILES_AT_A_TIME = 16
-"""Tiles that are made at a time."""
+PIECE = 2**17
+"""Weights that are packed at a time. The copies on the way are small, and use the same memory for each piece. Larger ones left
+holes between the tiles that are kept: packing SmolLM2-135M took three times the memory of its tiles."""
 
 MAX_INPUTS = {8: 2**16, 4: 2**14}
 """Number of inputs whose sums are certain to fit in 32 bits, by bits of the weights."""
@@ -67,19 +68,32 @@ def _(values: Tensor, tiles: Tensor, scales: Tensor, group_scales: Tensor, minim
 
 
 class TiledLinear(nn.Module):
-    """A linear layer by the kernel. Inference only; outputs have the precision of the inputs."""
+    """A linear layer by the kernel, from a weight [outputs, inputs] in any floating point precision.
+
+    Inference only; outputs have the precision of the inputs. The weight is packed a few rows at a time. Raises
+    `UnsupportedModelError` if it is not finite.
+    """
 
     tiles: Tensor
     scales: Tensor
     group_scales: Tensor
     minima: Tensor
 
-    def __init__(self, weight: PackedWeight, bias: Tensor | None) -> None:
+    def __init__(self, weight: Tensor, bits: int, bias: Tensor | None) -> None:
         super().__init__()
-        self.in_features, self.out_features, self.bits = weight.num_inputs, weight.num_outputs, weight.bits
-        for name, tensor in zip(("tiles", "group_scales", "minima"), _tiles(weight), strict=True):
-            self.register_buffer(name, tensor)
-        self.register_buffer("scales", weight.scales)
+        self.out_features, self.in_features = weight.shape
+        self.bits = bits
+        num_tiles, tiles_of_piece = -(-self.out_features // ROWS), max(1, PIECE // (ROWS * self.in_features))
+        for piece, rows in enumerate(weight.split(tiles_of_piece * ROWS)):
+            packed = PACKED[bits](rows)
+            parts = dict(zip(("tiles", "group_scales", "minima"), _tiles(packed), strict=True), scales=packed.scales)
+            for name, part in parts.items():
+                is_by_tile = name != "scales"
+                if not piece:
+                    length = num_tiles if is_by_tile else self.out_features
+                    self.register_buffer(name, part.new_empty(length * bool(len(part)), *part.shape[1:]))
+                first = piece * tiles_of_piece * (1 if is_by_tile else ROWS)
+                self.get_buffer(name)[first : first + len(part)] = part
         self.bias = bias
         """The bias of the original layer, shared with it."""
 
@@ -94,9 +108,9 @@ class TiledLinear(nn.Module):
         return outputs if self.bias is None else outputs + self.bias.to(input.dtype)
 
 
-def has_integer_kernel(weight: PackedWeight) -> bool:
-    """Return True if the kernel computes products with `weight`: it is on a CPU that has the instructions."""
-    if weight.scales.device.type != "cpu" or weight.num_inputs > MAX_INPUTS[weight.bits]:
+def has_integer_kernel(weight: Tensor, bits: int) -> bool:
+    """Return True if the kernel computes products with `weight` [outputs, inputs]: it is on a CPU that has the instructions."""
+    if weight.device.type != "cpu" or weight.shape[1] > MAX_INPUTS[bits]:
         return False
     return torch.cpu._is_avx512_supported() and torch.cpu._is_vnni_supported() and _library() is not None
 
@@ -105,7 +119,8 @@ def _tiles(weight: PackedWeight) -> tuple[Tensor, Tensor, Tensor]:
     """Return the tiles of a weight, its group scales and its minima as the kernel reads them."""
     empty = torch.empty(0, dtype=torch.uint8)
     if isinstance(weight, Int8Weight):
-        return _int8_tiles(weight), empty, empty
+        rows = pad(weight.rows.view(torch.uint8) ^ 128, (0, -weight.num_inputs % 4, 0, -weight.num_outputs % ROWS))
+        return rows.unflatten(1, (-1, 4)).unflatten(0, (-1, ROWS)).transpose(1, 2).contiguous(), empty, empty
     assert isinstance(weight, Int4Weight)
     groups = -weight.pairs.shape[1] % 2
     pairs, scales, minima = (
@@ -115,17 +130,6 @@ def _tiles(weight: PackedWeight) -> tuple[Tensor, Tensor, Tensor]:
     tiles = pairs.unflatten(3, (GROUP // 8, 4)).permute(0, 2, 3, 1, 4)
     in_pairs = minima.unflatten(2, (-1, 2)).transpose(1, 2)
     return tiles.contiguous(), scales.transpose(1, 2).contiguous(), in_pairs.contiguous()
-
-
-def _int8_tiles(weight: Int8Weight) -> Tensor:
-    """Return the tiles [tiles, inputs / 4, `ROWS`, 4] of a weight, made a few at a time to keep the copies small."""
-    num_tiles, num_fours = -(-weight.num_outputs // ROWS), -(-weight.num_inputs // 4)
-    tiles = torch.empty((num_tiles, num_fours, ROWS, 4), dtype=torch.uint8)
-    for first in range(0, num_tiles, TILES_AT_A_TIME):
-        rows = weight.rows[first * ROWS : (first + TILES_AT_A_TIME) * ROWS].view(torch.uint8) ^ 128
-        padded = pad(rows, (0, -weight.num_inputs % 4, 0, -len(rows) % ROWS))
-        tiles[first : first + TILES_AT_A_TIME] = padded.unflatten(1, (-1, 4)).unflatten(0, (-1, ROWS)).transpose(1, 2)
-    return tiles
 
 
 @functools.cache

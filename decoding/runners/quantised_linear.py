@@ -72,9 +72,10 @@ def quantised(linear: nn.Linear, bits: int) -> nn.Module:
     if type(linear) is not nn.Linear or not linear.weight.is_floating_point() or linear.weight.is_meta:
         raise UnsupportedModelError(f"only plain linear layers can be quantised, not {type(linear).__name__}")
     with torch.inference_mode(False), torch.no_grad():
-        packed = PACKED[bits](linear.weight.detach())
-        bias = None if linear.bias is None else linear.bias.detach()
-        return TiledLinear(packed, bias) if has_integer_kernel(packed) else QuantisedLinear(packed, bias)
+        weight, bias = linear.weight.detach(), None if linear.bias is None else linear.bias.detach()
+        if has_integer_kernel(weight, bits):
+            return TiledLinear(weight, bits, bias)
+        return QuantisedLinear(PACKED[bits](weight), bias)
 
 
 def is_fast_on(device: torch.device) -> bool:

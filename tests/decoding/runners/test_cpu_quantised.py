@@ -13,7 +13,7 @@ from decoding.runners.integers import PACKED
 from decoding.runners.quantised_linear import QuantisedLinear, quantised
 
 needs_kernel = pytest.mark.skipif(
-    not has_integer_kernel(PACKED[8](torch.ones(1, 1))), reason="the processor lacks the instructions"
+    not has_integer_kernel(torch.ones(1, 1), 8), reason="the processor lacks the instructions"
 )
 SIZES = [(64, 40), (31, 7), (1, 3), (100, 17), (33, 200), (2304, 18), (500, 300)]
 """Inputs and outputs."""
@@ -26,8 +26,8 @@ SIZES = [(64, 40), (31, 7), (1, 3), (100, 17), (33, 200), (2304, 18), (500, 300)
 @pytest.mark.parametrize("bits", PACKED)
 def test_kernel_and_plain_torch_agree_bit_for_bit(bits: int, sizes: tuple[int, int], dtype: torch.dtype) -> None:
     torch.manual_seed(0)
-    weight = PACKED[bits](torch.randn(sizes[::-1]))
-    kernel, plain = TiledLinear(weight, torch.randn(sizes[1])), QuantisedLinear(weight, None)
+    weight = torch.randn(sizes[::-1])
+    kernel, plain = TiledLinear(weight, bits, torch.randn(sizes[1])), QuantisedLinear(PACKED[bits](weight), None)
     plain.bias = kernel.bias
     for shape in ((), (1, 1), (1, 2), (3,), (2, 2), (1, 5), (1, 6), (7,), (1, 13)):
         values = (5 * torch.randn(*shape, sizes[0])).to(dtype)
@@ -39,10 +39,10 @@ def test_kernel_and_plain_torch_agree_bit_for_bit(bits: int, sizes: tuple[int, i
 @torch.inference_mode()
 @pytest.mark.parametrize("bits", PACKED)
 def test_the_largest_sums_fit(bits: int) -> None:
-    weight = PACKED[bits](torch.ones(2, MAX_INPUTS[bits]) * torch.tensor([[1.0], [-1.0]]))
+    weight = torch.ones(2, MAX_INPUTS[bits]) * torch.tensor([[1.0], [-1.0]])
     values = torch.cat([torch.ones(1, MAX_INPUTS[bits]), -torch.ones(1, MAX_INPUTS[bits])])
-    found = TiledLinear(weight, None)(values)
-    assert torch.equal(found, QuantisedLinear(weight, None)(values))
+    found = TiledLinear(weight, bits, None)(values)
+    assert torch.equal(found, QuantisedLinear(PACKED[bits](weight), None)(values))
     torch.testing.assert_close(found, torch.tensor([[1.0, -1], [-1, 1]]) * MAX_INPUTS[bits], rtol=1e-2, atol=0)
 
 
@@ -57,6 +57,20 @@ def test_more_inputs_than_fit_are_computed_by_plain_torch(bits: int) -> None:
 def test_processors_without_the_instructions_use_plain_torch(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cpu, missing, lambda: False)
     assert isinstance(quantised(nn.Linear(4, 4), 8), QuantisedLinear)
+
+
+@needs_kernel
+@torch.inference_mode()
+@pytest.mark.parametrize("bits", PACKED)
+def test_a_weight_packed_in_pieces_is_the_whole_weight(bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    weight, values = torch.randn(70, 64), torch.randn(3, 64)
+    whole = TiledLinear(weight, bits, None)
+    monkeypatch.setattr(cpu_quantised, "PIECE", 2 * 16 * 64)  # two tiles of 16 rows
+    pieces = TiledLinear(weight, bits, None)
+    for name, buffer in whole.named_buffers():
+        assert torch.equal(buffer, pieces.get_buffer(name)), name
+    assert torch.equal(pieces(values), QuantisedLinear(PACKED[bits](weight), None)(values))
 
 
 @needs_kernel
