@@ -13,7 +13,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
     The driver keeps recorded graphs in memory of its own, and the CPU's shortage has no class of its own.
     """
-    if isinstance(error, torch.OutOfMemoryError):
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     if isinstance(error, torch.AcceleratorError):
         return "out of memory" in str(error)

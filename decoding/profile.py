@@ -115,6 +115,13 @@ class CategoryFigures(Document):
     end_to_end_speedup: Interval | None = None
 
 
+class StockFigures(Document):
+    """The profile beside a way of generating that transformers offers, in turns on some of the held-out prompts."""
+
+    prompts: int
+    profile_over_it: Interval = Field(description="speed of the profile's decode phase over it")
+
+
 class Exactness(Document):
     """Number of held-out prompts with the tokens of plain decoding, and of those that differ at a numerical tie."""
 
@@ -151,6 +158,11 @@ class Measured(Document):
     )
     categories: dict[str, CategoryFigures] = Field(
         {}, exclude_if=lambda figures: not figures, description="by category of the prompts, if they have any"
+    )
+    stock: dict[str, StockFigures] = Field(
+        {},
+        exclude_if=lambda figures: not figures,
+        description="by name: transformers' `generate` (`hf`) and its prompt lookup; empty if they were not compared",
     )
     draft_acceptance_rate: float = Field(description="accepted over drafted tokens")
     mean_acceptance_length: float | None = Field(

@@ -10,7 +10,7 @@ the decode phase, also those that draft nothing: they cost a pass of the target 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 
 import numpy as np
@@ -27,6 +27,8 @@ class BatchTexts(Document):
     count: int = Field(ge=1)
     identical: int = Field(ge=0)
     ties: int = Field(ge=0)
+    float32_ties: int = Field(0, ge=0, exclude_if=lambda count: count == 0)
+    """Sequences that differ at a tie in float32, which is no excuse."""
 
 
 class PairedPrefill(Document):
@@ -63,6 +65,8 @@ class PromptSample(Document):
     tie: bool = False
     """True if not identical, but the first differing token is a numerical tie of the target's logits; in a batch, if this
     holds for every sequence that is not identical."""
+    float32_tie: bool = Field(False, exclude_if=lambda tie: not tie)
+    """True if every sequence that is neither identical nor a tie first differs at a numerical tie in float32: a difference."""
     batch: BatchTexts | None = None
     prefill: PairedPrefill | None = None
     """None in samples of versions that timed the decode phase only."""
@@ -90,12 +94,12 @@ class Measurement(Document):
     @cached_property
     def plain_decode(self) -> Work:
         """Decode phase of plain decoding, by sample."""
-        return _work((s.plain_seconds, s.plain_tokens) for s in self.samples)
+        return Work.of((s.plain_seconds, s.plain_tokens) for s in self.samples)
 
     @cached_property
     def draft_decode(self) -> Work:
         """Decode phase of the candidate, by sample."""
-        return _work((s.draft_seconds, s.draft_tokens) for s in self.samples)
+        return Work.of((s.draft_seconds, s.draft_tokens) for s in self.samples)
 
     @property
     def speedup(self) -> float:
@@ -223,9 +227,9 @@ class EndToEnd:
     """
 
     def __init__(self, samples: Sequence[tuple[PromptSample, PairedPrefill]]) -> None:
-        self.plain = _work((s.plain_seconds + p.plain_seconds, s.plain_tokens + p.plain_tokens) for s, p in samples)
+        self.plain = Work.of((s.plain_seconds + p.plain_seconds, s.plain_tokens + p.plain_tokens) for s, p in samples)
         """Plain decoding, by sample."""
-        self.draft = _work((s.draft_seconds + p.draft_seconds, s.draft_tokens + p.draft_tokens) for s, p in samples)
+        self.draft = Work.of((s.draft_seconds + p.draft_seconds, s.draft_tokens + p.draft_tokens) for s, p in samples)
         """The candidate, by sample."""
         self._plain_prefill = np.array([prefill.plain_seconds for _, prefill in samples])
         self._draft_prefill = np.array([prefill.draft_seconds for _, prefill in samples])
@@ -280,8 +284,3 @@ def ratio_interval(faster: Measurement, slower: Measurement) -> Interval:
 def pooled(measurements: Sequence[Measurement]) -> Measurement:
     """Return one measurement with all samples of several measurements of one candidate."""
     return Measurement(samples=tuple(sample for measurement in measurements for sample in measurement.samples))
-
-
-def _work(pairs: Iterable[tuple[float, int]]) -> Work:
-    units = list(pairs)
-    return Work(np.array([seconds for seconds, _ in units]), np.array([tokens for _, tokens in units]))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,6 +18,12 @@ class Work:
 
     seconds: np.ndarray
     tokens: np.ndarray
+
+    @classmethod
+    def of(cls, units: Iterable[tuple[float, int]]) -> Work:
+        """Return the work of units, given as seconds and tokens."""
+        pairs = list(units)
+        return cls(np.array([seconds for seconds, _ in pairs]), np.array([tokens for _, tokens in pairs]))
 
     @property
     def tokens_per_second(self) -> float:

@@ -192,6 +192,11 @@ class SearchConfig(DataSettings, ModelSettings):
     finalists: int = Field(
         4, ge=1, description="Candidates that race on the other tuning prompts.", json_schema_extra=BUDGET
     )
+    stock: bool = Field(
+        True,
+        description="At the end compare with transformers' generate and its prompt lookup, on a few held-out prompts.",
+        json_schema_extra=BUDGET,
+    )
     temperature: float = Field(
         0.0,
         ge=0.0,

@@ -20,6 +20,7 @@ class Stage(StrEnum):
     TRIALS = "trials"
     RACE = "race"
     CONFIRMATION = "confirmation"
+    STOCK = "stock generation"
     WRITING = "writing and tracking"
     OTHER = "other"
 

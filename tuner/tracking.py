@@ -40,6 +40,10 @@ QUIET = {
     "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false",
 }
 """Settings against usage statistics (sent at import and at each call), printed run URLs and progress bars."""
+PATIENT = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "3", "MLFLOW_HTTP_REQUEST_TIMEOUT": "10"}
+"""Limits of a call to a server: by default MLflow waits for a server that does not answer for a quarter of an hour."""
+BRIEF = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1", "MLFLOW_HTTP_REQUEST_TIMEOUT": "5"}
+"""Limits of the first calls: an absent server shows at the first attempt."""
 
 STATUS = {TrialState.COMPLETE: "FINISHED", TrialState.PRUNED: "FINISHED", TrialState.FAIL: "FAILED"}
 """Status of a trial's run. A pruned trial is not marked as killed, which looks like a failure: its name and a tag say it."""
@@ -96,11 +100,9 @@ class Tracker:
         With an `identity` and no `run_id`, the latest unfinished run tagged with it is resumed.
         """
         refuse_unusable_database(tracking_uri, what="the MLflow store", table="experiments", error=TrackingError)
-        with opened_store(tracking_uri) as mlflow:
+        with opened_store(tracking_uri, limits=BRIEF) as mlflow:
             client = mlflow.MlflowClient(tracking_uri=tracking_uri)
-            # MLflow retries for four minutes; an absent server shows at the first attempt.
-            with _unless_set(MLFLOW_HTTP_REQUEST_MAX_RETRIES="1", MLFLOW_HTTP_REQUEST_TIMEOUT="5"):
-                experiment_id = experiment_named(client, experiment, tracking_uri)
+            experiment_id = experiment_named(client, experiment, tracking_uri)
             if NOTE_TAG not in client.get_experiment(experiment_id).tags:  # a description by the user stays
                 client.set_experiment_tag(experiment_id, NOTE_TAG, EXPERIMENT_NOTE)
             if identity is not None and run_id is None:
@@ -340,15 +342,16 @@ def _now() -> int:
 
 
 @contextmanager
-def opened_store(tracking_uri: str) -> Iterator[Any]:
+def opened_store(tracking_uri: str, *, limits: Mapping[str, str] | None = None) -> Iterator[Any]:
     """Yield MLflow, silent and without network access except to its store.
 
-    All settings are restored on exit. Failures of the store become one-line errors.
+    `limits` are those of calls to a server, unless the user has set some. All settings are restored on exit.
+    Failures of the store become one-line errors.
     """
     with ExitStack() as stack:
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")  # MLflow triggers deprecation warnings of its own libraries
-        stack.enter_context(_unless_set(**QUIET))
+        stack.enter_context(_unless_set(**QUIET, **(PATIENT if limits is None else limits)))
         import mlflow
 
         stack.enter_context(_log_levels(logging.CRITICAL))

@@ -88,3 +88,13 @@ def test_a_shorter_output_is_different() -> None:
 
 def test_two_empty_texts_are_identical() -> None:
     assert compare(_target(torch.float32), PROMPT, (), ()).identical
+
+
+def test_a_tie_in_float32_is_named_and_still_a_difference() -> None:
+    target = _target(torch.float32, twins=(11, 12))
+    with torch.no_grad():
+        target.model.lm_head.weight[12] *= 1 + 2**-22  # a few units in the last place
+    found = compare(target, PROMPT, (1, 11, 3), (1, 12, 4))
+    assert (found.identical, found.tie, found.float32_tie, found.is_lossless) == (False, False, True, False)
+    logits = target.forward(torch.tensor([PROMPT]), target.new_cache(6), 0, last_only=True)[0]
+    assert not compare(target, PROMPT, (int(logits.argmax()),), (int(logits.argmin()),)).float32_tie

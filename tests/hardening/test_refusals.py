@@ -24,9 +24,11 @@ from tests.support.tiny import save_tiny_checkpoint
 from tuner.addresses import without_password
 from tuner.cli.main import main
 from tuner.cli.progress_bar import TerminalProgress
+from tuner.cli.terminal import use_threads
 from tuner.cli.termination import Termination
 from tuner.databases import refuse_unusable_database
 from tuner.errors import ConfigError, StorageError
+from tuner.inputs.checkpoint import check_folder
 from tuner.inputs.models import load
 from tuner.output_paths import check_writable
 
@@ -165,3 +167,41 @@ def test_counters_are_not_cut_in_a_narrow_terminal() -> None:
     assert "22/24" in lines[0]
     assert "0:00:0" in lines[0]
     assert lines[1].startswith("best 2.09x")
+
+
+@pytest.mark.parametrize(
+    ("files", "words"),
+    [
+        (
+            {"adapter_config.json": '{"base_model_name_or_path": "org/base"}', "adapter_model.safetensors": ""},
+            "org/base",
+        ),
+        ({"adapter_config.json": "[]"}, "merge it into its base model first"),
+        ({"model-q4.gguf": "GGUF"}, "give the checkpoint that it was converted from"),
+        ({"weights.txt": ""}, "has no config.json"),
+    ],
+    ids=["adapter", "broken adapter", "gguf", "neither"],
+)
+def test_a_folder_of_another_kind_says_what_would_be_right(tmp_path: Path, files: dict[str, str], words: str) -> None:
+    for name, content in files.items():
+        (tmp_path / name).write_text(content)
+    with pytest.raises(ConfigError, match=words):
+        check_folder(str(tmp_path))
+
+
+def test_a_file_is_no_model(tmp_path: Path) -> None:
+    for name, words in (("m.gguf", "format GGUF"), ("model.safetensors", "is a file: give the folder")):
+        (tmp_path / name).write_text("")
+        with pytest.raises(ConfigError, match=words):
+            check_folder(str(tmp_path / name))
+
+
+def test_more_threads_than_cores_are_noticed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("torch.set_num_threads", lambda count: None)
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    use_threads(2)
+    assert not capsys.readouterr().err
+    use_threads(99)
+    assert "--threads 99, but there are 2 cores: give 2 or fewer" in capsys.readouterr().err

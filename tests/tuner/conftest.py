@@ -172,6 +172,6 @@ def _small_config(folder: Path) -> Path:
     path = folder / "small.yaml"
     path.write_text(
         "max_new_tokens: 10\ntuning_prompts: 4\nheld_out_prompts: 4\nprompts_per_trial: 2\ntrials: 3\nfinalists: 2\n"
-        "group_column: file\nexperiment: tiny\ndistill: never\nstudy: [conf_layers, exit_layer, draft_length]\n"
+        "group_column: file\nexperiment: tiny\ndistill: never\nstock: false\nstudy: [conf_layers, exit_layer, draft_length]\n"
     )
     return path

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +18,7 @@ from studies.contract import TrialState
 from tests.support.paths import ROOT
 from tests.support.records import candidate, measurement, record
 from tuner.errors import TrackingError
-from tuner.tracking import DatasetInput, Tracker, page_address, ui_command, ui_lines
+from tuner.tracking import BRIEF, PATIENT, DatasetInput, Tracker, opened_store, page_address, ui_command, ui_lines
 
 DATASET = DatasetInput("prompts.jsonl", "f" * 64, "prompts.jsonl")
 Open = Callable[..., Tracker]
@@ -275,3 +276,22 @@ def test_only_two_files_import_mlflow() -> None:
         if "import mlflow" in path.read_text() or "from mlflow" in path.read_text()
     ]
     assert importing == ["decoding/deploy/registry.py", "tuner/tracking.py"]
+
+
+def test_a_server_that_never_answers_costs_a_limited_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0", "MLFLOW_HTTP_REQUEST_TIMEOUT": "1"}
+    monkeypatch.setattr("tuner.tracking.BRIEF", limits)
+    with socket.create_server(("127.0.0.1", 0)) as server:  # accepts, and is silent
+        uri = f"http://127.0.0.1:{server.getsockname()[1]}"
+        with pytest.raises(TrackingError, match="cannot use the MLflow store http://127"):
+            Tracker.open(uri, "tiny", run_id=None, params={}, dataset=DatasetInput("d", "0" * 64, "d"))
+
+
+def test_calls_to_a_server_have_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    with opened_store("http://127.0.0.1:9"):
+        assert {name: os.environ[name] for name in PATIENT} == PATIENT
+    with opened_store("http://127.0.0.1:9", limits=BRIEF):
+        assert {name: os.environ[name] for name in BRIEF} == BRIEF
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "77")
+    with opened_store("http://127.0.0.1:9", limits=BRIEF):
+        assert os.environ["MLFLOW_HTTP_REQUEST_TIMEOUT"] == "77"

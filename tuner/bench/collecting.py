@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from decoding.losslessness import Comparison, compare
 from decoding.target import Target
 from tuner.bench.contenders import PLAIN
-from tuner.bench.contest import Contender, Prompts
 from tuner.bench.sample import TextSample
+from tuner.contest.contest import Contender, Prompts
 from tuner.measuring.recording import TimedBatch
 
 

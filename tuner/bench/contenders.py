@@ -11,9 +11,16 @@ from decoding.decoder import Decoder, plain_decoder
 from decoding.documents.strict_yaml import suggest
 from decoding.profile import DraftProfile
 from decoding.target import Target
-from tuner.bench.contest import Contender, reason_of
-from tuner.bench.own_decoding import MODES, OwnDecoding, profile_by
-from tuner.bench.stock_generation import LOOKUP_TOKENS, StockGeneration, fastest_exit
+from tuner.bench.modes import MODES, profile_by
+from tuner.contest.contest import Contender, reason_of
+from tuner.contest.own_decoding import OwnDecoding
+from tuner.contest.stock_generation import (
+    ONE_SEQUENCE,
+    StockGeneration,
+    fastest_exit,
+    stock_generate,
+    stock_prompt_lookup,
+)
 from tuner.errors import ConfigError
 from tuner.fields import BITWISE
 
@@ -36,7 +43,7 @@ class Setting:
     longest_prompt: int
     """Length of the longest measured prompt, in tokens."""
     in_mode: Callable[[str], Decoder]
-    """Returns the profile's decoder in one of `own_decoding.MODES`, built on first use."""
+    """Returns the profile's decoder in one of `tuner.bench.modes.MODES`, built on first use."""
     on_text: Callable[[], None] = lambda: None
     """Called after each prompt that is decoded for a choice."""
 
@@ -81,9 +88,7 @@ def _plain(setting: Setting) -> Contender:
 
 
 def _stock(setting: Setting) -> Contender:
-    return StockGeneration(
-        setting.target.model, setting.eos_token_ids, "transformers' generate, greedy, with its default (dynamic) cache"
-    )
+    return stock_generate(setting.target.model, setting.eos_token_ids)
 
 
 def _stock_early_exit(setting: Setting) -> Contender:
@@ -98,11 +103,7 @@ def _stock_early_exit(setting: Setting) -> Contender:
 
 
 def _stock_prompt_lookup(setting: Setting) -> Contender:
-    model = setting.target.model
-    longest = getattr(model.generation_config, "max_matching_ngram_size", None)
-    ngrams = f"n-grams of up to {longest}" if longest else "n-grams as by default"
-    description = f"generate(prompt_lookup_num_tokens={LOOKUP_TOKENS}), {ngrams}"
-    return StockGeneration(model, setting.eos_token_ids, description, {"prompt_lookup_num_tokens": LOOKUP_TOKENS})
+    return stock_prompt_lookup(setting.target.model, setting.eos_token_ids)
 
 
 def _stock_static(setting: Setting) -> Contender:
@@ -130,11 +131,10 @@ CONTENDERS: dict[str, Factory] = {
     "hf-static": _stock_static,
 }
 
-_ASSISTED = "transformers does not support it: its assisted generation decodes one sequence at a time"
 _BIT_EXACT = "bit-exact mode decodes one sequence at a time"
 ONE_TEXT_ONLY: Mapping[str, str] = {
-    "hf-early-exit": _ASSISTED,
-    "hf-prompt-lookup": _ASSISTED,
+    "hf-early-exit": ONE_SEQUENCE,
+    "hf-prompt-lookup": ONE_SEQUENCE,
     **{f"{who}-bitwise": _BIT_EXACT for who in ALWAYS},
 }
 """Contenders that cannot decode batches, with the reasons."""

@@ -13,7 +13,7 @@ from decoding.drafts import PlainDecoding
 from decoding.profile import DraftProfile
 from tuner.bench.contenders import CONTENDERS, PROFILE, Setting
 from tuner.bench.memory import MemoryOrder, PeakMemory, gauge_for
-from tuner.bench.own_decoding import profile_by
+from tuner.bench.modes import profile_by
 from tuner.inputs.models import Loaded, eos_token_ids, load
 from tuner.measuring.clock import WallClock
 from tuner.measuring.recording import Recorder

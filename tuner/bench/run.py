@@ -17,14 +17,14 @@ from tuner.bench.accounting import Account, longest_draft, take_account
 from tuner.bench.collecting import SampleCollector
 from tuner.bench.config import BenchConfig
 from tuner.bench.contenders import ALWAYS, PLAIN, Setting, enter
-from tuner.bench.contest import Contest, Prompts
 from tuner.bench.memory import measure_memory
-from tuner.bench.own_decoding import profile_by
+from tuner.bench.modes import profile_by
 from tuner.bench.report import TABLE_WIDTH, bench_json, bench_picture, bench_table
 from tuner.bench.result import BenchResult, Entry, comparable, mean_context, units_of
 from tuner.bench.roofline import Roofline, measure_bandwidth, reading
 from tuner.bench.sample import TextSample
 from tuner.bench.task import BenchTask, prepare_bench, token_ids
+from tuner.contest.contest import Contest, Prompts
 from tuner.measuring.clock import WallClock
 from tuner.measuring.cost_table import measure_cost_table
 from tuner.measuring.recording import TimedBatch

@@ -13,9 +13,9 @@ from decoding.profile import DatasetFacts, DraftProfile
 from decoding.target import Target
 from tuner.bench.config import BenchConfig
 from tuner.bench.contenders import check_names, default_names, side_by_side
-from tuner.bench.contest import Prompts
 from tuner.bench.long_prompts import at_length
-from tuner.bench.own_decoding import profile_by
+from tuner.bench.modes import profile_by
+from tuner.contest.contest import Prompts
 from tuner.errors import ConfigError
 from tuner.inputs.encoding import PromptEncoder
 from tuner.inputs.models import Loaded, eos_token_ids, load, resolve_device

@@ -89,7 +89,7 @@ def search(
     if interrupted is not None:  # said when the bar is gone: it would draw over the message
         _print_interrupted(interrupted)
         raise KeyboardInterrupt
-    results.print(results_table(found.rows))
+    results.print(results_table(found.rows, found.comparison))
     _print_conclusion(results, found, config)
     if register is not None:
         _register(results, register, found, config)
@@ -172,6 +172,8 @@ def _print_conclusion(console: Console, found: SearchResult, config: SearchConfi
         print_facts(console, search=f"{name}: {reason}")
     for cut in found.cuts:
         print_facts(console, cut=cut)
+    if found.no_comparison is not None and config.stock:
+        print_facts(console, generate=f"not compared with transformers' generate: {found.no_comparison}")
     for sign in () if found.noise is None else found.noise.signs:
         print_facts(console, noisy=f"{sign}; rates may be off")
     cost = found.cost

@@ -5,6 +5,7 @@ Imports torch and optuna only when they are needed.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -47,10 +48,13 @@ def print_results(shown: RenderableType, out: Path | None, *, width: int = RESUL
 
 
 def use_threads(threads: int | None) -> None:
-    """Set the number of CPU threads of torch, unless it is None."""
+    """Set the number of CPU threads of torch, unless it is None; say so if the machine has fewer cores."""
     if threads is not None:
         import torch
 
+        cores = os.cpu_count() or threads
+        if threads > cores:
+            click.echo(f"sdtune: --threads {threads}, but there are {cores} cores: give {cores} or fewer", err=True)
         torch.set_num_threads(threads)
 
 

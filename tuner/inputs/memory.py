@@ -99,7 +99,7 @@ def explained_shortage(what: str, remedy: str) -> Iterator[None]:
     """Turn running out of memory into a `MemoryShortageError` of one line: `what` was being done, and its `remedy`."""
     try:
         yield
-    except RuntimeError as cause:
+    except (RuntimeError, MemoryError) as cause:
         if not is_out_of_memory(cause):
             raise
         raise MemoryShortageError(f"out of memory while {what}: {remedy} ({first_line(cause)})") from None

@@ -150,7 +150,7 @@ class Bench:
         Differences between the candidates are then differences on the same prompts at nearly the same time. `on_sample` receives
         every sample as soon as its prompt was decoded by all, and may raise to stop.
         """
-        contestants = [_Contestant(candidate.draft, self._decoder(candidate)) for candidate in candidates]
+        contestants = [_Contestant(candidate.draft, self.decoder(candidate)) for candidate in candidates]
         samples: list[list[PromptSample]] = [[] for _ in contestants]
 
         def keep(index: int, batches: Mapping[_Contestant, TimedBatch]) -> None:
@@ -180,7 +180,7 @@ class Bench:
         rule = candidate.draft_length
         if not isinstance(rule, CostAwareRule):
             return candidate
-        decoder = self._decoder(candidate.with_rule(rule.model_copy(update={"persistent": True})))
+        decoder = self.decoder(candidate.with_rule(rule.model_copy(update={"persistent": True})))
         if not self._clock.is_deterministic:
             self._refuse_far_too_slow(decoder.with_rule(decoder.rule), indices[0])  # with a controller of its own
         for index in indices:
@@ -191,10 +191,10 @@ class Bench:
 
     def write(self, candidate: Candidate, index: int) -> list[tuple[int, ...]]:
         """Return the candidate's greedy continuations of the prompts of batch `index`, untimed."""
-        written = self._decoder(candidate).generate_batch(self._greedy_requests(index))
+        written = self.decoder(candidate).generate_batch(self._greedy_requests(index))
         return [each.tokens for each in written.generations]
 
-    def _decoder(self, candidate: Candidate) -> Decoder:
+    def decoder(self, candidate: Candidate) -> Decoder:
         """Return a decoder of the candidate, with a fresh controller, prepared for all prompts."""
         decoder = self._decoders.get(candidate.draft, candidate.draft_length)
         self._prepare(self._plain.decoder)  # first, as it makes the memory, in which the costs are measured too
@@ -284,6 +284,7 @@ class Bench:
             category=self.baseline.category(index),
             identical=identical,
             tie=not identical and texts.identical + texts.ties == texts.count,
+            float32_tie=0 < texts.float32_ties == texts.count - texts.identical - texts.ties,
             batch=texts if self.batch_size > 1 else None,
         )
 
@@ -300,6 +301,7 @@ class Bench:
             count=len(comparisons),
             identical=sum(each.identical for each in comparisons),
             ties=sum(each.tie for each in comparisons),
+            float32_ties=sum(each.float32_tie for each in comparisons),
         )
 
     def _requests(self, index: int) -> list[Request]:

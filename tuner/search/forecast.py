@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+
 from studies.costs.plan import plan_passes
 from tuner.config import SearchConfig
 from tuner.heads.distill import MOST_EVALUATED, num_training_prompts
@@ -53,7 +55,7 @@ def forecast(task: Task) -> Forecast:
     prompts = [prompt.token_ids for prompt in task.prompts.tuning]
     pulse = measure_pulse(task.target, prompts, max_new_tokens=config.max_new_tokens, num_sequences=config.batch_size)
     rate = PlainRate(pulse.prefill_seconds, pulse.token_seconds, config.max_new_tokens)
-    sizes = Sizes.of(config)
+    sizes = Sizes.of(config, may_have_ties=task.target.dtype != torch.float32)
     return Forecast(sizes, rate, preparing_seconds(task, pulse), _distillation(task, pulse))
 
 

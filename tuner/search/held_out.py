@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from studies.measurement import Measurement, geometric_means
+from tuner.review.document import StockComparison
 from tuner.tables import facts_grid, spaced
 
 NOTHING = "nothing beats plain decoding with 95 % confidence"
@@ -27,16 +28,26 @@ class ResultRow:
     measurement: Measurement | None
 
 
-def results_table(rows: Sequence[ResultRow]) -> RenderableType:
-    """Return the settings side by side, on held-out prompts, each paired with plain decoding; a legend describes them."""
+def results_table(rows: Sequence[ResultRow], comparison: StockComparison | None = None) -> RenderableType:
+    """Return the settings side by side, on held-out prompts, each paired with plain decoding; a legend describes them.
+
+    `comparison` adds stock generation.
+    """
     parts: list[RenderableType] = [_decode_table(rows)]
     if all(row.measurement is None or row.measurement.end_to_end is not None for row in rows):
         parts.append(_end_to_end_table(rows))
     if categories := _categories(rows):
         parts.append(_category_table(rows, categories))
+    if comparison is not None:
+        parts.append(_stock_table(comparison))
     legend = facts_grid()
     for row in rows:
         legend.add_row(row.label, spaced(row.description))
+    if comparison is not None:
+        for name, each in comparison.contenders.items():
+            legend.add_row(name, "the winner" if name == "profile" else each.description)
+        for name, reason in comparison.left_out.items():
+            legend.add_row(name, f"left out: {reason}")
     for term, meaning in _verdicts(rows, categories):
         legend.add_row(term, meaning)
     return Group(*parts, legend)
@@ -68,6 +79,26 @@ def _decode_table(rows: Sequence[ResultRow]) -> Table:
             table.add_row(Text(row.label), "1.00", _mean(rates), "", "1.00", "")
         else:
             table.add_row(Text(row.label), *_decode_figures(row.measurement))
+    return table
+
+
+def _stock_table(comparison: StockComparison) -> Table:
+    """Return a row for each way of generating that transformers offers, and for the profile in turns with them."""
+    table = _table(
+        f"transformers' own generation, all in turns on {comparison.num_prompts} of these prompts",
+        ("speed-up", "tok/s", "end to end", "profile\nover it", "identical"),
+    )
+    table.add_row(Text("plain decoding"), "1.00", f"{comparison.plain_tokens_per_second.value:.1f}", "1.00", "", "")
+    for name, each in comparison.contenders.items():
+        ties = f" + {each.ties} ties" if each.ties else ""
+        table.add_row(
+            Text(name),
+            f"{each.over_plain}",
+            f"{each.tokens_per_second.value:.1f}",
+            f"{each.end_to_end_over_plain}",
+            "" if name == "profile" else f"{each.profile_over_it}",
+            f"{each.identical}/{each.texts}{ties}",
+        )
     return table
 
 

@@ -23,6 +23,7 @@ from decoding.profile import (
     ProfileOrigin,
     Rates,
     SearchCost,
+    StockFigures,
     TargetIdentity,
 )
 from decoding.target import Target
@@ -38,6 +39,7 @@ from tuner.search.decision import Confirmed, objection
 from tuner.search.held_out import ResultRow
 from tuner.search.race import Finalist
 from tuner.search.report import trials_csv
+from tuner.search.stock import PROFILE, StockOutcome
 from tuner.search.task import Task
 from tuner.stage_clock import Stage
 from tuner.tracking import Tracker
@@ -93,6 +95,7 @@ def conclude(
     winner: Finalist,
     confirmed: Sequence[Confirmed],
     held_out: Bench,
+    stock: StockOutcome,
     ended: Mapping[str, str],
     cost: SearchEffort,
     run_id: str,
@@ -112,7 +115,7 @@ def conclude(
         draft=_placed(task, trial.candidate.draft, task.config.out) if wins else PlainDecoding(),
         draft_length=trial.candidate.draft_length if wins else Fixed(),
         decoding=task.decoding,
-        measured=_measured(task, measurement, interval, held_out, cost) if wins else None,
+        measured=_measured(task, measurement, interval, held_out, stock.comparison, cost) if wins else None,
         provenance=ProfileOrigin(
             created=datetime.now(UTC).isoformat(timespec="seconds"),
             study=trial.study,
@@ -123,7 +126,17 @@ def conclude(
     )
     rows = [ResultRow(label="plain decoding", description="the whole model, token by token", measurement=None)]
     rows += [_row(each) for each in confirmed]
-    return SearchResult(profile, trial, measurement, tuple(rows), dict(ended), cost, refused)
+    return SearchResult(
+        profile,
+        trial,
+        measurement,
+        tuple(rows),
+        dict(ended),
+        cost,
+        refused,
+        comparison=stock.comparison,
+        no_comparison=stock.reason,
+    )
 
 
 def _row(confirmed: Confirmed) -> ResultRow:
@@ -138,12 +151,20 @@ def _placed(task: Task, draft: Draft, profile: Path) -> Draft:
     return task.head_folder.copy_beside(draft, profile)
 
 
-def _measured(task: Task, measurement: Measurement, interval: Interval, bench: Bench, cost: SearchEffort) -> Measured:
+def _measured(
+    task: Task,
+    measurement: Measurement,
+    interval: Interval,
+    bench: Bench,
+    comparison: StockComparison | None,
+    cost: SearchEffort,
+) -> Measured:
     return Measured(
         speedup=interval,
         tokens_per_second=Rates(draft=measurement.draft_tokens_per_second, plain=measurement.plain_tokens_per_second),
         end_to_end=_end_to_end(measurement),
         categories=_categories(measurement),
+        stock=_stock(comparison),
         draft_acceptance_rate=measurement.draft_acceptance_rate,
         mean_acceptance_length=measurement.mean_acceptance_length,
         tokens_per_round=measurement.tokens_per_round,
@@ -193,6 +214,17 @@ def _categories(measurement: Measurement) -> dict[str, CategoryFigures]:
     }
 
 
+def _stock(comparison: StockComparison | None) -> dict[str, StockFigures]:
+    """Return the profile's speed over stock generation's."""
+    if comparison is None:
+        return {}
+    return {
+        name: StockFigures(prompts=comparison.num_prompts, profile_over_it=each.profile_over_it)
+        for name, each in comparison.contenders.items()
+        if name != PROFILE
+    }
+
+
 def target_identity(loaded: Loaded, target: Target) -> TargetIdentity:
     """Return the identity of a loaded model, as a profile holds it."""
     model = fingerprint(loaded.model)
@@ -225,6 +257,18 @@ def save_best_so_far(task: Task, records: Iterable[TrialRecord]) -> tuple[TrialR
     return best, out
 
 
+def _stock_metrics(comparison: StockComparison | None) -> dict[str, float]:
+    """Return the rates of stock generation, and the profile's speed over them."""
+    if comparison is None:
+        return {}
+    figures = {}
+    for name, each in comparison.contenders.items():
+        if name != PROFILE:
+            figures[f"stock/{name}_tokens_per_second"] = each.tokens_per_second.value
+            figures[f"stock/profile_over_{name}"] = each.profile_over_it.value
+    return figures
+
+
 def track_result(tracker: Tracker, result: SearchResult, records: Sequence[TrialRecord], task: Task) -> None:
     """Log the figures of plain decoding and the winner, the profile and the table of trials."""
     figures = {
@@ -232,6 +276,7 @@ def track_result(tracker: Tracker, result: SearchResult, records: Sequence[Trial
         "distillation_seconds": result.cost.distillation_seconds,
         "trials": float(result.cost.num_trials),
         **measured_metrics(result.confirmed),  # by the names of the trials' figures, for one chart
+        **_stock_metrics(result.comparison),
     }
     best = result.winner.candidate
     tags = {

@@ -12,6 +12,7 @@ from tempfile import TemporaryDirectory
 
 from decoding.losslessness import compare
 from studies.contract import Candidate, TrialRecord
+from studies.measurement import Measurement
 from tuner.measuring.paired import Bench
 from tuner.results import Provenance
 from tuner.review.document import ConfirmedCandidate, Raced, SearchReview, TextPair, described, trial_name
@@ -21,20 +22,25 @@ from tuner.review.tables import held_out_csv, race_csv
 from tuner.search.outcome import SearchResult
 from tuner.search.report import skipped_layers_picture, speedup_picture
 from tuner.search.task import Task, token_ids
+from tuner.search.time_plan import NUM_TEXTS
 from tuner.tracking import Tracker
 
-NUM_TEXTS = 3
-"""Held-out prompts, or batches, whose texts are kept for a reader."""
 MOST_PROMPT = 4000
 """Characters of a prompt that a reader sees, from its end."""
 
 
-def written_texts(task: Task, candidate: Candidate, held_out: Bench) -> tuple[TextPair, ...]:
-    """Return a few held-out prompts with their greedy continuations, plain and by `candidate`, decoded once more for it."""
+def written_texts(task: Task, candidate: Candidate, confirmed: Measurement, held_out: Bench) -> tuple[TextPair, ...]:
+    """Return a few held-out prompts with their greedy continuations, plain and by `candidate`.
+
+    Texts that `confirmed` found to be plain decoding's, token for token, are known; others are decoded once more.
+    """
     pairs = []
     decode = task.loaded.tokenizer.decode
-    for index in held_out.indices[:NUM_TEXTS]:
-        for row, tokens in zip(held_out.baseline.members(index), held_out.write(candidate, index), strict=True):
+    known = {sample.prompt for sample in confirmed.samples if sample.identical}
+    for index in held_out.indices[: -(-NUM_TEXTS // held_out.batch_size)]:
+        rows = held_out.baseline.members(index)
+        plain_texts = [held_out.continuations[row] for row in rows]
+        for row, tokens in zip(rows, plain_texts if index in known else held_out.write(candidate, index), strict=True):
             prompt, plain = held_out.prompts[row], held_out.continuations[row]
             comparison = compare(task.target, prompt, plain, tokens)
             pairs.append(
@@ -76,8 +82,7 @@ def review_of(task: Task, result: SearchResult, records: Sequence[TrialRecord], 
         race=race,
         trials=tuple(records),
         comparison=result.comparison,
-        no_comparison=result.no_comparison
-        or "`sdtune bench`, then `sdtune report --bench bench/bench.json --track`, adds it",
+        no_comparison=result.no_comparison,
         texts=result.texts,
         noise=task.watch.noise(measured for measured in of_tuning_prompts if measured is not None),
         ended=dict(result.studies),

@@ -24,13 +24,14 @@ from tuner.leases.table import Lease
 from tuner.measuring.machine import wait_until_quiet
 from tuner.measuring.paired import Bench
 from tuner.progress import Progress
-from tuner.search.decision import Confirmed, confirm, race_best, to_confirm
+from tuner.search.decision import Confirmed, confirm, objection, race_best, to_confirm
 from tuner.search.forecast import forecast
 from tuner.search.missing_heads import provide_heads
 from tuner.search.outcome import SearchEffort, SearchResult, conclude, save_best_so_far, track_result
 from tuner.search.race import Finalist
 from tuner.search.reviewing import review_of, track_review, written_texts
 from tuner.search.steps import Steps, UnsavedSteps
+from tuner.search.stock import LATER, StockOutcome, compare_with_stock
 from tuner.search.storage import FAILURES, StudyStore, unusable
 from tuner.search.study_sequence import RUN_ID, StudySequence
 from tuner.search.task import Task, open_bench
@@ -131,16 +132,17 @@ def _searched(
             finalists = steps.run("race", race_them, list[Finalist])
         with _decoding("the held-out prompts", config):
             confirmed, held_out = _confirmed(task, finalists, records, keeper, progress, steps)
+            stock = _compared(task, finalists[0], confirmed, held_out, keeper, progress, steps)
     finally:
         studies.note_time()
     distilling = task.head_folder.distillation_seconds(heads, feature_head=task.feature_draft is not None)
     cost = SearchEffort(len(records), store.spent_seconds(config.study), distilling)
     with clock.stage(Stage.WRITING):
-        result = conclude(task, finalists[0], confirmed, held_out, studies.ended, cost, tracker.run_id)
+        result = conclude(task, finalists[0], confirmed, held_out, stock, studies.ended, cost, tracker.run_id)
         lease.check()  # before the profile of a search that stood still replaces that of its successor
         result.profile.save(config.out)
         track_result(tracker, result, records, task)
-        texts = written_texts(task, finalists[0].trial.candidate, held_out)
+        texts = written_texts(task, finalists[0].trial.candidate, result.confirmed, held_out)
         result = replace(
             result, race=tuple(finalists), candidates=tuple(confirmed), texts=texts, cuts=tuple(keeper.cuts)
         )
@@ -167,6 +169,31 @@ def _confirmed(
         confirm_them = partial(confirm, finalists, records, held_out, progress, pacer, least=least)
         confirmed = steps.run("confirmation", confirm_them, list[Confirmed])
     return confirmed, held_out
+
+
+def _compared(
+    task: Task,
+    winner: Finalist,
+    confirmed: Sequence[Confirmed],
+    held_out: Bench,
+    keeper: TimeKeeper,
+    progress: Progress,
+    steps: Steps,
+) -> StockOutcome:
+    """Return the comparison of the profile to come with stock generation, or why there is none."""
+    if not task.config.stock:
+        return StockOutcome(reason=f"declined by --no-stock; {LATER}")
+    measured = confirmed[0].measurement
+    candidate = winner.trial.candidate
+    drafts = objection(candidate, winner.measurement, measured) is None
+    count = keeper.num_stock(measured, len(held_out.indices))
+
+    def compare_them() -> StockOutcome:
+        profile = candidate if drafts else None
+        return compare_with_stock(task, profile, held_out, count, progress, keeper.stock_pace())
+
+    with task.budget.clock.stage(Stage.STOCK):
+        return steps.run("stock", compare_them, StockOutcome)
 
 
 def _stage_figures(clock: StageClock) -> dict[str, float]:

@@ -22,12 +22,12 @@ from tuner.config import SearchConfig
 from tuner.errors import ConfigError
 from tuner.heads.distill import num_spare
 from tuner.inputs.environment import device_name
-from tuner.inputs.memory import gigabytes
+from tuner.inputs.memory import explained_shortage, gigabytes
 from tuner.inputs.models import Loaded, eos_token_ids, load
 from tuner.inputs.prompts import Prompt, PromptSet, search_prompts
 from tuner.inputs.rows import open_rows
 from tuner.measuring.baseline import decode_baseline
-from tuner.measuring.clock import WallClock
+from tuner.measuring.clock import PriceList, WallClock
 from tuner.measuring.decoders import MOST_KEPT
 from tuner.measuring.machine import MachineWatch
 from tuner.measuring.paired import Bench
@@ -62,6 +62,8 @@ class Task:
     """Time of the search, counted from the start of the command."""
     watch: MachineWatch = field(default_factory=MachineWatch)
     """Signs that other work disturbs the search."""
+    prices: PriceList | None = None
+    """What trials, race and confirmation charge in place of real seconds, for checks of the search itself."""
 
     @property
     def decoding(self) -> Decoding:
@@ -105,7 +107,8 @@ def prepare(
     search counts from here unless a `budget` is given.
     """
     budget = budget or TimeBudget(config.timeout, StageClock())
-    with budget.clock.stage(Stage.LOADING):
+    remedy = "give a lower --max-prompt-tokens or --max-new-tokens, --dtype bfloat16, or a smaller model"
+    with budget.clock.stage(Stage.LOADING), explained_shortage("loading and checking the model", remedy):
         return _prepared(config, progress, loaded, target, budget)
 
 
@@ -263,7 +266,7 @@ def open_bench(task: Task, prompts: Sequence[Prompt], stage: str, progress: Prog
         decoding=task.decoding,
         heads=task.head_folder,
         seed=task.config.seed,
-        clock=WallClock(task.target.device),
+        clock=task.prices or WallClock(task.target.device),
         most_kept=max(
             MOST_KEPT, task.config.finalists + len(task.config.study)
         ),  # the finalists take turns in the race

@@ -21,11 +21,11 @@ from tuner.search.time_budget import Pace, Reserve, enough
 from tuner.search.time_plan import (
     END_SHARE,
     LEAST_HELD_OUT,
-    WRITING_SECONDS,
     EndPlan,
     least_end,
     plan_end,
     plan_lines,
+    stock_samples,
     trial_seconds,
 )
 from tuner.stage_clock import Stage, spoken
@@ -44,6 +44,7 @@ class TimeKeeper:
         self._unit = "prompts" if task.config.batch_size == 1 else "batches"
         self._plan = found.plan(self._budget.left)
         self._least, self._preparing = found.least, found.preparing
+        self._end = self._plan.end
         self.cuts: list[str] = []
         """What was done on fewer prompts than configured."""
 
@@ -81,19 +82,19 @@ class TimeKeeper:
     def plan_race(self, candidates: Sequence[TrialRecord], num_confirmed: int) -> EndPlan:
         """Return race and confirmation for the best trials, at their measured speed."""
         self._sizes = replace(self._sizes, confirmed=max(1, num_confirmed))
-        return plan_end(self._sizes, self._rate, self._budget.left, speed=_speed(candidates))
+        self._end = plan_end(self._sizes, self._rate, self._budget.left, speed=_speed(candidates))
+        return self._end
 
     def race_pace(self, end: EndPlan) -> Callable[[], bool]:
         """Return the question asked before each lap of the race: it leaves time for the held-out prompts of `end`."""
-        return Pace(lambda: self._budget.left - end.held_out_seconds - WRITING_SECONDS)
+        return Pace(lambda: self._budget.left - end.after_race)
 
     def held_out_prompts(self, finalists: Sequence[Finalist], num_confirmed: int) -> Sequence[Prompt]:
         """Return as many held-out prompts as can be decoded and confirmed in the time left, at least a few."""
         sizes = replace(self._sizes, confirmed=num_confirmed, finalists=0)
         speed = _speed_of([each.measurement for each in finalists[:num_confirmed]])
-        count = self._sizes.held_out
-        if not math.isinf(self._budget.left):
-            count = plan_end(sizes, self._rate, self._budget.left, speed=speed).held_out
+        self._end = plan_end(sizes, self._rate, self._budget.left, speed=speed)
+        count = self._end.held_out
         self._note_cut("confirmed", count, self._sizes.held_out, "held-out")
         return self._first(self._task.prompts.held_out, count, self._sizes.held_out)
 
@@ -103,13 +104,22 @@ class TimeKeeper:
 
     def confirmation_pacer(self, num_left: int) -> Callable[[], bool] | None:
         """Return the pace of a candidate's confirmation, or None if no time is left: each gets an equal share of what is left."""
-        left = self._budget.left - WRITING_SECONDS
+        left = self._budget.left - self._end.after_confirmation
         if math.isinf(left):
             return Pace(lambda: math.inf)
         if left < self._least_measured:
             return None
         until = left - left / num_left
-        return Pace(lambda: self._budget.left - WRITING_SECONDS - until)
+        return Pace(lambda: self._budget.left - self._end.after_confirmation - until)
+
+    def num_stock(self, winner: Measurement, num_held_out: int) -> int:
+        """Return the number of held-out prompts, or batches, on which stock generation can be compared in the time left."""
+        sizes, left = replace(self._sizes, stock=min(self._sizes.stock, num_held_out)), self._budget.left
+        return stock_samples(sizes, self._rate, left - self._end.writing_seconds, speed=_speed_of([winner]))
+
+    def stock_pace(self) -> Callable[[], bool]:
+        """Return the question asked before each of these prompts: it leaves time for the results."""
+        return Pace(lambda: self._budget.left - self._end.writing_seconds)
 
     @property
     def least_held_out(self) -> int:

@@ -1,8 +1,8 @@
 """Seconds of a search by stage, planned from the measured rate of plain decoding (our formulation).
 
 Race and confirmation come last and decide, so their time is set aside before the first trial. What does not fit is cut in this
-order: passes of the race beyond the first, prompts of the race and held-out prompts, finalists. Candidates are planned to be as
-slow as plain decoding, as most are before the search knows better.
+order: passes of the race beyond the first, prompts of the comparison with stock generation or all of it, prompts of the race and
+held-out prompts, finalists. Candidates are planned to be as slow as plain decoding, as most are before the search knows better.
 """
 
 from __future__ import annotations
@@ -26,7 +26,17 @@ LEAST_HELD_OUT = 6
 """Held-out prompts, or batches, on which a speed-up is confirmed at least: with fewer an interval says little."""
 LEAST_FINALISTS = 2
 WRITING_SECONDS = 6.0
-"""Seconds for the profile, pictures and tracking at the end of a search."""
+"""Seconds for the profile, pictures, report and tracking at the end of a search."""
+NUM_TEXTS = 3
+"""Held-out prompts on the page of texts. The winner continues those once more whose text differs from plain decoding's."""
+MOST_STOCK = 6
+"""Held-out prompts, or batches, on which stock generation is compared at most."""
+LEAST_STOCK = 3
+"""And at least: on two an interval says nothing."""
+STOCK_SHARE = 0.25
+"""Share of the comparison with stock generation in the time for the end of a search, where not all of that fits."""
+STOCK_SPEED = 0.5
+"""Expected speed of stock generation over our own plain decoding: on small models it has 0.4 to 1 of it."""
 TRIAL_MARGIN = 1.2
 """Expected seconds of a trial over those of its decoding: warm-up of rules, preparation, choosing."""
 
@@ -68,10 +78,14 @@ class Sizes:
     confirmed: int
     """Candidates that are measured on the held-out prompts, about."""
     most_trials: int
+    stock: int = 0
+    """Samples on which stock generation is compared."""
+    texts: int = 0
+    """Samples that are decoded again for the page of texts: those in low precision, as texts with ties are not known."""
 
     @classmethod
-    def of(cls, config: SearchConfig) -> Sizes:
-        """Return the sizes of a configured search."""
+    def of(cls, config: SearchConfig, *, may_have_ties: bool = False) -> Sizes:
+        """Return the sizes of a configured search, in low precision or not (`may_have_ties`)."""
         size = config.batch_size
         tuning, per_trial = config.tuning_prompts // size, config.samples_per_trial
         most = [config.study_settings(name).max_trials for name in config.study]
@@ -83,6 +97,8 @@ class Sizes:
             finalists=config.finalists,
             confirmed=len(config.study),
             most_trials=sum(min(each, config.trials or each) for each in most),
+            stock=min(MOST_STOCK, config.held_out_prompts // size) if config.stock else 0,
+            texts=-(-NUM_TEXTS // size) if may_have_ties else 0,
         )
 
 
@@ -97,11 +113,26 @@ class EndPlan:
     race_seconds: float
     held_out_seconds: float
     """Seconds of the held-out prompts: their plain decoding and the confirmation."""
+    stock: int
+    """Samples on which stock generation is compared; 0 for no comparison."""
+    stock_seconds: float
+    writing_seconds: float
+    """Seconds of the results: profile, page of texts, report, tracking."""
+
+    @property
+    def after_race(self) -> float:
+        """Seconds to set aside for what follows the race."""
+        return self.held_out_seconds + self.after_confirmation
+
+    @property
+    def after_confirmation(self) -> float:
+        """Seconds to set aside for what follows the confirmation."""
+        return self.stock_seconds + self.writing_seconds
 
     @property
     def seconds(self) -> float:
-        """Seconds to set aside, results included."""
-        return self.race_seconds + self.held_out_seconds + WRITING_SECONDS
+        """Seconds to set aside."""
+        return self.race_seconds + self.after_race
 
 
 def plan_end(sizes: Sizes, rate: PlainRate, seconds: float, *, speed: float = 1.0) -> EndPlan:
@@ -111,11 +142,13 @@ def plan_end(sizes: Sizes, rate: PlainRate, seconds: float, *, speed: float = 1.
     of the race, with fewer finalists where they would have too few prompts to be judged on.
     """
     raced = max(sizes.tuning - sizes.per_trial, min(sizes.tuning, FEWEST_SAMPLES))
-    whole = _end(rate, sizes.finalists, raced, sizes.confirmed, sizes.held_out, speed)
-    if whole.seconds <= seconds:
-        return whole
+    for stock in (sizes.stock, stock_samples(sizes, rate, STOCK_SHARE * seconds, speed=speed)):
+        whole = _end(replace(sizes, stock=stock), rate, sizes.finalists, raced, sizes.held_out, speed)
+        if whole.seconds <= seconds:
+            return whole
     least = least_end(sizes, rate, speed=speed)
-    spare = seconds - WRITING_SECONDS
+    sizes = replace(sizes, stock=whole.stock if least.seconds + whole.stock_seconds <= seconds else 0)
+    spare = seconds - stock_seconds(rate, sizes.stock, speed=speed) - least.writing_seconds
     for_held_out = spare - max(least.race_seconds, min(whole.race_seconds, RACE_SHARE * spare))
     held_out = _most(sizes.held_out, lambda n: _held_out_seconds(rate, sizes.confirmed, n, speed) <= for_held_out)
     held_out = max(held_out, least.held_out)
@@ -123,19 +156,28 @@ def plan_end(sizes: Sizes, rate: PlainRate, seconds: float, *, speed: float = 1.
     finalists = _most(sizes.finalists, lambda n: _race_seconds(rate, n, min(raced, FEWEST_TO_JUDGE), speed) <= for_race)
     finalists = max(finalists, least.finalists)
     prompts = _most(raced, lambda n: _race_seconds(rate, finalists, n, speed) <= for_race)
-    return _end(rate, finalists, max(prompts, least.raced), sizes.confirmed, held_out, speed)
+    return _end(sizes, rate, finalists, max(prompts, least.raced), held_out, speed)
+
+
+def stock_samples(sizes: Sizes, rate: PlainRate, seconds: float, *, speed: float = 1.0) -> int:
+    """Return the number of samples on which stock generation can be compared in `seconds`; 0 if they are too few."""
+    count = _most(sizes.stock, lambda n: stock_seconds(rate, n, speed=speed) <= seconds)
+    return count if count >= min(sizes.stock, LEAST_STOCK) else 0
+
+
+def stock_seconds(rate: PlainRate, num_samples: int, *, speed: float = 1.0) -> float:
+    """Return the seconds of plain decoding, the winner, `generate` and its prompt lookup on `num_samples` samples."""
+    if num_samples == 0:
+        return 0.0
+    each = 1 + 1 / speed + 2 / STOCK_SPEED
+    return each * (num_samples * rate.sample + rate.prefill_seconds + WARM_UP_TOKENS * rate.token_seconds)
 
 
 def least_end(sizes: Sizes, rate: PlainRate, *, speed: float = 1.0) -> EndPlan:
     """Return the least race and confirmation: one lap of two finalists, and the winner on the fewest held-out samples."""
-    return _end(
-        rate,
-        min(sizes.finalists, LEAST_FINALISTS),
-        min(LAP, sizes.tuning),
-        1,
-        min(sizes.held_out, LEAST_HELD_OUT),
-        speed,
-    )
+    least = replace(sizes, confirmed=1, stock=0)
+    finalists, held_out = min(sizes.finalists, LEAST_FINALISTS), min(sizes.held_out, LEAST_HELD_OUT)
+    return _end(least, rate, finalists, min(LAP, sizes.tuning), held_out, speed)
 
 
 @dataclass(frozen=True)
@@ -182,7 +224,8 @@ def plan_search(sizes: Sizes, rate: PlainRate, left: float, preparing: float) ->
         Stage.TRIALS: num_trials * each,
         Stage.RACE: end.race_seconds,
         Stage.CONFIRMATION: end.held_out_seconds - end.held_out * rate.sample,
-        Stage.WRITING: WRITING_SECONDS,
+        Stage.STOCK: end.stock_seconds,
+        Stage.WRITING: end.writing_seconds,
     }
     return TimePlan(tuning, num_trials, stages, end, each)
 
@@ -195,16 +238,25 @@ def plan_lines(plan: TimePlan, sizes: Sizes, *, unit: str = "prompts") -> Iterat
         Stage.TRIALS: f"about {plan.num_trials}, {spoken(plan.trial_seconds)} each",
         Stage.RACE: f"{plan.end.finalists} finalists on {plan.end.raced} {unit}",
         Stage.CONFIRMATION: f"on {plan.end.held_out} of {sizes.held_out} held-out {unit}",
+        Stage.STOCK: f"on {plan.end.stock} of {sizes.stock} of these {unit}" if sizes.stock else "declined",
+        Stage.WRITING: "profile, texts, report",
     }
     for stage, seconds in plan.seconds.items():
         note = f"   {notes[stage]}" if stage in notes else ""
         yield f"{stage:<22}{spoken(seconds):>9}{note}"
 
 
-def _end(rate: PlainRate, finalists: int, raced: int, confirmed: int, held_out: int, speed: float) -> EndPlan:
-    race_seconds = _race_seconds(rate, finalists, raced, speed)
+def _end(sizes: Sizes, rate: PlainRate, finalists: int, raced: int, held_out: int, speed: float) -> EndPlan:
     return EndPlan(
-        finalists, raced, confirmed, held_out, race_seconds, _held_out_seconds(rate, confirmed, held_out, speed)
+        finalists=finalists,
+        raced=raced,
+        confirmed=sizes.confirmed,
+        held_out=held_out,
+        race_seconds=_race_seconds(rate, finalists, raced, speed),
+        held_out_seconds=_held_out_seconds(rate, sizes.confirmed, held_out, speed),
+        stock=sizes.stock,
+        stock_seconds=stock_seconds(rate, sizes.stock, speed=speed),
+        writing_seconds=WRITING_SECONDS + sizes.texts * rate.sample / speed,
     )
 
 

@@ -25,6 +25,8 @@ NUM_WARM_UP = 3
 They are the first ones that the trial measures, so the trial's speed-up is slightly optimistic. Trials only choose finalists: race
 and confirmation measure on prompts that no rule was warmed up on."""
 
+FLOAT32_TIE = "at two tokens whose logits are equal within the rounding of float32: --exact bitwise removes such ties"
+
 OnRecord = Callable[[TrialRecord], None]
 
 
@@ -185,10 +187,11 @@ def _repeated(trial: optuna.Trial, candidate: Candidate, earlier: Sequence[Trial
 
 
 def _wrong_output(sample: PromptSample) -> str:
+    tie = f" {FLOAT32_TIE}" if sample.float32_tie else ""
     if (batch := sample.batch) is None:
-        return f"the output for tuning prompt {sample.prompt} differs from plain decoding"
+        return f"the output for tuning prompt {sample.prompt} differs from plain decoding{tie}"
     wrong = batch.count - batch.identical - batch.ties
-    return f"{wrong} of {batch.count} outputs for tuning batch {sample.prompt} differ from plain decoding"
+    return f"{wrong} of {batch.count} outputs for tuning batch {sample.prompt} differ from plain decoding{tie}"
 
 
 def describe_failure(failure: Exception) -> str:

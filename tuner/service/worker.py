@@ -154,7 +154,7 @@ def run_job(job: str, config: Mapping[str, Any], settings: WorkerSettings, jobs:
         files=list(found.profile.draft.files),
         claims_speedup=found.profile.measured is not None,
         rows=[_row(row) for row in found.rows],
-        report=_report(found.rows),
+        report=_report(found.rows, found.comparison),
         mlflow_run=found.profile.provenance.mlflow_run_id,
     )
 
@@ -167,7 +167,7 @@ def _row(row: Any) -> TableRow:
     return TableRow(label=row.label, description=row.description, speedup=interval.value, low=low, high=high)
 
 
-def _report(rows: Any) -> str:
+def _report(rows: Any, comparison: Any) -> str:
     import io
 
     from rich.console import Console
@@ -175,5 +175,5 @@ def _report(rows: Any) -> str:
     from tuner.search.held_out import results_table
 
     text = io.StringIO()
-    Console(width=110, color_system=None, file=text).print(results_table(rows))
+    Console(width=110, color_system=None, file=text).print(results_table(rows, comparison))
     return "\n".join(line.rstrip() for line in text.getvalue().splitlines()) + "\n"

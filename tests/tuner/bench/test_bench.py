@@ -29,15 +29,16 @@ from tests.support.tiny import save_tiny_checkpoint, write_tiny_prompts
 from tuner.bench.accounting import Account
 from tuner.bench.categories import category_mean, verdict
 from tuner.bench.contenders import CONTENDERS, default_names
-from tuner.bench.contest import Prompts
 from tuner.bench.memory import CLEAR_REFS, MemoryOrder, PeakMemory, gauge_for
 from tuner.bench.memory_worker import measure
-from tuner.bench.own_decoding import MODES, OwnDecoding
+from tuner.bench.modes import MODES
 from tuner.bench.report import bench_json, bench_picture, bench_table
 from tuner.bench.result import BenchResult, Entry, Phase, comparable, mean_context
 from tuner.bench.roofline import Bandwidth, Reading, Roofline
 from tuner.bench.sample import TextSample
 from tuner.cli.main import main
+from tuner.contest.contest import Prompts
+from tuner.contest.own_decoding import OwnDecoding
 from tuner.errors import DatasetError
 from tuner.inputs.prompts import load_prompts
 from tuner.measuring.recording import Recorder, TimedBatch

@@ -123,6 +123,7 @@ def test_time_without_a_limit_is_given_in_tokens() -> None:
     [
         torch.OutOfMemoryError("CUDA out of memory. Tried\nto allocate"),
         RuntimeError("DefaultCPUAllocator: can't allocate memory"),
+        MemoryError(),
     ],
 )
 def test_running_out_of_memory_is_one_line_with_a_remedy(failure: Exception) -> None:

@@ -56,9 +56,11 @@ def test_from_the_command_to_a_profile_that_generate_loads_and_everything_in_mlf
     run_search: SearchCommand, workplace: Path, checkpoint: Path
 ) -> None:
     """One search for all: what it prints, its profile in use, and what it leaves behind."""
-    result = run_search(register="of-searches")
+    result = run_search("--stock", register="of-searches")
     assert result.exit_code == 0, result.output
     for word in (
+        "transformers' own generation, all in turns on 4 of these prompts",
+        "hf-prompt-lookup",
         "models:/of-searches@champion, version 1",
         "plain decoding",
         "conf_layers",
@@ -75,6 +77,7 @@ def test_from_the_command_to_a_profile_that_generate_loads_and_everything_in_mlf
     assert profile.measured.speedup.value == pytest.approx(3.0)
     assert profile.measured.exact.identical == profile.measured.exact.prompts == 4
     assert profile.measured.dataset.held_out_prompts == 4
+    assert {name: each.prompts for name, each in profile.measured.stock.items()} == {"hf": 4, "hf-prompt-lookup": 4}
 
     model = AutoModelForCausalLM.from_pretrained(checkpoint)
     inputs = AutoTokenizer.from_pretrained(checkpoint)("w1 w2 w3", return_tensors="pt", return_token_type_ids=False)
@@ -85,6 +88,7 @@ def test_from_the_command_to_a_profile_that_generate_loads_and_everything_in_mlf
     shown = CliRunner().invoke(main, ["show", "profile.yaml"])
     assert shown.exit_code == 0
     assert "3.00x, 95 % interval 3.00 to 3.00" in shown.stdout
+    assert "over hf" in shown.stdout
     _check_mlflow(workplace)
 
 
@@ -99,7 +103,8 @@ def _check_mlflow(workplace: Path) -> None:
     steps = [each.step for each in client.get_metric_history(parent.info.run_id, "best_speedup")]
     assert steps == sorted(set(steps))
     assert len(steps) > 1
-    assert parent.data.tags["mlflow.note.content"].startswith("## Ship: decoding is 3.00 [3.00, 3.00] times")
+    assert "| hf-prompt-lookup |" in parent.data.tags["mlflow.note.content"]
+    assert {"stock/hf_tokens_per_second", "stock/profile_over_hf-prompt-lookup"} <= set(parent.data.metrics)
     assert [run.info.run_id for run in nested if "sdtune.winner" in run.data.tags] == [
         parent.data.tags["sdtune.winner"]
     ]
@@ -141,6 +146,10 @@ def _check_mlflow(workplace: Path) -> None:
     assert review.run_id == parent.info.run_id
     assert [text.identical for text in review.texts] == [True, True, True]
     assert review.texts[0].drafted == review.texts[0].plain
+    assert review.comparison is not None
+    assert {name: (each.texts, each.identical) for name, each in review.comparison.contenders.items()} == dict.fromkeys(
+        ("profile", "hf", "hf-prompt-lookup"), (4, 4)
+    )
     samples = list(csv.DictReader((folder / "held_out.csv").read_text().splitlines()))
     assert [sample["prompt"] for sample in samples if sample["trial"] == review.winner] == ["0", "1", "2", "3"]
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in folder.glob("*.png"))

@@ -82,8 +82,16 @@ def test_a_search_ends_in_time_and_says_what_it_cut(run_timed: RunTimed) -> None
     assert result.confirmed.num_prompts >= 6
     assert any("of 12 held-out prompts, to keep within --timeout" in cut for cut in result.cuts)
     assert told.lines[0].startswith("--timeout 60 s for everything (estimate): ")
-    assert [line.split("  ")[1] for line in told.lines[1:7]] == [
-        *("plain decoding", "surveys and choosing", "trials", "race", "confirmation", "writing and tracking")
+    assert [line.split("  ")[1] for line in told.lines[1:8]] == [
+        *(
+            "plain decoding",
+            "surveys and choosing",
+            "trials",
+            "race",
+            "confirmation",
+            "stock generation",
+            "writing and tracking",
+        )
     ]
     assert sum(result.stages.values()) == pytest.approx(simulated.now)
     assert result.stages[Stage.TRIALS] > 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import pytest
@@ -104,7 +105,7 @@ def test_a_faster_draft_leaves_time_for_more_prompts() -> None:
 
 def test_every_stage_is_a_line_of_the_plan() -> None:
     lines = list(plan_lines(plan_search(SIZES, REAL, 480, 20), SIZES))
-    assert len(lines) == 6
+    assert len(lines) == 7
     assert any("of 24 held-out prompts" in line for line in lines)
 
 
@@ -210,3 +211,18 @@ def test_a_confirmation_out_of_time_measures_fewer_prompts_but_enough() -> None:
     now.seconds = 28.0
     (only,) = confirm(finalists, trials, _bench(now, 1.0, 24), Unwatched(), share, least=6)
     assert len(only.measurement.samples) == 6, "the winner is always measured, on the least number of prompts"
+
+
+def test_stock_generation_is_planned_within_the_time() -> None:
+    with_stock = dataclasses.replace(SIZES, stock=6)
+    plans = {minutes: plan_search(with_stock, REAL, 60 * minutes, preparing=20) for minutes in (6, 8, 14, 20, 60)}
+    assert [plan.end.stock for plan in plans.values()] == [0, 0, 3, 5, 6]
+    for minutes, plan in plans.items():
+        assert plan.total <= 60 * minutes
+        assert plan.seconds[Stage.STOCK] == plan.end.stock_seconds
+        assert plan.end.held_out >= LEAST_HELD_OUT
+
+
+def test_texts_that_must_be_decoded_again_are_planned() -> None:
+    known, unknown = (least_end(dataclasses.replace(SIZES, texts=texts), REAL) for texts in (0, 3))
+    assert unknown.writing_seconds - known.writing_seconds == pytest.approx(3 * REAL.sample)

@@ -58,6 +58,18 @@ def run_checks(settings: HardeningEvaluation, progress: Progress) -> Report:
             )
         if settings.data_sets:
             tallies.append(fuzzing.damaged_data([DATA, CHAT], folder, settings.data_sets, settings.seed, progress))
+        if settings.kills:
+            from tuner.evaluation.hardening.kills import killed_searches
+
+            (folder / "kills").mkdir()
+            both, facts["kills"] = killed_searches(settings.kills, folder / "kills", settings.seed, progress)
+            tallies += both
+        if settings.locked_seconds:
+            from tuner.evaluation.hardening.faults import faulty_stores
+
+            (folder / "faults").mkdir()
+            tally, facts["said"] = faulty_stores(folder / "faults", settings.locked_seconds, progress)
+            tallies.append(tally)
     if settings.texts:
         tally, facts["ties"] = random_texts.compare_with_generate(settings.texts, settings.seed, progress)
         tallies.append(tally)

@@ -19,11 +19,11 @@ from decoding.profile import DraftProfile
 from decoding.target import Target
 from tuner.bench.collecting import SampleCollector
 from tuner.bench.contenders import PLAIN, Setting, enter
-from tuner.bench.contest import Contender, Contest, Prompts, reason_of
-from tuner.bench.own_decoding import OwnDecoding
 from tuner.bench.result import Entry, comparable
 from tuner.bench.task import CHOOSING_PROMPTS
 from tuner.config import SearchConfig
+from tuner.contest.contest import Contender, Contest, Prompts, reason_of
+from tuner.contest.own_decoding import OwnDecoding
 from tuner.errors import DatasetError
 from tuner.evaluation.suite.result import BenchFound, MeasuredContender
 from tuner.inputs.models import Loaded, eos_token_ids, load

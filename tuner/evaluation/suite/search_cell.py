@@ -63,9 +63,9 @@ class SearchCell:
         return CellSize(plain, seconds=limit or 0.0, is_limited=limit is not None)
 
     def config(self) -> SearchConfig:
-        """See `Cell.config`. Heads come from the cell of the model's heads."""
+        """See `Cell.config`. Heads come from the cell of the model's heads, and the contest compares with stock generation."""
         config = in_folder(self._settings(), self.folder, self.id.replace("/", "-"))
-        return config.model_copy(update={"distill": "never"})
+        return config.model_copy(update={"distill": "never", "stock": False})
 
     def found(self) -> SearchFound | None:
         """Return the result, or None if the search has none."""

@@ -12,7 +12,7 @@ from decoding.errors import UnsupportedRunnerError, one_line
 from decoding.runners.features import SpeedFeatures
 from decoding.target import Target
 from tuner.bench.contenders import PLAIN
-from tuner.bench.contest import Contender
+from tuner.contest.contest import Contender
 from tuner.evaluation.gpu.contract import Result
 from tuner.evaluation.gpu.shared import NEW_TOKENS, Shared
 from tuner.evaluation.gpu.side_by_side import SideBySide, own, plain_static, prompts_of, ratio_text

@@ -10,7 +10,7 @@ from decoding.decoder import Decoder
 from decoding.draft_length import Fixed
 from decoding.profile import Decoding
 from tuner.bench.contenders import PLAIN
-from tuner.bench.contest import Contender
+from tuner.contest.contest import Contender
 from tuner.evaluation.gpu.contract import Result
 from tuner.evaluation.gpu.shared import NEW_TOKENS, Shared
 from tuner.evaluation.gpu.side_by_side import SideBySide, own, plain_static, prompts_of, ratio_text

@@ -94,6 +94,7 @@ def search_config(shared: Shared, seconds: float) -> SearchConfig:
             "runner": "static",
             "heads": shared.heads_folder,
             "distill": "never",
+            "stock": False,  # other steps compare with generate
             "storage": f"sqlite:///{shared.out / 'sdtune.db'}",
             "tracking_uri": f"sqlite:///{shared.out / 'mlflow.db'}",
             "out": shared.profile,

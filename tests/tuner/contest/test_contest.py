@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tuner.bench.contest import Contest, Prompts
+from tuner.contest.contest import Contest, Prompts
 from tuner.measuring.clock import WallClock
 from tuner.measuring.recording import Recorder, TimedBatch
 from tuner.measuring.turns import WARM_UP_TOKENS

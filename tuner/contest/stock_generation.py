@@ -17,7 +17,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation import BaseStreamer
 
 from decoding.target.backends import attention_backends
-from tuner.bench.contest import Contest, Prompts
+from tuner.contest.contest import Contest, Prompts
 from tuner.inputs.models import quiet
 from tuner.measuring.clock import WallClock
 from tuner.measuring.recording import Recorder, TimedBatch
@@ -31,6 +31,8 @@ KEPT_SETTINGS = ("bos_token_id", "pad_token_id", *DRAFTING_SETTINGS)
 
 LOOKUP_TOKENS = 10
 """Tokens that prompt lookup copies: the number in transformers' documentation and its candidate generator's default."""
+ONE_SEQUENCE = "transformers does not support it: its assisted generation decodes one sequence at a time"
+"""Why assisted generation has no batches."""
 EXIT_EIGHTHS = (1, 2, 3, 4, 5, 6)
 """Exits to try, in eighths of the model: after three quarters hardly any time can be saved."""
 CHOICE_TOKENS = 48
@@ -101,6 +103,20 @@ class StockGeneration:
                 yield
         finally:
             self._model.generation_config = own
+
+
+def stock_generate(model: PreTrainedModel, eos_token_ids: frozenset[int]) -> StockGeneration:
+    """Return `generate` as it is."""
+    description = "transformers' generate, greedy, with its default (dynamic) cache"
+    return StockGeneration(model, eos_token_ids, description)
+
+
+def stock_prompt_lookup(model: PreTrainedModel, eos_token_ids: frozenset[int]) -> StockGeneration:
+    """Return `generate` with its own prompt lookup, which decodes one sequence at a time."""
+    longest = getattr(model.generation_config, "max_matching_ngram_size", None)
+    ngrams = f"n-grams of up to {longest}" if longest else "n-grams as by default"
+    description = f"generate(prompt_lookup_num_tokens={LOOKUP_TOKENS}), {ngrams}"
+    return StockGeneration(model, eos_token_ids, description, {"prompt_lookup_num_tokens": LOOKUP_TOKENS})
 
 
 class EarlyExitGeneration(StockGeneration):

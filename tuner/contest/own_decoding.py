@@ -1,4 +1,4 @@
-"""Our own loops as contenders: the profile or plain decoding, with the profile's runner or another one."""
+"""Our own loops as contenders: a draft or plain decoding, by any runner."""
 
 from __future__ import annotations
 
@@ -7,15 +7,9 @@ from typing import Any
 
 from decoding.decode import Request
 from decoding.decoder import Decoder
-from decoding.profile import Decoding, DraftProfile
-from decoding.runners import RUNNERS, bit_exact_runners, has_bit_exact_mode
 from decoding.text import Ending
-from tuner.bench.contest import Prompts
-from tuner.config import EXACT_WIDTH
-from tuner.fields import BITWISE
+from tuner.contest.contest import Prompts
 from tuner.measuring.recording import Recorder, record_decoding
-
-MODES = (*RUNNERS, BITWISE)
 
 
 class OwnDecoding:
@@ -53,15 +47,3 @@ class OwnDecoding:
         """See `Contender.write`."""
         requests = [Request(prompt, Ending(max_new_tokens, self._eos)) for prompt in prompts]
         record_decoding(self._decoder, requests, recorder)
-
-
-def profile_by(mode: str, profile: DraftProfile) -> DraftProfile:
-    """Return the profile in one of `MODES`: a runner by name, or bit-exact at the profile's width if it has one."""
-    decoding = profile.decoding
-    if mode == BITWISE:
-        runner = decoding.runner if has_bit_exact_mode(decoding.runner) else bit_exact_runners()[0]
-        changes: dict[str, Any] = {"runner": runner, "exact_width": decoding.exact_width or EXACT_WIDTH}
-    else:
-        changes = {"runner": mode, "exact_width": None}
-    changed = Decoding.model_validate({**decoding.model_dump(), **changes})
-    return profile.model_copy(update={"decoding": changed})

@@ -14,8 +14,8 @@ from decoding.target import Target
 from decoding.text import Ending
 from tests.support.recordings import real_recorder
 from tests.support.tiny import tiny_llama
-from tuner.bench.contest import Prompts
-from tuner.bench.stock_generation import (
+from tuner.contest.contest import Prompts
+from tuner.contest.stock_generation import (
     CHOICE_TOKENS,
     EarlyExitGeneration,
     StockGeneration,
@@ -174,7 +174,7 @@ def test_the_fastest_exit_is_taken_and_all_that_were_tried_are_told(
             recorder.put((3,))
 
     clock = HandClock()
-    monkeypatch.setattr("tuner.bench.stock_generation.WallClock", lambda device: clock)
+    monkeypatch.setattr("tuner.contest.stock_generation.WallClock", lambda device: clock)
     monkeypatch.setattr(EarlyExitGeneration, "write", write)
     num_texts, longest = [], list[int]()
     found = fastest_exit(

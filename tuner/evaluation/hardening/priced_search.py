@@ -1,0 +1,187 @@
+"""A small search with planted costs, in a process of its own that may be killed or starved.
+
+Trials really decode, and are charged fixed prices in place of seconds, so that undisturbed searches all end with the same winner.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import resource
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from multiprocessing.context import ForkServerContext
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from decoding.draft_length import Fixed
+from decoding.drafts import Draft
+from decoding.errors import SdtuneError
+from decoding.rounds import Round
+from studies.contract import TrialRecord
+from tuner.config import SearchConfig
+from tuner.evaluation.planted.model import VOCABULARY_SIZE, planted, prompts
+from tuner.measuring.clock import PriceList
+from tuner.progress import Unwatched
+from tuner.search.run import search
+from tuner.search.storage import StudyStore
+from tuner.search.task import prepare
+from tuner.tracking import opened_store
+
+NUM_LAYERS, SEED = 6, 0
+NUM_PROMPTS, PROMPT_LENGTH = 14, 8
+WIDENING = 0.05
+"""Cost of each further verified position, in plain passes."""
+STUDIES: Mapping[str, dict[str, Any]] = {
+    "conf_layers": {"max_trials": 5, "patience": 5, "draft_length": Fixed(max_tokens=3).model_dump()},
+    "exit_layer": {"max_trials": 4},
+}
+REFUSED = 2
+
+
+@dataclass(frozen=True)
+class SearchPlace:
+    """A folder with a model, prompts and stores, in which searches run."""
+
+    folder: Path
+
+    @classmethod
+    def made(cls, folder: Path) -> SearchPlace:
+        """Write model and prompts into `folder`."""
+        planted(NUM_LAYERS, seed=SEED).model.save_pretrained(folder / "model")
+        words = {f"w{index}": index for index in range(VOCABULARY_SIZE)}
+        tokenizer = Tokenizer(models.WordLevel(words, unk_token="w0"))
+        tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+        PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="w0").save_pretrained(folder / "model")
+        texts = [" ".join(f"w{each}" for each in prompt) for prompt in prompts(NUM_PROMPTS, PROMPT_LENGTH, SEED)]
+        lines = "".join(f"{json.dumps({'prompt': text})}\n" for text in texts)
+        (folder / "prompts.jsonl").write_text(lines, encoding="utf-8")
+        return cls(folder)
+
+    @property
+    def storage(self) -> Path:
+        """SQLite file of the trials."""
+        return self.folder / "trials.db"
+
+    @property
+    def tracking(self) -> Path:
+        """SQLite file of MLflow."""
+        return self.folder / "mlflow.db"
+
+    def config(self, name: str, **changes: Any) -> SearchConfig:
+        """Return the configuration of the search `name`."""
+        return SearchConfig.model_validate(
+            {
+                "model": str(self.folder / "model"),
+                "dataset": str(self.folder / "prompts.jsonl"),
+                "max_new_tokens": 10,
+                "tuning_prompts": 6,
+                "held_out_prompts": 4,
+                "prompts_per_trial": 3,
+                "finalists": 2,
+                "study": list(STUDIES),
+                "studies": dict(STUDIES),
+                "distill": "never",
+                "stock": False,
+                "threads": 1,
+                "dtype": "float32",
+                "heads": self.folder / "heads",
+                "experiment": name,
+                "storage": f"sqlite:///{self.storage}",
+                "tracking_uri": f"sqlite:///{self.tracking}",
+                "out": self.folder / f"{name}.yaml",
+                **changes,
+            }
+        )
+
+    def said(self, name: str) -> str:
+        """Return what the last run of the search wrote on stdout and stderr."""
+        path = self.said_file(name)
+        return path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
+
+    def said_file(self, name: str) -> Path:
+        """File of what a run of the search writes on stdout and stderr."""
+        return self.folder / f"{name}.txt"
+
+    def winner(self, name: str) -> Any:
+        """Return draft and rule of the profile that the search wrote."""
+        from decoding.profile import DraftProfile
+
+        profile = DraftProfile.load(self.folder / f"{name}.yaml")
+        return profile.model_dump(mode="json", include={"draft", "draft_length"})
+
+    def records(self, name: str) -> dict[tuple[str, int], TrialRecord]:
+        """Return the finished trials on disk, by study and number."""
+        if not self.storage.exists():
+            return {}
+        store = StudyStore(f"sqlite:///{self.storage}", name)
+        try:
+            found = [stored.records() for study in STUDIES if (stored := store.find(study)) is not None]
+        finally:
+            store.close()
+        return {(record.study, record.number): record for records in found for record in records}
+
+    def runs(self, name: str) -> tuple[list[str], dict[tuple[str, int], list[str]]]:
+        """Return the status of each parent run of the search in MLflow, and those of the nested runs by study and number."""
+        uri = f"sqlite:///{self.tracking}"
+        parents, nested = list[str](), dict[tuple[str, int], list[str]]()
+        with opened_store(uri) as mlflow:
+            client = mlflow.MlflowClient(tracking_uri=uri)
+            experiment = client.get_experiment_by_name(name)
+            for run in [] if experiment is None else client.search_runs([experiment.experiment_id], max_results=1000):
+                tags = run.data.tags
+                if "mlflow.parentRunId" in tags:
+                    nested.setdefault((tags["sdtune.study"], int(tags["sdtune.trial"])), []).append(run.info.status)
+                else:
+                    parents.append(run.info.status)
+        return parents, nested
+
+    def start(
+        self, name: str, *, most_bytes: int | None = None, user: int | None = None, **changes: Any
+    ) -> BaseProcess:
+        """Start the search in a process of its own: with files of at most `most_bytes`, as another `user`."""
+        arguments = self.config(name, **changes), self.said_file(name), most_bytes, user
+        process = _context().Process(target=_run, args=arguments)
+        process.start()
+        return process
+
+
+def _context() -> ForkServerContext:
+    """Return a way to start processes that have imported everything already."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__])
+    return context
+
+
+def _run(config: SearchConfig, said: Path, most_bytes: int | None, user: int | None) -> None:
+    """Run a search to its end: status 0, or 2 with an error in one line."""
+    with said.open("wb") as stream:
+        os.dup2(stream.fileno(), 1)
+        os.dup2(stream.fileno(), 2)
+    torch.set_num_threads(1)
+    if most_bytes is not None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (most_bytes, most_bytes))
+    if user is not None:
+        os.setuid(user)
+    try:
+        task = prepare(config, Unwatched())
+        search(replace(task, prices=PriceList(_price)), Unwatched())
+    except SdtuneError as refusal:
+        sys.stderr.write(f"sdtune: {refusal}\n")
+        sys.exit(REFUSED)
+
+
+def _price(draft: Draft, record: Round) -> float:
+    """Return the cost of a round in plain passes: a draft step costs its share of the sublayers."""
+    if not draft.drafts:
+        return 1.0
+    skip = draft.skipped(NUM_LAYERS)
+    share = 1.0 - (len(skip.skip_attention) + len(skip.skip_mlp)) / (2 * NUM_LAYERS)
+    return 1.0 + record.num_drafted * (share + WIDENING)
