@@ -24,7 +24,6 @@ def test_few_cases_of_each_check_pass(tmp_path: Path) -> None:
         threaded_texts=10,
         decoding_threads=4,
         kills=0,
-        locked_seconds=0,
         out=out,
     )
     assert run_checks(settings, Unwatched()).succeeded

@@ -1,4 +1,4 @@
-"""A small search with planted costs, in a process of its own that may be killed or starved.
+"""A small search with planted costs, in a process of its own that may be killed.
 
 Trials really decode, and are charged fixed prices in place of seconds, so that undisturbed searches all end with the same winner.
 """
@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
-import resource
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -143,11 +142,9 @@ class SearchPlace:
                     parents.append(run.info.status)
         return parents, nested
 
-    def start(
-        self, name: str, *, most_bytes: int | None = None, user: int | None = None, **changes: Any
-    ) -> BaseProcess:
-        """Start the search in a process of its own: with files of at most `most_bytes`, as another `user`."""
-        arguments = self.config(name, **changes), self.said_file(name), most_bytes, user
+    def start(self, name: str, **changes: Any) -> BaseProcess:
+        """Start the search in a process of its own."""
+        arguments = self.config(name, **changes), self.said_file(name)
         process = _context().Process(target=_run, args=arguments)
         process.start()
         return process
@@ -160,16 +157,12 @@ def _context() -> ForkServerContext:
     return context
 
 
-def _run(config: SearchConfig, said: Path, most_bytes: int | None, user: int | None) -> None:
+def _run(config: SearchConfig, said: Path) -> None:
     """Run a search to its end: status 0, or 2 with an error in one line."""
     with said.open("wb") as stream:
         os.dup2(stream.fileno(), 1)
         os.dup2(stream.fileno(), 2)
     torch.set_num_threads(1)
-    if most_bytes is not None:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (most_bytes, most_bytes))
-    if user is not None:
-        os.setuid(user)
     try:
         task = prepare(config, Unwatched())
         search(replace(task, prices=PriceList(_price)), Unwatched())

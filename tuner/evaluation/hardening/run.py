@@ -64,12 +64,6 @@ def run_checks(settings: HardeningEvaluation, progress: Progress) -> Report:
             (folder / "kills").mkdir()
             both, facts["kills"] = killed_searches(settings.kills, folder / "kills", settings.seed, progress)
             tallies += both
-        if settings.locked_seconds:
-            from tuner.evaluation.hardening.faults import faulty_stores
-
-            (folder / "faults").mkdir()
-            tally, facts["said"] = faulty_stores(folder / "faults", settings.locked_seconds, progress)
-            tallies.append(tally)
     if settings.texts:
         tally, facts["ties"] = random_texts.compare_with_generate(settings.texts, settings.seed, progress)
         tallies.append(tally)
