@@ -68,7 +68,8 @@ class PriceList:
             if not draft.drafts:
                 return 1.0
             costs = costs_of(draft.stage(record.stage))
-            return costs.verify_cost(record.num_drafted) if record.looked_up else costs.of(record.num_drafted)
+            verification = costs.verify_cost(record.num_drafted + record.num_leaves)
+            return verification if record.looked_up else verification + record.num_drafted * costs.draft_step
 
         return cls(price)
 

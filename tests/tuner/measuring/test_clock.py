@@ -11,8 +11,8 @@ from decoding.rounds import Round
 from tuner.measuring.clock import PriceList, WallClock
 
 
-def a_round(num_drafted: int, *, looked_up: bool = False) -> Round:
-    return Round((1,), num_drafted, 0, seconds=9.0, draft_seconds=9.0, looked_up=looked_up)
+def a_round(num_drafted: int, *, looked_up: bool = False, num_leaves: int = 0) -> Round:
+    return Round((1,), num_drafted, 0, seconds=9.0, draft_seconds=9.0, looked_up=looked_up, num_leaves=num_leaves)
 
 
 def test_wall_clock_counts_from_the_start_of_a_decoding() -> None:
@@ -42,8 +42,10 @@ def test_prices_of_round_costs() -> None:
     skip = LayerSkip.blocks((1,))
     assert clock.start(skip)(a_round(2)) == pytest.approx(1.2 + 2 * 0.25)
     assert clock.start(skip)(a_round(2, looked_up=True)) == pytest.approx(1.2), "copied tokens cost no draft pass"
+    with_leaves = clock.start(skip)(a_round(1, num_leaves=3))
+    assert with_leaves == pytest.approx(1.4 + 0.25), "leaves are verified, at no draft pass"
     assert clock.start(PlainDecoding())(a_round(0)) == 1.0
-    assert asked == [skip, skip], "plain decoding is the unit"
+    assert asked == [skip, skip, skip], "plain decoding is the unit"
 
 
 def test_price_list_needs_a_draft() -> None:
