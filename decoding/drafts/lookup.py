@@ -18,6 +18,7 @@ from decoding.drafts.choice import Choice, StageChoice, choice_columns, describe
 
 # Longer n-grams hardly ever repeat, and each length costs an index of the sequence.
 LONGEST_NGRAM = 32
+MOST_COPIED = 64
 
 MaxNgram = Annotated[
     int, Field(ge=1, le=LONGEST_NGRAM, description="longest n-gram at the end of the sequence to look up")
@@ -25,7 +26,9 @@ MaxNgram = Annotated[
 MinNgram = Annotated[int, Field(ge=1, le=LONGEST_NGRAM, description="shortest n-gram; the longest one found counts")]
 
 
-MaxCopied = Annotated[int, Field(ge=1, le=64, description="most tokens to copy; the draft-length rule is not asked")]
+MaxCopied = Annotated[
+    int, Field(ge=1, le=MOST_COPIED, description="most tokens to copy; the draft-length rule is not asked")
+]
 MinMatch = Annotated[
     int, Field(ge=1, le=LONGEST_NGRAM, description="shortest suffix that must occur earlier; the longest one counts")
 ]
@@ -40,6 +43,8 @@ MIN_MATCH, MAX_SPEC_FACTOR, MIN_TOKEN_PROB = 1, 2.0, 0.3
 class FirstLookup(Document):
     """A lookup before another draft: what is copied, and at most how many tokens (`max_tokens`)."""
 
+    method_name: ClassVar[str]
+    """Name of the kind of lookup, for readers."""
     reads_history: ClassVar[bool] = False
     """True if tokens may also be copied from earlier answers."""
     if TYPE_CHECKING:  # each kind declares it after its own keys
@@ -73,6 +78,7 @@ class FirstLookup(Document):
 class Lookup(FirstLookup):
     """Prompt lookup before another draft: what followed an earlier occurrence of the last n-gram is copied."""
 
+    method_name: ClassVar[str] = "n-grams"
     max_ngram: MaxNgram = 3
     min_ngram: MinNgram = 1
     max_tokens: MaxCopied = 10
@@ -100,6 +106,7 @@ class Lookup(FirstLookup):
 class SuffixLookup(FirstLookup):
     """Suffix automaton before another draft: the most frequent continuation of the longest suffix match is copied."""
 
+    method_name: ClassVar[str] = "suffix automaton"
     method: Literal["suffix_automaton"] = "suffix_automaton"
     min_match: MinMatch = MIN_MATCH
     max_spec_factor: MaxSpecFactor = MAX_SPEC_FACTOR
@@ -136,6 +143,7 @@ class _ByMethod:
 
 
 AnyLookup = Lookup | SuffixLookup
+LOOKUP_METHODS = (Lookup.method_name, SuffixLookup.method_name)
 # Left out of a document without a lookup: most drafts have none.
 LookupBefore = Annotated[
     AnyLookup | None,

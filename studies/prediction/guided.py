@@ -21,6 +21,7 @@ from optuna.distributions import BaseDistribution
 from decoding.draft_length import RULES, DraftLengthRule
 from decoding.drafts import Draft
 from studies.contract import Candidate, TrialRecord, TrialState
+from studies.draft_space import declare_draft, draft_parameters
 from studies.measurement import Measurement
 from studies.prediction.contract import Prediction
 from studies.prediction.predictor import Predictor, usual_rules
@@ -31,8 +32,6 @@ USUAL = 4
 """Number of the usual rules considered on each draft, by predicted speed-up."""
 DRAWN, DRAWN_ON = 3, 6
 """Number of random settings of each rule, and number of drafts they are drawn for, by corrected prediction."""
-MOST_DRAFTS = 10_000
-"""Upper bound of the trial parameter `draft`: far more drafts than a pool holds."""
 NEAR, NEARNESS = 8, 0.1
 """Number of settings near the best measured one, and their standard deviation as a share of the searched range."""
 OPTIMISM = 1.0
@@ -51,8 +50,6 @@ LEAST_GAIN = 0.01
 class Choice:
     """A candidate that is not yet measured, and its expected speed-up."""
 
-    index: int
-    """Index of the draft in the pool."""
     prediction: Prediction
     corrected: float
     """Predicted speed-up without the expected error."""
@@ -91,8 +88,9 @@ class GuidedSearch:
         return _Chosen(self._parameters)
 
     def propose(self, trial: optuna.Trial) -> tuple[Candidate, dict[str, Any]]:
-        """Return the candidate with the parameters of a trial, and notes on its prediction."""
-        draft = self.pool[trial.suggest_int("draft", 0, MOST_DRAFTS)]
+        """Return the chosen candidate, its parts as parameters of the trial, and notes on its prediction."""
+        draft = self._chosen().prediction.draft
+        declare_draft(trial, draft, self.predictor.survey.target.num_layers)
         rule = suggest_rule(trial, self._rules, self.predictor.max_tokens)
         prediction = self.predictor.predict(draft, rule)
         (corrected,), _ = self._residual.corrected([prediction])
@@ -179,7 +177,7 @@ class GuidedSearch:
         corrected, spread = self._residual.corrected(fresh)
         index = int(np.argmax(corrected * np.exp(OPTIMISM * spread)))
         within_reach = float(np.max(corrected * np.exp(REACH * spread)))
-        return Choice(self.pool.index(fresh[index].draft), fresh[index], float(corrected[index]), within_reach)
+        return Choice(fresh[index], float(corrected[index]), within_reach)
 
     def _considered(self) -> list[Prediction]:
         """Return the candidates worth a look, measured or not.
@@ -219,10 +217,15 @@ class GuidedSearch:
         key = Candidate(draft=prediction.draft, draft_length=prediction.rule).key
         return key in self._known or (prediction.draft, prediction.replayed) in self._behaviours
 
-    def _parameters(self) -> dict[str, Any]:
+    def _chosen(self) -> Choice:
         choice = self.choose()
         assert choice is not None, "a study with nothing left to measure is finished"
-        return {"draft": choice.index, **rule_parameters(choice.prediction.rule, self.predictor.max_tokens)}
+        return choice
+
+    def _parameters(self) -> dict[str, Any]:
+        chosen = self._chosen().prediction
+        parts = draft_parameters(chosen.draft, self.predictor.survey.target.num_layers)
+        return {**parts, **rule_parameters(chosen.rule, self.predictor.max_tokens)}
 
 
 class _Chosen(optuna.samplers.BaseSampler):

@@ -68,6 +68,7 @@ class Predictor:
         self._costs: dict[Draft, RoundCosts] = {}
         self._best: dict[Draft, Prediction] = {}
         self._known: dict[tuple[Draft, DraftLengthRule], Prediction] = {}
+        self._borrowing: dict[tuple[Draft, Draft], Prediction] = {}
         self._copies: dict[tuple[Hashable, int], list[Copies]] = {}
 
     @property
@@ -185,6 +186,25 @@ class Predictor:
         if draft not in self._best:
             self._best[draft] = self.predict_all(draft, usual_rules(self.max_tokens))[0]
         return self._best[draft]
+
+    def best_borrowing(self, draft: Draft, recorded: Draft) -> Prediction:
+        """Return an estimate of the best prediction of `draft`: its own costs, but the recordings of `recorded`.
+
+        It takes no pass. Of the drafts that skip the same sublayers in one precision it gives the order, since what rounding the
+        weights does to the acceptance is nearly the same for each (our formulation). Neither has a lookup or a tree.
+        """
+        if (draft, recorded) not in self._borrowing:
+            recordings = self.survey.record(recorded)
+            lockstep = self._lockstep.of_draft(draft, self._decoding) if self._lockstep else None
+            costs, most = self.costs(draft), self.survey.target.max_drafted
+            rated = [
+                self._prediction(
+                    draft, rule, recordings, replay(rule, recordings, costs, None, lockstep, max_drafted=most)
+                )
+                for rule in usual_rules(self.max_tokens)
+            ]
+            self._borrowing[draft, recorded] = max(rated, key=lambda each: each.speedup)
+        return self._borrowing[draft, recorded]
 
     def best_first(self, drafts: Iterable[Draft]) -> list[Prediction]:
         """Return the best prediction of each draft, best first."""

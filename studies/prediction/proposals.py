@@ -16,7 +16,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 
-from decoding.drafts import Draft, EarlyExit, LayerSkip
+from decoding.drafts import BitWidth, Draft, EarlyExit, LayerSkip
 from studies.prediction.confident import Confident, confident_skips
 from studies.prediction.contract import Prediction
 from studies.prediction.cosine import cosine_skips
@@ -99,6 +99,17 @@ class Proposals:
         """Return the rated sets, best first; the empty set is not a draft."""
         drafts = (prediction for chosen, prediction in self._rated.items() if chosen)
         return sorted(drafts, key=lambda prediction: -prediction.speedup)
+
+    def estimates(self, bits: BitWidth) -> list[Prediction]:
+        """Return an estimate of each rated set in another precision, best first: no pass is run with quantised weights."""
+        estimated = (
+            self._predictor.best_borrowing(
+                prediction.draft.with_bits(bits), self._exit_of.get(chosen) or prediction.draft
+            )
+            for chosen, prediction in self._rated.items()
+            if chosen
+        )
+        return sorted(estimated, key=lambda estimate: -estimate.speedup)
 
     def origin(self, draft: Draft) -> str | None:
         """Return the methods that proposed a skip set, the first one with its setting; None for an unknown set."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 import optuna
@@ -49,20 +50,21 @@ class DraftLength(Study):
         super().__init__(problem, settings)
         before = _best_before(problem, settings)
         self._drafts = [candidate.draft for candidate in before]
+        self._names = _distinct([draft.describe() for draft in self._drafts])
         self._incumbent = [candidate.draft_length for candidate in before[:1]]
 
     def setup(self) -> StudySetup:
         """Return the setup; the space holds the drafts."""
         drafts = [draft.model_dump(mode="json") for draft in self._drafts]
         return StudySetup(
-            space={**self.settings.identity(), "drafts": drafts},
+            space={**self.settings.identity(), "drafts": drafts, "draft_names": self._names},
             sampler=rule_sampler(self.problem.seed),
             starts=self._starts(),
         )
 
     def propose(self, trial: optuna.Trial) -> tuple[Candidate, dict[str, Any]]:
         """Return a draft, a rule and its parameters, as Optuna suggests them."""
-        rank = trial.suggest_categorical("draft", list(range(len(self._drafts))))
+        rank = self._names.index(trial.suggest_categorical("draft", self._names))
         rule = suggest_rule(trial, self.settings.rules, self.settings.max_tokens)
         return Candidate(draft=self._drafts[rank], draft_length=rule), {"draft_rank": rank}
 
@@ -77,10 +79,17 @@ class DraftLength(Study):
 
     def _starts(self) -> list[dict[str, Any]]:
         """Return, for the best draft, the rule that it was found with, then the defaults of each rule."""
+        if not self._names:
+            return []
         asked = self.settings.rules
         rules = [*(rule for rule in self._incumbent if rule.rule in asked), *(RULES[name](rule=name) for name in asked)]
-        starts = [{"draft": 0, **rule_parameters(rule, self.settings.max_tokens)} for rule in rules]
+        starts = [{"draft": self._names[0], **rule_parameters(rule, self.settings.max_tokens)} for rule in rules]
         return [start for index, start in enumerate(starts) if start not in starts[:index]]
+
+
+def _distinct(names: Sequence[str]) -> list[str]:
+    """Return the names; where several are equal, as of heads in different files, each with its rank."""
+    return [name if names.count(name) == 1 else f"{name} ({rank})" for rank, name in enumerate(names, start=1)]
 
 
 def _best_before(problem: Problem, settings: DraftLengthSettings) -> list[Candidate]:

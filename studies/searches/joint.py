@@ -115,9 +115,8 @@ class JointSource(PoolSource):
         return [*pool, *cascades(predictor, pool)] if self.settings.cascades else pool
 
     def joining(self, draft: Draft, predictor: Predictor) -> list[Draft]:
-        """Return a skip set, the same set quantised and with leaves, and each after its best lookup if lookups are asked for."""
-        drafts = [draft, *quantised([draft], self._precisions(predictor))]
-        drafts += self._with_trees([draft], predictor)
+        """Return a skip set in its precision, with leaves, and each after its best lookup if lookups are asked for."""
+        drafts = [draft, *self._with_trees([draft], predictor)]
         if "lookup" not in self.settings.kinds:
             return drafts
         return [*drafts, *(each for one in drafts for each in lookups_before(predictor, [one], 1))]
@@ -131,12 +130,12 @@ class JointSource(PoolSource):
 
     def _quantised(self, exits: Sequence[Draft], predictor: Predictor) -> list[Draft]:
         """Return the whole model in the precisions that are useful on this text, and `exits` in these."""
-        precisions = self._precisions(predictor)
+        precisions = self.precisions(predictor)
         whole: Sequence[Draft] = [LayerSkip()] if self.rates_skip_sets else []
         return quantised([*whole, *exits], precisions)
 
-    def _precisions(self, predictor: Predictor) -> list[BitWidth]:
-        """Return the useful precisions; a model that cannot be quantised has no costs of any."""
+    def precisions(self, predictor: Predictor) -> list[BitWidth]:
+        """Return the precisions that are useful on this text; a model that cannot be quantised has no costs of any."""
         wanted = self.settings.wanted_bits(self.problem.target.device)
         return useful_precisions(predictor, [bits for bits in wanted if bits in self.costs.bits])
 

@@ -11,15 +11,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Sequence
+from functools import partial
 from typing import Any, ClassVar
 
 import optuna
 from pydantic import Field, TypeAdapter
 
 from decoding.documents.strict_yaml import Document
-from decoding.drafts import Draft, RealDraft
+from decoding.drafts import BitWidth, Draft, RealDraft
 from studies.contract import ORIGIN, Candidate, Problem, Study, StudySettings, StudySetup, TrialRecord
 from studies.costs.table import CostTable
+from studies.draft_space import draft_choices
 from studies.prediction.guided import GuidedSearch
 from studies.prediction.origins import method_of, origin_of
 from studies.prediction.predictor import Predictor
@@ -77,6 +79,10 @@ class PoolSource:
         """Return the drafts that are predicted within seconds, the best first."""
         return []
 
+    def precisions(self, predictor: Predictor) -> Sequence[BitWidth]:
+        """Return the precisions, beside the model's own, that skip sets are rated in."""
+        return ()
+
     def joining(self, draft: Draft, predictor: Predictor) -> list[Draft]:
         """Return a skip set that joins the pool, and the drafts that join with it."""
         return [draft]
@@ -117,6 +123,7 @@ class Predicted(Study):
             whole_blocks=settings.whole_blocks,
             num_surveyed=settings.num_surveyed,
             is_over=not self._source.rates_skip_sets or (kept is not None and kept.rated_all),
+            precisions=partial(self._source.precisions, self._predictor),
         )
         self._num_trials, self._measured_seconds = 0, 0.0
         self._rated_for: int | None = None
@@ -141,7 +148,8 @@ class Predicted(Study):
     def setup(self) -> StudySetup:
         """Return the setup; the sampler gives every parameter the value that the guided search chose."""
         kept = self._kept.model_dump(mode="json")
-        return StudySetup(self.settings.identity(), self._search.sampler(), kept=kept)
+        space = {**self.settings.identity(), "draft_parameters": draft_choices()}
+        return StudySetup(space, self._search.sampler(), kept=kept)
 
     def propose(self, trial: optuna.Trial) -> tuple[Candidate, dict[str, Any]]:
         """Return the candidate with the highest upper bound; the notes hold its prediction."""

@@ -1,11 +1,15 @@
-"""Rating of skip sets between trials: within a time limit, and only for as long as they may beat the pool."""
+"""Rating of skip sets between trials: within a time limit, and only for as long as they may beat the pool.
+
+Sets are rated with the model's own weights. In another precision other sets are the best, as a draft step costs less: there all
+sets are estimated at the costs of that precision, and the best few are surveyed again with its weights.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-from decoding.drafts import Draft
+from decoding.drafts import BitWidth, Draft
 from decoding.target import Target
 from studies.prediction.contract import Prediction
 from studies.prediction.origins import method_of
@@ -19,6 +23,8 @@ NEAR_THE_BEST = 0.85
 """Share of the pool's best predicted speed-up that a skip set must reach to join the pool."""
 HOPELESS = 0.75
 """Share below which the best skip set ends the rating. Moves gain a few per cent, not a third."""
+NUM_SURVEYED_AGAIN = 6
+"""Number of unlike sets that are surveyed again in each precision, by their estimates: each takes a recording."""
 
 
 class Rating:
@@ -32,11 +38,14 @@ class Rating:
         whole_blocks: bool = False,
         num_surveyed: int | None = None,
         is_over: bool = False,
+        precisions: Callable[[], Sequence[BitWidth]] = tuple,
     ) -> None:
+        """`precisions` returns those in which skip sets are rated too, once it is known whether they are of use."""
         space = SkipSpace.of(target, whole_blocks=whole_blocks)
         self._most = num_surveyed or max(FEWEST_SURVEYED, SURVEYED_PER_ITEM * len(space.items))
         self._num_layers = target.num_layers
         self._predictor = predictor
+        self._precisions = precisions
         self._proposals = Proposals(space, predictor)
         self._rated = self._proposals.rate()
         self._seconds = 0.0
@@ -80,15 +89,22 @@ class Rating:
         return self.num_rated > before
 
     def worth_measuring(self, pool: Sequence[Draft], count: int) -> list[Draft]:
-        """Return the best `count` unlike sets, without those in `pool` and those far slower than its best draft."""
-        rated = self._proposals.best_first()
-        speedups = {prediction.draft: prediction.speedup for prediction in rated}
+        """Return the best `count` unlike sets of each precision, without those in `pool` or far slower than its best draft."""
         least = NEAR_THE_BEST * self._best_of(pool)
-        return [
-            draft
-            for draft in unlike(rated, count, self._num_layers)
-            if speedups[draft] >= least and not any(is_same(draft, other, self._num_layers) for other in pool)
-        ]
+        found: list[Draft] = []
+        for rated in (self._proposals.best_first(), *map(self._surveyed_again, self._precisions())):
+            speedups = {prediction.draft: prediction.speedup for prediction in rated}
+            found += [
+                draft
+                for draft in unlike(rated, count, self._num_layers)
+                if speedups[draft] >= least and not any(is_same(draft, other, self._num_layers) for other in pool)
+            ]
+        return found
+
+    def _surveyed_again(self, bits: BitWidth) -> list[Prediction]:
+        """Return the predictions, with quantised weights, of the sets that are estimated to be the best in this precision."""
+        best = unlike(self._proposals.estimates(bits), NUM_SURVEYED_AGAIN, self._num_layers)
+        return self._predictor.best_first(best)
 
     def _rate_next(self) -> None:
         prediction: Prediction | None = next(self._rated, None)
@@ -97,8 +113,10 @@ class Rating:
         self.is_over |= self._proposals.knows_items and self.num_rated >= self._most
 
     def _is_hopeless(self, pool: Sequence[Draft]) -> bool:
-        rated = self._proposals.best_first()
-        return not rated or rated[0].speedup < HOPELESS * self._best_of(pool)
+        """Return whether no set comes near the pool, not even by its estimate in another precision."""
+        ordered = (self._proposals.best_first(), *map(self._proposals.estimates, self._precisions()))
+        least = HOPELESS * self._best_of(pool)
+        return all(not rated or rated[0].speedup < least for rated in ordered)
 
     def _best_of(self, pool: Sequence[Draft]) -> float:
         """Return the best predicted speed-up of the chains in the pool, on the sequences that skip sets are rated on."""

@@ -375,8 +375,16 @@ def elapsed_of(url: str, experiment: str) -> float:
 
 def _difference(known: dict[str, Any], wanted: dict[str, Any]) -> str | None:
     """Return the names of the keys that differ, in words, or None."""
-    differing = [key.replace("_", " ") for key in sorted({*known, *wanted}) if known.get(key) != wanted.get(key)]
-    return " and ".join(differing) or None
+    differing = [key for key in sorted({*known, *wanted}) if known.get(key) != wanted.get(key)]
+    return " and ".join(_named(key, known.get(key), wanted.get(key)) for key in differing) or None
+
+
+def _named(key: str, known: Any, wanted: Any) -> str:
+    """Return a key that differs, in words, with the keys that differ inside it."""
+    name = key.replace("_", " ")
+    if not (isinstance(known, dict) and isinstance(wanted, dict)):
+        return name
+    return f"{name} ({_difference(known, wanted)})"
 
 
 def _reason(cause: BaseException) -> str:

@@ -21,6 +21,7 @@ from studies.prediction.origins import method_of, origin_of
 from studies.prediction.pools import is_same
 from studies.searches import joint
 from studies.searches.joint import Joint, JointSettings
+from studies.searches.rating import NEAR_THE_BEST
 from tests.support.costs import made_up_costs
 from tests.support.families import build, some_tokens
 from tests.support.heads import write_heads
@@ -95,10 +96,37 @@ def test_exits_with_a_head_are_quantised_too(problem: Problem, tmp_path: Path) -
     assert pool == [drafts[3].with_bits(8), drafts[3]] or pool == [drafts[3], drafts[3].with_bits(8)]
 
 
-def test_skip_set_joins_with_its_quantised_twins(problem: Problem) -> None:
+def test_skip_sets_are_rated_in_their_own_precision(problem: Problem) -> None:
+    """With the model's own weights no set comes near the quantised models, but with quantised weights some do."""
+    settings = JointSettings(**BOTH, kinds=("skip_set",), trees=False)
+    study = Joint.create(replace(problem, seconds=None), settings)
+    pool, predictor = study._search.pool, study._predictor
+    sets = [draft for draft in pool if isinstance(draft, LayerSkip) and draft.skips_any]
+    least = NEAR_THE_BEST * max(predictor.best(LayerSkip(bits=bits)).speedup for bits in (8, 4))  # type: ignore[arg-type]
+    assert sets
+    assert None not in {draft.bits for draft in sets}
+    for draft in sets:
+        assert predictor.best(draft).speedup >= least
+        assert draft in predictor.survey._recordings, "with quantised weights, not by an estimate"  # type: ignore[union-attr]
+        assert "quantised" in study._origins[draft]
+
+
+def test_set_is_estimated_at_the_costs_of_a_precision_without_a_pass(problem: Problem) -> None:
+    predictor = Joint.create(problem, JointSettings(**BOTH))._predictor
+    skip = LayerSkip(skip_mlp=(4,))
+    own = predictor.best(skip)
+    assert predictor.best_borrowing(skip, skip).speedup == own.speedup
+    estimate = predictor.best_borrowing(skip.with_bits(8), skip)
+    assert (estimate.draft, estimate.agreement) == (skip.with_bits(8), own.agreement)
+    assert estimate.speedup > own.speedup, "a draft step costs less"
+    assert skip.with_bits(8) not in predictor.survey._recordings  # type: ignore[union-attr]
+
+
+def test_skip_set_joins_in_its_precision(problem: Problem) -> None:
     study = Joint.create(problem, JointSettings(**BOTH, kinds=("skip_set",), trees=False))
     skip = LayerSkip(skip_mlp=(4,))
-    assert study._source.joining(skip, study._predictor) == [skip, skip.with_bits(8), skip.with_bits(4)]
+    assert study._source.joining(skip, study._predictor) == [skip]
+    assert study._source.joining(skip.with_bits(8), study._predictor) == [skip.with_bits(8)]
 
 
 def test_origins_say_quantised(problem: Problem) -> None:

@@ -133,7 +133,7 @@ def test_profile_with_a_head_is_used_and_the_search_resumes_with_its_heads(
     write_heads(target, heads, [4], training=training(steps=11))
     result = search(trials="5")
     assert result.exit_code == 2
-    assert "was a search with another space: choose another --experiment" in result.stderr.splitlines()[-1]
+    assert "was a search with another space (head files): choose another --experiment" in result.stderr.splitlines()[-1]
     assert len(_records(workplace)) == 4, "no trial was spent on heads that are not there"
     assert (workplace / "profile.yaml").read_text() == before
 

@@ -165,7 +165,8 @@ def test_processes_that_begin_at_once_on_a_new_file_make_one_study(tmp_path: Pat
     [
         ({**IDENTITY, "model": "other"}, {}, "another model"),
         ({**IDENTITY, "data": "other"}, {}, "another data"),
-        (IDENTITY, {"rules": ["fixed"]}, "another space"),
+        (IDENTITY, {"rules": ["fixed"]}, r"another space \(rules\)"),
+        (IDENTITY, {"draft_parameters": {"kind": ["none"]}}, r"another space \(draft parameters\): choose another"),
     ],
 )
 def test_another_search_under_the_same_name_is_refused_by_what_differs(
