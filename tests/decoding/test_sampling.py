@@ -8,20 +8,22 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
 
 from decoding.acceptance import Acceptance, Sampling, accept_certain, accept_sampled
+from decoding.copying.history import RequestHistory
 from decoding.decode import autoregressive, speculative
 from decoding.draft_length import AdaEdl, BetaThompson, CalibratedThompson, DraftLengthRule, Fixed, RoundCosts
 from decoding.drafters.build import build_drafter
 from decoding.drafters.layer_skip import LayerSkipDrafter
-from decoding.drafts import Draft, EarlyExit, LayerSkip, Lookup, PromptLookup, SuffixDraft
+from decoding.drafts import Draft, EarlyExit, LayerSkip, Lookup, PromptLookup, SuffixDraft, SuffixLookup
 from decoding.rounds import Prefill, Round
 from tests.support.chi_square import ALPHA, Outcome, p_value
-from tests.support.sampled import NUM_SEQUENCES, exact_distribution, first_tokens, request_for, sampling_target
+from tests.support.sampled import NUM_SEQUENCES, PROMPT, exact_distribution, first_tokens, request_for, sampling_target
 
 Judge = Callable[[Tensor, Tensor, Tensor, torch.Generator], Tensor]
 
@@ -176,6 +178,44 @@ def test_sampled_texts_are_distributed_as_the_model(processors: str, rule: Draft
     assert p_value(counts, exact_distribution(processors)) > ALPHA
 
 
+class CountedHistory(RequestHistory):
+    """Counts how often an answer was copied from."""
+
+    num_copied_from = 0
+
+    def note_use(self, answer: tuple[int, ...]) -> bool:
+        self.num_copied_from += 1
+        return super().note_use(answer)
+
+
+def texts_of_one_tenant(draft: Draft, acceptance: Acceptance) -> tuple[Counter[Outcome], int]:
+    """Return the texts of requests that may copy from the answers before them, and how often they did."""
+    drafter = build_drafter(sampling_target(), draft)
+    assert drafter is not None
+    history = CountedHistory(max_answers=8)
+    counts: Counter[Outcome] = Counter()
+    for _ in range(NUM_SEQUENCES):
+        request = replace(request_for("temperature", acceptance), history=history)
+        text = first_tokens(speculative(sampling_target(), drafter, Fixed(max_tokens=3).controller(), request))
+        counts[text] += 1
+        # The prompt's end too, so that a match is longer than any in the text itself.
+        history.add([*PROMPT[-2:], *text])
+    return counts, history.num_copied_from - NUM_SEQUENCES  # adding an answer asks for it, too
+
+
+WITH_HISTORY = [
+    SuffixDraft(min_token_prob=0.0),
+    LayerSkip(skip_attention=(0, 1), lookup=SuffixLookup(max_tokens=3, min_token_prob=0.0)),
+]
+
+
+@pytest.mark.parametrize("draft", WITH_HISTORY, ids=["alone", "before a skip"])
+def test_texts_that_copy_from_earlier_answers_are_distributed_as_the_model(draft: Draft) -> None:
+    counts, copied = texts_of_one_tenant(draft, Sampling(torch.Generator().manual_seed(7)))
+    assert copied > NUM_SEQUENCES / 2, "so often that a wrong acceptance would show, as below"
+    assert p_value(counts, exact_distribution("temperature")) > ALPHA
+
+
 def test_plain_sampling_passes_the_same_test() -> None:
     request = request_for("temperature", Sampling(torch.Generator().manual_seed(8)))
     counts = Counter(first_tokens(autoregressive(sampling_target(), request)) for _ in range(NUM_SEQUENCES))
@@ -215,6 +255,11 @@ class RepeatingCopies(Sampling):
     def accept(self, drafted: Tensor, probabilities: Tensor | None, scores: Tensor) -> Tensor:
         num_accepted = int(super().accept(drafted, probabilities, scores)[0])
         return verdict(num_accepted, int(super().accept(drafted[:0], None, scores[num_accepted:])[1]), drafted)
+
+
+def test_wrong_acceptance_of_earlier_answers_fails_the_same_test() -> None:
+    counts, _ = texts_of_one_tenant(WITH_HISTORY[0], TrustingCopies(torch.Generator().manual_seed(7)))
+    assert p_value(counts, exact_distribution("temperature")) < 1e-6
 
 
 @pytest.mark.parametrize("wrong", [TrustingCopies, RepeatingCopies])
