@@ -374,17 +374,22 @@ def elapsed_of(url: str, experiment: str) -> float:
 
 
 def _difference(known: dict[str, Any], wanted: dict[str, Any]) -> str | None:
-    """Return the names of the keys that differ, in words, or None."""
-    differing = [key for key in sorted({*known, *wanted}) if known.get(key) != wanted.get(key)]
-    return " and ".join(_named(key, known.get(key), wanted.get(key)) for key in differing) or None
+    """Return the names of the keys that differ, in words, or None; of a nested document, such as the space, those inside it too."""
+    named = []
+    for key in _differing(known, wanted):
+        inner = known.get(key), wanted.get(key)
+        nested = _differing(*inner) if all(isinstance(each, dict) for each in inner) else []
+        words = " and ".join(map(_in_words, nested))
+        named.append(f"{_in_words(key)} ({words})" if nested else _in_words(key))
+    return " and ".join(named) or None
 
 
-def _named(key: str, known: Any, wanted: Any) -> str:
-    """Return a key that differs, in words, with the keys that differ inside it."""
-    name = key.replace("_", " ")
-    if not (isinstance(known, dict) and isinstance(wanted, dict)):
-        return name
-    return f"{name} ({_difference(known, wanted)})"
+def _differing(known: Any, wanted: Any) -> list[str]:
+    return [key for key in sorted({*known, *wanted}) if known.get(key) != wanted.get(key)]
+
+
+def _in_words(key: str) -> str:
+    return key.replace("_", " ")
 
 
 def _reason(cause: BaseException) -> str:
