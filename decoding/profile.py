@@ -201,6 +201,16 @@ class Measured(Document):
         return data
 
 
+class EngineFacts(Document):
+    """The engine that a search raced and confirmed its finalists in: all figures of the profile are its own."""
+
+    name: str
+    version: str
+    command: str = Field(
+        description="its server with the profile's draft, or for plain decoding if that is the verdict"
+    )
+
+
 class ProfileOrigin(Document):
     """The origin of a profile."""
 
@@ -213,6 +223,11 @@ class ProfileOrigin(Document):
     )
     git_revision: str | None = None
     mlflow_run_id: str | None = None
+    engine: EngineFacts | None = Field(
+        None,
+        exclude_if=lambda engine: engine is None,
+        description="the engine in which the figures were measured; without it, sdtune's own decoder",
+    )
 
 
 class DraftProfile(Document):

@@ -18,7 +18,7 @@ from pydantic import Field
 
 from decoding.documents.strict_yaml import Document
 from decoding.draft_length import AnyRule, DraftLengthRule
-from decoding.drafts import BitWidth, Draft, EarlyExit, FeatureHeadDraft
+from decoding.drafts import BitWidth, Draft, DraftDocument, EarlyExit, FeatureHeadDraft
 from decoding.head_folder import HeadFolder
 from decoding.profile import Decoding
 from decoding.target import Target
@@ -111,6 +111,8 @@ class Problem:
     """Pass costs on this device, for drafts of at most the given number of tokens; measured on the first call."""
     seconds: float | None = None
     """Search time of this study, preparation included; None if unlimited."""
+    accepts: Callable[[DraftDocument], bool] = lambda draft: True
+    """Whether a draft may be proposed: an engine that the search deploys to cannot run all."""
 
 
 class StudySettings(Document):
@@ -130,6 +132,13 @@ class StudySettings(Document):
 
     def check(self, target: Target) -> None:
         """Raise ValueError for settings that the model cannot satisfy. Called before anything runs."""
+
+    def for_engine(self, rules: Sequence[str], *, quantises: bool) -> dict[str, Any]:
+        """Return the settings to change for a search that deploys to an engine, which runs whole blocks and these `rules`.
+
+        `quantises` tells that it quantises drafts. Raises ValueError for settings that the user gave and the engine cannot run.
+        """
+        return {}
 
     def wanted_heads(self, num_layers: int) -> tuple[int, ...]:
         """Return the exit layers that need a distilled head, in a model of `num_layers`."""

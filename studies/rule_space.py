@@ -14,6 +14,7 @@ import numpy as np
 import optuna
 from pydantic import AfterValidator, Field
 
+from decoding.documents.strict_yaml import Document
 from decoding.draft_length import RULES, DraftLengthRule, check_rules
 
 DEFAULT_RULES = tuple(name for name in RULES if name not in ("ada_edl_published", "max_confidence"))
@@ -83,6 +84,18 @@ def search_ranges(rule: type[DraftLengthRule], max_tokens: int) -> dict[str, tup
             high = float(max_tokens) if name == "max_tokens" else float(search["high"])  # type: ignore[arg-type]
             ranges[name] = (float(search["low"]), high, bool(search["log"]))  # type: ignore[arg-type]
     return ranges
+
+
+def rules_within(settings: Document, possible: Sequence[str]) -> tuple[str, ...]:
+    """Return the rules of a study's settings that are `possible`; all possible ones if its default has none of them.
+
+    Raises ValueError for a rule that the user asked for and that is not.
+    """
+    asked: tuple[str, ...] = settings.rules  # type: ignore[attr-defined]
+    wrong = [name for name in asked if name not in possible]
+    if wrong and "rules" in settings.model_fields_set:
+        raise ValueError(f"rules: the engine does not run {', '.join(wrong)}: it runs {', '.join(possible)}")
+    return tuple(name for name in asked if name in possible) or tuple(possible)
 
 
 RuleNames = Annotated[tuple[str, ...], Field(min_length=1), AfterValidator(check_rules)]

@@ -21,11 +21,15 @@ from tuner.errors import ConfigError
 from tuner.fields import (
     BUDGET,
     DECODING,
+    ENGINE,
     OUTPUTS,
     PROBLEM,
     TRAINING,
     Device,
     Dtype,
+    EngineArgs,
+    EngineHome,
+    EngineName,
     Model,
     Names,
     Revision,
@@ -236,6 +240,13 @@ class SearchConfig(DataSettings, ModelSettings):
         description="Start verification at the first block that the draft changes, reusing the draft's states before it.",
         json_schema_extra=DECODING,
     )
+    deploy_to: EngineName | None = Field(
+        None,
+        description="Tune for this engine: only drafts that it loads, and finalists raced and confirmed in the engine itself.",
+        json_schema_extra=ENGINE,
+    )
+    engine_home: EngineHome = None
+    engine_args: EngineArgs = None
     heads: Path = Field(
         Path("exit_heads"),
         description="Folder of the exit heads; missing ones are distilled into it.",
@@ -291,6 +302,24 @@ class SearchConfig(DataSettings, ModelSettings):
         if self.prompts_per_trial > self.tuning_prompts:
             raise ValueError(
                 f"a trial decodes {self.prompts_per_trial} prompts, but there are only {self.tuning_prompts} tuning prompts"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _engine_decodes_so(self) -> SearchConfig:
+        if self.deploy_to is None:
+            if given := [name for name in ("engine_home", "engine_args") if getattr(self, name) is not None]:
+                raise ValueError(f"{', '.join(given)}: settings of the engine of deploy_to, which is not given")
+            return self
+        wrong = {
+            "temperature": self.temperature > 0,
+            "batch_size": self.batch_size > 1,
+            "exact": self.exact != "tokens",
+        }
+        if found := [name for name, is_wrong in wrong.items() if is_wrong]:
+            raise ValueError(
+                f"deploy_to: finalists decode greedily in the engine, one sequence at a time, and texts are compared: leave out "
+                f"{', '.join(found)}"
             )
         return self
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, JsonValue
 
 from decoding.runners import AUTO, RUNNERS
+from tuner.engines.registry import PROGRAMS
 from tuner.profile_address import local_profile
 
 Extra = dict[str, JsonValue]
@@ -19,6 +20,7 @@ BUDGET: Extra = {"group": "Search budget"}
 TRAINING: Extra = {"group": "Training"}
 DECODING: Extra = {"group": "Decoding"}
 OUTPUTS: Extra = {"group": "Files and stores"}
+ENGINE: Extra = {"group": "Engine"}
 """Headings of `--help` under which fields are listed."""
 
 
@@ -102,4 +104,25 @@ ProfileModel = Annotated[
 ProfileDtype = Annotated[
     _DTYPES | None,
     Field(description="Precision of the weights; default: the profile's.", json_schema_extra=DECODING),
+]
+
+if TYPE_CHECKING:
+    EngineName = str
+else:
+    # From the registry, so that a new engine is a choice without another list.
+    EngineName = Literal[tuple(PROGRAMS)]
+
+EngineHome = Annotated[
+    Path | None,
+    Field(
+        description="llama.cpp's sources, or vLLM's virtual environment; default: LLAMA_CPP or SDTUNE_VLLM.",
+        json_schema_extra={**ENGINE, "metavar": "DIR"},
+    ),
+]
+EngineArgs = Annotated[
+    str | None,
+    Field(
+        description="Flags for the engine, with and without a draft, as one text.",
+        json_schema_extra={**ENGINE, "metavar": "FLAGS"},
+    ),
 ]

@@ -81,6 +81,8 @@ def _differences(profile: DraftProfile, model: PreTrainedModel) -> Iterator[str]
         yield f"dtype {dtype}, not {identity.dtype}"
     if figures is None:
         return
+    if profile.provenance is not None and (engine := profile.provenance.engine) is not None:
+        yield f"sdtune's decoder, not {engine.name} {engine.version}"
     threads = torch.get_num_threads()
     if device == "cpu" and figures.threads is not None and figures.threads != threads:
         yield f"{threads} thread{'s' if threads > 1 else ''}, not {figures.threads}"

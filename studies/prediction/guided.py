@@ -76,8 +76,9 @@ class GuidedSearch:
         self.add(pool)
 
     def add(self, drafts: Iterable[Draft]) -> list[Draft]:
-        """Append drafts to the pool and return the new ones; patience starts again for them."""
-        added = [draft for draft in dict.fromkeys(drafts) if draft not in self.pool]
+        """Append drafts that may be measured to the pool and return the new ones; patience starts again for them."""
+        fresh = (draft for draft in dict.fromkeys(drafts) if draft not in self.pool)
+        added = [draft for draft in fresh if self.predictor.accepts(draft)]
         self.pool += added
         if added:
             self._last_improvement = self._num_trials

@@ -7,14 +7,14 @@ table must hold batched passes, and the replay shares passes as decoding does.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from functools import cached_property, partial
 from typing import Protocol
 
 from decoding.copying.contract import CopySource
 from decoding.draft_length import DraftLengthRule, Fixed, RoundCosts, TopProbability
 from decoding.drafters.prompt_lookup import look_up
-from decoding.drafts import Draft, LayerSkip, StageChoice
+from decoding.drafts import Draft, DraftDocument, LayerSkip, StageChoice
 from decoding.lockstep import shared_batch_size
 from decoding.profile import Decoding
 from studies.prediction.contract import Prediction, predictor_of
@@ -60,8 +60,11 @@ class Predictor:
         max_tokens: int,
         decoding: Decoding = Decoding(),
         batch_size: int = 1,
+        accepts: Callable[[DraftDocument], bool] = lambda draft: True,
     ) -> None:
         self.survey = survey
+        self.accepts = accepts
+        """Whether a draft may be measured at all."""
         self.max_tokens = max_tokens
         self._batch_size = batch_size
         self._table, self._decoding = costs, decoding
@@ -207,8 +210,10 @@ class Predictor:
         return self._borrowing[draft, recorded]
 
     def best_first(self, drafts: Iterable[Draft]) -> list[Prediction]:
-        """Return the best prediction of each draft, best first."""
-        return sorted((self.best(draft) for draft in drafts), key=lambda prediction: -prediction.speedup)
+        """Return the best prediction of each draft that may be measured, best first."""
+        return sorted(
+            (self.best(draft) for draft in drafts if self.accepts(draft)), key=lambda prediction: -prediction.speedup
+        )
 
     def _copies_of(self, key: Hashable, guess: Guess, most: int) -> list[Copies]:
         """Return the survey's copies by `guess`, computed once per `key` for all rules of at most `max_tokens` tokens."""

@@ -11,6 +11,7 @@ learn from it.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import optuna
@@ -23,7 +24,7 @@ from studies.confidence.confidences import CONFIDENCE_NAMES, ConfidenceName, Exc
 from studies.confidence.selection import Form, Selection
 from studies.contract import ORIGIN, Candidate, Problem, Study, StudySettings, StudySetup, TrialRecord
 from studies.prediction.origins import Origin
-from studies.rule_space import RuleNames, rule_parameters, rule_sampler, suggest_rule
+from studies.rule_space import RuleNames, rule_parameters, rule_sampler, rules_within, suggest_rule
 from studies.searches.conf_layers import (
     CHAIN_ONLY,
     ConfLayersSettings,
@@ -58,6 +59,10 @@ class ConfLayersTunedSettings(StudySettings):
     window_growth_cap: int | None = Field(
         None, ge=0, description="cap of A in the adaptive threshold; default: L // 3 for Qwen models, as in the code"
     )
+
+    def for_engine(self, rules: Sequence[str], *, quantises: bool) -> dict[str, Any]:
+        """Return the rules that the engine runs."""
+        return {"rules": rules_within(self, rules)}
 
     def check(self, target: Target) -> None:
         """Raise ValueError for a model without a block between the first and the last.

@@ -13,7 +13,7 @@ from decoding.drafters.build import check_draft
 from decoding.drafts import RealDraft, infer_kind
 from decoding.target import Target
 from studies.contract import Candidate, Problem, Study, StudySettings, StudySetup, best_trials
-from studies.rule_space import RuleNames, rule_parameters, rule_sampler, suggest_rule
+from studies.rule_space import RuleNames, rule_parameters, rule_sampler, rules_within, suggest_rule
 
 
 def _name_kind(draft: Any) -> Any:
@@ -33,6 +33,10 @@ class DraftLengthSettings(StudySettings):
     num_drafts: int = Field(2, ge=1, description="number of the best earlier drafts to search with")
     draft: GivenDraft = Field(None, description="draft to search with instead of earlier ones")
     max_tokens: int = Field(16, ge=1, le=64, description="longest draft to consider (K)")
+
+    def for_engine(self, rules: Sequence[str], *, quantises: bool) -> dict[str, Any]:
+        """Return the rules that the engine runs."""
+        return {"rules": rules_within(self, rules)}
 
     def check(self, target: Target) -> None:
         """Raise ValueError for a given draft of layers that the model does not have."""

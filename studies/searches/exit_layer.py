@@ -17,7 +17,7 @@ from decoding.draft_length import RULES, Fixed
 from decoding.drafts import EarlyExit, Layers, PlainDecoding
 from decoding.target import Target
 from studies.contract import Candidate, Problem, Study, StudySettings, StudySetup, TrialRecord
-from studies.rule_space import DEFAULT_RULES, RuleNames, rule_parameters, rule_sampler, suggest_rule
+from studies.rule_space import DEFAULT_RULES, RuleNames, rule_parameters, rule_sampler, rules_within, suggest_rule
 from studies.searches.exit_forecast import ExitForecast, forecast_exits
 from studies.searches.exits import check_exits, exits_with_head
 
@@ -37,6 +37,10 @@ class ExitLayerSettings(StudySettings):
     rules: RuleNames = Field(DEFAULT_RULES, description="draft-length rules to choose among")
     max_tokens: int = Field(12, ge=1, le=64, description="longest draft to consider (K)")
     num_promising: int = Field(4, ge=1, description="exits of the best forecasts to measure, each with its neighbours")
+
+    def for_engine(self, rules: Sequence[str], *, quantises: bool) -> dict[str, Any]:
+        """Return the rules that the engine runs."""
+        return {"rules": rules_within(self, rules)}
 
     def check(self, target: Target) -> None:
         """Raise ValueError for an exit that the model does not have."""

@@ -74,6 +74,11 @@ class JointSettings(PredictedSettings):
         """Raise ValueError for an exit that the model does not have."""
         check_exits(self.exit_layers, target)
 
+    def for_engine(self, rules: Sequence[str], *, quantises: bool) -> dict[str, Any]:
+        """Return the settings of chains that run whole blocks, in the precisions that the engine can make."""
+        changed = {**super().for_engine(rules, quantises=quantises), "trees": False, "cascades": False}
+        return changed if quantises else {**changed, "bits": ()}
+
     def wanted_heads(self, num_layers: int) -> tuple[int, ...]:
         """Return the exit layers that need a distilled head."""
         return exits_with_head(self.exit_layers, num_layers) if "exit_head" in self.kinds else ()

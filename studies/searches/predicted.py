@@ -26,7 +26,7 @@ from studies.prediction.guided import GuidedSearch
 from studies.prediction.origins import method_of, origin_of
 from studies.prediction.predictor import Predictor
 from studies.prediction.survey import JoinedSurvey, Survey
-from studies.rule_space import DEFAULT_RULES, RuleNames
+from studies.rule_space import DEFAULT_RULES, RuleNames, rules_within
 from studies.searches.pool_surveys import PoolSurveys
 from studies.searches.rating import Rating
 
@@ -54,6 +54,10 @@ class PredictedSettings(StudySettings):
     num_drafts: int = Field(8, ge=1, description="best unlike skip sets to measure, each with the rules that suit it")
     max_trials: int = Field(24, ge=1, description="trials at most")
     patience: int = Field(8, ge=1, description="trials without a better draft after which the search ends")
+
+    def for_engine(self, rules: Sequence[str], *, quantises: bool) -> dict[str, Any]:
+        """Return the rules that the engine runs, and skips of whole blocks."""
+        return {"rules": rules_within(self, rules), "whole_blocks": True}
 
     @property
     def idle_limit(self) -> int | None:
@@ -238,6 +242,7 @@ class Predicted(Study):
             max_tokens=self.settings.max_tokens,
             decoding=self.problem.decoding,
             batch_size=self.problem.batch_size,
+            accepts=self.problem.accepts,
         )
 
 

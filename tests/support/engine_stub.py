@@ -44,7 +44,8 @@ class Handler(BaseHTTPRequestHandler):
                 counts[name] += many
             if "--wrong" in flags:
                 tokens[1] += 1
-        seconds = dict(prompt_ms=len(asked["prompt"]), predicted_ms=length * (5 if drafts else 10))
+        cost = 10 if not drafts else 20 if "--slow" in flags else 4 if "ngram-simple" in flags else 5
+        seconds = dict(prompt_ms=len(asked["prompt"]), predicted_ms=length * cost)
         self.answer(json.dumps(dict(tokens=tokens, timings=seconds)))
 
 

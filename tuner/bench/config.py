@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field
 
 from decoding.documents.strict_yaml import Document
-from tuner.engines.registry import PROGRAMS
 from tuner.fields import (
     DECODING,
+    ENGINE,
     OUTPUTS,
     PROBLEM,
     Device,
+    EngineArgs,
+    EngineHome,
+    EngineName,
     Extra,
     Names,
     Profile,
@@ -26,13 +28,6 @@ from tuner.fields import (
 from tuner.prompt_settings import DataSettings
 
 COMPARISON: Extra = {"group": "Comparison"}
-ENGINE: Extra = {"group": "Engine"}
-
-if TYPE_CHECKING:
-    EngineName = str
-else:
-    # From the registry, so that a new engine is a choice without another list.
-    EngineName = Literal[tuple(PROGRAMS)]
 
 
 class BenchedProfile(Document):
@@ -84,16 +79,8 @@ class BenchConfig(DataSettings, BenchedProfile):
         description="Measure the profile's export in this engine, against the engine's own plain decoding.",
         json_schema_extra=ENGINE,
     )
-    engine_home: Path | None = Field(
-        None,
-        description="llama.cpp's sources, or vLLM's virtual environment; default: LLAMA_CPP or SDTUNE_VLLM.",
-        json_schema_extra={**ENGINE, "metavar": "DIR"},
-    )
-    engine_args: str | None = Field(
-        None,
-        description="Flags for the engine, with and without a draft, as one text.",
-        json_schema_extra={**ENGINE, "metavar": "FLAGS"},
-    )
+    engine_home: EngineHome = None
+    engine_args: EngineArgs = None
     engine_settings: Path | None = Field(
         None,
         description="File with other drafts to measure, the flags of one per line; {out} is the folder of the export.",

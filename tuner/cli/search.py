@@ -181,12 +181,14 @@ def _print_conclusion(console: Console, found: SearchResult, config: SearchConfi
     print_facts(console, cost=f"{cost.num_trials} trials, {cost.search_seconds:.0f} s of search{heads}")
     stages = ", ".join(f"{stage} {spoken(seconds)}" for stage, seconds in found.stages.items())
     print_facts(console, time=f"{spoken(sum(found.stages.values()))}: {stages}")
+    engine = found.profile.provenance.engine if found.profile.provenance else None
+    if engine is not None:
+        print_facts(console, engine=f"race and held-out figures were measured in {engine.name} {engine.version}")
     interval = found.confirmed.speedup_interval()
     shown = f"{interval.value:.2f}x, 95 % interval {interval.ci95[0]:.2f} to {interval.ci95[1]:.2f}"
     if found.profile.measured is None:
-        console.print(
-            "[bold]Nothing beats plain decoding with 95 % confidence[/bold]; the profile says to decode plainly."
-        )
+        plain = "plain decoding" if engine is None else f"{engine.name}'s own plain decoding"
+        console.print(f"[bold]Nothing beats {plain} with 95 % confidence[/bold]; the profile says to decode plainly.")
         if found.winner.candidate.draft.drafts:
             print_facts(console, nearest=f"{found.winner.study}: {shown}; {found.objection}")
     else:

@@ -77,6 +77,10 @@ class EngineProgram(ABC):
     """Environment variable that says where it is installed."""
     start_seconds: ClassVar[float] = 120.0
     """Longest time to wait until it answers."""
+    target_files: ClassVar[tuple[str, ...]] = ()
+    """Files of an export that hold the target: exports of one model may share them."""
+    starts_at_once: ClassVar[bool] = False
+    """True if a server starts in seconds, so that many settings can be tried."""
 
     @classmethod
     @abstractmethod
@@ -90,6 +94,8 @@ class EngineProgram(ABC):
     @abstractmethod
     def prepare(self, plan: Plan, log: Path) -> tuple[str, ...]:
         """Write the files that the engine loads into the export's folder, and return remarks, one sentence each.
+
+        Those of `target_files` that are there already are kept.
 
         Raises `EngineError` for a model that it cannot load.
         """

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from decoding.draft_length import Fixed, TopProbability
-from decoding.drafts import Lookup
+from decoding.drafts import Lookup, PromptLookup
 from decoding.profile import Decoding
 from studies.contract import Candidate
 from tuner.errors import DatasetError
@@ -28,15 +28,17 @@ if TYPE_CHECKING:
 
 def engine_candidate(plan: Plan) -> Candidate:
     """Return the profile's draft and rule as the engine runs them."""
-    draft, rule = plan.profile.draft, plan.profile.draft_length
+    draft, lookup = plan.profile.draft, plan.lookup
     if plan.shape is None:
-        return Candidate(draft=draft, draft_length=rule)
+        assert lookup is not None, "a draft without a model is a lookup"
+        copies = PromptLookup(max_ngram=lookup.longest, min_ngram=lookup.shortest)
+        return Candidate(draft=copies, draft_length=Fixed(max_tokens=lookup.max_tokens))
     alone = draft.without_lookup().with_tree(None)
     if plan.bits is None and alone.weight_bits is not None:
         alone = alone.with_bits(None)
-    if plan.lookup is not None:
-        length = plan.lookup.longest
-        alone = alone.with_lookup(Lookup(max_ngram=length, min_ngram=length, max_tokens=plan.lookup.max_tokens))
+    if lookup is not None:
+        first = Lookup(max_ngram=lookup.longest, min_ngram=lookup.shortest, max_tokens=lookup.max_tokens)
+        alone = alone.with_lookup(first)
     most = plan.length.num_tokens
     own: DraftLengthRule = (
         Fixed(max_tokens=most) if plan.threshold is None else TopProbability(max_tokens=most, threshold=plan.threshold)

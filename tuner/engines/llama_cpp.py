@@ -28,6 +28,7 @@ SERVER, QUANTISER = "llama-server", "llama-quantize"
 BUILT = Path("build") / "bin"
 CONVERTED = ("q8_0",)
 """Quantised types that the converter writes itself."""
+TARGET = "target.gguf"
 COUNTERS = "llamacpp:spec_decode_"
 
 
@@ -37,6 +38,8 @@ class LlamaCppServer(EngineProgram):
 
     title: ClassVar[str] = "llama.cpp"
     home_variable: ClassVar[str] = "LLAMA_CPP"
+    target_files: ClassVar[tuple[str, ...]] = (TARGET,)
+    starts_at_once: ClassVar[bool] = True
 
     sources: Path
     server: Path
@@ -71,8 +74,9 @@ class LlamaCppServer(EngineProgram):
     def prepare(self, plan: Plan, log: Path) -> tuple[str, ...]:
         """Convert the target and the draft to GGUF, and quantise the draft where the export says so."""
         remarks = []
-        whole = plan.out / "target.gguf"
-        remarks.append(self._convert(Path(plan.model), whole, OUTTYPES[plan.dtype], log))
+        whole = plan.out / TARGET
+        if not whole.exists():
+            remarks.append(self._convert(Path(plan.model), whole, OUTTYPES[plan.dtype], log))
         if plan.needs_draft_folder:
             whole = plan.out / "draft.gguf"
             remarks.append(self._convert(plan.draft, whole, OUTTYPES[plan.dtype], log))
@@ -94,7 +98,7 @@ class LlamaCppServer(EngineProgram):
         return Launch(
             (
                 str(self.server),
-                *("--model", str(plan.out / "target.gguf")),
+                *("--model", str(plan.out / TARGET)),
                 *("--host", HOST, "--port", str(port), "--metrics", "--no-webui"),
                 *shared,
                 *threads,

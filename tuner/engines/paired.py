@@ -56,14 +56,13 @@ def measure_pairs(
         program.complete(client, prompts[0].token_ids, num_tokens)
     samples, comparisons, num_too_short = [], [], 0
     for index, prompt in enumerate(prompts):
-        order = (plain, drafted) if index % 2 == 0 else (drafted, plain)
-        done = {client: program.complete(client, prompt.token_ids, num_tokens) for client in order}
-        comparison = compare(prompt.token_ids, done[plain].tokens, done[drafted].tokens)
+        pair = continue_both(program, plain, drafted, index, prompt.token_ids, num_tokens)
+        comparison = compare(prompt.token_ids, pair.plain.tokens, pair.drafted.tokens)
         comparisons.append(comparison)
-        if min(each.num_decoded for each in done.values()) < FEWEST_DECODED:
+        if pair.num_decoded < FEWEST_DECODED:
             num_too_short += 1
         else:
-            samples.append(_sample(index, prompt, done[plain], done[drafted], comparison))
+            samples.append(pair.sample(index, comparison, prompt.category))
         on_pair()
     if len(samples) < 2:
         raise DatasetError(
@@ -79,26 +78,46 @@ def measure_pairs(
     )
 
 
-def _sample(
-    number: int, prompt: Prompt, plain: EngineCompletion, drafted: EngineCompletion, comparison: Comparison
-) -> PromptSample:
-    counts = drafted.counts
-    return PromptSample(
-        prompt=number,
-        plain_seconds=plain.decode_seconds,
-        plain_tokens=plain.num_decoded,
-        draft_seconds=drafted.decode_seconds,
-        draft_tokens=drafted.num_decoded,
-        rounds=counts.rounds,
-        drafted=counts.drafted,
-        accepted=counts.accepted,
-        identical=comparison.identical,
-        tie=comparison.tie,
-        prefill=PairedPrefill(
-            plain_seconds=plain.prefill_seconds,
-            plain_tokens=1,
-            draft_seconds=drafted.prefill_seconds,
-            draft_tokens=1,
-        ),
-        category=prompt.category,
-    )
+@dataclass(frozen=True)
+class Pair:
+    """A prompt continued plainly and with a draft."""
+
+    plain: EngineCompletion
+    drafted: EngineCompletion
+
+    @property
+    def num_decoded(self) -> int:
+        """Number of tokens after the first, of the shorter text."""
+        return min(self.plain.num_decoded, self.drafted.num_decoded)
+
+    def sample(self, number: int, comparison: Comparison, category: str | None) -> PromptSample:
+        """Return the pair as the sample `number`."""
+        plain, drafted, counts = self.plain, self.drafted, self.drafted.counts
+        return PromptSample(
+            prompt=number,
+            plain_seconds=plain.decode_seconds,
+            plain_tokens=plain.num_decoded,
+            draft_seconds=drafted.decode_seconds,
+            draft_tokens=drafted.num_decoded,
+            rounds=counts.rounds,
+            drafted=counts.drafted,
+            accepted=counts.accepted,
+            identical=comparison.identical,
+            tie=comparison.tie,
+            prefill=PairedPrefill(
+                plain_seconds=plain.prefill_seconds,
+                plain_tokens=1,
+                draft_seconds=drafted.prefill_seconds,
+                draft_tokens=1,
+            ),
+            category=category,
+        )
+
+
+def continue_both(
+    program: EngineProgram, plain: Client, drafted: Client, number: int, prompt: Sequence[int], num_tokens: int
+) -> Pair:
+    """Continue a prompt with both servers, one after the other; plain decoding begins if `number` is even."""
+    order = (plain, drafted) if number % 2 == 0 else (drafted, plain)
+    done = {client: program.complete(client, prompt, num_tokens) for client in order}
+    return Pair(done[plain], done[drafted])

@@ -152,12 +152,17 @@ def _costs(plan: Plan, cost: DraftCost | None) -> list[str]:
 
 
 def _speedup(plan: Plan, engine: Engine) -> list[str]:
-    measured, predicted = plan.profile.measured, predict(plan, plan.profile)
-    here = (
-        f"Measured by sdtune's decoder: {measured.speedup} over plain decoding. It does not transfer. "
-        if measured
-        else ""
-    )
+    measured, origin = plan.profile.measured, plan.profile.provenance
+    measured_in = origin.engine if origin is not None else None
+    if measured is not None and measured_in is not None and measured_in.name == engine.title:
+        found = (
+            f"Measured in {engine.title} {measured_in.version}: {measured.speedup} over its own plain decoding, on "
+            f"{measured.dataset.held_out_prompts} held-out prompts."
+        )
+        return ["## Speed-up", "", found, ""]
+    predicted = predict(plan, plan.profile)
+    where = "sdtune's decoder" if measured_in is None else f"{measured_in.name} {measured_in.version}"
+    here = f"Measured by {where}: {measured.speedup} over plain decoding. It does not transfer. " if measured else ""
     found = (
         f"**Predicted** in {engine.title}, not measured: {predicted.value:.2f} ({predicted.explanation})."
         if predicted.value is not None

@@ -98,7 +98,7 @@ def lookup_of(profile: DraftProfile, engine: Engine, length: FixedLength) -> Ngr
     first = draft.lookup_first
     if draft.runs_model:
         lengths = first.ngram_lengths if first is not None and engine.looks_up_first else None
-        return None if lengths is None or first is None else NgramSettings(*lengths, first.max_tokens)
+        return None if lengths is None or first is None else _ngrams(lengths, engine, first.max_tokens)
     if draft.ngram_lengths is None:
         raise ExportError(
             f"{draft.describe()} has no counterpart in {engine.title}: --to folder keeps it, and a search with prompt lookup "
@@ -106,4 +106,10 @@ def lookup_of(profile: DraftProfile, engine: Engine, length: FixedLength) -> Ngr
         )
     if not engine.looks_up_alone:
         raise ExportError(f"{engine.title} has no prompt lookup: --to hf, vllm, sglang, trtllm or llama.cpp have one")
-    return NgramSettings(*draft.ngram_lengths, length.num_tokens)
+    return _ngrams(draft.ngram_lengths, engine, length.num_tokens)
+
+
+def _ngrams(lengths: tuple[int, int], engine: Engine, max_tokens: int) -> NgramSettings:
+    """Return n-grams of these lengths, the longest and the shortest, as the engine looks for them."""
+    longest, shortest = lengths
+    return NgramSettings(longest, shortest if engine.has_ngram_range else longest, max_tokens)

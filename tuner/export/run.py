@@ -17,15 +17,16 @@ from decoding.profile import DraftProfile
 from decoding.target import ExitHead, Target
 from tuner.errors import ExportError
 from tuner.export.bench_prompts import FILE, BenchPrompts, bench_prompts
-from tuner.export.checkpoint import copy_tokenizer, moved_settings, write_checkpoint
+from tuner.export.checkpoint import copy_tokenizer, write_checkpoint
 from tuner.export.engines.registry import load_engine
 from tuner.export.gate import check_draft
 from tuner.export.losses import LOSSES, MEBIBYTE, DraftCost, losses_text
 from tuner.export.model_folder import write_model_folder
 from tuner.export.out_folder import check_out, new_folder
-from tuner.export.plan import DRAFT_FOLDER, Plan, fixed_length, lookup_of
+from tuner.export.plan import DRAFT_FOLDER, Plan
+from tuner.export.planning import plan_for
 from tuner.export.settings import FOLDER
-from tuner.export.shape import reduced, shape_of
+from tuner.export.shape import reduced
 from tuner.inputs.models import Loaded, load
 
 if TYPE_CHECKING:
@@ -105,7 +106,7 @@ def _write_for_engine(
     engine = load_engine(settings.to)
     draft = reduced(source.profile.draft, settings.drop, keeps_bits=engine.quantises)
     plan = _plan(settings, source, engine, draft)
-    cost = _write_draft(plan, engine, source, draft, prompts, building, progress) if plan.needs_draft_folder else None
+    cost = write_draft(plan, engine, source, draft, prompts, building, progress) if plan.needs_draft_folder else None
     _write_settings(plan, engine, building, losses_text(plan, engine, cost, _dropped(settings, source.profile)))
     return plan
 
@@ -120,10 +121,10 @@ def _open(settings: ExportSettings, progress: Progress, loaded: Loaded | None) -
         progress.stage(f"loading {name}")
         loaded = load(name, revision=revision, dtype=settings.dtype or profile.target.dtype, device=settings.device)
     check_target(profile, loaded.model)
-    return Source(profile, settings.profile.parent, loaded, _model_folder(name, revision))
+    return Source(profile, settings.profile.parent, loaded, model_folder_of(name, revision))
 
 
-def _model_folder(name: str, revision: str | None) -> Path:
+def model_folder_of(name: str, revision: str | None) -> Path:
     """Return the folder of a model that has been loaded: its own, or the one in the hub's cache."""
     if Path(name).is_dir():
         return Path(name).absolute()
@@ -134,35 +135,20 @@ def _model_folder(name: str, revision: str | None) -> Path:
 
 def _plan(settings: ExportSettings, source: Source, engine: Engine, draft: DraftDocument) -> Plan:
     """Return the plan; raise `ExportError` for what the engine cannot express or would misread."""
-    profile, config = source.profile, source.loaded.model.config
-    shape = shape_of(draft, profile.target.num_layers) if draft.runs_model else None
-    threshold = profile.draft_length.fixed_threshold if engine.stops_below and shape is not None else None
-    length = fixed_length(profile, settings.draft_tokens, has_threshold=threshold is not None)
-    name = settings.model or profile.target.model
-    plan = Plan(
-        profile=profile,
+    name = settings.model or source.profile.target.model
+    return plan_for(
+        source.profile,
+        engine,
+        draft,
+        source.loaded.model.config,
         model=str(source.model_folder) if Path(name).is_dir() else name,
         dtype=str(source.loaded.model.dtype).removeprefix("torch."),
         out=settings.out.absolute(),
-        shape=shape,
-        length=length,
-        threshold=threshold,
-        lookup=lookup_of(profile, engine, length),
-        bits=draft.weight_bits,
+        asked=settings.draft_tokens,
     )
-    moved = (
-        moved_settings(config.get_text_config(), shape) if shape is not None and not engine.reads_layer_lists else ()
-    )
-    if moved:
-        raise ExportError(
-            f"{engine.title} may derive {', '.join(moved)} from the index of a layer, and the draft's layers have others than the "
-            "target's first ones: --to hf reads them from the configuration, and --to folder keeps everything"
-        )
-    engine.check(plan, config)
-    return plan
 
 
-def _write_draft(
+def write_draft(
     plan: Plan,
     engine: Engine,
     source: Source,

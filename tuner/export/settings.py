@@ -9,11 +9,10 @@ from pydantic import Field
 
 from tuner.export.engines.registry import ENGINES
 from tuner.export.shape import Droppable
-from tuner.fields import OUTPUTS, PROBLEM, Device, Extra, Profile, ProfileDtype, ProfileModel, Seed, Threads
+from tuner.fields import ENGINE, OUTPUTS, PROBLEM, Device, Profile, ProfileDtype, ProfileModel, Seed, Threads
 from tuner.prompt_settings import PromptSettings
 
 FOLDER = "folder"
-ENGINE: Extra = {"group": "Engine"}
 
 if TYPE_CHECKING:
     Destination = str

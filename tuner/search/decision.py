@@ -20,6 +20,10 @@ REFERENCE_RULES = ("ada_edl", "ada_edl_published")
 """Rules that are in the final table whenever a trial measured them."""
 
 
+Enter = Callable[[Sequence[TrialRecord], Sequence[int]], list[TrialRecord]]
+"""Takes the best trials and the prompts of the race, and returns the trials that race."""
+
+
 @dataclass(frozen=True)
 class Confirmed:
     """A candidate measured on the held-out prompts, and its label in the final table."""
@@ -59,11 +63,12 @@ def race_best(
     progress: Progress,
     expected: Mapping[str, float] = MappingProxyType({}),
     may_go_on: Callable[[], bool] = lambda: True,
+    enter: Enter = lambda best, indices: list(best),
 ) -> list[Finalist]:
     """Race the best trials of all studies and the best of each, on tuning prompts that no trial decoded; the fastest first.
 
     Best is by `expected` speed-up (`Study.expected`), else measured. Adaptive rules are warmed up on the prompts of the trials.
-    `may_go_on` is asked before each lap; see `race`. Returns an empty list if no trial is complete.
+    `may_go_on` is asked before each lap; see `race`. `enter` may change who races. Returns an empty list if nobody does.
     """
     of_studies = [[record for record in records if record.study == name] for name in studies]
     best_of_each = [best for of_study in of_studies for best in best_trials(of_study, 1, expected=expected)]
@@ -71,10 +76,9 @@ def race_best(
     finalists = {record.candidate.key: record for record in [*best_of_all, *best_of_each]}
     of_trials, unseen = bench.indices[: config.samples_per_trial], bench.indices[config.samples_per_trial :]
     indices = unseen if len(unseen) >= 2 else bench.indices
-    progress.stage("race of the finalists", len(indices) * len(finalists))
-    warmed_up = [
-        r.model_copy(update={"candidate": bench.warm_up_rule(r.candidate, of_trials)}) for r in finalists.values()
-    ]
+    entrants = enter(list(finalists.values()), indices)
+    progress.stage("race of the finalists", len(indices) * len(entrants))
+    warmed_up = [r.model_copy(update={"candidate": bench.warm_up_rule(r.candidate, of_trials)}) for r in entrants]
     return race(warmed_up, bench, indices, on_lap=progress.advance, may_go_on=may_go_on)
 
 

@@ -10,12 +10,12 @@ from tempfile import TemporaryDirectory
 
 from decoding.draft_length import Fixed
 from decoding.drafts import Draft, PlainDecoding
-from decoding.fingerprint import fingerprint, tokenizer_sha256
 from decoding.profile import (
     CategoryFigures,
     DatasetFacts,
     DraftProfile,
     EndToEndFigures,
+    EngineFacts,
     Exactness,
     Interval,
     Measured,
@@ -24,13 +24,11 @@ from decoding.profile import (
     Rates,
     SearchCost,
     StockFigures,
-    TargetIdentity,
 )
-from decoding.target import Target
 from studies.contract import TrialRecord, best_trials
 from studies.measurement import Measurement
 from tuner.inputs.environment import device_name, git_revision, versions
-from tuner.inputs.models import Loaded
+from tuner.inputs.identity import target_identity
 from tuner.measuring.machine import MachineNoise
 from tuner.measuring.paired import Bench
 from tuner.registry import log_profile
@@ -99,10 +97,12 @@ def conclude(
     ended: Mapping[str, str],
     cost: SearchEffort,
     run_id: str,
+    engine: EngineFacts | None = None,
 ) -> SearchResult:
     """Return the profile of the winner, or of plain decoding if its speed-up is not confirmed, and the rows of the table.
 
-    The exit head of a winner that has one is copied beside the profile; `ExitHeadError` if that fails.
+    `engine` is the one in which they were measured. The exit head of a winner that has one is copied beside the profile;
+    `ExitHeadError` if that fails.
     """
     trial = winner.trial
     measurement = next(each.measurement for each in confirmed if each.trial.candidate.key == trial.candidate.key)
@@ -122,6 +122,7 @@ def conclude(
             origin=trial.origin if wins and trial.origin != trial.study else None,
             git_revision=git_revision(Path(__file__).parent),
             mlflow_run_id=run_id,
+            engine=engine,
         ),
     )
     rows = [ResultRow(label="plain decoding", description="the whole model, token by token", measurement=None)]
@@ -223,22 +224,6 @@ def _stock(comparison: StockComparison | None) -> dict[str, StockFigures]:
         for name, each in comparison.contenders.items()
         if name != PROFILE
     }
-
-
-def target_identity(loaded: Loaded, target: Target) -> TargetIdentity:
-    """Return the identity of a loaded model, as a profile holds it."""
-    model = fingerprint(loaded.model)
-    return TargetIdentity(
-        model=loaded.name,
-        revision=loaded.revision,
-        architecture=type(loaded.model).__name__,
-        num_layers=target.num_layers,
-        dtype=str(target.dtype).removeprefix("torch."),
-        device=str(target.device),
-        config_sha256=model.config_sha256,
-        weights_sha256=model.weights_sha256,
-        tokenizer_sha256=tokenizer_sha256(loaded.tokenizer),
-    )
 
 
 def save_best_so_far(task: Task, records: Iterable[TrialRecord]) -> tuple[TrialRecord | None, Path | None]:

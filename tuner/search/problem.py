@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from decoding.drafts import EarlyExit
+from decoding.drafts import DraftDocument, EarlyExit
 from decoding.lockstep import shared_batch_size
 from studies.contract import Problem, TrialRecord
 from studies.costs.table import CostTable
@@ -71,7 +71,12 @@ def build_problem(
         heads=task.head_folder,
         costs=costs,
         seconds=seconds,
+        accepts=_anything if task.deployment is None else task.deployment.rules.accepts,
     )
+
+
+def _anything(draft: DraftDocument) -> bool:
+    return True
 
 
 def _contexts(bench: Bench) -> tuple[int, ...]:

@@ -14,6 +14,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+from decoding.profile import EngineFacts
 from studies.contract import TrialRecord, best_trials
 from tuner.addresses import without_password
 from tuner.config import SearchConfig
@@ -24,8 +25,9 @@ from tuner.leases.table import Lease
 from tuner.measuring.machine import wait_until_quiet
 from tuner.measuring.paired import Bench
 from tuner.progress import Progress
-from tuner.search.decision import Confirmed, confirm, objection, race_best, to_confirm
+from tuner.search.decision import Confirmed, claims_speedup, confirm, objection, race_best, to_confirm
 from tuner.search.forecast import forecast
+from tuner.search.in_engine import Arena, arena
 from tuner.search.missing_heads import provide_heads
 from tuner.search.outcome import SearchEffort, SearchResult, conclude, save_best_so_far, track_result
 from tuner.search.race import Finalist
@@ -127,18 +129,24 @@ def _searched(
         with explained_shortage("choosing what to try", f"{_LESS_TO_SURVEY}; {_kept(config)}"):
             studies.run(steps)
         records = store.records()
-        with _decoding("the race", config):
-            race_them = partial(_race, task, tuning, records, studies, keeper, progress)
-            finalists = steps.run("race", race_them, list[Finalist])
-        with _decoding("the held-out prompts", config):
-            confirmed, held_out = _confirmed(task, finalists, records, keeper, progress, steps)
-            stock = _compared(task, finalists[0], confirmed, held_out, keeper, progress, steps)
+        with arena(task, tuning, progress) as engine:
+            with _decoding("the race", config):
+                race_them = partial(_race, task, tuning, records, studies, keeper, progress, engine)
+                finalists = steps.run("race", race_them, list[Finalist])
+            with _decoding("the held-out prompts", config):
+                confirmed, held_out = _confirmed(task, finalists, records, keeper, progress, steps, engine)
+                stock = _compared(task, finalists[0], confirmed, held_out, keeper, progress, steps)
+            facts = None
+            if engine is not None:
+                facts = steps.run("engine", partial(_engine_facts, engine, finalists[0], confirmed), EngineFacts)
     finally:
         studies.note_time()
     distilling = task.head_folder.distillation_seconds(heads, feature_head=task.feature_draft is not None)
     cost = SearchEffort(len(records), store.spent_seconds(config.study), distilling)
     with clock.stage(Stage.WRITING):
-        result = conclude(task, finalists[0], confirmed, held_out, stock, studies.ended, cost, tracker.run_id)
+        result = conclude(
+            task, finalists[0], confirmed, held_out, stock, studies.ended, cost, tracker.run_id, engine=facts
+        )
         lease.check()  # before the profile of a search that stood still replaces that of its successor
         result.profile.save(config.out)
         track_result(tracker, result, records, task)
@@ -158,6 +166,7 @@ def _confirmed(
     keeper: TimeKeeper,
     progress: Progress,
     steps: Steps,
+    engine: Arena | None,
 ) -> tuple[list[Confirmed], Bench]:
     """Return the winner and its rivals measured on held-out prompts, and the bench of these."""
     clock = task.budget.clock
@@ -166,7 +175,8 @@ def _confirmed(
         held_out = open_bench(task, prompts, "decoding the held-out prompts plainly", progress)
     with clock.stage(Stage.CONFIRMATION):
         pacer, least = keeper.confirmation_pacer, keeper.least_held_out
-        confirm_them = partial(confirm, finalists, records, held_out, progress, pacer, least=least)
+        measuring = held_out if engine is None else engine.bench(held_out)
+        confirm_them = partial(confirm, finalists, records, measuring, progress, pacer, least=least)
         confirmed = steps.run("confirmation", confirm_them, list[Confirmed])
     return confirmed, held_out
 
@@ -183,6 +193,8 @@ def _compared(
     """Return the comparison of the profile to come with stock generation, or why there is none."""
     if not task.config.stock:
         return StockOutcome(reason=f"declined by --no-stock; {LATER}")
+    if task.config.deploy_to is not None:
+        return StockOutcome(reason=f"the profile is for {task.config.deploy_to}, which was measured itself")
     measured = confirmed[0].measurement
     candidate = winner.trial.candidate
     drafts = objection(candidate, winner.measurement, measured) is None
@@ -194,6 +206,13 @@ def _compared(
 
     with task.budget.clock.stage(Stage.STOCK):
         return steps.run("stock", compare_them, StockOutcome)
+
+
+def _engine_facts(engine: Arena, winner: Finalist, confirmed: Sequence[Confirmed]) -> EngineFacts:
+    """Return the engine with the command that the profile stands for."""
+    candidate = winner.trial.candidate
+    measured = next(each.measurement for each in confirmed if each.trial.candidate.key == candidate.key)
+    return engine.facts(candidate if claims_speedup(candidate, winner.measurement, measured) else None)
 
 
 def _stage_figures(clock: StageClock) -> dict[str, float]:
@@ -237,6 +256,7 @@ def _race(
     studies: StudySequence,
     keeper: TimeKeeper,
     progress: Progress,
+    engine: Arena | None,
 ) -> list[Finalist]:
     """Return the finalists, the fastest first. Raises `SearchError` if no trial could be measured."""
     best = best_trials(records, task.config.finalists, expected=studies.expected)
@@ -244,7 +264,14 @@ def _race(
     config = task.config.model_copy(update={"finalists": end.finalists})
     pace = keeper.race_pace(end)
     with task.budget.clock.stage(Stage.RACE):
-        finalists = race_best(records, studies.ended, bench, config, progress, studies.expected, may_go_on=pace)
+        if engine is None:
+            finalists = race_best(records, studies.ended, bench, config, progress, studies.expected, may_go_on=pace)
+        else:
+            in_engine = engine.bench(bench)
+            enter = partial(engine.entrants, bench=in_engine, may_go_on=pace, progress=progress)
+            finalists = race_best(
+                records, studies.ended, in_engine, config, progress, studies.expected, may_go_on=pace, enter=enter
+            )
     if not finalists:
         failures = [f"the last failure: {record.reason}" for record in records if record.reason][-1:]
         why = "; ".join(failures or [f"{name}: {reason}" for name, reason in studies.ended.items()])

@@ -14,6 +14,7 @@ from studies.searches.registry import create_study
 from tuner.measuring.contract import Measuring, OnSample
 from tuner.measuring.paired import Bench
 from tuner.progress import Progress
+from tuner.search.deployment import RuledBench
 from tuner.search.problem import build_problem
 from tuner.search.steps import Steps
 from tuner.search.storage import StoredStudy, StudyStore
@@ -84,7 +85,9 @@ class StudySequence:
         study, stored = self._open(name, share)
         self._show_earlier(name, stored.records())
         indices = self._bench.indices[: config.samples_per_trial]
-        bench = StagedBench(self._bench, self._time.clock)
+        deployment = self._task.deployment
+        ruled = self._bench if deployment is None else RuledBench(self._bench, deployment.rules)
+        bench = StagedBench(ruled, self._time.clock)
         # The last study may use what race and confirmation can do without until it has a result: nothing comes after it.
         wanted = stored.records if studies_left == 1 else self._store.records
         _, why = run_study(study, stored, bench, indices, self._budget(until, wanted), self._keep)

@@ -22,6 +22,7 @@ from tuner.config import SearchConfig
 from tuner.errors import ConfigError
 from tuner.heads.distill import num_spare
 from tuner.inputs.environment import device_name
+from tuner.inputs.identity import target_identity
 from tuner.inputs.memory import explained_shortage, gigabytes
 from tuner.inputs.models import Loaded, eos_token_ids, load
 from tuner.inputs.prompts import Prompt, PromptSet, search_prompts
@@ -33,6 +34,7 @@ from tuner.measuring.machine import MachineWatch
 from tuner.measuring.paired import Bench
 from tuner.output_paths import check_folder_writable, check_writable
 from tuner.progress import Progress
+from tuner.search.deployment import Deployment, deployment_of, restricted
 from tuner.search.memory_plan import plan_memory
 from tuner.search.storage import elapsed_of
 from tuner.search.time_budget import TimeBudget
@@ -64,6 +66,8 @@ class Task:
     """Signs that other work disturbs the search."""
     prices: PriceList | None = None
     """What trials, race and confirmation charge in place of real seconds, for checks of the search itself."""
+    deployment: Deployment | None = None
+    """The engine that the search deploys to; None if production decodes as this process does."""
 
     @property
     def decoding(self) -> Decoding:
@@ -116,6 +120,7 @@ def _prepared(
     config: SearchConfig, progress: Progress, loaded: Loaded | None, target: Target | None, budget: TimeBudget
 ) -> Task:
     check_writable(config.out)
+    config = restricted(config)
     # A search trains exit heads: a feature head is worth its time only to those who ask for it.
     config = config.model_copy(update={"distillation": config.distillation.model_copy(update={"head": "exit"})})
     rows = open_rows(config.dataset, config)
@@ -144,7 +149,10 @@ def _prepared(
     model = fingerprint(loaded.model)
     identity = _identity(config, model, prompts, target)
     missing = folder.missing(wanted)
-    return Task(config, loaded, target, prompts, identity, model, folder, heads, feature, missing, budget)
+    deployment = deployment_of(config, loaded, target_identity(loaded, target))
+    return Task(
+        config, loaded, target, prompts, identity, model, folder, heads, feature, missing, budget, deployment=deployment
+    )
 
 
 def _feature_draft(config: SearchConfig, folder: HeadFolder, prompts: PromptSet) -> FeatureHeadDraft | None:
@@ -202,6 +210,7 @@ def _identity(config: SearchConfig, model: Fingerprint, prompts: PromptSet, targ
             "exact_width": target.runner.exact_width,
         },
         "batch_size": config.batch_size,
+        **({"deploy_to": config.deploy_to} if config.deploy_to else {}),
     }
 
 

@@ -38,7 +38,7 @@ PLAN = Plan(
     shape=DraftShape((0, 1), has_head=True, num_target_layers=6),
     length=FixedLength(4, "as asked"),
     threshold=0.25,
-    lookup=NgramSettings(3, 1, 8),
+    lookup=NgramSettings(3, 3, 8),
 )
 SETTINGS = ServerSettings(context=100, threads=1, sequences=2, arguments=("--seed", "7"))
 

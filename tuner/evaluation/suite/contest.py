@@ -26,13 +26,13 @@ from tuner.contest.contest import Contender, Contest, Prompts, reason_of
 from tuner.contest.own_decoding import OwnDecoding
 from tuner.errors import DatasetError
 from tuner.evaluation.suite.result import BenchFound, MeasuredContender
+from tuner.inputs.identity import target_identity
 from tuner.inputs.models import Loaded, eos_token_ids, load
 from tuner.inputs.prompts import PromptSet, search_prompts
 from tuner.measuring.clock import WallClock
 from tuner.measuring.recording import TimedBatch
 from tuner.progress import Progress
 from tuner.results import public_name, stamped
-from tuner.search.outcome import target_identity
 from tuner.search.task import choose_target, token_ids
 
 

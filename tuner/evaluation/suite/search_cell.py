@@ -139,7 +139,7 @@ def best_of_last_study(config: SearchConfig, result: SearchResult) -> TrialRecor
 def _save(task: Task, best: TrialRecord, path: Path) -> None:
     """Write a candidate as a profile, with its exit head beside it."""
     from decoding.profile import DraftProfile
-    from tuner.search.outcome import target_identity
+    from tuner.inputs.identity import target_identity
 
     DraftProfile(
         name=path.stem,

@@ -26,8 +26,15 @@ class Engine(ABC):
     """True if it quantises the draft's weights itself."""
     reads_layer_lists: ClassVar[bool] = False
     """True if it takes each layer's settings from the configuration, for every family; others may derive some from its index."""
+    has_ngram_range: ClassVar[bool] = True
+    """True if its prompt lookup tries n-grams of several lengths; others look for the longest alone."""
     has_schedule: ClassVar[bool] = False
     """True if the number of drafted tokens may depend on the number of sequences."""
+
+    @property
+    def rules(self) -> tuple[str, ...]:
+        """Draft-length rules that it runs as they are."""
+        return ("fixed", "top_probability") if self.stops_below else ("fixed",)
 
     def check(self, plan: Plan, config: Any) -> None:  # noqa: B027 - most engines misread nothing
         """Raise `ExportError` for a plan that the engine would misread; `config` is the target's configuration."""

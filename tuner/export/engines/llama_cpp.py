@@ -22,6 +22,7 @@ class LlamaCpp(Engine):
     looks_up_first: ClassVar[bool] = True
     stops_below: ClassVar[bool] = True
     quantises: ClassVar[bool] = True
+    has_ngram_range: ClassVar[bool] = False
 
     def notes(self, plan: Plan) -> list[str]:
         """Return what its counterparts do otherwise."""

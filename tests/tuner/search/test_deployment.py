@@ -1,0 +1,132 @@
+"""`sdtune search --deploy-to`, with a stand-in for llama.cpp: what is tried, where it is raced, and what the profile says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoModelForCausalLM
+
+from decoding.draft_length import RULES, Fixed, TopProbability
+from decoding.drafts import EarlyExit, FixedLeaves, LayerSkip, Lookup, PlainDecoding, PromptLookup, SuffixLookup
+from decoding.profile import DraftProfile, TargetIdentity
+from studies.contract import Candidate
+from tests.support.commands import SearchCommand
+from tests.support.engine_stub import write_llama_cpp
+from tests.support.refusals import refused
+from tests.support.stored_trials import stored_records
+from tuner.engines.rules import EngineRules
+from tuner.errors import ExportError
+
+SMALL = "studies: {joint: {num_surveyed: 30, max_tokens: 4, num_drafts: 2, num_lookups: 1, kinds: [skip_set, lookup]}}"
+
+
+@pytest.fixture
+def deploy(run_search: SearchCommand, workplace: Path) -> SearchCommand:
+    """The search of the small configuration, deployed to the stand-in."""
+    config = workplace.parent / "small.yaml"
+    text = config.read_text().replace("study: [conf_layers, exit_layer, draft_length]\n", "")
+    config.write_text(text + SMALL + "\n")
+    home = write_llama_cpp(workplace.parent / "llama.cpp")
+
+    def run(*flags: str, **named: Any) -> Any:
+        return run_search("--deploy-to", "llama.cpp", "--engine-home", str(home), *flags, **named)
+
+    return run
+
+
+def _shown(output: str) -> str:
+    return " ".join(output.split())
+
+
+@pytest.mark.usefixtures("quick_costs")
+def test_only_what_the_engine_runs_is_tried_and_the_engine_decides(deploy: SearchCommand) -> None:
+    done = deploy()
+    assert done.exit_code == 0, done.output
+    records = stored_records(Path("sdtune.db"))
+    assert records
+    assert not [record.reason for record in records if record.reason and "ExportError" in record.reason]
+    assert {record.candidate.draft_length.rule for record in records} <= {"fixed", "top_probability"}
+    profile = DraftProfile.load(Path("profile.yaml"))
+    assert isinstance(profile.draft, PromptLookup), "the stand-in's lookup is its fastest draft"
+    assert profile.measured is not None
+    assert profile.measured.speedup.value == pytest.approx(2.5)
+    assert not profile.decoding.prefix_reuse
+    assert profile.provenance is not None
+    engine = profile.provenance.engine
+    assert engine is not None
+    assert (engine.name, engine.version) == ("llama.cpp", "11434 (abc)")
+    assert "--spec-type ngram-simple" in engine.command
+    assert "tmp" not in engine.command
+    assert "in llama.cpp 11434 (abc)" in _shown(done.stdout)
+
+
+@pytest.mark.usefixtures("quick_costs")
+def test_an_engine_that_is_slower_with_every_draft_decodes_plainly(deploy: SearchCommand) -> None:
+    done = deploy("--engine-args", "--slow", trials=1)
+    assert done.exit_code == 0, done.output
+    profile = DraftProfile.load(Path("profile.yaml"))
+    assert isinstance(profile.draft, PlainDecoding)
+    assert profile.provenance is not None
+    assert profile.provenance.engine is not None
+    assert "--spec-type" not in profile.provenance.engine.command
+    assert "Nothing beats llama.cpp's own plain decoding" in _shown(done.stdout)
+
+
+@pytest.mark.usefixtures("quick_costs")
+def test_wrong_texts_win_nothing(deploy: SearchCommand) -> None:
+    done = deploy("--engine-args", "--wrong", trials=1)
+    assert done.exit_code == 0, done.output
+    assert isinstance(DraftProfile.load(Path("profile.yaml")).draft, PlainDecoding)
+
+
+def test_wrong_settings_are_refused_before_anything_runs(deploy: SearchCommand, run_search: SearchCommand) -> None:
+    refused(deploy("--temperature", "1"), "deploy_to", "temperature")
+    refused(deploy("--engine-home", "nowhere"), "nowhere does not hold llama.cpp's sources")
+    refused(run_search("--engine-home", "nowhere"), "engine_home", "deploy_to")
+
+
+@pytest.fixture(scope="module")
+def rules(checkpoint: Path) -> dict[str, EngineRules]:
+    """The rules of each engine for the tiny model."""
+    model = AutoModelForCausalLM.from_pretrained(checkpoint)
+    identity = TargetIdentity(
+        model="tiny", architecture="A", num_layers=6, dtype="float32", config_sha256="c", weights_sha256="w"
+    )
+    return {name: EngineRules(name, identity, model.config, model="tiny") for name in ("llama.cpp", "vllm")}
+
+
+EXIT = EarlyExit(exit_layer=2)
+SINGLE = Lookup(max_ngram=3, min_ngram=3)
+
+
+@pytest.mark.parametrize(
+    ("draft", "engines"),
+    [
+        (EXIT, {"llama.cpp", "vllm"}),
+        (LayerSkip.blocks((1, 3)), {"llama.cpp", "vllm"}),
+        (LayerSkip(skip_attention=(1,)), set()),
+        (EXIT.with_tree(FixedLeaves(leaves=2)), set()),
+        (LayerSkip(bits=8), {"llama.cpp"}),
+        (EXIT.with_lookup(SINGLE), {"llama.cpp"}),
+        (EXIT.with_lookup(Lookup(max_ngram=3, min_ngram=1)), set()),
+        (EXIT.with_lookup(SuffixLookup()), set()),
+        (PromptLookup(max_ngram=3, min_ngram=3), {"llama.cpp", "vllm"}),
+        (PromptLookup(max_ngram=3, min_ngram=1), {"vllm"}),
+        (PlainDecoding(), {"llama.cpp", "vllm"}),
+    ],
+)
+def test_an_engine_accepts_the_drafts_that_it_runs_as_they_are(
+    rules: dict[str, EngineRules], draft: Any, engines: set[str]
+) -> None:
+    assert {name for name, each in rules.items() if each.accepts(draft)} == engines
+
+
+def test_rules_that_an_engine_lacks_are_named(rules: dict[str, EngineRules]) -> None:
+    rules["llama.cpp"].check(Candidate(draft=EXIT, draft_length=TopProbability()))
+    with pytest.raises(ExportError, match="vLLM drafts by fixed"):
+        rules["vllm"].check(Candidate(draft=EXIT, draft_length=TopProbability()))
+    with pytest.raises(ExportError, match=r"in place of ada_edl"):
+        rules["llama.cpp"].check(Candidate(draft=EXIT, draft_length=RULES["ada_edl"](rule="ada_edl")))
+    rules["vllm"].check(Candidate(draft=PromptLookup(), draft_length=Fixed(max_tokens=5)))

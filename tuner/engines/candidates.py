@@ -1,0 +1,98 @@
+"""Candidates of a search as exports for one engine: a folder per draft model, and the flags of each candidate."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from decoding.draft_length import Fixed, TopProbability
+from decoding.drafts import PromptLookup
+from studies.contract import Candidate
+from tuner.export.plan import Plan
+from tuner.export.run import Source, write_draft
+from tuner.progress import Unwatched
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from decoding.draft_length import DraftLengthRule
+    from decoding.drafts import DraftDocument
+    from tuner.engines.contract import EngineProgram
+    from tuner.engines.rules import EngineRules
+    from tuner.inputs.models import Loaded
+
+LOOKUPS = ((2, 4), (3, 4), (3, 8), (5, 8))
+"""Length of the n-grams and most tokens to copy, of the engine's own lookups that race in any case."""
+LENGTHS = (2, 4, 8)
+"""Fixed numbers of drafted tokens that are tried in the engine for each draft model."""
+LIMIT, THRESHOLD = 8, 0.6
+"""Limit and threshold of the rule that is tried beside them where the engine stops at an unlikely token."""
+
+
+def own_lookups() -> list[Candidate]:
+    """Return prompt lookups alone, which cost a draft model nothing: what the engine does without any tuning of layers."""
+    return [
+        Candidate(draft=PromptLookup(max_ngram=ngram, min_ngram=ngram), draft_length=Fixed(max_tokens=copied))
+        for ngram, copied in LOOKUPS
+    ]
+
+
+def other_lengths(candidate: Candidate, *, stops_below: bool) -> list[Candidate]:
+    """Return the candidate with other draft-length rules: which one is best depends on what a pass costs in the engine."""
+    if not candidate.draft.runs_model:
+        return []
+    rules: list[DraftLengthRule] = [Fixed(max_tokens=length) for length in LENGTHS]
+    if stops_below:
+        rules.append(TopProbability(max_tokens=LIMIT, threshold=THRESHOLD))
+    return [candidate.with_rule(rule) for rule in rules if rule != candidate.draft_length]
+
+
+@dataclass(frozen=True)
+class CandidateExport:
+    """A candidate's export: its plan, and its flags."""
+
+    plan: Plan
+    flags: tuple[str, ...]
+
+
+class CandidateExports:
+    """Writes the draft model of each candidate once, into folders of `out`, which share the files of the target."""
+
+    def __init__(self, program: EngineProgram, rules: EngineRules, loaded: Loaded, heads: Path, out: Path) -> None:
+        """`heads` is the folder of the exit heads."""
+        self.rules = rules
+        self._program, self._loaded, self._heads, self._out = program, loaded, heads, out
+        self._folders: dict[DraftDocument | None, Path] = {}
+        self.remarks: list[str] = []
+        """What the engine's files differ in, one sentence each."""
+        self.plain = self.write(own_lookups()[0]).plan
+        """A plan whose folder holds the target and no draft model."""
+
+    def write(self, candidate: Candidate) -> CandidateExport:
+        """Write what is missing of the candidate's export; raise `ExportError` or `EngineError` if it cannot be."""
+        draft = candidate.draft
+        key = draft.without_lookup() if draft.runs_model else None
+        known = self._folders.get(key)
+        folder = known or self._out / f"draft-{len(self._folders)}"
+        plan = self.rules.plan(candidate, folder)
+        if known is None:
+            self._prepare(plan)
+            self._folders[key] = folder
+        return CandidateExport(plan, self._program.draft_flags(plan))
+
+    def shown(self, words: Sequence[str]) -> list[str]:
+        """Return the words of a command without the folder of this machine."""
+        return [word.replace(f"{self._out}/", "") for word in words]
+
+    def _prepare(self, plan: Plan) -> None:
+        plan.out.mkdir()
+        for name in self._program.target_files:
+            if self._folders:
+                (plan.out / name).symlink_to(self.plain.out / name)
+        if plan.needs_draft_folder:
+            source = Source(plan.profile, self._heads, self._loaded, Path(plan.model))
+            write_draft(plan, self.rules.engine, source, plan.profile.draft, None, plan.out, Unwatched())
+        self.remarks += [
+            each for each in self._program.prepare(plan, plan.out / "convert.log") if each not in self.remarks
+        ]
