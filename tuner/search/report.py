@@ -108,6 +108,8 @@ def _add_origin(facts: Table, origin: ProfileOrigin) -> None:
     facts.add_row("created", f"{origin.created} by {origin.study}")
     if origin.origin is not None:
         facts.add_row("proposed by", spaced(origin.origin))
+    if origin.engine is not None:
+        facts.add_row("measured in", f"{origin.engine.name} {origin.engine.version}")
     sources = {"git revision": origin.git_revision, "MLflow run": origin.mlflow_run_id}
     if known := [f"{name} {value}" for name, value in sources.items() if value]:
         facts.add_row("from", ", ".join(known))
