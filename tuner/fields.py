@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, JsonValue
 
 from decoding.runners import AUTO, RUNNERS
-from tuner.engines.registry import PROGRAMS
+from tuner.engine_programs import PROGRAMS
 from tuner.profile_address import local_profile
 
 Extra = dict[str, JsonValue]

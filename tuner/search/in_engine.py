@@ -35,7 +35,7 @@ ROOM = 72
 
 
 @dataclass(frozen=True)
-class Arena:
+class EngineArena:
     """An engine with its servers, for one search."""
 
     task: Task
@@ -132,7 +132,7 @@ def _best_of_each(ranked: Sequence[TrialRecord], count: int) -> list[TrialRecord
 
 
 @contextmanager
-def arena(task: Task, bench: Bench, progress: Progress) -> Iterator[Arena | None]:
+def arena(task: Task, bench: Bench, progress: Progress) -> Iterator[EngineArena | None]:
     """Open the engine that the search deploys to, or yield None if it stays in this process. Its servers end with the context.
 
     `bench` has the tuning prompts. Raises `EngineError` for an engine that does not run, before anything is raced.
@@ -152,7 +152,7 @@ def arena(task: Task, bench: Bench, progress: Progress) -> Iterator[Arena | None
         for remark in exports.remarks:
             progress.say(remark)
         with EngineServers(program, exports, _settings(task), logs, bench.prompts[0]) as servers:
-            yield Arena(task, servers, version)
+            yield EngineArena(task, servers, version)
 
 
 def _settings(task: Task) -> ServerSettings:

@@ -27,7 +27,7 @@ from tuner.measuring.paired import Bench
 from tuner.progress import Progress
 from tuner.search.decision import Confirmed, claims_speedup, confirm, objection, race_best, to_confirm
 from tuner.search.forecast import forecast
-from tuner.search.in_engine import Arena, arena
+from tuner.search.in_engine import EngineArena, arena
 from tuner.search.missing_heads import provide_heads
 from tuner.search.outcome import SearchEffort, SearchResult, conclude, save_best_so_far, track_result
 from tuner.search.race import Finalist
@@ -166,7 +166,7 @@ def _confirmed(
     keeper: TimeKeeper,
     progress: Progress,
     steps: Steps,
-    engine: Arena | None,
+    engine: EngineArena | None,
 ) -> tuple[list[Confirmed], Bench]:
     """Return the winner and its rivals measured on held-out prompts, and the bench of these."""
     clock = task.budget.clock
@@ -208,7 +208,7 @@ def _compared(
         return steps.run("stock", compare_them, StockOutcome)
 
 
-def _engine_facts(engine: Arena, winner: Finalist, confirmed: Sequence[Confirmed]) -> EngineFacts:
+def _engine_facts(engine: EngineArena, winner: Finalist, confirmed: Sequence[Confirmed]) -> EngineFacts:
     """Return the engine with the command that the profile stands for."""
     candidate = winner.trial.candidate
     measured = next(each.measurement for each in confirmed if each.trial.candidate.key == candidate.key)
@@ -256,7 +256,7 @@ def _race(
     studies: StudySequence,
     keeper: TimeKeeper,
     progress: Progress,
-    engine: Arena | None,
+    engine: EngineArena | None,
 ) -> list[Finalist]:
     """Return the finalists, the fastest first. Raises `SearchError` if no trial could be measured."""
     best = best_trials(records, task.config.finalists, expected=studies.expected)

@@ -13,13 +13,14 @@ from decoding.draft_length import Fixed, TopProbability
 from decoding.drafts import EarlyExit, Lookup
 from decoding.profile import DraftProfile, TargetIdentity
 from tests.support.engine_stub import write_llama_cpp
+from tuner.engine_programs import PROGRAMS
 from tuner.engines import vllm
 from tuner.engines.contract import DraftCounts, ServerSettings
 from tuner.engines.expectation import engine_candidate
 from tuner.engines.llama_cpp import LlamaCppServer
 from tuner.engines.llama_cpp import read_completion as read_llama_cpp
 from tuner.engines.loopback import Client
-from tuner.engines.registry import PROGRAMS, find_engine
+from tuner.engines.registry import find_engine
 from tuner.engines.vllm import VllmServer
 from tuner.engines.vllm import read_completion as read_vllm
 from tuner.errors import EngineError
