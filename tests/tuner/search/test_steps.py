@@ -58,7 +58,7 @@ def test_a_search_goes_on_where_another_process_was_killed(
     stored = stored_records(workplace / "sdtune.db")
     steps.killed_at = None
     found = search(prepare(config, Unwatched()), Unwatched(), steps=steps)
-    assert steps.ran == ["study conf_layers", "study exit_layer", "race", "confirmation"]
+    assert steps.ran == ["study conf_layers", "study exit_layer", "race", "confirmation", "stock"]
     assert stored_records(workplace / "sdtune.db") == stored
     assert found.cost.num_trials == len(stored)
     assert set(found.studies) == set(study)
