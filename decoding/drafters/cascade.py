@@ -75,11 +75,6 @@ class CascadeDrafter:
         """Prefill without work for drafts: copies read the prompt when they are first looked for."""
         return prefill_target(self._keeper or self.parts[-1], sequence, cache)
 
-    def pass_over(self, sequence: TokenSequence) -> None:
-        """Learn nothing from the tokens up to the next round that is asked for: others write them."""
-        if self._choice is not None:
-            sequence.kept(self._choice, ChosenRounds.of).begin = 0
-
     def draft(
         self,
         sequence: TokenSequence,

@@ -55,7 +55,7 @@ class EngineArena:
         may_go_on: Callable[[], bool],
         progress: Progress,
     ) -> list[TrialRecord]:
-        """Return the candidates to race: the best of a heat of `best`, other lengths of theirs, and the engine's own lookups.
+        """Return the candidates to race: the best of a heat of `best`, also with other draft lengths, and the engine's own lookups.
 
         Each draft model's best enters, and the best lookup. What the engine refuses is left out, and said.
         """

@@ -52,7 +52,7 @@ def killed_searches(
 
 
 def changed(before: Records, after: Records) -> str | None:
-    """Return which finished trials of `before` are missing or other in `after`, or None."""
+    """Return which finished trials of `before` are missing or different in `after`, or None."""
     for key, record in before.items():
         if key not in after:
             return f"the finished trial {key} is lost"
@@ -62,7 +62,7 @@ def changed(before: Records, after: Records) -> str | None:
 
 
 def unlike(records: Records, undisturbed: Records) -> str | None:
-    """Return what tells the trials of a search from those of an undisturbed one, or None: numbers and repeats."""
+    """Return how the trials of a search differ from an undisturbed search's, or None: numbers and repeats."""
     for study in {study for study, _ in undisturbed}:
         counts = [sum(each == study for each, _ in found) for found in (records, undisturbed)]
         if counts[0] != counts[1]:
