@@ -26,8 +26,8 @@ from studies.prediction.skip_space import SkipSpace
 from tuner.errors import ConfigError
 
 SKIP_SET, EXIT, EXIT_WITH_HEAD, FEATURE_HEAD = "skip set", "exit", "exit with head", "feature head"
-LOOKUP, LEAVES, MODEL = "lookup", "leaves", "model"
-PARTS = (SKIP_SET, EXIT, EXIT_WITH_HEAD, FEATURE_HEAD, LOOKUP, LEAVES)
+LOOKUP, LEAVES, CHOICE, MODEL = "lookup", "leaves", "choice", "model"
+PARTS = (SKIP_SET, EXIT, EXIT_WITH_HEAD, FEATURE_HEAD, LOOKUP, LEAVES, CHOICE)
 
 
 def precision_name(bits: BitWidth) -> str:
@@ -122,7 +122,7 @@ def _feature_heads(offer: Offer) -> Iterator[DraftFamily]:
 
 
 def _cascades(offer: Offer) -> Iterator[DraftFamily]:
-    """Yield nothing: a cascade is made of other kinds, and no search proposes one by itself."""
+    """Yield nothing: a cascade is made of the rows of other kinds, after these are known (`RowChooser`)."""
     yield from ()
 
 
