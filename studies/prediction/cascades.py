@@ -55,14 +55,16 @@ def cascades(known: Predictor, pool: Sequence[Draft]) -> list[Draft]:
     different kinds. Prices are read off the cost table.
     """
     rated = known.best_first(pool)
-    tried = [with_choice(each.draft, known) for each in rated if each.draft.lookup_first is not None][:NUM_TRIED]
+    tried: list[Draft] = [with_choice(each.draft, known) for each in rated if each.draft.lookup_first is not None][
+        :NUM_TRIED
+    ]
     tried += choices_between(known, rated)
     least = rated[0].speedup * (1 + LEAST_CASCADE_GAIN) if rated else 0.0
     better = [each.draft for each in known.best_first(tried) if each.speedup >= least]
     return better[:NUM_CASCADES]
 
 
-def choices_between(known: Predictor, rated: Sequence[Prediction]) -> list[Draft]:
+def choices_between(known: Predictor, rated: Sequence[Prediction]) -> list[Cascade]:
     """Return choices between the two best models of different kinds in `rated`, alone and after its best copy, in both orders.
 
     `rated` is best first. Without two kinds that run the model, or with a trained head in both, there is nothing to choose.

@@ -6,7 +6,7 @@ import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from decoding.drafts import BitWidth, Cascade, Draft
+from decoding.drafts import BitWidth, Draft
 from studies.contract import Candidate
 from studies.prediction.cascades import choices_between, with_choice
 from studies.prediction.contract import Prediction
@@ -103,9 +103,8 @@ class RowChooser:
         start = time.perf_counter()
         groups: dict[tuple[str, ...], list[Draft]] = {}
         for draft in choices_between(self.predictor, self.predictor.best_first(rows)):
-            assert isinstance(draft, Cascade), "choices between drafts are stages"
-            names = sorted(rows[stage.draft].name for stage in draft.stages)
-            groups.setdefault(tuple(names), []).append(draft)
+            kinds = sorted(rows[stage.draft].name for stage in draft.stages)
+            groups.setdefault(tuple(kinds), []).append(draft)
         seconds = time.perf_counter() - start
         for names, drafts in groups.items():
             uses = {use for row in alone if row.name in names for use in row.uses}
