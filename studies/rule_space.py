@@ -6,7 +6,6 @@ A rule declares the search range of each parameter, so a new rule is searched as
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Sequence
 from typing import Annotated, Any
 
@@ -16,6 +15,7 @@ from pydantic import AfterValidator, Field
 
 from decoding.documents.strict_yaml import Document
 from decoding.draft_length import RULES, DraftLengthRule, check_rules
+from studies.samplers import tpe
 
 DEFAULT_RULES = tuple(name for name in RULES if name not in ("ada_edl_published", "max_confidence"))
 """Rules among which searches choose unless told otherwise: all but the forms that drop a token whose draft pass has run."""
@@ -23,10 +23,7 @@ DEFAULT_RULES = tuple(name for name in RULES if name not in ("ada_edl_published"
 
 def rule_sampler(seed: int) -> optuna.samplers.BaseSampler:
     """Return a TPE sampler that treats the parameters of each rule as one group."""
-    with warnings.catch_warnings():
-        # `group` is marked experimental; a sampler that lost it would search worse, not wrongly.
-        warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
-        return optuna.samplers.TPESampler(seed=seed, multivariate=True, group=True, n_startup_trials=8)
+    return tpe(seed, group=True, num_random=8)
 
 
 def suggest_rule(trial: optuna.Trial, rules: Sequence[str], max_tokens: int) -> DraftLengthRule:

@@ -29,6 +29,7 @@ from studies.searches.predicted import PoolSource, Predicted, PredictedSettings
 DEFAULT_BITS: tuple[BitWidth, ...] = (8,)
 """Precisions where quantised layers are fast. The whole model agrees with the target on 0.99 of the demo's positions in int8 and on
 0.92 in int4; on SmolLM2-135M on 0.99 and 0.89. Each precision is another copy of the weights and more passes to time."""
+
 NUM_QUANTISED = 2
 """Number of exits that are tried quantised, too: each takes a pass over the sequences of its own."""
 
@@ -36,6 +37,11 @@ NUM_TREES = 2
 """Number of drafts that trees are tried for at the beginning: each takes a recording of its own."""
 
 Kind = Literal["skip_set", "exit_head", "feature_head", "lookup"]
+
+
+def usual_bits(device: torch.device) -> tuple[BitWidth, ...]:
+    """Return the precisions to consider unless told otherwise."""
+    return DEFAULT_BITS if is_fast_on(device) else ()
 
 
 class JointSettings(PredictedSettings):
@@ -92,7 +98,7 @@ class JointSettings(PredictedSettings):
         """Return the precisions of the quantised drafts to consider."""
         if not {"skip_set", "exit_head"} & set(self.kinds):
             return ()
-        return self.bits if self.bits is not None else (DEFAULT_BITS if is_fast_on(device) else ())
+        return usual_bits(device) if self.bits is None else self.bits
 
 
 class JointSource(PoolSource):

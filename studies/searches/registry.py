@@ -48,6 +48,10 @@ STUDIES: dict[str, StudyEntry] = {
             "swift_batched": {"method": "swift", "swift": {"until_better": False, "round_length": 100}},
         },
     ),
+    "whole_space": StudyEntry(
+        "studies.searches.whole_space:WholeSpace",
+        compared_as={"whole_space_tpe": {"sampler": "tpe"}, "whole_space_random": {"sampler": "random"}},
+    ),
 }
 
 DEFAULT_STUDIES = ("joint",)
