@@ -11,9 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import combinations
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from types import MappingProxyType
-from typing import Any
 
 import torch
 from rich.console import Group
@@ -23,13 +21,13 @@ from decoding.documents.atomic_write import write_atomically
 from decoding.draft_length import Fixed
 from decoding.drafts import LayerSkip
 from decoding.target import Target
-from studies.contract import Candidate, Problem, best_trials
+from studies.contract import Candidate
 from studies.prediction.predictor import Predictor
 from studies.prediction.proposals import propose_skip_sets
 from studies.prediction.skip_space import SkipSpace
 from studies.prediction.survey import Survey
 from studies.searches.predicted import PredictedSettings
-from studies.searches.registry import STUDIES, create_study
+from studies.searches.registry import STUDIES
 from tuner.errors import SearchError
 from tuner.evaluation.planted.model import planted
 from tuner.evaluation.planted.problem import (
@@ -51,11 +49,11 @@ from tuner.evaluation.planted.problem import (
     precision_problem,
     small_problem,
 )
+from tuner.evaluation.planted.rivals import Match, matches_table
+from tuner.evaluation.planted.searching import run_search
 from tuner.measuring.paired import Bench
 from tuner.progress import Progress
 from tuner.results import stamped
-from tuner.search.storage import StudyStore, sqlite_url
-from tuner.search.trials import Budget, run_study
 
 SEARCHES = tuple(name for name, entry in STUDIES.items() if issubclass(entry.load().Settings, PredictedSettings))
 """The studies that search by prediction."""
@@ -208,8 +206,8 @@ def recover(sizes: Iterable[int], seeds: Sequence[int], progress: Progress) -> l
     return recovered
 
 
-def results_table(found: Sequence[Found], recovered: Sequence[Recovered]) -> Group:
-    """Return a table of the searches on each kind of small problem, and one of the larger problems."""
+def results_table(found: Sequence[Found], recovered: Sequence[Recovered], matches: Sequence[Match] = ()) -> Group:
+    """Return a table of the searches on each kind of small problem, one of the larger problems, and one of the rivals."""
     kinds = dict.fromkeys(each.problem for each in found)
     small = [_small_table(kind, [each for each in found if each.problem == kind]) for kind in kinds]
     large = Table(title="Planted sublayers left out by the best proposal (prediction alone)", title_justify="left")
@@ -218,7 +216,7 @@ def results_table(found: Sequence[Found], recovered: Sequence[Recovered]) -> Gro
     for size in recovered:
         row = (size.num_layers, size.seed, size.recovered, size.planted, size.others, size.drafts_rated)
         large.add_row(*map(str, row))
-    return Group(*small, *([large] if recovered else []))
+    return Group(*small, *([large] if recovered else []), *([matches_table(matches)] if matches else []))
 
 
 def _small_table(kind: str, found: Sequence[Found]) -> Table:
@@ -254,7 +252,11 @@ def known_optima(path: Path) -> list[Optimum]:
 
 
 def write_results(
-    found: Sequence[Found], recovered: Sequence[Recovered], path: Path, optima: Sequence[Optimum] = ()
+    found: Sequence[Found],
+    recovered: Sequence[Recovered],
+    path: Path,
+    optima: Sequence[Optimum] = (),
+    matches: Sequence[Match] = (),
 ) -> None:
     """Write all figures, whole or not at all."""
     document = {
@@ -263,6 +265,7 @@ def write_results(
         "optima": [asdict(each) for each in optima],
         "small": [{**asdict(each), "share": each.share, "effort": each.effort} for each in found],
         "large": [asdict(each) for each in recovered],
+        "rivals": [each.facts() for each in matches],
     }
     write_atomically(
         path,
@@ -314,25 +317,6 @@ def _measure(bench: Bench, skip: LayerSkip, length: int) -> float:
 
 def _search(name: str, planted: PlantedProblem, progress: Progress) -> tuple[float, int]:
     """Run a search and return the speed-up that it finds and the number of candidates that it measures."""
-    bench = planted.bench
-    problem = Problem(
-        planted.target,
-        bench.prompts,
-        bench.continuations,
-        earlier={},
-        seed=planted.seed,
-        decoding=DECODING,
-        costs=lambda max_tokens: planted.table,
-    )
-    given: dict[str, Any] = {"rules": ("fixed",), "max_tokens": MAX_TOKENS, "whole_blocks": True}
-    if planted.bits:
-        given["bits"] = planted.bits
-    settings = STUDIES[name].load().Settings.model_validate(given)
-    progress.stage(f"seed {planted.seed}: {name}")
-    study = create_study(name, problem, settings)
-    with TemporaryDirectory() as folder:
-        stored = StudyStore(sqlite_url(Path(folder) / "trials.db"), "planted").open(study, {})
-        records, _ = run_study(study, stored, bench, bench.indices, Budget(None, None), lambda record: None)
-    best = best_trials(records, 1, expected=study.expected())
+    best, records = run_search(name, planted, progress, rules=("fixed",))
     drafted = [r for r in records if r.candidate.draft.drafts and r.repeat_of is None]
-    return (best[0].speedup or 0.0) if best else 0.0, len(drafted)
+    return (best.speedup or 0.0) if best else 0.0, len(drafted)

@@ -146,7 +146,7 @@ def test_joint_is_compared_with_the_best_in_every_precision(
         raise LookupError("seen")
 
     monkeypatch.setattr("tuner.evaluation.planted.check.precision_problem", precise.__getitem__)
-    monkeypatch.setattr("tuner.evaluation.planted.check.create_study", create)
+    monkeypatch.setattr("tuner.evaluation.planted.searching.create_study", create)
     optima: list[Optimum] = []
     some = [LayerSkip(bits=8), LayerSkip.blocks((3,))]
     with pytest.raises(LookupError, match="seen"):
