@@ -8,7 +8,7 @@ from decoding.errors import ProfileError
 from tests.support.records import record
 from tuner.evaluation.hardening.bad_inputs import command_lines, refuse_all
 from tuner.evaluation.hardening.fuzzing import read_damaged
-from tuner.evaluation.hardening.kills import changed, unlike
+from tuner.evaluation.hardening.resumption import changed, unlike
 from tuner.evaluation.hardening.run import run_checks
 from tuner.evaluation.hardening.settings import HardeningEvaluation
 from tuner.progress import Unwatched
@@ -24,6 +24,7 @@ def test_few_cases_of_each_check_pass(tmp_path: Path) -> None:
         threaded_texts=10,
         decoding_threads=4,
         kills=0,
+        faults=0,
         out=out,
     )
     assert run_checks(settings, Unwatched()).succeeded

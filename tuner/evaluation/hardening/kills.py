@@ -1,101 +1,64 @@
-"""Searches that are killed at random moments and resumed: nothing finished is lost or doubled, and the winner is the same."""
+"""Searches that are killed at random moments and resumed."""
 
 from __future__ import annotations
 
 import random
 import time
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from studies.contract import TrialRecord
-from tuner.evaluation.hardening.outcomes import CheckOutcome
+from tuner.evaluation.hardening.outcomes import CheckOutcome, prefixed
 from tuner.evaluation.hardening.priced_search import SearchPlace
+from tuner.evaluation.hardening.resumption import Undisturbed, changed, failure, finish
 from tuner.progress import Progress
 
-Records = Mapping[tuple[str, int], TrialRecord]
-LIMIT_SECONDS = 900
-"""After this a run counts as hanging, also on a busy machine."""
+MOST_IN_A_ROW = 3
+"""Kills of one search before it is resumed to its end: on a busy machine it might be killed for ever while it loads."""
 
 
 def killed_searches(
     num_kills: int, folder: Path, seed: int, progress: Progress
 ) -> tuple[list[CheckOutcome], dict[str, Any]]:
-    """Kill searches `num_kills` times (SIGKILL) at moments drawn from the time of an undisturbed one; resume each to its end."""
+    """Kill searches `num_kills` times (SIGKILL) at random moments of their time, each up to three times; resume each to its end."""
     place, draw = SearchPlace.made(folder), random.Random(seed)
-    progress.stage("searches that are killed", num_kills)
-    _finish(place, "first")  # makes the stores
-    start = time.perf_counter()
-    _finish(place, "undisturbed")
-    seconds = time.perf_counter() - start
-    wanted, records = place.winner("undisturbed"), place.records("undisturbed")
     kills, ends = CheckOutcome("kills"), CheckOutcome("searches that were killed and resumed")
-    moments = list[float]()
+    progress.stage("searches that are killed", num_kills)
+    problem = finish(place, "first")  # makes the stores
+    start = time.perf_counter()
+    problem = problem or finish(place, "undisturbed")
+    undisturbed_seconds = seconds = time.perf_counter() - start
+    if problem is not None:
+        ends.count(f"undisturbed: {problem}")
+        return [kills, ends], {}
+    undisturbed = Undisturbed.of(place, "undisturbed")
+    moments, stored = list[float](), list[int]()
     while kills.num_cases < num_kills:
         name, known = f"killed-{ends.num_cases}", dict[tuple[str, int], TrialRecord]()
-        while kills.num_cases < num_kills:
+        problem = None
+        for _ in range(min(draw.randint(1, MOST_IN_A_ROW), num_kills - kills.num_cases)):
             process, moment = place.start(name), draw.uniform(0.0, seconds)
             process.join(moment)
             if process.exitcode is not None:
+                problem = failure(place, name, process.exitcode)
                 break
             process.kill()
             process.join()
             found = place.records(name)
-            kills.count(_prefixed(f"{name}, after {moment:.2f} s", changed(known, found)))
+            kills.count(prefixed(f"{name}, after {moment:.2f} s", changed(known, found)))
             moments.append(round(moment, 3))
+            stored.append(len(found))
             known = found
             progress.advance()
-        ended = _finish(place, name)
-        ends.count(_prefixed(name, ended or _differences(place, name, known, records, wanted)))
-    facts = {"seconds_undisturbed": round(seconds, 2), "trials": len(records), "killed_after_seconds": moments}
+        start = time.perf_counter()
+        problem = problem or finish(place, name)
+        # The machine may be busier than it was: a whole search takes at least what a resumed one does.
+        seconds = max(undisturbed_seconds, time.perf_counter() - start)
+        ends.count(prefixed(name, problem or undisturbed.difference(place, name, known)))
+    facts = {
+        "seconds_undisturbed": round(undisturbed_seconds, 2),
+        "trials": len(undisturbed.records),
+        "killed_after_seconds": moments,
+        "trials_stored_at_kills": stored,
+    }
     return [kills, ends], facts
-
-
-def changed(before: Records, after: Records) -> str | None:
-    """Return which finished trials of `before` are missing or different in `after`, or None."""
-    for key, record in before.items():
-        if key not in after:
-            return f"the finished trial {key} is lost"
-        if after[key] != record:
-            return f"the finished trial {key} has changed"
-    return None
-
-
-def unlike(records: Records, undisturbed: Records) -> str | None:
-    """Return how the trials of a search differ from an undisturbed search's, or None: numbers and repeats."""
-    for study in {study for study, _ in undisturbed}:
-        counts = [sum(each == study for each, _ in found) for found in (records, undisturbed)]
-        if counts[0] != counts[1]:
-            return f"{counts[0]} finished trials of {study}, and {counts[1]} undisturbed"
-    return None
-
-
-def _finish(place: SearchPlace, name: str) -> str | None:
-    """Run the search to its end; return what went wrong."""
-    process = place.start(name)
-    process.join(LIMIT_SECONDS)
-    if process.exitcode is None:
-        process.kill()
-        process.join()
-        return f"no end after {LIMIT_SECONDS} s"
-    return None if process.exitcode == 0 else f"status {process.exitcode}: {place.said(name)[-300:]}"
-
-
-def _differences(place: SearchPlace, name: str, known: Records, undisturbed: Records, wanted: Any) -> str | None:
-    records = place.records(name)
-    if (problem := changed(known, records) or unlike(records, undisturbed)) is not None:
-        return problem
-    parents, nested = place.runs(name)
-    if parents != ["FINISHED"]:
-        return f"parent runs in MLflow: {parents}"
-    if doubled := [key for key, statuses in nested.items() if len(statuses) > 1]:
-        return f"trials with more than one run in MLflow: {doubled}"
-    if set(nested) != set(records):
-        return f"MLflow has the trials {sorted(nested)}, the storage {sorted(records)}"
-    if open_runs := [key for key, (status,) in nested.items() if status == "RUNNING"]:
-        return f"runs in MLflow that never ended: {open_runs}"
-    return None if place.winner(name) == wanted else f"another winner: {place.winner(name)}, undisturbed {wanted}"
-
-
-def _prefixed(what: str, problem: str | None) -> str | None:
-    return None if problem is None else f"{what}: {problem}"

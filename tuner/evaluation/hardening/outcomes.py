@@ -18,3 +18,8 @@ class CheckOutcome:
         self.num_cases += 1
         if failure is not None:
             self.failures.append(failure)
+
+
+def prefixed(what: str, problem: str | None) -> str | None:
+    """Return a problem with the case in which it came up, or None."""
+    return None if problem is None else f"{what}: {problem}"

@@ -1,4 +1,4 @@
-"""A small search with planted costs, in a process of its own that may be killed.
+"""A small search with planted costs, in a process of its own that may be killed, or meet a fault.
 
 Trials really decode, and are charged fixed prices in place of seconds, so that undisturbed searches all end with the same winner.
 """
@@ -16,6 +16,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+import optuna
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -26,9 +27,10 @@ from decoding.errors import SdtuneError
 from decoding.rounds import Round
 from studies.contract import TrialRecord
 from tuner.config import SearchConfig
+from tuner.evaluation.hardening.faults import Fault
 from tuner.evaluation.planted.model import VOCABULARY_SIZE, planted, prompts
 from tuner.measuring.clock import PriceList
-from tuner.progress import Unwatched
+from tuner.progress import Progress, Unwatched
 from tuner.search.run import search
 from tuner.search.storage import StudyStore
 from tuner.search.task import prepare
@@ -42,14 +44,18 @@ STUDIES: Mapping[str, dict[str, Any]] = {
     "conf_layers": {"max_trials": 5, "patience": 5, "draft_length": Fixed(max_tokens=3).model_dump()},
     "exit_layer": {"max_trials": 4},
 }
+STORES = ("trials", "tracking", "profile")
+"""What a search writes: trials, MLflow's runs and the profile."""
 REFUSED = 2
 
 
 @dataclass(frozen=True)
 class SearchPlace:
-    """A folder with a model, prompts and stores, in which searches run."""
+    """A folder with a model and prompts, and the folders in which searches write."""
 
     folder: Path
+    stores: Mapping[str, Path]
+    """Folders of what a search writes, by their names in `STORES`."""
 
     @classmethod
     def made(cls, folder: Path) -> SearchPlace:
@@ -62,19 +68,17 @@ class SearchPlace:
         texts = [" ".join(f"w{each}" for each in prompt) for prompt in prompts(NUM_PROMPTS, PROMPT_LENGTH, SEED)]
         lines = "".join(f"{json.dumps({'prompt': text})}\n" for text in texts)
         (folder / "prompts.jsonl").write_text(lines, encoding="utf-8")
-        return cls(folder)
+        return cls(folder, dict.fromkeys(STORES, folder))
 
-    @property
-    def storage(self) -> Path:
-        """SQLite file of the trials."""
-        return self.folder / "trials.db"
+    def database(self, store: str) -> Path:
+        """SQLite file of the `trials` or of MLflow (`tracking`)."""
+        return self.stores[store] / {"trials": "trials.db", "tracking": "mlflow.db"}[store]
 
-    @property
-    def tracking(self) -> Path:
-        """SQLite file of MLflow."""
-        return self.folder / "mlflow.db"
+    def profile(self, name: str) -> Path:
+        """File of the profile that the search writes."""
+        return self.stores["profile"] / f"{name}.yaml"
 
-    def config(self, name: str, **changes: Any) -> SearchConfig:
+    def config(self, name: str) -> SearchConfig:
         """Return the configuration of the search `name`."""
         return SearchConfig.model_validate(
             {
@@ -93,10 +97,9 @@ class SearchPlace:
                 "dtype": "float32",
                 "heads": self.folder / "heads",
                 "experiment": name,
-                "storage": f"sqlite:///{self.storage}",
-                "tracking_uri": f"sqlite:///{self.tracking}",
-                "out": self.folder / f"{name}.yaml",
-                **changes,
+                "storage": f"sqlite:///{self.database('trials')}",
+                "tracking_uri": f"sqlite:///{self.database('tracking')}",
+                "out": self.profile(name),
             }
         )
 
@@ -113,14 +116,14 @@ class SearchPlace:
         """Return draft and rule of the profile that the search wrote."""
         from decoding.profile import DraftProfile
 
-        profile = DraftProfile.load(self.folder / f"{name}.yaml")
+        profile = DraftProfile.load(self.profile(name))
         return profile.model_dump(mode="json", include={"draft", "draft_length"})
 
     def records(self, name: str) -> dict[tuple[str, int], TrialRecord]:
         """Return the finished trials on disk, by study and number."""
-        if not self.storage.exists():
+        if not self.database("trials").exists():
             return {}
-        store = StudyStore(f"sqlite:///{self.storage}", name)
+        store = StudyStore(f"sqlite:///{self.database('trials')}", name)
         try:
             found = [stored.records() for study in STUDIES if (stored := store.find(study)) is not None]
         finally:
@@ -129,7 +132,7 @@ class SearchPlace:
 
     def runs(self, name: str) -> tuple[list[str], dict[tuple[str, int], list[str]]]:
         """Return the status of each parent run of the search in MLflow, and those of the nested runs by study and number."""
-        uri = f"sqlite:///{self.tracking}"
+        uri = f"sqlite:///{self.database('tracking')}"
         parents, nested = list[str](), dict[tuple[str, int], list[str]]()
         with opened_store(uri) as mlflow:
             client = mlflow.MlflowClient(tracking_uri=uri)
@@ -142,12 +145,26 @@ class SearchPlace:
                     parents.append(run.info.status)
         return parents, nested
 
-    def start(self, name: str, **changes: Any) -> BaseProcess:
-        """Start the search in a process of its own."""
-        arguments = self.config(name, **changes), self.said_file(name)
+    def start(self, name: str, *, after: int = 0, fault: Fault | None = None) -> BaseProcess:
+        """Start the search in a process of its own, which meets a `fault` when it has finished `after` trials."""
+        progress = Unwatched() if fault is None else Disturbed(after, fault)
+        arguments = self.config(name), progress, self.said_file(name)
         process = _context().Process(target=_run, args=arguments)
         process.start()
         return process
+
+
+class Disturbed(Unwatched):
+    """Progress of a search that meets a fault when it has finished so many trials."""
+
+    def __init__(self, after: int, fault: Fault) -> None:
+        self._left, self._fault = after, fault
+
+    def trial(self, record: TrialRecord, best: TrialRecord | None) -> None:
+        """Count the trial; begin the fault after the last one before it."""
+        self._left -= 1
+        if self._left == 0:
+            self._fault()
 
 
 def _context() -> ForkServerContext:
@@ -157,15 +174,16 @@ def _context() -> ForkServerContext:
     return context
 
 
-def _run(config: SearchConfig, said: Path) -> None:
+def _run(config: SearchConfig, progress: Progress, said: Path) -> None:
     """Run a search to its end: status 0, or 2 with an error in one line."""
     with said.open("wb") as stream:
         os.dup2(stream.fileno(), 1)
         os.dup2(stream.fileno(), 2)
     torch.set_num_threads(1)
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
     try:
-        task = prepare(config, Unwatched())
-        search(replace(task, prices=PriceList(_price)), Unwatched())
+        task = prepare(config, progress)
+        search(replace(task, prices=PriceList(_price)), progress)
     except SdtuneError as refusal:
         sys.stderr.write(f"sdtune: {refusal}\n")
         sys.exit(REFUSED)

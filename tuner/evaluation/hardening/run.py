@@ -64,6 +64,14 @@ def run_checks(settings: HardeningEvaluation, progress: Progress) -> Report:
             (folder / "kills").mkdir()
             both, facts["kills"] = killed_searches(settings.kills, folder / "kills", settings.seed, progress)
             tallies += both
+        if settings.faults:
+            from tuner.evaluation.hardening.failing_stores import searches_with_failing_stores
+
+            (folder / "faults").mkdir()
+            tally, facts["faults"] = searches_with_failing_stores(
+                settings.faults, settings.locked_seconds, folder / "faults", progress
+            )
+            tallies.append(tally)
     if settings.texts:
         tally, facts["ties"] = random_texts.compare_with_generate(settings.texts, settings.seed, progress)
         tallies.append(tally)

@@ -14,14 +14,16 @@ if TYPE_CHECKING:
 
 
 class HardeningEvaluation(Evaluation):
-    """Test that nothing breaks: bad input, damaged documents and data, random texts, threads, killed searches.
+    """Test that nothing breaks: bad input, damaged documents and data, random texts, threads, killed searches, failing stores.
 
     Bad input: garbage for every option of every command, each in a process of its own, must end with status 2 and one line, with
     nothing written. Damaged profiles, configurations and data sets must be read or refused in one line. Texts of random models,
     drafts and rules must be those of transformers' `generate`. Threads that share a decoder must write the same texts.
 
     Searches with planted costs are killed at random moments and resumed: no finished trial may be lost or doubled, in storage or
-    MLflow, and the winner must be that of an undisturbed search. Exit status 1 if any case fails. A number of 0 leaves a check out.
+    MLflow, and the winner must be that of an undisturbed search. The same must hold when a disk is full, a folder cannot be written
+    or a database is locked: the search ends with one line, or waits, and the same command resumes it. Full disks need root, who can
+    mount a small one. Exit status 1 if any case fails. A number of 0 leaves a check out.
 
     \b
     Example:
@@ -39,6 +41,12 @@ class HardeningEvaluation(Evaluation):
     threaded_texts: int = Field(500, ge=0, description="Texts of threads on one decoder.", json_schema_extra=EVALUATION)
     decoding_threads: int = Field(8, ge=2, description="Threads that share a decoder.", json_schema_extra=EVALUATION)
     kills: int = Field(50, ge=0, description="Kills of searches at random moments.", json_schema_extra=EVALUATION)
+    faults: int = Field(
+        8, ge=0, description="Most faults of disks and databases that a search meets.", json_schema_extra=EVALUATION
+    )
+    locked_seconds: float = Field(
+        30.0, gt=0.0, le=3600.0, description="Seconds for which a database is locked.", json_schema_extra=EVALUATION
+    )
     seed: Seed = 0
     out: ResultsFile = None
 
