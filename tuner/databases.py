@@ -49,7 +49,7 @@ def refuse_unusable_database(url: str, *, what: str, table: str, error: type[Sdt
 
 def _tables(path: Path, what: str, error: type[SdtuneError]) -> set[str]:
     """Return the names of the tables; none if the database is locked by a process that uses it, as opening it waits."""
-    # Not read-only: what a killed process left half written is undone by whoever reads next, which SQLite refuses to readers.
+    # Not read-only: what a killed process left half written is undone by the next that reads it, for which SQLite has to write.
     try:
         with closing(sqlite3.connect(f"file:{quote(str(path.absolute()))}?mode=rw", uri=True)) as database:
             return {name for (name,) in database.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}

@@ -1,16 +1,21 @@
-"""Where the data of a finished search come from: its run in MLflow, a profile that names the run, or a file."""
+"""Where the data of a finished search come from: its run in MLflow, a profile that names the run, or a file.
+
+What imports torch waits until the source is known to be one, so that a wrong name costs less than a second.
+"""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from pydantic import ValidationError
 
 from decoding.profile import DraftProfile
 from tuner.errors import ConfigError
-from tuner.review.document import SearchReview
-from tuner.tracking import read_artifact
+
+if TYPE_CHECKING:
+    from tuner.review.document import SearchReview
 
 REVIEW_NAME = "search.json"
 
@@ -26,6 +31,9 @@ def find_review(source: str, tracking_uri: str) -> SearchReview:
     run_id = _run_of(path) if path.exists() else source
     if re.fullmatch(r"[0-9a-f]{32}", run_id) is None:
         raise ConfigError(f"{source} is neither a profile, nor the id of a run, nor a {REVIEW_NAME}")
+
+    from tuner.tracking import read_artifact
+
     text = read_artifact(tracking_uri, run_id, REVIEW_NAME)
     if text is None:
         raise ConfigError(
@@ -49,6 +57,8 @@ def _read(path: Path) -> str:
 
 
 def _parsed(text: str, source: str) -> SearchReview:
+    from tuner.review.document import SearchReview
+
     try:
         return SearchReview.model_validate_json(text)
     except ValidationError as failure:

@@ -28,7 +28,7 @@ from tuner.cli.terminal import use_threads
 from tuner.cli.termination import Termination
 from tuner.databases import refuse_unusable_database
 from tuner.errors import ConfigError, StorageError
-from tuner.inputs.checkpoint import check_folder
+from tuner.inputs.model_folder import check_folder
 from tuner.inputs.models import load
 from tuner.output_paths import check_writable
 

@@ -8,6 +8,7 @@ import click
 from rich.console import Console
 
 from tuner.bench.config import BenchConfig
+from tuner.cli.early_checks import check_names
 from tuner.cli.options import GroupedCommand, options_of, settings_from
 from tuner.cli.prompt_sample import print_sample
 from tuner.cli.terminal import print_facts, print_results, progress_on_stderr, use_threads
@@ -58,6 +59,7 @@ def bench(dry_run: bool, **flags: Any) -> None:
       sdtune bench --profile profile.yaml --dataset prompts.jsonl --engine llama.cpp --engine-home llama.cpp --threads 4
     """
     config = settings_from(BenchConfig, flags)
+    check_names(profile=config.profile, model=config.model, dataset=config.dataset)
 
     from tuner.bench.report import TABLE_WIDTH
     from tuner.bench.run import run_and_write

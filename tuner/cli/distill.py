@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from rich.console import Console
 
+from tuner.cli.early_checks import check_names
 from tuner.cli.options import GroupedCommand, options_of
 from tuner.cli.prompt_sample import print_sample
 from tuner.cli.terminal import CONFIG_OPTION, print_facts, progress_on_stderr, resumable, use_threads
@@ -66,6 +67,7 @@ def distill(config_file: Path | None, dry_run: bool, overwrite: bool, **flags: A
     """
     settings = {name: flags.pop(name) for name in DistillSettings.model_fields}
     config = load_config(config_file, flags, settings)
+    check_names(model=config.model, dataset=config.dataset)
 
     from tuner.heads.distill import distil_and_track, prepare
     from tuner.heads.report import heads_table

@@ -10,6 +10,7 @@ from pydantic import Field
 from rich.console import Console
 
 from decoding.documents.strict_yaml import Document
+from tuner.cli.early_checks import check_names
 from tuner.cli.options import GroupedCommand, options_of, settings_from
 from tuner.config import FEWEST_SAMPLES, SearchConfig
 from tuner.fields import Device, Dtype, Model, Revision
@@ -36,6 +37,7 @@ def doctor(**flags: Any) -> None:
     whose weights do not fit is not loaded.
     """
     settings = settings_from(DoctorSettings, flags)
+    check_names(model=settings.model)
 
     from decoding.probe import probe
     from tuner.inputs.models import load

@@ -8,6 +8,7 @@ from typing import Any
 import click
 from rich.console import Console
 
+from tuner.cli.early_checks import check_names
 from tuner.cli.options import GroupedCommand, options_of, settings_from
 from tuner.cli.terminal import print_facts, progress_on_stderr, use_threads
 from tuner.export.settings import EXPORT_FIELDS, ExportSettings
@@ -48,6 +49,7 @@ def export(profile: Path, **flags: Any) -> None:
       sdtune export profile.yaml --to hf --out llama-hf --drop bits
     """
     settings = settings_from(ExportSettings, {**flags, "profile": profile})
+    check_names(profile=settings.profile)
 
     from tuner.export.run import export as write_export
 

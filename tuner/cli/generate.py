@@ -8,6 +8,7 @@ import click
 from pydantic import Field
 
 from decoding.documents.strict_yaml import Document
+from tuner.cli.early_checks import check_names
 from tuner.cli.options import GroupedCommand, options_of, settings_from
 from tuner.cli.terminal import use_threads
 from tuner.fields import (
@@ -57,6 +58,7 @@ class GenerateSettings(Document):
 def generate(**flags: Any) -> None:
     """Continue a prompt with a profile. The text streams to stdout, the rates go to stderr."""
     settings = settings_from(GenerateSettings, flags)
+    check_names(profile=settings.profile, model=settings.model)
 
     from tuner.cli.generate_text import stream
 

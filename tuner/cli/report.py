@@ -40,18 +40,20 @@ def report(source: str, out: Path, tracking_uri: str, bench: Path | None, track:
       sdtune report profile.yaml --bench bench/bench.json --track
       sdtune report 0123456789abcdef0123456789abcdef --out llama-code.html
     """
+    from tuner.output_paths import check_writable
+    from tuner.review_source import REVIEW_NAME, find_review
+
+    check_writable(out)
+    review = find_review(source, tracking_uri)
+
     from decoding.documents.atomic_write import write_atomically
     from tuner.errors import ConfigError
-    from tuner.output_paths import check_writable
     from tuner.review.bench_figures import read_comparison
     from tuner.review.markdown import search_note
     from tuner.review.page import report_page
     from tuner.review.verdict import verdict
-    from tuner.review_source import REVIEW_NAME, find_review
     from tuner.tracking import replace_review
 
-    check_writable(out)
-    review = find_review(source, tracking_uri)
     if bench is not None:
         comparison = read_comparison(bench, review.profile.name)
         review = review.model_copy(update={"comparison": comparison})

@@ -11,10 +11,12 @@ from rich.console import Console
 from rich.text import Text
 
 from tuner.addresses import without_password
+from tuner.cli.early_checks import check_names
 from tuner.cli.options import GroupedCommand, GroupedOption, options_of
 from tuner.cli.prompt_sample import print_sample
 from tuner.cli.terminal import CONFIG_OPTION, print_facts, progress_on_stderr, quieten_optuna, use_threads
 from tuner.config import SearchConfig, load_config
+from tuner.output_paths import check_writable
 from tuner.stage_clock import StageClock, spoken
 
 if TYPE_CHECKING:
@@ -63,6 +65,8 @@ def search(
     """
     clock = StageClock()
     config = load_config(config_file, flags, {"timeout": distill_timeout})
+    check_names(model=config.model, dataset=config.dataset)
+    check_writable(config.out)
 
     from tuner.search.held_out import results_table
     from tuner.search.memory_plan import memory_table, plan_memory, search_time

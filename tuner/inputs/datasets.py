@@ -77,6 +77,20 @@ def open_table(source: str, *, split: str | None = None) -> Table:
     return replace(table, name=f"{table.name}{chosen}", rows=chosen.apply(table.rows, table.name))
 
 
+def refuse_unknown(source: str) -> None:
+    """Raise `DatasetError` for a source that is neither there nor may be on the hub; reads nothing."""
+    if _existing(source) is None:
+        source, _ = split_filter(source)
+    location, _, _ = _parse(source, None)
+    if _existing(location) is not None or location in preset_names():
+        return
+    if _HUB_ID.fullmatch(location) is None or Path(location).suffix.lower() in FILE_KINDS:
+        raise DatasetError(
+            f"no such dataset {source!r}: neither a file, a folder, a preset nor a hub id (owner/name[:config][@split]); "
+            f"presets: {suggest(location, preset_names())}"
+        )
+
+
 def _open(source: str, split: str | None) -> Table:
     """Open a source without a filter."""
     location, config, split = _parse(source, split)
@@ -94,11 +108,7 @@ def _open(source: str, split: str | None) -> Table:
         preset = load_preset(location)
         rows, split = _read_preset(location, preset, split or preset.split)
         return Table(_name(location, None, split), rows, preset, location)
-    if _HUB_ID.fullmatch(location) is None or Path(location).suffix.lower() in FILE_KINDS:
-        raise DatasetError(
-            f"no such dataset {source!r}: neither a file, a folder, a preset nor a hub id (owner/name[:config][@split]); "
-            f"presets: {suggest(location, preset_names())}"
-        )
+    refuse_unknown(source)
     rows, split = _read_repository(location, config, split)
     return Table(_name(location, config, split), rows, location=location)
 

@@ -15,7 +15,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from decoding.errors import first_line
 from decoding.out_of_memory import is_out_of_memory
 from tuner.errors import MemoryShortageError
-from tuner.inputs.checkpoint import check_folder, readable, refuse_quantised
+from tuner.inputs.checkpoint import readable, refuse_quantised
+from tuner.inputs.model_folder import check_folder
 from tuner.inputs.models import DTYPES, SPREAD, quiet, resolve_device
 
 USABLE = 0.9

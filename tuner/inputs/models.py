@@ -14,7 +14,8 @@ from transformers.utils import logging as transformers_logging
 
 from decoding.errors import first_line
 from tuner.errors import ConfigError
-from tuner.inputs.checkpoint import check_folder, readable, refuse_quantised
+from tuner.inputs.checkpoint import readable, refuse_quantised
+from tuner.inputs.model_folder import check_folder
 
 SPREAD = "spread"
 """The device that stands for all GPUs: transformers' `device_map="auto"`."""

@@ -77,7 +77,7 @@ class TimeKeeper:
         least = least_end(self._sizes, self._rate)
         for_end = max(least.seconds, END_SHARE * (left - self._preparing))
         end = plan_end(self._sizes, self._rate, for_end)
-        return Reserve(end.seconds, least.seconds, trial_seconds(self._sizes, self._rate))
+        return Reserve(end.set_aside, least.seconds, trial_seconds(self._sizes, self._rate))
 
     def plan_race(self, candidates: Sequence[TrialRecord], num_confirmed: int) -> EndPlan:
         """Return race and confirmation for the best trials, at their measured speed."""

@@ -118,6 +118,8 @@ class EndPlan:
     stock_seconds: float
     writing_seconds: float
     """Seconds of the results: profile, page of texts, report, tracking."""
+    saved: float = 0.0
+    """Seconds saved for more, which do not suffice for it yet."""
 
     @property
     def after_race(self) -> float:
@@ -131,32 +133,66 @@ class EndPlan:
 
     @property
     def seconds(self) -> float:
-        """Seconds to set aside."""
+        """Seconds of all parts."""
         return self.race_seconds + self.after_race
+
+    @property
+    def set_aside(self) -> float:
+        """Seconds to set aside."""
+        return self.seconds + self.saved
 
 
 def plan_end(sizes: Sizes, rate: PlainRate, seconds: float, *, speed: float = 1.0) -> EndPlan:
     """Return race and confirmation within `seconds`, or the least ones if these take longer.
 
-    All of one pass is planned if it fits. Otherwise the seconds are shared: as many held-out samples as fit, and as many samples
-    of the race, with fewer finalists where they would have too few prompts to be judged on.
+    Each part has a share that only grows with `seconds`, and takes what fits in it. So more time never cuts anything, and no part
+    takes what another one leaves over.
     """
-    raced = max(sizes.tuning - sizes.per_trial, min(sizes.tuning, FEWEST_SAMPLES))
-    for stock in (sizes.stock, stock_samples(sizes, rate, STOCK_SHARE * seconds, speed=speed)):
-        whole = _end(replace(sizes, stock=stock), rate, sizes.finalists, raced, sizes.held_out, speed)
-        if whole.seconds <= seconds:
-            return whole
+    raced = _most_raced(sizes)
+    whole = _end(replace(sizes, stock=0), rate, sizes.finalists, raced, sizes.held_out, speed)
     least = least_end(sizes, rate, speed=speed)
-    sizes = replace(sizes, stock=whole.stock if least.seconds + whole.stock_seconds <= seconds else 0)
-    spare = seconds - stock_seconds(rate, sizes.stock, speed=speed) - least.writing_seconds
-    for_held_out = spare - max(least.race_seconds, min(whole.race_seconds, RACE_SHARE * spare))
-    held_out = _most(sizes.held_out, lambda n: _held_out_seconds(rate, sizes.confirmed, n, speed) <= for_held_out)
-    held_out = max(held_out, least.held_out)
-    for_race = spare - _held_out_seconds(rate, sizes.confirmed, held_out, speed)
-    finalists = _most(sizes.finalists, lambda n: _race_seconds(rate, n, min(raced, FEWEST_TO_JUDGE), speed) <= for_race)
+    seconds = max(seconds, least.seconds)
+    for_stock = _for_stock(sizes, rate, seconds, least.seconds, speed)
+    stock = stock_samples(sizes, rate, max(for_stock, seconds - whole.seconds), speed=speed)
+    spare = min(whole.seconds, seconds - for_stock) - whole.writing_seconds
+    share = min(whole.race_seconds, RACE_SHARE * spare, spare - least.held_out_seconds)
+    for_race = max(least.race_seconds, share)
+    for_held_out = min(whole.held_out_seconds, spare - for_race)
+    for_race = max(for_race, spare - for_held_out)
+    confirmed = _most(sizes.confirmed, lambda n: _held_out_seconds(rate, n, least.held_out, speed) <= for_held_out)
+    confirmed = max(confirmed, least.confirmed)
+    # All candidates on the fewest prompts come before one on more.
+    most_held_out = sizes.held_out if confirmed == sizes.confirmed else least.held_out
+    held_out = _most(most_held_out, lambda n: _held_out_seconds(rate, confirmed, n, speed) <= for_held_out)
+    fewest = min(raced, FEWEST_TO_JUDGE)
+    finalists = _most(sizes.finalists, lambda n: _race_seconds(rate, n, fewest, speed) <= for_race)
     finalists = max(finalists, least.finalists)
     prompts = _most(raced, lambda n: _race_seconds(rate, finalists, n, speed) <= for_race)
-    return _end(sizes, rate, finalists, max(prompts, least.raced), held_out, speed)
+    planned = _end(
+        replace(sizes, stock=stock, confirmed=confirmed),
+        rate,
+        finalists,
+        max(prompts, least.raced),
+        max(held_out, least.held_out),
+        speed,
+    )
+    most = whole.seconds + stock_seconds(rate, sizes.stock, speed=speed)
+    return replace(planned, saved=max(0.0, min(seconds, most) - planned.seconds))
+
+
+def _for_stock(sizes: Sizes, rate: PlainRate, seconds: float, least: float, speed: float) -> float:
+    """Return the part of `seconds` for the comparison with stock generation.
+
+    It is compared on a few samples or not at all. Before these fit, all further seconds are saved for them, so that nothing else
+    has to be cut when they do.
+    """
+    if sizes.stock == 0:
+        return 0.0
+    fewest = stock_seconds(rate, min(sizes.stock, LEAST_STOCK), speed=speed)
+    enough = max(fewest / STOCK_SHARE, least + fewest)
+    if seconds < enough:
+        return max(0.0, fewest - (enough - seconds))
+    return min(stock_seconds(rate, sizes.stock, speed=speed), fewest + STOCK_SHARE * (seconds - enough))
 
 
 def stock_samples(sizes: Sizes, rate: PlainRate, seconds: float, *, speed: float = 1.0) -> int:
@@ -177,7 +213,12 @@ def least_end(sizes: Sizes, rate: PlainRate, *, speed: float = 1.0) -> EndPlan:
     """Return the least race and confirmation: one lap of two finalists, and the winner on the fewest held-out samples."""
     least = replace(sizes, confirmed=1, stock=0)
     finalists, held_out = min(sizes.finalists, LEAST_FINALISTS), min(sizes.held_out, LEAST_HELD_OUT)
-    return _end(least, rate, finalists, min(LAP, sizes.tuning), held_out, speed)
+    return _end(least, rate, finalists, min(LAP, _most_raced(sizes)), held_out, speed)
+
+
+def _most_raced(sizes: Sizes) -> int:
+    """Return the samples of one pass of the race: those that no trial decodes, or a few of those if there are none."""
+    return max(sizes.tuning - sizes.per_trial, min(sizes.tuning, FEWEST_SAMPLES))
 
 
 @dataclass(frozen=True)
@@ -210,14 +251,16 @@ def least_seconds(sizes: Sizes, rate: PlainRate, preparing: float) -> float:
 
 def plan_search(sizes: Sizes, rate: PlainRate, left: float, preparing: float) -> TimePlan:
     """Return the plan of a search with `left` seconds, infinite without a limit, of which studies prepare for `preparing`."""
-    tuning = max(sizes.least_tuning, _most(sizes.tuning, lambda n: n * rate.sample <= PLAIN_SHARE * left))
-    sizes = replace(sizes, tuning=tuning)
-    after = left - tuning * rate.sample
     each = trial_seconds(sizes, rate)
-    end = plan_end(sizes, rate, min(END_SHARE * after, after - preparing - each))
+    most, least = sizes.tuning * rate.sample, sizes.least_tuning * rate.sample
+    beside = preparing + each + least_end(sizes, rate).seconds
+    for_plain = max(least, min(most, PLAIN_SHARE * left, left - beside))
+    tuning = max(sizes.least_tuning, _most(sizes.tuning, lambda n: n * rate.sample <= for_plain))
+    after = left - for_plain  # not what the prompts take: one more of them would then cost a trial
+    end = plan_end(replace(sizes, tuning=tuning), rate, min(END_SHARE * after, after - preparing - each))
     num_trials = sizes.most_trials
     if math.isfinite(left):
-        num_trials = min(num_trials, max(1, int((after - preparing - end.seconds) / each)))
+        num_trials = min(num_trials, max(1, int((after - preparing - end.set_aside) / each)))
     stages = {
         Stage.PLAIN: tuning * rate.sample + end.held_out * rate.sample,
         Stage.CHOOSING: preparing,

@@ -6,6 +6,8 @@ import dataclasses
 import math
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as some
 
 from tests.support.benches import ScriptedBench, first_block
 from tests.support.records import record, sample
@@ -13,6 +15,7 @@ from tuner.config import SearchConfig
 from tuner.errors import SearchError
 from tuner.progress import Unwatched
 from tuner.search.decision import confirm, race_best
+from tuner.search.race import LAP
 from tuner.search.time_budget import Pace, TimeBudget, TimedBudget, enough
 from tuner.search.time_plan import (
     LEAST_HELD_OUT,
@@ -89,12 +92,63 @@ def test_more_time_never_means_fewer_prompts() -> None:
     assert [plan.tuning for plan in plans] == sorted(plan.tuning for plan in plans)
 
 
+@settings(max_examples=150, deadline=None, derandomize=True, database=None)
+@given(
+    some.builds(PlainRate, some.floats(0.01, 5), some.floats(0.005, 1), some.integers(8, 512)),
+    some.integers(2, 40),
+    some.integers(2, 40),
+    some.integers(1, 6),
+    some.integers(1, 3),
+    some.integers(0, 6),
+    some.floats(0, 300),
+    some.tuples(some.floats(1, 60), some.floats(1, 1.5)),
+)
+def test_more_time_never_means_less_of_anything(
+    rate: PlainRate,
+    tuning: int,
+    held_out: int,
+    finalists: int,
+    confirmed: int,
+    stock: int,
+    preparing: float,
+    times: tuple[float, float],
+) -> None:
+    per_trial = min(6, tuning)
+    sizes = Sizes(
+        tuning=tuning,
+        least_tuning=min(tuning, per_trial + LAP),
+        held_out=held_out,
+        per_trial=per_trial,
+        finalists=finalists,
+        confirmed=confirmed,
+        most_trials=24,
+        stock=min(stock, held_out),
+    )
+    shorter = least_seconds(sizes, rate, preparing) * times[0]
+    less, more = (plan_search(sizes, rate, left, preparing) for left in (shorter, shorter * times[1]))
+    assert less.total <= shorter * (1 + 1e-9)
+    assert less.num_trials <= more.num_trials
+    assert less.tuning <= more.tuning
+    for part in ("confirmed", "held_out", "finalists", "race_seconds", "stock"):
+        assert getattr(less.end, part) <= getattr(more.end, part), part
+
+
+def test_the_first_comparison_with_stock_generation_costs_no_trial() -> None:
+    with_stock = dataclasses.replace(SIZES, stock=6)
+    plans = [plan_search(with_stock, REAL, seconds, preparing=20) for seconds in range(360, 1500, 5)]
+    first = next(index for index, plan in enumerate(plans) if plan.end.stock)
+    assert 0 < first < len(plans) - 1
+    assert plans[first - 1].num_trials <= plans[first].num_trials
+    assert plans[first - 1].end.held_out <= plans[first].end.held_out
+
+
 def test_the_shortest_search_is_one_trial_and_the_least_end() -> None:
     needed = least_seconds(SIZES, REAL, 20)
     plan = plan_search(SIZES, REAL, needed, preparing=20)
     assert plan.num_trials == 1
     assert plan.total == pytest.approx(needed)
-    assert plan.end == least_end(SIZES, REAL)
+    assert dataclasses.replace(plan.end, saved=0.0) == least_end(SIZES, REAL)
+    assert plan.end.saved == pytest.approx(0.0)
 
 
 def test_a_faster_draft_leaves_time_for_more_prompts() -> None:

@@ -95,7 +95,7 @@ def searches_with_failing_stores(
 
 def _problem(case: Case, place: SearchPlace, undisturbed: Undisturbed, said: dict[str, Any]) -> str | None:
     """Run the search, repair what failed and run it again; return what went wrong."""
-    ended = status(place.start(NAME, after=STRIKES_AFTER, fault=case.strike(place)))
+    ended = status(place.start(NAME, after=STRIKES_AFTER, fault=case.strike(place, case.store)))
     said[case.name] = place.said(NAME).strip()
     case.repair(place.stores[case.store])
     problem = failure(place, NAME, ended) if case.waits else _unlike_a_refusal(place, ended)

@@ -170,7 +170,7 @@ class Disturbed(Unwatched):
 def _context() -> ForkServerContext:
     """Return a way to start processes that have imported everything already."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__])
+    context.set_forkserver_preload([__name__, f"{__package__}.late_imports"])
     return context
 
 

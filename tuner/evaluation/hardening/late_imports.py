@@ -1,0 +1,12 @@
+"""Imports what a search imports late, for the server from which searches are forked: it takes most of a small search's time."""
+
+import datasets  # noqa: F401 - imported for those who import it later
+import jinja2  # noqa: F401
+import matplotlib.figure
+import matplotlib.ticker  # noqa: F401
+import plotly.offline  # noqa: F401
+
+from tuner.tracking import opened_store
+
+with opened_store("sqlite://"):
+    pass  # has imported MLflow, and opened nothing
