@@ -1,8 +1,8 @@
 """The steps in order, the most valuable first.
 
 First whether replays compute what they should, as no figure means anything otherwise; then the figures that the project
-promises: roofline, switch of candidates, search, bench, batches, losslessness; then what decides about defaults: the features,
-one step each, so that one that compiles too long costs only itself; last the microbenchmark of attention.
+promises: roofline, switch of candidates, search, bench, batches, losslessness; then each kind of draft; then what decides about
+defaults: the features, one step each, so that one that compiles too long costs only itself; last the microbenchmark of attention.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from tuner.evaluation.gpu.steps.attention import AttentionBackends
 from tuner.evaluation.gpu.steps.benching import STOCK, STOCK_OF_BATCHES, DemoLosslessness, ProfileBench
 from tuner.evaluation.gpu.steps.environment import EnvironmentFacts
 from tuner.evaluation.gpu.steps.features import FEATURE_STEPS
+from tuner.evaluation.gpu.steps.kinds import KindsStep
 from tuner.evaluation.gpu.steps.prefix_reuse import PrefixReuse
 from tuner.evaluation.gpu.steps.rates import PlainRates
 from tuner.evaluation.gpu.steps.replays import ReplaysAgain, TinyReplays, WideReplays
@@ -28,11 +29,14 @@ PLAN: tuple[GpuStep, ...] = (
     CandidateSwitch(),
     WholeSearch(),
     ReplaysAgain(),
-    ProfileBench(1, STOCK, prompts=8, limit_seconds=60, pessimistic_seconds=57),
+    ProfileBench(1, STOCK, prompts=8, limit_seconds=50, pessimistic_seconds=47),
     ProfileBench(4, STOCK_OF_BATCHES, prompts=8, limit_seconds=15, pessimistic_seconds=13),
     ProfileBench(16, STOCK_OF_BATCHES, prompts=32, limit_seconds=25, pessimistic_seconds=23),
-    DemoLosslessness("float32", limit_seconds=30, pessimistic_seconds=28),
-    DemoLosslessness("bfloat16", limit_seconds=25, pessimistic_seconds=23),
+    DemoLosslessness("float32", limit_seconds=25, pessimistic_seconds=23),
+    DemoLosslessness("bfloat16", limit_seconds=20, pessimistic_seconds=18),
+    KindsStep(1, 3, limit_seconds=25, pessimistic_seconds=23),
+    KindsStep(4, 8, limit_seconds=8, pessimistic_seconds=7),
+    KindsStep(16, 32, limit_seconds=10, pessimistic_seconds=9),
     PrefixReuse(),
     *FEATURE_STEPS,
     AttentionBackends(),

@@ -24,7 +24,8 @@ class GpuEvaluation(Evaluation):
        3. The switch to a new candidate: seconds and recordings.
        4. A whole search on the widened model, and its profile against `generate`, alone and in batches of 4 and 16.
        5. Losslessness on the demo model in float32 and bfloat16, by every runner.
-       6. Each speed feature of the static runner, off and on, and the attention backends.
+       6. Each kind of draft, alone and in batches of 4 and 16: lookup, suffix automaton, exit, feature head, side leaves.
+       7. Each speed feature of the static runner, off and on, and the attention backends.
 
     The steps run in this order in one process, which makes the widened model once; a step that fails is reported, and the
     others go on. Each result is on disk as its step ends: the same command runs the steps that failed or had no time. The

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 from transformers import AutoTokenizer, LlamaForCausalLM, PreTrainedModel
@@ -33,6 +34,8 @@ TUNING_PROMPTS, HELD_OUT_PROMPTS, NEW_TOKENS = 16, 16, 48
 TRAINED_EXITS = (2, 4, 6, 8)
 """Exits of the trained model whose heads are widened: at 8B sizes each takes 436 MB."""
 
+T = TypeVar("T")
+
 
 class Shared:
     """The device, and models by need. Everything is read from the checkout that is the current folder."""
@@ -47,6 +50,7 @@ class Shared:
         """Recorder of the shared static target; None where nothing is recorded."""
         self.seconds: dict[str, float] = {}
         """Seconds that each shared object took to make."""
+        self._made: dict[str, object] = {}
 
     @cached_property
     def source(self) -> PreTrainedModel:
@@ -163,6 +167,14 @@ class Shared:
         with torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []), self.device:
             torch.manual_seed(0)
             return LlamaForCausalLM(config).eval()
+
+    def once(self, name: str, make: Callable[[], T]) -> T:
+        """Return the object of this name, made by the first step that needs it."""
+        if name not in self._made:
+            start = time.perf_counter()
+            self._made[name] = make()
+            self.seconds[name] = time.perf_counter() - start
+        return cast(T, self._made[name])
 
     def device_answers(self) -> bool:
         """Return whether the device still computes: after some errors of CUDA every later call fails too."""

@@ -29,12 +29,13 @@ def plain_static(shared: Shared) -> OwnDecoding:
 
 
 def prompts_of(shared: Shared, count: int) -> list[tuple[int, ...]]:
-    """Return token ids of tuning prompts."""
-    return [prompt.token_ids for prompt in shared.prompts.tuning[:count]]
+    """Return token ids of tuning prompts, and of held-out ones if these are too few."""
+    found = shared.prompts
+    return [prompt.token_ids for prompt in (*found.tuning, *found.held_out)[:count]]
 
 
 class SideBySide:
-    """The samples of several contenders on the same prompts; one of them must be `plain`."""
+    """The samples of several contenders on the same prompts, in batches; one contender must be `plain`."""
 
     def __init__(
         self,
@@ -44,14 +45,16 @@ class SideBySide:
         *,
         max_new_tokens: int,
         repeats: int = 1,
+        batch_size: int = 1,
     ) -> None:
         contest = Contest(contenders, WallClock(target.device), needed=(PLAIN,))
-        batches = [[prompt] for prompt in prompts]
+        batches = [prompts[first : first + batch_size] for first in range(0, len(prompts), batch_size)]
         # A whole lap that nobody times, the longest prompt first: greedy decoding repeats itself, so every pass that the
         # timed laps will run has then been recorded, in memory that does not grow any more.
-        lap = [[max(prompts, key=len)], *batches]
+        longest = max(prompts, key=len)
+        lap = [[longest] * batch_size, *batches]
         contest.hold(lap, max_new_tokens=max_new_tokens, on_batch=lambda index, repeat, results: None)
-        collector = SampleCollector(target, prompts, contest.running, batch_size=1)
+        collector = SampleCollector(target, prompts, contest.running, batch_size=batch_size)
         contest.hold(batches, max_new_tokens=max_new_tokens, repeats=repeats, on_batch=collector.add)
         entries = [
             Entry(name, each.describe(), dict(each.settings), tuple(collector.samples[name]))

@@ -12,10 +12,12 @@ from transformers import LlamaConfig
 from tuner.evaluation.models.widths import Widths
 
 SILENT_OUTSIDE = frozenset({"embed_tokens", "o_proj", "down_proj"})
-NORMS = frozenset({"input_layernorm", "post_attention_layernorm", "norm"})
-FINAL_NORM = "norm"
+FINAL_NORM, TOKEN_NORM, JOIN = "norm", "token_norm", "join"
+NORMS = frozenset({"input_layernorm", "post_attention_layernorm", FINAL_NORM, "state_norm", TOKEN_NORM})
 PADDING_GAIN = 64.0
 """Gain of the constant dimension in the final norm."""
+GAINS = {FINAL_NORM: PADDING_GAIN, TOKEN_NORM: 1.0}
+"""Gain of the constant dimension by norm; 0 in all others."""
 PADDING_PUSH = 2048.0
 """Logits that padding tokens lie below the mean of the others if the trained hidden states have a root mean square of 1.
 
@@ -140,7 +142,7 @@ class Layout:
         if module in NORMS:
             wide[self.hidden] = _like(wide, narrow.float() * self.gain)
             if self._constant:
-                wide[self._constant.index] = PADDING_GAIN if module == FINAL_NORM else 0
+                wide[self._constant.index] = GAINS.get(module, 0.0)
             return
         rows, columns = self._rows_and_columns[module]
         if kind == "bias":
@@ -153,6 +155,19 @@ class Layout:
         wide[rows[:, None], columns] = _like(wide, narrow)
         if self._constant and module in ("embed_tokens", "lm_head"):
             self._pad_vocabulary(module, wide, narrow, self._constant)
+
+    @torch.no_grad()
+    def embed_join(self, wide: Tensor, narrow: Tensor, token_size: float) -> None:
+        """Write the layer that joins a feature head's inputs: `wide` [H, 2 H] of the wide head, `narrow` [h, 2 h].
+
+        `token_size` is the root mean square of the narrow model's token embeddings. The constant dimension comes out of the token's
+        embedding, nearly as large as it went in: the embedding is normalised by its own size.
+        """
+        size = wide.shape[0]
+        wide.zero_()
+        wide[self.hidden[:, None], torch.cat([self.hidden, size + self.hidden])] = _like(wide, narrow)
+        if self._constant:
+            wide[self._constant.index, size + self._constant.index] = token_size * self.gain
 
     def _pad_vocabulary(self, module: str, wide: Tensor, narrow: Tensor, constant: ConstantDimension) -> None:
         """Fill the rows of padding tokens: a logit below the mean of all others, and the embeddings of trained tokens."""

@@ -36,10 +36,18 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaConfig, PreTrainedModel
 
 from decoding.errors import first_line
-from decoding.exit_heads import head_name, load_exit_head, read_facts, save_head
+from decoding.exit_heads import (
+    FEATURE_HEAD,
+    FEATURE_SCHEMA,
+    HeadFacts,
+    head_name,
+    load_exit_head,
+    read_facts,
+    save_head,
+)
 from decoding.fingerprint import fingerprint
-from decoding.target import Target
-from tuner.evaluation.models.layout import Layout, wide_epsilon
+from decoding.target import FeatureHead, Target
+from tuner.evaluation.models.layout import JOIN, Layout, wide_epsilon
 from tuner.evaluation.models.settings import Widening
 from tuner.evaluation.models.widths import WidenError, Widths, check_widths, complete_widths
 from tuner.inputs.models import DTYPES
@@ -125,6 +133,33 @@ def widen_head(path: Path, narrow: Target, wide: Target, folder: Path) -> Path:
     }
     save_head(folder / head_name(exit_layer), head, facts.model_copy(update=changes))
     return folder / head_name(exit_layer)
+
+
+def widen_feature_head(head: FeatureHead, narrow: Target, wide: Target, folder: Path) -> Path:
+    """Widen a feature head of the model `narrow`, write it into `folder` for the model `wide`, and return its path.
+
+    Its two norms keep their epsilon, which weighs more on a wider state: it drafts nearly what the trained head drafts. Raises
+    `ExitHeadError` if the folder cannot be written.
+    """
+    trained, widened = head.block.state_dict(), wide.new_feature_head(head.vocabulary)
+    layout = Layout(narrow.config, wide.config, wide.device)
+    token_size = float(narrow.model.get_input_embeddings().weight.detach().float().square().mean().sqrt())
+    for name, parameter in widened.block.state_dict().items():
+        if name.split(".")[-2] == JOIN:
+            layout.embed_join(parameter, trained[name], token_size)
+        else:
+            layout.embed(name, parameter, trained[name])
+    identity = fingerprint(wide.model)
+    facts = HeadFacts(
+        schema=FEATURE_SCHEMA,
+        exit_layer=wide.num_layers,
+        num_layers=wide.num_layers,
+        architecture=type(wide.model).__name__,
+        config_sha256=identity.config_sha256,
+        weights_sha256=identity.weights_sha256,
+    )
+    save_head(folder / FEATURE_HEAD, widened, facts)
+    return folder / FEATURE_HEAD
 
 
 def num_parameters(model: PreTrainedModel) -> int:

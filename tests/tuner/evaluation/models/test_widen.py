@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 from decoding.decode import Request
 from decoding.decoder import plain_decoder
 from decoding.drafts import EarlyExit, LayerSkip
-from decoding.exit_heads import file_sha256, head_name, read_facts
+from decoding.exit_heads import FEATURE_HEAD, file_sha256, head_name, read_facts
 from decoding.fingerprint import fingerprint
 from decoding.head_folder import HeadFolder
 from decoding.target import Target
@@ -27,7 +27,7 @@ from tests.support.tiny import save_tiny_checkpoint, tiny_llama, tiny_target
 from tuner.cli.main import main
 from tuner.evaluation.models.layout import LayerMap
 from tuner.evaluation.models.settings import Widening
-from tuner.evaluation.models.widen import ORIGIN_KEY, describe, num_parameters, widen, widen_head
+from tuner.evaluation.models.widen import ORIGIN_KEY, describe, num_parameters, widen, widen_feature_head, widen_head
 from tuner.evaluation.models.widths import PRESETS, WidenError, Widths, check_widths, complete_widths
 
 SOURCE = Widths(32, 64, 4, 2, 8, 3, 64)  # of `tiny_llama(3)`
@@ -177,6 +177,30 @@ def test_head_of_an_exit_is_widened(tmp_path: Path) -> None:
         states, _ = target.exit_states(tokens, [2])
         logits.append(target.exit_logits(tokens, states[2], HeadFolder(target, head.parent).get(draft)))
     torch.testing.assert_close(without_padding(logits[1]), logits[0], rtol=1e-4, atol=1e-3)
+
+
+def test_a_feature_head_is_widened(tmp_path: Path) -> None:
+    """Two steps of every round: the second reads what the head itself put out."""
+    source = tiny_target(4)
+    wide = Target(widen(source.model, EVERYTHING, dtype=torch.float32))
+    head = source.new_feature_head()
+    with torch.no_grad():
+        for parameter in head.block.parameters():  # as if trained: no part is as it began
+            parameter.add_(0.02 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
+    path = widen_feature_head(head, source, wide, tmp_path)
+    assert path == tmp_path / FEATURE_HEAD
+    draft = HeadFolder(wide, tmp_path).feature_draft()
+    assert draft is not None
+    widened = HeadFolder(wide, tmp_path).feature_head(draft)
+    tokens = some_tokens()
+    logits = []
+    for target, each in ((source, head), (wide, widened)):
+        states, _ = target.last_states(tokens)
+        with torch.no_grad():
+            logits.append(torch.stack(list(target.unrolled_feature_head(tokens, states, each, 2))))
+    torch.testing.assert_close(without_padding(logits[1]), logits[0], rtol=1e-3, atol=1e-2)
+    padding = logits[1].softmax(-1)[..., 64:].sum(-1)
+    assert padding.max() < 1e-3, "the vocabulary's padding is drafted no more than the model writes it"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -91,6 +91,6 @@ FEATURE_STEPS = (
     FeatureStep("draft_vocabulary", SpeedFeatures(draft_vocabulary=32768), FIXED, 12, 11),
     FeatureStep("look_every", SpeedFeatures(look_every=3), LOOKING, 12, 11),
     FeatureStep("varlen_attention", SpeedFeatures(varlen_attention=True), None, 12, 11),
-    FeatureStep("coordinate_descent", SpeedFeatures(coordinate_descent=True), None, 30, 28),
+    FeatureStep("coordinate_descent", SpeedFeatures(coordinate_descent=True), None, 22, 20),
 )
 """One step per field of `SpeedFeatures`, the quickest to compile first; coordinate descent compiles longest."""
