@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 
 from decoding.draft_length import RoundCosts
-from decoding.drafts import Draft
+from decoding.drafts import Draft, LayerSkip
 from decoding.rounds import Round
 from decoding.timing import stopwatch
 
@@ -62,13 +62,17 @@ class PriceList:
 
     @classmethod
     def of_costs(cls, costs_of: Callable[[Draft], RoundCosts]) -> PriceList:
-        """Return the prices of round costs, in units of one plain pass; a plain round costs 1."""
+        """Return the prices of round costs, in units of one plain pass; a plain round costs 1.
+
+        The whole target verifies copied tokens and side leaves, as no states of a shared prefix are known for them.
+        """
 
         def price(draft: Draft, record: Round) -> float:
             if not draft.drafts:
                 return 1.0
             costs = costs_of(draft.stage(record.stage))
-            verification = costs.verify_cost(record.num_drafted + record.num_leaves)
+            verifying = costs_of(LayerSkip()) if record.looked_up or record.num_leaves else costs
+            verification = verifying.verify_cost(record.num_drafted + record.num_leaves)
             return verification if record.looked_up else verification + record.num_drafted * costs.draft_step
 
         return cls(price)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from decoding.draft_length import RoundCosts
-from decoding.drafts import Draft, LayerSkip, PlainDecoding
+from decoding.drafts import LayerSkip, PlainDecoding
 from decoding.rounds import Round
 from tuner.measuring.clock import PriceList, WallClock
 
@@ -31,21 +31,18 @@ def test_prices_add_up_over_the_rounds_of_a_decoding() -> None:
 
 
 def test_prices_of_round_costs() -> None:
-    costs = RoundCosts(draft_step=0.25, verify=(1.0, 1.1, 1.2))
-    asked: list[Draft] = []
-
-    def costs_of(draft: Draft) -> RoundCosts:
-        asked.append(draft)
-        return costs
-
-    clock = PriceList.of_costs(costs_of)
+    """The whole target verifies copies and leaves: a draft that shares its first blocks with it saves nothing on these."""
+    costs = {
+        LayerSkip.blocks((1,)): RoundCosts(draft_step=0.25, verify=(1.0, 1.1, 1.2)),
+        LayerSkip(): RoundCosts(draft_step=1.0, verify=(1.0, 1.5, 2.0)),
+    }
+    clock = PriceList.of_costs(lambda draft: costs[draft])  # type: ignore[index]
     skip = LayerSkip.blocks((1,))
     assert clock.start(skip)(a_round(2)) == pytest.approx(1.2 + 2 * 0.25)
-    assert clock.start(skip)(a_round(2, looked_up=True)) == pytest.approx(1.2), "copied tokens cost no draft pass"
+    assert clock.start(skip)(a_round(2, looked_up=True)) == pytest.approx(2.0), "copied tokens cost no draft pass"
     with_leaves = clock.start(skip)(a_round(1, num_leaves=3))
-    assert with_leaves == pytest.approx(1.4 + 0.25), "leaves are verified, at no draft pass"
-    assert clock.start(PlainDecoding())(a_round(0)) == 1.0
-    assert asked == [skip, skip, skip], "plain decoding is the unit"
+    assert with_leaves == pytest.approx(3.0 + 0.25), "leaves are verified, at no draft pass"
+    assert clock.start(PlainDecoding())(a_round(0)) == 1.0, "plain decoding is the unit"
 
 
 def test_price_list_needs_a_draft() -> None:
