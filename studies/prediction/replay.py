@@ -403,6 +403,9 @@ def _rounds(
     max_drafted: int | None,
     tree: TreeReplay | None,
 ) -> Iterator[ReplayedRound]:
+    if not stages.copies and not stages.models and stages.choice is None:
+        yield from _steered_rounds(controller, recording, max_drafted, tree)
+        return
     position, end = 0, len(recording.matches)
     chooser = stages.chooser()
     others = [(model, model.rule.controller()) for model in stages.models]
@@ -431,6 +434,17 @@ def _rounds(
         position += num_written
 
 
+def _steered_rounds(
+    controller: Controller, recording: Recording, max_drafted: int | None, tree: TreeReplay | None
+) -> Iterator[ReplayedRound]:
+    """Yield the rounds of a draft with no stage before it: most replays are of these, and choosing a stage takes as long."""
+    position, end = 0, len(recording.matches)
+    while position < end:
+        step, leaf = _drafted_round(controller, recording, position, _room(end - position, max_drafted), tree)
+        yield step
+        position += step.num_accepted + 1 + leaf
+
+
 def _judged(copy: Guessed, num_written: int) -> JudgedCopy:
     return JudgedCopy(copy.num_tokens, min(copy.num_right, num_written))
 
@@ -440,15 +454,15 @@ def _drafted_round(
 ) -> tuple[ReplayedRound, bool]:
     """Return a round that the rule steers, and whether a side leaf was accepted in it."""
     limit = min(controller.limit(), room)
-    num_drafted = num_passes = 0
+    num_drafted = num_passes = num_accepted = 0
     decision = Decision.CONTINUE
     while num_drafted < limit and decision is Decision.CONTINUE:
         seen = recording.step(num_drafted).seen[position + num_drafted]
         decision = controller.decide(num_drafted, cast(DraftDistribution, seen))
         num_passes += 1
         num_drafted += decision is not Decision.STOP
-    drafted = [recording.step(number).matches[position + number] for number in range(num_drafted)]
-    num_accepted = drafted.index(False) if False in drafted else num_drafted
+    while num_accepted < num_drafted and recording.step(num_accepted).matches[position + num_accepted]:
+        num_accepted += 1
     controller.observe(num_drafted, num_accepted)
     num_leaves, found = tree.of_round(recording, position, num_drafted, num_accepted) if tree else (0, False)
     return ReplayedRound(num_drafted, num_passes, num_accepted, num_leaves=num_leaves), found
