@@ -11,8 +11,8 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 from decoding.cache.kv_cache import KVCache
 
-LEAST_LIMIT = 2**26
-"""Bytes that even the smallest model may use for known keys and values."""
+LEAST_KEPT, LEAST_IN_A_PASS = 2**26, 2**24
+"""Bytes that even the smallest model may use for what is kept, and for what a pass gathers or returns."""
 
 
 @dataclass(frozen=True)
@@ -23,20 +23,18 @@ class MemoryLimits:
     """Up to this size the keys and values of all rounds are kept: every round has a copy of its context."""
     gathered: int = 2**30
     """Beyond it, a pass gathers the rounds of one layer at a time, and covers as many rounds as fit in this size."""
-
-    @property
-    def returned(self) -> int:
-        """Bytes that a pass may return: logits of a large vocabulary are larger than all else."""
-        return self.gathered // 4
+    returned: int = 2**28
+    """Bytes that a pass may return: logits of a large vocabulary are larger than all else."""
 
     @classmethod
     def beside(cls, weight_bytes: int) -> MemoryLimits:
-        """Return limits for a model of this size: a quarter of its weights, between 64 MiB and the defaults.
+        """Return limits for a model of this size: an eighth of its weights for what is kept, a sixteenth in a pass.
 
-        Known contexts would otherwise take several times the memory of a small model.
+        At least 64 and 16 MiB, at most the defaults. Known contexts would otherwise take several times the memory of a small model.
+        Attention copies what a pass gathers, so that it is there twice.
         """
-        share = max(LEAST_LIMIT, weight_bytes // 4)
-        return cls(min(cls.kept, share), min(cls.gathered, share))
+        kept, in_a_pass = max(LEAST_KEPT, weight_bytes // 8), max(LEAST_IN_A_PASS, weight_bytes // 16)
+        return cls(min(cls.kept, kept), min(cls.gathered, in_a_pass), min(cls.returned, in_a_pass))
 
 
 _Known = tuple[Tensor, Tensor]

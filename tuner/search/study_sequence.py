@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from uuid import uuid4
 
 from decoding.drafts import EarlyExit
-from studies.contract import Candidate, Study, TrialRecord, best_trials
+from studies.contract import Candidate, Problem, Study, TrialRecord, best_trials
+from studies.costs.table import CostTable
 from studies.measurement import Measurement
 from studies.searches.registry import create_study
+from tuner.freed_memory import freed_blocks_kept, large_blocks_given_back
 from tuner.measuring.contract import Measuring, OnSample
 from tuner.measuring.paired import Bench
 from tuner.progress import Progress
@@ -119,7 +121,9 @@ class StudySequence:
         problem = build_problem(
             self._task, self._heads, self._bench, self._store.records(), seconds_left, self._progress
         )
-        study = create_study(name, problem, self._task.config.study_settings(name), self._store.kept(name))
+        with large_blocks_given_back():
+            settings = self._task.config.study_settings(name)
+            study = create_study(name, timed_as_usual(problem), settings, self._store.kept(name))
         seconds = self._time.clock.elapsed - before
         stored = self._store.open(study, self._task.identity, preparation_seconds=seconds)
         stored.note(RUN_ID, self._tracker.run_id)
@@ -156,6 +160,19 @@ class StudySequence:
         """Return the most trials that a study may run, for the progress bar."""
         limits = (self._task.config.trials, self._task.config.study_settings(name).max_trials)
         return min(limit for limit in limits if limit is not None)
+
+
+def timed_as_usual(problem: Problem) -> Problem:
+    """Return the problem with costs that are measured with freed memory kept, as production runs."""
+    measure = problem.costs
+    if measure is None:
+        return problem
+
+    def costs(max_tokens: int) -> CostTable:
+        with freed_blocks_kept():
+            return measure(max_tokens)
+
+    return replace(problem, costs=costs)
 
 
 class StagedBench:

@@ -16,6 +16,7 @@ import torch
 from decoding.errors import first_line
 from studies.contract import Candidate, Study, TrialRecord, TrialState
 from studies.measurement import Measurement, PromptSample
+from tuner.freed_memory import large_blocks_given_back
 from tuner.measuring.contract import Measuring
 from tuner.search.storage import StoredStudy
 
@@ -85,7 +86,8 @@ def _learn(study: Study, stored: StoredStudy, known: set[int]) -> None:
     for record in stored.records():
         if record.number not in known:
             known.add(record.number)
-            study.observe(record)
+            with large_blocks_given_back():
+                study.observe(record)
 
 
 def _run_trial(
@@ -99,7 +101,8 @@ def _run_trial(
     """Run one trial and write it to disk. Its seconds count from `start`, when the study began to choose it."""
     trial = stored.ask()
     try:
-        candidate, notes = study.propose(trial)
+        with large_blocks_given_back():
+            candidate, notes = study.propose(trial)
         outcome = _repeated(trial, candidate, stored.records()) or _measured(trial, candidate, bench, indices, budget)
     except BaseException:
         stored.abandon(trial)

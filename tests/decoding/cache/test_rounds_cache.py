@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from decoding.cache.kv_cache import KVCache
-from decoding.cache.rounds_cache import LEAST_LIMIT, MemoryLimits, RoundsCache
+from decoding.cache.rounds_cache import LEAST_IN_A_PASS, LEAST_KEPT, MemoryLimits, RoundsCache
 from decoding.target import Target
 from tests.support.families import NUM_LAYERS, SUPPORTED, some_tokens, target_of
 
@@ -84,7 +84,7 @@ def _check_rounds(family: str, skip: str, limits: str) -> None:
 def test_a_pass_returns_no_more_than_the_limit(kept: int) -> None:
     target = target_of("llama")
     row_bytes = DEPTH * target.config.vocab_size * 4
-    limits = MemoryLimits(kept, gathered=4 * 2 * row_bytes)  # `returned` is a quarter
+    limits = MemoryLimits(kept, returned=2 * row_bytes)
     sequences = [(_read(target, TEXTS[0]), [0, 5, 8]), (_read(target, TEXTS[1]), [3, 17])]
     rounds = RoundsCache(sequences, DEPTH, limits, output_bytes=row_bytes)
     token_ids = torch.tensor(
@@ -114,8 +114,12 @@ def test_rounds_need_a_round_and_a_token() -> None:
 
 
 @pytest.mark.parametrize(
-    ("weights", "kept", "gathered"),
-    [(16 * 2**30, 2 * 2**30, 2**30), (540_000_000, 135_000_000, 135_000_000), (30_000_000, LEAST_LIMIT, LEAST_LIMIT)],
+    ("weights", "expected"),
+    [
+        (32 * 2**30, MemoryLimits()),
+        (640_000_000, MemoryLimits(kept=80_000_000, gathered=40_000_000, returned=40_000_000)),
+        (30_000_000, MemoryLimits(LEAST_KEPT, LEAST_IN_A_PASS, LEAST_IN_A_PASS)),
+    ],
 )
-def test_limits_follow_from_the_size_of_the_model(weights: int, kept: int, gathered: int) -> None:
-    assert MemoryLimits.beside(weights) == MemoryLimits(kept, gathered)
+def test_limits_follow_from_the_size_of_the_model(weights: int, expected: MemoryLimits) -> None:
+    assert MemoryLimits.beside(weights) == expected

@@ -200,7 +200,8 @@ def test_two_surveys_joined_are_one_of_all_texts(target: Target, temperature: fl
 @torch.inference_mode()
 def test_contexts_stay_below_a_quarter_of_the_weights(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     """A copy of the context for each round may take several times the memory of a small model."""
-    monkeypatch.setattr(rounds_cache, "LEAST_LIMIT", 0)
+    monkeypatch.setattr(rounds_cache, "LEAST_KEPT", 0)
+    monkeypatch.setattr(rounds_cache, "LEAST_IN_A_PASS", 0)
     prompts, texts = [(5,) * 40] * 20, [(7,) * 41] * 20
     survey = Survey(target, prompts, texts)
     with PeakBytes(target.model) as memory:
@@ -223,7 +224,7 @@ def test_logits_of_one_text_at_a_time_are_compared(target: Target) -> None:
 def test_logits_of_a_few_rounds_at_a_time_are_compared(target: Target) -> None:
     prompts, texts = [(5, 9)] * 24, [tuple(range(1, 42))] * 24
     logits_bytes = 40 * target.config.vocab_size * 4
-    in_chunks = Survey(target, prompts, texts, limits=MemoryLimits(gathered=4 * 2 * logits_bytes))
+    in_chunks = Survey(target, prompts, texts, limits=MemoryLimits(returned=2 * logits_bytes))
     at_once = Survey(target, prompts, texts)
     assert [len(survey.rounds[0].chunks) for survey in (in_chunks, at_once)] == [12, 1]
     peaks, recorded = [], []
