@@ -8,13 +8,11 @@ new skip set needs none. On a CPU the LM head on one position is compiled too. t
 from __future__ import annotations
 
 import importlib
-import operator
 import threading
 import types
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -23,6 +21,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from decoding.cache.kv_cache import Slot
+from decoding.runners.compiled_kernel import CompiledKernel, KernelCall, kernel_calls
 from decoding.runners.contract import BlockCall
 from decoding.runners.cpu_attention import compile_attention
 from decoding.runners.cpu_few_positions import compile_few_positions
@@ -94,7 +93,7 @@ class _Listener(threading.local):
     note: Note | None = None
 
     def __init__(self) -> None:
-        self.kernels: dict[tuple[Any, tuple[float | None, ...]], Callable[..., Any]] = {}
+        self.kernels: dict[tuple[Any, tuple[float | None, ...]], CompiledKernel] = {}
         """Compiled kernels by their code and the numbers among their inputs: the same call is the same function."""
 
     def __repr__(self) -> str:  # part of the compiler's errors
@@ -107,7 +106,7 @@ class _Listener(threading.local):
         the time. If it neither changes inputs nor outputs, the kernel alone is noted.
         """
         assert self.note is not None
-        with _kernel_calls() as made:
+        with kernel_calls() as made:
             outputs = compiled(*args)
         if len(made) == 1 and made[0].returned(outputs):
             self.note(self._kernel(made[0]), made[0].tensors, {}, outputs)
@@ -115,63 +114,11 @@ class _Listener(threading.local):
             self.note(call, args, {}, outputs)
         return outputs
 
-    def _kernel(self, made: _KernelCall) -> Callable[..., Any]:
+    def _kernel(self, made: KernelCall) -> CompiledKernel:
         key = made.compute, made.numbers
         if key not in self.kernels:
-            self.kernels[key] = made.on_tensors()
+            self.kernels[key] = CompiledKernel(made)
         return self.kernels[key]
-
-
-@dataclass(frozen=True)
-class _KernelCall:
-    """One call of inductor's compiled code, below the code that surrounds it."""
-
-    compute: Callable[[list[Any]], Any]
-    inputs: tuple[Any, ...]
-    outputs: Sequence[Any]
-
-    @property
-    def tensors(self) -> tuple[Tensor, ...]:
-        return tuple(each for each in self.inputs if isinstance(each, Tensor))
-
-    @property
-    def numbers(self) -> tuple[float | None, ...]:
-        """The inputs that are numbers: sizes that vary between passes. None for a tensor."""
-        return tuple(None if isinstance(each, Tensor) else each for each in self.inputs)
-
-    def returned(self, outputs: Sequence[Any]) -> bool:
-        """Return True if `outputs` are those of the kernel: the same objects."""
-        return len(outputs) == len(self.outputs) and all(map(operator.is_, outputs, self.outputs))
-
-    def on_tensors(self) -> Callable[..., Any]:
-        """Return the kernel as a function of its tensors."""
-        numbers, compute = self.numbers, self.compute
-
-        def kernel(*tensors: Tensor) -> Any:
-            rest = iter(tensors)
-            return compute([next(rest) if number is None else number for number in numbers])
-
-        return kernel
-
-
-@contextmanager
-def _kernel_calls() -> Iterator[list[_KernelCall]]:
-    """Collect the calls of inductor's compiled code."""
-    kind = importlib.import_module("torch._inductor.output_code").CompiledFxGraph
-    original, made, listening = kind.__call__, list[_KernelCall](), threading.get_ident()
-
-    def call(graph: Any, inputs: Sequence[Any]) -> Any:
-        kept = tuple(inputs)  # the kernel empties the list
-        outputs = original(graph, inputs)
-        if threading.get_ident() == listening:
-            made.append(_KernelCall(graph.current_callable, kept, outputs))
-        return outputs
-
-    kind.__call__ = call
-    try:
-        yield made
-    finally:
-        kind.__call__ = original
 
 
 def _compile_audibly(

@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from decoding.runners.compilation import CompiledBlocks, without_guards
 from decoding.runners.graphs import OutputsT
+from decoding.runners.joined_calls import join_calls, result
 
 Structure = tuple[str, ...]
 """The names of the operators of a pass, in their order."""
@@ -83,7 +84,7 @@ class _Tape(TorchDispatchMode):
             return
         for index, each in enumerate(outputs if isinstance(outputs, list | tuple) else [outputs]):
             if isinstance(each, Tensor):
-                self._keep(each, self.graph.call_function(_item, (call, index)))
+                self._keep(each, self.graph.call_function(result, (call, index)))
             elif each is not None:
                 self.host_reads.append(str(function))
 
@@ -136,13 +137,19 @@ class _Recording(Generic[OutputsT]):
         return None
 
     def player(self) -> Callable[[], OutputsT]:
-        """Return the function that runs the pass again. It keeps memory from outside alive, and no results."""
+        """Return the function that runs the pass again; to be called once. It keeps memory from outside alive, and no results."""
+        graph = self._tape.graph
+        inputs = dict(zip(graph.find_nodes(op="placeholder"), self._tape.memory, strict=True))
+        join_calls(graph, inputs)
+        for node in [node for node in inputs if not node.users]:
+            graph.erase_node(node)
+            del inputs[node]
         # Not an `fx.GraphModule`, which keeps the graph, of many times the function's memory, and its source for ever.
-        code = self._tape.graph.python_code("_")
+        code = graph.python_code("_")
         scope = dict(code.globals)
         exec(code.src, scope)
         compute: Callable[..., tuple[Tensor, ...]] = partial(scope["forward"], None)
-        memory, template = tuple(self._tape.memory), _mapped(self._outputs, lambda _: _TENSOR)
+        memory, template = tuple(inputs.values()), _mapped(self._outputs, lambda _: _TENSOR)
 
         def play() -> OutputsT:
             return cast(OutputsT, _filled(template, iter(compute(*memory))))
@@ -186,10 +193,6 @@ def _filled(template: Any, values: Iterator[Tensor]) -> Any:
         own = (_filled(getattr(template, field.name), values) for field in fields(template))
         return type(template)(*own)
     return template
-
-
-def _item(values: Sequence[Tensor], index: int) -> Tensor:
-    return values[index]
 
 
 def _no_operation() -> None:
