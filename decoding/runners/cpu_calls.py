@@ -101,7 +101,7 @@ def _program(calls: Sequence[Call], num_constants: int, kept: set[int]) -> list[
 
 
 _handles = torch._C._aoti.unsafe_alloc_void_ptrs_from_tensors
-"""Returns capsules of new handles of tensors. Whoever gets them has to free them."""
+"""Returns capsules of new handles of tensors. The caller has to free them."""
 
 _tensors = torch._C._aoti.alloc_tensors_by_stealing_from_void_ptrs
 """Returns the tensors of capsules, and frees their handles."""
