@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from weakref import WeakKeyDictionary
 
@@ -143,8 +144,17 @@ class Decoder:
     def _speculative(
         self, drafter: Drafter, request: Request, row: int, new_cache: NewCache, *, fresh: bool
     ) -> Iterator[Prefill | Round]:
+        with self.steering(row, fresh=fresh) as controller:
+            yield from speculative(self.target, drafter, controller, request, new_cache)
+
+    @contextmanager
+    def steering(self, row: int, *, fresh: bool = False) -> Iterator[Controller]:
+        """Lend the controller of a sequence in `row` of a batch; that of a `persistent` rule goes on with a later sequence.
+
+        See `loop` for `fresh`.
+        """
         if fresh or not self.rule.persistent:
-            yield from speculative(self.target, drafter, self.rule.controller(), request, new_cache)
+            yield self.rule.controller()
             return
         free = self._kept.setdefault(row, [])
         try:
@@ -152,7 +162,7 @@ class Decoder:
         except IndexError:  # none yet, or all in use
             controller = self.rule.controller()
         try:
-            yield from speculative(self.target, drafter, controller, request, new_cache)
+            yield controller
         finally:
             free.append(controller)
 

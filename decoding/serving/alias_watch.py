@@ -7,27 +7,34 @@ from collections.abc import Callable
 from pathlib import Path
 from threading import Event, Thread
 
+from decoding.decoder import Decoder
 from decoding.deploy import load_decoder
 from decoding.errors import ProfileError
+from decoding.profile import DraftProfile
+from decoding.serving.batch import RowDecoder
 from decoding.serving.engine import DecodingThread
 
 log = logging.getLogger(__name__)
 
 
-def hand_over(decoding: DecodingThread, profile: Path) -> None:
+BuildServed = Callable[[DraftProfile, Decoder], RowDecoder]
+"""Returns what serves a profile, given its decoder: with arms, or the decoder alone."""
+
+
+def hand_over(decoding: DecodingThread, profile: Path, build: BuildServed = lambda _, decoder: decoder) -> None:
     """Let the decoding thread use another profile as soon as the running requests have ended.
 
     The draft is built by the calling thread, beside the requests that are being decoded, on the target that they use: examining the
     model anew would see their passes. Only a profile with another runner needs that, and is built between two passes. Raises
-    `SdtuneError` for a profile that does not fit the model.
+    `SdtuneError` for a profile that does not fit the model, or whatever `build` raises.
     """
     new, batch = load_decoder(profile), decoding.batch
     target, wanted = batch.decoder.target, new.profile.decoding
     if (wanted.runner, wanted.exact_width) == (target.runner.name, target.runner.exact_width):
-        built = new.decoder_on(target)
+        built = build(new.profile, new.decoder_on(target))
         decoding.call(lambda: batch.replace(built))
     else:
-        decoding.call(lambda: batch.replace(new.decoder_for(target.model)))
+        decoding.call(lambda: batch.replace(build(new.profile, new.decoder_for(target.model))))
 
 
 class AliasWatch:

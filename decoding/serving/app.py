@@ -59,7 +59,7 @@ class ApiError(Exception):
 
 
 def create_app(service: Service, *, api_key: str | None = None, max_body_bytes: int = MAX_BODY_BYTES) -> ASGIApp:
-    """Return the application. With an `api_key` the paths under /v1 need it as a bearer token.
+    """Return the application. With an `api_key` all paths but /health and /metrics need it as a bearer token.
 
     The decoding thread starts and stops with the application.
     """
@@ -81,11 +81,17 @@ def create_app(service: Service, *, api_key: str | None = None, max_body_bytes: 
 
     @app.get("/health")
     async def health() -> Response:
-        return Response(status_code=200 if service.decoding.is_alive else 503)
+        is_alive = service.decoding.is_alive
+        status = {"status": "ok" if is_alive else "stopped", "speedup_alarm": service.is_below_promise}
+        return JSONResponse(status, 200 if is_alive else 503)
 
     @app.get("/metrics")
     async def metrics() -> Response:
         return Response(service.counters.text(), media_type=METRICS_TYPE)
+
+    @app.get("/observations", dependencies=guarded)
+    async def observations() -> dict[str, Any]:
+        return service.observations.document()
 
     @app.get("/v1/models", dependencies=guarded)
     async def models() -> dict[str, Any]:

@@ -13,44 +13,43 @@ from functools import partial
 
 import torch
 
+from decoding.arms.decoder import ArmedDecoder
 from decoding.decoder import Decoder
 from decoding.errors import UnsupportedRequestError, first_line
 from decoding.rounds import Prefill, Round
-from decoding.serving.drafting_switch import DraftingSwitch, switched
 from decoding.serving.rows import Event, ServedRows, new_rows
 from decoding.serving.waiting_room import Job, RequestEnd, Stopped, WaitingRoom
 
 Observer = Callable[[Job, Prefill | Round | RequestEnd], None]
 """Told what every job's listener is told."""
+RowDecoder = Decoder | ArmedDecoder
+"""What decodes the sequences: one setting, or the arm that is fastest at the time."""
 
 
 class ContinuousBatch:
     """Decodes the jobs of a waiting room in `num_rows` rows, each of at most `max_length` tokens, prompt and new ones.
 
-    A `switch` decides which rounds draft, except in `fresh` jobs, whose samples would then depend on time. One thread calls
-    `advance`; any thread may use the room. With a persistent draft-length rule a row keeps its controller from one
-    sequence to the next.
+    A decoder with arms is told how fast the rounds are. One thread calls `advance`; any thread may use the room. With a persistent
+    draft-length rule a row keeps its controller from one sequence to the next.
     """
 
     def __init__(
         self,
-        decoder: Decoder,
+        decoder: RowDecoder,
         room: WaitingRoom,
         *,
         num_rows: int,
         max_length: int,
         observer: Observer | None = None,
-        switch: DraftingSwitch | None = None,
     ) -> None:
         if num_rows < 1:
             raise ValueError(f"a batch has at least one row, got {num_rows}")
         self.num_rows, self.max_length = num_rows, max_length
         self._room = room
         self._observer = observer
-        self.switch = switch
         self._jobs: dict[int, Job] = {}
         self._free = deque(range(num_rows))
-        self._next: Decoder | None = None
+        self._next: RowDecoder | None = None
         self._use(decoder)
 
     @property
@@ -59,11 +58,11 @@ class ContinuousBatch:
         return len(self._jobs)
 
     @property
-    def decoder(self) -> Decoder:
+    def decoder(self) -> RowDecoder:
         """The decoder of the next sequence that begins."""
         return self._next or self._decoder
 
-    def replace(self, decoder: Decoder) -> None:
+    def replace(self, decoder: RowDecoder) -> None:
         """Decode with another decoder as soon as the running sequences have ended; waiting ones wait for that.
 
         Nothing is dropped. To be called by the thread of `advance`.
@@ -86,10 +85,9 @@ class ContinuousBatch:
         except Exception as error:  # a shared pass: no sequence can go on, but the next ones can
             self._fail_all(error)
             return True
-        if self.switch is not None and not reads_prompt:
+        if isinstance(self._decoder, ArmedDecoder) and not reads_prompt:
             rounds = [event for _, event in events if isinstance(event, Round)]
-            num_tokens = sum(len(each.tokens) for each in rounds)
-            self.switch.observe(num_running, len(rounds), num_tokens, time.perf_counter() - start)
+            self._decoder.observe(num_running, rounds, time.perf_counter() - start)
         for row, event in events:
             self._settle(row, event)
         return True
@@ -103,9 +101,8 @@ class ContinuousBatch:
         while (job := self._room.take()) is not None:
             self._tell(job, RequestEnd(Stopped.CLOSED, "the server is shutting down"))
 
-    def _use(self, decoder: Decoder) -> None:
+    def _use(self, decoder: RowDecoder) -> None:
         self._decoder = decoder
-        self._switched = decoder if self.switch is None else switched(decoder, self.switch)
         self._capacity = self.max_length + max(decoder.max_drafted, decoder.target.runner.exact_width or 0) + 1
         self._rows: ServedRows = new_rows(decoder.target, self.num_rows, self._capacity)
 
@@ -129,8 +126,7 @@ class ContinuousBatch:
             return False
         row = self._free.popleft()
         self._jobs[row] = job
-        decoder = self._decoder if job.fresh else self._switched
-        self._rows.start(row, partial(decoder.loop, job.request, row, fresh=job.fresh))
+        self._rows.start(row, partial(self._decoder.loop, job.request, row, fresh=job.fresh))
         return True
 
     def _check(self, job: Job) -> None:

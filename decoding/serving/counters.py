@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.registry import Collector
 
+from decoding.arms.belief import PLAIN
+from decoding.arms.decoder import ArmedDecoder
+from decoding.decoder import Decoder
 from decoding.rounds import Prefill, Round
 from decoding.serving.waiting_room import Job, RequestEnd
 
@@ -49,6 +54,10 @@ class ServerCounters:
         """Add a figure that is asked for whenever the metrics are read."""
         Gauge(name, help, [LABEL], registry=self._registry).labels(self._name).set_function(value)
 
+    def watch_arms(self, decoder: Callable[[], Decoder | ArmedDecoder]) -> None:
+        """Add the figures of the arms of whatever `decoder` returns when the metrics are read."""
+        self._registry.register(_ArmCollector(self._name, decoder))
+
     def observe(self, job: Job, event: Prefill | Round | RequestEnd) -> None:
         """Count a record of a request, or its end."""
         if isinstance(event, Prefill):
@@ -80,3 +89,37 @@ class ServerCounters:
 
     def _histogram(self, name: str, help: str) -> Histogram:
         return Histogram(name, help, [LABEL], registry=self._registry, buckets=SECONDS).labels(self._name)
+
+
+class _ArmCollector(Collector):
+    """The arm in use, speed-ups and the alarm; a server without arms has the first only."""
+
+    def __init__(self, name: str, decoder: Callable[[], Decoder | ArmedDecoder]) -> None:
+        self._name, self._decoder = name, decoder
+
+    def collect(self) -> Iterator[GaugeMetricFamily]:
+        """See `Collector.collect`."""
+        decoder = self._decoder()
+        drafting = GaugeMetricFamily("sdtune:drafting", "1 while rounds draft, 0 in plain rounds.", labels=[LABEL])
+        if not isinstance(decoder, ArmedDecoder):
+            drafting.add_metric([self._name], float(decoder.drafter is not None))
+            yield drafting
+            return
+        used = decoder.chooser.arm
+        drafting.add_metric([self._name], float(used != PLAIN))
+        yield drafting
+        in_use = GaugeMetricFamily("sdtune:arm", "1 for the arm that drafts, 0 for the others.", labels=[LABEL, "arm"])
+        for index, arm in enumerate(decoder.names):
+            in_use.add_metric([self._name, arm], float(index == used))
+        yield in_use
+        speedups = GaugeMetricFamily(
+            "sdtune:arm_speedup", "Speed over plain rounds at the present load, estimated.", labels=[LABEL, "arm"]
+        )
+        for arm, value in zip(decoder.names[1:], decoder.chooser.speedups(), strict=True):
+            speedups.add_metric([self._name, arm], value)
+        yield speedups
+        alarm = GaugeMetricFamily(
+            "sdtune:speedup_alarm", "1 while no profile reaches the interval of its speed-up.", labels=[LABEL]
+        )
+        alarm.add_metric([self._name], float(decoder.chooser.is_below_promise))
+        yield alarm

@@ -11,15 +11,15 @@ import torch
 import uvicorn
 
 from decoding.acceptance import Greedy, Sampling
-from decoding.decoder import Decoder
 from decoding.errors import SdtuneError
+from decoding.rounds import Prefill, Round
 from decoding.serving.app import create_app
-from decoding.serving.batch import ContinuousBatch
+from decoding.serving.batch import ContinuousBatch, RowDecoder
 from decoding.serving.counters import ServerCounters
-from decoding.serving.drafting_switch import DraftingSwitch
 from decoding.serving.engine import DecodingThread
+from decoding.serving.observations import Observations
 from decoding.serving.service import ServedModel, Service
-from decoding.serving.waiting_room import WaitingRoom
+from decoding.serving.waiting_room import Job, RequestEnd, WaitingRoom
 
 KEY_VARIABLE = "SDTUNE_API_KEY"
 """Environment variable of the API key."""
@@ -39,36 +39,36 @@ class ServerLimits:
     """Requests that may wait for a row."""
     max_length: int = 4096
     """Most tokens of a prompt and its answer; less if the model's context is shorter."""
-    may_fall_back: bool = True
-    """Decode plain rounds where they are faster at the present load and text."""
-    tuned_batch: int = 1
-    """Sequences side by side that the profile was tuned for; with more, rounds are plain until drafts prove faster."""
 
 
-def new_service(decoder: Decoder, tokenizer: Any, name: str, limits: ServerLimits) -> Service:
-    """Return the service of a decoder's model under `name`; its decoding thread has not begun."""
-    target, room, counters = decoder.target, WaitingRoom(limits.max_waiting), ServerCounters(name)
+def new_service(
+    decoder: RowDecoder,
+    tokenizer: Any,
+    name: str,
+    limits: ServerLimits,
+    observations: Observations | None = None,
+) -> Service:
+    """Return the service of a decoder's model under `name`; its decoding thread has not begun.
+
+    The `observations` are the ones that the windows of the decoder's arms are told to.
+    """
+    target, room = decoder.target, WaitingRoom(limits.max_waiting)
+    counters, observations = ServerCounters(name), observations or Observations()
     model: Any = target.model
     eos = model.generation_config.eos_token_id
     max_length = min(limits.max_length, target.context_length or limits.max_length)
     # Shapes of passes are prepared now, if the runner has any: the first requests would wait for them.
     sampling = Sampling(torch.Generator(target.device))
     decoder.prepare(1, max_length, limits.num_rows, acceptances=(Greedy(), sampling))
-    batch = ContinuousBatch(
-        decoder,
-        room,
-        num_rows=limits.num_rows,
-        max_length=max_length,
-        observer=counters.observe,
-        switch=DraftingSwitch(limits.tuned_batch) if limits.may_fall_back and decoder.drafter is not None else None,
-    )
+
+    def observe(job: Job, event: Prefill | Round | RequestEnd) -> None:
+        counters.observe(job, event)
+        observations.observe(job, event)
+
+    batch = ContinuousBatch(decoder, room, num_rows=limits.num_rows, max_length=max_length, observer=observe)
     counters.gauge("vllm:num_requests_running", "Requests that are being decoded.", lambda: batch.num_running)
-    switch = batch.switch
-    drafts = decoder.drafter is not None
-    counters.gauge(
-        "sdtune:drafting", "1 while rounds draft, 0 in plain rounds.", lambda: switch.may_draft if switch else drafts
-    )
     counters.gauge("vllm:num_requests_waiting", "Requests that wait for a row.", lambda: len(room))
+    counters.watch_arms(lambda: batch.decoder)
     served = ServedModel(
         name,
         tokenizer,
@@ -76,7 +76,7 @@ def new_service(decoder: Decoder, tokenizer: Any, name: str, limits: ServerLimit
         vocabulary_size=model.get_input_embeddings().num_embeddings,
         eos_token_ids=frozenset(() if eos is None else [eos] if isinstance(eos, int) else eos),
     )
-    return Service(served, DecodingThread(batch, room), counters)
+    return Service(served, DecodingThread(batch, room), counters, observations)
 
 
 def api_key_for(host: str) -> str | None:

@@ -12,11 +12,13 @@ import torch
 from jinja2 import TemplateError
 
 from decoding.acceptance import Acceptance, Greedy, Sampling
+from decoding.arms.decoder import ArmedDecoder
 from decoding.decode import Request
 from decoding.errors import UnsupportedRequestError, first_line
 from decoding.rounds import Prefill, Round
 from decoding.serving.counters import ServerCounters
 from decoding.serving.engine import DecodingThread
+from decoding.serving.observations import Observations
 from decoding.serving.protocol import ChatBody, CompletionBody, GenerationBody
 from decoding.serving.text_stream import TextStream
 from decoding.serving.waiting_room import Job, RequestEnd, Stopped
@@ -58,14 +60,22 @@ class ServedModel:
 class Service:
     """Starts requests on the decoding thread, and hands out their text in the event loop."""
 
-    def __init__(self, model: ServedModel, decoding: DecodingThread, counters: ServerCounters) -> None:
-        self.model, self.decoding, self.counters = model, decoding, counters
+    def __init__(
+        self, model: ServedModel, decoding: DecodingThread, counters: ServerCounters, observations: Observations
+    ) -> None:
+        self.model, self.decoding, self.counters, self.observations = model, decoding, counters, observations
         self._tokenizing = asyncio.Lock()
 
     @property
     def max_length(self) -> int:
         """Most tokens of a prompt and its answer."""
         return self.decoding.batch.max_length
+
+    @property
+    def is_below_promise(self) -> bool:
+        """True while the alarm of the arms is raised."""
+        decoder = self.decoding.batch.decoder
+        return isinstance(decoder, ArmedDecoder) and decoder.chooser.is_below_promise
 
     async def chat_prompt(self, body: ChatBody) -> list[int]:
         """Return the token ids of a conversation. Raises `UnsupportedRequestError` if the chat template does not take it."""

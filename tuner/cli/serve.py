@@ -14,6 +14,7 @@ from tuner.fields import Device, Extra, ProfileDtype, ProfileModel, Threads
 
 SERVER: Extra = {"group": "Server"}
 LIMITS: Extra = {"group": "Limits"}
+DECODING: Extra = {"group": "Decoding"}
 
 
 class ServeSettings(Document):
@@ -48,10 +49,15 @@ class ServeSettings(Document):
     dtype: ProfileDtype = None
     device: Device = "auto"
     threads: Threads = None
-    always_draft: bool = Field(
-        False, description="Draft also where plain rounds are faster.", json_schema_extra={"group": "Decoding"}
+    arm: tuple[str, ...] = Field(
+        (),
+        description="Another profile of the same model, to choose from as text and load change; repeatable.",
+        json_schema_extra=DECODING,
     )
-    plain: bool = Field(False, description="Decode plainly, to compare with.", json_schema_extra={"group": "Decoding"})
+    always_draft: bool = Field(
+        False, description="Draft also where plain rounds are faster.", json_schema_extra=DECODING
+    )
+    plain: bool = Field(False, description="Decode plainly, to compare with.", json_schema_extra=DECODING)
 
 
 @click.command(cls=GroupedCommand)
@@ -67,11 +73,13 @@ def serve(profile: str, **flags: Any) -> None:
       POST /v1/completions, /v1/chat/completions   at once or streamed; stop, seed, temperature, top_p
       GET  /v1/models, /health
       GET  /metrics                                for Prometheus, by vLLM's names
+      GET  /observations                           speeds, acceptance and lengths of late, without text
 
     Requests are decoded together, and each gets the text that it would get alone: greedy output is plain decoding's. A client
     that goes away frees its row. Ctrl-C or SIGTERM lets running requests end.
 
-    Rounds draft only where that is faster: drafted and plain rounds are both timed, at the present load and text.
+    Rounds draft only where that is faster: drafted and plain rounds are both timed, at the present load and text. With --arm, the
+    fastest of several profiles drafts.
 
     Only this machine can connect, unless --host says otherwise. Then clients must send the key in the environment variable
     SDTUNE_API_KEY as a bearer token; without that variable the server does not start. Put a proxy with TLS before it.
@@ -79,6 +87,7 @@ def serve(profile: str, **flags: Any) -> None:
     \b
     Examples:
       sdtune serve profile.yaml --threads 1
+      sdtune serve code.yaml --arm prose.yaml --arm batch8.yaml
       curl 127.0.0.1:8000/v1/completions -H 'content-type: application/json' -d '{"prompt": "def main():"}'
       SDTUNE_API_KEY=$(cat key) sdtune serve models:/llama-code@champion --host 0.0.0.0
     """

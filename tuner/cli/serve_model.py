@@ -7,7 +7,9 @@ from pathlib import Path
 
 import click
 
-from decoding.decoder import plain_decoder
+from decoding.arms.arm import Arm, check_arms
+from decoding.arms.decoder import ArmedDecoder
+from decoding.decoder import Decoder, plain_decoder
 from decoding.deploy import load_decoder
 from decoding.deploy.registry import is_address
 from decoding.profile import DraftProfile
@@ -25,11 +27,17 @@ def serve_model(settings: ServeSettings) -> None:
         raise ConfigError(f"the server is not installed (no {', '.join(missing)}): pip install 'sdtune[serve]'")
 
     from decoding.serving.alias_watch import AliasWatch, hand_over
+    from decoding.serving.batch import RowDecoder
+    from decoding.serving.observations import Observations
     from decoding.serving.run import ServerLimits, api_key_for, new_service, serve
 
     api_key = api_key_for(settings.host)
     path = Path(local_profile(settings.profile))
     profile = DraftProfile.load(path)
+    others_loaded = [load_decoder(local_profile(each)) for each in settings.arm]
+    if others_loaded and (settings.plain or settings.always_draft):
+        raise ConfigError("--arm leaves the choice to the server: use it without --plain and --always-draft")
+    check_arms([profile, *(each.profile for each in others_loaded)])
     loaded = load(
         settings.model or profile.target.model,
         revision=profile.target.revision,
@@ -39,22 +47,31 @@ def serve_model(settings: ServeSettings) -> None:
     decoder = load_decoder(path).decoder_for(loaded.model)
     if settings.plain:
         decoder = plain_decoder(decoder.target)
-    limits = ServerLimits(
-        settings.max_batch,
-        settings.max_waiting,
-        settings.max_length,
-        may_fall_back=not settings.always_draft,
-        tuned_batch=1 if profile.measured is None else profile.measured.batch_size,
-    )
-    service = new_service(decoder, loaded.tokenizer, settings.served_model_name or profile.target.model, limits)
+    observations = Observations()
+    others = [Arm.of(each.profile, each.decoder_on(decoder.target)) for each in others_loaded]
+
+    def served(first: DraftProfile, its: Decoder) -> RowDecoder:
+        """Return what decodes with a first profile: the arms, or its decoder alone."""
+        if settings.plain or settings.always_draft:
+            return its
+        check_arms([first, *(each.profile for each in others_loaded)])
+        arms = [Arm.of(first, its)] if its.drafter is not None else []
+        return ArmedDecoder([*arms, *others], listener=observations.window) if arms or others else its
+
+    limits = ServerLimits(settings.max_batch, settings.max_waiting, settings.max_length)
+    name = settings.served_model_name or profile.target.model
+    service = new_service(served(profile, decoder), loaded.tokenizer, name, limits, observations)
     decoding = service.decoding
 
     def take_over(new: Path) -> None:
         """Build the new profile's decoder beside the running requests, and hand it over between two passes."""
         click.echo(f"taking over {DraftProfile.load(new).name} from {settings.profile}", err=True)
-        hand_over(decoding, new)
+        hand_over(decoding, new, served)
 
     drafts = "plain decoding" if settings.plain else profile.draft.describe()
+    drafts = "; or ".join(
+        [drafts, *(f"{each.profile.name}: {each.profile.draft.describe()}" for each in others_loaded)]
+    )
     click.echo(f"serving {service.model.name} with {profile.name}: {drafts}", err=True)
     watch = AliasWatch(lambda: Path(local_profile(settings.profile)), path, take_over, seconds=settings.poll)
     if is_address(settings.profile) and not settings.plain:

@@ -44,9 +44,7 @@ def service() -> Service:
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = TEMPLATE
     decoder = Decoder(target, LayerSkip.blocks((3, 4)), Fixed(max_tokens=3))
-    return new_service(
-        decoder, tokenizer, "tiny", ServerLimits(num_rows=3, max_waiting=8, max_length=64, may_fall_back=False)
-    )
+    return new_service(decoder, tokenizer, "tiny", ServerLimits(num_rows=3, max_waiting=8, max_length=64))
 
 
 @pytest.fixture(scope="module")

@@ -16,9 +16,9 @@ from decoding.draft_length import Fixed
 from decoding.drafts import Draft, LayerSkip, Lookup
 from decoding.head_folder import HeadFolder
 from decoding.serving.batch import ContinuousBatch
-from decoding.serving.drafting_switch import DraftingSwitch
 from decoding.serving.waiting_room import WaitingRoom
 from decoding.text import Ending
+from tests.support.arms import HandChooser, armed
 from tests.support.heads import write_heads
 from tests.support.served import arrive, passes
 from tests.support.tiny import tiny_target
@@ -39,9 +39,7 @@ def _requests(length: int = 12) -> list[Request]:
     return [Request([(7 * row + place) % 60 for place in range(3 + row)], Ending(length)) for row in range(3)]
 
 
-def _passes_of(
-    decoder: Decoder, switch: DraftingSwitch | None, monkeypatch: pytest.MonkeyPatch
-) -> list[tuple[Any, ...]]:
+def _passes_of(decoder: Decoder, chooser: HandChooser | None, monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     """Return the passes of three requests side by side: how many positions, and whether the logits of all were needed."""
     seen: list[tuple[Any, ...]] = []
     runner = decoder.target.runner
@@ -56,15 +54,15 @@ def _passes_of(
         return share(self, part, asked, memory)
 
     room = WaitingRoom(9)
-    batch = ContinuousBatch(decoder, room, num_rows=3, max_length=32, switch=switch)
+    served = decoder if chooser is None else armed([decoder], chooser)
+    batch = ContinuousBatch(served, room, num_rows=3, max_length=32)
     for request in _requests():
         arrive(room, request)
     with monkeypatch.context() as patch:
         patch.setattr(type(runner), "run", noted)
         patch.setattr(type(runner), "run_shared_pass", noted_share)
         for _ in passes(batch):
-            if switch is not None:
-                switch.may_draft = False
+            pass
     return seen
 
 
@@ -72,37 +70,36 @@ def _passes_of(
 def test_plain_rounds_run_the_passes_of_plain_decoding(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    decoder, switch = _decoder(tmp_path, kind), DraftingSwitch()
-    switch.may_draft = False
+    decoder, chooser = _decoder(tmp_path, kind), HandChooser(0)
     plain = _passes_of(plain_decoder(decoder.target), None, monkeypatch)
-    assert _passes_of(decoder, switch, monkeypatch) == plain
+    assert _passes_of(decoder, chooser, monkeypatch) == plain
     drafted = _passes_of(decoder, None, monkeypatch)
     assert drafted != plain, "a draft runs passes of its own"
 
 
 @pytest.mark.parametrize("kind", ["head", "lookup, then head", "blocks"])
 def test_a_head_that_reads_the_prompt_late_drafts_as_one_that_read_it_at_once(kind: str, tmp_path: Path) -> None:
-    decoder, switch, room = _decoder(tmp_path, kind), DraftingSwitch(), WaitingRoom(9)
-    batch = ContinuousBatch(decoder, room, num_rows=3, max_length=24, switch=switch)
+    decoder, chooser, room = _decoder(tmp_path, kind), HandChooser(0), WaitingRoom(9)
+    batch = ContinuousBatch(armed([decoder], chooser), room, num_rows=3, max_length=24)
     drafted: list[int] = []
     batch._observer = lambda _, event: drafted.append(getattr(event, "num_accepted", 0))
     for start in (0, 1, 5):
         told = [arrive(room, request)[1] for request in _requests()]
-        switch.may_draft = False
+        chooser.arm = 0
         for number in passes(batch):
-            switch.may_draft = number > start
+            chooser.arm = int(number > start)
         expected = [plain_decoder(decoder.target).generate(request).tokens for request in _requests()]
         assert [tuple(each.tokens) for each in told] == expected
     assert any(drafted)
 
 
 def test_many_plain_rounds_keep_their_states_in_few_pieces(tmp_path: Path) -> None:
-    decoder, switch, room = _decoder(tmp_path, "head"), DraftingSwitch(), WaitingRoom(9)
-    batch = ContinuousBatch(decoder, room, num_rows=2, max_length=120, switch=switch)
+    decoder, chooser, room = _decoder(tmp_path, "head"), HandChooser(0), WaitingRoom(9)
+    batch = ContinuousBatch(armed([decoder], chooser), room, num_rows=2, max_length=120)
     length = MOST_PENDING_PIECES + 20
     told = [arrive(room, request)[1] for request in _requests(length)[:2]]
     chance = random.Random(0)
     for number in passes(batch):
-        switch.may_draft = number > 2 * MOST_PENDING_PIECES and chance.random() < 0.5
+        chooser.arm = int(number > 2 * MOST_PENDING_PIECES and chance.random() < 0.5)
     for each, request in zip(told, _requests(length), strict=False):
         assert tuple(each.tokens) == plain_decoder(decoder.target).generate(request).tokens

@@ -1,0 +1,154 @@
+"""The choice of the arm: Thompson sampling of the speed-ups at the present load (our formulation).
+
+Pure: windows come in with their seconds, and no clock is read. After each window, speed-ups are drawn from the belief at its load.
+The arm with the highest one decodes the next window, if it is above the arm in use by a margin. So an arm is tried as often as it
+may be the best one: seldom if it is far behind, again and again if it is close. Plain rounds are also run as a control while drafts
+are in use, and the best draft while plain rounds are: soon after a change, and less and less often until the next one.
+
+Loads are numbers of sequences side by side, up to the same power of two, each with a belief of its own.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from decoding.arms.belief import PLAIN, Prior, SpeedBelief
+from decoding.arms.windows import TimedWindow
+
+MARGIN = math.log(1.02)
+"""How much faster another arm must seem to be taken: 2 %."""
+FIRST_CONTROL, CONTROL_PERIOD = 4, 64
+"""Windows from one with plain rounds to the next: after a change, and then twice as many each time, up to 64 (1.6 % of all)."""
+DOUBT = 0.2
+"""Standard deviation added to a profile's figure, because the text here may be another."""
+UNMEASURED = Prior(0.1, 0.4)
+"""Belief on a profile without figures."""
+BEYOND = Prior(-0.05, 0.4)
+"""Belief beyond the number of sequences that a profile was tuned for: a draft that pays for one seldom pays for many."""
+ALARM_SCORE = 1.645
+"""Standard deviations below the interval at which the alarm is raised: with a probability of 95 %."""
+
+
+@dataclass(frozen=True)
+class Promise:
+    """What a profile says of its speed: the speed-up over plain decoding with its interval, for a number of sequences."""
+
+    speedup: float
+    low: float
+    high: float
+    num_sequences: int = 1
+
+
+def load_of(num_running: float) -> int:
+    """Return the load of a number of sequences side by side: 1 for one, 2 for two and three, 3 for four to seven."""
+    return round(num_running).bit_length()
+
+
+def prior(promise: Promise | None, load: int) -> Prior:
+    """Return the belief on the log speed-up of a profile at a load."""
+    if promise is None:
+        return UNMEASURED
+    if load > load_of(promise.num_sequences):
+        return BEYOND
+    half = math.log(promise.high / promise.low) / 2
+    return Prior(math.log(promise.speedup), math.hypot(half / 1.96, DOUBT))
+
+
+class _Load:
+    """The choice at one load."""
+
+    def __init__(self, promises: Sequence[Promise | None], load: int, stream: np.random.Generator) -> None:
+        self.belief = SpeedBelief([prior(promise, load) for promise in promises])
+        self.used = int(np.argmax(self.belief.log_speedups))
+        self._stream = stream
+        self._period = FIRST_CONTROL
+        self._windows_without_control = FIRST_CONTROL - 1  # the first window of drafts is compared at once
+        self.num_running: float | None = None
+        self.last_window = 0
+        self._latest = self.used
+
+    def learn(self, window: TimedWindow, number: int) -> None:
+        before = window.num_running if self.num_running is None else self.num_running
+        self.belief.age(max(number - self.last_window, 1), math.log(window.num_running / before))
+        has_changed = self.belief.learn(window.arm, math.log(window.tokens_per_second / window.num_running))
+        self.num_running, self.last_window, self._latest = window.num_running, number, window.arm
+        self._windows_without_control += 1
+        if (window.arm == PLAIN) is not (self.used == PLAIN):
+            self._windows_without_control, self._period = 0, min(2 * self._period, CONTROL_PERIOD)
+        if has_changed:
+            self._period = FIRST_CONTROL
+
+    def next_arm(self) -> int:
+        if self.belief.is_surprised:
+            return self._latest
+        if self._windows_without_control >= self._period:
+            return self._control()
+        drawn = self.belief.sample(self._stream)
+        best = int(np.argmax(drawn))
+        if drawn[best] > drawn[self.used] + MARGIN:
+            self.used = best
+        return self.used
+
+    def _control(self) -> int:
+        """Return plain rounds while drafts are in use, and the draft that seems best while plain rounds are."""
+        return 1 + int(np.argmax(self.belief.log_speedups[1:])) if self.used == PLAIN else PLAIN
+
+
+class ArmChooser:
+    """Says which arm decodes the next rounds: 0 for plain ones, or the number of a profile, counted from 1.
+
+    `promises` are the profiles' figures, None for one without. Used by one thread; the properties may be read by any.
+    """
+
+    def __init__(self, promises: Sequence[Promise | None], *, seed: int = 0) -> None:
+        self._promises = promises
+        self._stream = np.random.default_rng(seed)
+        self._loads: dict[int, _Load] = {}
+        self._load = 1
+        self._num_windows = 0
+        self.arm = self._at(1).used
+        self.is_below_promise = False
+        """True while no profile reaches the interval of its speed-up, at the load that it was tuned for."""
+
+    def begin(self, num_running: int) -> int:
+        """Return the arm of a window that begins with `num_running` sequences after a change of the load."""
+        if (load := load_of(num_running)) != self._load:
+            self.arm = self._at(load).used
+            self._load = load
+        return self.arm
+
+    def learn(self, window: TimedWindow) -> int:
+        """Take in a window; return the arm of the next one."""
+        self._num_windows += 1
+        load = load_of(window.num_running)
+        at, self._load = self._at(load), load
+        at.learn(window, self._num_windows)
+        self._compare_with_promises(at.belief)
+        self.arm = at.next_arm()
+        return self.arm
+
+    def speedups(self) -> list[float]:
+        """Return the speed-up of each profile over plain rounds at the present load, as it is believed to be."""
+        return [math.exp(value) for value in self._at(self._load).belief.log_speedups[1:]]
+
+    def _at(self, load: int) -> _Load:
+        if load not in self._loads:
+            self._loads[load] = _Load(self._promises, load, self._stream)
+        return self._loads[load]
+
+    def _compare_with_promises(self, belief: SpeedBelief) -> None:
+        """Raise the alarm if every profile tuned for this load is below its interval; clear it if one seems not to be."""
+        means, sds = belief.log_speedups, belief.sds
+        scores = [
+            (math.log(promise.low) - means[arm]) / sds[arm]
+            for arm, promise in enumerate(self._promises, 1)
+            if promise is not None and load_of(promise.num_sequences) == self._load
+        ]
+        if scores and min(scores) > ALARM_SCORE:
+            self.is_below_promise = True
+        elif scores and min(scores) < 0:
+            self.is_below_promise = False

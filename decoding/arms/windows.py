@@ -1,0 +1,75 @@
+"""Windows: consecutive rounds of one arm, timed together."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from decoding.rounds import Round
+
+ROUNDS_PER_WINDOW = 8
+"""Rounds per sequence after which a window ends."""
+
+
+@dataclass(frozen=True)
+class TimedWindow:
+    """What one arm did in consecutive rounds of the sequences side by side. Seconds of reading prompts are left out."""
+
+    arm: int
+    num_running: float
+    """Sequences side by side, on average over the seconds."""
+    num_rounds: int
+    num_tokens: int
+    seconds: float
+    num_drafted: int
+    accepted_lengths: tuple[int, ...]
+    """Number of rounds that accepted 0, 1, 2 ... drafted tokens."""
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens per second, of all sequences together."""
+        return self.num_tokens / self.seconds
+
+
+@dataclass
+class OpenWindow:
+    """A window that is being filled. Its first round of each sequence is left out: it began in the window before."""
+
+    arm: int
+    rounds: list[Round] = field(default_factory=list)
+    seconds: float = 0.0
+    sequence_seconds: float = 0.0
+    rounds_per_sequence: float = 0.0
+    num_left_out: int = 0
+    fewest_running: int = 2**31
+    most_running: int = 0
+
+    def fits(self, num_running: int) -> bool:
+        """Return True unless the number of sequences has more than doubled or halved since the window began."""
+        return num_running <= 2 * self.fewest_running and self.most_running <= 2 * num_running
+
+    def add(self, num_running: int, rounds: Sequence[Round], seconds: float) -> TimedWindow | None:
+        """Add `seconds` of decoding `num_running` sequences, in which rounds ended; return the window if it is full."""
+        self.fewest_running = min(self.fewest_running, num_running)
+        self.most_running = max(self.most_running, num_running)
+        if self.num_left_out < num_running:
+            self.num_left_out += len(rounds)
+            return None
+        self.rounds += rounds
+        self.seconds += seconds
+        self.sequence_seconds += seconds * num_running
+        self.rounds_per_sequence += len(rounds) / num_running
+        return self._closed() if self.rounds_per_sequence >= ROUNDS_PER_WINDOW and self.seconds > 0 else None
+
+    def _closed(self) -> TimedWindow:
+        lengths = Counter(each.num_accepted for each in self.rounds)
+        return TimedWindow(
+            arm=self.arm,
+            num_running=self.sequence_seconds / self.seconds,
+            num_rounds=len(self.rounds),
+            num_tokens=sum(len(each.tokens) for each in self.rounds),
+            seconds=self.seconds,
+            num_drafted=sum(each.num_drafted for each in self.rounds),
+            accepted_lengths=tuple(lengths[length] for length in range(max(lengths) + 1)),
+        )
