@@ -23,6 +23,7 @@ from studies.contract import TrialRecord, TrialState
 from tuner.addresses import without_password
 from tuner.databases import refuse_unusable_database
 from tuner.errors import TrackingError
+from tuner.patient_client import PatientClient
 from tuner.review.markdown import EXPERIMENT_NOTE, WON, trial_note, trial_run_name
 from tuner.trial_columns import trial_metrics, trial_params
 
@@ -50,6 +51,8 @@ STATUS = {TrialState.COMPLETE: "FINISHED", TrialState.PRUNED: "FINISHED", TrialS
 
 NOTE_TAG = "mlflow.note.content"
 """MLflow's tag of a description, in Markdown, of a run or an experiment."""
+SOURCE_TAG = "mlflow.source.name"
+"""MLflow's tag of what made a run, a column of its table of runs."""
 WINNER_TAG = "sdtune.winner"
 UI_ADDRESS = "http://127.0.0.1:5000"
 """Where `mlflow ui` answers unless it is told otherwise."""
@@ -101,7 +104,7 @@ class Tracker:
         """
         refuse_unusable_database(tracking_uri, what="the MLflow store", table="experiments", error=TrackingError)
         with opened_store(tracking_uri, limits=BRIEF) as mlflow:
-            client = mlflow.MlflowClient(tracking_uri=tracking_uri)
+            client = PatientClient(mlflow.MlflowClient(tracking_uri=tracking_uri))
             experiment_id = experiment_named(client, experiment, tracking_uri)
             if NOTE_TAG not in client.get_experiment(experiment_id).tags:  # a description by the user stays
                 client.set_experiment_tag(experiment_id, NOTE_TAG, EXPERIMENT_NOTE)
@@ -110,7 +113,9 @@ class Tracker:
             run = _reopen(client, run_id, experiment_id) if run_id else None
             if run is None:
                 name = experiment if kind == "search" else f"{experiment}-{kind}"
-                tags = {KIND_TAG: kind} | ({} if identity is None else {IDENTITY_TAG: identity})
+                tags = {KIND_TAG: kind, SOURCE_TAG: f"sdtune {kind}"} | (
+                    {} if identity is None else {IDENTITY_TAG: identity}
+                )
                 run = client.create_run(experiment_id, run_name=name, tags=tags)
                 _log_dataset(mlflow, client, run.info.run_id, dataset)
             known = run.data.params
@@ -206,6 +211,14 @@ class Tracker:
         """End the parent run: FINISHED, FAILED or KILLED."""
         with opened_store(self.tracking_uri):
             self._client.set_terminated(self.run_id, status=status)
+
+
+def check_store(tracking_uri: str) -> None:
+    """Raise `TrackingError` for a SQLite file that cannot be used, or a server that does not answer; writes nothing."""
+    refuse_unusable_database(tracking_uri, what="the MLflow store", table="experiments", error=TrackingError)
+    if tracking_uri.startswith("http"):
+        with opened_store(tracking_uri, limits=BRIEF) as mlflow:
+            mlflow.MlflowClient(tracking_uri=tracking_uri).search_experiments(max_results=1)
 
 
 def read_artifact(tracking_uri: str, run_id: str, name: str) -> str | None:
@@ -368,7 +381,8 @@ def _one_line(tracking_uri: str) -> Iterator[None]:
     try:
         yield
     except (MlflowException, sqlalchemy.exc.SQLAlchemyError, OSError, ImportError) as cause:
-        reason = first_line(getattr(cause, "orig", None) or cause)
+        # MLflow's own message may begin with advice of SQLAlchemy to programmers.
+        reason = first_line(getattr(cause, "orig", None) or getattr(cause.__cause__, "orig", None) or cause)
         raise TrackingError(without_password(f"cannot use the MLflow store {tracking_uri}: {reason}")) from None
 
 

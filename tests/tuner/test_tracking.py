@@ -18,6 +18,7 @@ from studies.contract import TrialState
 from tests.support.paths import ROOT
 from tests.support.records import candidate, measurement, record
 from tuner.errors import TrackingError
+from tuner.evaluation.hardening.faults import read_only
 from tuner.tracking import BRIEF, PATIENT, DatasetInput, Tracker, opened_store, page_address, ui_command, ui_lines
 
 DATASET = DatasetInput("prompts.jsonl", "f" * 64, "prompts.jsonl")
@@ -180,7 +181,8 @@ def test_run_and_experiment_have_descriptions(open_tracker: Open, client: Any) -
     again = open_tracker(run_id=tracker.run_id)
     again.describe("## Ship")
     assert client.get_experiment(experiment).tags["mlflow.note.content"] == "ours"
-    assert client.get_run(tracker.run_id).data.tags["mlflow.note.content"] == "## Ship"
+    tags = client.get_run(tracker.run_id).data.tags
+    assert (tags["mlflow.note.content"], tags["mlflow.source.name"]) == ("## Ship", "sdtune search")
     assert again.address.endswith(f"/#/experiments/{experiment}/runs/{tracker.run_id}?workflowType=machine_learning")
 
 
@@ -191,6 +193,12 @@ def test_long_parameters_are_cut_but_complete_in_the_artefact(open_tracker: Open
     assert run.data.params["skip_mlp"].endswith("…")
     path = client.download_artifacts(run.info.run_id, "candidate.yaml")
     assert "399" in Path(path).read_text()
+
+
+def test_a_store_that_cannot_be_written_says_so(open_tracker: Open, workplace: Path) -> None:
+    tracker = open_tracker()
+    with read_only(workplace.parent), pytest.raises(TrackingError, match="attempt to write a readonly database"):
+        tracker.log_figures({"a": 1.0}, {"b": "c"})
 
 
 def test_nothing_is_printed_and_log_levels_are_restored(

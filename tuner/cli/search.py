@@ -73,7 +73,9 @@ def search(
     from tuner.search.run import InterruptedSearchError
     from tuner.search.run import search as run_search
     from tuner.search.task import open_budget, prepare
+    from tuner.tracking import check_store
 
+    check_store(config.tracking_uri)
     quieten_optuna()
     use_threads(config.threads)
     results = Console()

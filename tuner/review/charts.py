@@ -21,6 +21,8 @@ BLUE, ORANGE, GREEN, PURPLE, SKY, RED, GREY = (
 )
 STUDY_COLOURS = (BLUE, ORANGE, GREEN, PURPLE, SKY)
 MOST_WORDS = 70
+MOST_TICKS = 12
+"""Prompts that are counted on an axis, at most."""
 """Characters of a description beside a mark."""
 
 
@@ -188,6 +190,7 @@ def prompts_chart(review: SearchReview) -> go.Figure:
             hoverinfo="text",
         )
     figure.add_hline(y=1.0, line_dash="dash", line_color=GREY)
+    figure.update_xaxes(dtick=-(-len(samples) // MOST_TICKS))  # there is no half of a prompt
     return _titled(figure, "held-out prompts, the slowest first", "speed-up of decoding")
 
 

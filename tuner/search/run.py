@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -81,7 +81,8 @@ def search(
     except FAILURES as cause:
         raise unusable(task.config.storage, cause) from None
     except TrackingError:
-        store.discard_if_new()
+        with suppress(*FAILURES):  # of the two stores that fail, the first one is told
+            store.discard_if_new()
         raise
     finally:
         store.close()
@@ -96,10 +97,12 @@ def _tracked(task: Task, store: StudyStore, lease: Lease, progress: Progress, st
         result = _searched(task, store, lease, tracker, progress, steps)
         tracker.log_figures(_stage_figures(clock), {})
     except KeyboardInterrupt:
-        tracker.close("KILLED")
+        with suppress(TrackingError):  # the user wants to know what is best so far
+            tracker.close("KILLED")
         raise InterruptedSearchError(*save_best_so_far(task, store.records())) from None
     except BaseException:
-        tracker.close("FAILED")
+        with suppress(TrackingError):  # the failure that came first is told
+            tracker.close("FAILED")
         raise
     tracker.close("FINISHED")
     return result

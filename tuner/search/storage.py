@@ -11,6 +11,7 @@ import json
 import time
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -91,9 +92,10 @@ class StudyStore:
                 path.unlink(missing_ok=True)
 
     def close(self) -> None:
-        """Close the connections; leases that are held are given back."""
+        """Close the connections; leases that are held are given back, unless the storage fails."""
         if self._worker is not None:
-            self._worker.lease.release()
+            with suppress(*FAILURES):  # the search has said so, and others see that this process has ended
+                self._worker.lease.release()
             self._worker = None
         self._storage.remove_session()
         self._storage.engine.dispose()

@@ -198,9 +198,10 @@ def _wrong_output(sample: PromptSample) -> str:
 
 
 def describe_failure(failure: Exception) -> str:
-    """Return the first line of the failure's message, for a table."""
+    """Return the first line of the failure's message, for a table; what is no text in it becomes a question mark."""
     name = "" if isinstance(failure, _NotLosslessError) else f"{type(failure).__name__}: "
-    return name + first_line(failure, default="no message")
+    message = name + first_line(failure, default="no message")
+    return message.encode("utf-8", errors="replace").decode("utf-8")
 
 
 def _free_memory(failure: Exception) -> None:

@@ -48,6 +48,15 @@ def test_a_wrong_search(
     assert not left
 
 
+@pytest.mark.parametrize("switches", [(), ("--dry-run",)])
+def test_a_store_that_does_not_answer_is_noticed_before_the_model_is_loaded(
+    run_search: SearchCommand, monkeypatch: pytest.MonkeyPatch, switches: tuple[str, ...]
+) -> None:
+    monkeypatch.setattr("tuner.search.task.load", None)
+    monkeypatch.setattr("tuner.tracking.BRIEF", {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0"})
+    refused(run_search(*switches, tracking_uri="http://127.0.0.1:9"), "cannot use the MLflow store")
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

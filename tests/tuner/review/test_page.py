@@ -99,3 +99,9 @@ def test_a_report_without_optional_data_is_written(monkeypatch: pytest.MonkeyPat
     assert "Do not ship" in page
     assert "runs no part of the model" in page
     assert "Where the time" not in page
+
+
+def test_prompts_are_counted_in_whole_numbers() -> None:
+    figure = CHARTS["prompts"](_full())
+    assert figure is not None
+    assert figure.layout.xaxis.dtick == 1

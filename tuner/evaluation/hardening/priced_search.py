@@ -190,9 +190,9 @@ def _run(config: SearchConfig, progress: Progress, said: Path) -> None:
 
 
 def _price(draft: Draft, record: Round) -> float:
-    """Return the cost of a round in plain passes: a draft step costs its share of the sublayers."""
+    """Return the cost of a round in plain passes: a draft step costs half its share of the sublayers, so that a draft wins."""
     if not draft.drafts:
         return 1.0
     skip = draft.skipped(NUM_LAYERS)
     share = 1.0 - (len(skip.skip_attention) + len(skip.skip_mlp)) / (2 * NUM_LAYERS)
-    return 1.0 + record.num_drafted * (share + WIDENING)
+    return 1.0 + record.num_drafted * (share / 2 + WIDENING)

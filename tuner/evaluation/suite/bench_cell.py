@@ -80,8 +80,9 @@ class BenchCell:
 
         tuned_on = [configuration(self.place, self.model, self.precision, self._searched_task)]
         found = hold(self.config(), self.baselines, dict(self._entrants()), progress, tuned_on=tuned_on)
-        left_out = {**dict(self._without_draft()), **found.left_out}
-        return found.model_copy(update={"left_out": left_out}).model_dump(mode="json")
+        left_out = {**dict(self._without_result()), **found.left_out}
+        same = {**found.same, **dict.fromkeys(self._kept_plain(), PLAIN)}
+        return found.model_copy(update={"left_out": left_out, "same": same}).model_dump(mode="json")
 
     @property
     def _searched_task(self) -> str:
@@ -99,11 +100,15 @@ class BenchCell:
             if found is not None and found.is_measurable:
                 yield name, cell.candidate
 
-    def _without_draft(self) -> Iterator[tuple[str, str]]:
-        """Yield the contenders without a draft, with the reasons."""
+    def _without_result(self) -> Iterator[tuple[str, str]]:
+        """Yield the contenders whose search has no result, with the reasons."""
+        for name, cell in self.searches().items():
+            if cell.found() is None:
+                yield name, cell.reason()
+
+    def _kept_plain(self) -> Iterator[str]:
+        """Yield the contenders whose search found nothing better than plain decoding."""
         for name, cell in self.searches().items():
             found = cell.found()
-            if found is None:
-                yield name, cell.reason()
-            elif not found.is_measurable:
-                yield name, "the best that its search found is plain decoding"
+            if found is not None and not found.is_measurable:
+                yield name

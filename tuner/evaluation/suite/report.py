@@ -7,7 +7,7 @@ import io
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from rich.console import Group, RenderableType
+from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
@@ -25,7 +25,7 @@ STOCK = "hf"
 OVERALL, DEPLOYED = "overall", "as decided"
 UNKNOWN, KEPT = "-", "*"
 """Marks in the tables: no figures; the search of this method keeps plain decoding here."""
-FIRST_WIDTH, COLUMN_WIDTH = 24, 20
+LEAST_WIDTH, WIDEST = 110, 10_000
 
 Overall = tuple[Interval, int] | None
 
@@ -36,9 +36,11 @@ def standings(place: Place) -> list[Standing]:
     return [standing for standing in found if standing.benches]
 
 
-def width(place: Place) -> int:
-    """Return the columns that the tables need."""
-    return max(110, FIRST_WIDTH + COLUMN_WIDTH * (len(place.suite.tasks) + 2))
+def width(shown: RenderableType) -> int:
+    """Return the columns that the widest of the tables needs, so that no cell is broken."""
+    console = Console(width=WIDEST)
+    tables = [each for each in getattr(shown, "renderables", ()) if isinstance(each, Table)]
+    return max([LEAST_WIDTH, *(console.measure(each).maximum for each in tables)])
 
 
 def suite_report(place: Place, cells: Sequence[Cell]) -> RenderableType:

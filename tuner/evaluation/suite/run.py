@@ -30,7 +30,8 @@ def run_and_write(settings: SuiteEvaluation, progress: Progress) -> tuple[Render
     cells = cells_of(place)
     asked = chosen(cells, settings.only)
     if settings.dry_run:
-        return plan_table(place, asked, dict(estimates(place, asked))), width(place), True
+        planned = plan_table(place, asked, dict(estimates(place, asked)))
+        return planned, width(planned), True
     settings.out.mkdir(exist_ok=True)
     execute = execute_here if settings.in_process else execute_apart
     ends = None if settings.sitting is None else time.monotonic() + settings.sitting
@@ -43,7 +44,7 @@ def run_and_write(settings: SuiteEvaluation, progress: Progress) -> tuple[Render
         lambda: _write(place, cells),
     )
     shown = _write(place, cells)
-    return shown, width(place), all(_is_done(place, cell) for cell in asked)
+    return shown, width(shown), all(_is_done(place, cell) for cell in asked)
 
 
 def _run(
@@ -81,5 +82,5 @@ def _write(place: Place, cells: Sequence[Cell]) -> RenderableType:
     device = resolve_device(cells[0].config().device)
     write_json(place.out, NAME, stamped(suite_json(place, cells), device))
     write_result(place.out, f"{NAME}.csv", suite_csv(place))
-    write_text(place.out, NAME, shown, width=width(place))
+    write_text(place.out, NAME, shown, width=width(shown))
     return shown

@@ -19,6 +19,7 @@ from tuner.evaluation.suite.plan import cells_of
 from tuner.evaluation.suite.records import CellRecord
 from tuner.evaluation.suite.report import overall_figures, suite_csv, suite_json, suite_report, width
 from tuner.evaluation.suite.result import BenchFound, SearchFound
+from tuner.progress import Unwatched
 
 PLAIN_SECONDS = [2.0, 2.2, 1.8, 2.0]
 
@@ -57,8 +58,8 @@ def compared(*, joint: float, moved: float, tuned_on: str) -> BenchFound:
 
 
 def shown(place: Place) -> str:
-    text = io.StringIO()
-    Console(width=width(place), file=text, color_system=None).print(suite_report(place, cells_of(place)))
+    text, report = io.StringIO(), suite_report(place, cells_of(place))
+    Console(width=width(report), file=text, color_system=None).print(report)
     return text.getvalue()
 
 
@@ -93,6 +94,35 @@ def test_other_references_have_tables_of_their_own(place: Place) -> None:
     assert row(text, "end-to-end speed-up", "joint")[1] == f"{end_to_end:.2f}"
     assert row(text, "acceptance length", "joint")[1:] == ["1.00", "1.00"]
     assert row(text, "identical to plain", "joint")[1:] == ["4/4", "4/4"]
+
+
+def test_no_cell_of_a_wide_table_is_broken(tmp_path: Path) -> None:
+    tasks = {f"a-task-with-a-long-name-{number}": {"dataset": f"{number}.jsonl"} for number in range(5)}
+    methods = ["joint", "exit_layer"]
+    document = {"models": {"m": {"model": "somewhere"}}, "tasks": tasks, "methods": methods, "baselines": []}
+    place = Place(Suite.model_validate({**document, "search": {"distill": "never"}}), tmp_path)
+    for number, task in enumerate(tasks):
+        bench = BenchCell(place, "m", "float32", task)
+        for method in methods:
+            done(bench.searches()[method], search_found())
+        factors = {PLAIN: 1.0, "joint": 12.5} | ({"exit_layer": 12.5} if number else {})
+        done(bench, bench_found({name: [each / factor for each in PLAIN_SECONDS] for name, factor in factors.items()}))
+    line = row(shown(place), "decode speed-up over plain decoding", "exit_layer")
+    assert line[1:] == ["-", *4 * ["12.50", "[12.50,", "12.50]"], *2 * ["12.50", "[12.50,", "12.50]", "(4", "tasks)"]]
+
+
+def test_a_method_that_found_nothing_better_than_plain_decoding_has_its_figures(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = BenchCell(place, "m", "float32", "qa")
+    done(bench.searches()["joint"], search_found(claims_speedup=False).model_copy(update={"is_measurable": False}))
+    held = bench_found({PLAIN: PLAIN_SECONDS, "joint@math": PLAIN_SECONDS})
+    monkeypatch.setattr("tuner.evaluation.suite.contest.hold", lambda *given, **named: held)
+    done(bench, BenchFound.model_validate(bench.run(Unwatched())))
+    assert row(shown(place), "decode speed-up over plain decoding", "joint")[4:7] == ["1.00", "[1.00,", "1.00]*"]
+    lines = csv.DictReader(io.StringIO(suite_csv(place)))
+    own = next(line for line in lines if (line["task"], line["tuned_on"]) == ("qa", "qa"))
+    assert (own["method"], float(own["decode_over_plain"]), own["keeps_plain"]) == ("joint", 1.0, "True")
 
 
 def test_the_transfer_table_has_the_task_of_tuning_in_its_rows(place: Place) -> None:
