@@ -21,6 +21,7 @@ from tuner.measuring.paired import Bench
 from tuner.measuring.pulse import Pulse, measure_pulse
 from tuner.search.task import Task
 from tuner.search.time_plan import PlainRate, Sizes, TimePlan, least_seconds, plan_search
+from tuner.stage_clock import Stage
 
 PASS_OVER_PLAIN = 1.5
 """Mean seconds of the passes of a cost table, over a plain pass; a plain one is timed for every two of them."""
@@ -55,7 +56,8 @@ def forecast(task: Task) -> Forecast:
     prompts = [prompt.token_ids for prompt in task.prompts.tuning]
     pulse = measure_pulse(task.target, prompts, max_new_tokens=config.max_new_tokens, num_sequences=config.batch_size)
     rate = PlainRate(pulse.prefill_seconds, pulse.token_seconds, config.max_new_tokens)
-    sizes = Sizes.of(config, may_have_ties=task.target.dtype != torch.float32)
+    opening = task.budget.clock.seconds().get(Stage.WRITING, 0.0)
+    sizes = Sizes.of(config, may_have_ties=task.target.dtype != torch.float32, opening_seconds=opening)
     return Forecast(sizes, rate, preparing_seconds(task, pulse), _distillation(task, pulse))
 
 

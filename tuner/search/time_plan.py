@@ -26,7 +26,7 @@ LEAST_HELD_OUT = 6
 """Held-out prompts, or batches, on which a speed-up is confirmed at least: with fewer an interval says little."""
 LEAST_FINALISTS = 2
 WRITING_SECONDS = 6.0
-"""Seconds for the profile, pictures, report and tracking at the end of a search."""
+"""Seconds for the profile, pictures, report and tracking at the end of a search, unless opening the stores took longer."""
 NUM_TEXTS = 3
 """Held-out prompts on the page of texts. The winner continues those once more whose text differs from plain decoding's."""
 MOST_STOCK = 6
@@ -80,12 +80,18 @@ class Sizes:
     most_trials: int
     stock: int = 0
     """Samples on which stock generation is compared."""
+    writing_seconds: float = WRITING_SECONDS
+    """Seconds of the results, the page of texts aside."""
     texts: int = 0
     """Samples that are decoded again for the page of texts: those in low precision, as texts with ties are not known."""
 
     @classmethod
-    def of(cls, config: SearchConfig, *, may_have_ties: bool = False) -> Sizes:
-        """Return the sizes of a configured search, in low precision or not (`may_have_ties`)."""
+    def of(cls, config: SearchConfig, *, may_have_ties: bool = False, opening_seconds: float = 0.0) -> Sizes:
+        """Return the sizes of a configured search, in low precision or not (`may_have_ties`).
+
+        `opening_seconds` is what opening the stores took: imports and calls to them, of which writing the results takes no more.
+        Both grow together where the machine is busy or a server far away.
+        """
         size = config.batch_size
         tuning, per_trial = config.tuning_prompts // size, config.samples_per_trial
         most = [config.study_settings(name).max_trials for name in config.study]
@@ -97,6 +103,7 @@ class Sizes:
             finalists=config.finalists,
             confirmed=len(config.study),
             most_trials=sum(min(each, config.trials or each) for each in most),
+            writing_seconds=max(WRITING_SECONDS, opening_seconds),
             stock=min(MOST_STOCK, config.held_out_prompts // size) if config.stock else 0,
             texts=-(-NUM_TEXTS // size) if may_have_ties else 0,
         )
@@ -299,7 +306,7 @@ def _end(sizes: Sizes, rate: PlainRate, finalists: int, raced: int, held_out: in
         held_out_seconds=_held_out_seconds(rate, sizes.confirmed, held_out, speed),
         stock=sizes.stock,
         stock_seconds=stock_seconds(rate, sizes.stock, speed=speed),
-        writing_seconds=WRITING_SECONDS + sizes.texts * rate.sample / speed,
+        writing_seconds=sizes.writing_seconds + sizes.texts * rate.sample / speed,
     )
 
 

@@ -277,6 +277,12 @@ def test_stock_generation_is_planned_within_the_time() -> None:
         assert plan.end.held_out >= LEAST_HELD_OUT
 
 
+def test_results_are_planned_to_take_as_long_as_opening_the_stores() -> None:
+    config = SearchConfig(model="m", dataset="d")
+    quick, slow = (least_end(Sizes.of(config, opening_seconds=seconds), REAL) for seconds in (0.5, 30.0))
+    assert (quick.writing_seconds, slow.writing_seconds) == (6.0, 30.0)
+
+
 def test_texts_that_must_be_decoded_again_are_planned() -> None:
     known, unknown = (least_end(dataclasses.replace(SIZES, texts=texts), REAL) for texts in (0, 3))
     assert unknown.writing_seconds - known.writing_seconds == pytest.approx(3 * REAL.sample)
