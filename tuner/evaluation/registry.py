@@ -19,6 +19,7 @@ EVALUATIONS: Mapping[str, str] = MappingProxyType(
         "planted": "tuner.evaluation.planted.settings:PlantedEvaluation",
         "hardening": "tuner.evaluation.hardening.settings:HardeningEvaluation",
         "passes": "tuner.evaluation.passes.settings:PassesEvaluation",
+        "plain-rounds": "tuner.evaluation.plain_rounds.settings:PlainRoundsEvaluation",
         "serving": "tuner.evaluation.serving.settings:ServingEvaluation",
         "gpu": "tuner.evaluation.gpu.settings:GpuEvaluation",
         "demo-model": "tuner.evaluation.models.demo_model.settings:DemoModelTraining",

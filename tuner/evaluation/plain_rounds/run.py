@@ -1,0 +1,132 @@
+"""Plain rounds of a server with a profile, in turns with a server without one."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from rich.console import Group
+
+from decoding.arms.arm import Arm
+from decoding.arms.belief import PLAIN
+from decoding.arms.chooser import ArmChooser
+from decoding.arms.decoder import ArmedDecoder
+from decoding.arms.windows import TimedWindow
+from decoding.decode import Request
+from decoding.decoder import Decoder, plain_decoder
+from decoding.deploy import load_decoder
+from decoding.rounds import Prefill, Round
+from decoding.serving.batch import ContinuousBatch, RowDecoder
+from decoding.serving.waiting_room import Job, RequestEnd, WaitingRoom
+from decoding.text import Ending
+from studies.ratios import Work, speed_ratio
+from tuner.errors import ConfigError
+from tuner.evaluation.contract import Report
+from tuner.evaluation.plain_rounds.settings import PlainRoundsEvaluation
+from tuner.evaluation.tables import new_table
+from tuner.inputs.datasets import open_table
+from tuner.inputs.models import load
+from tuner.progress import Progress
+from tuner.results import stamped, write_json
+
+WITHOUT, WITH = "no profile", "plain rounds"
+
+
+class PlainOnly(ArmChooser):
+    """Never drafts."""
+
+    def __init__(self) -> None:
+        super().__init__([None])
+        self.arm = PLAIN
+
+    def begin(self, num_running: int) -> int:
+        """Return the arm of plain rounds."""
+        return PLAIN
+
+    def learn(self, window: TimedWindow) -> int:
+        """Return the arm of plain rounds."""
+        return PLAIN
+
+
+def run_and_write(settings: PlainRoundsEvaluation, progress: Progress) -> Report:
+    """Decode in turns; write the file of results if there is one. Raises `SdtuneError` for errors of the user."""
+    loaded_profile = load_decoder(settings.profile)
+    identity = loaded_profile.profile.target
+    loaded = load(settings.model or identity.model, revision=identity.revision, dtype=identity.dtype, device="cpu")
+    table = open_table(settings.dataset)
+    table.require("prompt")
+    encoded = [loaded.tokenizer(text, verbose=False)["input_ids"] for text in table.rows["prompt"]]
+    requests = [Request(ids, Ending(settings.max_new_tokens)) for ids in encoded if ids][: settings.prompts]
+    decoder = loaded_profile.decoder_for(loaded.model)
+    if decoder.drafter is None or not requests:
+        raise ConfigError("the profile decodes plainly" if requests else "the data set has no prompt")
+    progress.stage("plain rounds", len(settings.levels) * (settings.rounds + 1) * 2)
+    arm = Arm.of(loaded_profile.profile, decoder)
+    rows = [compare(arm, requests, level, settings.rounds, progress) for level in settings.levels]
+    succeeded = not any(row["num_different"] for row in rows)
+    document = {"rows": rows, "succeeded": succeeded}
+    if settings.out is not None:
+        write_json(settings.out.parent, settings.out.stem, stamped(document, loaded.model.device))
+    return Report(_table(rows), succeeded=succeeded)
+
+
+def compare(arm: Arm, requests: Sequence[Request], level: int, num_rounds: int, progress: Progress) -> dict[str, Any]:
+    """Decode all requests `num_rounds` times each way, in turns and in alternating order; the first round warms up."""
+    plain: Decoder = plain_decoder(arm.decoder.target)
+    ways: dict[str, RowDecoder] = {WITHOUT: plain, WITH: ArmedDecoder([arm], chooser=PlainOnly())}
+    units: dict[str, list[tuple[float, int]]] = {name: [] for name in ways}
+    num_different = 0
+    for number in range(num_rounds + 1):
+        texts = {}
+        for name in ways if number % 2 else reversed(ways):
+            seconds, texts[name] = _serve(ways[name], requests, level)
+            if number:
+                units[name].append((seconds, sum(map(len, texts[name]))))
+            progress.advance()
+        num_different += sum(a != b for a, b in zip(texts[WITHOUT], texts[WITH], strict=True))
+    works = {name: Work.of(found) for name, found in units.items()}
+    return {
+        "sequences": level,
+        "tokens_per_second": {name: work.tokens_per_second for name, work in works.items()},
+        "speed_with_over_without": speed_ratio(works[WITHOUT], works[WITH]).model_dump(mode="json"),
+        "seconds": {name: [seconds for seconds, _ in found] for name, found in units.items()},
+        "num_different": num_different,
+    }
+
+
+def _serve(decoder: RowDecoder, requests: Sequence[Request], level: int) -> tuple[float, list[list[int]]]:
+    """Return the seconds of decoding all requests, `level` at a time, and their tokens."""
+    room, texts = WaitingRoom(len(requests)), [list[int]() for _ in requests]
+    longest = max(len(request.prompt) + request.ending.max_new_tokens for request in requests)
+    batch = ContinuousBatch(decoder, room, num_rows=level, max_length=longest)
+    for request, text in zip(requests, texts, strict=True):
+        room.put(Job(request, _Collector(text)))
+    start = time.perf_counter()
+    while batch.advance():
+        pass
+    return time.perf_counter() - start, texts
+
+
+class _Collector:
+    """A listener that collects tokens."""
+
+    def __init__(self, tokens: list[int]) -> None:
+        self._tokens = tokens
+
+    def __call__(self, event: Prefill | Round | RequestEnd) -> None:
+        """See `Listener`."""
+        if isinstance(event, Prefill):
+            self._tokens.append(event.token)
+        elif isinstance(event, Round):
+            self._tokens += event.tokens
+
+
+def _table(rows: Sequence[dict[str, Any]]) -> Group:
+    table = new_table("tokens per second", "sequences", WITHOUT, WITH, "speed, with over without")
+    for row in rows:
+        low, high = row["speed_with_over_without"]["ci95"]
+        rates = [f"{row['tokens_per_second'][name]:.1f}" for name in (WITHOUT, WITH)]
+        ratio = f"{row['speed_with_over_without']['value']:.3f} [{low:.3f}, {high:.3f}]"
+        table.add_row(str(row["sequences"]), *rates, ratio)
+    return Group(table, f"texts that differ: {sum(row['num_different'] for row in rows)}")
