@@ -44,22 +44,24 @@ def static_target(family: str) -> Target:
     return Target(build(family), functools.partial(StaticRunner, compiled=False))
 
 
+@functools.cache
+def plain_text(family: str) -> tuple[int, ...]:
+    return write_plainly(target_of(family), REQUEST).tokens
+
+
 @pytest.mark.parametrize("draft", QUANTISED)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_text_is_the_plain_text(family: str, draft: str) -> None:
-    target = target_of(family)
-    plain = write_plainly(target, REQUEST).tokens
     for number, rule in enumerate(TWO_RULES):
-        assert write(target, QUANTISED[draft], rule, REQUEST, prefix_reuse=bool(number)).tokens == plain
+        generation = write(target_of(family), QUANTISED[draft], rule, REQUEST, prefix_reuse=bool(number))
+        assert generation.tokens == plain_text(family)
 
 
 @pytest.mark.parametrize("draft", QUANTISED)
 @pytest.mark.parametrize("family", ["llama", "gemma3", "mixtral"])
 def test_text_by_the_static_runner_is_the_plain_text(family: str, draft: str) -> None:
-    target = static_target(family)
-    plain = write_plainly(target_of(family), REQUEST).tokens
     for rule in TWO_RULES:
-        assert write(target, QUANTISED[draft], rule, REQUEST).tokens == plain
+        assert write(static_target(family), QUANTISED[draft], rule, REQUEST).tokens == plain_text(family)
 
 
 @pytest.mark.parametrize("family", ["llama", "phi3"])
@@ -88,7 +90,7 @@ def test_sequences_in_lockstep_write_their_plain_texts(draft: str) -> None:
 def test_whole_rounds_and_chains_write_the_plain_text(draft: str) -> None:
     features = SpeedFeatures(whole_rounds=True, look_every=3, draft_vocabulary=40, fused_projections=True)
     target = Target(build("llama"), functools.partial(StaticRunner, compiled=False, features=features))
-    plain = write_plainly(target_of("llama"), REQUEST).tokens
+    plain = plain_text("llama")
     for rule in TWO_RULES:
         assert write(target, QUANTISED[draft], rule, REQUEST).tokens == plain
 
@@ -96,7 +98,7 @@ def test_whole_rounds_and_chains_write_the_plain_text(draft: str) -> None:
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # raised by modules that torch's compiler imports
 def test_compiled_blocks_write_the_plain_text() -> None:
     target = Target(build("llama"), StaticRunner)
-    plain = write_plainly(target_of("llama"), REQUEST).tokens
+    plain = plain_text("llama")
     assert write(target, QUANTISED["int4, last block"], RULES["fixed 3"], REQUEST).tokens == plain
     assert target.runner.block_call.problem is None  # type: ignore[union-attr]
 
@@ -114,13 +116,12 @@ def test_bit_exact_mode_takes_quantised_drafts() -> None:
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_neox_parallel", "mixtral"])
 def test_exit_with_a_quantised_head_writes_the_plain_text(family: str, runner: str) -> None:
     target = target_of(family) if runner == "eager" else static_target(family)
-    plain = write_plainly(target_of(family), REQUEST).tokens
     for vocabulary in (None, DraftVocabulary(tuple(range(0, VOCABULARY, 2)))):
         head = untrained_head(target, vocabulary=vocabulary)
         drafter = EarlyExitDrafter(target, NUM_LAYERS - 1, head, bits=8)
         for controller in (*(rule.controller() for rule in TWO_RULES), AnyLength(3)):
             generation = Generation.collect(speculative(target, drafter, controller, REQUEST))
-            assert generation.tokens == plain
+            assert generation.tokens == plain_text(family)
             assert generation.num_accepted > 0
 
 
