@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sqlite3
 import time
+from collections.abc import Collection
 from contextlib import closing
 from pathlib import Path
 from urllib.parse import quote
@@ -22,10 +23,11 @@ def sqlite_path(url: str) -> Path | None:
     return Path(name) if url.startswith(SQLITE) and name not in ("", ":memory:") else None
 
 
-def refuse_unusable_database(url: str, *, what: str, table: str, error: type[SdtuneError]) -> None:
-    """Raise `error` unless the SQLite file of `url` is absent or empty, or holds `table` and can be written; `what` it is.
+def refuse_unusable_database(url: str, *, what: str, tables: Collection[str], error: type[SdtuneError]) -> None:
+    """Raise `error` unless the SQLite file of `url` is absent or empty, or holds one of `tables` and can be written.
 
-    Does nothing for other databases. A library would retry for minutes to open a folder or a file that cannot be written.
+    `what` names it in the message. Does nothing for other databases. A library would retry for minutes to open a folder or a file
+    that cannot be written.
     """
     path = sqlite_path(url)
     if path is None:
@@ -39,12 +41,12 @@ def refuse_unusable_database(url: str, *, what: str, table: str, error: type[Sdt
         return
     if not os.access(path, os.R_OK | os.W_OK):
         raise error(f"cannot use {what} {path}: the file cannot be written")
-    tables = _tables(path, what, error)
-    if tables and table not in tables:
+    found = _tables(path, what, error)
+    if found and found.isdisjoint(tables):
         time.sleep(CREATION_SECONDS)
-        tables = _tables(path, what, error)
-    if tables and table not in tables:
-        raise error(f"cannot use {what} {path}: it belongs to another application (tables: {_shown(tables)})")
+        found = _tables(path, what, error)
+    if found and found.isdisjoint(tables):
+        raise error(f"cannot use {what} {path}: it belongs to another application (tables: {_shown(found)})")
 
 
 def _tables(path: Path, what: str, error: type[SdtuneError]) -> set[str]:

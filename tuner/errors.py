@@ -15,8 +15,16 @@ class StorageError(SdtuneError):
     """Trial storage that cannot be used, or holds a different search of that name."""
 
 
+class StorageOutageError(StorageError):
+    """Trial storage that does not answer now. The same work may go on later."""
+
+
 class TrackingError(SdtuneError):
     """MLflow tracking store that cannot be used."""
+
+
+class TrackingOutageError(TrackingError):
+    """MLflow tracking store that does not answer now. The same work may go on later."""
 
 
 class PromotionError(SdtuneError):

@@ -22,7 +22,7 @@ from decoding.errors import first_line
 from studies.contract import TrialRecord, TrialState
 from tuner.addresses import without_password
 from tuner.databases import refuse_unusable_database
-from tuner.errors import TrackingError
+from tuner.errors import TrackingError, TrackingOutageError
 from tuner.patient_client import PatientClient
 from tuner.review.markdown import EXPERIMENT_NOTE, WON, trial_note, trial_run_name
 from tuner.trial_columns import trial_metrics, trial_params
@@ -56,7 +56,8 @@ SOURCE_TAG = "mlflow.source.name"
 WINNER_TAG = "sdtune.winner"
 UI_ADDRESS = "http://127.0.0.1:5000"
 """Where `mlflow ui` answers unless it is told otherwise."""
-
+AWAY = ("INTERNAL_ERROR", "TEMPORARILY_UNAVAILABLE")
+"""MLflow's codes of a store that does not answer, or that fails by itself."""
 
 TrialKey = tuple[str, str]
 """Study and number of a trial, as in its tags."""
@@ -102,7 +103,7 @@ class Tracker:
 
         With an `identity` and no `run_id`, the latest unfinished run tagged with it is resumed.
         """
-        refuse_unusable_database(tracking_uri, what="the MLflow store", table="experiments", error=TrackingError)
+        refuse_unusable_database(tracking_uri, what="the MLflow store", tables=("experiments",), error=TrackingError)
         with opened_store(tracking_uri, limits=BRIEF) as mlflow:
             client = PatientClient(mlflow.MlflowClient(tracking_uri=tracking_uri))
             experiment_id = experiment_named(client, experiment, tracking_uri)
@@ -383,7 +384,9 @@ def _one_line(tracking_uri: str) -> Iterator[None]:
     except (MlflowException, sqlalchemy.exc.SQLAlchemyError, OSError, ImportError) as cause:
         # MLflow's own message may begin with advice of SQLAlchemy to programmers.
         reason = first_line(getattr(cause, "orig", None) or getattr(cause.__cause__, "orig", None) or cause)
-        raise TrackingError(without_password(f"cannot use the MLflow store {tracking_uri}: {reason}")) from None
+        is_permanent = isinstance(cause, ImportError) or getattr(cause, "error_code", AWAY[0]) not in AWAY
+        kind = TrackingError if is_permanent else TrackingOutageError
+        raise kind(without_password(f"cannot use the MLflow store {tracking_uri}: {reason}")) from None
 
 
 @contextmanager

@@ -94,12 +94,12 @@ def test_databases_of_other_applications_are_left_alone(tmp_path: Path) -> None:
         database.execute("CREATE TABLE customers (id INTEGER)")
     before = path.read_bytes()
     with pytest.raises(StorageError, match=r"another application \(tables: customers"):
-        refuse_unusable_database(f"sqlite:///{path}", what="the storage", table="studies", error=StorageError)
+        refuse_unusable_database(f"sqlite:///{path}", what="the storage", tables=("studies",), error=StorageError)
     assert path.read_bytes() == before
     with pytest.raises(StorageError, match="is a folder"):
-        refuse_unusable_database(f"sqlite:///{tmp_path}", what="the storage", table="studies", error=StorageError)
+        refuse_unusable_database(f"sqlite:///{tmp_path}", what="the storage", tables=("studies",), error=StorageError)
     refuse_unusable_database(
-        f"sqlite:///{tmp_path / 'new.db'}", what="the storage", table="studies", error=StorageError
+        f"sqlite:///{tmp_path / 'new.db'}", what="the storage", tables=("studies",), error=StorageError
     )
 
 

@@ -2,50 +2,22 @@
 
 from __future__ import annotations
 
-import os
-import shutil
-import subprocess
-import tempfile
+import contextlib
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib.util import find_spec
-from pathlib import Path
 
 import pytest
+
+from tuner.errors import ConfigError
+from tuner.evaluation.service import postgres as server
 
 
 @contextmanager
 def postgres() -> Iterator[str]:
     """Run a server that answers on a socket file only; yield the address of its database. Skip where there is none."""
-    programs = _programs()
-    if programs is None:
-        pytest.skip("PostgreSQL is not installed")
-    if find_spec("psycopg") is None:
-        pytest.skip("psycopg is not installed: pip install -e '.[postgres]'")
-    folder = Path(tempfile.mkdtemp(prefix="sdtune-pg-"))
-    user = "postgres" if os.getuid() == 0 else None  # the server refuses to run as root
-    if user is not None:
-        shutil.chown(folder, user)
-
-    def run(program: str, *arguments: str) -> None:
-        command = [str(programs / program), "-D", str(folder / "data"), *arguments]
-        with (folder / "log").open("a") as log:  # no pipe: the server would keep it open
-            subprocess.run(command, user=user, cwd=folder, stdout=log, stderr=log, check=True)
-
-    try:
-        run("initdb", "-U", "postgres", "-A", "trust", "--no-sync")
-        run("pg_ctl", "-w", "-o", f"-k {folder} -c listen_addresses='' -c fsync=off", "start")
+    with contextlib.ExitStack() as stack:
         try:
-            yield f"postgresql+psycopg://postgres@/postgres?host={folder}"
-        finally:
-            run("pg_ctl", "-m", "immediate", "stop")
-    finally:
-        shutil.rmtree(folder)
-
-
-def _programs() -> Path | None:
-    """Return the folder of the server's programs; Debian keeps it off the path."""
-    found = shutil.which("initdb")
-    if found is not None:
-        return Path(found).resolve().parent
-    return max(Path("/usr/lib/postgresql").glob("*/bin"), default=None)
+            url = stack.enter_context(server.postgres())
+        except ConfigError as missing:
+            pytest.skip(str(missing))
+        yield url

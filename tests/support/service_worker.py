@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tuner.service import worker
 from tuner.service.contract import JobResult
 from tuner.service.durable_steps import DurableSteps
 from tuner.service.jobs import Jobs
@@ -32,5 +31,4 @@ def two_steps(job: str, config: Mapping[str, Any], settings: WorkerSettings, job
 
 
 if __name__ == "__main__":
-    worker.run_job = two_steps
-    SearchWorker(WorkerSettings(sys.argv[1], "", Path(sys.argv[2]), beat=0.5, grace=5.0)).run()
+    SearchWorker(WorkerSettings(sys.argv[1], "", Path(sys.argv[2]), beat=0.5, grace=5.0), run=two_steps).run()

@@ -138,6 +138,14 @@ def drawn_pictures() -> None:
 
 
 @pytest.fixture
+def plain_reviews(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let searches write neither pictures nor a page, which takes a second."""
+    for name in ("skipped_layers_picture", "speedup_picture"):
+        monkeypatch.setattr(f"tuner.search.reviewing.{name}", lambda *given: given[-1].write_bytes(b"no picture"))
+    monkeypatch.setattr("tuner.search.reviewing.report_page", lambda review: "no report")
+
+
+@pytest.fixture
 def run_search(
     workplace: Path,
     checkpoint: Path,
@@ -148,9 +156,7 @@ def run_search(
     """`sdtune search` on the tiny model; keyword arguments override or (None) remove flags."""
     monkeypatch.setattr("tuner.search.race.MOST_PASSES", 1)  # more would only reduce the noise of the clock
     if "drawn_pictures" not in request.fixturenames:
-        for name in ("skipped_layers_picture", "speedup_picture"):
-            monkeypatch.setattr(f"tuner.search.reviewing.{name}", lambda *given: given[-1].write_bytes(b"no picture"))
-        monkeypatch.setattr("tuner.search.reviewing.report_page", lambda review: "no report")
+        request.getfixturevalue("plain_reviews")
     small = _small_config(workplace.parent)
 
     def run(*switches: str, **changes: str | None) -> Result:

@@ -11,6 +11,8 @@ import pytest
 
 from tuner.databases import refuse_unusable_database
 from tuner.errors import StorageError
+from tuner.leases.table import LEASES_TABLE
+from tuner.search.storage import TABLES
 
 
 @pytest.fixture
@@ -29,6 +31,13 @@ def killed(tmp_path: Path) -> Path:
 
 
 def test_a_database_whose_writer_was_killed_is_used_again(killed: Path) -> None:
-    refuse_unusable_database(f"sqlite:///{killed}", what="the storage", table="studies", error=StorageError)
+    refuse_unusable_database(f"sqlite:///{killed}", what="the storage", tables=("studies",), error=StorageError)
     with closing(sqlite3.connect(killed)) as database:
         assert database.execute("SELECT content FROM studies").fetchall() == [("finished",)]
+
+
+def test_the_database_of_the_service_holds_its_trials(tmp_path: Path) -> None:
+    path = tmp_path / "service.db"
+    with closing(sqlite3.connect(path)) as database:
+        database.execute(f"CREATE TABLE {LEASES_TABLE} (name TEXT)")
+    refuse_unusable_database(f"sqlite:///{path}", what="the storage", tables=TABLES, error=StorageError)

@@ -69,9 +69,12 @@ def submit(context: click.Context, config: Path, queue: str, wait: bool, out: Pa
     """Queue the search of a configuration; one that was submitted before is found again."""
     from decoding.documents.strict_yaml import read_mapping
     from tuner.errors import ConfigError
+    from tuner.output_paths import check_writable
     from tuner.service.admission import OF_THE_SERVICE
     from tuner.service.contract import SearchRequest
 
+    if wait:
+        check_writable(out)
     settings = read_mapping(config, what="configuration", error=ConfigError)
     if left_out := [key for key in OF_THE_SERVICE if key in settings]:
         click.echo(f"sdtune: left to the service: {', '.join(left_out)}", err=True)
@@ -97,7 +100,7 @@ def list_all(context: click.Context) -> None:
 @click.argument("job", metavar="ID")
 @click.pass_context
 def watch(context: click.Context, job: str) -> None:
-    """Show a search at each change until it is over."""
+    """Show a search at each change until it is over. The exit status is 0 if it has a result."""
     with _client(context) as client:
         _watch(client, job)
 
@@ -143,14 +146,26 @@ def workers(context: click.Context) -> None:
 
 
 def _watch(client: ServiceClient, job: str) -> None:
+    """Show a search until it is over. Raises `ServiceError` if it has no result."""
+    from tuner.service.contract import JobState, ServiceError
+
+    now, shown = None, ""
     for now in client.watch(job):
-        _print(now)
+        if (line := _line(now)) != shown:
+            click.echo(line)
+        shown = line
+    if now is None or not now.state.is_over:
+        raise ServiceError(f"the service ended before the search {job}: watch it again")
+    if now.state is not JobState.FINISHED:
+        raise ServiceError(f"the search {job} is {now.state}{f': {now.error}' if now.error else ''}")
 
 
 def _fetch(client: ServiceClient, job: str, out: Path) -> None:
     from decoding.documents.atomic_write import write_atomically
     from tuner.errors import ConfigError
+    from tuner.output_paths import check_writable
 
+    check_writable(out)
     result = client.result(job)
     files = [(out.parent / Path(name).name, client.file(job, number)) for number, name in enumerate(result.files)]
     whole: list[tuple[Path, bytes]] = [*files, (out, result.profile.encode())]
@@ -161,6 +176,10 @@ def _fetch(client: ServiceClient, job: str, out: Path) -> None:
 
 
 def _print(job: SearchJob) -> None:
+    click.echo(_line(job))
+
+
+def _line(job: SearchJob) -> str:
     progress = job.progress
     facts: list[Any] = [job.id, job.state, job.model, job.dataset]
     if not job.state.is_over:
@@ -169,4 +188,6 @@ def _print(job: SearchJob) -> None:
         facts.append(f"best {progress.best_speedup:.2f}x")
     if job.error:
         facts.append(job.error)
-    click.echo("  ".join(str(each) for each in facts if each))
+    if job.state == "queued":
+        facts.append(progress.message)  # the store that it waits for
+    return "  ".join(str(each) for each in facts if each)

@@ -64,6 +64,7 @@ def service(
 
     import uvicorn
 
+    from tuner.config import SearchConfig
     from tuner.service.admission import Allowed
     from tuner.service.app import ServiceSettings, create_service
     from tuner.service.jobs import Jobs
@@ -72,6 +73,8 @@ def service(
     if not local and not token:
         raise ConfigError(f"--host {host}: other machines could connect: set {TOKEN} to a secret that clients send")
     hosts = ("127.0.0.1", "localhost", "[::1]", host) if local else ("*",)
+    # Checking a configuration imports the studies and torch: now, so that the first client does not wait for that.
+    SearchConfig.model_validate({"model": "none", "dataset": "none", "studies": {"joint": {}}})
     jobs = Jobs(database)
     settings = ServiceSettings(Allowed(models, datasets), folder, token, mlflow_address, hosts)
     click.echo(f"sdtune: listening on http://{host}:{port}", err=True)

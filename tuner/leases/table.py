@@ -23,9 +23,10 @@ BEAT_SECONDS = 15.0
 GRACE_SECONDS = 60.0
 """Seconds of silence after which a holder counts as dead: some missed beats, not a slow disk."""
 
+LEASES_TABLE = "sdtune_leases"
 _METADATA = sa.MetaData()
 _LEASES = sa.Table(
-    "sdtune_leases",
+    LEASES_TABLE,
     _METADATA,
     sa.Column("name", sa.String(512), primary_key=True),
     sa.Column("token", sa.String(64), nullable=False),

@@ -23,9 +23,9 @@ from optuna.trial import TrialState as OptunaState
 from decoding.errors import first_line, one_line
 from studies.contract import Study, StudySetup, TrialRecord, TrialState
 from tuner.databases import refuse_unusable_database, sqlite_path
-from tuner.errors import StorageError
+from tuner.errors import StorageError, StorageOutageError
 from tuner.leases.process import Process
-from tuner.leases.table import GRACE_SECONDS, Lease, LeaseHeldError, LeaseTable, attempt
+from tuner.leases.table import GRACE_SECONDS, LEASES_TABLE, Lease, LeaseHeldError, LeaseTable, attempt
 from tuner.review.document import described
 
 FAILURES = (sqlalchemy.exc.SQLAlchemyError, optuna.exceptions.StorageInternalError)
@@ -42,6 +42,8 @@ RUNS = "run_seconds"
 """Seconds of every run of a search, a note for each run: everything from its command on that counts, not trials alone."""
 WORKER = "worker"
 """Lease of the process that runs a trial."""
+TABLES = ("studies", LEASES_TABLE)
+"""Tables of which a database of ours has one. That of the tuning service has leases before it has studies."""
 LOCK_SECONDS = 60
 """Seconds to wait for a SQLite file that another process is writing to."""
 
@@ -62,13 +64,14 @@ class StudyStore:
         self._read: dict[str, StoredStudy] = {}
         """By study name: every study whose records have been asked for."""
         self._opened: list[str] = []
-        refuse_unusable_database(url, what="the storage", table="studies", error=StorageError)
+        refuse_unusable_database(url, what="the storage", tables=TABLES, error=StorageError)
         self._made = [path for path in [sqlite_path(url)] if path is not None and not path.exists()]
         try:
             # Also when another process creates the same tables.
             attempt(self._open)
         except (sqlalchemy.exc.SQLAlchemyError, ImportError, OSError, RuntimeError, ValueError) as cause:
-            raise StorageError(f"cannot open the storage {url}: {_reason(cause)}") from None
+            kind = StorageOutageError if isinstance(cause, sqlalchemy.exc.OperationalError) else StorageError
+            raise kind(f"cannot open the storage {url}: {_reason(cause)}") from None
 
     def _open(self) -> None:
         if sqlite_path(self.url) is None:
@@ -356,9 +359,9 @@ def _parsed(record: str, study: str, url: str) -> TrialRecord:
         ) from None
 
 
-def unusable(url: str, cause: Exception) -> StorageError:
+def unusable(url: str, cause: Exception) -> StorageOutageError:
     """Return the error of a storage that failed with one of `FAILURES`, in one line."""
-    return StorageError(f"cannot use the storage {url}: {_reason(cause)}; finished trials stay in it")
+    return StorageOutageError(f"cannot use the storage {url}: {_reason(cause)}; finished trials stay in it")
 
 
 def sqlite_url(path: Path) -> str:

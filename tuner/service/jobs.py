@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -18,7 +19,12 @@ WORKFLOW = "tune"
 VERSION = "1"
 """Version of the steps: workers run the jobs of their own version only. A change of the steps' order or results raises it."""
 WORKER_LEASE = "service worker "
-PROGRESS = "progress"
+PROGRESS, OUTAGE = "progress", "outage"
+"""Attributes of a workflow: what the search said last, and the store that it waits for."""
+PATIENCE_SECONDS = 3600.0
+"""Seconds for which a search waits for a store that does not answer, before it fails."""
+STREAK_SECONDS = 600.0
+"""Seconds after which another outage counts as a new one."""
 
 _STATES = {
     "DELAYED": JobState.QUEUED,
@@ -65,7 +71,10 @@ class Jobs:
     def latest(self, limit: int = 100) -> list[SearchJob]:
         """Return the latest jobs, the newest first."""
         found = self._client.list_workflows(name=WORKFLOW, limit=limit, sort_desc=True, load_output=False)
-        return [_job(each) for each in found]
+        # Outputs hold reports and profiles, so only those of failed jobs are read: their errors.
+        failed = [each.workflow_id for each in found if each.status == "ERROR"]
+        errors = {each.workflow_id: each for each in self._client.list_workflows(workflow_ids=failed)} if failed else {}
+        return [_job(errors.get(each.workflow_id, each)) for each in found]
 
     def result(self, job: str) -> JobResult | None:
         """Return what a finished job has found, None before. Raises `UnknownJobError`."""
@@ -74,8 +83,10 @@ class Jobs:
 
     def cancel(self, job: str) -> SearchJob:
         """Stop a job: a running one after its trial, which stays on disk."""
-        self._status(job)
-        self._client.cancel_workflow(job)
+        if _awaits_store(self._status(job)):
+            self._client.update_workflow_attributes(job, {OUTAGE: None}, merge=True)  # failed, with the store's error
+        else:
+            self._client.cancel_workflow(job)
         return self.find(job)
 
     def resume(self, job: str) -> SearchJob:
@@ -84,15 +95,31 @@ class Jobs:
         if status.status == "CANCELLED":
             self._client.resume_workflow(job, queue_name=status.queue_name)
         elif _STATES.get(status.status) is None:
-            steps = self._client.list_workflow_steps(job)
-            failed = [step["function_id"] for step in steps if step["error"] is not None]
-            first = failed[0] if failed else max((step["function_id"] for step in steps), default=0) + 1
-            self._client.rewind_workflow(job, start_step=first, queue_name=status.queue_name)
+            self._rewind(status)
         return self.find(job)
+
+    def _rewind(self, status: WorkflowStatus) -> None:
+        """Queue a failed job again, from the step that failed."""
+        steps = self._client.list_workflow_steps(status.workflow_id)
+        failed = [step["function_id"] for step in steps if step["error"] is not None]
+        first = failed[0] if failed else max((step["function_id"] for step in steps), default=0) + 1
+        self._client.rewind_workflow(status.workflow_id, start_step=first, queue_name=status.queue_name)
 
     def note_progress(self, job: str, progress: JobProgress) -> None:
         """Store what a running search says."""
         self._client.update_workflow_attributes(job, {PROGRESS: progress.model_dump(mode="json")}, merge=True)
+
+    def note_start(self, job: str) -> None:
+        """Store that a search runs, and so waits for no store. Since when the present outage lasts is kept."""
+        if outage := (self._status(job).attributes or {}).get(OUTAGE):
+            self._client.update_workflow_attributes(job, {OUTAGE: {**outage, "waits": False}}, merge=True)
+
+    def note_outage(self, job: str, reason: str) -> None:
+        """Store that a search fails because a store does not answer; `take_over` queues it again, for `PATIENCE_SECONDS`."""
+        now, before = time.time(), (self._status(job).attributes or {}).get(OUTAGE) or {}
+        since = before["since"] if now - before.get("last", 0.0) < STREAK_SECONDS else now
+        outage = {"since": since, "last": now, "reason": reason, "waits": now - since < PATIENCE_SECONDS}
+        self._client.update_workflow_attributes(job, {OUTAGE: outage}, merge=True)
 
     def is_cancelled(self, job: str) -> bool:
         """Return True if a job was cancelled."""
@@ -103,7 +130,7 @@ class Jobs:
         return [_card(holder, self._leases.grace) for holder in self._leases.holders(WORKER_LEASE)]
 
     def take_over(self) -> list[str]:
-        """Queue the jobs of dead workers again, and clear away their leases; return the jobs.
+        """Queue the jobs of dead workers again, and clear away their leases; likewise jobs that wait for a store. Return the jobs.
 
         One process at a time does this: a job that another has queued again may have begun since it was looked up.
         """
@@ -118,7 +145,11 @@ class Jobs:
             orphans = [each for each in running if each.executor_id not in living]
             for each in orphans:
                 self._client.resume_workflow(each.workflow_id, queue_name=each.queue_name)
-            return [each.workflow_id for each in orphans]
+            failed = self._client.list_workflows(name=WORKFLOW, status="ERROR", load_output=False)
+            waiting = [each for each in failed if _awaits_store(each)]
+            for each in waiting:
+                self._rewind(each)
+            return [each.workflow_id for each in (*orphans, *waiting)]
 
     def _statuses(self, job: str) -> list[WorkflowStatus]:
         return self._client.list_workflows(workflow_ids=[job])
@@ -137,10 +168,20 @@ def open_engine(database: str) -> sa.Engine:
     return sa.create_engine(database, pool_pre_ping=True)
 
 
+def _awaits_store(status: WorkflowStatus) -> bool:
+    """Return True if a job failed only because a store did not answer, and will be queued again."""
+    outage = (status.attributes or {}).get(OUTAGE) or {}
+    return status.status == "ERROR" and bool(outage.get("waits"))
+
+
 def _job(status: WorkflowStatus) -> SearchJob:
     config = status.input["args"][1] if status.input else {}
     attributes = status.attributes or {}
+    progress = JobProgress.model_validate(attributes.get(PROGRESS, {}))
     state = _STATES.get(status.status, JobState.FAILED)
+    if waits := _awaits_store(status):
+        state = JobState.QUEUED
+        progress = progress.model_copy(update={"message": f"waits: {attributes[OUTAGE]['reason']}"})
     return SearchJob(
         id=status.workflow_id,
         state=state,
@@ -149,8 +190,8 @@ def _job(status: WorkflowStatus) -> SearchJob:
         dataset=config.get("dataset", ""),
         created_seconds=(status.created_at or 0) / 1000,
         worker=status.executor_id if state is JobState.RUNNING else None,
-        progress=JobProgress.model_validate(attributes.get(PROGRESS, {})),
-        error=None if status.error is None else first_line(status.error),
+        progress=progress,
+        error=None if waits or status.error is None else first_line(status.error),
         mlflow_run=status.output.get("mlflow_run") if isinstance(status.output, dict) else None,
     )
 

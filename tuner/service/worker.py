@@ -9,21 +9,28 @@ from __future__ import annotations
 import json
 import os
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 import sqlalchemy as sa
 from dbos import DBOS, DBOSPortableJSONSerializer
 
-from tuner.errors import SearchError
+from decoding.errors import first_line
+from tuner.errors import SearchError, StorageOutageError, TrackingOutageError
 from tuner.leases.table import BEAT_SECONDS, GRACE_SECONDS, Lease, LeaseLostError, LeaseTable
 from tuner.service.contract import DEFAULT_QUEUE, JobResult, TableRow
 from tuner.service.jobs import VERSION, WORKER_LEASE, WORKFLOW, Jobs, open_engine
 
+if TYPE_CHECKING:
+    from tuner.measuring.clock import PriceList
+    from tuner.search.steps import Steps
+
+OUTAGES = (StorageOutageError, TrackingOutageError, sa.exc.OperationalError)
+"""Errors after which the same search may go on later."""
 EXIT_LEASE_LOST = EXIT_IN_A_SEARCH = 75
 """Exit status, as sysexits' EX_TEMPFAIL, of a worker that ends with a search unfinished: starting a worker again is right."""
 
@@ -43,11 +50,16 @@ class WorkerSettings:
     grace: float = GRACE_SECONDS
 
 
+RunJob = Callable[[str, Mapping[str, Any], WorkerSettings, Jobs], JobResult]
+"""Runs the search with an id and a configuration to its end."""
+
+
 class SearchWorker:
     """The worker of this process; DBOS allows one."""
 
-    def __init__(self, settings: WorkerSettings) -> None:
+    def __init__(self, settings: WorkerSettings, run: RunJob | None = None) -> None:
         self.settings = settings
+        self._run_job = run_job if run is None else run
         self.name = f"{settings.name or f'{os.uname().nodename}-{os.getpid()}'}-{uuid4().hex[:8]}"
         self._stopped = threading.Event()
         self._job: str | None = None
@@ -110,20 +122,38 @@ class SearchWorker:
         return json.dumps({"device": self.settings.device, "queue": self.settings.queue, "job": job})
 
     def _tune(self, job: str, config: dict[str, Any]) -> dict[str, Any]:
-        """Run a search."""
+        """Run a search. One that a store interrupts is queued again: the store may answer later."""
         self._job = job
-        with suppress(LeaseLostError):
-            self._lease.tell(self._facts(job))
+        self._jobs.note_start(job)
+        self._tell(job)
         try:
-            return run_job(job, config, self.settings, self._jobs).model_dump(mode="json")
+            return self._run_job(job, config, self.settings, self._jobs).model_dump(mode="json")
+        except OUTAGES as outage:
+            self._jobs.note_outage(job, first_line(outage))
+            raise
         finally:
             self._job = None
-            with suppress(LeaseLostError):
-                self._lease.tell(self._facts(None))
+            self._tell(None)
+
+    def _tell(self, job: str | None) -> None:
+        """Say what the worker does, for `GET /v1/workers`. Whether the lease is lost, `_look_after` finds."""
+        with suppress(LeaseLostError, sa.exc.SQLAlchemyError):
+            self._lease.tell(self._facts(job))
 
 
-def run_job(job: str, config: Mapping[str, Any], settings: WorkerSettings, jobs: Jobs) -> JobResult:
-    """Run the search of a job, or what is left of it."""
+def run_job(
+    job: str,
+    config: Mapping[str, Any],
+    settings: WorkerSettings,
+    jobs: Jobs,
+    *,
+    steps: Steps | None = None,
+    prices: PriceList | None = None,
+) -> JobResult:
+    """Run the search of a job, or what is left of it.
+
+    `steps` are those of DBOS unless others are given, and `prices` are charged in place of seconds if they are: for checks.
+    """
     import optuna
 
     from tuner.search.run import search
@@ -146,7 +176,7 @@ def run_job(job: str, config: Mapping[str, Any], settings: WorkerSettings, jobs:
     progress = StoredProgress(jobs, job)
     task = prepare(whole, progress, budget=open_budget(whole, StageClock()))
     # The process before may have been another machine's, whose silence is not yet long enough.
-    found = search(task, progress, steps=DurableSteps(), patience=2 * settings.grace)
+    found = search(replace(task, prices=prices), progress, steps=steps or DurableSteps(), patience=2 * settings.grace)
     if found.profile.provenance is None or found.profile.provenance.mlflow_run_id is None:
         raise SearchError("the search has no run in MLflow")
     return JobResult(

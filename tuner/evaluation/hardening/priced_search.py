@@ -78,8 +78,8 @@ class SearchPlace:
         """File of the profile that the search writes."""
         return self.stores["profile"] / f"{name}.yaml"
 
-    def config(self, name: str) -> SearchConfig:
-        """Return the configuration of the search `name`."""
+    def config(self, name: str, **changes: Any) -> SearchConfig:
+        """Return the configuration of the search `name`, with other settings."""
         return SearchConfig.model_validate(
             {
                 "model": str(self.folder / "model"),
@@ -100,6 +100,7 @@ class SearchPlace:
                 "storage": f"sqlite:///{self.database('trials')}",
                 "tracking_uri": f"sqlite:///{self.database('tracking')}",
                 "out": self.profile(name),
+                **changes,
             }
         )
 
@@ -121,29 +122,12 @@ class SearchPlace:
 
     def records(self, name: str) -> dict[tuple[str, int], TrialRecord]:
         """Return the finished trials on disk, by study and number."""
-        if not self.database("trials").exists():
-            return {}
-        store = StudyStore(f"sqlite:///{self.database('trials')}", name)
-        try:
-            found = [stored.records() for study in STUDIES if (stored := store.find(study)) is not None]
-        finally:
-            store.close()
-        return {(record.study, record.number): record for records in found for record in records}
+        path = self.database("trials")
+        return finished_trials(f"sqlite:///{path}", name) if path.exists() else {}
 
     def runs(self, name: str) -> tuple[list[str], dict[tuple[str, int], list[str]]]:
         """Return the status of each parent run of the search in MLflow, and those of the nested runs by study and number."""
-        uri = f"sqlite:///{self.database('tracking')}"
-        parents, nested = list[str](), dict[tuple[str, int], list[str]]()
-        with opened_store(uri) as mlflow:
-            client = mlflow.MlflowClient(tracking_uri=uri)
-            experiment = client.get_experiment_by_name(name)
-            for run in [] if experiment is None else client.search_runs([experiment.experiment_id], max_results=1000):
-                tags = run.data.tags
-                if "mlflow.parentRunId" in tags:
-                    nested.setdefault((tags["sdtune.study"], int(tags["sdtune.trial"])), []).append(run.info.status)
-                else:
-                    parents.append(run.info.status)
-        return parents, nested
+        return tracked_runs(f"sqlite:///{self.database('tracking')}", name)
 
     def start(self, name: str, *, after: int = 0, fault: Fault | None = None) -> BaseProcess:
         """Start the search in a process of its own, which meets a `fault` when it has finished `after` trials."""
@@ -167,6 +151,31 @@ class Disturbed(Unwatched):
             self._fault()
 
 
+def finished_trials(storage: str, experiment: str) -> dict[tuple[str, int], TrialRecord]:
+    """Return the finished trials of a search in a storage, by study and number."""
+    store = StudyStore(storage, experiment)
+    try:
+        found = [stored.records() for study in STUDIES if (stored := store.find(study)) is not None]
+    finally:
+        store.close()
+    return {(record.study, record.number): record for records in found for record in records}
+
+
+def tracked_runs(uri: str, experiment: str) -> tuple[list[str], dict[tuple[str, int], list[str]]]:
+    """Return the status of each parent run of a search in MLflow, and those of the nested runs by study and number."""
+    parents, nested = list[str](), dict[tuple[str, int], list[str]]()
+    with opened_store(uri) as mlflow:
+        client = mlflow.MlflowClient(tracking_uri=uri)
+        found = client.get_experiment_by_name(experiment)
+        for run in [] if found is None else client.search_runs([found.experiment_id], max_results=1000):
+            tags = run.data.tags
+            if "mlflow.parentRunId" in tags:
+                nested.setdefault((tags["sdtune.study"], int(tags["sdtune.trial"])), []).append(run.info.status)
+            else:
+                parents.append(run.info.status)
+    return parents, nested
+
+
 def _context() -> ForkServerContext:
     """Return a way to start processes that have imported everything already."""
     context = multiprocessing.get_context("forkserver")
@@ -183,10 +192,15 @@ def _run(config: SearchConfig, progress: Progress, said: Path) -> None:
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     try:
         task = prepare(config, progress)
-        search(replace(task, prices=PriceList(_price)), progress)
+        search(replace(task, prices=planted_prices()), progress)
     except SdtuneError as refusal:
         sys.stderr.write(f"sdtune: {refusal}\n")
         sys.exit(REFUSED)
+
+
+def planted_prices() -> PriceList:
+    """Return the prices that every search with planted costs charges."""
+    return PriceList(_price)
 
 
 def _price(draft: Draft, record: Round) -> float:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
 from typing import Any
@@ -32,15 +32,8 @@ class Undisturbed:
         records = place.records(name)
         if (problem := changed(known, records) or unlike(records, self.records)) is not None:
             return problem
-        parents, nested = place.runs(name)
-        if parents != ["FINISHED"]:
-            return f"parent runs in MLflow: {parents}"
-        if doubled := [key for key, statuses in nested.items() if len(statuses) > 1]:
-            return f"trials with more than one run in MLflow: {doubled}"
-        if set(nested) != set(records):
-            return f"MLflow has the trials {sorted(nested)}, the storage {sorted(records)}"
-        if open_runs := [key for key, (status,) in nested.items() if status == "RUNNING"]:
-            return f"runs in MLflow that never ended: {open_runs}"
+        if (problem := untrue(place.runs(name), records)) is not None:
+            return problem
         winner = place.winner(name)
         return None if winner == self.winner else f"another winner: {winner}, undisturbed {self.winner}"
 
@@ -61,6 +54,20 @@ def unlike(records: Records, undisturbed: Records) -> str | None:
         counts = [sum(each == study for each, _ in found) for found in (records, undisturbed)]
         if counts[0] != counts[1]:
             return f"{counts[0]} finished trials of {study}, and {counts[1]} undisturbed"
+    return None
+
+
+def untrue(runs: tuple[Sequence[str], Mapping[tuple[str, int], Sequence[str]]], records: Records) -> str | None:
+    """Return what MLflow's runs of a finished search, as `tracked_runs` gives them, say wrongly of its trials, or None."""
+    parents, nested = runs
+    if list(parents) != ["FINISHED"]:
+        return f"parent runs in MLflow: {parents}"
+    if doubled := [key for key, statuses in nested.items() if len(statuses) > 1]:
+        return f"trials with more than one run in MLflow: {doubled}"
+    if set(nested) != set(records):
+        return f"MLflow has the trials {sorted(nested)}, the storage {sorted(records)}"
+    if open_runs := [key for key, (status,) in nested.items() if status == "RUNNING"]:
+        return f"runs in MLflow that never ended: {open_runs}"
     return None
 
 

@@ -1,0 +1,178 @@
+"""A job from HTTP to its profile: service, worker and command line over one database, and a search with planted costs."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import uvicorn
+from click.testing import CliRunner, Result
+
+from decoding.profile import DraftProfile
+from tuner.cli.main import main
+from tuner.errors import StorageError, TrackingOutageError
+from tuner.evaluation.hardening.priced_search import STUDIES, SearchPlace, finished_trials, planted_prices
+from tuner.evaluation.serving.processes import free_port
+from tuner.progress import Unwatched
+from tuner.search.run import search
+from tuner.search.task import prepare
+from tuner.service.admission import Allowed
+from tuner.service.app import ServiceSettings, create_service
+from tuner.service.contract import JobResult, JobState
+from tuner.service.durable_steps import DurableSteps
+from tuner.service.jobs import Jobs
+from tuner.service.worker import RunJob, SearchWorker, WorkerSettings, run_job
+
+Command = Callable[..., Result]
+
+
+@pytest.fixture
+def place(tmp_path: Path, _tracking_template: Path) -> SearchPlace:
+    place = SearchPlace.made(tmp_path)
+    shutil.copy(_tracking_template, place.database("tracking"))
+    return place
+
+
+@pytest.fixture
+def jobs(tmp_path: Path) -> Iterator[Jobs]:
+    jobs = Jobs(f"sqlite:///{tmp_path / 'service.db'}")
+    yield jobs
+    jobs.close()
+
+
+@contextmanager
+def _serving(folder: Path, jobs: Jobs) -> Iterator[Command]:
+    """Run the service; yield `sdtune jobs` as a function of its arguments."""
+    allowed = Allowed([str(folder / "model")], [str(folder / "prompts.jsonl")])
+    app, port = create_service(jobs, ServiceSettings(allowed, folder / "searches")), free_port()
+    server = uvicorn.Server(uvicorn.Config(app, port=port, log_level="error"))
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    try:
+        _until(lambda: server.started)
+        yield lambda *given: CliRunner().invoke(main, ["jobs", "--address", f"http://127.0.0.1:{port}", *given])
+    finally:
+        server.should_exit = True
+        thread.join()
+
+
+@contextmanager
+def _working(folder: Path, jobs: Jobs, run: RunJob, beat: float = 0.2) -> Iterator[None]:
+    """Run a worker."""
+    settings = WorkerSettings(jobs.database, f"sqlite:///{folder / 'mlflow.db'}", folder / "searches", "cpu", beat=beat)
+    worker = SearchWorker(settings, run=run)
+    thread = threading.Thread(target=worker.run)
+    thread.start()
+    try:
+        yield
+        _until(lambda: not any(card.job for card in jobs.workers()))  # with a search, it would end the whole process
+    finally:
+        worker.stop()
+        thread.join()
+
+
+def _until(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + 120
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+def test_a_job_gives_the_profile_that_a_search_gives_and_is_fetched(
+    place: SearchPlace, jobs: Jobs, plain_reviews: None
+) -> None:
+    alone = place.config(
+        "alone", study=["conf_layers"], studies={"conf_layers": {**STUDIES["conf_layers"], "max_trials": 4}}
+    )
+    path = place.folder / "search.yaml"
+    path.write_text(json.dumps(alone.model_dump(mode="json", exclude_unset=True)))  # YAML too
+    search(replace(prepare(alone, Unwatched()), prices=planted_prices()), Unwatched())
+    out = place.folder / "fetched.yaml"
+    with _serving(place.folder, jobs) as command:
+        with _working(place.folder, jobs, partial(run_job, prices=planted_prices())):
+            waited = command("submit", str(path), "--wait", "--out", str(out))
+            nowhere = command("submit", str(path), "--wait", "--out", str(place.folder / "absent" / "profile.yaml"))
+        assert nowhere.exit_code == 2, "said before the search, not after it"
+        assert waited.exit_code == 0, waited.output
+        (job,) = jobs.latest()
+        assert job.state is JobState.FINISHED
+        again = command("submit", str(path))
+        assert again.exit_code == 0
+        assert f"{job.id}  finished" in again.output
+        assert len(jobs.latest()) == 1
+        assert "finished" in command("watch", job.id).output
+        fetched = command("fetch", job.id, "--out", str(place.folder / "again.yaml"))
+        assert fetched.exit_code == 0
+        assert "speed-up" in fetched.output
+    assert (place.folder / "again.yaml").read_text() == out.read_text()
+    known, found = DraftProfile.load(alone.out), DraftProfile.load(out)
+    assert (found.draft, found.draft_length) == (known.draft, known.draft_length)
+    trials = [
+        finished_trials(storage, experiment)
+        for storage, experiment in ((alone.storage, "alone"), (jobs.database, f"model-prompts-{job.id}"))
+    ]
+    told = [{key: (each.candidate, each.speedup) for key, each in records.items()} for records in trials]
+    assert told[0] == told[1]
+    assert len(told[0]) == 4
+
+
+class Troubled:
+    """Jobs of two steps; the second raises each of `failures` before it succeeds."""
+
+    def __init__(self, *failures: Exception) -> None:
+        self.ran: list[str] = []
+        self._failures = list(failures)
+
+    def __call__(self, job: str, config: Mapping[str, Any], settings: WorkerSettings, jobs: Jobs) -> JobResult:
+        steps = DurableSteps()
+        for name in ("first", "second"):
+            steps.run(name, partial(self._step, name), str)
+        return JobResult(profile="", claims_speedup=False, rows=[], report="", mlflow_run="run")
+
+    def _step(self, name: str) -> str:
+        self.ran.append(name)
+        if name == "second" and self._failures:
+            raise self._failures.pop(0)
+        return name
+
+
+def test_a_search_waits_for_a_store_that_is_away_and_repeats_no_finished_step(tmp_path: Path, jobs: Jobs) -> None:
+    away, broken = TrackingOutageError("the store is away"), StorageError("another search")
+    trouble = Troubled(away, away, broken)
+    # The worker looks for waiting jobs once in a beat: here the test does.
+    with _serving(tmp_path, jobs) as command, _working(tmp_path, jobs, trouble, beat=60.0):
+        jobs.submit("0123456789abcdef", {"model": "m", "dataset": "d"}, "default")
+        for ran in (["first", "second"], ["first", "second", "second"]):
+            _until(lambda: jobs.find("0123456789abcdef").progress.message == "waits: the store is away")
+            found = jobs.find("0123456789abcdef")
+            assert (found.state, found.error) == (JobState.QUEUED, None)
+            assert jobs.latest() == [found]
+            assert trouble.ran == ran
+            assert jobs.take_over() == ["0123456789abcdef"]
+        _until(lambda: jobs.find("0123456789abcdef").state.is_over)
+        (found,) = jobs.latest()
+        assert (found.state, found.error) == (JobState.FAILED, "another search")
+        assert jobs.take_over() == []
+        watched = command("watch", "0123456789abcdef")
+        assert watched.exit_code == 2
+        assert "the search 0123456789abcdef is failed: another search" in watched.output
+        assert command("resume", "0123456789abcdef").exit_code == 0
+        assert command("watch", "0123456789abcdef").exit_code == 0
+        assert trouble.ran == ["first", "second", "second", "second", "second"]
+
+
+def test_a_search_that_waits_for_a_store_can_be_cancelled(tmp_path: Path, jobs: Jobs) -> None:
+    with _working(tmp_path, jobs, Troubled(TrackingOutageError("away")), beat=60.0):
+        jobs.submit("0123456789abcdef", {"model": "m", "dataset": "d"}, "default")
+        _until(lambda: jobs.find("0123456789abcdef").progress.message == "waits: away")
+        assert jobs.cancel("0123456789abcdef").state is JobState.FAILED
+        assert jobs.take_over() == []
