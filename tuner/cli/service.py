@@ -66,7 +66,7 @@ def service(
 
     from tuner.config import SearchConfig
     from tuner.service.admission import Allowed
-    from tuner.service.app import ServiceSettings, create_service
+    from tuner.service.app import MAX_CONNECTIONS, ServiceSettings, create_service
     from tuner.service.jobs import Jobs
 
     token, local = os.environ.get(TOKEN), _is_loopback(host)
@@ -79,7 +79,9 @@ def service(
     settings = ServiceSettings(Allowed(models, datasets), folder, token, mlflow_address, hosts)
     click.echo(f"sdtune: listening on http://{host}:{port}", err=True)
     try:
-        uvicorn.run(create_service(jobs, settings), host=host, port=port, log_level="warning")
+        uvicorn.run(
+            create_service(jobs, settings), host=host, port=port, log_level="warning", limit_concurrency=MAX_CONNECTIONS
+        )
     finally:
         jobs.close()
 

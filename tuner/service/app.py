@@ -12,12 +12,14 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import anyio.to_thread
+import sqlalchemy as sa
 from fastapi import Depends, FastAPI, Request, Response
 from fastapi import Path as InPath
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import FileResponse, HTMLResponse, JSONResponse, PlainTextResponse, StreamingResponse
 from starlette.exceptions import HTTPException as StarletteHTTPException
 from starlette.middleware.trustedhost import TrustedHostMiddleware
+from starlette.types import Receive, Scope, Send
 
 from tuner.service.admission import Allowed, admitted, identity
 from tuner.service.contract import (
@@ -36,6 +38,8 @@ from tuner.service.page import job_page, jobs_page
 MAX_BODY_BYTES = 2**20
 MAX_STREAMS = 64
 """Most clients that watch at a time."""
+MAX_CONNECTIONS = 256
+"""Most connections at a time; further ones are answered with 503."""
 WATCH_SECONDS = 1.0
 """Seconds between two looks at a watched job."""
 QUIET_LOOKS = 15
@@ -141,7 +145,7 @@ def _add_searches(app: FastAPI, jobs: Jobs, settings: ServiceSettings) -> None:
 
 
 def _add_results(app: FastAPI, jobs: Jobs, settings: ServiceSettings) -> None:
-    streams = asyncio.Semaphore(MAX_STREAMS)
+    streams = Places(MAX_STREAMS)
 
     def result_of(job: str) -> JobResult:
         found = jobs.result(job)
@@ -177,25 +181,57 @@ def _add_results(app: FastAPI, jobs: Jobs, settings: ServiceSettings) -> None:
     async def events(job: JobId) -> Response:
         """Stream the search as server-sent events: its JSON at each change, until it is over."""
         await anyio.to_thread.run_sync(jobs.find, job)
-        if streams.locked():
+        if not streams.take():
             raise ProblemError(503, "Too many watchers", f"{MAX_STREAMS} clients watch already", {"Retry-After": "10"})
-        return StreamingResponse(_watched(jobs, job, streams), media_type="text/event-stream")
+        return WatchResponse(_watched(jobs, job), streams)
 
 
-async def _watched(jobs: Jobs, job: str, streams: asyncio.Semaphore) -> AsyncIterator[str]:
-    async with streams:
-        last, quiet = None, 0
-        while True:
-            now = await anyio.to_thread.run_sync(jobs.find, job)
-            quiet = 0 if now != last else quiet + 1
-            if now != last:
-                yield f"event: {'end' if now.state.is_over else 'search'}\ndata: {now.model_dump_json()}\n\n"
-            elif quiet % QUIET_LOOKS == 0:
-                yield ": still here\n\n"
-            if now.state.is_over:
-                return
-            last = now
-            await asyncio.sleep(WATCH_SECONDS)
+async def _watched(jobs: Jobs, job: str) -> AsyncIterator[str]:
+    last, quiet = None, 0
+    while True:
+        now = await anyio.to_thread.run_sync(jobs.find, job)
+        quiet = 0 if now != last else quiet + 1
+        if now != last:
+            yield f"event: {'end' if now.state.is_over else 'search'}\ndata: {now.model_dump_json()}\n\n"
+        elif quiet % QUIET_LOOKS == 0:
+            yield ": still here\n\n"
+        if now.state.is_over:
+            return
+        last = now
+        await asyncio.sleep(WATCH_SECONDS)
+
+
+class Places:
+    """A limited number of places, all used by one event loop."""
+
+    def __init__(self, number: int) -> None:
+        self._left = number
+
+    def take(self) -> bool:
+        """Take a place; return False if none is left."""
+        if not self._left:
+            return False
+        self._left -= 1
+        return True
+
+    def leave(self) -> None:
+        """Give a place back."""
+        self._left += 1
+
+
+class WatchResponse(StreamingResponse):
+    """Server-sent events to a client that has a place, which it leaves however the connection ends."""
+
+    def __init__(self, events: AsyncIterator[str], places: Places) -> None:
+        super().__init__(events, media_type="text/event-stream")
+        self._places = places
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the events."""
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._places.leave()
 
 
 def _add_pages(app: FastAPI, jobs: Jobs, settings: ServiceSettings) -> None:
@@ -245,6 +281,12 @@ def _answer_errors(app: FastAPI) -> None:
     @app.exception_handler(UnknownJobError)
     async def unknown(_: Request, error: UnknownJobError) -> Response:
         return ProblemError(404, "Not found", str(error)).response
+
+    @app.exception_handler(sa.exc.SQLAlchemyError)
+    async def away(_: Request, error: sa.exc.SQLAlchemyError) -> Response:
+        # Its own words may hold an address with a password.
+        why = "the database of the service does not answer"
+        return ProblemError(503, "Unavailable", why, {"Retry-After": "10"}).response
 
     @app.exception_handler(ServiceError)
     async def refused(_: Request, error: ServiceError) -> Response:
