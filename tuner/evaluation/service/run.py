@@ -18,7 +18,7 @@ from decoding.documents.atomic_write import write_atomically
 from tuner.errors import ConfigError
 from tuner.evaluation.contract import Report
 from tuner.evaluation.hardening.outcomes import CheckOutcome
-from tuner.evaluation.service.kills import killed_jobs
+from tuner.evaluation.service.kills import KilledJobs, killed_jobs
 from tuner.evaluation.service.load import Load, facts_of, loads
 from tuner.evaluation.service.postgres import postgres
 from tuner.evaluation.service.settings import ServiceEvaluation
@@ -38,10 +38,15 @@ def run_and_write(settings: ServiceEvaluation, progress: Progress) -> Report:
         found = document[kind] = dict[str, Any]()
         if settings.kills:
             with _database(kind) as (database, folder):
-                outcomes, facts = killed_jobs(database, folder, settings.kills, settings.seed, progress)
-            found["kills"] = {**facts, **{each.name: _facts(each) for each in outcomes}}
+
+                def note(jobs: KilledJobs, found: dict[str, Any] = found) -> None:
+                    found["kills"] = jobs.facts
+                    _write(settings, document)
+
+                jobs = killed_jobs(database, folder, settings.kills, settings.seed, progress, note)
+            outcomes = [jobs.kills, jobs.ends]
             succeeded &= not any(each.failures for each in outcomes)
-            shown += [Text(f"{kind}, killed: {found['kills']['killed']}"), *_lines(kind, outcomes)]
+            shown += [Text(f"{kind}, killed: {jobs.facts['killed']}"), *_lines(kind, outcomes)]
             _write(settings, document)
         if settings.load_trials:
             most = settings.sqlite_workers if kind == "sqlite" else settings.postgresql_workers
@@ -70,10 +75,6 @@ def _write(settings: ServiceEvaluation, document: dict[str, Any]) -> None:
     if settings.out is not None:
         whole = stamped(document, torch.device("cpu"))
         write_atomically(settings.out, json.dumps(whole, indent=1).encode(), what="the results", error=ConfigError)
-
-
-def _facts(outcome: CheckOutcome) -> dict[str, Any]:
-    return {"cases": outcome.num_cases, "failures": outcome.failures}
 
 
 def _lines(kind: str, outcomes: list[CheckOutcome]) -> list[Text]:
