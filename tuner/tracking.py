@@ -216,7 +216,7 @@ class Tracker:
 
 def check_store(tracking_uri: str) -> None:
     """Raise `TrackingError` for a SQLite file that cannot be used, or a server that does not answer; writes nothing."""
-    refuse_unusable_database(tracking_uri, what="the MLflow store", table="experiments", error=TrackingError)
+    refuse_unusable_database(tracking_uri, what="the MLflow store", tables=("experiments",), error=TrackingError)
     if tracking_uri.startswith("http"):
         with opened_store(tracking_uri, limits=BRIEF) as mlflow:
             mlflow.MlflowClient(tracking_uri=tracking_uri).search_experiments(max_results=1)
