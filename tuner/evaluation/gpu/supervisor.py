@@ -108,7 +108,8 @@ class Supervisor:
         began, is_idle, has_finished = self._clock(), True, False
         while self._waiting and self._clock() < self._end:
             due = self._waiting[0]  # running, or about to: starting the process counts as well
-            event = worker.wait(self._deadlines[due] - self._clock())
+            # A step before it that did not end in time may have taken all of its time.
+            event = worker.wait(max(0.0, self._deadlines[due] - self._clock()))
             if event is None and self._interrupt(worker, due):
                 event = Finished(due)
             match event:
