@@ -149,7 +149,7 @@ class Decoder:
 
     @contextmanager
     def steering(self, row: int, *, fresh: bool = False) -> Iterator[Controller]:
-        """Lend the controller of a sequence in `row` of a batch; that of a `persistent` rule goes on with a later sequence.
+        """Lend the controller of a sequence in `row` of a batch; a `persistent` rule keeps its own for later ones.
 
         See `loop` for `fresh`.
         """

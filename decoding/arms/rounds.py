@@ -50,7 +50,7 @@ class ArmRounds:
         return None if self._drafted == PLAIN else self._controllers[self._drafted - 1]
 
     def _keeper(self, arm: int) -> Drafter:
-        """Return the drafter that reads the prompt and verifies: that of the arm, or one that keeps the head's states."""
+        """Return the drafter that reads the prompt and verifies: the arm's own, or the one that keeps the head's states."""
         index = arm - 1
         if self._with_head and index not in self._with_head:
             index = self._with_head[0]

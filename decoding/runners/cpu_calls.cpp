@@ -2,7 +2,7 @@
 //
 // A program is a list of calls: the address of the entry, the numbers of inputs and outputs, then the slots of both. Slots hold
 // handles of tensors: first constants, which are borrowed, then the tensors given, then what the calls return. An input `~slot` is
-// the last use of its slot. An output of -1 is used by nobody.
+// the last use of its slot. An output of -1 is not used.
 
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 

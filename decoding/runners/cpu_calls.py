@@ -30,7 +30,7 @@ MESSAGE_BYTES = 500
 class Call:
     """A call of compiled code: the address of its C++ function, and the slots of its inputs and outputs.
 
-    An output without a slot (None) is used by nobody.
+    An output without a slot (None) is not used.
     """
 
     entry: int

@@ -16,7 +16,8 @@ from tuner import freed_memory
 from tuner.freed_memory import LARGE, USUAL, freed_blocks_kept, large_blocks_given_back
 from tuner.search.study_sequence import timed_as_usual
 
-NUM_BLOCKS, BLOCK = 12, 2 * LARGE
+NUM_BLOCKS, BLOCK = 40, 2 * LARGE
+"""Many, as the test runner's own memory varies by some megabytes meanwhile."""
 
 
 def _resident() -> int:
@@ -27,10 +28,7 @@ def _resident() -> int:
 
 
 def _bytes_left_by_freed_blocks() -> int:
-    """Use and free large blocks between small ones, which stay; return what the process has kept of them.
-
-    Other threads of the process, such as the test runner's, add a little.
-    """
+    """Use and free large blocks between small ones, which stay; return what the process has kept of them."""
     before = _resident()
     blocks, small = [], []
     for _ in range(NUM_BLOCKS):
@@ -47,14 +45,14 @@ def _bytes_left_by_freed_blocks() -> int:
 def test_large_blocks_are_given_back_where_asked_and_kept_elsewhere() -> None:
     whole = NUM_BLOCKS * BLOCK
     with large_blocks_given_back():
-        assert _bytes_left_by_freed_blocks() < 0.3 * whole
+        assert _bytes_left_by_freed_blocks() < 0.1 * whole
         with freed_blocks_kept():
             assert _bytes_left_by_freed_blocks() > 0.8 * whole
-        assert _bytes_left_by_freed_blocks() < 0.3 * whole
+        assert _bytes_left_by_freed_blocks() < 0.1 * whole
         before = _resident()
     assert _bytes_left_by_freed_blocks() > 0.8 * whole, "as usual again"
     with large_blocks_given_back():
-        assert _resident() < before + 0.3 * whole, "what was free before is given back too"
+        assert _resident() < before + 0.1 * whole, "what was free before is given back too"
 
 
 def test_passes_are_timed_with_freed_memory_kept(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -43,7 +43,7 @@ RUNS = "run_seconds"
 WORKER = "worker"
 """Lease of the process that runs a trial."""
 TABLES = ("studies", LEASES_TABLE)
-"""Tables of which a database of ours has one. That of the tuning service has leases before it has studies."""
+"""Tables of which a database of ours has one. The tuning service's database has leases before it has studies."""
 LOCK_SECONDS = 60
 """Seconds to wait for a SQLite file that another process is writing to."""
 

@@ -139,7 +139,7 @@ class SearchPlace:
 
 
 class Disturbed(Unwatched):
-    """Progress of a search that meets a fault when it has finished so many trials."""
+    """Progress of a search that meets a fault after a number of finished trials."""
 
     def __init__(self, after: int, fault: Fault) -> None:
         self._left, self._fault = after, fault

@@ -21,7 +21,7 @@ class HardeningEvaluation(Evaluation):
     drafts and rules must be those of transformers' `generate`. Threads that share a decoder must write the same texts.
 
     Searches with planted costs are killed at random moments and resumed: no finished trial may be lost or doubled, in storage or
-    MLflow, and the winner must be that of an undisturbed search. The same must hold when a disk is full, a folder cannot be written
+    MLflow, and the winner must be the undisturbed one. The same must hold when a disk is full, a folder cannot be written
     or a database is locked: the search ends with one line, or waits, and the same command resumes it. Full disks need root, who can
     mount a small one. Exit status 1 if any case fails. A number of 0 leaves a check out.
 

@@ -76,7 +76,7 @@ class ServiceParts:
         _patiently(partial(_answers, f"http://127.0.0.1:{self.tracking_port}/health"), START_SECONDS)
 
     def kill(self, name: str, chance: Callable[[int], int]) -> bool:
-        """Kill a part; `chance` draws one of so many connections. Return False if there was none to kill."""
+        """Kill a part; `chance` draws one of several connections. Return False if there was none to kill."""
         if name == "connection":
             return self._end_connection(chance)
         if name == "tracking":

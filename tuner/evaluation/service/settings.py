@@ -17,7 +17,7 @@ class ServiceEvaluation(Evaluation):
     """Kill the parts of the tuning service while it works, and load its storage.
 
     Jobs with planted costs are submitted over HTTP. At random moments a worker, the service, the MLflow server or, with PostgreSQL,
-    a connection of theirs is killed (SIGKILL) and started again. No finished trial may be lost or doubled, no finished step
+    one of their connections is killed (SIGKILL) and started again. No finished trial may be lost or doubled, no finished step
     repeated, no run in MLflow left open, and each job must end with the winner of an undisturbed one.
 
     Load: several processes share one study of short trials. The table shows trials per second by the number of processes. Needs the

@@ -115,7 +115,7 @@ def test_the_limits_leave_room_in_ten_minutes() -> None:
     assert GpuEvaluation().seconds + GRACE_SECONDS < KILLED_AFTER - 20
     assert all(step.pessimistic_seconds < step.limit_seconds for step in PLAN)
     assert all(step.limit_seconds >= GRACE_SECONDS for step in PLAN), (
-        "a step that has to be killed takes that of the next one"
+        "a step that has to be killed uses up time of the next one"
     )
     assert len(set(NAMES)) == len(NAMES)
 
