@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,21 +22,31 @@ def killed_searches(
     num_kills: int, folder: Path, seed: int, progress: Progress
 ) -> tuple[list[CheckOutcome], dict[str, Any]]:
     """Kill searches `num_kills` times (SIGKILL) at random moments of their time, each up to three times; resume each to its end."""
-    place, draw = SearchPlace.made(folder), random.Random(seed)
+    return kill_and_resume(SearchPlace.made(folder), num_kills, seed, progress, time.perf_counter)
+
+
+def kill_and_resume(
+    place: SearchPlace, num_kills: int, seed: int, progress: Progress, clock: Callable[[], float]
+) -> tuple[list[CheckOutcome], dict[str, Any]]:
+    """Return the outcomes of kills and of searches, and figures. `clock` gives seconds.
+
+    Moments of kills are drawn from the seconds that the search before took with all its runs, as the load of the machine changes.
+    """
+    draw = random.Random(seed)
     kills, ends = CheckOutcome("kills"), CheckOutcome("searches that were killed and resumed")
     progress.stage("searches that are killed", num_kills)
     problem = finish(place, "first")  # makes the stores
-    start = time.perf_counter()
+    start = clock()
     problem = problem or finish(place, "undisturbed")
-    undisturbed_seconds = seconds = time.perf_counter() - start
+    undisturbed_seconds = seconds = clock() - start
     if problem is not None:
         ends.count(f"undisturbed: {problem}")
         return [kills, ends], {}
     undisturbed = Undisturbed.of(place, "undisturbed")
-    moments, stored = list[float](), list[int]()
+    moments, stored, num_unmet = list[float](), list[int](), 0
     while kills.num_cases < num_kills:
         name, known = f"killed-{ends.num_cases}", dict[tuple[str, int], TrialRecord]()
-        problem = None
+        problem, start, num_before = None, clock(), len(moments)
         for _ in range(min(draw.randint(1, MOST_IN_A_ROW), num_kills - kills.num_cases)):
             process, moment = place.start(name), draw.uniform(0.0, seconds)
             process.join(moment)
@@ -50,15 +61,15 @@ def killed_searches(
             stored.append(len(found))
             known = found
             progress.advance()
-        start = time.perf_counter()
         problem = problem or finish(place, name)
-        # The machine may be busier than it was: a whole search takes at least what a resumed one does.
-        seconds = max(undisturbed_seconds, time.perf_counter() - start)
+        seconds = clock() - start
+        num_unmet += len(moments) == num_before
         ends.count(prefixed(name, problem or undisturbed.difference(place, name, known)))
     facts = {
         "seconds_undisturbed": round(undisturbed_seconds, 2),
         "trials": len(undisturbed.records),
         "killed_after_seconds": moments,
         "trials_stored_at_kills": stored,
+        "searches_that_ended_before_a_kill": num_unmet,
     }
     return [kills, ends], facts
