@@ -198,6 +198,7 @@ def _joined(sequences: Iterable[tuple[KVCache, Sequence[int]]]) -> tuple[list[_K
         offsets += [total] * len(starts_of_sequence)
         starts += starts_of_sequence
         total += length
+        del cache  # before the next one is made
     layers = []
     while parts and parts[0]:
         # The parts of a layer are dropped as soon as they are joined.

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, MutableMapping, Sequence
+from typing import Any
 
 from torch import Tensor, fx
 
@@ -15,10 +16,16 @@ def result(values: Sequence[Tensor], index: int) -> Tensor:
     return values[index]
 
 
-def join_calls(graph: fx.Graph, memory: Mapping[fx.Node, Tensor]) -> None:
+def call(function: ConsecutiveCalls, *given: Tensor) -> list[Tensor]:
+    """Return the results of consecutive calls: the function of their node, whose first argument is an input of the graph."""
+    return function(*given)
+
+
+def join_calls(graph: fx.Graph, memory: MutableMapping[fx.Node, Any]) -> None:
     """Replace consecutive calls of compiled code in `graph` by one call each; `memory` are the tensors of its inputs.
 
-    Inputs of the graph may lose all their uses.
+    Each joined call is a new last input of the graph. It holds weights: as the target of a node it would keep them until a
+    garbage collection, since a graph and its nodes refer to one another. Inputs of the graph may lose all their uses.
     """
     runs = list(_runs(graph))
     if runs and can_call():
@@ -43,7 +50,7 @@ def _is_kernel(node: fx.Node) -> bool:
     return node.op == "call_function" and isinstance(node.target, CompiledKernel) and node.target.entry is not None
 
 
-def _join(graph: fx.Graph, run: Sequence[fx.Node], memory: Mapping[fx.Node, Tensor]) -> None:
+def _join(graph: fx.Graph, run: Sequence[fx.Node], memory: MutableMapping[fx.Node, Any]) -> None:
     kernels = [node for node in run if isinstance(node.target, CompiledKernel)]
     results = {(node.args[0], node.args[1]): node for node in run if node.target is result}
     own = set(results.values())
@@ -70,8 +77,11 @@ def _join(graph: fx.Graph, run: Sequence[fx.Node], memory: Mapping[fx.Node, Tens
     used = [node for node in results.values() if any(user not in run for user in node.users)]
     constants = [*(memory[each] for each in held), *{id(each): each for each in numbers}.values()]
     function = ConsecutiveCalls(calls, constants, len(given), [slots[id(node)] for node in used])
+    with graph.inserting_after(list(memory)[-1]):
+        holder = graph.placeholder(f"joined_{len(memory)}")
+    memory[holder] = function
     with graph.inserting_after(run[-1]):
-        joined = graph.call_function(function, tuple(given))
+        joined = graph.call_function(call, (holder, *given))
     for index, node in reversed(list(enumerate(used))):
         with graph.inserting_after(joined):
             node.replace_all_uses_with(graph.call_function(result, (joined, index)))

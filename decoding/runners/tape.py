@@ -139,7 +139,7 @@ class _Recording(Generic[OutputsT]):
     def player(self) -> Callable[[], OutputsT]:
         """Return the function that runs the pass again; to be called once. It keeps memory from outside alive, and no results."""
         graph = self._tape.graph
-        inputs = dict(zip(graph.find_nodes(op="placeholder"), self._tape.memory, strict=True))
+        inputs: dict[fx.Node, Any] = dict(zip(graph.find_nodes(op="placeholder"), self._tape.memory, strict=True))
         join_calls(graph, inputs)
         for node in [node for node in inputs if not node.users]:
             graph.erase_node(node)
@@ -148,7 +148,8 @@ class _Recording(Generic[OutputsT]):
         code = graph.python_code("_")
         scope = dict(code.globals)
         exec(code.src, scope)
-        compute: Callable[..., tuple[Tensor, ...]] = partial(scope["forward"], None)
+        # Taken out of its own globals: a function in a cycle would keep weights until a garbage collection.
+        compute: Callable[..., tuple[Tensor, ...]] = partial(scope.pop("forward"), None)
         memory, template = tuple(inputs.values()), _mapped(self._outputs, lambda _: _TENSOR)
 
         def play() -> OutputsT:

@@ -283,6 +283,7 @@ class Survey:
             cache = self.target.new_cache(text.token_ids.shape[1])
             self.target.forward(text.token_ids, cache, 0, last_only=True)
             yield cache, self._starts(text)
+            del cache
 
     def _starts(self, text: _Read) -> range:
         return range(text.first, text.token_ids.shape[1], self._depth)
