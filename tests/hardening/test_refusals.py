@@ -153,6 +153,18 @@ def test_sigterm_is_an_interruption() -> None:
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
+def test_code_that_ends_the_process_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def give_up(path: Path) -> None:
+        raise SystemExit(0)
+
+    monkeypatch.setattr("decoding.profile.DraftProfile.load", give_up)
+    (tmp_path / "p.yaml").touch()
+    ended = CliRunner().invoke(main, ["show", str(tmp_path / "p.yaml")])
+    assert ended.exit_code == 1
+    assert ended.stderr.startswith("sdtune: ended by SystemExit: 0, raised at ")
+    assert f"{Path(__file__).name}:{give_up.__code__.co_firstlineno + 1}" in ended.stderr
+
+
 def test_counters_are_not_cut_in_a_narrow_terminal() -> None:
     console = Console(width=80, force_terminal=True, record=True)
     with console.capture(), TerminalProgress(console) as progress:

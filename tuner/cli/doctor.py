@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 import click
@@ -51,7 +50,7 @@ def doctor(**flags: Any) -> None:
     found = probe(loaded.model)
     Console().print(capabilities_panel(found))
     if not found.is_supported:
-        sys.exit(1)
+        click.get_current_context().exit(1)
 
 
 def _search_of(settings: DoctorSettings) -> SearchConfig:

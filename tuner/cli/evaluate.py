@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import sys
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -53,7 +52,7 @@ def command_of(name: str, evaluation: type[Evaluation]) -> click.Command:
             report = settings.run(progress)
         print_results(report.shown, settings.results, width=report.width)
         if not report.succeeded:
-            sys.exit(1)
+            click.get_current_context().exit(1)
 
     decorated = options_of(evaluation)(run)
     if evaluation.search_keys:

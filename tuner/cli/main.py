@@ -1,22 +1,24 @@
 """The command `sdtune`: a group whose subcommands are imported when they are asked for, and one way to report errors.
 
 An error of the user (`SdtuneError`, wrong usage) becomes one line on stderr and exit status 2; Ctrl-C ends with status 130, and
-SIGTERM with status 143.
+SIGTERM with status 143. Commands never exit themselves, so a `SystemExit` comes from other code: it is named, with status 1.
 """
 
 from __future__ import annotations
 
 import pkgutil
+import traceback
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import click
 
-from decoding.errors import SdtuneError
+from decoding.errors import SdtuneError, first_line
 from tuner.addresses import without_password
 from tuner.cli.termination import Termination
 
+EXIT_FAILED = 1
 EXIT_BAD_INPUT = 2
 EXIT_INTERRUPTED = 130
 EXIT_TERMINATED = 143
@@ -94,6 +96,11 @@ class ProductGroup(click.Group):
         except (KeyboardInterrupt, click.Abort):
             click.echo("sdtune: terminated" if termination.was_asked else "sdtune: interrupted", err=True)
             ctx.exit(EXIT_TERMINATED if termination.was_asked else EXIT_INTERRUPTED)
+        except SystemExit as ended:
+            *_, place = traceback.extract_tb(ended.__traceback__)
+            why = first_line(ended, default="no message")
+            click.echo(f"sdtune: ended by SystemExit: {why}, raised at {place.filename}:{place.lineno}", err=True)
+            ctx.exit(EXIT_FAILED)
 
 
 @click.group(cls=ProductGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})

@@ -172,7 +172,7 @@ def _measured(
         bench.measure(warmed_up, indices, on_sample=watch)
     except optuna.TrialPruned as pruned:
         return watch.outcome(TrialState.PRUNED, str(pruned))
-    except Exception as failure:  # any failure fails the trial: it is recorded and shown, and the search goes on
+    except (Exception, SystemExit) as failure:  # whatever a trial raises is recorded and shown, and the search goes on
         _free_memory(failure)
         return watch.outcome(TrialState.FAIL, describe_failure(failure))
     return watch.outcome(TrialState.COMPLETE)
@@ -197,13 +197,13 @@ def _wrong_output(sample: PromptSample) -> str:
     return f"{wrong} of {batch.count} outputs for tuning batch {sample.prompt} differ from plain decoding{tie}"
 
 
-def describe_failure(failure: Exception) -> str:
+def describe_failure(failure: BaseException) -> str:
     """Return the first line of the failure's message, for a table; what is no text in it becomes a question mark."""
     name = "" if isinstance(failure, _NotLosslessError) else f"{type(failure).__name__}: "
     message = name + first_line(failure, default="no message")
     return message.encode("utf-8", errors="replace").decode("utf-8")
 
 
-def _free_memory(failure: Exception) -> None:
+def _free_memory(failure: BaseException) -> None:
     if isinstance(failure, torch.OutOfMemoryError) and torch.cuda.is_available():
         torch.cuda.empty_cache()

@@ -121,10 +121,11 @@ def test_a_numerical_tie_does_not_fail_the_trial(tmp_path: Path) -> None:
         (torch.OutOfMemoryError("CUDA out of memory.\nTried to"), "OutOfMemoryError: CUDA out of memory."),
         (ValueError(""), "ValueError: no message"),
         (OSError("no file \ud800"), "OSError: no file ?"),
+        (SystemExit(3), "SystemExit: 3"),
     ],
 )
 def test_a_trial_that_raises_is_recorded_and_the_search_goes_on(
-    tmp_path: Path, failure: Exception, reason: str
+    tmp_path: Path, failure: BaseException, reason: str
 ) -> None:
     def answer(wanted: Candidate, index: int) -> PromptSample:
         if wanted.draft.skip_attention == (4,):
