@@ -31,6 +31,7 @@ from decoding.deploy.mismatch import (
     check_choice,
     check_depth,
     check_target,
+    compiled_model,
     unmeasured_setting,
 )
 from decoding.deploy.registry import fetch_profile, is_address
@@ -216,6 +217,8 @@ class ProfileDecoder:
                 self._modules = modules
                 self._decoder = self._fitting(model, lambda: self._target_of(model), lambda: Target(model))
                 if self.plain_because is None and (remark := unmeasured_setting(self.profile, model)) is not None:
+                    self._warn(remark)
+                if (remark := compiled_model(model)) is not None:
                     self._warn(remark)
             return self._decoder
 

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from decoding.errors import ExitHeadError, TargetMismatchError, UnsupportedModelError, UnsupportedRunnerError
 from decoding.fingerprint import fingerprint
 from decoding.profile import DraftProfile
+from decoding.target.parts import has_compiled_forward
 
 OnMismatch = Literal["error", "warn", "plain"]
 """What happens with a profile that does not fit.
@@ -68,6 +69,17 @@ def unmeasured_setting(profile: DraftProfile, model: PreTrainedModel) -> str | N
     return (
         f"profile {profile.name!r} is used in another setting than it was measured in: {differences}. Its speed-up may not hold "
         "here: measure it with `sdtune bench`, or tune again with `sdtune search`"
+    )
+
+
+def compiled_model(model: PreTrainedModel) -> str | None:
+    """Return one line that says that the model, or a module in it, is compiled, or None."""
+    # torch has no public way to ask.
+    if not any(module._compiled_call_impl is not None or has_compiled_forward(module) for module in model.modules()):
+        return None
+    return (
+        "the model is compiled, wholly or in part: drafts run other parts of it, for which what was compiled is left out, or "
+        "compiled again. Give the model uncompiled: a profile's runner 'static' compiles the blocks itself"
     )
 
 

@@ -227,12 +227,19 @@ class _Blocks(nn.ModuleList):
         return super().__getitem__(index)
 
 
+def has_compiled_forward(module: nn.Module) -> bool:
+    """Return True after `module.forward = torch.compile(module.forward)`."""
+    return hasattr(module.__dict__.get("forward"), "_torchdynamo_orig_callable")
+
+
 def shallow_copy(module: nn.Module) -> nn.Module:
-    """Return a module of the same class that shares everything but its table of children."""
-    twin = copy.copy(module)
+    """Return a module of the same class that shares everything but its table of children, and is not compiled."""
+    twin = copy.copy(module)  # without what `module.compile()` made
     twin.__dict__["_modules"] = dict(module._modules)
     hooked = module.__dict__.get("forward")
-    if isinstance(hooked, functools.partial) and hooked.args[:1] == (module,):
+    if has_compiled_forward(module):
+        del twin.__dict__["forward"]  # it is bound to the module: the copy would run the module's children, not its own
+    elif isinstance(hooked, functools.partial) and hooked.args[:1] == (module,):
         # accelerate replaces `forward` by a partial that holds the module (device_map): let it hold the copy instead.
         twin.__dict__["forward"] = functools.partial(hooked.func, twin, *hooked.args[1:], **hooked.keywords)
         if "_old_forward" in twin.__dict__:

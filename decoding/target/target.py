@@ -32,7 +32,16 @@ from decoding.target.feature_head import FeatureBlock, FeatureHead
 from decoding.target.feature_view import FeatureView, unrolled
 from decoding.target.fused import tied_addresses, with_fused_projections
 from decoding.target.kernel_attention import with_kernel_attention
-from decoding.target.parts import LMHead, ModelPart, find_lm_head, run_whole, with_blocks, with_fast_linears, without
+from decoding.target.parts import (
+    LMHead,
+    ModelPart,
+    find_lm_head,
+    run_whole,
+    shallow_copy,
+    with_blocks,
+    with_fast_linears,
+    without,
+)
 from decoding.target.quantised import QuantisedLayers, is_plain_linear
 from decoding.target.stand_ins import Emit, FixedShapes, Head, Identity, PassState, Tap, first_of
 from decoding.target.varlen import find_kernel, with_varlen_attention
@@ -59,7 +68,8 @@ class Target:
         self.model = model.eval()
         self.config: Any = model.config.get_text_config()
         refuse_recurrent_state(self.config)
-        self.anatomy = examine(model, self.config)
+        # A copy: two tokens are not worth the compilation of a model that the user has compiled.
+        self.anatomy = examine(shallow_copy(model), self.config)
         self._rope_change = find_rope_change(self.config)
         self._mask_kinds, self._unbatchable_reason = _mask_kinds_of(self.config, self.dtype, self.anatomy)
         self.runner: Runner = self._build_runner(runner, exact_width)
