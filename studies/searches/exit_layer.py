@@ -23,6 +23,7 @@ from studies.searches.exits import check_exits, exits_with_head
 
 NOTHING = "draft nothing"
 """The choice of plain decoding, beside the exits."""
+KEPT_FORECASTS = "forecasts"
 
 
 class ExitLayerSettings(StudySettings):
@@ -57,17 +58,32 @@ class ExitLayer(Study):
     name = "exit_layer"
     Settings = ExitLayerSettings
 
-    def __init__(self, problem: Problem, settings: ExitLayerSettings, forecasts: Sequence[ExitForecast]) -> None:
+    def __init__(
+        self,
+        problem: Problem,
+        settings: ExitLayerSettings,
+        forecasts: Sequence[ExitForecast],
+        *,
+        has_short_names: bool = False,
+    ) -> None:
         super().__init__(problem, settings)
         self._forecasts = list(forecasts)
-        self._choices = {_label(each.draft): each for each in promising(self._forecasts, settings.num_promising)}
+        exits = promising(self._forecasts, settings.num_promising)
+        self._name = _short_name if has_short_names else _name
+        exits.sort(key=lambda each: _short_name(each.draft) if has_short_names else _place(each.draft))
+        self._choices = {self._name(each.draft): each for each in exits}
         self._best: TrialRecord | None = None
 
     @classmethod
     def create(cls, problem: Problem, settings: Any, kept: Any = None) -> ExitLayer:
-        """Return the study with a forecast of every exit, or with the forecasts that were kept."""
+        """Return the study with a forecast of every exit, or with the forecasts that were kept.
+
+        Optuna takes no other values of a parameter in a stored study, so one that was stored with short names of exits keeps them.
+        """
+        if isinstance(kept, list):  # a study stored before exits were named in words
+            return cls(problem, settings, _FORECASTS.validate_python(kept), has_short_names=True)
         if kept is not None:
-            return cls(problem, settings, _FORECASTS.validate_python(kept))
+            return cls(problem, settings, _FORECASTS.validate_python(kept[KEPT_FORECASTS]))
         drafts = _drafts(problem, settings)
         return cls(problem, settings, forecast_exits(problem, drafts, settings.max_tokens) if drafts else [])
 
@@ -81,12 +97,12 @@ class ExitLayer(Study):
             space={**self.settings.identity(), "head_files": head_files},
             sampler=rule_sampler(self.problem.seed),
             starts=self._starts(),
-            kept=_FORECASTS.dump_python(self._forecasts, mode="json"),
+            kept={KEPT_FORECASTS: _FORECASTS.dump_python(self._forecasts, mode="json")},
         )
 
     def propose(self, trial: optuna.Trial) -> tuple[Candidate, dict[str, Any]]:
         """Return an exit, a rule and its parameters, as Optuna suggests them; the notes hold the forecast."""
-        choice = trial.suggest_categorical("exit", [NOTHING, *sorted(self._choices)])
+        choice = trial.suggest_categorical("exit", [NOTHING, *self._choices])
         if choice == NOTHING:
             return Candidate(draft=PlainDecoding(), draft_length=Fixed()), {}
         forecast = self._choices[choice]
@@ -134,7 +150,7 @@ class ExitLayer(Study):
         starts = [self._start(forecast) for forecast in best_first[: self.settings.num_promising]]
         starts.insert(1, {"exit": NOTHING})
         if best_first:
-            first = _label(best_first[0].draft)
+            first = self._name(best_first[0].draft)
             rules = [RULES[name](rule=name) for name in self.settings.rules if name != "fixed"]
             starts += [{"exit": first, **rule_parameters(rule, self.settings.max_tokens)} for rule in rules]
         starts += [self._start(forecast) for forecast in best_first[self.settings.num_promising :]]
@@ -145,7 +161,7 @@ class ExitLayer(Study):
         rule = forecast.rule
         if rule.rule not in self.settings.rules:
             rule = RULES[self.settings.rules[0]](rule=self.settings.rules[0])
-        return {"exit": _label(forecast.draft), **rule_parameters(rule, self.settings.max_tokens)}
+        return {"exit": self._name(forecast.draft), **rule_parameters(rule, self.settings.max_tokens)}
 
 
 def promising(forecasts: list[ExitForecast], count: int) -> list[ExitForecast]:
@@ -173,5 +189,14 @@ def _drafts(problem: Problem, settings: ExitLayerSettings) -> list[EarlyExit]:
     return drafts
 
 
-def _label(draft: EarlyExit) -> str:
+def _place(draft: EarlyExit) -> tuple[int, bool]:
+    return draft.exit_layer, draft.head is not None
+
+
+def _name(draft: EarlyExit) -> str:
+    """Return the exit as a value of a parameter, as Optuna's dashboard shows it."""
+    return f"layer {draft.exit_layer}, {'trained head' if draft.head else 'no head'}"
+
+
+def _short_name(draft: EarlyExit) -> str:
     return f"{draft.exit_layer} {'block' if draft.head else 'none'}"

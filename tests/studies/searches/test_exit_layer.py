@@ -16,7 +16,7 @@ from decoding.target import Target
 from studies.contract import Candidate, Problem, Study, TrialState
 from studies.rule_space import DEFAULT_RULES
 from studies.searches.exit_forecast import ExitForecast
-from studies.searches.exit_layer import NOTHING, ExitLayer, ExitLayerSettings, promising
+from studies.searches.exit_layer import KEPT_FORECASTS, NOTHING, ExitLayer, ExitLayerSettings, promising
 from studies.searches.registry import create_study
 from tests.support.records import record
 from tests.support.tiny import tiny_target
@@ -63,7 +63,7 @@ HEADS = {layer: head_draft(layer) for layer in (1, 2, 3, 4)}
 
 def study_of(target: Target, forecasts: list[ExitForecast] = FORECASTS, **settings: Any) -> ExitLayer:
     """A study that has kept these forecasts."""
-    kept = [each.model_dump(mode="json") for each in forecasts]
+    kept = {KEPT_FORECASTS: [each.model_dump(mode="json") for each in forecasts]}
     problem = Problem(target, (), (), earlier={}, seed=0, head_drafts=HEADS)
     return ExitLayer.create(problem, ExitLayerSettings(**settings), kept)
 
@@ -82,12 +82,12 @@ def begun(study: ExitLayer) -> list[Candidate]:
     return [study.propose(stored.ask())[0] for _ in study.setup().starts]
 
 
-def choices(study: ExitLayer) -> set[str]:
+def choices(study: ExitLayer) -> list[str]:
     trial = optuna.create_study().ask()
     study.propose(trial)
     exits = trial.distributions["exit"]
     assert isinstance(exits, CategoricalDistribution)
-    return {str(choice) for choice in exits.choices}
+    return [str(choice) for choice in exits.choices]
 
 
 def test_it_begins_with_the_best_forecast_then_nothing_then_the_others(target: Target) -> None:
@@ -109,9 +109,27 @@ def test_it_begins_with_the_best_forecast_then_nothing_then_the_others(target: T
 
 def test_neighbours_of_the_promising_exits_may_be_chosen_and_no_others(target: Target) -> None:
     study = study_of(target, num_promising=2)
-    assert choices(study) == {NOTHING, "2 block", "1 block", "3 block", "6 none", "5 none", "7 none"}
+    with_head, without = ("trained head", "no head")
+    layers = [(1, with_head), (2, with_head), (3, with_head), (5, without), (6, without), (7, without)]
+    assert choices(study) == [NOTHING, *(f"layer {layer}, {head}" for layer, head in layers)]
     assert [each.draft.exit_layer for each in promising(FORECASTS, 1)] == [2, 1, 3]
     assert len(promising(FORECASTS, 99)) == len(FORECASTS)
+
+
+def test_a_study_stored_with_short_names_of_exits_goes_on_with_them(target: Target) -> None:
+    forecasts = [forecast(9, 1.5), forecast(9, 1.4, head=True), forecast(2, 1.3), forecast(10, 1.2)]
+    kept = [each.model_dump(mode="json") for each in forecasts]
+    problem = Problem(target, (), (), earlier={}, seed=0, head_drafts=HEADS)
+    study = ExitLayer.create(problem, ExitLayerSettings(), kept)
+    assert choices(study) == [
+        NOTHING,
+        "10 none",
+        "2 none",
+        "9 block",
+        "9 none",
+    ]  # their order then, which Optuna compares
+    assert begun(study)[0].draft == forecasts[0].draft
+    assert study.setup().space == study_of(target, forecasts).setup().space, "one search, so it is resumed"
 
 
 def test_neighbours_are_those_considered_however_far_apart() -> None:
