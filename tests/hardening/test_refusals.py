@@ -20,7 +20,7 @@ from decoding.drafts import LayerSkip
 from decoding.errors import ProfileError
 from tests.support.profiles import save_profile
 from tests.support.refusals import refused
-from tests.support.tiny import save_tiny_checkpoint
+from tests.support.tiny import save_tiny_checkpoint, write_tiny_prompts
 from tuner.addresses import without_password
 from tuner.cli.main import main
 from tuner.cli.progress_bar import TerminalProgress
@@ -121,12 +121,14 @@ def test_documents_that_grow_without_end_are_refused(tmp_path: Path, text: str) 
         read_mapping(path, what="profile", error=ProfileError)
 
 
-def test_passwords_are_not_shown() -> None:
+def test_passwords_are_not_shown(tmp_path: Path, checkpoint: Path) -> None:
     assert without_password("postgresql://me:p@ss@host/db") == "postgresql://me:***@host/db"
     assert without_password("https://host:5000/a@b") == "https://host:5000/a@b"
-    result = CliRunner().invoke(
-        main, ["search", "--model", "m", "--dataset", "d", "--storage", "nodb://me:secret@host/db"]
-    )
+    prompts = write_tiny_prompts(tmp_path / "prompts.jsonl", count=60)
+    places = ["--tracking-uri", f"sqlite:///{tmp_path / 'mlflow.db'}", "--out", str(tmp_path / "p.yaml")]
+    search = ["search", "--model", str(checkpoint), "--dataset", str(prompts), "--threads", "1", *places]
+    result = CliRunner().invoke(main, [*search, "--storage", "nodb://me:secret@host/db"])
+    refused(result, "cannot open the storage", "nodb://me:***@host/db")
     assert "secret" not in result.output
 
 

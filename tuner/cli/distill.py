@@ -67,7 +67,7 @@ def distill(config_file: Path | None, dry_run: bool, overwrite: bool, **flags: A
     """
     settings = {name: flags.pop(name) for name in DistillSettings.model_fields}
     config = load_config(config_file, flags, settings)
-    check_names(model=config.model, dataset=config.dataset)
+    check_names(model=config.model, revision=config.revision, dataset=config.dataset)
 
     from tuner.heads.distill import distil_and_track, prepare
     from tuner.heads.report import heads_table

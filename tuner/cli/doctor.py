@@ -36,7 +36,7 @@ def doctor(**flags: Any) -> None:
     whose weights do not fit is not loaded.
     """
     settings = settings_from(DoctorSettings, flags)
-    check_names(model=settings.model)
+    check_names(model=settings.model, revision=settings.revision)
 
     from decoding.probe import probe
     from tuner.inputs.models import load

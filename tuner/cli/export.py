@@ -49,7 +49,7 @@ def export(profile: Path, **flags: Any) -> None:
       sdtune export profile.yaml --to hf --out llama-hf --drop bits
     """
     settings = settings_from(ExportSettings, {**flags, "profile": profile})
-    check_names(profile=settings.profile)
+    check_names(profile=settings.profile, model=settings.model)
 
     from tuner.export.run import export as write_export
 

@@ -16,7 +16,6 @@ from tuner.cli.options import GroupedCommand, GroupedOption, options_of
 from tuner.cli.prompt_sample import print_sample
 from tuner.cli.terminal import CONFIG_OPTION, print_facts, progress_on_stderr, quieten_optuna, use_threads
 from tuner.config import SearchConfig, load_config
-from tuner.output_paths import check_writable
 from tuner.stage_clock import StageClock, spoken
 
 if TYPE_CHECKING:
@@ -65,8 +64,7 @@ def search(
     """
     clock = StageClock()
     config = load_config(config_file, flags, {"timeout": distill_timeout})
-    check_names(model=config.model, dataset=config.dataset)
-    check_writable(config.out)
+    check_names(model=config.model, revision=config.revision, dataset=config.dataset, out=config.out)
 
     from tuner.search.held_out import results_table
     from tuner.search.memory_plan import memory_table, plan_memory, search_time

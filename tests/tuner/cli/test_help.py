@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -45,6 +46,7 @@ CHEAP = [
     ("search", "--model", "/no/such/model", "--dataset", "gsm8k"),
     ("search", "--model", "gpt2", "--dataset", "none.jsonl"),
     ("search", "--model", "gpt2", "--dataset", "gsm8k", "--out", "no/such/folder/p.yaml"),
+    ("search", "--model", "no/such-model", "--dataset", "gsm8k"),
     ("distill", "--model", "./none", "--dataset", "gsm8k"),
     ("doctor", "--model", "/no/such/model"),
     ("generate", "--profile", "none.yaml", "--prompt", "a"),
@@ -66,6 +68,7 @@ def ends() -> dict[tuple[str, ...], tuple[str, str]]:
         text=True,
         check=False,
         timeout=120,
+        env={**os.environ, "HF_HUB_OFFLINE": "1"},
     )
     assert done.returncode == 0, done.stderr
     return {command: (shown, ended) for command, (shown, ended) in zip(commands, json.loads(done.stdout), strict=True)}
