@@ -199,6 +199,14 @@ class Study(ABC):
     def observe(self, record: TrialRecord) -> None:  # noqa: B027 - the sampler may keep all state
         """Learn how a trial ended. Also called for each stored trial on resume, oldest first."""
 
+    def proposes_beside(self, pending: Sequence[Candidate]) -> bool:
+        """Return True if `propose` may be called while these candidates are measured, and take them into account.
+
+        Asked before each proposal while trials are running on several devices. A study whose next candidate follows from the trial
+        before answers False, and its trials run one after another.
+        """
+        return False
+
     def finished(self) -> str | None:
         """Return the reason that nothing is left to try, or None. Limits are applied by `studies.limits`."""
         return None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import optuna
@@ -37,6 +37,10 @@ class Limited(Study):
         if record.speedup is not None and record.repeat_of is None and record.speedup > self._best:
             self._best, self._last_improvement = record.speedup, self._num_trials
         self._study.observe(record)
+
+    def proposes_beside(self, pending: Sequence[Candidate]) -> bool:
+        """Return the answer of the wrapped study while the limit of trials leaves room for another one."""
+        return self._num_trials + len(pending) < self._max_trials and self._study.proposes_beside(pending)
 
     def finished(self) -> str | None:
         """Return the reason of the trial limit, the wrapped study, or patience, in this order."""

@@ -72,7 +72,9 @@ class GuidedSearch:
         self._complete: dict[str, Prediction] = {}
         self._incumbent: str | None = None
         self._num_trials = self._last_improvement = 0
-        self._next: tuple[int, int, Choice | None] | None = None
+        self._pending: dict[str, Prediction] = {}
+        """By key: candidates that are measured now, on other devices."""
+        self._next: tuple[tuple[int, int, frozenset[str]], Choice | None] | None = None
         self.add(pool)
 
     def add(self, drafts: Iterable[Draft]) -> list[Draft]:
@@ -83,6 +85,10 @@ class GuidedSearch:
         if added:
             self._last_improvement = self._num_trials
         return added
+
+    def propose_beside(self, pending: Iterable[Candidate]) -> None:
+        """From now on choose candidates to be measured beside these."""
+        self._pending = {each.key: self.predictor.predict(each.draft, each.draft_length) for each in pending}
 
     def sampler(self) -> optuna.samplers.BaseSampler:
         """Return a sampler that gives the next trial the parameters of the chosen candidate."""
@@ -105,6 +111,7 @@ class GuidedSearch:
     def observe(self, record: TrialRecord) -> None:
         """Learn the error of a prediction from its trial."""
         self._num_trials += 1
+        self._pending.pop(record.candidate.key, None)
         draft, measurement = record.candidate.draft, record.measurement
         prediction = self.predictor.predict(draft, record.candidate.draft_length)
         self._known.add(record.candidate.key)
@@ -166,27 +173,28 @@ class GuidedSearch:
 
     def choose(self) -> Choice | None:
         """Return the candidate to measure next, or None if every considered one is measured."""
-        now = self._num_trials, len(self.pool)
-        if self._next is None or self._next[:2] != now:
-            self._next = (*now, self._choose())
-        return self._next[2]
+        now = self._num_trials, len(self.pool), frozenset(self._pending)
+        if self._next is None or self._next[0] != now:
+            self._next = now, self._choose()
+        return self._next[1]
 
     def _choose(self) -> Choice | None:
-        fresh = [each for each in self._considered() if not self._is_known(each)]
+        residual = self._residual.believing(list(self._pending.values()))
+        fresh = [each for each in self._considered(residual) if not self._is_known(each)]
         if not fresh:
             return None
-        corrected, spread = self._residual.corrected(fresh)
+        corrected, spread = residual.corrected(fresh)
         index = int(np.argmax(corrected * np.exp(OPTIMISM * spread)))
         within_reach = float(np.max(corrected * np.exp(REACH * spread)))
         return Choice(fresh[index], float(corrected[index]), within_reach)
 
-    def _considered(self) -> list[Prediction]:
+    def _considered(self, residual: Residual) -> list[Prediction]:
         """Return the candidates worth a look, measured or not.
 
         On each draft the best usual rules and every rule's defaults; on the best drafts random settings; near the best measured
         rule random neighbours.
         """
-        stream = np.random.default_rng([self._seed, self._num_trials])
+        stream = np.random.default_rng([self._seed, self._num_trials + len(self._pending)])
         most = self.predictor.max_tokens
         usual_rules_asked = [each for each in usual_rules(most) if each.rule in self._rules]
         defaults = [self._within(RULES[name](rule=name)) for name in self._rules]
@@ -199,7 +207,7 @@ class GuidedSearch:
             )
         considered = [prediction for of_draft in on_each for prediction in of_draft]
         if on_each:
-            corrected, _ = self._residual.corrected([of_draft[0] for of_draft in on_each])
+            corrected, _ = residual.corrected([of_draft[0] for of_draft in on_each])
             for index in np.argsort(-corrected, kind="stable")[:DRAWN_ON]:
                 drawn = [draw_rule(name, most, stream) for name in self._rules for _ in range(DRAWN)]
                 considered += self.predictor.predict_all(self.pool[index], drawn)
@@ -214,9 +222,15 @@ class GuidedSearch:
         return rule.model_copy(update={"max_tokens": min(rule.max_tokens, self.predictor.max_tokens)})
 
     def _is_known(self, prediction: Prediction) -> bool:
-        """Return whether the candidate was measured, or another rule with the same rounds on the surveyed sequences."""
+        """Return whether the candidate was measured, or another rule with the same rounds on the surveyed sequences.
+
+        What is measured now counts as measured.
+        """
         key = Candidate(draft=prediction.draft, draft_length=prediction.rule).key
-        return key in self._known or (prediction.draft, prediction.replayed) in self._behaviours
+        behaviour = prediction.draft, prediction.replayed
+        if key in self._known or key in self._pending or behaviour in self._behaviours:
+            return True
+        return any((each.draft, each.replayed) == behaviour for each in self._pending.values())
 
     def _chosen(self) -> Choice:
         choice = self.choose()

@@ -46,6 +46,24 @@ class Residual:
         errors = [math.log(measured / predicted) for predicted, measured in self._pairs]
         self._process.fit(np.array(self._inputs), np.array(errors))
 
+    def believing(self, pending: Sequence[Prediction]) -> Residual:
+        """Return a correction that takes the corrected predictions of running trials for their results.
+
+        Near them the spread is then as small as if they had ended, so that another candidate is chosen ("kriging believer",
+        Ginsbourger, Le Riche and Carraro, 2010).
+        """
+        if not pending:
+            return self
+        believed, _ = self.corrected(pending)
+        other = Residual()
+        other._inputs = [*self._inputs, *map(_features, pending[:-1])]
+        other._pairs = [
+            *self._pairs,
+            *zip((each.speedup for each in pending[:-1]), believed[:-1].tolist(), strict=True),
+        ]
+        other.learn(pending[-1], float(believed[-1]))
+        return other
+
     def corrected(self, predictions: Sequence[Prediction]) -> tuple[np.ndarray, np.ndarray]:
         """Return the corrected speed-ups [predictions] and the standard deviation [predictions] of their logarithm.
 

@@ -72,6 +72,10 @@ class DraftLength(Study):
         rule = suggest_rule(trial, self.settings.rules, self.settings.max_tokens)
         return Candidate(draft=self._drafts[rank], draft_length=rule), {"draft_rank": rank}
 
+    def proposes_beside(self, pending: Sequence[Candidate]) -> bool:
+        """Return True: Optuna's TPE counts running trials as slow ones ("constant liar")."""
+        return True
+
     def finished(self) -> str | None:
         """Return a reason if there is no draft to search with."""
         if self._drafts:

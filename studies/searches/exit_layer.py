@@ -114,6 +114,10 @@ class ExitLayer(Study):
         }
         return Candidate(draft=forecast.draft, draft_length=rule), notes
 
+    def proposes_beside(self, pending: Sequence[Candidate]) -> bool:
+        """Return True: Optuna's TPE counts running trials as slow ones ("constant liar")."""
+        return True
+
     def observe(self, record: TrialRecord) -> None:
         """Remember the best trial; the sampler decides what to try next."""
         best = self._best.speedup if self._best is not None else 0.0

@@ -169,12 +169,17 @@ class Predicted(Study):
         self._note_origins(joined, record.notes.get(ORIGINS, ()))
         self._search.add(joined)
         self._rating.is_over |= record.notes[RATED_ALL]
-        self._joined.clear()
+        self._joined = [draft for draft in self._joined if draft not in joined]
         self._num_trials += 1
         if record.measurement is not None and record.repeat_of is None:
             samples = record.measurement.samples
             self._measured_seconds += sum(sample.plain_seconds + sample.draft_seconds for sample in samples)
         self._search.observe(record)
+
+    def proposes_beside(self, pending: Sequence[Candidate]) -> bool:
+        """Return True: the guided search chooses candidates unlike those that are measured now."""
+        self._search.propose_beside(pending)
+        return True
 
     def finished(self) -> str | None:
         """Return a reason if there is no draft to search, or the guided search's reason once nothing is left to rate."""

@@ -110,3 +110,7 @@ class WholeSpace(Study):
         draft = self._drafts.draft(trial)
         rule = suggest_rule(trial, self.settings.rules, self.settings.max_tokens)
         return Candidate(draft=draft, draft_length=rule), {}
+
+    def proposes_beside(self, pending: Sequence[Candidate]) -> bool:
+        """Return True: TPE counts running trials as slow ones ("constant liar"), and random search needs no results."""
+        return True

@@ -321,6 +321,10 @@ class StoredStudy:
         self._records[trial.number] = record
         self._tell(trial.number, record)
 
+    def correct_report(self, trial: optuna.Trial, *, step: int, value: float) -> None:
+        """Replace a value that was reported for a step of a running trial, which `trial.report` would keep."""
+        trial.storage.set_trial_intermediate_value(trial._trial_id, step, value)
+
     def abandon(self, trial: optuna.Trial) -> None:
         """Close a trial that ends without a record."""
         self._close(trial.number, None)

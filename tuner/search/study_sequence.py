@@ -5,24 +5,26 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 from uuid import uuid4
 
 from decoding.drafts import EarlyExit
-from studies.contract import Candidate, Problem, Study, TrialRecord, best_trials
+from studies.contract import Problem, Study, TrialRecord, best_trials
 from studies.costs.table import CostTable
-from studies.measurement import Measurement
 from studies.searches.registry import create_study
+from tuner.executors.contract import Executor, Work
+from tuner.executors.local import LocalExecutor
 from tuner.freed_memory import freed_blocks_kept, large_blocks_given_back
-from tuner.measuring.contract import Measuring, OnSample
 from tuner.measuring.paired import Bench
 from tuner.progress import Progress
+from tuner.search.budget import Budget
 from tuner.search.deployment import RuledBench
 from tuner.search.problem import build_problem
 from tuner.search.steps import Steps
 from tuner.search.storage import StoredStudy, StudyStore
 from tuner.search.task import Task
 from tuner.search.time_budget import Reserve, TimedBudget
-from tuner.search.trials import Budget, run_study
+from tuner.search.trials import run_study
 from tuner.stage_clock import Stage, StageClock
 from tuner.tracking import Tracker
 
@@ -87,15 +89,17 @@ class StudySequence:
         study, stored = self._open(name, share)
         self._show_earlier(name, stored.records())
         indices = self._bench.indices[: config.samples_per_trial]
-        deployment = self._task.deployment
-        ruled = self._bench if deployment is None else RuledBench(self._bench, deployment.rules)
-        bench = StagedBench(ruled, self._time.clock)
+        executor = StagedExecutor(self._executor(), self._time.clock)
         # The last study may use what race and confirmation can do without until it has a result: nothing comes after it.
         wanted = stored.records if studies_left == 1 else self._store.records
-        _, why = run_study(study, stored, bench, indices, self._budget(until, wanted), self._keep)
+        _, why = run_study(study, stored, executor, indices, self._budget(until, wanted), self._keep)
         end = StudyEnd("; ".join([why, *study.remarks()]), dict(study.expected()))
         self._progress.say(f"{name}: {end.why}")
         return end
+
+    def _executor(self) -> Executor:
+        deployment = self._task.deployment
+        return LocalExecutor(self._bench if deployment is None else RuledBench(self._bench, deployment.rules))
 
     def _budget(self, until: float, wanted: Callable[[], list[TrialRecord]]) -> Budget:
         """Return the budget of a study that ends when `until` seconds of the search are left.
@@ -175,25 +179,23 @@ def timed_as_usual(problem: Problem) -> Problem:
     return replace(problem, costs=costs)
 
 
-class StagedBench:
-    """A bench whose measurements are charged to the stage of the trials; see `Measuring`."""
+class StagedExecutor:
+    """An executor whose trials, and the waiting for them, are charged to their stage; see `Executor`."""
 
-    def __init__(self, bench: Measuring, clock: StageClock) -> None:
-        self._bench, self._clock = bench, clock
+    def __init__(self, executor: Executor, clock: StageClock) -> None:
+        self._executor, self._clock = executor, clock
 
     @property
-    def indices(self) -> Sequence[int]:
-        """Indices of the measurable prompts or batches."""
-        return self._bench.indices
+    def num_devices(self) -> int:
+        """Number of trials that can run at a time."""
+        return self._executor.num_devices
 
-    def measure(
-        self, candidate: Candidate, indices: Sequence[int], on_sample: OnSample = lambda sample: None
-    ) -> Measurement:
-        """Measure a candidate at these indices."""
+    def submit(self, number: int, work: Work) -> None:
+        """Run the work of a trial."""
         with self._clock.stage(Stage.TRIALS):
-            return self._bench.measure(candidate, indices, on_sample)
+            self._executor.submit(number, work)
 
-    def warm_up_rule(self, candidate: Candidate, indices: Sequence[int]) -> Candidate:
-        """Return the candidate with its rule warmed up at these indices."""
+    def wait(self) -> tuple[int, Any]:
+        """Return the number and the result of a trial that has ended."""
         with self._clock.stage(Stage.TRIALS):
-            return self._bench.warm_up_rule(candidate, indices)
+            return self._executor.wait()

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from studies.contract import TrialRecord
 from tuner.errors import SearchError
-from tuner.search.trials import Budget
+from tuner.search.budget import Budget
 from tuner.stage_clock import StageClock, spoken
 
 LAST_TRIALS = 3

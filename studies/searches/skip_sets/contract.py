@@ -24,6 +24,9 @@ class Method(ABC):
     whole_blocks: ClassVar[bool] = False
     """True if only whole blocks are skipped, so that the model need not have separate attention and MLP modules."""
 
+    proposes_beside: ClassVar[bool] = False
+    """True if sets may be proposed while others are measured: their choice, by Optuna, takes running trials into account."""
+
     draft_length: ClassVar[DraftLengthRule] = TopProbability(threshold=0.6, max_tokens=12)
     """Rule that its skip sets are measured with, unless the settings name one (ours, as in conf_layers)."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import optuna
@@ -37,6 +38,10 @@ class SkipSets(Study):
         """Count the trial and tell the method."""
         self._num_trials += 1
         self._method.observe(record)
+
+    def proposes_beside(self, pending: Sequence[Candidate]) -> bool:
+        """Return whether the method can choose a set before the running trials have ended."""
+        return self._method.proposes_beside
 
     def finished(self) -> str | None:
         """Return the method's own reason to end."""

@@ -20,7 +20,9 @@ from studies.searches.skip_sets.switches import Switches, odd_blocks
 
 
 class Tpe(Method):
-    """Multivariate TPE; Optuna keeps the state, in the finished trials."""
+    """Multivariate TPE; Optuna keeps the state, in the trials. It counts running ones as slow ("constant liar")."""
+
+    proposes_beside = True
 
     def __init__(self, problem: Problem, settings: SkipSetsSettings) -> None:
         super().__init__(problem, settings)

@@ -53,3 +53,18 @@ def test_pairs_are_kept_in_order() -> None:
     residual.learn(prediction(1.25), 1.5)
     residual.learn(prediction(2.0), 1.75)
     assert residual.pairs == ((1.25, 1.5), (2.0, 1.75))
+
+
+def test_running_trials_narrow_the_spread_near_them_and_move_no_correction() -> None:
+    residual = Residual()
+    for tokens in (1.5, 2.5, 3.5):
+        residual.learn(prediction(1.4, tokens, tokens), 1.3)
+    running, other = prediction(1.5, 6.0, 8.0), prediction(1.5, 1.5, 1.5)
+    believing = residual.believing([running])
+    before, spread = residual.corrected([running, other])
+    after, narrowed = believing.corrected([running, other])
+    assert after == pytest.approx(before, rel=1e-6)
+    assert narrowed[0] < 0.7 * spread[0]
+    assert narrowed[1] > 0.9 * spread[1]
+    assert len(residual.pairs) == 3, "the correction itself has learned nothing"
+    assert residual.believing([]) is residual

@@ -13,8 +13,10 @@ from studies.contract import Candidate, Study, StudySetup, TrialRecord
 from studies.measurement import PromptSample
 from tests.support.benches import ScriptedBench, first_block
 from tests.support.records import candidate, sample
+from tuner.executors.local import LocalExecutor
+from tuner.search.budget import Budget
 from tuner.search.storage import StudyStore, sqlite_url
-from tuner.search.trials import Budget, run_study
+from tuner.search.trials import run_study
 
 NUM_TRIALS, NUM_WORKERS = 12, 3
 
@@ -57,7 +59,9 @@ def test_workers_share_a_study_and_nothing_is_lost_or_doubled(url: str) -> None:
         try:
             stored = store.open(studies[worker], {"model": "a"})
             budget = Budget(NUM_TRIALS, None)
-            run_study(studies[worker], stored, ScriptedBench(_answer), range(2), budget, made[worker].append)
+            run_study(
+                studies[worker], stored, LocalExecutor(ScriptedBench(_answer)), range(2), budget, made[worker].append
+            )
         except BaseException as failure:
             failures.append(failure)
         finally:

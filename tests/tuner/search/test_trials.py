@@ -14,8 +14,11 @@ from studies.contract import Candidate, Study, StudySetup, TrialRecord, TrialSta
 from studies.measurement import BatchTexts, PromptSample
 from tests.support.benches import ScriptedBench, first_block
 from tests.support.records import candidate, sample
+from tuner.executors.local import LocalExecutor
+from tuner.search.budget import Budget
 from tuner.search.storage import StudyStore, sqlite_url
-from tuner.search.trials import NUM_WARM_UP, Budget, run_study
+from tuner.search.trial_run import NUM_WARM_UP
+from tuner.search.trials import run_study
 
 INDICES = range(6)
 
@@ -47,7 +50,9 @@ def _run(
 ) -> tuple[list[TrialRecord], str, Scripted]:
     study = Scripted(sets)
     stored = StudyStore(sqlite_url(tmp_path / "trials.db"), "e").open(study, {})
-    records, ended = run_study(study, stored, bench, INDICES, budget or Budget(None, None), lambda record: None)
+    records, ended = run_study(
+        study, stored, LocalExecutor(bench), INDICES, budget or Budget(None, None), lambda record: None
+    )
     return records, ended, study
 
 
@@ -225,7 +230,7 @@ def test_seconds_of_a_trial_are_those_of_thinking_and_of_measuring(
     monkeypatch.setattr("tuner.search.trials.time", clock)
     stored = StudyStore(sqlite_url(tmp_path / "trials.db"), "e").open(study := Thinking([[3], [4], [3]]), {})
     budget = Budget(None, None)
-    records, _ = run_study(study, stored, ScriptedBench(answer), INDICES, budget, show)
+    records, _ = run_study(study, stored, LocalExecutor(ScriptedBench(answer)), INDICES, budget, show)
     # Learning from a trial (0.5 s) and deciding whether to go on (0.25 s) count with the next trial. A repeat is not measured.
     assert [record.seconds for record in records] == [62.25, 62.75, 2.75]
     assert budget.spent_seconds == 127.75

@@ -9,9 +9,11 @@ from typing import Any
 from studies.contract import Problem, TrialRecord, best_trials
 from studies.searches.registry import STUDIES, compared_searches, create_study
 from tuner.evaluation.planted.problem import DECODING, MAX_TOKENS, PlantedProblem
+from tuner.executors.local import LocalExecutor
 from tuner.progress import Progress
+from tuner.search.budget import Budget
 from tuner.search.storage import StudyStore, sqlite_url
-from tuner.search.trials import Budget, run_study
+from tuner.search.trials import run_study
 
 
 def run_search(
@@ -39,6 +41,8 @@ def run_search(
     study = create_study(study_name, problem, STUDIES[study_name].load().Settings.model_validate(given))
     with TemporaryDirectory() as folder:
         stored = StudyStore(sqlite_url(Path(folder) / "trials.db"), "planted").open(study, {})
-        records, _ = run_study(study, stored, bench, bench.indices, Budget(None, None), lambda record: None)
+        records, _ = run_study(
+            study, stored, LocalExecutor(bench), bench.indices, Budget(None, None), lambda record: None
+        )
     best = best_trials(records, 1, expected=study.expected())
     return (best[0] if best else None), records

@@ -19,12 +19,14 @@ from studies.contract import Study, TrialRecord, best_trials
 from studies.searches.registry import create_study
 from tuner.errors import ConfigError, StorageError
 from tuner.evaluation.searches.rivals import Rival
+from tuner.executors.local import LocalExecutor
 from tuner.measuring.paired import Bench
 from tuner.progress import Progress
+from tuner.search.budget import Budget
 from tuner.search.problem import build_problem
 from tuner.search.storage import PREPARATION, StoredStudy, StudyStore
 from tuner.search.task import Task
-from tuner.search.trials import Budget, run_study
+from tuner.search.trials import run_study
 
 ENDED, INCUMBENTS = "ended", "incumbents"
 
@@ -217,7 +219,7 @@ class SearchRunner:
             self.progress.trial(record, best[0] if best else None)
 
         indices = range(min(self.task.config.prompts_per_trial, len(bench.prompts)))
-        records, why = run_study(study, stored, bench, indices, budget, keep)
+        records, why = run_study(study, stored, LocalExecutor(bench), indices, budget, keep)
         finished_early = why != budget.exhausted(len(records))
         remarks = tuple(study.remarks())
         stored.note(

@@ -28,10 +28,12 @@ from studies.contract import Candidate, Study, StudySetup, TrialRecord
 from studies.measurement import Measurement, PromptSample
 from tuner.databases import sqlite_path
 from tuner.errors import SearchError
+from tuner.executors.local import LocalExecutor
 from tuner.measuring.contract import OnSample
 from tuner.progress import Progress
+from tuner.search.budget import Budget
 from tuner.search.storage import StudyStore
-from tuner.search.trials import Budget, run_study
+from tuner.search.trials import run_study
 
 NUM_PROMPTS, NUM_LAYERS = 4, 1
 START_SECONDS = 600.0
@@ -158,7 +160,9 @@ def work(database: str, experiment: str, num_trials: int, barrier: Barrier | thr
         stored = store.open(study, {})
         barrier.wait(START_SECONDS)
         before = sum(os.times()[:2])
-        run_study(study, stored, PlantedBench(), range(NUM_PROMPTS), Budget(num_trials, None), _note_in(made))
+        run_study(
+            study, stored, LocalExecutor(PlantedBench()), range(NUM_PROMPTS), Budget(num_trials, None), _note_in(made)
+        )
         results.put((made, sum(os.times()[:2]) - before))
         store.close()
     except Exception as failure:  # told to the process that waits for the answer, which raises

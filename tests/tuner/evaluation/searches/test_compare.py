@@ -269,8 +269,8 @@ def test_a_budget_of_tokens_counts_decoded_tokens(compare: Compare, clockwork: C
 def test_earlier_seconds_count_against_the_budget(compare: Compare, clockwork: Clockwork) -> None:
     clockwork.stop_at_trial = 1
     assert compare("random", seeds="1", budget="1h").exit_code == 130
+    from tuner.search.budget import Budget
     from tuner.search.storage import StudyStore, sqlite_url
-    from tuner.search.trials import Budget
 
     spent = StudyStore(sqlite_url(Path("found/searches.db")), "random/seed 0").spent_seconds()
     seen: list[float] = []
