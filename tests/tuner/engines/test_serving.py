@@ -24,7 +24,7 @@ def server(tmp_path: Path) -> str:
 def test_the_engine_answers_within_the_context_and_has_ended_after_it(server: str, tmp_path: Path) -> None:
     client = Client(free_port(), "llama.cpp")
     launch = Launch((server, "--port", str(client.port)))
-    with serving(launch, client, tmp_path / "log", start_seconds=30):
+    with serving(launch, client, tmp_path / "log", start_seconds=300):
         assert client.is_healthy()
         assert client.counters()["llamacpp:spec_decode_num_drafts_total"] == 0
     assert not client.is_healthy()
@@ -34,7 +34,7 @@ def test_an_engine_that_ends_early_is_reported_with_its_own_words(server: str, t
     client = Client(free_port(), "llama.cpp")
     with (
         pytest.raises(EngineError, match=r"status 1 before it answered: error: invalid argument: --broken"),
-        serving(Launch((server, "--broken")), client, tmp_path / "log", start_seconds=30),
+        serving(Launch((server, "--broken")), client, tmp_path / "log", start_seconds=300),
     ):
         pass
 
@@ -56,7 +56,7 @@ def test_the_guard_ends_the_engine_when_its_parent_is_gone() -> None:
         assert process.stdout.readline() == b"on\n"
         process.stdin.close()  # what the end of the parent does
         assert process.stdout.read() == b""
-        assert process.wait(30) == -15 % 256
+        assert process.wait(300) == -15 % 256
 
 
 def test_counters_are_summed_over_labels() -> None:

@@ -46,7 +46,7 @@ def start(database: str, tmp_path: Path) -> Iterator[Start]:
 
 
 def _until(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + 120
+    end = time.monotonic() + 600
     while not condition():
         assert time.monotonic() < end
         time.sleep(0.05)

@@ -65,7 +65,7 @@ def test_a_failure_is_recorded_with_its_cause_and_place_and_the_next_step_runs(
     said: list[tuple[str, str]] = []
     records = StepRecords(tmp_path)
     steps = [Step("one", failing), Step("two", lambda: {"value": 2})]
-    ends = dict.fromkeys(("one", "two"), time.time() + 100)
+    ends = dict.fromkeys(("one", "two"), time.time() + SOON)
     assert run_steps(steps, shared, records, ends, lambda what, name: said.append((what, name))) == 0
     first, second = records.read("one"), records.read("two")
     assert first is not None
@@ -81,7 +81,7 @@ def test_a_spoilt_device_ends_the_process_after_the_record(tmp_path: Path, share
         shared.is_spoilt = True
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
-    records, ends = StepRecords(tmp_path), dict.fromkeys(("one", "two"), time.time() + 100)
+    records, ends = StepRecords(tmp_path), dict.fromkeys(("one", "two"), time.time() + SOON)
     status = run_steps([Step("one", spoil), Step("two", dict)], shared, records, ends, lambda what, name: None)
     assert status == SPOILT_STATUS
     assert records.unfinished(["one", "two"]) == ("one", "two")
@@ -113,15 +113,19 @@ PROCESS = """
 import json, os, signal, sys, time
 order = json.loads(sys.argv[1])
 def say(**event): print(json.dumps(event), flush=True)
-say(started="one")
-{body}
+signal.signal(signal.SIGINT, {on_interrupt})  # before anyone can know that it has started
+try:
+    say(started="one")
+    {body}
+except KeyboardInterrupt: pass
 say(finished="one")
 """
 
 
-def process(tmp_path: Path, body: str) -> ProcessWorker:
-    """Start a process that runs `body` as its only step."""
-    worker = ProcessWorker(tmp_path, {"steps": ["one"]}, (sys.executable, "-c", PROCESS.format(body=body)))
+def process(tmp_path: Path, body: str, on_interrupt: str = "signal.default_int_handler") -> ProcessWorker:
+    """Start a process that runs `body` as its only step; an interrupt ends the step, as in the worker, unless it is ignored."""
+    program = PROCESS.format(body=body, on_interrupt=on_interrupt)
+    worker = ProcessWorker(tmp_path, {"steps": ["one"]}, (sys.executable, "-c", program))
     assert worker.wait(SOON) == Started("one")
     return worker
 
@@ -142,16 +146,15 @@ def test_a_death_is_reported_with_its_signal_and_last_words(tmp_path: Path) -> N
 
 
 def test_an_interrupt_reaches_the_step_as_ctrl_c_does(tmp_path: Path) -> None:
-    handler = "signal.signal(signal.SIGINT, signal.default_int_handler)"  # as the worker does while a step runs
-    worker = process(tmp_path, f"{handler}\ntry: time.sleep(600)\nexcept KeyboardInterrupt: pass")
+    worker = process(tmp_path, "time.sleep(600)")
     assert worker.wait(0.2) is None
     worker.interrupt()
     assert worker.wait(SOON) == Finished("one")
 
 
 def test_a_process_that_ignores_the_interrupt_is_killed_with_what_it_started(tmp_path: Path) -> None:
-    body = "signal.signal(signal.SIGINT, signal.SIG_IGN)\nimport subprocess\nsubprocess.Popen(['sleep', '600'])\ntime.sleep(600)"
-    worker = process(tmp_path, body)
+    body = "import subprocess; subprocess.Popen(['sleep', '600']); time.sleep(600)"
+    worker = process(tmp_path, body, on_interrupt="signal.SIG_IGN")
     worker.interrupt()
     assert worker.wait(0.2) is None
     worker.kill()
@@ -167,7 +170,7 @@ def test_the_worker_s_program_runs_an_order(tmp_path: Path, monkeypatch: pytest.
         "preset": "demo",
         "threads": 1,
         "steps": ["environment"],
-        "deadlines": {"environment": time.time() + 100},
+        "deadlines": {"environment": time.time() + SOON},
     }
     worker = ProcessWorker(tmp_path, order, PROGRAM)
     assert worker.wait(SOON) == Started("environment")
