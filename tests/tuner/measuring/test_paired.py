@@ -62,7 +62,7 @@ def _baseline(max_new_tokens: int, eos_token_ids: frozenset[int], batch_size: in
 
 
 def _bench(
-    *, max_new_tokens: int = 16, eos_token_ids: frozenset[int] = frozenset(), batch_size: int = 1, **options: Any
+    *, max_new_tokens: int = 10, eos_token_ids: frozenset[int] = frozenset(), batch_size: int = 1, **options: Any
 ) -> Bench:
     """Return a bench of its own on texts that are decoded plainly once."""
     return Bench(_target(), _baseline(max_new_tokens, eos_token_ids, batch_size), **options)
@@ -78,7 +78,7 @@ def test_every_candidate_writes_the_text_of_plain_decoding() -> None:
         measured = bench.measure(wanted, range(5))
         assert measured.num_identical == 5
         assert all(
-            s.plain_tokens == s.draft_tokens == 15 for s in measured.samples
+            s.plain_tokens == s.draft_tokens == 9 for s in measured.samples
         )  # the prefill's token is not decoded
         assert all(s.plain_seconds > 0 and s.draft_seconds > 0 for s in measured.samples)
 
@@ -114,7 +114,7 @@ def test_plain_decoding_and_the_candidate_take_turns_in_going_first() -> None:
 def test_seconds_are_what_the_clock_says() -> None:
     clock = LoggingClock(per_token(plain=3.0, drafted=2.0))
     (sample,) = _bench(clock=clock).measure(CANDIDATES[0], [1]).samples
-    assert (sample.plain_seconds, sample.draft_seconds) == (3.0 * 15, 2.0 * 15)
+    assert (sample.plain_seconds, sample.draft_seconds) == (3.0 * 9, 2.0 * 9)
 
 
 def test_the_exit_heads_own_prefill_is_charged_to_the_candidate(
@@ -153,7 +153,7 @@ class ClockOfHeads:
 
 
 def test_samples_carry_categories_and_what_each_round_accepted() -> None:
-    target, ending = tiny_target(), Ending(16)
+    target, ending = tiny_target(), Ending(10)
     categories = ["qa", "qa", "code", None, "code"]
     of_one = decode_baseline(target, PROMPTS, ending, categories=categories)
     measured = Bench(target, of_one).measure(CANDIDATES[0], range(5))
@@ -265,7 +265,7 @@ def timed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def test_costs_of_a_draft_are_measured_once_for_all_rules_that_weigh_them(timed: list[int]) -> None:
-    bench = _bench(max_new_tokens=10)
+    bench = _bench()
     for rule in (BetaThompson(max_tokens=6), CalibratedThompson(max_tokens=6), BetaThompson(max_tokens=3), Fixed()):
         bench.measure(candidate((1, 3), rule), range(2))
     assert timed == [6]
@@ -275,7 +275,7 @@ def test_costs_of_a_draft_are_measured_once_for_all_rules_that_weigh_them(timed:
 
 
 def test_the_same_prompts_in_another_order_know_nothing_of_costs(timed: list[int]) -> None:
-    bench = _bench(max_new_tokens=10)
+    bench = _bench()
     bench.measure(candidate((1, 3), BetaThompson(max_tokens=6)), range(2))
     other = bench.reordered([4, 0, 1, 3, 2])
     assert other.prompts == tuple(bench.prompts[index] for index in (4, 0, 1, 3, 2))
@@ -287,7 +287,7 @@ def test_the_same_prompts_in_another_order_know_nothing_of_costs(timed: list[int
 
 
 def test_costs_that_a_rule_brings_along_are_its_own_alone(timed: list[int]) -> None:
-    bench = _bench(max_new_tokens=10)
+    bench = _bench()
     foreign = RoundCosts(draft_step=7.0, verify=(1.0,) * 9)
     bench.measure(candidate((1, 3), BetaThompson(costs=foreign)), range(2))
     warmed_up = bench.warm_up_rule(candidate((1, 3), BetaThompson()), range(2)).draft_length
@@ -324,7 +324,7 @@ def test_candidates_side_by_side_write_what_they_write_alone(temperature: float)
 
 def test_side_by_side_times_plain_decoding_once_and_rotates_the_order() -> None:
     clock = LoggingClock(per_token())
-    bench = _bench(max_new_tokens=10, clock=clock)
+    bench = _bench(clock=clock)
     seen: list[int] = []
     pair = [candidate((1,), Fixed(max_tokens=2)), candidate((2,), Fixed(max_tokens=3))]
     first, second = bench.side_by_side(pair, range(3), on_sample=lambda sample: seen.append(sample.prompt))
@@ -363,7 +363,7 @@ def test_a_batch_is_its_prompts_together(wanted: Candidate) -> None:
     measured = bench.measure(wanted, bench.indices)
     assert [facts[1:5] for facts in _facts(measured)] == _facts_of_texts(_bench(), wanted, bench.indices)
     assert (measured.num_prompts, measured.num_identical, measured.batch_size) == (4, 4, 2)
-    assert all(sample.identical and sample.plain_tokens == 30 for sample in measured.samples)
+    assert all(sample.identical and sample.plain_tokens == 18 for sample in measured.samples)
 
 
 def test_a_batch_is_decoded_in_lockstep_plainly_too_and_timed_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
