@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 SAMPLES_PER_TENSOR = 64
 
@@ -37,9 +37,12 @@ def fingerprint(model: PreTrainedModel) -> Fingerprint:
     for name, tensor in sorted(model.state_dict().items()):
         weights.update(f"{name} {tuple(tensor.shape)}\n".encode())
         weights.update(_sample(tensor))
-    return Fingerprint(
-        config_sha256=hash_json(_lasting(model.config.to_diff_dict())), weights_sha256=weights.hexdigest()
-    )
+    return Fingerprint(config_sha256=configuration_sha256(model.config), weights_sha256=weights.hexdigest())
+
+
+def configuration_sha256(config: PreTrainedConfig) -> str:
+    """Return the hash of a configuration, without what does not affect the model's output."""
+    return hash_json(_lasting(config.to_diff_dict()))
 
 
 def _lasting(config: Any) -> Any:

@@ -8,9 +8,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from transformers import PreTrainedConfig
+from transformers import AutoConfig, PreTrainedConfig
 
 from decoding.errors import SdtuneError, one_line
+from decoding.fingerprint import configuration_sha256
 from decoding.out_of_memory import is_out_of_memory
 from tuner.errors import ConfigError
 
@@ -66,6 +67,15 @@ def refuse_quantised(name: str, revision: str | None = None) -> None:
         f"{name} is quantised ({method}), which has not been tried with sdtune{needs}: give the checkpoint that it was "
         "quantised from"
     )
+
+
+def checkpoint_configuration(name: str, revision: str | None = None) -> str:
+    """Return the hash of the configuration of the model `name`, before its weights are read.
+
+    Raises `ConfigError` if there is no such model. A loaded model's configuration may differ, as its family may complete it.
+    """
+    with readable(name, "has no configuration of a causal language model"):
+        return configuration_sha256(AutoConfig.from_pretrained(name, revision=revision))
 
 
 def quantisation(config: Mapping[str, Any]) -> str | None:

@@ -90,6 +90,7 @@ def search(
 
 def _tracked(task: Task, store: StudyStore, lease: Lease, progress: Progress, steps: Steps) -> SearchResult:
     """Run a search that no other process works on."""
+    store.check_identity(task.identity)  # before anything is decoded, and before the run of another search is opened
     clock = task.budget.clock
     with clock.stage(Stage.WRITING):
         tracker = _open_tracker(task, store)

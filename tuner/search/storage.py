@@ -32,6 +32,8 @@ FAILURES = (sqlalchemy.exc.SQLAlchemyError, optuna.exceptions.StorageInternalErr
 """Errors of a storage that is locked, full, damaged or unreachable."""
 RECORD = "record"
 IDENTITY = "identity"
+CONFIGURATION = "model_configuration"
+"""Note of a study: hash of the configuration of its model's checkpoint, which is known before the model is loaded."""
 KEPT = "kept"
 PREPARATION = "preparation_seconds"
 METRIC = "speed-up over plain decoding"
@@ -155,6 +157,27 @@ class StudyStore:
             except sqlalchemy.exc.SQLAlchemyError as cause:
                 raise StorageError(f"cannot use the storage {self.url}: {_reason(cause)}") from None
 
+    def check_identity(self, identity: Mapping[str, Any]) -> None:
+        """Raise `StorageError` if a stored study of this experiment was a search with another model, data, device or decoding."""
+        wanted = json.loads(json.dumps(identity))
+        for study in self._studies():
+            known = dict(study.user_attrs.get(IDENTITY, wanted))
+            known.pop("space", None)
+            if differing := _difference(known, wanted):
+                raise self._other(study.study_name, differing)
+
+    def check_configuration(self, configuration: str) -> None:
+        """Raise `StorageError` if a stored study of this experiment had a model of another configuration."""
+        for study in self._studies():
+            if study.user_attrs.get(CONFIGURATION, configuration) != configuration:
+                raise self._other(study.study_name, "model")
+
+    def _other(self, study: str, differing: str) -> StorageError:
+        return StorageError(
+            f"study {study!r} in {self.url} was a search with another {differing}: choose another --experiment or --storage to "
+            "keep the two apart"
+        )
+
     def kept(self, study: str) -> Any:
         """Return `StudySetup.kept` of a stored study, or None if no study of that name is stored."""
         stored = self._whole(study)
@@ -239,10 +262,7 @@ class StudyStore:
             # Last, so that a study whose creation was killed is not taken for complete.
             stored.set_user_attr(IDENTITY, json.loads(json.dumps(identity)))
         elif differing := _difference(known, json.loads(json.dumps(identity))):
-            raise StorageError(
-                f"study {stored.study_name!r} in {self.url} was a search with another {differing}: choose another "
-                "--experiment or --storage to keep the two apart"
-            )
+            raise self._other(stored.study_name, differing)
         self._read[stored.study_name] = found = StoredStudy(stored, self.url, self._as_worker)
         if stored.study_name not in self._opened:
             self._opened.append(stored.study_name)
@@ -380,6 +400,20 @@ def elapsed_of(url: str, experiment: str) -> float:
     """
     path = sqlite_path(url)
     return 0.0 if path is not None and not path.exists() else StudyStore(url, experiment).elapsed_before()
+
+
+def refuse_other_configuration(url: str, experiment: str, configuration: str) -> None:
+    """Raise `StorageError` if a stored study of the experiment had a model of another configuration; creates no file."""
+    path = sqlite_path(url)
+    if path is not None and not path.exists():
+        return
+    store = StudyStore(url, experiment)
+    try:
+        store.check_configuration(configuration)
+    except FAILURES as cause:
+        raise unusable(url, cause) from None
+    finally:
+        store.close()
 
 
 def _difference(known: dict[str, Any], wanted: dict[str, Any]) -> str | None:

@@ -21,7 +21,7 @@ from tuner.search.budget import Budget
 from tuner.search.deployment import RuledBench
 from tuner.search.problem import build_problem
 from tuner.search.steps import Steps
-from tuner.search.storage import StoredStudy, StudyStore
+from tuner.search.storage import CONFIGURATION, StoredStudy, StudyStore
 from tuner.search.task import Task
 from tuner.search.time_budget import Reserve, TimedBudget
 from tuner.search.trials import run_study
@@ -131,6 +131,8 @@ class StudySequence:
         seconds = self._time.clock.elapsed - before
         stored = self._store.open(study, self._task.identity, preparation_seconds=seconds)
         stored.note(RUN_ID, self._tracker.run_id)
+        if self._task.configuration is not None:
+            stored.note(CONFIGURATION, self._task.configuration)
         return study, stored
 
     def _show_earlier(self, name: str, earlier: Sequence[TrialRecord]) -> None:

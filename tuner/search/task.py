@@ -21,6 +21,7 @@ from decoding.timing.runner_choice import fastest_runner
 from tuner.config import SearchConfig
 from tuner.errors import ConfigError
 from tuner.heads.distill import num_spare
+from tuner.inputs.checkpoint import checkpoint_configuration
 from tuner.inputs.environment import device_name
 from tuner.inputs.identity import target_identity
 from tuner.inputs.memory import explained_shortage, gigabytes
@@ -36,7 +37,7 @@ from tuner.output_paths import check_folder_writable, check_writable
 from tuner.progress import Progress
 from tuner.search.deployment import Deployment, deployment_of, restricted
 from tuner.search.memory_plan import plan_memory
-from tuner.search.storage import elapsed_of
+from tuner.search.storage import elapsed_of, refuse_other_configuration
 from tuner.search.time_budget import TimeBudget
 from tuner.stage_clock import Stage, StageClock
 
@@ -68,6 +69,8 @@ class Task:
     """What trials, race and confirmation charge in place of real seconds, for checks of the search itself."""
     deployment: Deployment | None = None
     """The engine that the search deploys to; None if production decodes as this process does."""
+    configuration: str | None = None
+    """Hash of the checkpoint's configuration; None for a model that was loaded before."""
 
     @property
     def decoding(self) -> Decoding:
@@ -124,7 +127,10 @@ def _prepared(
     # A search trains exit heads: a feature head is worth its time only to those who ask for it.
     config = config.model_copy(update={"distillation": config.distillation.model_copy(update={"head": "exit"})})
     rows = open_rows(config.dataset, config)
+    configuration = None
     if loaded is None:
+        configuration = checkpoint_configuration(config.model, config.revision)
+        refuse_other_configuration(config.storage, config.resolved_experiment(), configuration)
         loaded = _load_if_it_fits(config, progress)
     config = _with_possible_prefix_reuse(config, loaded.model, progress)
     target = target or choose_target(loaded.model, config, progress)
@@ -151,7 +157,19 @@ def _prepared(
     missing = folder.missing(wanted)
     deployment = deployment_of(config, loaded, target_identity(loaded, target))
     return Task(
-        config, loaded, target, prompts, identity, model, folder, heads, feature, missing, budget, deployment=deployment
+        config,
+        loaded,
+        target,
+        prompts,
+        identity,
+        model,
+        folder,
+        heads,
+        feature,
+        missing,
+        budget,
+        deployment=deployment,
+        configuration=configuration,
     )
 
 

@@ -26,7 +26,11 @@ LEAST_HELD_OUT = 6
 """Held-out prompts, or batches, on which a speed-up is confirmed at least: with fewer an interval says little."""
 LEAST_FINALISTS = 2
 WRITING_SECONDS = 6.0
-"""Seconds for the profile, pictures, report and tracking at the end of a search, unless opening the stores took longer."""
+"""Seconds for the profile, pictures, report and tracking at the end of a search, unless opening the stores took longer.
+
+In three searches on the demo model with three trials each, they took 1.4 to 1.5 s of processor time on one core, and opening the
+stores 2.1 to 2.5 s; the rest is for more trials and slower processors.
+"""
 NUM_TEXTS = 3
 """Held-out prompts on the page of texts. The winner continues those once more whose text differs from plain decoding's."""
 MOST_STOCK = 6

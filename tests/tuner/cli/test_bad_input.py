@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sqlite3
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -11,7 +13,7 @@ from decoding.drafts import LayerSkip
 from decoding.profile import DraftProfile, TargetIdentity
 from tests.support.commands import SearchCommand
 from tests.support.refusals import refused
-from tests.support.tiny import tiny_llama, write_tiny_prompts
+from tests.support.tiny import save_tiny_checkpoint, tiny_llama, write_tiny_prompts
 from tuner.cli.main import main
 
 
@@ -108,10 +110,27 @@ def test_a_damaged_tracking_store(run_search: SearchCommand, workplace: Path) ->
     assert path.read_bytes() == b"not a database " * 300
 
 
-def test_another_dataset_under_the_same_experiment(run_search: SearchCommand, workplace: Path) -> None:
-    assert run_search(trials="1", study="conf_layers").exit_code == 0
-    other = write_tiny_prompts(workplace / "other.jsonl", count=30)
-    refused(run_search(dataset=str(other)), "another data", "--experiment")
+def test_another_search_under_a_used_experiment_changes_nothing(
+    run_search: SearchCommand, workplace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert run_search(trials="1", study="exit_layer", experiment="used").exit_code == 0
+    before = _runs(workplace.parent / "mlflow.db")
+    assert [status for _, status, _ in before][:1] == ["FINISHED"]
+    data = write_tiny_prompts(workplace / "other.jsonl", count=30)
+    weights = save_tiny_checkpoint(workplace / "weights", seed=1)
+    monkeypatch.setattr("tuner.search.run.forecast", None)  # nothing is decoded
+    refused(run_search(dataset=str(data), experiment="used"), "was a search with another data", "--experiment")
+    refused(run_search(model=str(weights), experiment="used"), "was a search with another model", "--experiment")
+    smaller = save_tiny_checkpoint(workplace / "smaller", num_layers=5)
+    monkeypatch.setattr("tuner.search.task.load", None)  # nothing is loaded
+    refused(run_search(model=str(smaller), experiment="used"), "was a search with another model", "--experiment")
+    assert _runs(workplace.parent / "mlflow.db") == before
+
+
+def _runs(database: Path) -> list[tuple[str, str, int]]:
+    """Return name, status and end of each run in MLflow."""
+    with closing(sqlite3.connect(database)) as file:
+        return file.execute("select name, status, end_time from runs order by start_time").fetchall()
 
 
 def _profile(path: Path, **changes: str) -> Path:
