@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 from dataclasses import dataclass
 from ipaddress import ip_address
 from typing import Any
@@ -91,6 +92,17 @@ def api_key_for(host: str) -> str | None:
             "or serve on 127.0.0.1"
         )
     return key
+
+
+def refuse_busy_address(host: str, port: int) -> None:
+    """Raise `ServerError` if `port` of `host` cannot be listened on, before a model is loaded for it."""
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind) as listener:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the server does
+            listener.bind(address)
+    except (OSError, OverflowError) as cause:
+        raise ServerError(f"cannot listen on {host}, port {port} ({cause}): choose another --port or --host") from None
 
 
 def _is_loopback(host: str) -> bool:

@@ -29,9 +29,10 @@ def serve_model(settings: ServeSettings) -> None:
     from decoding.serving.alias_watch import AliasWatch, hand_over
     from decoding.serving.batch import RowDecoder
     from decoding.serving.observations import Observations
-    from decoding.serving.run import ServerLimits, api_key_for, new_service, serve
+    from decoding.serving.run import ServerLimits, api_key_for, new_service, refuse_busy_address, serve
 
     api_key = api_key_for(settings.host)
+    refuse_busy_address(settings.host, settings.port)
     path = Path(local_profile(settings.profile))
     profile = DraftProfile.load(path)
     others_loaded = [load_decoder(local_profile(each)) for each in settings.arm]

@@ -64,6 +64,7 @@ def service(
 
     import uvicorn
 
+    from decoding.serving.run import refuse_busy_address
     from tuner.config import SearchConfig
     from tuner.service.admission import Allowed
     from tuner.service.app import MAX_CONNECTIONS, ServiceSettings, create_service
@@ -73,6 +74,7 @@ def service(
     if not local and not token:
         raise ConfigError(f"--host {host}: other machines could connect: set {TOKEN} to a secret that clients send")
     hosts = ("127.0.0.1", "localhost", "[::1]", host) if local else ("*",)
+    refuse_busy_address(host, port)
     # Checking a configuration imports the studies and torch: now, so that the first client does not wait for that.
     SearchConfig.model_validate({"model": "none", "dataset": "none", "studies": {"joint": {}}})
     jobs = Jobs(database)

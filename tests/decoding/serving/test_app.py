@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,7 +15,7 @@ from decoding.decoder import Decoder, plain_decoder
 from decoding.draft_length import Fixed
 from decoding.drafts import LayerSkip
 from decoding.serving.app import create_app
-from decoding.serving.run import KEY_VARIABLE, ServerError, ServerLimits, api_key_for, new_service
+from decoding.serving.run import KEY_VARIABLE, ServerError, ServerLimits, api_key_for, new_service, refuse_busy_address
 from decoding.serving.service import Service
 from decoding.text import Ending
 from tests.support.tiny import tiny_target, tiny_tokenizer
@@ -269,3 +270,15 @@ def test_a_key_is_needed_beyond_this_machine(monkeypatch: pytest.MonkeyPatch) ->
             api_key_for(host)
     monkeypatch.setenv(KEY_VARIABLE, KEY)
     assert api_key_for("0.0.0.0") == KEY
+
+
+def test_an_address_that_is_taken_is_refused_by_its_port() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(ServerError, match=f"cannot listen on 127.0.0.1, port {port} .*--port"):
+            refuse_busy_address("127.0.0.1", port)
+    refuse_busy_address("127.0.0.1", port)
+    with pytest.raises(ServerError, match=r"cannot listen on 192\.0\.2\.1"):
+        refuse_busy_address("192.0.2.1", port)  # an address of documentation, which no machine has
