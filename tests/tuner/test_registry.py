@@ -227,7 +227,7 @@ def test_a_new_champion_takes_over_from_a_running_server_and_no_request_is_dropp
         told += [arrive(room, request)[1] for request in requests]
         watch.look()
         told += [arrive(room, request)[1] for request in requests]
-        for _ in range(600):
+        for _ in range(6000):
             if all(each.end for each in told) and batch.decoder is not old:
                 break
             assert decoding.is_alive

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -21,7 +22,6 @@ from decoding.profile import DraftProfile
 from tuner.cli.main import main
 from tuner.errors import StorageError, TrackingOutageError
 from tuner.evaluation.hardening.priced_search import STUDIES, SearchPlace, finished_trials, planted_prices
-from tuner.evaluation.serving.processes import free_port
 from tuner.progress import Unwatched
 from tuner.search.run import search
 from tuner.search.task import prepare
@@ -53,9 +53,11 @@ def jobs(tmp_path: Path) -> Iterator[Jobs]:
 def _serving(folder: Path, jobs: Jobs) -> Iterator[Command]:
     """Run the service; yield `sdtune jobs` as a function of its arguments."""
     allowed = Allowed([str(folder / "model")], [str(folder / "prompts.jsonl")])
-    app, port = create_service(jobs, ServiceSettings(allowed, folder / "searches")), free_port()
-    server = uvicorn.Server(uvicorn.Config(app, port=port, log_level="error"))
-    thread = threading.Thread(target=server.run)
+    app = create_service(jobs, ServiceSettings(allowed, folder / "searches"))
+    listener = socket.create_server(("127.0.0.1", 0))  # held from the first: a port that is free now may be taken later
+    port = listener.getsockname()[1]
+    server = uvicorn.Server(uvicorn.Config(app, log_level="error"))
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
     thread.start()
     try:
         _until(lambda: server.started)
@@ -63,6 +65,7 @@ def _serving(folder: Path, jobs: Jobs) -> Iterator[Command]:
     finally:
         server.should_exit = True
         thread.join()
+        listener.close()
 
 
 @contextmanager
@@ -81,7 +84,7 @@ def _working(folder: Path, jobs: Jobs, run: RunJob, beat: float = 0.2) -> Iterat
 
 
 def _until(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + 120
+    end = time.monotonic() + 600
     while not condition():
         assert time.monotonic() < end
         time.sleep(0.05)
