@@ -32,7 +32,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "lookup": {"prompt_lookup_num_tokens": 10},
 }
 NO_EOS: frozenset[int] = frozenset()
-NEW_TOKENS = 24
+NEW_TOKENS = 16
 
 
 @pytest.fixture

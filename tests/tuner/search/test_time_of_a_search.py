@@ -75,9 +75,28 @@ def run_timed(
     return run
 
 
-def test_a_search_ends_in_time_and_says_what_it_cut(run_timed: RunTimed) -> None:
-    result, simulated, told = run_timed(60)
-    assert simulated.now <= 60 * TOLERANCE
+def test_a_search_is_refused_ends_in_time_and_goes_on(run_timed: RunTimed) -> None:
+    """Four runs one after another, as each begins with what the one before it left: too short, enough, spent, and longer."""
+    with pytest.raises(SearchError, match=r"--timeout 30 s is too short for this model: .* give --timeout 60s"):
+        run_timed(30)
+
+    first, simulated, told = run_timed(60)
+    assert simulated.now <= 60 * TOLERANCE, "what was refused costs the next search nothing"
+    _check_a_search_in_time(first, simulated, told)
+
+    with pytest.raises(
+        SearchError, match=r"of --timeout 60 s were spent by earlier runs.*--timeout \S+ goes on"
+    ) as refused:
+        run_timed(60)
+    assert "\n" not in str(refused.value)
+
+    result, simulated, told = run_timed(120)
+    assert "of them by earlier runs" in told.lines[0]
+    assert simulated.now <= (120 - sum(first.stages.values())) * TOLERANCE
+    assert result.cost.num_trials > first.cost.num_trials
+
+
+def _check_a_search_in_time(result: SearchResult, simulated: SimulatedTime, told: Told) -> None:
     assert result.cost.num_trials >= 1
     assert result.confirmed.num_prompts >= 6
     assert any("of 12 held-out prompts, to keep within --timeout" in cut for cut in result.cuts)
@@ -94,29 +113,9 @@ def test_a_search_ends_in_time_and_says_what_it_cut(run_timed: RunTimed) -> None
         )
     ]
     assert sum(result.stages.values()) == pytest.approx(simulated.now)
+    assert result.stages[Stage.PLAIN] > 0
     assert result.stages[Stage.TRIALS] > 0
     assert DraftProfile.load(Path("profile.yaml")).target.num_layers == 6
-
-
-def test_a_time_too_short_for_any_result_is_refused_before_the_prompts_are_decoded(run_timed: RunTimed) -> None:
-    with pytest.raises(SearchError, match=r"--timeout 30 s is too short for this model: .* give --timeout 60s"):
-        run_timed(30)
-    result, simulated, _ = run_timed(60)
-    assert simulated.now <= 60 * TOLERANCE, "what was refused costs the next search nothing"
-    assert result.stages[Stage.PLAIN] > 0
-
-
-def test_a_spent_search_says_how_to_go_on_and_goes_on_from_its_trials(run_timed: RunTimed) -> None:
-    first, _, _ = run_timed(60)
-    with pytest.raises(
-        SearchError, match=r"of --timeout 60 s were spent by earlier runs.*--timeout \S+ goes on"
-    ) as refused:
-        run_timed(60)
-    assert "\n" not in str(refused.value)
-    result, simulated, told = run_timed(120)
-    assert "of them by earlier runs" in told.lines[0]
-    assert simulated.now <= (120 - sum(first.stages.values())) * TOLERANCE
-    assert result.cost.num_trials > first.cost.num_trials
 
 
 def test_the_last_study_has_a_trial_even_if_its_share_is_too_short_for_one(run_timed: RunTimed) -> None:
