@@ -5,12 +5,14 @@ from __future__ import annotations
 import fcntl
 import inspect
 import shutil
+import sqlite3
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
+from sqlalchemy import Engine, event
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from decoding.draft_length import DraftLengthRule, Fixed
@@ -43,6 +45,22 @@ def target(checkpoint: Path) -> Target:
 @pytest.fixture(scope="session")
 def prompts_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_prompts(tmp_path_factory.mktemp("prompts") / "prompts.jsonl")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _no_wait_for_the_disk() -> Iterator[None]:
+    """Let SQLite leave it to the system when a commit reaches the disk: only a power failure would tell the difference.
+
+    A search commits hundreds of times, and waits several milliseconds each time. Processes that tests start do wait.
+    """
+
+    def relax(connection: object, _: object) -> None:
+        if isinstance(connection, sqlite3.Connection):
+            connection.execute("PRAGMA synchronous=OFF")
+
+    event.listen(Engine, "connect", relax)
+    yield
+    event.remove(Engine, "connect", relax)
 
 
 @pytest.fixture(scope="session")
