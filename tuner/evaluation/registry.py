@@ -20,6 +20,7 @@ EVALUATIONS: Mapping[str, str] = MappingProxyType(
         "hardening": "tuner.evaluation.hardening.settings:HardeningEvaluation",
         "passes": "tuner.evaluation.passes.settings:PassesEvaluation",
         "plain-rounds": "tuner.evaluation.plain_rounds.settings:PlainRoundsEvaluation",
+        "arms": "tuner.evaluation.arms.settings:ArmsEvaluation",
         "serving": "tuner.evaluation.serving.settings:ServingEvaluation",
         "service": "tuner.evaluation.service.settings:ServiceEvaluation",
         "gpu": "tuner.evaluation.gpu.settings:GpuEvaluation",

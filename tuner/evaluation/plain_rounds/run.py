@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,18 +9,15 @@ from rich.console import Group
 
 from decoding.arms.arm import Arm
 from decoding.arms.belief import PLAIN
-from decoding.arms.chooser import ArmChooser
 from decoding.arms.decoder import ArmedDecoder
-from decoding.arms.windows import TimedWindow
 from decoding.decode import Request
 from decoding.decoder import Decoder, plain_decoder
 from decoding.deploy import load_decoder
-from decoding.rounds import Prefill, Round
-from decoding.serving.batch import ContinuousBatch, RowDecoder
-from decoding.serving.waiting_room import Job, RequestEnd, WaitingRoom
+from decoding.serving.batch import RowDecoder
 from decoding.text import Ending
 from studies.ratios import Work, speed_ratio
 from tuner.errors import ConfigError
+from tuner.evaluation.continuous import Always, decode_side_by_side
 from tuner.evaluation.contract import Report
 from tuner.evaluation.plain_rounds.settings import PlainRoundsEvaluation
 from tuner.evaluation.tables import new_table
@@ -31,22 +27,6 @@ from tuner.progress import Progress
 from tuner.results import stamped, write_json
 
 WITHOUT, WITH = "no profile", "plain rounds"
-
-
-class PlainOnly(ArmChooser):
-    """Never drafts."""
-
-    def __init__(self) -> None:
-        super().__init__([None])
-        self.arm = PLAIN
-
-    def begin(self, num_running: int) -> int:
-        """Return the arm of plain rounds."""
-        return PLAIN
-
-    def learn(self, window: TimedWindow) -> int:
-        """Return the arm of plain rounds."""
-        return PLAIN
 
 
 def run_and_write(settings: PlainRoundsEvaluation, progress: Progress) -> Report:
@@ -74,13 +54,13 @@ def run_and_write(settings: PlainRoundsEvaluation, progress: Progress) -> Report
 def compare(arm: Arm, requests: Sequence[Request], level: int, num_rounds: int, progress: Progress) -> dict[str, Any]:
     """Decode all requests `num_rounds` times each way, in turns and in alternating order; the first round warms up."""
     plain: Decoder = plain_decoder(arm.decoder.target)
-    ways: dict[str, RowDecoder] = {WITHOUT: plain, WITH: ArmedDecoder([arm], chooser=PlainOnly())}
+    ways: dict[str, RowDecoder] = {WITHOUT: plain, WITH: ArmedDecoder([arm], chooser=Always(PLAIN, 1))}
     units: dict[str, list[tuple[float, int]]] = {name: [] for name in ways}
     num_different = 0
     for number in range(num_rounds + 1):
         texts = {}
         for name in ways if number % 2 else reversed(ways):
-            seconds, texts[name] = _serve(ways[name], requests, level)
+            seconds, texts[name] = decode_side_by_side(ways[name], requests, level)
             if number:
                 units[name].append((seconds, sum(map(len, texts[name]))))
             progress.advance()
@@ -93,33 +73,6 @@ def compare(arm: Arm, requests: Sequence[Request], level: int, num_rounds: int, 
         "seconds": {name: [seconds for seconds, _ in found] for name, found in units.items()},
         "num_different": num_different,
     }
-
-
-def _serve(decoder: RowDecoder, requests: Sequence[Request], level: int) -> tuple[float, list[list[int]]]:
-    """Return the seconds of decoding all requests, `level` at a time, and their tokens."""
-    room, texts = WaitingRoom(len(requests)), [list[int]() for _ in requests]
-    longest = max(len(request.prompt) + request.ending.max_new_tokens for request in requests)
-    batch = ContinuousBatch(decoder, room, num_rows=level, max_length=longest)
-    for request, text in zip(requests, texts, strict=True):
-        room.put(Job(request, _Collector(text)))
-    start = time.perf_counter()
-    while batch.advance():
-        pass
-    return time.perf_counter() - start, texts
-
-
-class _Collector:
-    """A listener that collects tokens."""
-
-    def __init__(self, tokens: list[int]) -> None:
-        self._tokens = tokens
-
-    def __call__(self, event: Prefill | Round | RequestEnd) -> None:
-        """See `Listener`."""
-        if isinstance(event, Prefill):
-            self._tokens.append(event.token)
-        elif isinstance(event, Round):
-            self._tokens += event.tokens
 
 
 def _table(rows: Sequence[dict[str, Any]]) -> Group:

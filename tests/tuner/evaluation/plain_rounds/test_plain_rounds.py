@@ -29,6 +29,6 @@ def test_both_ways_write_the_same_text_and_every_round_is_kept() -> None:
 def test_a_wrong_text_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     decoder = Decoder(tiny_target(), LayerSkip.blocks((2, 3)), Fixed(max_tokens=3))
     texts = iter([[[1]], [[1]], [[1]], [[2]], [[1]], [[1]]])
-    monkeypatch.setattr("tuner.evaluation.plain_rounds.run._serve", lambda *_: (1.0, next(texts)))
+    monkeypatch.setattr("tuner.evaluation.plain_rounds.run.decode_side_by_side", lambda *_: (1.0, next(texts)))
     row = compare(Arm("skip", decoder), [Request([1], Ending(1))], 1, 2, Unwatched())
     assert row["num_different"] == 1
