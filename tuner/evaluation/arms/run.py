@@ -36,7 +36,7 @@ DELAY = 4
 
 
 @dataclass(frozen=True)
-class Phase:
+class ScriptPhase:
     """A part of the script."""
 
     name: str
@@ -53,7 +53,7 @@ class Phase:
 class PhaseSamples:
     """What was measured in one phase."""
 
-    phase: Phase
+    phase: ScriptPhase
     works: dict[str, list[tuple[float, int]]]
     """Seconds and tokens of each round, by contender."""
     num_different: int = 0
@@ -84,7 +84,7 @@ def run_and_write(settings: ArmsEvaluation, progress: Progress) -> Report:
 
 
 def measure(
-    arms: Sequence[Arm], phases: Sequence[Phase], num_rounds: int, prompts_per_row: int, progress: Progress
+    arms: Sequence[Arm], phases: Sequence[ScriptPhase], num_rounds: int, prompts_per_row: int, progress: Progress
 ) -> list[PhaseSamples]:
     """Decode each phase in `num_rounds` rounds by every contender, in turns, after a round without the choice that warms up."""
     windows: list[str] = []
@@ -144,7 +144,7 @@ def summary(samples: PhaseSamples) -> dict[str, Any]:
     }
 
 
-def _phase(given: str, tokenizer: Any, max_new_tokens: int) -> Phase:
+def _phase(given: str, tokenizer: Any, max_new_tokens: int) -> ScriptPhase:
     path, separator, level = given.rpartition("@")
     if not (separator and path and level.isdecimal() and int(level)):
         raise ConfigError(f"--phase {given}: give a file and a number of sequences, such as prose.jsonl@8")
@@ -154,7 +154,7 @@ def _phase(given: str, tokenizer: Any, max_new_tokens: int) -> Phase:
     requests = [Request(ids, Ending(max_new_tokens)) for ids in encoded if ids]
     if not requests:
         raise ConfigError(f"{path} has no prompt")
-    return Phase(Path(path).stem, int(level), requests)
+    return ScriptPhase(Path(path).stem, int(level), requests)
 
 
 def _table(rows: Sequence[Mapping[str, Any]]) -> Group:

@@ -16,7 +16,7 @@ from decoding.text import Ending
 from tests.support.tiny import tiny_target
 from tuner.errors import ConfigError
 from tuner.evaluation.arms import run
-from tuner.evaluation.arms.run import CHOICE, Phase, PhaseSamples, measure, summary
+from tuner.evaluation.arms.run import CHOICE, PhaseSamples, ScriptPhase, measure, summary
 from tuner.progress import Unwatched
 
 
@@ -38,7 +38,9 @@ def test_every_contender_decodes_every_round_and_the_choice_goes_on_from_phase_t
         return original(decoder, given, level)  # type: ignore[arg-type]
 
     monkeypatch.setattr(run, "decode_side_by_side", decode)
-    found = measure(arms, [Phase("prose", 1, requests(3)), Phase("code", 2, requests(5))], 4, 2, Unwatched())
+    found = measure(
+        arms, [ScriptPhase("prose", 1, requests(3)), ScriptPhase("code", 2, requests(5))], 4, 2, Unwatched()
+    )
     names = {CHOICE, "plain", "skip 1", "skip 2"}
     assert [{name: len(works) for name, works in each.works.items()} for each in found] == [dict.fromkeys(names, 4)] * 2
     assert not any(each.num_different for each in found)
@@ -55,7 +57,7 @@ def test_the_choice_is_compared_with_the_best_arm_after_the_delay_and_with_plain
         "fast": [(1.0, 11)] * 4,
         "slow": [(3.0, 10)] * 4,
     }
-    row = summary(PhaseSamples(Phase("prose", 8, requests(1)), works, 0, Counter({"fast": 3})))
+    row = summary(PhaseSamples(ScriptPhase("prose", 8, requests(1)), works, 0, Counter({"fast": 3})))
     assert row["best_arm"] == "fast"
     assert row["choice_over_best"]["value"] == pytest.approx(10 / 11)
     assert row["choice_over_plain"]["value"] == pytest.approx((40 / 7) / (10 / 2))
@@ -66,7 +68,7 @@ def test_a_wrong_text_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     arm = Arm("skip", Decoder(tiny_target(), LayerSkip.blocks((2,)), Fixed(max_tokens=2)))
     texts = iter([[1], [1], *[[1], [1], [2]] * 4])  # two that warm up
     monkeypatch.setattr(run, "decode_side_by_side", lambda *_: (1.0, [next(texts)]))
-    (found,) = measure([arm], [Phase("prose", 1, requests(1))], 4, 1, Unwatched())
+    (found,) = measure([arm], [ScriptPhase("prose", 1, requests(1))], 4, 1, Unwatched())
     assert found.num_different >= 4
 
 
