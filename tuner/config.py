@@ -22,6 +22,7 @@ from tuner.fields import (
     BUDGET,
     DECODING,
     ENGINE,
+    EXECUTOR,
     OUTPUTS,
     PROBLEM,
     TRAINING,
@@ -247,6 +248,32 @@ class SearchConfig(DataSettings, ModelSettings):
     )
     engine_home: EngineHome = None
     engine_args: EngineArgs = None
+    executor: Literal["local", "ray"] = Field(
+        "local",
+        description="Where trials run: local, one after another in this process; ray, several at a time on the devices of a Ray "
+        "cluster. All else, race and confirmation included, runs in this process.",
+        json_schema_extra=EXECUTOR,
+    )
+    ray_address: str = Field(
+        "auto",
+        description="The Ray cluster: HOST:6379, or auto, the one that this machine belongs to.",
+        json_schema_extra={**EXECUTOR, "metavar": "ADDRESS"},
+    )
+    ray_label: str | None = Field(
+        None,
+        description="Run trials on the nodes with this label (ray start --labels device=NAME); default: on all. Their devices must "
+        "be of the kind that this process runs on.",
+        json_schema_extra={**EXECUTOR, "metavar": "NAME"},
+    )
+    ray_devices: int | None = Field(
+        None, ge=1, description="Most devices to use; default: all of these nodes.", json_schema_extra=EXECUTOR
+    )
+    repeats: int = Field(
+        2,
+        ge=0,
+        description="Times that a trial on a Ray device is measured again if other processes or lowered clocks disturbed it.",
+        json_schema_extra=EXECUTOR,
+    )
     heads: Path = Field(
         Path("exit_heads"),
         description="Folder of the exit heads; missing ones are distilled into it.",
@@ -320,6 +347,22 @@ class SearchConfig(DataSettings, ModelSettings):
             raise ValueError(
                 f"deploy_to: finalists decode greedily in the engine, one sequence at a time, and texts are compared: leave out "
                 f"{', '.join(found)}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _devices_are_asked_for(self) -> SearchConfig:
+        if self.executor == "local":
+            keys = ("ray_address", "ray_label", "ray_devices", "repeats")
+            if given := [key for key in keys if getattr(self, key) != type(self).model_fields[key].default]:
+                raise ValueError(f"{', '.join(given)}: settings of Ray devices: give --executor ray as well")
+        elif self.deploy_to is not None:
+            raise ValueError(
+                "executor: trials of a search for an engine run in this process: leave out deploy_to or executor"
+            )
+        elif self.device == "spread":
+            raise ValueError(
+                "executor: a Ray device is one GPU, and the device spread is all of them: leave out one of the two"
             )
         return self
 

@@ -21,6 +21,7 @@ TRAINING: Extra = {"group": "Training"}
 DECODING: Extra = {"group": "Decoding"}
 OUTPUTS: Extra = {"group": "Files and stores"}
 ENGINE: Extra = {"group": "Engine"}
+EXECUTOR: Extra = {"group": "Trials on several devices"}
 """Headings of `--help` under which fields are listed."""
 
 

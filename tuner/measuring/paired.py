@@ -98,6 +98,11 @@ class Bench:
         return self.baseline.batch_size
 
     @property
+    def most_kept(self) -> int:
+        """Number of drafts whose decoders are kept."""
+        return self._most_kept
+
+    @property
     def max_new_tokens(self) -> int:
         """Number of tokens after which a sequence ends."""
         return self.baseline.ending.max_new_tokens

@@ -13,12 +13,11 @@ from studies.contract import Problem, Study, TrialRecord, best_trials
 from studies.costs.table import CostTable
 from studies.searches.registry import create_study
 from tuner.executors.contract import Executor, Work
-from tuner.executors.local import LocalExecutor
 from tuner.freed_memory import freed_blocks_kept, large_blocks_given_back
 from tuner.measuring.paired import Bench
 from tuner.progress import Progress
 from tuner.search.budget import Budget
-from tuner.search.deployment import RuledBench
+from tuner.search.devices import TrialDevices
 from tuner.search.problem import build_problem
 from tuner.search.steps import Steps
 from tuner.search.storage import CONFIGURATION, StoredStudy, StudyStore
@@ -68,9 +67,13 @@ class StudySequence:
 
     def run(self, steps: Steps) -> None:
         """Run all studies, each as a step."""
+        with TrialDevices(self._task, self._bench, self._progress) as devices:
+            self._run_all(steps, devices)
+
+    def _run_all(self, steps: Steps, devices: TrialDevices) -> None:
         names = self._task.config.study
         for index, name in enumerate(names):
-            run = partial(self._run, name, studies_left=len(names) - index)
+            run = partial(self._run, name, devices, studies_left=len(names) - index)
             with self._time.clock.stage(Stage.CHOOSING):
                 end = steps.run(f"study {name}", run, StudyEnd)
             self._store.include(name)
@@ -82,24 +85,21 @@ class StudySequence:
         """Store the time of this run so far, so that a resumed search counts it."""
         self._store.note_elapsed(self._run_key, self._time.spent - self._time.spent_before)
 
-    def _run(self, name: str, studies_left: int) -> StudyEnd:
+    def _run(self, name: str, devices: TrialDevices, studies_left: int) -> StudyEnd:
         config = self._task.config
         share = max(0.0, self._left_for_trials()) / studies_left
         until = self._time.left - share  # left of the search's time when this study ends
         study, stored = self._open(name, share)
         self._show_earlier(name, stored.records())
         indices = self._bench.indices[: config.samples_per_trial]
-        executor = StagedExecutor(self._executor(), self._time.clock)
+        executor = StagedExecutor(devices.executor, self._time.clock)
         # The last study may use what race and confirmation can do without until it has a result: nothing comes after it.
         wanted = stored.records if studies_left == 1 else self._store.records
-        _, why = run_study(study, stored, executor, indices, self._budget(until, wanted), self._keep)
+        budget = self._budget(until, wanted)
+        _, why = run_study(study, stored, executor, indices, budget, self._keep, most_repeats=devices.most_repeats)
         end = StudyEnd("; ".join([why, *study.remarks()]), dict(study.expected()))
         self._progress.say(f"{name}: {end.why}")
         return end
-
-    def _executor(self) -> Executor:
-        deployment = self._task.deployment
-        return LocalExecutor(self._bench if deployment is None else RuledBench(self._bench, deployment.rules))
 
     def _budget(self, until: float, wanted: Callable[[], list[TrialRecord]]) -> Budget:
         """Return the budget of a study that ends when `until` seconds of the search are left.

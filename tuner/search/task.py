@@ -25,7 +25,7 @@ from tuner.inputs.checkpoint import checkpoint_configuration
 from tuner.inputs.environment import device_name
 from tuner.inputs.identity import target_identity
 from tuner.inputs.memory import explained_shortage, gigabytes
-from tuner.inputs.models import Loaded, eos_token_ids, load
+from tuner.inputs.models import Loaded, eos_token_ids, load, resolve_device
 from tuner.inputs.prompts import Prompt, PromptSet, search_prompts
 from tuner.inputs.rows import open_rows
 from tuner.measuring.baseline import decode_baseline
@@ -123,6 +123,7 @@ def _prepared(
     config: SearchConfig, progress: Progress, loaded: Loaded | None, target: Target | None, budget: TimeBudget
 ) -> Task:
     check_writable(config.out)
+    _check_devices(config)
     config = restricted(config)
     # A search trains exit heads: a feature head is worth its time only to those who ask for it.
     config = config.model_copy(update={"distillation": config.distillation.model_copy(update={"head": "exit"})})
@@ -171,6 +172,15 @@ def _prepared(
         deployment=deployment,
         configuration=configuration,
     )
+
+
+def _check_devices(config: SearchConfig) -> None:
+    """Raise `ConfigError` before anything is loaded if trials are to run on devices that are not there."""
+    if config.executor == "ray":
+        from tuner.executors.ray_cluster import connect, find_devices
+
+        connect(config.ray_address)
+        find_devices(config.ray_label, resolve_device(config.device).type)
 
 
 def _feature_draft(config: SearchConfig, folder: HeadFolder, prompts: PromptSet) -> FeatureHeadDraft | None:

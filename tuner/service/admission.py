@@ -17,7 +17,20 @@ from tuner.config import SearchConfig
 from tuner.errors import ConfigError
 from tuner.service.contract import SearchRequest, ServiceError
 
-OF_THE_SERVICE = ("storage", "tracking_uri", "experiment", "heads", "out", "device", "threads")
+OF_THE_SERVICE = (
+    "storage",
+    "tracking_uri",
+    "experiment",
+    "heads",
+    "out",
+    "device",
+    "threads",
+    "executor",
+    "ray_address",
+    "ray_label",
+    "ray_devices",
+    "repeats",
+)
 """Keys of a configuration that the service and its workers decide."""
 ID_LENGTH = 16
 

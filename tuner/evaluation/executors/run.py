@@ -1,0 +1,158 @@
+"""The evaluation, from settings to results."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from rich.console import Group
+from rich.text import Text
+
+from decoding.documents.atomic_write import write_atomically
+from studies.contract import TrialRecord
+from tuner.errors import ConfigError
+from tuner.evaluation.contract import Report
+from tuner.evaluation.executors.settings import ExecutorsEvaluation
+from tuner.evaluation.hardening.priced_search import SearchPlace, planted_prices
+from tuner.evaluation.tables import new_table
+from tuner.executors.ray_cluster import connect, disconnect
+from tuner.output_paths import check_writable
+from tuner.progress import Progress, Unwatched
+from tuner.results import stamped
+from tuner.search.run import search
+from tuner.search.task import prepare
+from tuner.search.trial_run import ATTEMPTS, DEVICE
+
+CLASS = "planted"
+"""Label of the nodes."""
+STUDIES: dict[str, dict[str, Any]] = {
+    "conf_layers": {"max_trials": 5, "patience": 5},
+    "exit_layer": {"max_trials": 16, "patience": None, "rules": ["fixed"], "max_tokens": 3, "num_promising": 5},
+}
+"""One study whose trials follow from one another, and one that proposes several at once."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """A search that has ended."""
+
+    name: str
+    winner: Any
+    records: tuple[TrialRecord, ...]
+    seconds: float
+
+    def facts(self) -> dict[str, Any]:
+        """Return the figures as plain data."""
+        return {
+            "winner": self.winner,
+            "trials": len(self.records),
+            "on_devices": dict(Counter(str(each.notes.get(DEVICE, "this process")) for each in self.records)),
+            "redone": sum(each.notes.get(ATTEMPTS, 1) > 1 for each in self.records),
+            "failed": [each.reason for each in self.records if each.measurement is None],
+            "trial_seconds": sum(each.seconds for each in self.records),
+            "seconds": self.seconds,
+        }
+
+
+def run_and_write(settings: ExecutorsEvaluation, progress: Progress) -> Report:
+    """Run the search in this process, on the devices, and on devices that are killed."""
+    if settings.out is not None:
+        check_writable(settings.out, what="the results", name="executors.json", error=ConfigError)
+    with TemporaryDirectory(prefix="sdtune-executors-") as name:
+        place = SearchPlace.made(Path(name))
+        progress.stage("in this process")
+        found = [_searched(place, "local")]
+        with _cluster(settings.devices) as (cluster, nodes):
+            on_ray = {"executor": "ray", "ray_address": cluster.address, "ray_label": CLASS, "repeats": 0}
+            progress.stage(f"on {settings.devices} devices")
+            found.append(_searched(place, "ray", **on_ray))
+            if settings.kills:
+                progress.stage("on devices that are killed")
+                killing = KillingNodes(cluster, nodes, settings.kills)
+                found.append(_searched(place, "ray, killed", killing, **on_ray))
+        problems = [each for search in found[1:] for each in problems_of(search, found[0])]
+    document = {"searches": {each.name: each.facts() for each in found}, "problems": problems}
+    if settings.out is not None:
+        whole = stamped(document, torch.device("cpu"))
+        write_atomically(settings.out, json.dumps(whole, indent=1).encode(), what="the results", error=ConfigError)
+    return Report(_shown(found, problems), succeeded=not problems)
+
+
+def problems_of(found: Found, wanted: Found) -> list[str]:
+    """Return what is wrong with a search on devices, by comparison with the one in a process."""
+    problems = []
+    if found.winner != wanted.winner:
+        problems.append(f"{found.name}: the winner is {found.winner}, not {wanted.winner}")
+    counts = [Counter(each.study for each in search.records) for search in (found, wanted)]
+    if counts[0] != counts[1]:
+        problems.append(f"{found.name}: {dict(counts[0])} trials, not {dict(counts[1])}")
+    for record in found.records:
+        if record.measurement is None:
+            problems.append(f"{found.name}: trial {record.number} of {record.study} failed: {record.reason}")
+    return problems
+
+
+class KillingNodes(Unwatched):
+    """Progress of a search whose nodes are killed in turn, one after every third trial; a new node takes the place of each."""
+
+    def __init__(self, cluster: Any, nodes: list[Any], kills: int) -> None:
+        self._cluster, self._nodes = cluster, list(nodes)
+        self._left, self._num_trials = kills, 0
+
+    def trial(self, record: TrialRecord, best: TrialRecord | None) -> None:
+        """Kill a node, if it is time."""
+        self._num_trials += 1
+        if self._left and self._num_trials % 3 == 0:
+            self._left -= 1
+            self._cluster.remove_node(self._nodes.pop(0), allow_graceful=False)
+            self._nodes.append(_add_node(self._cluster))
+
+
+@contextmanager
+def _cluster(devices: int) -> Iterator[tuple[Any, list[Any]]]:
+    """Yield a cluster of processes on this machine, and its nodes. Raises `ConfigError` if Ray is not installed."""
+    try:
+        from ray.cluster_utils import Cluster
+    except ImportError:
+        raise ConfigError("ray is not installed: pip install 'sdtune[ray]'") from None
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
+    try:
+        nodes = [_add_node(cluster) for _ in range(devices)]
+        connect(cluster.address)
+        yield cluster, nodes
+    finally:
+        disconnect()
+        cluster.shutdown()
+
+
+def _add_node(cluster: Any) -> Any:
+    return cluster.add_node(num_cpus=1, labels={"device": CLASS})
+
+
+def _searched(place: SearchPlace, name: str, progress: Progress | None = None, **changes: Any) -> Found:
+    """Run one search to its end."""
+    folder = name.replace(", ", "-")
+    config = place.config(folder, studies=STUDIES, study=list(STUDIES), **changes)
+    shown = progress or Unwatched()
+    start = time.perf_counter()
+    search(replace(prepare(config, shown), prices=planted_prices()), shown)
+    seconds = time.perf_counter() - start
+    return Found(name, place.winner(folder), tuple(place.records(folder).values()), seconds)
+
+
+def _shown(found: list[Found], problems: list[str]) -> Group:
+    table = new_table("searches with planted costs", "search", "trials", "on devices", "redone", "seconds", "winner")
+    for each in found:
+        facts = each.facts()
+        shares = ", ".join(f"{count} on {device}" for device, count in sorted(facts["on_devices"].items()))
+        winner = json.dumps(each.winner["draft"])
+        table.add_row(each.name, str(facts["trials"]), shares, str(facts["redone"]), f"{each.seconds:.0f}", winner)
+    return Group(table, *map(Text, problems or ["no trial is missing, and all winners are equal"]))

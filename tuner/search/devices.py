@@ -1,0 +1,100 @@
+"""Where the trials of a search run: on the bench of this process, or on the devices of a Ray cluster that do what this one does."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import torch
+
+from tuner.executors.contract import Executor
+from tuner.executors.local import LocalExecutor
+from tuner.executors.pool import DevicePool
+from tuner.executors.worker import DeviceSpec
+from tuner.inputs.environment import device_name, versions
+from tuner.measuring.paired import Bench
+from tuner.progress import Progress
+from tuner.search.deployment import RuledBench
+from tuner.search.task import Task
+from tuner.stage_clock import Stage
+
+
+class TrialDevices:
+    """The executor of a search's studies, opened when the first of them runs. A context manager, which gives the devices back."""
+
+    def __init__(self, task: Task, bench: Bench, progress: Progress) -> None:
+        self._task, self._bench, self._progress = task, bench, progress
+        self._open = ExitStack()
+        self._executor: Executor | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._open.close()
+
+    @property
+    def executor(self) -> Executor:
+        """The executor. Raises `ConfigError` if there is no cluster, or none of its devices is like the one of this process."""
+        if self._executor is None:
+            self._executor = self._local() if self._task.config.executor == "local" else self._on_ray()
+        return self._executor
+
+    @property
+    def most_repeats(self) -> int:
+        """Times that a disturbed trial is measured again: none in this process, whose disturbances are told at the end."""
+        return 0 if self._task.config.executor == "local" else self._task.config.repeats
+
+    def _local(self) -> Executor:
+        deployment = self._task.deployment
+        return LocalExecutor(self._bench if deployment is None else RuledBench(self._bench, deployment.rules))
+
+    def _on_ray(self) -> Executor:
+        from tuner.executors.ray_cluster import RayDevice, connect, find_devices
+
+        config, spec = self._task.config, device_spec(self._task, self._bench)
+        with self._task.budget.clock.stage(Stage.LOADING):
+            connect(config.ray_address)
+            found = find_devices(config.ray_label, spec.device_type, most=config.ray_devices)
+            self._progress.stage(f"loading the model on {found.count} Ray device{'s' if found.count > 1 else ''}")
+            arguments = [spec.model_dump_json(), self._task.prices]
+            devices = [
+                RayDevice(number, found.reservation, self._bench.indices, arguments, label=config.ray_label)
+                for number in range(found.count)
+            ]
+            return self._open.enter_context(DevicePool(devices, self._progress.say))
+
+
+def device_spec(task: Task, bench: Bench) -> DeviceSpec:
+    """Return what another device must load and be, so that its trials can be compared with those of this process."""
+    config, target, baseline = task.config, task.target, bench.baseline
+    folder = Path(config.model)
+    return DeviceSpec(
+        model=str(folder.resolve()) if folder.exists() else config.model,
+        revision=config.revision,
+        dtype=config.dtype,
+        device_type=target.device.type,
+        threads=torch.get_num_threads(),
+        runner=target.runner.name,
+        exact_width=target.runner.exact_width,
+        decoding=task.decoding,
+        seed=config.seed,
+        most_kept=bench.most_kept,
+        heads=config.heads.resolve(),
+        config_sha256=task.model.config_sha256,
+        weights_sha256=task.model.weights_sha256,
+        device_name=device_name(target.device),
+        precision=str(target.dtype),
+        versions=versions(),
+        prompts=baseline.prompts,
+        continuations=baseline.continuations,
+        rows=baseline.rows,
+        categories=baseline.categories,
+        batch_size=baseline.batch_size,
+        max_new_tokens=baseline.ending.max_new_tokens,
+        eos_token_ids=baseline.ending.eos_token_ids,
+    )
