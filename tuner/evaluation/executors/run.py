@@ -9,8 +9,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from random import Random
 from tempfile import TemporaryDirectory
-from typing import Any
+from threading import Timer
+from typing import Any, Self
 
 import torch
 from rich.console import Group
@@ -31,6 +33,9 @@ from tuner.search.run import search
 from tuner.search.task import prepare
 from tuner.search.trial_run import ATTEMPTS, DEVICE
 
+MOST_SECONDS_LATER = 2.0
+"""Seconds after a trial within which a node is killed; about those of a trial."""
+SIZES: dict[str, Any] = {"max_new_tokens": 96, "prompts_per_trial": 6}
 CLASS = "planted"
 """Label of the nodes."""
 STUDIES: dict[str, dict[str, Any]] = {
@@ -54,12 +59,18 @@ class Found:
         return {
             "winner": self.winner,
             "trials": len(self.records),
-            "on_devices": dict(Counter(str(each.notes.get(DEVICE, "this process")) for each in self.records)),
+            "on_devices": dict(Counter(map(_place, self.records))),
             "redone": sum(each.notes.get(ATTEMPTS, 1) > 1 for each in self.records),
             "failed": [each.reason for each in self.records if each.measurement is None],
             "trial_seconds": sum(each.seconds for each in self.records),
             "seconds": self.seconds,
         }
+
+
+def _place(record: TrialRecord) -> str:
+    if record.repeat_of is not None:
+        return "none, as a measurement was taken over"
+    return str(record.notes.get(DEVICE, "this process"))
 
 
 def run_and_write(settings: ExecutorsEvaluation, progress: Progress) -> Report:
@@ -76,8 +87,8 @@ def run_and_write(settings: ExecutorsEvaluation, progress: Progress) -> Report:
             found.append(_searched(place, "ray", **on_ray))
             if settings.kills:
                 progress.stage("on devices that are killed")
-                killing = KillingNodes(cluster, nodes, settings.kills)
-                found.append(_searched(place, "ray, killed", killing, **on_ray))
+                with KillingNodes(cluster, nodes, settings.kills, settings.seed) as killing:
+                    found.append(_searched(place, "ray, killed", killing, **on_ray))
         problems = [each for search in found[1:] for each in problems_of(search, found[0])]
     document = {"searches": {each.name: each.facts() for each in found}, "problems": problems}
     if settings.out is not None:
@@ -101,19 +112,35 @@ def problems_of(found: Found, wanted: Found) -> list[str]:
 
 
 class KillingNodes(Unwatched):
-    """Progress of a search whose nodes are killed in turn, one after every third trial; a new node takes the place of each."""
+    """Progress of a search whose nodes are killed in turn, one soon after every second trial; another node takes its place.
 
-    def __init__(self, cluster: Any, nodes: list[Any], kills: int) -> None:
+    A context manager, at whose end all kills are over.
+    """
+
+    def __init__(self, cluster: Any, nodes: list[Any], kills: int, seed: int) -> None:
         self._cluster, self._nodes = cluster, list(nodes)
-        self._left, self._num_trials = kills, 0
+        self._left, self._num_trials, self._stream = kills, 0, Random(seed)
+        self._killing: list[Timer] = []
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for killing in self._killing:
+            killing.join()
 
     def trial(self, record: TrialRecord, best: TrialRecord | None) -> None:
-        """Kill a node, if it is time."""
+        """Have a node killed at a random moment of the next trials, if it is time and the last kill is over."""
         self._num_trials += 1
-        if self._left and self._num_trials % 3 == 0:
+        is_over = not any(each.is_alive() for each in self._killing)
+        if self._left and self._num_trials % 2 == 0 and is_over:
             self._left -= 1
-            self._cluster.remove_node(self._nodes.pop(0), allow_graceful=False)
-            self._nodes.append(_add_node(self._cluster))
+            self._killing.append(Timer(self._stream.uniform(0.0, MOST_SECONDS_LATER), self._kill))
+            self._killing[-1].start()
+
+    def _kill(self) -> None:
+        self._cluster.remove_node(self._nodes.pop(0), allow_graceful=False)
+        self._nodes.append(_add_node(self._cluster))
 
 
 @contextmanager
@@ -140,7 +167,7 @@ def _add_node(cluster: Any) -> Any:
 def _searched(place: SearchPlace, name: str, progress: Progress | None = None, **changes: Any) -> Found:
     """Run one search to its end."""
     folder = name.replace(", ", "-")
-    config = place.config(folder, studies=STUDIES, study=list(STUDIES), **changes)
+    config = place.config(folder, studies=STUDIES, study=list(STUDIES), **SIZES, **changes)
     shown = progress or Unwatched()
     start = time.perf_counter()
     search(replace(prepare(config, shown), prices=planted_prices()), shown)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from pydantic import Field
 
 from tuner.evaluation.contract import EVALUATION, Evaluation, Report, ResultsFile
+from tuner.fields import Seed
 
 if TYPE_CHECKING:
     from tuner.progress import Progress
@@ -16,8 +17,9 @@ class ExecutorsEvaluation(Evaluation):
     """Compare a search on several Ray devices with the same search in one process, while nodes are killed.
 
     A small search with planted costs runs in this process, then on a Ray cluster that is started on this machine, whose nodes count
-    as devices. Nodes are killed between trials, and new ones take their place. Each search must end with the same winner, with each
-    trial on record once, and no two trials may overlap on one device. Needs the extra `ray`. Exit status 1 if any of this fails.
+    as devices, and then once more while nodes are killed at random moments and new ones take their place. Each search must end with
+    the same winner, without a failed trial, and with each trial on record once. Needs the extra `ray`. Exit status 1 if any of this
+    fails.
 
     \b
     Example:
@@ -26,6 +28,7 @@ class ExecutorsEvaluation(Evaluation):
 
     devices: int = Field(2, ge=1, description="Nodes, each of which is a device.", json_schema_extra=EVALUATION)
     kills: int = Field(2, ge=0, description="Nodes that are killed.", json_schema_extra=EVALUATION)
+    seed: Seed = 0
     out: ResultsFile = None
 
     def run(self, progress: Progress) -> Report:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from tests.support.records import record
 from tuner.evaluation.executors.run import Found, KillingNodes, problems_of
 
@@ -36,7 +38,9 @@ def test_facts_say_where_trials_ran_and_which_were_redone() -> None:
     assert facts["redone"] == 1
 
 
-def test_nodes_are_killed_and_replaced_after_every_third_trial() -> None:
+def test_nodes_are_killed_in_turn_and_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tuner.evaluation.executors.run.MOST_SECONDS_LATER", 0.0)
+
     class Cluster:
         def __init__(self) -> None:
             self.done: list[str] = []
@@ -50,7 +54,9 @@ def test_nodes_are_killed_and_replaced_after_every_third_trial() -> None:
             return "new"
 
     cluster = Cluster()
-    killing = KillingNodes(cluster, ["first", "second"], kills=3)
-    for number in range(15):
-        killing.trial(record(number=number), None)
+    with KillingNodes(cluster, ["first", "second"], kills=3, seed=0) as killing:
+        for number in range(15):
+            killing.trial(record(number=number), None)
+            for timer in killing._killing:
+                timer.join()
     assert cluster.done == ["killed first", "added", "killed second", "added", "killed new", "added"]
