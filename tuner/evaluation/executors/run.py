@@ -46,7 +46,7 @@ STUDIES: dict[str, dict[str, Any]] = {
 
 
 @dataclass(frozen=True)
-class Found:
+class ExecutedSearch:
     """A search that has ended."""
 
     name: str
@@ -97,7 +97,7 @@ def run_and_write(settings: ExecutorsEvaluation, progress: Progress) -> Report:
     return Report(_shown(found, problems), succeeded=not problems)
 
 
-def problems_of(found: Found, wanted: Found) -> list[str]:
+def problems_of(found: ExecutedSearch, wanted: ExecutedSearch) -> list[str]:
     """Return what is wrong with a search on devices, by comparison with the one in a process."""
     problems = []
     if found.winner != wanted.winner:
@@ -164,7 +164,7 @@ def _add_node(cluster: Any) -> Any:
     return cluster.add_node(num_cpus=1, labels={"device": CLASS})
 
 
-def _searched(place: SearchPlace, name: str, progress: Progress | None = None, **changes: Any) -> Found:
+def _searched(place: SearchPlace, name: str, progress: Progress | None = None, **changes: Any) -> ExecutedSearch:
     """Run one search to its end."""
     folder = name.replace(", ", "-")
     config = place.config(folder, studies=STUDIES, study=list(STUDIES), **SIZES, **changes)
@@ -172,10 +172,10 @@ def _searched(place: SearchPlace, name: str, progress: Progress | None = None, *
     start = time.perf_counter()
     search(replace(prepare(config, shown), prices=planted_prices()), shown)
     seconds = time.perf_counter() - start
-    return Found(name, place.winner(folder), tuple(place.records(folder).values()), seconds)
+    return ExecutedSearch(name, place.winner(folder), tuple(place.records(folder).values()), seconds)
 
 
-def _shown(found: list[Found], problems: list[str]) -> Group:
+def _shown(found: list[ExecutedSearch], problems: list[str]) -> Group:
     table = new_table("searches with planted costs", "search", "trials", "on devices", "redone", "seconds", "winner")
     for each in found:
         facts = each.facts()

@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 
 from tests.support.records import record
-from tuner.evaluation.executors.run import Found, KillingNodes, problems_of
+from tuner.evaluation.executors.run import ExecutedSearch, KillingNodes, problems_of
 
-LOCAL = Found("local", {"draft": "a"}, (record(1.1, number=0), record(1.2, number=1)), 1.0)
+LOCAL = ExecutedSearch("local", {"draft": "a"}, (record(1.1, number=0), record(1.2, number=1)), 1.0)
 
 
-def _found(**changes: Any) -> Found:
+def _found(**changes: Any) -> ExecutedSearch:
     facts: dict[str, Any] = {"name": "ray", "winner": LOCAL.winner, "records": LOCAL.records, "seconds": 2.0}
-    return Found(**{**facts, **changes})
+    return ExecutedSearch(**{**facts, **changes})
 
 
 def test_a_search_with_the_same_winner_and_trials_is_right() -> None:
