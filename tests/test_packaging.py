@@ -11,7 +11,12 @@ import tomllib
 from tests.support.paths import ROOT
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-MODULES = {"prometheus-client": "prometheus_client", "pyyaml": "yaml", "scikit-learn": "sklearn"}
+MODULES = {
+    "nvidia-ml-py": "pynvml",
+    "prometheus-client": "prometheus_client",
+    "pyyaml": "yaml",
+    "scikit-learn": "sklearn",
+}
 """Names that are imported, by the names for pip where they differ."""
 WITHOUT_TUNER = """
 import sys
@@ -86,7 +91,7 @@ def test_the_extras_hold_whatever_else_the_tuner_imports() -> None:
     brought |= {"anyio", "starlette", "markupsafe"}  # by fastapi and jinja2
     needed = _imported("studies") | _imported("tuner")
     extras = PROJECT["optional-dependencies"]
-    known = _modules([*PROJECT["dependencies"], *extras["tune"], *extras["service"], *extras["serve"]])
+    known = _modules([*PROJECT["dependencies"], *extras["tune"], *extras["service"], *extras["serve"], *extras["ray"]])
     # `sdtune evaluate serving` says itself that it needs the client. `conversion` lies in the sources of llama.cpp.
     assert needed - known - brought - {"openai", "conversion"} == set()
 
