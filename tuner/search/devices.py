@@ -5,11 +5,11 @@ from __future__ import annotations
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import torch
 
-from tuner.executors.contract import Executor
+from tuner.executors.contract import Executor, Work
 from tuner.executors.local import LocalExecutor
 from tuner.executors.pool import DevicePool
 from tuner.executors.worker import DeviceSpec
@@ -22,7 +22,7 @@ from tuner.stage_clock import Stage
 
 
 class TrialDevices:
-    """The executor of a search's studies, opened when the first of them runs. A context manager, which gives the devices back."""
+    """The executor of all studies, opened by the first trial; see `Executor`. A context manager, which gives the devices back."""
 
     def __init__(self, task: Task, bench: Bench, progress: Progress) -> None:
         self._task, self._bench, self._progress = task, bench, progress
@@ -38,8 +38,23 @@ class TrialDevices:
         self._open.close()
 
     @property
-    def executor(self) -> Executor:
-        """The executor. Raises `ConfigError` if there is no cluster, or none of its devices is like the one of this process."""
+    def num_devices(self) -> int:
+        """Number of trials that can run at a time; see `Executor`."""
+        return self._opened.num_devices
+
+    def submit(self, number: int, work: Work) -> None:
+        """Run the work of a trial; the first one opens the devices.
+
+        Raises `ConfigError` if there is no cluster, or if one of its devices is not like the one of this process.
+        """
+        self._opened.submit(number, work)
+
+    def wait(self) -> tuple[int, Any]:
+        """Return the number and the result of a trial that has ended."""
+        return self._opened.wait()
+
+    @property
+    def _opened(self) -> Executor:
         if self._executor is None:
             self._executor = self._local() if self._task.config.executor == "local" else self._on_ray()
         return self._executor

@@ -92,7 +92,7 @@ class StudySequence:
         study, stored = self._open(name, share)
         self._show_earlier(name, stored.records())
         indices = self._bench.indices[: config.samples_per_trial]
-        executor = StagedExecutor(devices.executor, self._time.clock)
+        executor = StagedExecutor(devices, self._time.clock)
         # The last study may use what race and confirmation can do without until it has a result: nothing comes after it.
         wanted = stored.records if studies_left == 1 else self._store.records
         budget = self._budget(until, wanted)

@@ -60,6 +60,9 @@ def test_one_device_elsewhere_finds_what_this_process_finds(run_search: SearchCo
     elsewhere = run_search("--study", "conf_layers", "--executor", "ray", "--ray-devices", "1", "--ray-label", "h")
     assert elsewhere.exit_code == 0, elsewhere.output
     assert HereDevice.opened == ["h 0"]
+    again = run_search("--study", "conf_layers", "--executor", "ray", "--ray-devices", "1", "--ray-label", "h")
+    assert again.exit_code == 0, again.output
+    assert HereDevice.opened == ["h 0"], "no trial was left, so no device was needed"
     here, there = (stored_records(Path(name), "tiny/conf_layers") for name in ("local.db", "sdtune.db"))
     assert _candidates(there) == _candidates(here)
     assert {each.notes["device"] for each in there} == {"h 0"}
