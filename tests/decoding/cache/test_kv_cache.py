@@ -11,6 +11,7 @@ from decoding.decode import Request, speculative
 from decoding.draft_length import Fixed
 from decoding.drafters.layer_skip import LayerSkipDrafter
 from decoding.drafts import LayerSkip
+from decoding.runners.compilation import compiler_options
 from decoding.text import Ending
 from tests.support.families import PROMISED, WINDOW, some_tokens, target_of
 
@@ -134,7 +135,7 @@ def test_a_compiled_pass_of_several_sequences_does_not_copy_the_storage() -> Non
     slots = torch.tensor([[5, 6], [7, 8], [9, 10]])
     states = torch.randn(rows, heads, 2, size)
     with torch.inference_mode():
-        compiled = torch.compile(write, fullgraph=True)
+        compiled = torch.compile(write, fullgraph=True, options=compiler_options(torch.device("cpu")))
         compiled(slots, keys, values, states)
         cpu = [torch.profiler.ProfilerActivity.CPU]
         # torch 2.11 warns of a profiler that does not keep its events, though only one cycle is run.

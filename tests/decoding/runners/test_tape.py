@@ -18,7 +18,7 @@ from decoding.runners.contract import Judged, Outputs
 from decoding.runners.tape import Tapes
 from decoding.target import Target
 from decoding.text import Ending
-from tests.support.tiny import tiny_llama
+from tests.support.families import build
 
 Run = Callable[[], Outputs]
 
@@ -141,9 +141,9 @@ def test_a_pass_under_autograd_is_not_recorded(tapes: Tapes) -> None:
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # raised by modules that torch's compiler imports
 def test_decoding_with_prepared_passes_calls_no_block(monkeypatch: pytest.MonkeyPatch) -> None:
-    target = Target(tiny_llama(), "static")
+    target = Target(build("llama"), "static")
     decoder, request = plain_decoder(target), Request((5, 3, 8, 1), Ending(9))
-    expected = plain_decoder(Target(tiny_llama(), "eager")).generate(request).tokens
+    expected = plain_decoder(Target(build("llama"), "eager")).generate(request).tokens
     decoder.prepare(4, 13)
     calls = 0
 
