@@ -102,12 +102,12 @@ def packed_layers(block: nn.Module) -> list[nn.Module]:
 @pytest.mark.usefixtures("uncompiled", "all_sizes")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_packed_weights_change_neither_drafted_nor_plain_output(family: str) -> None:
-    """Every family with every skip set, and each with one of two rules in turn."""
+    """Every family with every third skip set, and each with one of two rules in turn: a layer is packed whatever is left out."""
     target = Target(build(family), lambda kinds, device: StaticRunner(kinds, device, compiled=False))
     assert packed_layers(target.stack[0])
     prompt, expected = PROMPTS["several tokens"], plain_text(family, "several tokens")
     rules = [Fixed(max_tokens=4), TopProbability(max_tokens=5, threshold=0.3)]
-    for number, skip in enumerate(SKIPS.values(), start=FAMILIES.index(family)):
+    for number, skip in enumerate(list(SKIPS.values())[FAMILIES.index(family) % 3 :: 3], start=FAMILIES.index(family)):
         decoder = Decoder(target, skip, rules[number % 2])
         assert decoder.generate(Request(prompt, Ending(len(expected)))).tokens == expected
 
