@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
-from functools import partial
 from typing import Any
 
 import pytest
@@ -31,15 +31,12 @@ from decoding.drafts import (
     SuffixLookup,
 )
 from decoding.rounds import Generation, Round
-from decoding.runners.eager import EagerRunner
-from decoding.runners.static import StaticRunner
-from decoding.target import Target
 from decoding.text import Ending
 from tests.support.chi_square import ALPHA, p_value
 from tests.support.controllers import AnyLength
-from tests.support.families import NUM_LAYERS, SUPPORTED, some_tokens, target_of
+from tests.support.families import NUM_LAYERS, SUPPORTED, some_tokens, static_target_of, target_of
 from tests.support.generations import write_plainly
-from tests.support.sampled import NUM_SEQUENCES, exact_distribution, first_tokens, request_for, sampling_target
+from tests.support.sampled import NUM_WITH_COPIES, exact_distribution, first_tokens, request_for, sampling_target
 
 PROMPT = (3, 9, 27, 3, 9, 44, 3, 9)
 NUM_NEW = 24
@@ -69,7 +66,7 @@ DRAFTS: dict[str, Draft] = {
     "chosen automaton, then int8": LayerSkip(bits=8, lookup=SuffixLookup(max_tokens=4, choice=CHOICE)),
 }
 RULES: list[DraftLengthRule] = [Fixed(max_tokens=2), TopProbability(max_tokens=3, threshold=0.5)]
-RUNNERS = {"eager": EagerRunner, "static": partial(StaticRunner, compiled=False)}
+RUNNERS = {"eager": target_of, "static": static_target_of}
 
 
 def cases() -> list[tuple[str, str, DraftLengthRule, str]]:
@@ -89,10 +86,13 @@ def cases() -> list[tuple[str, str, DraftLengthRule, str]]:
 
 @pytest.mark.parametrize(("family", "draft", "rule", "runner"), cases(), ids=str)
 def test_text_of_a_cascade_is_the_plain_text(family: str, draft: str, rule: DraftLengthRule, runner: str) -> None:
-    target = target_of(family) if runner == "eager" else Target(target_of(family).model, RUNNERS[runner])
-    request = Request(PROMPT, Ending(NUM_NEW))
-    generation = Decoder(target, DRAFTS[draft], rule).generate(request)
-    assert generation.tokens == write_plainly(target_of(family), request).tokens
+    generation = Decoder(RUNNERS[runner](family), DRAFTS[draft], rule).generate(Request(PROMPT, Ending(NUM_NEW)))
+    assert generation.tokens == plain_text(family)
+
+
+@functools.cache
+def plain_text(family: str) -> tuple[int, ...]:
+    return write_plainly(target_of(family), Request(PROMPT, Ending(NUM_NEW))).tokens
 
 
 def test_grid_has_copies_drafts_and_plain_steps() -> None:
@@ -199,5 +199,5 @@ def test_sampled_texts_of_a_cascade_are_distributed_as_the_model() -> None:
     assert drafter is not None
     request = request_for("temperature", Sampling(torch.Generator().manual_seed(11)))
     controller = Fixed(max_tokens=2).controller()
-    steps = (speculative(sampling_target(), drafter, controller, request) for _ in range(NUM_SEQUENCES))
+    steps = (speculative(sampling_target(), drafter, controller, request) for _ in range(NUM_WITH_COPIES))
     assert p_value(Counter(map(first_tokens, steps)), exact_distribution("temperature")) > ALPHA

@@ -67,13 +67,26 @@ def _lockstep(decoder: Decoder, requests: Sequence[Request]) -> list[tuple[int, 
     return [generation.tokens for generation in decoder.generate_batch(requests).generations]
 
 
-@pytest.mark.parametrize("draft", DRAFTS.values(), ids=DRAFTS)
-@pytest.mark.parametrize("family", SUPPORTED)
-def test_each_sequence_equals_plain_decoding(family: str, draft: Draft) -> None:
-    """Every draft with every family, and each with one rule in turn; all rules with the families of `EVERY_RULE`."""
-    in_turn = (list(SUPPORTED).index(family) + list(DRAFTS.values()).index(draft)) % len(RULES)
+def _cases() -> list[tuple[str, str]]:
+    """Return every draft with the families of `EVERY_RULE`, and every other draft with the others, in turn.
+
+    Each family meets each draft in `test_lossless.py`. What lockstep adds is a pass that rows share, which depends on the
+    family, and which rows take part in it, which depends on the draft.
+    """
+    return [
+        (family, draft)
+        for row, family in enumerate(SUPPORTED)
+        for column, draft in enumerate(DRAFTS)
+        if family in EVERY_RULE or (row + column) % 2 == 0
+    ]
+
+
+@pytest.mark.parametrize(("family", "draft"), _cases())
+def test_each_sequence_equals_plain_decoding(family: str, draft: str) -> None:
+    """One rule in turn; all rules with the families of `EVERY_RULE`."""
+    in_turn = (list(SUPPORTED).index(family) // 2 + list(DRAFTS).index(draft)) % len(RULES)
     for rule in RULES if family in EVERY_RULE else [RULES[in_turn]]:
-        assert _lockstep(Decoder(target_of(family), draft, rule), _requests()) == _plain_texts(family)
+        assert _lockstep(Decoder(target_of(family), DRAFTS[draft], rule), _requests()) == _plain_texts(family)
 
 
 @functools.cache

@@ -23,7 +23,15 @@ from decoding.drafters.layer_skip import LayerSkipDrafter
 from decoding.drafts import Draft, EarlyExit, LayerSkip, Lookup, PromptLookup, SuffixDraft, SuffixLookup
 from decoding.rounds import Prefill, Round
 from tests.support.chi_square import ALPHA, Outcome, p_value
-from tests.support.sampled import NUM_SEQUENCES, PROMPT, exact_distribution, first_tokens, request_for, sampling_target
+from tests.support.sampled import (
+    NUM_SEQUENCES,
+    NUM_WITH_COPIES,
+    PROMPT,
+    exact_distribution,
+    first_tokens,
+    request_for,
+    sampling_target,
+)
 
 Judge = Callable[[Tensor, Tensor, Tensor, torch.Generator], Tensor]
 
@@ -130,8 +138,9 @@ def many_texts(processors: str, rule: DraftLengthRule, draft: Draft, acceptance:
     assert drafter is not None
     request = request_for(processors, acceptance)
     controller = rule.controller()
+    num_sequences = NUM_SEQUENCES if isinstance(draft, LayerSkip) and draft.lookup is None else NUM_WITH_COPIES
     return Counter(
-        first_tokens(speculative(sampling_target(), drafter, controller, request)) for _ in range(NUM_SEQUENCES)
+        first_tokens(speculative(sampling_target(), drafter, controller, request)) for _ in range(num_sequences)
     )
 
 
@@ -194,13 +203,13 @@ def texts_of_one_tenant(draft: Draft, acceptance: Acceptance) -> tuple[Counter[O
     assert drafter is not None
     history = CountedHistory(max_answers=8)
     counts: Counter[Outcome] = Counter()
-    for _ in range(NUM_SEQUENCES):
+    for _ in range(NUM_WITH_COPIES):
         request = replace(request_for("temperature", acceptance), history=history)
         text = first_tokens(speculative(sampling_target(), drafter, Fixed(max_tokens=3).controller(), request))
         counts[text] += 1
         # The prompt's end too, so that a match is longer than any in the text itself.
         history.add([*PROMPT[-2:], *text])
-    return counts, history.num_copied_from - NUM_SEQUENCES  # adding an answer asks for it, too
+    return counts, history.num_copied_from - NUM_WITH_COPIES  # adding an answer asks for it, too
 
 
 WITH_HISTORY = [
@@ -212,7 +221,7 @@ WITH_HISTORY = [
 @pytest.mark.parametrize("draft", WITH_HISTORY, ids=["alone", "before a skip"])
 def test_texts_that_copy_from_earlier_answers_are_distributed_as_the_model(draft: Draft) -> None:
     counts, copied = texts_of_one_tenant(draft, Sampling(torch.Generator().manual_seed(7)))
-    assert copied > NUM_SEQUENCES / 2, "so often that a wrong acceptance would show, as below"
+    assert copied > NUM_WITH_COPIES / 2, "so often that a wrong acceptance would show, as below"
     assert p_value(counts, exact_distribution("temperature")) > ALPHA
 
 

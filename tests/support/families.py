@@ -17,6 +17,7 @@ import transformers
 from torch import nn
 from transformers import PreTrainedModel
 
+from decoding.runners.static import StaticRunner
 from decoding.target import Target
 
 VOCABULARY = 96
@@ -140,6 +141,12 @@ def make(config_class: str, *, seed: int = 0, **settings: Any) -> PreTrainedMode
 def target_of(family: str) -> Target:
     """Return the family's model, built once per process."""
     return Target(build(family))
+
+
+@functools.cache
+def static_target_of(family: str) -> Target:
+    """Return the family's model with the static runner, uncompiled, made and checked once per process."""
+    return Target(build(family), functools.partial(StaticRunner, compiled=False))
 
 
 def some_tokens(count: int, seed: int = 0) -> list[int]:

@@ -15,7 +15,7 @@ from decoding.text import Ending
 from tests.support.families import target_of
 from tests.support.grid import PROMPTS
 
-NUM_NEW_TOKENS = 16
+NUM_NEW_TOKENS = 12
 
 
 @functools.cache

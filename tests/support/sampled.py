@@ -20,8 +20,10 @@ from tests.support.families import build
 VOCABULARY = 8
 PROMPT = [3, 1, 4, 0, 5, 2, 6, 7]
 """Every token of the vocabulary once, so that each is found by a lookup: most drafts can be copies."""
-NUM_SEQUENCES = 700
-"""Planted wrong acceptances fall below 1e-10 with three seeds of three; with 5 tokens in the prompt, 800 were too few."""
+NUM_SEQUENCES = 350
+"""Where the model drafts: planted wrong acceptances fall below 1e-7 with three seeds of three."""
+NUM_WITH_COPIES = 700
+"""Where drafts are copied: planted wrong acceptances fall below 1e-10 with three seeds of three, but not with 350 sequences."""
 NUM_TOKENS = 3
 
 PLAIN: tuple[LogitsProcessor, ...] = (TemperatureLogitsWarper(2.0),)

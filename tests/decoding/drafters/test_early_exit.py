@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from functools import partial
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -28,18 +28,26 @@ from decoding.drafters.lookup_first import LookupFirst
 from decoding.drafts import EarlyExit, Lookup, PlainDecoding
 from decoding.errors import ExitHeadError, UnsupportedModelError
 from decoding.rounds import Generation, Prefill, Round
-from decoding.runners.contract import RunnerFactory
-from decoding.runners.eager import EagerRunner
-from decoding.runners.static import StaticRunner
 from decoding.target import DraftVocabulary, ExitHead, Target
 from decoding.text import Ending, Shaping, TokenSequence
 from tests.support.chi_square import ALPHA, p_value
 from tests.support.controllers import AnyLength
-from tests.support.families import NUM_LAYERS, PROMISED, SUPPORTED, VOCABULARY, WINDOW, build, some_tokens, target_of
+from tests.support.families import (
+    NUM_LAYERS,
+    PROMISED,
+    SUPPORTED,
+    VOCABULARY,
+    WINDOW,
+    build,
+    some_tokens,
+    static_target_of,
+    target_of,
+)
 from tests.support.heads import untrained_head
 from tests.support.sampled import NUM_SEQUENCES, exact_distribution, first_tokens, request_for, sampling_target
 
-NUM_NEW_TOKENS = 20
+NUM_NEW_TOKENS = 14
+TargetOf = Callable[[str], Target]
 RULES: dict[str, DraftLengthRule] = {
     "fixed 1": Fixed(max_tokens=1),
     "fixed 4": Fixed(max_tokens=4),
@@ -100,18 +108,15 @@ def _cases_of(family: str, exit_layer: int, prefix_reuse: bool) -> tuple[list[st
     return [], [(number // 2 + exit_layer // 2) % 2 == 0]
 
 
-STATIC = partial(StaticRunner, compiled=False)
-
-
 @pytest.mark.parametrize(
-    ("family", "runner"),
+    ("family", "target_with"),
     [
-        *((family, EagerRunner) for family in sorted(PROMISED)),
-        *((family, STATIC) for family in ("llama", "gemma3", "gpt_neox_parallel", "mixtral")),
+        *((family, target_of) for family in sorted(PROMISED)),
+        *((family, static_target_of) for family in ("llama", "gemma3", "gpt_neox_parallel", "mixtral")),
     ],
 )
-def test_head_with_a_vocabulary_of_its_own_drafts_from_it(family: str, runner: RunnerFactory) -> None:
-    target = Target(build(family), runner)
+def test_head_with_a_vocabulary_of_its_own_drafts_from_it(family: str, target_with: TargetOf) -> None:
+    target = target_with(family)
     request, chosen = request_of(9), DraftVocabulary(tuple(range(0, VOCABULARY, 3)))
     drafter = EarlyExitDrafter(target, 2, untrained_head(target, vocabulary=chosen))
     sequence = TokenSequence(request.prompt, len(request.prompt) + 8, target.device)

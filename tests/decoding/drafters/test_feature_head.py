@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -24,20 +25,19 @@ from decoding.errors import ExitHeadError
 from decoding.head_folder import HeadFolder
 from decoding.lockstep import decode_in_lockstep
 from decoding.rounds import Generation
-from decoding.runners.contract import Outputs, RunnerFactory
-from decoding.runners.eager import EagerRunner
-from decoding.runners.static import StaticRunner
+from decoding.runners.contract import Outputs
 from decoding.target import DraftVocabulary, FeatureHead, Target
 from decoding.text import Ending, Shaping, TokenSequence
 from decoding.timing.round_costs import measure_round_costs
 from tests.support.chi_square import ALPHA, p_value
 from tests.support.controllers import AnyLength
-from tests.support.families import PROMISED, VOCABULARY, build, some_tokens, target_of
+from tests.support.families import PROMISED, VOCABULARY, some_tokens, static_target_of, target_of
 from tests.support.feature_heads import disturbed_feature_head, write_feature_head
 from tests.support.generations import write_plainly
 from tests.support.sampled import NUM_SEQUENCES, exact_distribution, first_tokens, request_for, sampling_target
 
 NUM_STEPS = 4
+TargetOf = Callable[[str], Target]
 
 
 class Watched:
@@ -99,11 +99,11 @@ def check_rounds(
     return compared
 
 
-@pytest.mark.parametrize("runner", [EagerRunner, partial(StaticRunner, compiled=False)], ids=["eager", "static"])
+@pytest.mark.parametrize("target_with", [target_of, static_target_of], ids=["eager", "static"])
 @pytest.mark.parametrize("family", sorted(PROMISED))
-def test_text_is_the_plain_text_and_drafts_are_those_of_the_unrolled_head(family: str, runner: RunnerFactory) -> None:
+def test_text_is_the_plain_text_and_drafts_are_those_of_the_unrolled_head(family: str, target_with: TargetOf) -> None:
     """The head must have read every verified position with the target's state, and its own drafts with its own."""
-    target = Target(build(family), runner) if runner is not EagerRunner else target_of(family)
+    target = target_with(family)
     head = disturbed_feature_head(target_of(family))
     turn = sorted(PROMISED).index(family)
     rule = (Fixed(max_tokens=NUM_STEPS), AdaEdl(max_tokens=NUM_STEPS, initial_threshold=0.3))[turn % 2]
@@ -119,9 +119,9 @@ def test_text_is_the_plain_text_and_drafts_are_those_of_the_unrolled_head(family
     assert compared[3] > 1
 
 
-@pytest.mark.parametrize("runner", [EagerRunner, partial(StaticRunner, compiled=False)], ids=["eager", "static"])
-def test_sequences_in_lockstep_draft_what_they_would_alone(runner: RunnerFactory) -> None:
-    target = Target(build("gemma3"), runner)
+@pytest.mark.parametrize("target_with", [target_of, static_target_of], ids=["eager", "static"])
+def test_sequences_in_lockstep_draft_what_they_would_alone(target_with: TargetOf) -> None:
+    target = target_with("gemma3")
     head = disturbed_feature_head(target_of("gemma3"))
     requests = [Request(some_tokens(4 + 3 * seed, seed), Ending(12 + seed)) for seed in range(3)]
     drafters = [Watched(FeatureHeadDrafter(target, head))] * len(requests)
@@ -168,10 +168,10 @@ def test_head_with_a_vocabulary_of_its_own_drafts_from_it() -> None:
     assert check_rounds(target, head, [*request.prompt, *generation.tokens], watched.rounds)[1] > 3
 
 
-@pytest.mark.parametrize("runner", [EagerRunner, partial(StaticRunner, compiled=False)], ids=["eager", "static"])
-def test_side_leaves_leave_their_state_to_the_head(runner: RunnerFactory) -> None:
+@pytest.mark.parametrize("target_with", [target_of, static_target_of], ids=["eager", "static"])
+def test_side_leaves_leave_their_state_to_the_head(target_with: TargetOf) -> None:
     """After an accepted leaf the head reads the target's state of the leaf, so that the next first draft is as ever."""
-    target, num_accepted = Target(build("qwen3"), runner), 0
+    target, num_accepted = target_with("qwen3"), 0
     head = disturbed_feature_head(target_of("qwen3"))
     for seed in range(2):
         request = Request(some_tokens(5, seed), Ending(16))
@@ -187,7 +187,7 @@ def test_sampled_text_is_distributed_as_the_model() -> None:
     target = sampling_target()
     drafter = FeatureHeadDrafter(target, disturbed_feature_head(target))
     request = request_for("temperature", Sampling(torch.Generator().manual_seed(11)))
-    texts = (speculative(target, drafter, AnyLength(seed), request) for seed in range(NUM_SEQUENCES // 2))
+    texts = (speculative(target, drafter, AnyLength(seed), request) for seed in range(NUM_SEQUENCES))
     counts = Counter(first_tokens(steps) for steps in texts)
     assert p_value(counts, exact_distribution("temperature")) > ALPHA
 

@@ -39,7 +39,7 @@ from tests.support.grid import RULES, SKIPS
 from tests.support.recorders import unchecked
 
 PROMPT = some_tokens(9)
-NUM_NEW_TOKENS = 16
+NUM_NEW_TOKENS = 12
 FAMILIES = [family for family in SUPPORTED if family != "bloom"]
 EVERY_BUCKET = ("llama", "gemma3")
 EVERYTHING_PADDED = Buckets(widths=(16,), slot_step=32)
@@ -307,7 +307,7 @@ def test_block_that_cannot_be_compiled_runs_uncompiled_with_a_warning(monkeypatc
         target = Target(build("llama"), "static")
     assert isinstance(target.runner.block_call, CompiledBlocks)
     assert target.runner.block_call.problem is not None
-    assert plainly(target, Request(PROMPT, Ending(16))) == plain_text("llama", "several tokens")
+    assert plainly(target, Request(PROMPT, Ending(NUM_NEW_TOKENS))) == plain_text("llama", "several tokens")
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # raised by modules that torch's compiler imports
@@ -317,7 +317,7 @@ def test_real_compiler_gives_the_same_output() -> None:
     target = Target(build("llama"), "static")
     assert isinstance(target.runner.block_call, CompiledBlocks)
     assert target.runner.block_call.problem is None
-    request = Request(PROMPT, Ending(16))
+    request = Request(PROMPT, Ending(NUM_NEW_TOKENS))
     assert write(target, SKIPS["last block"], Fixed(max_tokens=3), request).tokens == plain_text(
         "llama", "several tokens"
     )

@@ -24,7 +24,7 @@ from decoding.runners.static import StaticRunner
 from decoding.target import Target, agree
 from decoding.target import quantised as module_under_test
 from decoding.target.draft_vocabulary import LEFT_OUT, DraftVocabulary
-from tests.support.families import SUPPORTED, VOCABULARY, build, make, some_tokens
+from tests.support.families import SUPPORTED, VOCABULARY, build, make, some_tokens, static_target_of, target_of
 from tests.support.grid import WITHOUT_LINEARS
 from tests.support.heads import untrained_head
 
@@ -67,13 +67,11 @@ def logits_after(target: Target, **settings: object) -> Tensor:
 def test_logits_are_those_of_the_rounded_model_on_the_targets_cache(family: str, bits: int, runner: str) -> None:
     if (family, runner) == ("bloom", "static"):
         pytest.skip("the static runner refuses this family")
-    model = build(family)
-    target = Target(model, RUNNERS[runner])
-    found = logits_after(target, bits=bits)
-    eager, last = Target(model), TOKENS.shape[1] - 1
+    eager, last = target_of(family), TOKENS.shape[1] - 1
+    found = logits_after(eager if runner == "eager" else static_target_of(family), bits=bits)
     cache = eager.new_cache(20)
     eager.forward(TOKENS[:, :-1], cache, 0)
-    assert are_near(found, Target(rounded(model, bits)).forward(TOKENS[:, -1:], cache, last))
+    assert are_near(found, Target(rounded(eager.model, bits)).forward(TOKENS[:, -1:], cache, last))
     assert not are_near(found, eager.forward(TOKENS[:, -1:], cache, last))
 
 
