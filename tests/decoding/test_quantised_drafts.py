@@ -164,8 +164,14 @@ def _pending_states(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
 # --- sampling ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("processors", ["temperature", "temperature, penalty and top-k"])
-@pytest.mark.parametrize("draft", [LayerSkip(bits=4), LayerSkip(skip_attention=(1,), bits=8)], ids=["int4", "int8"])
+@pytest.mark.parametrize(
+    ("draft", "processors"),
+    [
+        (LayerSkip(bits=4), "temperature, penalty and top-k"),
+        (LayerSkip(skip_attention=(1,), bits=8), "temperature"),
+    ],
+    ids=["int4", "int8"],
+)  # processors see logits, and not the bits of the weights that they come from
 def test_sampled_text_is_distributed_as_the_model(draft: Draft, processors: str) -> None:
     target = sampling_target()
     drafter = build_drafter(target, draft)

@@ -49,7 +49,7 @@ from tests.support.heads import write_heads
 from tests.support.recorders import CountingRecorder
 from tests.support.sampled import NUM_SEQUENCES, exact_distribution, first_tokens, request_for, sampling_target
 
-NUM_NEW_TOKENS = 24
+NUM_NEW_TOKENS = 16
 TREES: list[CandidateTree] = [
     FixedLeaves(leaves=2),
     PublishedLeaves(),

@@ -28,7 +28,7 @@ from tests.support.generations import write
 from tests.support.grid import RULES, SKIPS
 
 FUSED = SpeedFeatures(fused_projections=True)
-REQUEST = Request(some_tokens(9), Ending(20))
+REQUEST = Request(some_tokens(9), Ending(14))
 # Products saved per block: two of queries, keys and values, and one of gate and up, where these are layers of their own.
 SAVED = {"gptj": 2, "gpt_oss": 2, "mixtral": 2} | dict.fromkeys(
     ("phi3", "gpt2", "gpt_neox_parallel", "gpt_neox_sequential"), 0
