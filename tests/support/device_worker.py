@@ -6,6 +6,17 @@ import time
 from typing import Any
 
 
+class BrokenWorker:
+    """A worker whose process cannot begin, as where sdtune is not installed."""
+
+    def __init__(self) -> None:
+        raise ImportError("No module named 'decoding'")
+
+    def ask(self, method: str, *arguments: Any) -> dict[str, Any]:
+        """Never called."""
+        raise AssertionError("the process has begun")
+
+
 class PlaceWorker:
     """Takes the place of `tuner.executors.worker.DeviceWorker`; its watch finds node, GPU, start and end of the use."""
 

@@ -144,6 +144,10 @@ class RayDevice:
         except ray.exceptions.RayTaskError as error:
             raise RemoteTrialError(first_line(error.cause, default=type(error.cause).__name__)) from None
         except ray.exceptions.RayError as lost:
+            if isinstance(lost, ray.exceptions.RayActorError) and lost.actor_init_failed:
+                # Ray does not start such a process again: sdtune, or one of its packages, is missing there or another version.
+                reason = str(lost).strip().splitlines()[-1]
+                raise ConfigError(f"{self.name}: its process could not begin: {reason}") from None
             raise DeviceLostError(type(lost).__name__) from None
         if "lost" in answer:
             raise DeviceLostError(answer["lost"])

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.device_worker import PlaceWorker
+from tests.support.device_worker import BrokenWorker, PlaceWorker
 from tuner.errors import ConfigError
 from tuner.executors import ray_cluster
 from tuner.executors.contract import TrialDevice
@@ -95,6 +95,13 @@ def test_trials_stay_on_their_label_alone_on_a_device_and_are_redone_when_a_node
     redone = [int(each.split()[-3]) for each in said if each.endswith("is redone")]
     assert redone
     assert two_gpus not in {ended[number].split()[0] for number in redone}
+
+
+def test_a_process_that_cannot_begin_ends_the_search_at_once(cluster: Any) -> None:
+    reservation = find_devices("b", "cuda").reservation
+    device = RayDevice(0, reservation, range(2), [], label="b", worker=BrokenWorker, patience=60.0)
+    with pytest.raises(ConfigError, match="b 0: its process could not begin: ImportError: No module named 'decoding'"):
+        DevicePool([device], print).__enter__()
 
 
 def test_ray_that_is_missing_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
