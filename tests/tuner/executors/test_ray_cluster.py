@@ -67,7 +67,7 @@ def test_trials_stay_on_their_label_alone_on_a_device_and_are_redone_when_a_node
     assert found.count == 3
     of_class = _nodes("a")
     devices = [
-        RayDevice(number, found.reservation, range(2), [], label="a", worker=PlaceWorker, patience=20.0)
+        RayDevice(number, found.reservation, range(2), [], label="a", worker=PlaceWorker, patience=120.0)
         for number in range(found.count)
     ]
     with DevicePool(devices, said.append) as pool:

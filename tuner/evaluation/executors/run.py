@@ -35,7 +35,7 @@ from tuner.search.trial_run import ATTEMPTS, DEVICE
 
 MOST_SECONDS_LATER = 2.0
 """Seconds after a trial within which a node is killed; about those of a trial."""
-SIZES: dict[str, Any] = {"max_new_tokens": 96, "prompts_per_trial": 6}
+SIZES: dict[str, Any] = {"max_new_tokens": 32, "prompts_per_trial": 4}
 CLASS = "planted"
 """Label of the nodes."""
 STUDIES: dict[str, dict[str, Any]] = {
