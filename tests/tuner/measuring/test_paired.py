@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import gc
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from decoding.drafts import EarlyExit, LayerSkip, PlainDecoding
 from decoding.head_folder import HeadFolder
 from decoding.losslessness import Comparison
 from decoding.profile import Decoding
+from decoding.rounds import BatchGeneration
 from decoding.target import Target
 from decoding.target.views import ExitView
 from decoding.text import Ending
@@ -39,7 +41,8 @@ from tests.support.tiny import tiny_target
 from tuner.errors import DatasetError
 from tuner.measuring.baseline import Baseline, decode_baseline
 from tuner.measuring.clock import WallClock
-from tuner.measuring.paired import Bench
+from tuner.measuring.paired import LEAST_SECONDS_TO_REFUSE, Bench, FarTooSlowError
+from tuner.measuring.turns import WARM_UP_TOKENS
 
 PROMPTS = [tuple((seed * 11 + index * 5) % 60 + 2 for index in range(6 + seed)) for seed in range(5)]
 CANDIDATES = [
@@ -101,6 +104,26 @@ def test_a_trial_leaves_no_trace_on_the_model() -> None:
     assert dict(model.named_modules()) == modules
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+@pytest.mark.parametrize(("times_slower", "is_refused"), [(15.0, False), (25.0, True)])
+def test_a_candidate_that_is_far_too_slow_is_given_up_after_a_few_tokens(
+    monkeypatch: pytest.MonkeyPatch, times_slower: float, is_refused: bool
+) -> None:
+    decode, num_written = Decoder.generate_batch, 0
+
+    def decode_slowly(decoder: Decoder, requests: Sequence[Request]) -> BatchGeneration:
+        nonlocal num_written
+        batch, drafts = decode(decoder, requests), decoder.drafter is not None
+        num_written += batch.num_decoded if drafts else 0
+        seconds = LEAST_SECONDS_TO_REFUSE * (times_slower if drafts else 1.0)
+        return dataclasses.replace(batch, decode_seconds=seconds * batch.num_decoded)
+
+    monkeypatch.setattr(Decoder, "generate_batch", decode_slowly)
+    refusal = pytest.raises(FarTooSlowError, match="more than 20 times") if is_refused else nullcontext()
+    with refusal:
+        _bench(max_new_tokens=40).measure(CANDIDATES[0], [0])
+    assert 0 < num_written <= 2 * WARM_UP_TOKENS
 
 
 def test_plain_decoding_and_the_candidate_take_turns_in_going_first() -> None:
