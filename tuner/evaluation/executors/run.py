@@ -118,7 +118,7 @@ class KillingNodes(Unwatched):
     """
 
     def __init__(self, cluster: Any, nodes: list[Any], kills: int, seed: int) -> None:
-        self._cluster, self._nodes = cluster, list(nodes)
+        self._cluster, self._nodes, self._num_nodes = cluster, list(nodes), len(nodes)
         self._left, self._num_trials, self._stream = kills, 0, Random(seed)
         self._killing: list[Timer] = []
 
@@ -132,15 +132,17 @@ class KillingNodes(Unwatched):
     def trial(self, record: TrialRecord, best: TrialRecord | None) -> None:
         """Have a node killed at a random moment of the next trials, if it is time and the last kill is over."""
         self._num_trials += 1
-        is_over = not any(each.is_alive() for each in self._killing)
-        if self._left and self._num_trials % 2 == 0 and is_over:
+        if any(each.is_alive() for each in self._killing):
+            return
+        while len(self._nodes) < self._num_nodes:
+            self._nodes.append(_add_node(self._cluster))  # Ray starts nodes from the main thread only
+        if self._left and self._num_trials % 2 == 0:
             self._left -= 1
             self._killing.append(Timer(self._stream.uniform(0.0, MOST_SECONDS_LATER), self._kill))
             self._killing[-1].start()
 
     def _kill(self) -> None:
         self._cluster.remove_node(self._nodes.pop(0), allow_graceful=False)
-        self._nodes.append(_add_node(self._cluster))
 
 
 @contextmanager

@@ -26,7 +26,7 @@ class ExecutorsEvaluation(Evaluation):
       sdtune evaluate executors --out executors.json
     """
 
-    devices: int = Field(2, ge=1, description="Nodes, each of which is a device.", json_schema_extra=EVALUATION)
+    devices: int = Field(2, ge=2, description="Nodes, each of which is a device.", json_schema_extra=EVALUATION)
     kills: int = Field(2, ge=0, description="Nodes that are killed.", json_schema_extra=EVALUATION)
     seed: Seed = 0
     out: ResultsFile = None
