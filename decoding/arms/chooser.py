@@ -5,7 +5,9 @@ The arm with the highest one decodes the next window, if it is above the arm in 
 may be the best one: seldom if it is far behind, again and again if it is close. Plain rounds are also run as a control while drafts
 are in use, and the best draft while plain rounds are: soon after a change, and less and less often until the next one.
 
-Loads are numbers of sequences side by side, up to the same power of two, each with a belief of its own.
+Loads are numbers of sequences side by side, up to the same power of two, each with a belief of its own. Before a load has been
+measured, its belief follows the nearest ones that have: a server passes through every load between one sequence and many, and
+seldom stays.
 """
 
 from __future__ import annotations
@@ -26,9 +28,11 @@ FIRST_CONTROL, CONTROL_PERIOD = 4, 64
 DOUBT = 0.2
 """Standard deviation added to a profile's figure, because the text here may be another."""
 UNMEASURED = Prior(0.1, 0.4)
-"""Belief on a profile without figures."""
+"""Belief on a profile without figures, for one sequence."""
 BEYOND = Prior(-0.05, 0.4)
 """Belief beyond the number of sequences that a profile was tuned for: a draft that pays for one seldom pays for many."""
+LOAD_STEP = 0.25
+"""Standard deviation of the change of a log speed-up from one load to the next."""
 ALARM_SCORE = 1.645
 """Standard deviations below the interval at which the alarm is raised: with a probability of 95 %."""
 
@@ -50,19 +54,26 @@ def load_of(num_running: float) -> int:
 
 def prior(promise: Promise | None, load: int) -> Prior:
     """Return the belief on the log speed-up of a profile at a load."""
-    if promise is None:
+    if promise is None and load == 1:
         return UNMEASURED
-    if load > load_of(promise.num_sequences):
+    if promise is None or load > load_of(promise.num_sequences):
         return BEYOND
     half = math.log(promise.high / promise.low) / 2
     return Prior(math.log(promise.speedup), math.hypot(half / 1.96, DOUBT))
 
 
+def combined(priors: Sequence[Prior]) -> Prior:
+    """Return what independent sources say together: each counts by its precision."""
+    weights = [each.sd**-2 for each in priors]
+    mean = sum(weight * each.mean for weight, each in zip(weights, priors, strict=True)) / sum(weights)
+    return Prior(mean, sum(weights) ** -0.5)
+
+
 class _Load:
     """The choice at one load."""
 
-    def __init__(self, promises: Sequence[Promise | None], load: int, stream: np.random.Generator) -> None:
-        self.belief = SpeedBelief([prior(promise, load) for promise in promises])
+    def __init__(self, priors: Sequence[Prior], stream: np.random.Generator) -> None:
+        self.belief = SpeedBelief(priors)
         self.used = int(np.argmax(self.belief.log_speedups))
         self._stream = stream
         self._period = FIRST_CONTROL
@@ -117,7 +128,7 @@ class ArmChooser:
     def begin(self, num_running: int) -> int:
         """Return the arm of a window that begins with `num_running` sequences after a change of the load."""
         if (load := load_of(num_running)) != self._load:
-            self.arm = self._at(load).used
+            self.arm = self._at(load, anew=True).used
             self._load = load
         return self.arm
 
@@ -135,10 +146,23 @@ class ArmChooser:
         """Return the speed-up of each profile over plain rounds at the present load, as it is believed to be."""
         return [math.exp(value) for value in self._at(self._load).belief.log_speedups[1:]]
 
-    def _at(self, load: int) -> _Load:
-        if load not in self._loads:
-            self._loads[load] = _Load(self._promises, load, self._stream)
-        return self._loads[load]
+    def _at(self, load: int, *, anew: bool = False) -> _Load:
+        """Return the choice at a load; `anew` if what was learned at other loads shall count while this one has no window."""
+        at = self._loads.get(load)
+        if at is None or (anew and at.num_running is None):
+            self._loads[load] = at = _Load(self._priors(load), self._stream)
+        return at
+
+    def _priors(self, load: int) -> list[Prior]:
+        """Return the belief on each profile at a load without windows: from its figures and from the nearest loads that have some."""
+        known = sorted(each for each, at in self._loads.items() if at.num_running is not None)
+        below, above = [each for each in known if each < load], [each for each in known if each > load]
+        sources = [[prior(promise, load) for promise in self._promises]]
+        for other in (*below[-1:], *above[:1]):
+            belief, doubt = self._loads[other].belief, LOAD_STEP * abs(other - load)
+            pairs = zip(belief.log_speedups[1:], belief.sds[1:], strict=True)
+            sources.append([Prior(float(mean), math.hypot(sd, doubt)) for mean, sd in pairs])
+        return [combined(each) for each in zip(*sources, strict=True)]
 
     def _compare_with_promises(self, belief: SpeedBelief) -> None:
         """Raise the alarm if every profile tuned for this load is below its interval; clear it if one seems not to be."""

@@ -10,7 +10,8 @@ from itertools import pairwise
 
 import pytest
 
-from decoding.arms.chooser import CONTROL_PERIOD, ArmChooser, Promise, load_of
+from decoding.arms.belief import Prior
+from decoding.arms.chooser import CONTROL_PERIOD, ArmChooser, Promise, combined, load_of
 from decoding.arms.windows import OpenWindow
 from decoding.rounds import Round
 
@@ -124,6 +125,30 @@ def test_rounds_begin_plain_beyond_the_load_that_was_tuned_for(num_tuned: int, a
     assert chooser.arm == 1
     assert chooser.begin(8) == at_eight
     assert [load_of(number) for number in (1, 2, 3.4, 4, 7.6, 15)] == [1, 2, 2, 3, 4, 4]
+
+
+@pytest.mark.parametrize("promise", [TUNED, None])
+def test_a_load_without_windows_follows_its_neighbours(promise: Promise | None) -> None:
+    never: Speeds = {1: (3.0, 1.5)}
+    _, chooser = _simulate([(1, CODE), (8, never)], [promise], noise=0.02, seed=0)
+    assert chooser.begin(1) == 1, "measured there"
+    assert chooser.begin(5) == 0, "nearer to eight sequences, where drafts halve the speed"
+    assert chooser.begin(40) == 0
+    _, chooser = _simulate([(1, CODE), (8, {1: (1.5, 2.6)})], [promise], noise=0.02, seed=0)
+    assert chooser.begin(5) == 1, "drafts pay on both sides"
+    assert chooser.begin(16) == 1
+
+
+def test_a_profile_without_figures_is_tried_for_one_sequence_first() -> None:
+    chooser = ArmChooser([None])
+    assert chooser.arm == 1
+    assert chooser.begin(4) == 0
+
+
+def test_sources_count_by_their_precision() -> None:
+    together = combined([Prior(0.0, 0.1), Prior(1.0, 0.2)])
+    assert together.mean == pytest.approx(0.2)
+    assert together.sd == pytest.approx(0.1 * 0.8**0.5)
 
 
 def test_alarm_is_raised_below_the_interval_of_every_profile_and_cleared_above_it() -> None:
