@@ -154,7 +154,7 @@ class ArmChooser:
         return at
 
     def _priors(self, load: int) -> list[Prior]:
-        """Return the belief on each profile at a load without windows: from its figures and from the nearest loads that have some."""
+        """Return the belief on each profile at a load without windows: from its figures and the nearest loads that have some."""
         known = sorted(each for each, at in self._loads.items() if at.num_running is not None)
         below, above = [each for each in known if each < load], [each for each in known if each > load]
         sources = [[prior(promise, load) for promise in self._promises]]
