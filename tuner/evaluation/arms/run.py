@@ -31,8 +31,8 @@ from tuner.results import stamped, write_json
 CHOICE = "choice"
 FEWEST_PROMPTS = 4
 """Least number of prompts in a round: a round of one short sequence is mostly noise."""
-DELAY = 4
-"""One in so many rounds of a phase, the first ones, are the delay in which the choice may look around."""
+DELAY = 0.25
+"""Share of a phase's rounds, the first ones, in which the choice may look around."""
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,8 @@ def measure(
 def summary(samples: PhaseSamples) -> dict[str, Any]:
     """Return the row of a phase: each contender's speed, and the choice's ratio to the best arm and to plain decoding."""
     num_rounds = len(samples.works[CHOICE])
-    settled = {name: Work.of(works[num_rounds // DELAY :]) for name, works in samples.works.items()}
+    delay = int(DELAY * num_rounds)
+    settled = {name: Work.of(works[delay:]) for name, works in samples.works.items()}
     single = [name for name in settled if name != CHOICE]
     best = max(single, key=lambda name: settled[name].tokens_per_second)
     whole = {name: Work.of(samples.works[name]) for name in (CHOICE, PLAIN_NAME)}
@@ -133,7 +134,7 @@ def summary(samples: PhaseSamples) -> dict[str, Any]:
         "phase": samples.phase.name,
         "sequences": samples.phase.level,
         "rounds": num_rounds,
-        "delay_rounds": num_rounds // DELAY,
+        "delay_rounds": delay,
         "tokens_per_second": {name: work.tokens_per_second for name, work in settled.items()},
         "best_arm": best,
         "choice_over_best": speed_ratio(settled[best], settled[CHOICE]).model_dump(mode="json"),
