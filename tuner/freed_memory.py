@@ -4,6 +4,9 @@ glibc keeps freed blocks of up to 32 MiB for later ones. Where blocks of many si
 stays: while drafts of SmolLM2-135M were surveyed, holes were nearly as large as all blocks in use. Keeping is right while passes
 are timed, as a block from the system costs a page fault for every 4 KiB, and production keeps them too.
 
+Address space is not given back with the memory in it: a block that fits into a hole from a stretch with kept blocks is put there,
+and its memory stays until the end of the next such stretch.
+
 Linux with glibc only: elsewhere these functions do nothing, and a search takes more memory.
 """
 

@@ -128,6 +128,7 @@ def build(family: str, **settings: Any) -> PreTrainedModel:
     return make(config_class, **{**own, **settings})
 
 
+@torch.inference_mode(False)  # what is shared may be made by a test in inference mode, and is then used by others
 def make(config_class: str, *, seed: int = 0, **settings: Any) -> PreTrainedModel:
     """Build a tiny causal language model of transformers' `{config_class}Config` with SIZES and `settings`."""
     torch.manual_seed(seed)
@@ -138,12 +139,14 @@ def make(config_class: str, *, seed: int = 0, **settings: Any) -> PreTrainedMode
 
 
 @functools.cache
+@torch.inference_mode(False)
 def target_of(family: str) -> Target:
     """Return the family's model, built once per process."""
     return Target(build(family))
 
 
 @functools.cache
+@torch.inference_mode(False)
 def static_target_of(family: str) -> Target:
     """Return the family's model with the static runner, uncompiled, made and checked once per process."""
     return Target(build(family), functools.partial(StaticRunner, compiled=False))

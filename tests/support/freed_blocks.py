@@ -39,16 +39,19 @@ def share_kept() -> float:
 
 def main() -> None:
     torch.ones(BLOCK, dtype=torch.uint8)  # torch's own start-up
+    whole = NUM_BLOCKS * BLOCK
     with large_blocks_given_back():
         given_back = share_kept()
+        before = resident()
         with freed_blocks_kept():
             kept = share_kept()
-        given_back_again = share_kept()
-        before = resident()
+        left_after_it = (resident() - before) / whole
+        share_kept()  # may use the holes that were left, and keep them until the end
+    left_at_the_end = (resident() - before) / whole
     as_usual = share_kept()
     with large_blocks_given_back():
-        left_at_the_next = (resident() - before) / (NUM_BLOCKS * BLOCK)
-    found = {"given_back": given_back, "kept": kept, "given_back_again": given_back_again}
+        left_at_the_next = (resident() - before) / whole
+    found = {"given_back": given_back, "kept": kept, "left_after_it": left_after_it, "left_at_the_end": left_at_the_end}
     print(json.dumps(found | {"as_usual": as_usual, "left_at_the_next": left_at_the_next}))
 
 
