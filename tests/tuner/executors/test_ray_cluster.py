@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator
 from itertools import pairwise
+from threading import Event, Semaphore
 from typing import Any
 
 import pytest
@@ -86,11 +87,22 @@ def test_trials_stay_on_their_label_alone_on_a_device_and_are_redone_when_a_node
 
         two_gpus = max(uses, key=lambda use: use[1])[0]
         (killed,) = [each for each in cluster.worker_nodes if each.node_id == two_gpus]
+        begun, is_killed = Semaphore(0), Event()
+
+        def place_until_the_kill(device: TrialDevice) -> str:
+            begun.release()
+            while True:
+                found = _place(device)
+                if is_killed.is_set():
+                    return found
+
         for number in range(9, 15):
-            pool.submit(number, _place)
-        ended = dict([pool.wait()])  # the others are waiting or running
+            pool.submit(number, place_until_the_kill)
+        for _ in range(3):  # on every device
+            assert begun.acquire(timeout=60)
         cluster.remove_node(killed, allow_graceful=False)
-        ended |= dict(pool.wait() for _ in range(5))
+        is_killed.set()
+        ended = dict(pool.wait() for _ in range(6))
     assert sorted(ended) == list(range(9, 15)), "no trial is missing, none ended twice"
     redone = [int(each.split()[-3]) for each in said if each.endswith("is redone")]
     assert redone

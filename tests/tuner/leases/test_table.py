@@ -24,10 +24,15 @@ def engine(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[sa.Engine
         f"sqlite:///{tmp_path / 'leases.db'}" if request.param == "sqlite" else request.getfixturevalue("postgres_url")
     )
     engine = sa.create_engine(url)
+    _forget_leases(engine)  # those that other tests have left in the same database
     yield engine
+    _forget_leases(engine)
+    engine.dispose()
+
+
+def _forget_leases(engine: sa.Engine) -> None:
     with engine.begin() as connection:
         connection.execute(sa.text("DROP TABLE IF EXISTS sdtune_leases"))
-    engine.dispose()
 
 
 def test_a_lease_has_one_holder(engine: sa.Engine) -> None:
