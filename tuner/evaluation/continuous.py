@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 from decoding.arms.chooser import ArmChooser
 from decoding.arms.windows import TimedWindow
@@ -11,6 +12,28 @@ from decoding.decode import Request
 from decoding.rounds import Prefill, Round
 from decoding.serving.batch import ContinuousBatch, RowDecoder
 from decoding.serving.waiting_room import Job, RequestEnd, WaitingRoom
+from decoding.text import Ending
+from tuner.errors import ConfigError
+from tuner.inputs.datasets import open_table
+
+
+def read_prompts(path: str) -> list[str]:
+    """Return the prompts in a file's column `prompt`. Raises `ConfigError` without the column or without a prompt."""
+    table = open_table(path)
+    table.require("prompt")
+    prompts = [text for text in table.rows["prompt"] if text]
+    if not prompts:
+        raise ConfigError(f"{path} has no prompt")
+    return prompts
+
+
+def greedy_requests(prompts: Iterable[str], tokenizer: Any, max_new_tokens: int) -> list[Request]:
+    """Return a request for each prompt that has tokens. Raises `ConfigError` if none has."""
+    encoded = [tokenizer(text, verbose=False)["input_ids"] for text in prompts]
+    requests = [Request(ids, Ending(max_new_tokens)) for ids in encoded if ids]
+    if not requests:
+        raise ConfigError("no prompt has a token")
+    return requests
 
 
 class Always(ArmChooser):

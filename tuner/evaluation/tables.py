@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from rich import box
 from rich.table import Table
 
@@ -16,3 +19,9 @@ def new_table(title: str, first: str, *headings: str) -> Table:
     for heading in headings:
         table.add_column(heading, justify="right", overflow="fold")  # a truncated figure is useless
     return table
+
+
+def ratio_cell(ratio: Mapping[str, Any]) -> str:
+    """Return a ratio, as plain data, with its 95 % interval and three decimals: of speeds that are nearly equal."""
+    low, high = ratio["ci95"]
+    return f"{ratio['value']:.3f} [{low:.3f}, {high:.3f}]"

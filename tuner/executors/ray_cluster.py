@@ -1,8 +1,8 @@
 """The devices of a Ray cluster: found by label, reserved by an actor each, and given back at the end.
 
 An actor takes a whole GPU, or, where the model runs on the CPU, all processors of a node, so that Ray never lets two trials share a
-device. There are never more actors than devices: an actor that waits for a device could take the one of an actor that restarts. The
-only module that imports Ray.
+device. There are never more actors than devices: an actor that waits for a device could take the one of an actor that restarts. No
+other module of a search imports Ray.
 """
 
 from __future__ import annotations

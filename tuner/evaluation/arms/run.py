@@ -15,14 +15,12 @@ from decoding.arms.decoder import PLAIN_NAME, ArmedDecoder
 from decoding.arms.windows import TimedWindow
 from decoding.decode import Request
 from decoding.deploy import load_decoder
-from decoding.text import Ending
 from studies.ratios import Work, speed_ratio
 from tuner.errors import ConfigError
 from tuner.evaluation.arms.settings import ArmsEvaluation
-from tuner.evaluation.continuous import Always, decode_side_by_side
+from tuner.evaluation.continuous import Always, decode_side_by_side, greedy_requests, read_prompts
 from tuner.evaluation.contract import Report
-from tuner.evaluation.tables import new_table
-from tuner.inputs.datasets import open_table
+from tuner.evaluation.tables import new_table, ratio_cell
 from tuner.inputs.models import load
 from tuner.profile_address import local_profile
 from tuner.progress import Progress
@@ -66,6 +64,7 @@ def run_and_write(settings: ArmsEvaluation, progress: Progress) -> Report:
     deployed = [load_decoder(each) for each in (settings.profile, *map(local_profile, settings.arm))]
     profiles = [each.profile for each in deployed]
     check_arms(profiles)
+    written = [_written(each) for each in settings.phase]
     identity = profiles[0].target
     loaded = load(settings.model or identity.model, revision=identity.revision, dtype=identity.dtype, device="cpu")
     first = deployed[0].decoder_for(loaded.model)
@@ -73,7 +72,10 @@ def run_and_write(settings: ArmsEvaluation, progress: Progress) -> Report:
         raise ConfigError(f"profile {profiles[0].name!r} decodes plainly: there is nothing to choose")
     decoders = [first, *(each.decoder_on(first.target) for each in deployed[1:])]
     arms = [Arm.of(profile, decoder) for profile, decoder in zip(profiles, decoders, strict=True)]
-    phases = [_phase(given, loaded.tokenizer, settings.max_new_tokens) for given in settings.phase]
+    phases = [
+        ScriptPhase(name, level, greedy_requests(prompts, loaded.tokenizer, settings.max_new_tokens))
+        for name, level, prompts in written
+    ]
     samples = measure(arms, phases, settings.rounds, settings.prompts_per_row, progress)
     rows = [summary(each) for each in samples]
     succeeded = not any(row["num_different"] for row in rows)
@@ -145,17 +147,12 @@ def summary(samples: PhaseSamples) -> dict[str, Any]:
     }
 
 
-def _phase(given: str, tokenizer: Any, max_new_tokens: int) -> ScriptPhase:
+def _written(given: str) -> tuple[str, int, list[str]]:
+    """Return name, sequences side by side and prompts of a phase. Raises `ConfigError` for a wrong one."""
     path, separator, level = given.rpartition("@")
     if not (separator and path and level.isdecimal() and int(level)):
         raise ConfigError(f"--phase {given}: give a file and a number of sequences, such as prose.jsonl@8")
-    table = open_table(path)
-    table.require("prompt")
-    encoded = [tokenizer(text, verbose=False)["input_ids"] for text in table.rows["prompt"]]
-    requests = [Request(ids, Ending(max_new_tokens)) for ids in encoded if ids]
-    if not requests:
-        raise ConfigError(f"{path} has no prompt")
-    return ScriptPhase(Path(path).stem, int(level), requests)
+    return Path(path).stem, int(level), read_prompts(path)
 
 
 def _table(rows: Sequence[Mapping[str, Any]]) -> Group:
@@ -163,15 +160,10 @@ def _table(rows: Sequence[Mapping[str, Any]]) -> Group:
     table = new_table("tokens per second", "phase", *names, "choice over best", "choice over plain", "windows")
     for row in rows:
         rates = [f"{row['tokens_per_second'][name]:.1f}" for name in names]
-        ratios = [_ratio(row[key]) for key in ("choice_over_best", "choice_over_plain")]
+        ratios = [ratio_cell(row[key]) for key in ("choice_over_best", "choice_over_plain")]
         windows = ", ".join(f"{name} {number}" for name, number in row["windows"].items())
         table.add_row(f"{row['phase']}, {row['sequences']}", *rates, *ratios, windows)
     delay = (
         f"rates and `over best` leave out the first {rows[0]['delay_rounds']} of {rows[0]['rounds']} rounds of a phase"
     )
     return Group(table, f"texts that differ: {sum(row['num_different'] for row in rows)}; {delay}")
-
-
-def _ratio(ratio: Mapping[str, Any]) -> str:
-    low, high = ratio["ci95"]
-    return f"{ratio['value']:.3f} [{low:.3f}, {high:.3f}]"

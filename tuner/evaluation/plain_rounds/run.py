@@ -14,14 +14,12 @@ from decoding.decode import Request
 from decoding.decoder import Decoder, plain_decoder
 from decoding.deploy import load_decoder
 from decoding.serving.batch import RowDecoder
-from decoding.text import Ending
 from studies.ratios import Work, speed_ratio
 from tuner.errors import ConfigError
-from tuner.evaluation.continuous import Always, decode_side_by_side
+from tuner.evaluation.continuous import Always, decode_side_by_side, greedy_requests, read_prompts
 from tuner.evaluation.contract import Report
 from tuner.evaluation.plain_rounds.settings import PlainRoundsEvaluation
-from tuner.evaluation.tables import new_table
-from tuner.inputs.datasets import open_table
+from tuner.evaluation.tables import new_table, ratio_cell
 from tuner.inputs.models import load
 from tuner.progress import Progress
 from tuner.results import stamped, write_json
@@ -33,14 +31,12 @@ def run_and_write(settings: PlainRoundsEvaluation, progress: Progress) -> Report
     """Decode in turns; write the file of results if there is one. Raises `SdtuneError` for errors of the user."""
     loaded_profile = load_decoder(settings.profile)
     identity = loaded_profile.profile.target
+    prompts = read_prompts(settings.dataset)
     loaded = load(settings.model or identity.model, revision=identity.revision, dtype=identity.dtype, device="cpu")
-    table = open_table(settings.dataset)
-    table.require("prompt")
-    encoded = [loaded.tokenizer(text, verbose=False)["input_ids"] for text in table.rows["prompt"]]
-    requests = [Request(ids, Ending(settings.max_new_tokens)) for ids in encoded if ids][: settings.prompts]
+    requests = greedy_requests(prompts, loaded.tokenizer, settings.max_new_tokens)[: settings.prompts]
     decoder = loaded_profile.decoder_for(loaded.model)
-    if decoder.drafter is None or not requests:
-        raise ConfigError("the profile decodes plainly" if requests else "the data set has no prompt")
+    if decoder.drafter is None:
+        raise ConfigError("the profile decodes plainly")
     progress.stage("plain rounds", len(settings.levels) * (settings.rounds + 1) * 2)
     arm = Arm.of(loaded_profile.profile, decoder)
     rows = [compare(arm, requests, level, settings.rounds, progress) for level in settings.levels]
@@ -78,8 +74,6 @@ def compare(arm: Arm, requests: Sequence[Request], level: int, num_rounds: int, 
 def _table(rows: Sequence[dict[str, Any]]) -> Group:
     table = new_table("tokens per second", "sequences", WITHOUT, WITH, "speed, with over without")
     for row in rows:
-        low, high = row["speed_with_over_without"]["ci95"]
         rates = [f"{row['tokens_per_second'][name]:.1f}" for name in (WITHOUT, WITH)]
-        ratio = f"{row['speed_with_over_without']['value']:.3f} [{low:.3f}, {high:.3f}]"
-        table.add_row(str(row["sequences"]), *rates, ratio)
+        table.add_row(str(row["sequences"]), *rates, ratio_cell(row["speed_with_over_without"]))
     return Group(table, f"texts that differ: {sum(row['num_different'] for row in rows)}")

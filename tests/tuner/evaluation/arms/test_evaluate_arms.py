@@ -75,11 +75,11 @@ def test_a_wrong_text_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("given", ["prose.jsonl", "prose.jsonl@", "@4", "prose.jsonl@0", "prose.jsonl@many"])
 def test_a_phase_needs_a_file_and_a_number(given: str) -> None:
     with pytest.raises(ConfigError, match="such as prose"):
-        run._phase(given, None, 8)
+        run._written(given)
 
 
 def test_a_file_without_prompts_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "empty.jsonl"
     path.write_text('{"prompt": ""}\n')
     with pytest.raises(ConfigError, match="has no prompt"):
-        run._phase(f"{path}@1", lambda text, verbose: {"input_ids": list(text)}, 8)
+        run._written(f"{path}@1")
