@@ -95,7 +95,7 @@ class Problem:
     continuations: tuple[tuple[int, ...], ...]
     """The target's greedy continuation of each prompt, in token ids, at any temperature."""
     earlier: Mapping[str, Sequence[TrialRecord]]
-    """Finished trials of the studies that ran before, by study name."""
+    """Finished trials of the studies that ran before, by study name; empty unless `StudySettings.reads_earlier`."""
     seed: int
     batch_size: int = 1
     """Consecutive prompts that are decoded in lockstep. Trials measure such batches, numbered from 0."""
@@ -143,6 +143,14 @@ class StudySettings(Document):
     def wanted_heads(self, num_layers: int) -> tuple[int, ...]:
         """Return the exit layers that need a distilled head, in a model of `num_layers`."""
         return ()
+
+    @property
+    def reads_earlier(self) -> bool:
+        """True if the study reads `Problem.earlier`, which is empty otherwise.
+
+        It then begins when the studies before it have ended. Others may run beside each other on several devices.
+        """
+        return False
 
     @property
     def wants_feature_head(self) -> bool:

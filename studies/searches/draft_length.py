@@ -34,6 +34,11 @@ class DraftLengthSettings(StudySettings):
     draft: GivenDraft = Field(None, description="draft to search with instead of earlier ones")
     max_tokens: int = Field(16, ge=1, le=64, description="longest draft to consider (K)")
 
+    @property
+    def reads_earlier(self) -> bool:
+        """True unless a draft is given: the best earlier drafts are searched with."""
+        return self.draft is None
+
     def for_engine(self, rules: Sequence[str], *, quantises: bool) -> dict[str, Any]:
         """Return the rules that the engine runs."""
         return {"rules": rules_within(self, rules)}

@@ -1,7 +1,7 @@
-"""The contract of an executor: it measures the trials of a study on one or more devices, one trial at a time on each.
+"""The contract of an executor: it measures the trials of studies on one or more devices, one trial at a time on each.
 
-Called by `tuner.search.trials`, which proposes candidates, writes records and tells the study. An executor runs the work that it is
-given and says how it ended. A trial measures its candidate and plain decoding on the same device.
+Called by `tuner.search.trials`, which proposes candidates, writes records and tells the studies. An executor runs the work that it
+is given and says how it ended. A trial measures its candidate and plain decoding on the same device.
 """
 
 from __future__ import annotations
@@ -43,11 +43,14 @@ class Executor(Protocol):
     def num_devices(self) -> int:
         """Number of trials that can run at a time, at least 1."""
 
-    def submit(self, number: int, work: Work) -> None:
-        """Run the work of the trial `number` on the next free device. May return before it has ended, or after."""
+    def submit(self, task: str, work: Work) -> None:
+        """Run the work on the next free device. May return before it has ended, or after.
 
-    def wait(self) -> tuple[int, Any]:
-        """Return the number and the result of a trial that has ended, waiting for one if none has; each is returned once.
+        `task` names it, in messages too; no two tasks that run at a time have one name.
+        """
 
-        Raises what the work raised. At least one trial must have been submitted and not returned yet.
+    def wait(self) -> tuple[str, Any]:
+        """Return the name and the result of a task that has ended, waiting for one if none has; each is returned once.
+
+        Raises what the work raised. At least one task must have been submitted and not returned yet.
         """

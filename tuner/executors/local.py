@@ -17,12 +17,12 @@ class LocalExecutor:
 
     def __init__(self, bench: Measuring) -> None:
         self._device = TrialDevice(bench, NotWatched())
-        self._ended: deque[tuple[int, Any]] = deque()
+        self._ended: deque[tuple[str, Any]] = deque()
 
-    def submit(self, number: int, work: Work) -> None:
+    def submit(self, task: str, work: Work) -> None:
         """Run the work at once; what it raises is raised here."""
-        self._ended.append((number, work(self._device)))
+        self._ended.append((task, work(self._device)))
 
-    def wait(self) -> tuple[int, Any]:
+    def wait(self) -> tuple[str, Any]:
         """See `Executor.wait`."""
         return self._ended.popleft()

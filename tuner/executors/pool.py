@@ -42,8 +42,8 @@ class DevicePool:
         self._threads = [Thread(target=self._serve, args=(each,), daemon=True) for each in self._connections]
         self._changed = Condition()
         """Guards all that follows."""
-        self._waiting: deque[tuple[int, Work]] = deque()
-        self._ended: deque[tuple[int, Any]] = deque()
+        self._waiting: deque[tuple[str, Work]] = deque()
+        self._ended: deque[tuple[str, Any]] = deque()
         self._news: deque[str] = deque()
         self._failure: BaseException | None = None
         self._num_ready = 0
@@ -85,12 +85,12 @@ class DevicePool:
         """Number of devices that are ready, at least 1: a trial may wait for one that was lost."""
         return max(1, self._num_ready)
 
-    def submit(self, number: int, work: Work) -> None:
+    def submit(self, task: str, work: Work) -> None:
         """Let the next free device run the work."""
         with self._change():
-            self._waiting.append((number, work))
+            self._waiting.append((task, work))
 
-    def wait(self) -> tuple[int, Any]:
+    def wait(self) -> tuple[str, Any]:
         """See `Executor.wait`. Raises `SearchError` if no device is left."""
         while True:
             with self._changed:
@@ -143,19 +143,19 @@ class DevicePool:
     def _run_trials(self, device: TrialDevice, name: str) -> None:
         """Run trials on a device until the pool is closed or the device is lost; its trial then waits for a device again."""
         while (job := self._next()) is not None:
-            number, work = job
+            task, work = job
             try:
                 result = work(device)
             except DeviceLostError as lost:
                 with self._change():
                     self._waiting.appendleft(job)
                     if not self._is_closed:
-                        self._news.append(f"{name} is lost ({lost}): trial {number} is redone")
+                        self._news.append(f"{name} is lost ({lost}): {task} is redone")
                 return
             with self._change():
-                self._ended.append((number, result))
+                self._ended.append((task, result))
 
-    def _next(self) -> tuple[int, Work] | None:
+    def _next(self) -> tuple[str, Work] | None:
         """Return the next trial that waits, or None when the pool is closed."""
         with self._changed:
             self._changed.wait_for(lambda: self._waiting or self._is_closed)

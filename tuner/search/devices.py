@@ -42,15 +42,15 @@ class TrialDevices:
         """Number of trials that can run at a time; see `Executor`."""
         return self._opened.num_devices
 
-    def submit(self, number: int, work: Work) -> None:
+    def submit(self, task: str, work: Work) -> None:
         """Run the work of a trial; the first one opens the devices.
 
         Raises `ConfigError` if there is no cluster, or if one of its devices is not like the one of this process.
         """
-        self._opened.submit(number, work)
+        self._opened.submit(task, work)
 
-    def wait(self) -> tuple[int, Any]:
-        """Return the number and the result of a trial that has ended."""
+    def wait(self) -> tuple[str, Any]:
+        """Return the name and the result of a trial that has ended."""
         return self._opened.wait()
 
     @property

@@ -1,17 +1,23 @@
-"""Runs the studies of a search in order. Each knows the trials of the earlier ones and gets an equal share of the time left."""
+"""Runs the studies of a search in order, and beside each other on several devices where they do not read each other's trials.
+
+Each gets an equal share of the time left.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
 from uuid import uuid4
 
 from decoding.drafts import EarlyExit
 from studies.contract import Problem, Study, TrialRecord, best_trials
 from studies.costs.table import CostTable
 from studies.searches.registry import create_study
+from tuner.config import SearchConfig
 from tuner.executors.contract import Executor, Work
 from tuner.freed_memory import freed_blocks_kept, large_blocks_given_back
 from tuner.measuring.paired import Bench
@@ -21,9 +27,10 @@ from tuner.search.devices import TrialDevices
 from tuner.search.problem import build_problem
 from tuner.search.steps import Steps
 from tuner.search.storage import CONFIGURATION, StoredStudy, StudyStore
+from tuner.search.study_run import StudyRun
 from tuner.search.task import Task
 from tuner.search.time_budget import Reserve, TimedBudget
-from tuner.search.trials import run_study
+from tuner.search.trials import StudyTurns
 from tuner.stage_clock import Stage, StageClock
 from tuner.tracking import Tracker
 
@@ -71,35 +78,53 @@ class StudySequence:
             self._run_all(steps, devices)
 
     def _run_all(self, steps: Steps, devices: TrialDevices) -> None:
-        names = self._task.config.study
-        for index, name in enumerate(names):
-            run = partial(self._run, name, devices, studies_left=len(names) - index)
-            with self._time.clock.stage(Stage.CHOOSING):
-                end = steps.run(f"study {name}", run, StudyEnd)
-            self._store.include(name)
-            self.ended[name] = end.why
-            self.expected |= end.expected
-            self.note_time()
+        for group in groups_of(self._task.config):
+            with _Group(group, partial(self._turns, devices)) as beside:
+                for name in group:
+                    with self._time.clock.stage(Stage.CHOOSING):
+                        end = steps.run(f"study {name}", partial(self._end_of, name, beside), StudyEnd)
+                    self._store.include(name)
+                    self.ended[name] = end.why
+                    self.expected |= end.expected
+                    self.note_time()
 
     def note_time(self) -> None:
         """Store the time of this run so far, so that a resumed search counts it."""
         self._store.note_elapsed(self._run_key, self._time.spent - self._time.spent_before)
 
-    def _run(self, name: str, devices: TrialDevices, studies_left: int) -> StudyEnd:
-        config = self._task.config
-        share = max(0.0, self._left_for_trials()) / studies_left
-        until = self._time.left - share  # left of the search's time when this study ends
-        study, stored = self._open(name, share)
-        self._show_earlier(name, stored.records())
-        indices = self._bench.indices[: config.samples_per_trial]
-        executor = StagedExecutor(devices, self._time.clock)
-        # The last study may use what race and confirmation can do without until it has a result: nothing comes after it.
-        wanted = stored.records if studies_left == 1 else self._store.records
-        budget = self._budget(until, wanted)
-        _, why = run_study(study, stored, executor, indices, budget, self._keep, most_repeats=devices.most_repeats)
+    def _end_of(self, name: str, group: _Group) -> StudyEnd:
+        """Run trials of the group until this study has ended."""
+        run = group.until_ended(name)
+        study, why = run.study, run.ended or ""
         end = StudyEnd("; ".join([why, *study.remarks()]), dict(study.expected()))
         self._progress.say(f"{name}: {end.why}")
         return end
+
+    def _turns(self, devices: TrialDevices, names: Sequence[str]) -> StudyTurns:
+        """Return the turns of studies that share the devices, and the time of all of them."""
+        studies = self._task.config.study
+        studies_left = len(studies) - studies.index(names[0])
+        share = max(0.0, self._left_for_trials()) / studies_left  # of one study
+        until = self._time.left - share * len(names)  # left of the search's time when these studies end
+        executor = StagedExecutor(devices, self._time.clock)
+        earlier = self._store.records()
+
+        def runs() -> Iterator[StudyRun]:
+            opened: dict[str, StoredStudy] = {}
+            for name in names:
+                # Preparing takes this process, whose time is shared too.
+                study, opened[name] = self._open(name, share, earlier)
+                self._show_earlier(name, opened[name].records())
+                self._show_studies(opened)
+                # The last studies may use what race and confirmation can do without until they have a result.
+                is_last = studies_left == len(names)
+                budget = self._budget(until, opened[name].records if is_last else self._store.records)
+                indices = self._bench.indices[: self._task.config.samples_per_trial]
+                yield StudyRun(
+                    study, opened[name], executor, indices, budget, self._keep, most_repeats=devices.most_repeats
+                )
+
+        return StudyTurns(runs(), executor)
 
     def _budget(self, until: float, wanted: Callable[[], list[TrialRecord]]) -> Budget:
         """Return the budget of a study that ends when `until` seconds of the search are left.
@@ -117,16 +142,15 @@ class StudySequence:
             trial_seconds=self._reserve.trial,
         )
 
-    def _open(self, name: str, share: float) -> tuple[Study, StoredStudy]:
-        """Create the study, from what it kept if it is stored, and open its storage."""
+    def _open(self, name: str, share: float, earlier: Sequence[TrialRecord]) -> tuple[Study, StoredStudy]:
+        """Create the study, from what it kept if it is stored, and open its storage. It may read the trials of `earlier`."""
         self._progress.stage(f"{name}: preparing")
         before = self._time.clock.elapsed
         seconds_left = None if self._time.timeout is None else share
-        problem = build_problem(
-            self._task, self._heads, self._bench, self._store.records(), seconds_left, self._progress
-        )
+        settings = self._task.config.study_settings(name)
+        known = earlier if settings.reads_earlier else ()
+        problem = build_problem(self._task, self._heads, self._bench, known, seconds_left, self._progress)
         with large_blocks_given_back():
-            settings = self._task.config.study_settings(name)
             study = create_study(name, timed_as_usual(problem), settings, self._store.kept(name))
         seconds = self._time.clock.elapsed - before
         stored = self._store.open(study, self._task.identity, preparation_seconds=seconds)
@@ -144,8 +168,11 @@ class StudySequence:
         with self._time.clock.stage(Stage.WRITING):
             for record in earlier:
                 self._tracker.log_trial(record)
-        self._progress.stage(name, self._max_trials(name))
-        self._progress.advance(len(earlier))
+
+    def _show_studies(self, opened: Mapping[str, StoredStudy]) -> None:
+        """Show the trials of the studies that take turns, with those of an earlier run."""
+        self._progress.stage(", ".join(opened), sum(map(self._max_trials, opened)))
+        self._progress.advance(sum(len(stored.records()) for stored in opened.values()))
 
     def _keep(self, record: TrialRecord) -> None:
         records = self._store.records()
@@ -166,6 +193,42 @@ class StudySequence:
         """Return the most trials that a study may run, for the progress bar."""
         limits = (self._task.config.trials, self._task.config.study_settings(name).max_trials)
         return min(limit for limit in limits if limit is not None)
+
+
+def groups_of(config: SearchConfig) -> list[list[str]]:
+    """Return the studies in groups that may run beside each other, in order: in this process each study alone.
+
+    A study that reads the trials of earlier ones begins a group.
+    """
+    groups: list[list[str]] = []
+    for name in config.study:
+        if not groups or config.executor == "local" or config.study_settings(name).reads_earlier:
+            groups.append([])
+        groups[-1].append(name)
+    return groups
+
+
+class _Group:
+    """Studies that run beside each other, made when the first of them has to run. A context manager, which ends their trials."""
+
+    def __init__(self, names: Sequence[str], make: Callable[[Sequence[str]], StudyTurns]) -> None:
+        self._names, self._make = names, make
+        self._open = ExitStack()
+        self._turns: StudyTurns | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._open.close()
+
+    def until_ended(self, name: str) -> StudyRun:
+        """Run trials until this study has ended. Those before it in the group have ended, here or in another process."""
+        if self._turns is None:
+            self._turns = self._open.enter_context(self._make(self._names[self._names.index(name) :]))
+        return self._turns.until_ended(name)
 
 
 def timed_as_usual(problem: Problem) -> Problem:
@@ -192,12 +255,12 @@ class StagedExecutor:
         """Number of trials that can run at a time."""
         return self._executor.num_devices
 
-    def submit(self, number: int, work: Work) -> None:
+    def submit(self, task: str, work: Work) -> None:
         """Run the work of a trial."""
         with self._clock.stage(Stage.TRIALS):
-            self._executor.submit(number, work)
+            self._executor.submit(task, work)
 
-    def wait(self) -> tuple[int, Any]:
-        """Return the number and the result of a trial that has ended."""
+    def wait(self) -> tuple[str, Any]:
+        """Return the name and the result of a trial that has ended."""
         with self._clock.stage(Stage.TRIALS):
             return self._executor.wait()

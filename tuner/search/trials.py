@@ -1,29 +1,80 @@
-"""Runs one study: asks for a candidate, has it measured by real decoding, stores the record, tells the study.
+"""The trials of studies, on one or more devices: of one study alone, or of several that take turns.
 
-A candidate whose output differs from plain decoding is a failed trial, whatever its speed; so is one that raises. A trial that
-looks worse than the best, prompt by prompt, is pruned. A repeated candidate takes over the earlier measurement. Where an executor
-has several devices, a study that can propose several candidates at once fills them.
+The devices are filled while any study can propose a candidate beside its running trials. The study with the fewest running trials
+is asked first, so that studies share the devices equally.
 """
 
 from __future__ import annotations
 
-import time
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterator, Sequence
+from types import TracebackType
+from typing import Self
 
-import optuna
-
-from studies.contract import Candidate, Study, TrialRecord, TrialState
-from tuner.executors.contract import Executor, TrialDevice
-from tuner.freed_memory import large_blocks_given_back
+from studies.contract import Study, TrialRecord
+from tuner.executors.contract import Executor
 from tuner.search.budget import Budget
 from tuner.search.storage import StoredStudy
-from tuner.search.trial_run import Outcome, TrialWork
+from tuner.search.study_run import OnRecord, StudyRun
 
-OnRecord = Callable[[TrialRecord], None]
+
+class StudyTurns:
+    """Studies that take turns on the devices of one executor. A context manager, at whose end no trial is left without a state."""
+
+    def __init__(self, studies: Iterator[StudyRun], executor: Executor) -> None:
+        """Each of `studies` is made when those before it leave this process nothing to do, or when its end is asked for."""
+        self._later, self._executor = studies, executor
+        self._runs: list[StudyRun] = []
+        """In the order in which they got their last turn."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for run in self._runs:
+            run.abandon()
+
+    def until_ended(self, name: str) -> StudyRun:
+        """Run trials, of the other studies too, until the study `name` has ended, and return it."""
+        while (found := self._ended(name)) is None:
+            if not (self._begin() or self._make_next()):
+                self._finish_one()
+        return found
+
+    def _ended(self, name: str) -> StudyRun | None:
+        return next((run for run in self._runs if run.study.name == name and run.ended is not None), None)
+
+    def _begin(self) -> bool:
+        """Begin a trial, if a device is free and any study proposes a candidate. Return True also if a study has ended."""
+        num_pending = sum(run.num_pending for run in self._runs)
+        # The number of devices is asked for when there is a trial: the first one opens them.
+        if num_pending and num_pending >= self._executor.num_devices:
+            return False
+        under_way = [run for run in self._runs if run.ended is None]
+        for run in sorted(under_way, key=lambda each: each.num_pending):
+            if run.begin():
+                self._runs.remove(run)
+                self._runs.append(run)
+                return True
+            if run.ended is not None:
+                return True
+        return False
+
+    def _make_next(self) -> bool:
+        """Make the next study, and return False if there is none."""
+        run = next(self._later, None)
+        if run is not None:
+            self._runs.append(run)
+        return run is not None
+
+    def _finish_one(self) -> None:
+        """Wait for a trial and finish it."""
+        if any(run.take_over() for run in self._runs):
+            return
+        task, result = self._executor.wait()
+        is_known = any(run.finish(task, result) for run in self._runs)
+        assert is_known, f"{task} belongs to a study"
 
 
 def run_study(
@@ -42,171 +93,8 @@ def run_study(
     their records too, before its next trial. `on_record` gets the records made here. A disturbed trial is measured again,
     `most_repeats` times at most.
     """
-    run = _StudyRun(study, stored, executor, indices, budget, most_repeats)
-    try:
-        ended = run.to_its_end(on_record)
-    except BaseException:
-        run.abandon()
-        raise
-    return stored.records(), ended
-
-
-@dataclass(frozen=True)
-class _Pending:
-    """A trial that was begun and whose record is not written yet."""
-
-    trial: optuna.Trial
-    candidate: Candidate
-    notes: dict[str, Any]
-    choosing_seconds: float
-
-
-@dataclass(frozen=True)
-class _Timed:
-    """The outcome of a trial, and how long the device took."""
-
-    outcome: Outcome
-    seconds: float
-
-
-class _StudyRun:
-    """The trials that are measured now, and the seconds of choosing that are charged to none yet."""
-
-    def __init__(
-        self,
-        study: Study,
-        stored: StoredStudy,
-        executor: Executor,
-        indices: Sequence[int],
-        budget: Budget,
-        most_repeats: int,
-    ) -> None:
-        self._study, self._stored, self._executor = study, stored, executor
-        self._indices, self._budget, self._most_repeats = indices, budget, most_repeats
-        self._known: set[int] = set()
-        self._pending: dict[int, _Pending] = {}
-        """By number: trials that have no record yet. Each is submitted to the executor, deferred, or ended."""
-        self._submitted: set[int] = set()
-        self._deferred: list[int] = []
-        """Trials of candidates that another trial measures now: they may take its measurement over."""
-        self._ended: deque[tuple[int, _Timed]] = deque()
-        """Trials that have taken a measurement over."""
-        self._choosing = 0.0
-
-    def to_its_end(self, on_record: OnRecord) -> str:
-        """Run trials until there is a reason to end, and return it."""
-        self._learn()
-        while True:
-            with self._counted():
-                reason = self._why_none_begins()
-            if reason is None:
-                self._begin()
-                if len(self._pending) < self._executor.num_devices:
-                    continue
-            elif not self._pending:
-                return reason
-            on_record(self._finished())
-
-    def abandon(self) -> None:
-        """Close the trials that end without a record."""
-        for pending in self._pending.values():
-            self._stored.abandon(pending.trial)
-
-    def _why_none_begins(self) -> str | None:
-        # The budget first: a study may compute for long before it answers.
-        if (spent := self._budget.exhausted(len(self._known) + len(self._pending))) is not None:
-            return spent
-        candidates = [each.candidate for each in self._pending.values()]
-        if candidates and not self._study.proposes_beside(candidates):
-            return "the study waits for the trials that are running"
-        return self._study.finished()
-
-    def _begin(self) -> None:
-        """Ask for a candidate and have it measured. Its seconds count from when the study began to choose it."""
-        with self._counted():
-            trial = self._stored.ask()
-            try:
-                with large_blocks_given_back():
-                    candidate, notes = self._study.propose(trial)
-            except BaseException:
-                self._stored.abandon(trial)
-                raise
-        self._pending[trial.number] = _Pending(trial, candidate, notes, self._choosing)
-        self._choosing = 0.0
-        self._measure(trial.number)
-
-    def _measure(self, number: int) -> None:
-        """Have a trial measured, unless an earlier trial measured the same candidate or does so now."""
-        trial, candidate = self._pending[number].trial, self._pending[number].candidate
-        if any(self._pending[other].candidate.key == candidate.key for other in self._submitted):
-            self._deferred.append(number)
-            return
-        start = time.perf_counter()
-        if (known := _repeated(trial, candidate, self._stored.records())) is not None:
-            self._ended.append((number, _Timed(known, time.perf_counter() - start)))
-            return
-        measured = TrialWork(
-            trial, self._stored, candidate, self._indices, self._budget, most_repeats=self._most_repeats
-        )
-
-        def work(device: TrialDevice) -> _Timed:
-            start = time.perf_counter()
-            outcome = measured(device)
-            return _Timed(outcome, time.perf_counter() - start)
-
-        self._submitted.add(number)
-        self._executor.submit(number, work)
-
-    def _finished(self) -> TrialRecord:
-        """Wait for a trial, write it to disk and learn from it."""
-        number, timed = self._ended.popleft() if self._ended else self._executor.wait()
-        self._submitted.discard(number)
-        pending, outcome = self._pending.pop(number), timed.outcome
-        record = TrialRecord(
-            study=self._study.name,
-            number=number,
-            candidate=pending.candidate,
-            state=outcome.state,
-            measurement=outcome.measurement,
-            reason=outcome.reason,
-            repeat_of=outcome.repeat_of,
-            notes={**pending.notes, **outcome.notes},
-            seconds=pending.choosing_seconds + timed.seconds,
-        )
-        # On disk before the study learns of it: a kill from here on loses nothing.
-        self._stored.finish(pending.trial, record)
-        self._budget.spend(record)
-        # Learning from this trial and choosing the next count with the next; showing the record counts with none.
-        with self._counted():
-            self._learn()
-        deferred, self._deferred = self._deferred, []
-        for waiting in deferred:
-            self._measure(waiting)
-        return record
-
-    def _learn(self) -> None:
-        """Let the study observe the records that it does not know, by number, and close the trials of dead processes."""
-        self._stored.sweep()
-        for record in self._stored.records():
-            if record.number not in self._known:
-                self._known.add(record.number)
-                with large_blocks_given_back():
-                    self._study.observe(record)
-
-    @contextmanager
-    def _counted(self) -> Iterator[None]:
-        """Count the seconds of this context as those of choosing the next candidate."""
-        start = time.perf_counter()
-        yield
-        self._choosing += time.perf_counter() - start
-
-
-def _repeated(trial: optuna.Trial, candidate: Candidate, earlier: Sequence[TrialRecord]) -> Outcome | None:
-    """Return the outcome of an earlier trial of the same candidate, or None. A failed trial is not taken over."""
-    same = (record for record in earlier if record.candidate.key == candidate.key and record.repeat_of is None)
-    known = next((record for record in same if record.state is not TrialState.FAIL), None)
-    if known is None:
-        return None
-    for sample in known.measurement.samples if known.measurement else ():
-        trial.report(sample.ratio, step=sample.prompt)
-    return Outcome(known.state, known.measurement, repeat_of=known.number)
+    run = StudyRun(study, stored, executor, indices, budget, on_record, most_repeats=most_repeats)
+    with StudyTurns(iter([run]), executor) as turns:
+        turns.until_ended(study.name)
+    assert run.ended is not None, "it ran until it had ended"
+    return stored.records(), run.ended

@@ -55,7 +55,7 @@ def _name(device: TrialDevice) -> str | None:
     return device.name
 
 
-def _take(pool: DevicePool, count: int) -> dict[int, Any]:
+def _take(pool: DevicePool, count: int) -> dict[str, Any]:
     return dict(pool.wait() for _ in range(count))
 
 
@@ -75,9 +75,9 @@ def test_trials_run_at_the_same_time_and_one_at_a_time_on_each_device(said: Said
     with DevicePool(connections, said) as pool:
         assert pool.num_devices == 2
         for number in range(6):
-            pool.submit(number, work)
+            pool.submit(f"trial {number}", work)
         ended = _take(pool, 6)
-    assert sorted(ended) == list(range(6))
+    assert sorted(ended) == [f"trial {number}" for number in range(6)]
     assert set(ended.values()) == {"a", "b"}
     assert said == []
     assert all(each.closed.is_set() for each in connections)
@@ -94,9 +94,9 @@ def test_the_trial_of_a_lost_device_is_redone_by_another(said: Said) -> None:
         return device.name
 
     with DevicePool([Connection("lost", None), Connection("other", None)], said) as pool:
-        pool.submit(7, work)
-        pool.submit(8, work)
-        assert _take(pool, 2) == {7: "other", 8: "other"}
+        pool.submit("trial 7", work)
+        pool.submit("trial 8", work)
+        assert _take(pool, 2) == {"trial 7": "other", "trial 8": "other"}
     assert said in ([f"lost is lost (killed): trial {number} is redone"] for number in (7, 8))
 
 
@@ -109,8 +109,8 @@ def test_a_device_that_comes_back_takes_trials_again(said: Said) -> None:
         return device.name
 
     with DevicePool([Connection("a", None, None)], said) as pool:
-        pool.submit(0, work)
-        assert pool.wait() == (0, "a")
+        pool.submit("trial 0", work)
+        assert pool.wait() == ("trial 0", "a")
     assert said == ["a is lost (killed): trial 0 is redone"]
 
 
@@ -118,8 +118,8 @@ def test_a_device_that_never_comes_is_given_up(said: Said) -> None:
     connections = [Connection("a", DeviceLostError("no process was ready on it")), Connection("b", None)]
     with DevicePool(connections, said) as pool:
         assert pool.num_devices == 1
-        pool.submit(0, _name)
-        assert pool.wait() == (0, "b")
+        pool.submit("trial 0", _name)
+        assert pool.wait() == ("trial 0", "b")
     assert said == ["a is given up: no process was ready on it"]
 
 
@@ -133,7 +133,7 @@ def test_the_search_ends_when_its_last_device_is_lost_for_good(said: Said) -> No
         raise DeviceLostError("killed")
 
     with DevicePool([Connection("a", None, DeviceLostError("away"))], said) as pool:
-        pool.submit(0, work)
+        pool.submit("trial 0", work)
         with pytest.raises(SearchError, match="no device is left for trials"):
             pool.wait()
 
@@ -150,6 +150,6 @@ def test_an_error_of_the_search_itself_is_raised_where_it_waits(said: Said) -> N
         raise MemoryError("of the search")
 
     with DevicePool([Connection("a", None)], said) as pool:
-        pool.submit(0, work)
+        pool.submit("trial 0", work)
         with pytest.raises(MemoryError, match="of the search"):
             pool.wait()

@@ -73,7 +73,7 @@ def test_trials_stay_on_their_label_alone_on_a_device_and_are_redone_when_a_node
     ]
     with DevicePool(devices, said.append) as pool:
         for number in range(9):
-            pool.submit(number, _place)
+            pool.submit(f"trial {number}", _place)
         ended = dict(pool.wait() for _ in range(9))
         places = [each.split() for each in ended.values()]
         assert {node for node, *_ in places} == of_class
@@ -97,14 +97,14 @@ def test_trials_stay_on_their_label_alone_on_a_device_and_are_redone_when_a_node
                     return found
 
         for number in range(9, 15):
-            pool.submit(number, place_until_the_kill)
+            pool.submit(f"trial {number}", place_until_the_kill)
         for _ in range(3):  # on every device
             assert begun.acquire(timeout=60)
         cluster.remove_node(killed, allow_graceful=False)
         is_killed.set()
         ended = dict(pool.wait() for _ in range(6))
-    assert sorted(ended) == list(range(9, 15)), "no trial is missing, none ended twice"
-    redone = [int(each.split()[-3]) for each in said if each.endswith("is redone")]
+    assert ended.keys() == {f"trial {number}" for number in range(9, 15)}, "no trial is missing, none ended twice"
+    redone = [f"trial {each.split()[-3]}" for each in said if each.endswith("is redone")]
     assert redone
     assert two_gpus not in {ended[number].split()[0] for number in redone}
 

@@ -227,7 +227,7 @@ def test_seconds_of_a_trial_are_those_of_thinking_and_of_measuring(
     def show(record: TrialRecord) -> None:
         clock.now += 1000.0
 
-    monkeypatch.setattr("tuner.search.trials.time", clock)
+    monkeypatch.setattr("tuner.search.study_run.time", clock)
     stored = StudyStore(sqlite_url(tmp_path / "trials.db"), "e").open(study := Thinking([[3], [4], [3]]), {})
     budget = Budget(None, None)
     records, _ = run_study(study, stored, LocalExecutor(ScriptedBench(answer)), INDICES, budget, show)

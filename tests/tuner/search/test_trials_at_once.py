@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import optuna
 import pytest
 
-from studies.contract import Candidate, Study, StudySetup, TrialRecord, TrialState
+from studies.contract import Candidate, Study, TrialRecord, TrialState
 from studies.measurement import PromptSample
 from tests.support.benches import Answer, ScriptedBench, first_block
-from tests.support.records import candidate, sample
-from tuner.executors.contract import DeviceLostError, RemoteTrialError, TrialDevice, Work
+from tests.support.from_list import FromList, LatestFirst
+from tests.support.records import sample
+from tuner.executors.contract import DeviceLostError, RemoteTrialError, TrialDevice
 from tuner.measuring.disturbance import DisturbanceWatch, NotWatched
 from tuner.search.budget import Budget
 from tuner.search.storage import StudyStore, sqlite_url
@@ -22,59 +21,6 @@ from tuner.search.trial_run import TrialWork
 from tuner.search.trials import run_study
 
 INDICES = range(4)
-
-
-class FromList(Study):
-    """Proposes the given skip sets in order, beside the running ones if `together`."""
-
-    name = "from_list"
-
-    def __init__(self, sets: Sequence[Sequence[int]], *, together: bool = True) -> None:
-        self._sets, self._together = list(sets), together
-        self.num_proposed = 0
-        self.observed: list[int] = []
-        self.beside: list[list[int]] = []
-
-    def setup(self) -> StudySetup:
-        return StudySetup({}, optuna.samplers.RandomSampler(seed=0))
-
-    def propose(self, trial: optuna.Trial) -> tuple[Candidate, dict[str, Any]]:
-        self.num_proposed += 1
-        return candidate(self._sets[self.num_proposed - 1]), {}
-
-    def proposes_beside(self, pending: Sequence[Candidate]) -> bool:
-        self.beside.append([first_block(each) for each in pending])
-        return self._together
-
-    def observe(self, record: TrialRecord) -> None:
-        self.observed.append(record.number)
-
-    def finished(self) -> str | None:
-        return "all proposed" if self.num_proposed == len(self._sets) else None
-
-
-class LatestFirst:
-    """Two devices, on which the trial that was submitted last ends first."""
-
-    num_devices = 2
-
-    def __init__(self, device: TrialDevice, before: Callable[[int], None] = lambda number: None) -> None:
-        self._device, self._before = device, before
-        self._waiting: deque[tuple[int, Work]] = deque()
-        self.most_waiting = 0
-
-    def submit(self, number: int, work: Work) -> None:
-        self._waiting.append((number, work))
-        self.most_waiting = max(self.most_waiting, len(self._waiting))
-
-    def wait(self) -> tuple[int, Any]:
-        number, work = self._waiting.pop()
-        self._before(number)
-        while True:  # a lost device takes its trial up again
-            try:
-                return number, work(self._device)
-            except DeviceLostError:
-                pass
 
 
 class Watch:
@@ -150,7 +96,7 @@ def test_a_candidate_that_runs_already_waits_and_takes_the_measurement_over(tmp_
 
 
 def test_a_stopped_search_leaves_no_trial_open(tmp_path: Path) -> None:
-    def stop(number: int) -> None:
+    def stop(task: str) -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
