@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import signal
 from pathlib import Path
+from typing import Any
 
 import click
 
+from decoding.documents.strict_yaml import validate
+from tuner.cli.options import GroupedCommand, given, options_of
 from tuner.cli.service import DATABASE, FOLDER
 from tuner.cli.terminal import use_threads
+from tuner.config import SearchConfig
+from tuner.errors import ConfigError
 from tuner.profile_address import DEFAULT_STORE
 
+TRIAL_DEVICES = ("executor", "ray_address", "ray_label", "ray_devices", "repeats")
 
-@click.command()
+
+@click.command(cls=GroupedCommand)
 @DATABASE
 @FOLDER
 @click.option("--device", default="auto", show_default=True, help="Device that the searches run on, such as cuda:0.")
@@ -22,10 +29,20 @@ from tuner.profile_address import DEFAULT_STORE
 @click.option(
     "--tracking-uri", envvar="MLFLOW_TRACKING_URI", default=DEFAULT_STORE, show_default=True, help="MLflow store."
 )
+@options_of(SearchConfig, only=TRIAL_DEVICES)
 def worker(
-    database: str, folder: Path, device: str, queue: str, name: str | None, threads: int | None, tracking_uri: str
+    database: str,
+    folder: Path,
+    device: str,
+    queue: str,
+    name: str | None,
+    threads: int | None,
+    tracking_uri: str,
+    **flags: Any,
 ) -> None:
     """Run the searches of a queue, one at a time.
+
+    With --executor ray, trials run on the devices of a Ray cluster, and all else on --device. Requests cannot choose this.
 
     Run one worker for each device. If one dies, another takes over its search: finished trials and steps are not repeated. Workers
     on several machines need PostgreSQL as --database and one --folder. Ctrl-C or SIGTERM ends the worker, and its search is taken
@@ -35,6 +52,7 @@ def worker(
     Examples:
       sdtune worker --threads 8
       sdtune worker --device cuda:0 --queue NVIDIA-H100 --database postgresql+psycopg://sdtune@db/sdtune --folder /shared/searches
+      sdtune worker --device cuda:0 --executor ray --ray-label H100
     """
     from tuner.service.installed import check_installed
 
@@ -43,8 +61,21 @@ def worker(
     from tuner.service.worker import SearchWorker, WorkerSettings
 
     use_threads(threads)
-    made = SearchWorker(WorkerSettings(database, tracking_uri, folder, device, queue, name))
+    executor = _checked(given(flags), device)
+    made = SearchWorker(WorkerSettings(database, tracking_uri, folder, device, queue, name, executor))
+    # After a connection to Ray, which sets handlers of its own.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: made.stop())
     click.echo(f"sdtune: worker {made.name} serves the queue {queue!r}", err=True)
     made.run()
+
+
+def _checked(executor: dict[str, Any], device: str) -> dict[str, Any]:
+    """Return the settings of the trials' devices. Raises `ConfigError` if they contradict each other, or if there is no cluster."""
+    any_search = {"model": "-", "dataset": "-", "device": device}
+    config = validate(SearchConfig, {**any_search, **executor}, source="command line", error=ConfigError)
+    if config.executor == "ray":
+        from tuner.search.task import check_devices
+
+        check_devices(config)
+    return executor

@@ -123,7 +123,7 @@ def _prepared(
     config: SearchConfig, progress: Progress, loaded: Loaded | None, target: Target | None, budget: TimeBudget
 ) -> Task:
     check_writable(config.out)
-    _check_devices(config)
+    check_devices(config)
     config = restricted(config)
     # A search trains exit heads: a feature head is worth its time only to those who ask for it.
     config = config.model_copy(update={"distillation": config.distillation.model_copy(update={"head": "exit"})})
@@ -174,8 +174,8 @@ def _prepared(
     )
 
 
-def _check_devices(config: SearchConfig) -> None:
-    """Raise `ConfigError` before anything is loaded if trials are to run on devices that are not there."""
+def check_devices(config: SearchConfig) -> None:
+    """Raise `ConfigError` before anything is loaded if trials are to run on devices that are not there; connects to them."""
     if config.executor == "ray":
         from tuner.executors.ray_cluster import connect, find_devices
 

@@ -1,4 +1,4 @@
-"""A worker: one process that runs the searches of a queue, one at a time, on one device.
+"""A worker: one process that runs the searches of a queue, one at a time, on one device or with trials on a cluster.
 
 It holds a lease for as long as it lives. Jobs of workers that died are queued again by the others. A worker that was silent for so
 long that its lease was taken ends at once: its job may run elsewhere.
@@ -11,7 +11,7 @@ import os
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
@@ -46,6 +46,8 @@ class WorkerSettings:
     device: str = "auto"
     queue: str = DEFAULT_QUEUE
     name: str | None = None
+    executor: Mapping[str, Any] = field(default_factory=dict)
+    """Keys of a configuration that say on which devices trials run; none for the device of the worker."""
     beat: float = BEAT_SECONDS
     grace: float = GRACE_SECONDS
 
@@ -166,8 +168,10 @@ def run_job(
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     folder = settings.folder / job
     folder.mkdir(parents=True, exist_ok=True)
+    # An engine runs in the worker.
+    executor = {} if config.get("deploy_to") else settings.executor
     whole = placed(
-        {**config, "device": settings.device},
+        {**config, "device": settings.device, **executor},
         job,
         database=settings.database,
         tracking_uri=settings.tracking_uri,

@@ -2,74 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 
 from studies.contract import TrialRecord
 from tests.support.benches import charge, per_token
 from tests.support.commands import SearchCommand
+from tests.support.here_devices import HereDevices
 from tests.support.stored_trials import stored_records
 from tuner.executors import ray_cluster
-from tuner.executors.contract import TrialDevice
-from tuner.executors.ray_cluster import DeviceClass
-from tuner.executors.remote import RemoteBench, RemoteWatch
-from tuner.executors.worker import DeviceWorker
-
-
-class HereDevice:
-    """Takes the place of `RayDevice`: its worker is an object of this process, and charges what the search does."""
-
-    opened: ClassVar[list[str]] = []
-
-    def __init__(
-        self, number: int, reservation: Mapping[str, Any], indices: Any, arguments: Any, *, label: str | None
-    ) -> None:
-        self.name = f"{label} {number}"
-        self._worker, self._indices, self._arguments = DeviceWorker(), indices, arguments
-
-    def open(self) -> TrialDevice:
-        spec, prices = self._arguments
-        assert self._worker.open(spec, prices or per_token(plain=2.0)) == {}
-        self.opened.append(self.name)
-        return TrialDevice(RemoteBench(self._worker.ask, self._indices), RemoteWatch(self._worker.ask), self.name)
-
-    def close(self) -> None: ...
 
 
 @pytest.fixture
-def here(monkeypatch: pytest.MonkeyPatch) -> None:
+def here(monkeypatch: pytest.MonkeyPatch) -> HereDevices:
     """A cluster of two devices in this process."""
-    monkeypatch.setattr(HereDevice, "opened", [])
-    monkeypatch.setattr(ray_cluster, "connect", lambda address: None)
-    monkeypatch.setattr(ray_cluster, "find_devices", lambda label, kind, most=None: DeviceClass(most or 2, {}))
-    monkeypatch.setattr(ray_cluster, "RayDevice", HereDevice)
     charge(monkeypatch, per_token(plain=2.0))
+    return HereDevices(monkeypatch)
 
 
 def _candidates(records: list[TrialRecord]) -> list[tuple[str, str, Any]]:
     return [(each.candidate.key, each.state, each.measurement) for each in records]
 
 
-@pytest.mark.usefixtures("here")
-def test_one_device_elsewhere_finds_what_this_process_finds(run_search: SearchCommand) -> None:
+def test_one_device_elsewhere_finds_what_this_process_finds(run_search: SearchCommand, here: HereDevices) -> None:
     local = run_search("--study", "conf_layers", "--storage", "sqlite:///local.db")
     assert local.exit_code == 0, local.output
     elsewhere = run_search("--study", "conf_layers", "--executor", "ray", "--ray-devices", "1", "--ray-label", "h")
     assert elsewhere.exit_code == 0, elsewhere.output
-    assert HereDevice.opened == ["h 0"]
+    assert here.opened == ["h 0"]
     again = run_search("--study", "conf_layers", "--executor", "ray", "--ray-devices", "1", "--ray-label", "h")
     assert again.exit_code == 0, again.output
-    assert HereDevice.opened == ["h 0"], "no trial was left, so no device was needed"
-    here, there = (stored_records(Path(name), "tiny/conf_layers") for name in ("local.db", "sdtune.db"))
-    assert _candidates(there) == _candidates(here)
+    assert here.opened == ["h 0"], "no trial was left, so no device was needed"
+    local_records, there = (stored_records(Path(name), "tiny/conf_layers") for name in ("local.db", "sdtune.db"))
+    assert _candidates(there) == _candidates(local_records)
     assert {each.notes["device"] for each in there} == {"h 0"}
-    assert not any("device" in each.notes for each in here)
+    assert not any("device" in each.notes for each in local_records)
 
 
-@pytest.mark.usefixtures("here")
 def test_a_disturbance_is_looked_for_only_on_devices_elsewhere(run_search: SearchCommand) -> None:
     result = run_search("--study", "conf_layers", "--repeats", "1")
     assert result.exit_code == 2

@@ -14,14 +14,11 @@ from studies.contract import TrialRecord
 from tests.support.benches import ScriptedBench, charge, first_block, per_token
 from tests.support.commands import SearchCommand
 from tests.support.from_list import FromList, LatestFirst
+from tests.support.here_devices import HereDevices
 from tests.support.records import sample
 from tests.support.stored_trials import stored_records
 from tuner.config import SearchConfig
-from tuner.executors import ray_cluster
 from tuner.executors.contract import TrialDevice
-from tuner.executors.ray_cluster import DeviceClass
-from tuner.executors.remote import RemoteBench, RemoteWatch
-from tuner.executors.worker import DeviceWorker
 from tuner.measuring.disturbance import NotWatched
 from tuner.search.budget import Budget
 from tuner.search.storage import StudyStore, sqlite_url
@@ -152,38 +149,17 @@ def test_only_studies_that_read_no_earlier_trials_run_beside_each_other(
     assert groups_of(config) == groups
 
 
-class MeetingDevice:
-    """Takes the place of `RayDevice`: a worker in this process, whose first trial waits until that of the other one begins."""
-
-    meeting: Barrier
-
-    def __init__(
-        self, number: int, reservation: Mapping[str, Any], indices: Any, arguments: Any, *, label: str | None
-    ) -> None:
-        self.name = f"{label} {number}"
-        self._worker, self._indices, self._arguments = DeviceWorker(), indices, arguments
-        self._has_met = False
-
-    def open(self) -> TrialDevice:
-        assert self._worker.open(self._arguments[0], per_token(plain=2.0)) == {}
-        return TrialDevice(RemoteBench(self._ask, self._indices), RemoteWatch(self._ask), self.name)
-
-    def _ask(self, method: str, *arguments: Any) -> Any:
-        if method == "begin" and not self._has_met:
-            self._has_met = True
-            self.meeting.wait(60)
-        return self._worker.ask(method, *arguments)
-
-    def close(self) -> None: ...
-
-
 def test_a_search_on_two_devices_runs_sequential_studies_beside_each_other_and_finds_the_same(
     run_search: SearchCommand, monkeypatch: pytest.MonkeyPatch, workplace: Path
 ) -> None:
-    monkeypatch.setattr(MeetingDevice, "meeting", Barrier(2), raising=False)
-    monkeypatch.setattr(ray_cluster, "connect", lambda address: None)
-    monkeypatch.setattr(ray_cluster, "find_devices", lambda label, kind, most=None: DeviceClass(2, {}))
-    monkeypatch.setattr(ray_cluster, "RayDevice", MeetingDevice)
+    meeting, has_met = Barrier(2), set[str]()
+
+    def meet(device: str, method: str) -> None:
+        if method == "begin" and device not in has_met:
+            has_met.add(device)
+            meeting.wait(60)  # until the first trial of the other device begins
+
+    HereDevices(monkeypatch, meet)
     charge(monkeypatch, per_token(plain=2.0))
     both = ("--study", "conf_layers", "--study", "skip_sets", "--trials", "2")
     config = workplace.parent / "small.yaml"

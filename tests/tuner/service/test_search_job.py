@@ -7,11 +7,12 @@ import shutil
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -19,13 +20,19 @@ import uvicorn
 from click.testing import CliRunner, Result
 
 from decoding.profile import DraftProfile
+from tests.support.here_devices import HereDevices
+from tests.support.stored_trials import stored_records
 from tuner.cli.main import main
+from tuner.config import SearchConfig
 from tuner.errors import StorageError, TrackingOutageError
 from tuner.evaluation.hardening.priced_search import STUDIES, SearchPlace, finished_trials, planted_prices
+from tuner.executors import ray_cluster
+from tuner.executors.contract import DeviceLostError
 from tuner.progress import Unwatched
 from tuner.search.run import search
+from tuner.search.steps import UnsavedSteps
 from tuner.search.task import prepare
-from tuner.service.admission import Allowed
+from tuner.service.admission import OF_THE_SERVICE, Allowed
 from tuner.service.app import ServiceSettings, create_service
 from tuner.service.contract import JobResult, JobState
 from tuner.service.durable_steps import DurableSteps
@@ -69,9 +76,13 @@ def _serving(folder: Path, jobs: Jobs) -> Iterator[Command]:
 
 
 @contextmanager
-def _working(folder: Path, jobs: Jobs, run: RunJob, beat: float = 0.2) -> Iterator[None]:
+def _working(
+    folder: Path, jobs: Jobs, run: RunJob, beat: float = 0.2, executor: Mapping[str, Any] = MappingProxyType({})
+) -> Iterator[None]:
     """Run a worker."""
-    settings = WorkerSettings(jobs.database, f"sqlite:///{folder / 'mlflow.db'}", folder / "searches", "cpu", beat=beat)
+    settings = WorkerSettings(
+        jobs.database, f"sqlite:///{folder / 'mlflow.db'}", folder / "searches", "cpu", beat=beat, executor=executor
+    )
     worker = SearchWorker(settings, run=run)
     thread = threading.Thread(target=worker.run)
     thread.start()
@@ -126,6 +137,80 @@ def test_a_job_gives_the_profile_that_a_search_gives_and_is_fetched(
     told = [{key: (each.candidate, each.speedup) for key, each in records.items()} for records in trials]
     assert told[0] == told[1]
     assert len(told[0]) == 4
+
+
+def test_a_job_with_trials_on_two_devices_of_which_one_is_lost_ends_with_the_same_winner(
+    place: SearchPlace, jobs: Jobs, plain_reviews: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    studies = {"conf_layers": STUDIES["conf_layers"], "skip_sets": {"method": "draft_verify"}}
+    alone = place.config("alone", study=list(studies), studies=studies, trials=2)
+    search(replace(prepare(alone, Unwatched()), prices=planted_prices()), Unwatched())
+    losses = iter([DeviceLostError("its node was killed")])
+
+    def lose_one(device: str, method: str) -> None:
+        if method == "go_on":  # in the middle of a trial
+            for loss in losses:
+                raise loss
+
+    devices = HereDevices(monkeypatch, lose_one)
+    settings = alone.model_dump(mode="json", exclude_unset=True, exclude=set(OF_THE_SERVICE))
+    executor = {"executor": "ray", "ray_label": "h", "repeats": 0}
+    with _working(place.folder, jobs, partial(run_job, prices=planted_prices()), executor=executor):
+        jobs.submit("0123456789abcdef", settings, "default")
+        _until(lambda: jobs.find("0123456789abcdef").state.is_over)
+    found = jobs.find("0123456789abcdef")
+    assert (found.state, found.error) == (JobState.FINISHED, None)
+    result = jobs.result("0123456789abcdef")
+    assert result is not None
+    known, profile = (
+        DraftProfile.load(alone.out),
+        DraftProfile.load(place.folder / "searches" / found.id / "profile.yaml"),
+    )
+    assert (profile.draft, profile.draft_length) == (known.draft, known.draft_length)
+    assert set(devices.opened) == {"h 0", "h 1"}
+    assert len(devices.opened) == 3, "the lost one came back"
+    names = [f"model-prompts-{found.id}/{study}" for study in studies]
+    trials = stored_records(place.folder / "service.db", *names)
+    assert [each.study for each in trials] == ["conf_layers"] * 2 + ["skip_sets"] * 2
+    assert [each.notes["attempts"] for each in trials if "attempts" in each.notes] == [2]
+    assert {each.notes.get("device") for each in trials if each.repeat_of is None} <= {"h 0", "h 1"}
+
+
+def test_a_search_for_an_engine_keeps_its_trials_in_the_worker(
+    tmp_path: Path, jobs: Jobs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = []
+
+    def stop(config: SearchConfig, *_: Any, **__: Any) -> Any:
+        seen.append((config.executor, config.deploy_to))
+        raise StorageError("seen")
+
+    monkeypatch.setattr("tuner.search.task.prepare", stop)
+    executor = {"executor": "ray", "ray_label": "h"}
+    settings = WorkerSettings(jobs.database, "sqlite:///mlflow.db", tmp_path, "cpu", executor=executor)
+    for job, changes in (("a", {}), ("b", {"deploy_to": "llama.cpp"})):
+        with pytest.raises(StorageError, match="seen"):
+            run_job(job, {"model": "m", "dataset": "d", **changes}, settings, jobs, steps=UnsavedSteps())
+    assert seen == [("ray", None), ("local", "llama.cpp")]
+
+
+@pytest.mark.parametrize(
+    ("flags", "why"),
+    [
+        (("--ray-label", "H100"), "ray_label: settings of Ray devices: give --executor ray as well"),
+        (("--executor", "ray", "--device", "spread"), "a Ray device is one GPU, and the device spread is all of them"),
+        (("--executor", "ray"), "pip install 'sdtune[ray]'"),
+    ],
+)
+def test_a_worker_without_its_devices_does_not_begin(
+    tmp_path: Path, flags: Sequence[str], why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(ray_cluster, "ray", None)
+    result = CliRunner().invoke(main, ["worker", *flags])
+    assert result.exit_code == 2
+    assert why in result.output
+    assert list(tmp_path.iterdir()) == [], "no database was made"
 
 
 class Troubled:
