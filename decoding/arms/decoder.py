@@ -8,14 +8,13 @@ from contextlib import ExitStack
 
 from decoding.acceptance import Acceptance, Greedy
 from decoding.arms.arm import Arm
+from decoding.arms.belief import PLAIN_NAME
 from decoding.arms.chooser import ArmChooser
 from decoding.arms.rounds import ArmRounds
 from decoding.arms.windows import OpenWindow, TimedWindow
 from decoding.decode import NewCache, Request, speculative
 from decoding.drafters.contract import Drafter
 from decoding.rounds import Prefill, Round
-
-PLAIN_NAME = "plain"
 
 WindowListener = Callable[[str, TimedWindow], None]
 """Told the name of the arm and the window. Called between two passes: it must return at once."""
@@ -75,14 +74,14 @@ class ArmedDecoder:
             rounds = ArmRounds(self._drafters, self._with_head, controllers, lambda: self.chooser.arm)
             yield from speculative(self.target, rounds, rounds.controller, request, new_cache)
 
-    def observe(self, num_running: int, rounds: Sequence[Round], seconds: float) -> None:
-        """Take in `seconds` of decoding `num_running` sequences, in which `rounds` ended.
+    def observe(self, num_running: int, rounds: Sequence[Round], seconds: float, context: float | None = None) -> None:
+        """Take in `seconds` of decoding `num_running` sequences of `context` positions on average, in which `rounds` ended.
 
         Seconds in which prompts were read must be left out.
         """
         if not self._window.fits(num_running):
             self._window = OpenWindow(self.chooser.begin(num_running))
-        window = self._window.add(num_running, rounds, seconds)
+        window = self._window.add(num_running, rounds, seconds, context)
         if window is None:
             return
         was_below = self.chooser.is_below_promise

@@ -48,6 +48,8 @@ class ContinuousBatch:
         self._room = room
         self._observer = observer
         self._jobs: dict[int, Job] = {}
+        self._lengths: dict[int, int] = {}
+        """Positions of the running sequences, by row."""
         self._free = deque(range(num_rows))
         self._next: RowDecoder | None = None
         self._use(decoder)
@@ -87,7 +89,8 @@ class ContinuousBatch:
             return True
         if isinstance(self._decoder, ArmedDecoder) and not reads_prompt:
             rounds = [event for _, event in events if isinstance(event, Round)]
-            self._decoder.observe(num_running, rounds, time.perf_counter() - start)
+            context = sum(self._lengths.values()) / num_running
+            self._decoder.observe(num_running, rounds, time.perf_counter() - start, context)
         for row, event in events:
             self._settle(row, event)
         return True
@@ -125,7 +128,7 @@ class ContinuousBatch:
             self._tell(job, RequestEnd(Stopped.FAILED, str(refused)))
             return False
         row = self._free.popleft()
-        self._jobs[row] = job
+        self._jobs[row], self._lengths[row] = job, len(job.request.prompt)
         self._rows.start(row, partial(self._decoder.loop, job.request, row, fresh=job.fresh))
         return True
 
@@ -137,6 +140,7 @@ class ContinuousBatch:
 
     def _settle(self, row: int, event: Event) -> None:
         if isinstance(event, Prefill | Round):
+            self._lengths[row] += len(event.tokens) if isinstance(event, Round) else 1
             self._tell(self._jobs[row], event)
         elif event is None:
             self._end(row, RequestEnd())
@@ -152,6 +156,7 @@ class ContinuousBatch:
         self._use(self._decoder)
 
     def _end(self, row: int, end: RequestEnd) -> None:
+        del self._lengths[row]
         self._tell(self._jobs.pop(row), end)
         self._free.append(row)
 

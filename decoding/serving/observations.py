@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
+from itertools import count
 from threading import Lock
 from typing import Any
+from uuid import uuid4
 
 from decoding.arms.windows import TimedWindow
 from decoding.rounds import Prefill, Round
@@ -15,9 +18,15 @@ MOST_RECORDS = 1000
 
 
 class Observations:
-    """The latest windows of rounds and the latest requests. Any thread may use it."""
+    """The latest windows of rounds and the latest requests. Any thread may use it.
+
+    `server` and a number identify each of them, so that one who reads them again and again counts none twice. A server that is
+    started again has another `server`.
+    """
 
     def __init__(self, limit: int = MOST_RECORDS) -> None:
+        self.server = uuid4().hex
+        self._window_numbers, self._request_numbers = count(1), count(1)
         self._windows: deque[dict[str, Any]] = deque(maxlen=limit)
         self._requests: deque[dict[str, int]] = deque(maxlen=limit)
         self._num_new: dict[Job, int] = {}
@@ -26,9 +35,12 @@ class Observations:
     def window(self, arm: str, window: TimedWindow) -> None:
         """Keep a window of an arm. A listener of `ArmedDecoder`."""
         record = {
+            "number": next(self._window_numbers),
+            "ended": round(time.time(), 3),
             "arm": arm,
             "sequences": round(window.num_running, 2),
             "rounds": window.num_rounds,
+            "context": None if window.context is None else round(window.context, 1),
             "tokens": window.num_tokens,
             "seconds": round(window.seconds, 6),
             "tokens_per_second": round(window.tokens_per_second, 2),
@@ -45,11 +57,12 @@ class Observations:
         elif isinstance(event, Round):
             self._num_new[job] += len(event.tokens)
         elif job in self._num_new:
-            record = {"prompt_tokens": len(job.request.prompt), "new_tokens": self._num_new.pop(job)}
+            lengths = {"prompt_tokens": len(job.request.prompt), "new_tokens": self._num_new.pop(job)}
+            record = {"number": next(self._request_numbers), **lengths}
             with self._lock:
                 self._requests.append(record)
 
     def document(self) -> dict[str, Any]:
         """Return all that is kept, the oldest first."""
         with self._lock:
-            return {"windows": list(self._windows), "requests": list(self._requests)}
+            return {"server": self.server, "windows": list(self._windows), "requests": list(self._requests)}

@@ -21,16 +21,19 @@ from starlette.exceptions import HTTPException as StarletteHTTPException
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.types import Receive, Scope, Send
 
+from tuner.drift.contract import DriftState, ObservationReport
 from tuner.service.admission import Allowed, admitted, identity
 from tuner.service.contract import (
     JobResult,
     JobState,
+    NoResultError,
     SearchJob,
     SearchRequest,
     ServiceError,
     UnknownJobError,
     WorkerCard,
 )
+from tuner.service.drift import DriftWatch
 from tuner.service.jobs import Jobs
 from tuner.service.metrics import METRICS_TYPE, metrics_text
 from tuner.service.page import job_page, jobs_page
@@ -95,6 +98,7 @@ def create_service(jobs: Jobs, settings: ServiceSettings) -> FastAPI:
     _answer_errors(app)
     _add_searches(app, jobs, settings)
     _add_results(app, jobs, settings)
+    _add_drift(app, DriftWatch(jobs))
     _add_pages(app, jobs, settings)
     return app
 
@@ -150,7 +154,7 @@ def _add_results(app: FastAPI, jobs: Jobs, settings: ServiceSettings) -> None:
     def result_of(job: str) -> JobResult:
         found = jobs.result(job)
         if found is None:
-            raise ProblemError(409, "No result yet", f"the search {job} is {jobs.find(job).state}")
+            raise NoResultError(job, jobs.find(job).state)
         return found
 
     @app.get("/v1/searches/{job}/result", responses=TOO_EARLY)
@@ -184,6 +188,21 @@ def _add_results(app: FastAPI, jobs: Jobs, settings: ServiceSettings) -> None:
         if not streams.take():
             raise ProblemError(503, "Too many watchers", f"{MAX_STREAMS} clients watch already", {"Retry-After": "10"})
         return WatchResponse(_watched(jobs, job), streams)
+
+
+def _add_drift(app: FastAPI, watch: DriftWatch) -> None:
+    @app.post("/v1/observations", responses=TOO_EARLY)
+    def report(body: ObservationReport) -> DriftState:
+        """Take in what a production server has seen with the profile of a search, and return the verdict on that profile.
+
+        Windows and requests that were reported before count once. Nothing but numbers is taken.
+        """
+        return watch.report(body)
+
+    @app.get("/v1/searches/{job}/observations", responses=UNKNOWN)
+    def observations(job: JobId) -> DriftState:
+        """Return the verdict on the profile of a search, by what production has reported so far."""
+        return watch.state(job)
 
 
 async def _watched(jobs: Jobs, job: str) -> AsyncIterator[str]:
@@ -281,6 +300,10 @@ def _answer_errors(app: FastAPI) -> None:
     @app.exception_handler(UnknownJobError)
     async def unknown(_: Request, error: UnknownJobError) -> Response:
         return ProblemError(404, "Not found", str(error)).response
+
+    @app.exception_handler(NoResultError)
+    async def early(_: Request, error: NoResultError) -> Response:
+        return ProblemError(409, "No result yet", str(error)).response
 
     @app.exception_handler(sa.exc.SQLAlchemyError)
     async def away(_: Request, error: sa.exc.SQLAlchemyError) -> Response:

@@ -9,6 +9,7 @@ from pydantic import Field
 
 from decoding.documents.strict_yaml import Document
 from decoding.errors import SdtuneError
+from tuner.drift.contract import DriftVerdict, Promised
 
 DEFAULT_QUEUE = "default"
 
@@ -34,6 +35,13 @@ class JobState(StrEnum):
     def is_over(self) -> bool:
         """True if nothing happens any more without a request."""
         return self in (JobState.FINISHED, JobState.FAILED, JobState.CANCELLED)
+
+
+class NoResultError(ServiceError):
+    """A job that has no result yet."""
+
+    def __init__(self, job: str, state: JobState) -> None:
+        super().__init__(f"the search {job} is {state}")
 
 
 class SearchRequest(Document):
@@ -82,6 +90,11 @@ class JobResult(Document):
     rows: list[TableRow]
     report: str = Field(description="The final tables as text.")
     mlflow_run: str
+    promised: Promised | None = Field(
+        None,
+        description="What production is compared with; None if the profile decodes plainly or was measured in an engine, and in "
+        "results of earlier versions.",
+    )
 
 
 class SearchJob(Document):
@@ -97,6 +110,9 @@ class SearchJob(Document):
     progress: JobProgress = Field(default_factory=JobProgress)
     error: str | None = None
     mlflow_run: str | None = None
+    drift: DriftVerdict | None = Field(
+        None, description="Whether the profile still has its speed-up in production; None if nothing was reported."
+    )
 
 
 class WorkerCard(Document):

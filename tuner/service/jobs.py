@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import sqlalchemy as sa
@@ -14,6 +14,7 @@ from decoding.errors import first_line
 from tuner.errors import StorageError
 from tuner.leases.table import Holder, LeaseTable, attempt
 from tuner.service.contract import JobProgress, JobResult, JobState, SearchJob, UnknownJobError, WorkerCard
+from tuner.service.observations import ObservationStore
 
 WORKFLOW = "tune"
 VERSION = "1"
@@ -45,6 +46,7 @@ class Jobs:
             self._client = DBOSClient(system_database_url=database, serializer=DBOSPortableJSONSerializer())
             self._engine = open_engine(database)
             self._leases = LeaseTable(self._engine)
+            self.observations = ObservationStore(self._engine)
         except (sa.exc.SQLAlchemyError, ImportError, OSError, ValueError) as cause:
             raise StorageError(f"cannot open the database of the service: {first_line(cause)}") from None
 
@@ -66,7 +68,7 @@ class Jobs:
 
     def find(self, job: str) -> SearchJob:
         """Return a job. Raises `UnknownJobError`."""
-        return _job(self._status(job))
+        return self._with_drift([_job(self._status(job))])[0]
 
     def latest(self, limit: int = 100) -> list[SearchJob]:
         """Return the latest jobs, the newest first."""
@@ -74,7 +76,13 @@ class Jobs:
         # Outputs hold reports and profiles, so only those of failed jobs are read: their errors.
         failed = [each.workflow_id for each in found if each.status == "ERROR"]
         errors = {each.workflow_id: each for each in self._client.list_workflows(workflow_ids=failed)} if failed else {}
-        return [_job(errors.get(each.workflow_id, each)) for each in found]
+        return self._with_drift([_job(errors.get(each.workflow_id, each)) for each in found])
+
+    def _with_drift(self, jobs: Sequence[SearchJob]) -> list[SearchJob]:
+        states = self.observations.states(each.id for each in jobs)
+        return [
+            each.model_copy(update={"drift": states[each.id].verdict}) if each.id in states else each for each in jobs
+        ]
 
     def result(self, job: str) -> JobResult | None:
         """Return what a finished job has found, None before. Raises `UnknownJobError`."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -20,12 +20,15 @@ import sqlalchemy as sa
 from dbos import DBOS, DBOSPortableJSONSerializer
 
 from decoding.errors import first_line
+from tuner.drift.contract import Promised
 from tuner.errors import SearchError, StorageOutageError, TrackingOutageError
 from tuner.leases.table import BEAT_SECONDS, GRACE_SECONDS, Lease, LeaseLostError, LeaseTable
 from tuner.service.contract import DEFAULT_QUEUE, JobResult, TableRow
 from tuner.service.jobs import VERSION, WORKER_LEASE, WORKFLOW, Jobs, open_engine
 
 if TYPE_CHECKING:
+    from decoding.profile import DraftProfile
+    from tuner.config import SearchConfig
     from tuner.measuring.clock import PriceList
     from tuner.search.steps import Steps
 
@@ -190,6 +193,24 @@ def run_job(
         rows=[_row(row) for row in found.rows],
         report=_report(found.rows, found.comparison),
         mlflow_run=found.profile.provenance.mlflow_run_id,
+        promised=_promised(found.profile, [len(each.token_ids) for each in task.prompts.held_out], whole),
+    )
+
+
+def _promised(profile: DraftProfile, prompt_lengths: Sequence[int], config: SearchConfig) -> Promised | None:
+    """Return what production is compared with, if the profile promises a speed-up in sdtune's own decoder."""
+    from decoding.arms.arm import promise_of
+
+    promise = promise_of(profile)
+    if promise is None:
+        return None
+    return Promised(
+        name=profile.name,
+        speedup=promise.speedup,
+        low=promise.low,
+        high=promise.high,
+        batch_size=promise.num_sequences,
+        contexts=(min(prompt_lengths), max(prompt_lengths) + config.max_new_tokens),
     )
 
 

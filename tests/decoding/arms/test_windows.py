@@ -12,11 +12,11 @@ def _round(num_accepted: int) -> Round:
 
 def test_window_leaves_out_the_first_round_of_each_sequence() -> None:
     window, full = OpenWindow(1), None
-    assert window.add(2, [_round(3), _round(3)], 100.0) is None
+    assert window.add(2, [_round(3), _round(3)], 100.0, context=1) is None
     for number in range(ROUNDS_PER_WINDOW):
         assert full is None
-        full = window.add(2, [_round(number % 2), _round(0)], 0.5)
-    assert full == TimedWindow(1, 2.0, 16, 20, 4.0, 48, (12, 4))
+        full = window.add(2, [_round(number % 2), _round(0)], 0.5, context=100 + number)
+    assert full == TimedWindow(1, 2.0, 16, 20, 4.0, 48, (12, 4), context=103.5)
     assert full.tokens_per_second == 5.0
 
 

@@ -52,6 +52,8 @@ def test_two_profiles_and_plain_rounds_serve_one_text() -> None:
         assert 'sdtune:speedup_alarm{model_name="tiny"} 1.0' in client.get("/metrics").text
     assert client.get("/health").status_code == 503
     assert {window["arm"] for window in found["windows"]} >= {"plain", "skip"}
+    longest = max(map(len, ids)) + 70
+    assert all(min(map(len, ids)) < window["context"] < longest for window in found["windows"])
     lengths = sorted((each["prompt_tokens"], each["new_tokens"]) for each in found["requests"])
     assert lengths == sorted((len(each), 70) for each in ids * 2)
     for arm in ("plain", "skip", "copy"):

@@ -4,23 +4,18 @@ from __future__ import annotations
 
 import json
 import shutil
-import socket
-import threading
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import pytest
-import uvicorn
-from click.testing import CliRunner, Result
+from click.testing import CliRunner
 
 from decoding.profile import DraftProfile
 from tests.support.here_devices import HereDevices
+from tests.support.service import serving, until, working
 from tests.support.stored_trials import stored_records
 from tuner.cli.main import main
 from tuner.config import SearchConfig
@@ -32,14 +27,11 @@ from tuner.progress import Unwatched
 from tuner.search.run import search
 from tuner.search.steps import UnsavedSteps
 from tuner.search.task import prepare
-from tuner.service.admission import OF_THE_SERVICE, Allowed
-from tuner.service.app import ServiceSettings, create_service
+from tuner.service.admission import OF_THE_SERVICE
 from tuner.service.contract import JobResult, JobState
 from tuner.service.durable_steps import DurableSteps
 from tuner.service.jobs import Jobs
-from tuner.service.worker import RunJob, SearchWorker, WorkerSettings, run_job
-
-Command = Callable[..., Result]
+from tuner.service.worker import WorkerSettings, run_job
 
 
 @pytest.fixture
@@ -56,51 +48,6 @@ def jobs(tmp_path: Path) -> Iterator[Jobs]:
     jobs.close()
 
 
-@contextmanager
-def _serving(folder: Path, jobs: Jobs) -> Iterator[Command]:
-    """Run the service; yield `sdtune jobs` as a function of its arguments."""
-    allowed = Allowed([str(folder / "model")], [str(folder / "prompts.jsonl")])
-    app = create_service(jobs, ServiceSettings(allowed, folder / "searches"))
-    listener = socket.create_server(("127.0.0.1", 0))  # held from the first: a port that is free now may be taken later
-    port = listener.getsockname()[1]
-    server = uvicorn.Server(uvicorn.Config(app, log_level="error"))
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
-    thread.start()
-    try:
-        _until(lambda: server.started)
-        yield lambda *given: CliRunner().invoke(main, ["jobs", "--address", f"http://127.0.0.1:{port}", *given])
-    finally:
-        server.should_exit = True
-        thread.join()
-        listener.close()
-
-
-@contextmanager
-def _working(
-    folder: Path, jobs: Jobs, run: RunJob, beat: float = 0.2, executor: Mapping[str, Any] = MappingProxyType({})
-) -> Iterator[None]:
-    """Run a worker."""
-    settings = WorkerSettings(
-        jobs.database, f"sqlite:///{folder / 'mlflow.db'}", folder / "searches", "cpu", beat=beat, executor=executor
-    )
-    worker = SearchWorker(settings, run=run)
-    thread = threading.Thread(target=worker.run)
-    thread.start()
-    try:
-        yield
-        _until(lambda: not any(card.job for card in jobs.workers()))  # with a search, it would end the whole process
-    finally:
-        worker.stop()
-        thread.join()
-
-
-def _until(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + 600
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.05)
-
-
 def test_a_job_gives_the_profile_that_a_search_gives_and_is_fetched(
     place: SearchPlace, jobs: Jobs, plain_reviews: None
 ) -> None:
@@ -111,8 +58,8 @@ def test_a_job_gives_the_profile_that_a_search_gives_and_is_fetched(
     path.write_text(json.dumps(alone.model_dump(mode="json", exclude_unset=True)))  # YAML too
     search(replace(prepare(alone, Unwatched()), prices=planted_prices()), Unwatched())
     out = place.folder / "fetched.yaml"
-    with _serving(place.folder, jobs) as command:
-        with _working(place.folder, jobs, partial(run_job, prices=planted_prices())):
+    with serving(place.folder, jobs) as command:
+        with working(place.folder, jobs, partial(run_job, prices=planted_prices())):
             waited = command("submit", str(path), "--wait", "--out", str(out))
             nowhere = command("submit", str(path), "--wait", "--out", str(place.folder / "absent" / "profile.yaml"))
         assert nowhere.exit_code == 2, "said before the search, not after it"
@@ -155,9 +102,9 @@ def test_a_job_with_trials_on_two_devices_of_which_one_is_lost_ends_with_the_sam
     devices = HereDevices(monkeypatch, lose_one)
     settings = alone.model_dump(mode="json", exclude_unset=True, exclude=set(OF_THE_SERVICE))
     executor = {"executor": "ray", "ray_label": "h", "repeats": 0}
-    with _working(place.folder, jobs, partial(run_job, prices=planted_prices()), executor=executor):
+    with working(place.folder, jobs, partial(run_job, prices=planted_prices()), executor=executor):
         jobs.submit("0123456789abcdef", settings, "default")
-        _until(lambda: jobs.find("0123456789abcdef").state.is_over)
+        until(lambda: jobs.find("0123456789abcdef").state.is_over)
     found = jobs.find("0123456789abcdef")
     assert (found.state, found.error) == (JobState.FINISHED, None)
     result = jobs.result("0123456789abcdef")
@@ -237,16 +184,16 @@ def test_a_search_waits_for_a_store_that_is_away_and_repeats_no_finished_step(tm
     away, broken = TrackingOutageError("the store is away"), StorageError("another search")
     trouble = Troubled(away, away, broken)
     # The worker looks for waiting jobs once in a beat: here the test does.
-    with _serving(tmp_path, jobs) as command, _working(tmp_path, jobs, trouble, beat=60.0):
+    with serving(tmp_path, jobs) as command, working(tmp_path, jobs, trouble, beat=60.0):
         jobs.submit("0123456789abcdef", {"model": "m", "dataset": "d"}, "default")
         for ran in (["first", "second"], ["first", "second", "second"]):
-            _until(lambda: jobs.find("0123456789abcdef").progress.message == "waits: the store is away")
+            until(lambda: jobs.find("0123456789abcdef").progress.message == "waits: the store is away")
             found = jobs.find("0123456789abcdef")
             assert (found.state, found.error) == (JobState.QUEUED, None)
             assert jobs.latest() == [found]
             assert trouble.ran == ran
             assert jobs.take_over() == ["0123456789abcdef"]
-        _until(lambda: jobs.find("0123456789abcdef").state.is_over)
+        until(lambda: jobs.find("0123456789abcdef").state.is_over)
         (found,) = jobs.latest()
         assert (found.state, found.error) == (JobState.FAILED, "another search")
         assert jobs.take_over() == []
@@ -259,8 +206,8 @@ def test_a_search_waits_for_a_store_that_is_away_and_repeats_no_finished_step(tm
 
 
 def test_a_search_that_waits_for_a_store_can_be_cancelled(tmp_path: Path, jobs: Jobs) -> None:
-    with _working(tmp_path, jobs, Troubled(TrackingOutageError("away")), beat=60.0):
+    with working(tmp_path, jobs, Troubled(TrackingOutageError("away")), beat=60.0):
         jobs.submit("0123456789abcdef", {"model": "m", "dataset": "d"}, "default")
-        _until(lambda: jobs.find("0123456789abcdef").progress.message == "waits: away")
+        until(lambda: jobs.find("0123456789abcdef").progress.message == "waits: away")
         assert jobs.cancel("0123456789abcdef").state is JobState.FAILED
         assert jobs.take_over() == []
