@@ -28,14 +28,20 @@ def serving(folder: Path, jobs: Jobs) -> Iterator[Command]:
     """Run the service; yield `sdtune jobs` as a function of its arguments."""
     allowed = Allowed([str(folder / "model")], [str(folder / "prompts.jsonl")])
     app = create_service(jobs, ServiceSettings(allowed, folder / "searches"))
+    with listening(app) as address:
+        yield lambda *given: CliRunner().invoke(main, ["jobs", "--address", address, *given])
+
+
+@contextmanager
+def listening(app: Any) -> Iterator[str]:
+    """Run an application; yield its address."""
     listener = socket.create_server(("127.0.0.1", 0))  # held from the first: a port that is free now may be taken later
-    port = listener.getsockname()[1]
     server = uvicorn.Server(uvicorn.Config(app, log_level="error"))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
     thread.start()
     try:
         until(lambda: server.started)
-        yield lambda *given: CliRunner().invoke(main, ["jobs", "--address", f"http://127.0.0.1:{port}", *given])
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
     finally:
         server.should_exit = True
         thread.join()

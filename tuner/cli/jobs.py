@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,7 @@ from tuner.cli.service import TOKEN
 from tuner.cli.terminal import print_facts
 
 if TYPE_CHECKING:
+    from tuner.drift.contract import DriftState
     from tuner.service.client import ServiceClient
     from tuner.service.contract import SearchJob
 
@@ -37,6 +39,7 @@ def jobs(context: click.Context, address: str) -> None:
       sdtune jobs submit configs/demo.yaml --wait --out profile.yaml
       sdtune jobs list
       sdtune jobs fetch 0123456789abcdef --out profile.yaml
+      sdtune jobs observe 0123456789abcdef --server http://127.0.0.1:8000 --every 60
     """
     from tuner.service.installed import check_installed
 
@@ -50,6 +53,8 @@ def _client(context: click.Context) -> ServiceClient:
     return ServiceClient(context.obj, os.environ.get(TOKEN))
 
 
+SERVER_KEY = "SDTUNE_API_KEY"
+"""Environment variable of the key of `sdtune serve`."""
 OUT = click.option(
     "--out",
     type=click.Path(path_type=Path, dir_okay=False),
@@ -143,6 +148,66 @@ def workers(context: click.Context) -> None:
             click.echo(
                 f"{each.name}  {each.device}  queue {each.queue}  {state}, heard of {each.silent_seconds:.0f} s ago"
             )
+
+
+@jobs.command()
+@click.argument("job", metavar="ID")
+@click.option("--server", metavar="URL", help="Address of `sdtune serve`; its observations are reported first.")
+@click.option("--every", type=click.IntRange(min=1), metavar="SECONDS", help="Report again and again, until Ctrl-C.")
+@click.pass_context
+def observe(context: click.Context, job: str, server: str | None, every: int | None) -> None:
+    """Say whether the profile of a search still has its speed-up in production.
+
+    With --server, the speeds and lengths that `sdtune serve` has seen lately are reported first. They hold numbers and no text, and
+    nothing counts twice. A server keeps its latest 1000 windows, a few minutes of decoding: report at least that often. The key of
+    the server, if it has one, is read from the environment variable SDTUNE_API_KEY.
+
+    \b
+    Examples:
+      sdtune jobs observe 0123456789abcdef --server http://127.0.0.1:8000 --every 60
+      sdtune jobs observe 0123456789abcdef
+    """
+    from tuner.errors import ConfigError
+
+    if every is not None and server is None:
+        raise ConfigError("--every: what should be reported again and again? give --server as well")
+    with _client(context) as client:
+        if server is None:
+            click.echo(_drift_line(client.observations(job)))
+        else:
+            _report(client, job, server, every)
+
+
+def _report(client: ServiceClient, job: str, server: str, every: int | None) -> None:
+    """Report once, or `every` so many seconds; then a server or a service that does not answer is asked again."""
+    from tuner.service.contract import ServiceError
+    from tuner.service.reporter import observed_by, report
+
+    said = ""
+    while True:
+        try:
+            line = _drift_line(report(client, job, observed_by(server, os.environ.get(SERVER_KEY))))
+        except ServiceError as cause:
+            if every is None:
+                raise
+            line = f"not reported: {cause}"
+        if line != said:
+            click.echo(line)
+        said = line
+        if every is None:
+            return
+        time.sleep(every)
+
+
+def _drift_line(state: DriftState) -> str:
+    facts = [state.verdict.value]
+    if (now := state.posterior) is not None:
+        facts.append(f"speed-up in production {now.speedup:.2f} [{now.low:.2f}, {now.high:.2f}]")
+    if (known := state.promised) is not None:
+        facts.append(f"promised {known.speedup:.2f} [{known.low:.2f}, {known.high:.2f}]")
+    compared = f"{state.pairs} pairs in {state.blocks} blocks"
+    facts.append(f"{compared} of {state.windows} windows and {state.plain_windows} plain ones")
+    return "  ".join(facts)
 
 
 def _watch(client: ServiceClient, job: str) -> None:
