@@ -13,6 +13,8 @@ from decoding.profile import DraftProfile
 
 MOST_ARMS = 4
 """Most profiles side by side: each one more is one more that has to be tried."""
+USUAL_DRAFT = 3
+"""Tokens that a round is taken to draft where that was not measured."""
 Head = tuple[frozenset[str], int | None]
 """What tells the states of trained heads apart: hashes of their files, and bits of their weights."""
 
@@ -25,11 +27,15 @@ class Arm:
     decoder: Decoder
     promise: Promise | None = None
     has_head: bool = False
+    num_drafted: int = USUAL_DRAFT
+    """Tokens that a usual round drafts."""
 
     @classmethod
     def of(cls, profile: DraftProfile, decoder: Decoder) -> Arm:
         """Return the arm of a profile."""
-        return cls(profile.name, decoder, promise_of(profile), head_of(profile) is not None)
+        return cls(
+            profile.name, decoder, promise_of(profile), head_of(profile) is not None, num_drafted=_usual_draft(profile)
+        )
 
 
 def promise_of(profile: DraftProfile) -> Promise | None:
@@ -70,6 +76,16 @@ def check_arms(profiles: Sequence[DraftProfile]) -> None:
             f"the trained heads of {' and '.join(map(repr, heads.values()))} differ: a sequence can keep the states of one, "
             "so serve one of them, or both with the same head"
         )
+
+
+def _usual_draft(profile: DraftProfile) -> int:
+    """Return the tokens that a round of the profile drafted on average where it was tuned, and at least 1."""
+    longest = max(profile.draft_length.max_tokens, 1)
+    measured = profile.measured
+    if measured is None or not measured.draft_acceptance_rate:
+        return min(USUAL_DRAFT, longest)
+    num_drafted = (measured.tokens_per_round - 1) / measured.draft_acceptance_rate
+    return min(max(round(num_drafted), 1), longest)
 
 
 def _weights(profile: DraftProfile) -> tuple[str, str]:

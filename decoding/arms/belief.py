@@ -4,8 +4,8 @@ The state is the log speed of plain rounds, the level, and the log speed-up of e
 level plus its speed-up, with noise. All of them drift: the level with the lengths of the texts and the load of the machine, the
 speed-ups with the text. So windows that lie close together in time are compared, and old evidence fades.
 
-A window far from what was believed is set aside, as a disturbance of the machine. If the next window of its arm is far off on the
-same side, something has changed, and is uncertain again.
+A window far from what was believed may be a disturbance of the machine, and counts as one at the edge of what was to be expected.
+If the next window of its arm is far off on the same side, something has changed, and is uncertain again.
 """
 
 from __future__ import annotations
@@ -53,12 +53,17 @@ class SpeedBelief:
         self._num_windows = np.zeros(len(self._mean))
         self._drift = np.diag([LEVEL_DRIFT**2] + [SPEEDUP_DRIFT**2] * len(priors))
         self._most = np.array([prior.sd**2 + 1.0 for prior in priors])
-        self._set_aside: tuple[int, bool] | None = None
+        self._far_off: tuple[int, bool] | None = None
 
     @property
     def is_surprised(self) -> bool:
-        """True if the latest window was set aside: another one of its arm shows whether something has changed."""
-        return self._set_aside is not None
+        """True if the latest window was far off: another one of its arm shows whether something has changed."""
+        return self._far_off is not None
+
+    @property
+    def log_plain_speed(self) -> float:
+        """Mean of the log tokens per second of plain rounds."""
+        return float(self._mean[PLAIN])
 
     @property
     def log_speedups(self) -> np.ndarray:
@@ -90,27 +95,33 @@ class SpeedBelief:
         seen[0] = seen[arm] = 1.0
         error = log_speed - seen @ self._mean
         noise = self._noise_of(arm)
-        variance = seen @ self._covariance @ seen + noise
+        variance = float(seen @ self._covariance @ seen + noise)
         score = error / np.sqrt(variance)
         if abs(score) > SURPRISE:
             surprise = arm, bool(error > 0)
-            if self._set_aside != surprise:
-                self._set_aside = surprise
+            if self._far_off != surprise:
+                self._far_off = surprise
+                edge = np.copysign(SURPRISE * np.sqrt(variance), error)
+                self._move(seen, edge, variance)
                 return False
             # A change: of the level, or, if there were drafts, of any speed-up.
             self._covariance[0, 0] += error**2
             if arm != PLAIN:
                 self._covariance[1:, 1:] += np.eye(len(self._mean) - 1) * error**2
-            variance = seen @ self._covariance @ seen + noise
-        self._set_aside = None
+            variance = float(seen @ self._covariance @ seen + noise)
+        self._far_off = None
         scale = 1.0 + NOISE_MEMORY * (min(score**2, SURPRISE**2) - 1.0)
-        gain = self._covariance @ seen / variance
-        self._mean = self._mean + gain * error
-        self._covariance = self._covariance - np.outer(gain, seen @ self._covariance)
+        self._move(seen, error, variance)
         for which in (arm, -1):
             self._noise[which] = np.clip(self._noise[which] * scale, LEAST_NOISE**2, MOST_NOISE**2)
         self._num_windows[arm] += 1
         return abs(score) > SURPRISE and arm != PLAIN
+
+    def _move(self, seen: np.ndarray, error: float, variance: float) -> None:
+        """Correct the state by the error [1] of what is `seen` [arms] of it, and the variance of that error."""
+        gain = self._covariance @ seen / variance
+        self._mean = self._mean + gain * error
+        self._covariance = self._covariance - np.outer(gain, seen @ self._covariance)
 
     def _noise_of(self, arm: int) -> float:
         """Return the variance of a window of an arm; one that was seldom used is taken for as noisy as the others."""

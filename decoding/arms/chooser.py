@@ -5,26 +5,35 @@ The arm with the highest one decodes the next window, if it is above the arm in 
 may be the best one: seldom if it is far behind, again and again if it is close. Plain rounds are also run as a control while drafts
 are in use, and the best draft while plain rounds are: soon after a change, and less and less often until the next one.
 
-Loads are numbers of sequences side by side, up to the same power of two, each with a belief of its own. Before a load has been
-measured, its belief follows the nearest ones that have: a server passes through every load between one sequence and many, and
-seldom stays.
+What is lost by trying drafts that seem slower than plain rounds is limited to a small share of the time, as by conservative bandits
+(Wu, Shariff, Lattimore and Szepesvari, 2016): a draft that halves the speed is tried seldom, one that is level as often as above.
+
+Loads are numbers of sequences side by side, up to the same power of two, each with a belief of its own. It begins with the
+profile's figure, changed by what a round costs at this load and at the profile's own. Before a load has been measured, its belief
+also follows the nearest ones that have: a server passes through every load between one sequence and many, and seldom stays.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from decoding.arms.belief import PLAIN, Prior, SpeedBelief
-from decoding.arms.windows import TimedWindow
+from decoding.arms.windows import FEWEST_TOKENS, TimedWindow
 
 MARGIN = math.log(1.02)
 """How much faster another arm must seem to be taken: 2 %."""
 FIRST_CONTROL, CONTROL_PERIOD = 4, 64
 """Windows from one with plain rounds to the next: after a change, and then twice as many each time, up to 64 (1.6 % of all)."""
+MOST_LOST = 0.015
+"""Share of the time that may be lost by drafts that seem slower than plain rounds."""
+FIRST_LOSS = 0.25
+"""What may be lost before any time has passed, in windows of plain rounds."""
+LOSS_MEMORY = 1 / 512
+"""Weight of the latest window in the share that was lost."""
 DOUBT = 0.2
 """Standard deviation added to a profile's figure, because the text here may be another."""
 UNMEASURED = Prior(0.1, 0.4)
@@ -33,6 +42,8 @@ BEYOND = Prior(-0.05, 0.4)
 """Belief beyond the number of sequences that a profile was tuned for: a draft that pays for one seldom pays for many."""
 LOAD_STEP = 0.25
 """Standard deviation of the change of a log speed-up from one load to the next."""
+COST_DOUBT = 0.2
+"""Standard deviation added where a profile's figure is carried over to another load by the costs of its rounds."""
 ALARM_SCORE = 1.645
 """Standard deviations below the interval at which the alarm is raised: with a probability of 95 %."""
 
@@ -52,14 +63,23 @@ def load_of(num_running: float) -> int:
     return round(num_running).bit_length()
 
 
-def prior(promise: Promise | None, load: int) -> Prior:
-    """Return the belief on the log speed-up of a profile at a load."""
-    if promise is None and load == 1:
-        return UNMEASURED
-    if promise is None or load > load_of(promise.num_sequences):
-        return BEYOND
-    half = math.log(promise.high / promise.low) / 2
-    return Prior(math.log(promise.speedup), math.hypot(half / 1.96, DOUBT))
+LoadCosts = Mapping[int, float]
+"""What a round of a draft costs at a load, in plain passes at the same load."""
+
+
+def prior(promise: Promise | None, load: int, costs: LoadCosts | None = None) -> Prior:
+    """Return the belief on the log speed-up of a profile at a load, by the costs of its rounds if they are known at both loads."""
+    own = 1 if promise is None else load_of(promise.num_sequences)
+    first = UNMEASURED
+    if promise is not None:
+        half = math.log(promise.high / promise.low) / 2
+        first = Prior(math.log(promise.speedup), math.hypot(half / 1.96, DOUBT))
+    if load == own:
+        return first
+    if costs is not None and own in costs and load in costs:
+        # The tokens of a round are the same at any load.
+        return Prior(first.mean + math.log(costs[own] / costs[load]), math.hypot(first.sd, COST_DOUBT))
+    return BEYOND if load > own else first
 
 
 def combined(priors: Sequence[Prior]) -> Prior:
@@ -78,6 +98,7 @@ class _Load:
         self._stream = stream
         self._period = FIRST_CONTROL
         self._windows_without_control = FIRST_CONTROL - 1  # the first window of drafts is compared at once
+        self._seconds, self._lost_seconds = 0.0, 0.0
         self.num_running: float | None = None
         self.last_window = 0
         self._latest = self.used
@@ -87,6 +108,7 @@ class _Load:
         self.belief.age(max(number - self.last_window, 1), math.log(window.num_running / before))
         has_changed = self.belief.learn(window.arm, math.log(window.tokens_per_second / window.num_running))
         self.num_running, self.last_window, self._latest = window.num_running, number, window.arm
+        self._count_loss(window)
         self._windows_without_control += 1
         if (window.arm == PLAIN) is not (self.used == PLAIN):
             self._windows_without_control, self._period = 0, min(2 * self._period, CONTROL_PERIOD)
@@ -94,19 +116,40 @@ class _Load:
             self._period = FIRST_CONTROL
 
     def next_arm(self) -> int:
-        if self.belief.is_surprised:
+        affordable = self._affordable()
+        if self.belief.is_surprised and affordable[self._latest]:
             return self._latest
         if self._windows_without_control >= self._period:
-            return self._control()
-        drawn = self.belief.sample(self._stream)
+            return self._control(affordable)
+        drawn = np.where(affordable, self.belief.sample(self._stream), -np.inf)
         best = int(np.argmax(drawn))
         if drawn[best] > drawn[self.used] + MARGIN:
             self.used = best
         return self.used
 
-    def _control(self) -> int:
+    def _control(self, affordable: np.ndarray) -> int:
         """Return plain rounds while drafts are in use, and the draft that seems best while plain rounds are."""
-        return 1 + int(np.argmax(self.belief.log_speedups[1:])) if self.used == PLAIN else PLAIN
+        if self.used != PLAIN:
+            return PLAIN
+        best = 1 + int(np.argmax(self.belief.log_speedups[1:]))
+        return best if affordable[best] else PLAIN
+
+    def _affordable(self) -> np.ndarray:
+        """Return for each arm whether a window of it would keep within the limit what is lost against plain rounds."""
+        window = FEWEST_TOKENS * math.exp(-self.belief.log_plain_speed)
+        loss = window * np.expm1(-np.minimum(self.belief.log_speedups, 0.0))
+        limit = MOST_LOST * self._seconds + FIRST_LOSS * window
+        return (loss <= 0.0) | (self._lost_seconds + loss <= limit)
+
+    def _count_loss(self, window: TimedWindow) -> None:
+        """Add a window's seconds, and those that plain rounds are believed to have saved, as far as drafts seem slower."""
+        share = 0.0
+        if self.belief.log_speedups[window.arm] < 0:
+            log_speed = math.log(window.tokens_per_second / window.num_running)
+            share = max(-math.expm1(log_speed - self.belief.log_plain_speed), 0.0)
+        kept = 1.0 - LOSS_MEMORY
+        self._seconds = kept * self._seconds + window.seconds
+        self._lost_seconds = kept * self._lost_seconds + share * window.seconds
 
 
 class ArmChooser:
@@ -117,6 +160,7 @@ class ArmChooser:
 
     def __init__(self, promises: Sequence[Promise | None], *, seed: int = 0) -> None:
         self._promises = promises
+        self._costs: Sequence[LoadCosts | None] = [None] * len(promises)
         self._stream = np.random.default_rng(seed)
         self._loads: dict[int, _Load] = {}
         self._load = 1
@@ -124,6 +168,12 @@ class ArmChooser:
         self.arm = self._at(1).used
         self.is_below_promise = False
         """True while no profile reaches the interval of its speed-up, at the load that it was tuned for."""
+
+    def expect(self, costs: Sequence[LoadCosts]) -> None:
+        """Take in what a round of each profile costs by load, before the first window."""
+        self._costs = costs
+        self._loads.clear()
+        self.arm = self._at(self._load).used
 
     def begin(self, num_running: int) -> int:
         """Return the arm of a window that begins with `num_running` sequences after a change of the load."""
@@ -157,7 +207,8 @@ class ArmChooser:
         """Return the belief on each profile at a load without windows: from its figures and the nearest loads that have some."""
         known = sorted(each for each, at in self._loads.items() if at.num_running is not None)
         below, above = [each for each in known if each < load], [each for each in known if each > load]
-        sources = [[prior(promise, load) for promise in self._promises]]
+        known_costs = zip(self._promises, self._costs, strict=True)
+        sources = [[prior(promise, load, costs) for promise, costs in known_costs]]
         for other in (*below[-1:], *above[:1]):
             belief, doubt = self._loads[other].belief, LOAD_STEP * abs(other - load)
             pairs = zip(belief.log_speedups[1:], belief.sds[1:], strict=True)

@@ -10,6 +10,7 @@ from decoding.acceptance import Acceptance, Greedy
 from decoding.arms.arm import Arm
 from decoding.arms.belief import PLAIN_NAME
 from decoding.arms.chooser import ArmChooser
+from decoding.arms.load_costs import measure_load_costs
 from decoding.arms.rounds import ArmRounds
 from decoding.arms.windows import OpenWindow, TimedWindow
 from decoding.decode import NewCache, Request, speculative
@@ -57,6 +58,21 @@ class ArmedDecoder:
         for arm in self.arms:
             arm.decoder.prepare(shortest, longest, num_sequences, acceptances=acceptances)
 
+    def measure_loads(self, num_sequences: int) -> None:
+        """Let the choice begin with what rounds cost here, by measuring them for up to `num_sequences` side by side.
+
+        It takes a few seconds. Nothing may be decoded meanwhile; choices that were learned before are forgotten.
+        """
+        costs = measure_load_costs(self.arms, num_sequences)
+        for name, found in zip(self.names[1:], costs, strict=True):
+            log.info(
+                "a round of %s in plain passes, by load: %s",
+                name,
+                {load: round(cost, 2) for load, cost in found.items()},
+            )
+        self.chooser.expect(costs)
+        self._window = OpenWindow(self.chooser.arm)
+
     def loop(
         self, request: Request, row: int, new_cache: NewCache, *, fresh: bool = False
     ) -> Iterator[Prefill | Round]:
@@ -74,18 +90,28 @@ class ArmedDecoder:
             rounds = ArmRounds(self._drafters, self._with_head, controllers, lambda: self.chooser.arm)
             yield from speculative(self.target, rounds, rounds.controller, request, new_cache)
 
+    def foresee(self, num_running: int) -> None:
+        """Choose for this many sequences side by side, if that is another load than before.
+
+        To be called while prompts are read, with the sequences that are going to run: the first ones need not draft for a load that
+        passes at once.
+        """
+        if self._window.is_empty or not self._window.fits(num_running):
+            arm = self.chooser.begin(num_running)
+            if arm != self._window.arm or not self._window.is_empty:
+                self._window = OpenWindow(arm)
+
     def observe(self, num_running: int, rounds: Sequence[Round], seconds: float, context: float | None = None) -> None:
         """Take in `seconds` of decoding `num_running` sequences of `context` positions on average, in which `rounds` ended.
 
         Seconds in which prompts were read must be left out.
         """
-        if not self._window.fits(num_running):
-            self._window = OpenWindow(self.chooser.begin(num_running))
+        self.foresee(num_running)
         window = self._window.add(num_running, rounds, seconds, context)
         if window is None:
             return
         was_below = self.chooser.is_below_promise
-        self._window = OpenWindow(self.chooser.learn(window))
+        self._window = OpenWindow.after(self.chooser.learn(window), window.arm)
         if self.chooser.is_below_promise is not was_below:
             self._log_alarm()
         if self._listener is not None:

@@ -81,6 +81,8 @@ class ContinuousBatch:
         reads_prompt = self._next is None and self._admit()
         if not self._jobs:
             return False
+        if reads_prompt and isinstance(self._decoder, ArmedDecoder):
+            self._decoder.foresee(min(len(self._jobs) + len(self._room), self.num_rows))
         start, num_running = time.perf_counter(), len(self._jobs)
         try:
             events = self._rows.advance()

@@ -12,6 +12,7 @@ import torch
 import uvicorn
 
 from decoding.acceptance import Greedy, Sampling
+from decoding.arms.decoder import ArmedDecoder
 from decoding.errors import SdtuneError
 from decoding.rounds import Prefill, Round
 from decoding.serving.app import create_app
@@ -61,6 +62,8 @@ def new_service(
     # Shapes of passes are prepared now, if the runner has any: the first requests would wait for them.
     sampling = Sampling(torch.Generator(target.device))
     decoder.prepare(1, max_length, limits.num_rows, acceptances=(Greedy(), sampling))
+    if isinstance(decoder, ArmedDecoder):
+        decoder.measure_loads(limits.num_rows)
 
     def observe(job: Job, event: Prefill | Round | RequestEnd) -> None:
         counters.observe(job, event)

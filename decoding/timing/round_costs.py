@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -79,6 +79,30 @@ def measure_round_costs(
     return _costs(sweeps)
 
 
+@torch.inference_mode()
+def measure_one_cost(
+    target: Target,
+    drafter: Drafter,
+    num_tokens: int,
+    *,
+    num_sequences: int = 1,
+    prompt_length: int = 64,
+    num_sweeps: int = 3,
+    seed: int = 0,
+    clock: ReadSeconds = time.perf_counter,
+) -> float:
+    """Time rounds of `num_tokens` drafted tokens only; return the cost of one, in plain passes.
+
+    As `measure_round_costs` does, with at least 2 sweeps, of which the first one only warms up.
+    """
+    if num_tokens < 1 or num_sweeps < 2:
+        raise ValueError(f"a cost needs a drafted token and two sweeps, got {num_tokens} and {num_sweeps}")
+    num_sequences = shared_batch_size(target, num_sequences)
+    bench = _RoundBench(target, steered_part(drafter), num_tokens, prompt_length, num_sequences, seed, clock)
+    sweeps = [bench.sweep([Controller(num_tokens)]) for _ in range(num_sweeps)]
+    return _cost(statistics.median(_ratio(each.draft + each.verify, each.plain) for (each,) in sweeps[1:]))
+
+
 @dataclass(frozen=True)
 class _Timed:
     """Seconds of one round, and of the plain steps before and after it."""
@@ -124,18 +148,18 @@ class _RoundBench:
             cache.length = text.length
             text.append([last])
 
-    def sweep(self) -> list[_Timed]:
-        """Time a round of every width from the same state, with plain steps between them."""
+    def sweep(self, controllers: Sequence[Controller] = ()) -> list[_Timed]:
+        """Time a round of every controller, or of every width, from the same state, with plain steps between them."""
+        controllers = controllers or [*map(Controller, self._widths), Looking(self._widths[-1])]
         plain = [self._plain_step()]
         rounds = []
-        for controller in [*map(Controller, self._widths), Looking(self._widths[-1])]:
+        for controller in controllers:
             rounds.append(self._round(controller))
             plain.append(self._plain_step())
         beside = [(before + after) / 2 for before, after in pairwise(plain)]
-        last = len(rounds) - 1
         return [
-            _Timed(*each, seconds, looks=place == last)
-            for place, (each, seconds) in enumerate(zip(rounds, beside, strict=True))
+            _Timed(*each, seconds, looks=controller.looks_at_drafts)
+            for controller, each, seconds in zip(controllers, rounds, beside, strict=True)
         ]
 
     def _plain_step(self) -> float:

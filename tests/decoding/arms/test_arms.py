@@ -144,3 +144,17 @@ def test_names_are_told_apart() -> None:
     assert served.names == ("plain", "code", "code (2)", "plain (3)")
     with pytest.raises(ValueError, match="every arm drafts"):
         ArmedDecoder([Arm("x", plain_decoder(target_of("llama")))])
+
+
+def test_a_load_that_is_coming_is_chosen_for_before_its_prompts_are_read() -> None:
+    target, room = target_of("llama"), WaitingRoom(9)
+    decoder = Decoder(target, LayerSkip.blocks((2, 3)), Fixed(max_tokens=2))
+    served = ArmedDecoder([Arm("skip", decoder, Promise(1.7, 1.6, 1.8))])
+    assert served.chooser.arm == 1
+    batch = ContinuousBatch(served, room, num_rows=4, max_length=60)
+    told = [arrive(room, Request(some_tokens(5, index), Ending(30)))[1] for index in range(4)]
+    batch.advance()
+    assert served.chooser.arm == 0, "four sequences are going to run, beyond what the profile was tuned for"
+    while any(len(each.tokens) < 5 for each in told):
+        batch.advance()
+        assert served.chooser.arm == 0

@@ -11,7 +11,7 @@ from itertools import pairwise
 import pytest
 
 from decoding.arms.belief import Prior
-from decoding.arms.chooser import CONTROL_PERIOD, ArmChooser, Promise, combined, load_of
+from decoding.arms.chooser import BEYOND, CONTROL_PERIOD, ArmChooser, Promise, combined, load_of, prior
 from decoding.arms.windows import OpenWindow
 from decoding.rounds import Round
 
@@ -37,19 +37,25 @@ class Phase:
 
 
 def _simulate(
-    phases: Sequence[tuple[int, Speeds]], promises: Sequence[Promise | None], *, noise: float, seed: int
+    phases: Sequence[tuple[int, Speeds]],
+    promises: Sequence[Promise | None],
+    *,
+    noise: float,
+    seed: int,
+    num_passes: int = PASSES,
 ) -> tuple[list[Phase], ArmChooser]:
     chooser, chance = ArmChooser(promises, seed=seed), random.Random(seed)
     window, slowness, found = OpenWindow(chooser.arm), 1.0, []
     for num_running, speeds in phases:
         arms: Speeds = {0: (1.0, 1.0), **speeds}
         tokens, seconds, of_plain, used = [0, 0], [0.0, 0.0], [0.0, 0.0], []
-        for number in range(PASSES):
+        for number in range(num_passes):
             if number % PASSES_OF_NOISE == 0:
                 slowness = math.exp(chance.gauss(0.0, noise))
-            if not window.fits(num_running):
-                window = OpenWindow(chooser.begin(num_running))
-            arm, is_late = window.arm, number >= DELAY * PASSES
+            if window.is_empty or not window.fits(num_running):
+                begun = chooser.begin(num_running)
+                window = window if window.is_empty and begun == window.arm else OpenWindow(begun)
+            arm, is_late = window.arm, number >= DELAY * num_passes
             took, gained = arms[arm]
             lengths = [int(gained) + (chance.random() < gained % 1) for _ in range(num_running)]
             used.append(arm)
@@ -58,13 +64,13 @@ def _simulate(
             of_plain[is_late] += slowness / num_running
             rounds = [Round((1,) * length, arm, length - 1, 0.0, 0.0) for length in lengths]
             full = window.add(num_running, rounds, took * slowness)
-            window = window if full is None else OpenWindow(chooser.learn(full))
+            window = window if full is None else OpenWindow.after(chooser.learn(full), full.arm)
         found.append(
             Phase(
-                sum(tokens) / sum(seconds) * sum(of_plain) / PASSES,
-                tokens[1] / seconds[1] * of_plain[1] / (PASSES * (1 - DELAY)),
+                sum(tokens) / sum(seconds) * sum(of_plain) / num_passes,
+                tokens[1] / seconds[1] * of_plain[1] / (num_passes * (1 - DELAY)),
                 max(gained / took for took, gained in arms.values()),
-                {arm: used.count(arm) / PASSES for arm in arms},
+                {arm: used.count(arm) / num_passes for arm in arms},
                 sum(before != after for before, after in pairwise(used)),
             )
         )
@@ -137,6 +143,31 @@ def test_a_load_without_windows_follows_its_neighbours(promise: Promise | None) 
     _, chooser = _simulate([(1, CODE), (8, {1: (1.5, 2.6)})], [promise], noise=0.02, seed=0)
     assert chooser.begin(5) == 1, "drafts pay on both sides"
     assert chooser.begin(16) == 1
+
+
+def test_the_costs_of_rounds_carry_a_figure_to_another_load() -> None:
+    costs = {1: 1.5, 2: 1.8, 4: 3.0}
+    assert prior(TUNED, 4, costs).mean == pytest.approx(math.log(1.7 * 1.5 / 3.0))
+    assert prior(TUNED, 4, costs).sd > prior(TUNED, 1, costs).sd
+    assert prior(TUNED, 1, costs) == prior(TUNED, 1)
+    assert prior(TUNED, 3, costs) == BEYOND, "not measured there"
+    assert prior(Promise(1.7, 1.6, 1.8, 8), 2, costs | {4: 1.8}) == prior(
+        Promise(1.7, 1.6, 1.8, 8), 2, {4: 1.0, 2: 1.0}
+    )
+    assert prior(None, 4, costs).mean < prior(None, 1, costs).mean
+    chooser = ArmChooser([TUNED])
+    chooser.expect([dict.fromkeys(range(1, 5), 1.5)])
+    assert (chooser.arm, chooser.begin(8)) == (1, 1), "a round costs no more with eight sequences"
+    chooser.expect([{1: 1.5, 4: 3.0}])
+    assert (chooser.begin(8), chooser.begin(1)) == (0, 1)
+
+
+@pytest.mark.parametrize("cost", [6.0, 9.0])
+def test_drafts_that_seem_slower_cost_plain_rounds_little_from_the_first_window_on(cost: float) -> None:
+    speeds: Speeds = {1: (cost, 2.0), 2: (cost, 1.5)}
+    for seed in range(4):
+        (phase,), _ = _simulate([(8, speeds)], [TUNED, None], noise=0.05, seed=seed, num_passes=1000)
+        assert phase.whole > 0.97
 
 
 def test_a_profile_without_figures_is_tried_for_one_sequence_first() -> None:

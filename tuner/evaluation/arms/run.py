@@ -95,6 +95,7 @@ def measure(
         windows.append(arm)
 
     choice = ArmedDecoder(arms, listener=note)
+    _prepare_as_a_server(choice, phases)
     alone = {name: ArmedDecoder(arms, chooser=Always(arm, len(arms))) for arm, name in enumerate(choice.names)}
     contenders = {CHOICE: choice, **alone}
     progress.stage("phases", len(phases) * (num_rounds * len(contenders) + len(alone)))
@@ -122,6 +123,16 @@ def measure(
         samples.windows.update(windows)
         found.append(samples)
     return found
+
+
+def _prepare_as_a_server(choice: ArmedDecoder, phases: Sequence[ScriptPhase]) -> None:
+    """Rehearse every shape of pass of every load: the contender that meets one first would pay for its recording."""
+    requests = [request for phase in phases for request in phase.requests]
+    shortest = min(len(request.prompt) for request in requests)
+    longest = max(len(request.prompt) + request.ending.max_new_tokens for request in requests)
+    most = max(phase.level for phase in phases)
+    choice.prepare(shortest, longest, most)
+    choice.measure_loads(most)
 
 
 def summary(samples: PhaseSamples) -> dict[str, Any]:
