@@ -31,6 +31,10 @@ OF_THE_SEARCH = (
     "dtype",
     "device",
     "threads",
+    "executor",
+    "ray_address",
+    "ray_label",
+    "ray_devices",
     "heads",
     "tracking_uri",
     "experiment",
@@ -49,7 +53,8 @@ def distill(config_file: Path | None, dry_run: bool, overwrite: bool, **flags: A
 
     A head is one more decoder layer after the first N. The model continues the training prompts, and the head of each exit
     is trained to predict the model's own next tokens; the model itself is not changed. All heads are trained in one pass, or
-    group after group if they do not fit in the memory (--heads-at-once). --timeout covers all of it, texts included; an estimate
+    group after group if they do not fit in the memory (--heads-at-once). With --executor ray the heads are shared out to the
+    devices of a cluster, and are the same heads. --timeout covers all of it, texts included; an estimate
     comes first.
     With --head feature one head is trained: it reads the model's last hidden state and the next token, and then its own output,
     so that drafting runs none of the model's layers. It is trained on a few of its own steps (--unrolled-steps).

@@ -75,7 +75,8 @@ def _checked(executor: dict[str, Any], device: str) -> dict[str, Any]:
     any_search = {"model": "-", "dataset": "-", "device": device}
     config = validate(SearchConfig, {**any_search, **executor}, source="command line", error=ConfigError)
     if config.executor == "ray":
-        from tuner.search.task import check_devices
+        from tuner.executors.ray_cluster import check_devices
+        from tuner.inputs.models import resolve_device
 
-        check_devices(config)
+        check_devices(config, resolve_device(config.device).type)
     return executor

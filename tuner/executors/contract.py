@@ -1,14 +1,14 @@
-"""The contract of an executor: it measures the trials of studies on one or more devices, one trial at a time on each.
+"""The contract of an executor: it runs tasks on one or more devices, one at a time on each.
 
-Called by `tuner.search.trials`, which proposes candidates, writes records and tells the studies. An executor runs the work that it
-is given and says how it ended. A trial measures its candidate and plain decoding on the same device.
+A task is a trial, given by `tuner.search.trials`, or the training of a group of heads, given by `tuner.heads.distill`. An executor
+runs the work that it is given and says how it ended. A trial measures its candidate and plain decoding on the same device.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from tuner.measuring.contract import Measuring
 from tuner.measuring.disturbance import DisturbanceWatch
@@ -24,8 +24,11 @@ class TrialDevice:
     """Name for records; None for the device of this process, which the search names anyway."""
 
 
-Work = Callable[[TrialDevice], Any]
-"""Measures one trial on a device. It is called again, on this or another device, if a device is lost."""
+DeviceT = TypeVar("DeviceT")
+DeviceT_co = TypeVar("DeviceT_co", covariant=True)
+
+Work = Callable[[DeviceT], Any]
+"""Runs one task on a device. It is called again, on this or another device, if a device is lost."""
 
 
 class DeviceLostError(Exception):
@@ -36,14 +39,14 @@ class RemoteTrialError(Exception):
     """A trial failed in another process. The message is the whole description, with the name of the error."""
 
 
-class Executor(Protocol):
-    """Runs trials on devices."""
+class Executor(Protocol[DeviceT_co]):
+    """Runs tasks on devices: `TrialDevice` for trials, `tuner.heads.group.GroupTrainer` for heads."""
 
     @property
     def num_devices(self) -> int:
-        """Number of trials that can run at a time, at least 1."""
+        """Number of tasks that can run at a time, at least 1."""
 
-    def submit(self, task: str, work: Work) -> None:
+    def submit(self, task: str, work: Work[DeviceT_co]) -> None:
         """Run the work on the next free device. May return before it has ended, or after.
 
         `task` names it, in messages too; no two tasks that run at a time have one name.

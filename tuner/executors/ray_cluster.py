@@ -1,6 +1,6 @@
 """The devices of a Ray cluster: found by label, reserved by an actor each, and given back at the end.
 
-An actor takes a whole GPU, or, where the model runs on the CPU, all processors of a node, so that Ray never lets two trials share a
+An actor takes a whole GPU, or, where the model runs on the CPU, all processors of a node, so that Ray never lets two tasks share a
 device. There are never more actors than devices: an actor that waits for a device could take the one of an actor that restarts. No
 other module of a search imports Ray.
 """
@@ -10,13 +10,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic
 
 from decoding.errors import first_line
+from tuner.config import SearchConfig
 from tuner.errors import ConfigError
-from tuner.executors.contract import DeviceLostError, RemoteTrialError, TrialDevice
-from tuner.executors.remote import RemoteBench, RemoteWatch
-from tuner.executors.worker import DeviceWorker
+from tuner.executors.contract import DeviceLostError, DeviceT, RemoteTrialError
+from tuner.executors.remote import Ask
 
 LABEL = "device"
 """Ray label of a node with the class of its devices: `ray start --labels device=H100`."""
@@ -57,6 +57,12 @@ def connect(address: str) -> None:
         ) from None
 
 
+def check_devices(config: SearchConfig, device_type: str) -> None:
+    """Connect to the cluster of `config`. Raises `ConfigError` if it has no devices of the label and of the type."""
+    connect(config.ray_address)
+    find_devices(config.ray_label, device_type)
+
+
 def disconnect() -> None:
     """Close the connection of this process."""
     ray.shutdown()
@@ -89,23 +95,26 @@ def find_devices(label: str | None, device_type: str, *, most: int | None = None
     return DeviceClass(min(count, most or count), own)
 
 
-class RayDevice:
+class RayDevice(Generic[DeviceT]):
     """The connection to one device; see `DeviceConnection`. Its actor starts at once, and again after its process or host died."""
 
     def __init__(
         self,
         number: int,
         reservation: Mapping[str, Any],
-        indices: Sequence[int],
+        worker: Callable[[], Any],
         arguments: Sequence[Any],
+        device: Callable[[Ask, str], DeviceT],
         *,
         label: str | None = None,
-        worker: Callable[[], Any] = DeviceWorker,
         patience: float = PATIENCE_SECONDS,
     ) -> None:
-        """`arguments` are those of `DeviceWorker.open`; another `worker` takes its place in checks."""
+        """`worker` makes the object in the device's process: its method `ask` is called with `open` and the `arguments` first.
+
+        `device` returns what tasks get: it takes the function that asks the worker, and the name of the device.
+        """
         self._label, self._number = label or "device", number
-        self._indices, self._arguments, self._patience = indices, arguments, patience
+        self._arguments, self._device, self._patience = arguments, device, patience
         self._is_closed = False
         self._actor = ray.remote(max_restarts=-1, max_task_retries=0, **reservation)(worker).remote()
 
@@ -114,7 +123,7 @@ class RayDevice:
         """Label and number, as records name the device."""
         return f"{self._label} {self._number}"
 
-    def open(self) -> TrialDevice:
+    def open(self) -> DeviceT:
         """Let the device load the model and return it. Waits for `patience` seconds for a process on it; see `DeviceConnection`."""
         until = time.monotonic() + self._patience
         while True:
@@ -127,7 +136,7 @@ class RayDevice:
                 time.sleep(PAUSE_SECONDS)
         if "error" in answer:
             raise ConfigError(f"{self.name}: {answer['error']}")
-        return TrialDevice(RemoteBench(self._ask, self._indices), RemoteWatch(self._ask), self.name)
+        return self._device(self._ask, self.name)
 
     def close(self) -> None:
         """End the actor."""

@@ -8,11 +8,16 @@ from typing import Any
 
 from studies.contract import Candidate
 from studies.measurement import Measurement, PromptSample
-from tuner.executors.contract import DeviceLostError, RemoteTrialError
+from tuner.executors.contract import DeviceLostError, RemoteTrialError, TrialDevice
 from tuner.measuring.contract import OnSample
 
 Ask = Callable[..., dict[str, Any]]
 """Calls a method of a `DeviceWorker` by its name, with plain data, and returns its answer. Raises `DeviceLostError`."""
+
+
+def trial_device(indices: Sequence[int], ask: Ask, name: str) -> TrialDevice:
+    """Return the device `name` for trials on the prompts (or batches) at `indices`."""
+    return TrialDevice(RemoteBench(ask, indices), RemoteWatch(ask), name)
 
 
 class RemoteBench:

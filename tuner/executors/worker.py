@@ -6,60 +6,40 @@ end it after each. Knows nothing of Ray, which runs an object of this class.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from greenlet import getcurrent, greenlet
 
-from decoding.documents.strict_yaml import Document
 from decoding.errors import SdtuneError, first_line
-from decoding.fingerprint import fingerprint
 from decoding.head_folder import HeadFolder
 from decoding.profile import Decoding
 from decoding.target import Target
 from decoding.text import Ending
 from studies.contract import Candidate
 from studies.measurement import PromptSample
-from tuner.errors import ConfigError
-from tuner.inputs.environment import device_name, versions
-from tuner.inputs.models import load
+from tuner.executors.model_spec import ModelSpec
 from tuner.measuring.baseline import Baseline
 from tuner.measuring.clock import PriceList, WallClock
 from tuner.measuring.contract import Measuring
 from tuner.measuring.disturbance import DisturbanceWatch, watch_of
 from tuner.measuring.paired import Bench
 
-COMPARED_PACKAGES = ("sdtune", "torch", "transformers")
-"""Packages whose versions must be those of the search."""
-
 Answer = dict[str, Any]
 """What a request returns, as plain data: `error` if a user can correct it, else `failure`, or the values that its method names."""
 
 
-class DeviceSpec(Document):
+class DeviceSpec(ModelSpec):
     """What a device must load and be for the trials of one search."""
 
-    model: str
-    revision: str | None
-    dtype: str
-    device_type: str
-    """`cpu` or `cuda`; a process sees one GPU."""
-    threads: int
     runner: str
     exact_width: int | None
     decoding: Decoding
     seed: int
     most_kept: int
     heads: Path
-    config_sha256: str
-    weights_sha256: str
-    """Of the model; see `Fingerprint`."""
-    device_name: str
-    precision: str
-    versions: dict[str, str]
-    """What the device must have, for its trials to be compared with the others."""
     prompts: tuple[tuple[int, ...], ...]
     continuations: tuple[tuple[int, ...], ...]
     rows: tuple[int, ...]
@@ -80,40 +60,13 @@ class DeviceSpec(Document):
             categories=self.categories,
         )
 
-    def check(self, found: Mapping[str, Any]) -> None:
-        """Raise `ConfigError` if what was `found` on a device is not what is wanted."""
-        wanted: dict[str, Any] = {
-            "device_name": self.device_name,
-            "precision": self.precision,
-            "config_sha256": self.config_sha256,
-            "weights_sha256": self.weights_sha256,
-            **{package: self.versions[package] for package in COMPARED_PACKAGES},
-        }
-        differing = [key for key, value in wanted.items() if found.get(key) != value]
-        if differing:
-            said = "; ".join(
-                f"{key.replace('_', ' ')} {found.get(key)!s:.60} in place of {wanted[key]!s:.60}" for key in differing
-            )
-            raise ConfigError(f"trials on it could not be compared with the others: {said}")
-
 
 def open_bench(spec: DeviceSpec, prices: PriceList | None) -> tuple[Bench, torch.device]:
     """Load the model and return the bench of the tuning prompts; `prices` are charged in place of seconds if they are given.
 
     Raises `SdtuneError` if the model cannot be loaded, or if model, device or versions are not those of the search.
     """
-    torch.set_num_threads(spec.threads)
-    loaded = load(spec.model, revision=spec.revision, dtype=spec.dtype, device=spec.device_type)
-    identity = fingerprint(loaded.model)
-    target = Target(loaded.model, spec.runner, exact_width=spec.exact_width)
-    spec.check(
-        {
-            "device_name": device_name(target.device),
-            "precision": str(target.dtype),
-            **vars(identity),
-            **versions(),
-        }
-    )
+    target = Target(spec.loaded().model, spec.runner, exact_width=spec.exact_width)
     bench = Bench(
         target,
         spec.baseline(),

@@ -13,33 +13,31 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-import torch
-
-from decoding.documents.atomic_write import write_atomically
 from decoding.drafts import compact_indices
 from decoding.errors import DistillationError, ExitHeadError
 from decoding.exit_heads import (
     HeadFacts,
-    HeadTraining,
-    prompt_sha256,
     read_facts,
-    save_head,
 )
 from decoding.fingerprint import Fingerprint, fingerprint, hash_json
 from decoding.target import Target
 from tuner.config import DistillSettings, SearchConfig
-from tuner.heads.checkpoint import OtherCheckpointError, differences, load_checkpoint, save_checkpoint, stored_exits
-from tuner.heads.kinds import HEAD_KINDS, Figures, HeadKind
+from tuner.executors.local import HereExecutor
+from tuner.heads.checkpoint import differences, stored_exits
+from tuner.heads.group import GroupData, GroupTrainer, TrainedGroup
+from tuner.heads.head_files import CURVE, HeadFiles, num_response_tokens
+from tuner.heads.here import OnLosses, TrainerHere
+from tuner.heads.kinds import HEAD_KINDS, HeadKind
 from tuner.heads.memory import heads_that_fit
-from tuner.heads.report import loss_curve_csv
+from tuner.heads.on_devices import TrainingDevices
 from tuner.heads.texts import GeneratedText, TextPlan, generate_texts
 from tuner.heads.time_limit import TimeLimit
 from tuner.heads.time_plan import DistillationTime, distillation_time
-from tuner.heads.training import Losses, Run, Student, train
-from tuner.heads.vocabulary import choose_vocabulary, draft_vocabulary_size
+from tuner.heads.training import Losses
+from tuner.heads.vocabulary import draft_vocabulary_size
 from tuner.inputs.environment import device_name, git_revision, versions
 from tuner.inputs.memory import ModelSize, explained_shortage, free_bytes, refuse_too_large, size_of_checkpoint
-from tuner.inputs.models import Loaded, load
+from tuner.inputs.models import Loaded, load, resolve_device
 from tuner.inputs.prompts import Prompt, PromptSet, load_prompts, search_prompts
 from tuner.inputs.rows import open_rows
 from tuner.measuring.pulse import measure_pulse
@@ -54,7 +52,6 @@ MIN_TRAINING_TOKENS = 500
 MIN_EVALUATION_TOKENS = 50
 MOST_EVALUATED = 32
 """Most held-out prompts that the exits are evaluated on: more would cost the training its time."""
-CURVE = "training_curve.csv"
 PROMPT_SETTINGS = (
     *("model", "revision", *DATA_FIELDS),
     *("tuning_prompts", "held_out_prompts", "max_new_tokens", "dtype", "seed"),
@@ -64,9 +61,6 @@ PROMPT_SETTINGS = (
 _LESS_TO_TRAIN = (
     "give a lower --heads-at-once, or a lower batch_size or response_tokens to the distillation; finished heads stay"
 )
-
-OnLosses = Callable[[int, Sequence[Losses]], None]
-"""Callback for finished steps: the number of steps reported before, and the losses of each new step."""
 
 
 @dataclass(frozen=True)
@@ -188,6 +182,10 @@ def prepare(config: SearchConfig, progress: Progress) -> Distillation:
     check_folder_writable(config.heads, what="exit heads", error=DistillationError)
     size = size_of_checkpoint(config.model, revision=config.revision, dtype=config.dtype, device=config.device)
     refuse_too_large(size, free_bytes(config.device), config.model)
+    if config.executor == "ray":
+        from tuner.executors.ray_cluster import check_devices
+
+        check_devices(config, resolve_device(config.device).type)
     rows = open_rows(config.dataset, config)
     progress.stage(f"loading {config.model}")
     loaded = load(config.model, revision=config.revision, dtype=config.dtype, device=config.device)
@@ -288,55 +286,63 @@ def distil(
     *,
     on_losses: OnLosses = lambda num_before, losses: None,
     overwrite: bool = False,
+    devices: TrainingDevices | None = None,
 ) -> Distilled:
     """Train heads for `exits` and write them into the folder, replacing existing ones.
 
-    As many heads as fit in the memory are trained together, group after group; a head is the same in any group, unless a time
-    limit ends its training. The limit covers texts, training and evaluation: texts get at most `WRITING_SHARE` of it, each group
-    its share of the rest, and the learning-rate schedule is compressed to fit. A stopped run resumes from its texts, its finished
-    heads and its last checkpoint; a group that an earlier run finished does not count. Raises `DistillationError` if there is too
-    little training text, the loss diverges, the folder cannot be used, or the checkpoint belongs to another distillation and
-    `overwrite` is false. Raises `ExitHeadError` if a head cannot be written.
+    As many heads as fit in the memory are trained together, group after group, or beside each other on `devices`. A head is the
+    same in any group and place, unless a time limit ends its training. The limit covers texts, training and evaluation: texts get
+    at most `WRITING_SHARE` of it, each group its share of the rest, and the learning-rate schedule is compressed to fit. A stopped
+    run resumes from its texts, its finished heads and its last checkpoint, which only a group in this process has; a group that an
+    earlier run finished does not count. Raises `DistillationError` if there is too little training text, the loss diverges, the
+    folder cannot be used, or the checkpoint belongs to another distillation and `overwrite` is false. Raises `ExitHeadError` if a
+    head cannot be written, and `SearchError` if no device is left.
     """
     limit = TimeLimit.least_of(work.settings.timeout, work.most_seconds)
     texts = _training_texts(work, limit, progress)
     unseen = _texts(work, work.evaluation_texts, "generating evaluation texts", MIN_EVALUATION_TOKENS, progress)
+    data = GroupData(work.settings, work.seed, texts, unseen)
     evaluated = limit.spent
     untrained = dict.fromkeys(exits, work.kind.before(work.target))
-    before = _evaluate(work, untrained, unseen, "evaluating without trained heads", progress)
+    progress.stage("evaluating without trained heads", len(unseen))
+    before = data.evaluate(work.target, untrained, progress.advance)
     evaluated = limit.spent - evaluated
-    writing_seconds = sum(text.seconds for text in (*texts, *unseen))
-    facts: dict[int, HeadFacts] = {}
-    losses: list[Losses] = []
-    training_seconds = 0.0
-    for group in _groups(work, exits, progress):
-        seconds = limit.for_group(len(group), len(exits) - len(facts), evaluated)
-        run = _train(work, group, texts, progress, on_losses, overwrite, seconds)
-        heads = {exit_layer: student.stored_head() for exit_layer, student in run.students.items()}
-        run.students.clear()  # the optimizers are not needed any more, and the evaluation takes memory too
-        after = _evaluate(work, heads, unseen, "evaluating the trained heads", progress)
-        cost = writing_seconds * len(group) / len(exits) + run.seconds
-        for exit_layer, head in heads.items():
-            facts[exit_layer] = _facts(work, exit_layer, texts, run.step, cost, before[exit_layer], after[exit_layer])
-            stored = replace(head, block=head.block.to(torch.bfloat16))
-            save_head(work.path(exit_layer), stored, facts[exit_layer])
-        losses = _joined(losses, run.losses)
-        training_seconds += run.seconds
-        curve = loss_curve_csv(losses).encode()
-        write_atomically(work.folder / CURVE, curve, what="the training curve", error=DistillationError)
-        work.checkpoint.unlink(missing_ok=True)
+    files = HeadFiles(work, data, exits, before)
+    begun, others = _groups(work, exits, progress, 1 if devices is None else devices.count)
+    here = HereExecutor[GroupTrainer](
+        TrainerHere(work.target, data, work.checkpoint, work.identity, progress, on_losses, overwrite)
+    )
+    files.run(begun if devices else [*begun, *others], here, limit, evaluated)
+    if devices and others:
+        with devices.open(work.target, work.model, data, progress) as pool:
+            heads = sum(map(len, others))
+            progress.stage(f"training {heads} heads on {pool.num_devices} devices", heads)
+
+            def report(trained: TrainedGroup) -> None:
+                progress.advance(len(trained.heads))
+                on_losses(0, trained.losses)
+
+            files.run(others, pool, limit, evaluated, report)
+    facts = {exit_layer: files.facts[exit_layer] for exit_layer in exits}
     paths = {layer: work.path(layer) for layer in facts}
-    return Distilled(paths, work.folder, facts, losses, writing_seconds, training_seconds)
+    return Distilled(paths, work.folder, facts, files.losses, data.writing_seconds, files.training_seconds)
 
 
-def _groups(work: Distillation, exits: Sequence[int], progress: Progress) -> list[tuple[int, ...]]:
-    """Return the exits in groups that are trained together; a checkpoint's exits come first, and stay together."""
+def _groups(
+    work: Distillation, exits: Sequence[int], progress: Progress, num_devices: int
+) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
+    """Return the exits in groups that are trained together: those of a checkpoint, which stay together, and the others."""
     at_once = _heads_at_once(work, len(exits))
     if at_once < len(exits):
         progress.say(f"{len(exits)} heads are trained {at_once} at a time, to fit in the memory (--heads-at-once)")
     begun = stored_exits(work.checkpoint) if work.checkpoint.exists() else frozenset()
     parts = [[layer for layer in exits if layer in begun], [layer for layer in exits if layer not in begun]]
-    return [tuple(part[first : first + at_once]) for part in parts for first in range(0, len(part), at_once)]
+    sizes = at_once, min(at_once, max(1, -(-len(parts[1]) // num_devices)))
+    found = [
+        [tuple(part[first : first + size]) for first in range(0, len(part), size)]
+        for part, size in zip(parts, sizes, strict=True)
+    ]
+    return found[0], found[1]
 
 
 def _heads_at_once(work: Distillation, num_exits: int) -> int:
@@ -349,11 +355,6 @@ def _heads_at_once(work: Distillation, num_exits: int) -> int:
     return min(at_once or num_exits, num_exits)
 
 
-def _joined(losses: Sequence[Losses], more: Sequence[Losses]) -> list[Losses]:
-    """Return the losses of two groups by step; a time limit may have ended one of them earlier, which ends both."""
-    return [{**of_step, **others} for of_step, others in zip(losses, more, strict=False)] if losses else list(more)
-
-
 def distil_and_track(
     work: Distillation, exits: Sequence[int], config: SearchConfig, progress: Progress, *, overwrite: bool = False
 ) -> Distilled:
@@ -364,7 +365,14 @@ def distil_and_track(
     tracker = _open_tracker(work, exits, config)
     try:
         with explained_shortage(f"distilling {work.kind.noun}", _LESS_TO_TRAIN):
-            distilled = distil(work, exits, progress, on_losses=partial(log_losses, tracker), overwrite=overwrite)
+            distilled = distil(
+                work,
+                exits,
+                progress,
+                on_losses=partial(log_losses, tracker),
+                overwrite=overwrite,
+                devices=TrainingDevices.of(config, work.target),
+            )
         log_distilled(tracker, distilled)
     except KeyboardInterrupt:
         tracker.close("KILLED")
@@ -425,108 +433,12 @@ def _texts(
     progress.stage(stage, len(plan.prompts) * plan.samples)
     path = work.folder / "texts" / f"{hash_json(identity)[:12]}.jsonl"
     texts = generate_texts(work.target, plan, path, identity, progress.advance, may_go_on)
-    if (num_tokens := _num_tokens(texts)) < min_tokens:
+    if (num_tokens := num_response_tokens(texts)) < min_tokens:
         raise DistillationError(
             f"too little text: {len(plan.prompts)} prompts gave {num_tokens} tokens, and at least {min_tokens} are "
             "needed; give more prompts or more response tokens"
         )
     return texts
-
-
-def _evaluate(
-    work: Distillation, heads: Mapping[int, Any], texts: Sequence[GeneratedText], stage: str, progress: Progress
-) -> dict[int, Figures]:
-    progress.stage(stage, len(texts))
-    return work.kind.evaluate(work.target, heads, texts, work.settings.batch_size, progress.advance)
-
-
-def _train(
-    work: Distillation,
-    exits: Sequence[int],
-    texts: Sequence[GeneratedText],
-    progress: Progress,
-    on_losses: OnLosses,
-    overwrite: bool,
-    most_seconds: float | None,
-) -> Run:
-    """Train the heads to the end or for `most_seconds`, starting from the checkpoint if there is one."""
-    vocabulary = choose_vocabulary(work.target, texts, work.settings)
-    run = Run({exit_layer: Student(work.kind.new_head(work.target, vocabulary)) for exit_layer in exits})
-    heads = "head" if len(exits) == 1 else "heads"
-    progress.stage(f"training {len(exits)} {heads}", work.settings.steps)
-    if work.checkpoint.exists():
-        _resume(run, work, progress, overwrite)
-    run.most_seconds = most_seconds
-    num_reported = run.step
-
-    def keep() -> None:
-        nonlocal num_reported
-        progress.advance()
-        progress.show(f"loss {fmean(run.losses[-1].values()):.3f}")
-        if run.step % work.settings.checkpoint_every == 0 or run.progress(work.settings) >= 1:
-            on_losses(num_reported, run.losses[num_reported:])
-            save_checkpoint(run, work.identity, work.checkpoint)
-            mean = fmean(loss for losses in run.losses[num_reported:] for loss in losses.values())
-            progress.say(f"step {run.step}: loss {mean:.3f} nats per token, mean of {len(exits)} {heads}")
-            num_reported = run.step
-
-    step = work.kind.train_step(work.settings)
-    train(run, work.target, texts, work.settings, work.seed, keep, step)
-    return run
-
-
-def _resume(run: Run, work: Distillation, progress: Progress, overwrite: bool) -> None:
-    """Restore the checkpoint; refuse one of another distillation unless `overwrite` is set."""
-    try:
-        load_checkpoint(run, work.identity, work.checkpoint)
-    except OtherCheckpointError:
-        if not overwrite:
-            raise
-        return
-    progress.say(f"resuming a stopped distillation after step {run.step}")
-    progress.advance(run.step)
-
-
-def _facts(
-    work: Distillation,
-    exit_layer: int,
-    texts: Sequence[GeneratedText],
-    steps: int,
-    seconds: float,
-    before: Figures,
-    after: Figures,
-) -> HeadFacts:
-    """Return the facts to store in the file of a head."""
-    training = HeadTraining(
-        model=work.loaded.name,
-        dataset=work.settings.training_dataset or work.prompts.name,
-        prompts_sha256=tuple(prompt_sha256(prompt.token_ids) for prompt in work.training_prompts),
-        num_texts=len(texts),
-        num_tokens=_num_tokens(texts),
-        temperature=work.settings.temperature,
-        steps=steps,
-        seconds=seconds,
-        before=before[0],
-        after=after[0],
-        before_by_step=before if len(before) > 1 else (),
-        after_by_step=after if len(after) > 1 else (),
-        device=device_name(work.target.device),
-        versions=versions(),
-        identity=work.identity,
-    )
-    return HeadFacts(
-        schema=work.kind.schema,
-        exit_layer=exit_layer,
-        num_layers=work.target.num_layers,
-        architecture=type(work.loaded.model).__name__,
-        config_sha256=work.model.config_sha256,
-        weights_sha256=work.model.weights_sha256,
-        training=training,
-    )
-
-
-def _num_tokens(texts: Sequence[GeneratedText]) -> int:
-    return sum(len(text.response) for text in texts)
 
 
 def _open_tracker(work: Distillation, exits: Sequence[int], config: SearchConfig) -> Tracker:

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
-from pathlib import Path
+from functools import partial
 from types import TracebackType
 from typing import Any, Self
 
-import torch
-
-from tuner.executors.contract import Executor, Work
+from tuner.executors.contract import Executor, TrialDevice, Work
 from tuner.executors.local import LocalExecutor
 from tuner.executors.pool import DevicePool
-from tuner.executors.worker import DeviceSpec
-from tuner.inputs.environment import device_name, versions
+from tuner.executors.remote import trial_device
+from tuner.executors.worker import DeviceSpec, DeviceWorker
 from tuner.measuring.paired import Bench
 from tuner.progress import Progress
 from tuner.search.deployment import RuledBench
@@ -27,7 +25,7 @@ class TrialDevices:
     def __init__(self, task: Task, bench: Bench, progress: Progress) -> None:
         self._task, self._bench, self._progress = task, bench, progress
         self._open = ExitStack()
-        self._executor: Executor | None = None
+        self._executor: Executor[TrialDevice] | None = None
 
     def __enter__(self) -> Self:
         return self
@@ -42,7 +40,7 @@ class TrialDevices:
         """Number of trials that can run at a time; see `Executor`."""
         return self._opened.num_devices
 
-    def submit(self, task: str, work: Work) -> None:
+    def submit(self, task: str, work: Work[TrialDevice]) -> None:
         """Run the work of a trial; the first one opens the devices.
 
         Raises `ConfigError` if there is no cluster, or if one of its devices is not like the one of this process.
@@ -54,7 +52,7 @@ class TrialDevices:
         return self._opened.wait()
 
     @property
-    def _opened(self) -> Executor:
+    def _opened(self) -> Executor[TrialDevice]:
         if self._executor is None:
             self._executor = self._local() if self._task.config.executor == "local" else self._on_ray()
         return self._executor
@@ -64,11 +62,11 @@ class TrialDevices:
         """Times that a disturbed trial is measured again: none in this process, whose disturbances are told at the end."""
         return 0 if self._task.config.executor == "local" else self._task.config.repeats
 
-    def _local(self) -> Executor:
+    def _local(self) -> Executor[TrialDevice]:
         deployment = self._task.deployment
         return LocalExecutor(self._bench if deployment is None else RuledBench(self._bench, deployment.rules))
 
-    def _on_ray(self) -> Executor:
+    def _on_ray(self) -> Executor[TrialDevice]:
         from tuner.executors.ray_cluster import RayDevice, connect, find_devices
 
         config, spec = self._task.config, device_spec(self._task, self._bench)
@@ -77,8 +75,9 @@ class TrialDevices:
             found = find_devices(config.ray_label, spec.device_type, most=config.ray_devices)
             self._progress.stage(f"loading the model on {found.count} Ray device{'s' if found.count > 1 else ''}")
             arguments = [spec.model_dump_json(), self._task.prices]
+            device = partial(trial_device, self._bench.indices)
             devices = [
-                RayDevice(number, found.reservation, self._bench.indices, arguments, label=config.ray_label)
+                RayDevice(number, found.reservation, DeviceWorker, arguments, device, label=config.ray_label)
                 for number in range(found.count)
             ]
             return self._open.enter_context(DevicePool(devices, self._progress.say))
@@ -86,25 +85,17 @@ class TrialDevices:
 
 def device_spec(task: Task, bench: Bench) -> DeviceSpec:
     """Return what another device must load and be, so that its trials can be compared with those of this process."""
-    config, target, baseline = task.config, task.target, bench.baseline
-    folder = Path(config.model)
-    return DeviceSpec(
-        model=str(folder.resolve()) if folder.exists() else config.model,
-        revision=config.revision,
-        dtype=config.dtype,
-        device_type=target.device.type,
-        threads=torch.get_num_threads(),
-        runner=target.runner.name,
-        exact_width=target.runner.exact_width,
+    config, runner, baseline = task.config, task.target.runner, bench.baseline
+    return DeviceSpec.of(
+        config,
+        task.target.model,
+        task.model,
+        runner=runner.name,
+        exact_width=runner.exact_width,
         decoding=task.decoding,
         seed=config.seed,
         most_kept=bench.most_kept,
         heads=config.heads.resolve(),
-        config_sha256=task.model.config_sha256,
-        weights_sha256=task.model.weights_sha256,
-        device_name=device_name(target.device),
-        precision=str(target.dtype),
-        versions=versions(),
         prompts=baseline.prompts,
         continuations=baseline.continuations,
         rows=baseline.rows,

@@ -51,7 +51,7 @@ class StudyRun:
         self,
         study: Study,
         stored: StoredStudy,
-        executor: Executor,
+        executor: Executor[TrialDevice],
         indices: Sequence[int],
         budget: Budget,
         on_record: OnRecord,

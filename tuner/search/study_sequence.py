@@ -18,7 +18,7 @@ from studies.contract import Problem, Study, TrialRecord, best_trials
 from studies.costs.table import CostTable
 from studies.searches.registry import create_study
 from tuner.config import SearchConfig
-from tuner.executors.contract import Executor, Work
+from tuner.executors.contract import Executor, TrialDevice, Work
 from tuner.freed_memory import freed_blocks_kept, large_blocks_given_back
 from tuner.measuring.paired import Bench
 from tuner.progress import Progress
@@ -247,7 +247,7 @@ def timed_as_usual(problem: Problem) -> Problem:
 class StagedExecutor:
     """An executor whose trials, and the waiting for them, are charged to their stage; see `Executor`."""
 
-    def __init__(self, executor: Executor, clock: StageClock) -> None:
+    def __init__(self, executor: Executor[TrialDevice], clock: StageClock) -> None:
         self._executor, self._clock = executor, clock
 
     @property
@@ -255,7 +255,7 @@ class StagedExecutor:
         """Number of trials that can run at a time."""
         return self._executor.num_devices
 
-    def submit(self, task: str, work: Work) -> None:
+    def submit(self, task: str, work: Work[TrialDevice]) -> None:
         """Run the work of a trial."""
         with self._clock.stage(Stage.TRIALS):
             self._executor.submit(task, work)

@@ -123,7 +123,10 @@ def _prepared(
     config: SearchConfig, progress: Progress, loaded: Loaded | None, target: Target | None, budget: TimeBudget
 ) -> Task:
     check_writable(config.out)
-    check_devices(config)
+    if config.executor == "ray":  # said before anything is loaded
+        from tuner.executors.ray_cluster import check_devices
+
+        check_devices(config, resolve_device(config.device).type)
     config = restricted(config)
     # A search trains exit heads: a feature head is worth its time only to those who ask for it.
     config = config.model_copy(update={"distillation": config.distillation.model_copy(update={"head": "exit"})})
@@ -172,15 +175,6 @@ def _prepared(
         deployment=deployment,
         configuration=configuration,
     )
-
-
-def check_devices(config: SearchConfig) -> None:
-    """Raise `ConfigError` before anything is loaded if trials are to run on devices that are not there; connects to them."""
-    if config.executor == "ray":
-        from tuner.executors.ray_cluster import connect, find_devices
-
-        connect(config.ray_address)
-        find_devices(config.ray_label, resolve_device(config.device).type)
 
 
 def _feature_draft(config: SearchConfig, folder: HeadFolder, prompts: PromptSet) -> FeatureHeadDraft | None:

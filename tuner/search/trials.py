@@ -11,7 +11,7 @@ from types import TracebackType
 from typing import Self
 
 from studies.contract import Study, TrialRecord
-from tuner.executors.contract import Executor
+from tuner.executors.contract import Executor, TrialDevice
 from tuner.search.budget import Budget
 from tuner.search.storage import StoredStudy
 from tuner.search.study_run import OnRecord, StudyRun
@@ -20,7 +20,7 @@ from tuner.search.study_run import OnRecord, StudyRun
 class StudyTurns:
     """Studies that take turns on the devices of one executor. A context manager, at whose end no trial is left without a state."""
 
-    def __init__(self, studies: Iterator[StudyRun], executor: Executor) -> None:
+    def __init__(self, studies: Iterator[StudyRun], executor: Executor[TrialDevice]) -> None:
         """Each of `studies` is made when those before it leave this process nothing to do, or when its end is asked for."""
         self._later, self._executor = studies, executor
         self._runs: list[StudyRun] = []
@@ -80,7 +80,7 @@ class StudyTurns:
 def run_study(
     study: Study,
     stored: StoredStudy,
-    executor: Executor,
+    executor: Executor[TrialDevice],
     indices: Sequence[int],
     budget: Budget,
     on_record: OnRecord,

@@ -123,8 +123,40 @@ def test_a_device_that_never_comes_is_given_up(said: Said) -> None:
     assert said == ["a is given up: no process was ready on it"]
 
 
+def test_a_device_that_is_not_ready_is_not_waited_for_for_long_and_joins_later(said: Said) -> None:
+    class LateConnection(Connection):
+        def __init__(self) -> None:
+            super().__init__("late", None)
+            self.may_open = Event()
+
+        def open(self) -> TrialDevice:
+            self.may_open.wait()
+            return super().open()
+
+        def close(self) -> None:
+            self.may_open.set()
+            super().close()
+
+    late, late_works = LateConnection(), Event()
+
+    def work(device: TrialDevice) -> str | None:
+        if device.name == "late":
+            late_works.set()
+        else:
+            late.may_open.set()
+            assert late_works.wait(10), "the late device never got a trial"
+        return device.name
+
+    with DevicePool([Connection("a", None), late], said, patience=0.01) as pool:
+        assert pool.num_devices == 1
+        for number in range(2):
+            pool.submit(f"trial {number}", work)
+        assert set(_take(pool, 2).values()) == {"a", "late"}
+    assert said == ["1 of 2 devices are not ready yet: they join later"]
+
+
 def test_without_any_device_the_search_ends(said: Said) -> None:
-    with pytest.raises(SearchError, match="a is given up: away; no device is left for trials"):
+    with pytest.raises(SearchError, match="a is given up: away; no device is left"):
         DevicePool([Connection("a", DeviceLostError("away"))], said).__enter__()
 
 
@@ -134,7 +166,7 @@ def test_the_search_ends_when_its_last_device_is_lost_for_good(said: Said) -> No
 
     with DevicePool([Connection("a", None, DeviceLostError("away"))], said) as pool:
         pool.submit("trial 0", work)
-        with pytest.raises(SearchError, match="no device is left for trials"):
+        with pytest.raises(SearchError, match="no device is left"):
             pool.wait()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator
+from functools import partial
 from itertools import pairwise
 from threading import Event, Semaphore
 from typing import Any
@@ -16,6 +17,7 @@ from tuner.executors import ray_cluster
 from tuner.executors.contract import TrialDevice
 from tuner.executors.pool import DevicePool
 from tuner.executors.ray_cluster import RayDevice, connect, find_devices
+from tuner.executors.remote import trial_device
 
 pytestmark = [
     # Ray leaves the processes of a cluster to the garbage collector.
@@ -68,7 +70,9 @@ def test_trials_stay_on_their_label_alone_on_a_device_and_are_redone_when_a_node
     assert found.count == 3
     of_class = _nodes("a")
     devices = [
-        RayDevice(number, found.reservation, range(2), [], label="a", worker=PlaceWorker, patience=120.0)
+        RayDevice(
+            number, found.reservation, PlaceWorker, [], partial(trial_device, range(2)), label="a", patience=120.0
+        )
         for number in range(found.count)
     ]
     with DevicePool(devices, said.append) as pool:
@@ -111,7 +115,7 @@ def test_trials_stay_on_their_label_alone_on_a_device_and_are_redone_when_a_node
 
 def test_a_process_that_cannot_begin_ends_the_search_at_once(cluster: Any) -> None:
     reservation = find_devices("b", "cuda").reservation
-    device = RayDevice(0, reservation, range(2), [], label="b", worker=BrokenWorker, patience=60.0)
+    device = RayDevice(0, reservation, BrokenWorker, [], partial(trial_device, range(2)), label="b", patience=60.0)
     with pytest.raises(ConfigError, match="b 0: its process could not begin: ImportError: No module named 'decoding'"):
         DevicePool([device], print).__enter__()
 

@@ -15,7 +15,6 @@ from studies.contract import Candidate
 from studies.measurement import PromptSample
 from tests.support.benches import ScriptedBench, bench_on, first_block, per_token
 from tests.support.records import candidate, sample
-from tuner.executors import worker as worker_module
 from tuner.executors.contract import DeviceLostError, RemoteTrialError
 from tuner.executors.remote import RemoteBench, RemoteWatch
 from tuner.executors.worker import DeviceSpec, DeviceWorker
@@ -171,4 +170,3 @@ def test_a_device_loads_the_model_by_itself_and_measures_what_is_measured_here(
 def test_a_device_that_is_not_like_the_others_is_refused(spec: DeviceSpec, change: dict[str, Any], told: str) -> None:
     answer = DeviceWorker().open(spec.model_copy(update=change).model_dump_json())
     assert told in answer["error"]
-    assert worker_module.COMPARED_PACKAGES
