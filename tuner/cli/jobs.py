@@ -67,12 +67,13 @@ OUT = click.option(
 @jobs.command()
 @click.argument("config", metavar="CONFIG", type=click.Path(path_type=Path))
 @click.option("--queue", default="default", show_default=True, help="Queue of the workers that may run it.")
+@click.option("--heads", metavar="ID", help="Take the exit heads and the feature head of this finished search.")
 @click.option("--wait", is_flag=True, help="Watch the search, and fetch its profile.")
 @OUT
 @click.pass_context
-def submit(context: click.Context, config: Path, queue: str, wait: bool, out: Path) -> None:
+def submit(context: click.Context, config: Path, queue: str, heads: str | None, wait: bool, out: Path) -> None:
     """Queue the search of a configuration; one that was submitted before is found again."""
-    from decoding.documents.strict_yaml import read_mapping
+    from decoding.documents.strict_yaml import read_mapping, validate
     from tuner.errors import ConfigError
     from tuner.output_paths import check_writable
     from tuner.service.admission import OF_THE_SERVICE
@@ -83,7 +84,9 @@ def submit(context: click.Context, config: Path, queue: str, wait: bool, out: Pa
     settings = read_mapping(config, what="configuration", error=ConfigError)
     if left_out := [key for key in OF_THE_SERVICE if key in settings]:
         click.echo(f"sdtune: left to the service: {', '.join(left_out)}", err=True)
-    request = SearchRequest(config={k: v for k, v in settings.items() if k not in OF_THE_SERVICE}, queue=queue)
+    kept = {key: value for key, value in settings.items() if key not in OF_THE_SERVICE}
+    body = {"config": kept, "queue": queue, "heads": heads}
+    request = validate(SearchRequest, body, source="command line", error=ConfigError)
     with _client(context) as client:
         found = client.submit(request)
         _print(found)

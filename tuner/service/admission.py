@@ -69,7 +69,8 @@ def _check(what: str, name: str, allowed: Sequence[str]) -> None:
 def admitted(request: SearchRequest, allowed: Allowed) -> SearchConfig:
     """Return the configuration of a request. Raises `ServiceError` in one line for one that is not accepted."""
     if own := sorted(set(request.config) & set(OF_THE_SERVICE)):
-        raise ServiceError(f"{', '.join(own)}: the service decides this; leave it out")
+        hint = " (`heads` beside `config` is the id of a search whose heads are taken)" if "heads" in own else ""
+        raise ServiceError(f"{', '.join(own)}: the service decides this; leave it out{hint}")
     try:
         config = validate(SearchConfig, request.config, source="config", error=ConfigError)
     except ConfigError as cause:
@@ -78,15 +79,16 @@ def admitted(request: SearchRequest, allowed: Allowed) -> SearchConfig:
     return config
 
 
-def identity(config: SearchConfig, queue: str) -> str:
+def identity(config: SearchConfig, queue: str, heads: Mapping[str, str] | None = None) -> str:
     """Return the id of a search: a hash of everything that decides its result, so that submitting twice is one job.
 
-    A data set in a file counts by its contents, a model by its name and revision.
+    A data set in a file and given `heads` (SHA-256 by file name) count by their contents, a model by its name and revision.
     """
     settings = config.model_dump(mode="json", exclude=set(OF_THE_SERVICE))
     dataset = Path(config.dataset)
     contents = hashlib.sha256(dataset.read_bytes()).hexdigest() if dataset.is_file() else None
-    whole = json.dumps({"config": settings, "queue": queue, "contents": contents}, sort_keys=True)
+    given = {} if heads is None else {"heads": dict(heads)}
+    whole = json.dumps({"config": settings, "queue": queue, "contents": contents, **given}, sort_keys=True)
     return hashlib.sha256(whole.encode()).hexdigest()[:ID_LENGTH]
 
 

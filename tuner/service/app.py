@@ -24,6 +24,7 @@ from starlette.types import Receive, Scope, Send
 from tuner.drift.contract import DriftState, ObservationReport
 from tuner.service.admission import Allowed, admitted, identity
 from tuner.service.contract import (
+    JOB_ID,
     JobResult,
     JobState,
     NoResultError,
@@ -34,6 +35,7 @@ from tuner.service.contract import (
     WorkerCard,
 )
 from tuner.service.drift import DriftWatch
+from tuner.service.given_heads import heads_of
 from tuner.service.jobs import Jobs
 from tuner.service.metrics import METRICS_TYPE, metrics_text
 from tuner.service.page import job_page, jobs_page
@@ -49,7 +51,7 @@ QUIET_LOOKS = 15
 """Looks without a change after which a comment shows that the connection lives."""
 PROBLEM = "application/problem+json"
 
-JobId = Annotated[str, InPath(pattern=r"^[0-9a-f]{16}$", description="Id of a search.")]
+JobId = Annotated[str, InPath(pattern=JOB_ID, description="Id of a search.")]
 
 
 class ProblemError(Exception):
@@ -117,8 +119,9 @@ def _add_searches(app: FastAPI, jobs: Jobs, settings: ServiceSettings) -> None:
     def submit(body: SearchRequest, response: Response) -> SearchJob:
         """Queue a search. Its id is a hash of what decides its result: submitting twice is one job."""
         config = admitted(body, settings.allowed)
-        job = identity(config, body.queue)
-        if not jobs.submit(job, body.config, body.queue):
+        heads = None if body.heads is None else heads_of(body.heads, jobs, settings.folder)
+        job = identity(config, body.queue, None if heads is None else heads.files)
+        if not jobs.submit(job, body.config, body.queue, heads):
             response.status_code = 200
         return jobs.find(job)
 

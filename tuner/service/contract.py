@@ -12,6 +12,8 @@ from decoding.errors import SdtuneError
 from tuner.drift.contract import DriftVerdict, Promised
 
 DEFAULT_QUEUE = "default"
+JOB_ID = r"^[0-9a-f]{16}$"
+"""Pattern of the id of a search."""
 
 
 class ServiceError(SdtuneError):
@@ -56,6 +58,9 @@ class SearchRequest(Document):
         max_length=100,
         pattern=r"^[A-Za-z0-9._-]+$",
         description="Workers that may run the search, by the queue that they serve.",
+    )
+    heads: str | None = Field(
+        None, pattern=JOB_ID, description="Id of a finished search whose exit heads and feature head this one takes."
     )
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import sqlalchemy as sa
 from dbos import DBOS, DBOSClient, DBOSPortableJSONSerializer, WorkflowStatus
 
+from decoding.documents.strict_yaml import Document
 from decoding.errors import first_line
 from tuner.errors import StorageError
 from tuner.leases.table import Holder, LeaseTable, attempt
@@ -55,14 +56,15 @@ class Jobs:
         self._client.destroy()
         self._engine.dispose()
 
-    def submit(self, job: str, config: Mapping[str, Any], queue: str) -> bool:
-        """Queue a search under its id; return False if there was one."""
+    def submit(self, job: str, config: Mapping[str, Any], queue: str, heads: Document | None = None) -> bool:
+        """Queue a search under its id, with given heads if there are any; return False if there was one."""
         if self._statuses(job):
             return False
         self._client.enqueue(
             {"queue_name": queue, "workflow_name": WORKFLOW, "workflow_id": job, "app_version": VERSION},
             job,
             dict(config),
+            *([] if heads is None else [heads.model_dump(mode="json")]),
         )
         return True
 

@@ -24,6 +24,7 @@ from tuner.drift.contract import Promised
 from tuner.errors import SearchError, StorageOutageError, TrackingOutageError
 from tuner.leases.table import BEAT_SECONDS, GRACE_SECONDS, Lease, LeaseLostError, LeaseTable
 from tuner.service.contract import DEFAULT_QUEUE, JobResult, TableRow
+from tuner.service.given_heads import GivenHeads, place_heads
 from tuner.service.jobs import VERSION, WORKER_LEASE, WORKFLOW, Jobs, open_engine
 
 if TYPE_CHECKING:
@@ -106,8 +107,8 @@ class SearchWorker:
         )
 
         @DBOS.workflow(name=WORKFLOW)
-        def tune(job: str, config: dict[str, Any]) -> dict[str, Any]:
-            return self._tune(job, config)
+        def tune(job: str, config: dict[str, Any], heads: dict[str, Any] | None = None) -> dict[str, Any]:
+            return self._tune(job, config, heads)
 
         DBOS.listen_queues([self.settings.queue])
         DBOS.launch()
@@ -126,12 +127,14 @@ class SearchWorker:
     def _facts(self, job: str | None) -> str:
         return json.dumps({"device": self.settings.device, "queue": self.settings.queue, "job": job})
 
-    def _tune(self, job: str, config: dict[str, Any]) -> dict[str, Any]:
+    def _tune(self, job: str, config: dict[str, Any], heads: dict[str, Any] | None) -> dict[str, Any]:
         """Run a search. One that a store interrupts is queued again: the store may answer later."""
         self._job = job
         self._jobs.note_start(job)
         self._tell(job)
         try:
+            if heads is not None:
+                place_heads(GivenHeads.model_validate(heads), job, self.settings.folder)
             return self._run_job(job, config, self.settings, self._jobs).model_dump(mode="json")
         except OUTAGES as outage:
             self._jobs.note_outage(job, first_line(outage))

@@ -169,4 +169,4 @@ def test_metrics_count_searches_and_workers(client: TestClient, jobs: Jobs) -> N
 def test_openapi_names_every_path(client: TestClient) -> None:
     paths = client.get("/openapi.json").json()["paths"]
     assert {"/v1/searches", "/v1/searches/{job}/events", "/v1/workers", "/health", "/metrics"} <= set(paths)
-    assert SearchRequest.model_json_schema()["properties"].keys() == {"config", "queue"}
+    assert SearchRequest.model_json_schema()["properties"].keys() == {"config", "queue", "heads"}
