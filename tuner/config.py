@@ -250,8 +250,8 @@ class SearchConfig(DataSettings, ModelSettings):
     engine_args: EngineArgs = None
     executor: Literal["local", "ray"] = Field(
         "local",
-        description="Where trials run: local, one after another in this process; ray, several at a time on the devices of a Ray "
-        "cluster. All else, race and confirmation included, runs in this process.",
+        description="Where trials run and heads are trained: local, one after another in this process; ray, several at a time on "
+        "the devices of a Ray cluster. All else, race and confirmation included, runs in this process.",
         json_schema_extra=EXECUTOR,
     )
     ray_address: str = Field(
@@ -261,7 +261,7 @@ class SearchConfig(DataSettings, ModelSettings):
     )
     ray_label: str | None = Field(
         None,
-        description="Run trials on the nodes with this label (ray start --labels device=NAME); default: on all. Their devices must "
+        description="Use the nodes with this label (ray start --labels device=NAME); default: on all. Their devices must "
         "be of the kind that this process runs on.",
         json_schema_extra={**EXECUTOR, "metavar": "NAME"},
     )

@@ -32,6 +32,8 @@ OF_THE_SERVICE = (
     "repeats",
 )
 """Keys of a configuration that the service and its workers decide."""
+HEADS = "heads"
+"""Folder of the heads in the folder of a job."""
 ID_LENGTH = 16
 
 
@@ -98,7 +100,7 @@ def placed(config: Mapping[str, Any], job: str, *, database: str, tracking_uri: 
         "storage": database,
         "tracking_uri": tracking_uri,
         "experiment": f"{Path(str(config['model'])).name}-{Path(str(config['dataset'])).stem}-{job}",
-        "heads": str(folder / "heads"),
+        "heads": str(folder / HEADS),
         "out": str(folder / "profile.yaml"),
     }
     return validate(SearchConfig, {**config, **own}, source="job", error=ConfigError)

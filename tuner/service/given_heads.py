@@ -15,11 +15,9 @@ from pydantic import Field
 from decoding.documents.strict_yaml import Document
 from decoding.errors import ExitHeadError
 from decoding.exit_heads import FEATURE_HEAD, file_sha256, head_name
+from tuner.service.admission import HEADS
 from tuner.service.contract import JOB_ID, JobState, ServiceError
 from tuner.service.jobs import Jobs
-
-HEADS = "heads"
-"""Folder of the heads in the folder of a job."""
 
 
 class GivenHeads(Document):
