@@ -41,6 +41,8 @@ STUDIES: dict[str, StudyEntry] = {
     "exit_layer": StudyEntry("studies.searches.exit_layer:ExitLayer"),
     # A comparison runs each search alone, and this study refines the drafts of earlier ones.
     "draft_length": StudyEntry("studies.searches.draft_length:DraftLength", compared_as={}),
+    # Measures what it is given, and searches for nothing.
+    "warm_start": StudyEntry("studies.searches.warm_start:WarmStart", compared_as={}),
     "skip_sets": StudyEntry(
         "studies.searches.skip_sets.study:SkipSets",
         compared_as={

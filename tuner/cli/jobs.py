@@ -210,6 +210,8 @@ def _drift_line(state: DriftState) -> str:
         facts.append(f"promised {known.speedup:.2f} [{known.low:.2f}, {known.high:.2f}]")
     compared = f"{state.pairs} pairs in {state.blocks} blocks"
     facts.append(f"{compared} of {state.windows} windows and {state.plain_windows} plain ones")
+    if state.retuning is not None:
+        facts.append(f"re-tuning: {state.retuning}")
     return "  ".join(facts)
 
 
@@ -254,6 +256,10 @@ def _line(job: SearchJob) -> str:
         facts += [progress.stage, f"{progress.trials} trials"]
     if progress.best_speedup is not None:
         facts.append(f"best {progress.best_speedup:.2f}x")
+    if job.drift is not None:
+        facts.append(f"in production: {job.drift}")
+    if job.retuned_from is not None:
+        facts.append(f"re-tuned from {job.retuned_from}")
     if job.error:
         facts.append(job.error)
     if job.state == "queued":

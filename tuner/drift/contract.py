@@ -126,4 +126,5 @@ class DriftState(Document):
     acceptance_by_position: tuple[float, ...] = Field(
         (), description="Share of the profile's rounds that accepted the first, second ... drafted token."
     )
+    retuning: str | None = Field(None, description="What was done about a speed-up that is below its interval.")
     latest: float | None = Field(None, description="When the latest window ended, in seconds since 1970.")

@@ -7,7 +7,7 @@ import hmac
 import json
 from base64 import b64decode
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -34,7 +34,7 @@ from tuner.service.contract import (
     UnknownJobError,
     WorkerCard,
 )
-from tuner.service.drift import DriftWatch
+from tuner.service.drift import DriftWatch, RetuningPolicy
 from tuner.service.given_heads import heads_of
 from tuner.service.jobs import Jobs
 from tuner.service.metrics import METRICS_TYPE, metrics_text
@@ -78,6 +78,8 @@ class ServiceSettings:
     token: str | None = None
     tracking_address: str | None = None
     """Address of MLflow for links, if it is on the web."""
+    policy: RetuningPolicy = field(default_factory=RetuningPolicy)
+    """What follows from a profile that has lost its speed-up in production."""
     hosts: Sequence[str] = ("*",)
     """Host names by which clients may address the service: on loopback only its own, so that no web page reaches it by another."""
 
@@ -100,7 +102,7 @@ def create_service(jobs: Jobs, settings: ServiceSettings) -> FastAPI:
     _answer_errors(app)
     _add_searches(app, jobs, settings)
     _add_results(app, jobs, settings)
-    _add_drift(app, DriftWatch(jobs))
+    _add_drift(app, DriftWatch(jobs, settings.policy, settings.allowed, settings.folder))
     _add_pages(app, jobs, settings)
     return app
 
@@ -276,7 +278,8 @@ def _add_pages(app: FastAPI, jobs: Jobs, settings: ServiceSettings) -> None:
     def details(job: JobId) -> str:
         found = jobs.find(job)
         finished = found.state is JobState.FINISHED
-        return job_page(found, jobs.result(job) if finished else None, settings.tracking_address)
+        drift = jobs.observations.states([job]).get(job)
+        return job_page(found, jobs.result(job) if finished else None, drift, settings.tracking_address)
 
 
 def _guard(token: str | None) -> Any:

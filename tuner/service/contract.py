@@ -9,6 +9,7 @@ from pydantic import Field
 
 from decoding.documents.strict_yaml import Document
 from decoding.errors import SdtuneError
+from decoding.profile import Interval
 from tuner.drift.contract import DriftVerdict, Promised
 
 DEFAULT_QUEUE = "default"
@@ -64,6 +65,26 @@ class SearchRequest(Document):
     )
 
 
+class Retuning(Document):
+    """Why a search is run again: the profile in use has lost its speed-up in production."""
+
+    root: str = Field(description="Id of the search that was submitted.")
+    champion: str = Field(description="Id of the search whose profile is in use: the root's, or one that was re-tuned.")
+    has_same_data: bool = Field(description="False if the data set has changed since the root was submitted.")
+    promote: bool = Field(description="Whether the alias of the champion goes to a profile that is faster.")
+
+
+class ChampionContest(Document):
+    """What a search that was re-tuned has found in turns with the champion."""
+
+    champion: str = Field(description="Id of the search whose profile was in use.")
+    over_champion: Interval | None = Field(
+        None, description="Speed over the champion's on held-out prompts; None if they were not compared."
+    )
+    reason: str | None = Field(None, description="Why the champion stays; None if the new profile is faster.")
+    promoted: list[str] = Field(default_factory=list, description="Addresses in the registry that it took over.")
+
+
 class JobProgress(Document):
     """What a running search said last."""
 
@@ -95,6 +116,10 @@ class JobResult(Document):
     rows: list[TableRow]
     report: str = Field(description="The final tables as text.")
     mlflow_run: str
+    winner: dict[str, Any] | None = Field(
+        None, description="Draft and rule of the profile, with heads by their names in the search's folder of heads."
+    )
+    contest: ChampionContest | None = Field(None, description="None unless the search was re-tuned.")
     promised: Promised | None = Field(
         None,
         description="What production is compared with; None if the profile decodes plainly or was measured in an engine, and in "
@@ -115,6 +140,7 @@ class SearchJob(Document):
     progress: JobProgress = Field(default_factory=JobProgress)
     error: str | None = None
     mlflow_run: str | None = None
+    retuned_from: str | None = Field(None, description="Search whose profile lost its speed-up, if that is why.")
     drift: DriftVerdict | None = Field(
         None, description="Whether the profile still has its speed-up in production; None if nothing was reported."
     )

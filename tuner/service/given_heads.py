@@ -45,6 +45,11 @@ def heads_of(search: str, jobs: Jobs, folder: Path) -> GivenHeads:
     return GivenHeads(search=search, files=files)
 
 
+def has_heads(search: str, folder: Path) -> bool:
+    """Return True if a search has distilled heads, or was given some; `folder` holds the folders of the jobs."""
+    return any(_head_files(folder / search / HEADS))
+
+
 def place_heads(given: GivenHeads, job: str, folder: Path) -> None:
     """Copy the heads into the folder of `job`, those that are there aside.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import time
 from collections.abc import Mapping, Sequence
@@ -14,7 +15,17 @@ from decoding.documents.strict_yaml import Document
 from decoding.errors import first_line
 from tuner.errors import StorageError
 from tuner.leases.table import Holder, LeaseTable, attempt
-from tuner.service.contract import JobProgress, JobResult, JobState, SearchJob, UnknownJobError, WorkerCard
+from tuner.service.contract import (
+    DEFAULT_QUEUE,
+    JobProgress,
+    JobResult,
+    JobState,
+    Retuning,
+    SearchJob,
+    SearchRequest,
+    UnknownJobError,
+    WorkerCard,
+)
 from tuner.service.observations import ObservationStore
 
 WORKFLOW = "tune"
@@ -56,7 +67,14 @@ class Jobs:
         self._client.destroy()
         self._engine.dispose()
 
-    def submit(self, job: str, config: Mapping[str, Any], queue: str, heads: Document | None = None) -> bool:
+    def submit(
+        self,
+        job: str,
+        config: Mapping[str, Any],
+        queue: str,
+        heads: Document | None = None,
+        retuning: Retuning | None = None,
+    ) -> bool:
         """Queue a search under its id, with given heads if there are any; return False if there was one."""
         if self._statuses(job):
             return False
@@ -64,9 +82,30 @@ class Jobs:
             {"queue_name": queue, "workflow_name": WORKFLOW, "workflow_id": job, "app_version": VERSION},
             job,
             dict(config),
-            *([] if heads is None else [heads.model_dump(mode="json")]),
+            *_given(heads, retuning),
         )
         return True
+
+    def request(self, job: str) -> SearchRequest:
+        """Return what was submitted, without given heads. Raises `UnknownJobError`."""
+        status = self._status(job)
+        return SearchRequest(config=_arguments(status)[1], queue=status.queue_name or DEFAULT_QUEUE)
+
+    def heads(self, job: str) -> Mapping[str, str] | None:
+        """Return the SHA-256 of each head that a job was given, by file name; None if it was given none."""
+        heads = _arguments(self._status(job))[2]
+        return None if heads is None else heads["files"]
+
+    def retuning(self, job: str) -> Retuning | None:
+        """Return why a job is run again, None for any other."""
+        return next((_retuning(each) for each in self._statuses(job)), None)
+
+    def lineage(self, root: str) -> list[SearchJob]:
+        """Return a job and those that were re-tuned from it, the oldest first. Raises `UnknownJobError`."""
+        found = [self.find(root)]
+        while self._statuses(following := retuned_id(root, len(found))):
+            found.append(self.find(following))
+        return found
 
     def find(self, job: str) -> SearchJob:
         """Return a job. Raises `UnknownJobError`."""
@@ -171,6 +210,11 @@ class Jobs:
         return found[0]
 
 
+def retuned_id(root: str, number: int) -> str:
+    """Return the id of the search that is re-tuned as number 1, 2 ... from a root."""
+    return hashlib.sha256(f"{root} re-tuned {number}".encode()).hexdigest()[: len(root)]
+
+
 def open_engine(database: str) -> sa.Engine:
     """Return an engine for the leases of a database."""
     if database.startswith("sqlite"):
@@ -184,8 +228,27 @@ def _awaits_store(status: WorkflowStatus) -> bool:
     return status.status == "ERROR" and bool(outage.get("waits"))
 
 
+def _given(heads: Document | None, retuning: Retuning | None) -> list[dict[str, Any] | None]:
+    """Return the arguments of a workflow after the configuration. Without them it is one that earlier workers run too."""
+    given = [None if each is None else each.model_dump(mode="json") for each in (heads, retuning)]
+    while given and given[-1] is None:
+        given.pop()
+    return given
+
+
+def _arguments(status: WorkflowStatus) -> tuple[Any, ...]:
+    """Return the id and the configuration of a job, its given heads, and why it is run again; None for what it has not."""
+    given = status.input["args"] if status.input else [status.workflow_id, {}]
+    return (*given, None, None)[:4]
+
+
+def _retuning(status: WorkflowStatus) -> Retuning | None:
+    retuning = _arguments(status)[3]
+    return None if retuning is None else Retuning.model_validate(retuning)
+
+
 def _job(status: WorkflowStatus) -> SearchJob:
-    config = status.input["args"][1] if status.input else {}
+    config, retuning = _arguments(status)[1], _retuning(status)
     attributes = status.attributes or {}
     progress = JobProgress.model_validate(attributes.get(PROGRESS, {}))
     state = _STATES.get(status.status, JobState.FAILED)
@@ -202,6 +265,7 @@ def _job(status: WorkflowStatus) -> SearchJob:
         worker=status.executor_id if state is JobState.RUNNING else None,
         progress=progress,
         error=None if waits or status.error is None else first_line(status.error),
+        retuned_from=None if retuning is None else retuning.champion,
         mlflow_run=status.output.get("mlflow_run") if isinstance(status.output, dict) else None,
     )
 

@@ -107,8 +107,13 @@ class SearchWorker:
         )
 
         @DBOS.workflow(name=WORKFLOW)
-        def tune(job: str, config: dict[str, Any], heads: dict[str, Any] | None = None) -> dict[str, Any]:
-            return self._tune(job, config, heads)
+        def tune(
+            job: str,
+            config: dict[str, Any],
+            heads: dict[str, Any] | None = None,
+            retuning: dict[str, Any] | None = None,
+        ) -> dict[str, Any]:
+            return self._tune(job, config, heads)  # why it is run again, `run_job` looks up
 
         DBOS.listen_queues([self.settings.queue])
         DBOS.launch()
@@ -168,12 +173,16 @@ def run_job(
     from tuner.search.task import open_budget, prepare
     from tuner.service.admission import placed
     from tuner.service.durable_steps import DurableSteps
+    from tuner.service.retuning import concluded, retuned_search
     from tuner.service.watching import StoredProgress
     from tuner.stage_clock import StageClock
 
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     folder = settings.folder / job
     folder.mkdir(parents=True, exist_ok=True)
+    retuning = jobs.retuning(job)
+    again = None if retuning is None else retuned_search(config, retuning, settings, jobs)
+    config = config if again is None else again.config
     # An engine runs in the worker.
     executor = {} if config.get("deploy_to") else settings.executor
     whole = placed(
@@ -185,17 +194,23 @@ def run_job(
     )
     progress = StoredProgress(jobs, job)
     task = prepare(whole, progress, budget=open_budget(whole, StageClock()))
+    task = replace(task, prices=prices, champion=None if again is None else again.champion)
+    steps = steps or DurableSteps()
     # The process before may have been another machine's, whose silence is not yet long enough.
-    found = search(replace(task, prices=prices), progress, steps=steps or DurableSteps(), patience=2 * settings.grace)
+    found = search(task, progress, steps=steps, patience=2 * settings.grace)
     if found.profile.provenance is None or found.profile.provenance.mlflow_run_id is None:
         raise SearchError("the search has no run in MLflow")
+    run_id, claims = found.profile.provenance.mlflow_run_id, found.profile.measured is not None
+    contest = None if again is None else concluded(again, found.champion, run_id, settings, steps)
     return JobResult(
         profile=whole.out.read_text(encoding="utf-8"),
         files=list(found.profile.draft.files),
-        claims_speedup=found.profile.measured is not None,
+        claims_speedup=claims,
         rows=[_row(row) for row in found.rows],
         report=_report(found.rows, found.comparison),
-        mlflow_run=found.profile.provenance.mlflow_run_id,
+        mlflow_run=run_id,
+        winner=found.winner.candidate.model_dump(mode="json") if claims else None,
+        contest=contest,
         promised=_promised(found.profile, [len(each.token_ids) for each in task.prompts.held_out], whole),
     )
 

@@ -30,7 +30,14 @@ from tests.support.paths import ROOT
 from tests.support.records import measurement, record
 from tests.support.tiny import tiny_target
 
-SMALL = {"max_tokens": 3, "num_surveyed": 20, "survey_tokens": 32, "pool_tokens": 64, "window": 8}
+SMALL = {
+    "max_tokens": 3,
+    "num_surveyed": 20,
+    "survey_tokens": 32,
+    "pool_tokens": 64,
+    "window": 8,
+    "candidates": [record(1.0, blocks=(block,)).candidate for block in range(1, 5)],
+}
 """Settings of small problems; a study takes those that it knows."""
 
 
