@@ -4,7 +4,12 @@ Each test process uses one torch thread, because several threads on few cores wa
 here: the process that only hands out tests to others reads this file before it starts them.
 """
 
+import gc
+
 import pytest
+
+# Collecting cycles visits all objects of torch and MLflow each time: with the usual thresholds, that is a tenth of some tests.
+gc.set_threshold(100_000, 50, 100)
 
 # Failing assertions in shared code show their values too.
 pytest.register_assert_rewrite("tests.support")
