@@ -51,7 +51,7 @@ class SimulatedServer:
         for _ in range(traffic.windows):
             if left <= 0:
                 written, left = 0.0, chance.expovariate(1 / traffic.answer)
-                text = chance.gauss(-(traffic.text_sd**2) / 2, traffic.text_sd)
+                text = chance.gauss(traffic.text_sd**2 / 2, traffic.text_sd)  # the harmonic mean is the speed-up
             speedup = traffic.speedup * math.exp(text)
             self._slowness = 0.95 * self._slowness + chance.gauss(0, math.sqrt(1 - 0.95**2)) * traffic.machine_sd
             context = traffic.prompt + written

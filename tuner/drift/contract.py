@@ -34,7 +34,7 @@ class ObservedWindow(Document):
     )
     rounds: int = Field(ge=1, le=MOST_TOKENS)
     tokens: int = Field(ge=1, le=MOST_TOKENS, description="Of all requests together.")
-    seconds: float = Field(gt=0, le=MOST_SECONDS, allow_inf_nan=False, description="Without reading prompts.")
+    seconds: float = Field(ge=1e-6, le=MOST_SECONDS, allow_inf_nan=False, description="Without reading prompts.")
     tokens_per_second: float | None = Field(None, ge=0, allow_inf_nan=False)
     drafted: Count = Field(description="Drafted tokens.")
     accepted_lengths: tuple[Count, ...] = Field(

@@ -26,7 +26,7 @@ FEWEST_BLOCKS, MOST_BLOCKS = 8, 24
 """Blocks with pairs before there is a posterior, and how many of the latest ones count."""
 MARGIN = 0.03
 """How far below the interval the speed-up must lie. Servers choose their arms by what they see, which biases the estimate: in
-simulations by up to 2.5 % where a text is decoded plainly as soon as its drafts are slow (tests/tuner/drift)."""
+simulations upwards by up to 4 % while drafts are fast, and downwards by 2 % where they are about as fast as plain rounds."""
 LEVEL = 0.99
 """Probability of a speed-up below that from which the verdict is `below`. It is asked again and again."""
 

@@ -1,7 +1,7 @@
 """Drift of the profiles of searches: reports of production servers are kept and judged, and a search may be run again.
 
 Observations belong to the search that was submitted, its root. Searches that were re-tuned from it have profiles of other names, so
-one report may tell of several of them; the one whose windows are the latest is in use.
+one report may tell of several of them; the one whose window arrived last is in use.
 """
 
 from __future__ import annotations
@@ -104,7 +104,6 @@ class DriftWatch:
 
 
 def _used(results: dict[str, JobResult], kept: Kept) -> str | None:
-    """Return the search whose profile has the latest window; None if no window is of any of them."""
+    """Return the search whose profile has the window that arrived last; None if no window is of any of them."""
     names = {result.promised.name: job for job, result in results.items() if result.promised is not None}
-    own = [window for _, window in kept.windows if window.arm in names]
-    return names[max(own, key=lambda window: window.ended).arm] if own else None
+    return next((names[window.arm] for _, window in reversed(kept.windows) if window.arm in names), None)

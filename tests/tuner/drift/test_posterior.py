@@ -46,6 +46,13 @@ def test_noise_that_lasts_raises_no_alarm(traffic: Traffic) -> None:
         assert DriftVerdict.BELOW not in found
 
 
+def test_a_profile_that_is_hardly_faster_than_plain_rounds_raises_no_alarm() -> None:
+    """Arms then change by chance, just after a window that was slow."""
+    promised = PROMISED.model_copy(update={"speedup": 1.06, "low": 1.03, "high": 1.09})
+    for seed in range(2):
+        assert DriftVerdict.BELOW not in _verdicts([Traffic(4096, speedup=1.06)], seed=seed, promised=promised)
+
+
 @pytest.mark.parametrize("speedup", [1.2, 0.9])
 def test_drift_is_found_and_its_size_told(speedup: float) -> None:
     for seed in range(2):
