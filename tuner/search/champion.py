@@ -10,7 +10,7 @@ from decoding.documents.strict_yaml import Document
 from decoding.profile import Interval
 from studies.contract import Candidate
 from studies.measurement import ratio_interval
-from tuner.measuring.paired import Bench
+from tuner.measuring.paired import Bench, FarTooSlowError
 from tuner.progress import Progress
 
 
@@ -40,7 +40,10 @@ def challenge(
     if winner.key == champion.key:
         return ChampionOutcome(reason="the search has found the champion again")
     progress.stage("winner and champion in turns on held-out prompts", 2 * len(held_out.indices))
-    measured, known = held_out.side_by_side([winner, champion], held_out.indices, lambda sample: progress.advance())
+    try:
+        measured, known = held_out.side_by_side([winner, champion], held_out.indices, lambda sample: progress.advance())
+    except FarTooSlowError as cause:  # the champion: the winner has just been confirmed
+        return ChampionOutcome(reason=f"the champion was not measured ({cause}): promote the winner by hand")
     ratio = ratio_interval(measured, known)
     reason = None
     if not measured.is_lossless:

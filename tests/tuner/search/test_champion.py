@@ -10,6 +10,7 @@ import pytest
 from studies.contract import Candidate
 from studies.measurement import Measurement, PromptSample
 from tests.support.records import candidate, sample
+from tuner.measuring.paired import FarTooSlowError
 from tuner.progress import Unwatched
 from tuner.search.champion import challenge
 
@@ -67,3 +68,14 @@ def test_what_cannot_win_is_not_measured() -> None:
     assert challenge(CHAMPION, CHAMPION, None, bench, Unwatched()).reason == "the search has found the champion again"
     assert challenge(CHAMPION, WINNER, "it is slower", bench, Unwatched()).reason == "it is slower"
     assert bench.asked == []
+
+
+def test_a_champion_that_is_too_slow_to_be_measured_is_left_to_a_person() -> None:
+    class SlowBench(PlannedBench):
+        def side_by_side(self, *_: Any) -> list[Measurement]:
+            raise FarTooSlowError("9 s for a token")
+
+    bench: Any = SlowBench([1.2])
+    found = challenge(CHAMPION, WINNER, None, bench, Unwatched())
+    assert not found.wins
+    assert found.reason == "the champion was not measured (9 s for a token): promote the winner by hand"
