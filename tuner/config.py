@@ -411,6 +411,19 @@ class SearchConfig(DataSettings, ModelSettings):
         """Return the given name of the experiment, or one made of the last parts of model and dataset."""
         return self.experiment or f"{Path(self.model).name}-{Path(self.dataset).stem}"
 
+    @property
+    def study_groups(self) -> list[list[str]]:
+        """Studies in groups that may run beside each other, in order: in this process each study alone.
+
+        A study that reads the trials of earlier ones begins a group.
+        """
+        groups: list[list[str]] = []
+        for name in self.study:
+            if not groups or self.executor == "local" or self.study_settings(name).reads_earlier:
+                groups.append([])
+            groups[-1].append(name)
+        return groups
+
     @staticmethod
     def _validated(name: str, settings: Mapping[str, Any]) -> Any:
         return validate(STUDIES[name].load().Settings, settings, source=f"studies.{name}", error=ConfigError)

@@ -17,7 +17,6 @@ from decoding.drafts import EarlyExit
 from studies.contract import Problem, Study, TrialRecord, best_trials
 from studies.costs.table import CostTable
 from studies.searches.registry import create_study
-from tuner.config import SearchConfig
 from tuner.executors.contract import Executor, TrialDevice, Work
 from tuner.freed_memory import freed_blocks_kept, large_blocks_given_back
 from tuner.measuring.paired import Bench
@@ -78,7 +77,7 @@ class StudySequence:
             self._run_all(steps, devices)
 
     def _run_all(self, steps: Steps, devices: TrialDevices) -> None:
-        for group in groups_of(self._task.config):
+        for group in self._task.config.study_groups:
             with _Group(group, partial(self._turns, devices)) as beside:
                 for name in group:
                     with self._time.clock.stage(Stage.CHOOSING):
@@ -193,19 +192,6 @@ class StudySequence:
         """Return the most trials that a study may run, for the progress bar."""
         limits = (self._task.config.trials, self._task.config.study_settings(name).max_trials)
         return min(limit for limit in limits if limit is not None)
-
-
-def groups_of(config: SearchConfig) -> list[list[str]]:
-    """Return the studies in groups that may run beside each other, in order: in this process each study alone.
-
-    A study that reads the trials of earlier ones begins a group.
-    """
-    groups: list[list[str]] = []
-    for name in config.study:
-        if not groups or config.executor == "local" or config.study_settings(name).reads_earlier:
-            groups.append([])
-        groups[-1].append(name)
-    return groups
 
 
 class _Group:

@@ -23,7 +23,6 @@ from tuner.measuring.disturbance import NotWatched
 from tuner.search.budget import Budget
 from tuner.search.storage import StudyStore, sqlite_url
 from tuner.search.study_run import StudyRun
-from tuner.search.study_sequence import groups_of
 from tuner.search.trials import StudyTurns
 
 INDICES = range(2)
@@ -146,7 +145,7 @@ def test_only_studies_that_read_no_earlier_trials_run_beside_each_other(
 ) -> None:
     names = ["conf_layers", "exit_layer", "draft_length", "skip_sets"]
     config = SearchConfig.model_validate({"model": "m", "dataset": "d", "study": names, **changes})
-    assert groups_of(config) == groups
+    assert config.study_groups == groups
 
 
 def test_a_search_on_two_devices_runs_sequential_studies_beside_each_other_and_finds_the_same(
