@@ -333,13 +333,18 @@ async def _stream(
             queue.put_nowait((index, error))
 
     tasks = [asyncio.ensure_future(forward(index, answer)) for index, answer in enumerate(answers)]
-    without_usage = {"usage": None} if body.reports_usage else {}
-    num_open, num_new = len(answers), 0
+    num_open, num_new = len(answers), [0] * len(answers)
+
+    def usage() -> dict[str, Any]:
+        if body.reports_usage_continuously:
+            return {"usage": _usage(num_prompt, sum(num_new))}
+        return {"usage": None} if body.reports_usage else {}
+
     try:
         for index in range(len(answers)):
             first = shape.first_delta(index)
             if first is not None:
-                yield _event({**head, "choices": [first], **without_usage})
+                yield _event({**head, "choices": [first], **usage()})
         while num_open:
             index, piece = await queue.get()
             if isinstance(piece, Exception):
@@ -348,10 +353,10 @@ async def _stream(
                 return
             if piece.finish_reason is not None:
                 num_open -= 1
-                num_new += piece.num_tokens
-            yield _event({**head, "choices": [shape.delta(index, piece.text, piece.finish_reason)], **without_usage})
+            num_new[index] = piece.num_tokens
+            yield _event({**head, "choices": [shape.delta(index, piece.text, piece.finish_reason)], **usage()})
         if body.reports_usage:
-            yield _event({**head, "choices": [], "usage": _usage(num_prompt, num_new)})
+            yield _event({**head, "choices": [], "usage": _usage(num_prompt, sum(num_new))})
         yield b"data: [DONE]\n\n"
     finally:
         for task in tasks:

@@ -35,7 +35,7 @@ class StreamOptions(BaseModel):
     """`stream_options`."""
 
     include_usage: bool = False
-    continuous_usage_stats: Off = None
+    continuous_usage_stats: bool = Field(False, description="Not in OpenAI's API: each chunk has the usage so far.")
 
 
 class GenerationBody(BaseModel):
@@ -84,6 +84,11 @@ class GenerationBody(BaseModel):
     def reports_usage(self) -> bool:
         """True if a stream ends with the usage."""
         return self.stream_options is not None and self.stream_options.include_usage
+
+    @property
+    def reports_usage_continuously(self) -> bool:
+        """True if each chunk of a stream has the usage so far. As in vLLM, that needs `include_usage`."""
+        return self.reports_usage and self.stream_options is not None and self.stream_options.continuous_usage_stats
 
     def processors(self) -> tuple[LogitsProcessor, ...]:
         """Return transformers' logits processors for these settings, in the order of `generate`."""
