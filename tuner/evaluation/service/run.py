@@ -18,6 +18,7 @@ from decoding.documents.atomic_write import write_atomically
 from tuner.errors import ConfigError
 from tuner.evaluation.contract import Report
 from tuner.evaluation.hardening.outcomes import CheckOutcome
+from tuner.evaluation.service.crowd import Crowd, crowd
 from tuner.evaluation.service.kills import KilledJobs, killed_jobs
 from tuner.evaluation.service.load import Load, facts_of, loads
 from tuner.evaluation.service.postgres import postgres
@@ -56,6 +57,13 @@ def run_and_write(settings: ServiceEvaluation, progress: Progress) -> Report:
             succeeded &= not any(load.lost_or_doubled for load in done)
             shown.append(_load_table(kind, done))
             _write(settings, document)
+    if settings.watchers:
+        with _database("sqlite") as (database, folder):
+            found_crowd = crowd(database, folder, settings.watchers, progress)
+        document["watchers"] = found_crowd.facts
+        succeeded &= not found_crowd.failures
+        shown += _crowd_lines(found_crowd)
+        _write(settings, document)
     return Report(Group(*shown), succeeded=succeeded)
 
 
@@ -80,6 +88,18 @@ def _write(settings: ServiceEvaluation, document: dict[str, Any]) -> None:
 def _lines(kind: str, outcomes: list[CheckOutcome]) -> list[Text]:
     counts = [f"{kind}, {each.name}: {each.num_cases} cases, {len(each.failures)} failures" for each in outcomes]
     return [Text(line) for line in (*counts, *(failure for each in outcomes for failure in each.failures))]
+
+
+def _crowd_lines(found: Crowd) -> list[Text]:
+    statuses = ", ".join(f"{number} x {status}" for status, number in sorted(found.statuses.items()))
+    before, crowded = found.megabytes
+    return [
+        Text(f"{found.num_clients} watchers: {statuses}; {found.served} served at the end"),
+        Text(
+            f"memory {before:.0f} MB before and {crowded:.0f} MB with all; good answer {found.calm_seconds:.1f} s after they went"
+        ),
+        *map(Text, found.failures),
+    ]
 
 
 def _load_table(kind: str, done: list[Load]) -> Table:

@@ -24,6 +24,9 @@ class ServiceEvaluation(Evaluation):
     extra `service`, and for PostgreSQL the extra `postgres` and the server's programs. Exit status 1 if anything was lost. A number
     of 0 leaves a part out.
 
+    Watchers: thousands of clients ask for the events of one job at the same time. Each must be served, or be told that the service
+    is busy, and the service must answer as soon as they have gone. On SQLite only.
+
     \b
     Examples:
       sdtune evaluate service --out service.json
@@ -39,6 +42,9 @@ class ServiceEvaluation(Evaluation):
     )
     sqlite_workers: int = Field(8, ge=1, description="Most processes on SQLite.", json_schema_extra=EVALUATION)
     postgresql_workers: int = Field(16, ge=1, description="Most processes on PostgreSQL.", json_schema_extra=EVALUATION)
+    watchers: int = Field(
+        10_000, ge=0, description="Clients that watch one job at the same time.", json_schema_extra=EVALUATION
+    )
     seed: Seed = 0
     out: ResultsFile = None
 
