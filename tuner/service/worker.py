@@ -24,7 +24,6 @@ from tuner.drift.contract import Promised
 from tuner.errors import SearchError, StorageOutageError, TrackingOutageError
 from tuner.leases.table import BEAT_SECONDS, GRACE_SECONDS, Lease, LeaseLostError, LeaseTable
 from tuner.service.contract import DEFAULT_QUEUE, JobResult, TableRow
-from tuner.service.given_heads import GivenHeads, place_heads
 from tuner.service.jobs import VERSION, WORKER_LEASE, WORKFLOW, Jobs, open_engine
 
 if TYPE_CHECKING:
@@ -139,6 +138,8 @@ class SearchWorker:
         self._tell(job)
         try:
             if heads is not None:
+                from tuner.service.given_heads import GivenHeads, place_heads  # imports torch
+
                 place_heads(GivenHeads.model_validate(heads), job, self.settings.folder)
             return self._run_job(job, config, self.settings, self._jobs).model_dump(mode="json")
         except OUTAGES as outage:

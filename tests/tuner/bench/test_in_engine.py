@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -54,6 +55,9 @@ def test_the_export_is_measured_against_the_engines_plain_decoding(bench: Bench)
     table = Path("bench/engine.txt").read_text()
     assert "2.00 [2.00, 2.00]" in table
     assert "pre-tokenizer" in table
+    assert re.search(r"^ flags 1 .*\[", table, re.MULTILINE), "the flags are too long for the table"
+    assert re.search(r"^flags 1 +--spec-type ngram-simple", table, re.MULTILINE)
+    assert re.search(r"^ --broken +failed", table, re.MULTILINE)
     verdict = " ".join(table[table.index("verdict") :].split())
     assert (
         "the profile's draft is faster than plain decoding in llama.cpp; the fastest other draft: --spec-type"

@@ -74,3 +74,8 @@ def test_the_job_of_a_killed_worker_is_taken_over_and_no_finished_step_is_repeat
     assert result is not None
     assert result.profile == "[1.25, 1.25]"
     _until(lambda: [card.job for card in jobs.workers()] == [None])  # the dead worker was cleared away
+
+
+def test_a_worker_loads_torch_with_its_first_search_only() -> None:
+    program = "import sys, tuner.service.worker; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0

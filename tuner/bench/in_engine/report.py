@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from rich import box
@@ -13,25 +13,40 @@ from rich.text import Text
 
 from tuner.bench.in_engine.result import EngineDraft, EngineResult
 
+LONGEST_NAME = 24
+"""Characters of a draft's name beside which the figures fit into the table."""
+
 
 def engine_table(result: EngineResult) -> RenderableType:
-    """Return a line per draft, and a legend below."""
+    """Return a line per draft, the profile's first and the others by speed, and a legend below."""
     texts = result.drafts[0].texts
     title = f"{result.title} ({result.version}): {texts.num_texts} prompts (95 % intervals over prompts)"
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("draft", overflow="fold")
     for heading in ("plain tok/s", "tok/s", "over plain", "end to end", "accepted/drafted", "per round", "identical"):
         table.add_column(heading, justify="right", no_wrap=True)
-    for draft in result.drafts:
-        table.add_row(Text(draft.name), *_cells(draft))
+    own, *others = result.drafts
+    fastest_first = sorted(others, key=lambda each: each.texts.measurement.speedup_interval().value, reverse=True)
+    names = [each.name for each in (own, *fastest_first)] + list(result.failed)
+    shown = _short(names)
+    for draft in (own, *fastest_first):
+        table.add_row(Text(shown[draft.name]), *_cells(draft))
     for name in result.failed:
-        table.add_row(Text(name), "failed")
+        table.add_row(Text(shown[name]), "failed")
     legend = Table.grid(padding=(0, 2))
     legend.add_column(style="dim", no_wrap=True)
     legend.add_column(overflow="fold")
+    for name in names:
+        if shown[name] != name:
+            legend.add_row(Text(shown[name]), Text(name))
     for term, meaning in _legend(result):
         legend.add_row(Text(term), Text(meaning))
     return Group(table, legend)
+
+
+def _short(names: Sequence[str]) -> dict[str, str]:
+    """Return what the table calls each draft: flags are long, and are numbered."""
+    return {name: name if len(name) <= LONGEST_NAME else f"flags {number}" for number, name in enumerate(names)}
 
 
 def engine_json(result: EngineResult) -> dict[str, Any]:

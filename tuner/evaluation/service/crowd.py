@@ -52,7 +52,7 @@ class Crowd:
     def failures(self) -> list[str]:
         """What went wrong."""
         wrong = [status for status in self.statuses if status not in ("200", "503")]
-        found = [f"{self.statuses[status]} clients were answered with {status}" for status in wrong]
+        found = [f"clients whose answer was {status}: {self.statuses[status]}" for status in wrong]
         if not self.answered_meanwhile:
             found.append("no other client was answered meanwhile")
         return found
