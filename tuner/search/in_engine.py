@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import shlex
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -59,13 +59,15 @@ class EngineArena:
 
         Each draft model's best enters, and the best lookup. What the engine refuses is left out, and said.
         """
-        wanted = self._wanted(best)
+        first = self._drafts_and_lookups(best)
+        others = self._other_lengths(first)
         heat = indices[:HEAT]
-        progress.stage(f"heat in {self.title}", len(heat) * len(wanted))
+        num_wanted = len(first) + sum(map(len, others.values()))
+        progress.stage(f"heat in {self.title}", len(heat) * num_wanted)
         measured: list[tuple[TrialRecord, Measurement]] = []
-        for record in wanted:
+        for num_tried, record in enumerate(self._in_order(first, others, measured)):
             if measured and not may_go_on():
-                progress.say(f"heat: {len(wanted) - len(measured)} candidates are not tried, as no time is left")
+                progress.say(f"heat: {num_wanted - num_tried} candidates are not tried, as no time is left")
                 break
             try:
                 found = bench.measure(record.candidate, heat)
@@ -75,7 +77,7 @@ class EngineArena:
                 measured.append((record, found))
             progress.advance(len(heat))
         if not measured:
-            raise EngineError(f"{self.title} runs none of the {len(wanted)} candidates")
+            raise EngineError(f"{self.title} runs none of the {num_wanted} candidates")
         ranked = sorted(measured, key=lambda each: (not each[1].is_lossless, -each[1].speedup))
         return _best_of_each([record for record, _ in ranked], self.task.config.finalists)
 
@@ -89,22 +91,19 @@ class EngineArena:
         words = [public_name(word) for word in self.servers.command(candidate)]
         return EngineFacts(name=self.title, version=self.version, command=shlex.join(words))
 
-    def _wanted(self, best: Sequence[TrialRecord]) -> list[TrialRecord]:
-        """Return every candidate of the heat once, as the engine runs it."""
+    def _drafts_and_lookups(self, best: Sequence[TrialRecord]) -> list[TrialRecord]:
+        """Return the drafts of the trials as the engine runs them, and the engine's own lookups after the first, each once.
+
+        Lookups cost no draft model, so in an engine they are the likeliest to pay: a short heat must have tried them.
+        """
         rules = self.servers.exports.rules
-        records: list[TrialRecord] = []
-        for record in best:
-            if record.candidate.draft.drafts:
-                records.append(record.model_copy(update={"candidate": rules.as_run(record.candidate)}))
-        if self.servers.program.starts_at_once:
-            others = [
-                record.model_copy(update={"candidate": candidate})
-                for record in records
-                for candidate in other_lengths(record.candidate, stops_below=rules.engine.stops_below)
-            ]
-            records += others
-        lookups = own_lookups() if self.servers.program.starts_at_once else own_lookups()[1:2]
-        records += [
+        drafts = [
+            record.model_copy(update={"candidate": rules.as_run(record.candidate)})
+            for record in best
+            if record.candidate.draft.drafts
+        ]
+        own = own_lookups() if self.servers.program.starts_at_once else own_lookups()[1:2]
+        lookups = [
             TrialRecord(
                 study=rules.name,
                 number=number,
@@ -112,9 +111,39 @@ class EngineArena:
                 candidate=rules.as_run(candidate),
                 notes={ORIGIN: f"{self.title}'s own lookup"},
             )
-            for number, candidate in enumerate(lookups)
+            for number, candidate in enumerate(own)
         ]
-        return list({record.candidate.key: record for record in reversed(records)}.values())[::-1]
+        return _each_once([*drafts[:1], *lookups, *drafts[1:]])
+
+    def _other_lengths(self, records: Sequence[TrialRecord]) -> dict[str, list[TrialRecord]]:
+        """Return other draft lengths of each record, by its key; none where a server takes long to start."""
+        if not self.servers.program.starts_at_once:
+            return {}
+        stops_below, known = self.servers.exports.rules.engine.stops_below, {each.candidate.key for each in records}
+        found: dict[str, list[TrialRecord]] = {}
+        for record in records:
+            others = [
+                each for each in other_lengths(record.candidate, stops_below=stops_below) if each.key not in known
+            ]
+            known.update(each.key for each in others)
+            found[record.candidate.key] = [record.model_copy(update={"candidate": each}) for each in others]
+        return found
+
+    def _in_order(
+        self,
+        first: Sequence[TrialRecord],
+        others: Mapping[str, Sequence[TrialRecord]],
+        measured: Sequence[tuple[TrialRecord, Measurement]],
+    ) -> Iterator[TrialRecord]:
+        """Yield `first`, and then the other lengths of each, those of the fastest first, as far as it could be `measured`."""
+        yield from first
+        for record, _ in sorted(measured, key=lambda each: -each[1].speedup):
+            yield from others.get(record.candidate.key, ())
+
+
+def _each_once(records: Sequence[TrialRecord]) -> list[TrialRecord]:
+    """Return the first record of each candidate."""
+    return list({record.candidate.key: record for record in reversed(records)}.values())[::-1]
 
 
 def _best_of_each(ranked: Sequence[TrialRecord], count: int) -> list[TrialRecord]:
