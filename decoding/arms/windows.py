@@ -33,7 +33,7 @@ class TimedWindow:
     accepted_lengths: tuple[int, ...]
     """Number of rounds that accepted 0, 1, 2 ... drafted tokens."""
     context: float | None = None
-    """Positions of a sequence, prompt included, on average over sequences and seconds; None if nobody told."""
+    """Positions of a sequence, prompt included, on average over sequences and seconds; None if it was not given."""
 
     @property
     def tokens_per_second(self) -> float:

@@ -21,7 +21,7 @@ from tuner.drift.contract import DriftPosterior, DriftVerdict, Promised
 from tuner.drift.pairs import WindowPair
 
 BLOCK_WINDOWS = 128
-"""Consecutive windows of a server that make a block: 1024 rounds of each sequence, so several requests."""
+"""Consecutive windows of a server that make a block: at least 1024 tokens of each sequence, so several requests."""
 FEWEST_BLOCKS, MOST_BLOCKS = 8, 24
 """Blocks with pairs before there is a posterior, and how many of the latest ones count."""
 MARGIN = 0.03
