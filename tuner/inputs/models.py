@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,6 +21,10 @@ from tuner.inputs.model_folder import check_folder
 SPREAD = "spread"
 """The device that stands for all GPUs: transformers' `device_map="auto"`."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+LOADING = threading.RLock()
+"""Held while a model is loaded. `from_pretrained` takes `tie_weights` off the class of all models meanwhile: of two threads, the
+second puts back what the first had left there, and no later model of the process has its embeddings tied."""
 
 
 @dataclass(frozen=True)
@@ -124,14 +129,15 @@ def eos_token_ids(model: PreTrainedModel) -> frozenset[int]:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Turn off progress bars and log messages of transformers; restore them on exit."""
-    verbosity = transformers_logging.get_verbosity()
-    had_bars = transformers_logging.is_progress_bar_enabled()
-    transformers_logging.set_verbosity_error()
-    transformers_logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        transformers_logging.set_verbosity(verbosity)
-        if had_bars:
-            transformers_logging.enable_progress_bar()
+    """Turn off progress bars and log messages of transformers; restore them on exit. One thread at a time, see `LOADING`."""
+    with LOADING:
+        verbosity = transformers_logging.get_verbosity()
+        had_bars = transformers_logging.is_progress_bar_enabled()
+        transformers_logging.set_verbosity_error()
+        transformers_logging.disable_progress_bar()
+        try:
+            yield
+        finally:
+            transformers_logging.set_verbosity(verbosity)
+            if had_bars:
+                transformers_logging.enable_progress_bar()

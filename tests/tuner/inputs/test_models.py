@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from decoding.decode import Request
 from decoding.decoder import plain_decoder
@@ -115,3 +117,26 @@ def test_spread_model_decodes_as_the_whole_one(checkpoint: Path, tmp_path: Path)
 
 def _never(*args: Any, **options: Any) -> Any:
     raise AssertionError("weights were read")
+
+
+def test_threads_load_one_after_another_and_leave_transformers_as_it_was(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    save_tiny_checkpoint(tmp_path)
+    (tie_weights, inside, most) = PreTrainedModel.tie_weights, [0], [0]
+    from_pretrained = AutoModelForCausalLM.from_pretrained
+
+    def slowly(*given: Any, **named: Any) -> Any:
+        inside[0] += 1
+        most[0] = max(most[0], *inside)
+        time.sleep(0.05)
+        try:
+            return from_pretrained(*given, **named)
+        finally:
+            inside[0] -= 1
+
+    monkeypatch.setattr(models.AutoModelForCausalLM, "from_pretrained", slowly)
+    with ThreadPoolExecutor(3) as threads:
+        assert len(list(threads.map(load, [str(tmp_path)] * 3))) == 3
+    assert most == [1]
+    assert PreTrainedModel.tie_weights is tie_weights
