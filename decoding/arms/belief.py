@@ -18,7 +18,7 @@ import numpy as np
 PLAIN = 0
 """Index of the arm without drafts; drafts are counted from 1."""
 PLAIN_NAME = "plain"
-"""Its name."""
+"""Name of that arm."""
 UNKNOWN_LEVEL = 5.0
 """Standard deviation of the level before anything was measured."""
 LEVEL_DRIFT, SPEEDUP_DRIFT = 0.02, 0.015

@@ -20,7 +20,7 @@ MOST_RECORDS = 1000
 class Observations:
     """The latest windows of rounds and the latest requests. Any thread may use it.
 
-    `server` and a number identify each of them, so that one who reads them again and again counts none twice. A server that is
+    `server` and a number identify each of them, so that a client that reads them repeatedly counts none twice. A server that is
     started again has another `server`.
     """
 

@@ -61,6 +61,7 @@ def serve_model(settings: ServeSettings) -> None:
 
     limits = ServerLimits(settings.max_batch, settings.max_waiting, settings.max_length)
     name = settings.served_model_name or profile.target.model
+    click.echo(f"preparing for up to {limits.num_rows} requests at a time", err=True)
     service = new_service(served(profile, decoder), loaded.tokenizer, name, limits, observations)
     decoding = service.decoding
 

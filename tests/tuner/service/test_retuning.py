@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -42,20 +41,6 @@ from tuner.service.worker import WorkerSettings, run_job
 
 ROOT_JOB = "0123456789abcdef"
 PROMISED = Promised(name=PROFILE, speedup=1.5, low=1.4, high=1.6)
-
-
-@pytest.fixture
-def place(tmp_path: Path, _tracking_template: Path) -> SearchPlace:
-    place = SearchPlace.made(tmp_path)
-    shutil.copy(_tracking_template, place.database("tracking"))
-    return place
-
-
-@pytest.fixture
-def jobs(tmp_path: Path) -> Iterator[Jobs]:
-    jobs = Jobs(f"sqlite:///{tmp_path / 'service.db'}")
-    yield jobs
-    jobs.close()
 
 
 def _reports(name: str, *, speedup: float, start: int = 0, windows: int = 1100) -> Iterator[dict[str, Any]]:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from hashlib import sha256
@@ -34,20 +33,6 @@ from tuner.service.durable_steps import DurableSteps
 from tuner.service.given_heads import GivenHeads, place_heads
 from tuner.service.jobs import Jobs
 from tuner.service.worker import WorkerSettings, run_job
-
-
-@pytest.fixture
-def place(tmp_path: Path, _tracking_template: Path) -> SearchPlace:
-    place = SearchPlace.made(tmp_path)
-    shutil.copy(_tracking_template, place.database("tracking"))
-    return place
-
-
-@pytest.fixture
-def jobs(tmp_path: Path) -> Iterator[Jobs]:
-    jobs = Jobs(f"sqlite:///{tmp_path / 'service.db'}")
-    yield jobs
-    jobs.close()
 
 
 def test_a_job_gives_the_profile_that_a_search_gives_and_is_fetched(
