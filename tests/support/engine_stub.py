@@ -17,6 +17,9 @@ if "--broken" in flags:
     print("error: invalid argument: --broken")
     sys.exit(1)
 drafts = "--spec-type" in flags
+if "--spec-draft-n-max" in flags and int(flags[flags.index("--spec-draft-n-max") + 1]) > 32:
+    print("error: too many tokens to draft")
+    sys.exit(1)
 counts = dict(num_drafts_total=0, num_draft_tokens_total=0, num_accepted_tokens_total=0)
 
 

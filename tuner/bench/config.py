@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Annotated
 
 from pydantic import Field
 
@@ -28,6 +29,8 @@ from tuner.fields import (
 from tuner.prompt_settings import DataSettings
 
 COMPARISON: Extra = {"group": "Comparison"}
+NumRequests = Annotated[int, Field(ge=1, le=1024)]
+DraftTokens = Annotated[int, Field(ge=1, le=64)]
 
 
 class BenchedProfile(Document):
@@ -85,6 +88,16 @@ class BenchConfig(DataSettings, BenchedProfile):
         None,
         description="File with other drafts to measure, the flags of one per line; {out} is the folder of the export.",
         json_schema_extra={**ENGINE, "metavar": "FILE"},
+    )
+    sequences: tuple[NumRequests, ...] = Field(
+        (),
+        description="Measure the engine with N requests side by side, for a schedule of draft lengths; may be repeated.",
+        json_schema_extra=ENGINE,
+    )
+    draft_tokens: tuple[DraftTokens, ...] = Field(
+        (),
+        description="Draft length to measure with --sequences; may be repeated; default: the export's own and a few others.",
+        json_schema_extra=ENGINE,
     )
     runner: RunnerMode | None = Field(
         None,

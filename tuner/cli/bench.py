@@ -49,6 +49,10 @@ def bench(dry_run: bool, **flags: Any) -> None:
     the draft, both continue the held-out prompts in turns, and the texts are compared. This writes engine.json and
     engine.txt, and leaves the export in OUT/export; the status is 2 if a text differs.
 
+    With --sequences too, a server of each draft length is measured with that many requests side by side, by the wall clock of
+    all together. The schedule [[first, last, tokens], ...] says how many tokens to draft at each number of sequences, 0 where no
+    draft is proved to be faster; `sdtune export --schedule OUT/engine.json` writes it for an engine that has one.
+
     Without --engine, writes bench.json (all figures and samples), bench.txt (the table) and bench.png into the folder --out.
 
     \b
@@ -57,6 +61,7 @@ def bench(dry_run: bool, **flags: Any) -> None:
       sdtune bench --profile llama-code.yaml --dataset humaneval --against hf,hf-static --context 4096
       sdtune bench --profile llama-code.yaml --dataset humaneval --against plain-static,hf --batch-size 8
       sdtune bench --profile profile.yaml --dataset prompts.jsonl --engine llama.cpp --engine-home llama.cpp --threads 4
+      sdtune bench --profile profile.yaml --dataset prompts.jsonl --engine vllm --sequences 1 --sequences 4 --sequences 8
     """
     config = settings_from(BenchConfig, flags)
     check_names(profile=config.profile, model=config.model, dataset=config.dataset)

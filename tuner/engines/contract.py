@@ -110,4 +110,19 @@ class EngineProgram(ABC):
 
     @abstractmethod
     def complete(self, client: Client, prompt: Sequence[int], num_tokens: int) -> EngineCompletion:
-        """Continue the token ids greedily by up to `num_tokens`; raise `EngineError` for a wrong answer."""
+        """Continue the token ids greedily by up to `num_tokens`; raise `EngineError` for a wrong answer.
+
+        Nothing else runs in the engine meanwhile: its counters tell what the request has cost.
+        """
+
+    @abstractmethod
+    def continuation(self, client: Client, prompt: Sequence[int], num_tokens: int) -> tuple[int, ...]:
+        """Continue as `complete` does, untimed and beside other requests, and return the tokens."""
+
+    @abstractmethod
+    def counts(self, counters: Mapping[str, float]) -> DraftCounts:
+        """Return what the engine's counters say of speculative decoding."""
+
+    def counters_after(self, client: Client, before: Mapping[str, float], num_requests: int) -> dict[str, float]:
+        """Return the counters once they hold `num_requests` more answered requests than `before`."""
+        return client.counters()

@@ -7,10 +7,10 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from tuner.engines import gguf_converter
 from tuner.engines.contract import DraftCounts, EngineCompletion, EngineProgram, Launch, ServerSettings
@@ -109,16 +109,18 @@ class LlamaCppServer(EngineProgram):
 
     def complete(self, client: Client, prompt: Sequence[int], num_tokens: int) -> EngineCompletion:
         """Continue token ids by `/completion`, without a cache of earlier prompts; the timings are the server's."""
-        before = _counts(client.counters())
-        request = {
-            "prompt": list(prompt),
-            "n_predict": num_tokens,
-            "temperature": 0,
-            "return_tokens": True,
-            "cache_prompt": False,
-        }
-        answer = client.post("/completion", request)
-        return read_completion(answer, _counts(client.counters()) - before)
+        before = self.counts(client.counters())
+        answer = client.post("/completion", _request(prompt, num_tokens))
+        return read_completion(answer, self.counts(client.counters()) - before)
+
+    def continuation(self, client: Client, prompt: Sequence[int], num_tokens: int) -> tuple[int, ...]:
+        """Continue token ids by `/completion`."""
+        return read_completion(client.post("/completion", _request(prompt, num_tokens)), DraftCounts()).tokens
+
+    def counts(self, counters: Mapping[str, float]) -> DraftCounts:
+        """Return the server's own counters."""
+        names = ("num_drafts_total", "num_draft_tokens_total", "num_accepted_tokens_total")
+        return DraftCounts(*(int(counters.get(f"{COUNTERS}{name}", 0)) for name in names))
 
     def _quantise(self, model: Path, whole: Path, plan: Plan, log: Path) -> str:
         """Write the quantised draft: by the converter where it knows the type, else by the program built with the server."""
@@ -144,6 +146,16 @@ class LlamaCppServer(EngineProgram):
         return gguf_converter.NOTE if gguf_converter.NOTE in text else ""
 
 
+def _request(prompt: Sequence[int], num_tokens: int) -> dict[str, Any]:
+    return {
+        "prompt": list(prompt),
+        "n_predict": num_tokens,
+        "temperature": 0,
+        "return_tokens": True,
+        "cache_prompt": False,
+    }
+
+
 def read_completion(answer: dict[str, object], counts: DraftCounts) -> EngineCompletion:
     """Return a completion from the JSON of `/completion`; raise `EngineError` for one without tokens or timings."""
     tokens, timings = answer.get("tokens"), answer.get("timings")
@@ -151,8 +163,3 @@ def read_completion(answer: dict[str, object], counts: DraftCounts) -> EngineCom
         raise EngineError(f"llama.cpp answered without tokens or timings: {str(answer)[:200]}")
     prefill, decode = timings["prompt_ms"] / 1000, timings["predicted_ms"] / 1000
     return EngineCompletion(tuple(tokens), prefill, decode, counts)
-
-
-def _counts(values: dict[str, float]) -> DraftCounts:
-    names = ("num_drafts_total", "num_draft_tokens_total", "num_accepted_tokens_total")
-    return DraftCounts(*(int(values.get(f"{COUNTERS}{name}", 0)) for name in names))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
@@ -102,6 +102,13 @@ class VllmServer(EngineProgram):
     def complete(self, client: Client, prompt: Sequence[int], num_tokens: int) -> EngineCompletion:
         """Continue token ids by `/v1/completions`; the seconds are the engine's own histograms' sums, before and after."""
         before = client.counters()
+        tokens = self.continuation(client, prompt, num_tokens)
+        after = self.counters_after(client, before, 1)
+        seconds = {name: after.get(name, 0.0) - before.get(name, 0.0) for name in (PREFILL, DECODE)}
+        return EngineCompletion(tokens, seconds[PREFILL], seconds[DECODE], self.counts(after) - self.counts(before))
+
+    def continuation(self, client: Client, prompt: Sequence[int], num_tokens: int) -> tuple[int, ...]:
+        """Continue token ids by `/v1/completions`."""
         request = {
             "model": SERVED_NAME,
             "prompt": list(prompt),
@@ -109,35 +116,30 @@ class VllmServer(EngineProgram):
             "temperature": 0,
             "return_token_ids": True,
         }
-        answer = client.post("/v1/completions", request)
-        return read_completion(answer, before, _metrics_after(client, before))
+        return read_tokens(client.post("/v1/completions", request))
+
+    def counts(self, counters: Mapping[str, float]) -> DraftCounts:
+        """Return the server's own counters."""
+        names = ("num_drafts_total", "num_draft_tokens_total", "num_accepted_tokens_total")
+        return DraftCounts(*(int(counters.get(f"{COUNTERS}{name}", 0)) for name in names))
+
+    def counters_after(self, client: Client, before: Mapping[str, float], num_requests: int) -> dict[str, float]:
+        """Return the metrics once they hold the requests; they follow the answers by a moment."""
+        end, wanted = time.monotonic() + METRICS_SECONDS, before.get(FINISHED, 0) + num_requests
+        while (values := client.counters()).get(FINISHED, 0) < wanted:
+            if time.monotonic() > end:
+                raise EngineError(
+                    f"vLLM's metrics do not count {num_requests} requests within {METRICS_SECONDS:.0f} s: {FINISHED} is "
+                    f"{values.get(FINISHED, 0):.0f}, not {wanted:.0f}"
+                )
+            time.sleep(0.01)
+        return values
 
 
-def _metrics_after(client: Client, before: dict[str, float]) -> dict[str, float]:
-    """Return the metrics once they hold one more request; they follow the answer by a moment."""
-    end = time.monotonic() + METRICS_SECONDS
-    while (values := client.counters()).get(FINISHED, 0) <= before.get(FINISHED, 0):
-        if time.monotonic() > end:
-            raise EngineError(
-                f"vLLM's metrics do not count the request within {METRICS_SECONDS:.0f} s: {FINISHED} is unchanged"
-            )
-        time.sleep(0.01)
-    return values
-
-
-def read_completion(answer: dict[str, object], before: dict[str, float], after: dict[str, float]) -> EngineCompletion:
-    """Return a completion from the JSON of `/v1/completions` and the metrics around it.
-
-    Raises `EngineError` for an answer without token ids.
-    """
+def read_tokens(answer: dict[str, object]) -> tuple[int, ...]:
+    """Return the tokens of the JSON of `/v1/completions`; raise `EngineError` for an answer without them."""
     choices = answer.get("choices")
     tokens = choices[0].get("token_ids") if isinstance(choices, list) and choices else None
     if not tokens:
         raise EngineError(f"vLLM answered without token ids: {str(answer)[:200]}")
-    seconds = {name: after.get(name, 0.0) - before.get(name, 0.0) for name in (PREFILL, DECODE)}
-    return EngineCompletion(tuple(tokens), seconds[PREFILL], seconds[DECODE], _counts(after) - _counts(before))
-
-
-def _counts(values: dict[str, float]) -> DraftCounts:
-    names = ("num_drafts_total", "num_draft_tokens_total", "num_accepted_tokens_total")
-    return DraftCounts(*(int(values.get(f"{COUNTERS}{name}", 0)) for name in names))
+    return tuple(tokens)

@@ -122,7 +122,9 @@ def _dropped_fates(profile: DraftProfile, dropped: Collection[str]) -> Iterator[
 
 
 def _schedule_fate(plan: Plan, engine: Engine) -> Iterator[Fate]:
-    if plan.schedule is not None and plan.shape is not None:
+    if plan.measured_schedule is not None:
+        yield Fate("draft length by load", "one for all", "changed", plan.measured_schedule.describe())
+    elif plan.schedule is not None:
         (_, last, tokens), *_ = plan.schedule
         written = f"{tokens} tokens up to {last} sequences" if engine.has_schedule else "the same for all batch sizes"
         yield Fate("batches", f"tuned on {last} sequences", "kept" if engine.has_schedule else "lost", written)
@@ -160,6 +162,12 @@ def _speedup(plan: Plan, engine: Engine) -> list[str]:
             f"{measured.dataset.held_out_prompts} held-out prompts."
         )
         return ["## Speed-up", "", found, ""]
+    if (schedule := plan.measured_schedule) is not None:
+        found = (
+            f"Measured in {schedule.engine} {schedule.engine_version} on {schedule.date}, all requests' tokens over wall clock, "
+            "relative to its own plain decoding of the same prompts at the same number of sequences:"
+        )
+        return ["## Speed-up", "", found, "", *(f"* {line}" for line in schedule.measured()), ""]
     predicted = predict(plan, plan.profile)
     where = "sdtune's decoder" if measured_in is None else f"{measured_in.name} {measured_in.version}"
     here = f"Measured by {where}: {measured.speedup} over plain decoding. It does not transfer. " if measured else ""

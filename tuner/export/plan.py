@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,6 +11,7 @@ from tuner.errors import ExportError
 if TYPE_CHECKING:
     from decoding.profile import DraftProfile
     from tuner.export.engines.contract import Engine
+    from tuner.export.schedule import MeasuredSchedule
     from tuner.export.shape import DraftShape
 
 DRAFT_FOLDER = "draft"
@@ -52,6 +53,8 @@ class Plan:
     """Prompt lookup, alone or before the draft model, as far as the engine has one."""
     bits: int | None = None
     """Bits to which the engine itself quantises the draft's weights; None for the weights as exported."""
+    measured_schedule: MeasuredSchedule | None = None
+    """Tokens to draft by number of sequences, as measured in the engine."""
 
     @property
     def draft(self) -> Path:
@@ -65,9 +68,24 @@ class Plan:
 
     @property
     def schedule(self) -> list[tuple[int, int, int]] | None:
-        """Tokens to draft by number of sequences, [first, last, tokens]; None for a profile that was tuned on single sequences."""
+        """Tokens to draft by number of sequences, [first, last, tokens].
+
+        The measured one, else one of a single entry; None for a draft that was tuned on single sequences, and for a lookup alone.
+        """
+        if self.measured_schedule is not None:
+            return list(self.measured_schedule.entries)
+        if self.shape is None:
+            return None
         batch_size = self.profile.measured.batch_size if self.profile.measured else 1
         return None if batch_size == 1 else [(1, batch_size, self.length.num_tokens)]
+
+    def with_length(self, num_tokens: int, schedule: MeasuredSchedule | None = None) -> Plan:
+        """Return the plan with drafts of up to `num_tokens`, also where a lookup drafts alone."""
+        lookup = self.lookup
+        if self.shape is None and lookup is not None:
+            lookup = replace(lookup, max_tokens=num_tokens)
+        length = FixedLength(num_tokens, "as measured")
+        return replace(self, length=length, lookup=lookup, measured_schedule=schedule)
 
 
 def fixed_length(profile: DraftProfile, asked: int | None, *, has_threshold: bool) -> FixedLength:

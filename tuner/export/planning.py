@@ -8,12 +8,14 @@ from typing import TYPE_CHECKING, Any
 from tuner.errors import ExportError
 from tuner.export.checkpoint import moved_settings
 from tuner.export.plan import Plan, fixed_length, lookup_of
+from tuner.export.schedule import check_schedule
 from tuner.export.shape import shape_of
 
 if TYPE_CHECKING:
     from decoding.drafts import DraftDocument
     from decoding.profile import DraftProfile
     from tuner.export.engines.contract import Engine
+    from tuner.export.schedule import MeasuredSchedule
 
 
 def plan_for(
@@ -26,10 +28,12 @@ def plan_for(
     dtype: str,
     out: Path,
     asked: int | None = None,
+    schedule: MeasuredSchedule | None = None,
 ) -> Plan:
     """Return the plan of `profile` in `engine`.
 
-    `draft` is its draft as reduced for the engine, `config` the target's configuration, `asked` the user's number of tokens.
+    `draft` is its draft as reduced for the engine, `config` the target's configuration, `asked` the user's number of tokens,
+    `schedule` one that was measured in the engine.
     Raises `ExportError` for what the engine cannot express or would misread.
     """
     shape = shape_of(draft, profile.target.num_layers) if draft.runs_model else None
@@ -49,6 +53,9 @@ def plan_for(
     moved = (
         moved_settings(config.get_text_config(), shape) if shape is not None and not engine.reads_layer_lists else ()
     )
+    if schedule is not None:
+        check_schedule(schedule, profile, engine)
+        plan = plan.with_length(schedule.most_tokens, schedule)
     if moved:
         raise ExportError(
             f"{engine.title} may derive {', '.join(moved)} from the index of a layer, and the draft's layers have others than the "

@@ -25,6 +25,7 @@ from tuner.export.model_folder import write_model_folder
 from tuner.export.out_folder import check_out, new_folder
 from tuner.export.plan import DRAFT_FOLDER, Plan
 from tuner.export.planning import plan_for
+from tuner.export.schedule import read_schedule
 from tuner.export.settings import FOLDER
 from tuner.export.shape import reduced
 from tuner.inputs.models import Loaded, load
@@ -91,8 +92,10 @@ def _write_folder(
     settings: ExportSettings, source: Source, prompts: BenchPrompts | None, building: Path, progress: Progress
 ) -> None:
     """Write a model folder that decodes with the profile; raise `ExportError` for settings that change a draft."""
-    if settings.drop or settings.draft_tokens is not None:
-        raise ExportError("--to folder keeps the whole profile: --drop and --draft-tokens are for other engines")
+    if settings.drop or settings.draft_tokens is not None or settings.schedule is not None:
+        raise ExportError(
+            "--to folder keeps the whole profile: --drop, --draft-tokens and --schedule are for other engines"
+        )
     progress.stage("writing the folder")
     write_model_folder(source.profile, source.folder, source.model_folder, building, copy_weights=settings.copy_weights)
 
@@ -136,6 +139,8 @@ def model_folder_of(name: str, revision: str | None) -> Path:
 def _plan(settings: ExportSettings, source: Source, engine: Engine, draft: DraftDocument) -> Plan:
     """Return the plan; raise `ExportError` for what the engine cannot express or would misread."""
     name = settings.model or source.profile.target.model
+    if settings.schedule is not None and settings.draft_tokens is not None:
+        raise ExportError("--schedule says how many tokens to draft: give it without --draft-tokens")
     return plan_for(
         source.profile,
         engine,
@@ -145,6 +150,7 @@ def _plan(settings: ExportSettings, source: Source, engine: Engine, draft: Draft
         dtype=str(source.loaded.model.dtype).removeprefix("torch."),
         out=settings.out.absolute(),
         asked=settings.draft_tokens,
+        schedule=None if settings.schedule is None else read_schedule(settings.schedule),
     )
 
 

@@ -41,6 +41,11 @@ class ExportSettings(ExportedProfile):
         description="Tokens to draft per round, where the engine drafts a fixed number; default: the profile's average.",
         json_schema_extra=ENGINE,
     )
+    schedule: Path | None = Field(
+        None,
+        description="engine.json of `sdtune bench --engine --sequences`: its schedule of tokens to draft by number of sequences.",
+        json_schema_extra={**ENGINE, "metavar": "FILE"},
+    )
     drop: tuple[Drop, ...] = Field(
         (), description="Export without this property of the draft; may be repeated.", json_schema_extra=ENGINE
     )

@@ -21,8 +21,7 @@ from tuner.engines.llama_cpp import LlamaCppServer
 from tuner.engines.llama_cpp import read_completion as read_llama_cpp
 from tuner.engines.loopback import Client
 from tuner.engines.registry import find_engine
-from tuner.engines.vllm import VllmServer
-from tuner.engines.vllm import read_completion as read_vllm
+from tuner.engines.vllm import VllmServer, read_tokens
 from tuner.errors import EngineError
 from tuner.export.engines.registry import ENGINES
 from tuner.export.plan import FixedLength, NgramSettings, Plan
@@ -103,7 +102,7 @@ def test_vllm_is_timed_by_the_metrics_that_count_the_request() -> None:
     assert (done.tokens, done.prefill_seconds, done.decode_seconds) == ((3, 4, 5), 1.0, 1.0)
     assert done.counts == DraftCounts(1, 1, 1)
     with pytest.raises(EngineError, match="without token ids"):
-        read_vllm({"choices": []}, {}, {})
+        read_tokens({"choices": []})
 
 
 def test_an_engine_that_is_not_found_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -50,7 +50,7 @@ def refuse_mtp(config: Any, engine: str) -> None:
 
 
 class Vllm(Engine):
-    """Settings as JSON for `--speculative-config`, with a schedule by batch size where the profile was tuned on batches."""
+    """Settings as JSON for `--speculative-config`, with a schedule by batch size if there is one."""
 
     title: ClassVar[str] = "vLLM"
     version: ClassVar[str] = "0.32 and 0.33; 0.32 run on a CPU"
@@ -92,17 +92,18 @@ class Vllm(Engine):
         """Return the value of `--speculative-config`."""
         if plan.shape is None:
             assert plan.lookup is not None, "a draft without a model is a lookup"
-            return {
+            settings: dict[str, Any] = {
                 "method": "ngram",
                 "num_speculative_tokens": plan.lookup.max_tokens,
                 "prompt_lookup_max": plan.lookup.longest,
                 "prompt_lookup_min": plan.lookup.shortest,
             }
-        settings: dict[str, Any] = {
-            "method": "draft_model",
-            "model": str(plan.draft),
-            "num_speculative_tokens": plan.length.num_tokens,
-        }
+        else:
+            settings = {
+                "method": "draft_model",
+                "model": str(plan.draft),
+                "num_speculative_tokens": plan.length.num_tokens,
+            }
         if plan.schedule is not None:
             settings["num_speculative_tokens_per_batch_size"] = [list(entry) for entry in plan.schedule]
         return settings

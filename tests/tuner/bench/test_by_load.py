@@ -1,0 +1,178 @@
+"""`sdtune bench --engine --sequences`: rounds in turns, what is chosen from them, and the command with a stand-in for llama.cpp."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+from click.testing import CliRunner, Result
+
+from decoding.drafts import LayerSkip
+from decoding.losslessness import Comparison
+from studies.measurement import BatchTexts, Measurement, PromptSample
+from tests.support.engine_stub import write_llama_cpp
+from tests.support.profiles import save_profile
+from tests.support.refusals import refused
+from tests.support.tiny import write_tiny_prompts
+from tuner.bench.in_engine.by_load import best_length
+from tuner.bench.in_engine.loads import LoadFigures, PlainTexts, check_groups, groups_of, measure_load
+from tuner.cli.main import main
+from tuner.engines.contract import DraftCounts, EngineProgram
+from tuner.engines.loopback import Client
+from tuner.engines.together import RequestRound
+from tuner.errors import ConfigError
+
+PLAIN, DRAFTED = Client(1, "plain"), Client(2, "drafted")
+
+
+def _compare(prompt: Sequence[int], plain: Sequence[int], other: Sequence[int]) -> Comparison:
+    return Comparison(identical=tuple(plain) == tuple(other))
+
+
+def _figures(*plain_seconds: float, identical: bool = True) -> LoadFigures:
+    """Rounds of 10 tokens that take a draft a second each."""
+    samples = tuple(
+        PromptSample(
+            prompt=number,
+            plain_seconds=seconds,
+            plain_tokens=10,
+            draft_seconds=1.0,
+            draft_tokens=10,
+            rounds=5,
+            drafted=10,
+            accepted=5,
+            identical=identical,
+            batch=BatchTexts(count=2, identical=2 * identical, ties=0),
+        )
+        for number, seconds in enumerate(plain_seconds)
+    )
+    return LoadFigures(2, Measurement(samples=samples), 0)
+
+
+def test_the_fastest_length_whose_interval_lies_above_1_is_chosen() -> None:
+    noisy, sure, surer = _figures(0.8, 4.0, 1.2), _figures(1.3, 1.31, 1.32), _figures(1.2, 1.2, 1.2)
+    assert best_length({1: surer, 4: sure, 8: noisy})[0] == 4
+    number, interval = best_length({1: surer, 8: noisy})
+    assert number == 1
+    assert interval is not None
+    assert interval.value == pytest.approx(1.2)
+    assert best_length({8: noisy, 2: _figures(0.9, 0.9, 0.9)}) == (0, None)
+
+
+def test_a_length_whose_texts_differ_is_not_chosen() -> None:
+    wrong = _figures(2.0, 2.0, identical=False)
+    assert wrong.num_different == 4
+    assert best_length({4: wrong, 2: _figures(1.1, 1.1)})[0] == 2
+
+
+def test_rounds_are_whole_groups_and_two_are_needed() -> None:
+    assert groups_of(7, 3) == [range(3), range(3, 6)]
+    check_groups((1, 3), 7)
+    with pytest.raises(ConfigError, match=r"--sequences 4 needs at least 8 prompts, 2 rounds, and there are 7"):
+        check_groups((4, 1), 7)
+
+
+def test_both_servers_run_each_group_in_turns() -> None:
+    texts = PlainTexts(((1,), (2,), (3,), (4,), (5,)), ((10,), (20,), (30,), (40,), (50,)), 12, _compare)
+    asked: list[tuple[Client, tuple[int, ...], int]] = []
+
+    def together(
+        program: EngineProgram, client: Client, prompts: Sequence[Sequence[int]], num_tokens: int
+    ) -> RequestRound:
+        first = tuple(prompt[0] for prompt in prompts)
+        asked.append((client, first, num_tokens))
+        answers = tuple((10 * number,) for number in first)
+        if client is DRAFTED and first == (3, 4):
+            answers = ((30,), (41,))
+        return RequestRound(answers, 2.0 if client is PLAIN else 1.0, DraftCounts(3, 6, 4))
+
+    done = []
+    found = measure_load(
+        cast(EngineProgram, None), PLAIN, DRAFTED, 2, texts, on_round=lambda: done.append(1), together=together
+    )
+    warm_up, rounds = asked[:2], asked[2:]
+    assert all(number < 12 for *_, number in warm_up)
+    assert rounds == [
+        (PLAIN, (1, 2), 12),
+        (DRAFTED, (1, 2), 12),
+        (DRAFTED, (3, 4), 12),
+        (PLAIN, (3, 4), 12),
+    ]
+    assert len(done) == 2
+    assert found.measurement.speedup == pytest.approx(2.0)
+    assert (found.measurement.num_prompts, found.measurement.num_identical, found.num_different) == (4, 3, 1)
+    assert (found.measurement.num_draft_tokens, found.num_plain_different) == (12, 0)
+
+
+def test_what_plain_decoding_does_at_the_same_load_is_no_fault_of_the_draft() -> None:
+    texts = PlainTexts(((1,),), ((10, 11),), 2, _compare)
+    assert texts.judge(0, (10, 12), (10, 12)).identical
+    assert texts.judge(0, (10, 12), (10, 11)).identical
+    assert not texts.judge(0, (10, 12), (10, 13)).identical
+
+
+Bench = Callable[..., Result]
+
+
+@pytest.fixture
+def bench(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bench:
+    """Run the command in a folder with a profile, prompts and the stand-in."""
+    monkeypatch.chdir(tmp_path)
+    write_tiny_prompts(Path("prompts.jsonl"))
+    write_llama_cpp(Path("llama.cpp"))
+    save_profile(Path("profile.yaml"), checkpoint, LayerSkip.blocks((2, 3)))
+
+    def run(*flags: str) -> Result:
+        numbers = ("--tuning-prompts", "4", "--held-out-prompts", "4", "--max-new-tokens", "12")
+        command = ["bench", "--profile", "profile.yaml", "--dataset", "prompts.jsonl", *numbers]
+        return CliRunner().invoke(main, [*command, "--engine", "llama.cpp", "--engine-home", "llama.cpp", *flags])
+
+    return run
+
+
+def _document() -> dict[str, Any]:
+    return cast(dict[str, Any], json.loads(Path("bench/engine.json").read_text()))
+
+
+def test_each_length_is_measured_at_each_number_of_sequences(bench: Bench) -> None:
+    done = bench("--sequences", "2", "--sequences", "1", "--draft-tokens", "2", "--draft-tokens", "40")
+    assert done.exit_code == 0, done.output
+    document = _document()
+    assert "--parallel 2" in document["plain_command"]
+    assert "too many tokens to draft" in document["failed"]["40 tokens"]
+    (draft,) = document["drafts"].values()
+    assert "--spec-draft-n-max 2" in draft["flags"]
+    assert [(each["sequences"], each["rounds"], each["texts"], each["identical"]) for each in draft["loads"]] == [
+        (1, 4, 4, 4),
+        (2, 2, 4, 4),
+    ]
+    assert [each["num_draft_tokens"] for each in draft["loads"]] == [24, 24]
+    assert len(document["samples"]["2 tokens"]["2"]) == 2
+    schedule = document["schedule"]
+    assert schedule["entries"][0][0] == 1
+    assert [load["sequences"] for load in schedule["loads"]] == [1, 2]
+    table = Path("bench/engine.txt").read_text()
+    assert "requests side by side" in table
+    assert "too many tokens to draft" in table
+
+
+def test_a_different_text_is_an_error_and_never_scheduled(bench: Bench) -> None:
+    done = bench("--sequences", "2", "--draft-tokens", "2", "--engine-args", "--wrong")
+    refused(done, "4 texts differ", "llama.cpp's own plain decoding")
+    assert _document()["schedule"]["entries"] == [[1, 2, 0]]
+    assert "decode plainly in llama.cpp" in " ".join(Path("bench/engine.txt").read_text().split())
+
+
+def test_an_engine_that_runs_no_length_is_an_error(bench: Bench) -> None:
+    refused(bench("--sequences", "2", "--draft-tokens", "40"), "too many tokens to draft")
+
+
+def test_settings_that_do_not_go_together_are_refused(bench: Bench) -> None:
+    refused(bench("--sequences", "3"), "--sequences 3 needs at least 6 prompts")
+    refused(bench("--draft-tokens", "2"), "--draft-tokens needs --sequences")
+    refused(bench("--sequences", "1", "--engine-settings", "f"), "--engine-settings", "--sequences")
+    command = ["bench", "--profile", "profile.yaml", "--dataset", "prompts.jsonl", "--sequences", "2"]
+    refused(CliRunner().invoke(main, command), "--sequences", "give --engine")
