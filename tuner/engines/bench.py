@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from studies.measurement import PromptSample
     from tuner.engines.candidates import CandidateExports
     from tuner.engines.contract import EngineProgram, ServerSettings
+    from tuner.engines.lookup_replay import Text
     from tuner.engines.paired import Compare
     from tuner.export.plan import Plan
     from tuner.measuring.paired import Bench
@@ -110,6 +111,11 @@ class EngineBench:
     def indices(self) -> Sequence[int]:
         """Indices of the measurable prompts."""
         return self._bench.indices
+
+    @property
+    def texts(self) -> Sequence[Text]:
+        """The prompts, each with its plain greedy continuation by this process, as token ids."""
+        return tuple(zip(self._bench.prompts, self._bench.continuations, strict=True))
 
     def measure(
         self,

@@ -24,6 +24,11 @@ if TYPE_CHECKING:
 
 LOOKUPS = ((2, 4), (3, 4), (3, 8), (5, 8))
 """Length of the n-grams and most tokens to copy, of the engine's own lookups that race in any case."""
+NGRAMS, COPIED = (2, 3, 4, 5, 6), (4, 6, 8, 12)
+"""Lengths of n-grams and most tokens to copy of the lookups that are predicted from those, where all of them can be.
+
+An engine may not copy fewer tokens than the n-gram has: llama.cpp drafts nothing then.
+"""
 LENGTHS = (2, 4, 8)
 """Fixed numbers of drafted tokens that are tried in the engine for each draft model."""
 LIMIT, THRESHOLD = 8, 0.6
@@ -32,10 +37,17 @@ LIMIT, THRESHOLD = 8, 0.6
 
 def own_lookups() -> list[Candidate]:
     """Return prompt lookups alone, which cost a draft model nothing: what the engine does without any tuning of layers."""
-    return [
-        Candidate(draft=PromptLookup(max_ngram=ngram, min_ngram=ngram), draft_length=Fixed(max_tokens=copied))
-        for ngram, copied in LOOKUPS
-    ]
+    return [lookup_of(ngram, copied) for ngram, copied in LOOKUPS]
+
+
+def predictable_lookups() -> list[Candidate]:
+    """Return all lookups whose speed-up plain texts predict once a few of them are measured; see `lookup_replay`."""
+    return [lookup_of(ngram, copied) for ngram in NGRAMS for copied in COPIED if copied >= ngram]
+
+
+def lookup_of(ngram: int, copied: int) -> Candidate:
+    """Return the lookup of n-grams of one length that copies up to `copied` tokens."""
+    return Candidate(draft=PromptLookup(max_ngram=ngram, min_ngram=ngram), draft_length=Fixed(max_tokens=copied))
 
 
 def other_lengths(candidate: Candidate, *, stops_below: bool) -> list[Candidate]:

@@ -1,0 +1,134 @@
+"""The heat in an engine: what a short one has tried, in which order, and who races."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from decoding.draft_length import Fixed
+from decoding.drafts import EarlyExit, LayerSkip, PromptLookup
+from decoding.profile import TargetIdentity
+from studies.contract import Candidate
+from studies.measurement import Measurement, PromptSample
+from tests.support.records import record
+from tests.support.tiny import tiny_llama
+from tuner.engines.candidates import own_lookups, predictable_lookups
+from tuner.engines.lookup_replay import LookupPrices, replay_lookup
+from tuner.engines.rules import EngineRules
+from tuner.errors import EngineError
+from tuner.progress import Unwatched
+from tuner.search.heat import Heat
+
+EXIT = Candidate(draft=EarlyExit(exit_layer=2), draft_length=Fixed(max_tokens=3))
+SKIP = Candidate(draft=LayerSkip.blocks((1, 3)), draft_length=Fixed(max_tokens=3))
+NO_COPIES = ((tuple(range(10)), tuple(range(10, 30))),) * 6
+PRICES = LookupPrices(per_round=0.7, per_token=0.2)
+
+
+class PlantedEngine:
+    """A bench in an engine whose speed-ups are given by draft, or follow from `PRICES` and the texts; notes what was measured."""
+
+    def __init__(
+        self, speedups: dict[type, float], *, texts: Any = NO_COPIES, most: int = 99, refused: type | None = None
+    ) -> None:
+        self.texts, self._speedups, self._most, self._refused = texts, speedups, most, refused
+        self.tried: list[Candidate] = []
+
+    def measure(self, candidate: Candidate, indices: list[int]) -> Measurement:
+        assert indices == [4, 5]
+        self.tried.append(candidate)
+        if self._refused is type(candidate.draft):
+            raise EngineError("refused")
+        return Measurement(samples=tuple(self._sample(candidate, index) for index in indices))
+
+    def _sample(self, candidate: Candidate, index: int) -> PromptSample:
+        tokens, rounds, drafted, accepted = 19, 0, 0, 0
+        speedup = self._speedups.get(type(candidate.draft), 1.0)
+        if isinstance(candidate.draft, PromptLookup) and PromptLookup not in self._speedups:
+            most = candidate.draft_length.max_tokens
+            counts = replay_lookup([self.texts[index]], ngram=candidate.draft.max_ngram, most=most)
+            tokens, rounds, drafted, accepted = counts.decoded, counts.rounds, counts.drafted, counts.accepted
+            speedup = PRICES.speedup(counts)
+        return PromptSample(
+            prompt=index,
+            plain_seconds=float(tokens),
+            plain_tokens=tokens,
+            draft_seconds=tokens / speedup,
+            draft_tokens=tokens,
+            rounds=rounds,
+            drafted=drafted,
+            accepted=accepted,
+            identical=True,
+        )
+
+    def may_go_on(self) -> bool:
+        return len(self.tried) < self._most
+
+    def heat(self) -> Heat:
+        identity = TargetIdentity(
+            model="tiny", architecture="A", num_layers=6, dtype="float32", config_sha256="c", weights_sha256="w"
+        )
+        rules = EngineRules("llama.cpp", identity, tiny_llama().config, model="tiny")
+        program: Any = SimpleNamespace(starts_at_once=True, title="llama.cpp")
+        bench: Any = self
+        return Heat(program, rules, bench, Unwatched())
+
+    def race(self, count: int = 3) -> list[Candidate]:
+        trials = [record(number=number, candidate=each) for number, each in enumerate((EXIT, SKIP))]
+        heat = self.heat()
+        heat.run(trials, [4, 5, 6], self.may_go_on)
+        return [each.candidate for each in heat.entrants(count)]
+
+
+def test_a_short_heat_has_tried_the_best_draft_and_the_engines_own_lookups() -> None:
+    engine = PlantedEngine({}, most=1 + len(own_lookups()))
+    engine.race()
+    assert [type(each.draft) for each in engine.tried] == [EarlyExit, *[PromptLookup] * len(own_lookups())]
+
+
+@pytest.mark.parametrize(("fast", "slow"), [(EarlyExit, LayerSkip), (LayerSkip, EarlyExit)])
+def test_other_lengths_of_the_fastest_draft_come_first_and_each_draft_races(fast: type, slow: type) -> None:
+    engine = PlantedEngine({fast: 1.4, slow: 1.1, PromptLookup: 1.2})
+    best = engine.race()
+    others = [type(each.draft) for each in engine.tried[2 + len(own_lookups()) :]]
+    assert others == [fast] * (len(others) // 2) + [slow] * (len(others) // 2)
+    assert len(others) == 8, "three lengths and a threshold of each"
+    assert [type(each.draft) for each in best] == [fast, PromptLookup, slow]
+    assert len({each.key for each in engine.tried}) == len(engine.tried)
+
+
+def test_a_draft_that_is_slow_on_every_prompt_does_not_race() -> None:
+    drafts = {type(each.draft) for each in PlantedEngine({LayerSkip: 0.7, EarlyExit: 1.1}).race()}
+    assert drafts == {EarlyExit, PromptLookup}
+
+
+def test_the_least_slow_draft_races_where_all_are_slow() -> None:
+    best = PlantedEngine({LayerSkip: 0.6, EarlyExit: 0.7}, refused=PromptLookup).race(1)
+    assert [type(each.draft) for each in best] == [EarlyExit]
+
+
+def test_an_engine_that_refuses_everything_is_an_error() -> None:
+    engine = PlantedEngine({}, refused=PromptLookup).heat()
+    with pytest.raises(EngineError, match=r"llama\.cpp runs none of the"):
+        engine.run([], [4, 5], lambda: True)
+
+
+def test_the_lookups_that_race_are_the_best_on_all_texts_not_on_those_of_the_heat() -> None:
+    # Bigrams mislead, the fifth and sixth text apart: these are the ones of the heat, and there is nothing to copy.
+    misleading = (tuple([1, 2, 3, 4, 5, 6, 7, 8] * 4), (1, 2, 3, 4, 5, 6, 7, 8, 90, 1, 2, 70, 1, 2, 71, 1, 2))
+    heat = ((7, 8, 9, 7, 8), (9, 7, 8, 9, 7, 8, 9, 7, 8, 9))
+    texts = (misleading,) * 4 + (heat,) * 2
+    engine = PlantedEngine({EarlyExit: 0.5, LayerSkip: 0.5}, texts=texts)
+
+    def speedup(candidate: Candidate, texts: Any) -> float:
+        ngram, most = candidate.draft.max_ngram, candidate.draft_length.max_tokens  # type: ignore[union-attr]
+        return PRICES.speedup(replay_lookup(texts, ngram=ngram, most=most))
+
+    racing = engine.race()
+    by_speedup = sorted(predictable_lookups(), key=lambda each: -speedup(each, texts))
+    best_in_heat = max(predictable_lookups(), key=lambda each: speedup(each, texts[4:]))
+    assert speedup(racing[0], texts) == pytest.approx(speedup(by_speedup[0], texts))
+    assert speedup(best_in_heat, texts) < speedup(racing[0], texts) - 0.01, "the texts of the heat would mislead"
+    assert len(racing) == 2

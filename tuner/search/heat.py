@@ -1,0 +1,197 @@
+"""The heat of a search that deploys to an engine: a few prompts in the engine decide which candidates race there.
+
+Drafts come from trials in this process, which choose them by the engine's rules. What its passes cost is not known before, so
+each draft model also enters with other lengths. The engine's own lookups enter in any case. The first of them that are measured
+tell what drafting costs, and then plain texts predict all of them (`tuner.engines.lookup_replay`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from studies.contract import ORIGIN, Candidate, TrialRecord, TrialState
+from tuner.engines.candidates import other_lengths, own_lookups, predictable_lookups
+from tuner.engines.lookup_replay import LookupPrices, lookup_prices, replay_lookup
+from tuner.errors import EngineError, ExportError
+
+if TYPE_CHECKING:
+    from studies.measurement import Measurement
+    from tuner.engines.bench import EngineBench
+    from tuner.engines.contract import EngineProgram
+    from tuner.engines.rules import EngineRules
+    from tuner.progress import Progress
+
+HEAT = 2
+"""Prompts of the heat: a sample of each order, plain first and draft first."""
+HOPELESS = 0.9
+"""A draft model does not race if it was slower than this in the heat, and slower than plain decoding on each prompt."""
+MOST_LOOKUPS = 2
+"""Lookups that race where their speed-ups are predicted: the two best differ little."""
+
+
+@dataclass
+class Heat:
+    """Candidates of one heat, and what was measured of them."""
+
+    program: EngineProgram
+    rules: EngineRules
+    bench: EngineBench
+    progress: Progress
+    measured: list[tuple[TrialRecord, Measurement]] = field(default_factory=list)
+
+    def run(self, best: Sequence[TrialRecord], indices: Sequence[int], may_go_on: Callable[[], bool]) -> None:
+        """Measure the `best` trials' drafts, lookups and other draft lengths at the first of the indices.
+
+        `may_go_on` is asked before each but the first. What the engine refuses is left out, and said.
+
+        Raises `EngineError` if it runs none of them.
+        """
+        drafts, lookups = self._drafts(best), self._own_lookups()
+        others = self._other_lengths([*drafts, *lookups])
+        heat = indices[:HEAT]
+        num_wanted = len(drafts) + len(lookups) + sum(map(len, others.values()))
+        self.progress.stage(f"heat in {self.program.title}", len(heat) * num_wanted)
+        tried: set[str] = set()
+        for record in self._in_order(drafts, lookups, others):
+            if record.candidate.key in tried:
+                continue
+            if self.measured and not may_go_on():
+                left = max(1, num_wanted - len(tried))
+                self.progress.say(f"heat: {left} candidates are not tried, as no time is left")
+                break
+            tried.add(record.candidate.key)
+            try:
+                found = self.bench.measure(record.candidate, heat)
+            except (EngineError, ExportError) as refused:
+                self.progress.say(f"{record.candidate.draft.describe()} does not race: {refused}")
+            else:
+                self.measured.append((record, found))
+            self.progress.advance(len(heat))
+        if not self.measured:
+            raise EngineError(f"{self.program.title} runs none of the {num_wanted} candidates")
+
+    def entrants(self, count: int) -> list[TrialRecord]:
+        """Return up to `count` candidates to race: the best of each draft model that has a chance, and the best lookups."""
+        prices = self._prices()
+
+        def rank(each: tuple[TrialRecord, Measurement]) -> tuple[bool, float]:
+            record, measurement = each
+            return not measurement.is_lossless, -(self._predicted(record.candidate, prices) or measurement.speedup)
+
+        with_a_chance = [each for each in self.measured if not _is_hopeless(*each)] or self.measured
+        ranked = [record for record, _ in sorted(with_a_chance, key=rank)]
+        chosen = _best_of_each(ranked, count)
+        for record in ranked:
+            lookups = sum(not each.candidate.draft.runs_model for each in chosen)
+            is_one_too_many = prices is not None and not record.candidate.draft.runs_model and lookups >= MOST_LOOKUPS
+            if len(chosen) < count and record not in chosen and not is_one_too_many:
+                chosen.append(record)
+        return chosen
+
+    def _drafts(self, best: Sequence[TrialRecord]) -> list[TrialRecord]:
+        """Return the drafts of the trials as the engine runs them, each once."""
+        as_run = [
+            record.model_copy(update={"candidate": self.rules.as_run(record.candidate)})
+            for record in best
+            if record.candidate.draft.drafts
+        ]
+        return list({record.candidate.key: record for record in reversed(as_run)}.values())[::-1]
+
+    def _own_lookups(self) -> list[TrialRecord]:
+        """Return the engine's own lookups that are measured in any case; one where a server takes long to start."""
+        own = own_lookups() if self.program.starts_at_once else own_lookups()[1:2]
+        return [self._of_engine(number, candidate) for number, candidate in enumerate(own)]
+
+    def _of_engine(self, number: int, candidate: Candidate) -> TrialRecord:
+        return TrialRecord(
+            study=self.rules.name,
+            number=number,
+            state=TrialState.COMPLETE,
+            candidate=self.rules.as_run(candidate),
+            notes={ORIGIN: f"{self.program.title}'s own lookup"},
+        )
+
+    def _other_lengths(self, records: Sequence[TrialRecord]) -> dict[str, list[TrialRecord]]:
+        """Return other draft lengths of each record, by its key; none where a server takes long to start."""
+        if not self.program.starts_at_once:
+            return {}
+        stops_below, known = self.rules.engine.stops_below, {each.candidate.key for each in records}
+        found: dict[str, list[TrialRecord]] = {}
+        for record in records:
+            others = [
+                each for each in other_lengths(record.candidate, stops_below=stops_below) if each.key not in known
+            ]
+            known.update(each.key for each in others)
+            found[record.candidate.key] = [record.model_copy(update={"candidate": each}) for each in others]
+        return found
+
+    def _in_order(
+        self,
+        drafts: Sequence[TrialRecord],
+        lookups: Sequence[TrialRecord],
+        others: Mapping[str, Sequence[TrialRecord]],
+    ) -> Iterator[TrialRecord]:
+        """Yield the best draft, the lookups, the other drafts, and then other lengths, those of the fastest draft first.
+
+        Lookups cost no draft model, so in an engine they are the likeliest to pay: a short heat must have tried them.
+        """
+        yield from drafts[:1]
+        yield from lookups
+        yield from self._best_predicted(len(lookups))
+        yield from drafts[1:]
+        for record, _ in sorted(self.measured, key=lambda each: -each[1].speedup):
+            yield from others.get(record.candidate.key, ())
+
+    def _best_predicted(self, number: int) -> Iterator[TrialRecord]:
+        """Yield the lookups that are predicted to be the fastest of all, which get numbers from `number` on."""
+        if not self.program.starts_at_once or (prices := self._prices()) is None:
+            return
+        ranked = sorted(predictable_lookups(), key=lambda each: -(self._predicted(each, prices) or 0.0))
+        best, fastest = ranked[0], self._predicted(ranked[0], prices)
+        self.progress.say(
+            f"lookups: a round with a draft costs {prices.per_round:.2f} passes more than plain decoding, and "
+            f"{prices.per_token:.2f} per drafted token; of {len(ranked)} lookups, {best.draft.describe()} with "
+            f"{best.draft_length.describe()} is predicted to be the fastest: {fastest:.2f}x on {len(self.bench.texts)} texts"
+        )
+        for offset, candidate in enumerate(ranked[:MOST_LOOKUPS]):
+            yield self._of_engine(number + offset, candidate)
+
+    def _prices(self) -> LookupPrices | None:
+        """Return what drafting costs in the engine, by the lookups measured so far; None if none of them drafted."""
+        alone = [measurement for record, measurement in self.measured if _length_of_ngrams(record.candidate)]
+        return lookup_prices(alone)
+
+    def _predicted(self, candidate: Candidate, prices: LookupPrices | None) -> float | None:
+        """Return a lookup's predicted speed-up on the tuning prompts; None for other drafts, and without prices."""
+        ngram = _length_of_ngrams(candidate)
+        if prices is None or ngram is None:
+            return None
+        return prices.speedup(replay_lookup(self.bench.texts, ngram=ngram, most=candidate.draft_length.max_tokens))
+
+
+def _length_of_ngrams(candidate: Candidate) -> int | None:
+    """Return the length of the n-grams of a lookup alone; None for other drafts, and for lookups of several lengths."""
+    draft = candidate.draft
+    if draft.runs_model or draft.ngram_lengths is None or len(set(draft.ngram_lengths)) > 1:
+        return None
+    return draft.ngram_lengths[0]
+
+
+def _is_hopeless(record: TrialRecord, measurement: Measurement) -> bool:
+    slower = all(sample.ratio < 1.0 for sample in measurement.samples)
+    return record.candidate.draft.runs_model and slower and measurement.speedup < HOPELESS
+
+
+def _best_of_each(ranked: Sequence[TrialRecord], count: int) -> list[TrialRecord]:
+    """Return the first of each draft model, lookups counting as one, `count` at most; a lookup is always among them."""
+    first: dict[object, TrialRecord] = {}
+    for record in ranked:
+        draft = record.candidate.draft
+        first.setdefault(draft.without_lookup() if draft.runs_model else None, record)
+    lookup = first.get(None)
+    chosen = list(first.values())[:count]
+    if lookup is not None and lookup not in chosen:
+        chosen[-1] = lookup
+    return chosen
