@@ -107,6 +107,28 @@ def test_both_servers_run_each_group_in_turns() -> None:
     assert (found.measurement.num_draft_tokens, found.num_plain_different) == (12, 0)
 
 
+def test_repeats_of_a_group_are_one_sample_and_swap_the_order() -> None:
+    texts = PlainTexts(((1,), (2,), (3,), (4,)), ((1,), (2,), (3,), (4,)), 12, _compare)
+    asked: list[Client] = []
+
+    def together(
+        program: EngineProgram, client: Client, prompts: Sequence[Sequence[int]], num_tokens: int
+    ) -> RequestRound:
+        asked.append(client)
+        return RequestRound(
+            tuple(tuple(each) for each in prompts), 2.0 if client is PLAIN else 1.0, DraftCounts(3, 6, 4)
+        )
+
+    engine = cast(EngineProgram, None)
+    found = measure_load(engine, PLAIN, DRAFTED, 2, texts, on_round=lambda: None, repeats=2, together=together)
+    first, second = asked[2:6], asked[6:]
+    assert first == [PLAIN, DRAFTED, DRAFTED, PLAIN]
+    assert second == [DRAFTED, PLAIN, PLAIN, DRAFTED]
+    assert [(each.plain_seconds, each.plain_tokens, each.texts.count) for each in found.measurement.samples] == [
+        (4, 4, 4)
+    ] * 2
+
+
 def test_what_plain_decoding_does_at_the_same_load_is_no_fault_of_the_draft() -> None:
     texts = PlainTexts(((1,),), ((10, 11),), 2, _compare)
     assert texts.judge(0, (10, 12), (10, 12)).identical
@@ -145,7 +167,7 @@ def test_each_length_is_measured_at_each_number_of_sequences(bench: Bench) -> No
     assert "too many tokens to draft" in document["failed"]["40 tokens"]
     (draft,) = document["drafts"].values()
     assert "--spec-draft-n-max 2" in draft["flags"]
-    assert [(each["sequences"], each["rounds"], each["texts"], each["identical"]) for each in draft["loads"]] == [
+    assert [(each["sequences"], each["groups"], each["texts"], each["identical"]) for each in draft["loads"]] == [
         (1, 4, 4, 4),
         (2, 2, 4, 4),
     ]

@@ -119,9 +119,12 @@ def _measure(
     try:
         with engine.server(flags, log, progress, what=f"with its draft, {name}") as drafted:
             for sequences in _in_order(engine.config.sequences):
-                rounds = len(texts.prompts) // sequences
+                repeats = engine.config.repeats
+                rounds = repeats * (len(texts.prompts) // sequences)
                 progress.stage(f"{program.title}: {name}, {sequences} side by side", rounds)
-                found.append(measure_load(program, plain, drafted, sequences, texts, on_round=progress.advance))
+                found.append(
+                    measure_load(program, plain, drafted, sequences, texts, on_round=progress.advance, repeats=repeats)
+                )
                 speedup = found[-1].measurement.speedup_interval()
                 progress.say(f"{sequences} side by side, {name}: {speedup} over plain decoding")
     except EngineError as cause:

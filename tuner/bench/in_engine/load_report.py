@@ -19,12 +19,12 @@ if TYPE_CHECKING:
     from tuner.bench.in_engine.loads import LoadFigures
     from tuner.bench.in_engine.result import DraftAtLoads, LoadsResult
 
-HEADINGS = ("rounds", "plain tok/s", "tok/s", "over plain", "accepted/drafted", "identical")
+HEADINGS = ("groups", "plain tok/s", "tok/s", "over plain", "accepted/drafted", "identical")
 
 
 def loads_table(result: LoadsResult, engine: str) -> RenderableType:
     """Return a line per number of sequences and draft length, and a legend below; `engine` is the name of the export."""
-    title = f"{result.title} ({result.version}): requests side by side (95 % intervals over rounds)"
+    title = f"{result.title} ({result.version}): requests side by side (95 % intervals over groups of prompts)"
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("side by side", justify="right", no_wrap=True)
     table.add_column("draft", no_wrap=True)
@@ -73,7 +73,7 @@ def _figures(load: LoadFigures) -> dict[str, Any]:
     measurement = load.measurement
     return {
         "sequences": load.sequences,
-        "rounds": len(measurement.samples),
+        "groups": len(measurement.samples),
         "speedup": measurement.speedup_interval().model_dump(mode="json"),
         "plain_tokens_per_second": measurement.plain_tokens_per_second,
         "draft_tokens_per_second": measurement.draft_tokens_per_second,

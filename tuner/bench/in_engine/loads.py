@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 FEWEST_ROUNDS = 2
 """Rounds that an interval needs."""
+Pair = tuple["RequestRound", "RequestRound"]
+"""A group continued plainly, and with a draft."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +30,7 @@ class LoadFigures:
 
     sequences: int
     measurement: Measurement
-    """A sample per round; its seconds are the round's wall clock, prompts included, and its tokens those of all texts."""
+    """A sample per group of prompts; its seconds are the wall clock of its rounds, prompts included."""
     num_plain_different: int
     """Texts that plain decoding itself continues otherwise at this number of sequences than alone."""
 
@@ -96,33 +98,40 @@ def measure_load(
     texts: PlainTexts,
     *,
     on_round: Callable[[], None],
+    repeats: int = 1,
     together: Callable[..., RequestRound] = continue_together,
 ) -> LoadFigures:
-    """Continue groups of `sequences` prompts with both servers in turns; which of them begins alternates.
+    """Continue groups of `sequences` prompts with both servers in turns; which of them begins alternates, also between repeats.
 
-    Neither server is busy while the other runs. Both continue the beginning of the first group once before, unmeasured.
+    Neither server is busy while the other runs. Both continue the beginning of the first group once before, unmeasured. The
+    rounds of one group are one sample: repeats take noise out of it, and make no sample of their own.
     """
     groups = groups_of(len(texts.prompts), sequences)
     for client in (plain, drafted):
         together(program, client, _prompts(texts, groups[0]), min(FEWEST_DECODED, texts.num_tokens))
-    samples, num_plain_different = [], 0
-    for number, group in enumerate(groups):
-        order = (plain, drafted) if number % 2 == 0 else (drafted, plain)
-        done = {client: together(program, client, _prompts(texts, group), texts.num_tokens) for client in order}
-        samples.append(_sample(number, texts, group, done[plain], done[drafted]))
-        num_plain_different += sum(
-            text != texts.alone[index] for index, text in zip(group, done[plain].texts, strict=True)
-        )
-        on_round()
-    return LoadFigures(sequences, Measurement(samples=tuple(samples)), num_plain_different)
+    pairs: list[list[Pair]] = [[] for _ in groups]
+    for repeat in range(repeats):
+        for number, group in enumerate(groups):
+            order = (plain, drafted) if (number + repeat) % 2 == 0 else (drafted, plain)
+            done = {client: together(program, client, _prompts(texts, group), texts.num_tokens) for client in order}
+            pairs[number].append((done[plain], done[drafted]))
+            on_round()
+    samples = tuple(_sample(number, texts, group, pairs[number]) for number, group in enumerate(groups))
+    num_plain_different = sum(
+        text != texts.alone[index]
+        for group, done in zip(groups, pairs, strict=True)
+        for plainly, _ in done
+        for index, text in zip(group, plainly.texts, strict=True)
+    )
+    return LoadFigures(sequences, Measurement(samples=samples), num_plain_different)
 
 
 def _prompts(texts: PlainTexts, group: range) -> list[Sequence[int]]:
     return [texts.prompts[index] for index in group]
 
 
-def _sample(number: int, texts: PlainTexts, group: range, plain: RequestRound, drafted: RequestRound) -> PromptSample:
-    found = list(_comparisons(texts, group, plain, drafted))
+def _sample(number: int, texts: PlainTexts, group: range, pairs: Sequence[Pair]) -> PromptSample:
+    found = [each for pair in pairs for each in _comparisons(texts, group, *pair)]
     counts = BatchTexts(
         count=len(found),
         identical=sum(each.identical for each in found),
@@ -132,13 +141,13 @@ def _sample(number: int, texts: PlainTexts, group: range, plain: RequestRound, d
     different = [each for each in found if not each.identical]
     return PromptSample(
         prompt=number,
-        plain_seconds=plain.seconds,
-        plain_tokens=plain.num_tokens,
-        draft_seconds=drafted.seconds,
-        draft_tokens=drafted.num_tokens,
-        rounds=drafted.counts.rounds,
-        drafted=drafted.counts.drafted,
-        accepted=drafted.counts.accepted,
+        plain_seconds=sum(plain.seconds for plain, _ in pairs),
+        plain_tokens=sum(plain.num_tokens for plain, _ in pairs),
+        draft_seconds=sum(drafted.seconds for _, drafted in pairs),
+        draft_tokens=sum(drafted.num_tokens for _, drafted in pairs),
+        rounds=sum(drafted.counts.rounds for _, drafted in pairs),
+        drafted=sum(drafted.counts.drafted for _, drafted in pairs),
+        accepted=sum(drafted.counts.accepted for _, drafted in pairs),
         identical=not different,
         tie=bool(different) and all(each.tie for each in different),
         batch=counts,

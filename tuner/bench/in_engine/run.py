@@ -71,6 +71,8 @@ def run_and_write_in_engine(
 def check_engine_settings(config: BenchConfig) -> None:
     """Raise `ConfigError` for settings that exclude each other."""
     defaults = {name: BenchConfig.model_fields[name].get_default() for name in WITHOUT_ENGINE}
+    if config.sequences:
+        del defaults["repeats"]
     wrong = [name for name, usual in defaults.items() if getattr(config, name) != usual]
     if wrong:
         flags = ", ".join(f"--{name.replace('_', '-')}" for name in wrong)
