@@ -1,4 +1,4 @@
-"""What the server has seen lately, as numbers without any text: to judge its profiles, and to tune the next ones."""
+"""What the server has seen lately, as numbers: to judge its profiles, and to tune the next ones. Texts only if they are kept."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from uuid import uuid4
 
 from decoding.arms.windows import TimedWindow
 from decoding.rounds import Prefill, Round
+from decoding.serving.kept_texts import KeptTexts
 from decoding.serving.waiting_room import Job, RequestEnd
 
 MOST_RECORDS = 1000
@@ -24,8 +25,10 @@ class Observations:
     started again has another `server`.
     """
 
-    def __init__(self, limit: int = MOST_RECORDS) -> None:
+    def __init__(self, limit: int = MOST_RECORDS, texts: KeptTexts | None = None) -> None:
         self.server = uuid4().hex
+        self.texts = texts
+        """The texts of late requests; None unless the operator wants them kept."""
         self._window_numbers, self._request_numbers = count(1), count(1)
         self._windows: deque[dict[str, Any]] = deque(maxlen=limit)
         self._requests: deque[dict[str, int]] = deque(maxlen=limit)
@@ -52,6 +55,8 @@ class Observations:
 
     def observe(self, job: Job, event: Prefill | Round | RequestEnd) -> None:
         """Count the tokens of a request until its end. An observer of the batch."""
+        if self.texts is not None:
+            self.texts.observe(job, event)
         if isinstance(event, Prefill):
             self._num_new[job] = 1
         elif isinstance(event, Round):
@@ -63,6 +68,6 @@ class Observations:
                 self._requests.append(record)
 
     def document(self) -> dict[str, Any]:
-        """Return all that is kept, the oldest first."""
+        """Return all that is kept, the oldest first, without texts."""
         with self._lock:
             return {"server": self.server, "windows": list(self._windows), "requests": list(self._requests)}

@@ -45,6 +45,13 @@ class ServeSettings(Document):
         description="Most tokens of a prompt and its answer, at most the model's context.",
         json_schema_extra=LIMITS,
     )
+    keep_texts: int = Field(
+        0,
+        ge=0,
+        le=1000,
+        description="Greedy requests whose texts are kept in memory, for `sdtune jobs observe --texts`; 0 keeps none.",
+        json_schema_extra=LIMITS,
+    )
     model: ProfileModel = None
     dtype: ProfileDtype = None
     device: Device = "auto"
@@ -73,7 +80,7 @@ def serve(profile: str, **flags: Any) -> None:
       POST /v1/completions, /v1/chat/completions   at once or streamed; stop, seed, temperature, top_p
       GET  /v1/models, /health
       GET  /metrics                                for Prometheus, by vLLM's names
-      GET  /observations                           speeds, acceptance and lengths of late, without text
+      GET  /observations                           speeds, acceptance and lengths of late, without text unless --keep-texts
 
     Requests are decoded together, and each gets the text that it would get alone: greedy output is plain decoding's. A client
     that goes away frees its row. Ctrl-C or SIGTERM lets running requests end.

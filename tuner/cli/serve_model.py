@@ -28,6 +28,7 @@ def serve_model(settings: ServeSettings) -> None:
 
     from decoding.serving.alias_watch import AliasWatch, hand_over
     from decoding.serving.batch import RowDecoder
+    from decoding.serving.kept_texts import KeptTexts
     from decoding.serving.observations import Observations
     from decoding.serving.run import ServerLimits, api_key_for, new_service, refuse_busy_address, serve
 
@@ -48,7 +49,7 @@ def serve_model(settings: ServeSettings) -> None:
     decoder = load_decoder(path).decoder_for(loaded.model)
     if settings.plain:
         decoder = plain_decoder(decoder.target)
-    observations = Observations()
+    observations = Observations(texts=KeptTexts(settings.keep_texts) if settings.keep_texts else None)
     others = [Arm.of(each.profile, each.decoder_on(decoder.target)) for each in others_loaded]
 
     def served(first: DraftProfile, its: Decoder) -> RowDecoder:
@@ -75,6 +76,8 @@ def serve_model(settings: ServeSettings) -> None:
         [drafts, *(f"{each.profile.name}: {each.profile.draft.describe()}" for each in others_loaded)]
     )
     click.echo(f"serving {service.model.name} with {profile.name}: {drafts}", err=True)
+    if settings.keep_texts:
+        click.echo(f"keeping the texts of up to {settings.keep_texts} greedy requests in memory", err=True)
     watch = AliasWatch(lambda: Path(local_profile(settings.profile)), path, take_over, seconds=settings.poll)
     if is_address(settings.profile) and not settings.plain:
         watch.start()
