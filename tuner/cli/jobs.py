@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from tuner.drift.contract import DriftState
     from tuner.service.client import ServiceClient
     from tuner.service.contract import SearchJob
+    from tuner.service.reporter import Reporter
 
 
 @click.group()
@@ -157,13 +158,17 @@ def workers(context: click.Context) -> None:
 @click.argument("job", metavar="ID")
 @click.option("--server", metavar="URL", help="Address of `sdtune serve`; its observations are reported first.")
 @click.option("--every", type=click.IntRange(min=1), metavar="SECONDS", help="Report again and again, until Ctrl-C.")
+@click.option("--texts", is_flag=True, help="Report texts as well: `serve --keep-texts`, `service --accept-texts`.")
 @click.pass_context
-def observe(context: click.Context, job: str, server: str | None, every: int | None) -> None:
+def observe(context: click.Context, job: str, server: str | None, every: int | None, texts: bool) -> None:
     """Say whether the profile of a search still has its speed-up in production.
 
     With --server, the speeds and lengths that `sdtune serve` has seen lately are reported first. They hold numbers and no text, and
     nothing counts twice. A server keeps its latest 1000 windows, a few minutes of decoding: report at least that often. The key of
     the server, if it has one, is read from the environment variable SDTUNE_API_KEY.
+
+    With --texts, the prompts and answers that a server with --keep-texts has kept are reported as well, as token ids. A service
+    with --accept-texts keeps them in its database. They may be personal data.
 
     \b
     Examples:
@@ -174,22 +179,35 @@ def observe(context: click.Context, job: str, server: str | None, every: int | N
 
     if every is not None and server is None:
         raise ConfigError("--every: what should be reported again and again? give --server as well")
+    if texts and server is None:
+        raise ConfigError("--texts: whose texts should be reported? give --server as well")
     with _client(context) as client:
         if server is None:
             click.echo(_drift_line(client.observations(job)))
         else:
-            _report(client, job, server, every)
+            from tuner.service.reporter import Reporter
+
+            _report(Reporter(client, job, server, os.environ.get(SERVER_KEY), with_texts=texts), every)
 
 
-def _report(client: ServiceClient, job: str, server: str, every: int | None) -> None:
+@jobs.command()
+@click.argument("job", metavar="ID")
+@click.pass_context
+def forget(context: click.Context, job: str) -> None:
+    """Delete what production has reported for a search and those re-tuned from it, texts included."""
+    with _client(context) as client:
+        client.forget(job)
+    click.echo(f"{job}: nothing is kept of what production has reported")
+
+
+def _report(reporter: Reporter, every: int | None) -> None:
     """Report once, or `every` so many seconds; then a server or a service that does not answer is asked again."""
     from tuner.service.contract import ServiceError
-    from tuner.service.reporter import observed_by, report
 
     said = ""
     while True:
         try:
-            line = _drift_line(report(client, job, observed_by(server, os.environ.get(SERVER_KEY))))
+            line = _drift_line(reporter.report())
         except ServiceError as cause:
             if every is None:
                 raise
@@ -210,6 +228,8 @@ def _drift_line(state: DriftState) -> str:
         facts.append(f"promised {known.speedup:.2f} [{known.low:.2f}, {known.high:.2f}]")
     compared = f"{state.pairs} pairs in {state.blocks} blocks"
     facts.append(f"{compared} of {state.windows} windows and {state.plain_windows} plain ones")
+    if state.texts:
+        facts.append(f"{state.texts} texts kept")
     if state.retuning is not None:
         facts.append(f"re-tuning: {state.retuning}")
     return "  ".join(facts)

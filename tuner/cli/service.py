@@ -45,6 +45,14 @@ FOLDER = click.option(
     metavar="DURATION",
     help="Shortest time from one such search to the next of the same profile.",
 )
+@click.option(
+    "--accept-texts",
+    type=click.IntRange(0, 10_000),
+    default=0,
+    show_default=True,
+    metavar="N",
+    help="Texts of production to keep for each search, replayed before it is run again; 0 refuses them.",
+)
 @click.option("--promote", is_flag=True, help="With --retune: move the champion's alias to a profile that is faster.")
 def service(
     models: tuple[str, ...],
@@ -56,6 +64,7 @@ def service(
     mlflow_address: str | None,
     retune: bool,
     retune_pause: str,
+    accept_texts: int,
     promote: bool,
 ) -> None:
     """Accept searches over HTTP and keep them in a queue, which `sdtune worker` serves.
@@ -67,6 +76,7 @@ def service(
     SDTUNE_SERVICE_TOKEN as a bearer token; without that variable the service does not start. Put a proxy with TLS before it.
 
     Production servers may report their speeds: see `sdtune jobs observe`. The verdict on a profile is shown; --retune acts on it.
+    Reports with texts are refused, unless --accept-texts says how many are kept in the database.
 
     \b
     Examples:
@@ -96,7 +106,7 @@ def service(
     # Checking a configuration imports the studies and torch: now, so that the first client does not wait for that.
     SearchConfig.model_validate({"model": "none", "dataset": "none", "studies": {"joint": {}}})
     jobs = Jobs(database)
-    policy = RetuningPolicy(retune, promote, pause)
+    policy = RetuningPolicy(retune, promote, pause, accept_texts)
     settings = ServiceSettings(Allowed(models, datasets), folder, token, mlflow_address, policy, hosts)
     click.echo(f"sdtune: listening on http://{host}:{port}", err=True)
     try:

@@ -1,4 +1,4 @@
-"""The documents of drift: what a production server reports, and what follows from it. Numbers only, all of them bounded."""
+"""The documents of drift: what a production server reports, and what follows from it. All bounded; texts only if asked for."""
 
 from __future__ import annotations
 
@@ -13,6 +13,10 @@ from decoding.documents.strict_yaml import Document
 
 MOST_REPORTED = 1000
 """Most windows, and most requests, of one report: as many as a server keeps."""
+MOST_TEXTS = 100
+"""Most texts of one report. 100,000 tokens of texts fit into a body; see `tuner.service.reporter`."""
+LONGEST_PROMPT, LONGEST_CONTINUATION = 4096, 512
+"""Most tokens of a text, as a server keeps them (`decoding.serving.kept_texts`)."""
 LONGEST_DRAFT = 64
 MOST_TOKENS = 10_000_000
 MOST_SECONDS = 86_400.0
@@ -20,6 +24,7 @@ MOST_SECONDS = 86_400.0
 Number = Annotated[int, Field(ge=1, lt=2**53)]
 Name = Annotated[str, Field(min_length=1, max_length=300)]
 Count = Annotated[int, Field(ge=0, le=MOST_TOKENS)]
+TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 
 
 class ObservedWindow(Document):
@@ -50,16 +55,33 @@ class ObservedRequest(Document):
     new_tokens: Count
 
 
+class ObservedText(Document):
+    """One greedy request as token ids. It may hold personal data: kept only where both ends ask for it."""
+
+    number: Number = Field(description="Counted from 1 since the server started.")
+    prompt: tuple[TokenId, ...] = Field(min_length=1, max_length=LONGEST_PROMPT)
+    continuation: tuple[TokenId, ...] = Field(min_length=2, max_length=LONGEST_CONTINUATION)
+
+
 class Observed(Document):
     """What a server's `GET /observations` returns: the latest windows and requests, the oldest first."""
 
     server: str = Field(pattern=r"^[0-9a-f]{32}$", description="Identifies a server from its start to its end.")
     windows: list[ObservedWindow] = Field(max_length=MOST_REPORTED)
     requests: list[ObservedRequest] = Field(max_length=MOST_REPORTED)
+    texts: list[ObservedText] = Field(
+        default_factory=list, max_length=MOST_REPORTED, description="Empty unless they are asked for."
+    )
 
 
 class ObservationReport(Observed):
     """The body of POST /v1/observations."""
+
+    texts: list[ObservedText] = Field(
+        default_factory=list,
+        max_length=MOST_TEXTS,
+        description="Refused unless the service was started with --accept-texts.",
+    )
 
     search: str = Field(pattern=r"^[0-9a-f]{16}$", description="Id of the search whose profile is served.")
 
@@ -70,6 +92,7 @@ class Kept:
 
     windows: Sequence[tuple[str, ObservedWindow]] = ()
     requests: Sequence[ObservedRequest] = ()
+    num_texts: int = 0
 
 
 class Promised(Document):
@@ -121,6 +144,7 @@ class DriftState(Document):
         0, description="Windows at another load, or at other lengths, than the profile was tuned for."
     )
     requests: int = Field(0, description="Requests that are kept.")
+    texts: int = Field(0, description="Texts that are kept, to be replayed when the search is run again.")
     prompt_tokens: float | None = Field(None, description="Their median.")
     new_tokens: float | None = Field(None, description="Their median.")
     acceptance_by_position: tuple[float, ...] = Field(

@@ -19,6 +19,7 @@ def judge(promised: Promised | None, kept: Kept) -> DriftState:
         promised=promised,
         plain_windows=sum(window.arm == PLAIN_NAME for window in all_windows),
         requests=len(kept.requests),
+        texts=kept.num_texts,
         prompt_tokens=_median([request.prompt_tokens for request in kept.requests]),
         new_tokens=_median([request.new_tokens for request in kept.requests]),
         latest=max((window.ended for window in all_windows), default=None),

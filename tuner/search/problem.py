@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 
-from decoding.drafts import DraftDocument, EarlyExit
+from decoding.drafts import BitWidth, DraftDocument, EarlyExit
 from decoding.lockstep import shared_batch_size
 from studies.contract import Problem, TrialRecord
 from studies.costs.table import CostTable
@@ -39,24 +39,7 @@ def build_problem(
         earlier.setdefault(record.study, []).append(record)
 
     def costs(max_tokens: int) -> CostTable:
-        with task.budget.clock.stage(Stage.COSTS):
-            table = cost_table(
-                task.target,
-                max_tokens=max_tokens,
-                contexts=_contexts(bench),
-                progress=progress,
-                num_sequences=bench.batch_size,
-                bits=task.config.wanted_bits(task.target.device),
-                folder=costs_folder,
-                most_seconds=math.inf if seconds is None else COSTS_SHARE * seconds,
-                seed=task.config.seed,
-            )
-        task.watch.note_cost_error(table.error.median)
-        decode_in_lockstep = shared_batch_size(task.target, bench.batch_size)
-        progress.say(
-            f"{f'{decode_in_lockstep} sequences in lockstep: ' if decode_in_lockstep > 1 else ''}{table.describe()}"
-        )
-        return table
+        return costs_of(task, _contexts(bench), max_tokens, seconds, progress, costs_folder=costs_folder)
 
     return Problem(
         target=task.target,
@@ -73,6 +56,40 @@ def build_problem(
         seconds=seconds,
         accepts=_anything if task.deployment is None else task.deployment.rules.accepts,
     )
+
+
+def costs_of(
+    task: Task,
+    contexts: Sequence[int],
+    max_tokens: int,
+    seconds: float | None,
+    progress: Progress,
+    *,
+    bits: Collection[BitWidth] = (),
+    costs_folder: Path | None = None,
+) -> CostTable:
+    """Return the costs of passes of a search after these contexts, measured unless they are stored.
+
+    `bits` are further precisions that the table must know; see `build_problem` for the rest.
+    """
+    with task.budget.clock.stage(Stage.COSTS):
+        table = cost_table(
+            task.target,
+            max_tokens=max_tokens,
+            contexts=contexts,
+            progress=progress,
+            num_sequences=task.config.batch_size,
+            bits=sorted({*bits, *task.config.wanted_bits(task.target.device)}),
+            folder=costs_folder,
+            most_seconds=math.inf if seconds is None else COSTS_SHARE * seconds,
+            seed=task.config.seed,
+        )
+    task.watch.note_cost_error(table.error.median)
+    decode_in_lockstep = shared_batch_size(task.target, task.config.batch_size)
+    progress.say(
+        f"{f'{decode_in_lockstep} sequences in lockstep: ' if decode_in_lockstep > 1 else ''}{table.describe()}"
+    )
+    return table
 
 
 def _anything(draft: DraftDocument) -> bool:

@@ -200,7 +200,7 @@ def _add_drift(app: FastAPI, watch: DriftWatch) -> None:
     def report(body: ObservationReport) -> DriftState:
         """Take in what a production server has seen with the profile of a search, and return the verdict on that profile.
 
-        Windows and requests that were reported before count once. Nothing but numbers is taken.
+        Windows and requests that were reported before count once. Texts are refused unless the service was started for them.
         """
         return watch.report(body)
 
@@ -208,6 +208,11 @@ def _add_drift(app: FastAPI, watch: DriftWatch) -> None:
     def observations(job: JobId) -> DriftState:
         """Return the verdict on the profile of a search, by what production has reported so far."""
         return watch.state(job)
+
+    @app.delete("/v1/searches/{job}/observations", responses=UNKNOWN)
+    def forget(job: JobId) -> DriftState:
+        """Delete what production has reported for a search and those re-tuned from it, texts included."""
+        return watch.forget(job)
 
 
 async def _watched(jobs: Jobs, job: str) -> AsyncIterator[str]:

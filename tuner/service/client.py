@@ -73,6 +73,10 @@ class ServiceClient:
         """Return the verdict on the profile of a search in production."""
         return DriftState.model_validate(self._call("GET", f"/v1/searches/{job}/observations"))
 
+    def forget(self, job: str) -> DriftState:
+        """Delete what production has reported for a search, texts included; return the verdict that is left."""
+        return DriftState.model_validate(self._call("DELETE", f"/v1/searches/{job}/observations"))
+
     def watch(self, job: str) -> Iterator[SearchJob]:
         """Yield a search at each change, until it is over."""
         try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import Field
 
@@ -72,6 +72,42 @@ class Retuning(Document):
     champion: str = Field(description="Id of the search whose profile is in use: the root's, or one that was re-tuned.")
     has_same_data: bool = Field(description="False if the data set has changed since the root was submitted.")
     promote: bool = Field(description="Whether the alias of the champion goes to a profile that is faster.")
+    replays: bool = Field(
+        False, description="Whether texts of production are replayed first, to order what is measured."
+    )
+
+
+class PredictedCandidate(Document):
+    """A candidate as it is predicted on texts of production. Nothing of it was measured there."""
+
+    description: str
+    origin: Literal["champion", "trial", "lookup"] = Field(
+        description="The profile in use, a trial of its search, or a lookup that was tried beside them."
+    )
+    predicted_speedup: float = Field(description="Over plain decoding, by replay and measured costs of passes.")
+
+
+class TextReplay(Document):
+    """What was replayed before a search was run again. Predictions: they order what is measured, and are no measurements."""
+
+    texts: int = Field(description="Texts of production that were replayed.")
+    tokens: int = Field(0, description="Their continuations' tokens.")
+    left_out: int = Field(0, description="Texts that this model does not write so, or that do not fit into it.")
+    predicted: list[PredictedCandidate] = Field(default_factory=list, description="The fastest first.")
+    seconds: float = Field(0.0, description="Time of the replay, costs of passes included.")
+
+    def describe(self) -> str:
+        """Return a line for users."""
+        left_out = f"{self.left_out} left out, which this model does not write so" if self.left_out else ""
+        if not self.predicted:
+            return f"no text of production to replay{left_out and f': {left_out}'}"
+        best = self.predicted[0]
+        champion = next((each for each in self.predicted if each.origin == "champion"), None)
+        known = "" if champion is None else f"; the champion {champion.predicted_speedup:.2f}x"
+        return (
+            f"replayed {self.texts} texts of production{left_out and f' ({left_out})'}: predicted best "
+            f"{best.predicted_speedup:.2f}x, {best.description}{known}"
+        )
 
 
 class ChampionContest(Document):
@@ -141,6 +177,9 @@ class SearchJob(Document):
     error: str | None = None
     mlflow_run: str | None = None
     retuned_from: str | None = Field(None, description="Search whose profile lost its speed-up, if that is why.")
+    replay: TextReplay | None = Field(
+        None, description="Predictions on texts of production, for a search that was re-tuned with such texts."
+    )
     drift: DriftVerdict | None = Field(
         None, description="Whether the profile still has its speed-up in production; None if nothing was reported."
     )

@@ -30,6 +30,8 @@ class RetuningPolicy:
     promote: bool = False
     """Whether the alias goes to a profile that is faster than the champion, measured in turns."""
     pause_seconds: float = PAUSE_SECONDS
+    most_texts: int = 0
+    """Texts of production that are kept for a search, to be replayed first; 0 refuses them."""
 
 
 class DriftWatch:
@@ -48,25 +50,41 @@ class DriftWatch:
     def report(self, report: ObservationReport) -> DriftState:
         """Keep a report and return the verdict on the profile in use, of this search or of one that was re-tuned from it.
 
-        Raises `UnknownJobError`, and `NoResultError` for a search without a profile.
+        Raises `UnknownJobError`, `NoResultError` for a search without a profile, and `ServiceError` for texts that are not wanted.
         """
+        if report.texts and not self._policy.most_texts:
+            raise ServiceError(
+                "texts: this service takes none: start it with --accept-texts, or report without `sdtune jobs observe --texts`"
+            )
         if self._jobs.result(report.search) is None:
             raise NoResultError(report.search, self._jobs.find(report.search).state)
-        retuning = self._jobs.retuning(report.search)
-        root = report.search if retuning is None else retuning.root
+        root = self._root(report.search)
         store = self._jobs.observations
-        store.keep(root, report)
+        store.keep(root, report, most_texts=self._policy.most_texts)
         kept, lineage = store.kept(root), self._jobs.lineage(root)
         results = {job.id: result for job in lineage if (result := self._jobs.result(job.id)) is not None}
         used = _used(results, kept) or report.search
         states = {job: judge(result.promised, kept) for job, result in results.items()}
         if states[used].verdict is DriftVerdict.BELOW:
-            done = self._retune(root, used, lineage)
+            done = self._retune(root, used, lineage, kept.num_texts)
             states[used] = states[used].model_copy(update={"retuning": done})
         for job, state in states.items():
             if state.windows or job in (used, report.search):
                 store.note(job, state)
         return states[used]
+
+    def forget(self, job: str) -> DriftState:
+        """Delete what production has reported for a search and those of its lineage; return the verdict that is left.
+
+        Raises `UnknownJobError`.
+        """
+        root = self._root(job)
+        self._jobs.observations.forget(root, [each.id for each in self._jobs.lineage(root)])
+        return self.state(job)
+
+    def _root(self, job: str) -> str:
+        retuning = self._jobs.retuning(job)
+        return job if retuning is None else retuning.root
 
     def state(self, job: str) -> DriftState:
         """Return the latest verdict on the profile of a search. Raises `UnknownJobError`."""
@@ -76,7 +94,7 @@ class DriftWatch:
         result = self._jobs.result(job)
         return judge(None if result is None else result.promised, Kept())
 
-    def _retune(self, root: str, champion: str, lineage: list[SearchJob]) -> str:
+    def _retune(self, root: str, champion: str, lineage: list[SearchJob], num_texts: int) -> str:
         """Submit another search unless there is a reason not to; return what was done. One that runs is left alone."""
         if not self._policy.retune:
             return "nothing: the service was started without --retune"
@@ -98,9 +116,17 @@ class DriftWatch:
             return f"not accepted any more: {refused}"
         # Two reports at once have the same number, so they submit one search.
         job = retuned_id(root, len(lineage))
-        retuning = Retuning(root=root, champion=champion, has_same_data=has_same_data, promote=self._policy.promote)
+        # Greedy texts say nothing of a profile for sampling.
+        replays = self._policy.most_texts > 0 and num_texts > 0 and not config.temperature
+        retuning = Retuning(
+            root=root,
+            champion=champion,
+            has_same_data=has_same_data,
+            promote=self._policy.promote,
+            replays=replays,
+        )
         self._jobs.submit(job, request.config, request.queue, heads, retuning)
-        return f"submitted {job}"
+        return f"submitted {job}{f', which replays {num_texts} texts first' if replays else ''}"
 
 
 def _used(results: dict[str, JobResult], kept: Kept) -> str | None:

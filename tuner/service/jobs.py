@@ -23,6 +23,7 @@ from tuner.service.contract import (
     Retuning,
     SearchJob,
     SearchRequest,
+    TextReplay,
     UnknownJobError,
     WorkerCard,
 )
@@ -32,8 +33,8 @@ WORKFLOW = "tune"
 VERSION = "1"
 """Version of the steps: workers run the jobs of their own version only. A change of the steps' order or results raises it."""
 WORKER_LEASE = "service worker "
-PROGRESS, OUTAGE = "progress", "outage"
-"""Attributes of a workflow: what the search said last, and the store that it waits for."""
+PROGRESS, OUTAGE, REPLAY = "progress", "outage", "replay"
+"""Attributes of a workflow: what the search said last, the store that it waits for, and what it predicted on production's texts."""
 PATIENCE_SECONDS = 3600.0
 """Seconds for which a search waits for a store that does not answer, before it fails."""
 STREAK_SECONDS = 600.0
@@ -158,6 +159,10 @@ class Jobs:
         """Store what a running search says."""
         self._client.update_workflow_attributes(job, {PROGRESS: progress.model_dump(mode="json")}, merge=True)
 
+    def note_replay(self, job: str, replay: TextReplay) -> None:
+        """Store what a search that is run again predicts on texts of production."""
+        self._client.update_workflow_attributes(job, {REPLAY: replay.model_dump(mode="json")}, merge=True)
+
     def note_start(self, job: str) -> None:
         """Store that a search runs, and so waits for no store. Since when the present outage lasts is kept."""
         if outage := (self._status(job).attributes or {}).get(OUTAGE):
@@ -251,6 +256,7 @@ def _job(status: WorkflowStatus) -> SearchJob:
     config, retuning = _arguments(status)[1], _retuning(status)
     attributes = status.attributes or {}
     progress = JobProgress.model_validate(attributes.get(PROGRESS, {}))
+    replay = attributes.get(REPLAY)
     state = _STATES.get(status.status, JobState.FAILED)
     if waits := _awaits_store(status):
         state = JobState.QUEUED
@@ -266,6 +272,7 @@ def _job(status: WorkflowStatus) -> SearchJob:
         progress=progress,
         error=None if waits or status.error is None else first_line(status.error),
         retuned_from=None if retuning is None else retuning.champion,
+        replay=None if replay is None else TextReplay.model_validate(replay),
         mlflow_run=status.output.get("mlflow_run") if isinstance(status.output, dict) else None,
     )
 

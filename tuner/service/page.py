@@ -45,6 +45,14 @@ _JOB = """{% extends "base" %}{% block title %}{{ job.model }} on {{ job.dataset
 {{ job.progress.message }}</p>
 <p>{{ job.progress.trials }} trials; best {{ job.progress.best_speedup | speed }} {{ job.progress.best_draft or "" }}</p>
 {% endif %}
+{% if job.replay and job.replay.predicted %}
+<h2>Predicted on texts of production</h2>
+<p>{{ job.replay.texts }} texts of {{ job.replay.tokens }} tokens were replayed{% if job.replay.left_out %}, and
+{{ job.replay.left_out }} left out{% endif %}. These are predictions: they chose what was measured first.</p>
+<table><tr><th>predicted speed-up</th><th></th><th>setting</th></tr>
+{% for each in job.replay.predicted %}<tr><td class="n">{{ each.predicted_speedup | speed }}</td><td>{{ each.origin }}</td>
+<td>{{ each.description }}</td></tr>{% endfor %}</table>
+{% endif %}
 {% if result and result.contest %}
 <p>In turns with the champion, <a href="/searches/{{ result.contest.champion }}">{{ result.contest.champion }}</a>:
 {% if result.contest.over_champion %}{{ "{:.2f}".format(result.contest.over_champion) }} times its speed.{% endif %}
@@ -61,6 +69,7 @@ _JOB = """{% extends "base" %}{% block title %}{{ job.model }} on {{ job.dataset
 <br>{{ drift.pairs }} pairs of windows in {{ drift.blocks }} blocks; {{ drift.windows }} windows of the profile and
 {{ drift.plain_windows }} plain ones are kept{% if drift.elsewhere %}, {{ drift.elsewhere }} of the profile's at another load or
 other lengths{% endif %}
+{% if drift.texts %}<br>{{ drift.texts }} texts are kept{% endif %}
 {% if drift.retuning %}<br>{{ drift.retuning }}{% endif %}</p>
 {% endif %}
 {% if result %}

@@ -1,32 +1,38 @@
 """A search that is run again because the profile in use has lost its speed-up: warm start, champion and promotion.
 
-What production reports has no texts, so no round of it can be replayed: the search is warm-started by candidates alone, and all of
-them are measured anew.
+The search is warm-started by candidates alone, and all of them are measured anew. If production has reported texts, these are
+replayed first: that orders the candidates, and more of them are considered.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from decoding.drafts import Draft
 from studies.contract import Candidate, best_trials
 from tuner.config import SearchConfig
 from tuner.errors import PromotionError, SearchError
+from tuner.progress import Progress
 from tuner.registry import championships, promote
 from tuner.search.champion import ChampionOutcome
 from tuner.search.steps import Steps
 from tuner.search.storage import StudyStore
+from tuner.search.task import Task
 from tuner.service.admission import placed
 from tuner.service.contract import ChampionContest, Retuning
 from tuner.service.jobs import Jobs
+from tuner.service.text_replay import RatedCandidates, replay_texts
 
 if TYPE_CHECKING:
     from tuner.service.worker import WorkerSettings
 
 NUM_KNOWN = 5
-"""Best trials of the earlier search that are measured first, beside the champion."""
+"""Candidates that are measured first, beside the champion: the best trials of the earlier search, or what promises most on texts of
+production."""
+NUM_REPLAYED = 20
+"""Best trials of the earlier search that are replayed on texts of production."""
 WARM_START = "warm_start"
 SERVICE = "sdtune service"
 
@@ -38,6 +44,8 @@ class RetunedSearch:
     retuning: Retuning
     config: dict[str, Any]
     """The configuration with the warm start before its studies."""
+    known: tuple[Candidate, ...]
+    """The champion, if it can be measured, and the best trials of its search."""
     champion: Candidate | None
     champion_run: str
     """Run of the champion's search in MLflow."""
@@ -56,29 +64,64 @@ def retuned_search(
     # Heads were trained on the tuning prompts of the data set as it was: of another one, these may be held out.
     usable = [
         each
-        for each in [champion, *_best(retuning, settings, jobs)]
+        for each in [champion, *_best(retuning, settings, jobs, NUM_REPLAYED if retuning.replays else NUM_KNOWN)]
         if retuning.has_same_data or not _has_files(each.draft)
     ]
-    candidates = list({each.key: each for each in usable}.values())
+    candidates = tuple({each.key: each for each in usable}.values())
     reason = None
     if champion not in usable:
         reason = "the champion drafts with a trained head, and the data set has changed: compare them by hand"
     whole = SearchConfig.model_validate(config)
-    studies = dict(config.get("studies") or {})
-    names = [name for name in whole.study if name != WARM_START]
-    if candidates:
-        names = [WARM_START, *names]
-        studies[WARM_START] = {"candidates": [each.model_dump(mode="json") for each in candidates]}
+    started = warm_started(whole.study, config.get("studies") or {}, candidates[: NUM_KNOWN + 1])
     return RetunedSearch(
         retuning,
-        {**config, "study": names, "studies": studies},
+        {**config, **started},
+        candidates,
         champion if reason is None else None,
         known.mlflow_run,
         reason,
     )
 
 
-def _best(retuning: Retuning, settings: WorkerSettings, jobs: Jobs) -> list[Candidate]:
+def warm_started(study: Sequence[str], studies: Mapping[str, Any], candidates: Sequence[Candidate]) -> dict[str, Any]:
+    """Return the studies of a configuration, and their settings, after a warm start with these candidates, if there are any."""
+    names, settings = [name for name in study if name != WARM_START], dict(studies)
+    if candidates:
+        names = [WARM_START, *names]
+        settings[WARM_START] = {"candidates": [each.model_dump(mode="json") for each in candidates]}
+    return {"study": names, "studies": settings}
+
+
+def replayed(search: RetunedSearch, task: Task, jobs: Jobs, job: str, progress: Progress, steps: Steps) -> Task:
+    """Return the task of a search that is run again, warm-started by what promises most on texts of production.
+
+    If production has reported none that the model writes, the task is returned as it is. The predictions are stored with the job.
+    """
+    if not search.retuning.replays:
+        return task
+
+    def replay_them() -> RatedCandidates:
+        texts = jobs.observations.texts(search.retuning.root)
+        return replay_texts(task, search.known, search.champion, texts, progress)
+
+    found = steps.run("replay", replay_them, RatedCandidates)
+    progress.say(found.replay.describe())
+    jobs.note_replay(job, found.replay)
+    if not found.candidates:
+        return task
+    best = first_measured(found.candidates, search.champion)
+    started = warm_started(task.config.study, task.config.studies, best)
+    changes = {**started, "study": tuple(started["study"])}
+    return replace(task, config=task.config.model_copy(update=changes))
+
+
+def first_measured(candidates: Sequence[Candidate], champion: Candidate | None) -> list[Candidate]:
+    """Return the first `NUM_KNOWN` candidates beside the champion, which is measured in any case; the order stays."""
+    others = [each for each in candidates if each != champion][:NUM_KNOWN]
+    return [each for each in candidates if each == champion or each in others]
+
+
+def _best(retuning: Retuning, settings: WorkerSettings, jobs: Jobs, count: int) -> list[Candidate]:
     """Return the best candidates of the champion's search."""
     whole = placed(
         jobs.request(retuning.champion).config,
@@ -93,7 +136,7 @@ def _best(retuning: Retuning, settings: WorkerSettings, jobs: Jobs) -> list[Cand
         found = [stored.records() for name in names if (stored := store.find(name)) is not None]
     finally:
         store.close()
-    best = best_trials([record for records in found for record in records], NUM_KNOWN)
+    best = best_trials([record for records in found for record in records], count)
     return [record.candidate for record in best]
 
 

@@ -174,7 +174,7 @@ def run_job(
     from tuner.search.task import open_budget, prepare
     from tuner.service.admission import placed
     from tuner.service.durable_steps import DurableSteps
-    from tuner.service.retuning import concluded, retuned_search
+    from tuner.service.retuning import concluded, replayed, retuned_search
     from tuner.service.watching import StoredProgress
     from tuner.stage_clock import StageClock
 
@@ -197,6 +197,8 @@ def run_job(
     task = prepare(whole, progress, budget=open_budget(whole, StageClock()))
     task = replace(task, prices=prices, champion=None if again is None else again.champion)
     steps = steps or DurableSteps()
+    if again is not None:
+        task = replayed(again, task, jobs, job, progress, steps)
     # The process before may have been another machine's, whose silence is not yet long enough.
     found = search(task, progress, steps=steps, patience=2 * settings.grace)
     if found.profile.provenance is None or found.profile.provenance.mlflow_run_id is None:

@@ -12,11 +12,12 @@ from fastapi.testclient import TestClient
 
 from tests.support.drifting import PROFILE, SERVER, SimulatedServer, Traffic
 from tests.support.service import until, working
-from tuner.drift.contract import MOST_REPORTED, ObservationReport, ObservedRequest, Promised
+from tuner.drift.contract import MOST_REPORTED, ObservationReport, ObservedRequest, ObservedText, Promised
 from tuner.service import observations
 from tuner.service.admission import Allowed
 from tuner.service.app import MAX_BODY_BYTES, ServiceSettings, create_service
 from tuner.service.contract import JobResult
+from tuner.service.drift import RetuningPolicy
 from tuner.service.jobs import Jobs, open_engine
 from tuner.service.observations import ObservationStore
 from tuner.service.worker import WorkerSettings
@@ -31,7 +32,7 @@ def _run(job: str, config: Mapping[str, Any], settings: WorkerSettings, jobs: Jo
 
 
 @pytest.fixture(scope="module")
-def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestClient]:
+def tuned_service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Jobs, Path]]:
     folder = tmp_path_factory.mktemp("drift")
     jobs = Jobs(f"sqlite:///{folder / 'jobs.db'}")
     with working(folder, jobs, _run):
@@ -39,9 +40,24 @@ def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestClient]:
             jobs.submit(job, {"model": "m", "dataset": "d"}, "default")
         until(lambda: all(jobs.find(job).state.is_over for job in (TUNED, PLAIN)))
     jobs.submit(QUEUED, {"model": "m", "dataset": "d"}, "default")
+    yield jobs, folder
+    jobs.close()
+
+
+@pytest.fixture(scope="module")
+def client(tuned_service: tuple[Jobs, Path]) -> Iterator[TestClient]:
+    jobs, folder = tuned_service
     with TestClient(create_service(jobs, ServiceSettings(Allowed([], []), folder))) as client:
         yield client
-    jobs.close()
+
+
+@pytest.fixture
+def taking_texts(tuned_service: tuple[Jobs, Path]) -> Iterator[TestClient]:
+    """The same service, started with --accept-texts 3."""
+    jobs, folder = tuned_service
+    settings = ServiceSettings(Allowed([], []), folder, policy=RetuningPolicy(most_texts=3))
+    with TestClient(create_service(jobs, settings)) as client:
+        yield client
 
 
 def _reports(*traffic: Traffic, search: str = TUNED, server: str = SERVER) -> Iterator[dict[str, Any]]:
@@ -97,6 +113,68 @@ def test_what_is_not_a_bounded_report_is_a_problem(client: TestClient, changes: 
     (report,) = _reports(Traffic(1))
     answer = client.post("/v1/observations", json={**report, **changes})
     assert (answer.status_code, answer.headers["content-type"]) == (status, "application/problem+json")
+
+
+SECRET = 1122334455
+"""A token id that no other figure is."""
+
+
+def _text(number: int, **changes: Any) -> dict[str, Any]:
+    return {"number": number, "prompt": [SECRET, number], "continuation": [5, 6, 7], **changes}
+
+
+def test_texts_are_refused_unless_the_service_was_started_for_them(client: TestClient) -> None:
+    (report,) = _reports(Traffic(1), search=PLAIN)
+    answer = client.post("/v1/observations", json={**report, "texts": [_text(1)]})
+    assert (answer.status_code, answer.headers["content-type"]) == (422, "application/problem+json")
+    assert "--accept-texts" in answer.json()["detail"]
+    assert client.get(f"/v1/searches/{PLAIN}/observations").json()["texts"] == 0
+    assert client.post("/v1/observations", json={**report, "texts": []}).status_code == 200
+
+
+def test_the_newest_texts_are_kept_shown_to_nobody_and_deleted(
+    taking_texts: TestClient, tuned_service: tuple[Jobs, Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("DEBUG")
+    jobs, _ = tuned_service
+    numbers = {"search": PLAIN, "server": SERVER, "windows": [], "requests": []}
+    for first in (1, 2):  # reports overlap
+        report = {**numbers, "texts": [_text(number) for number in range(first, first + 3)]}
+        state = taking_texts.post("/v1/observations", json=report)
+        assert state.status_code == 200, state.text
+    assert state.json()["texts"] == 3
+    assert jobs.observations.texts(PLAIN) == [ObservedText(**_text(number)) for number in (2, 3, 4)]
+    assert jobs.observations.texts(TUNED) == []
+    paths = [f"/v1/searches/{PLAIN}{path}" for path in ("", "/observations", "/result", "/report")]
+    shown = [taking_texts.get(path).text for path in (*paths, "/metrics", "/", f"/searches/{PLAIN}", "/v1/searches")]
+    assert not any(str(SECRET) in text for text in [state.text, caplog.text, *shown])
+    assert "3 texts are kept" in shown[6]
+    gone = taking_texts.delete(f"/v1/searches/{PLAIN}/observations")
+    assert (gone.status_code, gone.json()["texts"], gone.json()["requests"]) == (200, 0, 0)
+    assert jobs.observations.texts(PLAIN) == []
+    assert jobs.observations.kept(PLAIN).num_texts == 0
+    assert taking_texts.delete(f"/v1/searches/{'0' * 16}/observations").status_code == 404
+
+
+@pytest.mark.parametrize(
+    "texts",
+    [
+        [_text(1)] * 101,
+        [_text(1, prompt=[])],
+        [_text(1, continuation=[5])],
+        [_text(1, prompt=[SECRET] * 4097)],
+        [_text(1, continuation=[SECRET] * 513)],
+        [_text(1, prompt=[-1])],
+        [_text(1, prompt="what somebody asked")],
+        [_text(1, user="somebody")],
+    ],
+)
+def test_what_is_no_bounded_text_is_a_problem_that_does_not_repeat_it(taking_texts: TestClient, texts: Any) -> None:
+    (report,) = _reports(Traffic(1))
+    answer = taking_texts.post("/v1/observations", json={**report, "texts": texts})
+    assert (answer.status_code, answer.headers["content-type"]) == (422, "application/problem+json")
+    assert str(SECRET) not in answer.text
+    assert "somebody asked" not in answer.text
 
 
 @pytest.mark.parametrize("figure", ["seconds", "ended", "sequences", "tokens"])

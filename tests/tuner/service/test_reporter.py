@@ -9,17 +9,29 @@ from typing import Any
 
 import pytest
 from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse
 
 from decoding.arms.windows import TimedWindow
 from decoding.decode import Request as DecodingRequest
 from decoding.rounds import Prefill, Round
+from decoding.serving.kept_texts import KeptTexts
 from decoding.serving.observations import Observations
 from decoding.serving.waiting_room import Job, RequestEnd
 from decoding.text import Ending
 from tests.support.service import listening, serving, until, working
-from tuner.drift.contract import Promised
+from tuner.drift.contract import (
+    LONGEST_CONTINUATION,
+    LONGEST_PROMPT,
+    ObservationReport,
+    ObservedText,
+    Promised,
+)
+from tuner.service.app import MAX_BODY_BYTES
 from tuner.service.contract import JobResult
+from tuner.service.drift import RetuningPolicy
 from tuner.service.jobs import Jobs
+from tuner.service.observations import ObservationStore
+from tuner.service.reporter import portions
 from tuner.service.worker import WorkerSettings
 
 JOB = "0123456789abcdef"
@@ -49,9 +61,23 @@ class Production:
         self.keys: list[str] = []
 
         @self.app.get("/observations")
-        def observations(request: Request) -> dict[str, Any]:
+        def observations(request: Request, texts_after: int | None = None) -> Any:
             self.keys.append(request.headers.get("authorization", ""))
-            return self.seen.document()
+            if texts_after is None:
+                return self.seen.document()
+            if self.seen.texts is None:
+                return JSONResponse({}, 400)
+            return {**self.seen.document(), "texts": self.seen.texts.document(after=texts_after)}
+
+    def start_again(self) -> None:
+        """Count from 1 again, and decode two requests."""
+        self.seen = Observations(texts=KeptTexts(10))
+        for _ in range(2):
+            self.decode(0)
+
+    def stop_reporting(self) -> None:
+        """Press Ctrl-C."""
+        raise KeyboardInterrupt
 
     def decode(self, num_windows: int) -> None:
         """Decode windows, of which each eighth is plain, and one request."""
@@ -113,6 +139,55 @@ def test_a_reporter_goes_on_when_something_is_away(jobs: Jobs, tmp_path: Path, m
     assert refused.startswith("not reported: the answer of http://127.0.0.1")
     assert "of 7 windows and 1 plain ones" in first
     assert "of 14 windows and 2 plain ones" in second
+
+
+def test_texts_are_reported_only_if_all_ask_for_them(
+    jobs: Jobs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    production = Production()
+    production.decode(8)
+    with listening(production.app) as server:
+        with serving(tmp_path, jobs) as command:
+            told = command("observe", JOB, "--server", server, "--texts")
+            assert told.exit_code == 2
+            assert "keeps no texts: start it with --keep-texts" in told.output
+            production.seen = Observations(texts=KeptTexts(10))
+            production.decode(8)
+            assert "start it with --accept-texts" in command("observe", JOB, "--server", server, "--texts").output
+            assert "texts" not in command("observe", JOB, "--server", server).output
+        with serving(tmp_path, jobs, RetuningPolicy(most_texts=4)) as command:
+            assert "  1 texts kept" in command("observe", JOB, "--server", server, "--texts").output
+            production.decode(0)
+            assert "  2 texts kept" in command("observe", JOB, "--server", server, "--texts").output
+            changes = iter([lambda: production.decode(0), production.start_again, production.stop_reporting])
+            monkeypatch.setattr(time, "sleep", lambda seconds: next(changes)())
+            sent: list[list[int]] = []
+            keep = ObservationStore.keep
+
+            def keeping(self: ObservationStore, search: str, report: ObservationReport, *, most_texts: int) -> None:
+                if report.texts:
+                    sent.append([each.number for each in report.texts])
+                keep(self, search, report, most_texts=most_texts)
+
+            monkeypatch.setattr(ObservationStore, "keep", keeping)
+            command("observe", JOB, "--server", server, "--texts", "--every", "60")
+            assert sent == [[1, 2], [3], [1, 2]], "each text once, also those of a server that was started again"
+            assert "nothing is kept" in command("forget", JOB).output
+    assert jobs.observations.texts(JOB) == []
+
+
+def test_reports_of_texts_fit_into_a_body() -> None:
+    longest = ObservedText(number=1, prompt=(999_999,) * LONGEST_PROMPT, continuation=(999_999,) * LONGEST_CONTINUATION)
+    found = list(portions([longest] * 50))
+    assert sum(map(len, found)) == 50
+    whole = [
+        ObservationReport(search=JOB, server="0" * 32, windows=[], requests=[], texts=each).model_dump_json()
+        for each in found
+    ]
+    assert max(map(len, whole)) < MAX_BODY_BYTES
+    short = [ObservedText(number=1, prompt=(1,), continuation=(1, 2))] * 250
+    assert [len(each) for each in portions(short)] == [100, 100, 50]
+    assert list(portions([])) == []
 
 
 def _answer(found: Any) -> Any:

@@ -12,11 +12,16 @@ import mlflow
 import pytest
 from click.testing import CliRunner
 from fastapi.testclient import TestClient
+from transformers import AutoModelForCausalLM
 
+from decoding.decode import Request
+from decoding.decoder import plain_decoder
 from decoding.drafts import Draft
 from decoding.exit_heads import file_sha256, head_name
 from decoding.profile import DraftProfile, Interval
 from decoding.rounds import Round
+from decoding.target import Target
+from decoding.text import Ending
 from studies.contract import Candidate
 from tests.support.drifting import PROFILE, SERVER, SimulatedServer, Traffic
 from tests.support.profiles import measured
@@ -25,6 +30,7 @@ from tuner.cli.main import main
 from tuner.config import SearchConfig
 from tuner.drift.contract import MOST_REPORTED, ObservationReport, Promised
 from tuner.evaluation.hardening.priced_search import STUDIES, SearchPlace
+from tuner.evaluation.planted.model import VOCABULARY_SIZE, prompts
 from tuner.measuring.clock import PriceList
 from tuner.registry import Promotion, promote
 from tuner.search.champion import ChampionOutcome
@@ -121,6 +127,59 @@ def test_a_profile_that_lost_its_speed_is_tuned_again_and_its_successor_promoted
     assert DraftProfile.load(place.folder / "searches" / second / "profile.yaml").draft.drafts
 
 
+def test_texts_of_production_are_replayed_first_and_order_what_is_measured(
+    place: SearchPlace, jobs: Jobs, plain_reviews: None, quick_costs: None
+) -> None:
+    def run(job: str, config: Mapping[str, Any], settings: WorkerSettings, known: Jobs) -> JobResult:
+        return run_job(
+            job, config, settings, known, prices=PriceList(lambda draft, record: 1 + 0.3 * record.num_drafted)
+        )
+
+    asked = prompts(3, 12, seed=99)
+    plain = plain_decoder(Target(AutoModelForCausalLM.from_pretrained(place.folder / "model")))
+    written = [plain.generate(Request(prompt, Ending(10))).tokens for prompt in asked]
+    sampled = (*written[2][:-1], (written[2][-1] + 1) % VOCABULARY_SIZE)
+    texts = [
+        {"number": number + 1, "prompt": prompt, "continuation": continuation}
+        for number, (prompt, continuation) in enumerate(zip(asked, [*written[:2], sampled], strict=True))
+    ]
+    studies = {"conf_layers": {**STUDIES["conf_layers"], "max_trials": 2}}
+    whole = place.config("none", study=["conf_layers"], studies=studies).model_dump(mode="json", exclude_unset=True)
+    config = {key: value for key, value in whole.items() if key not in OF_THE_SERVICE}
+    allowed = Allowed([str(place.folder / "model")], [str(place.folder / "prompts.jsonl")])
+    policy = RetuningPolicy(retune=True, most_texts=10)
+    app = create_service(jobs, ServiceSettings(allowed, place.folder / "searches", policy=policy))
+    with working(place.folder, jobs, run), TestClient(app) as client:
+        first = client.post("/v1/searches", json={"config": config}).json()["id"]
+        until(lambda: jobs.find(first).state.is_over)
+        champion = jobs.result(first)
+        assert champion is not None, jobs.find(first).error
+        assert champion.promised is not None
+        reports = _reports(champion.promised.name, speedup=0.7)
+        state = client.post("/v1/observations", json={"search": first, **next(reports), "texts": texts}).json()
+        second = retuned_id(first, 1)
+        assert state["retuning"] == f"submitted {second}, which replays 3 texts first"
+        until(lambda: jobs.find(second).state.is_over)
+        found = jobs.find(second)
+        assert found.replay is not None, found.error
+        assert (found.replay.texts, found.replay.left_out) == (2, 1), "one is not what the model writes"
+        origins = [each.origin for each in found.replay.predicted]
+        assert {"champion", "lookup"} <= set(origins)
+        speedups = [each.predicted_speedup for each in found.replay.predicted]
+        assert speedups == sorted(speedups, reverse=True)
+        measured_first = [Candidate.model_validate(each) for each in _known_trials(jobs, second)]
+        described = [f"{each.draft.describe()}; {each.draft_length.describe()}" for each in measured_first]
+        assert described == [each.description for each in found.replay.predicted][: len(described)]
+        assert "Predicted on texts of production" in client.get(f"/searches/{second}").text
+        result = client.get(f"/v1/searches/{second}/result").text
+    spelled = " ".join(f"w{token}" for token in asked[0])
+    ids = ", ".join(map(str, asked[0]))
+    files = [path for path in place.folder.rglob("*") if path.is_file() and not path.name.startswith("service.db")]
+    assert any(path.name == "mlflow.db" for path in files)
+    held = [path.read_bytes() for path in files] + [result.encode()]
+    assert not any(text.encode() in each for each in held for text in (spelled, ids, ids.replace(" ", "")))
+
+
 def _known_trials(jobs: Jobs, job: str) -> list[Any]:
     """The candidates of the warm start, as plain data."""
     store = StudyStore(jobs.database, f"model-prompts-{job}")
@@ -182,7 +241,7 @@ def test_one_search_at_a_time_with_a_pause_between_and_only_if_asked_for(jobs: J
 
 def _search(reason: str | None = None, *, promote: bool = True) -> RetunedSearch:
     given = Retuning(root=ROOT_JOB, champion=ROOT_JOB, has_same_data=True, promote=promote)
-    return RetunedSearch(given, {}, None, "0" * 32, reason)
+    return RetunedSearch(given, {}, (), None, "0" * 32, reason)
 
 
 FASTER = ChampionOutcome(over_champion=Interval(value=1.2, ci95=(1.1, 1.3)))
