@@ -22,8 +22,11 @@ if TYPE_CHECKING:
     from tuner.engines.rules import EngineRules
     from tuner.inputs.models import Loaded
 
-LOOKUPS = ((2, 4), (3, 4), (3, 8), (5, 8))
-"""Length of the n-grams and most tokens to copy, of the engine's own lookups that race in any case."""
+LOOKUPS = ((2, 4), (3, 8))
+"""Length of the n-grams and most tokens to copy, of the engine's own lookups that are measured in any case.
+
+Two lengths of copies tell the price of a round from that of a drafted token.
+"""
 NGRAMS, COPIED = (2, 3, 4, 5, 6), (4, 6, 8, 12)
 """Lengths of n-grams and most tokens to copy of the lookups that are predicted from those, where all of them can be.
 

@@ -133,12 +133,12 @@ class Heat:
         lookups: Sequence[TrialRecord],
         others: Mapping[str, Sequence[TrialRecord]],
     ) -> Iterator[TrialRecord]:
-        """Yield the best draft, the lookups, the other drafts, and then other lengths, those of the fastest draft first.
+        """Yield lookups, the best draft, predicted lookups, the other drafts, and other lengths, those of the fastest draft first.
 
         Lookups cost no draft model, so in an engine they are the likeliest to pay: a short heat must have tried them.
         """
-        yield from drafts[:1]
         yield from lookups
+        yield from drafts[:1]
         yield from self._best_predicted(len(lookups))
         yield from drafts[1:]
         for record, _ in sorted(self.measured, key=lambda each: -each[1].speedup):
