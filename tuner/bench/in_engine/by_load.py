@@ -5,17 +5,17 @@ from __future__ import annotations
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from decoding.losslessness import compare
-from tuner.bench.in_engine.loads import PlainTexts, measure_load
+from tuner.bench.in_engine.loads import PlainTexts, groups_of, measure_load
 from tuner.bench.in_engine.result import DraftAtLoads, LoadsResult
 from tuner.bench.task import token_ids
 from tuner.errors import EngineError
-from tuner.export.engines.registry import load_engine
 from tuner.export.schedule import MeasuredSchedule, ScheduledLoad, join_ranges
 
 if TYPE_CHECKING:
@@ -38,8 +38,6 @@ def run_by_load(engine: EngineTask, progress: Progress) -> LoadsResult:
     Raises `EngineError` if the engine runs no length.
     """
     program, plan, task = engine.program, engine.plan, engine.task
-    drafts: list[DraftAtLoads] = []
-    failed: dict[str, str] = {}
     with tempfile.TemporaryDirectory(prefix="sdtune-engine-") as folder:
         logs = Path(folder)
         progress.stage(f"files for {program.title}")
@@ -54,24 +52,65 @@ def run_by_load(engine: EngineTask, progress: Progress) -> LoadsResult:
                 partial(compare, task.target),
                 progress.advance,
             )
-            run = partial(_measure, engine, plain, texts, drafts, failed, logs, progress)
+            bench = _LoadBench(engine, plain, texts, logs, progress)
             for num_tokens in engine.config.draft_tokens or usual_lengths(plan, starts_at_once=program.starts_at_once):
-                run(_name(num_tokens), plan.with_length(num_tokens), num_tokens)
-            if not drafts:
-                raise EngineError("; ".join(failed.values()))
-            schedule = _schedule(engine, drafts)
-            if schedule.most_tokens and load_engine(engine.config.engine or "").has_schedule:
-                run(SCHEDULE, plan.with_length(schedule.most_tokens, schedule), None)
-                schedule = _with_its_own(schedule, drafts[-1])
+                bench.measure(_name(num_tokens), plan.with_length(num_tokens), num_tokens)
+            if not bench.drafts:
+                raise EngineError("; ".join(bench.failed.values()))
+            schedule = _schedule(engine, bench.drafts)
+            if schedule.most_tokens and engine.has_schedule:
+                bench.measure(SCHEDULE, plan.with_length(schedule.most_tokens, schedule), None)
+                schedule = _with_its_own(schedule, bench.drafts[-1])
     return LoadsResult(
         title=program.title,
         version=engine.version,
-        drafts=tuple(drafts),
-        failed=failed,
+        drafts=tuple(bench.drafts),
+        failed=bench.failed,
         schedule=schedule,
         facts=engine.facts(),
         remarks=(*remarks, *task.notes),
     )
+
+
+@dataclass
+class _LoadBench:
+    """Measures one server after another beside the plain one."""
+
+    engine: EngineTask
+    plain: Client
+    texts: PlainTexts
+    logs: Path
+    progress: Progress
+    drafts: list[DraftAtLoads] = field(default_factory=list)
+    failed: dict[str, str] = field(default_factory=dict)
+    """Names of drafts that the engine did not run, with its reasons."""
+
+    def measure(self, name: str, plan: Plan, num_tokens: int | None) -> None:
+        """Start a server with the draft of `plan`, and measure it at every number of sequences."""
+        flags, began = self.engine.program.draft_flags(plan), time.monotonic()
+        log = self.logs / f"{name.replace(' ', '-')}.log"
+        try:
+            with self.engine.server(flags, log, self.progress, what=f"with its draft, {name}") as drafted:
+                found = tuple(
+                    self._at_load(name, drafted, sequences) for sequences in _in_order(self.engine.config.sequences)
+                )
+        except EngineError as cause:
+            self.failed[name] = str(cause)
+            self.progress.say(f"{name}: {cause}")
+            return
+        seconds = time.monotonic() - began
+        self.drafts.append(DraftAtLoads(name, num_tokens, self.engine.shown(flags), found, seconds))
+
+    def _at_load(self, name: str, drafted: Client, sequences: int) -> LoadFigures:
+        engine, progress, repeats = self.engine, self.progress, self.engine.config.repeats
+        num_rounds = repeats * len(groups_of(len(self.texts.prompts), sequences))
+        progress.stage(f"{engine.program.title}: {name}, {sequences} side by side", num_rounds)
+        found = measure_load(
+            engine.program, self.plain, drafted, sequences, self.texts, on_round=progress.advance, repeats=repeats
+        )
+        speedup = found.measurement.speedup_interval()
+        progress.say(f"{sequences} side by side, {name}: {speedup} over plain decoding")
+        return found
 
 
 def usual_lengths(plan: Plan, *, starts_at_once: bool) -> tuple[int, ...]:
@@ -98,40 +137,6 @@ def best_length(figures: Mapping[int, LoadFigures]) -> tuple[int, Interval | Non
 
 def _name(num_tokens: int) -> str:
     return "1 token" if num_tokens == 1 else f"{num_tokens} tokens"
-
-
-def _measure(
-    engine: EngineTask,
-    plain: Client,
-    texts: PlainTexts,
-    drafts: list[DraftAtLoads],
-    failed: dict[str, str],
-    logs: Path,
-    progress: Progress,
-    name: str,
-    plan: Plan,
-    num_tokens: int | None,
-) -> None:
-    """Measure one server at every load, and add it to `drafts`, or the engine's reason to `failed`."""
-    program, flags, began = engine.program, engine.program.draft_flags(plan), time.monotonic()
-    found = []
-    log = logs / f"{name.replace(' ', '-')}.log"
-    try:
-        with engine.server(flags, log, progress, what=f"with its draft, {name}") as drafted:
-            for sequences in _in_order(engine.config.sequences):
-                repeats = engine.config.repeats
-                rounds = repeats * (len(texts.prompts) // sequences)
-                progress.stage(f"{program.title}: {name}, {sequences} side by side", rounds)
-                found.append(
-                    measure_load(program, plain, drafted, sequences, texts, on_round=progress.advance, repeats=repeats)
-                )
-                speedup = found[-1].measurement.speedup_interval()
-                progress.say(f"{sequences} side by side, {name}: {speedup} over plain decoding")
-    except EngineError as cause:
-        failed[name] = str(cause)
-        progress.say(f"{name}: {cause}")
-        return
-    drafts.append(DraftAtLoads(name, num_tokens, engine.shown(flags), tuple(found), time.monotonic() - began))
 
 
 def _in_order(sequences: Sequence[int]) -> list[int]:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from tuner.engines.contract import ServerSettings
 from tuner.engines.loopback import Client, free_port
 from tuner.engines.serving import serving
+from tuner.export.engines.registry import load_engine
 from tuner.export.run import export
 from tuner.export.settings import ExportSettings
 from tuner.prompt_settings import PromptSettings
@@ -35,12 +36,19 @@ USUAL_DRAFT = 16
 class EngineTask:
     """A profile's export, and the engine that runs it."""
 
+    name: str
+    """Name of the engine's export."""
     config: BenchConfig
     task: BenchTask
     program: EngineProgram
     version: str
     plan: Plan
     settings: ServerSettings
+
+    @property
+    def has_schedule(self) -> bool:
+        """True if the engine takes a schedule of draft lengths by number of sequences."""
+        return load_engine(self.name).has_schedule
 
     def server(
         self, flags: Sequence[str], log: Path, progress: Progress, *, what: str = "with its draft"
@@ -84,7 +92,8 @@ def prepare_engine(
     out.mkdir(exist_ok=True)
     plan = export(_export_settings(config, out), progress, loaded=task.loaded).plan
     assert plan is not None, "an engine's export has a plan"
-    return EngineTask(config, task, program, version, plan, _server_settings(config, task, plan))
+    assert config.engine is not None, "the caller has looked"
+    return EngineTask(config.engine, config, task, program, version, plan, _server_settings(config, task, plan))
 
 
 def _export_settings(config: BenchConfig, out: Path) -> ExportSettings:
