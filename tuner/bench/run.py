@@ -23,9 +23,9 @@ from tuner.bench.report import TABLE_WIDTH, bench_json, bench_picture, bench_tab
 from tuner.bench.result import BenchResult, Entry, comparable, mean_context, units_of
 from tuner.bench.roofline import Roofline, measure_bandwidth, reading
 from tuner.bench.sample import TextSample
+from tuner.bench.settings_check import check_bench_settings
 from tuner.bench.task import BenchTask, prepare_bench, token_ids
 from tuner.contest.contest import Contest, Prompts
-from tuner.errors import ConfigError
 from tuner.measuring.clock import WallClock
 from tuner.measuring.cost_table import measure_cost_table
 from tuner.measuring.recording import TimedBatch
@@ -42,10 +42,7 @@ def run_and_write(config: BenchConfig, profile: Path, out: Path, *, progress: Pr
     Raises SdtuneError for wrong input.
     """
     check_results_folder(out)
-    if config.sequences or config.draft_tokens:
-        raise ConfigError(
-            "--sequences and --draft-tokens measure an engine: give --engine, or --batch-size for this process"
-        )
+    check_bench_settings(config)
     result = run_bench(prepare_bench(config, profile, progress), progress)
     shown = bench_table(result)
     picture = io.BytesIO()

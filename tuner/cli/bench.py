@@ -66,14 +66,19 @@ def bench(dry_run: bool, **flags: Any) -> None:
     config = settings_from(BenchConfig, flags)
     check_names(profile=config.profile, model=config.model, dataset=config.dataset)
 
+    from tuner.bench.in_engine.loads import check_groups
     from tuner.bench.report import TABLE_WIDTH
     from tuner.bench.run import run_and_write
+    from tuner.bench.settings_check import check_bench_settings
     from tuner.bench.task import prepare_bench
 
     use_threads(config.threads)
     with progress_on_stderr() as progress:
         if dry_run:
-            _print_plan(prepare_bench(config, config.profile, progress))
+            check_bench_settings(config)
+            task = prepare_bench(config, config.profile, progress)
+            check_groups(config.sequences, len(task.measured))
+            _print_plan(task)
             return
         if config.engine is not None:
             from tuner.bench.in_engine.run import run_and_write_in_engine
@@ -95,5 +100,6 @@ def _print_plan(task: BenchTask) -> None:
         f"{task.max_new_tokens} tokens each",
     )
     print_sample(console, task.choosing, task.loaded.tokenizer)
-    print_facts(console, against=", ".join(task.names), results=task.config.out)
+    against = task.names if task.config.engine is None else (f"{task.config.engine}'s own plain decoding",)
+    print_facts(console, against=", ".join(against), results=task.config.out)
     console.print("dry run: nothing was written")

@@ -2,28 +2,35 @@
 
 from __future__ import annotations
 
+import io
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 from click.testing import CliRunner, Result
+from rich.console import Console
 
 from decoding.drafts import LayerSkip
 from decoding.losslessness import Comparison
+from decoding.profile import Interval
 from studies.measurement import BatchTexts, Measurement, PromptSample
 from tests.support.engine_stub import write_llama_cpp
 from tests.support.profiles import save_profile
 from tests.support.refusals import refused
 from tests.support.tiny import write_tiny_prompts
 from tuner.bench.in_engine.by_load import best_length
+from tuner.bench.in_engine.load_report import loads_table
 from tuner.bench.in_engine.loads import LoadFigures, PlainTexts, check_groups, groups_of, measure_load
+from tuner.bench.in_engine.result import DraftAtLoads, LoadsResult
 from tuner.cli.main import main
 from tuner.engines.contract import DraftCounts, EngineProgram
 from tuner.engines.loopback import Client
 from tuner.engines.together import RequestRound
 from tuner.errors import ConfigError
+from tuner.export.schedule import MeasuredSchedule, ScheduledLoad
 
 PLAIN, DRAFTED = Client(1, "plain"), Client(2, "drafted")
 
@@ -198,3 +205,39 @@ def test_settings_that_do_not_go_together_are_refused(bench: Bench) -> None:
     refused(bench("--sequences", "1", "--engine-settings", "f"), "--engine-settings", "--sequences")
     command = ["bench", "--profile", "profile.yaml", "--dataset", "prompts.jsonl", "--sequences", "2"]
     refused(CliRunner().invoke(main, command), "--sequences", "give --engine")
+
+
+def test_a_dry_run_checks_the_rounds_and_starts_nothing(bench: Bench) -> None:
+    refused(bench("--sequences", "3", "--dry-run"), "--sequences 3 needs at least 6 prompts")
+    done = bench("--sequences", "2", "--dry-run")
+    assert done.exit_code == 0, done.output
+    assert "llama.cpp's own plain decoding" in done.stdout
+    assert not Path("bench").exists()
+
+
+def test_a_schedule_that_costs_more_than_it_gains_is_named() -> None:
+    slower = Interval(value=0.69, ci95=(0.51, 0.92))
+    loads = (
+        ScheduledLoad(sequences=1, num_tokens=3, speedup=Interval(value=1.2, ci95=(1.1, 1.3)), scheduled=slower),
+        ScheduledLoad(sequences=8, num_tokens=0, scheduled=Interval(value=0.9, ci95=(0.8, 1.1))),
+    )
+    schedule = MeasuredSchedule(
+        engine="vLLM",
+        engine_version="0",
+        date="2026-11-24",
+        target_weights_sha256="w",
+        draft={},
+        entries=((1, 1, 3), (2, 8, 0)),
+        loads=loads,
+    )
+    at_loads = tuple(replace(_figures(1.0, 1.0), sequences=number) for number in (1, 8))
+    draft = DraftAtLoads("3 tokens", 3, (), at_loads, 1.0)
+    console = Console(width=200, file=io.StringIO())
+    console.print(loads_table(LoadsResult("vLLM", "0", (draft,), {}, schedule, {}), "vllm"))
+    text = cast(io.StringIO, console.file).getvalue()
+    assert (
+        "1 side by side, a server with the whole schedule is slower than one without a draft, 0.69 [0.51, 0.92]" in text
+    )
+    assert text.count("slower than one without") == 1
+    assert "[[1, 1, 3], [2, 8, 0]]: 1 sequence: 3 tokens; from 2: plain decoding" in text
+    assert "sdtune export PROFILE --to vllm --schedule engine.json" in text

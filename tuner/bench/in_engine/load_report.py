@@ -109,6 +109,13 @@ def _legend(result: LoadsResult, engine: str) -> Iterator[tuple[str, str]]:
     yield KEY, f"{json.dumps(schedule.entries)}: {schedule.describe()}"
     yield "rule", "the fastest length whose interval lies above 1, else 0; between measured numbers the smaller of both"
     yield "use", _use(result, engine)
+    for load in schedule.loads:
+        if load.scheduled is not None and load.scheduled.ci95[1] < 1:
+            yield (
+                "slower",
+                f"{load.sequences} side by side, a server with the whole schedule is slower than one without a draft, "
+                f"{load.scheduled}: where that is the usual number, serve without it",
+            )
     if result.num_different:
         yield "different", f"{result.num_different} texts differ from {result.title}'s own plain decoding"
     if most := max(load.num_plain_different for each in result.drafts for load in each.loads):

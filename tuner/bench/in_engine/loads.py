@@ -48,8 +48,8 @@ def groups_of(num_prompts: int, size: int) -> list[range]:
 
 def check_groups(sequences: Sequence[int], num_prompts: int) -> None:
     """Raise `ConfigError` if the prompts make too few rounds for an interval."""
-    most = max(sequences)
-    if len(groups_of(num_prompts, most)) < FEWEST_ROUNDS:
+    most = max(sequences, default=1)
+    if sequences and len(groups_of(num_prompts, most)) < FEWEST_ROUNDS:
         raise ConfigError(
             f"--sequences {most} needs at least {FEWEST_ROUNDS * most} prompts, {FEWEST_ROUNDS} rounds, and there are "
             f"{num_prompts}: hold out more (--held-out-prompts), or measure fewer side by side"

@@ -21,6 +21,7 @@ from tuner.bench.in_engine.report import engine_json, engine_table
 from tuner.bench.in_engine.result import EngineDraft, EngineResult, LoadsResult
 from tuner.bench.in_engine.setup import EngineTask, prepare_engine
 from tuner.bench.report import TABLE_WIDTH
+from tuner.bench.settings_check import check_bench_settings
 from tuner.bench.task import prepare_bench, token_ids
 from tuner.engines.expectation import predict_by_rules
 from tuner.engines.paired import measure_pairs
@@ -35,8 +36,6 @@ if TYPE_CHECKING:
 
 NAME = "engine"
 PROFILE = "profile"
-WITHOUT_ENGINE = ("against", "batch_size", "memory", "repeats")
-"""Settings of a bench in this process that an engine does not have."""
 
 
 def run_and_write_in_engine(
@@ -46,15 +45,14 @@ def run_and_write_in_engine(
 
     Raises SdtuneError for wrong input, and for an engine that is not found or fails.
     """
-    check_engine_settings(config)
+    check_bench_settings(config)
     assert config.engine is not None, "the caller has looked"
     program = find_engine(config.engine, config.engine_home)
     version = program.version()
     others = _settings_of(config)
     check_results_folder(out)
     task = prepare_bench(config, profile, progress)
-    if config.sequences:
-        check_groups(config.sequences, len(task.measured))
+    check_groups(config.sequences, len(task.measured))
     engine = prepare_engine(config, task, program, version, out, progress)
     result: EngineResult | LoadsResult
     if config.sequences:
@@ -66,23 +64,6 @@ def run_and_write_in_engine(
     write_text(out, NAME, shown, width=TABLE_WIDTH)
     write_json(out, NAME, document)
     return shown, result
-
-
-def check_engine_settings(config: BenchConfig) -> None:
-    """Raise `ConfigError` for settings that exclude each other."""
-    defaults = {name: BenchConfig.model_fields[name].get_default() for name in WITHOUT_ENGINE}
-    if config.sequences:
-        del defaults["repeats"]
-    wrong = [name for name, usual in defaults.items() if getattr(config, name) != usual]
-    if wrong:
-        flags = ", ".join(f"--{name.replace('_', '-')}" for name in wrong)
-        raise ConfigError(
-            f"{flags} does not go with --engine: the engine runs the export; --sequences N measures N requests side by side"
-        )
-    if config.sequences and config.engine_settings is not None:
-        raise ConfigError("--engine-settings does not go with --sequences: give draft lengths with --draft-tokens")
-    if config.draft_tokens and not config.sequences:
-        raise ConfigError("--draft-tokens needs --sequences: sdtune export --draft-tokens sets the length of an export")
 
 
 def _settings_of(config: BenchConfig) -> tuple[str, ...]:
