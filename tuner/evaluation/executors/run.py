@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import time
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
@@ -22,10 +20,11 @@ from decoding.documents.atomic_write import write_atomically
 from studies.contract import TrialRecord
 from tuner.errors import ConfigError
 from tuner.evaluation.contract import Report
+from tuner.evaluation.executors.cluster import CLASS, add_node, cluster_of
 from tuner.evaluation.executors.settings import ExecutorsEvaluation
+from tuner.evaluation.executors.throughput import DeviceLoad, device_loads
 from tuner.evaluation.hardening.priced_search import SearchPlace, planted_prices
 from tuner.evaluation.tables import new_table
-from tuner.executors.ray_cluster import connect, disconnect
 from tuner.output_paths import check_writable
 from tuner.progress import Progress, Unwatched
 from tuner.results import stamped
@@ -36,8 +35,6 @@ from tuner.search.trial_run import ATTEMPTS, DEVICE
 MOST_SECONDS_LATER = 2.0
 """Seconds after a trial within which a node is killed; about those of a trial."""
 SIZES: dict[str, Any] = {"max_new_tokens": 32, "prompts_per_trial": 4}
-CLASS = "planted"
-"""Label of the nodes."""
 STUDIES: dict[str, dict[str, Any]] = {
     "conf_layers": {"max_trials": 5, "patience": 5},
     "exit_layer": {"max_trials": 16, "patience": None, "rules": ["fixed"], "max_tokens": 3, "num_promising": 5},
@@ -81,7 +78,7 @@ def run_and_write(settings: ExecutorsEvaluation, progress: Progress) -> Report:
         place = SearchPlace.made(Path(name))
         progress.stage("in this process")
         found = [_searched(place, "local")]
-        with _cluster(settings.devices) as (cluster, nodes):
+        with cluster_of(settings.devices) as (cluster, nodes):
             on_ray = {"executor": "ray", "ray_address": cluster.address, "ray_label": CLASS, "repeats": 0}
             progress.stage(f"on {settings.devices} devices")
             found.append(_searched(place, "ray", **on_ray))
@@ -90,11 +87,17 @@ def run_and_write(settings: ExecutorsEvaluation, progress: Progress) -> Report:
                 with KillingNodes(cluster, nodes, settings.kills, settings.seed) as killing:
                     found.append(_searched(place, "ray, killed", killing, **on_ray))
         problems = [each for search in found[1:] for each in problems_of(search, found[0])]
-    document = {"searches": {each.name: each.facts() for each in found}, "problems": problems}
+    loads = device_loads(settings.load_trials, settings.most_devices, progress) if settings.load_trials else []
+    problems += [f"{each.devices} devices: {each.wrong} trials lost or doubled" for each in loads if each.wrong]
+    document = {
+        "searches": {each.name: each.facts() for each in found},
+        "loads": [each.facts() for each in loads],
+        "problems": problems,
+    }
     if settings.out is not None:
         whole = stamped(document, torch.device("cpu"))
         write_atomically(settings.out, json.dumps(whole, indent=1).encode(), what="the results", error=ConfigError)
-    return Report(_shown(found, problems), succeeded=not problems)
+    return Report(_shown(found, loads, problems), succeeded=not problems)
 
 
 def problems_of(found: ExecutedSearch, wanted: ExecutedSearch) -> list[str]:
@@ -135,7 +138,7 @@ class KillingNodes(Unwatched):
         if any(each.is_alive() for each in self._killing):
             return
         while len(self._nodes) < self._num_nodes:
-            self._nodes.append(_add_node(self._cluster))  # Ray starts nodes from the main thread only
+            self._nodes.append(add_node(self._cluster))  # Ray starts nodes from the main thread only
         if self._left and self._num_trials % 2 == 0:
             self._left -= 1
             self._killing.append(Timer(self._stream.uniform(0.0, MOST_SECONDS_LATER), self._kill))
@@ -143,27 +146,6 @@ class KillingNodes(Unwatched):
 
     def _kill(self) -> None:
         self._cluster.remove_node(self._nodes.pop(0), allow_graceful=False)
-
-
-@contextmanager
-def _cluster(devices: int) -> Iterator[tuple[Any, list[Any]]]:
-    """Yield a cluster of processes on this machine, and its nodes. Raises `ConfigError` if Ray is not installed."""
-    try:
-        from ray.cluster_utils import Cluster
-    except ImportError:
-        raise ConfigError("ray is not installed: pip install 'sdtune[ray]'") from None
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
-    try:
-        nodes = [_add_node(cluster) for _ in range(devices)]
-        connect(cluster.address)
-        yield cluster, nodes
-    finally:
-        disconnect()
-        cluster.shutdown()
-
-
-def _add_node(cluster: Any) -> Any:
-    return cluster.add_node(num_cpus=1, labels={"device": CLASS})
 
 
 def _searched(place: SearchPlace, name: str, progress: Progress | None = None, **changes: Any) -> ExecutedSearch:
@@ -177,11 +159,19 @@ def _searched(place: SearchPlace, name: str, progress: Progress | None = None, *
     return ExecutedSearch(name, place.winner(folder), tuple(place.records(folder).values()), seconds)
 
 
-def _shown(found: list[ExecutedSearch], problems: list[str]) -> Group:
+def _shown(found: list[ExecutedSearch], loads: list[DeviceLoad], problems: list[str]) -> Group:
     table = new_table("searches with planted costs", "search", "trials", "on devices", "redone", "seconds", "winner")
     for each in found:
         facts = each.facts()
         shares = ", ".join(f"{count} on {device}" for device, count in sorted(facts["on_devices"].items()))
         winner = json.dumps(each.winner["draft"])
         table.add_row(each.name, str(facts["trials"]), shares, str(facts["redone"]), f"{each.seconds:.0f}", winner)
-    return Group(table, *map(Text, problems or ["no trial is missing, and all winners are equal"]))
+    tables = [table]
+    if loads:
+        columns = ("devices", "trials", "trials/s", "processor ms/trial", "lost or doubled")
+        tables.append(new_table("short trials on devices", *columns))
+        for load in loads:
+            per_trial = 1000 * load.processor_seconds / load.trials
+            rate = f"{load.trials_per_second:.1f}"
+            tables[1].add_row(str(load.devices), str(load.trials), rate, f"{per_trial:.1f}", str(load.wrong))
+    return Group(*tables, *map(Text, problems or ["no trial is missing, and all winners are equal"]))

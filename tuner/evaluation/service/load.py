@@ -22,20 +22,16 @@ from typing import Any
 import optuna
 import sqlalchemy as sa
 
-from decoding.draft_length import Fixed
-from decoding.drafts import LayerSkip
-from studies.contract import Candidate, Study, StudySetup, TrialRecord
-from studies.measurement import Measurement, PromptSample
+from studies.contract import TrialRecord
 from tuner.databases import sqlite_path
 from tuner.errors import SearchError
+from tuner.evaluation.short_trials import NUM_PROMPTS, PlantedBench, PlantedStudy
 from tuner.executors.local import LocalExecutor
-from tuner.measuring.contract import OnSample
 from tuner.progress import Progress
 from tuner.search.budget import Budget
 from tuner.search.storage import StudyStore
 from tuner.search.trials import run_study
 
-NUM_PROMPTS, NUM_LAYERS = 4, 1
 START_SECONDS = 600.0
 """Time for all processes to be ready, on a busy machine."""
 LIMIT_SECONDS = 7200.0
@@ -60,48 +56,6 @@ class Load:
     def trials_per_second(self) -> float:
         """Trials of all processes together."""
         return self.trials / self.seconds
-
-
-class PlantedStudy(Study):
-    """Skips another set of blocks in each trial; knows what all processes have tried."""
-
-    name = "planted"
-
-    def __init__(self) -> None:
-        self.num_observed = 0
-
-    def setup(self) -> StudySetup:
-        """See `Study.setup`."""
-        return StudySetup({}, optuna.samplers.RandomSampler(seed=0))
-
-    def propose(self, trial: optuna.Trial) -> tuple[Candidate, dict[str, Any]]:
-        """See `Study.propose`."""
-        return Candidate(draft=LayerSkip.blocks((trial.number,)), draft_length=Fixed(max_tokens=4)), {}
-
-    def observe(self, record: TrialRecord) -> None:
-        """See `Study.observe`."""
-        self.num_observed += 1
-
-
-class PlantedBench:
-    """A bench that answers at once; see `Measuring`."""
-
-    indices: Sequence[int] = range(NUM_PROMPTS)
-
-    def measure(
-        self, candidate: Candidate, indices: Sequence[int], on_sample: OnSample = lambda sample: None
-    ) -> Measurement:
-        """Return planted samples: the speed-up follows from the block."""
-        (block,) = candidate.draft.skipped(NUM_LAYERS).skip_mlp
-        ratio = 1.0 + block % 100 / 100
-        samples = [_sample(ratio, index) for index in indices]
-        for sample in samples:
-            on_sample(sample)
-        return Measurement(samples=tuple(samples))
-
-    def warm_up_rule(self, candidate: Candidate, indices: Sequence[int]) -> Candidate:
-        """Return the candidate: its rule does not adapt."""
-        return candidate
 
 
 def loads(database: str, num_trials: int, most_workers: int, progress: Progress) -> list[Load]:
@@ -191,17 +145,3 @@ def _stored_bytes(database: str) -> int:
     engine = sa.create_engine(database, poolclass=sa.pool.NullPool)
     with engine.connect() as connection:
         return int(connection.execute(sa.text("SELECT pg_database_size(current_database())")).scalar_one())
-
-
-def _sample(ratio: float, prompt: int) -> PromptSample:
-    return PromptSample(
-        prompt=prompt,
-        plain_seconds=ratio,
-        plain_tokens=10,
-        draft_seconds=1.0,
-        draft_tokens=10,
-        rounds=5,
-        drafted=10,
-        accepted=8,
-        identical=True,
-    )
