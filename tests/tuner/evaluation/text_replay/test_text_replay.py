@@ -1,0 +1,72 @@
+"""The replay of logged texts against decoding, on a tiny model with made-up costs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from decoding.draft_length import Fixed
+from decoding.drafts import EarlyExit, LayerSkip, PromptLookup
+from decoding.target import Target
+from studies.contract import Candidate
+from tests.support.costs import made_up_costs
+from tests.support.records import record
+from tuner.cli.main import main
+from tuner.evaluation.text_replay import run as evaluation
+
+CANDIDATES = (
+    Candidate(draft=LayerSkip.blocks((4, 5)), draft_length=Fixed(max_tokens=2)),
+    Candidate(draft=EarlyExit(exit_layer=2), draft_length=Fixed(max_tokens=1)),
+    Candidate(draft=PromptLookup(), draft_length=Fixed(max_tokens=3)),
+)
+OLD = {each.key: 1.5 - 0.2 * index for index, each in enumerate(CANDIDATES)}
+
+
+@pytest.fixture
+def evaluate(
+    tmp_path: Path, target: Target, checkpoint: Path, prompts_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> Callable[[], Result]:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("tuner.search.problem.cost_table", lambda *_, **__: made_up_costs(target, 12))
+    (tmp_path / "small.yaml").write_text(
+        f"model: {checkpoint}\ndataset: {prompts_file}\nmax_new_tokens: 12\ntuning_prompts: 4\nheld_out_prompts: 2\n"
+        "prompts_per_trial: 2\ngroup_column: file\n"
+    )
+    given = ["--config", "small.yaml", "--storage", "sqlite:///old.db", "--experiment", "old"]
+    return lambda: CliRunner().invoke(main, ["evaluate", "text-replay", *given])
+
+
+def test_stored_candidates_are_replayed_and_decoded(
+    evaluate: Callable[[], Result], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    records = [record(OLD[each.key], number=number, candidate=each) for number, each in enumerate(CANDIDATES)]
+    monkeypatch.setattr(evaluation, "_stored", lambda settings: records)
+    result = evaluate()
+    assert result.exit_code == 0, result.output
+    found = json.loads((tmp_path / "evaluate_text_replay" / "text_replay.json").read_text())
+    check = found["check"]
+    assert check["replay"]["texts"] == 4
+    assert check["replay"]["left_out"] == 0
+    rows = check["candidates"]
+    old = {Candidate.model_validate(row["candidate"]).key: row["old"] for row in rows if row["old"] is not None}
+    assert old == pytest.approx(OLD)
+    assert any(row["old"] is None for row in rows), "lookups are tried beside them"
+    predicted = [row["predicted"] for row in rows]
+    assert predicted == sorted(predicted, reverse=True)
+    for row in rows:
+        assert [each["prompt"] for each in row["measurement"]["samples"]] == [0, 1]
+        assert all(each["identical"] for each in row["measurement"]["samples"])
+    for words in ("Spearman", "old figures of these", "best of those measured first", "s for"):
+        assert words in result.stdout
+    assert str(tmp_path) not in json.dumps(found), "no machine paths"
+
+
+def test_a_search_without_trials_is_refused(evaluate: Callable[[], Result]) -> None:
+    result = evaluate()
+    assert result.exit_code == 2
+    assert "old: at least 2 finished trials are needed, and there are 0" in result.output
