@@ -109,6 +109,8 @@ def _rule_fate(plan: Plan) -> Fate:
     tokens = f"{length.num_tokens} tokens ({length.reason})"
     if plan.threshold is not None:
         return Fate("draft length", rule.describe(), "kept", f"up to {tokens}, until one is below {plan.threshold:g}")
+    if plan.measured_schedule is not None:
+        return Fate("draft length", rule.describe(), "changed" if rule.is_fixed else "lost", "by the schedule below")
     return Fate("draft length", rule.describe(), "kept" if rule.is_fixed else "lost", f"always {tokens}")
 
 

@@ -107,11 +107,6 @@ def check_schedule(schedule: MeasuredSchedule, profile: DraftProfile, engine: En
         raise ExportError(
             f"the schedule was measured in {schedule.engine}, and this export is for {engine.title}: speeds do not transfer"
         )
-    if not engine.has_schedule:
-        raise ExportError(
-            f"{engine.title} has no schedule by number of sequences: {schedule.describe()}. Export with --draft-tokens for the "
-            "number of sequences that a server is to have, and serve without the draft where plain decoding is faster"
-        )
     same_draft = schedule.draft == profile.draft.model_dump(mode="json")
     if not same_draft or schedule.target_weights_sha256 != profile.target.weights_sha256:
         raise ExportError(
@@ -120,6 +115,11 @@ def check_schedule(schedule: MeasuredSchedule, profile: DraftProfile, engine: En
     if not schedule.most_tokens:
         raise ExportError(
             f"by the schedule no draft is faster than plain decoding in {schedule.engine}: serve without this export"
+        )
+    if not engine.has_schedule:
+        raise ExportError(
+            f"{engine.title} has no schedule by number of sequences: {schedule.describe()}. Export with --draft-tokens for the "
+            "number of sequences that a server is to have, and serve without the draft where plain decoding is faster"
         )
 
 

@@ -99,6 +99,7 @@ def test_vllm_gets_the_schedule_and_losses_say_how_it_was_measured(export: Expor
     assert "1 side by side: 3 tokens, 1.25 [1.10, 1.40] over plain decoding" in losses
     assert "8 side by side: plain decoding; the whole schedule there 0.90 [0.80, 1.00]" in losses
     assert "1 sequences" not in losses
+    assert "always" not in losses
     assert "2 to 4: 1 token; from 5: plain decoding" in losses
     assert "Predicted" not in losses
 
@@ -115,6 +116,7 @@ def test_what_does_not_fit_the_export_is_refused(export: Export) -> None:
     refused(export({1: 3}, to="trtllm"), "measured in vLLM", "TensorRT-LLM")
     refused(export({1: 3}, to="llama.cpp", engine="llama.cpp"), "llama.cpp has no schedule", "--draft-tokens")
     refused(export({1: 3}, target_weights_sha256="other"), "another draft or model")
+    refused(export({1: 0}, to="llama.cpp", engine="llama.cpp"), "no draft is faster", "llama.cpp")
     refused(export({1: 0}), "no draft is faster", "vLLM")
     refused(export({1: 3}, "--draft-tokens", "2"), "--schedule", "without --draft-tokens")
     refused(export({1: 3}, to="folder"), "--to folder", "--schedule")
