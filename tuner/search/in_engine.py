@@ -44,14 +44,15 @@ class EngineArena:
         best: Sequence[TrialRecord],
         indices: Sequence[int],
         *,
+        count: int,
         bench: EngineBench,
         may_go_on: Callable[[], bool],
         progress: Progress,
     ) -> list[TrialRecord]:
-        """Return the candidates to race; see `Heat`. Raises `EngineError` if the engine runs none of them."""
+        """Return up to `count` candidates to race; see `Heat`. Raises `EngineError` if the engine runs none of them."""
         heat = Heat(self.servers.program, self.servers.exports.rules, bench, progress)
         heat.run(best, indices, may_go_on)
-        return heat.entrants(self.task.config.finalists)
+        return heat.entrants(count)
 
     @property
     def title(self) -> str:

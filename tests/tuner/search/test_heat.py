@@ -20,6 +20,7 @@ from tuner.engines.rules import EngineRules
 from tuner.errors import EngineError
 from tuner.progress import Unwatched
 from tuner.search.heat import Heat
+from tuner.search.in_engine import EngineArena
 
 EXIT = Candidate(draft=EarlyExit(exit_layer=2), draft_length=Fixed(max_tokens=3))
 SKIP = Candidate(draft=LayerSkip.blocks((1, 3)), draft_length=Fixed(max_tokens=3))
@@ -132,3 +133,15 @@ def test_the_lookups_that_race_are_the_best_on_all_texts_not_on_those_of_the_hea
     assert speedup(racing[0], texts) == pytest.approx(speedup(by_speedup[0], texts))
     assert speedup(best_in_heat, texts) < speedup(racing[0], texts) - 0.01, "the texts of the heat would mislead"
     assert len(racing) == 2
+
+
+def test_no_more_candidates_race_than_time_is_planned_for() -> None:
+    engine = PlantedEngine({EarlyExit: 1.4, LayerSkip: 1.3, PromptLookup: 1.2})
+    servers: Any = SimpleNamespace(program=engine.heat().program, exports=SimpleNamespace(rules=engine.heat().rules))
+    task: Any = SimpleNamespace(config=SimpleNamespace(finalists=4))
+    trials = [record(number=number, candidate=each) for number, each in enumerate((EXIT, SKIP))]
+    bench: Any = engine
+    found = EngineArena(task, servers, "1").entrants(
+        trials, [4, 5], count=2, bench=bench, may_go_on=lambda: True, progress=Unwatched()
+    )
+    assert [type(each.candidate.draft) for each in found] == [EarlyExit, PromptLookup]
