@@ -18,6 +18,8 @@ LONGEST_PROMPT = 4096
 """Tokens of a prompt; a longer one is not kept, as its end alone would be continued otherwise."""
 LONGEST_CONTINUATION = 512
 """Tokens of a continuation; later ones are not kept."""
+MOST_SHOWN = 100
+"""Texts of one answer: writing more would keep the requests that are streamed waiting."""
 SHORTEST_CONTINUATION = 2
 """Tokens of a continuation: a draft begins after the first."""
 
@@ -58,9 +60,9 @@ class KeptTexts:
                     self._texts.append(text)
 
     def document(self, after: int = 0) -> list[dict[str, Any]]:
-        """Return the texts with numbers above `after`, the oldest first: number, and token ids of prompt and continuation."""
+        """Return the first `MOST_SHOWN` texts with numbers above `after`: number, and token ids of prompt and continuation."""
         with self._lock:
-            found = [each for each in self._texts if each.number > after]
+            found = [each for each in self._texts if each.number > after][:MOST_SHOWN]
         return [
             {"number": each.number, "prompt": each.prompt.tolist(), "continuation": each.continuation.tolist()}
             for each in found

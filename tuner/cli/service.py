@@ -51,7 +51,7 @@ FOLDER = click.option(
     default=0,
     show_default=True,
     metavar="N",
-    help="Texts of production to keep for each search, replayed before it is run again; 0 refuses them.",
+    help="With --retune: texts of production to keep for each search, replayed before it is run again.",
 )
 @click.option("--promote", is_flag=True, help="With --retune: move the champion's alias to a profile that is faster.")
 def service(
@@ -88,6 +88,8 @@ def service(
 
     check_installed()
     pause = _policy_pause(retune_pause, retune=retune, promote=promote)
+    if accept_texts and not retune:
+        raise ConfigError("--accept-texts: texts are kept for searches that are run again: give --retune as well")
 
     import uvicorn
 

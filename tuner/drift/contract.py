@@ -70,7 +70,7 @@ class Observed(Document):
     windows: list[ObservedWindow] = Field(max_length=MOST_REPORTED)
     requests: list[ObservedRequest] = Field(max_length=MOST_REPORTED)
     texts: list[ObservedText] = Field(
-        default_factory=list, max_length=MOST_REPORTED, description="Empty unless they are asked for."
+        default_factory=list, max_length=MOST_TEXTS, description="Empty unless they are asked for."
     )
 
 

@@ -221,10 +221,10 @@ def retuned_id(root: str, number: int) -> str:
 
 
 def open_engine(database: str) -> sa.Engine:
-    """Return an engine for the leases of a database."""
+    """Return an engine for the leases and the observations of a database. Its errors do not repeat what was to be stored."""
     if database.startswith("sqlite"):
-        return sa.create_engine(database, connect_args={"timeout": 60})
-    return sa.create_engine(database, pool_pre_ping=True)
+        return sa.create_engine(database, connect_args={"timeout": 60}, hide_parameters=True)
+    return sa.create_engine(database, pool_pre_ping=True, hide_parameters=True)
 
 
 def _awaits_store(status: WorkflowStatus) -> bool:

@@ -68,12 +68,12 @@ class Reporter:
 
     def report(self) -> DriftState:
         """Report what is there now; return the verdict on the profile. Raises `ServiceError` if one of both does not answer."""
-        found = self._observed()
-        for texts in portions(found.texts):
-            self._client.report(
-                ObservationReport(search=self._job, server=found.server, windows=[], requests=[], texts=texts)
-            )
-            self._told = found.server, texts[-1].number
+        while (found := self._observed()).texts:  # a server shows some at a time
+            for texts in portions(found.texts):
+                self._client.report(
+                    ObservationReport(search=self._job, server=found.server, windows=[], requests=[], texts=texts)
+                )
+                self._told = found.server, texts[-1].number
         numbers = {"server": found.server, "windows": found.windows, "requests": found.requests}
         return self._client.report(ObservationReport(search=self._job, **numbers))
 

@@ -116,8 +116,12 @@ def replayed(search: RetunedSearch, task: Task, jobs: Jobs, job: str, progress: 
 
 
 def first_measured(candidates: Sequence[Candidate], champion: Candidate | None) -> list[Candidate]:
-    """Return the first `NUM_KNOWN` candidates beside the champion, which is measured in any case; the order stays."""
-    others = [each for each in candidates if each != champion][:NUM_KNOWN]
+    """Return the best rule of each of the first `NUM_KNOWN` drafts, and the champion in any case; the order stays.
+
+    Rules of one draft are alike in most of what decides about them: the studies look for better ones.
+    """
+    of_drafts = {each.draft: each for each in reversed(candidates) if each != champion}
+    others = [each for each in candidates if of_drafts.get(each.draft) == each][:NUM_KNOWN]
     return [each for each in candidates if each == champion or each in others]
 
 

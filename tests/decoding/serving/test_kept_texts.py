@@ -51,6 +51,15 @@ def test_the_latest_greedy_texts_are_kept_and_no_others() -> None:
     assert not texts._running, "ended requests are forgotten"
 
 
+def test_some_texts_are_shown_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kept_texts, "MOST_SHOWN", 2)
+    texts = KeptTexts(5)
+    for _ in range(5):
+        _serve(texts, Request([1], Ending(99)))
+    shown = [[each["number"] for each in texts.document(after=after)] for after in (0, 2, 4, 5)]
+    assert shown == [[1, 2], [3, 4], [5], []]
+
+
 def test_long_texts_are_cut_or_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kept_texts, "LONGEST_PROMPT", 4)
     monkeypatch.setattr(kept_texts, "LONGEST_CONTINUATION", 4)

@@ -177,6 +177,19 @@ def test_what_is_no_bounded_text_is_a_problem_that_does_not_repeat_it(taking_tex
     assert "somebody asked" not in answer.text
 
 
+def test_errors_of_the_database_do_not_repeat_what_was_to_be_stored(tmp_path: Path) -> None:
+    engine = open_engine(f"sqlite:///{tmp_path / 'o.db'}")
+    store = ObservationStore(engine)
+    with engine.begin() as connection:
+        connection.execute(sa.text("DROP TABLE sdtune_observations"))
+    text = ObservedText(**_text(1))
+    report = ObservationReport(search=TUNED, server=SERVER, windows=[], requests=[], texts=[text])
+    with pytest.raises(sa.exc.OperationalError, match="no such table") as failure:
+        store.keep(TUNED, report, most_texts=5)
+    assert str(SECRET) not in str(failure.value)
+    engine.dispose()
+
+
 @pytest.mark.parametrize("figure", ["seconds", "ended", "sequences", "tokens"])
 def test_figures_that_are_no_numbers_of_a_server_are_refused(client: TestClient, figure: str) -> None:
     (report,) = _reports(Traffic(1))

@@ -14,6 +14,7 @@ from fastapi.responses import JSONResponse
 from decoding.arms.windows import TimedWindow
 from decoding.decode import Request as DecodingRequest
 from decoding.rounds import Prefill, Round
+from decoding.serving import kept_texts
 from decoding.serving.kept_texts import KeptTexts
 from decoding.serving.observations import Observations
 from decoding.serving.waiting_room import Job, RequestEnd
@@ -170,8 +171,9 @@ def test_texts_are_reported_only_if_all_ask_for_them(
                 keep(self, search, report, most_texts=most_texts)
 
             monkeypatch.setattr(ObservationStore, "keep", keeping)
+            monkeypatch.setattr(kept_texts, "MOST_SHOWN", 1)
             command("observe", JOB, "--server", server, "--texts", "--every", "60")
-            assert sent == [[1, 2], [3], [1, 2]], "each text once, also those of a server that was started again"
+            assert sent == [[1], [2], [3], [1], [2]], "each text once, also those of a server that was started again"
             assert "nothing is kept" in command("forget", JOB).output
     assert jobs.observations.texts(JOB) == []
 

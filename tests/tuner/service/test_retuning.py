@@ -28,7 +28,7 @@ from tests.support.profiles import measured
 from tests.support.service import until, working
 from tuner.cli.main import main
 from tuner.config import SearchConfig
-from tuner.drift.contract import MOST_REPORTED, ObservationReport, Promised
+from tuner.drift.contract import MOST_REPORTED, ObservationReport, ObservedText, Promised
 from tuner.evaluation.hardening.priced_search import STUDIES, SearchPlace
 from tuner.evaluation.planted.model import VOCABULARY_SIZE, prompts
 from tuner.measuring.clock import PriceList
@@ -169,7 +169,11 @@ def test_texts_of_production_are_replayed_first_and_order_what_is_measured(
         assert speedups == sorted(speedups, reverse=True)
         measured_first = [Candidate.model_validate(each) for each in _known_trials(jobs, second)]
         described = [f"{each.draft.describe()}; {each.draft_length.describe()}" for each in measured_first]
-        assert described == [each.description for each in found.replay.predicted][: len(described)]
+        predicted = [each.description for each in found.replay.predicted]
+        order = [predicted.index(each) for each in described]
+        assert len(order) > 1
+        assert order[0] == 0
+        assert order == sorted(order), "measured in the order of the predictions"
         assert "Predicted on texts of production" in client.get(f"/searches/{second}").text
         result = client.get(f"/v1/searches/{second}/result").text
     spelled = " ".join(f"w{token}" for token in asked[0])
@@ -239,6 +243,30 @@ def test_one_search_at_a_time_with_a_pause_between_and_only_if_asked_for(jobs: J
     assert (again.has_same_data, jobs.heads(second)) == (False, None), "heads may know what is held out now"
 
 
+@pytest.mark.parametrize(("temperature", "most_texts", "replays"), [(0.0, 5, True), (0.8, 5, False), (0.0, 0, False)])
+def test_greedy_texts_are_replayed_for_greedy_searches_of_a_service_that_takes_texts(
+    jobs: Jobs, tmp_path: Path, temperature: float, most_texts: int, replays: bool
+) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "d.jsonl").write_text('{"prompt": "a"}\n')
+    config = {"model": str(tmp_path / "model"), "dataset": str(tmp_path / "d.jsonl"), "temperature": temperature}
+    root = identity(SearchConfig.model_validate(config), "default")
+    with working(tmp_path, jobs, _finished):
+        jobs.submit(root, config, "default")
+        until(lambda: jobs.find(root).state.is_over)
+    (report, *_) = _reports(PROFILE, speedup=1.1)
+    text = ObservedText(number=1, prompt=(5,), continuation=(6, 7))
+    earlier = ObservationReport(search=root, server=SERVER, windows=[], requests=[], texts=[text])
+    jobs.observations.keep(root, earlier, most_texts=5)
+    allowed = Allowed([str(tmp_path / "model")], [str(tmp_path / "d.jsonl")])
+    watch = DriftWatch(jobs, RetuningPolicy(retune=True, most_texts=most_texts), allowed, tmp_path)
+    done = watch.report(ObservationReport(search=root, **report)).retuning
+    assert done == f"submitted {retuned_id(root, 1)}{', which replays 1 texts first' if replays else ''}"
+    known = jobs.retuning(retuned_id(root, 1))
+    assert known is not None
+    assert known.replays is replays
+
+
 def _search(reason: str | None = None, *, promote: bool = True) -> RetunedSearch:
     given = Retuning(root=ROOT_JOB, champion=ROOT_JOB, has_same_data=True, promote=promote)
     return RetunedSearch(given, {}, (), None, "0" * 32, reason)
@@ -290,6 +318,10 @@ def test_a_promotion_that_was_cut_off_is_completed_and_nothing_is_registered_twi
     ("flags", "why"),
     [
         (["--promote"], "give --retune as well"),
+        (
+            ["--accept-texts", "5"],
+            "--accept-texts: texts are kept for searches that are run again: give --retune as well",
+        ),
         (["--retune", "--retune-pause", "soon"], "--retune-pause: 'soon' must be a duration"),
     ],
 )

@@ -116,10 +116,16 @@ def test_the_newest_texts_are_replayed_in_whole_batches(target: Target, monkeypa
 
 
 def test_the_champion_is_measured_in_any_case() -> None:
-    others = [EXIT.with_rule(Fixed(max_tokens=length)) for length in range(3, 10)]
+    others = [Candidate(draft=LayerSkip.blocks((block,)), draft_length=Fixed()) for block in range(7)]
     assert first_measured([*others, EXIT], EXIT) == [*others[:NUM_KNOWN], EXIT]
     assert first_measured([others[0], EXIT, *others[1:]], EXIT) == [others[0], EXIT, *others[1:NUM_KNOWN]]
     assert first_measured(others, None) == others[:NUM_KNOWN]
+
+
+def test_of_each_draft_only_the_best_rule_is_measured_first() -> None:
+    first, second, third = (LOOKUP.with_rule(Fixed(max_tokens=length)) for length in (2, 3, 4))
+    assert first_measured([first, second, EXIT, third, SKIP], None) == [first, EXIT, SKIP]
+    assert first_measured([first, second, EXIT, third], third) == [first, EXIT, third], "but for the champion"
 
 
 def test_a_prediction_is_called_one() -> None:
@@ -134,7 +140,6 @@ def test_a_prediction_is_called_one() -> None:
 
 
 def test_both_ends_have_the_same_bounds() -> None:
-    assert (contract.LONGEST_PROMPT, contract.LONGEST_CONTINUATION) == (
-        kept_texts.LONGEST_PROMPT,
-        kept_texts.LONGEST_CONTINUATION,
-    )
+    for name in ("LONGEST_PROMPT", "LONGEST_CONTINUATION"):
+        assert getattr(contract, name) == getattr(kept_texts, name)
+    assert kept_texts.MOST_SHOWN <= contract.MOST_TEXTS

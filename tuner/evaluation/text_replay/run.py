@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
+import torch
 from rich.console import Group, RenderableType
 
 from decoding.documents.strict_yaml import Document
@@ -17,6 +18,7 @@ from tuner.evaluation.predictions.accuracy import Accuracy, accuracy
 from tuner.evaluation.tables import new_table
 from tuner.evaluation.task import facts_of, prepare_check
 from tuner.evaluation.text_replay.settings import TextReplayEvaluation
+from tuner.measuring.clock import WallClock
 from tuner.measuring.paired import Bench
 from tuner.progress import Progress
 from tuner.results import write_json, write_text
@@ -85,6 +87,8 @@ def run_and_write(settings: TextReplayEvaluation, progress: Progress) -> Rendera
         raise ConfigError(f"{settings.experiment}: at least 2 finished trials are needed, and there are {len(known)}")
     logged = open_bench(task, task.prompts.tuning, "decoding the tuning prompts plainly, as production", progress)
     held_out = open_bench(task, task.prompts.held_out, "decoding the held-out prompts plainly", progress)
+    if settings.processor_time:
+        held_out = by_processor_time(task, held_out)
     check = compared(task, known, logged, held_out, progress)
     shown = Group(*tables(check))
     write_json(settings.out, NAME, {**facts_of(task), "check": check.model_dump(mode="json")})
@@ -105,7 +109,9 @@ def compared(
     candidates = [record.candidate for record in known]
     found = replay_texts(task, candidates, candidates[0], texts, progress)
     cost_seconds = task.budget.clock.seconds().get(Stage.COSTS, 0.0) - before
-    rated = found.candidates
+    predicted = dict(zip((each.key for each in found.candidates), found.replay.predicted, strict=True))
+    # Rules of one draft are too close to be told apart by a few prompts.
+    rated = list({each.draft: each for each in reversed(found.candidates)}.values())[::-1]
     progress.stage("decoding with each candidate", len(rated) * len(held_out.indices))
     start = time.perf_counter()
     measured: list[Measurement] = []
@@ -121,12 +127,25 @@ def compared(
             ReplayedAndMeasured(
                 candidate=candidate,
                 old=old.get(candidate.key),
-                predicted=prediction.predicted_speedup,
+                predicted=predicted[candidate.key].predicted_speedup,
                 measured=measurement.speedup_interval(),
                 measurement=measurement,
             )
-            for candidate, prediction, measurement in zip(rated, found.replay.predicted, measured, strict=True)
+            for candidate, measurement in zip(rated, measured, strict=True)
         ),
+    )
+
+
+def by_processor_time(task: Task, bench: Bench) -> Bench:
+    """Return a bench of the same prompts that counts seconds of the processor.
+
+    Raises `ConfigError` on a GPU or for more threads.
+    """
+    if task.target.device.type != "cpu" or torch.get_num_threads() > 1:
+        raise ConfigError("--processor-time counts one thread of a CPU: give --device cpu --threads 1")
+    clock = WallClock(task.target.device, time.process_time)
+    return Bench(
+        task.target, bench.baseline, decoding=task.decoding, heads=task.head_folder, seed=task.config.seed, clock=clock
     )
 
 
@@ -136,7 +155,9 @@ def tables(check: ReplayCheck) -> list[RenderableType]:
     for each in check.candidates:
         old = "" if each.old is None else f"{each.old:.2f}"
         draft, rule = each.candidate.draft, each.candidate.draft_length
-        each_one.add_row(f"{draft.describe()}; {rule.describe()}", old, f"{each.predicted:.2f}", str(each.measured))
+        each_one.add_row(
+            f"{draft.describe()}; {rule.describe()}", old, f"{each.predicted:.2f}", _interval(each.measured)
+        )
     agreement = new_table("Agreement with what was measured", "", "candidates", "Spearman", "median error", "bias")
     known, old_figures = check.of_known()
     for name, found in (
@@ -155,6 +176,10 @@ def tables(check: ReplayCheck) -> list[RenderableType]:
         f"best of those measured first: {by_replay:.2f}x by the replay, {by_age:.2f}x by old figures; of all {of_all:.2f}x",
     ]
     return [each_one, agreement, "\n".join(lines)]
+
+
+def _interval(interval: Interval) -> str:
+    return f"{interval.value:.2f} [{interval.ci95[0]:.2f}, {interval.ci95[1]:.2f}]"
 
 
 def _stored(settings: TextReplayEvaluation) -> list[TrialRecord]:

@@ -29,7 +29,7 @@ OLD = {each.key: 1.5 - 0.2 * index for index, each in enumerate(CANDIDATES)}
 @pytest.fixture
 def evaluate(
     tmp_path: Path, target: Target, checkpoint: Path, prompts_file: Path, monkeypatch: pytest.MonkeyPatch
-) -> Callable[[], Result]:
+) -> Callable[..., Result]:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("tuner.search.problem.cost_table", lambda *_, **__: made_up_costs(target, 12))
@@ -38,15 +38,15 @@ def evaluate(
         "prompts_per_trial: 2\ngroup_column: file\n"
     )
     given = ["--config", "small.yaml", "--storage", "sqlite:///old.db", "--experiment", "old"]
-    return lambda: CliRunner().invoke(main, ["evaluate", "text-replay", *given])
+    return lambda *more: CliRunner().invoke(main, ["evaluate", "text-replay", *given, *more])
 
 
 def test_stored_candidates_are_replayed_and_decoded(
-    evaluate: Callable[[], Result], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    evaluate: Callable[..., Result], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     records = [record(OLD[each.key], number=number, candidate=each) for number, each in enumerate(CANDIDATES)]
     monkeypatch.setattr(evaluation, "_stored", lambda settings: records)
-    result = evaluate()
+    result = evaluate("--processor-time", "--threads", "1")
     assert result.exit_code == 0, result.output
     found = json.loads((tmp_path / "evaluate_text_replay" / "text_replay.json").read_text())
     check = found["check"]
@@ -55,7 +55,9 @@ def test_stored_candidates_are_replayed_and_decoded(
     rows = check["candidates"]
     old = {Candidate.model_validate(row["candidate"]).key: row["old"] for row in rows if row["old"] is not None}
     assert old == pytest.approx(OLD)
-    assert any(row["old"] is None for row in rows), "lookups are tried beside them"
+    drafts = [json.dumps(row["candidate"]["draft"]) for row in rows]
+    assert len(drafts) > len(set(OLD)), "lookups are tried beside them"
+    assert len(drafts) == len(set(drafts)), "each draft is measured once"
     predicted = [row["predicted"] for row in rows]
     assert predicted == sorted(predicted, reverse=True)
     for row in rows:
@@ -66,7 +68,17 @@ def test_stored_candidates_are_replayed_and_decoded(
     assert str(tmp_path) not in json.dumps(found), "no machine paths"
 
 
-def test_a_search_without_trials_is_refused(evaluate: Callable[[], Result]) -> None:
+def test_a_search_without_trials_is_refused(evaluate: Callable[..., Result]) -> None:
     result = evaluate()
     assert result.exit_code == 2
     assert "old: at least 2 finished trials are needed, and there are 0" in result.output
+
+
+def test_processor_time_of_several_threads_is_refused(
+    evaluate: Callable[..., Result], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(evaluation, "_stored", lambda settings: [record(candidate=each) for each in CANDIDATES])
+    monkeypatch.setattr("torch.get_num_threads", lambda: 2)
+    result = evaluate("--processor-time")
+    assert result.exit_code == 2
+    assert "--processor-time counts one thread of a CPU" in result.output
