@@ -111,7 +111,8 @@ def compared(
     cost_seconds = task.budget.clock.seconds().get(Stage.COSTS, 0.0) - before
     predicted = dict(zip((each.key for each in found.candidates), found.replay.predicted, strict=True))
     # Rules of one draft are too close to be told apart by a few prompts.
-    rated = list({each.draft: each for each in reversed(found.candidates)}.values())[::-1]
+    of_drafts = {each.draft: each for each in reversed(found.candidates)}
+    rated = [each for each in found.candidates if of_drafts[each.draft] == each]
     progress.stage("decoding with each candidate", len(rated) * len(held_out.indices))
     start = time.perf_counter()
     measured: list[Measurement] = []

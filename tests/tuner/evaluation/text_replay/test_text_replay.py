@@ -23,6 +23,8 @@ CANDIDATES = (
     Candidate(draft=EarlyExit(exit_layer=2), draft_length=Fixed(max_tokens=1)),
     Candidate(draft=PromptLookup(), draft_length=Fixed(max_tokens=3)),
 )
+SLOWER = Candidate(draft=EarlyExit(exit_layer=2), draft_length=Fixed(max_tokens=8))
+"""The draft of another candidate, with a rule that is slower."""
 OLD = {each.key: 1.5 - 0.2 * index for index, each in enumerate(CANDIDATES)}
 
 
@@ -44,7 +46,8 @@ def evaluate(
 def test_stored_candidates_are_replayed_and_decoded(
     evaluate: Callable[..., Result], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    records = [record(OLD[each.key], number=number, candidate=each) for number, each in enumerate(CANDIDATES)]
+    known = (*CANDIDATES, SLOWER)
+    records = [record(OLD.get(each.key, 0.5), number=number, candidate=each) for number, each in enumerate(known)]
     monkeypatch.setattr(evaluation, "_stored", lambda settings: records)
     result = evaluate("--processor-time", "--threads", "1")
     assert result.exit_code == 0, result.output
