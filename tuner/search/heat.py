@@ -27,8 +27,10 @@ HEAT = 2
 """Prompts of the heat: a sample of each order, plain first and draft first."""
 HOPELESS = 0.9
 """A draft model does not race if it was slower than this in the heat, and slower than plain decoding on each prompt."""
-MOST_LOOKUPS = 2
-"""Lookups that race where their speed-ups are predicted: the two best differ little."""
+MOST_PREDICTED = 2
+"""Predicted lookups that are measured: the engine may refuse one, or write another text."""
+MOST_LOOKUPS = 1
+"""Lookups that race where their speed-ups are predicted: those predictions know more texts than the race, and no noise."""
 
 
 @dataclass
@@ -155,7 +157,7 @@ class Heat:
             f"{prices.per_token:.2f} per drafted token; of {len(ranked)} lookups, {best.draft.describe()} with "
             f"{best.draft_length.describe()} is predicted to be the fastest: {fastest:.2f}x on {len(self.bench.texts)} texts"
         )
-        for offset, candidate in enumerate(ranked[:MOST_LOOKUPS]):
+        for offset, candidate in enumerate(ranked[:MOST_PREDICTED]):
             yield self._of_engine(number + offset, candidate)
 
     def _prices(self) -> LookupPrices | None:

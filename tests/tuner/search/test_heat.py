@@ -132,7 +132,7 @@ def test_the_lookups_that_race_are_the_best_on_all_texts_not_on_those_of_the_hea
     best_in_heat = max(predictable_lookups(), key=lambda each: speedup(each, texts[4:]))
     assert speedup(racing[0], texts) == pytest.approx(speedup(by_speedup[0], texts))
     assert speedup(best_in_heat, texts) < speedup(racing[0], texts) - 0.01, "the texts of the heat would mislead"
-    assert len(racing) == 2
+    assert len(racing) == 1
 
 
 def test_no_more_candidates_race_than_time_is_planned_for() -> None:
