@@ -17,6 +17,7 @@ from tuner.bench.accounting import Account, longest_draft, take_account
 from tuner.bench.collecting import SampleCollector
 from tuner.bench.config import BenchConfig
 from tuner.bench.contenders import ALWAYS, PLAIN, Setting, enter
+from tuner.bench.exported import exported_generation
 from tuner.bench.memory import measure_memory
 from tuner.bench.modes import profile_by
 from tuner.bench.report import TABLE_WIDTH, bench_json, bench_picture, bench_table
@@ -108,6 +109,7 @@ def _setting(task: BenchTask, progress: Progress) -> Setting:
         max_new_tokens=task.max_new_tokens,
         longest_prompt=max(len(prompt.token_ids) for prompt in task.measured),
         on_text=progress.advance,
+        exported=functools.partial(exported_generation, task, progress),
     )
 
 

@@ -34,6 +34,7 @@ def bench(dry_run: bool, **flags: Any) -> None:
       hf                 transformers' generate, greedy, with its default cache
       hf-early-exit      generate(assistant_early_exit=N), with the N that is fastest on tuning prompts
       hf-prompt-lookup   generate(prompt_lookup_num_tokens=10)
+      hf-export          generate with what `sdtune export --to hf` writes; only if named in --against
       hf-static          generate(cache_implementation="static"), which transformers compiles on CUDA
       plain-eager, profile-static, profile-bitwise ...     plain or profile with another of our runners
       roofline           upper bound of one token per pass: bytes to read over measured memory bandwidth
@@ -42,8 +43,8 @@ def bench(dry_run: bool, **flags: Any) -> None:
     the search, the prompts are those that it held out: the profile records the numbers of prompts and a fingerprint, and
     the table says whether they match. --context puts other rows, never held-out ones, before each prompt, and cuts the
     result from the left. With --batch-size, seconds run until the last sequence of a batch ends; each sequence is compared
-    with what plain decoding generates from its prompt alone. hf-early-exit, hf-prompt-lookup and bit-exact mode decode one
-    sequence at a time, and are not run in batches.
+    with what plain decoding generates from its prompt alone. hf-early-exit, hf-prompt-lookup, hf-export and bit-exact mode
+    decode one sequence at a time, and are not run in batches.
 
     With --engine the profile is exported, and the export measured in that engine: its server is started with and without
     the draft, both continue the held-out prompts in turns, and the texts are compared. This writes engine.json and

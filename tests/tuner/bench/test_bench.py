@@ -16,7 +16,7 @@ from click.testing import CliRunner, Result
 from transformers import AutoTokenizer
 
 from decoding.draft_length import AdaEdl, Fixed
-from decoding.drafts import LayerSkip
+from decoding.drafts import LayerSkip, PromptLookup
 from decoding.losslessness import Comparison
 from decoding.profile import DatasetFacts, Decoding, DraftProfile, Exactness, Interval, Measured, Rates, SearchCost
 from decoding.target import Target
@@ -28,7 +28,7 @@ from tests.support.refusals import refused
 from tests.support.tiny import save_tiny_checkpoint, write_tiny_prompts
 from tuner.bench.accounting import Account
 from tuner.bench.categories import category_mean, verdict
-from tuner.bench.contenders import CONTENDERS, default_names
+from tuner.bench.contenders import CONTENDERS, EXPORTED, default_names
 from tuner.bench.memory import CLEAR_REFS, MemoryOrder, PeakMemory, gauge_for
 from tuner.bench.memory_worker import measure
 from tuner.bench.modes import MODES
@@ -50,7 +50,7 @@ NUM_NEW_TOKENS = 10
 NUM_OF_SEARCH = 18
 """Tokens that a profile says its search decoded."""
 OTHER_RUNNERS = [f"{who}-{mode}" for mode in MODES for who in ("plain", "profile")]
-NOT_BY_OTHER_RUNNERS = [name for name in CONTENDERS if name not in OTHER_RUNNERS]
+NOT_BY_OTHER_RUNNERS = [name for name in CONTENDERS if name not in (*OTHER_RUNNERS, EXPORTED)]
 RunBench = Callable[..., Result]
 WriteProfile = Callable[..., Path]
 
@@ -171,6 +171,37 @@ def test_without_a_list_the_static_cache_is_only_for_accelerators(
     monkeypatch.setitem(CONTENDERS, "hf-early-exit", CONTENDERS["hf"])  # it would choose for seconds
     assert bench(write_profile(LayerSkip.blocks((3,))), code).exit_code == 0
     assert list(results(workplace)["contenders"]) == [name for name in NOT_BY_OTHER_RUNNERS if name != "hf-static"]
+
+
+def test_the_exported_draft_model_assists_generate(
+    code: Path, workplace: Path, target: Target, write_profile: WriteProfile, bench: RunBench
+) -> None:
+    profile = write_profile(write_heads(target, workplace, [4])[4], Fixed(max_tokens=2))
+    assert bench(profile, code, against=f"hf,{EXPORTED}", max_new_tokens=24).exit_code == 0
+    found = results(workplace)["contenders"]
+    assert found[EXPORTED]["settings"]["assistant"]["num_assistant_tokens"] == 2
+    assert found[EXPORTED]["identical"] == found[EXPORTED]["texts"] == 3
+    assert found[EXPORTED]["tokens_per_pass"] > found["hf"]["tokens_per_pass"] == 1.0
+
+
+def test_an_exported_lookup_is_the_one_of_transformers(
+    code: Path, workplace: Path, write_profile: WriteProfile, bench: RunBench
+) -> None:
+    profile = write_profile(PromptLookup(max_ngram=2), Fixed(max_tokens=7))
+    assert bench(profile, code, against=EXPORTED).exit_code == 0
+    found = results(workplace)["contenders"][EXPORTED]
+    options = found["settings"]["options"]
+    assert options == {"prompt_lookup_num_tokens": 7, "max_matching_ngram_size": 2}
+    assert found["identical"] == found["texts"] == 3
+
+
+def test_a_draft_without_a_counterpart_in_transformers_is_left_out(
+    code: Path, workplace: Path, write_profile: WriteProfile, bench: RunBench
+) -> None:
+    profile = write_profile(LayerSkip(skip_attention=(3,), skip_mlp=()))
+    result = bench(profile, code, against=EXPORTED)
+    assert result.exit_code == 0, result.output
+    assert "sublayers" in results(workplace)["left_out"][EXPORTED]
 
 
 def test_held_out_prompts_of_the_search_are_measured_and_reported_as_such(
@@ -576,7 +607,7 @@ def test_contenders_without_batches_are_left_out_with_the_reason(
     assert "left out: transformers does not support it: its assisted generation decodes one sequence" in flat(
         result.stdout
     )
-    for name in ("hf-early-exit", "hf-prompt-lookup"):
+    for name in ("hf-early-exit", "hf-prompt-lookup", EXPORTED):
         refused(
             bench(profile, code, against=f"hf,{name}", batch_size=2), f"{name} does not work", "transformers does not"
         )
