@@ -77,6 +77,8 @@ class EngineProgram(ABC):
     """Environment variable that says where it is installed."""
     start_seconds: ClassVar[float] = 120.0
     """Longest time to wait until it answers."""
+    usual_start_seconds: ClassVar[float] = 45.0
+    """Expected time until it answers, for plans."""
     target_files: ClassVar[tuple[str, ...]] = ()
     """Files of an export that hold the target: exports of one model may share them."""
     starts_at_once: ClassVar[bool] = False

@@ -40,6 +40,7 @@ class LlamaCppServer(EngineProgram):
     home_variable: ClassVar[str] = "LLAMA_CPP"
     target_files: ClassVar[tuple[str, ...]] = (TARGET,)
     starts_at_once: ClassVar[bool] = True
+    usual_start_seconds: ClassVar[float] = 2.0
 
     sources: Path
     server: Path

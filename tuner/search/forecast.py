@@ -19,6 +19,7 @@ from tuner.measuring.cost_cache import stored_table
 from tuner.measuring.cost_table import BUDGET_SECONDS, FEWEST_SWEEPS, resolve_terms
 from tuner.measuring.paired import Bench
 from tuner.measuring.pulse import Pulse, measure_pulse
+from tuner.search.heat import least_candidates
 from tuner.search.task import Task
 from tuner.search.time_plan import PlainRate, Sizes, TimePlan, least_seconds, plan_search
 from tuner.stage_clock import Stage
@@ -57,7 +58,14 @@ def forecast(task: Task) -> Forecast:
     pulse = measure_pulse(task.target, prompts, max_new_tokens=config.max_new_tokens, num_sequences=config.batch_size)
     rate = PlainRate(pulse.prefill_seconds, pulse.token_seconds, config.max_new_tokens)
     opening = task.budget.clock.seconds().get(Stage.WRITING, 0.0)
-    sizes = Sizes.of(config, may_have_ties=task.target.dtype != torch.float32, opening_seconds=opening)
+    program = None if task.deployment is None else task.deployment.program
+    sizes = Sizes.of(
+        config,
+        may_have_ties=task.target.dtype != torch.float32,
+        opening_seconds=opening,
+        heat=0 if program is None else least_candidates(program),
+        start_seconds=0.0 if program is None else program.usual_start_seconds,
+    )
     return Forecast(sizes, rate, preparing_seconds(task, pulse), _distillation(task, pulse))
 
 

@@ -33,6 +33,11 @@ MOST_LOOKUPS = 1
 """Lookups that race where their speed-ups are predicted: those predictions know more texts than the race, and no noise."""
 
 
+def least_candidates(program: type[EngineProgram] | EngineProgram) -> int:
+    """Return the number of candidates that a heat should measure: the engine's own lookups, one draft, predicted lookups."""
+    return len(own_lookups()) + 1 + MOST_PREDICTED if program.starts_at_once else 2
+
+
 @dataclass
 class Heat:
     """Candidates of one heat, and what was measured of them."""

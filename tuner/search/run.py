@@ -293,7 +293,8 @@ def _race(
             finalists = race_best(records, studies.ended, bench, config, progress, studies.expected, may_go_on=pace)
         else:
             in_engine = engine.bench(bench)
-            enter = partial(engine.entrants, count=end.finalists, bench=in_engine, may_go_on=pace, progress=progress)
+            in_heat = keeper.heat_pace(end)
+            enter = partial(engine.entrants, count=end.finalists, bench=in_engine, may_go_on=in_heat, progress=progress)
             finalists = race_best(
                 records, studies.ended, in_engine, config, progress, studies.expected, may_go_on=pace, enter=enter
             )

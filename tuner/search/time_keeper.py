@@ -82,8 +82,15 @@ class TimeKeeper:
     def plan_race(self, candidates: Sequence[TrialRecord], num_confirmed: int) -> EndPlan:
         """Return race and confirmation for the best trials, at their measured speed."""
         self._sizes = replace(self._sizes, confirmed=max(1, num_confirmed))
-        self._end = plan_end(self._sizes, self._rate, self._budget.left, speed=_speed(candidates))
+        speed = _speed(candidates)
+        if self._sizes.heat:  # its trials were rated by the engine's rules, not by its kernels
+            speed = min(speed, 1.0)
+        self._end = plan_end(self._sizes, self._rate, self._budget.left, speed=speed)
         return self._end
+
+    def heat_pace(self, end: EndPlan) -> Callable[[], bool]:
+        """Return the question asked before each candidate of the heat: it leaves time for a lap of the race too."""
+        return Pace(lambda: self._budget.left - end.after_race - end.lap_seconds)
 
     def race_pace(self, end: EndPlan) -> Callable[[], bool]:
         """Return the question asked before each lap of the race: it leaves time for the held-out prompts of `end`."""
@@ -91,7 +98,7 @@ class TimeKeeper:
 
     def held_out_prompts(self, finalists: Sequence[Finalist], num_confirmed: int) -> Sequence[Prompt]:
         """Return as many held-out prompts as can be decoded and confirmed in the time left, at least a few."""
-        sizes = replace(self._sizes, confirmed=num_confirmed, finalists=0)
+        sizes = replace(self._sizes, confirmed=num_confirmed, finalists=0, heat=0)
         speed = _speed_of([each.measurement for each in finalists[:num_confirmed]])
         self._end = plan_end(sizes, self._rate, self._budget.left, speed=speed)
         count = self._end.held_out

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 
 from tuner.config import FEWEST_SAMPLES, SearchConfig
 from tuner.measuring.turns import WARM_UP_TOKENS
+from tuner.search.heat import HEAT
 from tuner.search.race import FEWEST_TO_JUDGE, LAP
 from tuner.stage_clock import Stage, spoken
 
@@ -88,13 +89,25 @@ class Sizes:
     """Seconds of the results, the page of texts aside."""
     texts: int = 0
     """Samples that are decoded again for the page of texts: those in low precision, as texts with ties are not known."""
+    heat: int = 0
+    """Candidates of the heat in an engine; 0 for a search that stays in this process."""
+    start_seconds: float = 0.0
+    """Seconds until a server of the engine answers."""
 
     @classmethod
-    def of(cls, config: SearchConfig, *, may_have_ties: bool = False, opening_seconds: float = 0.0) -> Sizes:
+    def of(
+        cls,
+        config: SearchConfig,
+        *,
+        may_have_ties: bool = False,
+        opening_seconds: float = 0.0,
+        heat: int = 0,
+        start_seconds: float = 0.0,
+    ) -> Sizes:
         """Return the sizes of a configured search, in low precision or not (`may_have_ties`).
 
         `opening_seconds` is what opening the stores took: imports and calls to them, of which writing the results takes no more.
-        Both grow together where the machine is busy or a server far away.
+        Both grow together where the machine is busy or a server far away. `heat` and `start_seconds` are those of an engine.
         """
         size = config.batch_size
         tuning, per_trial = config.tuning_prompts // size, config.samples_per_trial
@@ -110,6 +123,8 @@ class Sizes:
             writing_seconds=max(WRITING_SECONDS, opening_seconds),
             stock=min(MOST_STOCK, config.held_out_prompts // size) if config.stock else 0,
             texts=-(-NUM_TEXTS // size) if may_have_ties else 0,
+            heat=heat,
+            start_seconds=start_seconds,
         )
 
 
@@ -122,6 +137,9 @@ class EndPlan:
     confirmed: int
     held_out: int
     race_seconds: float
+    """Seconds of the race, and of the heat before it."""
+    lap_seconds: float
+    """Seconds of the race's first lap, which is always run."""
     held_out_seconds: float
     """Seconds of the held-out prompts: their plain decoding and the confirmation."""
     stock: int
@@ -176,9 +194,10 @@ def plan_end(sizes: Sizes, rate: PlainRate, seconds: float, *, speed: float = 1.
     most_held_out = sizes.held_out if confirmed == sizes.confirmed else least.held_out
     held_out = _most(most_held_out, lambda n: _held_out_seconds(rate, confirmed, n, speed) <= for_held_out)
     fewest = min(raced, FEWEST_TO_JUDGE)
-    finalists = _most(sizes.finalists, lambda n: _race_seconds(rate, n, fewest, speed) <= for_race)
+    for_laps = for_race - _heat_seconds(sizes, rate)
+    finalists = _most(sizes.finalists, lambda n: _race_seconds(rate, n, fewest, speed) <= for_laps)
     finalists = max(finalists, least.finalists)
-    prompts = _most(raced, lambda n: _race_seconds(rate, finalists, n, speed) <= for_race)
+    prompts = _most(raced, lambda n: _race_seconds(rate, finalists, n, speed) <= for_laps)
     planned = _end(
         replace(sizes, stock=stock, confirmed=confirmed),
         rate,
@@ -306,12 +325,20 @@ def _end(sizes: Sizes, rate: PlainRate, finalists: int, raced: int, held_out: in
         raced=raced,
         confirmed=sizes.confirmed,
         held_out=held_out,
-        race_seconds=_race_seconds(rate, finalists, raced, speed),
+        race_seconds=_heat_seconds(sizes, rate) + _race_seconds(rate, finalists, raced, speed),
+        lap_seconds=_race_seconds(rate, finalists, min(LAP, raced), speed),
         held_out_seconds=_held_out_seconds(rate, sizes.confirmed, held_out, speed),
         stock=sizes.stock,
         stock_seconds=stock_seconds(rate, sizes.stock, speed=speed),
         writing_seconds=sizes.writing_seconds + sizes.texts * rate.sample / speed,
     )
+
+
+def _heat_seconds(sizes: Sizes, rate: PlainRate) -> float:
+    """Return the seconds of the heat: each candidate has a server of its own, and plain decoding has one."""
+    if sizes.heat == 0:
+        return 0.0
+    return sizes.start_seconds + sizes.heat * (sizes.start_seconds + rate.measured(HEAT))
 
 
 def _race_seconds(rate: PlainRate, finalists: int, raced: int, speed: float) -> float:

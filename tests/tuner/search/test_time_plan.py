@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -15,8 +17,10 @@ from tuner.config import SearchConfig
 from tuner.errors import SearchError
 from tuner.progress import Unwatched
 from tuner.search.decision import confirm, race_best
+from tuner.search.forecast import Forecast
 from tuner.search.race import LAP
 from tuner.search.time_budget import Pace, TimeBudget, TimedBudget, enough
+from tuner.search.time_keeper import TimeKeeper
 from tuner.search.time_plan import (
     LEAST_HELD_OUT,
     PlainRate,
@@ -100,6 +104,7 @@ def test_more_time_never_means_fewer_prompts() -> None:
     some.integers(1, 6),
     some.integers(1, 3),
     some.integers(0, 6),
+    some.integers(0, 5),
     some.floats(0, 300),
     some.tuples(some.floats(1, 60), some.floats(1, 1.5)),
 )
@@ -110,6 +115,7 @@ def test_more_time_never_means_less_of_anything(
     finalists: int,
     confirmed: int,
     stock: int,
+    heat: int,
     preparing: float,
     times: tuple[float, float],
 ) -> None:
@@ -123,6 +129,8 @@ def test_more_time_never_means_less_of_anything(
         confirmed=confirmed,
         most_trials=24,
         stock=min(stock, held_out),
+        heat=heat,
+        start_seconds=2.0,
     )
     shorter = least_seconds(sizes, rate, preparing) * times[0]
     less, more = (plan_search(sizes, rate, left, preparing) for left in (shorter, shorter * times[1]))
@@ -286,3 +294,25 @@ def test_results_are_planned_to_take_as_long_as_opening_the_stores() -> None:
 def test_texts_that_must_be_decoded_again_are_planned() -> None:
     known, unknown = (least_end(dataclasses.replace(SIZES, texts=texts), REAL) for texts in (0, 3))
     assert unknown.writing_seconds - known.writing_seconds == pytest.approx(3 * REAL.sample)
+
+
+def test_the_heat_of_an_engine_is_planned_with_its_servers() -> None:
+    in_engine = dataclasses.replace(SIZES, heat=5, start_seconds=2.0)
+    here, there = least_end(SIZES, REAL), least_end(in_engine, REAL)
+    assert there.race_seconds - here.race_seconds == pytest.approx(6 * 2.0 + 5 * REAL.measured(2))
+    assert there.held_out_seconds == here.held_out_seconds
+    assert plan_search(in_engine, REAL, 480, preparing=20).total <= 480
+
+
+def test_a_heat_leaves_time_for_the_lap_that_is_always_run() -> None:
+    now = Now()
+    task: Any = SimpleNamespace(config=SimpleNamespace(batch_size=1), budget=TimeBudget(300, StageClock(now)))
+    sizes = dataclasses.replace(SIZES, heat=5, start_seconds=2.0)
+    keeper = TimeKeeper(task, Forecast(sizes, REAL, preparing=20, distillation=None))
+    end = keeper.plan_race([record(speedup=4.0)], num_confirmed=1)
+    assert end == plan_end(sizes, REAL, 300), "what a trial here was rated at says little of the engine"
+    may_go_on = keeper.heat_pace(end)
+    while may_go_on():
+        now.seconds += 10.0
+    assert 300 - now.seconds - end.after_race >= end.lap_seconds > 0
+    assert 300 - now.seconds - end.after_race < end.lap_seconds + 10.0
