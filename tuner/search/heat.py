@@ -33,9 +33,12 @@ MOST_LOOKUPS = 1
 """Lookups that race where their speed-ups are predicted: those predictions know more texts than the race, and no noise."""
 
 
-def least_candidates(program: type[EngineProgram] | EngineProgram) -> int:
-    """Return the number of candidates that a heat should measure: the engine's own lookups, one draft, predicted lookups."""
-    return len(own_lookups()) + 1 + MOST_PREDICTED if program.starts_at_once else 2
+def least_candidates(program: EngineProgram) -> int:
+    """Return the number of candidates for which a search has time at least: the engine's own lookups and the best draft.
+
+    What is predicted from them is measured if time is left.
+    """
+    return (len(own_lookups()) if program.starts_at_once else 1) + 1
 
 
 @dataclass
