@@ -305,11 +305,12 @@ def plan_search(sizes: Sizes, rate: PlainRate, left: float, preparing: float) ->
 
 def plan_lines(plan: TimePlan, sizes: Sizes, *, unit: str = "prompts") -> Iterator[str]:
     """Yield the plan in words, one stage a line; `unit` names the samples."""
+    heat = f"; before it, a heat of {sizes.heat} candidates or more" if sizes.heat else ""
     notes = {
         Stage.PLAIN: f"{plan.tuning} of {sizes.tuning} tuning {unit}, {plan.end.held_out} of {sizes.held_out} held-out ones",
         Stage.CHOOSING: "costs of passes, surveys",
         Stage.TRIALS: f"about {plan.num_trials}, {spoken(plan.trial_seconds)} each",
-        Stage.RACE: f"{plan.end.finalists} finalists on {plan.end.raced} {unit}",
+        Stage.RACE: f"{plan.end.finalists} finalists on {plan.end.raced} {unit}{heat}",
         Stage.CONFIRMATION: f"on {plan.end.held_out} of {sizes.held_out} held-out {unit}",
         Stage.STOCK: f"on {plan.end.stock} of {sizes.stock} of these {unit}" if sizes.stock else "declined",
         Stage.WRITING: "profile, texts, report",

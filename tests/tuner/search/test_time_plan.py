@@ -301,7 +301,10 @@ def test_the_heat_of_an_engine_is_planned_with_its_servers() -> None:
     here, there = least_end(SIZES, REAL), least_end(in_engine, REAL)
     assert there.race_seconds - here.race_seconds == pytest.approx(6 * 2.0 + 5 * REAL.measured(2))
     assert there.held_out_seconds == here.held_out_seconds
-    assert plan_search(in_engine, REAL, 480, preparing=20).total <= 480
+    plan = plan_search(in_engine, REAL, 480, preparing=20)
+    assert plan.total <= 480
+    (race_line,) = [line for line in plan_lines(plan, in_engine) if line.startswith("race")]
+    assert "a heat of 5 candidates or more" in race_line
 
 
 def test_a_heat_leaves_time_for_the_lap_that_is_always_run() -> None:
