@@ -144,8 +144,16 @@ class DatasetFacts(Document):
     name: str
     fingerprint: str
     tuning_prompts: int
-    held_out_prompts: int
+    held_out_prompts: int = Field(description="of the split; `exact.prompts` of them were measured")
     max_new_tokens: int
+    seed: int | None = Field(
+        None, exclude_if=lambda seed: seed is None, description="of the split; None in profiles of earlier versions"
+    )
+    held_out_sha256: tuple[str, ...] = Field(
+        (),
+        exclude_if=lambda hashes: not hashes,
+        description="hashes of the token ids of the held-out prompts, in order; empty in profiles of earlier versions",
+    )
 
 
 class Measured(Document):

@@ -47,7 +47,10 @@ class BenchConfig(DataSettings, BenchedProfile):
         None, ge=1, description="As in the search; default: the profile's.", json_schema_extra=PROBLEM
     )
     held_out_prompts: int | None = Field(
-        None, ge=2, description="As in the search; default: the profile's.", json_schema_extra=PROBLEM
+        None,
+        ge=2,
+        description="Held-out prompts; default: those of the search, which more are not.",
+        json_schema_extra=PROBLEM,
     )
     max_new_tokens: int | None = Field(
         None, ge=9, description="Tokens to generate; default: the profile's.", json_schema_extra=PROBLEM

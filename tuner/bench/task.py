@@ -9,7 +9,7 @@ from pathlib import Path
 from decoding.decoder import Decoder
 from decoding.deploy import load_decoder
 from decoding.head_folder import refuse_if_trained_on
-from decoding.profile import DatasetFacts, DraftProfile
+from decoding.profile import DraftProfile
 from decoding.target import Target
 from tuner.bench.config import BenchConfig
 from tuner.bench.contenders import check_names, default_names, side_by_side
@@ -18,12 +18,11 @@ from tuner.bench.modes import profile_by
 from tuner.contest.contest import Prompts
 from tuner.errors import ConfigError
 from tuner.inputs.encoding import PromptEncoder
+from tuner.inputs.held_out import find_prompts
 from tuner.inputs.models import Loaded, eos_token_ids, load, resolve_device
-from tuner.inputs.prompts import Prompt, PromptSet, load_prompts
+from tuner.inputs.prompts import Prompt
 from tuner.progress import Progress
 
-USUAL_PROMPTS = 24
-"""Prompts of each part if the profile records no number; the default of a search."""
 USUAL_NEW_TOKENS = 64
 CHOOSING_PROMPTS = 3
 """Tuning prompts on which contenders choose their options."""
@@ -106,16 +105,31 @@ def prepare_bench(
     facts = profile.measured.dataset if profile.measured else None
     max_new_tokens = config.max_new_tokens or (facts.max_new_tokens if facts else USUAL_NEW_TOKENS)
     _check_context(config, max_new_tokens, decoder.target.context_length)
-    found = _draw(config, facts, loaded, max_new_tokens, decoder.target.context_length)
-    split = _split(found, facts)
-    progress.say(f"prompts: {split}")
+    drawn = find_prompts(
+        config.dataset,
+        loaded.tokenizer,
+        facts,
+        config,
+        num_tuning=config.tuning_prompts,
+        num_held_out=config.held_out_prompts,
+        num_spare=0 if config.context is None else min(config.context, MOST_FILLERS),
+        max_new_tokens=max_new_tokens,
+        context_length=decoder.target.context_length,
+        seed=config.seed,
+    )
+    found = drawn.prompts
+    progress.say(f"prompts: {drawn.origin}")
     for note in found.notes:
         progress.say(note)
     num_measured = config.prompts or len(found.held_out)
     if num_measured > len(found.held_out):
         raise ConfigError(
             f"--prompts {num_measured} is more than the {len(found.held_out)} that are held out; --held-out-prompts "
-            f"{num_measured} holds out more, which changes the split"
+            f"{num_measured} splits the dataset anew, and the search may have been tuned on some of these"
+        )
+    if not found.tuning:
+        raise ConfigError(
+            f"{config.dataset} has no prompt beside the held-out ones, and contenders choose their options on others: give it more"
         )
     num_over = _num_over(config.batch_size, num_measured)
     choosing, measured = found.tuning[:CHOOSING_PROMPTS], found.held_out[: num_measured - num_over]
@@ -135,7 +149,7 @@ def prepare_bench(
         profile_path.parent,
         max_new_tokens,
         found.fingerprint,
-        split,
+        drawn.origin,
         found.notes,
         choosing,
         measured,
@@ -174,38 +188,6 @@ def _check_context(config: BenchConfig, max_new_tokens: int, context_length: int
     raise ConfigError(
         f"--context {config.context} and {max_new_tokens} new tokens do not fit the model's context of {context_length}: "
         f"--context must be at most {context_length - max_new_tokens}"
-    )
-
-
-def _draw(
-    config: BenchConfig, facts: DatasetFacts | None, loaded: Loaded, max_new_tokens: int, context_length: int | None
-) -> PromptSet:
-    """Draw the tuning and held-out prompts, and rows to make prompts longer.
-
-    With the seed and columns of the search that made the profile, the parts are the search's own: the numbers of prompts come from
-    the profile, and the fingerprint of the split tells whether it is the same.
-    """
-    return load_prompts(
-        config.dataset,
-        loaded.tokenizer,
-        num_tuning=config.tuning_prompts or (facts.tuning_prompts if facts else USUAL_PROMPTS),
-        num_held_out=config.held_out_prompts or (facts.held_out_prompts if facts else USUAL_PROMPTS),
-        num_spare=0 if config.context is None else min(config.context, MOST_FILLERS),
-        max_new_tokens=max_new_tokens,
-        context_length=context_length,
-        seed=config.seed,
-        settings=config,
-    )
-
-
-def _split(found: PromptSet, facts: DatasetFacts | None) -> str:
-    if facts is None:
-        return "the profile does not record its prompts and may have been tuned on some of these"
-    if facts.fingerprint == found.fingerprint:
-        return "held out by the search that made the profile (the fingerprint of its split is the same)"
-    return (
-        f"not the split of the search that made the profile (on {Path(facts.name).name}): on the same data, it may have been "
-        "tuned on some of these; use the seed, columns and numbers of prompts of the search to get its split"
     )
 
 

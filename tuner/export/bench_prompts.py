@@ -11,17 +11,16 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from tuner.errors import DatasetError
-from tuner.inputs.prompts import load_prompts
+from tuner.inputs.held_out import find_prompts
 
 if TYPE_CHECKING:
     from decoding.profile import DatasetFacts
     from tuner.export.settings import ExportSettings
     from tuner.inputs.models import Loaded
-    from tuner.inputs.prompts import PromptSet
     from tuner.inputs.reading import Prompt
 
 FILE = "prompts.jsonl"
-USUAL_PROMPTS, USUAL_NEW_TOKENS = 24, 128
+USUAL_NEW_TOKENS = 128
 
 
 @dataclass(frozen=True)
@@ -46,36 +45,32 @@ def bench_prompts(settings: ExportSettings, facts: DatasetFacts | None, loaded: 
     Raises `DatasetError` for a dataset that is given and cannot be read.
     """
     if settings.prompts is not None:
-        found, max_new_tokens = _draw(settings, settings.prompts, facts, loaded)
-        held_out = facts is not None and found.fingerprint == facts.fingerprint
-        origin = (
-            "held out by the search" if held_out else "not the split of the search, which may have seen some of them"
-        )
-        return BenchPrompts(found.held_out, max_new_tokens, origin)
+        return _found(settings, settings.prompts, facts, loaded)[1]
     if facts is None:
         return None
     try:
-        found, max_new_tokens = _draw(settings, facts.name, facts, loaded)
+        are_held_out, prompts = _found(settings, facts.name, facts, loaded)
     except DatasetError:
         return None
-    if found.fingerprint != facts.fingerprint:
-        return None
-    return BenchPrompts(found.held_out, max_new_tokens, "held out by the search")
+    return prompts if are_held_out else None
 
 
-def _draw(settings: ExportSettings, source: str, facts: DatasetFacts | None, loaded: Loaded) -> tuple[PromptSet, int]:
+def _found(
+    settings: ExportSettings, source: str, facts: DatasetFacts | None, loaded: Loaded
+) -> tuple[bool, BenchPrompts]:
     max_new_tokens = facts.max_new_tokens if facts else USUAL_NEW_TOKENS
-    found = load_prompts(
+    found = find_prompts(
         source,
         loaded.tokenizer,
-        num_tuning=settings.tuning_prompts or (facts.tuning_prompts if facts else USUAL_PROMPTS),
-        num_held_out=settings.held_out_prompts or (facts.held_out_prompts if facts else USUAL_PROMPTS),
+        facts,
+        settings,
+        num_tuning=settings.tuning_prompts,
+        num_held_out=settings.held_out_prompts,
         max_new_tokens=max_new_tokens,
         context_length=getattr(loaded.model.config.get_text_config(), "max_position_embeddings", None),
         seed=settings.seed,
-        settings=settings,
     )
-    return found, max_new_tokens
+    return found.are_held_out, BenchPrompts(found.prompts.held_out, max_new_tokens, found.origin)
 
 
 def _text_of(prompt: Prompt, tokenizer: Any) -> str | None:

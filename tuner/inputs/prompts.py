@@ -9,10 +9,11 @@ import hashlib
 import json
 import random
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from decoding.exit_heads import prompt_sha256
 from tuner.config import SearchConfig
 from tuner.errors import DatasetError
 from tuner.inputs.encoding import PromptEncoder
@@ -52,6 +53,7 @@ def load_prompts(
     seed: int,
     settings: PromptSettings = DEFAULT_FORMAT,
     rows: PromptRows | None = None,
+    held_out_sha256: Sequence[str] = (),
 ) -> PromptSet:
     """Draw tuning and held-out prompts from `source` (syntax: `tuner.inputs.datasets`), determined by `seed`.
 
@@ -60,7 +62,8 @@ def load_prompts(
     with equal values in the group column stay in one part. The category column labels prompts and does not change which are drawn.
 
     Up to `num_spare` further prompts are drawn from the remaining rows that fit; they do not change the two parts. `rows` are those
-    of `source`, if they are open already.
+    of `source`, if they are open already. With `held_out_sha256` the held-out part is the prompts with these hashes, as many as the
+    dataset has, in this order, and `num_held_out` counts for nothing.
 
     Raises `DatasetError` for a missing or unreadable source or column, a template or system prompt that cannot be used, limits that
     leave no room, or too few prompts.
@@ -74,7 +77,10 @@ def load_prompts(
     encoder = PromptEncoder(tokenizer, settings.chat_template, settings.system_prompt)
     encoder.check()
     reader = PromptReader(rows, encoder, limits)
-    parts = _draw(reader, (num_tuning, num_held_out), seed)
+    if held_out_sha256:
+        parts = _draw_around(reader, num_tuning, held_out_sha256, seed)
+    else:
+        parts = _draw(reader, (num_tuning, num_held_out), seed)
     return parts if num_spare < 1 else replace(parts, spare=tuple(_spare(reader, parts, num_spare, seed)))
 
 
@@ -126,6 +132,22 @@ def _draw(reader: PromptReader, sizes: tuple[int, int], seed: int) -> PromptSet:
         raise _too_few(reader, tally, (len(tuning), len(held_out)), sizes)
     notes = (*reader.notes, *tally.notes(reader.limits))
     return PromptSet(reader.rows.table.name, _fingerprint(parts), tuple(tuning), tuple(held_out), notes=notes)
+
+
+def _draw_around(reader: PromptReader, num_tuning: int, held_out_sha256: Sequence[str], seed: int) -> PromptSet:
+    """Read rows in random order until the held-out prompts are found; tuning prompts are of the other rows."""
+    found: dict[str, Prompt] = {}
+    wanted = set(held_out_sha256)
+    for index in _shuffled(reader.num_rows, seed):
+        prompt = reader.read(index)
+        if isinstance(prompt, Prompt) and (sha256 := prompt_sha256(prompt.token_ids)) in wanted:
+            found.setdefault(sha256, prompt)
+            if len(found) == len(wanted):
+                break
+    held_out = [found[sha256] for sha256 in held_out_sha256 if sha256 in found]
+    known = PromptSet(reader.rows.table.name, "", (), tuple(held_out), notes=reader.notes)
+    tuning = list(_spare(reader, known, num_tuning, seed))
+    return replace(known, fingerprint=_fingerprint((tuning, held_out)), tuning=tuple(tuning))
 
 
 def _too_few(reader: PromptReader, tally: Tally, found: tuple[int, int], sizes: tuple[int, int]) -> DatasetError:

@@ -10,6 +10,7 @@ from tempfile import TemporaryDirectory
 
 from decoding.draft_length import Fixed
 from decoding.drafts import Draft, PlainDecoding
+from decoding.exit_heads import prompt_sha256
 from decoding.profile import (
     CategoryFigures,
     DatasetFacts,
@@ -30,7 +31,6 @@ from studies.measurement import Measurement
 from tuner.inputs.environment import device_name, git_revision, versions
 from tuner.inputs.identity import target_identity
 from tuner.measuring.machine import MachineNoise
-from tuner.measuring.paired import Bench
 from tuner.registry import log_profile
 from tuner.review.document import StockComparison, TextPair
 from tuner.search.champion import ChampionOutcome
@@ -95,7 +95,6 @@ def conclude(
     task: Task,
     winner: Finalist,
     confirmed: Sequence[Confirmed],
-    held_out: Bench,
     stock: StockOutcome,
     ended: Mapping[str, str],
     cost: SearchEffort,
@@ -118,7 +117,7 @@ def conclude(
         draft=_placed(task, trial.candidate.draft, task.config.out) if wins else PlainDecoding(),
         draft_length=trial.candidate.draft_length if wins else Fixed(),
         decoding=task.decoding,
-        measured=_measured(task, measurement, interval, held_out, stock.comparison, cost) if wins else None,
+        measured=_measured(task, measurement, interval, stock.comparison, cost) if wins else None,
         provenance=ProfileOrigin(
             created=datetime.now(UTC).isoformat(timespec="seconds"),
             study=trial.study,
@@ -159,7 +158,6 @@ def _measured(
     task: Task,
     measurement: Measurement,
     interval: Interval,
-    bench: Bench,
     comparison: StockComparison | None,
     cost: SearchEffort,
 ) -> Measured:
@@ -185,8 +183,10 @@ def _measured(
             name=task.config.dataset,
             fingerprint=task.prompts.fingerprint,
             tuning_prompts=len(task.prompts.tuning),
-            held_out_prompts=len(bench.prompts),
+            held_out_prompts=len(task.prompts.held_out),
             max_new_tokens=task.config.max_new_tokens,
+            seed=task.config.seed,
+            held_out_sha256=tuple(prompt_sha256(prompt.token_ids) for prompt in task.prompts.held_out),
         ),
     )
 

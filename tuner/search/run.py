@@ -150,9 +150,7 @@ def _searched(
     distilling = task.head_folder.distillation_seconds(heads, feature_head=task.feature_draft is not None)
     cost = SearchEffort(len(records), store.spent_seconds(config.study), distilling)
     with clock.stage(Stage.WRITING):
-        result = conclude(
-            task, finalists[0], confirmed, held_out, stock, studies.ended, cost, tracker.run_id, engine=facts
-        )
+        result = conclude(task, finalists[0], confirmed, stock, studies.ended, cost, tracker.run_id, engine=facts)
         lease.check()  # before the profile of a search that stood still replaces that of its successor
         result.profile.save(config.out)
         track_result(tracker, result, records, task)

@@ -221,8 +221,8 @@ def test_held_out_prompts_of_the_search_are_measured_and_reported_as_such(
     for changed in ({"group_column": "file", "seed": 6}, {"seed": 5}):
         other = bench(profile, code, **changed, **own)
         assert other.exit_code == 0, other.output
-        assert "not the split of the search that made the profile (on code.jsonl)" in flat(other.stdout)
-        assert "not the split" in results(workplace)["split"]
+        assert "not the prompts that the search of the profile kept apart (on code.jsonl)" in flat(other.stdout)
+        assert "held out" not in results(workplace)["split"]
     assert bench(profile, code, group_column="file", seed=5, prompts=2, **own).exit_code == 0
     assert results(workplace)["rows"] == [prompt.row for prompt in of_search.held_out[:2]]
     refused(bench(profile, code, prompts=5, **own), "--prompts 5 is more than the 3", "--held-out-prompts 5")

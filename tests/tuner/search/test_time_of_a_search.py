@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +11,20 @@ import pytest
 from decoding.probe import probe
 from decoding.profile import DraftProfile
 from tests.support.simulated_time import SimulatedTime
+from tuner.bench.config import BenchConfig
+from tuner.bench.task import prepare_bench
 from tuner.config import SearchConfig
 from tuner.errors import SearchError
+from tuner.export.bench_prompts import bench_prompts
+from tuner.export.settings import ExportSettings
 from tuner.inputs.models import load
+from tuner.inputs.prompts import Prompt
+from tuner.measuring.paired import Bench
 from tuner.progress import Unwatched
+from tuner.search import run
 from tuner.search.outcome import SearchResult
 from tuner.search.run import search
-from tuner.search.task import open_budget, prepare
+from tuner.search.task import Task, open_budget, prepare
 from tuner.stage_clock import Stage
 
 BLOCK = 0.01
@@ -116,6 +123,42 @@ def _check_a_search_in_time(result: SearchResult, simulated: SimulatedTime, told
     assert result.stages[Stage.PLAIN] > 0
     assert result.stages[Stage.TRIALS] > 0
     assert DraftProfile.load(Path("profile.yaml")).target.num_layers == 6
+
+
+def test_bench_and_export_of_a_search_that_was_cut_use_prompts_that_it_never_saw(
+    run_timed: RunTimed, prompts_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tuner.search.outcome.objection", lambda *_: None)  # a winner, whatever the figures
+    seen: list[Prompt] = []
+    open_bench = run.open_bench
+
+    def watched(task: Task, prompts: Sequence[Prompt], *rest: Any) -> Bench:
+        if not seen:
+            seen.extend(prompts)
+        return open_bench(task, prompts, *rest)
+
+    monkeypatch.setattr(run, "open_bench", watched)
+    result, _, _ = run_timed(60, group_column="file")
+    assert any("of 12 held-out prompts" in cut for cut in result.cuts)
+    tuned_on = {prompt.token_ids for prompt in seen}
+    assert len(tuned_on) == 12
+    columns: dict[str, Any] = {"group_column": "file"}
+    bench = prepare_bench(
+        BenchConfig(profile=Path("profile.yaml"), dataset=str(prompts_file), **columns),
+        Path("profile.yaml"),
+        Unwatched(),
+    )
+    assert bench.split == "held out by the search that made the profile"
+    assert len(bench.measured) == 12
+    assert tuned_on.isdisjoint(prompt.token_ids for prompt in bench.measured)
+    for settings in ({"prompts": str(prompts_file), **columns}, {"prompts": str(prompts_file)}, {}):
+        export = ExportSettings(profile=Path("profile.yaml"), to="hf", out=Path("out"), **settings)
+        profile = DraftProfile.load("profile.yaml")
+        assert profile.measured is not None
+        exported = bench_prompts(export, profile.measured.dataset, bench.loaded)
+        assert exported is not None
+        assert exported.note == "held out by the search that made the profile"
+        assert [each.token_ids for each in exported.prompts] == [each.token_ids for each in bench.measured]
 
 
 def test_the_last_study_has_a_trial_even_if_its_share_is_too_short_for_one(run_timed: RunTimed) -> None:

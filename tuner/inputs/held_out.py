@@ -1,0 +1,85 @@
+"""The held-out prompts of the search that made a profile, found again in a dataset."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tuner.inputs.prompts import PromptSet, load_prompts
+
+if TYPE_CHECKING:
+    from decoding.profile import DatasetFacts
+    from tuner.prompt_settings import PromptSettings
+
+USUAL_PROMPTS = 24
+"""Prompts of each part if the profile records no number; the default of a search."""
+FEWEST = 2
+"""Held-out prompts without which there is no interval."""
+
+
+@dataclass(frozen=True)
+class FoundPrompts:
+    """Prompts of a dataset, and whether the search that made the profile held them out."""
+
+    prompts: PromptSet
+    are_held_out: bool
+    origin: str
+    """Sentence that says so."""
+
+
+def find_prompts(
+    source: str,
+    tokenizer: Any,
+    facts: DatasetFacts | None,
+    settings: PromptSettings,
+    *,
+    num_tuning: int | None,
+    num_held_out: int | None,
+    num_spare: int = 0,
+    max_new_tokens: int,
+    context_length: int | None,
+    seed: int,
+) -> FoundPrompts:
+    """Return the prompts that the search of `facts` held out; others, and says so, if `source` has them no longer.
+
+    They are known by their hashes. Profiles of earlier versions have none: there the dataset is split again, and the fingerprint of
+    the split tells whether it is the same. `num_held_out` None means all of the search's; more than it had are another split.
+
+    Raises `DatasetError` as `load_prompts` does.
+    """
+    tuning = num_tuning or (facts.tuning_prompts if facts else USUAL_PROMPTS)
+    held_out = num_held_out or (facts.held_out_prompts if facts else USUAL_PROMPTS)
+    limits: dict[str, Any] = {"max_new_tokens": max_new_tokens, "context_length": context_length, "settings": settings}
+    if facts is not None and 0 < held_out <= len(facts.held_out_sha256):
+        wanted, own_seed = facts.held_out_sha256[:held_out], seed if facts.seed is None else facts.seed
+        found = load_prompts(
+            source,
+            tokenizer,
+            num_tuning=tuning,
+            num_held_out=held_out,
+            num_spare=num_spare,
+            seed=own_seed,
+            held_out_sha256=wanted,
+            **limits,
+        )
+        if len(found.held_out) >= FEWEST:
+            return FoundPrompts(found, True, _held_out(len(found.held_out), len(wanted)))
+    found = load_prompts(
+        source, tokenizer, num_tuning=tuning, num_held_out=held_out, num_spare=num_spare, seed=seed, **limits
+    )
+    if facts is None:
+        origin = "the profile does not record its prompts and may have been tuned on some of these"
+        return FoundPrompts(found, False, origin)
+    if facts.fingerprint == found.fingerprint:
+        return FoundPrompts(found, True, _held_out(len(found.held_out), len(found.held_out)))
+    origin = (
+        f"not the prompts that the search of the profile kept apart (on {Path(facts.name).name}): on the same data, it may have "
+        "been tuned on some of these; the columns and template of the search, and no more prompts than it had, give its own"
+    )
+    return FoundPrompts(found, False, origin)
+
+
+def _held_out(found: int, wanted: int) -> str:
+    fewer = "" if found == wanted else f" ({found} of {wanted}: the dataset does not have the others)"
+    return f"held out by the search that made the profile{fewer}"
