@@ -33,7 +33,6 @@ _VERSIONS_TAG = "mlflow.modelVersions"
 
 _SPEEDUP, _LOW, _HIGH = "sdtune.speedup", "sdtune.speedup_low", "sdtune.speedup_high"
 _TARGET = "sdtune.target"
-_OVER_CHAMPION = "sdtune.over_champion"
 
 
 @dataclass(frozen=True)
@@ -68,14 +67,11 @@ def promote(
     tracking_uri: str,
     alias: str = CHAMPION,
     force: bool = False,
-    over_champion: Interval | None = None,
 ) -> Promotion:
     """Register a profile and give it the alias; `source` is the id of a search's run or the path of a profile.
 
     `why` and `by` (who decided) are kept as tags, beside the interval of the speed-up. Raises `PromotionError` unless the interval
-    lies above 1, and if it lies below that of the profile with the alias or is for another model; not with `force`. If the speed
-    over that profile was measured in turns, give its interval as `over_champion`: it must lie above 1, and counts in place of the
-    two speed-ups over plain decoding, which may have been measured under other conditions. Raises
+    lies above 1, and if it lies below that of the profile with the alias or is for another model; not with `force`. Raises
     `ConfigError` for a source or a name that cannot be used, `ExitHeadError` for a head that is missing or altered, and
     `TrackingError` if the store cannot be used.
     """
@@ -86,15 +82,13 @@ def promote(
         found = _of_file(Path(source)) if Path(source).exists() else _of_run(mlflow, client, source, tracking_uri)
         profile = found.profile
         champion = _champion(mlflow, client, name, alias)
-        refused = objection(profile, None if champion is None else dict(champion.tags), over_champion)
+        refused = objection(profile, None if champion is None else dict(champion.tags))
         if refused is not None and not force:
             raise PromotionError(f"not promoted: {refused}; --force promotes it anyway")
         model_id = found.model_id or _log_file(mlflow, client, profile, Path(source).parent)
         if champion is None and not client.search_registered_models(f"name = '{name}'"):
             client.create_registered_model(name)
         tags = {**_facts(profile), MODEL_TAG: model_id, "by": by, "why": why}
-        if over_champion is not None:
-            tags[_OVER_CHAMPION] = f"{over_champion:.4f}"
         model = client.get_logged_model(model_id)
         # Not the address models:/ID, nor a model without a run: a local registry would look for it in MLflow's default store.
         version = client.create_model_version(
@@ -116,22 +110,7 @@ def _note_version(client: Any, model: Any, name: str, version: str) -> None:
     client.set_logged_model_tags(model.model_id, {_VERSIONS_TAG: versions})
 
 
-def championships(run_id: str, *, tracking_uri: str, alias: str = CHAMPION) -> list[str]:
-    """Return the names in the registry under which the alias is at a profile of this run, the latest one first.
-
-    Raises `TrackingError` if the store cannot be used.
-    """
-    with opened_store(tracking_uri) as mlflow:
-        client = mlflow.MlflowClient(tracking_uri=tracking_uri)
-        versions = client.search_model_versions(f"run_id = '{run_id}'")
-        names = dict.fromkeys(version.name for version in sorted(versions, key=lambda each: -each.creation_timestamp))
-        holders = {name: _champion(mlflow, client, name, alias) for name in names}
-        return [name for name, holder in holders.items() if holder is not None and holder.run_id == run_id]
-
-
-def objection(
-    profile: DraftProfile, champion: dict[str, str] | None, over_champion: Interval | None = None
-) -> str | None:
+def objection(profile: DraftProfile, champion: dict[str, str] | None) -> str | None:
     """Return why a profile should not be promoted over the champion with these tags, or None."""
     if profile.measured is None:
         return f"profile {profile.name!r} has no measured speed-up"
@@ -145,10 +124,6 @@ def objection(
         return "the champion has no speed-up to compare with: sdtune did not promote it"
     if champion[_TARGET] != profile.target.weights_sha256:
         return "the champion is for another model, or other weights: choose another --name"
-    if over_champion is not None:
-        if over_champion.ci95[0] > 1:
-            return None
-        return f"its speed over the champion's, {over_champion}, does not lie above 1"
     if high < float(champion[_LOW]):
         known = Interval(value=float(champion[_SPEEDUP]), ci95=(float(champion[_LOW]), float(champion[_HIGH])))
         return f"the interval of its speed-up, {speedup}, lies below the champion's, {known}"

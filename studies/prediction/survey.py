@@ -32,9 +32,6 @@ DEPTH = 4
 
 FEATURE_STEPS = 6
 """Recorded steps of a feature head; later ones are predicted to be like the last."""
-NEARLY, NEARLY_IN_LOW_PRECISION = 0.99, 0.8
-"""Probability, relative to the most likely token's, from which a token may be what greedy decoding has written: passes of other
-widths round differently, in bfloat16 logits by about 0.1."""
 LARGEST = FixedLeaves(leaves=MOST_PER_DEPTH)
 
 Guess = Callable[[TokenSequence, int], list[int] | None]
@@ -124,20 +121,6 @@ class Survey:
     def written(self) -> list[Written]:
         """The surveyed sequences; a continuation begins with the prefill's token."""
         return [(tuple(text.token_ids[0, : text.first].tolist()), text.continuation) for text in self._texts]
-
-    @property
-    def are_greedy(self) -> list[bool]:
-        """For each surveyed sequence, whether every token after the prefill's is the target's most likely one, or nearly.
-
-        That is what its own greedy decoding writes; a text by another model, or a sampled one, differs somewhere.
-        """
-        greedy = []
-        least = NEARLY if self.target.dtype == torch.float32 else NEARLY_IN_LOW_PRECISION
-        for text in self._texts:
-            written = torch.tensor(text.continuation[1:], device=self.target.device)
-            likely = text.target.probabilities
-            greedy.append(bool((likely.gather(1, written[:, None])[:, 0] >= least * likely.amax(dim=1)).all()))
-        return greedy
 
     def record(self, draft: Draft) -> list[Recording]:
         """Return the recordings of one draft, one per sequence."""

@@ -17,7 +17,6 @@ from click.testing import CliRunner, Result
 from tuner.cli.main import main
 from tuner.service.admission import Allowed
 from tuner.service.app import ServiceSettings, create_service
-from tuner.service.drift import RetuningPolicy
 from tuner.service.jobs import Jobs
 from tuner.service.worker import RunJob, SearchWorker, WorkerSettings
 
@@ -25,10 +24,10 @@ Command = Callable[..., Result]
 
 
 @contextmanager
-def serving(folder: Path, jobs: Jobs, policy: RetuningPolicy | None = None) -> Iterator[Command]:
+def serving(folder: Path, jobs: Jobs) -> Iterator[Command]:
     """Run the service; yield `sdtune jobs` as a function of its arguments."""
     allowed = Allowed([str(folder / "model")], [str(folder / "prompts.jsonl")])
-    app = create_service(jobs, ServiceSettings(allowed, folder / "searches", policy=policy or RetuningPolicy()))
+    app = create_service(jobs, ServiceSettings(allowed, folder / "searches"))
     with listening(app) as address:
         yield lambda *given: CliRunner().invoke(main, ["jobs", "--address", address, *given])
 

@@ -31,7 +31,7 @@ from tests.support.profiles import measured
 from tests.support.served import Told, arrive
 from tuner.cli.main import main
 from tuner.errors import ConfigError, PromotionError
-from tuner.registry import Promotion, championships, log_profile, promote
+from tuner.registry import Promotion, log_profile, promote
 from tuner.tracking import DatasetInput, Tracker
 
 Write = Callable[..., Path]
@@ -143,35 +143,6 @@ def test_a_weaker_challenger_is_refused_unless_forced(
     assert "\n" not in str(refused.value)
     assert str(client.get_model_version_by_alias("tiny", "champion").version) == "1"
     assert promoted(path, force=True).replaced == "1"
-
-
-def test_what_was_measured_in_turns_counts_more_than_figures_of_other_days(
-    write_profile: Write, promoted: Callable[..., Promotion], client: Any
-) -> None:
-    """The champion's own figures may be the past, as after drift."""
-    promoted(write_profile(SKIP, measured=_figures(1.5, 1.4, 1.6)))
-    slower_today = write_profile(SKIP, name="challenger.yaml", measured=_figures(1.25, 1.2, 1.3))
-    with pytest.raises(PromotionError, match=r"over the champion's, 1\.05 \[0\.99, 1\.11\], does not lie above 1"):
-        promoted(slower_today, over_champion=Interval(value=1.05, ci95=(0.99, 1.11)))
-    assert promoted(slower_today, over_champion=Interval(value=1.1, ci95=(1.05, 1.15))).replaced == "1"
-    tags = client.get_model_version_by_alias("tiny", "champion").tags
-    assert tags["sdtune.over_champion"] == "1.1000 [1.0500, 1.1500]"
-
-
-def test_the_names_whose_champion_is_of_a_run_are_found(
-    write_profile: Write, promoted: Callable[..., Promotion], uri: str
-) -> None:
-    runs = []
-    for number in range(2):
-        tracker = Tracker.open(uri, f"tiny {number}", run_id=None, params={}, dataset=DatasetInput("d", "f" * 64, "d"))
-        origin = ProfileOrigin(created="today", study="joint", mlflow_run_id=tracker.run_id)
-        path = write_profile(SKIP, measured=_figures(1.5, 1.4, 1.6), provenance=origin)
-        runs.append(tracker.run_id)
-        for name in ("tiny", f"tiny {number}"):
-            promoted(path, name=name)
-    assert championships(runs[0], tracking_uri=uri) == ["tiny 0"], "the other run took over the name that both had"
-    assert championships(runs[1], tracking_uri=uri) == ["tiny 1", "tiny"]
-    assert championships(runs[1], tracking_uri=uri, alias="other") == championships("0" * 32, tracking_uri=uri) == []
 
 
 def test_an_overlapping_challenger_replaces_the_champion(

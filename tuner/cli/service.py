@@ -35,25 +35,6 @@ FOLDER = click.option(
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
 @click.option("--port", type=click.IntRange(1, 65535), default=8400, show_default=True, help="Port to listen on.")
 @click.option("--mlflow-address", metavar="URL", help="Web address of MLflow, for links.")
-@click.option(
-    "--retune", is_flag=True, help="Search again when production reports that a profile has lost its speed-up."
-)
-@click.option(
-    "--retune-pause",
-    default="24h",
-    show_default=True,
-    metavar="DURATION",
-    help="Shortest time from one such search to the next of the same profile.",
-)
-@click.option(
-    "--accept-texts",
-    type=click.IntRange(0, 10_000),
-    default=0,
-    show_default=True,
-    metavar="N",
-    help="With --retune: texts of production to keep for each search, replayed before it is run again.",
-)
-@click.option("--promote", is_flag=True, help="With --retune: move the champion's alias to a profile that is faster.")
 def service(
     models: tuple[str, ...],
     datasets: tuple[str, ...],
@@ -62,10 +43,6 @@ def service(
     host: str,
     port: int,
     mlflow_address: str | None,
-    retune: bool,
-    retune_pause: str,
-    accept_texts: int,
-    promote: bool,
 ) -> None:
     """Accept searches over HTTP and keep them in a queue, which `sdtune worker` serves.
 
@@ -74,9 +51,6 @@ def service(
 
     Only this machine can connect, unless --host says otherwise. Then clients must send the token in the environment variable
     SDTUNE_SERVICE_TOKEN as a bearer token; without that variable the service does not start. Put a proxy with TLS before it.
-
-    Production servers may report their speeds: see `sdtune jobs observe`. The verdict on a profile is shown; --retune acts on it.
-    Reports with texts are refused, unless --accept-texts says how many are kept in the database.
 
     \b
     Examples:
@@ -87,9 +61,6 @@ def service(
     from tuner.service.installed import check_installed
 
     check_installed()
-    pause = _policy_pause(retune_pause, retune=retune, promote=promote)
-    if accept_texts and not retune:
-        raise ConfigError("--accept-texts: texts are kept for searches that are run again: give --retune as well")
 
     import uvicorn
 
@@ -97,7 +68,6 @@ def service(
     from tuner.config import SearchConfig
     from tuner.service.admission import Allowed
     from tuner.service.app import MAX_CONNECTIONS, ServiceSettings, create_service
-    from tuner.service.drift import RetuningPolicy
     from tuner.service.jobs import Jobs
 
     token, local = os.environ.get(TOKEN), _is_loopback(host)
@@ -108,8 +78,7 @@ def service(
     # Checking a configuration imports the studies and torch: now, so that the first client does not wait for that.
     SearchConfig.model_validate({"model": "none", "dataset": "none", "studies": {"joint": {}}})
     jobs = Jobs(database)
-    policy = RetuningPolicy(retune, promote, pause, accept_texts)
-    settings = ServiceSettings(Allowed(models, datasets), folder, token, mlflow_address, policy, hosts)
+    settings = ServiceSettings(Allowed(models, datasets), folder, token, mlflow_address, hosts)
     click.echo(f"sdtune: listening on http://{host}:{port}", err=True)
     try:
         uvicorn.run(
@@ -117,18 +86,6 @@ def service(
         )
     finally:
         jobs.close()
-
-
-def _policy_pause(given: str, *, retune: bool, promote: bool) -> float:
-    """Return the seconds of --retune-pause. Raises `ConfigError` for a wrong duration, or --promote without --retune."""
-    from decoding.documents.strict_yaml import parse_duration
-
-    if promote and not retune:
-        raise ConfigError("--promote: nothing is promoted unless a profile is re-tuned: give --retune as well")
-    try:
-        return float(parse_duration(given))
-    except ValueError as cause:
-        raise ConfigError(f"--retune-pause: {given!r} {cause}") from None
 
 
 def _is_loopback(host: str) -> bool:

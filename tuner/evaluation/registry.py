@@ -23,7 +23,6 @@ EVALUATIONS: Mapping[str, str] = MappingProxyType(
         "arms": "tuner.evaluation.arms.settings:ArmsEvaluation",
         "serving": "tuner.evaluation.serving.settings:ServingEvaluation",
         "service": "tuner.evaluation.service.settings:ServiceEvaluation",
-        "text-replay": "tuner.evaluation.text_replay.settings:TextReplayEvaluation",
         "executors": "tuner.evaluation.executors.settings:ExecutorsEvaluation",
         "gpu": "tuner.evaluation.gpu.settings:GpuEvaluation",
         "demo-model": "tuner.evaluation.models.demo_model.settings:DemoModelTraining",

@@ -33,7 +33,6 @@ from tuner.inputs.identity import target_identity
 from tuner.measuring.machine import MachineNoise
 from tuner.registry import log_profile
 from tuner.review.document import StockComparison, TextPair
-from tuner.search.champion import ChampionOutcome
 from tuner.search.decision import Confirmed, objection
 from tuner.search.held_out import ResultRow
 from tuner.search.race import Finalist
@@ -87,8 +86,6 @@ class SearchResult:
     address: str | None = None
     """Page of the search in the MLflow UI."""
     noise: MachineNoise | None = None
-    champion: ChampionOutcome | None = None
-    """The winner in turns with the setting that is in use; None if the search knows of none."""
 
 
 def conclude(

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from decoding.drafts import BitWidth, DraftDocument, EarlyExit
+from decoding.drafts import DraftDocument, EarlyExit
 from decoding.lockstep import shared_batch_size
 from studies.contract import Problem, TrialRecord
 from studies.costs.table import CostTable
@@ -65,12 +65,11 @@ def costs_of(
     seconds: float | None,
     progress: Progress,
     *,
-    bits: Collection[BitWidth] = (),
     costs_folder: Path | None = None,
 ) -> CostTable:
     """Return the costs of passes of a search after these contexts, measured unless they are stored.
 
-    `bits` are further precisions that the table must know; see `build_problem` for the rest.
+    See `build_problem` for the rest.
     """
     with task.budget.clock.stage(Stage.COSTS):
         table = cost_table(
@@ -79,7 +78,7 @@ def costs_of(
             contexts=contexts,
             progress=progress,
             num_sequences=task.config.batch_size,
-            bits=sorted({*bits, *task.config.wanted_bits(task.target.device)}),
+            bits=task.config.wanted_bits(task.target.device),
             folder=costs_folder,
             most_seconds=math.inf if seconds is None else COSTS_SHARE * seconds,
             seed=task.config.seed,

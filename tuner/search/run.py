@@ -25,7 +25,6 @@ from tuner.leases.table import Lease
 from tuner.measuring.machine import wait_until_quiet
 from tuner.measuring.paired import Bench
 from tuner.progress import Progress
-from tuner.search.champion import ChampionOutcome, challenge
 from tuner.search.decision import Confirmed, claims_speedup, confirm, objection, race_best, to_confirm
 from tuner.search.forecast import forecast
 from tuner.search.in_engine import EngineArena, arena
@@ -141,7 +140,6 @@ def _searched(
             with _decoding("the held-out prompts", config):
                 confirmed, held_out = _confirmed(task, finalists, records, keeper, progress, steps, engine)
                 stock = _compared(task, finalists[0], confirmed, held_out, keeper, progress, steps)
-            against_champion = _challenged(task, finalists[0], confirmed, held_out, progress, steps)
             facts = None
             if engine is not None:
                 facts = steps.run("engine", partial(_engine_facts, engine, finalists[0], confirmed), EngineFacts)
@@ -160,9 +158,7 @@ def _searched(
         )
         review = review_of(task, result, records, tracker.run_id)
         track_review(tracker, review, records, task)
-    return replace(
-        result, stages=clock.seconds(), noise=review.noise, address=tracker.address, champion=against_champion
-    )
+    return replace(result, stages=clock.seconds(), noise=review.noise, address=tracker.address)
 
 
 def _confirmed(
@@ -212,23 +208,6 @@ def _compared(
 
     with task.budget.clock.stage(Stage.STOCK):
         return steps.run("stock", compare_them, StockOutcome)
-
-
-def _challenged(
-    task: Task,
-    winner: Finalist,
-    confirmed: Sequence[Confirmed],
-    held_out: Bench,
-    progress: Progress,
-    steps: Steps,
-) -> ChampionOutcome | None:
-    """Return the comparison of the winner with the setting that is in use, if the search knows of one."""
-    if task.champion is None:
-        return None
-    refused = objection(winner.trial.candidate, winner.measurement, confirmed[0].measurement)
-    compare = partial(challenge, task.champion, winner.trial.candidate, refused, held_out, progress)
-    with task.budget.clock.stage(Stage.CONFIRMATION):
-        return steps.run("champion", compare, ChampionOutcome)
 
 
 def _engine_facts(engine: EngineArena, winner: Finalist, confirmed: Sequence[Confirmed]) -> EngineFacts:

@@ -18,7 +18,6 @@ from decoding.runners import AUTO, PLAIN_RUNNER, bit_exact_runners, has_bit_exac
 from decoding.target import Target
 from decoding.text import Ending
 from decoding.timing.runner_choice import fastest_runner
-from studies.contract import Candidate
 from tuner.config import SearchConfig
 from tuner.errors import ConfigError
 from tuner.heads.distill import num_spare
@@ -72,8 +71,6 @@ class Task:
     """The engine that the search deploys to; None if production decodes as this process does."""
     configuration: str | None = None
     """Hash of the checkpoint's configuration; None for a model that was loaded before."""
-    champion: Candidate | None = None
-    """What the winner is compared with on held-out prompts: the setting that is in use, if there is one."""
 
     @property
     def decoding(self) -> Decoding:

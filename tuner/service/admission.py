@@ -32,8 +32,6 @@ OF_THE_SERVICE = (
     "repeats",
 )
 """Keys of a configuration that the service and its workers decide."""
-HEADS = "heads"
-"""Folder of the heads in the folder of a job."""
 ID_LENGTH = 16
 
 
@@ -71,8 +69,7 @@ def _check(what: str, name: str, allowed: Sequence[str]) -> None:
 def admitted(request: SearchRequest, allowed: Allowed) -> SearchConfig:
     """Return the configuration of a request. Raises `ServiceError` in one line for one that is not accepted."""
     if own := sorted(set(request.config) & set(OF_THE_SERVICE)):
-        hint = " (`heads` beside `config` is the id of a search whose heads are taken)" if "heads" in own else ""
-        raise ServiceError(f"{', '.join(own)}: the service decides this; leave it out{hint}")
+        raise ServiceError(f"{', '.join(own)}: the service decides this; leave it out")
     try:
         config = validate(SearchConfig, request.config, source="config", error=ConfigError)
     except ConfigError as cause:
@@ -81,16 +78,15 @@ def admitted(request: SearchRequest, allowed: Allowed) -> SearchConfig:
     return config
 
 
-def identity(config: SearchConfig, queue: str, heads: Mapping[str, str] | None = None) -> str:
+def identity(config: SearchConfig, queue: str) -> str:
     """Return the id of a search: a hash of everything that decides its result, so that submitting twice is one job.
 
-    A data set in a file and given `heads` (SHA-256 by file name) count by their contents, a model by its name and revision.
+    A data set in a file counts by its contents, a model by its name and revision.
     """
     settings = config.model_dump(mode="json", exclude=set(OF_THE_SERVICE))
     dataset = Path(config.dataset)
     contents = hashlib.sha256(dataset.read_bytes()).hexdigest() if dataset.is_file() else None
-    given = {} if heads is None else {"heads": dict(heads)}
-    whole = json.dumps({"config": settings, "queue": queue, "contents": contents, **given}, sort_keys=True)
+    whole = json.dumps({"config": settings, "queue": queue, "contents": contents}, sort_keys=True)
     return hashlib.sha256(whole.encode()).hexdigest()[:ID_LENGTH]
 
 
@@ -100,7 +96,7 @@ def placed(config: Mapping[str, Any], job: str, *, database: str, tracking_uri: 
         "storage": database,
         "tracking_uri": tracking_uri,
         "experiment": f"{Path(str(config['model'])).name}-{Path(str(config['dataset'])).stem}-{job}",
-        "heads": str(folder / HEADS),
+        "heads": str(folder / "heads"),
         "out": str(folder / "profile.yaml"),
     }
     return validate(SearchConfig, {**config, **own}, source="job", error=ConfigError)

@@ -7,7 +7,7 @@ import hmac
 import json
 from base64 import b64decode
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -21,7 +21,6 @@ from starlette.exceptions import HTTPException as StarletteHTTPException
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.types import Receive, Scope, Send
 
-from tuner.drift.contract import DriftState, ObservationReport
 from tuner.service.admission import Allowed, admitted, identity
 from tuner.service.contract import (
     JOB_ID,
@@ -34,8 +33,6 @@ from tuner.service.contract import (
     UnknownJobError,
     WorkerCard,
 )
-from tuner.service.drift import DriftWatch, RetuningPolicy
-from tuner.service.given_heads import heads_of
 from tuner.service.jobs import Jobs
 from tuner.service.metrics import METRICS_TYPE, metrics_text
 from tuner.service.page import job_page, jobs_page
@@ -78,8 +75,6 @@ class ServiceSettings:
     token: str | None = None
     tracking_address: str | None = None
     """Address of MLflow for links, if it is on the web."""
-    policy: RetuningPolicy = field(default_factory=RetuningPolicy)
-    """What follows from a profile that has lost its speed-up in production."""
     hosts: Sequence[str] = ("*",)
     """Host names by which clients may address the service: on loopback only its own, so that no web page reaches it by another."""
 
@@ -102,7 +97,6 @@ def create_service(jobs: Jobs, settings: ServiceSettings) -> FastAPI:
     _answer_errors(app)
     _add_searches(app, jobs, settings)
     _add_results(app, jobs, settings)
-    _add_drift(app, DriftWatch(jobs, settings.policy, settings.allowed, settings.folder))
     _add_pages(app, jobs, settings)
     return app
 
@@ -121,9 +115,8 @@ def _add_searches(app: FastAPI, jobs: Jobs, settings: ServiceSettings) -> None:
     def submit(body: SearchRequest, response: Response) -> SearchJob:
         """Queue a search. Its id is a hash of what decides its result: submitting twice is one job."""
         config = admitted(body, settings.allowed)
-        heads = None if body.heads is None else heads_of(body.heads, jobs, settings.folder)
-        job = identity(config, body.queue, None if heads is None else heads.files)
-        if not jobs.submit(job, body.config, body.queue, heads):
+        job = identity(config, body.queue)
+        if not jobs.submit(job, body.config, body.queue):
             response.status_code = 200
         return jobs.find(job)
 
@@ -195,26 +188,6 @@ def _add_results(app: FastAPI, jobs: Jobs, settings: ServiceSettings) -> None:
         return WatchResponse(_watched(jobs, job), streams)
 
 
-def _add_drift(app: FastAPI, watch: DriftWatch) -> None:
-    @app.post("/v1/observations", responses=TOO_EARLY)
-    def report(body: ObservationReport) -> DriftState:
-        """Take in what a production server has seen with the profile of a search, and return the verdict on that profile.
-
-        Windows and requests that were reported before count once. Texts are refused unless the service was started for them.
-        """
-        return watch.report(body)
-
-    @app.get("/v1/searches/{job}/observations", responses=UNKNOWN)
-    def observations(job: JobId) -> DriftState:
-        """Return the verdict on the profile of a search, by what production has reported so far."""
-        return watch.state(job)
-
-    @app.delete("/v1/searches/{job}/observations", responses=UNKNOWN)
-    def forget(job: JobId) -> DriftState:
-        """Delete what production has reported for a search and those re-tuned from it, texts included."""
-        return watch.forget(job)
-
-
 async def _watched(jobs: Jobs, job: str) -> AsyncIterator[str]:
     last, quiet = None, 0
     while True:
@@ -283,8 +256,7 @@ def _add_pages(app: FastAPI, jobs: Jobs, settings: ServiceSettings) -> None:
     def details(job: JobId) -> str:
         found = jobs.find(job)
         finished = found.state is JobState.FINISHED
-        drift = jobs.observations.states([job]).get(job)
-        return job_page(found, jobs.result(job) if finished else None, drift, settings.tracking_address)
+        return job_page(found, jobs.result(job) if finished else None, settings.tracking_address)
 
 
 def _guard(token: str | None) -> Any:

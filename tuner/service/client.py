@@ -10,7 +10,6 @@ import httpx2
 
 from decoding.documents.strict_yaml import Document
 from decoding.errors import first_line
-from tuner.drift.contract import DriftState, ObservationReport
 from tuner.service.contract import JobResult, SearchJob, SearchRequest, ServiceError, WorkerCard
 
 TIMEOUT_SECONDS = 60.0
@@ -64,18 +63,6 @@ class ServiceClient:
     def file(self, job: str, number: int) -> bytes:
         """Return a file that belongs beside the profile."""
         return self._answer("GET", f"/v1/searches/{job}/files/{number}").content
-
-    def report(self, report: ObservationReport) -> DriftState:
-        """Report what a production server has seen; return the verdict on the profile of that search."""
-        return DriftState.model_validate(self._call("POST", "/v1/observations", report))
-
-    def observations(self, job: str) -> DriftState:
-        """Return the verdict on the profile of a search in production."""
-        return DriftState.model_validate(self._call("GET", f"/v1/searches/{job}/observations"))
-
-    def forget(self, job: str) -> DriftState:
-        """Delete what production has reported for a search, texts included; return the verdict that is left."""
-        return DriftState.model_validate(self._call("DELETE", f"/v1/searches/{job}/observations"))
 
     def watch(self, job: str) -> Iterator[SearchJob]:
         """Yield a search at each change, until it is over."""

@@ -2,39 +2,32 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import sqlalchemy as sa
 from dbos import DBOS, DBOSClient, DBOSPortableJSONSerializer, WorkflowStatus
 
-from decoding.documents.strict_yaml import Document
 from decoding.errors import first_line
 from tuner.errors import StorageError
 from tuner.leases.table import Holder, LeaseTable, attempt
 from tuner.service.contract import (
-    DEFAULT_QUEUE,
     JobProgress,
     JobResult,
     JobState,
-    Retuning,
     SearchJob,
-    SearchRequest,
-    TextReplay,
     UnknownJobError,
     WorkerCard,
 )
-from tuner.service.observations import ObservationStore
 
 WORKFLOW = "tune"
 VERSION = "1"
 """Version of the steps: workers run the jobs of their own version only. A change of the steps' order or results raises it."""
 WORKER_LEASE = "service worker "
-PROGRESS, OUTAGE, REPLAY = "progress", "outage", "replay"
-"""Attributes of a workflow: what the search said last, the store that it waits for, and what it predicted on production's texts."""
+PROGRESS, OUTAGE = "progress", "outage"
+"""Attributes of a workflow: what the search said last, and the store that it waits for."""
 PATIENCE_SECONDS = 3600.0
 """Seconds for which a search waits for a store that does not answer, before it fails."""
 STREAK_SECONDS = 600.0
@@ -59,7 +52,6 @@ class Jobs:
             self._client = DBOSClient(system_database_url=database, serializer=DBOSPortableJSONSerializer())
             self._engine = open_engine(database)
             self._leases = LeaseTable(self._engine)
-            self.observations = ObservationStore(self._engine)
         except (sa.exc.SQLAlchemyError, ImportError, OSError, ValueError) as cause:
             raise StorageError(f"cannot open the database of the service: {first_line(cause)}") from None
 
@@ -68,49 +60,20 @@ class Jobs:
         self._client.destroy()
         self._engine.dispose()
 
-    def submit(
-        self,
-        job: str,
-        config: Mapping[str, Any],
-        queue: str,
-        heads: Document | None = None,
-        retuning: Retuning | None = None,
-    ) -> bool:
-        """Queue a search under its id, with given heads if there are any; return False if there was one."""
+    def submit(self, job: str, config: Mapping[str, Any], queue: str) -> bool:
+        """Queue a search under its id; return False if there was one."""
         if self._statuses(job):
             return False
         self._client.enqueue(
             {"queue_name": queue, "workflow_name": WORKFLOW, "workflow_id": job, "app_version": VERSION},
             job,
             dict(config),
-            *_given(heads, retuning),
         )
         return True
 
-    def request(self, job: str) -> SearchRequest:
-        """Return what was submitted, without given heads. Raises `UnknownJobError`."""
-        status = self._status(job)
-        return SearchRequest(config=_arguments(status)[1], queue=status.queue_name or DEFAULT_QUEUE)
-
-    def heads(self, job: str) -> Mapping[str, str] | None:
-        """Return the SHA-256 of each head that a job was given, by file name; None if it was given none."""
-        heads = _arguments(self._status(job))[2]
-        return None if heads is None else heads["files"]
-
-    def retuning(self, job: str) -> Retuning | None:
-        """Return why a job is run again, None for any other."""
-        return next((_retuning(each) for each in self._statuses(job)), None)
-
-    def lineage(self, root: str) -> list[SearchJob]:
-        """Return a job and those that were re-tuned from it, the oldest first. Raises `UnknownJobError`."""
-        found = [self.find(root)]
-        while self._statuses(following := retuned_id(root, len(found))):
-            found.append(self.find(following))
-        return found
-
     def find(self, job: str) -> SearchJob:
         """Return a job. Raises `UnknownJobError`."""
-        return self._with_drift([_job(self._status(job))])[0]
+        return _job(self._status(job))
 
     def latest(self, limit: int = 100) -> list[SearchJob]:
         """Return the latest jobs, the newest first."""
@@ -118,13 +81,7 @@ class Jobs:
         # Outputs hold reports and profiles, so only those of failed jobs are read: their errors.
         failed = [each.workflow_id for each in found if each.status == "ERROR"]
         errors = {each.workflow_id: each for each in self._client.list_workflows(workflow_ids=failed)} if failed else {}
-        return self._with_drift([_job(errors.get(each.workflow_id, each)) for each in found])
-
-    def _with_drift(self, jobs: Sequence[SearchJob]) -> list[SearchJob]:
-        states = self.observations.states(each.id for each in jobs)
-        return [
-            each.model_copy(update={"drift": states[each.id].verdict}) if each.id in states else each for each in jobs
-        ]
+        return [_job(errors.get(each.workflow_id, each)) for each in found]
 
     def result(self, job: str) -> JobResult | None:
         """Return what a finished job has found, None before. Raises `UnknownJobError`."""
@@ -158,10 +115,6 @@ class Jobs:
     def note_progress(self, job: str, progress: JobProgress) -> None:
         """Store what a running search says."""
         self._client.update_workflow_attributes(job, {PROGRESS: progress.model_dump(mode="json")}, merge=True)
-
-    def note_replay(self, job: str, replay: TextReplay) -> None:
-        """Store what a search that is run again predicts on texts of production."""
-        self._client.update_workflow_attributes(job, {REPLAY: replay.model_dump(mode="json")}, merge=True)
 
     def note_start(self, job: str) -> None:
         """Store that a search runs, and so waits for no store. Since when the present outage lasts is kept."""
@@ -215,13 +168,8 @@ class Jobs:
         return found[0]
 
 
-def retuned_id(root: str, number: int) -> str:
-    """Return the id of the search that is re-tuned as number 1, 2 ... from a root."""
-    return hashlib.sha256(f"{root} re-tuned {number}".encode()).hexdigest()[: len(root)]
-
-
 def open_engine(database: str) -> sa.Engine:
-    """Return an engine for the leases and the observations of a database. Its errors do not repeat what was to be stored."""
+    """Return an engine for the leases of a database. Its errors do not repeat what was to be stored."""
     if database.startswith("sqlite"):
         return sa.create_engine(database, connect_args={"timeout": 60}, hide_parameters=True)
     return sa.create_engine(database, pool_pre_ping=True, hide_parameters=True)
@@ -233,30 +181,15 @@ def _awaits_store(status: WorkflowStatus) -> bool:
     return status.status == "ERROR" and bool(outage.get("waits"))
 
 
-def _given(heads: Document | None, retuning: Retuning | None) -> list[dict[str, Any] | None]:
-    """Return the arguments of a workflow after the configuration. Without them it is one that earlier workers run too."""
-    given = [None if each is None else each.model_dump(mode="json") for each in (heads, retuning)]
-    while given and given[-1] is None:
-        given.pop()
-    return given
-
-
-def _arguments(status: WorkflowStatus) -> tuple[Any, ...]:
-    """Return the id and the configuration of a job, its given heads, and why it is run again; None for what it has not."""
-    given = status.input["args"] if status.input else [status.workflow_id, {}]
-    return (*given, None, None)[:4]
-
-
-def _retuning(status: WorkflowStatus) -> Retuning | None:
-    retuning = _arguments(status)[3]
-    return None if retuning is None else Retuning.model_validate(retuning)
+def _config(status: WorkflowStatus) -> Mapping[str, Any]:
+    """Return the configuration of a job."""
+    return status.input["args"][1] if status.input else {}
 
 
 def _job(status: WorkflowStatus) -> SearchJob:
-    config, retuning = _arguments(status)[1], _retuning(status)
+    config = _config(status)
     attributes = status.attributes or {}
     progress = JobProgress.model_validate(attributes.get(PROGRESS, {}))
-    replay = attributes.get(REPLAY)
     state = _STATES.get(status.status, JobState.FAILED)
     if waits := _awaits_store(status):
         state = JobState.QUEUED
@@ -271,8 +204,6 @@ def _job(status: WorkflowStatus) -> SearchJob:
         worker=status.executor_id if state is JobState.RUNNING else None,
         progress=progress,
         error=None if waits or status.error is None else first_line(status.error),
-        retuned_from=None if retuning is None else retuning.champion,
-        replay=None if replay is None else TextReplay.model_validate(replay),
         mlflow_run=status.output.get("mlflow_run") if isinstance(status.output, dict) else None,
     )
 

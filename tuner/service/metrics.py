@@ -7,7 +7,6 @@ from collections.abc import Iterable
 
 from prometheus_client import CollectorRegistry, Gauge, generate_latest
 
-from tuner.drift.contract import DriftVerdict
 from tuner.service.contract import JobState, SearchJob, WorkerCard
 
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -15,20 +14,11 @@ METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 def metrics_text(jobs: Iterable[SearchJob], workers: Iterable[WorkerCard]) -> bytes:
     """Return the counts in Prometheus' text format."""
-    registry, jobs = CollectorRegistry(), list(jobs)
+    registry = CollectorRegistry()
     searches = Gauge("sdtune_searches", "Searches by state, of the latest thousand.", ["state"], registry=registry)
     states = Counter(job.state for job in jobs)
     for state in JobState:
         searches.labels(state.value).set(states[state])
-    drift = Gauge(
-        "sdtune_drift",
-        "Searches by the verdict on their profile in production, of the latest thousand.",
-        ["verdict"],
-        registry=registry,
-    )
-    verdicts = Counter(job.drift for job in jobs)
-    for verdict in DriftVerdict:
-        drift.labels(verdict.value).set(verdicts[verdict])
     alive = Gauge("sdtune_workers", "Workers by queue and occupation.", ["queue", "busy"], registry=registry)
     for worker in workers:
         if worker.alive:

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 from jinja2 import DictLoader, Environment
 
-from tuner.drift.contract import DriftState
 from tuner.service.contract import JobResult, SearchJob, WorkerCard
 
 _BASE = """<!doctype html>
@@ -17,18 +16,17 @@ _BASE = """<!doctype html>
 body {font: 16px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 70rem; padding: 0 1rem}
 table {border-collapse: collapse; width: 100%}
 th, td {text-align: left; padding: .3rem .8rem .3rem 0; border-bottom: 1px solid #8884}
-td.n {font-variant-numeric: tabular-nums} pre {overflow-x: auto} .failed, .below {color: #b00}
+td.n {font-variant-numeric: tabular-nums} pre {overflow-x: auto} .failed {color: #b00}
 @media (prefers-color-scheme: dark) {body {background: #111; color: #ddd} a {color: #8bf}}
 </style></head><body>{% block body %}{% endblock %}</body></html>"""
 
 _JOBS = """{% extends "base" %}{% block body %}<h1>Searches</h1>
-<table><tr><th>id</th><th>model</th><th>data set</th><th>state</th><th>stage</th><th>trials</th><th>best trial</th>
-<th>in production</th></tr>
+<table><tr><th>id</th><th>model</th><th>data set</th><th>state</th><th>stage</th><th>trials</th><th>best trial</th></tr>
 {% for job in jobs %}<tr><td><a href="/searches/{{ job.id }}">{{ job.id }}</a></td><td>{{ job.model }}</td>
 <td>{{ job.dataset }}</td><td class="{{ job.state }}">{{ job.state }}</td><td>{{ job.progress.stage }}</td>
 <td class="n">{{ job.progress.trials }}</td>
-<td class="n">{{ job.progress.best_speedup | speed }}</td><td class="{{ job.drift or "" }}">{{ job.drift or "" }}</td></tr>
-{% else %}<tr><td colspan="8">none yet: sdtune jobs submit CONFIG</td></tr>{% endfor %}</table>
+<td class="n">{{ job.progress.best_speedup | speed }}</td></tr>
+{% else %}<tr><td colspan="7">none yet: sdtune jobs submit CONFIG</td></tr>{% endfor %}</table>
 <h2>Workers</h2>
 <table><tr><th>name</th><th>device</th><th>queue</th><th>search</th><th>last heard of</th></tr>
 {% for each in workers %}<tr><td>{{ each.name }}</td><td>{{ each.device }}</td><td>{{ each.queue }}</td>
@@ -38,39 +36,11 @@ _JOBS = """{% extends "base" %}{% block body %}<h1>Searches</h1>
 _JOB = """{% extends "base" %}{% block title %}{{ job.model }} on {{ job.dataset }}{% endblock %}{% block body %}
 <p><a href="/">Searches</a></p><h1>{{ job.model }} on {{ job.dataset }}</h1>
 <p><b class="{{ job.state }}">{{ job.state }}</b>{% if job.worker %} on {{ job.worker }}{% endif %}
-{% if job.retuned_from %}<br>re-tuned from <a href="/searches/{{ job.retuned_from }}">{{ job.retuned_from }}</a>{% endif %}
 {% if job.error %}<br>{{ job.error }}{% endif %}</p>
 {% if not job.state.is_over %}
 <p>{{ job.progress.stage }}{% if job.progress.total %}: {{ job.progress.done }} of {{ job.progress.total }}{% endif %}<br>
 {{ job.progress.message }}</p>
 <p>{{ job.progress.trials }} trials; best {{ job.progress.best_speedup | speed }} {{ job.progress.best_draft or "" }}</p>
-{% endif %}
-{% if job.replay and job.replay.predicted %}
-<h2>Predicted on texts of production</h2>
-<p>{{ job.replay.texts }} texts of {{ job.replay.tokens }} tokens were replayed{% if job.replay.left_out %}, and
-{{ job.replay.left_out }} left out{% endif %}. These are predictions: they chose what was measured first.</p>
-<table><tr><th>predicted speed-up</th><th></th><th>setting</th></tr>
-{% for each in job.replay.predicted %}<tr><td class="n">{{ each.predicted_speedup | speed }}</td><td>{{ each.origin }}</td>
-<td>{{ each.description }}</td></tr>{% endfor %}</table>
-{% endif %}
-{% if result and result.contest %}
-<p>In turns with the champion, <a href="/searches/{{ result.contest.champion }}">{{ result.contest.champion }}</a>:
-{% if result.contest.over_champion %}{{ "{:.2f}".format(result.contest.over_champion) }} times its speed.{% endif %}
-{% if result.contest.reason %}The champion stays: {{ result.contest.reason }}.{% endif %}
-{% if result.contest.promoted %}Promoted: {{ result.contest.promoted | join(", ") }}.{% endif %}</p>
-{% endif %}
-{% if drift %}
-<h2>In production</h2>
-<p><b class="{{ drift.verdict }}">{{ drift.verdict }}</b>
-{% if drift.promised %}<br>promised {{ drift.promised.speedup | speed }},
-{{ "%.2f" | format(drift.promised.low) }} to {{ "%.2f" | format(drift.promised.high) }}{% endif %}
-{% if drift.posterior %}<br>observed {{ drift.posterior.speedup | speed }},
-{{ "%.2f" | format(drift.posterior.low) }} to {{ "%.2f" | format(drift.posterior.high) }}{% endif %}
-<br>{{ drift.pairs }} pairs of windows in {{ drift.blocks }} blocks; {{ drift.windows }} windows of the profile and
-{{ drift.plain_windows }} plain ones are kept{% if drift.elsewhere %}, {{ drift.elsewhere }} of the profile's at another load or
-other lengths{% endif %}
-{% if drift.texts %}<br>{{ drift.texts }} texts are kept{% endif %}
-{% if drift.retuning %}<br>{{ drift.retuning }}{% endif %}</p>
 {% endif %}
 {% if result %}
 <p>{{ "The profile claims a speed-up." if result.claims_speedup else
@@ -93,7 +63,7 @@ def jobs_page(jobs: Sequence[SearchJob], workers: Sequence[WorkerCard]) -> str:
     return _PAGES.get_template("jobs").render(jobs=jobs, workers=workers, reload=True)
 
 
-def job_page(job: SearchJob, result: JobResult | None, drift: DriftState | None, tracking: str | None) -> str:
-    """Return the page of one search; `drift` is the verdict of production, `tracking` the address of MLflow, if there are any."""
+def job_page(job: SearchJob, result: JobResult | None, tracking: str | None) -> str:
+    """Return the page of one search; `tracking` is the address of MLflow, if there is one."""
     reload = not job.state.is_over
-    return _PAGES.get_template("job").render(job=job, result=result, drift=drift, tracking=tracking, reload=reload)
+    return _PAGES.get_template("job").render(job=job, result=result, tracking=tracking, reload=reload)

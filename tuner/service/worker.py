@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -20,15 +20,12 @@ import sqlalchemy as sa
 from dbos import DBOS, DBOSPortableJSONSerializer
 
 from decoding.errors import first_line
-from tuner.drift.contract import Promised
 from tuner.errors import SearchError, StorageOutageError, TrackingOutageError
 from tuner.leases.table import BEAT_SECONDS, GRACE_SECONDS, Lease, LeaseLostError, LeaseTable
 from tuner.service.contract import DEFAULT_QUEUE, JobResult, TableRow
 from tuner.service.jobs import VERSION, WORKER_LEASE, WORKFLOW, Jobs, open_engine
 
 if TYPE_CHECKING:
-    from decoding.profile import DraftProfile
-    from tuner.config import SearchConfig
     from tuner.measuring.clock import PriceList
     from tuner.search.steps import Steps
 
@@ -106,13 +103,8 @@ class SearchWorker:
         )
 
         @DBOS.workflow(name=WORKFLOW)
-        def tune(
-            job: str,
-            config: dict[str, Any],
-            heads: dict[str, Any] | None = None,
-            retuning: dict[str, Any] | None = None,
-        ) -> dict[str, Any]:
-            return self._tune(job, config, heads)  # why it is run again, `run_job` looks up
+        def tune(job: str, config: dict[str, Any]) -> dict[str, Any]:
+            return self._tune(job, config)
 
         DBOS.listen_queues([self.settings.queue])
         DBOS.launch()
@@ -131,16 +123,12 @@ class SearchWorker:
     def _facts(self, job: str | None) -> str:
         return json.dumps({"device": self.settings.device, "queue": self.settings.queue, "job": job})
 
-    def _tune(self, job: str, config: dict[str, Any], heads: dict[str, Any] | None) -> dict[str, Any]:
+    def _tune(self, job: str, config: dict[str, Any]) -> dict[str, Any]:
         """Run a search. One that a store interrupts is queued again: the store may answer later."""
         self._job = job
         self._jobs.note_start(job)
         self._tell(job)
         try:
-            if heads is not None:
-                from tuner.service.given_heads import GivenHeads, place_heads  # imports torch
-
-                place_heads(GivenHeads.model_validate(heads), job, self.settings.folder)
             return self._run_job(job, config, self.settings, self._jobs).model_dump(mode="json")
         except OUTAGES as outage:
             self._jobs.note_outage(job, first_line(outage))
@@ -174,16 +162,12 @@ def run_job(
     from tuner.search.task import open_budget, prepare
     from tuner.service.admission import placed
     from tuner.service.durable_steps import DurableSteps
-    from tuner.service.retuning import concluded, replayed, retuned_search
     from tuner.service.watching import StoredProgress
     from tuner.stage_clock import StageClock
 
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     folder = settings.folder / job
     folder.mkdir(parents=True, exist_ok=True)
-    retuning = jobs.retuning(job)
-    again = None if retuning is None else retuned_search(config, retuning, settings, jobs)
-    config = config if again is None else again.config
     # An engine runs in the worker.
     executor = {} if config.get("deploy_to") else settings.executor
     whole = placed(
@@ -195,43 +179,18 @@ def run_job(
     )
     progress = StoredProgress(jobs, job)
     task = prepare(whole, progress, budget=open_budget(whole, StageClock()))
-    task = replace(task, prices=prices, champion=None if again is None else again.champion)
-    steps = steps or DurableSteps()
-    if again is not None:
-        task = replayed(again, task, jobs, job, progress, steps)
+    task = replace(task, prices=prices)
     # The process before may have been another machine's, whose silence is not yet long enough.
-    found = search(task, progress, steps=steps, patience=2 * settings.grace)
+    found = search(task, progress, steps=steps or DurableSteps(), patience=2 * settings.grace)
     if found.profile.provenance is None or found.profile.provenance.mlflow_run_id is None:
         raise SearchError("the search has no run in MLflow")
-    run_id, claims = found.profile.provenance.mlflow_run_id, found.profile.measured is not None
-    contest = None if again is None else concluded(again, found.champion, run_id, settings, steps)
     return JobResult(
         profile=whole.out.read_text(encoding="utf-8"),
         files=list(found.profile.draft.files),
-        claims_speedup=claims,
+        claims_speedup=found.profile.measured is not None,
         rows=[_row(row) for row in found.rows],
         report=_report(found.rows, found.comparison),
-        mlflow_run=run_id,
-        winner=found.winner.candidate.model_dump(mode="json") if claims else None,
-        contest=contest,
-        promised=_promised(found.profile, [len(each.token_ids) for each in task.prompts.held_out], whole),
-    )
-
-
-def _promised(profile: DraftProfile, prompt_lengths: Sequence[int], config: SearchConfig) -> Promised | None:
-    """Return what production is compared with, if the profile promises a speed-up in sdtune's own decoder."""
-    from decoding.arms.arm import promise_of
-
-    promise = promise_of(profile)
-    if promise is None:
-        return None
-    return Promised(
-        name=profile.name,
-        speedup=promise.speedup,
-        low=promise.low,
-        high=promise.high,
-        batch_size=promise.num_sequences,
-        contexts=(min(prompt_lengths), max(prompt_lengths) + config.max_new_tokens),
+        mlflow_run=found.profile.provenance.mlflow_run_id,
     )
 
 

@@ -85,7 +85,6 @@ def test_data_set_with_other_contents_is_another_job(client: TestClient, folder:
         ({"distillation": {"training_dataset": "/etc/passwd"}}, "dataset: '/etc/passwd' is not on the list"),
         ({"out": "/etc/passwd"}, "out: the service decides this"),
         ({"storage": "sqlite:///x", "heads": "x"}, "heads, storage: the service decides this"),
-        ({"heads": "/etc"}, "`heads` beside `config` is the id of a search whose heads are taken"),
         ({"executor": "ray", "ray_label": "H100"}, "executor, ray_label: the service decides this"),
         ({"trust_remote_code": True}, "trust_remote_code"),
         ({"trials": -1}, "trials"),
@@ -171,4 +170,4 @@ def test_metrics_count_searches_and_workers(client: TestClient, jobs: Jobs) -> N
 def test_openapi_names_every_path(client: TestClient) -> None:
     paths = client.get("/openapi.json").json()["paths"]
     assert {"/v1/searches", "/v1/searches/{job}/events", "/v1/workers", "/health", "/metrics"} <= set(paths)
-    assert SearchRequest.model_json_schema()["properties"].keys() == {"config", "queue", "heads"}
+    assert SearchRequest.model_json_schema()["properties"].keys() == {"config", "queue"}

@@ -6,7 +6,6 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +27,8 @@ from tuner.search.run import search
 from tuner.search.steps import UnsavedSteps
 from tuner.search.task import prepare
 from tuner.service.admission import OF_THE_SERVICE
-from tuner.service.contract import JobResult, JobState, ServiceError
+from tuner.service.contract import JobResult, JobState
 from tuner.service.durable_steps import DurableSteps
-from tuner.service.given_heads import GivenHeads, place_heads
 from tuner.service.jobs import Jobs
 from tuner.service.worker import WorkerSettings, run_job
 
@@ -145,69 +143,6 @@ def test_a_worker_without_its_devices_does_not_begin(
     assert result.exit_code == 2
     assert why in result.output
     assert list(tmp_path.iterdir()) == [], "no database was made"
-
-
-class HeadsFound:
-    """Jobs without a search, which note the heads that they find."""
-
-    def __init__(self) -> None:
-        self.found: dict[str, dict[str, bytes]] = {}
-
-    def __call__(self, job: str, config: Mapping[str, Any], settings: WorkerSettings, jobs: Jobs) -> JobResult:
-        self.found[job] = {path.name: path.read_bytes() for path in (settings.folder / job / "heads").glob("*")}
-        return JobResult(profile="", claims_speedup=False, rows=[], report="", mlflow_run="run")
-
-
-def test_a_job_takes_the_heads_of_a_finished_search_and_is_another_job_with_other_heads(
-    tmp_path: Path, jobs: Jobs
-) -> None:
-    (tmp_path / "model").mkdir()
-    (tmp_path / "prompts.jsonl").write_text('{"prompt": "a"}\n')
-    (tmp_path / "search.yaml").write_text(f"model: {tmp_path / 'model'}\ndataset: {tmp_path / 'prompts.jsonl'}\n")
-    first = "0123456789abcdef"
-    heads = tmp_path / "searches" / first / "heads"
-    heads.mkdir(parents=True)
-    (heads / "secret").write_text("no head")
-    (heads / "exit_head_2.safetensors").symlink_to(heads / "secret")
-    seen = HeadsFound()
-    with serving(tmp_path, jobs) as command:
-        submit = partial(command, "submit", str(tmp_path / "search.yaml"), "--heads")
-        assert "there is no search" in submit(first).output
-        assert "heads" in submit("../../etc").output
-        jobs.submit(first, {"model": "m", "dataset": "d"}, "default")
-        assert f"the search {first} is queued: its heads can be taken when it is finished" in submit(first).output
-        with working(tmp_path, jobs, seen):
-            until(lambda: jobs.find(first).state is JobState.FINISHED)
-            assert f"the search {first} has none" in submit(first).output, "a link is no head"
-            made = {"exit_head_3.safetensors": b"three", "feature_head.safetensors": b"drafts on"}
-            for name, content in made.items():
-                (heads / name).write_bytes(content)
-            ids = [line.split()[0] for _ in range(2) for line in [submit(first).stdout]]
-            assert ids[0] == ids[1], "the same heads are the same job"
-            until(lambda: jobs.find(ids[0]).state.is_over)
-            assert seen.found[ids[0]] == made
-            (heads / "exit_head_3.safetensors").write_bytes(b"again")
-            other = submit(first).stdout.split()[0]
-            plain = command("submit", str(tmp_path / "search.yaml")).stdout.split()[0]
-            assert len({ids[0], other, plain}) == 3
-            until(lambda: jobs.find(other).state.is_over and jobs.find(plain).state.is_over)
-            assert seen.found[other] == {**made, "exit_head_3.safetensors": b"again"}
-            assert seen.found[plain] == {}
-
-
-def test_heads_that_were_replaced_since_are_refused(tmp_path: Path) -> None:
-    source = tmp_path / "0123456789abcdef" / "heads" / "exit_head_3.safetensors"
-    source.parent.mkdir(parents=True)
-    source.write_bytes(b"three")
-    given = GivenHeads(search="0123456789abcdef", files={source.name: sha256(b"three").hexdigest()})
-    place_heads(given, "taker", tmp_path)
-    source.write_bytes(b"again")
-    place_heads(given, "taker", tmp_path)
-    assert (tmp_path / "taker" / "heads" / source.name).read_bytes() == b"three", "what was taken stays"
-    with pytest.raises(
-        ServiceError, match=r"exit_head_3\.safetensors of the search 0123456789abcdef was removed or replaced"
-    ):
-        place_heads(given, "other", tmp_path)
 
 
 class Troubled:
