@@ -5,6 +5,7 @@ Strict YAML in and out, versioned, with a JSON Schema (`DraftProfile.json_schema
 
 from __future__ import annotations
 
+import math
 import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -12,13 +13,22 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field, WithJsonSchema, model_validator
 
 from decoding.documents.atomic_write import write_atomically
-from decoding.documents.strict_yaml import Document, dump, read_mapping, validate
+from decoding.documents.strict_yaml import Document, Line, dump, read_mapping, validate
 from decoding.draft_length import AnyRule, Fixed
 from decoding.drafts import Draft
 from decoding.errors import ProfileError
 from decoding.runners import PLAIN_RUNNER, RUNNERS, bit_exact_runners, check_runner_name, has_bit_exact_mode
 
 SCHEMA = "sdtune/v1"
+MOST_TIMES = 10_000
+"""Highest ratio of speeds that is believed: a round yields some dozens of tokens, and a clock may stop for a while."""
+
+
+Count = Annotated[int, Field(ge=0, le=10**12)]
+Share = Annotated[float, Field(ge=0.0, le=1.0)]
+Rate = Annotated[float, Field(gt=0.0, le=1e9)]
+Seconds = Annotated[float, Field(ge=0.0, le=1e9)]
+TokensPerRound = Annotated[float, Field(ge=0.0, le=1e4)]
 
 
 class TargetIdentity(Document):
@@ -81,27 +91,38 @@ class Interval(Document):
         return f"{self.value:{spec}} [{low:{spec}}, {high:{spec}}]"
 
 
+def _is_a_ratio(interval: Interval) -> Interval:
+    low, high = interval.ci95
+    if not (0 < interval.value <= MOST_TIMES and 0 <= low <= interval.value <= high < math.inf):
+        raise ValueError(f"must be above 0, at most {MOST_TIMES} and inside its interval (got {interval:g})")
+    return interval
+
+
+SpeedRatio = Annotated[Interval, AfterValidator(_is_a_ratio)]
+"""A ratio of speeds or of seconds."""
+
+
 class Rates(Document):
     """Decode-phase tokens per second, on the same prompts."""
 
-    draft: float
-    plain: float
+    draft: Rate
+    plain: Rate
 
 
 class PrefillSeconds(Document):
     """Mean seconds until the first token, on the same prompts; the draft's include its own work on the prompt."""
 
-    draft: float
-    plain: float
+    draft: Seconds
+    plain: Seconds
 
 
 class EndToEndFigures(Document):
     """Figures of whole decodings, prefill and decode phase, on the same prompts."""
 
-    speedup: Interval
+    speedup: SpeedRatio
     tokens_per_second: Rates
     time_to_first_token_seconds: PrefillSeconds
-    prefill_over_plain: Interval | None = Field(
+    prefill_over_plain: SpeedRatio | None = Field(
         None,
         description="prefill seconds over plain decoding's: above 1 by the share of the draft, such as an exit head",
     )
@@ -110,32 +131,42 @@ class EndToEndFigures(Document):
 class CategoryFigures(Document):
     """Figures on the prompts of one category."""
 
-    prompts: int
-    speedup: Interval
-    end_to_end_speedup: Interval | None = None
+    prompts: Count
+    speedup: SpeedRatio
+    end_to_end_speedup: SpeedRatio | None = None
 
 
 class StockFigures(Document):
     """The profile beside a way of generating that transformers offers, in turns on some of the held-out prompts."""
 
-    prompts: int
-    profile_over_it: Interval = Field(description="speed of the profile's decode phase over it")
+    prompts: Count
+    profile_over_it: SpeedRatio = Field(description="speed of the profile's decode phase over it")
 
 
 class Exactness(Document):
     """Number of held-out prompts with the tokens of plain decoding, and of those that differ at a numerical tie."""
 
-    prompts: int
-    identical: int
-    ties: int = 0
+    prompts: Count
+    identical: Count
+    ties: Count = 0
+
+    @model_validator(mode="after")
+    def _each_prompt_counts_once(self) -> Exactness:
+        if self.identical + self.ties > self.prompts:
+            raise ValueError(
+                f"{self.identical} identical prompts and {self.ties} ties are more than {self.prompts} prompts"
+            )
+        return self
 
 
 class SearchCost(Document):
     """Cost of the search."""
 
-    trials: int
-    seconds: float
-    distillation_seconds: float = Field(0.0, description="seconds of distilling the exit heads, apart from the search")
+    trials: Count
+    seconds: Seconds
+    distillation_seconds: Seconds = Field(
+        0.0, description="seconds of distilling the exit heads, apart from the search"
+    )
 
 
 class DatasetFacts(Document):
@@ -143,9 +174,9 @@ class DatasetFacts(Document):
 
     name: str
     fingerprint: str
-    tuning_prompts: int
-    held_out_prompts: int = Field(description="of the split; `exact.prompts` of them were measured")
-    max_new_tokens: int
+    tuning_prompts: Count
+    held_out_prompts: Count = Field(description="of the split; `exact.prompts` of them were measured")
+    max_new_tokens: Count
     seed: int | None = Field(
         None, exclude_if=lambda seed: seed is None, description="of the split; None in profiles of earlier versions"
     )
@@ -159,7 +190,7 @@ class DatasetFacts(Document):
 class Measured(Document):
     """Figures of the confirmation on held-out prompts: real decoding, paired with plain decoding in one process."""
 
-    speedup: Interval = Field(description="of the decode phase: all tokens over all seconds, over plain decoding's")
+    speedup: SpeedRatio = Field(description="of the decode phase: all tokens over all seconds, over plain decoding's")
     tokens_per_second: Rates
     end_to_end: EndToEndFigures | None = Field(
         None, exclude_if=lambda figures: figures is None, description="None in profiles of earlier versions"
@@ -172,13 +203,13 @@ class Measured(Document):
         exclude_if=lambda figures: not figures,
         description="by name: transformers' `generate` (`hf`) and its prompt lookup; empty if they were not compared",
     )
-    draft_acceptance_rate: float = Field(description="accepted over drafted tokens")
-    mean_acceptance_length: float | None = Field(
+    draft_acceptance_rate: Share = Field(description="accepted over drafted tokens")
+    mean_acceptance_length: TokensPerRound | None = Field(
         None,
         exclude_if=lambda length: length is None,
         description="1 + accepted drafted tokens per round; None in profiles of earlier versions",
     )
-    tokens_per_round: float
+    tokens_per_round: TokensPerRound
     exact: Exactness
     search: SearchCost
     batch_size: int = Field(
@@ -242,7 +273,7 @@ class DraftProfile(Document):
     """A tuned draft for one model; `decoding.deploy.load_decoder` decodes with it."""
 
     schema_: Literal["sdtune/v1"] = Field("sdtune/v1", alias="schema")
-    name: str
+    name: Line
     target: TargetIdentity
     draft: Draft
     draft_length: AnyRule = Fixed()

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from decoding.documents.strict_yaml import Document, Duration, read_mapping, suggest, validate
+from decoding.documents.strict_yaml import Document, Duration, Line, read_mapping, suggest, validate
 from decoding.drafts import BitWidth, Layers
 from decoding.profile import ExactWidth
 from decoding.runners import AUTO, PLAIN_RUNNER, bit_exact_runners
@@ -297,7 +297,7 @@ class SearchConfig(DataSettings, ModelSettings):
         description="MLflow tracking store.",
         json_schema_extra={**OUTPUTS, "metavar": "URL"},
     )
-    experiment: str | None = Field(
+    experiment: Line | None = Field(
         None,
         description="Name in the storage and in MLflow; default: names of model and dataset.",
         json_schema_extra={**OUTPUTS, "metavar": "NAME"},

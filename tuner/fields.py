@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, JsonValue
 
+from decoding.documents.strict_yaml import Line
 from decoding.runners import AUTO, RUNNERS
 from tuner.engine_programs import PROGRAMS
 from tuner.profile_address import local_profile
@@ -34,10 +35,10 @@ def split_names(value: Any) -> Any:
 
 
 Names = Annotated[tuple[str, ...], BeforeValidator(split_names)]
-Model = Annotated[str, Field(description="Folder or hub id of a causal language model.", json_schema_extra=PROBLEM)]
+Model = Annotated[Line, Field(description="Folder or hub id of a causal language model.", json_schema_extra=PROBLEM)]
 Revision = Annotated[str | None, Field(description="Revision of the model on the hub.", json_schema_extra=PROBLEM)]
 Dataset = Annotated[
-    str,
+    Line,
     Field(
         description="Prompts: a .jsonl, .json, .csv, .parquet or .txt file, a saved datasets folder, a hub id, or a preset; "
         "FILE#task=math reads only the rows with that value.",

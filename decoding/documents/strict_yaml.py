@@ -6,6 +6,7 @@ The module knows nothing of the documents' meaning; `decoding.profile` and the t
 from __future__ import annotations
 
 import difflib
+import math
 import re
 import reprlib
 from collections.abc import Hashable, Iterable, Iterator
@@ -13,7 +14,7 @@ from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from decoding.errors import SdtuneError, one_line
 
@@ -22,23 +23,42 @@ MOST_VALUES = 50_000
 MOST_SHOWN = 80
 """Most characters of a value in an error."""
 UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
+LONGEST_HOURS = 8760
+"""Longest duration: a year. Clocks and locks of the standard library take no longer ones than some hundred years."""
+_NO_TEXT = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff]")
+"""Control characters, which a terminal obeys, and halves of surrogate pairs, which no file and no database takes."""
+_NO_LINE = re.compile(_NO_TEXT.pattern[:-1] + r"\t\n\r\u2028\u2029\u202a-\u202e\u2066-\u2069]")
+"""The same with ends of lines, and characters that turn the direction of writing."""
 
 
-def parse_duration(value: Any) -> Any:
+def parse_duration(value: Any) -> float:
     """Return the seconds of a number or of a string such as `90s`, `10m` or `1.5h`.
 
-    Raises `ValueError` for anything else.
+    Raises `ValueError` for anything else, and for durations that are not finite or longer than `LONGEST_HOURS`.
     """
-    if isinstance(value, int | float) and not isinstance(value, bool):
-        return float(value)
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]*)", str(value).strip().lower())
-    if match is None or (match[2] or "s") not in UNITS:
-        raise ValueError("must be a duration such as 90s, 10m or 1.5h")
-    return float(match[1]) * UNITS[match[2] or "s"]
+    number, unit = value, "s"
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*([a-z]*)", str(value).strip().lower())
+        if match is None or (match[2] or "s") not in UNITS:
+            raise ValueError("must be a duration such as 90s, 10m or 1.5h")
+        number, unit = float(match[1]), match[2] or "s"
+    if not abs(number) <= LONGEST_HOURS * 3600 / UNITS[unit]:
+        raise ValueError(f"must be a duration of at most {LONGEST_HOURS}h")
+    return number * UNITS[unit]
 
 
 Duration = Annotated[float, BeforeValidator(parse_duration), Field(gt=0)]
 """A configuration value that is a duration, in seconds after validation."""
+
+
+def _is_one_line(text: str) -> str:
+    if _NO_LINE.search(text):
+        raise ValueError("must be one line without control characters")
+    return text
+
+
+Line = Annotated[str, AfterValidator(_is_one_line)]
+"""A name that is shown."""
 
 
 class Document(BaseModel):
@@ -111,12 +131,32 @@ def read_mapping(path: Path, *, what: str, error: type[SdtuneError]) -> dict[str
 def validate(model: type[DocumentT], data: Any, *, source: str, error: type[SdtuneError]) -> DocumentT:
     """Build `model` from plain data.
 
-    Raises `error` with the first wrong key, its value and what would be right.
+    Raises `error` with the first wrong key, its value and what would be right; also for text with control characters and for
+    numbers that are not finite, whatever the model takes.
     """
+    _refuse_no_text(data, source, error)
     try:
         return model.model_validate(data)
     except ValidationError as cause:
         raise error(f"{source}: {_describe(cause, model, data)}") from None
+
+
+def _refuse_no_text(data: Any, source: str, error: type[SdtuneError]) -> None:
+    """Raise `error` for text that a terminal obeys or that cannot be encoded, and for infinite numbers and NaN."""
+    left: list[tuple[str, Any]] = [("", data)]
+    while left:
+        where, value = left.pop()
+        if isinstance(value, dict):
+            left += [(f"{where}.{key}".lstrip("."), each) for key, each in value.items()]
+            left += [(where, key) for key in value]  # taken before the values, whose place they name
+        elif isinstance(value, list | tuple):
+            left += [(f"{where}.{index}".lstrip("."), each) for index, each in enumerate(value)]
+        elif isinstance(value, str) and (found := _NO_TEXT.search(value)):
+            raise error(
+                f"{source}: {where or 'the document'}: {found[0]!a} is a control character or half of a pair, not text"
+            )
+        elif isinstance(value, float) and not math.isfinite(value):
+            raise error(f"{source}: {where}: must be a finite number (got {value})")
 
 
 def dump(document: BaseModel) -> str:

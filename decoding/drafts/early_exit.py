@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Literal, Self
 from pydantic import Field, model_validator
 
 from decoding.drafts.contract import DraftDocument, Need
-from decoding.drafts.head_file import DraftVocabularySize, HeadFile
+from decoding.drafts.head_file import DraftVocabularySize, HeadFile, HeadHash
 from decoding.drafts.layer_skip import LayerSkip
 from decoding.drafts.lookup import FirstLookup, LookupBefore, describe_after, lookup_columns
 from decoding.drafts.precision import Bits, BitWidth, bits_columns, describe_quantised, label_quantised
@@ -24,7 +24,7 @@ class EarlyExit(DraftDocument):
     kind: Literal["early_exit"] = "early_exit"
     exit_layer: int = Field(ge=1, description="number of the target's blocks that the draft runs (N)")
     head: HeadFile | None = Field(None, description="file of the exit head, beside the profile")
-    head_sha256: str | None = None
+    head_sha256: HeadHash | None = None
     draft_vocabulary: DraftVocabularySize = None
     bits: Bits = None
     lookup: LookupBefore = None

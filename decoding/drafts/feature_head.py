@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Literal, Self
 from pydantic import Field
 
 from decoding.drafts.contract import DraftDocument, Need
-from decoding.drafts.head_file import DraftVocabularySize, HeadFile
+from decoding.drafts.head_file import DraftVocabularySize, HeadFile, HeadHash
 from decoding.drafts.layer_skip import LayerSkip
 from decoding.drafts.lookup import FirstLookup, LookupBefore, describe_after, lookup_columns
 from decoding.drafts.trees import CandidateTree, Tree, describe_with, tree_columns
@@ -22,7 +22,7 @@ class FeatureHeadDraft(DraftDocument):
 
     kind: Literal["feature_head"] = "feature_head"
     head: HeadFile = Field(description="file of the feature head, beside the profile")
-    head_sha256: str
+    head_sha256: HeadHash
     draft_vocabulary: DraftVocabularySize = None
     lookup: LookupBefore = None
     tree: Tree = None

@@ -55,8 +55,8 @@ def test_what_is_saved_is_loaded(tmp_path: Path, rule: str) -> None:
 
 def test_figures_and_provenance_are_loaded_to_the_last_digit(tmp_path: Path) -> None:
     measured = {
-        "speedup": {"value": 1.1 + 2.2, "ci95": (1e-05, 2.0 / 3.0)},
-        "tokens_per_second": {"draft": 1e22, "plain": 0.1},
+        "speedup": {"value": 1.1 + 2.2, "ci95": (1e-05, 20.0 / 3.0)},
+        "tokens_per_second": {"draft": 1e8 / 3, "plain": 0.1},
         "acceptance_rate": 0.7,
         "tokens_per_round": 3.0,
         "exact": {"prompts": 4, "identical": 3, "ties": 1},
@@ -220,7 +220,7 @@ def test_the_highest_layer_may_be_skipped_and_none_above() -> None:
 
 
 def test_an_exit_is_saved_with_its_head_and_loaded(tmp_path: Path) -> None:
-    for draft in (EarlyExit(exit_layer=8), EarlyExit(exit_layer=23, head="h.safetensors", head_sha256="ab")):
+    for draft in (EarlyExit(exit_layer=8), EarlyExit(exit_layer=23, head="h.safetensors", head_sha256="a" * 64)):
         _profile(draft=draft).save(tmp_path / "p.yaml")
         assert DraftProfile.load(tmp_path / "p.yaml").draft == draft
 
@@ -230,11 +230,19 @@ def test_an_exit_is_saved_with_its_head_and_loaded(tmp_path: Path) -> None:
     [
         ({"exit_layer": 24}, "draft exits at layer 24, but it must be 1 to 23"),
         ({"exit_layer": 0}, "draft.exit_layer: input should be greater than or equal to 1"),
-        ({"exit_layer": 8, "head": "h"}, "head and head_sha256, both or neither"),
-        ({"exit_layer": 8, "head_sha256": "ab"}, "head and head_sha256, both or neither"),
-        ({"exit_layer": 8, "head": "../h", "head_sha256": "ab"}, "name of a file beside the profile, without folders"),
-        ({"exit_layer": 8, "head": "/h", "head_sha256": "ab"}, "name of a file beside the profile, without folders"),
-        ({"exit_layer": 8, "head": "", "head_sha256": "ab"}, "name of a file beside the profile, without folders"),
+        ({"exit_layer": 8, "head": "h.safetensors"}, "head and head_sha256, both or neither"),
+        ({"exit_layer": 8, "head_sha256": "a" * 64}, "head and head_sha256, both or neither"),
+        ({"exit_layer": 8, "head": "../h", "head_sha256": "a" * 64}, "name of a .safetensors file beside the profile"),
+        ({"exit_layer": 8, "head": "/h", "head_sha256": "a" * 64}, "name of a .safetensors file beside the profile"),
+        ({"exit_layer": 8, "head": "h.pt", "head_sha256": "a" * 64}, "name of a .safetensors file beside the profile"),
+        ({"exit_layer": 8, "head": "a\\h.safetensors", "head_sha256": "a" * 64}, "name of a .safetensors file"),
+        ({"exit_layer": 8, "head": ".safetensors", "head_sha256": "a" * 64}, "name of a .safetensors file"),
+        ({"exit_layer": 8, "head": "a\nh.safetensors", "head_sha256": "a" * 64}, "draft.head: must be one line"),
+        (
+            {"exit_layer": 8, "head": "h.safetensors", "head_sha256": "a"},
+            "draft.head_sha256: string should match pattern",
+        ),
+        ({"exit_layer": 8, "head": "", "head_sha256": "a" * 64}, "name of a .safetensors file beside the profile"),
     ],
 )
 def test_a_wrong_exit_is_refused(tmp_path: Path, draft: dict[str, Any], message: str) -> None:
@@ -249,7 +257,7 @@ LOOKUPS: list[Draft] = [
     PromptLookup(max_ngram=2, min_ngram=2),
     LayerSkip(skip_mlp=(3,), lookup=Lookup(max_ngram=4, min_ngram=2, max_tokens=12)),
     EarlyExit(exit_layer=6, lookup=Lookup()),
-    EarlyExit(exit_layer=6, head="h.safetensors", head_sha256="ab", lookup=Lookup(max_tokens=1)),
+    EarlyExit(exit_layer=6, head="h.safetensors", head_sha256="a" * 64, lookup=Lookup(max_tokens=1)),
     SuffixDraft(min_match=2),
     LayerSkip(bits=8, lookup=SuffixLookup(max_spec_factor=1.5, max_tokens=6)),
     EarlyExit(exit_layer=6, lookup=Lookup(choice=StageChoice(prices=(0.1, 0.3)))),
@@ -364,3 +372,105 @@ def test_the_committed_result_of_the_demo_is_for_the_model_that_ships() -> None:
     check_target(profile, AutoModelForCausalLM.from_pretrained(demo / "model"))
     assert profile.measured is not None
     assert profile.measured.exact.identical == profile.measured.exact.prompts
+
+
+def _measured(**changes: Any) -> dict[str, Any]:
+    """Return the figures of a profile as plain data; `changes` replace values by their dotted names."""
+    figures = {
+        "speedup": {"value": 1.5, "ci95": [1.4, 1.6]},
+        "tokens_per_second": {"draft": 15.0, "plain": 10.0},
+        "end_to_end": {
+            "speedup": {"value": 1.4, "ci95": [1.3, 1.5]},
+            "tokens_per_second": {"draft": 14.0, "plain": 10.0},
+            "time_to_first_token_seconds": {"draft": 0.1, "plain": 0.1},
+        },
+        "categories": {"math": {"prompts": 8, "speedup": {"value": 1.5, "ci95": [1.4, 1.6]}}},
+        "stock": {"hf": {"prompts": 8, "profile_over_it": {"value": 2.0, "ci95": [1.9, 2.1]}}},
+        "draft_acceptance_rate": 0.5,
+        "tokens_per_round": 2.0,
+        "exact": {"prompts": 24, "identical": 23, "ties": 1},
+        "search": {"trials": 3, "seconds": 10.0},
+        "device": "cpu (1 thread)",
+        "versions": {},
+        "dataset": {
+            "name": "d",
+            "fingerprint": "f",
+            "tuning_prompts": 8,
+            "held_out_prompts": 8,
+            "max_new_tokens": 24,
+        },
+    }
+    for dotted, value in changes.items():
+        *folders, key = dotted.split("__")
+        place: Any = figures
+        for folder in folders:
+            place = place[folder]
+        place[key] = value
+    return figures
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("exact__identical", 99),
+        ("exact__ties", -5),
+        ("exact__prompts", -1),
+        ("exact__prompts", 10**400),
+        ("draft_acceptance_rate", 7),
+        ("draft_acceptance_rate", -0.1),
+        ("mean_acceptance_length", 1e300),
+        ("speedup__value", float("nan")),
+        ("speedup__value", float("inf")),
+        ("speedup__value", 1e300),
+        ("speedup__value", 0),
+        ("speedup__ci95", [1.6, 1.4]),
+        ("speedup__ci95", [1.6, 1.7]),
+        ("speedup__ci95", [-1, 1.7]),
+        ("speedup__ci95", [1.4, float("inf")]),
+        ("tokens_per_second__draft", -1),
+        ("tokens_per_second__draft", 0),
+        ("tokens_per_second__plain", 1e300),
+        ("tokens_per_round", float("nan")),
+        ("end_to_end__speedup__value", 1e300),
+        ("end_to_end__time_to_first_token_seconds__draft", -1),
+        ("categories__math__prompts", -1),
+        ("categories__math__speedup__ci95", [2, 3]),
+        ("stock__hf__profile_over_it__value", -2),
+        ("search__trials", -1),
+        ("search__seconds", float("inf")),
+        ("dataset__held_out_prompts", -1),
+    ],
+)
+def test_figures_that_cannot_have_been_measured_are_refused(tmp_path: Path, key: str, value: Any) -> None:
+    data = yaml.safe_load(dump(_profile()))
+    path = tmp_path / "p.yaml"
+    path.write_text(yaml.safe_dump({**data, "measured": _measured()}))
+    DraftProfile.load(path)
+    path.write_text(yaml.safe_dump({**data, "measured": _measured(**{key: value})}))
+    with pytest.raises(ProfileError) as refused:
+        DraftProfile.load(path)
+    assert "\n" not in str(refused.value)
+    assert f"measured.{key.split('__')[0]}" in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("name", '"\\e]0;pwn\\a\\e[2J"'),
+        ("name", '"a\\nb"'),
+        ("name", '"a\\u202eb"'),
+        ("name", '"a\\x9bb"'),
+        ("name", '"a\\ud800"'),
+        ('"\\e[2J"', "1"),
+        ("provenance", '{created: "\\e[2J", study: s}'),
+        ("provenance", '{created: "now", study: s, origin: "\\x00"}'),
+    ],
+)
+def test_text_that_a_terminal_would_obey_is_refused(tmp_path: Path, key: str, value: str) -> None:
+    path = tmp_path / "p.yaml"
+    _profile().save(path)
+    kept = [line for line in path.read_text().splitlines() if not line.startswith(f"{key}:")]
+    path.write_text("\n".join([*kept, f"{key}: {value}"]))
+    with pytest.raises(ProfileError) as refused:
+        DraftProfile.load(path)
+    assert str(refused.value).isprintable()

@@ -55,7 +55,9 @@ def test_survey_fits_beside_the_model(context: int) -> None:
 def test_states_of_all_exits_fit_beside_the_model(target: Target) -> None:
     with PeakBytes(target.model) as memory:
         # With heads: without them the states of the prompts are not kept.
-        exits = [EarlyExit(exit_layer=n, head="head", head_sha256="0" * 64) for n in range(1, target.num_layers)]
+        exits = [
+            EarlyExit(exit_layer=n, head="head.safetensors", head_sha256="0" * 64) for n in range(1, target.num_layers)
+        ]
         survey = _survey(target, 4_000, exits=exits)
         survey.record_all([EarlyExit(exit_layer=1), EarlyExit(exit_layer=31)])
     assert memory.peak < 3 * GIB, "they are 4 GiB"

@@ -67,11 +67,11 @@ DRAFTS: dict[str, Draft] = {
     "skip": LayerSkip(skip_attention=(1, 3), skip_mlp=(3,)),
     "skip from the first block": LayerSkip(skip_mlp=(0, 2)),
     "exit": EarlyExit(exit_layer=3),
-    "exit with a head": EarlyExit(exit_layer=2, head="head", head_sha256="0" * 64),
+    "exit with a head": EarlyExit(exit_layer=2, head="head.safetensors", head_sha256="0" * 64),
     "lookup": PromptLookup(),
     "lookup, then skip": LayerSkip(skip_attention=(2,), lookup=Lookup(max_tokens=5)),
     "lookup, then exit with a head": EarlyExit(
-        exit_layer=2, head="head", head_sha256="0" * 64, lookup=Lookup(max_tokens=5)
+        exit_layer=2, head="head.safetensors", head_sha256="0" * 64, lookup=Lookup(max_tokens=5)
     ),
 }
 

@@ -30,6 +30,14 @@ def test_durations(text: Any, seconds: float) -> None:
     assert parse_duration(text) == seconds
 
 
+@pytest.mark.parametrize("value", [float("inf"), float("nan"), -float("inf"), 1e300, 10**4000, "inf", "1e400", "٣s"])
+def test_no_duration_is_endless(value: Any) -> None:
+    with pytest.raises(ValueError, match="must be a duration"):
+        parse_duration(value)
+    with pytest.raises(ValueError, match="must be a duration"):
+        SearchConfig(model="m", dataset="d", timeout=value)
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
@@ -37,6 +45,20 @@ def test_durations(text: Any, seconds: float) -> None:
         ({"model": "m"}, "which dataset"),
         ({**GIVEN, "timeout": "10 parsecs"}, "timeout: must be a duration such as 90s, 10m or 1.5h"),
         ({**GIVEN, "timeout": "-5"}, "timeout"),
+        ({**GIVEN, "timeout": float("inf")}, "timeout: must be a finite number"),
+        ({**GIVEN, "timeout": float("nan")}, "timeout: must be a finite number"),
+        ({**GIVEN, "timeout": ".inf"}, "timeout: must be a duration"),
+        ({**GIVEN, "timeout": "9" * 400}, "timeout: must be a duration of at most 8760h"),
+        ({**GIVEN, "timeout": 10**4000}, "timeout: must be a duration of at most 8760h"),
+        ({**GIVEN, "wait_quiet": "9000h"}, "wait_quiet: must be a duration of at most 8760h"),
+        ({**GIVEN, "distillation": {"timeout": float("inf")}}, "distillation.timeout: must be a finite number"),
+        ({**GIVEN, "studies": {"joint": {"patience": float("nan")}}}, "studies.joint.patience: must be a finite"),
+        ({**GIVEN, "template": "{a}\ud800"}, r"template: '.ud800' is a control character or half of a pair"),
+        ({**GIVEN, "prompt_column": "\udcff"}, r"prompt_column: '.udcff' is"),
+        ({**GIVEN, "system_prompt": "a\x1b[2J"}, r"system_prompt: '.x1b' is"),
+        ({**GIVEN, "experiment": "a\nb"}, "experiment: must be one line"),
+        ({**GIVEN, "model": "a\nb"}, "model: must be one line"),
+        ({**GIVEN, "dataset": "a\u202eb"}, "dataset: must be one line"),
         ({**GIVEN, "exact_width": 4}, "give --exact bitwise as well"),
         ({**GIVEN, "study": ("conf_layer",)}, "unknown study 'conf_layer'; did you mean 'conf_layers'"),
         ({**GIVEN, "trials": 0}, "trials: .* greater than or equal to 1 .*0"),

@@ -364,4 +364,4 @@ def test_each_kind_of_draft_has_its_drafter() -> None:
     target = target_of("llama")
     assert build_drafter(target, PlainDecoding()) is None
     with pytest.raises(ExitHeadError, match="give the folder"):
-        build_drafter(target, EarlyExit(exit_layer=2, head="h.safetensors", head_sha256="0"))
+        build_drafter(target, EarlyExit(exit_layer=2, head="h.safetensors", head_sha256="0" * 64))

@@ -209,7 +209,7 @@ def test_draft_document_builds_its_drafter_from_the_folder(tmp_path: Path) -> No
 
 
 def test_document_tells_what_the_draft_needs() -> None:
-    draft = FeatureHeadDraft(head="h.safetensors", head_sha256="ab", draft_vocabulary=64)
+    draft = FeatureHeadDraft(head="h.safetensors", head_sha256="a" * 64, draft_vocabulary=64)
     assert (draft.describe(), draft.label) == ("feature head for 64 tokens", "feature head")
     assert draft.runs_model
     assert draft.has_head
@@ -218,4 +218,4 @@ def test_document_tells_what_the_draft_needs() -> None:
     assert draft.with_file_names({"h.safetensors": "other"}).head == "other"
     assert draft.skipped(3).skip_mlp == (0, 1, 2)
     with pytest.raises(ValueError, match="without folders"):
-        FeatureHeadDraft(head="folder/h.safetensors", head_sha256="ab")
+        FeatureHeadDraft(head="folder/h.safetensors", head_sha256="a" * 64)

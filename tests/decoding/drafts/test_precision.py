@@ -7,7 +7,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from decoding.drafts import Draft, EarlyExit, LayerSkip, Lookup, PlainDecoding, PromptLookup
 
-HEAD = {"head": "h", "head_sha256": "ab"}
+HEAD = {"head": "h.safetensors", "head_sha256": "a" * 64}
 DRAFTS: list[tuple[Draft, str, str]] = [
     (LayerSkip(bits=8), "int8", "quantised model"),
     (LayerSkip.blocks((3, 7), bits=8), "int8, skip 3,7", "quantised skip set"),

@@ -35,12 +35,12 @@ DRAFTS: list[Draft] = [
     LayerSkip(skip_mlp=(1,), lookup=Lookup()),
     LayerSkip(skip_mlp=(1,), lookup=SuffixLookup()),
     EarlyExit(exit_layer=3),
-    EarlyExit(exit_layer=3, head="h", head_sha256="ab", lookup=Lookup()),
-    FeatureHeadDraft(head="h", head_sha256="ab", lookup=Lookup()),
+    EarlyExit(exit_layer=3, head="h.safetensors", head_sha256="a" * 64, lookup=Lookup()),
+    FeatureHeadDraft(head="h.safetensors", head_sha256="a" * 64, lookup=Lookup()),
     Cascade(stages=(CascadeStage(draft=PromptLookup(), max_tokens=4), CascadeStage(draft=LayerSkip(bits=8)))),
     Cascade(
         stages=(
-            CascadeStage(draft=EarlyExit(exit_layer=3, head="h", head_sha256="ab"), max_tokens=3),
+            CascadeStage(draft=EarlyExit(exit_layer=3, head="h.safetensors", head_sha256="a" * 64), max_tokens=3),
             CascadeStage(draft=LayerSkip.blocks((2, 3))),
         ),
         choice=StageChoice(prices=(0.1, 0.2)),

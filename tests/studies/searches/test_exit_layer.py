@@ -30,7 +30,7 @@ def target() -> Target:
 
 
 def head_draft(layer: int, sha256: str = "a") -> EarlyExit:
-    return EarlyExit(exit_layer=layer, head=f"h{layer}", head_sha256=sha256 * 64)
+    return EarlyExit(exit_layer=layer, head=f"h{layer}.safetensors", head_sha256=sha256 * 64)
 
 
 def forecast(layer: int, speedup: float, *, head: bool = False, rule: DraftLengthRule | None = None) -> ExitForecast:

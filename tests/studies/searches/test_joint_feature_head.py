@@ -82,7 +82,7 @@ def test_step_costs_a_block_the_rest_and_the_joining_layer(problem: Problem) -> 
 
 def test_random_candidates_include_a_feature_head_where_there_is_one(problem: Problem) -> None:
     space = SkipSpace.of(problem.target)
-    head = {2: EarlyExit(exit_layer=2, head="h", head_sha256="ab")}
+    head = {2: EarlyExit(exit_layer=2, head="h.safetensors", head_sha256="a" * 64)}
     drawn = [
         RandomCandidates(space, problem.target.num_layers, head, ("fixed",), 4, (), feature).draw(20, 0)
         for feature in (None, problem.feature_draft)

@@ -14,8 +14,8 @@ from studies.contract import Candidate, Problem
 from studies.searches.whole_space import WholeSpace, WholeSpaceSettings
 from tests.support.tiny import tiny_target
 
-HEADS = {layer: EarlyExit(exit_layer=layer, head=f"h{layer}", head_sha256="a" * 64) for layer in (1, 2, 5)}
-FEATURE = FeatureHeadDraft(head="f", head_sha256="b" * 64)
+HEADS = {layer: EarlyExit(exit_layer=layer, head=f"h{layer}.safetensors", head_sha256="a" * 64) for layer in (1, 2, 5)}
+FEATURE = FeatureHeadDraft(head="f.safetensors", head_sha256="b" * 64)
 MANY = 150
 
 
