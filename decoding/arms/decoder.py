@@ -101,13 +101,13 @@ class ArmedDecoder:
             if arm != self._window.arm or not self._window.is_empty:
                 self._window = OpenWindow(arm)
 
-    def observe(self, num_running: int, rounds: Sequence[Round], seconds: float, context: float | None = None) -> None:
-        """Take in `seconds` of decoding `num_running` sequences of `context` positions on average, in which `rounds` ended.
+    def observe(self, num_running: int, rounds: Sequence[Round], seconds: float) -> None:
+        """Take in `seconds` of decoding `num_running` sequences, in which `rounds` ended.
 
         Seconds in which prompts were read must be left out.
         """
         self.foresee(num_running)
-        window = self._window.add(num_running, rounds, seconds, context)
+        window = self._window.add(num_running, rounds, seconds)
         if window is None:
             return
         was_below = self.chooser.is_below_promise

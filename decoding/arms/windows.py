@@ -32,8 +32,6 @@ class TimedWindow:
     num_drafted: int
     accepted_lengths: tuple[int, ...]
     """Number of rounds that accepted 0, 1, 2 ... drafted tokens."""
-    context: float | None = None
-    """Positions of a sequence, prompt included, on average over sequences and seconds; None if it was not given."""
 
     @property
     def tokens_per_second(self) -> float:
@@ -55,7 +53,6 @@ class OpenWindow:
     rounds: list[Round] = field(default_factory=list)
     seconds: float = 0.0
     sequence_seconds: float = 0.0
-    context_seconds: float | None = 0.0
     rounds_per_sequence: float = 0.0
     tokens_per_sequence: float = 0.0
     num_left_out: int = 0
@@ -79,13 +76,8 @@ class OpenWindow:
         """Return True unless the number of sequences has more than doubled or halved since the window began."""
         return num_running <= 2 * self.fewest_running and self.most_running <= 2 * num_running
 
-    def add(
-        self, num_running: int, rounds: Sequence[Round], seconds: float, context: float | None = None
-    ) -> TimedWindow | None:
-        """Add `seconds` of decoding `num_running` sequences, in which rounds ended; return the window if it is full.
-
-        `context` is the mean number of positions of these sequences, prompts included.
-        """
+    def add(self, num_running: int, rounds: Sequence[Round], seconds: float) -> TimedWindow | None:
+        """Add `seconds` of decoding `num_running` sequences, in which rounds ended; return the window if it is full."""
         self.fewest_running = min(self.fewest_running, num_running)
         self.most_running = max(self.most_running, num_running)
         if self.may_begin_before and self.num_left_out < num_running:
@@ -94,8 +86,6 @@ class OpenWindow:
         self.rounds += rounds
         self.seconds += seconds
         self.sequence_seconds += seconds * num_running
-        known = self.context_seconds
-        self.context_seconds = None if known is None or context is None else known + seconds * context
         self.rounds_per_sequence += len(rounds) / num_running
         self.tokens_per_sequence += sum(len(each.tokens) for each in rounds) / num_running
         return self._closed() if self._is_full and self.seconds > 0 else None
@@ -118,5 +108,4 @@ class OpenWindow:
             seconds=self.seconds,
             num_drafted=sum(each.num_drafted for each in self.rounds),
             accepted_lengths=tuple(lengths[length] for length in range(max(lengths) + 1)),
-            context=None if self.context_seconds is None else self.context_seconds / self.seconds,
         )

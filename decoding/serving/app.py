@@ -13,9 +13,9 @@ import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Any
 
-from fastapi import Depends, FastAPI, HTTPException, Query, Request, Response
+from fastapi import Depends, FastAPI, HTTPException, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, StreamingResponse
 from starlette.exceptions import HTTPException as StarletteHTTPException
@@ -88,16 +88,6 @@ def create_app(service: Service, *, api_key: str | None = None, max_body_bytes: 
     @app.get("/metrics")
     async def metrics() -> Response:
         return Response(service.counters.text(), media_type=METRICS_TYPE)
-
-    @app.get("/observations", dependencies=guarded)
-    async def observations(texts_after: Annotated[int | None, Query(ge=0)] = None) -> dict[str, Any]:
-        found = service.observations
-        if texts_after is None:
-            return found.document()
-        if found.texts is None:
-            message = "this server keeps no texts: start it with --keep-texts, or ask without texts_after"
-            raise ApiError(400, message, param="texts_after")
-        return {**found.document(), "texts": found.texts.document(after=texts_after)}
 
     @app.get("/v1/models", dependencies=guarded)
     async def models() -> dict[str, Any]:

@@ -48,51 +48,34 @@ class ContinuousBatch:
         self._room = room
         self._observer = observer
         self._jobs: dict[int, Job] = {}
-        self._lengths: dict[int, int] = {}
-        """Positions of the running sequences, by row."""
         self._free = deque(range(num_rows))
-        self._next: RowDecoder | None = None
-        self._use(decoder)
+        self.decoder = decoder
+        self._capacity = max_length + max(decoder.max_drafted, decoder.target.runner.exact_width or 0) + 1
+        self._rows = self._new_rows()
 
     @property
     def num_running(self) -> int:
         """Number of sequences that are being decoded."""
         return len(self._jobs)
 
-    @property
-    def decoder(self) -> RowDecoder:
-        """The decoder of the next sequence that begins."""
-        return self._next or self._decoder
-
-    def replace(self, decoder: RowDecoder) -> None:
-        """Decode with another decoder as soon as the running sequences have ended; waiting ones wait for that.
-
-        Nothing is dropped. To be called by the thread of `advance`.
-        """
-        self._next = decoder
-
     @torch.inference_mode()  # around `stop` too: a sequence that is dropped leaves the mode in which it was resumed
     def advance(self) -> bool:
         """Admit a job and do the next piece of work. Return False if there is nothing to do."""
         self._leave_cancelled()
-        if self._next is not None and not self._jobs:
-            self._use(self._next)
-            self._next = None
-        reads_prompt = self._next is None and self._admit()
+        reads_prompt = self._admit()
         if not self._jobs:
             return False
-        if reads_prompt and isinstance(self._decoder, ArmedDecoder):
-            self._decoder.foresee(min(len(self._jobs) + len(self._room), self.num_rows))
+        if reads_prompt and isinstance(self.decoder, ArmedDecoder):
+            self.decoder.foresee(min(len(self._jobs) + len(self._room), self.num_rows))
         start, num_running = time.perf_counter(), len(self._jobs)
         try:
             events = self._rows.advance()
         except Exception as error:  # a shared pass: no sequence can go on, but the next ones can
             self._fail_all(error)
             return True
-        if isinstance(self._decoder, ArmedDecoder) and not reads_prompt:
+        if isinstance(self.decoder, ArmedDecoder) and not reads_prompt:
             rounds = [event for _, event in events if isinstance(event, Round)]
-            context = sum(self._lengths.values()) / num_running
-            self._decoder.observe(num_running, rounds, time.perf_counter() - start, context)
+            self.decoder.observe(num_running, rounds, time.perf_counter() - start)
         for row, event in events:
             self._settle(row, event)
         return True
@@ -106,10 +89,8 @@ class ContinuousBatch:
         while (job := self._room.take()) is not None:
             self._tell(job, RequestEnd(Stopped.CLOSED, "the server is shutting down"))
 
-    def _use(self, decoder: RowDecoder) -> None:
-        self._decoder = decoder
-        self._capacity = self.max_length + max(decoder.max_drafted, decoder.target.runner.exact_width or 0) + 1
-        self._rows: ServedRows = new_rows(decoder.target, self.num_rows, self._capacity)
+    def _new_rows(self) -> ServedRows:
+        return new_rows(self.decoder.target, self.num_rows, self._capacity)
 
     def _leave_cancelled(self) -> None:
         for job in self._room.take_cancelled():
@@ -130,8 +111,8 @@ class ContinuousBatch:
             self._tell(job, RequestEnd(Stopped.FAILED, str(refused)))
             return False
         row = self._free.popleft()
-        self._jobs[row], self._lengths[row] = job, len(job.request.prompt)
-        self._rows.start(row, partial(self._decoder.loop, job.request, row, fresh=job.fresh))
+        self._jobs[row] = job
+        self._rows.start(row, partial(self.decoder.loop, job.request, row, fresh=job.fresh))
         return True
 
     def _check(self, job: Job) -> None:
@@ -142,7 +123,6 @@ class ContinuousBatch:
 
     def _settle(self, row: int, event: Event) -> None:
         if isinstance(event, Prefill | Round):
-            self._lengths[row] += len(event.tokens) if isinstance(event, Round) else 1
             self._tell(self._jobs[row], event)
         elif event is None:
             self._end(row, RequestEnd())
@@ -155,10 +135,9 @@ class ContinuousBatch:
             self._rows.stop(row)
         for row in list(self._jobs):
             self._end(row, RequestEnd(Stopped.FAILED, f"{type(error).__name__}: {first_line(error)}"))
-        self._use(self._decoder)
+        self._rows = self._new_rows()
 
     def _end(self, row: int, end: RequestEnd) -> None:
-        del self._lengths[row]
         self._tell(self._jobs.pop(row), end)
         self._free.append(row)
 

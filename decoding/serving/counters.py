@@ -54,8 +54,8 @@ class ServerCounters:
         """Add a figure that is asked for whenever the metrics are read."""
         Gauge(name, help, [LABEL], registry=self._registry).labels(self._name).set_function(value)
 
-    def watch_arms(self, decoder: Callable[[], Decoder | ArmedDecoder]) -> None:
-        """Add the figures of the arms of whatever `decoder` returns when the metrics are read."""
+    def watch_arms(self, decoder: Decoder | ArmedDecoder) -> None:
+        """Add the figures of the arms of a decoder."""
         self._registry.register(_ArmCollector(self._name, decoder))
 
     def observe(self, job: Job, event: Prefill | Round | RequestEnd) -> None:
@@ -94,12 +94,12 @@ class ServerCounters:
 class _ArmCollector(Collector):
     """The arm in use, speed-ups and the alarm; a server without arms has the first only."""
 
-    def __init__(self, name: str, decoder: Callable[[], Decoder | ArmedDecoder]) -> None:
+    def __init__(self, name: str, decoder: Decoder | ArmedDecoder) -> None:
         self._name, self._decoder = name, decoder
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
         """See `Collector.collect`."""
-        decoder = self._decoder()
+        decoder = self._decoder
         drafting = GaugeMetricFamily("sdtune:drafting", "1 while rounds draft, 0 in plain rounds.", labels=[LABEL])
         if not isinstance(decoder, ArmedDecoder):
             drafting.add_metric([self._name], float(decoder.drafter is not None))

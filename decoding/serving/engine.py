@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from queue import Empty, SimpleQueue
 from threading import Thread
 
 from decoding.serving.batch import ContinuousBatch
@@ -21,7 +19,6 @@ class DecodingThread:
 
     def __init__(self, batch: ContinuousBatch, room: WaitingRoom) -> None:
         self.batch, self.room = batch, room
-        self._calls: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._thread = Thread(target=self._run, name="decoding", daemon=True)
 
     @property
@@ -39,14 +36,9 @@ class DecodingThread:
         if self._thread.is_alive():
             self._thread.join()
 
-    def call(self, function: Callable[[], None]) -> None:
-        """Let the decoding thread call `function` between two passes; what it raises is logged."""
-        self._calls.put(function)
-
     def _run(self) -> None:
         try:
             while not self.room.is_closed:
-                self._do_calls()
                 if not self.batch.advance():
                     self.room.wait(IDLE_SECONDS)
         except BaseException:
@@ -55,14 +47,3 @@ class DecodingThread:
         finally:
             self.room.close()
             self.batch.close()
-
-    def _do_calls(self) -> None:
-        while True:
-            try:
-                function = self._calls.get_nowait()
-            except Empty:
-                return
-            try:
-                function()
-            except Exception:  # the requests go on as before
-                log.exception("a call between two passes has failed")

@@ -14,14 +14,12 @@ import uvicorn
 from decoding.acceptance import Greedy, Sampling
 from decoding.arms.decoder import ArmedDecoder
 from decoding.errors import SdtuneError
-from decoding.rounds import Prefill, Round
 from decoding.serving.app import create_app
 from decoding.serving.batch import ContinuousBatch, RowDecoder
 from decoding.serving.counters import ServerCounters
 from decoding.serving.engine import DecodingThread
-from decoding.serving.observations import Observations
 from decoding.serving.service import ServedModel, Service
-from decoding.serving.waiting_room import Job, RequestEnd, WaitingRoom
+from decoding.serving.waiting_room import WaitingRoom
 
 KEY_VARIABLE = "SDTUNE_API_KEY"
 """Environment variable of the API key."""
@@ -43,19 +41,10 @@ class ServerLimits:
     """Most tokens of a prompt and its answer; less if the model's context is shorter."""
 
 
-def new_service(
-    decoder: RowDecoder,
-    tokenizer: Any,
-    name: str,
-    limits: ServerLimits,
-    observations: Observations | None = None,
-) -> Service:
-    """Return the service of a decoder's model under `name`; its decoding thread has not begun.
-
-    The `observations` are the ones that the windows of the decoder's arms are told to.
-    """
+def new_service(decoder: RowDecoder, tokenizer: Any, name: str, limits: ServerLimits) -> Service:
+    """Return the service of a decoder's model under `name`; its decoding thread has not begun."""
     target, room = decoder.target, WaitingRoom(limits.max_waiting)
-    counters, observations = ServerCounters(name), observations or Observations()
+    counters = ServerCounters(name)
     model: Any = target.model
     eos = model.generation_config.eos_token_id
     max_length = min(limits.max_length, target.context_length or limits.max_length)
@@ -64,15 +53,10 @@ def new_service(
     decoder.prepare(1, max_length, limits.num_rows, acceptances=(Greedy(), sampling))
     if isinstance(decoder, ArmedDecoder):
         decoder.measure_loads(limits.num_rows)
-
-    def observe(job: Job, event: Prefill | Round | RequestEnd) -> None:
-        counters.observe(job, event)
-        observations.observe(job, event)
-
-    batch = ContinuousBatch(decoder, room, num_rows=limits.num_rows, max_length=max_length, observer=observe)
+    batch = ContinuousBatch(decoder, room, num_rows=limits.num_rows, max_length=max_length, observer=counters.observe)
     counters.gauge("vllm:num_requests_running", "Requests that are being decoded.", lambda: batch.num_running)
     counters.gauge("vllm:num_requests_waiting", "Requests that wait for a row.", lambda: len(room))
-    counters.watch_arms(lambda: batch.decoder)
+    counters.watch_arms(decoder)
     served = ServedModel(
         name,
         tokenizer,
@@ -80,7 +64,7 @@ def new_service(
         vocabulary_size=model.get_input_embeddings().num_embeddings,
         eos_token_ids=frozenset(() if eos is None else [eos] if isinstance(eos, int) else eos),
     )
-    return Service(served, DecodingThread(batch, room), counters, observations)
+    return Service(served, DecodingThread(batch, room), counters)
 
 
 def api_key_for(host: str) -> str | None:

@@ -18,7 +18,6 @@ from decoding.errors import UnsupportedRequestError, first_line
 from decoding.rounds import Prefill, Round
 from decoding.serving.counters import ServerCounters
 from decoding.serving.engine import DecodingThread
-from decoding.serving.observations import Observations
 from decoding.serving.protocol import ChatBody, CompletionBody, GenerationBody
 from decoding.serving.text_stream import TextStream
 from decoding.serving.waiting_room import Job, RequestEnd, Stopped
@@ -60,10 +59,8 @@ class ServedModel:
 class Service:
     """Starts requests on the decoding thread, and hands out their text in the event loop."""
 
-    def __init__(
-        self, model: ServedModel, decoding: DecodingThread, counters: ServerCounters, observations: Observations
-    ) -> None:
-        self.model, self.decoding, self.counters, self.observations = model, decoding, counters, observations
+    def __init__(self, model: ServedModel, decoding: DecodingThread, counters: ServerCounters) -> None:
+        self.model, self.decoding, self.counters = model, decoding, counters
         self._tokenizing = asyncio.Lock()
 
     @property

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
-from time import sleep
 from typing import Any
 
 import mlflow
@@ -13,22 +11,14 @@ import pytest
 import torch
 from click.testing import CliRunner, Result
 
-from decoding.decode import Request
-from decoding.decoder import plain_decoder
 from decoding.deploy import load_decoder
 from decoding.deploy.registry import fetch_profile
 from decoding.drafts import LayerSkip
 from decoding.errors import ExitHeadError, ProfileError
 from decoding.profile import DraftProfile, Interval, Measured, ProfileOrigin
-from decoding.serving.alias_watch import AliasWatch, hand_over
-from decoding.serving.batch import ContinuousBatch
-from decoding.serving.engine import DecodingThread
-from decoding.serving.waiting_room import RequestEnd, WaitingRoom
 from decoding.target import Target
-from decoding.text import Ending
 from tests.support.heads import write_heads
 from tests.support.profiles import measured
-from tests.support.served import Told, arrive
 from tuner.cli.main import main
 from tuner.errors import ConfigError, PromotionError
 from tuner.registry import Promotion, log_profile, promote
@@ -202,39 +192,3 @@ def test_commands_promote_and_read_addresses(
     shown = _run("show", "models:/tiny@champion")
     assert shown.exit_code == 0, shown.output
     assert "1.50" in shown.output
-
-
-def test_a_new_champion_takes_over_from_a_running_server_and_no_request_is_dropped(
-    write_profile: Write, target: Target, promoted: Callable[..., Promotion], uri: str, workplace: Path
-) -> None:
-    """Requests arrive before, while and after the alias moves; each gets plain decoding's text."""
-
-    def fetch() -> Path:
-        return fetch_profile("models:/tiny@champion", tracking_uri=uri, folder=workplace / "served")
-
-    promoted(write_profile(SKIP, measured=_figures(1.3, 1.2, 1.4)))
-    first, room = fetch(), WaitingRoom(64)
-    batch = ContinuousBatch(load_decoder(first).decoder_for(target.model), room, num_rows=2, max_length=48)
-    decoding, old = DecodingThread(batch, room), batch.decoder
-
-    watch = AliasWatch(fetch, first, partial(hand_over, decoding), seconds=3600)
-    requests = [Request([row + 1, 17, 33, 8], Ending(24)) for row in range(6)]
-    told: list[Told] = []
-    decoding.start()
-    try:
-        told += [arrive(room, request)[1] for request in requests]
-        promoted(write_profile(LayerSkip(skip_mlp=(2, 3)), measured=_figures(1.6, 1.5, 1.7)))
-        told += [arrive(room, request)[1] for request in requests]
-        watch.look()
-        told += [arrive(room, request)[1] for request in requests]
-        for _ in range(6000):
-            if all(each.end for each in told) and batch.decoder is not old:
-                break
-            assert decoding.is_alive
-            sleep(0.05)
-    finally:
-        decoding.stop()
-    assert batch.decoder is not old
-    assert all(each.end == RequestEnd() for each in told)
-    expected = [plain_decoder(target).generate(request).tokens for request in requests]
-    assert [tuple(each.tokens) for each in told] == expected * 3

@@ -29,9 +29,6 @@ class ServeSettings(Document):
         description="Name that clients give; default: the profile's model.",
         json_schema_extra=SERVER,
     )
-    poll: int = Field(
-        60, ge=1, description="Seconds between two looks at the alias of a models:/ address.", json_schema_extra=SERVER
-    )
     drain: int = Field(
         30, ge=1, description="Seconds that running requests have after SIGTERM.", json_schema_extra=SERVER
     )
@@ -43,13 +40,6 @@ class ServeSettings(Document):
         4096,
         ge=2,
         description="Most tokens of a prompt and its answer, at most the model's context.",
-        json_schema_extra=LIMITS,
-    )
-    keep_texts: int = Field(
-        0,
-        ge=0,
-        le=1000,
-        description="Greedy requests whose texts are kept in memory, for `sdtune jobs observe --texts`; 0 keeps none.",
         json_schema_extra=LIMITS,
     )
     model: ProfileModel = None
@@ -73,14 +63,13 @@ class ServeSettings(Document):
 def serve(profile: str, **flags: Any) -> None:
     """Serve a profile's model by OpenAI's HTTP API, with continuous batching.
 
-    PROFILE is a file that `sdtune search` wrote, or an address such as models:/NAME@champion. An alias is watched: a new champion
-    takes over between requests, and none is dropped.
+    PROFILE is a file that `sdtune search` wrote, or an address such as models:/NAME@champion. The address is looked up
+    once: start the server again after a promotion.
 
     \b
       POST /v1/completions, /v1/chat/completions   at once or streamed; stop, seed, temperature, top_p
       GET  /v1/models, /health
       GET  /metrics                                for Prometheus, by vLLM's names
-      GET  /observations                           speeds, acceptance and lengths of late, without text unless --keep-texts
 
     Requests are decoded together, and each gets the text that it would get alone: greedy output is plain decoding's. A client
     that goes away frees its row. Ctrl-C or SIGTERM lets running requests end.

@@ -9,9 +9,8 @@ import click
 
 from decoding.arms.arm import Arm, check_arms
 from decoding.arms.decoder import ArmedDecoder
-from decoding.decoder import Decoder, plain_decoder
+from decoding.decoder import plain_decoder
 from decoding.deploy import load_decoder
-from decoding.deploy.registry import is_address
 from decoding.profile import DraftProfile
 from tuner.cli.launch import SERVER_PACKAGES
 from tuner.cli.serve import ServeSettings
@@ -26,10 +25,7 @@ def serve_model(settings: ServeSettings) -> None:
     if missing:
         raise ConfigError(f"the server is not installed (no {', '.join(missing)}): pip install 'sdtune[serve]'")
 
-    from decoding.serving.alias_watch import AliasWatch, hand_over
     from decoding.serving.batch import RowDecoder
-    from decoding.serving.kept_texts import KeptTexts
-    from decoding.serving.observations import Observations
     from decoding.serving.run import ServerLimits, api_key_for, new_service, refuse_busy_address, serve
 
     api_key = api_key_for(settings.host)
@@ -49,39 +45,19 @@ def serve_model(settings: ServeSettings) -> None:
     decoder = load_decoder(path).decoder_for(loaded.model)
     if settings.plain:
         decoder = plain_decoder(decoder.target)
-    observations = Observations(texts=KeptTexts(settings.keep_texts) if settings.keep_texts else None)
     others = [Arm.of(each.profile, each.decoder_on(decoder.target)) for each in others_loaded]
 
-    def served(first: DraftProfile, its: Decoder) -> RowDecoder:
-        """Return what decodes with a first profile: the arms, or its decoder alone."""
-        if settings.plain or settings.always_draft:
-            return its
-        check_arms([first, *(each.profile for each in others_loaded)])
-        arms = [Arm.of(first, its)] if its.drafter is not None else []
-        return ArmedDecoder([*arms, *others], listener=observations.window) if arms or others else its
-
+    arms = [*([Arm.of(profile, decoder)] if decoder.drafter is not None else []), *others]
+    chooses = arms and not settings.plain and not settings.always_draft
+    served: RowDecoder = ArmedDecoder(arms) if chooses else decoder
     limits = ServerLimits(settings.max_batch, settings.max_waiting, settings.max_length)
     name = settings.served_model_name or profile.target.model
     click.echo(f"preparing for up to {limits.num_rows} requests at a time", err=True)
-    service = new_service(served(profile, decoder), loaded.tokenizer, name, limits, observations)
-    decoding = service.decoding
-
-    def take_over(new: Path) -> None:
-        """Build the new profile's decoder beside the running requests, and hand it over between two passes."""
-        click.echo(f"taking over {DraftProfile.load(new).name} from {settings.profile}", err=True)
-        hand_over(decoding, new, served)
+    service = new_service(served, loaded.tokenizer, name, limits)
 
     drafts = "plain decoding" if settings.plain else profile.draft.describe()
     drafts = "; or ".join(
         [drafts, *(f"{each.profile.name}: {each.profile.draft.describe()}" for each in others_loaded)]
     )
     click.echo(f"serving {service.model.name} with {profile.name}: {drafts}", err=True)
-    if settings.keep_texts:
-        click.echo(f"keeping the texts of up to {settings.keep_texts} greedy requests in memory", err=True)
-    watch = AliasWatch(lambda: Path(local_profile(settings.profile)), path, take_over, seconds=settings.poll)
-    if is_address(settings.profile) and not settings.plain:
-        watch.start()
-    try:
-        serve(service, host=settings.host, port=settings.port, api_key=api_key, drain_seconds=settings.drain)
-    finally:
-        watch.stop()
+    serve(service, host=settings.host, port=settings.port, api_key=api_key, drain_seconds=settings.drain)

@@ -15,11 +15,11 @@ def _round(num_accepted: int) -> Round:
 
 def test_window_leaves_out_rounds_that_may_have_begun_before_it() -> None:
     window, full = OpenWindow(1), None
-    assert window.add(2, [_round(3), _round(3)], 100.0, context=1) is None
+    assert window.add(2, [_round(3), _round(3)], 100.0) is None
     for number in range(7):
         assert full is None
-        full = window.add(2, [_round(number % 2), _round(0)], 0.5, context=100 + number)
-    assert full == TimedWindow(1, 2.0, 14, 17, 3.5, 42, (11, 3), context=103.0)
+        full = window.add(2, [_round(number % 2), _round(0)], 0.5)
+    assert full == TimedWindow(1, 2.0, 14, 17, 3.5, 42, (11, 3))
     assert full.tokens_per_second == 17 / 3.5
 
 

@@ -215,20 +215,6 @@ def test_requests_beyond_the_limits_are_refused() -> None:
     assert long.end == RequestEnd(Stopped.FAILED, "prompt and new tokens are 25, and the server takes 24")
 
 
-def test_another_decoder_takes_over_between_requests() -> None:
-    target = target_of("llama")
-    first, second = plain_decoder(target), Decoder(target, SKIPPING, Fixed(max_tokens=3))
-    batch, room = _batch(first)
-    told = [arrive(room, request)[1] for request in _requests()]
-    for number in passes(batch):
-        if number == 5:
-            batch.replace(second)
-            assert batch.num_running
-    assert [tuple(each.tokens) for each in told] == _plain_texts("llama")
-    assert all(each.end == RequestEnd() for each in told)
-    assert batch.decoder is second
-
-
 def test_closing_ends_every_request() -> None:
     batch, room = _batch(plain_decoder(target_of("llama")), num_rows=2)
     told = [arrive(room, request)[1] for request in _requests()]

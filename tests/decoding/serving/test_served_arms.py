@@ -1,4 +1,4 @@
-"""A server with two profiles, in process: texts stay plain decoding's, and what it sees can be read."""
+"""A server with two profiles, in process: texts stay plain decoding's, and the metrics name the arms."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from decoding.draft_length import Fixed
 from decoding.drafts import LayerSkip, PromptLookup
 from decoding.rounds import Round
 from decoding.serving.app import create_app
-from decoding.serving.observations import Observations
 from decoding.serving.run import ServerLimits, new_service
 from decoding.text import Ending
 from tests.support.tiny import tiny_target, tiny_tokenizer
@@ -27,13 +26,14 @@ IMPOSSIBLE = Promise(1e6, 1e6, 1e6)
 
 
 def test_two_profiles_and_plain_rounds_serve_one_text() -> None:
-    target, tokenizer, observations = tiny_target(), tiny_tokenizer(), Observations()
+    target, tokenizer = tiny_target(), tiny_tokenizer()
+    used: set[str] = set()
     arms = [
         Arm("skip", Decoder(target, LayerSkip.blocks((3, 4)), Fixed(max_tokens=3)), IMPOSSIBLE),
         Arm("copy", Decoder(target, PromptLookup(), Fixed(max_tokens=4)), IMPOSSIBLE),
     ]
-    served = ArmedDecoder(arms, chooser=ArmChooser([None, None], seed=3), listener=observations.window)
-    service = new_service(served, tokenizer, "tiny", ServerLimits(num_rows=2, max_length=120), observations)
+    served = ArmedDecoder(arms, chooser=ArmChooser([None, None], seed=3), listener=lambda name, _: used.add(name))
+    service = new_service(served, tokenizer, "tiny", ServerLimits(num_rows=2, max_length=120))
     prompts = ["w3 w9 w4", "w5 w5", "w8 w1"]
     ids = [tokenizer(prompt)["input_ids"] for prompt in prompts]
     plain = [plain_decoder(target).generate(Request(each, Ending(70))).tokens for each in ids]
@@ -43,19 +43,13 @@ def test_two_profiles_and_plain_rounds_serve_one_text() -> None:
         for _ in range(2):
             choices = client.post("/v1/completions", json=body, headers=KEY).json()["choices"]
             assert [choice["text"] for choice in choices] == expected
-        assert client.get("/observations").status_code == 401
-        found = client.get("/observations", headers=KEY).json()
         metrics = client.get("/metrics").text
         assert client.get("/health").json() == {"status": "ok", "speedup_alarm": False}
         served.chooser.is_below_promise = True
         assert client.get("/health").json()["speedup_alarm"] is True
         assert 'sdtune:speedup_alarm{model_name="tiny"} 1.0' in client.get("/metrics").text
     assert client.get("/health").status_code == 503
-    assert {window["arm"] for window in found["windows"]} >= {"plain", "skip"}
-    longest = max(map(len, ids)) + 70
-    assert all(min(map(len, ids)) < window["context"] < longest for window in found["windows"])
-    lengths = sorted((each["prompt_tokens"], each["new_tokens"]) for each in found["requests"])
-    assert lengths == sorted((len(each), 70) for each in ids * 2)
+    assert used >= {"plain", "skip"}
     for arm in ("plain", "skip", "copy"):
         assert f'sdtune:arm{{arm="{arm}",model_name="tiny"}}' in metrics
     assert 'sdtune:arm_speedup{arm="copy",model_name="tiny"}' in metrics
