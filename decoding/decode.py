@@ -186,7 +186,6 @@ def speculative(
             draft_seconds=drafted_at - start,
             looked_up=draft.looked_up,
             num_leaves=draft.num_positions - draft.num_tokens,
-            stage=draft.stage,
         )
     _keep(request, sequence, cache)
 

@@ -21,8 +21,8 @@ from decoding.acceptance import Acceptance, Leaves
 from decoding.cache.kv_cache import KVCache
 from decoding.decode import NewCache, ReadPrompt, Request, autoregressive, speculative
 from decoding.draft_length import Controller, Decision, DraftDistribution
-from decoding.drafters.cascade import model_parts
 from decoding.drafters.contract import Drafter, Proposal, max_leaves_of
+from decoding.drafters.lookup_first import steered_part
 from decoding.drafts import CandidateTree, Draft
 from decoding.lockstep import decode_in_lockstep
 from decoding.rounds import Prefill, Round
@@ -143,18 +143,15 @@ class Rehearsal:
         if self._drafter is None:
             self._rehearse_plain()
             return
-        parts = model_parts(self._drafter)
-        steered = parts[-1]
-        for part in parts:
-            self._rehearse_lengths(part)
+        steered = steered_part(self._drafter)
+        self._rehearse_lengths(steered)
         if self._steering.tree is not None and self._num_rows == 1:
             self._rehearse_trees(steered, self._steering.tree)
         if self._steering.may_stop:
             self._rehearse_stops(steered)
         if self._looks_up:
             self._rehearse_lookups(self._drafter)
-        for part in parts:
-            self._rehearse_pending(part)
+        self._rehearse_pending(steered)
 
     def _rehearse_plain(self) -> None:
         """Write a token, or chains of any number of them with the feature `plain_chain`."""
@@ -254,8 +251,8 @@ class Rehearsal:
 
     @property
     def _looks_up(self) -> bool:
-        """True if another stage comes before the drafter that the rule steers."""
-        return self._drafter is not None and model_parts(self._drafter)[-1] is not self._drafter
+        """True if a lookup comes before the drafter that the rule steers."""
+        return self._drafter is not None and steered_part(self._drafter) is not self._drafter
 
     @property
     def _is_thorough(self) -> bool:

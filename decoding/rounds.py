@@ -41,8 +41,6 @@ class Round:
     """True if the drafts were copied from the sequence (prompt lookup) and not computed."""
     num_leaves: int = 0
     """Number of side leaves that were verified beside the drafts."""
-    stage: int = 0
-    """Index of the stage of a cascade that drafted; for plain steps of a cascade the last one's."""
 
 
 @dataclass(frozen=True, slots=True)

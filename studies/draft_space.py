@@ -24,7 +24,7 @@ def draft_parameters(draft: Draft, num_layers: int) -> dict[str, Any]:
     parts: dict[str, Any] = {"kind": draft.kind}
     if draft.takes_bits:
         parts["bits"] = f"int{draft.weight_bits}" if draft.weight_bits else OWN_WEIGHTS
-    if draft.steered.runs_model:
+    if draft.runs_model:
         skipped = draft.skipped(num_layers)
         parts["skipped_sublayers"] = len(skipped.skip_attention) + len(skipped.skip_mlp)
     if draft.takes_lookup:

@@ -1,7 +1,7 @@
 """Rounds of one sequence, each drafted by the arm that is chosen at the time, or by none.
 
 All arms share the target and its keys and values, so a sequence may change arms at any round. A trained head must see every
-verified position, so the arm that has one verifies the rounds of all arms, as in a cascade. Arms with different heads cannot share
+verified position, so the arm that has one verifies the rounds of all arms. Arms with different heads cannot share
 a sequence.
 """
 
@@ -80,7 +80,7 @@ class ArmRounds:
         drafter, own = self._drafters[arm - 1], self._controllers[arm - 1]
         proposal = drafter.draft(sequence, cache, own, shaping, acceptance, limit)
         # The drafter with the head cannot resume from another's states, and must see the positions of a verified round.
-        return proposal if self._keeper(arm) is drafter else replace(proposal, states=None, verdict=None, stage=0)
+        return proposal if self._keeper(arm) is drafter else replace(proposal, states=None, verdict=None)
 
     def verify(self, sequence: TokenSequence, cache: KVCache, draft: Proposal) -> Outputs:
         """See `Drafter.verify`."""

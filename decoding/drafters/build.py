@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from decoding.draft_length import DraftLengthRule, Fixed, TopProbability
-from decoding.drafters.cascade import CascadeDrafter, CopyStage, ModelStage
 from decoding.drafters.contract import Drafter, NewDrafter
 from decoding.drafters.lookup_first import LookupFirst
-from decoding.drafts import KINDS, Cascade, CascadeStage, Draft
+from decoding.drafts import KINDS, Draft
 from decoding.head_folder import HeadFolder
 from decoding.profile import Decoding
 from decoding.target import Target
@@ -31,28 +29,6 @@ def build_drafter(
     if drafter is None or draft.lookup_first is None:
         return drafter
     return LookupFirst(drafter, draft.lookup_first)
-
-
-def new_cascade(target: Target, draft: Cascade, decoding: Decoding, *, heads: HeadFolder | None) -> CascadeDrafter:
-    """Return the drafter of a cascade. Raises as `build_drafter` does, for any stage."""
-    copies, models = list[CopyStage](), list[ModelStage]()
-    for stage in draft.stages:
-        source, drafter = stage.draft.copy_source, build_drafter(target, stage.draft, decoding, heads=heads)
-        assert drafter is not None, "a stage drafts"
-        if source is not None and stage.max_tokens is not None:
-            copies.append(CopyStage(source, stage.max_tokens))
-        else:
-            models.append(ModelStage(drafter, stage_rule(stage), has_head=stage.draft.has_head))
-    return CascadeDrafter(copies, models, draft.choice)
-
-
-def stage_rule(stage: CascadeStage) -> DraftLengthRule | None:
-    """Return the rule of a stage that runs the model; None for the last one, which the profile's rule steers."""
-    if stage.max_tokens is None:
-        return None
-    if stage.threshold is None:
-        return Fixed(max_tokens=stage.max_tokens)
-    return TopProbability(max_tokens=stage.max_tokens, threshold=stage.threshold)
 
 
 def check_draft(target: Target, draft: Draft) -> None:

@@ -35,8 +35,6 @@ class Proposal:
     """The verdict [2 + num_tokens] of `decoding.acceptance`, if the round was run as a whole; it is not verified again."""
     steered: bool = True
     """True if the controller was asked about this round; only then it is told the number of accepted tokens."""
-    stage: int = 0
-    """Index of the stage of a cascade that proposed."""
     leaves: Leaves | None = None
     """Side leaves, written after the proposed tokens; None for a chain."""
 

@@ -4,12 +4,10 @@ Imports `decoding.documents` and `decoding.copying` only: reading a document loa
 its document, drafter and predictor, and name the three in one entry of `decoding.drafts.registry.KINDS`.
 """
 
-from decoding.drafts.cascade import Cascade, CascadeStage
-from decoding.drafts.choice import StageChoice
 from decoding.drafts.contract import DraftDocument, Need
 from decoding.drafts.early_exit import EarlyExit
 from decoding.drafts.feature_head import FeatureHeadDraft
-from decoding.drafts.kinds import KINDS, Draft, DraftKind, RealDraft, SimpleDraft
+from decoding.drafts.kinds import KINDS, Draft, DraftKind, RealDraft
 from decoding.drafts.layer_skip import LayerSkip
 from decoding.drafts.layers import Layers, compact_indices, format_indices, parse_indices
 from decoding.drafts.lookup import FirstLookup, Lookup, SuffixLookup
@@ -24,8 +22,6 @@ __all__ = [
     "KINDS",
     "BitWidth",
     "CandidateTree",
-    "Cascade",
-    "CascadeStage",
     "Draft",
     "DraftDocument",
     "DraftKind",
@@ -41,9 +37,7 @@ __all__ = [
     "PromptLookup",
     "PublishedLeaves",
     "RealDraft",
-    "SimpleDraft",
     "SizedLeaves",
-    "StageChoice",
     "SuffixDraft",
     "SuffixLookup",
     "compact_indices",

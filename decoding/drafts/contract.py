@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
-from decoding.copying.contract import CopySource
 from decoding.documents.strict_yaml import Document
 
 if TYPE_CHECKING:
@@ -36,8 +35,6 @@ class DraftDocument(Document):
     kind: str
     drafts: ClassVar[bool] = True
     """False for plain decoding alone."""
-    composes: ClassVar[bool] = False
-    """True for a kind that is made of other drafts."""
     takes_lookup: ClassVar[bool] = False
     """True for a kind that may have a prompt lookup before it (`with_lookup`)."""
     takes_bits: ClassVar[bool] = False
@@ -53,20 +50,6 @@ class DraftDocument(Document):
     @abstractmethod
     def describe(self) -> str:
         """Return one short phrase for tables."""
-
-    def stage(self, index: int) -> DraftDocument:
-        """Return the draft that proposes as a stage of this one: the draft itself, but for a kind that is made of others."""
-        return self
-
-    @property
-    def steered(self) -> DraftDocument:
-        """The draft whose length the draft-length rule decides: the draft itself, but for a kind that is made of others."""
-        return self
-
-    @property
-    def copy_source(self) -> CopySource | None:
-        """The settings of the index that the draft copies from; None for a draft that does not only copy."""
-        return None
 
     @property
     def needs(self) -> frozenset[Need]:

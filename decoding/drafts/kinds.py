@@ -1,11 +1,10 @@
 """A draft kind, the table of the registered ones, and document keys that hold a draft of any of them.
 
-The table is filled by `decoding.drafts.registry`. It is apart from it so that a document may hold other drafts.
+The table is filled by `decoding.drafts.registry`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from pkgutil import resolve_name
@@ -43,8 +42,8 @@ KINDS: dict[str, DraftKind] = {}
 class _ByKind:
     """Validates a draft as the document that `KINDS` has for its `kind`; the registry is read at each validation."""
 
-    def __init__(self, *, may_be_plain: bool = True, may_compose: bool = True) -> None:
-        self._may_be_plain, self._may_compose = may_be_plain, may_compose
+    def __init__(self, *, may_be_plain: bool = True) -> None:
+        self._may_be_plain = may_be_plain
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         return core_schema.no_info_plain_validator_function(self._validate)
@@ -56,13 +55,8 @@ class _ByKind:
         return self._adapter().validate_python(value)
 
     def _adapter(self) -> TypeAdapter[Any]:
-        return _adapter(tuple(self._documents()))
-
-    def _documents(self) -> Iterator[type[DraftDocument]]:
-        for kind in KINDS.values():
-            plain, composed = not kind.document.drafts, kind.document.composes
-            if (self._may_be_plain or not plain) and (self._may_compose or not composed):
-                yield kind.document
+        documents = (kind.document for kind in KINDS.values())
+        return _adapter(tuple(each for each in documents if each.drafts or self._may_be_plain))
 
 
 @lru_cache
@@ -74,11 +68,8 @@ def _adapter(documents: tuple[type[DraftDocument], ...]) -> TypeAdapter[Any]:
 if TYPE_CHECKING:
     Draft = DraftDocument
     RealDraft = DraftDocument
-    SimpleDraft = DraftDocument
 else:
     Draft = Annotated[DraftDocument, _ByKind()]
     """A document key that holds a draft of any registered kind."""
     RealDraft = Annotated[DraftDocument, _ByKind(may_be_plain=False)]
     """A document key that holds a draft other than plain decoding."""
-    SimpleDraft = Annotated[DraftDocument, _ByKind(may_be_plain=False, may_compose=False)]
-    """A document key that holds a draft that is not made of other drafts."""

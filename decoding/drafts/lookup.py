@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Protocol, Self
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Protocol
 
 from pydantic import Field, GetCoreSchemaHandler, GetJsonSchemaHandler, TypeAdapter, model_validator
 from pydantic_core import CoreSchema, core_schema
@@ -14,7 +14,6 @@ from decoding.copying.history import RequestHistory
 from decoding.copying.ngrams import NgramCopies
 from decoding.copying.suffix_copies import SuffixCopies
 from decoding.documents.strict_yaml import Document
-from decoding.drafts.choice import Choice, StageChoice, choice_columns, describe_choice
 
 # Longer n-grams hardly ever repeat, and each length costs an index of the sequence.
 LONGEST_NGRAM = 32
@@ -49,17 +48,6 @@ class FirstLookup(Document):
     """True if tokens may also be copied from earlier answers."""
     if TYPE_CHECKING:  # each kind declares it after its own keys
         max_tokens: int
-        choice: Choice
-
-    def with_choice(self, choice: StageChoice | None) -> Self:
-        """Return the lookup with this choice between itself and the draft after it, or with none."""
-        return self if choice == self.choice else self.model_copy(update={"choice": choice})
-
-    @model_validator(mode="after")
-    def _choice_has_two_prices(self) -> Self:
-        if self.choice is not None and len(self.choice.prices) != 2:
-            raise ValueError(f"choice.prices: one for the lookup, one for the draft, got {len(self.choice.prices)}")
-        return self
 
     @property
     def ngram_lengths(self) -> tuple[int, int] | None:
@@ -82,7 +70,6 @@ class Lookup(FirstLookup):
     max_ngram: MaxNgram = 3
     min_ngram: MinNgram = 1
     max_tokens: MaxCopied = 10
-    choice: Choice = None
 
     @model_validator(mode="after")
     def _ngrams_are_ordered(self) -> Lookup:
@@ -96,7 +83,7 @@ class Lookup(FirstLookup):
 
     def describe(self) -> str:
         """Return one short phrase for tables."""
-        return f"lookup ({self.max_ngram}-{self.min_ngram}, {self.max_tokens}){describe_choice(self.choice)}"
+        return f"lookup ({self.max_ngram}-{self.min_ngram}, {self.max_tokens})"
 
     def new_index(self, token_ids: Sequence[int], history: RequestHistory | None = None) -> CopyIndex:
         """Return an index of n-grams."""
@@ -112,12 +99,11 @@ class SuffixLookup(FirstLookup):
     max_spec_factor: MaxSpecFactor = MAX_SPEC_FACTOR
     min_token_prob: MinTokenProb = MIN_TOKEN_PROB
     max_tokens: MaxCopied = 10
-    choice: Choice = None
     reads_history: ClassVar[bool] = True
 
     def describe(self) -> str:
         """Return one short phrase for tables."""
-        return f"suffix automaton ({describe_match(self)}, {self.max_tokens}){describe_choice(self.choice)}"
+        return f"suffix automaton ({describe_match(self)}, {self.max_tokens})"
 
     def new_index(self, token_ids: Sequence[int], history: RequestHistory | None = None) -> CopyIndex:
         """Return a suffix automaton."""
@@ -169,7 +155,6 @@ def describe_after(lookup: FirstLookup | None, draft: str) -> str:
 def lookup_columns(lookup: Document | None) -> dict[str, Any]:
     """Return the columns of a lookup in the table of trials; none without a lookup."""
     settings = lookup.model_dump(exclude={"kind"}) if lookup else {}
-    settings |= choice_columns(settings.pop("choice", None))
     return {f"lookup.{key}": value for key, value in settings.items()}
 
 

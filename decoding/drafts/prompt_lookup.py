@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from pydantic import model_validator
 
-from decoding.copying.contract import CopyIndex, CopySource
+from decoding.copying.contract import CopyIndex
 from decoding.copying.history import RequestHistory
 from decoding.copying.ngrams import NgramCopies
 from decoding.drafts.contract import DraftDocument
@@ -43,11 +43,6 @@ class PromptLookup(DraftDocument):
     def columns(self) -> dict[str, Any]:
         """Return the n-gram lengths."""
         return lookup_columns(self)
-
-    @property
-    def copy_source(self) -> CopySource:
-        """The draft itself: it holds the settings of its index."""
-        return self
 
     def new_index(self, token_ids: Sequence[int], history: RequestHistory | None = None) -> CopyIndex:
         """Return an index of n-grams; it reads no earlier answers."""

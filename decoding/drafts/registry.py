@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from decoding.drafts.cascade import Cascade
 from decoding.drafts.early_exit import EarlyExit
 from decoding.drafts.feature_head import FeatureHeadDraft
 from decoding.drafts.kinds import KINDS, DraftKind
@@ -34,9 +33,6 @@ KINDS |= {
     ),
     "suffix_automaton": DraftKind(
         SuffixDraft, "decoding.drafters.prompt_lookup:new_drafter", "studies.prediction.predictors:CopyPredictor"
-    ),
-    "cascade": DraftKind(
-        Cascade, "decoding.drafters.build:new_cascade", "studies.prediction.cascades:CascadePredictor"
     ),
     "none": DraftKind(
         PlainDecoding, "decoding.drafters.build:no_drafter", "studies.prediction.predictors:PlainPredictor"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Literal
 
-from decoding.copying.contract import CopyIndex, CopySource
+from decoding.copying.contract import CopyIndex
 from decoding.copying.history import RequestHistory
 from decoding.drafts.contract import DraftDocument
 from decoding.drafts.lookup import (
@@ -49,11 +49,6 @@ class SuffixDraft(DraftDocument):
     def reads_history(self) -> bool:
         """True: earlier answers may be copied from."""
         return True
-
-    @property
-    def copy_source(self) -> CopySource:
-        """The draft itself: it holds the settings of its index."""
-        return self
 
     def new_index(self, token_ids: Sequence[int], history: RequestHistory | None = None) -> CopyIndex:
         """Return a suffix automaton."""

@@ -15,8 +15,8 @@ import torch
 from decoding.acceptance import Greedy
 from decoding.decode import Request
 from decoding.draft_length import Controller, Looking, RoundCosts
-from decoding.drafters.cascade import steered_part
 from decoding.drafters.contract import Drafter, Proposal, max_leaves_of
+from decoding.drafters.lookup_first import steered_part
 from decoding.lockstep import Lockstep, shared_batch_size
 from decoding.target import Target
 from decoding.text import Ending, Shaping, TokenSequence

@@ -94,7 +94,6 @@ class CostTable(Document):
 
     def draft_seconds(self, draft: Draft, *, context: float) -> float:
         """Return the seconds of one draft step, with the choice of its token."""
-        draft = draft.steered
         step = DraftStep(
             self._skipped(draft),
             context,

@@ -25,10 +25,6 @@ class ReplayedRound(NamedTuple):
     looked_up: bool = False
     num_leaves: int = 0
     """Side leaves, verified with the drafts by the whole target; none in lockstep, where rounds are chains."""
-    stage: int = 0
-    """Index of the stage of a cascade that drafted; stages that run the model share no draft passes."""
-    costs: RoundCosts | None = None
-    """Costs of the stage's rounds, if it is not the one that the rule steers."""
 
 
 class Asked(NamedTuple):
@@ -61,17 +57,16 @@ class LockstepBatches:
         """Yield the passes of a sequence's rounds; for `copied` see `cost_unbatched`."""
         is_pending = False
         for step in rounds:
-            own = step.costs or costs
             for number in range(step.num_passes):
                 takes_along = self.has_head and is_pending and number == 0
-                yield Asked(("draft", step.stage, takes_along), False, own.draft_step)
+                yield Asked(("draft", takes_along), False, costs.draft_step)
             is_pending = step.looked_up or step.num_accepted == step.num_drafted
             if step.looked_up:
                 yield Asked("whole", True, _cost_of_copy(step, costs, copied))
                 continue
             knows_last = step.num_passes > step.num_drafted
-            part = ("resumed", knows_last) if self.resumes and step.num_passes and own is costs else "whole"
-            yield Asked(part, True, own.verify_cost(step.num_drafted))
+            part = ("resumed", knows_last) if self.resumes and step.num_passes else "whole"
+            yield Asked(part, True, costs.verify_cost(step.num_drafted))
 
 
 def cost_unbatched(step: ReplayedRound, costs: RoundCosts, copied: RoundCosts | None) -> float:
@@ -82,7 +77,6 @@ def cost_unbatched(step: ReplayedRound, costs: RoundCosts, copied: RoundCosts | 
     """
     if step.looked_up:
         return _cost_of_copy(step, costs, copied)
-    costs = step.costs or costs
     if step.num_leaves:
         assert copied is not None, "given with a tree"
         return copied.verify_cost(step.num_drafted + step.num_leaves) + step.num_passes * costs.draft_step

@@ -141,13 +141,7 @@ def _distance(one: Draft, other: Draft, num_layers: int) -> float:
 
 def _skipped(draft: Draft, num_layers: int) -> set[tuple[str, int]] | None:
     """Return the sublayers skipped by a draft without head, lookup and tree; None for any other draft."""
-    if (
-        not draft.runs_model
-        or draft.composes
-        or draft.has_head
-        or draft.lookup_first is not None
-        or draft.candidate_tree is not None
-    ):
+    if not draft.runs_model or draft.has_head or draft.lookup_first is not None or draft.candidate_tree is not None:
         return None
     skip = draft.skipped(num_layers)
     return {("attention", index) for index in skip.skip_attention} | {("mlp", index) for index in skip.skip_mlp}

@@ -11,16 +11,14 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from functools import cached_property, partial
 from typing import Protocol
 
-from decoding.copying.contract import CopySource
 from decoding.draft_length import DraftLengthRule, Fixed, RoundCosts, TopProbability
 from decoding.drafters.prompt_lookup import look_up
-from decoding.drafts import Draft, DraftDocument, LayerSkip, StageChoice
+from decoding.drafts import Draft, DraftDocument, LayerSkip
 from decoding.lockstep import shared_batch_size
 from decoding.profile import Decoding
 from studies.prediction.contract import Prediction, predictor_of
 from studies.prediction.lockstep_cost import LockstepBatches, batches_of
 from studies.prediction.replay import (
-    CascadeReplay,
     Copies,
     LookupReplay,
     Recording,
@@ -99,7 +97,7 @@ class Predictor:
 
         Raises ValueError for a draft that runs no part of the target.
         """
-        draft = draft.steered.without_lookup().with_tree(None)
+        draft = draft.without_lookup().with_tree(None)
         if draft not in self._costs:
             self._costs[draft] = self._table.round_costs(
                 draft,
@@ -138,8 +136,8 @@ class Predictor:
         recordings = self.survey.record(draft.without_lookup().with_tree(tree))
         lookup = None
         if (first := draft.lookup_first) is not None:
-            source = first.with_choice(None)
-            lookup = self.copying(source, source.max_tokens, first.choice)
+            copies = self._copies_of(first, partial(look_up, source=first), first.max_tokens)
+            lookup = LookupReplay(copies, first.max_tokens, self.whole)
         lockstep = self._lockstep.of_draft(draft, self._decoding) if self._lockstep else None
         max_drafted = self.survey.target.max_drafted
         leaves = None if tree is None else TreeReplay(tree, not self._decoding.temperature, self.whole)
@@ -153,19 +151,6 @@ class Predictor:
         agreed = sum(sum(recording.matches) for recording in recordings)
         overlap = sum(recording.acceptance * len(recording.matches) for recording in recordings)
         return Prediction(draft, rule, replayed, agreed / tested, overlap / tested)
-
-    def copying(self, source: CopySource, max_tokens: int, choice: StageChoice | None = None) -> LookupReplay:
-        """Return the replay of a lookup before a draft: the survey's copies of at most `max_tokens` tokens."""
-        copies = self._copies_of(source, partial(look_up, source=source), max_tokens)
-        return LookupReplay(copies, max_tokens, self.whole, choice)
-
-    def replay_cascade(self, draft: Draft, rule: DraftLengthRule, stages: CascadeReplay) -> Prediction:
-        """Return the prediction of a cascade, whose last stage `rule` steers after the other `stages`."""
-        recordings = self.survey.record(draft.steered)
-        lockstep = self._lockstep.of_draft(draft.steered, self._decoding) if self._lockstep else None
-        costs, max_drafted = self.costs(draft), self.survey.target.max_drafted
-        replayed = replay(rule, recordings, costs, None, lockstep, max_drafted=max_drafted, cascade=stages)
-        return self._prediction(draft, rule, recordings, replayed)
 
     def replay_guesses(self, draft: Draft, rule: DraftLengthRule, guess: Guess) -> Prediction:
         """Return the prediction of a draft that runs no model: `guess` gives its tokens, and `rule` their number."""

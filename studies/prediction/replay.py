@@ -17,9 +17,7 @@ import torch
 from torch import Tensor
 
 from decoding.draft_length import Controller, CostAwareRule, Decision, DraftDistribution, DraftLengthRule, RoundCosts
-from decoding.drafters.chooser import Chooser, JudgedCopy
 from decoding.drafters.prompt_lookup import length_allowed
-from decoding.drafts.choice import StageChoice
 from decoding.drafts.trees import MOST_PER_DEPTH, CandidateTree, SeenDepth
 from decoding.profile import Decoding
 from studies.prediction.lockstep_cost import LockstepBatches, ReplayedRound, cost_in_lockstep, cost_unbatched
@@ -232,8 +230,6 @@ class LookupReplay:
     max_tokens: int
     verify: RoundCosts
     """Costs of passes of the whole target; the draft step is not used."""
-    choice: StageChoice | None = None
-    """Choice between copying and drafting; without it, a copy that is found is taken."""
 
     def at(self, text: int, position: int, room: int) -> Guessed | None:
         """Return the copy at a position, of at most `room` tokens, or None if there is none."""
@@ -242,43 +238,6 @@ class LookupReplay:
             return None
         num_tokens = min(self.max_tokens, room, copy.num_tokens)
         return Guessed(min(copy.num_right, num_tokens), num_tokens)
-
-
-@dataclass(frozen=True)
-class ModelReplay:
-    """A stage of a cascade that runs the model, other than the one that the replayed rule steers."""
-
-    recordings: Sequence[Recording]
-    rule: DraftLengthRule
-    costs: RoundCosts
-
-
-@dataclass(frozen=True)
-class CascadeReplay:
-    """The stages before the steered one: those that copy, then those that run the model; and the choice between all."""
-
-    copies: Sequence[LookupReplay] = ()
-    models: Sequence[ModelReplay] = ()
-    choice: StageChoice | None = None
-
-    @classmethod
-    def before(cls, lookup: LookupReplay | None) -> CascadeReplay:
-        """Return the cascade of a lookup before a draft, or of the draft alone."""
-        return cls() if lookup is None else cls([lookup], choice=lookup.choice)
-
-    def chooser(self) -> Chooser | None:
-        """Return the chooser of a sequence that decoding would use."""
-        return None if self.choice is None else Chooser(self.choice)
-
-    def found(self, text: int, position: int, room: int) -> dict[int, Guessed]:
-        """Return the copies at a position by stage."""
-        copies = ((stage, lookup.at(text, position, room)) for stage, lookup in enumerate(self.copies))
-        return {stage: copy for stage, copy in copies if copy is not None}
-
-    def able(self, found: Iterable[int]) -> list[int]:
-        """Return the stages that can open a round in which these have found a copy."""
-        first = len(self.copies)
-        return [*found, *range(first, first + len(self.models) + 1)]
 
 
 @dataclass(frozen=True)
@@ -308,22 +267,19 @@ def replay(
     *,
     max_drafted: int | None = None,
     tree: TreeReplay | None = None,
-    cascade: CascadeReplay | None = None,
 ) -> Replayed:
     """Replay `rule` over the recorded sequences, each with a fresh controller unless the rule is persistent.
 
     The rule is not asked about rounds that `lookup` drafts. With `lockstep`, its batches share passes and `costs` are the costs of
     batched passes; without it, each sequence is decoded by itself. `max_drafted` is the most tokens that a verification
-    can take, if limited. A `tree` looks at every distribution, and is for sequences by themselves. A `cascade` has several stages
-    before the draft, in place of a lookup.
+    can take, if limited. A `tree` looks at every distribution, and is for sequences by themselves.
     """
-    stages = cascade or CascadeReplay.before(lookup)
 
     def rounds(controller: Controller, text: int) -> Iterator[ReplayedRound]:
-        return _rounds(controller, recordings[text], stages, text, max_drafted, tree)
+        return _rounds(controller, recordings[text], lookup, text, max_drafted, tree)
 
     lengths = [len(recording.matches) for recording in recordings]
-    whole = tree.verify if tree else next((lookup.verify for lookup in stages.copies), None)
+    whole = tree.verify if tree else lookup.verify if lookup else None
     return _replay(rule, lengths, rounds, costs, whole, lockstep, looks=tree is not None)
 
 
@@ -398,55 +354,21 @@ class _Counted:
 def _rounds(
     controller: Controller,
     recording: Recording,
-    stages: CascadeReplay,
+    lookup: LookupReplay | None,
     text: int,
     max_drafted: int | None,
     tree: TreeReplay | None,
 ) -> Iterator[ReplayedRound]:
-    if not stages.copies and not stages.models and stages.choice is None:
-        yield from _steered_rounds(controller, recording, max_drafted, tree)
-        return
     position, end = 0, len(recording.matches)
-    chooser = stages.chooser()
-    others = [(model, model.rule.controller()) for model in stages.models]
     while position < end:
         room = _room(end - position, max_drafted)
-        found = stages.found(text, position, room)
-        able = stages.able(found)
-        stage = able[0] if chooser is None else chooser.choose(able)
-        leaf = False
-        if stage is None:
-            step = ReplayedRound(0, 0, 0, stage=able[-1])
-        elif stage in found:
-            step = ReplayedRound(found[stage].num_tokens, 0, found[stage].num_right, looked_up=True, stage=stage)
-        elif stage < able[-1]:
-            model, own = others[stage - len(stages.copies)]
-            step, _ = _drafted_round(own, model.recordings[text], position, room, None)
-            step = step._replace(stage=stage, costs=model.costs)
+        copy = None if lookup is None else lookup.at(text, position, room)
+        if copy is not None:
+            step, leaf = ReplayedRound(copy.num_tokens, 0, copy.num_right, looked_up=True), False
         else:
             step, leaf = _drafted_round(controller, recording, position, room, tree)
-            step = step._replace(stage=stage)
-        yield step
-        num_written = step.num_accepted + 1 + leaf
-        if chooser is not None:
-            chooser.drafted(step.num_drafted)
-            chooser.learn(num_written, {each: _judged(copy, num_written) for each, copy in found.items()})
-        position += num_written
-
-
-def _steered_rounds(
-    controller: Controller, recording: Recording, max_drafted: int | None, tree: TreeReplay | None
-) -> Iterator[ReplayedRound]:
-    """Yield the rounds of a draft with no stage before it: most replays are of these, and choosing a stage takes as long."""
-    position, end = 0, len(recording.matches)
-    while position < end:
-        step, leaf = _drafted_round(controller, recording, position, _room(end - position, max_drafted), tree)
         yield step
         position += step.num_accepted + 1 + leaf
-
-
-def _judged(copy: Guessed, num_written: int) -> JudgedCopy:
-    return JudgedCopy(copy.num_tokens, min(copy.num_right, num_written))
 
 
 def _drafted_round(

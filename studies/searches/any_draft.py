@@ -1,6 +1,6 @@
 """Every draft as a tree of Optuna parameters: its kind, and the parts that drafts of the kind may have.
 
-A search that knows nothing of language models can so choose among all that `joint` may choose, cascades apart.
+A search that knows nothing of language models can so choose among all that `joint` may choose.
 """
 
 from __future__ import annotations

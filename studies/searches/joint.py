@@ -20,7 +20,6 @@ from decoding.runners.quantised_linear import is_fast_on
 from decoding.target import Target
 from studies.contract import Problem, StudySetup
 from studies.costs.table import CostTable
-from studies.prediction.cascades import cascades
 from studies.prediction.pools import best_of, lookups, lookups_before, quantised, useful_precisions, with_trees
 from studies.prediction.predictor import Predictor
 from studies.searches.exits import check_exits, exits_with_head
@@ -65,11 +64,6 @@ class JointSettings(PredictedSettings):
         description="side leaves beside the best drafts that run the model, where they are predicted to pay; default: yes on a "
         "CPU, no on a GPU, where none was measured",
     )
-    cascades: bool = Field(
-        False,
-        description="cascades of the best drafts, where they are predicted to beat each of them: lookups that must pay, and "
-        "choices between two drafts that run the model; off, as none paid on the demo",
-    )
     bits: tuple[BitWidth, ...] | None = Field(
         None,
         description="precisions of quantised drafts: the whole model, and the best exits and skip sets; default: 8 on a CPU with "
@@ -82,7 +76,7 @@ class JointSettings(PredictedSettings):
 
     def for_engine(self, rules: Sequence[str], *, quantises: bool) -> dict[str, Any]:
         """Return the settings of chains that run whole blocks, in the precisions that the engine can make."""
-        changed = {**super().for_engine(rules, quantises=quantises), "trees": False, "cascades": False}
+        changed = {**super().for_engine(rules, quantises=quantises), "trees": False}
         return changed if quantises else {**changed, "bits": ()}
 
     def wanted_heads(self, num_layers: int) -> tuple[int, ...]:
@@ -123,7 +117,7 @@ class JointSource(PoolSource):
         if "lookup" in self.settings.kinds:
             count = self.settings.num_lookups
             pool += [*lookups(predictor, count), *lookups_before(predictor, pool, count)]
-        return [*pool, *cascades(predictor, pool)] if self.settings.cascades else pool
+        return pool
 
     def joining(self, draft: Draft, predictor: Predictor) -> list[Draft]:
         """Return a skip set in its precision, with leaves, and each after its best lookup if lookups are asked for."""

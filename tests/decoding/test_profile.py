@@ -16,15 +16,12 @@ from decoding.deploy.custom_generate import check_target
 from decoding.documents.strict_yaml import dump
 from decoding.draft_length import RULES
 from decoding.drafts import (
-    Cascade,
-    CascadeStage,
     Draft,
     EarlyExit,
     LayerSkip,
     Lookup,
     PlainDecoding,
     PromptLookup,
-    StageChoice,
     SuffixDraft,
     SuffixLookup,
     compact_indices,
@@ -260,15 +257,6 @@ LOOKUPS: list[Draft] = [
     EarlyExit(exit_layer=6, head="h.safetensors", head_sha256="a" * 64, lookup=Lookup(max_tokens=1)),
     SuffixDraft(min_match=2),
     LayerSkip(bits=8, lookup=SuffixLookup(max_spec_factor=1.5, max_tokens=6)),
-    EarlyExit(exit_layer=6, lookup=Lookup(choice=StageChoice(prices=(0.1, 0.3)))),
-    Cascade(stages=(CascadeStage(draft=PromptLookup(), max_tokens=4), CascadeStage(draft=LayerSkip(bits=8)))),
-    Cascade(
-        stages=(
-            CascadeStage(draft=EarlyExit(exit_layer=6), max_tokens=3, threshold=0.5),
-            CascadeStage(draft=LayerSkip(bits=8)),
-        ),
-        choice=StageChoice(prices=(0.1, 0.3)),
-    ),
 ]
 
 
@@ -290,9 +278,6 @@ def test_a_lookup_is_saved_loaded_and_in_the_schema(tmp_path: Path, draft: Draft
         (LOOKUPS[4], "lookup (3-1, 1), then exit at 6, trained head"),
         (LOOKUPS[5], "suffix automaton (2, x2, 0.3)"),
         (LOOKUPS[6], "suffix automaton (1, x1.5, 0.3, 6), then int8"),
-        (LOOKUPS[7], "lookup (3-1, 10) where it pays, then exit at 6, no head"),
-        (LOOKUPS[8], "prompt lookup (3-1) [4], then int8"),
-        (LOOKUPS[9], "exit at 6, no head [3, p 0.5] or int8, where it pays"),
     ],
 )
 def test_a_lookup_is_named_before_its_draft(draft: Draft, words: str) -> None:

@@ -9,8 +9,6 @@ import pytest
 
 from decoding.drafts import (
     KINDS,
-    Cascade,
-    CascadeStage,
     Draft,
     EarlyExit,
     FixedLeaves,
@@ -24,7 +22,6 @@ from decoding.drafts import (
 from studies.draft_space import declare_draft, draft_choices, draft_parameters
 
 NUM_LAYERS = 6
-INT8 = LayerSkip(bits=8)
 PARTS: list[tuple[Draft, dict[str, Any]]] = [
     (
         LayerSkip.blocks((3, 4), bits=8),
@@ -54,10 +51,6 @@ PARTS: list[tuple[Draft, dict[str, Any]]] = [
     ),
     (PromptLookup(), {"kind": "prompt_lookup"}),
     (SuffixDraft(), {"kind": "suffix_automaton"}),
-    (
-        Cascade(stages=(CascadeStage(draft=PromptLookup(), max_tokens=4), CascadeStage(draft=INT8))),
-        {"kind": "cascade", "skipped_sublayers": 0},
-    ),
 ]
 
 

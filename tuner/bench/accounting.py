@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from typing import Any
 
 from decoding.decode import Request
@@ -141,22 +142,17 @@ class _Costs:
         self._copied = RoundCosts(draft_step=COPYING, verify=verify)
         self._draft, self._decoding, self._table, self._context, self._looks = draft, decoding, table, context, looks
         self._longest = longest
-        self._by_stage: dict[int, RoundCosts] = {}
 
     def of(self, step: Round) -> float:
-        costs = self._copied if step.looked_up else self._drafted(step.stage)
+        costs = self._copied if step.looked_up or not self._draft.runs_model else self._drafted
         return costs.of(step.num_drafted)
 
-    def _drafted(self, stage: int) -> RoundCosts:
-        draft = self._draft.stage(stage)
-        if not draft.runs_model:
-            return self._copied
-        if stage not in self._by_stage:
-            # Bit-exact mode verifies from the first block.
-            reuses = self._decoding.prefix_reuse and self._decoding.exact_width is None
-            costs = self._table.round_costs(draft, self._longest, context=self._context, prefix_reuse=reuses)
-            self._by_stage[stage] = costs.looking() if self._looks else costs
-        return self._by_stage[stage]
+    @cached_property
+    def _drafted(self) -> RoundCosts:
+        # Bit-exact mode verifies from the first block.
+        reuses = self._decoding.prefix_reuse and self._decoding.exact_width is None
+        costs = self._table.round_costs(self._draft, self._longest, context=self._context, prefix_reuse=reuses)
+        return costs.looking() if self._looks else costs
 
 
 def longest_draft(draft: Draft, max_tokens: int) -> int:

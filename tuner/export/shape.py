@@ -55,8 +55,6 @@ def reduced(draft: DraftDocument, drops: Collection[str], *, keeps_bits: bool) -
     `keeps_bits` tells that the engine can quantise drafts itself. Raises `ExportError` for what the engine cannot express and is
     not among `drops`, with the flag that drops it.
     """
-    if draft.composes:
-        raise ExportError(f"{draft.describe()}: engines run one draft; --to folder keeps all stages")
     if draft.num_draft_tokens is not None and Droppable.DRAFT_VOCABULARY not in drops:
         raise ExportError(
             f"the head drafts from {draft.num_draft_tokens:,} tokens only, and engines want all of the model's: "

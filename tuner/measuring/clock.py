@@ -70,7 +70,7 @@ class PriceList:
         def price(draft: Draft, record: Round) -> float:
             if not draft.drafts:
                 return 1.0
-            costs = costs_of(draft.stage(record.stage))
+            costs = costs_of(draft)
             verifying = costs_of(LayerSkip()) if record.looked_up or record.num_leaves else costs
             verification = verifying.verify_cost(record.num_drafted + record.num_leaves)
             return verification if record.looked_up else verification + record.num_drafted * costs.draft_step

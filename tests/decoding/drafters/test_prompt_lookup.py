@@ -20,11 +20,10 @@ from decoding.decode import Request, speculative
 from decoding.decoder import Decoder
 from decoding.draft_length import Controller, Decision, DraftDistribution, DraftLengthRule, Fixed
 from decoding.drafters.build import build_drafter
-from decoding.drafters.cascade import steered_part
 from decoding.drafters.contract import Drafter, Proposal
 from decoding.drafters.early_exit import EarlyExitDrafter
 from decoding.drafters.layer_skip import LayerSkipDrafter
-from decoding.drafters.lookup_first import LookupFirst
+from decoding.drafters.lookup_first import LookupFirst, steered_part
 from decoding.drafters.prompt_lookup import CopyDrafter
 from decoding.drafts import Draft, EarlyExit, LayerSkip, Lookup, PromptLookup, SuffixDraft, SuffixLookup
 from decoding.head_folder import HeadFolder

@@ -10,8 +10,6 @@ import pytest
 from decoding.drafters.build import build_drafter
 from decoding.drafts import (
     KINDS,
-    Cascade,
-    CascadeStage,
     Draft,
     EarlyExit,
     FeatureHeadDraft,
@@ -19,12 +17,10 @@ from decoding.drafts import (
     Lookup,
     PlainDecoding,
     PromptLookup,
-    StageChoice,
     SuffixDraft,
     SuffixLookup,
 )
 from studies.prediction.contract import DraftPredictor
-from studies.prediction.pools import is_same
 from tests.support.tiny import tiny_target
 
 DRAFTS: list[Draft] = [
@@ -37,14 +33,6 @@ DRAFTS: list[Draft] = [
     EarlyExit(exit_layer=3),
     EarlyExit(exit_layer=3, head="h.safetensors", head_sha256="a" * 64, lookup=Lookup()),
     FeatureHeadDraft(head="h.safetensors", head_sha256="a" * 64, lookup=Lookup()),
-    Cascade(stages=(CascadeStage(draft=PromptLookup(), max_tokens=4), CascadeStage(draft=LayerSkip(bits=8)))),
-    Cascade(
-        stages=(
-            CascadeStage(draft=EarlyExit(exit_layer=3, head="h.safetensors", head_sha256="a" * 64), max_tokens=3),
-            CascadeStage(draft=LayerSkip.blocks((2, 3))),
-        ),
-        choice=StageChoice(prices=(0.1, 0.2)),
-    ),
 ]
 
 
@@ -83,13 +71,6 @@ def test_skipped_sublayers_are_known_of_drafts_that_run_the_model(draft: Draft) 
         assert draft.num_shared_blocks == 0
         with pytest.raises(ValueError, match="runs no part of the model"):
             draft.skipped(6)
-
-
-def test_a_cascade_is_not_taken_for_the_skip_set_of_its_last_stage() -> None:
-    whole = LayerSkip(bits=8)
-    cascade = Cascade(stages=(CascadeStage(draft=PromptLookup(), max_tokens=4), CascadeStage(draft=whole)))
-    assert not is_same(cascade, whole, 6)
-    assert is_same(cascade, cascade, 6)
 
 
 @pytest.mark.parametrize("draft", DRAFTS, ids=lambda draft: draft.describe())

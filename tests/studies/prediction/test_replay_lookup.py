@@ -13,14 +13,11 @@ from decoding.decoder import Decoder, plain_decoder
 from decoding.draft_length import BetaThompson, DraftLengthRule, Fixed, RoundCosts, TopProbability
 from decoding.drafters.prompt_lookup import look_up
 from decoding.drafts import (
-    Cascade,
-    CascadeStage,
     EarlyExit,
     FirstLookup,
     LayerSkip,
     Lookup,
     PromptLookup,
-    StageChoice,
     SuffixDraft,
     SuffixLookup,
 )
@@ -38,7 +35,6 @@ NUM_LAYERS = 6
 PROMPTS = ((3, 9, 27, 3, 9, 27, 3, 9), (8, 2, 31, 8, 2, 44, 8, 2), (5, 6, 7, 9))
 COSTS = RoundCosts(draft_step=0.25, verify=(1.0, 1.1, 1.3))
 WHOLE = RoundCosts(draft_step=0.001, verify=(1.0, 1.2, 1.4))
-CHOICE = StageChoice(prices=(0.3, 0.3), forgetting=0.7, start=1.5, margin=1.0)
 
 
 def guess(lookup: CopySource) -> Guess:
@@ -62,8 +58,6 @@ def texts(target: Target) -> list[tuple[int, ...]]:
         Lookup(max_tokens=3),
         Lookup(max_ngram=4, min_ngram=2, max_tokens=6),
         SuffixLookup(max_tokens=6),
-        Lookup(max_tokens=3, choice=CHOICE),
-        SuffixLookup(max_tokens=6, choice=CHOICE),
     ],
     ids=lambda front: front.describe(),
 )
@@ -74,7 +68,7 @@ def test_rounds_with_a_lookup_before_a_draft_equal_decoding(
     rule = Fixed(max_tokens=2)
     decoder = Decoder(target, draft.model_copy(update={"lookup": front}), rule)
     decoded = [decoder.generate(Request(prompt, Ending(40))) for prompt in PROMPTS]
-    lookup = LookupReplay(survey.copies(guess(front), front.max_tokens), front.max_tokens, WHOLE, front.choice)
+    lookup = LookupReplay(survey.copies(guess(front), front.max_tokens), front.max_tokens, WHOLE)
     replayed = replay(rule, survey.record(draft), COSTS, lookup)
     rounds = [step for each in decoded for step in each.rounds]
     assert any(step.looked_up and step.num_accepted for step in rounds)
@@ -167,50 +161,3 @@ def test_rounds_in_bit_exact_mode_fit_into_a_verification(
             for each in text
         )
     assert replayed.cost == pytest.approx(expected)
-
-
-CASCADES: dict[str, Cascade] = {
-    "two copies": Cascade(
-        stages=(
-            CascadeStage(draft=PromptLookup(max_ngram=3, min_ngram=2), max_tokens=4),
-            CascadeStage(draft=SuffixDraft(), max_tokens=2),
-            CascadeStage(draft=LayerSkip.blocks([2, 4])),
-        )
-    ),
-    "copy, exit or skip": Cascade(
-        stages=(
-            CascadeStage(draft=PromptLookup(max_ngram=2), max_tokens=3),
-            CascadeStage(draft=EarlyExit(exit_layer=3), max_tokens=4, threshold=0.5),
-            CascadeStage(draft=LayerSkip.blocks([2, 4])),
-        ),
-        choice=StageChoice(prices=(0.4, 0.3, 0.3), forgetting=0.6, start=1.5, margin=1.0),
-    ),
-    "exit or exit": Cascade(
-        stages=(
-            CascadeStage(draft=EarlyExit(exit_layer=2), max_tokens=2),
-            CascadeStage(draft=EarlyExit(exit_layer=4)),
-        ),
-        choice=StageChoice(prices=(0.2, 0.3), forgetting=0.8, margin=1.1),
-    ),
-}
-
-
-@pytest.mark.parametrize("name", CASCADES)
-def test_predicted_rounds_of_a_cascade_are_those_of_decoding(
-    target: Target, texts: list[tuple[int, ...]], name: str
-) -> None:
-    draft, rule = CASCADES[name], TopProbability(max_tokens=3, threshold=0.5)
-    predictor = Predictor(Survey(target, PROMPTS, texts, depth=4), made_up_costs(target), max_tokens=4)
-    replayed = predictor.predict(draft, rule).replayed
-    decoder = Decoder(target, draft, rule)
-    rounds = [step for prompt in PROMPTS for step in decoder.generate(Request(prompt, Ending(40))).rounds]
-    assert {step.stage for step in rounds if step.num_drafted} == set(range(len(draft.stages)))
-    assert (replayed.rounds, replayed.tokens) == (len(rounds), sum(len(text) - 1 for text in texts))
-    assert replayed.draft_passes == sum(step.num_drafted for step in rounds if not step.looked_up)
-    cost = 0.0
-    for step in rounds:
-        stage = draft.stages[step.stage]
-        costs = predictor.costs(stage.draft).looking() if stage.threshold or stage.max_tokens is None else None
-        of_model = (costs or predictor.costs(stage.draft)) if stage.draft.runs_model else predictor.whole
-        cost += predictor.whole.verify_cost(step.num_drafted) if step.looked_up else of_model.of(step.num_drafted)
-    assert replayed.cost == pytest.approx(cost)

@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from decoding.draft_length import AdaEdl, DraftLengthRule, Fixed, TopProbability
-from decoding.drafts import Cascade, CascadeStage, Draft, EarlyExit, LayerSkip, Lookup, PromptLookup, SuffixDraft
+from decoding.drafts import Draft, EarlyExit, LayerSkip, Lookup, PromptLookup, SuffixDraft
 from decoding.profile import DraftProfile, TargetIdentity
 from tests.support.measured import measured
 from tuner.errors import ExportError
@@ -19,7 +19,7 @@ from tuner.export.engines.contract import Engine
 from tuner.export.engines.registry import ENGINES, load_engine
 from tuner.export.losses import DraftCost, losses_text
 from tuner.export.plan import FixedLength, NgramSettings, Plan, fixed_length, lookup_of
-from tuner.export.shape import DraftShape, reduced
+from tuner.export.shape import DraftShape
 
 SHAPE = DraftShape((0, 1), has_head=True, num_target_layers=6)
 LOOKUP = NgramSettings(3, 2, 8)
@@ -148,12 +148,6 @@ def test_what_is_lost_is_named(name: str) -> None:
     assert "adds 3.0 MiB" in text
     assert "0.50 KiB" in text
     assert "cannot be predicted" in text
-
-
-def test_a_cascade_is_refused_and_not_exported_as_its_last_stage() -> None:
-    stages = CascadeStage(draft=PromptLookup(), max_tokens=4), CascadeStage(draft=LayerSkip.blocks((2,)))
-    with pytest.raises(ExportError, match=r"engines run one draft; --to folder keeps all stages"):
-        reduced(Cascade(stages=stages), (), keeps_bits=True)
 
 
 def test_a_draft_that_the_engine_quantises_is_a_changed_one() -> None:

@@ -8,12 +8,11 @@ from dataclasses import dataclass
 
 from decoding.drafts import BitWidth, Draft
 from studies.contract import Candidate
-from studies.prediction.cascades import choices_between, with_choice
 from studies.prediction.contract import Prediction
 from studies.prediction.pools import best_with_tree, lookups_before
 from studies.prediction.predictor import COPYING, Predictor
 from tuner.evaluation.kinds.document import KindRow
-from tuner.evaluation.kinds.families import CHOICE, LEAVES, LOOKUP, DraftFamily, Offer, families_of, precision_name
+from tuner.evaluation.kinds.families import LEAVES, LOOKUP, DraftFamily, Offer, families_of, precision_name
 from tuner.evaluation.kinds.figures import mean_over_tasks
 from tuner.progress import Progress
 from tuner.search.task import Task
@@ -48,8 +47,7 @@ class RowChooser:
         looked_up = [self._after_lookup(row) for row in alone if row.candidate.draft.takes_lookup]
         found = looked_up if self._wants({LOOKUP}) else []
         leaves = [row for rows in (alone, found) for row in self._with_leaves(rows)] if self._wants({LEAVES}) else []
-        chosen = list(self._with_choice(alone, found)) if self._wants({CHOICE}) else []
-        return [*alone, *found, *leaves, *chosen]
+        return [*alone, *found, *leaves]
 
     def _wants(self, uses: Collection[str]) -> bool:
         return not self.only or set(uses) <= set(self.only)
@@ -92,23 +90,6 @@ class RowChooser:
         start = time.perf_counter()
         found = best_with_tree(self.predictor, best.candidate.draft)
         yield self._row(f"{best.name}, leaves", {*best.uses, LEAVES}, [found.draft], time.perf_counter() - start)
-
-    def _with_choice(self, alone: Sequence[KindRow], found: Sequence[KindRow]) -> Iterator[KindRow]:
-        """Yield the best lookup row whose copies must pay, and choices between kinds, each set of kinds in its best order."""
-        if found:
-            best = max(found, key=lambda row: row.predicted)
-            draft = with_choice(best.candidate.draft, self.predictor)
-            yield self._row(f"{best.name}, choice", {*best.uses, CHOICE}, [draft])
-        rows = {row.candidate.draft: row for row in alone}
-        start = time.perf_counter()
-        groups: dict[tuple[str, ...], list[Draft]] = {}
-        for draft in choices_between(self.predictor, self.predictor.best_first(rows)):
-            kinds = sorted(rows[stage.draft].name for stage in draft.stages)
-            groups.setdefault(tuple(kinds), []).append(draft)
-        seconds = time.perf_counter() - start
-        for names, drafts in groups.items():
-            uses = {use for row in alone if row.name in names for use in row.uses}
-            yield self._row(" or ".join(names), {*uses, CHOICE}, drafts, seconds / len(groups))
 
     def _row(self, name: str, uses: Collection[str], drafts: Sequence[Draft], seconds: float = 0.0) -> KindRow:
         """Return the row of the best of `drafts` with its best rule; `seconds` were spent on finding them."""

@@ -26,8 +26,8 @@ from studies.prediction.skip_space import SkipSpace
 from tuner.errors import ConfigError
 
 SKIP_SET, EXIT, EXIT_WITH_HEAD, FEATURE_HEAD = "skip set", "exit", "exit with head", "feature head"
-LOOKUP, LEAVES, CHOICE, MODEL = "lookup", "leaves", "choice", "model"
-PARTS = (SKIP_SET, EXIT, EXIT_WITH_HEAD, FEATURE_HEAD, LOOKUP, LEAVES, CHOICE)
+LOOKUP, LEAVES, MODEL = "lookup", "leaves", "model"
+PARTS = (SKIP_SET, EXIT, EXIT_WITH_HEAD, FEATURE_HEAD, LOOKUP, LEAVES)
 
 
 def precision_name(bits: BitWidth) -> str:
@@ -121,17 +121,11 @@ def _feature_heads(offer: Offer) -> Iterator[DraftFamily]:
         yield DraftFamily(FEATURE_HEAD, frozenset({FEATURE_HEAD}), lambda predictor: [draft])
 
 
-def _cascades(offer: Offer) -> Iterator[DraftFamily]:
-    """Yield nothing: a cascade is made of the rows of other kinds, after these are known (`RowChooser`)."""
-    yield from ()
-
-
 PROPOSALS: dict[str, Callable[[Offer], Iterator[DraftFamily]]] = {
     "prompt_lookup": _copies,
     "suffix_automaton": _suffixes,
     "layer_skip": _skips,
     "early_exit": _exits,
     "feature_head": _feature_heads,
-    "cascade": _cascades,
 }
 """Families of each kind of `decoding.drafts.KINDS`. A new kind needs an entry to be in the tables."""

@@ -116,22 +116,6 @@ def test_only_some_kinds_on_a_further_task(here: Path, kinds: Kinds, prompts_fil
     assert "more" in found["kinds"][0]["predicted_by_task"]
 
 
-def test_choices_between_kinds_have_rows(here: Path, kinds: Kinds) -> None:
-    result = kinds("--only", "int8", "--only", "lookup", "--only", "exit", "--only", "choice", combinations=9)
-    assert result.exit_code == 0, result.output
-    found = json.loads((here / "out" / "kinds.json").read_text())
-    rows = {row["name"]: row for row in found["kinds"] if "choice" in row["uses"]}
-    paying = [name for name in rows if name.startswith("lookup, ") and name.endswith(", choice")]
-    assert len(paying) == 1, "the copies of the best lookup row have to pay"
-    (between,) = (name for name in rows if " or " in name and "lookup" not in rows[name]["uses"])
-    draft = rows[between]["candidate"]["draft"]
-    assert draft["kind"] == "cascade"
-    assert draft["choice"]["prices"]
-    assert set(rows[between]["uses"]) > {"choice", "exit"}
-    assert all(sample["identical"] for row in rows.values() for sample in row["measurement"]["samples"])
-    assert "choice" in {each["kind"] for each in found["additions"]}
-
-
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
