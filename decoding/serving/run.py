@@ -9,13 +9,13 @@ from ipaddress import ip_address
 from typing import Any
 
 import torch
-import uvicorn
 
 from decoding.acceptance import Greedy, Sampling
 from decoding.arms.decoder import ArmedDecoder
 from decoding.errors import SdtuneError
 from decoding.serving.app import create_app
 from decoding.serving.batch import ContinuousBatch, RowDecoder
+from decoding.serving.connections import run_server
 from decoding.serving.counters import ServerCounters
 from decoding.serving.engine import DecodingThread
 from decoding.serving.service import ServedModel, Service
@@ -102,4 +102,4 @@ def _is_loopback(host: str) -> bool:
 def serve(service: Service, *, host: str, port: int, api_key: str | None, drain_seconds: int) -> None:
     """Serve until SIGTERM or Ctrl-C. Requests that are being answered then have `drain_seconds` to end."""
     app = create_app(service, api_key=api_key)
-    uvicorn.run(app, host=host, port=port, log_level="info", access_log=False, timeout_graceful_shutdown=drain_seconds)
+    run_server(app, host=host, port=port, log_level="info", drain_seconds=drain_seconds)

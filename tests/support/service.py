@@ -14,6 +14,7 @@ from typing import Any
 import uvicorn
 from click.testing import CliRunner, Result
 
+from decoding.serving.connections import uvicorn_settings
 from tuner.cli.main import main
 from tuner.service.admission import Allowed
 from tuner.service.app import ServiceSettings, create_service
@@ -36,7 +37,7 @@ def serving(folder: Path, jobs: Jobs) -> Iterator[Command]:
 def listening(app: Any) -> Iterator[str]:
     """Run an application; yield its address."""
     listener = socket.create_server(("127.0.0.1", 0))  # held from the first: a port that is free now may be taken later
-    server = uvicorn.Server(uvicorn.Config(app, log_level="error"))
+    server = uvicorn.Server(uvicorn.Config(app, **uvicorn_settings("error")))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
     thread.start()
     try:

@@ -11,6 +11,8 @@ import click
 from tuner.errors import ConfigError
 
 TOKEN = "SDTUNE_SERVICE_TOKEN"
+DRAIN_SECONDS = 5
+"""Time that requests have to end when the service is stopped; a client that watches a search does so until the search is over."""
 DATABASE = click.option(
     "--database",
     default="sqlite:///sdtune-service.db",
@@ -62,12 +64,11 @@ def service(
 
     check_installed()
 
-    import uvicorn
-
+    from decoding.serving.connections import run_server
     from decoding.serving.run import refuse_busy_address
     from tuner.config import SearchConfig
     from tuner.service.admission import Allowed
-    from tuner.service.app import MAX_CONNECTIONS, ServiceSettings, create_service
+    from tuner.service.app import ServiceSettings, create_service
     from tuner.service.jobs import Jobs
 
     token, local = os.environ.get(TOKEN), _is_loopback(host)
@@ -81,8 +82,8 @@ def service(
     settings = ServiceSettings(Allowed(models, datasets), folder, token, mlflow_address, hosts)
     click.echo(f"sdtune: listening on http://{host}:{port}", err=True)
     try:
-        uvicorn.run(
-            create_service(jobs, settings), host=host, port=port, log_level="warning", limit_concurrency=MAX_CONNECTIONS
+        run_server(
+            create_service(jobs, settings), host=host, port=port, log_level="warning", drain_seconds=DRAIN_SECONDS
         )
     finally:
         jobs.close()

@@ -40,8 +40,6 @@ from tuner.service.page import job_page, jobs_page
 MAX_BODY_BYTES = 2**20
 MAX_STREAMS = 64
 """Most clients that watch at a time."""
-MAX_CONNECTIONS = 256
-"""Most connections at a time; further ones are answered with 503."""
 WATCH_SECONDS = 1.0
 """Seconds between two looks at a watched job."""
 QUIET_LOOKS = 15
