@@ -214,7 +214,7 @@ def test_document_tells_what_the_draft_needs() -> None:
     assert draft.runs_model
     assert draft.has_head
     assert draft.rereads_rounds
-    assert draft.files == {"h.safetensors": "ab"}
+    assert draft.files == {"h.safetensors": "a" * 64}
     assert draft.with_file_names({"h.safetensors": "other"}).head == "other"
     assert draft.skipped(3).skip_mlp == (0, 1, 2)
     with pytest.raises(ValueError, match="without folders"):
