@@ -6,6 +6,7 @@ import asyncio
 import logging
 import resource
 import time
+from ipaddress import ip_address
 from typing import Any
 
 import uvicorn
@@ -110,6 +111,14 @@ class OncePerMinute(logging.Filter):
             return False
         self._passed[message] = now
         return True
+
+
+def is_loopback(host: str) -> bool:
+    """Return True if only this machine can reach `host`."""
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def max_connections() -> int:

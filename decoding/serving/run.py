@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import socket
 from dataclasses import dataclass
-from ipaddress import ip_address
 from typing import Any
 
 import torch
@@ -15,7 +14,7 @@ from decoding.arms.decoder import ArmedDecoder
 from decoding.errors import SdtuneError
 from decoding.serving.app import create_app
 from decoding.serving.batch import ContinuousBatch, RowDecoder
-from decoding.serving.connections import run_server
+from decoding.serving.connections import is_loopback, run_server
 from decoding.serving.counters import ServerCounters
 from decoding.serving.engine import DecodingThread
 from decoding.serving.service import ServedModel, Service
@@ -73,7 +72,7 @@ def api_key_for(host: str) -> str | None:
     Raises `ServerError` if there is none and `host` can be reached from other machines.
     """
     key = os.environ.get(KEY_VARIABLE) or None
-    if key is None and not _is_loopback(host):
+    if key is None and not is_loopback(host):
         raise ServerError(
             f"{host} can be reached from other machines: set {KEY_VARIABLE} to a key that clients must send, "
             "or serve on 127.0.0.1"
@@ -90,13 +89,6 @@ def refuse_busy_address(host: str, port: int) -> None:
             listener.bind(address)
     except (OSError, OverflowError) as cause:
         raise ServerError(f"cannot listen on {host}, port {port} ({cause}): choose another --port or --host") from None
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def serve(service: Service, *, host: str, port: int, api_key: str | None, drain_seconds: int) -> None:

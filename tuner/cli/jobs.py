@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 import click
 from rich.console import Console
 
 from tuner.cli.service import TOKEN
-from tuner.cli.terminal import print_facts
+from tuner.cli.terminal import print_facts, visible
 
 if TYPE_CHECKING:
+    from decoding.profile import DraftProfile
     from tuner.service.client import ServiceClient
-    from tuner.service.contract import SearchJob
+    from tuner.service.contract import JobResult, SearchJob
 
 
 @click.group()
@@ -69,12 +72,11 @@ def submit(context: click.Context, config: Path, queue: str, wait: bool, out: Pa
     """Queue the search of a configuration; one that was submitted before is found again."""
     from decoding.documents.strict_yaml import read_mapping, validate
     from tuner.errors import ConfigError
-    from tuner.output_paths import check_writable
     from tuner.service.admission import OF_THE_SERVICE
     from tuner.service.contract import SearchRequest
 
     if wait:
-        check_writable(out)
+        _check_out(out)
     settings = read_mapping(config, what="configuration", error=ConfigError)
     if left_out := [key for key in OF_THE_SERVICE if key in settings]:
         click.echo(f"sdtune: left to the service: {', '.join(left_out)}", err=True)
@@ -112,7 +114,10 @@ def watch(context: click.Context, job: str) -> None:
 @OUT
 @click.pass_context
 def fetch(context: click.Context, job: str, out: Path) -> None:
-    """Write the profile of a finished search, and its heads beside it."""
+    """Write the profile of a finished search, and its heads beside it.
+
+    Nothing is replaced but a profile that this command wrote.
+    """
     with _client(context) as client:
         _fetch(client, job, out)
 
@@ -142,9 +147,8 @@ def workers(context: click.Context) -> None:
     with _client(context) as client:
         for each in client.workers():
             state = "dead" if not each.alive else f"runs {each.job}" if each.job else "waits"
-            click.echo(
-                f"{each.name}  {each.device}  queue {each.queue}  {state}, heard of {each.silent_seconds:.0f} s ago"
-            )
+            facts = f"{each.name}  {each.device}  queue {each.queue}  {state}, heard of {each.silent_seconds:.0f} s ago"
+            click.echo(visible(facts))
 
 
 def _watch(client: ServiceClient, job: str) -> None:
@@ -162,19 +166,62 @@ def _watch(client: ServiceClient, job: str) -> None:
         raise ServiceError(f"the search {job} is {now.state}{f': {now.error}' if now.error else ''}")
 
 
+FETCHED = b"# written by sdtune jobs, which may replace this file\n"
+
+
 def _fetch(client: ServiceClient, job: str, out: Path) -> None:
+    """Write a profile and the heads that it names, all that is checked before anything is written; then print the report."""
     from decoding.documents.atomic_write import write_atomically
+    from decoding.documents.strict_yaml import dump
+    from tuner.errors import ConfigError
+
+    _check_out(out)
+    result = client.result(job)
+    profile = _checked(result.profile, job)
+    whole = {out.parent / name: _head(client, job, result, name, sha) for name, sha in profile.draft.files.items()}
+    if out in whole:
+        raise ConfigError(f"{out} is also the name of a head of the profile: name another --out")
+    for path, content in whole.items():
+        if (path.exists() or path.is_symlink()) and not (path.is_file() and path.read_bytes() == content):
+            raise ConfigError(
+                f"{path} is there already with other contents: name an --out in another folder, or remove it"
+            )
+    whole[out] = FETCHED + dump(profile).encode()  # the last to be written
+    for path, content in whole.items():
+        write_atomically(path, content, what="the profile", error=ConfigError)
+    click.echo(visible(result.report, lines=True))
+    print_facts(Console(), profile=out)
+
+
+def _check_out(out: Path) -> None:
+    """Raise `ProfileError` or `ConfigError` unless a profile can be written to `out` without replacing another's."""
     from tuner.errors import ConfigError
     from tuner.output_paths import check_writable
 
     check_writable(out)
-    result = client.result(job)
-    files = [(out.parent / Path(name).name, client.file(job, number)) for number, name in enumerate(result.files)]
-    whole: list[tuple[Path, bytes]] = [*files, (out, result.profile.encode())]
-    for path, content in whole:
-        write_atomically(path, content, what="the profile", error=ConfigError)
-    click.echo(result.report)
-    print_facts(Console(), profile=out)
+    if out.exists() and (found := out.read_bytes()) and not found.startswith(FETCHED):
+        raise ConfigError(f"{out} is there already, and no `sdtune jobs` wrote it: name another --out, or remove it")
+
+
+def _checked(text: str, job: str) -> DraftProfile:
+    """Return the profile in an answer of the service. Raises `ProfileError`."""
+    from decoding.profile import DraftProfile
+
+    with TemporaryDirectory() as folder:
+        received = Path(folder) / f"{job}.yaml"
+        received.write_text(text, encoding="utf-8")
+        return DraftProfile.load(received)
+
+
+def _head(client: ServiceClient, job: str, result: JobResult, name: str, sha256: str) -> bytes:
+    from tuner.service.contract import ServiceError
+
+    if name not in result.files:
+        raise ServiceError(f"the service has no {name}, which the profile of {job} names")
+    content = client.file(job, result.files.index(name))
+    if hashlib.sha256(content).hexdigest() != sha256:
+        raise ServiceError(f"the service sent another {name} than the profile of {job} names: its contents differ")
+    return content
 
 
 def _print(job: SearchJob) -> None:
@@ -192,4 +239,4 @@ def _line(job: SearchJob) -> str:
         facts.append(job.error)
     if job.state == "queued":
         facts.append(progress.message)  # the store that it waits for
-    return "  ".join(str(each) for each in facts if each)
+    return visible("  ".join(str(each) for each in facts if each))

@@ -87,11 +87,11 @@ class ProductGroup(click.Group):
         try:
             return super().invoke(ctx)
         except SdtuneError as error:
-            click.echo(f"sdtune: {without_password(' '.join(str(error).split()))}", err=True)
+            _report(without_password(str(error)))
             ctx.exit(EXIT_BAD_INPUT)
         except click.UsageError as error:
             hint = f" (see {error.ctx.command_path} --help)" if error.ctx else ""
-            click.echo(f"sdtune: {' '.join(error.format_message().split())}{hint}", err=True)
+            _report(f"{error.format_message()}{hint}")
             ctx.exit(EXIT_BAD_INPUT)
         except (KeyboardInterrupt, click.Abort):
             click.echo("sdtune: terminated" if termination.was_asked else "sdtune: interrupted", err=True)
@@ -99,8 +99,15 @@ class ProductGroup(click.Group):
         except SystemExit as ended:
             *_, place = traceback.extract_tb(ended.__traceback__)
             why = first_line(ended, default="no message")
-            click.echo(f"sdtune: ended by SystemExit: {why}, raised at {place.filename}:{place.lineno}", err=True)
+            _report(f"ended by SystemExit: {why}, raised at {place.filename}:{place.lineno}")
             ctx.exit(EXIT_FAILED)
+
+
+def _report(error: str) -> None:
+    """Print an error in one line. It may quote a file or a service."""
+    from tuner.cli.terminal import visible
+
+    click.echo(f"sdtune: {visible(' '.join(error.split()))}", err=True)
 
 
 @click.group(cls=ProductGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 import os
 from pathlib import Path
 
@@ -64,14 +63,14 @@ def service(
 
     check_installed()
 
-    from decoding.serving.connections import run_server
+    from decoding.serving.connections import is_loopback, run_server
     from decoding.serving.run import refuse_busy_address
     from tuner.config import SearchConfig
     from tuner.service.admission import Allowed
     from tuner.service.app import ServiceSettings, create_service
     from tuner.service.jobs import Jobs
 
-    token, local = os.environ.get(TOKEN), _is_loopback(host)
+    token, local = os.environ.get(TOKEN), is_loopback(host)
     if not local and not token:
         raise ConfigError(f"--host {host}: other machines could connect: set {TOKEN} to a secret that clients send")
     hosts = ("127.0.0.1", "localhost", "[::1]", host) if local else ("*",)
@@ -87,10 +86,3 @@ def service(
         )
     finally:
         jobs.close()
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"

@@ -6,6 +6,7 @@ Imports torch and optuna only when they are needed.
 from __future__ import annotations
 
 import os
+import unicodedata
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -73,6 +74,16 @@ def resumable() -> Iterator[None]:
     except KeyboardInterrupt:
         click.echo("sdtune: stopped; the same command resumes", err=True)
         raise
+
+
+def visible(text: str, *, lines: bool = False) -> str:
+    """Return text of others with all that a terminal would obey written out, as `\\x1b`; ends of `lines` are kept if asked for."""
+    return "".join(
+        each
+        if each.isprintable() or unicodedata.category(each) == "Zs" or (lines and each == "\n")
+        else each.encode("unicode_escape").decode()
+        for each in text
+    )
 
 
 def print_facts(console: Console, **facts: Any) -> None:

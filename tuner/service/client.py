@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
-from typing import Any
+from typing import TypeVar
+from urllib.parse import urlsplit
 
 import httpx2
+from pydantic import TypeAdapter, ValidationError
 
 from decoding.documents.strict_yaml import Document
 from decoding.errors import first_line
+from decoding.serving.connections import is_loopback
 from tuner.service.contract import JobResult, SearchJob, SearchRequest, ServiceError, WorkerCard
 
 TIMEOUT_SECONDS = 60.0
 """Longer than the service is silent while nothing happens."""
+
+
+T = TypeVar("T")
 
 
 class ServiceClient:
@@ -24,7 +29,16 @@ class ServiceClient:
     ) -> None:
         self.address = address
         headers = {} if token is None else {"Authorization": f"Bearer {token}"}
-        self._http = httpx2.Client(base_url=address, headers=headers, timeout=TIMEOUT_SECONDS, transport=transport)
+        try:
+            self._http = httpx2.Client(
+                base_url=address,
+                headers=headers,
+                timeout=TIMEOUT_SECONDS,
+                transport=transport,
+                trust_env=_may_take_a_proxy(address),
+            )
+        except (httpx2.InvalidURL, ValueError, ImportError) as cause:
+            raise ServiceError(f"cannot reach the service at {address}: {first_line(cause)}") from None
 
     def __enter__(self) -> ServiceClient:
         return self
@@ -34,31 +48,31 @@ class ServiceClient:
 
     def submit(self, request: SearchRequest) -> SearchJob:
         """Queue a search, or find it if it was submitted before."""
-        return SearchJob.model_validate(self._call("POST", "/v1/searches", request))
+        return self._call(SearchJob, "POST", "/v1/searches", request)
 
     def searches(self) -> list[SearchJob]:
         """Return the latest searches."""
-        return [SearchJob.model_validate(each) for each in self._call("GET", "/v1/searches")]
+        return self._call(list[SearchJob], "GET", "/v1/searches")
 
     def workers(self) -> list[WorkerCard]:
         """Return the workers."""
-        return [WorkerCard.model_validate(each) for each in self._call("GET", "/v1/workers")]
+        return self._call(list[WorkerCard], "GET", "/v1/workers")
 
     def search(self, job: str) -> SearchJob:
         """Return a search."""
-        return SearchJob.model_validate(self._call("GET", f"/v1/searches/{job}"))
+        return self._call(SearchJob, "GET", f"/v1/searches/{job}")
 
     def cancel(self, job: str) -> SearchJob:
         """Stop a search."""
-        return SearchJob.model_validate(self._call("POST", f"/v1/searches/{job}/cancel"))
+        return self._call(SearchJob, "POST", f"/v1/searches/{job}/cancel")
 
     def resume(self, job: str) -> SearchJob:
         """Queue a cancelled or failed search again."""
-        return SearchJob.model_validate(self._call("POST", f"/v1/searches/{job}/resume"))
+        return self._call(SearchJob, "POST", f"/v1/searches/{job}/resume")
 
     def result(self, job: str) -> JobResult:
         """Return what a finished search has found."""
-        return JobResult.model_validate(self._call("GET", f"/v1/searches/{job}/result"))
+        return self._call(JobResult, "GET", f"/v1/searches/{job}/result")
 
     def file(self, job: str, number: int) -> bytes:
         """Return a file that belongs beside the profile."""
@@ -73,17 +87,26 @@ class ServiceClient:
                     raise _refusal(answer)
                 for line in answer.iter_lines():
                     if line.startswith("data: "):
-                        yield SearchJob.model_validate_json(line.removeprefix("data: "))
-        except httpx2.HTTPError as cause:
+                        yield self._read(SearchJob, line.removeprefix("data: "))
+        except (httpx2.HTTPError, httpx2.InvalidURL) as cause:
             raise self._silent(cause) from None
 
-    def _call(self, method: str, path: str, body: Document | None = None) -> Any:
-        return self._answer(method, path, body).json()
+    def _call(self, kind: type[T], method: str, path: str, body: Document | None = None) -> T:
+        return self._read(kind, self._answer(method, path, body).content)
+
+    def _read(self, kind: type[T], content: str | bytes) -> T:
+        try:
+            return TypeAdapter(kind).validate_json(content)
+        except ValidationError as cause:
+            where = ".".join(map(str, cause.errors()[0]["loc"]))
+            raise ServiceError(
+                f"{self.address} does not answer as a tuning service of this version ({where}: {cause.errors()[0]['msg']})"
+            ) from None
 
     def _answer(self, method: str, path: str, body: Document | None = None) -> httpx2.Response:
         try:
             answer = self._http.request(method, path, json=None if body is None else body.model_dump(mode="json"))
-        except httpx2.HTTPError as cause:
+        except (httpx2.HTTPError, httpx2.InvalidURL) as cause:
             raise self._silent(cause) from None
         if answer.status_code >= 400:
             raise _refusal(answer)
@@ -97,5 +120,14 @@ def _refusal(answer: httpx2.Response) -> ServiceError:
     try:
         problem = answer.json()
         return ServiceError(f"{problem['title']}: {problem['detail']}")
-    except (json.JSONDecodeError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         return ServiceError(f"the service answered with status {answer.status_code}")
+
+
+def _may_take_a_proxy(address: str) -> bool:
+    """Return False unless a proxy of the environment sees no more than where the service is: the token is none of its business.
+
+    With https the proxy passes on what it cannot read; with http it would get the token in plain text.
+    """
+    url = urlsplit(address)
+    return url.scheme == "https" and not is_loopback(url.hostname or "")
