@@ -3,11 +3,39 @@
 from __future__ import annotations
 
 import re
+import textwrap
 from typing import Any
 
+from rich import box
 from rich.console import RenderableType
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
+
+LONGEST_NAME = 17
+"""Characters of a name beside which three intervals fit into 80 columns; a longer name takes several lines."""
+
+
+class FiguresTable(Table):
+    """Table of figures by name that prints text verbatim. Where it is too wide, figures are broken; names never are, nor cut."""
+
+    def add_row(self, *cells: RenderableType | None, **options: Any) -> None:
+        """Add a row of texts."""
+        super().add_row(*map(self._cell, self.columns, map(str, cells)), **options)
+
+    def _cell(self, column: Column, text: str) -> Text:
+        return Text("\n".join(textwrap.wrap(text, LONGEST_NAME)) if column.no_wrap else text)
+
+
+def figures_table(title: str, names: str | tuple[str, ...], *headings: str) -> Table:
+    """Return an empty table: one or more columns of names, then right-aligned columns of figures."""
+    table = FiguresTable(
+        title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True, padding=(0, 1)
+    )
+    for heading in (names,) if isinstance(names, str) else names:
+        table.add_column(Text(heading), no_wrap=True)
+    for heading in headings:
+        table.add_column(Text(heading), justify="right", overflow="fold")  # a figure that is cut is none
+    return table
 
 
 class FactsGrid(Table):

@@ -4,25 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from rich import box
 from rich.table import Table
-from rich.text import Text
 
 from decoding.profile import Interval
 from tuner.bench.categories import by_category, categories, category_mean, verdict, verdicts
 from tuner.bench.contenders import PLAIN
 from tuner.bench.result import BenchResult, Phase
+from tuner.tables import figures_table
 
 
 def category_table(result: BenchResult) -> Table | None:
     """Return a row per category and contender with the speed-ups over plain decoding; None without two categories."""
     if len(categories(result)) < 2:
         return None
-    table = Table(title="Over plain decoding, by category", title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("contender", no_wrap=True)
-    table.add_column("category", overflow="fold")
-    for heading in ("prompts", "decoding", "end to end", "per pass", "accepted"):
-        table.add_column(heading, justify="right", overflow="fold")
+    headings = ("prompts", "decoding", "end to end", "per\npass", "accept\nrate")
+    table = figures_table("Over plain decoding, by category", ("contender", "category"), *headings)
     for name in result.entries:
         if name != PLAIN:
             _add_contender(table, result, name)
@@ -33,8 +29,8 @@ def _add_contender(table: Table, result: BenchResult, name: str) -> None:
     for category, figures in by_category(result, name).items():
         rate = figures.draft_acceptance_rate
         table.add_row(
-            Text(name),
-            Text(category),
+            name,
+            category,
             str(figures.prompts),
             f"{figures.over_plain}",
             f"{figures.end_to_end_over_plain}",
@@ -43,7 +39,7 @@ def _add_contender(table: Table, result: BenchResult, name: str) -> None:
         )
     means = [category_mean(result, name, phase) for phase in Phase]
     if any(means):
-        table.add_row(Text(name), Text("geometric mean"), "", *map(_shown, means), "", "")
+        table.add_row(name, "geometric mean", "", *map(_shown, means), "", "")
 
 
 def _shown(interval: Interval | None) -> str:

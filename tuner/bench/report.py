@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import IO, Any
 
-from rich import box
 from rich.console import Group, RenderableType
 from rich.table import Table
-from rich.text import Text
 
 from decoding.profile import Interval
 from tuner.bench.accounting import Account
@@ -16,9 +14,10 @@ from tuner.bench.categories import by_category, categories, category_mean, verdi
 from tuner.bench.category_table import category_table, verdict_lines
 from tuner.bench.contenders import PLAIN, PROFILE
 from tuner.bench.result import BenchResult, Entry, Phase, mean_prompt_tokens, units_of
+from tuner.tables import facts_grid, figures_table
 
 TABLE_WIDTH = 120
-"""Least width of the table, in characters."""
+"""Width of the table on disk, in characters."""
 ROOFLINE = "roofline"
 COLOURS = {PROFILE: "#d55e00", PLAIN: "#555555"}
 OTHERS_COLOUR = "#0072b2"
@@ -29,46 +28,48 @@ def bench_table(result: BenchResult) -> RenderableType:
     """Return a table with a line per contender, the roofline and the contenders left out, and a legend below."""
     prompts = f"{len(result.counted)} {units_of(result.batch_size)} of {mean_prompt_tokens(result):.0f} tokens"
     title = f"Decode phase on {prompts} on average (95 % intervals over {_units(result)})"
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("contender", no_wrap=True)
-    columns = ("tok/s", "over plain", "profile over it", "prefill ms", "per pass", "roofline", "identical")
-    for heading in columns:
-        table.add_column(heading, justify="right", overflow="fold")  # a figure that is cut is none
+    table = figures_table(
+        title, "contender", *("tok/s", "over plain", "profile over it", "per\npass", "roof-\nline", "iden-\ntical")
+    )
     for entry in result.entries.values():
-        table.add_row(Text(entry.name), *_cells(result, entry))
+        table.add_row(entry.name, *_cells(result, entry))
     bound = result.roofline.tokens_per_second
-    table.add_row(ROOFLINE, f"{bound:.1f}", f"{bound / result.rate(PLAIN).value:.2f}", "", "", "1.00", "100%", "")
+    table.add_row(ROOFLINE, f"{bound:.1f}", f"{bound / result.rate(PLAIN).value:.2f}", "", "1.00", "100%", "")
     for name in result.left_out:
-        table.add_row(Text(name), "left out")
-    legend = Table.grid(padding=(0, 2))
-    legend.add_column(style="dim", no_wrap=True)
-    legend.add_column(overflow="fold")
+        table.add_row(name, "left out")
+    legend = facts_grid()
     for term, meaning in _legend(result):
-        legend.add_row(Text(term), Text(meaning))
-    further = [_end_to_end_table(result), category_table(result)]
+        legend.add_row(term, meaning)
+    further = [_end_to_end_table(result), _draft_table(result), category_table(result)]
     return Group(table, *(each for each in further if each is not None), legend)
 
 
 def _end_to_end_table(result: BenchResult) -> Table:
-    """Return a line per contender with the figures of whole decodings, and the acceptance of drafted tokens."""
-    table = Table(
-        title="End to end, prefill included, on the same prompts",
-        title_justify="left",
-        box=box.SIMPLE_HEAD,
-        pad_edge=False,
+    """Return a line per contender with the figures of whole decodings."""
+    table = figures_table(
+        "End to end, prefill included, on the same prompts", "contender", *("tok/s", "over plain", "profile over it")
     )
-    table.add_column("contender", no_wrap=True)
-    columns = ("tok/s", "over plain", "profile over it", "prefill over plain's", "acceptance length", "accepted")
-    for heading in columns:
-        table.add_column(heading, justify="right", overflow="fold")
+    for name in result.entries:
+        table.add_row(
+            name,
+            f"{result.rate(name, Phase.END_TO_END).value:.1f}",
+            "1.00" if name == PLAIN else _interval(result.over(name, PLAIN, Phase.END_TO_END)),
+            "" if name == PROFILE else _interval(result.over(PROFILE, name, Phase.END_TO_END)),
+        )
+    return table
+
+
+def _draft_table(result: BenchResult) -> Table:
+    """Return a line per contender with its prefill, and the acceptance of drafted tokens."""
+    table = figures_table(
+        "Prefill and acceptance", "contender", *("prefill ms", "over plain's", "acceptance\nlength", "accepted")
+    )
     for name, entry in result.entries.items():
         figures = entry.acceptance(result.counted)
         rate = figures.draft_acceptance_rate
         table.add_row(
-            Text(name),
-            f"{result.rate(name, Phase.END_TO_END).value:.1f}",
-            "1.00" if name == PLAIN else _interval(result.over(name, PLAIN, Phase.END_TO_END)),
-            "" if name == PROFILE else _interval(result.over(PROFILE, name, Phase.END_TO_END)),
+            name,
+            f"{entry.prefill_seconds * 1000:.1f}",
             "1.00" if name == PLAIN else _interval(result.prefill_over_plain(name)),
             f"{figures.mean_acceptance_length:.2f}",
             "" if rate is None else f"{rate:.0%}",
@@ -81,12 +82,11 @@ def _units(result: BenchResult) -> str:
 
 
 def _cells(result: BenchResult, entry: Entry) -> tuple[str, ...]:
-    ties = f" + {entry.num_ties} tie{'s' if entry.num_ties > 1 else ''}" if entry.num_ties else ""
+    ties = f"\n+ {entry.num_ties} tie{'s' if entry.num_ties > 1 else ''}" if entry.num_ties else ""
     return (
         f"{result.rate(entry.name).value:.1f}",
         "1.00" if entry.name == PLAIN else _interval(result.over(entry.name, PLAIN)),
         "" if entry.name == PROFILE else _interval(result.over(PROFILE, entry.name)),
-        f"{entry.prefill_seconds * 1000:.1f}",
         f"{entry.tokens_per_pass:.2f}",
         f"{result.share_of_roofline(entry.name):.0%}",
         f"{entry.num_identical}/{len(entry.samples)}{ties}",

@@ -68,7 +68,6 @@ def bench(dry_run: bool, **flags: Any) -> None:
     check_names(profile=config.profile, model=config.model, dataset=config.dataset)
 
     from tuner.bench.in_engine.loads import check_groups
-    from tuner.bench.report import TABLE_WIDTH
     from tuner.bench.run import run_and_write
     from tuner.bench.settings_check import check_bench_settings
     from tuner.bench.task import prepare_bench
@@ -87,7 +86,7 @@ def bench(dry_run: bool, **flags: Any) -> None:
             shown, result = run_and_write_in_engine(config, config.profile, config.out, progress=progress)
         else:
             shown, result = run_and_write(config, config.profile, config.out, progress=progress), None
-    print_results(shown, config.out, width=TABLE_WIDTH)
+    print_results(shown, config.out)
     if result is not None and result.num_different:
         raise EngineError(f"{result.num_different} texts differ from {result.title}'s own plain decoding")
 

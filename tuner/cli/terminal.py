@@ -28,7 +28,6 @@ CONFIG_OPTION = click.option(
     heading="Configuration",
     help="YAML file with any of these settings, and settings of the studies; flags win.",
 )
-RESULTS_WIDTH = 110
 
 
 @contextmanager
@@ -40,8 +39,8 @@ def progress_on_stderr() -> Iterator[Progress]:
         yield progress
 
 
-def print_results(shown: RenderableType, out: Path | None, *, width: int = RESULTS_WIDTH) -> None:
-    """Print results on stdout, at least `width` columns wide, and the place where they were written."""
+def print_results(shown: RenderableType, out: Path | None, *, width: int = 0) -> None:
+    """Print results on stdout, as wide as the terminal or `width`, whichever is wider, and the place where they were written."""
     console = Console(width=max(Console().width, width))
     console.print(shown, highlight=False)
     if out is not None:

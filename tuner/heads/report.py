@@ -7,10 +7,10 @@ import io
 from collections.abc import Mapping, Sequence
 from statistics import fmean
 
-from rich import box
 from rich.table import Table
 
 from decoding.exit_heads import HeadFacts
+from tuner.tables import figures_table
 
 CURVE_EVERY = 10
 """Training steps per row of the curve."""
@@ -19,10 +19,7 @@ CURVE_EVERY = 10
 def exits_table(facts: Mapping[int, HeadFacts]) -> Table:
     """Return a table of exits: acceptance and agreement without and with a head."""
     title = "Exits on held-out prompts, without and with a head"
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("exit", justify="right")
-    for heading in ("acceptance", "with head", "agreement", "with head"):
-        table.add_column(heading, justify="right", no_wrap=True)
+    table = figures_table(title, "exit", *("acceptance", "with head", "agreement", "with head"))
     for exit_layer, of_head in facts.items():
         if of_head.training is not None:
             before, after = of_head.training.before, of_head.training.after
@@ -34,10 +31,7 @@ def exits_table(facts: Mapping[int, HeadFacts]) -> Table:
 def feature_head_table(facts: HeadFacts) -> Table:
     """Return a table of a feature head by the step of a round: acceptance and agreement before and after the training."""
     title = "Feature head on held-out prompts, by the step of a round"
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("step", justify="right")
-    for heading in ("acceptance", "trained", "agreement", "trained"):
-        table.add_column(heading, justify="right", no_wrap=True)
+    table = figures_table(title, "step", *("acceptance", "trained", "agreement", "trained"))
     if facts.training is not None:
         steps = zip(facts.training.before_by_step, facts.training.after_by_step, strict=True)
         for step, (before, after) in enumerate(steps, start=1):

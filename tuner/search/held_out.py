@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from rich import box
 from rich.console import Group, RenderableType
 from rich.table import Table
-from rich.text import Text
 
 from studies.measurement import Measurement, geometric_means
-from tuner.review.document import StockComparison
-from tuner.tables import facts_grid, spaced
+from tuner.review.document import StockComparison, StockContender
+from tuner.tables import facts_grid, figures_table, spaced
 
 NOTHING = "nothing beats plain decoding with 95 % confidence"
 FEWEST_SAMPLES = 2
@@ -45,7 +43,7 @@ def results_table(rows: Sequence[ResultRow], comparison: StockComparison | None 
         legend.add_row(row.label, spaced(row.description))
     if comparison is not None:
         for name, each in comparison.contenders.items():
-            legend.add_row(name, "the winner" if name == "profile" else each.description)
+            legend.add_row(name, _described(each, "the winner" if name == "profile" else each.description))
         for name, reason in comparison.left_out.items():
             legend.add_row(name, f"left out: {reason}")
     for term, meaning in _verdicts(rows, categories):
@@ -57,60 +55,46 @@ def _measured(rows: Sequence[ResultRow]) -> dict[str, Measurement]:
     return {row.label: row.measurement for row in rows if row.measurement is not None}
 
 
-def _table(title: str, headings: Sequence[str]) -> Table:
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("setting")  # long names wrap, so that no figure is cut
-    for heading in headings:
-        table.add_column(heading, justify="right", no_wrap=True)
-    return table
-
-
 def _decode_table(rows: Sequence[ResultRow]) -> Table:
-    measured = _measured(rows).values()
-    batch_size = max((each.batch_size for each in measured), default=1)
+    batch_size = max((each.batch_size for each in _measured(rows).values()), default=1)
     decode_in_lockstep = f" in batches of {batch_size}" if batch_size > 1 else ""
-    table = _table(
+    table = figures_table(
         f"Held-out prompts{decode_in_lockstep}: speed-up of decoding over plain, with its 95 % interval",
-        ("speed-up", "tok/s", "accepted", "per\nround", "identical"),
+        "setting",
+        *("speed-up", "tok/s", "plain\ntok/s", "accept\nrate", "per\nround", "identical"),
     )
-    rates = [each.plain_tokens_per_second for each in measured]
     for row in rows:
-        if row.measurement is None:
-            table.add_row(Text(row.label), "1.00", _mean(rates), "", "1.00", "")
-        else:
-            table.add_row(Text(row.label), *_decode_figures(row.measurement))
+        cells = ("1.00", "", "", "", "", "") if row.measurement is None else _decode_figures(row.measurement)
+        table.add_row(row.label, *cells)
     return table
 
 
 def _stock_table(comparison: StockComparison) -> Table:
     """Return a row for each way of generating that transformers offers, and for the profile in turns with them."""
-    table = _table(
-        f"transformers' own generation, all in turns on {comparison.num_prompts} of these prompts",
-        ("speed-up", "tok/s", "end to end", "profile\nover it", "identical"),
+    rate = comparison.plain_tokens_per_second.value
+    table = figures_table(
+        f"transformers' own generation, all in turns on {comparison.num_prompts} of these prompts "
+        f"(plain decoding: {rate:.1f} tok/s)",
+        "setting",
+        *("speed-up", "end to end", "profile over it"),
     )
-    table.add_row(Text("plain decoding"), "1.00", f"{comparison.plain_tokens_per_second.value:.1f}", "1.00", "", "")
     for name, each in comparison.contenders.items():
-        ties = f" + {each.ties} ties" if each.ties else ""
-        table.add_row(
-            Text(name),
-            f"{each.over_plain}",
-            f"{each.tokens_per_second.value:.1f}",
-            f"{each.end_to_end_over_plain}",
-            "" if name == "profile" else f"{each.profile_over_it}",
-            f"{each.identical}/{each.texts}{ties}",
-        )
+        over_it = "" if name == "profile" else f"{each.profile_over_it}"
+        table.add_row(name, f"{each.over_plain}", f"{each.end_to_end_over_plain}", over_it)
     return table
 
 
-def _mean(rates: Sequence[float]) -> str:
-    return f"{sum(rates) / len(rates):.1f}" if rates else ""
+def _described(each: StockContender, description: str) -> str:
+    ties = f", {each.ties} at ties" if each.ties else ""
+    return f"{description}; {each.identical} of {each.texts} texts identical{ties}"
 
 
 def _decode_figures(measured: Measurement) -> tuple[str, ...]:
-    ties = f" + {measured.num_ties} ties" if measured.num_ties else ""
+    ties = f"\n+ {measured.num_ties} ties" if measured.num_ties else ""
     return (
         f"{measured.speedup_interval():.2f}",
         f"{measured.draft_tokens_per_second:.1f}",
+        f"{measured.plain_tokens_per_second:.1f}",
         f"{measured.draft_acceptance_rate:.0%}",
         f"{measured.mean_acceptance_length:.2f}",
         f"{measured.num_identical}/{measured.num_prompts}{ties}",
@@ -118,23 +102,22 @@ def _decode_figures(measured: Measurement) -> tuple[str, ...]:
 
 
 def _end_to_end_table(rows: Sequence[ResultRow]) -> Table:
-    whole = [each.end_to_end for each in _measured(rows).values() if each.end_to_end is not None]
-    table = _table(
+    table = figures_table(
         "End to end, prefill (time to first token, TTFT) included",
-        ("speed-up", "tok/s", "TTFT ms", "over plain's"),
+        "setting",
+        *("speed-up", "tok/s", "plain\ntok/s", "TTFT\nms", "over plain's"),
     )
-    plain_rates = [each.plain.tokens_per_second for each in whole]
-    plain_first = [each.plain_time_to_first_token_seconds * 1000 for each in whole]
     for row in rows:
         figures = None if row.measurement is None else row.measurement.end_to_end
         if figures is None:
-            table.add_row(Text(row.label), "1.00", _mean(plain_rates), _mean(plain_first), "1.00")
+            table.add_row(row.label, "1.00", "", "", "", "1.00")
             continue
         prefill = figures.prefill_over_plain()
         table.add_row(
-            Text(row.label),
+            row.label,
             f"{figures.speedup_interval():.2f}",
             f"{figures.draft.tokens_per_second:.1f}",
+            f"{figures.plain.tokens_per_second:.1f}",
             f"{figures.time_to_first_token_seconds * 1000:.1f}",
             "" if prefill is None else f"{prefill:.2f}",
         )
@@ -150,26 +133,24 @@ def _categories(rows: Sequence[ResultRow]) -> list[str]:
 
 def _category_table(rows: Sequence[ResultRow], categories: Sequence[str]) -> Table:
     """Return a row per setting and category, and the geometric mean over categories where each has an interval."""
-    table = _table("By category of prompts", ("category", "prompts", "decoding", "end to end"))
+    table = figures_table("By category of prompts", ("setting", "category"), "count", "decoding", "end to end")
     for label, measured in _measured(rows).items():
         of_categories = measured.by_category()
         for name in categories:
             each = of_categories[name]
             whole = each.end_to_end
             cells = f"{each.speedup_interval():.2f}", "" if whole is None else f"{whole.speedup_interval():.2f}"
-            table.add_row(Text(label), Text(name), str(each.num_prompts), *cells)
+            table.add_row(label, name, str(each.num_prompts), *cells)
         if (means := geometric_means(of_categories)) is not None:
             decode, end_to_end = means
             cells = f"{decode:.2f}", "" if end_to_end is None else f"{end_to_end:.2f}"
-            table.add_row(Text(label), Text("geometric mean"), "", *cells)
+            table.add_row(label, "geometric mean", "", *cells)
     return table
 
 
 def _verdicts(rows: Sequence[ResultRow], categories: Sequence[str]) -> Iterator[tuple[str, str]]:
     """Yield what the tables say about plain decoding: overall, and where nothing beats it."""
     measured = list(_measured(rows).values())
-    if len(measured) > 1:
-        yield "tok/s", "over the speed-up, plain decoding's rate in turns with that setting; its own row has their mean"
     beaten_overall = any(map(beats_plain, measured))
     if measured and not beaten_overall:
         yield "note", NOTHING

@@ -7,38 +7,30 @@ import shlex
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from rich import box
 from rich.console import Group, RenderableType
-from rich.table import Table
-from rich.text import Text
 
 from tuner.export.engines.registry import load_engine
 from tuner.export.schedule import KEY
+from tuner.tables import facts_grid, figures_table
 
 if TYPE_CHECKING:
     from tuner.bench.in_engine.loads import LoadFigures
     from tuner.bench.in_engine.result import DraftAtLoads, LoadsResult
 
-HEADINGS = ("groups", "plain tok/s", "tok/s", "over plain", "accepted/drafted", "identical")
+HEADINGS = ("groups", "plain\ntok/s", "tok/s", "over plain", "accepted/drafted", "identical")
 
 
 def loads_table(result: LoadsResult, engine: str) -> RenderableType:
     """Return a line per number of sequences and draft length, and a legend below; `engine` is the name of the export."""
     title = f"{result.title} ({result.version}): requests side by side (95 % intervals over groups of prompts)"
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("side by side", justify="right", no_wrap=True)
-    table.add_column("draft", no_wrap=True)
-    for heading in HEADINGS:
-        table.add_column(heading, justify="right", no_wrap=True)
+    table = figures_table(title, ("side by side", "draft"), *HEADINGS)
     for load in result.schedule.loads:
         for index, draft in enumerate(result.drafts):
             number = str(load.sequences) if index == 0 else ""
             table.add_row(number, draft.name, *_cells(draft.at(load.sequences)))
-    legend = Table.grid(padding=(0, 2))
-    legend.add_column(style="dim", no_wrap=True)
-    legend.add_column(overflow="fold")
+    legend = facts_grid()
     for term, meaning in _legend(result, engine):
-        legend.add_row(Text(term), Text(meaning))
+        legend.add_row(term, meaning)
     return Group(table, legend)
 
 
@@ -88,7 +80,7 @@ def _figures(load: LoadFigures) -> dict[str, Any]:
 
 def _cells(load: LoadFigures) -> tuple[str, ...]:
     measurement = load.measurement
-    ties = f" + {measurement.num_ties} ties" if measurement.num_ties else ""
+    ties = f"\n+ {measurement.num_ties} ties" if measurement.num_ties else ""
     return (
         f"{len(measurement.samples)}",
         f"{measurement.plain_tokens_per_second:.1f}",

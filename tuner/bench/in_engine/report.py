@@ -6,12 +6,10 @@ import shlex
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from rich import box
 from rich.console import Group, RenderableType
-from rich.table import Table
-from rich.text import Text
 
 from tuner.bench.in_engine.result import EngineDraft, EngineResult
+from tuner.tables import facts_grid, figures_table
 
 LONGEST_NAME = 24
 """Characters of a draft's name beside which the figures fit into the table."""
@@ -21,26 +19,30 @@ def engine_table(result: EngineResult) -> RenderableType:
     """Return a line per draft, the profile's first and the others by speed, and a legend below."""
     texts = result.drafts[0].texts
     title = f"{result.title} ({result.version}): {texts.num_texts} prompts (95 % intervals over prompts)"
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("draft", overflow="fold")
-    for heading in ("plain tok/s", "tok/s", "over plain", "end to end", "accepted/drafted", "per round", "identical"):
-        table.add_column(heading, justify="right", no_wrap=True)
+    headings = (
+        "plain\ntok/s",
+        "tok/s",
+        "over plain",
+        "end to end",
+        "accepted/\ndrafted",
+        "per\nround",
+        "iden-\ntical",
+    )
+    table = figures_table(title, "draft", *headings)
     own, *others = result.drafts
     fastest_first = sorted(others, key=lambda each: each.texts.measurement.speedup_interval().value, reverse=True)
     names = [each.name for each in (own, *fastest_first)] + list(result.failed)
     shown = _short(names)
     for draft in (own, *fastest_first):
-        table.add_row(Text(shown[draft.name]), *_cells(draft))
+        table.add_row(shown[draft.name], *_cells(draft))
     for name in result.failed:
-        table.add_row(Text(shown[name]), "failed")
-    legend = Table.grid(padding=(0, 2))
-    legend.add_column(style="dim", no_wrap=True)
-    legend.add_column(overflow="fold")
+        table.add_row(shown[name], "failed")
+    legend = facts_grid()
     for name in names:
         if shown[name] != name:
-            legend.add_row(Text(shown[name]), Text(name))
+            legend.add_row(shown[name], name)
     for term, meaning in _legend(result):
-        legend.add_row(Text(term), Text(meaning))
+        legend.add_row(term, meaning)
     return Group(table, legend)
 
 
@@ -87,13 +89,13 @@ def _figures(draft: EngineDraft) -> dict[str, Any]:
 def _cells(draft: EngineDraft) -> tuple[str, ...]:
     measurement, texts = draft.texts.measurement, draft.texts
     whole = measurement.end_to_end
-    ties = f" + {texts.num_ties} ties" if texts.num_ties else ""
+    ties = f"\n+ {texts.num_ties} ties" if texts.num_ties else ""
     return (
         f"{measurement.plain_tokens_per_second:.1f}",
         f"{measurement.draft_tokens_per_second:.1f}",
         f"{measurement.speedup_interval()}",
         "" if whole is None else f"{whole.speedup_interval()}",
-        f"{measurement.num_accepted_draft_tokens}/{measurement.num_draft_tokens}",
+        f"{measurement.num_accepted_draft_tokens}/\n{measurement.num_draft_tokens}",
         f"{measurement.mean_acceptance_length:.2f}",
         f"{texts.num_identical}/{texts.num_texts}{ties}",
     )

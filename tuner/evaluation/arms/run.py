@@ -20,11 +20,12 @@ from tuner.errors import ConfigError
 from tuner.evaluation.arms.settings import ArmsEvaluation
 from tuner.evaluation.continuous import Always, decode_side_by_side, greedy_requests, read_prompts
 from tuner.evaluation.contract import Report
-from tuner.evaluation.tables import new_table, ratio_cell
+from tuner.evaluation.tables import ratio_cell
 from tuner.inputs.models import load
 from tuner.profile_address import local_profile
 from tuner.progress import Progress
 from tuner.results import stamped, write_json
+from tuner.tables import figures_table
 
 CHOICE = "choice"
 FEWEST_PROMPTS = 4
@@ -168,7 +169,7 @@ def _written(given: str) -> tuple[str, int, list[str]]:
 
 def _table(rows: Sequence[Mapping[str, Any]]) -> Group:
     names = list(rows[0]["tokens_per_second"])
-    table = new_table("tokens per second", "phase", *names, "choice over best", "choice over plain", "windows")
+    table = figures_table("tokens per second", "phase", *names, "choice over best", "choice over plain", "windows")
     for row in rows:
         rates = [f"{row['tokens_per_second'][name]:.1f}" for name in names]
         ratios = [ratio_cell(row[key]) for key in ("choice_over_best", "choice_over_plain")]

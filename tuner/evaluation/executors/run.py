@@ -24,13 +24,13 @@ from tuner.evaluation.executors.cluster import CLASS, add_node, cluster_of
 from tuner.evaluation.executors.settings import ExecutorsEvaluation
 from tuner.evaluation.executors.throughput import DeviceLoad, device_loads
 from tuner.evaluation.hardening.priced_search import SearchPlace, planted_prices
-from tuner.evaluation.tables import new_table
 from tuner.output_paths import check_writable
 from tuner.progress import Progress, Unwatched
 from tuner.results import stamped
 from tuner.search.run import search
 from tuner.search.task import prepare
 from tuner.search.trial_run import ATTEMPTS, DEVICE
+from tuner.tables import figures_table
 
 MOST_SECONDS_LATER = 2.0
 """Seconds after a trial within which a node is killed; about those of a trial."""
@@ -160,7 +160,9 @@ def _searched(place: SearchPlace, name: str, progress: Progress | None = None, *
 
 
 def _shown(found: list[ExecutedSearch], loads: list[DeviceLoad], problems: list[str]) -> Group:
-    table = new_table("searches with planted costs", "search", "trials", "on devices", "redone", "seconds", "winner")
+    table = figures_table(
+        "searches with planted costs", "search", "trials", "on devices", "redone", "seconds", "winner"
+    )
     for each in found:
         facts = each.facts()
         shares = ", ".join(f"{count} on {device}" for device, count in sorted(facts["on_devices"].items()))
@@ -169,7 +171,7 @@ def _shown(found: list[ExecutedSearch], loads: list[DeviceLoad], problems: list[
     tables = [table]
     if loads:
         columns = ("devices", "trials", "trials/s", "processor ms/trial", "lost or doubled")
-        tables.append(new_table("short trials on devices", *columns))
+        tables.append(figures_table("short trials on devices", *columns))
         for load in loads:
             per_trial = 1000 * load.processor_seconds / load.trials
             rate = f"{load.trials_per_second:.1f}"

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from rich import box
 from rich.table import Table
 
 from tuner.evaluation.gpu.contract import GpuStep
 from tuner.evaluation.gpu.records import StepRecord, StepRecords
+from tuner.tables import figures_table
 
 LONGEST_LINE, MOST_LINES = 150, 8
 LONGEST_WARNING, MOST_WARNINGS = 110, 1
@@ -36,9 +36,7 @@ def _why(name: str, not_run: Sequence[str]) -> str:
 
 def table(steps: Sequence[GpuStep], records: StepRecords) -> Table:
     """Return a table with the answer of each step in a few lines, or the reason why there is none."""
-    shown = Table(title="Benchmark of one GPU", title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
-    shown.add_column("step", no_wrap=True)
-    shown.add_column("seconds", justify="right")
+    shown = figures_table("Benchmark of one GPU", "step", "seconds")
     shown.add_column("result", overflow="fold")
     for step in steps:
         record = records.read(step.name)

@@ -10,13 +10,16 @@ from rich.text import Text
 
 from tuner.evaluation.integrity.coverage import CoverageCheck
 from tuner.evaluation.integrity.nulls import MAX_CLAIMS, NullCheck
-from tuner.evaluation.tables import ALL, new_table
+from tuner.evaluation.tables import ALL
+from tuner.tables import figures_table
 
 
 def nulls_table(checks: Sequence[NullCheck]) -> RenderableType:
     """Return a table of false claims by family."""
     title = f"False claims of a speed-up (limit: {MAX_CLAIMS:.0%} of the runs)"
-    table = new_table(title, "candidates", "count", "best trial", "confirmed", "runs", "claims", "share, 95 % interval")
+    table = figures_table(
+        title, "candidates", "count", "best trial", "confirmed", "runs", "claims", "share, 95 % interval"
+    )
     for check in checks:
         table.add_row(
             check.family,
@@ -42,7 +45,7 @@ def nulls_table(checks: Sequence[NullCheck]) -> RenderableType:
 def coverage_table(check: CoverageCheck) -> RenderableType:
     """Return a table of the intervals' coverage by kind of draft."""
     title = "Coverage of 95 % intervals of a confirmation (at least 90 % expected)"
-    table = new_table(title, "configurations", "count", "intervals", "covered", "too high", "too low")
+    table = figures_table(title, "configurations", "count", "intervals", "covered", "too high", "too low")
     for name, confirmations in check.by_kind().items():
         shares = (
             sum(each.is_covered for each in confirmations),

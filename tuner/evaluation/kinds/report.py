@@ -15,7 +15,7 @@ from decoding.profile import Interval
 from studies.measurement import Measurement
 from tuner.evaluation.kinds.document import KindRow, KindsFound
 from tuner.evaluation.kinds.figures import additions, has_tasks, over_plain
-from tuner.evaluation.tables import new_table
+from tuner.tables import figures_table
 
 MEBIBYTE = 2**20
 FIRST_WIDTH, COLUMN_WIDTH, FEWEST_COLUMNS = 28, 19, 180
@@ -36,7 +36,7 @@ def kinds_tables(found: KindsFound) -> RenderableType:
 
 
 def _kinds_table(found: KindsFound) -> Table:
-    table = new_table(
+    table = figures_table(
         "Kinds of drafts alone and combined: speed-up over plain decoding",
         "kind",
         "setting",
@@ -77,7 +77,7 @@ def _preparation(row: KindRow) -> tuple[str, ...]:
 
 
 def _tasks_table(found: KindsFound) -> Table:
-    table = new_table("Measured speed-up on each task", "kind", *_tasks(found), "overall")
+    table = figures_table("Measured speed-up on each task", "kind", *_tasks(found), "overall")
     for row in found.rows:
         tasks = row.measurement.by_category()
         table.add_row(Text(row.name), *map(_speedup, tasks.values()), f"{over_plain(row.measurement)}")
@@ -90,7 +90,7 @@ def _speedup(measured: Measurement) -> str:
 
 
 def _additions_table(found: KindsFound) -> Table:
-    table = new_table("What each kind adds: best measured with it over best without it", "kind", "best with it")
+    table = figures_table("What each kind adds: best measured with it over best without it", "kind", "best with it")
     table.add_column("best without it", overflow="fold")
     table.add_column("ratio", justify="right")
     table.columns[1].justify = "left"
@@ -100,7 +100,7 @@ def _additions_table(found: KindsFound) -> Table:
 
 
 def _predicted_table(rows: Sequence[KindRow]) -> Table:
-    table = new_table("Combinations that were predicted only", "kind", "setting", "draft step", "predicted")
+    table = figures_table("Combinations that were predicted only", "kind", "setting", "draft step", "predicted")
     table.columns[1].justify = "left"
     for row in sorted(rows, key=lambda row: -row.predicted):
         setting = f"{row.candidate.draft.describe()}; {row.candidate.draft_length.describe()}"

@@ -18,7 +18,7 @@ from decoding.profile import DraftProfile
 from decoding.target import Target
 from decoding.timing.round_costs import measure_round_costs
 from tuner.errors import ConfigError
-from tuner.evaluation.tables import new_table
+from tuner.tables import figures_table
 
 if TYPE_CHECKING:
     from tuner.evaluation.passes.settings import PassesEvaluation
@@ -99,7 +99,7 @@ def extend_positions(target: Target, positions: int) -> int | None:
 def show(measured: Mapping[str, Any]) -> RenderableType:
     """Return the table of rounds by context and length."""
     rounds = measured["rounds_in_plain_passes"]
-    table = new_table(
+    table = figures_table(
         f"Rounds in plain passes after the same context: {measured['draft']}", "drafted tokens", *rounds, "growth"
     )
     for length, ratio in measured["growth"].items():

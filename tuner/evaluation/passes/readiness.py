@@ -16,7 +16,7 @@ from decoding.drafts import LayerSkip
 from decoding.target import Target
 from decoding.text import Ending
 from decoding.timing.stopwatch import Stopwatch
-from tuner.evaluation.tables import new_table
+from tuner.tables import figures_table
 
 if TYPE_CHECKING:
     from tuner.evaluation.passes.settings import PassesEvaluation
@@ -68,7 +68,7 @@ def _first_and_second(target: Target, skip: LayerSkip, prompt: list[int]) -> tup
 
 def show(measured: Mapping[str, Any]) -> RenderableType:
     """Return the table of all candidates."""
-    table = new_table("Readiness of new candidates, static runner", "draft", "first s", "second s", "switch s")
+    table = figures_table("Readiness of new candidates, static runner", "draft", "first s", "second s", "switch s")
     for each in measured["candidates"]:
         seconds = [f"{each[name]:.2f}" for name in ("first_seconds", "second_seconds", "switch_seconds")]
         table.add_row(each["draft"], *seconds)

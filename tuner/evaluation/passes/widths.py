@@ -17,7 +17,7 @@ from decoding.runners import RUNNERS
 from decoding.target import Target
 from decoding.timing.stopwatch import ReadSeconds, Stopwatch
 from studies.ratios import paired_interval
-from tuner.evaluation.tables import new_table
+from tuner.tables import figures_table
 
 if TYPE_CHECKING:
     from tuner.evaluation.passes.settings import PassesEvaluation
@@ -96,7 +96,7 @@ def summarise(taken: Taken) -> list[dict[str, Any]]:
 
 def show(measured: Mapping[str, Any]) -> RenderableType:
     """Return the table of all rows."""
-    table = new_table(
+    table = figures_table(
         f"Passes after {measured['context']} tokens, 95 % intervals",
         "runner",
         "positions",

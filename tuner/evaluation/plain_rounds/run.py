@@ -19,10 +19,11 @@ from tuner.errors import ConfigError
 from tuner.evaluation.continuous import Always, decode_side_by_side, greedy_requests, read_prompts
 from tuner.evaluation.contract import Report
 from tuner.evaluation.plain_rounds.settings import PlainRoundsEvaluation
-from tuner.evaluation.tables import new_table, ratio_cell
+from tuner.evaluation.tables import ratio_cell
 from tuner.inputs.models import load
 from tuner.progress import Progress
 from tuner.results import stamped, write_json
+from tuner.tables import figures_table
 
 WITHOUT, WITH = "no profile", "plain rounds"
 
@@ -72,7 +73,7 @@ def compare(arm: Arm, requests: Sequence[Request], level: int, num_rounds: int, 
 
 
 def _table(rows: Sequence[dict[str, Any]]) -> Group:
-    table = new_table("tokens per second", "sequences", WITHOUT, WITH, "speed, with over without")
+    table = figures_table("tokens per second", "sequences", WITHOUT, WITH, "speed, with over without")
     for row in rows:
         rates = [f"{row['tokens_per_second'][name]:.1f}" for name in (WITHOUT, WITH)]
         table.add_row(str(row["sequences"]), *rates, ratio_cell(row["speed_with_over_without"]))

@@ -54,6 +54,7 @@ from tuner.evaluation.planted.searching import run_search
 from tuner.measuring.paired import Bench
 from tuner.progress import Progress
 from tuner.results import stamped
+from tuner.tables import figures_table
 
 SEARCHES = tuple(name for name, entry in STUDIES.items() if issubclass(entry.load().Settings, PredictedSettings))
 """The studies that search by prediction."""
@@ -210,9 +211,15 @@ def results_table(found: Sequence[Found], recovered: Sequence[Recovered], matche
     """Return a table of the searches on each kind of small problem, one of the larger problems, and one of the rivals."""
     kinds = dict.fromkeys(each.problem for each in found)
     small = [_small_table(kind, [each for each in found if each.problem == kind]) for kind in kinds]
-    large = Table(title="Planted sublayers left out by the best proposal (prediction alone)", title_justify="left")
-    for heading in ("layers", "seed", "found", "of", "others", "drafts rated"):
-        large.add_column(heading, justify="right")
+    large = figures_table(
+        "Planted sublayers left out by the best proposal (prediction alone)",
+        "layers",
+        "seed",
+        "found",
+        "of",
+        "others",
+        "drafts rated",
+    )
     for size in recovered:
         row = (size.num_layers, size.seed, size.recovered, size.planted, size.others, size.drafts_rated)
         large.add_row(*map(str, row))
@@ -220,9 +227,14 @@ def results_table(found: Sequence[Found], recovered: Sequence[Recovered], matche
 
 
 def _small_table(kind: str, found: Sequence[Found]) -> Table:
-    table = Table(title=f"{PROBLEMS[kind].title} (real decoding, priced by a table)", title_justify="left")
-    for heading in ("search", "seeds", f"at {ENOUGH:.0%} of the best", "least found", "most evaluations"):
-        table.add_column(heading, justify="left" if heading == "search" else "right")
+    table = figures_table(
+        f"{PROBLEMS[kind].title} (real decoding, priced by a table)",
+        "search",
+        "seeds",
+        f"at {ENOUGH:.0%} of the best",
+        "least found",
+        "most evaluations",
+    )
     for name in dict.fromkeys(each.search for each in found):
         runs = [each for each in found if each.search == name]
         enough = sum(each.share >= ENOUGH and each.effort <= LITTLE for each in runs)

@@ -18,6 +18,7 @@ from studies.searches.registry import DEFAULT_STUDIES
 from tuner.evaluation.planted.problem import precision_problem
 from tuner.evaluation.planted.searching import run_search
 from tuner.progress import Progress
+from tuner.tables import figures_table
 
 OURS = DEFAULT_STUDIES[0]
 RIVALS = ("whole_space_tpe", "whole_space_random")
@@ -99,10 +100,9 @@ def match_rivals(seeds: Iterable[int], num_trials: int, progress: Progress) -> l
 
 def matches_table(matches: Sequence[Match]) -> Table:
     """Return a table with a row for each seed and rival."""
-    table = Table(title="Evaluations until the best (real decoding, priced by a table)", title_justify="left")
-    headings = (
-        "seed",
-        "rival",
+    table = figures_table(
+        "Evaluations until the best (real decoding, priced by a table)",
+        ("seed", "rival"),
         "evaluations",
         "its best",
         "after",
@@ -111,8 +111,6 @@ def matches_table(matches: Sequence[Match]) -> Table:
         "has the rival's after",
         "share",
     )
-    for heading in headings:
-        table.add_column(heading, justify="left" if heading == "rival" else "right")
     for match in matches:
         ours, rival = match.ours, match.rival
         reached = ours.reached(rival.best)

@@ -13,7 +13,8 @@ from rich.text import Text
 from tuner.evaluation.predictions.accuracy import Accuracy
 from tuner.evaluation.predictions.check import Compared, PredictionCheck
 from tuner.evaluation.predictions.rule_tuning import NEAR, TuningCheck
-from tuner.evaluation.tables import ALL, new_table
+from tuner.evaluation.tables import ALL
+from tuner.tables import figures_table
 
 COLOURS = ("#1b6ca8", "#d55e00", "#2e8b57", "#8e5ea2", "#b8860b")
 
@@ -41,7 +42,7 @@ def predictions_table(check: PredictionCheck) -> RenderableType:
 def _accuracy_table(
     title: str, groups: dict[str, tuple[Compared, ...]], of: Callable[[Sequence[Compared]], Accuracy]
 ) -> Table:
-    table = new_table(
+    table = figures_table(
         title, "configurations", "count", "Spearman", "Pearson (log)", "median error", "worst", "measured / predicted"
     )
     for name, pairs in groups.items():
@@ -75,7 +76,9 @@ def _prediction_facts(check: PredictionCheck) -> list[str]:
 def tuning_table(check: TuningCheck) -> RenderableType:
     """Return a table of rules tuned by replay and by decoding."""
     title = "Rules tuned by replay vs by real decoding (speed-ups on held-out prompts, 95 % intervals)"
-    table = new_table(title, "draft and rule", "ratio", "replay", "decoding", "replay, s", "decoding, s", "time ratio")
+    table = figures_table(
+        title, "draft and rule", "ratio", "replay", "decoding", "replay, s", "decoding, s", "time ratio"
+    )
     for each in check.tuned:
         table.add_row(
             Text(f"{each.draft.describe()}; {each.replayed.rule}", overflow="fold"),

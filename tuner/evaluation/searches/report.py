@@ -9,10 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
-from rich import box
 from rich.console import Group, RenderableType
-from rich.table import Table
-from rich.text import Text
 
 from decoding.documents.atomic_write import write_atomically
 from decoding.profile import Interval
@@ -21,6 +18,7 @@ from tuner.errors import ConfigError
 from tuner.evaluation.searches.curves import Curve
 from tuner.evaluation.searches.result import Axis, SearchComparison
 from tuner.evaluation.searches.runs import SearchRun
+from tuner.tables import facts_grid, figures_table
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -38,21 +36,18 @@ CSV_COLUMNS = (
 def searches_table(found: SearchComparison) -> RenderableType:
     """Return a table of the searches: held-out speed-up, spending, comparison with the reference."""
     num_seeds = len(found.runs[found.reference])
-    table = Table(
-        title=f"Held-out speed-up after {found.limits}, {num_seeds} seed{'s' if num_seeds > 1 else ''} (95 % intervals)",
-        title_justify="left",
-        box=box.SIMPLE_HEAD,
-        pad_edge=False,
-    )
-    table.add_column("search", no_wrap=True)
     columns = ("speed-up", f"over {found.reference}", "trials", "seconds", "tokens", "identical")
-    for heading in (*columns, f"{found.reference} matches after"):
-        table.add_column(heading, justify="right", overflow="fold")
+    table = figures_table(
+        f"Held-out speed-up after {found.limits}, {num_seeds} seed{'s' if num_seeds > 1 else ''} (95 % intervals)",
+        "search",
+        *columns,
+        f"{found.reference} matches after",
+    )
     for search in found.searches:
         same, of = found.identical(search)
         early = "*" if any(run.finished_early for run in found.runs[search]) else " "
         table.add_row(
-            Text(search),
+            search,
             _interval(found.speedup(search)),
             "" if search == found.reference else _interval(found.over_reference(search)),
             f"{found.num_trials(search):.1f}{early}",
@@ -61,11 +56,9 @@ def searches_table(found: SearchComparison) -> RenderableType:
             f"{same}/{of}",
             "" if search == found.reference else _reach(found, search),
         )
-    legend = Table.grid(padding=(0, 2))
-    legend.add_column(style="dim", no_wrap=True)
-    legend.add_column(overflow="fold")
+    legend = facts_grid()
     for term, meaning in _legend(found):
-        legend.add_row(Text(term), Text(meaning))
+        legend.add_row(term, meaning)
     return Group(table, legend)
 
 

@@ -27,6 +27,7 @@ from tuner.output_paths import check_writable
 from tuner.progress import Progress
 from tuner.results import stamped
 from tuner.service.installed import check_installed
+from tuner.tables import figures_table
 
 
 def run_and_write(settings: ServiceEvaluation, progress: Progress) -> Report:
@@ -103,9 +104,15 @@ def _crowd_lines(found: Crowd) -> list[Text]:
 
 
 def _load_table(kind: str, done: list[Load]) -> Table:
-    table = Table(title=f"{kind}: short trials", title_justify="left")
-    for heading in ("processes", "trials", "trials/s", "processor ms/trial", "bytes/trial", "lost or doubled"):
-        table.add_column(heading, justify="right")
+    table = figures_table(
+        f"{kind}: short trials",
+        "processes",
+        "trials",
+        "trials/s",
+        "processor ms/trial",
+        "bytes/trial",
+        "lost or doubled",
+    )
     for load in done:
         per_trial = 1000 * load.processor_seconds / load.trials
         table.add_row(

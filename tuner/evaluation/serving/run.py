@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from rich.console import Group
-from rich.table import Table
 
 from decoding.decode import Request
 from decoding.decoder import plain_decoder
@@ -25,6 +24,7 @@ from tuner.inputs.datasets import open_table
 from tuner.inputs.models import eos_token_ids, load
 from tuner.progress import Progress
 from tuner.results import check_results_folder, stamped, write_json, write_text
+from tuner.tables import figures_table
 
 NAME = "serving"
 CONTEXT = 1024
@@ -149,9 +149,7 @@ def _tables(document: dict[str, Any]) -> Group:
     shown: list[Any] = []
     if "traffic" in document:
         traffic = document["traffic"]
-        table = Table(title=f"{traffic['requests']} mixed requests", title_justify="left")
-        for heading in ("kind", "right", "otherwise"):
-            table.add_column(heading, justify="left" if heading == "kind" else "right")
+        table = figures_table(f"{traffic['requests']} mixed requests", "kind", "right", "otherwise")
         for kind, counts in traffic["outcomes"].items():
             others = ", ".join(f"{number} {outcome}" for outcome, number in counts.items() if outcome != "right")
             table.add_row(kind, str(counts.get("right", 0)), others or "0")
@@ -159,12 +157,12 @@ def _tables(document: dict[str, Any]) -> Group:
         shown += [table, f"memory: {memory} ({traffic['growth']:+.1%})"]
     if "throughput" in document:
         rows = document["throughput"]
-        table = Table(title="tokens per second, all streams together", title_justify="left")
-        table.add_column("streams", justify="right")
-        for name in rows[0]["tokens_per_second"]:
-            table.add_column(name, justify="right")
-        for name in rows[0]["ratio"]:
-            table.add_column(f"over {name}", justify="right")
+        table = figures_table(
+            "tokens per second, all streams together",
+            "streams",
+            *rows[0]["tokens_per_second"],
+            *(f"over {name}" for name in rows[0]["ratio"]),
+        )
         for row in rows:
             rates = [f"{value:.1f}" for value in row["tokens_per_second"].values()]
             ratios = [f"{r['value']:.2f} [{r['ci95'][0]:.2f}, {r['ci95'][1]:.2f}]" for r in row["ratio"].values()]

@@ -19,7 +19,7 @@ from tuner.evaluation.suite.contract import Cell, Place, record_of
 from tuner.evaluation.suite.document import TUNING
 from tuner.evaluation.suite.figures import request_metrics
 from tuner.evaluation.suite.standing import Standing
-from tuner.evaluation.tables import new_table
+from tuner.tables import figures_table
 
 STOCK = "hf"
 OVERALL, DEPLOYED = "overall", "as decided"
@@ -103,7 +103,7 @@ def _transfer(standing: Standing, method: str) -> Table:
 
 
 def _table(first: str, *headings: str) -> Table:
-    table = new_table("", first, *headings)
+    table = figures_table("", first, *headings)
     table.title = None
     return table
 
@@ -267,7 +267,7 @@ def suite_json(place: Place, cells: Sequence[Cell]) -> dict[str, Any]:
 
 def plan_table(place: Place, cells: Sequence[Cell], seconds: dict[str, float | None]) -> RenderableType:
     """Return the cells with their state and their estimated time, and the time that is left."""
-    table = new_table("cells of the suite", "cell", "state", "estimate")
+    table = figures_table("cells of the suite", "cell", "state", "estimate")
     left, unknown = 0.0, 0
     for cell in cells:
         record, expected = record_of(place, cell), seconds[cell.id]
