@@ -55,6 +55,30 @@ def test_commands_have_the_options_of_the_program(command: list[str]) -> None:
     assert command_of is not None
     context = command_of.make_context(name, list(arguments))
     assert {"database", "folder"} <= context.params.keys()
+    assert "database" not in " ".join(arguments), "it may hold a password, which others could read in the command line"
+
+
+def test_addresses_with_passwords_are_in_the_environment() -> None:
+    deployed = [each["spec"]["template"]["spec"] for each in _kubernetes() if each["kind"] == "Deployment"]
+    for pod in deployed:
+        (container,) = pod["containers"]
+        named = {each["name"]: each for each in container["env"]}
+        assert "secretKeyRef" in named["SDTUNE_DATABASE"]["valueFrom"]
+    services = _compose()["services"]
+    assert all("SDTUNE_DATABASE" in services[name]["environment"] for name in ("service", "worker-0", "worker-1"))
+
+
+def test_containers_gain_no_privileges_and_write_to_volumes_only() -> None:
+    documents = _kubernetes()
+    policies = [each["spec"] for each in documents if each["kind"] == "NetworkPolicy"]
+    assert {"app": "sdtune"} in [each["podSelector"]["matchLabels"] for each in policies]
+    for document in documents:
+        if document["kind"] == "Deployment":
+            (container,) = document["spec"]["template"]["spec"]["containers"]
+            allowed = container["securityContext"]
+            assert allowed["allowPrivilegeEscalation"] is False
+            assert allowed["readOnlyRootFilesystem"] is True
+            assert {"/tmp", "/home/sdtune", "/searches"} <= {each["mountPath"] for each in container["volumeMounts"]}
 
 
 def test_commands_are_one_service_and_its_workers() -> None:
@@ -86,7 +110,8 @@ def test_kubernetes_volumes_labels_and_ports_fit_together() -> None:
             assert document["spec"]["selector"]["matchLabels"] == template["metadata"]["labels"]
             labels.append(template["metadata"]["labels"])
             pod = template["spec"]
-            assert {each["persistentVolumeClaim"]["claimName"] for each in pod["volumes"]} <= claims
+            lasting = [each for each in pod["volumes"] if "emptyDir" not in each]
+            assert {each["persistentVolumeClaim"]["claimName"] for each in lasting} <= claims
             mounted = {each["name"] for each in pod["containers"][0]["volumeMounts"]}
             assert mounted == {each["name"] for each in pod["volumes"]}
     (service,) = (each for each in documents if each["kind"] == "Service")

@@ -5,6 +5,7 @@ Each field is written once: its name is the YAML key and the flag, its descripti
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -289,12 +290,12 @@ class SearchConfig(DataSettings, ModelSettings):
     )
     storage: str = Field(
         "sqlite:///sdtune.db",
-        description="Optuna storage of the finished trials.",
+        description="Optuna storage of the finished trials; also SDTUNE_DATABASE.",
         json_schema_extra={**OUTPUTS, "metavar": "URL"},
     )
     tracking_uri: str = Field(
         DEFAULT_STORE,
-        description="MLflow tracking store.",
+        description="MLflow tracking store; also MLFLOW_TRACKING_URI.",
         json_schema_extra={**OUTPUTS, "metavar": "URL"},
     )
     experiment: Line | None = Field(
@@ -429,14 +430,23 @@ class SearchConfig(DataSettings, ModelSettings):
         return validate(STUDIES[name].load().Settings, settings, source=f"studies.{name}", error=ConfigError)
 
 
+ENVIRONMENT: Mapping[str, str] = {"storage": "SDTUNE_DATABASE", "tracking_uri": "MLFLOW_TRACKING_URI"}
+"""Environment variables of addresses, which may hold passwords: command lines can be read by all users of a machine."""
+
+
 def load_config(
     path: Path | None, flags: Mapping[str, Any], distillation: Mapping[str, Any] = MappingProxyType({})
 ) -> SearchConfig:
     """Return the configuration of a file, overridden by the given flags; flags that are None or empty count as not given.
 
+    What neither gives is taken from the `ENVIRONMENT`.
+
     `distillation` holds flags that override keys of the `distillation:` mapping. Raises `ConfigError` naming the wrong key.
     """
-    from_file = read_mapping(path, what="configuration", error=ConfigError) if path else {}
+    from_file = {
+        **{key: os.environ[name] for key, name in ENVIRONMENT.items() if os.environ.get(name)},
+        **(read_mapping(path, what="configuration", error=ConfigError) if path else {}),
+    }
     given = {key: value for key, value in flags.items() if value not in (None, ())}
     if distil := {key: value for key, value in distillation.items() if value is not None}:
         of_file = from_file.get("distillation")

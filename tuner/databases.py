@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sqlite3
 import time
 from collections.abc import Collection
@@ -12,15 +13,35 @@ from urllib.parse import quote
 
 from decoding.errors import SdtuneError
 
-SQLITE = "sqlite:///"
+SQLITE = re.compile(r"sqlite(?:\+\w+)?:///([^?]*)")
+PRIVATE = 0o600
+"""Mode of a database: it holds texts."""
 CREATION_SECONDS = 1.0
 """Seconds in which another process that creates the tables of a new database gets to the first of ours."""
 
 
 def sqlite_path(url: str) -> Path | None:
     """Return the file of a SQLite address; None for any other, and for a database in memory."""
-    name = url.removeprefix(SQLITE).partition("?")[0]
-    return Path(name) if url.startswith(SQLITE) and name not in ("", ":memory:") else None
+    found = SQLITE.match(url)
+    return None if found is None or found[1] in ("", ":memory:") or found[1].startswith("file:") else Path(found[1])
+
+
+def make_private(url: str) -> None:
+    """Create the SQLite file of `url` if it is missing, for its owner only; SQLite gives its journals the same mode.
+
+    What cannot be created is left to the library that opens the database, which says why.
+    """
+    path = sqlite_path(url)
+    if path is None:
+        return
+    try:
+        made = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, PRIVATE)
+    except OSError:
+        return
+    try:
+        os.fchmod(made, PRIVATE)  # whatever the umask
+    finally:
+        os.close(made)
 
 
 def refuse_unusable_database(url: str, *, what: str, tables: Collection[str], error: type[SdtuneError]) -> None:

@@ -21,7 +21,7 @@ from typing import Any
 from decoding.errors import first_line
 from studies.contract import TrialRecord, TrialState
 from tuner.addresses import without_password
-from tuner.databases import refuse_unusable_database
+from tuner.databases import make_private, refuse_unusable_database
 from tuner.errors import TrackingError, TrackingOutageError
 from tuner.patient_client import PatientClient
 from tuner.review.markdown import EXPERIMENT_NOTE, WON, trial_note, trial_run_name
@@ -370,6 +370,7 @@ def opened_store(tracking_uri: str, *, limits: Mapping[str, str] | None = None) 
 
         stack.enter_context(_log_levels(logging.CRITICAL))
         stack.enter_context(_one_line(tracking_uri))
+        make_private(tracking_uri)
         yield mlflow
 
 

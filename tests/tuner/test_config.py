@@ -143,3 +143,18 @@ def test_rivals_are_searched_only_when_asked_for() -> None:
     assert asked.study_settings("skip_sets").method == "tpe"
     with pytest.raises(ConfigError, match=r"studies\.skip_sets: method: unknown method 'swft'; did you mean 'swift'"):
         load_config(None, {**GIVEN, "studies": {"skip_sets": {"method": "swft"}}})
+
+
+def test_addresses_of_stores_come_from_flags_then_the_file_then_the_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SDTUNE_DATABASE", "postgresql://user:secret@host/trials")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://user:secret@host")
+    (tmp_path / "a.yaml").write_text("{model: m, dataset: d, storage: 'sqlite:///file.db'}")
+    flags = {"model": "m", "dataset": "d"}
+    assert load_config(None, flags).storage == "postgresql://user:secret@host/trials"
+    assert load_config(tmp_path / "a.yaml", {}).storage == "sqlite:///file.db"
+    assert load_config(tmp_path / "a.yaml", {"storage": "sqlite:///flag.db"}).storage == "sqlite:///flag.db"
+    assert load_config(tmp_path / "a.yaml", {}).tracking_uri == "http://user:secret@host"
+    monkeypatch.delenv("SDTUNE_DATABASE")
+    assert load_config(None, flags).storage == "sqlite:///sdtune.db"

@@ -14,6 +14,8 @@ DRAIN_SECONDS = 5
 """Time that requests have to end when the service is stopped; a client that watches a search does so until the search is over."""
 DATABASE = click.option(
     "--database",
+    envvar="SDTUNE_DATABASE",
+    show_envvar=True,
     default="sqlite:///sdtune-service.db",
     show_default=True,
     metavar="URL",

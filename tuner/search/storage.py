@@ -22,7 +22,7 @@ from optuna.trial import TrialState as OptunaState
 
 from decoding.errors import first_line, one_line
 from studies.contract import Study, StudySetup, TrialRecord, TrialState
-from tuner.databases import refuse_unusable_database, sqlite_path
+from tuner.databases import make_private, refuse_unusable_database, sqlite_path
 from tuner.errors import StorageError, StorageOutageError
 from tuner.leases.process import Process
 from tuner.leases.table import GRACE_SECONDS, LEASES_TABLE, Lease, LeaseHeldError, LeaseTable, attempt
@@ -68,6 +68,7 @@ class StudyStore:
         self._opened: list[str] = []
         refuse_unusable_database(url, what="the storage", tables=TABLES, error=StorageError)
         self._made = [path for path in [sqlite_path(url)] if path is not None and not path.exists()]
+        make_private(url)
         try:
             # Also when another process creates the same tables.
             attempt(self._open)

@@ -11,6 +11,7 @@ import sqlalchemy as sa
 from dbos import DBOS, DBOSClient, DBOSPortableJSONSerializer, WorkflowStatus
 
 from decoding.errors import first_line
+from tuner.databases import make_private
 from tuner.errors import StorageError
 from tuner.leases.table import Holder, LeaseTable, attempt
 from tuner.service.contract import (
@@ -47,6 +48,7 @@ class Jobs:
 
     def __init__(self, database: str) -> None:
         self.database = database
+        make_private(database)
         try:
             attempt(lambda: DBOS.migrate(database))
             self._client = DBOSClient(system_database_url=database, serializer=DBOSPortableJSONSerializer())
