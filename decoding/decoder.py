@@ -65,6 +65,7 @@ class Decoder:
         contexts = Contexts(shortest, longest, num_sequences)
         if self.target.runner.buckets is None:
             return
+        self.target.follow_weights()
         steering = Steering(0) if self.drafter is None else Steering.of(self.rule.controller(), self._draft)
         done = self._prepared.setdefault(self.reserve(contexts), set())
         for acceptance in acceptances:

@@ -96,6 +96,8 @@ class Lockstep:
         """
         if self._cache is None:
             return self._target.new_cache(capacity)
+        if len(self._running) <= 1:  # the first of a batch: the others begin with it
+            self._target.follow_weights()
         cache = KVCache(self._target.num_layers, capacity, self._cache.storage.row(row))
         cache.company = _Row(row, self._tokens.row(row), self._passes, self._reads)
         return cache

@@ -7,7 +7,6 @@ ids in both. `history=store` lets a draft by suffix automaton copy from earlier 
 
 from __future__ import annotations
 
-import operator
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -32,6 +31,7 @@ from decoding.deploy.mismatch import (
     check_depth,
     check_target,
     compiled_model,
+    fits,
     unmeasured_setting,
 )
 from decoding.deploy.registry import fetch_profile, is_address
@@ -40,6 +40,7 @@ from decoding.errors import (
     ExitHeadError,
     ProfileWarning,
     TargetMismatchError,
+    UnsupportedModelError,
     UnsupportedRequestError,
     UnsupportedRunnerError,
     one_line,
@@ -100,8 +101,6 @@ class ProfileDecoder:
         self.last_batch: BatchGeneration | None = None
         self._decoder: Decoder | None = None
         self._building = Lock()
-        self._modules: list[torch.nn.Module] = []
-        """The modules of the model when its decoder was built."""
         # With `plain`, a wrong file is found at the first use, as any other mismatch is.
         self._heads_folder = None if on_mismatch == "plain" else _checked_heads_folder(profile, folder)
 
@@ -209,18 +208,31 @@ class ProfileDecoder:
         decoder.prepare(shortest, longest, num_prompts, acceptances=(Greedy(), sampling))
 
     def decoder_for(self, model: PreTrainedModel) -> Decoder:
-        """Return the decoder of `model`, checked and built at the first use of each model."""
+        """Return the decoder of `model`, checked and built at its first use and when the model has changed since."""
         with self._building:
-            modules = list(model.modules())
-            if self._decoder is None or self._decoder.target.model is not model or not _same(modules, self._modules):
-                # Also after an adapter or another LM head was put into the model: parts of it would still run the old one.
-                self._modules = modules
+            if self._decoder is None or not self._still_fits(model, self._decoder.target):
+                self._decoder = None  # also if the model does not fit any more
                 self._decoder = self._fitting(model, lambda: self._target_of(model), lambda: Target(model))
                 if self.plain_because is None and (remark := unmeasured_setting(self.profile, model)) is not None:
                     self._warn(remark)
                 if (remark := compiled_model(model)) is not None:
                     self._warn(remark)
             return self._decoder
+
+    def _still_fits(self, model: PreTrainedModel, target: Target) -> bool:
+        """Return whether `target` is of `model` as it is now, and its weights fit the profile as well as they did.
+
+        A new decoder is needed after an adapter or another LM head was put into the model, as parts of it would run the old one,
+        and in another precision or on another device. Weights that have only moved are followed.
+        """
+        if target.model is not model:
+            return False
+        try:
+            if not target.follow_weights() or self.on_mismatch == "warn":
+                return True
+        except UnsupportedModelError:
+            return False
+        return self.plain_because is None and fits(self.profile, model)
 
     def decoder_on(self, target: Target) -> Decoder:
         """Return a decoder of a model that already has a runner, whatever runner the profile names."""
@@ -290,10 +302,6 @@ def _checked_heads_folder(profile: DraftProfile, folder: str | Path | None) -> P
     for name, sha256 in files.items():
         check_head_file(Path(folder) / name, sha256)
     return Path(folder)
-
-
-def _same(found: Sequence[object], known: Sequence[object]) -> bool:
-    return len(found) == len(known) and all(map(operator.is_, found, known))
 
 
 def _as_rectangle(texts: Sequence[Sequence[int]], config: GenerationConfig) -> Tensor:

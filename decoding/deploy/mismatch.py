@@ -50,6 +50,15 @@ def check_target(profile: DraftProfile, model: PreTrainedModel) -> None:
     )
 
 
+def fits(profile: DraftProfile, model: PreTrainedModel) -> bool:
+    """Return whether `model` is the profile's target."""
+    try:
+        check_target(profile, model)
+    except TargetMismatchError:
+        return False
+    return True
+
+
 def check_depth(profile: DraftProfile, model: PreTrainedModel, mismatch: TargetMismatchError) -> None:
     """Raise `TargetMismatchError` unless `model` has as many layers as the profile's target."""
     layers = model.config.get_text_config().num_hidden_layers

@@ -257,6 +257,9 @@ class Runner(Protocol):
         A runner that prepares passes for fixed memory would have to prepare them again when a longer sequence comes.
         """
 
+    def drop_recordings(self) -> None:
+        """Prepare every pass again when it is next run, in new memory: weights were moved or changed."""
+
     def temporary_memory(self) -> AbstractContextManager[None]:
         """Drop, at the end of the context, the memory of caches that was made in it, and none that was there before."""
 

@@ -58,6 +58,9 @@ class EagerRunner:
     def reserve(self, num_layers: int, capacity: int, num_rows: int = 1) -> None:
         """Do nothing: every cache has memory of its own."""
 
+    def drop_recordings(self) -> None:
+        """Do nothing: there are none."""
+
     def temporary_memory(self) -> AbstractContextManager[None]:
         """Do nothing: the memory of a cache is dropped with it."""
         return nullcontext()

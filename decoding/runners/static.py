@@ -171,6 +171,13 @@ class StaticRunner:
                     self._forget(storage)
                 self._protected = outer
 
+    def drop_recordings(self) -> None:
+        """Forget all passes, and the storages that they were prepared for; see `Runner.drop_recordings`."""
+        with PREPARING:
+            for storage in list(self._storages):
+                self._forget(storage)
+            self._prepared.clear()
+
     def _forget(self, storage: Storage) -> None:
         """Drop a storage and the recordings that are bound to it."""
         self._storages.remove(storage)

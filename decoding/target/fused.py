@@ -7,33 +7,39 @@ parameters: the same objects, values and names.
 
 from __future__ import annotations
 
+import operator
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from decoding.target.parts import shallow_copy
 from decoding.target.stand_ins import StandIn
+from decoding.target.weights import Make
 
 GROUPS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Names of projections that may be given the same input; each is tried at every module of a block."""
 
 
-def with_fused_projections(module: nn.Module, tied: frozenset[int] = frozenset()) -> nn.Module:
+def with_fused_projections(
+    module: nn.Module, tied: frozenset[int] = frozenset(), copied: Callable[[Make], nn.Module] = operator.call
+) -> nn.Module:
     """Return a copy of `module` with fused projections, or `module` if it has none that can be fused.
 
     Left alone are layers that are not plain `nn.Linear`, that have hooks, that differ in precision, device or bias, and
     those whose weights are at one of the addresses `tied` or were made in inference mode.
-    Moves the weights of the others into common buffers.
+    Moves the weights of the others into common buffers, and again if they have moved out of them: `copied` makes the layers that
+    compute with a buffer; see `ModelWeights.copied`.
     """
-    changed = {name: with_fused_projections(child, tied) for name, child in module.named_children()}
+    changed = {name: with_fused_projections(child, tied, copied) for name, child in module.named_children()}
     changed = {name: child for name, child in changed.items() if child is not getattr(module, name)}
     for names in GROUPS:
         linears = [module._modules.get(name) for name in names]
         plain = [linear for linear in linears if isinstance(linear, nn.Linear)]
         if len(plain) == len(names) and _can_be_fused(plain, tied):
-            changed.update(_fused(dict(zip(names, plain, strict=True))))
+            changed.update(_fused(dict(zip(names, plain, strict=True)), copied))
     if not changed:
         return module
     twin = shallow_copy(module)
@@ -72,7 +78,7 @@ class FirstProjection(StandIn):
     Under autograd each projection computes for itself, so that gradients reach the model's parameters.
     """
 
-    def __init__(self, own: nn.Linear, whole: nn.Linear, sizes: Mapping[str, int], kept: _Kept) -> None:
+    def __init__(self, own: nn.Linear, whole: nn.Module, sizes: Mapping[str, int], kept: _Kept) -> None:
         super().__init__(own)
         self.whole = whole
         self.__dict__.update(sizes=dict(sizes), kept=kept)
@@ -118,10 +124,10 @@ def _is_hooked(linear: nn.Linear) -> bool:
     return bool(linear._forward_hooks or linear._forward_pre_hooks or "forward" in linear.__dict__)
 
 
-def _fused(linears: Mapping[str, nn.Linear]) -> dict[str, nn.Module]:
+def _fused(linears: Mapping[str, nn.Linear], copied: Callable[[Make], nn.Module]) -> dict[str, nn.Module]:
     """Return the stand-ins of a group by name, after moving its weights into one buffer."""
     kept, first = _Kept(), next(iter(linears))
-    whole = _whole(list(linears.values()))
+    whole = copied(partial(_whole, list(linears.values())))
     sizes = {name: linear.out_features for name, linear in linears.items()}
     others = {name: OtherProjection(linear, name, kept) for name, linear in linears.items() if name != first}
     return {first: FirstProjection(linears[first], whole, sizes, kept), **others}

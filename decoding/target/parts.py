@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import copy
 import functools
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -24,6 +26,7 @@ from decoding.target.anatomy import Anatomy
 from decoding.target.backends import attention_backends
 from decoding.target.draft_vocabulary import DraftLMHead
 from decoding.target.stand_ins import FixedShapes, FixedShapesLMHead, Identity, PassState, Zero
+from decoding.target.weights import Make
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,16 +189,19 @@ def with_blocks(model: nn.Module, path: tuple[str, ...], blocks: Sequence[nn.Mod
     return view
 
 
-def with_fast_linears(module: nn.Module) -> nn.Module:
-    """Return a copy of `module` with faster linear layers for few positions on a CPU, or `module` if it has none."""
-    return with_replaced(module, _fast_linear)
+def with_fast_linears(module: nn.Module, copied: Callable[[Make], nn.Module] = operator.call) -> nn.Module:
+    """Return a copy of `module` with faster linear layers for few positions on a CPU, or `module` if it has none.
+
+    `copied` makes those that hold a copy of a weight; see `ModelWeights.copied`.
+    """
+    return with_replaced(module, partial(_fast_linear, copied=copied))
 
 
-def _fast_linear(module: nn.Module) -> nn.Module:
+def _fast_linear(module: nn.Module, *, copied: Callable[[Make], nn.Module]) -> nn.Module:
     if has_kernel(module):
         return FewPositionsLinear.of(cast(nn.Linear, module))
     if can_be_packed(module):
-        return PackedLinear.of(cast(nn.Linear, module))
+        return copied(partial(PackedLinear.of, cast(nn.Linear, module)))
     return module
 
 

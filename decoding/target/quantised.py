@@ -7,7 +7,8 @@ quantised already or whose weights are elsewhere.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+import operator
+from collections.abc import Callable, Hashable
 from functools import partial
 from typing import cast
 from weakref import WeakValueDictionary
@@ -18,6 +19,7 @@ from torch import nn
 from decoding.errors import UnsupportedModelError
 from decoding.runners.quantised_linear import quantised
 from decoding.target.parts import with_replaced
+from decoding.target.weights import Make
 
 PRECISIONS = (torch.float32, torch.bfloat16, torch.float16)
 """Precisions of weights that are quantised."""
@@ -26,11 +28,15 @@ PRECISIONS = (torch.float32, torch.bfloat16, torch.float16)
 class QuantisedLayers:
     """The quantised layers of one target; each is dropped with the last view that runs it.
 
-    `router_sizes` are numbers of outputs by which routers are told from other layers: they choose experts, and are small.
+    `router_sizes` are numbers of outputs by which routers are told from other layers: they choose experts, and are small. `copied`
+    packs a layer; see `ModelWeights.copied`.
     """
 
-    def __init__(self, router_sizes: frozenset[int] = frozenset()) -> None:
+    def __init__(
+        self, router_sizes: frozenset[int] = frozenset(), copied: Callable[[Make], nn.Module] = operator.call
+    ) -> None:
         self._router_sizes = router_sizes
+        self._copied = copied
         # Weak: they are further copies of weights, and are not to outlive the drafts that need them.
         self._packed = WeakValueDictionary[tuple[Hashable, int], nn.Module]()
 
@@ -38,12 +44,11 @@ class QuantisedLayers:
         """Return a copy of `module` whose plain linear layers have weights of `bits`, or `module` if it has none."""
         return with_replaced(module, partial(self._quantised, bits=bits))
 
-    def layer(self, linear: nn.Linear, bits: int, name: Hashable) -> nn.Module:
-        """Return `linear` with weights of `bits`: the same module for the same `name` while anything runs it."""
+    def layer(self, linear: Make, bits: int, name: Hashable) -> nn.Module:
+        """Return the layer that `linear` returns with weights of `bits`: the same module for a `name` while anything runs it."""
         packed = self._packed.get((name, bits))
         if packed is None:
-            with torch.inference_mode(False), torch.no_grad():  # weights that outlive a pass serve any mode
-                packed = quantised(linear, bits)
+            packed = self._copied(lambda: quantised(cast(nn.Linear, linear()), bits))
             self._packed[name, bits] = packed
         return packed
 
@@ -59,7 +64,7 @@ class QuantisedLayers:
             )
 
     def _quantised(self, module: nn.Module, *, bits: int) -> nn.Module:
-        return self.layer(cast(nn.Linear, module), bits, module) if self._is_quantised(module) else module
+        return self.layer(lambda: module, bits, module) if self._is_quantised(module) else module
 
     def _is_quantised(self, module: nn.Module) -> bool:
         return is_plain_linear(module) and module.out_features not in self._router_sizes

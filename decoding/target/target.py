@@ -6,9 +6,9 @@ import copy
 import functools
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
-from functools import cached_property
-from typing import Any, cast
-from weakref import WeakValueDictionary
+from functools import cached_property, partial
+from typing import Any
+from weakref import WeakKeyDictionary, WeakSet, WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from decoding.cache.kv_cache import KVCache
 from decoding.errors import UnsupportedModelError, UnsupportedRunnerError
 from decoding.runners import PLAIN_RUNNER, build_runner
-from decoding.runners.compilation import call_block
+from decoding.runners.compilation import PREPARING, call_block
 from decoding.runners.contract import Outputs, Part, PassRequest, Runner, RunnerFactory, Written
 from decoding.runners.eager import EagerRunner
 from decoding.runners.features import SpeedFeatures
@@ -46,6 +46,10 @@ from decoding.target.quantised import QuantisedLayers, is_plain_linear
 from decoding.target.stand_ins import Emit, FixedShapes, Head, Identity, PassState, Tap, first_of
 from decoding.target.varlen import find_kernel, with_varlen_attention
 from decoding.target.views import BlockView, DraftStatesView, DraftView, ExitView, ResumeView, TappedView
+from decoding.target.weights import Make, ModelWeights
+
+_TARGETS: WeakKeyDictionary[nn.Module, WeakSet[Target]] = WeakKeyDictionary()
+"""The targets of each model: fusing moves the weights of all of them."""
 
 
 class Target:
@@ -78,10 +82,13 @@ class Target:
         # Weak: rows are copies of weights, and are not to outlive the views that draft from them.
         self._lm_head_rows = WeakValueDictionary[DraftVocabulary, nn.Module]()
         self._fast_lm_head_rows = WeakValueDictionary[DraftVocabulary, nn.Module]()
-        self._quantised = QuantisedLayers(_router_sizes(self.config))
+        self._weights = ModelWeights(model)
+        self._quantised = QuantisedLayers(_router_sizes(self.config), self._weights.copied)
         self._packs = self.runner.block_call is not None
         self.stack = [self.prepare_block(block, index) for index, block in enumerate(self.blocks)]
         self.whole = self.part(self.stack, is_whole=True)
+        self._weights.note()
+        _TARGETS.setdefault(model, WeakSet()).add(self)
         if self.runner.block_call is not None:
             check_runner(self, Target(model, self._eager_runner))
 
@@ -93,6 +100,30 @@ class Target:
         if isinstance(runner, str):
             return build_runner(runner, self._mask_kinds, self.device, exact_width)
         return runner(self._mask_kinds, self.device)
+
+    def follow_weights(self) -> bool:
+        """Drop recordings and renew copies of weights if weights have moved or changed; return whether they have.
+
+        Called before each sequence; see `decoding.target.weights` for what is noticed. Raises `UnsupportedModelError` if modules
+        were replaced or weights have another precision, device or shape: the model then needs a new target.
+        """
+        if self._weights.are_as_noted(values=self._packs):
+            return False
+        with PREPARING:
+            if self._weights.are_as_noted(values=self._packs):
+                return False  # another thread was faster
+            self.runner.drop_recordings()
+            self._weights.renew()
+            if self.runner.features.fused_projections:
+                self._drop_recordings_of_others()
+            self._weights.note()
+        return True
+
+    def _drop_recordings_of_others(self) -> None:
+        """Let the model's other targets record again, also in the middle of a sequence: fusing has moved weights that they read."""
+        for other in _TARGETS.get(self.model, ()):
+            if other is not self:
+                other.runner.drop_recordings()
 
     def _eager_runner(self, mask_kinds: MaskKinds, device: torch.device) -> Runner:
         """Return the runner with which this target's passes are compared; it drafts from the same vocabulary."""
@@ -137,7 +168,7 @@ class Target:
         if call is None or name is None or self.device.type != "cpu":
             return None
         own = getattr(self.model, name)
-        return LMHead(name, own, with_fast_linears(own), call)
+        return LMHead(name, own, with_fast_linears(own, self._weights.copied), call)
 
     @cached_property
     def _draft_vocabulary(self) -> DraftVocabulary | None:
@@ -159,11 +190,12 @@ class Target:
         name = find_lm_head(self.model)
         if vocabulary is not None:
             rows = self._rows_of_lm_head(vocabulary)
+            linear: Make = partial(vocabulary.rows_of, rows.own)  # not the rows themselves, which need not stay
         elif name is not None and is_plain_linear(own := getattr(self.model, name)):
-            rows = LMHead(name, own, own, None)
+            rows, linear = LMHead(name, own, own, None), lambda: own
         else:
             return self._lm_head
-        packed = self._quantised.layer(cast(nn.Linear, rows.module), bits, ("LM head", vocabulary))
+        packed = self._quantised.layer(linear, bits, ("LM head", vocabulary))
         return replace(rows, module=packed, call=None if self._lm_head is None else self._lm_head.call)
 
     def _narrow_lm_head(self, vocabulary: DraftVocabulary) -> LMHead:
@@ -173,7 +205,8 @@ class Target:
             return narrow
         fast = self._fast_lm_head_rows.get(vocabulary)
         if fast is None:
-            self._fast_lm_head_rows[vocabulary] = fast = with_fast_linears(narrow.module)
+            fast = with_fast_linears(narrow.module, self._weights.copied)
+            self._fast_lm_head_rows[vocabulary] = fast
         return replace(narrow, module=fast, call=self._lm_head.call)
 
     def _rows_of_lm_head(self, vocabulary: DraftVocabulary) -> LMHead:
@@ -183,7 +216,7 @@ class Target:
             raise UnsupportedModelError("drafts from fewer tokens need a model whose LM head is a plain linear layer")
         own, rows = getattr(self.model, name), self._lm_head_rows.get(vocabulary)
         if rows is None:
-            self._lm_head_rows[vocabulary] = rows = vocabulary.rows_of(own)
+            self._lm_head_rows[vocabulary] = rows = self._weights.copied(partial(vocabulary.rows_of, own))
         return LMHead(name, own, rows, None, torch.tensor(vocabulary.token_ids, device=own.weight.device))
 
     def draft_blocks(
@@ -231,8 +264,9 @@ class Target:
     def _with_fast_weights(self, block: nn.Module) -> nn.Module:
         """Return a copy of `block` whose linear layers are computed as this target's runner does, on the model's weights."""
         if self.runner.features.fused_projections:
-            block = with_fused_projections(block, self._tied)
-        return with_fast_linears(block) if self._packs else block
+            block = with_fused_projections(block, self._tied, self._weights.copied)
+            self._drop_recordings_of_others()
+        return with_fast_linears(block, self._weights.copied) if self._packs else block
 
     def _with_attention(self, block: nn.Module, index: int) -> nn.Module:
         """Return a copy of `block` with the attention of this target's passes, or `block` if nothing changes."""
@@ -383,7 +417,8 @@ class Target:
         return min(widest, default=None)
 
     def new_cache(self, capacity: int) -> KVCache:
-        """Return an empty cache for one sequence of at most `capacity` tokens."""
+        """Return an empty cache for one sequence of at most `capacity` tokens. Follows the weights first."""
+        self.follow_weights()
         return self.runner.new_cache(self.num_layers, capacity)
 
     def forward(self, token_ids: Tensor, cache: KVCache, start: int, *, last_only: bool = False) -> Tensor:

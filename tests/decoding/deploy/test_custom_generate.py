@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -429,6 +432,62 @@ def test_only_a_persistent_rule_remembers_the_last_text(model: LlamaForCausalLM,
         assert decoder.last_generation is not None
         facts.append([step.num_drafted for step in decoder.last_generation.rounds])
     assert (facts[0] == facts[1]) is not persistent
+
+
+def _other_weights(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    return {name: tensor * 1.5 for name, tensor in model.state_dict().items()}
+
+
+@pytest.mark.parametrize("assign", [True, False])
+@pytest.mark.parametrize("on_mismatch", ["error", "warn", "plain"])
+def test_a_model_that_gets_other_weights_is_checked_again(on_mismatch: OnMismatch, assign: bool) -> None:
+    model = tiny_llama()
+    decoder = load_decoder(_profile(model), on_mismatch=on_mismatch)
+    own = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    model.generate(PROMPT, max_new_tokens=9, do_sample=False, custom_generate=decoder)
+    model.load_state_dict(_other_weights(model), assign=assign)
+    expected = model.generate(PROMPT, max_new_tokens=9, do_sample=False)
+    for _ in range(2):
+        if on_mismatch == "error":
+            with pytest.raises(TargetMismatchError, match="other weights"):
+                model.generate(PROMPT, max_new_tokens=9, do_sample=False, custom_generate=decoder)
+            continue
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", ProfileWarning)
+            found = model.generate(PROMPT, max_new_tokens=9, do_sample=False, custom_generate=decoder)
+        assert torch.equal(found, expected)
+        assert (decoder.plain_because is not None) is (on_mismatch == "plain")
+    model.load_state_dict(own, assign=assign)
+    found = model.generate(PROMPT, max_new_tokens=9, do_sample=False, custom_generate=decoder)
+    assert torch.equal(found, model.generate(PROMPT, max_new_tokens=9, do_sample=False))
+    assert decoder.plain_because is None
+
+
+def _move(model: PreTrainedModel) -> None:
+    for parameter in model.parameters():
+        parameter.data = parameter.data.clone()
+
+
+@pytest.mark.filterwarnings("ignore::decoding.errors.ProfileWarning")
+@pytest.mark.parametrize(
+    ("change", "is_rebuilt"),
+    [
+        (_move, False),
+        (lambda model: model.to(torch.float64), True),
+        (lambda model: setattr(model, "lm_head", copy.deepcopy(model.lm_head)), True),
+    ],
+    ids=["moved", "precision", "module"],
+)
+def test_the_decoder_of_a_changed_model_is_made_again_where_it_must_be(
+    change: Callable[[PreTrainedModel], object], is_rebuilt: bool
+) -> None:
+    model = tiny_llama()
+    decoder = load_decoder(_profile(model))
+    first = decoder.decoder_for(model)
+    change(model)
+    drafted = model.generate(PROMPT, max_new_tokens=9, do_sample=False, custom_generate=decoder)
+    assert torch.equal(drafted, model.generate(PROMPT, max_new_tokens=9, do_sample=False))
+    assert (decoder.decoder_for(model) is not first) is is_rebuilt
 
 
 def test_one_decoder_serves_two_models_in_turn(model: LlamaForCausalLM) -> None:
