@@ -3,9 +3,9 @@
 All products are products of integers, and their sums are exact: the bits of a position do not depend on the number of
 positions, on the order of the sums, or on the implementation. `integers` describes the numbers.
 
-A `QuantisedLinear` is plain torch and runs on any device. In compiled code, few positions are a sum of products that
-inductor can fuse with the unpacking. Outside, weights are unpacked in pieces in every pass. Not measured on a GPU.
-On a CPU with AVX-512 VNNI, `cpu_quantised` computes the same bits by a kernel.
+A `QuantisedLinear` is plain torch. In compiled code, few positions are a sum of products that inductor can fuse with the
+unpacking. Outside, weights are unpacked in pieces in every pass. On a CPU with AVX-512 VNNI, `cpu_quantised` computes the
+same bits by a kernel. Other devices are refused: sums in float64 would be slower there than the layers that they replace.
 """
 
 from __future__ import annotations
@@ -61,16 +61,26 @@ class QuantisedLinear(nn.Module):
             yield first, min(first + num_rows, self.out_features)
 
 
+def check_device(device: torch.device) -> None:
+    """Raise `UnsupportedModelError` unless quantised layers have an implementation on `device` that may pay."""
+    if device.type != "cpu":
+        raise UnsupportedModelError(
+            f"drafts with int8 or int4 weights have no kernel on {device.type} yet, where they would be slower than the model "
+            "itself: run them on a CPU, or tune a draft without `bits` on this device"
+        )
+
+
 def quantised(linear: nn.Linear, bits: int) -> nn.Module:
     """Return `linear` with weights of 8 or 4 bits; its bias is shared.
 
     Raises `ValueError` for another number of bits, and `UnsupportedModelError` if the layer is not a plain linear
-    layer with finite weights.
+    layer with finite weights on a CPU.
     """
     if bits not in PACKED:
         raise ValueError(f"weights of {bits} bits: choose from {', '.join(map(str, PACKED))}")
     if type(linear) is not nn.Linear or not linear.weight.is_floating_point() or linear.weight.is_meta:
         raise UnsupportedModelError(f"only plain linear layers can be quantised, not {type(linear).__name__}")
+    check_device(linear.weight.device)
     with torch.inference_mode(False), torch.no_grad():
         weight, bias = linear.weight.detach(), None if linear.bias is None else linear.bias.detach()
         if has_integer_kernel(weight, bits):
@@ -79,8 +89,5 @@ def quantised(linear: nn.Linear, bits: int) -> nn.Module:
 
 
 def is_fast_on(device: torch.device) -> bool:
-    """Return True if quantised layers were measured to be faster than others on `device`: a CPU with AVX-512 VNNI.
-
-    Not measured on a GPU, where this is False.
-    """
+    """Return True if quantised layers were measured to be faster than others on `device`: a CPU with AVX-512 VNNI."""
     return device.type == "cpu" and torch.cpu._is_avx512_supported() and torch.cpu._is_vnni_supported()

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from decoding.errors import UnsupportedModelError
-from decoding.runners.quantised_linear import quantised
+from decoding.runners.quantised_linear import check_device, quantised
 from decoding.target.parts import with_replaced
 from decoding.target.weights import Make
 
@@ -53,11 +53,13 @@ class QuantisedLayers:
         return packed
 
     def finds_any(self, blocks: nn.Module) -> bool:
-        """Return True if there is a layer to quantise in `blocks`."""
-        return any(self._is_quantised(module) for module in blocks.modules())
+        """Return True if there is a layer to quantise in `blocks`, on a device that runs it."""
+        return any(self._is_quantised(module) and module.weight.device.type == "cpu" for module in blocks.modules())
 
     def check(self, blocks: nn.Module) -> None:
-        """Raise `UnsupportedModelError` unless there is a layer to quantise in `blocks`."""
+        """Raise `UnsupportedModelError` unless there is a layer to quantise in `blocks`, on a device that runs it."""
+        for device in {weight.device for weight in blocks.parameters() if not weight.is_meta}:
+            check_device(device)
         if not self.finds_any(blocks):
             raise UnsupportedModelError(
                 "its blocks have no plain linear layer in float32, bfloat16 or float16: nothing to quantise for a draft"

@@ -16,7 +16,7 @@ import torch
 from pydantic import Field
 
 from decoding.drafts import BitWidth, Draft, EarlyExit, Layers, LayerSkip
-from decoding.runners.quantised_linear import is_fast_on
+from decoding.runners.quantised_linear import check_device, is_fast_on
 from decoding.target import Target
 from studies.contract import Problem, StudySetup
 from studies.costs.table import CostTable
@@ -38,9 +38,16 @@ NUM_TREES = 2
 Kind = Literal["skip_set", "exit_head", "feature_head", "lookup"]
 
 
-def usual_bits(device: torch.device) -> tuple[BitWidth, ...]:
-    """Return the precisions to consider unless told otherwise."""
-    return DEFAULT_BITS if is_fast_on(device) else ()
+def bits_on(device: torch.device, asked: tuple[BitWidth, ...] | None) -> tuple[BitWidth, ...]:
+    """Return the precisions to consider on `device`: those `asked` for, or if that is None, those that may pay there.
+
+    Raises `UnsupportedModelError` if some are asked for where none can run.
+    """
+    if asked is None:
+        return DEFAULT_BITS if is_fast_on(device) else ()
+    if asked:
+        check_device(device)
+    return asked
 
 
 class JointSettings(PredictedSettings):
@@ -92,7 +99,7 @@ class JointSettings(PredictedSettings):
         """Return the precisions of the quantised drafts to consider."""
         if not {"skip_set", "exit_head"} & set(self.kinds):
             return ()
-        return usual_bits(device) if self.bits is None else self.bits
+        return bits_on(device, self.bits)
 
 
 class JointSource(PoolSource):

@@ -24,7 +24,7 @@ from studies.rule_space import DEFAULT_RULES, RuleNames, rule_parameters, rules_
 from studies.samplers import SeededByTrial, tpe
 from studies.searches.any_draft import AnyDraft
 from studies.searches.exits import check_exits, exits_with_head
-from studies.searches.joint import usual_bits
+from studies.searches.joint import bits_on
 
 SAMPLERS: Mapping[str, Callable[[int], BaseSampler]] = MappingProxyType(
     {"tpe": partial(tpe, group=True), "random": lambda seed: RandomSampler(seed=seed)}
@@ -70,7 +70,7 @@ class WholeSpaceSettings(StudySettings):
 
     def wanted_bits(self, device: torch.device) -> tuple[BitWidth, ...]:
         """Return the precisions of the quantised drafts to consider."""
-        return usual_bits(device) if self.bits is None else self.bits
+        return bits_on(device, self.bits)
 
 
 class WholeSpace(Study):

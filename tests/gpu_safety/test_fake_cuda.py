@@ -12,9 +12,13 @@ from torch._subclasses.fake_tensor import FakeTensor
 from decoding.acceptance import Sampling
 from decoding.decode import Request, speculative
 from decoding.decoder import Decoder, plain_decoder
+from decoding.deploy import OnMismatch, load_decoder
 from decoding.draft_length import AdaEdl, Fixed, TopProbability
 from decoding.drafters.early_exit import EarlyExitDrafter
-from decoding.drafts import LayerSkip, Lookup, PromptLookup
+from decoding.drafts import EarlyExit, LayerSkip, Lookup, PromptLookup
+from decoding.errors import ProfileWarning, UnsupportedModelError
+from decoding.fingerprint import fingerprint
+from decoding.profile import Decoding, DraftProfile, TargetIdentity
 from decoding.rounds import Generation
 from decoding.target import Target
 from decoding.text import Ending
@@ -79,6 +83,46 @@ def test_every_family_decodes_without_a_device_mismatch_or_a_wait_in_a_recording
             WAYS[way](target)
             assert device.waits_in_recordings == [], way
             assert device.num_recorded > recorded or way in ("plain", "lookup"), way
+
+
+@pytest.mark.parametrize("draft", [LayerSkip(bits=8), LayerSkip.blocks((1,), bits=4), EarlyExit(exit_layer=2, bits=8)])
+def test_quantised_drafts_are_refused_on_a_gpu(draft: LayerSkip | EarlyExit) -> None:
+    """They would compute in float64 there."""
+    model = build("llama", num_hidden_layers=NUM_LAYERS).to(torch.bfloat16)
+    with fake_cuda() as device:
+        target = device.target(model)
+        assert not target.can_be_quantised
+        with pytest.raises(
+            UnsupportedModelError, match="no kernel on cuda yet, .*: run them on a CPU, or tune a draft"
+        ):
+            Decoder(target, draft, Fixed(max_tokens=3))
+
+
+@pytest.mark.parametrize("on_mismatch", ["error", "plain"])
+def test_a_profile_with_bits_is_refused_or_left_on_a_gpu_as_it_asks(on_mismatch: OnMismatch) -> None:
+    model = build("llama", num_hidden_layers=NUM_LAYERS).to(torch.bfloat16)
+    found = fingerprint(model)
+    identity = TargetIdentity(
+        model="tiny",
+        architecture="LlamaForCausalLM",
+        num_layers=NUM_LAYERS,
+        dtype="bfloat16",
+        config_sha256=found.config_sha256,
+        weights_sha256=found.weights_sha256,
+    )
+    profile = DraftProfile(
+        name="tiny", target=identity, draft=LayerSkip(bits=8), draft_length=Fixed(), decoding=Decoding(runner="eager")
+    )
+    with fake_cuda() as device, pytest.MonkeyPatch.context() as patch:
+        patch.setattr("decoding.deploy.custom_generate.check_target", lambda *_: None)  # it reads values
+        decoder = load_decoder(profile, on_mismatch=on_mismatch)
+        target = device.target(model)
+        if on_mismatch == "error":
+            with pytest.raises(UnsupportedModelError, match="no kernel on cuda yet"):
+                decoder.decoder_on(target)
+            return
+        with pytest.warns(ProfileWarning, match="decoding plainly, without profile 'tiny': .* no kernel on cuda yet"):
+            assert decoder.decoder_on(target).drafter is None
 
 
 def read_pinned(device: FakeCuda) -> None:

@@ -12,6 +12,7 @@ import torch
 from decoding.decode import Request
 from decoding.decoder import plain_decoder
 from decoding.drafts import EarlyExit, LayerSkip
+from decoding.errors import UnsupportedModelError
 from decoding.head_folder import HeadFolder
 from decoding.runners.quantised_linear import quantised
 from decoding.target import Target
@@ -22,6 +23,7 @@ from studies.prediction.pools import is_same
 from studies.searches import joint
 from studies.searches.joint import Joint, JointSettings
 from studies.searches.rating import NEAR_THE_BEST
+from studies.searches.whole_space import WholeSpaceSettings
 from tests.support.costs import made_up_costs
 from tests.support.families import build, some_tokens
 from tests.support.heads import write_heads
@@ -71,9 +73,20 @@ def test_precision_that_disagrees_is_not_proposed(problem: Problem, monkeypatch:
 def test_only_wanted_precisions_are_proposed(problem: Problem, bits: tuple[int, ...]) -> None:
     found = {draft.weight_bits for draft in pool_of(problem, bits=bits)}
     assert found == {None, *bits}
+    assert JointSettings(bits=bits).wanted_bits(CPU) == bits
     for device in (CPU, GPU):
-        assert JointSettings(bits=bits).wanted_bits(device) == bits
         assert JointSettings(bits=bits, kinds=("lookup",)).wanted_bits(device) == ()
+
+
+@pytest.mark.parametrize("settings", [JointSettings, WholeSpaceSettings])
+def test_precisions_that_a_gpu_cannot_run_are_refused_if_asked_for(
+    settings: type[JointSettings | WholeSpaceSettings],
+) -> None:
+    assert settings().wanted_bits(GPU) == settings(bits=()).wanted_bits(GPU) == ()
+    with pytest.raises(
+        UnsupportedModelError, match="int8 or int4 weights have no kernel on cuda yet, .* without `bits`"
+    ):
+        settings(bits=(8,)).wanted_bits(GPU)
 
 
 def test_by_default_precisions_are_those_that_were_measured_to_pay(monkeypatch: pytest.MonkeyPatch) -> None:
