@@ -93,7 +93,7 @@ def test_quantised_drafts_are_refused_on_a_gpu(draft: LayerSkip | EarlyExit) -> 
         target = device.target(model)
         assert not target.can_be_quantised
         with pytest.raises(
-            UnsupportedModelError, match="no kernel on cuda yet, .*: run them on a CPU, or tune a draft"
+            UnsupportedModelError, match=r"no kernel on cuda yet, .*: run them on a CPU, or tune a draft"
         ):
             Decoder(target, draft, Fixed(max_tokens=3))
 

@@ -84,7 +84,7 @@ def test_precisions_that_a_gpu_cannot_run_are_refused_if_asked_for(
 ) -> None:
     assert settings().wanted_bits(GPU) == settings(bits=()).wanted_bits(GPU) == ()
     with pytest.raises(
-        UnsupportedModelError, match="int8 or int4 weights have no kernel on cuda yet, .* without `bits`"
+        UnsupportedModelError, match=r"int8 or int4 weights have no kernel on cuda yet, .* without `bits`"
     ):
         settings(bits=(8,)).wanted_bits(GPU)
 
