@@ -26,6 +26,7 @@ from tests.support.commands import SearchCommand
 from tests.support.postgres import postgres
 from tests.support.tiny import save_tiny_checkpoint, write_tiny_prompts
 from tuner.cli.main import main
+from tuner.inputs.reader import READER
 from tuner.measuring.cost_cache import cost_table
 from tuner.measuring.cost_table import measure_cost_table
 from tuner.tracking import DatasetInput, Tracker
@@ -45,6 +46,16 @@ def target(checkpoint: Path) -> Target:
 @pytest.fixture(scope="session")
 def prompts_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_prompts(tmp_path_factory.mktemp("prompts") / "prompts.jsonl")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _data_read_offline(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Let the process that reads datasets ask no hub and leave nothing in the user's cache: it takes both from here."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HF_HUB_OFFLINE", "1")
+        patch.setenv("HF_DATASETS_CACHE", str(tmp_path_factory.mktemp("datasets")))
+        yield
+        READER.close()
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -116,7 +127,6 @@ def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, _tracking_templat
     monkeypatch.chdir(here)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     # The libraries read HF_HUB_OFFLINE once, when they are imported.
-    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     return here
 

@@ -21,7 +21,7 @@ def read_prompts(path: str) -> list[str]:
     """Return the prompts in a file's column `prompt`. Raises `ConfigError` without the column or without a prompt."""
     table = open_table(path)
     table.require("prompt")
-    prompts = [text for text in table.rows["prompt"] if text]
+    prompts = [text for text in table.values("prompt") if text]
     if not prompts:
         raise ConfigError(f"{path} has no prompt")
     return prompts

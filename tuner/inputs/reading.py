@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Set
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Any
 
 from tuner.errors import DatasetError
 from tuner.inputs.content import Content, Turn
@@ -82,7 +80,7 @@ class PromptReader:
     @property
     def num_rows(self) -> int:
         """Number of rows in the dataset."""
-        return len(self._needed)
+        return self.rows.table.num_rows
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -98,7 +96,7 @@ class PromptReader:
 
         Raises `DatasetError` for a value that is not text, or a placeholder.
         """
-        row = self._needed[index]
+        row = self.rows.row(index)
         name = f"row {index} of the dataset {self.rows.table.name}"
         try:
             content = self.rows.form.read(row)
@@ -118,10 +116,6 @@ class PromptReader:
             return LeftOut(Reason.REPEATED)
         category = self.rows.category(row)
         return Prompt(index, tuple(token_ids), fitting.text, category, fitting.turns, is_cut)
-
-    @cached_property
-    def _needed(self) -> Any:
-        return self.rows.needed
 
     def _encoded(self, content: Content) -> tuple[Content, list[int], bool] | LeftOut:
         """Return the content and its token ids, cut from the left if it is longer than the user wants."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tuner.errors import DatasetError
-from tuner.inputs.conversations import CONVERSATION_COLUMNS, ConversationFormat, holds_conversations
+from tuner.inputs.conversations import CONVERSATION_COLUMNS, ConversationFormat
 from tuner.inputs.datasets import Table, open_table
 from tuner.inputs.formats import Examples, RowFormat, TextFormat, TurnsFormat
 from tuner.inputs.presets import Preset, load_preset
@@ -33,19 +33,17 @@ class PromptRows:
     categories: Mapping[str, str]
     """Names under which values of the category column are reported."""
 
-    @property
-    def needed(self) -> Any:
-        """The rows with only the columns that are read."""
-        columns = self.form.columns | ({self.category_column} if self.category_column else set())
-        return self.table.rows.with_format(None).select_columns(sorted(columns))
+    def row(self, index: int) -> dict[str, Any]:
+        """Return a row with only the columns that are read."""
+        return self.table.row(index, self.form.columns | ({self.category_column} if self.category_column else set()))
 
     def category(self, row: Mapping[str, Any]) -> str | None:
         """Return the category of a row, by its name if the column holds numbers of named classes."""
         value = None if self.category_column is None else row[self.category_column]
         if self.category_column is None or value is None or value == "":
             return None
-        feature = self.table.rows.features[self.category_column]
-        name = str(feature.int2str(value) if hasattr(feature, "int2str") and isinstance(value, int) else value)
+        classes = self.table.columns[self.category_column].names
+        name = str(classes[value] if classes is not None and isinstance(value, int) else value)
         return self.categories.get(name, name)
 
 
@@ -89,7 +87,7 @@ def _parsed(written: str, what: str) -> Template:
 
 def _of_column(table: Table, written: str) -> RowFormat:
     if written in table.columns:
-        if holds_conversations(table.rows.features[written]):
+        if table.columns[written].is_chat:
             return ConversationFormat(written)
         return TextFormat((Template((("", Column(written)),)),))
     try:
@@ -101,7 +99,7 @@ def _of_column(table: Table, written: str) -> RowFormat:
 def _guessed(table: Table) -> RowFormat:
     """Return the format of the first usual column of conversations, or of the only usual column of texts."""
     chats = [column for column in CONVERSATION_COLUMNS if column in table.columns]
-    if found := next((column for column in chats if holds_conversations(table.rows.features[column])), None):
+    if found := next((column for column in chats if table.columns[column].is_chat), None):
         return ConversationFormat(found)
     usual = [name for name in DEFAULT_COLUMNS if name in table.columns]
     if not usual and FIRST_TURN in table.columns:
@@ -155,10 +153,10 @@ def _examples_source(table: Table, preset: Preset | None, settings: PromptSettin
 def _solved(source: Table, form: TextFormat, answer: Template, preset: Preset | None) -> Iterator[tuple[str, str]]:
     """Yield the prompt and the answer of each different row that has both."""
     seen = set()
-    rows = source.rows.with_format(None).select_columns(sorted(form.columns | answer.columns))
-    for index in range(len(rows)):
+    for index in range(source.num_rows):
+        row = source.row(index, form.columns | answer.columns)
         try:
-            question, solution = form.question(rows[index]), answer.render(rows[index])
+            question, solution = form.question(row), answer.render(row)
         except ValueError as cause:
             raise DatasetError(f"row {index} of the dataset {source.name}: {cause}") from None
         if preset is not None and preset.answer_on_one_line:
@@ -173,18 +171,13 @@ def _category_column(table: Table, form: RowFormat, preset: Preset | None, given
     if given is None:
         usual = [preset.category_column] if preset is not None and preset.category_column else CATEGORY_COLUMNS
         fitting = (name for name in usual if name in table.columns and name not in form.columns)
-        return next((name for name in fitting if _is_plain(table, name)), None)
+        return next((name for name in fitting if table.columns[name].is_plain), None)
     table.require(given)
-    if not _is_plain(table, given):
+    if not table.columns[given].is_plain:
         raise DatasetError(
             f"category column {given!r} of the dataset {table.name} holds lists or mappings, it must hold text or numbers"
         )
     return given
-
-
-def _is_plain(table: Table, column: str) -> bool:
-    """Return whether a column holds single values: lists and mappings have no type of their own."""
-    return hasattr(table.rows.features[column], "dtype")
 
 
 def _groups(table: Table, group_column: str | None) -> list[Any] | None:
@@ -192,7 +185,7 @@ def _groups(table: Table, group_column: str | None) -> list[Any] | None:
     if group_column is None:
         return None
     table.require(group_column)
-    groups = list(table.rows.with_format(None)[group_column])
+    groups = table.values(group_column)
     strange = next((group for group in groups if isinstance(group, list | dict)), None)
     if strange is not None:
         raise DatasetError(

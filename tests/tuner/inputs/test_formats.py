@@ -11,6 +11,7 @@ import datasets
 import pytest
 
 from tests.support.byte_tokenizer import CHAT_TEMPLATE, byte_tokenizer
+from tests.support.reading import read_in_process
 from tuner.errors import DatasetError
 from tuner.inputs.content import Content, Turn
 from tuner.inputs.conversations import before_the_reply
@@ -25,11 +26,6 @@ STRICT_TEMPLATE = (
     "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
     "{{ raise_exception('roles must alternate') }}{% endif %}[{{ m.role }}] {{ m.content }}{% endfor %}[assistant]"
 )
-
-
-@pytest.fixture(autouse=True)
-def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
 
 
 def write(path: Path, rows: list[Row]) -> Path:
@@ -335,6 +331,7 @@ class TestBenchmarks:
             return datasets.Dataset.from_dict({"turns": [["First.", "Second."]], "category": ["math"]})
 
         monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+        read_in_process(monkeypatch)
         assert draw(Path("spec_bench")).tuning[0].category == "mt_bench"
         address = load_preset("spec_bench").dataset
         assert asked == [("json", {"test": address}, "test")]
@@ -345,6 +342,7 @@ class TestBenchmarks:
             raise ConnectionError("no route")
 
         monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+        read_in_process(monkeypatch)
         assert "no route; a copy on this machine is read by --dataset FILE --preset spec_bench" in refusal(
             Path("spec_bench")
         )

@@ -23,14 +23,14 @@ def questions(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(("values", "expected"), [("math", [0, 2]), ("rag|qa", [1, 3])])
 def test_only_rows_with_the_value_are_read(questions: Path, values: str, expected: list[int]) -> None:
     table = open_table(f"{questions}#task={values}")
-    assert list(table.rows["prompt"]) == [ROWS[index]["prompt"] for index in expected]
+    assert table.values("prompt") == [ROWS[index]["prompt"] for index in expected]
     assert table.name == f"{questions}#task={values}"
 
 
 def test_a_file_may_have_such_a_name(questions: Path) -> None:
     odd = questions.with_name("a#task=math.jsonl")
     odd.write_bytes(questions.read_bytes())
-    assert len(open_table(str(odd)).rows) == len(ROWS)
+    assert open_table(str(odd)).num_rows == len(ROWS)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,5 @@
 """Imports what a search imports late, for the server from which searches are forked: it takes most of a small search's time."""
 
-import datasets  # noqa: F401 - imported for those who import it later
 import jinja2  # noqa: F401
 import matplotlib.figure
 import matplotlib.ticker  # noqa: F401

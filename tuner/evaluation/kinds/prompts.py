@@ -86,14 +86,12 @@ def _by_category(rows: PromptRows) -> Iterator[NamedRows]:
     indices: dict[str, list[int]] = {}
     if rows.category_column is None:
         return
-    column = rows.table.rows.with_format(None).select_columns([rows.category_column])
-    for index in range(len(column)):
-        if (name := rows.category(column[index])) is not None:
+    for index, value in enumerate(rows.table.values(rows.category_column)):
+        if (name := rows.category({rows.category_column: value})) is not None:
             indices.setdefault(name, []).append(index)
     for name, chosen in indices.items():
-        table = replace(rows.table, rows=rows.table.rows.select(chosen))
         groups = None if rows.groups is None else [rows.groups[index] for index in chosen]
-        yield name, replace(rows, table=table, groups=groups)
+        yield name, replace(rows, table=rows.table.select(chosen), groups=groups)
 
 
 def _named_source(task: str) -> tuple[str, str]:

@@ -63,7 +63,7 @@ def _references(
     context = min(CONTEXT, target.context_length or CONTEXT)
     longest = 10 * settings.max_new_tokens  # the clients that vanish ask for it
     eos = eos_token_ids(loaded.model)
-    encoded = [(text, loaded.tokenizer(text, verbose=False)["input_ids"]) for text in table.rows["prompt"]]
+    encoded = [(text, loaded.tokenizer(text, verbose=False)["input_ids"]) for text in table.values("prompt")]
     fitting = [(text, ids) for text, ids in encoded if ids and len(ids) + longest < context][: settings.prompts]
     if not fitting:
         raise ConfigError(

@@ -46,7 +46,6 @@ def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quick_costs: None
     here.mkdir()
     monkeypatch.chdir(here)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
     return here
 
 
