@@ -233,8 +233,9 @@ def _line(job: SearchJob) -> str:
     facts: list[Any] = [job.id, job.state, job.model, job.dataset]
     if not job.state.is_over:
         facts += [progress.stage, f"{progress.trials} trials"]
-    if progress.best_speedup is not None:
-        facts.append(f"best {progress.best_speedup:.2f}x")
+    if job.state == "running" and progress.best_speedup is not None:
+        facts.append(f"best on tuning prompts {progress.best_speedup:.2f}x")
+    facts.append(job.verdict)
     if job.error:
         facts.append(job.error)
     if job.state == "queued":

@@ -77,9 +77,12 @@ def race_best(
     of_trials, unseen = bench.indices[: config.samples_per_trial], bench.indices[config.samples_per_trial :]
     indices = unseen if len(unseen) >= 2 else bench.indices
     entrants = enter(list(finalists.values()), indices)
-    progress.stage("race of the finalists", len(indices) * len(entrants))
     warmed_up = [r.model_copy(update={"candidate": bench.warm_up_rule(r.candidate, of_trials)}) for r in entrants]
-    return race(warmed_up, bench, indices, on_lap=progress.advance, may_go_on=may_go_on)
+
+    def show_pass(number: int, total: int) -> None:
+        progress.stage("race of the finalists" + (f", pass {number}" if number > 1 else ""), total)
+
+    return race(warmed_up, bench, indices, show_pass, progress.advance, may_go_on)
 
 
 Pacer = Callable[[int], Callable[[], bool] | None]

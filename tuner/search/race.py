@@ -46,13 +46,15 @@ def race(
     trials: Sequence[TrialRecord],
     bench: Measuring,
     indices: Sequence[int],
+    on_pass: Callable[[int, int], None] = lambda number, total: None,
     on_lap: Callable[[int], None] = lambda done: None,
     may_go_on: Callable[[], bool] = lambda: True,
 ) -> list[Finalist]:
     """Race the candidates of `trials` over the prompts at `indices`, in laps; return them fastest first, then the dropouts.
 
     Passes are repeated until one finalist leads, or none by more than matters. A finalist whose output differs from plain
-    decoding is disqualified and comes last. `on_lap` gets the number of (candidate, prompt) pairs that a lap measured.
+    decoding is disqualified and comes last. `on_pass` gets the number of a pass, from 1, and how many (candidate, prompt) pairs it
+    measures at most; `on_lap` gets how many a lap measured.
 
     `may_go_on` is asked before each lap, and ends the race: all finalists that are left have then run the same prompts. The
     first lap is always run.
@@ -61,6 +63,7 @@ def race(
     out: list[Finalist] = []
     num_laps, in_time = 0, True
     for turn in range(MOST_PASSES):
+        on_pass(turn + 1, len(indices) * len(running))
         for start in range(0, len(indices), LAP):
             in_time = may_go_on() or not num_laps
             if not in_time or not running or (turn and len(running) == 1):

@@ -67,7 +67,7 @@ class JobProgress(Document):
     done: int = 0
     total: int | None = None
     trials: int = 0
-    best_speedup: float | None = None
+    best_speedup: float | None = Field(None, description="Of the best trial, on tuning prompts: no result.")
     best_draft: str | None = None
     message: str = ""
 
@@ -104,6 +104,10 @@ class SearchJob(Document):
     created_seconds: float = Field(description="Seconds since 1970.")
     worker: str | None = None
     progress: JobProgress = Field(default_factory=JobProgress)
+    verdict: str | None = Field(
+        None,
+        description="Of a finished search: the speed-up on held-out prompts with its interval, or `decode plainly`.",
+    )
     error: str | None = None
     mlflow_run: str | None = None
 

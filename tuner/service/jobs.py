@@ -27,8 +27,8 @@ WORKFLOW = "tune"
 VERSION = "1"
 """Version of the steps: workers run the jobs of their own version only. A change of the steps' order or results raises it."""
 WORKER_LEASE = "service worker "
-PROGRESS, OUTAGE = "progress", "outage"
-"""Attributes of a workflow: what the search said last, and the store that it waits for."""
+PROGRESS, OUTAGE, VERDICT = "progress", "outage", "verdict"
+"""Attributes of a workflow: what the search said last, the store that it waits for, and what it has found."""
 PATIENCE_SECONDS = 3600.0
 """Seconds for which a search waits for a store that does not answer, before it fails."""
 STREAK_SECONDS = 600.0
@@ -118,6 +118,10 @@ class Jobs:
         """Store what a running search says."""
         self._client.update_workflow_attributes(job, {PROGRESS: progress.model_dump(mode="json")}, merge=True)
 
+    def note_verdict(self, job: str, verdict: str) -> None:
+        """Store what a search has found, in a few words: lists do not read results."""
+        self._client.update_workflow_attributes(job, {VERDICT: verdict}, merge=True)
+
     def note_start(self, job: str) -> None:
         """Store that a search runs, and so waits for no store. Since when the present outage lasts is kept."""
         if outage := (self._status(job).attributes or {}).get(OUTAGE):
@@ -205,6 +209,7 @@ def _job(status: WorkflowStatus) -> SearchJob:
         created_seconds=(status.created_at or 0) / 1000,
         worker=status.executor_id if state is JobState.RUNNING else None,
         progress=progress,
+        verdict=attributes.get(VERDICT) if state is JobState.FINISHED else None,
         error=None if waits or status.error is None else first_line(status.error),
         mlflow_run=status.output.get("mlflow_run") if isinstance(status.output, dict) else None,
     )

@@ -21,11 +21,13 @@ td.n {font-variant-numeric: tabular-nums} pre {overflow-x: auto} .failed {color:
 </style></head><body>{% block body %}{% endblock %}</body></html>"""
 
 _JOBS = """{% extends "base" %}{% block body %}<h1>Searches</h1>
-<table><tr><th>id</th><th>model</th><th>data set</th><th>state</th><th>stage</th><th>trials</th><th>best trial</th></tr>
+<table><tr><th>id</th><th>model</th><th>data set</th><th>state</th><th>stage</th><th>trials</th><th>verdict</th></tr>
 {% for job in jobs %}<tr><td><a href="/searches/{{ job.id }}">{{ job.id }}</a></td><td>{{ job.model }}</td>
 <td>{{ job.dataset }}</td><td class="{{ job.state }}">{{ job.state }}</td><td>{{ job.progress.stage }}</td>
 <td class="n">{{ job.progress.trials }}</td>
-<td class="n">{{ job.progress.best_speedup | speed }}</td></tr>
+<td class="n">{{ job.verdict or "" }}
+{%- if job.state == "running" and job.progress.best_speedup is not none %}
+{{- job.progress.best_speedup | speed }} best on tuning prompts{% endif %}</td></tr>
 {% else %}<tr><td colspan="7">none yet: sdtune jobs submit CONFIG</td></tr>{% endfor %}</table>
 <h2>Workers</h2>
 <table><tr><th>name</th><th>device</th><th>queue</th><th>search</th><th>last heard of</th></tr>
@@ -40,7 +42,8 @@ _JOB = """{% extends "base" %}{% block title %}{{ job.model }} on {{ job.dataset
 {% if not job.state.is_over %}
 <p>{{ job.progress.stage }}{% if job.progress.total %}: {{ job.progress.done }} of {{ job.progress.total }}{% endif %}<br>
 {{ job.progress.message }}</p>
-<p>{{ job.progress.trials }} trials; best {{ job.progress.best_speedup | speed }} {{ job.progress.best_draft or "" }}</p>
+<p>{{ job.progress.trials }} trials{% if job.progress.best_speedup is not none %}; best on tuning prompts
+{{ job.progress.best_speedup | speed }} {{ job.progress.best_draft or "" }}{% endif %}</p>
 {% endif %}
 {% if result %}
 <p>{{ "The profile claims a speed-up." if result.claims_speedup else

@@ -184,10 +184,12 @@ def run_job(
     found = search(task, progress, steps=steps or DurableSteps(), patience=2 * settings.grace)
     if found.profile.provenance is None or found.profile.provenance.mlflow_run_id is None:
         raise SearchError("the search has no run in MLflow")
+    measured = found.profile.measured
+    jobs.note_verdict(job, "decode plainly" if measured is None else f"{measured.speedup}")
     return JobResult(
         profile=whole.out.read_text(encoding="utf-8"),
         files=list(found.profile.draft.files),
-        claims_speedup=found.profile.measured is not None,
+        claims_speedup=measured is not None,
         rows=[_row(row) for row in found.rows],
         report=_report(found.rows, found.comparison),
         mlflow_run=found.profile.provenance.mlflow_run_id,

@@ -60,15 +60,18 @@ def test_all_finalists_run_the_same_prompts_in_turn() -> None:
     assert bench.blocks_measured[:4] == [(1, (0, 1, 2, 3)), (2, (0, 1, 2, 3)), (1, (4, 5)), (2, (4, 5))]
 
 
-def test_the_race_reports_its_laps() -> None:
+def test_no_pass_reports_more_than_its_total() -> None:
+    passes: list[tuple[int, int]] = []
     done: list[int] = []
-    race(
-        [record(blocks=(1,)), record(blocks=(2,))],
-        ScriptedBench(steady(lambda block: 1.2)),
-        range(6),
-        on_lap=done.append,
-    )
-    assert sum(done) == 12 * MOST_PASSES, "six prompts tell nobody apart"
+
+    def begin(number: int, total: int) -> None:
+        assert number == len(passes) + 1
+        passes.append((sum(done), total))
+
+    trials = [record(blocks=(block,), number=block) for block in (1, 2)]
+    race(trials, ScriptedBench(steady(lambda block: 1.2)), range(6), begin, done.append)
+    assert passes == [(12 * number, 12) for number in range(MOST_PASSES)], "six prompts tell nobody apart"
+    assert sum(done) == 12 * MOST_PASSES
 
 
 def _passes(speed: Callable[[int], float], scatter: float) -> tuple[list[int], int]:

@@ -15,10 +15,12 @@ from fastapi.testclient import TestClient
 
 from decoding.serving.connections import Connection
 from tests.support.service import listening
+from tuner.cli.jobs import _line
 from tuner.service.admission import Allowed
 from tuner.service.app import MAX_BODY_BYTES, ServiceSettings, create_service
-from tuner.service.contract import JobProgress, SearchRequest
+from tuner.service.contract import JobProgress, JobState, SearchJob, SearchRequest
 from tuner.service.jobs import Jobs
+from tuner.service.page import jobs_page
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +86,7 @@ def test_data_set_with_other_contents_is_another_job(client: TestClient, folder:
         ({"model": "{folder}/secret"}, "is not on the list"),
         ({"model": "{folder}/models/../secret"}, "is not on the list"),
         ({"model": "{folder}/models/link"}, "is not on the list"),
-        ({"model": "a\x00b"}, "is not on the list"),
+        ({"model": "a\x00b"}, "is a control character"),
         ({"dataset": "{folder}/models/a"}, "dataset: "),
         ({"shots_dataset": "/etc/passwd"}, "dataset: '/etc/passwd' is not on the list"),
         ({"distillation": {"training_dataset": "/etc/passwd"}}, "dataset: '/etc/passwd' is not on the list"),
@@ -144,8 +146,21 @@ def test_a_queued_search_is_cancelled_watched_and_resumed(client: TestClient, jo
     assert client.post(f"/v1/searches/{job}/resume").json()["state"] == "queued"
     page = client.get("/").text
     assert f"/searches/{job}" in page
-    assert "1.50x" in page
+    assert "1.50x" not in page, "a figure of tuning prompts is shown while the search runs only"
     assert "joint" in client.get(f"/searches/{job}").text
+
+
+def test_the_list_shows_the_verdict_of_a_finished_search_and_the_best_trial_of_a_running_one() -> None:
+    progress = JobProgress(stage="joint", trials=3, best_speedup=1.79)
+    facts = {"id": "0" * 16, "queue": "q", "model": "m", "dataset": "d", "created_seconds": 0.0, "progress": progress}
+    running = SearchJob(**facts, state=JobState.RUNNING)
+    finished = SearchJob(**facts, state=JobState.FINISHED, verdict="decode plainly")
+    failed = SearchJob(**facts, state=JobState.FAILED)
+    for job, shown in ((running, "best on tuning prompts 1.79x"), (finished, "decode plainly"), (failed, "")):
+        assert ("1.79" in _line(job)) == ("1.79" in jobs_page([job], [])) == ("1.79" in shown)
+        assert shown in _line(job)
+    assert "1.79x best on tuning prompts" in jobs_page([running], [])
+    assert "decode plainly" in jobs_page([finished], [])
 
 
 def test_what_a_page_shows_is_escaped(client: TestClient, jobs: Jobs, folder: Path) -> None:

@@ -54,6 +54,9 @@ def test_a_job_gives_the_profile_that_a_search_gives_and_is_fetched(
         again = command("submit", str(path))
         assert again.exit_code == 0
         assert f"{job.id}  finished" in again.output
+        assert job.verdict is not None
+        assert job.verdict in again.output
+        assert "best" not in again.output
         assert len(jobs.latest()) == 1
         assert "finished" in command("watch", job.id).output
         fetched = command("fetch", job.id, "--out", str(place.folder / "again.yaml"))
@@ -61,6 +64,7 @@ def test_a_job_gives_the_profile_that_a_search_gives_and_is_fetched(
         assert "speed-up" in fetched.output
     assert (place.folder / "again.yaml").read_text() == out.read_text()
     known, found = DraftProfile.load(alone.out), DraftProfile.load(out)
+    assert job.verdict == ("decode plainly" if found.measured is None else f"{found.measured.speedup}")
     assert (found.draft, found.draft_length) == (known.draft, known.draft_length)
     trials = [
         finished_trials(storage, experiment)
