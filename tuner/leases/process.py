@@ -18,11 +18,14 @@ class Process:
     place: str
     """The machine since its last start and, in a container, the container: where `pid` is unique."""
     pid: int
+    started: int | None = None
+    """Clock ticks from the start of the machine to that of the process, which tell it from a later one of the same `pid`; None
+    where the system does not say."""
 
     @classmethod
     def current(cls) -> Process:
         """Return this process."""
-        return cls(socket.gethostname(), _place(), os.getpid())
+        return cls(socket.gethostname(), _place(), os.getpid(), _started(os.getpid()))
 
     @classmethod
     def from_text(cls, text: str) -> Process:
@@ -33,17 +36,18 @@ class Process:
         """Return the process as JSON."""
         return json.dumps(asdict(self))
 
-    def has_ended(self) -> bool:
-        """Return True if this was a process here and no longer runs. Of other machines nothing is known, so False."""
+    def has_ended(self) -> bool | None:
+        """Return whether this was a process here that no longer runs; None where that cannot be known, as on another machine."""
         if self.place != _place():
-            return False
+            return None
         try:
             os.kill(self.pid, 0)  # signal 0 only asks
         except ProcessLookupError:
             return True
         except PermissionError:
-            return False
-        return False
+            pass
+        started = _started(self.pid)
+        return None if self.started is None or started is None else started != self.started
 
     def __str__(self) -> str:
         return f"process {self.pid} on {self.host}"
@@ -56,3 +60,18 @@ def _place() -> str:
         return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
     except OSError:
         return socket.gethostname()  # no Linux
+
+
+def _started(pid: int) -> int | None:
+    """Return the ticks from the start of the machine to that of a process, -1 if it has ended and waits to be reaped.
+
+    None where the system does not say: no Linux, or a process of another user.
+    """
+    try:
+        # The name of the program stands first, in parentheses, and may hold anything.
+        state, *fields = (
+            Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+        )
+    except OSError:
+        return None
+    return -1 if state in "ZX" else int(fields[18])

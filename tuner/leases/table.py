@@ -1,8 +1,8 @@
 """A table of leases: a name, the process that holds it, and when that process last said so.
 
-All times are read from the database's clock, as the clocks of several machines differ. Each change is one conditional statement, so
-of two processes that take a lease at once one gets it. A process that ends without releasing is recognised at once on its own
-machine, and elsewhere when it has been silent for `GRACE_SECONDS`.
+Each change is one conditional statement, so of two processes that take a lease at once one gets it. Whether a process has ended is
+known on its own machine, where no clock is asked. Elsewhere it counts as dead when it has been silent for `GRACE_SECONDS` by the
+database's clock, as the clocks of several machines differ.
 """
 
 from __future__ import annotations
@@ -24,6 +24,9 @@ GRACE_SECONDS = 60.0
 """Seconds of silence after which a holder counts as dead: some missed beats, not a slow disk."""
 
 LEASES_TABLE = "sdtune_leases"
+_GIVEN_UP: set[str] = set()
+"""Tokens of leases that this process could not give back, as the database failed: a process that lives on holds them no longer."""
+
 _METADATA = sa.MetaData()
 _LEASES = sa.Table(
     LEASES_TABLE,
@@ -41,7 +44,7 @@ class LeaseHeldError(StorageError):
 
     def __init__(self, name: str, holder: Holder) -> None:
         self.holder = holder
-        super().__init__(f"{name} is held by {holder.process}, last heard of {holder.silent_seconds:.0f} s ago")
+        super().__init__(f"{name} is held by {holder.process}, last heard of {holder.last_heard}")
 
 
 class LeaseLostError(StorageError):
@@ -60,9 +63,17 @@ class Holder:
     silent_seconds: float
     """Seconds since its last sign of life."""
 
+    @property
+    def last_heard(self) -> str:
+        """How long ago that was, in words."""
+        return f"{max(0.0, self.silent_seconds):.0f} s ago"
+
     def is_dead(self, grace: float) -> bool:
-        """Return True if the holder has ended, or was silent for longer than `grace` seconds."""
-        return self.silent_seconds > grace or self.process.has_ended()
+        """Return True if the holder has ended or, where that cannot be known, was silent for longer than `grace` seconds."""
+        if self.token in _GIVEN_UP:
+            return True
+        ended = self.process.has_ended()
+        return self.silent_seconds > grace if ended is None else ended
 
 
 class LeaseTable:
@@ -200,7 +211,11 @@ class Lease:
     def release(self) -> None:
         """Give the lease back."""
         self.stop()
-        self._table.release(self.name, self.token)
+        try:
+            self._table.release(self.name, self.token)
+        except sa.exc.SQLAlchemyError:
+            _GIVEN_UP.add(self.token)
+            raise
 
     def __enter__(self) -> Lease:
         return self

@@ -116,7 +116,7 @@ class StudyStore:
         except LeaseHeldError as held:
             raise StorageError(
                 f"another search works on the experiment {self.experiment!r} in {self.url}: {held.holder.process}, last heard of "
-                f"{held.holder.silent_seconds:.0f} s ago; wait for its end, or choose another --experiment"
+                f"{held.holder.last_heard}; wait for its end, or choose another --experiment"
             ) from None
 
     def _leases(self) -> LeaseTable:
@@ -237,7 +237,9 @@ class StudyStore:
 
     def _studies(self) -> Iterator[optuna.Study]:
         for name in optuna.get_all_study_names(self._storage):
-            if name.startswith(f"{self.experiment}/"):
+            if (
+                name.rpartition("/")[0] == self.experiment
+            ):  # an experiment may have a slash in its name, a study has none
                 yield optuna.load_study(study_name=name, storage=self._storage)
 
     def _whole(self, study: str) -> optuna.Study | None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -72,6 +75,58 @@ def test_a_silent_process_of_another_machine_is_dead_after_the_grace_period(engi
     assert holder is not None
     assert not holder.is_dead(60.0)
     LeaseTable(engine, grace=0.0).take("a")
+
+
+def test_a_living_process_of_this_machine_is_not_dead_whatever_a_clock_says(engine: sa.Engine) -> None:
+    """A clock that steps forward makes every holder silent for the length of the step."""
+    lease = LeaseTable(engine).take("a")
+    with engine.begin() as connection:
+        connection.execute(sa.text("UPDATE sdtune_leases SET beat = beat - 86400"))
+    with pytest.raises(LeaseHeldError, match="last heard of 86400 s ago"):
+        LeaseTable(engine).take("a")
+    assert LeaseTable(engine).is_held("a", lease.token)
+    with engine.begin() as connection:
+        connection.execute(sa.text("UPDATE sdtune_leases SET beat = beat + 2 * 86400"))
+    with pytest.raises(LeaseHeldError, match="last heard of 0 s ago"):
+        LeaseTable(engine).take("a")
+    lease.check()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
+def test_a_later_process_of_the_same_number_holds_no_lease(engine: sa.Engine) -> None:
+    me = Process.current()
+    assert me.started is not None
+    LeaseTable(engine, process=replace(me, started=me.started - 1)).take("a")
+    LeaseTable(engine).take("a").check()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
+def test_a_process_that_ended_and_was_not_waited_for_is_dead(engine: sa.Engine) -> None:
+    """`kill -9` leaves one behind until its parent asks for it."""
+    with subprocess.Popen(["sleep", "600"]) as child:
+        started = int(Path(f"/proc/{child.pid}/stat").read_text().rpartition(")")[2].split()[19])
+        LeaseTable(engine, process=replace(Process.current(), pid=child.pid, started=started)).take("a")
+        try:
+            with pytest.raises(LeaseHeldError):
+                LeaseTable(engine).take("a")
+        finally:
+            child.kill()
+        os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+        LeaseTable(engine).take("a").check()
+
+
+def test_a_lease_that_could_not_be_given_back_is_free_again(engine: sa.Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The database failed, and the process goes on with other work."""
+    table = LeaseTable(engine)
+    lease = table.take("a")
+    with monkeypatch.context() as patches, pytest.raises(sa.exc.OperationalError):
+        patches.setattr(table, "_changed", _no_database)
+        lease.release()
+    LeaseTable(engine).take("a").check()
+
+
+def _no_database(statement: object) -> bool:
+    raise sa.exc.OperationalError("DELETE", {}, Exception("the database is gone"))
 
 
 def test_signs_of_life_keep_a_lease_until_they_stop(engine: sa.Engine) -> None:

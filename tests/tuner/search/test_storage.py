@@ -217,6 +217,18 @@ def test_a_new_study_begins_with_its_starts(tmp_path: Path) -> None:
     assert [study.propose(stored.ask())[0].draft_length.rule for _ in settings.rules] == list(settings.rules)
 
 
+def test_an_experiment_below_another_is_another(tmp_path: Path) -> None:
+    """A name may have slashes, and each is a search of its own."""
+    names = ("a", "a/b", "a/b/c")
+    stores = {name: StudyStore(sqlite_url(tmp_path / "trials.db"), name) for name in names}
+    for seconds, (name, store) in enumerate(stores.items(), start=1):
+        store.check_identity({"model": name})
+        store.open(OneCandidate(), {"model": name}, preparation_seconds=seconds)
+    for seconds, (name, store) in enumerate(stores.items(), start=1):
+        store.check_identity({"model": name})
+        assert store.spent_seconds() == seconds
+
+
 def test_notes_beside_the_trials_are_kept(tmp_path: Path) -> None:
     store = _store(tmp_path)
     assert store.noted("run") is None
