@@ -210,6 +210,11 @@ class Measured(Document):
         description="1 + accepted drafted tokens per round; None in profiles of earlier versions",
     )
     tokens_per_round: TokensPerRound
+    noise: tuple[str, ...] = Field(
+        (),
+        exclude_if=lambda signs: not signs,
+        description="signs that other work disturbed the measurement, in words: the speed-up is to be measured again",
+    )
     exact: Exactness
     search: SearchCost
     batch_size: int = Field(

@@ -20,6 +20,15 @@ from decoding.documents.strict_yaml import Document
 from decoding.profile import Interval
 from studies.ratios import Ratio, Work, geometric_mean, paired_interval
 
+MOST_WAITING = 0.05
+"""Share of its time that decoding may wait for a processor on a machine that counts as quiet."""
+LEVEL, LEVEL_OF_BUSY = 0.95, 0.995
+"""Level of the interval that must lie above 1 for a speed-up to be claimed, on a quiet machine and on a busy one.
+
+On a busy machine times have heavy tails, searches are repeated until they seem to say something, and what is claimed wrongly is as
+large as the noise: 1.07 and 1.10 were claimed for plain decoding under other names, in 2 of 22 searches.
+"""
+
 
 class BatchTexts(Document):
     """Sequences of a batch: their number, and how many equal plain decoding or differ from it at a numerical tie."""
@@ -70,6 +79,9 @@ class PromptSample(Document):
     batch: BatchTexts | None = None
     prefill: PairedPrefill | None = None
     """None in samples of versions that timed the decode phase only."""
+    waited_seconds: float | None = Field(None, exclude_if=lambda seconds: seconds is None)
+    """Seconds of both decodings, prefill included, in which threads were ready to run and waited for a processor; None where the
+    system does not say, and in earlier samples."""
     accepted_lengths: tuple[int, ...] = ()
     """Number of rounds that accepted 0, 1, 2 ... drafted tokens; empty in samples of earlier versions."""
     category: str | None = None
@@ -79,6 +91,12 @@ class PromptSample(Document):
     def texts(self) -> BatchTexts:
         """Counts of the sequences of the sample."""
         return self.batch or BatchTexts(count=1, identical=int(self.identical), ties=int(self.tie))
+
+    @property
+    def total_seconds(self) -> float:
+        """Seconds of both decodings, prefill included."""
+        prefill = 0.0 if self.prefill is None else self.prefill.plain_seconds + self.prefill.draft_seconds
+        return self.plain_seconds + self.draft_seconds + prefill
 
     @property
     def ratio(self) -> float:
@@ -109,6 +127,24 @@ class Measurement(Document):
     def speedup_interval(self) -> Interval:
         """Return the speed-up with its paired 95 % interval over prompts; raise ValueError for fewer than two prompts."""
         return Ratio.of_speeds(self.plain_decode, self.draft_decode).interval()
+
+    def is_faster(self, *, busy: bool = False) -> bool:
+        """Return True if decoding is faster than plain decoding beyond what the noise of the machine can produce.
+
+        The interval of the speed-up must lie above 1, at a higher level if the machine was `busy` or these samples had to wait.
+        """
+        return Ratio.of_speeds(self.plain_decode, self.draft_decode).bounds(self.level(busy=busy))[0] > 1.0
+
+    def level(self, *, busy: bool = False) -> float:
+        """Return the level of the interval that `is_faster` asks for."""
+        return LEVEL_OF_BUSY if busy or (self.waiting_share or 0.0) > MOST_WAITING else LEVEL
+
+    @property
+    def waiting_share(self) -> float | None:
+        """Share of the time of all decodings in which they waited for a processor; None if no sample knows."""
+        known = [s for s in self.samples if s.waited_seconds is not None]
+        total = sum(s.total_seconds for s in known)
+        return min(1.0, sum(s.waited_seconds or 0.0 for s in known) / total) if total else None
 
     @cached_property
     def end_to_end(self) -> EndToEnd | None:

@@ -63,8 +63,12 @@ class Ratio:
 
     def interval(self) -> Interval:
         """Return the ratio with its 95 % interval: Student's t of its logarithm."""
-        reach = self.log_error * float(stats.t.ppf(0.975, self.degrees_of_freedom))
-        return Interval(value=self.value, ci95=(self.value * math.exp(-reach), self.value * math.exp(reach)))
+        return Interval(value=self.value, ci95=self.bounds(0.95))
+
+    def bounds(self, level: float) -> tuple[float, float]:
+        """Return the bounds of the interval of this level, such as 0.95."""
+        reach = self.log_error * float(stats.t.ppf((1 + level) / 2, self.degrees_of_freedom))
+        return self.value * math.exp(-reach), self.value * math.exp(reach)
 
 
 def speed_ratio(slower: Work, faster: Work) -> Interval:

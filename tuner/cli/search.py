@@ -174,12 +174,8 @@ def _print_conclusion(console: Console, found: SearchResult, config: SearchConfi
 
     for name, reason in found.studies.items():
         print_facts(console, search=f"{name}: {reason}")
-    for cut in found.cuts:
-        print_facts(console, cut=cut)
     if found.no_comparison is not None and config.stock:
         print_facts(console, generate=f"not compared with transformers' generate: {found.no_comparison}")
-    for sign in () if found.noise is None else found.noise.signs:
-        print_facts(console, noisy=f"{sign}; rates may be off")
     cost = found.cost
     heads = f"; {cost.distillation_seconds:.0f} s of distilling exit heads" if cost.distillation_seconds else ""
     print_facts(console, cost=f"{cost.num_trials} trials, {cost.search_seconds:.0f} s of search{heads}")
@@ -190,9 +186,10 @@ def _print_conclusion(console: Console, found: SearchResult, config: SearchConfi
         print_facts(console, engine=f"race and held-out figures were measured in {engine.name} {engine.version}")
     interval = found.confirmed.speedup_interval()
     shown = f"{interval.value:.2f}x, 95 % interval {interval.ci95[0]:.2f} to {interval.ci95[1]:.2f}"
-    if found.profile.measured is None:
+    if found.profile.measured is None and interval.ci95[0] <= 1.0:
         plain = "plain decoding" if engine is None else f"{engine.name}'s own plain decoding"
         console.print(f"[bold]Nothing beats {plain} with 95 % confidence[/bold]; the profile says to decode plainly.")
+    if found.profile.measured is None:
         if found.winner.candidate.draft.drafts:
             print_facts(console, nearest=f"{found.winner.study}: {shown}; {found.objection}")
     else:
@@ -201,6 +198,10 @@ def _print_conclusion(console: Console, found: SearchResult, config: SearchConfi
         low, high = (end_to_end := whole.speedup_interval()).ci95
         shown = f"{end_to_end.value:.2f}x, 95 % interval {low:.2f} to {high:.2f}, prefill included"
         print_facts(console, **{"end to end": shown})
+    assert found.verdict is not None, "a search ends with its review"
+    for caution in found.verdict.cautions:
+        print_facts(console, care=caution)
+    print_facts(console, verdict=Text(found.verdict.headline, style="bold"))
     print_facts(
         console,
         profile=f"{config.out}   (sdtune show {config.out})",

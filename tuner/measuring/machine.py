@@ -9,15 +9,17 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterable
+from pathlib import Path
 
 import numpy as np
 from pydantic import Field
 
 from decoding.documents.strict_yaml import Document
-from studies.measurement import Measurement
+from studies.measurement import MOST_WAITING, Measurement
 
 MOST_VARIATION = 0.10
 """Relative difference between blocks of plain decoding above which the machine counts as noisy."""
+TASKS = Path("/proc/self/task")
 MOST_COST_ERROR = 0.10
 """Median relative error of the cost table on held-out passes above which it counts as badly fitted."""
 QUIET_SHARE = 0.10
@@ -34,18 +36,30 @@ class MachineNoise(Document):
     )
     load: float | None = Field(None, description="highest load average of a minute, this process included")
     cores: int = Field(description="processors of the machine, to which the load refers")
+    waiting: float | None = Field(
+        None, description="share of the time of the confirmation in which decoding waited for a processor"
+    )
     cost_error: float | None = Field(None, description="median relative error of the cost table on held-out passes")
 
     @property
     def signs(self) -> tuple[str, ...]:
         """What counts as noise, in words; empty for a quiet machine."""
-        found = []
-        if self.plain_variation is not None and self.plain_variation > MOST_VARIATION:
-            found.append(f"plain decoding of the same prompts varied by {self.plain_variation:.0%} between blocks")
-        if self.load is not None and self.load > self.cores:
-            found.append(f"the load average reached {self.load:.1f} on {self.cores} cores")
+        found = list(self.disturbances)
         if self.cost_error is not None and self.cost_error > MOST_COST_ERROR:
             found.append(f"the cost table predicts held-out passes within {self.cost_error:.0%} only")
+        return tuple(found)
+
+    @property
+    def disturbances(self) -> tuple[str, ...]:
+        """The signs that put measured figures in doubt, not predictions alone."""
+        found = []
+        if self.waiting is not None and self.waiting > MOST_WAITING:
+            found.append(f"decoding waited for a processor for {self.waiting:.0%} of its time")
+        if self.plain_variation is not None and self.plain_variation > MOST_VARIATION:
+            found.append(f"plain decoding of the same prompts varied by {self.plain_variation:.0%} between blocks")
+        # The load counts this process too, and tells of the whole search: it is asked where waiting is not known.
+        if self.waiting is None and self.load is not None and self.load > self.cores:
+            found.append(f"the load average reached {self.load:.1f} on {self.cores} cores")
         return tuple(found)
 
 
@@ -65,11 +79,15 @@ class MachineWatch:
         """Note the median error of a cost table; the worst of several counts."""
         self._cost_error = max(self._cost_error or 0.0, median)
 
-    def noise(self, plain: Iterable[Measurement]) -> MachineNoise:
+    def noise(self, plain: Iterable[Measurement], confirmed: Measurement) -> MachineNoise:
         """Return the signs so far; `plain` are measurements on one bench, whose prompts have the same indices."""
         load = None if self._load is None else round(self._load, 2)
         return MachineNoise(
-            plain_variation=plain_variation(plain), load=load, cores=os.cpu_count() or 1, cost_error=self._cost_error
+            plain_variation=plain_variation(plain),
+            load=load,
+            cores=os.cpu_count() or 1,
+            waiting=confirmed.waiting_share,
+            cost_error=self._cost_error,
         )
 
 
@@ -90,6 +108,29 @@ def plain_variation(blocks: Iterable[Measurement]) -> float | None:
     relative = [[rate / usual[prompt] for prompt, rate in own.items() if prompt in usual] for own in rates]
     medians = [float(np.median(each)) for each in relative if each]
     return max(medians) / min(medians) - 1 if len(medians) > 1 else None
+
+
+def seconds_waited() -> float | None:
+    """Return the seconds so far in which threads of this process were ready to run and waited for a processor.
+
+    None where the system does not say. Threads that have ended are not counted.
+    """
+    waited = [int(of_thread.split()[1]) for task in _tasks() if (of_thread := _read(task / "schedstat"))]
+    return sum(waited) / 1e9 if waited else None
+
+
+def _tasks() -> list[Path]:
+    try:
+        return list(TASKS.iterdir())
+    except OSError:
+        return []  # no Linux
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="ascii")
+    except OSError:
+        return ""  # the thread has ended, or the kernel keeps no such figures
 
 
 def wait_until_quiet(

@@ -29,6 +29,7 @@ from tuner.measuring.baseline import Baseline
 from tuner.measuring.clock import Clock, WallClock
 from tuner.measuring.contract import OnSample
 from tuner.measuring.decoders import MOST_KEPT, DecoderPool
+from tuner.measuring.machine import seconds_waited
 from tuner.measuring.recording import Recorder, TimedBatch, counted, record_decoding
 from tuner.measuring.turns import WARM_UP_TOKENS, take_turns
 
@@ -258,9 +259,12 @@ class Bench:
         if repeats and index in self._plain_batches:
             return self._plain_batches[index]
         requests = self._requests(index)
+        before = None if self._clock.is_deterministic else seconds_waited()
         recorder = Recorder(self._clock.start(contestant.draft), num_sequences=len(requests))
         record_decoding(contestant.decoder, requests, recorder)
         batch = recorder.batch()
+        if before is not None:
+            batch = replace(batch, waited_seconds=max(0.0, (seconds_waited() or 0.0) - before))
         if repeats:
             self._plain_batches[index] = batch
         return batch
@@ -279,6 +283,7 @@ class Bench:
             rounds=len(rounds),
             drafted=sum(each.num_drafted for each in rounds),
             accepted=sum(each.num_accepted for each in rounds),
+            waited_seconds=_both(plain.waited_seconds, drafted.waited_seconds),
             accepted_lengths=counted(each.num_accepted for each in rounds),
             prefill=PairedPrefill(
                 plain_seconds=plain.prefill_seconds,
@@ -327,3 +332,7 @@ class Bench:
 
     def _generator(self) -> torch.Generator:
         return torch.Generator(self.target.device).manual_seed(self._seed)
+
+
+def _both(first: float | None, second: float | None) -> float | None:
+    return None if first is None or second is None else first + second

@@ -59,6 +59,8 @@ class TimedBatch:
     """
 
     sequences: tuple[TimedSequence, ...]
+    waited_seconds: float | None = None
+    """Seconds in which threads of this process waited for a processor meanwhile; None if that is not known."""
 
     @property
     def prefill_seconds(self) -> float:

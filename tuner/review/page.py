@@ -195,6 +195,8 @@ def _provenance(review: SearchReview) -> Iterator[tuple[str, str]]:
     yield "date", origin.date
     yield "device", origin.device
     yield "load", f"at most {noise.load} on {noise.cores} cores" if noise.load is not None else "unknown"
+    if noise.waiting is not None:
+        yield "waiting", f"decoding waited for a processor for {noise.waiting:.0%} of its time in the confirmation"
     if noise.plain_variation is not None:
         yield "plain decoding", f"varied by {noise.plain_variation:.0%} between blocks on the same prompts"
     if noise.cost_error is not None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 
 import numpy as np
 
-from decoding.profile import Interval
+from decoding.profile import DraftProfile, Interval
 from studies.measurement import Measurement
 from studies.ratios import Ratio
 from tuner.review.document import SearchReview, StockComparison
@@ -17,44 +18,74 @@ FEW_PROMPTS = 12
 """Held-out prompts, or batches, below which the verdict says that an interval over them is rough."""
 
 
+class Shipping(StrEnum):
+    """What to do with a profile, as users read it."""
+
+    SHIP = "Ship"
+    MEASURE_AGAIN = "Ship, but measure again: the machine was busy"
+    DO_NOT_SHIP = "Do not ship"
+
+
+def decide(*, claimed: bool, over_stock: Mapping[str, Interval], noise: Sequence[str]) -> Shipping:
+    """Return what measured figures support.
+
+    A profile ships if a speed-up is claimed for it, and no stock way of generating is faster with 95 % confidence. `over_stock` is
+    the profile's speed over each of these; `noise` are the signs of a busy machine.
+    """
+    if not claimed or _faster(over_stock) is not None:
+        return Shipping.DO_NOT_SHIP
+    return Shipping.MEASURE_AGAIN if noise else Shipping.SHIP
+
+
+def shipping(profile: DraftProfile) -> Shipping:
+    """Return what the figures of a profile support."""
+    measured = profile.measured
+    if measured is None:
+        return Shipping.DO_NOT_SHIP
+    over_stock = {name: each.profile_over_it for name, each in measured.stock.items()}
+    return decide(claimed=profile.draft.drafts, over_stock=over_stock, noise=measured.noise)
+
+
 @dataclass(frozen=True)
 class ShipVerdict:
     """The decision that a search supports."""
 
-    ship: bool
+    shipping: Shipping
     headline: str
-    """One sentence: ship or not, and the figure."""
+    """One sentence or two: what to do, and the figure."""
     reasons: tuple[str, ...]
     cautions: tuple[str, ...]
 
+    @property
+    def ship(self) -> bool:
+        """True if the profile ships, also if it is to be measured again."""
+        return self.shipping is not Shipping.DO_NOT_SHIP
+
 
 def verdict(review: SearchReview) -> ShipVerdict:
-    """Return the verdict on a search.
-
-    The profile ships if the search claims a speed-up, and no stock way of generating is faster with 95 % confidence.
-    """
-    confirmed = review.confirmed
+    """Return the verdict on a search."""
+    confirmed, over_stock = review.confirmed, _over_stock(review.comparison)
+    found = decide(claimed=review.objection is None, over_stock=over_stock, noise=review.noise.disturbances)
+    figures = f"decoding is {_speedup(confirmed)} times as fast as plain decoding on held-out prompts"
     if review.objection is not None:
-        figures = "" if not _drafts(review) else f"; the best draft decodes at {_speedup(confirmed)} of plain's speed"
-        headline = f"Do not ship: decode plainly. {_sentence(review.objection)}{figures}"
-        return ShipVerdict(False, f"{headline}.", tuple(_reasons(review)), tuple(cautions(review)))
-    if (faster := faster_stock(review.comparison)) is not None:
+        best = "" if not _drafts(review) else f"; the best draft decodes at {_speedup(confirmed)} of plain's speed"
+        headline = f"{found}: decode plainly. {_sentence(review.objection)}{best}."
+    elif (faster := _faster(over_stock)) is not None:
         name, ratio = faster
-        headline = f"Do not ship: {name} is faster, the profile has {ratio} of its speed"
-        return ShipVerdict(False, f"{headline}.", tuple(_reasons(review)), tuple(cautions(review)))
-    headline = f"Ship: decoding is {_speedup(confirmed)} times as fast as plain decoding on held-out prompts"
-    return ShipVerdict(True, f"{headline}.", tuple(_reasons(review)), tuple(cautions(review)))
+        headline = f"{found}: {name} is faster, the profile has {ratio} of its speed."
+    else:
+        headline = f"{found}: {figures}." if found is Shipping.SHIP else f"{found}. {_sentence(figures)}."
+    return ShipVerdict(found, headline, tuple(_reasons(review)), tuple(cautions(review)))
 
 
-def faster_stock(comparison: StockComparison | None) -> tuple[str, Interval] | None:
+def _over_stock(comparison: StockComparison | None) -> dict[str, Interval]:
+    contenders = {} if comparison is None else comparison.contenders
+    return {name: each.profile_over_it for name, each in contenders.items() if name != "profile"}
+
+
+def _faster(over_stock: Mapping[str, Interval]) -> tuple[str, Interval] | None:
     """Return the stock contender that the profile is surely slower than, and the ratio; None if there is none."""
-    if comparison is None:
-        return None
-    slower = [
-        (name, each.profile_over_it)
-        for name, each in comparison.contenders.items()
-        if name != "profile" and each.profile_over_it.ci95[1] < 1.0
-    ]
+    slower = [(name, ratio) for name, ratio in over_stock.items() if ratio.ci95[1] < 1.0]
     return min(slower, key=lambda pair: pair[1].value, default=None)
 
 

@@ -5,7 +5,7 @@ A search decides here, and `sdtune evaluate integrity` tests the same decision.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -33,16 +33,17 @@ class Confirmed:
     measurement: Measurement
 
 
-def claims_speedup(candidate: Candidate, raced: Measurement, confirmed: Measurement) -> bool:
+def claims_speedup(candidate: Candidate, raced: Measurement, confirmed: Measurement, *, busy: bool = False) -> bool:
     """Return True if a speed-up is claimed for a candidate, which is if `objection` has none."""
-    return objection(candidate, raced, confirmed) is None
+    return objection(candidate, raced, confirmed, busy=busy) is None
 
 
-def objection(candidate: Candidate, raced: Measurement, confirmed: Measurement) -> str | None:
+def objection(candidate: Candidate, raced: Measurement, confirmed: Measurement, *, busy: bool = False) -> str | None:
     """Return why no speed-up is claimed for a candidate, or None if one is.
 
     It must draft, be lossless in race and confirmation, and have its 95 % interval on the held-out prompts (`confirmed`) above 1.
-    That is of the decode phase; end to end, prefill included, the interval must not lie below 1.
+    That is of the decode phase; end to end, prefill included, the interval must not lie below 1. If the machine was `busy`, or
+    decoding had to wait for a processor, the 99.5 % interval must lie above 1.
     """
     if not candidate.draft.drafts:
         return "the best candidate decodes plainly"
@@ -50,9 +51,18 @@ def objection(candidate: Candidate, raced: Measurement, confirmed: Measurement) 
         return "its texts differ from plain decoding's"
     if confirmed.speedup_interval().ci95[0] <= 1.0:
         return "its 95 % interval does not lie above 1"
+    if not confirmed.is_faster(busy=busy):
+        level = confirmed.level(busy=busy)
+        return f"the machine was busy, and then its {100 * level:g} % interval must lie above 1: measure again"
     if confirmed.is_slower_end_to_end:
         return "it decodes faster, but its prefill costs more than that saves: end to end it is slower"
     return None
+
+
+def blocks(records: Iterable[TrialRecord], race: Iterable[Finalist]) -> Iterator[Measurement]:
+    """Yield the measurements on tuning prompts, whose plain decoding shows how quiet the machine was."""
+    yield from (each.measurement for each in records if each.measurement is not None and each.repeat_of is None)
+    yield from (each.measurement for each in race)
 
 
 def race_best(

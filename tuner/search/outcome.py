@@ -33,7 +33,8 @@ from tuner.inputs.identity import target_identity
 from tuner.measuring.machine import MachineNoise
 from tuner.registry import log_profile
 from tuner.review.document import StockComparison, TextPair
-from tuner.search.decision import Confirmed, objection
+from tuner.review.verdict import ShipVerdict
+from tuner.search.decision import Confirmed
 from tuner.search.held_out import ResultRow
 from tuner.search.race import Finalist
 from tuner.search.report import trials_csv
@@ -68,6 +69,7 @@ class SearchResult:
     studies: Mapping[str, str]
     """Reason for the end of each study, and its remarks."""
     cost: SearchEffort
+    noise: MachineNoise
     objection: str | None = None
     """Why the profile decodes plainly; None if it has the winner."""
     stages: Mapping[Stage, float] = field(default_factory=dict)
@@ -85,12 +87,15 @@ class SearchResult:
     """Why there is no comparison with stock generation."""
     address: str | None = None
     """Page of the search in the MLflow UI."""
-    noise: MachineNoise | None = None
+    verdict: ShipVerdict | None = None
+    """What the result supports; None until it is reviewed."""
 
 
 def conclude(
     task: Task,
     winner: Finalist,
+    refused: str | None,
+    noise: MachineNoise,
     confirmed: Sequence[Confirmed],
     stock: StockOutcome,
     ended: Mapping[str, str],
@@ -100,13 +105,12 @@ def conclude(
 ) -> SearchResult:
     """Return the profile of the winner, or of plain decoding if its speed-up is not confirmed, and the rows of the table.
 
-    `engine` is the one in which they were measured. The exit head of a winner that has one is copied beside the profile;
-    `ExitHeadError` if that fails.
+    `refused` is why no speed-up is claimed; `engine` is the one in which they were measured. The exit head of a winner that has one
+    is copied beside the profile; `ExitHeadError` if that fails.
     """
     trial = winner.trial
     measurement = next(each.measurement for each in confirmed if each.trial.candidate.key == trial.candidate.key)
     interval = measurement.speedup_interval()
-    refused = objection(trial.candidate, winner.measurement, measurement)
     wins = refused is None
     profile = DraftProfile(
         name=f"{task.config.resolved_experiment()}-{trial.study.replace('_', '-') if wins else 'plain'}",
@@ -114,7 +118,7 @@ def conclude(
         draft=_placed(task, trial.candidate.draft, task.config.out) if wins else PlainDecoding(),
         draft_length=trial.candidate.draft_length if wins else Fixed(),
         decoding=task.decoding,
-        measured=_measured(task, measurement, interval, stock.comparison, cost) if wins else None,
+        measured=_measured(task, measurement, interval, noise, stock.comparison, cost) if wins else None,
         provenance=ProfileOrigin(
             created=datetime.now(UTC).isoformat(timespec="seconds"),
             study=trial.study,
@@ -133,6 +137,7 @@ def conclude(
         tuple(rows),
         dict(ended),
         cost,
+        noise,
         refused,
         comparison=stock.comparison,
         no_comparison=stock.reason,
@@ -155,6 +160,7 @@ def _measured(
     task: Task,
     measurement: Measurement,
     interval: Interval,
+    noise: MachineNoise,
     comparison: StockComparison | None,
     cost: SearchEffort,
 ) -> Measured:
@@ -167,6 +173,7 @@ def _measured(
         draft_acceptance_rate=measurement.draft_acceptance_rate,
         mean_acceptance_length=measurement.mean_acceptance_length,
         tokens_per_round=measurement.tokens_per_round,
+        noise=noise.disturbances,
         exact=Exactness(
             prompts=measurement.num_prompts, identical=measurement.num_identical, ties=measurement.num_ties
         ),

@@ -19,6 +19,7 @@ from decoding.probe import Capabilities
 from decoding.profile import DraftProfile, EndToEndFigures, Interval, Measured, ProfileOrigin
 from studies.contract import TrialRecord, TrialState
 from tuner.review.document import trial_name
+from tuner.review.verdict import shipping
 from tuner.tables import facts_grid, spaced
 from tuner.trial_columns import trial_metrics, trial_params
 
@@ -44,6 +45,7 @@ def profile_panel(profile: DraftProfile) -> RenderableType:
     """Return a profile on one screen."""
     facts = facts_grid()
     _add_draft(facts, profile)
+    facts.add_row("verdict", Text(shipping(profile), style="bold"))
     if profile.measured is not None:
         _add_figures(facts, profile.measured)
     else:
@@ -73,6 +75,8 @@ def _add_figures(facts: Table, measured: Measured) -> None:
     rates, exact, data, cost = measured.tokens_per_second, measured.exact, measured.dataset, measured.search
     speedup = f"{measured.speedup.value:.2f}x, 95 % interval {low:.2f} to {high:.2f}"
     facts.add_row("speed-up", Text(f"{speedup}, of decoding", style="bold"))
+    if measured.noise:
+        facts.add_row("noise", "; ".join(measured.noise))
     per_round = f"{measured.mean_acceptance_length or measured.tokens_per_round:.2f} tokens a round"
     facts.add_row("rates", f"{rates.draft:.1f} tokens/s, plain {rates.plain:.1f}; {per_round}")
     if measured.end_to_end is not None:

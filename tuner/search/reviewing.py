@@ -6,7 +6,6 @@ import re
 import shlex
 import sys
 from collections.abc import Sequence
-from itertools import chain
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -70,8 +69,6 @@ def review_of(task: Task, result: SearchResult, records: Sequence[TrialRecord], 
         Raced(trial=trial_name(each.trial), description=described(each.trial), measurement=each.measurement)
         for each in result.race
     )
-    of_tuning_prompts = chain((r.measurement for r in records if r.repeat_of is None), (r.measurement for r in race))
-    task.watch.look()
     return SearchReview(
         experiment=task.config.resolved_experiment(),
         run_id=run_id,
@@ -84,7 +81,7 @@ def review_of(task: Task, result: SearchResult, records: Sequence[TrialRecord], 
         comparison=result.comparison,
         no_comparison=result.no_comparison,
         texts=result.texts,
-        noise=task.watch.noise(measured for measured in of_tuning_prompts if measured is not None),
+        noise=result.noise,
         ended=dict(result.studies),
         cuts=tuple(result.cuts),
         cautions=tuple(_cautions(task, result)),
@@ -135,12 +132,13 @@ def track_review(tracker: Tracker, review: SearchReview, records: Sequence[Trial
             f"machine/{name}": value
             for name, value in (
                 ("plain_variation", noise.plain_variation),
+                ("waiting", noise.waiting),
                 ("load", noise.load),
                 ("cost_table_error", noise.cost_error),
             )
             if value is not None
         },
-        {"noisy": str(bool(noise.signs)).lower()},
+        {"noisy": str(bool(noise.disturbances)).lower()},
     )
     if (winner := review.winning_trial) is not None:
         tracker.name_winner(winner)

@@ -22,10 +22,11 @@ from tuner.errors import SearchError, TrackingError
 from tuner.inputs.environment import device_name, git_revision, versions
 from tuner.inputs.memory import explained_shortage
 from tuner.leases.table import Lease
-from tuner.measuring.machine import wait_until_quiet
+from tuner.measuring.machine import MachineNoise, wait_until_quiet
 from tuner.measuring.paired import Bench
 from tuner.progress import Progress
-from tuner.search.decision import Confirmed, claims_speedup, confirm, objection, race_best, to_confirm
+from tuner.review.verdict import verdict
+from tuner.search.decision import Confirmed, blocks, confirm, objection, race_best, to_confirm
 from tuner.search.forecast import forecast
 from tuner.search.in_engine import EngineArena, arena
 from tuner.search.missing_heads import provide_heads
@@ -139,16 +140,31 @@ def _searched(
                 finalists = steps.run("race", race_them, list[Finalist])
             with _decoding("the held-out prompts", config):
                 confirmed, held_out = _confirmed(task, finalists, records, keeper, progress, steps, engine)
-                stock = _compared(task, finalists[0], confirmed, held_out, keeper, progress, steps)
+                task.watch.look()
+                noise = task.watch.noise(blocks(records, finalists), confirmed[0].measurement)
+                refused = _objection(finalists[0], confirmed, noise)
+                stock = _compared(task, finalists[0], refused, confirmed, held_out, keeper, progress, steps)
             facts = None
             if engine is not None:
-                facts = steps.run("engine", partial(_engine_facts, engine, finalists[0], confirmed), EngineFacts)
+                candidate = None if refused else finalists[0].trial.candidate
+                facts = steps.run("engine", partial(engine.facts, candidate), EngineFacts)
     finally:
         studies.note_time()
     distilling = task.head_folder.distillation_seconds(heads, feature_head=task.feature_draft is not None)
     cost = SearchEffort(len(records), store.spent_seconds(config.study), distilling)
     with clock.stage(Stage.WRITING):
-        result = conclude(task, finalists[0], confirmed, stock, studies.ended, cost, tracker.run_id, engine=facts)
+        result = conclude(
+            task,
+            finalists[0],
+            refused,
+            noise,
+            confirmed,
+            stock,
+            studies.ended,
+            cost,
+            tracker.run_id,
+            engine=facts,
+        )
         lease.check()  # before the profile of a search that stood still replaces that of its successor
         result.profile.save(config.out)
         track_result(tracker, result, records, task)
@@ -158,7 +174,7 @@ def _searched(
         )
         review = review_of(task, result, records, tracker.run_id)
         track_review(tracker, review, records, task)
-    return replace(result, stages=clock.seconds(), noise=review.noise, address=tracker.address)
+    return replace(result, stages=clock.seconds(), verdict=verdict(review), address=tracker.address)
 
 
 def _confirmed(
@@ -183,9 +199,17 @@ def _confirmed(
     return confirmed, held_out
 
 
+def _objection(winner: Finalist, confirmed: Sequence[Confirmed], noise: MachineNoise) -> str | None:
+    """Return why no speed-up is claimed for the winner, or None if one is."""
+    return objection(
+        winner.trial.candidate, winner.measurement, confirmed[0].measurement, busy=bool(noise.disturbances)
+    )
+
+
 def _compared(
     task: Task,
     winner: Finalist,
+    refused: str | None,
     confirmed: Sequence[Confirmed],
     held_out: Bench,
     keeper: TimeKeeper,
@@ -197,24 +221,14 @@ def _compared(
         return StockOutcome(reason=f"declined by --no-stock; {LATER}")
     if task.config.deploy_to is not None:
         return StockOutcome(reason=f"the profile is for {task.config.deploy_to}, which was measured itself")
-    measured = confirmed[0].measurement
-    candidate = winner.trial.candidate
-    drafts = objection(candidate, winner.measurement, measured) is None
-    count = keeper.num_stock(measured, len(held_out.indices))
+    count = keeper.num_stock(confirmed[0].measurement, len(held_out.indices))
 
     def compare_them() -> StockOutcome:
-        profile = candidate if drafts else None
+        profile = None if refused else winner.trial.candidate
         return compare_with_stock(task, profile, held_out, count, progress, keeper.stock_pace())
 
     with task.budget.clock.stage(Stage.STOCK):
         return steps.run("stock", compare_them, StockOutcome)
-
-
-def _engine_facts(engine: EngineArena, winner: Finalist, confirmed: Sequence[Confirmed]) -> EngineFacts:
-    """Return the engine with the command that the profile stands for."""
-    candidate = winner.trial.candidate
-    measured = next(each.measurement for each in confirmed if each.trial.candidate.key == candidate.key)
-    return engine.facts(candidate if claims_speedup(candidate, winner.measurement, measured) else None)
 
 
 def _stage_figures(clock: StageClock) -> dict[str, float]:

@@ -119,8 +119,8 @@ def test_a_lease_that_could_not_be_given_back_is_free_again(engine: sa.Engine, m
     """The database failed, and the process goes on with other work."""
     table = LeaseTable(engine)
     lease = table.take("a")
-    with monkeypatch.context() as patches, pytest.raises(sa.exc.OperationalError):
-        patches.setattr(table, "_changed", _no_database)
+    monkeypatch.setattr(table, "_changed", _no_database)
+    with pytest.raises(sa.exc.OperationalError):
         lease.release()
     LeaseTable(engine).take("a").check()
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 
 from studies.measurement import Measurement
 from tests.support.records import sample
-from tuner.measuring.machine import MachineNoise, MachineWatch, plain_variation, wait_until_quiet
+from tuner.measuring.machine import MachineNoise, MachineWatch, plain_variation, seconds_waited, wait_until_quiet
 
 
 def _block(seconds: Sequence[float]) -> Measurement:
@@ -38,10 +39,32 @@ def test_a_watch_keeps_the_worst(monkeypatch: pytest.MonkeyPatch) -> None:
     for error in (0.02, 0.4, 0.1):
         watch.look()
         watch.note_cost_error(error)
-    found = watch.noise([])
+    found = watch.noise([], _block([1.0]))
     assert (found.load, found.cost_error, found.plain_variation) == (9.0, 0.4, None)
     assert len(found.model_copy(update={"cores": 2}).signs) == 2
     assert MachineNoise(cores=2).signs == ()
+
+
+def test_the_load_average_is_asked_where_waiting_is_not_known() -> None:
+    """It counts the threads of this process, and tells of the whole search."""
+    assert "load average" in MachineNoise(load=7.0, cores=2).disturbances[0]
+    assert MachineNoise(load=7.0, cores=2, waiting=0.01).disturbances == ()
+    assert "waited for a processor for 40%" in MachineNoise(cores=2, waiting=0.4).disturbances[0]
+
+
+def test_a_cost_table_that_fits_badly_puts_predictions_in_doubt_and_no_figures() -> None:
+    noise = MachineNoise(cores=2, cost_error=0.3)
+    assert (len(noise.signs), noise.disturbances) == (1, ())
+
+
+def test_waiting_is_of_all_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tuner.measuring.machine.TASKS", tmp_path)
+    assert seconds_waited() is None
+    for thread, waited in (("1", 2_000_000_000), ("2", 500_000_000)):
+        (tmp_path / thread).mkdir()
+        (tmp_path / thread / "schedstat").write_text(f"123456 {waited} 7\n")
+    (tmp_path / "3").mkdir()  # a thread that has ended meanwhile
+    assert seconds_waited() == pytest.approx(2.5)
 
 
 def test_waiting_ends_when_it_is_quiet_or_the_time_is_over() -> None:

@@ -7,13 +7,16 @@ import csv
 import pytest
 
 from decoding.drafts import PlainDecoding
+from decoding.profile import Interval, StockFigures
 from studies.contract import TrialState
+from tests.support.measured import measured
 from tests.support.records import measurement, record, sample
 from tests.support.reviews import QUIET, review, stock
 from tuner.review.document import SearchReview, TextPair
 from tuner.review.markdown import MOST_NAME, search_note, texts_page, trial_note, trial_run_name
+from tuner.review.page import report_page
 from tuner.review.tables import held_out_csv, race_csv
-from tuner.review.verdict import verdict
+from tuner.review.verdict import Shipping, shipping, verdict
 
 
 def test_a_confirmed_speedup_ships_with_its_interval() -> None:
@@ -36,6 +39,31 @@ def test_a_profile_that_stock_generation_surely_beats_does_not_ship() -> None:
     found = verdict(review(comparison=stock(hf=0.8, hf_prompt_lookup=0.7)))
     assert not found.ship
     assert "hf-prompt-lookup is faster" in found.headline
+
+
+def test_a_busy_machine_shows_where_the_verdict_is_read() -> None:
+    noise = QUIET.model_copy(update={"waiting": 0.4})
+    found = verdict(review(noise=noise))
+    assert found.shipping is Shipping.MEASURE_AGAIN
+    assert found.headline.startswith(
+        "Ship, but measure again: the machine was busy. Decoding is 1.40 [1.35, 1.45] times as fast"
+    )
+    assert search_note(review(noise=noise), profile_path="p.yaml").startswith(f"## {Shipping.MEASURE_AGAIN}")
+    assert f'<p class="verdict again">{Shipping.MEASURE_AGAIN}' in report_page(review(noise=noise))
+    assert verdict(review(noise=noise, objection="it is slower")).shipping is Shipping.DO_NOT_SHIP
+    assert verdict(review(noise=noise, comparison=stock(hf=0.8))).shipping is Shipping.DO_NOT_SHIP
+
+
+def test_a_profile_says_the_same_as_its_search() -> None:
+    profile = review().profile
+    over_hf = {"hf": StockFigures(prompts=6, profile_over_it=Interval(value=0.8, ci95=(0.7, 0.9)))}
+    for figures, expected in (
+        (measured(), Shipping.SHIP),
+        (measured(noise=("the load average reached 9 on 2 cores",)), Shipping.MEASURE_AGAIN),
+        (measured(stock=over_hf), Shipping.DO_NOT_SHIP),
+        (None, Shipping.DO_NOT_SHIP),
+    ):
+        assert shipping(profile.model_copy(update={"measured": figures})) is expected
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from decoding.draft_length import AdaEdl, Fixed
@@ -38,6 +39,38 @@ def test_an_interval_above_one_is_a_speedup() -> None:
 @pytest.mark.parametrize("ratios", [[0.9, 1.3, 1.2, 0.95], [1.0, 1.0, 1.0], [0.8, 0.7]])
 def test_an_interval_that_reaches_one_is_none(ratios: list[float]) -> None:
     assert not claims_speedup(candidate(), FASTER, measurement(ratios))
+
+
+CLOSE = measurement([1.02, 1.2, 0.98, 1.15, 1.1, 0.97, 1.12, 1.06])
+"""Its 95 % interval lies above 1, its 99.5 % interval does not."""
+
+
+def test_on_a_busy_machine_more_is_asked() -> None:
+    assert claims_speedup(candidate(), FASTER, CLOSE)
+    assert claims_speedup(candidate(), FASTER, measurement([1.5, 1.6, 1.55, 1.4, 1.5, 1.6]), busy=True)
+    assert objection(candidate(), FASTER, CLOSE, busy=True) == (
+        "the machine was busy, and then its 99.5 % interval must lie above 1: measure again"
+    )
+
+
+@pytest.mark.parametrize(("waited", "claims"), [(None, True), (0.02, True), (0.2, False)])
+def test_samples_that_had_to_wait_for_a_processor_make_it_busy(waited: float | None, claims: bool) -> None:
+    samples = (s.model_copy(update={"waited_seconds": waited and waited * s.total_seconds}) for s in CLOSE.samples)
+    assert claims_speedup(candidate(), FASTER, Measurement(samples=tuple(samples))) is claims
+
+
+@pytest.mark.parametrize("num_prompts", [6, 16])
+def test_noise_with_heavy_tails_is_seldom_claimed_on_a_busy_machine(num_prompts: int) -> None:
+    """Plain decoding against itself; one decoding of twelve is interrupted for up to several times its length."""
+    stream, claims, runs = np.random.default_rng(0), [0, 0], 1500
+    for _ in range(runs):
+        seconds = stream.lognormal(0, 0.08, (num_prompts, 2))
+        seconds *= 1 + (stream.random(seconds.shape) < 1 / 12) * stream.exponential(1.5, seconds.shape)
+        made = measurement((seconds[:, 0] / seconds[:, 1]).tolist())
+        for busy in (False, True):
+            claims[busy] += claims_speedup(candidate(), FASTER, made, busy=busy)
+    assert claims[False] / runs < 0.04
+    assert claims[True] / runs < 0.006
 
 
 def test_another_text_or_no_draft_is_no_speedup() -> None:

@@ -24,9 +24,10 @@ from studies.measurement import Measurement
 from tuner.config import SearchConfig
 from tuner.evaluation.integrity.null_benches import Bank, Family, FreshBench, ResampledBench
 from tuner.measuring.contract import Measuring
+from tuner.measuring.machine import MachineNoise, MachineWatch
 from tuner.measuring.paired import Bench
 from tuner.progress import Progress, Unwatched
-from tuner.search.decision import claims_speedup, confirm, race_best
+from tuner.search.decision import blocks, claims_speedup, confirm, race_best
 from tuner.search.task import Task
 
 STUDY = "null"
@@ -39,6 +40,7 @@ class NullRun(Document):
 
     best_trial: float = Field(description="speed-up of the best trial, biased upwards by selection")
     confirmed: Interval = Field(description="speed-up of the winner on held-out prompts")
+    noise: MachineNoise
     claims: bool = Field(description="true if a speed-up was claimed")
 
 
@@ -135,10 +137,16 @@ def search_among(family: Family, tuning: Measuring, held_out: Measuring, config:
     ]
     finalists = race_best(records, [STUDY], tuning, config, Unwatched())
     winner, *_ = confirm(finalists, records, held_out, Unwatched())
+    watch = MachineWatch()
+    watch.look()
+    noise = watch.noise(blocks(records, finalists), winner.measurement)
     return NullRun(
         best_trial=max(record.speedup or 0.0 for record in records),
         confirmed=winner.measurement.speedup_interval(),
-        claims=claims_speedup(winner.trial.candidate, finalists[0].measurement, winner.measurement),
+        noise=noise,
+        claims=claims_speedup(
+            winner.trial.candidate, finalists[0].measurement, winner.measurement, busy=bool(noise.disturbances)
+        ),
     )
 
 

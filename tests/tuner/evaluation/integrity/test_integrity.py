@@ -26,6 +26,7 @@ from tuner.config import SearchConfig
 from tuner.evaluation.integrity.coverage import Configuration, Confirmation, CoverageCheck, confirmations_from
 from tuner.evaluation.integrity.null_benches import Bank, Family, FreshBench, ResampledBench, families
 from tuner.evaluation.integrity.nulls import NullCheck, NullRun, search_among
+from tuner.measuring.machine import MachineNoise
 from tuner.measuring.paired import Bench
 
 CONFIG = SearchConfig(model="m", dataset="d", prompts_per_trial=4, finalists=3)
@@ -144,7 +145,10 @@ def test_fresh_measurements_decode_the_family_s_candidate() -> None:
 
 def test_the_share_of_claims_has_an_exact_interval() -> None:
     interval = measurement([1.1, 1.2]).speedup_interval()
-    runs = tuple(NullRun(best_trial=1.1, confirmed=interval, claims=number < 2) for number in range(40))
+    runs = tuple(
+        NullRun(best_trial=1.1, confirmed=interval, noise=MachineNoise(cores=2), claims=number < 2)
+        for number in range(40)
+    )
     check = NullCheck(family="idle", truth="1", num_candidates=3, in_bank=(), runs=runs)
     assert (check.num_claims, check.share.value) == (2, 0.05)
     assert check.share.ci95 == pytest.approx((0.0061, 0.1692), abs=1e-3)
