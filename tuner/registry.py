@@ -45,6 +45,8 @@ class Promotion:
     speedup: Interval | None
     replaced: str | None
     """Version that had the alias before, or None."""
+    champion: Interval | None = None
+    """Speed-up of that version, as it was measured then; None if sdtune did not promote it or it has none."""
 
 
 def log_profile(tracking_uri: str, run_id: str, profile: DraftProfile, folder: Path) -> str:
@@ -71,7 +73,8 @@ def promote(
     """Register a profile and give it the alias; `source` is the id of a search's run or the path of a profile.
 
     `why` and `by` (who decided) are kept as tags, beside the interval of the speed-up. Raises `PromotionError` unless the interval
-    lies above 1, and if it lies below that of the profile with the alias or is for another model; not with `force`. Raises
+    lies above 1, if the machine was busy when it was measured, and if it is less than that of the profile with the alias or for
+    another model; not with `force`. Raises
     `ConfigError` for a source or a name that cannot be used, `ExitHeadError` for a head that is missing or altered, and
     `TrackingError` if the store cannot be used.
     """
@@ -82,7 +85,8 @@ def promote(
         found = _of_file(Path(source)) if Path(source).exists() else _of_run(mlflow, client, source, tracking_uri)
         profile = found.profile
         champion = _champion(mlflow, client, name, alias)
-        refused = objection(profile, None if champion is None else dict(champion.tags))
+        tags_of_champion = None if champion is None else dict(champion.tags)
+        refused = objection(profile, tags_of_champion)
         if refused is not None and not force:
             raise PromotionError(f"not promoted: {refused}; --force promotes it anyway")
         model_id = found.model_id or _log_file(mlflow, client, profile, Path(source).parent)
@@ -101,6 +105,7 @@ def promote(
         str(version.version),
         None if profile.measured is None else profile.measured.speedup,
         None if champion is None else str(champion.version),
+        _speedup(tags_of_champion or {}),
     )
 
 
@@ -115,19 +120,33 @@ def objection(profile: DraftProfile, champion: dict[str, str] | None) -> str | N
     if profile.measured is None:
         return f"profile {profile.name!r} has no measured speed-up"
     speedup = profile.measured.speedup
-    low, high = speedup.ci95
-    if low <= 1:
+    if speedup.ci95[0] <= 1:
         return f"the interval of its speed-up, {speedup}, does not lie above 1"
+    if profile.measured.noise:
+        signs = "; ".join(profile.measured.noise)
+        return f"the machine was busy when its speed-up, {speedup}, was measured ({signs}): measure again"
     if champion is None:
         return None
-    if _LOW not in champion:
+    if (known := _speedup(champion)) is None:
         return "the champion has no speed-up to compare with: sdtune did not promote it"
     if champion[_TARGET] != profile.target.weights_sha256:
         return "the champion is for another model, or other weights: choose another --name"
-    if high < float(champion[_LOW]):
-        known = Interval(value=float(champion[_SPEEDUP]), ci95=(float(champion[_LOW]), float(champion[_HIGH])))
-        return f"the interval of its speed-up, {speedup}, lies below the champion's, {known}"
+    if speedup.value < known.value:
+        return f"its speed-up, {speedup}, is {lead(speedup, known)} the champion's, {known}"
     return None
+
+
+def lead(speedup: Interval, known: Interval) -> str:
+    """Return how far a speed-up lies above another one, or below it, in words."""
+    difference = speedup.value / known.value - 1
+    return f"{abs(difference):.1%} {'below' if difference < 0 else 'above'}"
+
+
+def _speedup(tags: dict[str, str]) -> Interval | None:
+    """Return the speed-up among the tags of a version."""
+    if _LOW not in tags:
+        return None
+    return Interval(value=float(tags[_SPEEDUP]), ci95=(float(tags[_LOW]), float(tags[_HIGH])))
 
 
 @dataclass(frozen=True)

@@ -51,6 +51,9 @@ def _figures(value: float, low: float, high: float) -> Measured:
     return measured().model_copy(update={"speedup": Interval(value=value, ci95=(low, high))})
 
 
+BUSY = _figures(1.7, 1.6, 1.8).model_copy(update={"noise": ("load 9",)})
+
+
 def test_profile_goes_through_the_registry_with_its_head(
     write_profile: Write, target: Target, promoted: Callable[..., Promotion], client: Any, uri: str, workplace: Path
 ) -> None:
@@ -110,10 +113,16 @@ def test_profile_of_a_search_is_a_model_of_its_run(
     [
         (None, {}, "has no measured speed-up"),
         (_figures(1.1, 0.9, 1.3), {}, r"1.10 \[0.90, 1.30\], does not lie above 1"),
-        (_figures(1.2, 1.1, 1.3), {}, r"1.20 \[1.10, 1.30\], lies below the champion's, 1.50 \[1.40, 1.60\]"),
+        (_figures(1.2, 1.1, 1.3), {}, r"1.20 \[1.10, 1.30\], is 20.0% below the champion's, 1.50 \[1.40, 1.60\]"),
+        (_figures(1.49, 1.4, 1.6), {}, r"1.49 \[1.40, 1.60\], is 0.7% below the champion's, 1.50 \[1.40, 1.60\]"),
+        (
+            BUSY,
+            {},
+            r"the machine was busy when its speed-up, 1.70 \[1.60, 1.80\], was measured \(load 9\): measure again",
+        ),
         (_figures(1.5, 1.4, 1.6), {"weights_sha256": "0" * 64}, "another model"),
     ],
-    ids=["plain", "not above 1", "below the champion", "another model"],
+    ids=["plain", "not above 1", "below the champion", "slightly below", "busy", "another model"],
 )
 def test_a_weaker_challenger_is_refused_unless_forced(
     write_profile: Write,
@@ -135,12 +144,22 @@ def test_a_weaker_challenger_is_refused_unless_forced(
     assert promoted(path, force=True).replaced == "1"
 
 
-def test_an_overlapping_challenger_replaces_the_champion(
+def test_a_challenger_that_is_as_fast_replaces_the_champion(
     write_profile: Write, promoted: Callable[..., Promotion]
 ) -> None:
     promoted(write_profile(SKIP, measured=_figures(1.5, 1.4, 1.6)))
-    found = promoted(write_profile(SKIP, measured=_figures(1.4, 1.3, 1.5)))
+    found = promoted(write_profile(SKIP, measured=_figures(1.5, 1.3, 1.7)))
     assert (found.version, found.replaced) == ("2", "1")
+    assert found.champion == Interval(value=1.5, ci95=(1.4, 1.6))
+
+
+def test_a_profile_of_a_busy_machine_is_refused_as_the_first_too(
+    write_profile: Write, promoted: Callable[..., Promotion]
+) -> None:
+    path = write_profile(SKIP, measured=BUSY)
+    with pytest.raises(PromotionError, match="the machine was busy"):
+        promoted(path)
+    assert promoted(path, force=True).version == "1"
 
 
 def test_what_cannot_be_promoted_is_said_in_one_line(
@@ -183,10 +202,17 @@ def test_commands_promote_and_read_addresses(
     assert found.exit_code == 0, found.output
     assert "models:/tiny@champion" in found.output
     assert "1.50 [1.40, 1.60]" in found.output
+    assert f'load_decoder("models:/tiny@champion", tracking_uri="{uri}")' in "".join(found.output.split("\n"))
     write_profile(SKIP, measured=_figures(1.2, 1.1, 1.3))
     refused = _run(*given)
     assert refused.exit_code == 2
-    assert "lies below the champion's" in refused.stderr
+    assert "is 20.0% below the champion's" in refused.stderr
+    write_profile(SKIP, measured=_figures(1.65, 1.6, 1.7))
+    better = " ".join(_run(*given).output.split())
+    assert "speedup 1.65 [1.60, 1.70] champion 1.50 [1.40, 1.60], version 1 difference 10.0% above" in better
+    write_profile(SKIP, measured=_figures(1.5, 1.4, 1.6))
+    assert _run(*given, "--force").exit_code == 0
+    write_profile(SKIP, measured=_figures(1.2, 1.1, 1.3))
     assert _run(*given, "--force", "--alias", "trial").exit_code == 0
     monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
     shown = _run("show", "models:/tiny@champion")

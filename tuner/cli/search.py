@@ -112,7 +112,7 @@ def _register(console: Console, name: str, found: SearchResult, config: SearchCo
     except PromotionError as refused:
         print_facts(console, registry=str(refused))
     else:
-        print_promotion(console, promoted)
+        print_promotion(console, promoted, config.tracking_uri)
 
 
 def _print_plan(console: Console, task: Task) -> None:
