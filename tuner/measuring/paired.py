@@ -259,11 +259,13 @@ class Bench:
         if repeats and index in self._plain_batches:
             return self._plain_batches[index]
         requests = self._requests(index)
-        before = None if self._clock.is_deterministic else seconds_waited()
+        before = seconds_waited()
         recorder = Recorder(self._clock.start(contestant.draft), num_sequences=len(requests))
         record_decoding(contestant.decoder, requests, recorder)
         batch = recorder.batch()
-        if before is not None:
+        if self._clock.is_deterministic:
+            batch = replace(batch, waited_seconds=0.0)  # prices wait for nobody
+        elif before is not None:
             batch = replace(batch, waited_seconds=max(0.0, (seconds_waited() or 0.0) - before))
         if repeats:
             self._plain_batches[index] = batch

@@ -128,7 +128,7 @@ def _check_a_search_in_time(result: SearchResult, simulated: SimulatedTime, told
 def test_bench_and_export_of_a_search_that_was_cut_use_prompts_that_it_never_saw(
     run_timed: RunTimed, prompts_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tuner.search.outcome.objection", lambda *_: None)  # a winner, whatever the figures
+    monkeypatch.setattr("tuner.search.run.objection", lambda *_, **__: None)  # a winner, whatever the figures
     seen: list[Prompt] = []
     open_bench = run.open_bench
 
