@@ -23,6 +23,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from decoding.errors import UnsupportedRequestError
 from decoding.serving.protocol import ChatBody, CompletionBody, GenerationBody
+from decoding.serving.refusals import refusal
 from decoding.serving.service import Answer, Piece, RequestFailedError, Service
 from decoding.serving.waiting_room import WaitingRoomFullError
 
@@ -194,14 +195,8 @@ def _failure(error: RequestFailedError) -> ApiError:
 
 def _validation(error: RequestValidationError) -> ApiError:
     """Name the first thing that is wrong with a body."""
-    first = error.errors()[0]
-    if first["type"] == "json_invalid":
-        return ApiError(400, f"the body is not valid JSON: {first.get('ctx', {}).get('error', '')}")
-    # Members of a union are named in brackets or by their type; the key itself comes first.
-    keys = [str(key) for key in first["loc"] if key != "body"]
-    param = keys[0] if keys else None
-    message = "unknown key" if first["type"] == "extra_forbidden" else str(first["msg"])
-    return ApiError(400, f"{param}: {message}" if param else message, param=param)
+    message, param, code = refusal(error.errors()[0])
+    return ApiError(400, message, param=param, code=code)
 
 
 @dataclass(frozen=True)

@@ -5,15 +5,35 @@ What would change the answer and is not supported is refused. What cannot change
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
+from pydantic_core import PydanticCustomError
 
 from decoding.text import LogitsProcessor
 
 MAX_STOPS = 16
 MAX_PROMPTS = 64
+MAX_MESSAGES = 2048
+"""As in OpenAI's API."""
 MAX_SEED = 2**63 - 1
+GREEDY_BELOW = 1e-5
+"""Temperature below which decoding is greedy, as in vLLM: scores divided by less than that may be infinite."""
+FORM = "form of "
+"""Begins the tags of keys that take several forms; a tag is no part of a key's name in an error."""
 
 
 def _encodable(text: str) -> str:
@@ -25,50 +45,115 @@ def _encodable(text: str) -> str:
     return text
 
 
+def _form(given: Any) -> str | None:
+    """Return which form of a key a value is meant to have, so that its error is the one of that form."""
+    if not isinstance(given, list):
+        return FORM + "text" if isinstance(given, str) else None
+    first = given[0] if given else ""
+    if isinstance(first, list):
+        return FORM + "token lists"
+    return FORM + ("texts" if isinstance(first, str | dict) else "tokens")
+
+
+def _form_of_texts(given: Any) -> str | None:
+    form = _form(given)
+    return form if form in (None, FORM + "text") else FORM + "texts"
+
+
+def _forms(find: Callable[[Any], str | None]) -> Discriminator:
+    return Discriminator(find, custom_error_type="invalid_type", custom_error_message="expected a string or an array")
+
+
+def _only(*supported: Any) -> BeforeValidator:
+    """Refuse all but these values; `true` is not 1."""
+
+    def check(given: Any) -> Any:
+        if not any(type(given) is type(each) and given == each for each in supported):
+            shown = [
+                each for index, each in enumerate(supported) if each not in supported[:index]
+            ]  # 0 once, not 0.0 too
+            values = " and ".join(map(json.dumps, shown))
+            raise PydanticCustomError("invalid_value", "only {values} are supported", {"values": values})
+        return given
+
+    return BeforeValidator(check)
+
+
+def _scalar(given: Any) -> Any:
+    if not isinstance(given, bool | int | float | str):
+        raise PydanticCustomError("invalid_type", "expected a boolean, a number or a string")
+    return _encodable(given) if isinstance(given, str) else given
+
+
 Text = Annotated[str, AfterValidator(_encodable)]
 Stop = Annotated[Text, Field(min_length=1, max_length=256)]
 TokenId = Annotated[int, Field(ge=0)]
-Off = Literal[False, 0] | None
+TokenIds = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
+Penalty = Annotated[Any, _only(None, 0, 0.0)]
+Off = Annotated[Any, _only(None, False, 0)]
+One = Annotated[Any, _only(None, 1)]
 
 
-class StreamOptions(BaseModel):
+class Body(BaseModel):
+    """A JSON object whose keys and types are taken at their word: unknown keys are refused, and `true` is no number."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _few_keys(cls, given: Any) -> Any:
+        # One error in place of one for each of many unknown keys, which takes seconds.
+        if isinstance(given, dict) and len(given) > len(cls.model_fields):
+            key = next(key for key in given if key not in cls.model_fields)
+            raise PydanticCustomError("unknown_parameter", "unknown parameter {key}", {"key": key})
+        return given
+
+
+class StreamOptions(Body):
     """`stream_options`."""
 
     include_usage: bool = False
     continuous_usage_stats: bool = Field(False, description="Not in OpenAI's API: each chunk has the usage so far.")
 
 
-class GenerationBody(BaseModel):
-    """What both kinds of completions share. Unknown keys are refused."""
-
-    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
+class GenerationBody(Body):
+    """What both kinds of completions share."""
 
     model: str | None = None
     max_tokens: int | None = Field(None, ge=1)
     temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = Field(None, gt=0, le=1)
     top_k: int | None = Field(None, ge=-1, description="Not in OpenAI's API; 0 and -1 are off, as in vLLM.")
-    repetition_penalty: float | None = Field(None, gt=0, le=2, description="Not in OpenAI's API.")
+    repetition_penalty: float | None = Field(None, ge=0.01, le=2, description="Not in OpenAI's API.")
     seed: int | None = Field(None, ge=-MAX_SEED, le=MAX_SEED)
-    stop: Stop | Annotated[list[Stop], Field(max_length=MAX_STOPS)] | None = None
+    stop: (
+        Annotated[
+            Annotated[Stop, Tag(FORM + "text")]
+            | Annotated[list[Stop], Field(max_length=MAX_STOPS, fail_fast=True), Tag(FORM + "texts")],
+            _forms(_form_of_texts),
+        ]
+        | None
+    ) = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     ignore_eos: bool = Field(False, description="Not in OpenAI's API; for benchmarks.")
 
-    n: Literal[1] | None = None
-    frequency_penalty: Off = None
-    presence_penalty: Off = None
-    logit_bias: Annotated[dict[str, float], Field(max_length=0)] | None = None
+    n: One = None
+    frequency_penalty: Penalty = None
+    presence_penalty: Penalty = None
+    logit_bias: Annotated[Any, _only(None, {})] = None
 
     user: str | None = None
     metadata: dict[str, Any] | None = None
     store: bool | None = None
     service_tier: str | None = None
 
-    @field_validator("frequency_penalty", "presence_penalty", mode="before")
+    @field_validator("stream_options")
     @classmethod
-    def _zero(cls, value: Any) -> Any:
-        return None if value == 0 else value
+    def _streams(cls, given: StreamOptions | None, info: ValidationInfo) -> StreamOptions | None:
+        if given is not None and not info.data.get("stream"):
+            raise PydanticCustomError("invalid_value", "it is only allowed when 'stream' is true")
+        return given
 
     @property
     def stops(self) -> tuple[str, ...]:
@@ -78,7 +163,7 @@ class GenerationBody(BaseModel):
     @property
     def is_greedy(self) -> bool:
         """True if the most likely token is always taken."""
-        return self.temperature == 0 or self.top_k == 1
+        return (self.temperature is not None and self.temperature < GREEDY_BELOW) or self.top_k == 1
 
     @property
     def reports_usage(self) -> bool:
@@ -116,13 +201,16 @@ class GenerationBody(BaseModel):
 class CompletionBody(GenerationBody):
     """`POST /v1/completions`. Several prompts give several choices."""
 
-    prompt: (
-        Text
-        | Annotated[list[TokenId], Field(min_length=1)]
-        | Annotated[list[Text], Field(min_length=1, max_length=MAX_PROMPTS)]
-        | Annotated[list[Annotated[list[TokenId], Field(min_length=1)]], Field(min_length=1, max_length=MAX_PROMPTS)]
-    )
-    best_of: Literal[1] | None = None
+    prompt: Annotated[
+        Annotated[Text, Tag(FORM + "text")]
+        | Annotated[TokenIds, Tag(FORM + "tokens")]
+        | Annotated[list[Text], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True), Tag(FORM + "texts")]
+        | Annotated[
+            list[TokenIds], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True), Tag(FORM + "token lists")
+        ],
+        _forms(_form),
+    ]
+    best_of: One = None
     echo: Off = None
     logprobs: Off = None
     suffix: Literal[""] | None = None
@@ -135,20 +223,21 @@ class CompletionBody(GenerationBody):
         return [given] if single else list(given)
 
 
-class TextPart(BaseModel):
+class TextPart(Body):
     """A part of a message."""
 
     type: Literal["text"]
     text: Text
 
 
-class Message(BaseModel):
+class Message(Body):
     """A turn of a conversation."""
 
-    model_config = ConfigDict(extra="forbid")
-
     role: Literal["system", "developer", "user", "assistant"]
-    content: Text | list[TextPart]
+    content: Annotated[
+        Annotated[Text, Tag(FORM + "text")] | Annotated[list[TextPart], Field(fail_fast=True), Tag(FORM + "texts")],
+        _forms(_form_of_texts),
+    ]
     name: str | None = None
 
     @property
@@ -160,11 +249,11 @@ class Message(BaseModel):
 class ChatBody(GenerationBody):
     """`POST /v1/chat/completions`."""
 
-    messages: list[Message] = Field(min_length=1)
+    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: Off = None
     top_logprobs: Off = None
-    tools: Annotated[list[Any], Field(max_length=0)] | None = None
+    tools: Annotated[Any, _only(None, [])] = None
     tool_choice: Literal["none"] | None = None
     response_format: dict[Literal["type"], Literal["text"]] | None = None
-    chat_template_kwargs: dict[str, bool | int | float | Text] | None = None
+    chat_template_kwargs: dict[str, Annotated[Any, AfterValidator(_scalar)]] | None = None

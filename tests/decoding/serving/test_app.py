@@ -174,12 +174,25 @@ def test_seed_makes_a_sample_reproducible(client: TestClient) -> None:
     assert len(free) > 1
 
 
+@pytest.mark.parametrize("temperature", [1e-38, 1e-45, 1e-300, 5e-324, 9e-6, 1e-5])
+def test_the_coldest_samples_are_greedy(client: TestClient, temperature: float) -> None:
+    greedy = _complete(client, max_tokens=12)["choices"]
+    assert _complete(client, max_tokens=12, temperature=temperature)["choices"] == greedy
+    assert _complete(client, max_tokens=12, temperature=1e-5, repetition_penalty=0.01)["choices"][0]["text"]
+
+
+@pytest.mark.parametrize("top_p", [1e-20, 1e-300, 5e-324])
+def test_a_tiny_share_of_the_probability_leaves_the_likeliest_token(client: TestClient, top_p: float) -> None:
+    greedy = _complete(client, max_tokens=12)["choices"]
+    assert _complete(client, max_tokens=12, temperature=1.0, top_p=top_p)["choices"] == greedy
+
+
 @pytest.mark.parametrize(
     ("body", "status", "words"),
     [
         ({"prompt": ""}, 400, "prompt is empty"),
         ({"prompt": []}, 400, "prompt"),
-        ({}, 400, "prompt: Field required"),
+        ({}, 400, "Missing required parameter: 'prompt'."),
         ({"prompt": PROMPT, "max_tokens": 62}, 400, "takes 64 tokens, and the prompt has 3: 62 new ones do not fit"),
         ({"prompt": [1] * 64}, 400, "do not fit"),
         ({"prompt": [64]}, 400, "has 64 tokens, and none is 64"),
@@ -190,8 +203,57 @@ def test_seed_makes_a_sample_reproducible(client: TestClient) -> None:
         ({"prompt": PROMPT, "n": 2}, 400, "n"),
         ({"prompt": PROMPT, "logprobs": 3}, 400, "logprobs"),
         ({"prompt": PROMPT, "seed": 10**30}, 400, "seed"),
-        ({"prompt": PROMPT, "stop": [""]}, 400, "stop"),
-        ({"prompt": PROMPT, "max_tokns": 3}, 400, "max_tokns: unknown key"),
+        ({"prompt": PROMPT, "stop": [""]}, 400, "'stop[0]': string too short"),
+        ({"prompt": PROMPT, "max_tokns": 3}, 400, "Unknown parameter: 'max_tokns'."),
+        ({"prompt": PROMPT, **{f"key{n}": n for n in range(200)}}, 400, "Unknown parameter: 'key0'."),
+        ({"prompt": [PROMPT] * 65}, 400, "'prompt': array too long. Expected an array with maximum length 64"),
+        ({"prompt": [1, -2]}, 400, "'prompt[1]': integer below minimum value. Expected a value >= 0, but got -2"),
+        ({"prompt": [1.0]}, 400, "type for 'prompt[0]': expected an integer, but got a decimal"),
+        ({"prompt": [True, False]}, 400, "type for 'prompt[0]': expected an integer, but got a boolean"),
+        ({"prompt": [[3], ["w1"]]}, 400, "type for 'prompt[1][0]': expected an integer, but got a string"),
+        ({"prompt": ["w1", 3]}, 400, "type for 'prompt[1]': expected a string, but got an integer"),
+        ({"prompt": [[]]}, 400, "'prompt[0]': array too short. Expected an array with minimum length 1"),
+        ({"prompt": {"text": "w1"}}, 400, "'prompt': expected a string or an array; got an object"),
+        ({"prompt": PROMPT, "max_tokens": True}, 400, "type for 'max_tokens': expected an integer, but got a boolean"),
+        ({"prompt": PROMPT, "max_tokens": 3.0}, 400, "type for 'max_tokens': expected an integer, but got a decimal"),
+        ({"prompt": PROMPT, "n": True}, 400, "'n': only null and 1 are supported; got true"),
+        ({"prompt": PROMPT, "best_of": True}, 400, "'best_of': only null and 1"),
+        (
+            {"prompt": PROMPT, "presence_penalty": 0.5},
+            400,
+            "'presence_penalty': only null and 0 are supported; got 0.5",
+        ),
+        ({"prompt": PROMPT, "temperature": "0"}, 400, "type for 'temperature': expected a decimal, but got a string"),
+        ({"prompt": PROMPT, "temperature": True}, 400, "type for 'temperature'"),
+        ({"prompt": PROMPT, "repetition_penalty": 1e-300}, 400, "Expected a value >= 0.01, but got 1e-300"),
+        ({"prompt": PROMPT, "stream": "true"}, 400, "type for 'stream'"),
+        (
+            {"prompt": PROMPT, "stop": ["a"] * 17},
+            400,
+            "'stop': array too long. Expected an array with maximum length 16",
+        ),
+        ({"prompt": PROMPT, "stop": ["a", 3]}, 400, "type for 'stop[1]': expected a string, but got an integer"),
+        (
+            {"prompt": PROMPT, "stop": "x" * 257},
+            400,
+            "'stop': string too long. Expected a string with maximum length 256",
+        ),
+        ({"prompt": PROMPT, "stream_options": {}}, 400, "'stream_options': it is only allowed when 'stream' is true"),
+        (
+            {"prompt": PROMPT, "stream": True, "stream_options": {"foo": 1}},
+            400,
+            "Unknown parameter: 'stream_options.foo'",
+        ),
+        (
+            {"messages": [{"role": "user", "content": ["w1"]}]},
+            400,
+            "type for 'messages[0].content[0]': expected an object",
+        ),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
+            400,
+            "'messages[0].content[0].type': 'image_url'. Supported values are: 'text'",
+        ),
         ({"prompt": PROMPT, "model": "other"}, 404, "does not exist"),
         ({"messages": []}, 400, "messages"),
         ({"messages": [{"role": "tool", "content": "x"}]}, 400, "messages"),
