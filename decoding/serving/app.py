@@ -10,7 +10,7 @@ import hmac
 import json
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +18,9 @@ from typing import Any
 from fastapi import Depends, FastAPI, HTTPException, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, StreamingResponse
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException as StarletteHTTPException
+from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from decoding.errors import UnsupportedRequestError
@@ -59,8 +61,16 @@ class ApiError(Exception):
         return JSONResponse(self.body, self.status, headers)
 
 
-def create_app(service: Service, *, api_key: str | None = None, max_body_bytes: int = MAX_BODY_BYTES) -> ASGIApp:
+def create_app(
+    service: Service,
+    *,
+    api_key: str | None = None,
+    hosts: Sequence[str] = ("*",),
+    max_body_bytes: int = MAX_BODY_BYTES,
+) -> ASGIApp:
     """Return the application. With an `api_key` all paths but /health and /metrics need it as a bearer token.
+
+    `hosts` are the names in the Host header of a request; see `decoding.serving.hosts`.
 
     The decoding thread starts and stops with the application.
     """
@@ -102,7 +112,7 @@ def create_app(service: Service, *, api_key: str | None = None, max_body_bytes: 
     @app.post("/v1/completions", dependencies=guarded)
     async def completions(body: CompletionBody, request: Request) -> Response:
         _check_model(service, body.model)
-        prompts = [await service.prompt(prompt) for prompt in body.prompts]
+        prompts = [await service.prompt(body, prompt) for prompt in body.prompts]
         return await _respond(service, request, body, prompts, CompletionFormat("text_completion", "cmpl"))
 
     @app.post("/v1/chat/completions", dependencies=guarded)
@@ -111,29 +121,40 @@ def create_app(service: Service, *, api_key: str | None = None, max_body_bytes: 
         prompt = await service.chat_prompt(body)
         return await _respond(service, request, body, [prompt], ChatFormat("chat.completion", "chatcmpl"))
 
-    return LongBodies(app, max_body_bytes)
+    return PlainErrors(
+        TrustedHostMiddleware(app, list(hosts), www_redirect=False),
+        {
+            400: ApiError(400, "unknown host name in the Host header: the server can allow it by --allowed-host"),
+            413: ApiError(413, f"the body is longer than {max_body_bytes} bytes", code="body_too_long"),
+            500: ApiError(500, "the server has failed: its log has the error", kind="server_error"),
+        },
+    )
 
 
-class LongBodies:
-    """Answers with an error object where the limit of the application answers with plain text."""
+class PlainErrors:
+    """Answers with an error object where starlette answers with plain text."""
 
-    def __init__(self, app: ASGIApp, max_body_bytes: int) -> None:
-        self._app = app
-        self._error = ApiError(413, f"the body is longer than {max_body_bytes} bytes", code="body_too_long").response
+    def __init__(self, app: ASGIApp, errors: Mapping[int, ApiError]) -> None:
+        self._app, self._errors = app, errors
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass everything on but a response of status 413, which is replaced."""
+        """Pass everything on but plain errors of a known status, and those of a long body, which are replaced."""
         is_replaced = False
 
         async def replacing(message: Message) -> None:
             nonlocal is_replaced
-            if message["type"] == "http.response.start" and message["status"] == 413:
+            error = self._errors.get(message["status"]) if message["type"] == "http.response.start" else None
+            if error is not None and (error.status == 413 or _is_plain(message)):
                 is_replaced = True
-                await self._error(scope, receive, send)
+                await error.response(scope, receive, send)
             elif not is_replaced:
                 await send(message)
 
         await self._app(scope, receive, replacing)
+
+
+def _is_plain(start: Message) -> bool:
+    return Headers(raw=start["headers"]).get("content-type", "").startswith("text/plain")
 
 
 def _key_check(api_key: str | None) -> Callable[[Request], Awaitable[None]]:
@@ -341,12 +362,12 @@ async def _stream(
             if isinstance(piece, Exception):
                 error = _failure(piece) if isinstance(piece, RequestFailedError) else ApiError(500, str(piece))
                 yield _event(error.body)
-                return
+                break
             if piece.finish_reason is not None:
                 num_open -= 1
             num_new[index] = piece.num_tokens
             yield _event({**head, "choices": [shape.delta(index, piece.text, piece.finish_reason)], **usage()})
-        if body.reports_usage:
+        if body.reports_usage and not num_open:
             yield _event({**head, "choices": [], "usage": _usage(num_prompt, sum(num_new))})
         yield b"data: [DONE]\n\n"
     finally:

@@ -5,14 +5,18 @@ from __future__ import annotations
 import asyncio
 import logging
 import resource
+import socket
 import time
-from ipaddress import ip_address
+from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import uvicorn
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
+LAST_SECONDS = 2
+"""Time that answers have to reach their clients when they were ended."""
 MAX_CONNECTIONS = 512
 """Most connections at a time, and no more than half of the files that the process may open."""
 
@@ -113,14 +117,6 @@ class OncePerMinute(logging.Filter):
         return True
 
 
-def is_loopback(host: str) -> bool:
-    """Return True if only this machine can reach `host`."""
-    try:
-        return ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
-
-
 def max_connections() -> int:
     """Return the most connections at a time."""
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -147,7 +143,39 @@ def uvicorn_settings(log_level: str) -> dict[str, Any]:
     }
 
 
-def run_server(app: ASGIApp, *, host: str, port: int, log_level: str, drain_seconds: int) -> None:
-    """Serve until SIGTERM or Ctrl-C. Requests that are being answered then have `drain_seconds` to end."""
-    settings = uvicorn_settings(log_level)
-    uvicorn.run(app, host=host, port=port, timeout_graceful_shutdown=drain_seconds, **settings)
+class DrainingServer(uvicorn.Server):
+    """Calls `end_answers` when the drain is over.
+
+    uvicorn itself would cancel the requests, which clients see as a bare status 500 or as a stream without an end.
+    """
+
+    def __init__(self, config: uvicorn.Config, drain_seconds: float, end_answers: Callable[[], None]) -> None:
+        super().__init__(config)
+        self._drain_seconds, self._end_answers = drain_seconds, end_answers
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """See uvicorn."""
+        timer = asyncio.get_running_loop().call_later(self._drain_seconds, self._end_answers)
+        await super().shutdown(sockets)
+        timer.cancel()
+
+
+def run_server(
+    app: ASGIApp,
+    *,
+    host: str,
+    port: int,
+    log_level: str,
+    drain_seconds: int,
+    end_answers: Callable[[], None] = lambda: None,
+) -> None:
+    """Serve until SIGTERM or Ctrl-C. Requests that are being answered then have `drain_seconds` to end.
+
+    After that `end_answers` is called, and what has not ended a moment later is cut off.
+    """
+    settings = {**uvicorn_settings(log_level), "timeout_graceful_shutdown": drain_seconds + LAST_SECONDS}
+    server = DrainingServer(uvicorn.Config(app, host=host, port=port, **settings), drain_seconds, end_answers)
+    with suppress(KeyboardInterrupt):  # raised again by uvicorn after its shutdown
+        server.run()
+    if not server.started:
+        raise SystemExit(1)

@@ -10,6 +10,8 @@ from decoding.serving.waiting_room import WaitingRoom
 
 IDLE_SECONDS = 0.5
 """Longest sleep without work; a request ends it at once."""
+LAST_SECONDS = 2.0
+"""Time that the latest pass has to end when the thread is stopped."""
 
 log = logging.getLogger(__name__)
 
@@ -31,10 +33,10 @@ class DecodingThread:
         self._thread.start()
 
     def stop(self) -> None:
-        """End all requests and the thread. Does nothing the second time."""
+        """End all requests and the thread, after the present pass if it takes no longer than a moment."""
         self.room.close()
         if self._thread.is_alive():
-            self._thread.join()
+            self._thread.join(LAST_SECONDS)
 
     def _run(self) -> None:
         try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,9 +15,10 @@ from decoding.arms.decoder import ArmedDecoder
 from decoding.errors import SdtuneError
 from decoding.serving.app import create_app
 from decoding.serving.batch import ContinuousBatch, RowDecoder
-from decoding.serving.connections import is_loopback, run_server
+from decoding.serving.connections import run_server
 from decoding.serving.counters import ServerCounters
 from decoding.serving.engine import DecodingThread
+from decoding.serving.hosts import is_loopback
 from decoding.serving.service import ServedModel, Service
 from decoding.serving.waiting_room import WaitingRoom
 
@@ -91,7 +93,16 @@ def refuse_busy_address(host: str, port: int) -> None:
         raise ServerError(f"cannot listen on {host}, port {port} ({cause}): choose another --port or --host") from None
 
 
-def serve(service: Service, *, host: str, port: int, api_key: str | None, drain_seconds: int) -> None:
+def serve(
+    service: Service, *, host: str, port: int, api_key: str | None, hosts: Sequence[str], drain_seconds: int
+) -> None:
     """Serve until SIGTERM or Ctrl-C. Requests that are being answered then have `drain_seconds` to end."""
-    app = create_app(service, api_key=api_key)
-    run_server(app, host=host, port=port, log_level="info", drain_seconds=drain_seconds)
+    app = create_app(service, api_key=api_key, hosts=hosts)
+    run_server(
+        app,
+        host=host,
+        port=port,
+        log_level="info",
+        drain_seconds=drain_seconds,
+        end_answers=service.end_answers,
+    )

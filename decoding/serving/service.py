@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 from collections.abc import AsyncIterator, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +26,11 @@ from decoding.text import Ending, Shaping
 
 DEFAULT_MAX_TOKENS = 16
 """New tokens of a completion that names no limit, as in OpenAI's API; a chat completion may fill the context."""
+
+SPARE_TOKENS = 1024
+"""Tokens of a beginning that may be others once the text goes on."""
+USUAL_CHARACTERS = 4
+"""Characters of a token, to choose the first beginning."""
 
 
 class RequestFailedError(Exception):
@@ -61,7 +67,10 @@ class Service:
 
     def __init__(self, model: ServedModel, decoding: DecodingThread, counters: ServerCounters) -> None:
         self.model, self.decoding, self.counters = model, decoding, counters
-        self._tokenizing = asyncio.Lock()
+        self._answers: set[Answer] = set()
+        # Tokenizers have state. Long texts have one of their own, so that no short one waits for them.
+        self._short = _Tokenizing(model.tokenizer)
+        self._long = _Tokenizing(deepcopy(model.tokenizer))
 
     @property
     def max_length(self) -> int:
@@ -77,29 +86,45 @@ class Service:
     async def chat_prompt(self, body: ChatBody) -> list[int]:
         """Return the token ids of a conversation. Raises `UnsupportedRequestError` if the chat template does not take it."""
         messages = [{"role": message.role, "content": message.text} for message in body.messages]
-        return await self._tokenized(self._render, messages, body.chat_template_kwargs or {})
+        text = await asyncio.to_thread(self._render, messages, body.chat_template_kwargs or {})
+        return await self._tokenized(text, special=False)
 
-    async def prompt(self, given: str | list[int]) -> list[int]:
-        """Return the token ids of a prompt. Raises `UnsupportedRequestError` for an empty one or unknown tokens."""
+    async def prompt(self, body: GenerationBody, given: str | list[int]) -> list[int]:
+        """Return the token ids of a prompt. Raises `UnsupportedRequestError` for an empty one or unknown tokens.
+
+        A prompt that leaves no room for an answer is refused at once, before the next one is looked at.
+        """
         if isinstance(given, str):
-            return await self._tokenized(self._encode, given, True)
+            ids = await self._tokenized(given, special=True)
+            self._num_new(body, ids)
+            return ids
+        self._num_new(body, given)
         unknown = next((token for token in given if token >= self.model.vocabulary_size), None)
         if unknown is not None:
             raise UnsupportedRequestError(f"the model has {self.model.vocabulary_size} tokens, and none is {unknown}")
         return given
 
-    async def _tokenized(self, encode: Any, *arguments: Any) -> list[int]:
-        """Encode in another thread, because long texts take long; one at a time, because tokenizers have state."""
-        async with self._tokenizing:
-            ids: list[int] = await asyncio.to_thread(encode, *arguments)
+    async def _tokenized(self, text: str, *, special: bool) -> list[int]:
+        """Return the tokens of a text. One that is much too long is refused by its beginning.
+
+        How many characters a token may stand for is not known: an unknown word of any length is one token, and spaces may be none.
+        So ever longer beginnings are looked at, until one has twice the tokens that fit: what follows cannot undo so many.
+        """
+        most = 2 * self.max_length + SPARE_TOKENS
+        size = USUAL_CHARACTERS * most
+        tokenizing = self._short if len(text) <= size else self._long
+        while size < len(text):
+            if len(await tokenizing(text[:size], special)) > most:
+                raise UnsupportedRequestError(
+                    f"the server takes {self.max_length} tokens, and the prompt has more than {most}: shorten it"
+                )
+            size *= 2
+        ids = await tokenizing(text, special)
         if not ids:
             raise UnsupportedRequestError("the prompt is empty: at least one token is needed to continue from")
         return ids
 
-    def _encode(self, text: str, special: bool) -> list[int]:
-        return list(self.model.tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"])
-
-    def _render(self, messages: list[dict[str, str]], settings: dict[str, Any]) -> list[int]:
+    def _render(self, messages: list[dict[str, str]], settings: dict[str, Any]) -> str:
         if not getattr(self.model.tokenizer, "chat_template", None):
             raise UnsupportedRequestError("the model has no chat template: use /v1/completions")
         render = self.model.tokenizer.apply_chat_template
@@ -108,13 +133,12 @@ class Service:
         if reserved:
             raise UnsupportedRequestError(f"chat_template_kwargs cannot set {reserved[0]}")
         try:
-            text = render(messages, tokenize=False, add_generation_prompt=True, **settings)
+            return str(render(messages, tokenize=False, add_generation_prompt=True, **settings))
         except (TemplateError, TypeError, ValueError) as cause:
             raise UnsupportedRequestError(f"the chat template does not take it: {first_line(cause)}") from None
-        return self._encode(text, False)
 
-    def request(self, body: GenerationBody, prompt: Sequence[int], index: int = 0) -> Request:
-        """Return the request for prompt number `index`. Raises `UnsupportedRequestError` if it exceeds the context."""
+    def _num_new(self, body: GenerationBody, prompt: Sequence[int]) -> int:
+        """Return the limit on new tokens. Raises `UnsupportedRequestError` if prompt and answer exceed the context."""
         limit = getattr(body, "max_completion_tokens", None) or body.max_tokens
         room = self.max_length - len(prompt)
         if limit is None:
@@ -124,6 +148,11 @@ class Service:
                 f"the server takes {self.max_length} tokens, and the prompt has {len(prompt)}: "
                 f"{max(limit, 1)} new ones do not fit"
             )
+        return limit
+
+    def request(self, body: GenerationBody, prompt: Sequence[int], index: int = 0) -> Request:
+        """Return the request for prompt number `index`. Raises `UnsupportedRequestError` if it exceeds the context."""
+        limit = self._num_new(body, prompt)
         acceptance: Acceptance = Greedy()
         if not body.is_greedy:
             generator = torch.Generator(self.model.device)
@@ -137,7 +166,34 @@ class Service:
 
     def start(self, body: GenerationBody, request: Request) -> Answer:
         """Let a request wait for its turn. Raises `WaitingRoomFullError`."""
-        return Answer(self, request, body.stops, fresh=body.seed is not None)
+        answer = Answer(self, request, body.stops, fresh=body.seed is not None)
+        self._answers.add(answer)
+        return answer
+
+    def forget(self, answer: Answer) -> None:
+        """Drop an answer that has ended."""
+        self._answers.discard(answer)
+
+    def end_answers(self) -> None:
+        """End all answers now, because the server ends; further requests are refused. To be called in the event loop."""
+        self.decoding.room.close()
+        for answer in self._answers:
+            answer.end(RequestEnd(Stopped.CLOSED, "the server is shutting down"))
+
+
+class _Tokenizing:
+    """A tokenizer that encodes in another thread, one text at a time."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer, self._lock = tokenizer, asyncio.Lock()
+
+    async def __call__(self, text: str, special: bool) -> list[int]:
+        """Return the tokens of a text, with special tokens around it if the tokenizer adds some."""
+        async with self._lock:
+            return await asyncio.to_thread(self._encode, text, special)
+
+    def _encode(self, text: str, special: bool) -> list[int]:
+        return list(self._tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"])
 
 
 class Answer:
@@ -157,6 +213,10 @@ class Answer:
         if not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._events.put_nowait, event)
 
+    def end(self, end: RequestEnd) -> None:
+        """End the answer without waiting for the decoding thread. To be called in the event loop."""
+        self._events.put_nowait(end)
+
     def cancel(self) -> None:
         """Stop decoding. Does nothing after the end."""
         self._finish("abort")
@@ -164,6 +224,7 @@ class Answer:
     def _finish(self, reason: str) -> None:
         if not self._is_counted:
             self._is_counted = True
+            self._service.forget(self)
             self._service.counters.finished(reason)
             self._service.decoding.room.cancel(self._job)
 

@@ -23,6 +23,11 @@ class ServeSettings(Document):
     profile: str
     host: str = Field("127.0.0.1", description="Address to listen on.", json_schema_extra=SERVER)
     port: int = Field(8000, ge=1, le=65535, description="Port to listen on.", json_schema_extra=SERVER)
+    allowed_host: tuple[str, ...] = Field(
+        (),
+        description="Another name in the Host header, as a proxy passes it on; repeatable, * for any.",
+        json_schema_extra=SERVER,
+    )
     served_model_name: str | None = Field(
         None,
         min_length=1,

@@ -26,9 +26,11 @@ def serve_model(settings: ServeSettings) -> None:
         raise ConfigError(f"the server is not installed (no {', '.join(missing)}): pip install 'sdtune[serve]'")
 
     from decoding.serving.batch import RowDecoder
+    from decoding.serving.hosts import host_names
     from decoding.serving.run import ServerLimits, api_key_for, new_service, refuse_busy_address, serve
 
     api_key = api_key_for(settings.host)
+    hosts = host_names(settings.host, settings.allowed_host)
     refuse_busy_address(settings.host, settings.port)
     path = Path(local_profile(settings.profile))
     profile = DraftProfile.load(path)
@@ -60,4 +62,4 @@ def serve_model(settings: ServeSettings) -> None:
         [drafts, *(f"{each.profile.name}: {each.profile.draft.describe()}" for each in others_loaded)]
     )
     click.echo(f"serving {service.model.name} with {profile.name}: {drafts}", err=True)
-    serve(service, host=settings.host, port=settings.port, api_key=api_key, drain_seconds=settings.drain)
+    serve(service, host=settings.host, port=settings.port, api_key=api_key, hosts=hosts, drain_seconds=settings.drain)

@@ -65,17 +65,18 @@ def service(
 
     check_installed()
 
-    from decoding.serving.connections import is_loopback, run_server
+    from decoding.serving.connections import run_server
+    from decoding.serving.hosts import host_names, is_loopback
     from decoding.serving.run import refuse_busy_address
     from tuner.config import SearchConfig
     from tuner.service.admission import Allowed
     from tuner.service.app import ServiceSettings, create_service
     from tuner.service.jobs import Jobs
 
-    token, local = os.environ.get(TOKEN), is_loopback(host)
-    if not local and not token:
+    token = os.environ.get(TOKEN)
+    if not token and not is_loopback(host):
         raise ConfigError(f"--host {host}: other machines could connect: set {TOKEN} to a secret that clients send")
-    hosts = ("127.0.0.1", "localhost", "[::1]", host) if local else ("*",)
+    hosts = host_names(host)
     refuse_busy_address(host, port)
     # Checking a configuration imports the studies and torch: now, so that the first client does not wait for that.
     SearchConfig.model_validate({"model": "none", "dataset": "none", "studies": {"joint": {}}})

@@ -11,7 +11,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from decoding.documents.strict_yaml import Document
 from decoding.errors import first_line
-from decoding.serving.connections import is_loopback
+from decoding.serving.hosts import is_loopback
 from tuner.service.contract import JobResult, SearchJob, SearchRequest, ServiceError, WorkerCard
 
 TIMEOUT_SECONDS = 60.0
