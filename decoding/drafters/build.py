@@ -19,11 +19,13 @@ def build_drafter(
 ) -> Drafter | None:
     """Return the drafter of `draft`, or None for plain decoding; `heads` holds the exit head of a draft that has one.
 
-    Raises ValueError for layers that the target does not have, and `ExitHeadError` for a missing or different head.
+    Raises ValueError for layers that the target does not have, `ExitHeadError` for a missing or different head, and
+    `UnsupportedModelError` for a target whose cache does not roll back, or that does not run without what the draft skips.
     """
     # In bit-exact mode a prefix that the draft computed has other bits than the wide passes of the target.
     if target.runner.exact_width is not None:
         decoding = decoding.model_copy(update={"prefix_reuse": False})
+    target.check_cache()
     new_drafter: NewDrafter = KINDS[draft.kind].load_drafter()
     drafter = new_drafter(target, draft.without_lookup(), decoding, heads=heads)
     if drafter is None or draft.lookup_first is None:

@@ -48,7 +48,7 @@ class EarlyExitDrafter:
         self._exit = target.exit_view(exit_layer, head, bits=bits)
         self._whole = target.tapped_view(exit_layer)
         self._is_quantised = bits is not None
-        resumes = prefix_reuse and not self._is_quantised
+        resumes = prefix_reuse and not self._is_quantised and target.resumes_at(exit_layer)
         self._resume = target.resume_view(exit_layer) if resumes else None
 
     @property

@@ -42,7 +42,10 @@ class LayerSkipDrafter:
             skip.skip_attention, skip.skip_mlp, keep_boundary=prefix_reuse, vocabulary=vocabulary, bits=skip.bits
         )
         boundary = self._view.boundary
-        self._resume = target.resume_view(boundary) if boundary and self._view.keeps_boundary else None
+        if skip.skip_attention or skip.skip_mlp:
+            target.check_skips(skip.skip_attention, skip.skip_mlp)
+        resumes = boundary and self._view.keeps_boundary and target.resumes_at(boundary)
+        self._resume = target.resume_view(boundary) if boundary and resumes else None
         self._tree = skip.tree
         if self._tree is not None:
             target.check_trees()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +14,8 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache
 
 from decoding.cache.kv_cache import KVCache
-from decoding.errors import UnsupportedModelError, UnsupportedRunnerError, one_line
+from decoding.errors import SdtuneError, UnsupportedModelError, UnsupportedRunnerError, one_line
+from decoding.out_of_memory import is_out_of_memory
 from decoding.runners.masks import MaskKinds
 from decoding.target.plain_attention import AttentionCalls, Call, is_plain
 from decoding.target.stand_ins import first_of
@@ -55,12 +58,31 @@ class RopeChange:
     once: bool
 
 
-def refuse_recurrent_state(config: Any) -> None:
+@contextmanager
+def refusing(model: Any, doing: str) -> Iterator[None]:
+    """Turn what the code of `model` raises into an `UnsupportedModelError`; our own errors and lack of memory pass.
+
+    For calls into the model only.
+    """
+    try:
+        yield
+    except SdtuneError:
+        raise
+    except Exception as cause:
+        if is_out_of_memory(cause):
+            raise
+        kind, reason = type(cause).__name__, one_line(cause)
+        described = kind if reason == kind else f"{kind}: {reason}"
+        raise UnsupportedModelError(f"{type(model).__name__} {doing}: {described}") from cause
+
+
+def refuse_recurrent_state(model: PreTrainedModel, config: Any) -> None:
     """Raise UnsupportedModelError if the model's own cache cannot be rolled back.
 
     Without this check `crop` would return without an error and corrupt the output.
     """
-    layers = DynamicCache(config=config).layers
+    with refusing(model, "has a configuration for which transformers makes no key-value cache"):
+        layers = DynamicCache(config=config).layers
     kinds = [
         type(layer).__name__ for layer in layers if not layer.is_croppable and not getattr(layer, "is_sliding", False)
     ]
@@ -77,7 +99,12 @@ def examine(model: PreTrainedModel, config: Any) -> Anatomy:
     Raises `UnsupportedModelError` if the model does not run on a `KVCache`, or if a layer does not write its keys and
     values exactly once per pass.
     """
-    path = _find_blocks(model, config.num_hidden_layers)
+    num_layers = getattr(config, "num_hidden_layers", None)
+    if num_layers is None:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} has a configuration without num_hidden_layers, by which its decoder blocks are found"
+        )
+    path = _find_blocks(model, num_layers)
     blocks = follow(model, path)
     cache = KVCache(len(blocks), capacity=2)
     outputs: list[int] = []
@@ -103,16 +130,16 @@ def examine(model: PreTrainedModel, config: Any) -> Anatomy:
             for name, child in block.named_children():
                 hook = functools.partial(watch_child, index, name)
                 handles.append(child.register_forward_hook(hook, with_kwargs=True))
-        with torch.inference_mode(), calls:
-            _run_two_tokens(model, cache)
-    except (TypeError, ValueError, LookupError, AttributeError, RuntimeError, NotImplementedError) as cause:
-        reason = one_line(cause)
-        raise UnsupportedModelError(
-            f"{type(model).__name__} does not run on sdtune's key-value cache: {reason}"
-        ) from cause
+        with torch.inference_mode(), calls, refusing(model, "does not run on sdtune's key-value cache"):
+            run_two_tokens(model, cache)
     finally:
         for handle in handles:
             handle.remove()
+    if len(outputs) != len(blocks):
+        raise UnsupportedModelError(
+            f"{type(model).__name__} runs the {len(blocks)} modules of {'.'.join(path)} {len(outputs)} times in one pass, not once "
+            "each: they are not its decoder blocks"
+        )
     stateful = [index for index, updates in enumerate(cache.updates_per_layer) if updates != 1]
     if stateful:
         raise UnsupportedModelError(
@@ -135,7 +162,8 @@ def examine(model: PreTrainedModel, config: Any) -> Anatomy:
     return Anatomy(path, outputs[0], tuple(attention), tuple(mlp), tuple(plainly))
 
 
-def _run_two_tokens(model: PreTrainedModel, cache: KVCache) -> Tensor:
+def run_two_tokens(model: Any, cache: KVCache) -> Tensor:
+    """Run two tokens on an empty cache; return the logits of the last."""
     device = model.get_input_embeddings().weight.device
     cache.cover(0, 2)
     output = model(
@@ -145,15 +173,18 @@ def _run_two_tokens(model: PreTrainedModel, cache: KVCache) -> Tensor:
         use_cache=True,
         logits_to_keep=1,
     )
-    return output.logits
+    logits: Tensor = output.logits
+    return logits
 
 
 def _find_blocks(model: PreTrainedModel, num_layers: int) -> tuple[str, ...]:
-    """Return the attribute path of the block list: the outermost ModuleList of the configured length."""
+    """Return the attribute path of the block list: the outermost ModuleList of the configured length, in no other list."""
     paths: list[list[str]] = [
         name.split(".")
         for name, module in model.named_modules()
-        if isinstance(module, nn.ModuleList) and len(module) == num_layers
+        if isinstance(module, nn.ModuleList)
+        and len(module) == num_layers
+        and not any(map(str.isdigit, name.split(".")))
     ]
     if not paths:
         raise UnsupportedModelError(

@@ -157,7 +157,7 @@ def run_whole(view: nn.Module, token_ids: Tensor, first: int) -> Tensor:
 def without(block: nn.Module, index: int, anatomy: Anatomy, skip_attention: bool, skip_mlp: bool) -> nn.Module:
     """Return the block, an identity in its place, or a copy with one branch zeroed.
 
-    Raises `UnsupportedModelError` if the block has no separate module for that branch.
+    Raises `UnsupportedModelError` if the block has no separate module for that branch, or does not run without it.
     """
     if not skip_attention and not skip_mlp:
         return block
@@ -168,7 +168,9 @@ def without(block: nn.Module, index: int, anatomy: Anatomy, skip_attention: bool
     sublayer = (anatomy.attention if skip_attention else anatomy.mlp)[index]
     if sublayer is None:
         kind = "attention" if skip_attention else "MLP"
-        raise UnsupportedModelError(f"block {index} has no separate {kind} module: only the whole block can be skipped")
+        raise UnsupportedModelError(
+            f"block {index} has no separate {kind} module that it runs without: only the whole block can be skipped"
+        )
     partial = shallow_copy(block)
     setattr(partial, sublayer.name, Zero(getattr(block, sublayer.name), sublayer.num_outputs))
     return partial

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from decoding.cache.kv_cache import KVCache
-from decoding.errors import UnsupportedModelError, UnsupportedRunnerError
+from decoding.errors import ProfileWarning, UnsupportedModelError, UnsupportedRunnerError
 from decoding.runners import PLAIN_RUNNER, build_runner
 from decoding.runners.compilation import PREPARING, call_block
 from decoding.runners.contract import Outputs, Part, PassRequest, Runner, RunnerFactory, Written
@@ -43,6 +44,7 @@ from decoding.target.parts import (
     without,
 )
 from decoding.target.quantised import QuantisedLayers, is_plain_linear
+from decoding.target.soundness import check_cache, check_skips, find_resume_difference, separable
 from decoding.target.stand_ins import Emit, FixedShapes, Head, Identity, PassState, Tap, first_of
 from decoding.target.varlen import find_kernel, with_varlen_attention
 from decoding.target.views import BlockView, DraftStatesView, DraftView, ExitView, ResumeView, TappedView
@@ -71,9 +73,9 @@ class Target:
             _refuse_several_devices(model)
         self.model = model.eval()
         self.config: Any = model.config.get_text_config()
-        refuse_recurrent_state(self.config)
+        refuse_recurrent_state(model, self.config)
         # A copy: two tokens are not worth the compilation of a model that the user has compiled.
-        self.anatomy = examine(shallow_copy(model), self.config)
+        self.anatomy = separable(model, examine(shallow_copy(model), self.config))
         self._rope_change = find_rope_change(self.config)
         self._mask_kinds, self._unbatchable_reason = _mask_kinds_of(self.config, self.dtype, self.anatomy)
         self.runner: Runner = self._build_runner(runner, exact_width)
@@ -84,6 +86,8 @@ class Target:
         self._fast_lm_head_rows = WeakValueDictionary[DraftVocabulary, nn.Module]()
         self._weights = ModelWeights(model)
         self._quantised = QuantisedLayers(_router_sizes(self.config), self._weights.copied)
+        self._cache_is_sound = False
+        self._resumes: dict[int, bool] = {}
         self._packs = self.runner.block_call is not None
         self.stack = [self.prepare_block(block, index) for index, block in enumerate(self.blocks)]
         self.whole = self.part(self.stack, is_whole=True)
@@ -321,6 +325,36 @@ class Target:
         if self.runner.features.varlen_attention:
             return "variable-length attention cannot leave out slots: turn the feature varlen_attention off"
         return find_tree_difference(self)
+
+    def check_cache(self) -> None:
+        """Raise `UnsupportedModelError` unless passes over a cache, also after a rollback, compute what one pass does.
+
+        Tested on a few tokens at the first call.
+        """
+        if not self._cache_is_sound:
+            check_cache(self._plain)
+            self._cache_is_sound = True
+
+    def check_skips(self, skip_attention: Sequence[int], skip_mlp: Sequence[int]) -> None:
+        """Raise `UnsupportedModelError` unless a few tokens run without these sublayers."""
+        check_skips(self._plain, skip_attention, skip_mlp)
+
+    def resumes_at(self, boundary: int) -> bool:
+        """Return True if a verification may resume at block `boundary`; one that may not runs the whole model, with a warning.
+
+        Tested on a few tokens at the first call for each boundary.
+        """
+        if boundary not in self._resumes:
+            difference = find_resume_difference(self._plain, boundary)
+            self._resumes[boundary] = difference is None
+            if difference is not None:
+                warnings.warn(f"{difference}: each verification runs the whole model", ProfileWarning, stacklevel=2)
+        return self._resumes[boundary]
+
+    @cached_property
+    def _plain(self) -> Target:
+        """The model with the plain runner, for checks that no other runner need prepare for."""
+        return self if type(self.runner) is EagerRunner else Target(self.model)
 
     def write_greedily(
         self, part: Part, token_ids: Tensor, cache: KVCache, start: int, num_tokens: int, *, looks: bool = False

@@ -13,7 +13,8 @@ from decoding.cache.kv_cache import KVCache
 from decoding.probe import probe
 from decoding.runners.contract import Outputs
 from decoding.target import ResumeView
-from tests.support.families import NUM_LAYERS, REFUSED, SUPPORTED, build, liven
+from decoding.target.soundness import CONTEXT_TOKENS
+from tests.support.families import NUM_LAYERS, REFUSED, SUPPORTED, build, dbrx, liven, make
 from tests.support.tiny import tiny_llama
 
 
@@ -144,12 +145,12 @@ def test_a_cache_that_loses_a_token_is_detected(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_draft_that_changes_the_output_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A verification that is right in the middle of the stack, where the probe starts, but wrong at the beginning."""
+    """A verification that is right on the few tokens of the checks, but wrong later on."""
     honest = ResumeView.run
 
     def wrong(self: ResumeView, ids: Tensor, cache: KVCache, start: int, states: Tensor) -> Outputs:
         outputs = honest(self, ids, cache, start, states)
-        return Outputs(outputs.logits.flip(-1), outputs.states) if self.boundary == 1 else outputs
+        return Outputs(outputs.logits.flip(-1), outputs.states) if start > CONTEXT_TOKENS else outputs
 
     monkeypatch.setattr(ResumeView, "run", wrong)
     found = probe(tiny_llama())
@@ -185,3 +186,40 @@ def test_a_model_that_cannot_resume_loses_prefix_reuse_only(monkeypatch: pytest.
     found = probe(tiny_llama())
     assert found.refusal is None
     assert not found.prefix_reuse
+
+
+@pytest.mark.parametrize("width", [2, 6, 1])
+def test_what_a_foreign_model_raises_is_a_refusal_of_one_line(width: int) -> None:
+    """Passes of two, of several and of one token: the first checks, those of the cache, and decoding itself."""
+
+    class OddError(Exception):
+        pass
+
+    model = tiny_llama()
+
+    def raises(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        if kwargs["input_ids"].shape[1] == width:
+            raise OddError("the patcher\nis missing")
+
+    model.model.register_forward_pre_hook(raises, with_kwargs=True)
+    found = probe(model)
+    assert found.refusal is not None
+    assert found.refusal.startswith("LlamaForCausalLM does not ")
+    assert found.refusal.endswith(": OddError: the patcher is missing")
+
+
+def test_lists_inside_a_block_are_not_the_blocks() -> None:
+    """A block of LongCat-Flash has two attentions in a list: with one block, that list is as long as the configuration says."""
+    sizes = {"num_layers": 1, "ffn_hidden_size": 48, "expert_ffn_hidden_size": 16, "n_routed_experts": 4, "moe_topk": 2}
+    heads = {"kv_lora_rank": 8, "q_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8}
+    settings = {**sizes, **heads, "num_key_value_heads": 4, "head_dim": 8, "zero_expert_num": 1}
+    found = probe(make("LongcatFlash", num_hidden_layers=2, **settings))
+    assert found.refusal is not None
+    assert "no list of 2 decoder blocks" in found.refusal
+
+
+def test_attention_that_returns_the_residual_stream_is_not_offered() -> None:
+    found = probe(dbrx())
+    assert found.is_supported
+    assert (found.skippable_attention, found.skippable_mlp) == ((), (0, 1, 2, 3))
+    assert found.skippable_blocks == (0, 1, 2, 3)

@@ -138,6 +138,18 @@ def make(config_class: str, *, seed: int = 0, **settings: Any) -> PreTrainedMode
     return model
 
 
+def dbrx() -> PreTrainedModel:
+    """Build a DBRX, whose attention returns the residual stream too."""
+    attention = {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8.0}
+    experts = {"hidden_size": 32, "ffn_hidden_size": 48, "moe_num_experts": 4, "moe_top_k": 2}
+    sizes = {"d_model": 32, "n_heads": 4, "n_layers": 4, "max_seq_len": 256, "vocab_size": VOCABULARY}
+    torch.manual_seed(0)
+    config = transformers.DbrxConfig(attn_config=attention, ffn_config=experts, **sizes)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    liven(model)
+    return model
+
+
 @functools.cache
 @torch.inference_mode(False)
 def target_of(family: str) -> Target:

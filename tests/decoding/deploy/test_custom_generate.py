@@ -5,12 +5,15 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from transformers import (
+    BertConfig,
+    BertLMHeadModel,
     DynamicCache,
     GenerationConfig,
     LlamaForCausalLM,
@@ -28,14 +31,17 @@ from decoding.errors import (
     ProfileError,
     ProfileWarning,
     TargetMismatchError,
+    UnsupportedModelError,
     UnsupportedRequestError,
     UnsupportedRunnerError,
 )
 from decoding.exit_heads import HeadFacts, save_head
 from decoding.fingerprint import fingerprint
 from decoding.profile import Decoding, DraftProfile, TargetIdentity
+from decoding.runners.contract import Outputs
 from decoding.target import ResumeView
-from tests.support.families import build, target_of
+from tests.support.families import build, dbrx, liven, target_of
+from tests.support.profiles import profile_of
 from tests.support.tiny import tiny_llama
 
 PROMPT = torch.tensor([[5, 17, 33, 8]])
@@ -650,3 +656,48 @@ def test_model_that_the_runner_cannot_run_is_run_as_it_is_with_a_warning() -> No
         UnsupportedRunnerError, match="does not run with the runner 'static'"
     ):  # never less exact than promised
         load_decoder(_by(profile, runner="static", exact_width=4)).decoder_for(bloom)
+
+
+def test_a_model_that_does_not_resume_after_a_prefix_is_verified_whole_with_a_warning(
+    model: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The profile says that it does: it was written by hand, or before the model's code changed."""
+    honest = ResumeView.run
+
+    def wrong(self: ResumeView, *args: Any) -> Outputs:
+        outputs = honest(self, *args)
+        return replace(outputs, logits=outputs.logits.flip(-1))
+
+    monkeypatch.setattr(ResumeView, "run", wrong)
+    decoder = load_decoder(_profile(model))
+    with pytest.warns(ProfileWarning, match="different logits from block 2 on .*: each verification runs the whole"):
+        drafted = decoder.generate(model, PROMPT, max_new_tokens=24)
+    assert torch.equal(drafted, model.generate(PROMPT, max_new_tokens=24, do_sample=False))
+    decoder.generate(model, PROMPT, max_new_tokens=4)  # the result is remembered: a second warning would be an error
+
+
+@pytest.mark.parametrize("draft", [LayerSkip(skip_attention=(0,)), PromptLookup(), PlainDecoding()])
+def test_a_model_whose_cache_does_not_do_is_refused_at_load(draft: Draft) -> None:
+    """An encoder's tokens attend to later ones: a draft would change them."""
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "max_position_embeddings": 64}
+    bert = BertLMHeadModel(BertConfig(num_hidden_layers=3, num_attention_heads=4, **sizes)).eval()
+    liven(bert)
+    decoder = load_decoder(profile_of(bert, draft))
+    with pytest.raises(UnsupportedModelError, match="a token attends to later tokens"):
+        decoder.generate(bert, PROMPT, max_new_tokens=4, pad_token_id=0)
+
+
+@pytest.mark.parametrize("on_mismatch", ["error", "plain"])
+def test_a_skip_that_the_model_does_not_run_without_is_refused_at_load(on_mismatch: OnMismatch) -> None:
+    model = dbrx()
+    decoder = load_decoder(profile_of(model, LayerSkip(skip_attention=(0,))), on_mismatch=on_mismatch)
+    settings = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
+    refusal = "block 0 has no separate attention module that it runs without"
+    if on_mismatch == "error":
+        with pytest.raises(UnsupportedModelError, match=refusal):
+            decoder.generate(model, PROMPT, **settings)
+    else:
+        with pytest.warns(ProfileWarning, match=refusal):
+            plain = decoder.generate(model, PROMPT, **settings)
+        assert torch.equal(plain, model.generate(PROMPT, **settings))

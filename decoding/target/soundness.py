@@ -1,0 +1,137 @@
+"""Checks that a model computes in parts what it computes at once: over its cache, without some sublayers, from a boundary on.
+
+They run a few tokens eagerly. What the model's own code raises on the way is a reason like any other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from decoding.cache.kv_cache import KVCache
+from decoding.errors import UnsupportedModelError
+from decoding.target.anatomy import Anatomy, follow, refusing, run_two_tokens
+from decoding.target.equivalence import agree
+from decoding.target.parts import with_blocks, without
+
+if TYPE_CHECKING:
+    from decoding.target.target import Target
+
+CONTEXT_TOKENS = 12
+
+
+def some_tokens(target: Target) -> Tensor:
+    """Return token ids [1, CONTEXT_TOKENS], the same for every check of a vocabulary."""
+    generator = torch.Generator().manual_seed(0)
+    vocabulary = target.config.vocab_size
+    return torch.randint(vocabulary, (1, CONTEXT_TOKENS), generator=generator).to(target.device)
+
+
+@torch.inference_mode()
+def separable(model: PreTrainedModel, anatomy: Anatomy) -> Anatomy:
+    """Return `anatomy` without the sublayers that the model does not run without.
+
+    A block may need more of its attention than the branch that it adds: DBRX's returns the residual stream too.
+    """
+
+    def runs_without(attention: Sequence[int], mlp: Sequence[int]) -> bool:
+        skips = [(index in attention, index in mlp) for index in range(len(anatomy.attention))]
+        blocks = [
+            without(block, index, anatomy, *skips[index]) for index, block in enumerate(follow(model, anatomy.path))
+        ]
+        try:
+            with refusing(model, "does not run without some sublayers"):
+                run_two_tokens(with_blocks(model, anatomy.path, blocks), KVCache(len(blocks), capacity=2))
+        except UnsupportedModelError:
+            return False
+        return True
+
+    attention, mlp = ([index for index, part in enumerate(kind) if part] for kind in (anatomy.attention, anatomy.mlp))
+    if not runs_without(attention, []):
+        attention = [index for index in attention if runs_without([index], [])]
+    if not runs_without([], mlp):
+        mlp = [index for index in mlp if runs_without([], [index])]
+    return replace(
+        anatomy,
+        attention=tuple(part if index in attention else None for index, part in enumerate(anatomy.attention)),
+        mlp=tuple(part if index in mlp else None for index, part in enumerate(anatomy.mlp)),
+    )
+
+
+@torch.inference_mode()
+def check_cache(target: Target) -> None:
+    """Raise `UnsupportedModelError` unless cached passes match one whole pass, also after a rollback."""
+    name, ids, half = type(target.model).__name__, some_tokens(target), CONTEXT_TOKENS // 2
+    with refusing(target.model, "does not run several tokens at once on sdtune's key-value cache"):
+        whole = target.forward(ids, target.new_cache(CONTEXT_TOKENS), 0)
+        if whole.ndim != 2 or whole.shape[0] != CONTEXT_TOKENS or whole.shape[1] < target.config.vocab_size:
+            raise UnsupportedModelError(
+                f"{name} does not give next-token logits for each position: it is not a causal language model"
+            )
+        cache = target.new_cache(2 * CONTEXT_TOKENS)
+        target.forward(ids[:, :half], cache, 0)
+        in_parts = target.forward(ids[:, half:], cache, half)
+        if not agree(in_parts, whole[half:]):
+            raise UnsupportedModelError(
+                f"{name} gives different logits from a cache than from one pass: it keeps state outside the cache, or a token "
+                "attends to later tokens"
+            )
+        _forget_and_repeat(target, ids, whole, cache, half)
+
+
+def _forget_and_repeat(target: Target, ids: Tensor, whole: Tensor, cache: KVCache, half: int) -> None:
+    target.forward(ids.flip(1)[:, :half], cache, half)  # tokens that will be rejected
+    cache.roll_back(half)
+    if not agree(target.forward(ids[:, half:], cache, half), whole[half:]):
+        raise UnsupportedModelError(
+            f"the cache of {type(target.model).__name__} does not roll back: its logits differ after a rejected draft"
+        )
+
+
+@torch.inference_mode()
+def check_skips(target: Target, attention: Sequence[int], mlp: Sequence[int]) -> None:
+    """Raise `UnsupportedModelError` unless the model runs without these sublayers.
+
+    Its skipped attention must leave the cache untouched, and its logits must be finite.
+    """
+    view = target.draft_view(attention, mlp, keep_boundary=False)
+    cache = target.new_cache(CONTEXT_TOKENS)
+    skipped = f"attention {[*attention]}, MLP {[*mlp]}"
+    with refusing(target.model, f"does not run without the skipped sublayers ({skipped})"):
+        logits = view.forward(some_tokens(target), cache, 0)
+    expected = [0 if index in attention else 1 for index in range(target.num_layers)]
+    if cache.updates_per_layer != expected or not bool(torch.isfinite(logits).all()):
+        raise UnsupportedModelError(
+            f"{type(target.model).__name__} cannot draft without the skipped sublayers ({skipped}): its logits are not finite, or "
+            "a skipped attention still writes to the cache"
+        )
+
+
+@torch.inference_mode()
+def find_resume_difference(target: Target, boundary: int) -> str | None:
+    """Return why no verification may resume at block `boundary`, or None.
+
+    Tested with the last position's prefix known and unknown.
+    """
+    ids, half = some_tokens(target), CONTEXT_TOKENS // 2
+    draft, resume = target.draft_view([boundary], [boundary], keep_boundary=True), target.resume_view(boundary)
+    try:
+        with refusing(target.model, f"does not run from block {boundary} on"):
+            whole = target.forward(ids, target.new_cache(CONTEXT_TOKENS), 0)[half:]
+            for known in (half, half - 1):
+                cache = target.new_cache(CONTEXT_TOKENS)
+                target.forward(ids[:, :half], cache, 0)
+                states = draft.run(ids[:, half : half + known], cache, half).states
+                assert states is not None, "the boundary is kept"
+                if not agree(resume.forward(ids[:, half:], cache, half, states), whole):
+                    return (
+                        f"{type(target.model).__name__} gives different logits from block {boundary} on than as a whole"
+                    )
+    except UnsupportedModelError as failure:
+        return str(failure)
+    return None
