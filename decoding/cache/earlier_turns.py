@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer, EncoderDecoderCache
 
 from decoding.cache.kv_cache import BranchCache, KVCache, Storage
 
@@ -74,6 +74,8 @@ class EarlierTurns:
 
 def unreadable_reason(past: Cache) -> str | None:
     """Return why a cache cannot be continued, or None."""
+    if isinstance(past, EncoderDecoderCache):  # two caches, without layers of its own
+        return "it is an EncoderDecoderCache: pass a DynamicCache"
     for layer in past.layers:
         if type(layer) not in READABLE_LAYERS:
             return f"it has a {type(layer).__name__}: pass a DynamicCache"

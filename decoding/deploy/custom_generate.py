@@ -35,7 +35,7 @@ from decoding.deploy.mismatch import (
     unmeasured_setting,
 )
 from decoding.deploy.registry import fetch_profile, is_address
-from decoding.deploy.requests import refuse_token_types, requests_of
+from decoding.deploy.requests import is_padded, refuse_token_types, requests_of
 from decoding.errors import (
     ExitHeadError,
     ProfileWarning,
@@ -147,7 +147,7 @@ class ProfileDecoder:
         A `DynamicCache` of earlier turns as `past_key_values` is continued and extended in place; `input_ids` are then all turns.
 
         Raises `UnsupportedRequestError` for beams, a cache that cannot be continued, inputs other than token ids, a logits
-        processor with state, or a history that the profile's draft does not read.
+        processor with state, padding that the model counts as positions, or a history that the profile's draft does not read.
         """
         config = generation_config or model.generation_config
         self._check_history(history)
@@ -155,8 +155,10 @@ class ProfileDecoder:
             raise UnsupportedRequestError(
                 "the model is in training mode, in which its output is random: call model.eval()"
             )
-        refuse_token_types(model, kwargs.get("token_type_ids"))
+        refuse_token_types(model, input_ids, kwargs.get("token_type_ids"))
         given = requests_of(input_ids, config, logits_processor, stopping_criteria, kwargs)
+        if is_padded(kwargs.get("attention_mask")):
+            self.decoder_for(model).target.check_padding()
         requests = [replace(request, history=history) for request in given]
         if len(requests) > 1:
             if on_tokens is not None:

@@ -26,6 +26,9 @@ from decoding.text import Ending, Shaping
 # Arguments that `generate` prepares for its own loops; the loops here make their own.
 PREPARED_KWARGS = frozenset({"past_key_values", "position_ids", "logits_to_keep", "use_cache", "token_type_ids"})
 
+FEW_TOKENS = 4
+"""Number of tokens on which token types are tried."""
+
 # These processors count calls or keep their own cache: they would treat drafts as generated tokens.
 STATEFUL_PROCESSORS = (SynthIDTextWatermarkLogitsProcessor, UnbatchedClassifierFreeGuidanceLogitsProcessor)
 
@@ -69,6 +72,10 @@ def _refuse_unsupported(config: GenerationConfig, kwargs: dict[str, Any]) -> Non
     for name in ("output_scores", "output_logits", "output_attentions", "output_hidden_states"):
         if getattr(config, name, None):
             raise UnsupportedRequestError(f"the decoder does not collect scores or states: {name} must be off")
+    if config.prefill_chunk_size is not None:
+        raise UnsupportedRequestError(
+            f"the decoder reads prompts in pieces of its own: leave prefill_chunk_size out, got {config.prefill_chunk_size}"
+        )
     foreign = [
         key for key, value in kwargs.items() if value is not None and key not in {*PREPARED_KWARGS, "attention_mask"}
     ]
@@ -96,13 +103,23 @@ def _refuse_own_positions(input_ids: Tensor, masks: Tensor | None, positions: Te
         )
 
 
-def refuse_token_types(model: Any, token_types: Tensor | None) -> None:
-    """Refuse token types of a model that reads them: drafted tokens have none."""
-    if token_types is not None and "token_type_ids" in signature(model.forward).parameters:
-        raise UnsupportedRequestError(
-            f"{type(model).__name__} reads token_type_ids, which drafted tokens lack: ask the tokenizer for none "
-            "(return_token_type_ids=False)"
-        )
+@torch.inference_mode()
+def refuse_token_types(model: Any, input_ids: Tensor, token_types: Tensor | None) -> None:
+    """Refuse token types that change what the model computes: drafted tokens have none.
+
+    Zeros change nothing in families for which they are the default, which is found by running a few of the tokens.
+    """
+    if token_types is None or "token_type_ids" not in signature(model.forward).parameters:
+        return
+    if not bool(token_types.any()):
+        some, zeros = input_ids[:, -FEW_TOKENS:], token_types[:, -FEW_TOKENS:]
+        given = model(input_ids=some, token_type_ids=zeros, use_cache=False).logits
+        if torch.equal(given, model(input_ids=some, use_cache=False).logits):
+            return
+    raise UnsupportedRequestError(
+        f"{type(model).__name__} reads token_type_ids, these change its output, and drafted tokens have none: ask the tokenizer "
+        "for none (return_token_type_ids=False)"
+    )
 
 
 def _turns(input_ids: Tensor, config: GenerationConfig, past: Cache | None, mask: Tensor | None) -> EarlierTurns | None:
@@ -112,15 +129,20 @@ def _turns(input_ids: Tensor, config: GenerationConfig, past: Cache | None, mask
     """
     if past is None:
         return None
+    if not isinstance(past, Cache):
+        raise UnsupportedRequestError(
+            f"the decoder cannot continue this past_key_values: it is a {type(past).__name__}: pass a DynamicCache"
+        )
     if past.get_seq_length() > 0:
         _check_continuation(past, input_ids, config, mask)
         return EarlierTurns(past)
     is_kept = config.return_dict_in_generate or getattr(past, "_is_user_defined", False)
-    fits = input_ids.shape[0] == 1 and not _is_padded(mask) and unreadable_reason(past) is None
+    fits = input_ids.shape[0] == 1 and not is_padded(mask) and unreadable_reason(past) is None
     return EarlierTurns(past) if is_kept and fits else None
 
 
-def _is_padded(mask: Tensor | None) -> bool:
+def is_padded(mask: Tensor | None) -> bool:
+    """Return True if a mask hides any position."""
     return mask is not None and not bool(mask.all())
 
 
@@ -134,7 +156,7 @@ def _check_continuation(past: Cache, input_ids: Tensor, config: GenerationConfig
         reason = f"it continues a single prompt, got a batch of {num_rows}"
     elif mask_length != length:
         reason = f"drafts copy from the text: pass the token ids of all turns, got {length} of {mask_length}"
-    elif _is_padded(mask):
+    elif is_padded(mask):
         reason = "it takes no padding"
     elif length <= known:
         reason = f"it holds {known} positions, and input_ids has only {length} tokens: pass those of all turns and the new one"

@@ -218,7 +218,7 @@ def find_shared_pass_difference(target: Target) -> str | None:
         try:
             found = target.runner.run_shared_pass(target.whole, passes, whole.storage)
         except (RuntimeError, TypeError, ValueError, LookupError, AttributeError) as cause:
-            return f"a pass over several sequences fails{which}: {one_line(cause)}"
+            return f"its attention takes no mask for several sequences in one pass{which} ({one_line(cause)})"
         if not all(agree(found[row].logits, expected[row]) for row in passes):
             return f"several sequences in one pass get different logits than each by itself{which}"
     return None
@@ -260,8 +260,8 @@ def find_tree_difference(target: Target) -> str | None:
         positions = [*range(start, start + TOKENS_AFTER), *(start + 1 + depth for depth in LEAVES)]
         try:
             found = target.run_tree(target.whole, tree, cache, start, positions).logits
-        except (RuntimeError, TypeError, ValueError, LookupError, AttributeError) as cause:
-            return f"a pass over a tree fails{which}: {one_line(cause)}"
+        except (RuntimeError, TypeError, ValueError, LookupError, AttributeError):
+            return f"its attention takes no mask that hides side branches from one another{which}"
         chain = _logits(target, ids, [TOKENS_AFTER], start)
         if not agree(found[:TOKENS_AFTER], chain):
             return f"a drafted chain gets different logits with leaves beside it{which}"

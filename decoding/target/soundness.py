@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from inspect import signature
 from typing import TYPE_CHECKING
 
 import torch
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from decoding.target.target import Target
 
 CONTEXT_TOKENS = 12
+PADDING = 5
 
 
 def some_tokens(target: Target) -> Tensor:
@@ -135,3 +137,21 @@ def find_resume_difference(target: Target, boundary: int) -> str | None:
     except UnsupportedModelError as failure:
         return str(failure)
     return None
+
+
+@torch.inference_mode()
+def counts_padding(target: Target) -> bool:
+    """Return True if the model computes something else for a sequence with padding on its left than without.
+
+    Such a model counts positions by itself, and takes padding for positions.
+    """
+    model, ids = target.model, some_tokens(target)
+    padded = torch.cat([ids[:, :PADDING], ids], dim=1)
+    mask = torch.ones_like(padded)
+    mask[:, :PADDING] = 0
+    inputs = {"input_ids": padded, "attention_mask": mask, "use_cache": False}
+    if "position_ids" in signature(model.forward).parameters:  # as `generate` gives them
+        inputs["position_ids"] = (mask.cumsum(-1) - 1).clamp_min(0)
+    with refusing(model, "does not run on a padded sequence"):
+        alone = model(input_ids=ids, use_cache=False).logits
+        return not agree(model(**inputs).logits[:, -1], alone[:, -1])

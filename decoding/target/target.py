@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from decoding.cache.kv_cache import KVCache
-from decoding.errors import ProfileWarning, UnsupportedModelError, UnsupportedRunnerError
+from decoding.errors import ProfileWarning, UnsupportedModelError, UnsupportedRequestError, UnsupportedRunnerError
 from decoding.runners import PLAIN_RUNNER, build_runner
 from decoding.runners.compilation import PREPARING, call_block
 from decoding.runners.contract import Outputs, Part, PassRequest, Runner, RunnerFactory, Written
@@ -44,7 +44,7 @@ from decoding.target.parts import (
     without,
 )
 from decoding.target.quantised import QuantisedLayers, is_plain_linear
-from decoding.target.soundness import check_cache, check_skips, find_resume_difference, separable
+from decoding.target.soundness import check_cache, check_skips, counts_padding, find_resume_difference, separable
 from decoding.target.stand_ins import Emit, FixedShapes, Head, Identity, PassState, Tap, first_of
 from decoding.target.varlen import find_kernel, with_varlen_attention
 from decoding.target.views import BlockView, DraftStatesView, DraftView, ExitView, ResumeView, TappedView
@@ -338,6 +338,21 @@ class Target:
     def check_skips(self, skip_attention: Sequence[int], skip_mlp: Sequence[int]) -> None:
         """Raise `UnsupportedModelError` unless a few tokens run without these sublayers."""
         check_skips(self._plain, skip_attention, skip_mlp)
+
+    def check_padding(self) -> None:
+        """Raise `UnsupportedRequestError` if the model's output depends on padding on the left, tested at the first call.
+
+        Sequences are decoded without their padding.
+        """
+        if self._counts_padding:
+            raise UnsupportedRequestError(
+                f"{type(self.model).__name__} counts padding as positions, and its output depends on it: give prompts of different "
+                "lengths one by one, without padding"
+            )
+
+    @cached_property
+    def _counts_padding(self) -> bool:
+        return counts_padding(self)
 
     def resumes_at(self, boundary: int) -> bool:
         """Return True if a verification may resume at block `boundary`; one that may not runs the whole model, with a warning.

@@ -38,9 +38,10 @@ def test_cudnn_is_left_out_on_cuda_only_and_only_inside() -> None:
 @pytest.mark.usefixtures("uncompiled")
 def test_every_pass_asks_for_its_device(monkeypatch: pytest.MonkeyPatch, runner: str) -> None:
     target = Target(build("llama"), runner)
+    decoder = plain_decoder(target)  # checks the model with passes of its own
     open_now, seen = _watch(monkeypatch, "decoding.target.parts.attention_backends"), list[int]()
     target.blocks[0].register_forward_hook(lambda *_: seen.append(len(open_now)))
-    plain_decoder(target).generate(Request((5, 17, 33), Ending(6)))
+    decoder.generate(Request((5, 17, 33), Ending(6)))
     assert seen == [1] * 6
 
 
