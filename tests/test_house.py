@@ -210,3 +210,25 @@ def test_a_class_name_means_one_thing() -> None:
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 places[node.name].append(name)
     assert {name: modules for name, modules in places.items() if len(modules) > 1} == {}
+
+
+def _calls(tree: ast.AST) -> Iterator[tuple[str, ast.Call]]:
+    """Yield the calls of a module by the name of what is called."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call):
+            name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+            yield name, node
+
+
+def test_no_model_brings_code() -> None:
+    """Without the flag transformers asks on standard input whether to run a model's code."""
+    asking = []
+    for module, path in MODULES.items():
+        for name, call in _calls(ast.parse(path.read_text(encoding="utf-8"))):
+            given = {each.arg: ast.unparse(each.value) for each in call.keywords}
+            loads = name in ("from_pretrained", "from_config") and given.get("trust_remote_code") != "False"
+            reads = name.startswith("load_dataset") and module != "tuner.inputs.data_files"
+            asks = ast.unparse(call.func) in ("input", "click.confirm", "click.prompt", "getpass.getpass")
+            if loads or reads or asks:
+                asking.append(f"{module}:{call.lineno}: {name}")
+    assert not asking

@@ -74,5 +74,5 @@ def exported_generation(task: BenchTask, progress: Progress) -> Contender:
             described = ", ".join(f"{name}={value}" for name, value in options.items())
             return StockGeneration(model, eos, f"generate({described}), the profile's export", options)
         with quiet():  # the weights are read before the folder goes
-            assistant = AutoModelForCausalLM.from_pretrained(plan.draft, dtype=model.dtype)
+            assistant = AutoModelForCausalLM.from_pretrained(plan.draft, dtype=model.dtype, trust_remote_code=False)
     return AssistedGeneration(model, assistant.to(model.device).eval(), eos)

@@ -138,7 +138,9 @@ class LlamaCppServer(EngineProgram):
         command = [sys.executable, gguf_converter.__file__, str(self.sources / CONVERTER), str(model)]
         command += ["--outtype", outtype, "--outfile", str(out)]
         with log.open("wb") as output:
-            done = subprocess.run(command, stdout=output, stderr=subprocess.STDOUT, check=False)
+            done = subprocess.run(
+                command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, check=False
+            )
         text = log.read_text(encoding="utf-8", errors="replace")
         if missing := re.search(r"^ModuleNotFoundError: .*", text, re.MULTILINE):
             raise EngineError(f"llama.cpp's converter: {missing[0]}; pip install 'sdtune[engines]' has what it imports")

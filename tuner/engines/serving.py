@@ -70,7 +70,9 @@ def last_lines(log: Path) -> str:
 def output_of(command: list[str], title: str) -> str:
     """Return what a command writes, on either stream; raise `EngineError` if it fails."""
     try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+        done = subprocess.run(
+            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False, timeout=120
+        )
     except (OSError, subprocess.TimeoutExpired) as cause:
         raise EngineError(f"{title} cannot be run: {cause}") from None
     if done.returncode:

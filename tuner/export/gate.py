@@ -63,7 +63,10 @@ def check_draft(
 def _load(folder: Path, target: Target) -> PreTrainedModel:
     with quiet():
         model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=target.dtype, attn_implementation=target.model.config._attn_implementation
+            folder,
+            dtype=target.dtype,
+            attn_implementation=target.model.config._attn_implementation,
+            trust_remote_code=False,
         )
     if model.dtype != target.dtype:
         raise ExportError(f"the exported draft loads as {model.dtype} and not as {target.dtype}")

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import json
+import math
+import re
+import reprlib
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from safetensors import safe_open
 from transformers import AutoConfig, PreTrainedConfig
+from transformers.utils import cached_file
 
 from decoding.errors import SdtuneError, one_line
 from decoding.fingerprint import configuration_sha256
@@ -31,6 +37,15 @@ LIBRARIES: Mapping[str, tuple[str, ...]] = {
 """Packages that transformers loads the common kinds of quantised checkpoints with, by `quant_method`."""
 
 
+MOST_SIZES = (
+    (re.compile(r"layers?$"), 10_000),
+    (re.compile(r"(hidden|intermediate|vocab|inner|head|embed\w*|ffn|state)_(size|dim)$"), 2**26),
+    (re.compile(r"_heads$|_experts$|^d_model$|^n_embd$"), 2**26),
+)
+"""Greatest values of a config.json, by the names of its keys."""
+MOST_GROWTH = 1000
+
+
 @contextmanager
 def readable(name: str, otherwise: str) -> Iterator[None]:
     """Turn every failure to read the model `name` into a `ConfigError` of one line; `otherwise` is for a name that is not a folder.
@@ -51,13 +66,14 @@ def readable(name: str, otherwise: str) -> Iterator[None]:
         raise ConfigError(f"no such model: {name} {otherwise} ({reason})") from cause
 
 
-def refuse_quantised(name: str, revision: str | None = None) -> None:
-    """Raise `ConfigError` if the model `name` is quantised. Reads its config.json only; raises OSError without one.
+def refuse_unusable(name: str, revision: str | None = None) -> None:
+    """Raise `ConfigError` if the model `name` cannot be built or is quantised.
 
-    No kind of quantised weights has been run with sdtune: copies of layers, exit heads and fixed shapes all take weights to be
-    ordinary tensors.
+    Reads its config.json, and the names of a folder's weights; raises OSError without a config.json. No kind of quantised weights
+    has been run with sdtune: copies of layers, exit heads and fixed shapes all take weights to be ordinary tensors.
     """
     config, _ = PreTrainedConfig.get_config_dict(name, revision=revision)
+    _refuse_absurd_sizes(name, config)
     method = quantisation(config)
     if method is None:
         return
@@ -69,13 +85,67 @@ def refuse_quantised(name: str, revision: str | None = None) -> None:
     )
 
 
+def _refuse_absurd_sizes(name: str, config: Mapping[str, Any]) -> None:
+    """Raise `ConfigError` for sizes that no model has: one with a thousand million layers would be built for hours."""
+    for part in (config, *(part for part in config.values() if isinstance(part, dict))):
+        for key, value in part.items():
+            most = next((most for words, most in MOST_SIZES if words.search(str(key))), None)
+            if most is not None and isinstance(value, int | float) and value > most:
+                raise ConfigError(
+                    f"{name} is no model that can be loaded: its config.json has {key} {reprlib.repr(value)}, above {most:,}"
+                )
+        layers, found = part.get("num_hidden_layers"), _num_stored_layers(Path(name))
+        if isinstance(layers, int) and found is not None and layers > 2 * found + 8:
+            raise ConfigError(
+                f"the checkpoint {name} is incomplete, or its config.json describes another model: it has {layers} layers, and "
+                f"the weights are of {found}"
+            )
+
+
+def _num_stored_layers(folder: Path) -> int | None:
+    """Return the number of layers in a folder's weights, by the names of the tensors; None if they are not known before loading."""
+    index, whole = folder / "model.safetensors.index.json", folder / "model.safetensors"
+    if index.is_file():
+        names: Iterable[str] = json.loads(index.read_bytes())["weight_map"]
+    elif whole.is_file():
+        with safe_open(whole, framework="pt") as file:
+            names = list(file.keys())
+    else:
+        return None
+    return len({number[1] for each in names if (number := re.search(r"\.(\d+)\.", each))}) or None
+
+
+def refuse_growing_text(name: str, revision: str | None = None) -> None:
+    """Raise `ConfigError` for a tokenizer whose replacements make texts many times longer, until the memory is full."""
+    path = cached_file(name, "tokenizer.json", revision=revision, _raise_exceptions_for_missing_entries=False)
+    if path is None:
+        return
+    content = json.loads(Path(path).read_bytes())
+    for part in ("normalizer", "decoder"):
+        if (growth := _growth(content.get(part))) > MOST_GROWTH:
+            raise ConfigError(f"the tokenizer of {name} makes texts up to {growth:.0e} times longer by its {part}")
+
+
+def _growth(part: Any) -> float:
+    """Return how many times longer the replacements of a part of a tokenizer can make a text."""
+    if isinstance(part, list):
+        return math.prod(map(_growth, part))
+    if not isinstance(part, dict):
+        return 1.0
+    pattern = part.get("pattern")
+    replaced = len(pattern.get("String") or "") if isinstance(pattern, dict) else 0
+    own = max(1.0, len(str(part.get("content") or "")) / max(1, replaced))
+    return own * math.prod(_growth(each) for each in part.values() if isinstance(each, list))
+
+
 def checkpoint_configuration(name: str, revision: str | None = None) -> str:
     """Return the hash of the configuration of the model `name`, before its weights are read.
 
     Raises `ConfigError` if there is no such model. A loaded model's configuration may differ, as its family may complete it.
     """
     with readable(name, "has no configuration of a causal language model"):
-        return configuration_sha256(AutoConfig.from_pretrained(name, revision=revision))
+        refuse_unusable(name, revision)
+        return configuration_sha256(AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=False))
 
 
 def quantisation(config: Mapping[str, Any]) -> str | None:

@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from decoding.errors import first_line
 from decoding.out_of_memory import is_out_of_memory
 from tuner.errors import MemoryShortageError
-from tuner.inputs.checkpoint import readable, refuse_quantised
+from tuner.inputs.checkpoint import readable, refuse_unusable
 from tuner.inputs.model_folder import check_folder
 from tuner.inputs.models import DTYPES, SPREAD, quiet, resolve_device
 
@@ -75,10 +75,10 @@ def size_of_checkpoint(
     check_folder(name)
     on_cpu = resolve_device(device).type == "cpu"
     with quiet(), readable(name, "has no configuration of a causal language model"):
-        refuse_quantised(name, revision)
-        config = AutoConfig.from_pretrained(name, revision=revision)
+        refuse_unusable(name, revision)
+        config = AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=False)
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config)
+            model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     stored = getattr(config.get_text_config(), "dtype", None) or torch.float32
     return ModelSize.of(model, DTYPES.get(dtype) or (torch.float32 if on_cpu else stored))
 

@@ -15,7 +15,7 @@ from transformers.utils import logging as transformers_logging
 
 from decoding.errors import first_line
 from tuner.errors import ConfigError
-from tuner.inputs.checkpoint import readable, refuse_quantised
+from tuner.inputs.checkpoint import readable, refuse_growing_text, refuse_unusable
 from tuner.inputs.model_folder import check_folder
 
 SPREAD = "spread"
@@ -49,12 +49,14 @@ def load(name: str, *, revision: str | None = None, dtype: str = "auto", device:
     check_folder(name)
     wanted = DTYPES.get(dtype) or (torch.float32 if torch_device.type == "cpu" else "auto")
     with quiet(), readable(name, "is neither a model folder nor available from the hub"):
-        refuse_quantised(name, revision)
-        tokenizer = AutoTokenizer.from_pretrained(name, revision=revision)
+        refuse_unusable(name, revision)
+        refuse_growing_text(name, revision)
+        tokenizer = AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=False)
         model, report = AutoModelForCausalLM.from_pretrained(
-            name, revision=revision, dtype=wanted, output_loading_info=True, **spread
+            name, revision=revision, dtype=wanted, output_loading_info=True, trust_remote_code=False, **spread
         )
     _refuse_missing_weights(name, report)
+    _refuse_no_numbers(name, model)
     _refuse_foreign_tokenizer(name, tokenizer, model)
     loaded_revision = revision or getattr(model.config, "_commit_hash", None)
     if spread:
@@ -97,6 +99,16 @@ def _refuse_missing_weights(name: str, report: Mapping[str, Any]) -> None:
     wrong = sorted(str(each[0] if isinstance(each, tuple) else each) for each in report["mismatched_keys"])
     if wrong:
         raise ConfigError(f"the checkpoint {name} has {len(wrong)} weights of another shape, such as {wrong[0]}")
+
+
+def _refuse_no_numbers(name: str, model: PreTrainedModel) -> None:
+    """Raise `ConfigError` for weights that are NaN or infinite: texts would be wrong, and checks fail for reasons of their own."""
+    for where, weight in model.named_parameters():
+        if weight.dtype in DTYPES.values() and weight.device.type != "meta" and weight.numel():
+            # Reads the weight once and makes no copy of it.
+            least, greatest = weight.detach().aminmax()
+            if not (least.isfinite() and greatest.isfinite()):
+                raise ConfigError(f"the checkpoint {name} is damaged: {where} holds NaN or infinite numbers")
 
 
 def _refuse_foreign_tokenizer(name: str, tokenizer: Any, model: PreTrainedModel) -> None:

@@ -60,7 +60,7 @@ class Shared:
     @cached_property
     def tokenizer(self) -> Any:
         """The tokenizer of the demo model, and so of the widened one."""
-        return AutoTokenizer.from_pretrained(DEMO / "model")
+        return AutoTokenizer.from_pretrained(DEMO / "model", trust_remote_code=False)
 
     @cached_property
     def wide(self) -> PreTrainedModel:

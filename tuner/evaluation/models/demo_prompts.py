@@ -130,7 +130,7 @@ def write_prompts(settings: DemoPrompts) -> list[CutPrompt]:
     Raises `RecipeError` if model or list of files cannot be read, if lengths are wrong, or if there are too few prompts.
     """
     try:
-        tokenizer = PreTrainedTokenizerFast.from_pretrained(settings.model)
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(settings.model, trust_remote_code=False)
         unseen = json.loads(settings.held_out.read_text(encoding="utf-8"))
         if settings.part == "training":
             files = seen_files(unseen, settings.num_prompts)

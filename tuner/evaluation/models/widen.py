@@ -76,7 +76,7 @@ def widen(
     place = torch.device(device)
     with torch.random.fork_rng(devices=[place] if place.type == "cuda" else []), place:
         torch.manual_seed(seed)
-        wide = AutoModelForCausalLM.from_config(_wide_config(model, widths), dtype=dtype)
+        wide = AutoModelForCausalLM.from_config(_wide_config(model, widths), dtype=dtype, trust_remote_code=False)
     layout = Layout(model.config, wide.config, place)
     narrow = model.state_dict()  # the head of tied embeddings among them
     for name, parameter in wide.state_dict().items():
@@ -180,8 +180,8 @@ def describe(source: PreTrainedModel, wide: PreTrainedModel) -> str:
 def load_source(folder: Path) -> PreTrainedModel:
     """Return the model to widen, in float32. Raises `WidenError` if there is none or it is not a Llama."""
     try:
-        check_architecture(AutoConfig.from_pretrained(folder))
-        return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        check_architecture(AutoConfig.from_pretrained(folder, trust_remote_code=False))
+        return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, trust_remote_code=False).eval()
     except (OSError, ValueError, KeyError) as cause:
         raise WidenError(f"cannot load the model {folder}: {first_line(cause)}") from None
 
@@ -221,7 +221,7 @@ def write_widened(
         with TemporaryDirectory(dir=out.parent, prefix=f".{out.name}.") as beside:
             whole = Path(beside) / out.name
             wide.save_pretrained(whole)
-            AutoTokenizer.from_pretrained(folder).save_pretrained(whole)
+            AutoTokenizer.from_pretrained(folder, trust_remote_code=False).save_pretrained(whole)
             if heads:
                 narrow_target, wide_target = Target(source), Target(wide)
                 (whole / "heads").mkdir()

@@ -139,7 +139,7 @@ def prepare_tokenizer(recipe: Recipe, corpus: Corpus, out: Path, start: Start | 
             shutil.copyfile(start.folder / name, out / name)
     elif not (out / CHECKPOINT).exists():
         train_tokenizer(corpus.training_files, recipe.vocabulary_size).save_pretrained(out)
-    return PreTrainedTokenizerFast.from_pretrained(out)
+    return PreTrainedTokenizerFast.from_pretrained(out, trust_remote_code=False)
 
 
 def digest(tokens: Tensor, weights_sha256: str) -> str:

@@ -42,7 +42,7 @@ def new_model(recipe: Recipe) -> Any:
 
 def load_model(folder: Path, recipe: Recipe) -> Any:
     """Return the model of a finished run in float32. Raises `RecipeError` for another architecture than the recipe's."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, trust_remote_code=False)
     wanted = recipe.llama_config()
     for key in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"):
         found, expected = getattr(model.config, key), getattr(wanted, key)
