@@ -8,7 +8,15 @@ from typing import Any, NamedTuple
 
 from decoding.serving.protocol import FORM
 
-KINDS = {str: "a string", bool: "a boolean", int: "an integer", float: "a decimal", list: "an array", dict: "an object"}
+KINDS = {
+    str: "a string",
+    bool: "a boolean",
+    int: "an integer",
+    float: "a decimal",
+    list: "an array",
+    dict: "an object",
+    bytes: "one without the content type application/json",
+}
 EXPECTED = {
     "string_type": "a string",
     "bool_type": "a boolean",

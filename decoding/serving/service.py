@@ -29,6 +29,8 @@ DEFAULT_MAX_TOKENS = 16
 
 SPARE_TOKENS = 1024
 """Tokens of a beginning that may be others once the text goes on."""
+SHORT_CHARACTERS = 2**16
+"""Characters that are tokenised in a moment."""
 USUAL_CHARACTERS = 4
 """Characters of a token, to choose the first beginning."""
 
@@ -112,7 +114,7 @@ class Service:
         """
         most = 2 * self.max_length + SPARE_TOKENS
         size = USUAL_CHARACTERS * most
-        tokenizing = self._short if len(text) <= size else self._long
+        tokenizing = self._short if len(text) <= SHORT_CHARACTERS else self._long
         while size < len(text):
             if len(await tokenizing(text[:size], special)) > most:
                 raise UnsupportedRequestError(

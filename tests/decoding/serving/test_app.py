@@ -285,6 +285,37 @@ def test_bodies_that_are_no_request(client: TestClient, content: bytes) -> None:
     assert answer.json()["error"]["message"]
 
 
+def test_a_body_that_is_not_declared_as_json_is_refused(client: TestClient) -> None:
+    """As a web page could send it without being asked for."""
+    answer = client.post("/v1/completions", content=b'{"prompt": "w1"}', headers={"content-type": "text/plain"})
+    assert answer.status_code == 400
+    assert (
+        "expected an object, but got one without the content type application/json" in answer.json()["error"]["message"]
+    )
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        ({"prompt": 3}, "'prompt': expected a string or an array; got 3"),
+        ({"prompt": None}, "'prompt': expected a string or an array; got null"),
+        ({"prompt": PROMPT, "stop": {"a": 1}}, "'stop': expected a string or an array; got an object"),
+        ({"prompt": PROMPT, "metadata": "x"}, "type for 'metadata': expected an object, but got a string"),
+        ({"prompt": PROMPT, "model": 3}, "type for 'model': expected a string, but got an integer"),
+        ({"prompt": PROMPT, "seed": 10**3000}, "'seed': integer above maximum value"),
+        ({"prompt": PROMPT, "k" * 3000: 1}, "Unknown parameter: 'kkk"),
+        ([], "type for body: expected an object, but got an array"),
+    ],
+)
+def test_each_refusal_is_short_and_says_what_was_given(client: TestClient, body: Any, words: str) -> None:
+    answer = client.post("/v1/completions", json=body)
+    assert answer.status_code == 400
+    message = answer.json()["error"]["message"]
+    assert words in message
+    assert len(message) < 250
+    assert "\n" not in message
+
+
 def test_long_bodies_are_refused_before_they_are_read(client: TestClient) -> None:
     def parts() -> Iterator[bytes]:
         yield from [b'{"prompt": "', *[b"w1 " * 100] * 20, b'"}']

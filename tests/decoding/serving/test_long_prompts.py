@@ -99,7 +99,7 @@ def test_a_prompt_of_many_characters_for_each_token_is_tokenised_as_a_whole() ->
     found.normalizer, found.pre_tokenizer = normalizers.Lowercase(), pre_tokenizers.Whitespace()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=found, unk_token="<unk>")
     with TestClient(create_app(_service(tokenizer))) as client:
-        body = {"prompt": f"{word} " * (MAX_LENGTH - 1), "max_tokens": 1}
+        body: dict[str, Any] = {"prompt": f"{word} " * (MAX_LENGTH - 1), "max_tokens": 1}
         answer = client.post("/v1/completions", json=body)
         assert answer.status_code == 200, answer.text
         assert answer.json()["usage"]["prompt_tokens"] == MAX_LENGTH - 1
