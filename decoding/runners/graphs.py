@@ -76,6 +76,7 @@ class CudaGraphs:
             outputs = outputs.copied()
             try:
                 graph, recorded = self._capture_with_memory(run)
+                graph.replay()  # the first replay copies the graph to the device: nobody who times replays is charged for it
             except RuntimeError as cause:
                 self._open()  # now: until a capture succeeds, torch 2.11 refuses to draw random numbers
                 if is_out_of_memory(cause):

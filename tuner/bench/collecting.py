@@ -8,8 +8,16 @@ from decoding.losslessness import Comparison, compare
 from decoding.target import Target
 from tuner.bench.contenders import PLAIN
 from tuner.bench.sample import TextSample
-from tuner.contest.contest import Contender, Prompts
+from tuner.contest.contest import Contender, Contest, OnBatch, Prompts
 from tuner.measuring.recording import TimedBatch
+
+
+class InterruptedContestError(KeyboardInterrupt):
+    """A contest was interrupted. `samples` by contender are those of the batches that all of them had continued."""
+
+    def __init__(self, samples: Mapping[str, Sequence[TextSample]], left_out: Mapping[str, str]) -> None:
+        super().__init__("interrupted")
+        self.samples, self.left_out = samples, left_out
 
 
 class SampleCollector:
@@ -36,6 +44,29 @@ class SampleCollector:
         self._categories = categories or [None] * len(prompts)
         self._same_as = {name: each.same_as for name, each in contenders.items()}
         self._first_written = {(PLAIN, index): tokens for index, tokens in enumerate(plain)}
+
+    def hold(
+        self,
+        contest: Contest,
+        batches: Sequence[Prompts],
+        *,
+        max_new_tokens: int,
+        repeats: int = 1,
+        on_batch: OnBatch = lambda index, repeat, results: None,
+    ) -> None:
+        """Hold the contest on `batches` and collect its samples; `on_batch` hears of each batch after that.
+
+        Raises `InterruptedContestError` for a `KeyboardInterrupt`.
+        """
+
+        def collect(index: int, repeat: int, results: Mapping[str, TimedBatch]) -> None:
+            self.add(index, repeat, results)
+            on_batch(index, repeat, results)
+
+        try:
+            contest.hold(batches, max_new_tokens=max_new_tokens, repeats=repeats, on_batch=collect)
+        except KeyboardInterrupt:
+            raise InterruptedContestError(self.samples, contest.left_out) from None
 
     def add(self, index: int, repeat: int, batches: Mapping[str, TimedBatch]) -> None:
         """Add the sequences that each contender wrote for batch `index`."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,6 @@ from tuner.bench.task import BenchTask, prepare_bench, token_ids
 from tuner.contest.contest import Contest, Prompts
 from tuner.measuring.clock import WallClock
 from tuner.measuring.cost_table import measure_cost_table
-from tuner.measuring.recording import TimedBatch
 from tuner.progress import Progress
 from tuner.prompt_settings import PromptSettings
 from tuner.results import check_results_folder, public_name, stamped, write_json, write_result, write_text
@@ -127,13 +126,14 @@ def _hold(contest: Contest, task: BenchTask, progress: Progress) -> dict[str, li
     collector = SampleCollector(
         task.target, prompts, contest.running, batch_size=batch_size, plain=plain, categories=categories
     )
-
-    def collect(index: int, repeat: int, batches: Mapping[str, TimedBatch]) -> None:
-        collector.add(index, repeat, batches)
-        progress.advance()
-
     progress.stage(f"all contenders continue all {units_of(batch_size)}", len(task.batches) * repeats)
-    contest.hold(task.batches, max_new_tokens=task.max_new_tokens, repeats=repeats, on_batch=collect)
+    collector.hold(
+        contest,
+        task.batches,
+        max_new_tokens=task.max_new_tokens,
+        repeats=repeats,
+        on_batch=lambda index, repeat, results: progress.advance(),
+    )
     return collector.samples
 
 

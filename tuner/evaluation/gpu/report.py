@@ -9,9 +9,10 @@ from rich.table import Table
 
 from tuner.evaluation.gpu.contract import GpuStep
 from tuner.evaluation.gpu.records import StepRecord, StepRecords
+from tuner.evaluation.gpu.side_by_side import partial_lines
 from tuner.tables import figures_table
 
-LONGEST_LINE, MOST_LINES = 150, 8
+LONGEST_LINE, MOST_LINES = 150, 13
 LONGEST_WARNING, MOST_WARNINGS = 110, 1
 """What the table shows of a step; the document has everything."""
 
@@ -50,6 +51,6 @@ def table(steps: Sequence[GpuStep], records: StepRecords) -> Table:
 def _lines(step: GpuStep, record: StepRecord) -> list[str]:
     lines = [] if record.status == "ok" else [f"{record.status.upper()}: {record.cause}"]
     if record.result is not None:
-        lines += step.lines(record.result)
+        lines += partial_lines(record.result) if "interrupted" in record.result else step.lines(record.result)
     warnings = [f"warning: {warning}"[:LONGEST_WARNING] for warning in record.warnings[:MOST_WARNINGS]]
     return [*(line[:LONGEST_LINE] for line in lines[:MOST_LINES]), *warnings]

@@ -19,13 +19,16 @@ class GpuEvaluation(Evaluation):
     """Run the whole benchmark of one GPU in ten minutes.
 
     \b
-       1. Replays: passes of every shape against eager ones, on a tiny model and on the demo model widened to 8B sizes.
+       1. Compilation, then replays: passes of every shape against eager ones, on a tiny model and on the demo model widened to
+          8B sizes.
        2. Plain decoding against the memory roofline and against transformers' `generate`.
        3. The switch to a new candidate: seconds and recordings.
        4. A whole search on the widened model, and its profile against `generate`, alone and in batches of 4 and 16.
        5. Losslessness on the demo model in float32 and bfloat16, by every runner.
-       6. Each kind of draft, alone and in batches of 4 and 16: lookup, suffix automaton, exit, feature head, side leaves.
+       6. Each kind of draft, alone and in batches of 4 and 16: lookup, suffix automaton, exit, feature head, side leaves, skip
+          set, int8, int4.
        7. Each speed feature of the static runner, off and on, and the attention backends.
+       8. `generate` with a static cache, which transformers compiles as a whole: in the time that is left, or by the next run.
 
     The steps run in this order in one process, which makes the widened model once; a step that fails is reported, and the
     others go on. Each result is on disk as its step ends: the same command runs the steps that failed or had no time. The

@@ -189,6 +189,11 @@ class Shared:
             torch.cuda.empty_cache()
 
 
+def without_head(draft: EarlyExit) -> EarlyExit:
+    """Return the same exit without its head: the model's own norm and LM head read its states."""
+    return draft.model_copy(update={"head": None, "head_sha256": None})
+
+
 def _has_head(folder: HeadFolder, exit_layer: int) -> bool:
     """Return whether there is a head for the exit that belongs to the model at hand."""
     try:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from decoding.decoder import Decoder, plain_decoder
@@ -12,6 +12,7 @@ from studies.ratios import Work, speed_ratio
 from tuner.bench.collecting import SampleCollector
 from tuner.bench.contenders import PLAIN
 from tuner.bench.result import Entry, Phase, comparable, mean_context
+from tuner.bench.sample import TextSample
 from tuner.contest.contest import Contender, Contest
 from tuner.contest.own_decoding import OwnDecoding
 from tuner.evaluation.gpu.shared import Shared
@@ -55,7 +56,7 @@ class SideBySide:
         lap = [[longest] * batch_size, *batches]
         contest.hold(lap, max_new_tokens=max_new_tokens, on_batch=lambda index, repeat, results: None)
         collector = SampleCollector(target, prompts, contest.running, batch_size=batch_size)
-        contest.hold(batches, max_new_tokens=max_new_tokens, repeats=repeats, on_batch=collector.add)
+        collector.hold(contest, batches, max_new_tokens=max_new_tokens, repeats=repeats)
         entries = [
             Entry(name, each.describe(), dict(each.settings), tuple(collector.samples[name]))
             for name, each in contest.running.items()
@@ -94,6 +95,30 @@ class SideBySide:
 
     def _work(self, name: str, phase: Phase = Phase.DECODE) -> Work:
         return self.entries[name].work(self._counted, phase)
+
+
+def partial_result(samples: Mapping[str, Sequence[TextSample]], left_out: Mapping[str, str]) -> dict[str, Any]:
+    """Return what an interrupted comparison has: rates over the batches that all contenders had continued, without intervals."""
+    contenders = {}
+    for name, found in samples.items():
+        if found:
+            entry = Entry(name, "", {}, tuple(found))
+            work = entry.work(sorted({sample.batch for sample in found}), Phase.DECODE)
+            contenders[name] = {
+                "tokens_per_second": work.tokens_per_second if work.seconds.sum() else None,
+                "tokens_per_pass": entry.tokens_per_pass,
+                "identical": entry.num_identical,
+                "ties": entry.num_ties,
+                "texts": len(found),
+            }
+    return {"interrupted": contenders, "left_out": dict(left_out)}
+
+
+def partial_lines(result: Mapping[str, Any]) -> Iterator[str]:
+    """Yield a line per contender of an interrupted comparison."""
+    for name, each in result["interrupted"].items():
+        rate = "-" if each["tokens_per_second"] is None else f"{each['tokens_per_second']:.1f}"
+        yield f"{name}: {rate} tok/s, identical {each['identical']}/{each['texts']} + {each['ties']} ties, interrupted"
 
 
 def ratio_text(interval: Mapping[str, Any]) -> str:

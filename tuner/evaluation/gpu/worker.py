@@ -22,10 +22,12 @@ import torch
 from pydantic import Field
 
 from decoding.documents.strict_yaml import Document
+from tuner.bench.collecting import InterruptedContestError
 from tuner.evaluation.gpu.contract import GpuStep, OutOfTimeError
 from tuner.evaluation.gpu.process import end_with
 from tuner.evaluation.gpu.records import StepRecord, StepRecords
 from tuner.evaluation.gpu.shared import Shared
+from tuner.evaluation.gpu.side_by_side import partial_result
 
 SPOILT_STATUS = 75
 """Exit status after a CUDA error that every later call would repeat."""
@@ -74,6 +76,9 @@ def attempt(step: GpuStep, shared: Shared, seconds: float) -> StepRecord:
         warnings.simplefilter("default")
         try:
             facts = {"status": "ok", "result": _interruptible(lambda: step.run(shared, seconds))}
+        except InterruptedContestError as early:
+            result = partial_result(early.samples, early.left_out)
+            facts = {"status": "given up", "cause": f"out of time: interrupted after {seconds:.0f} s", "result": result}
         except KeyboardInterrupt:
             facts = {"status": "given up", "cause": f"out of time: interrupted after {seconds:.0f} s"}
         except OutOfTimeError as early:

@@ -7,9 +7,11 @@ from functools import cached_property
 from pathlib import Path
 
 import pytest
+import torch
 from transformers import PreTrainedModel
 
 from decoding.drafts import EarlyExit
+from decoding.errors import UnsupportedModelError
 from decoding.head_folder import HeadFolder
 from tests.support.paths import ROOT
 from tests.support.tiny import tiny_llama
@@ -21,7 +23,8 @@ from tuner.evaluation.models.widen import widen
 from tuner.evaluation.models.widths import Widths
 
 CHAINS = [
-    *("plain", "prompt lookup", "suffix automaton", "exit with head", "suffix automaton, then exit", "feature head")
+    *("plain", "prompt lookup", "suffix automaton", "exit with head", "suffix automaton, then exit", "feature head"),
+    *("skip set", "int8", "int4"),
 ]
 LEAVES = ["exit with side leaves", "feature head with side leaves"]
 
@@ -82,6 +85,20 @@ def test_batches_have_the_chains_and_say_so(shared: Shared) -> None:
     assert CHAINS_ONLY in list(step.lines(result))
     assert all(each["identical"] + each["ties"] == each["texts"] == 4 for each in result["contenders"].values())
     assert sum(path.name.startswith("feature_head") for path in shared.heads_folder.iterdir()) == 1
+
+
+def test_a_kind_that_the_device_cannot_run_has_the_refusal_as_its_row(
+    shared: Shared, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(device: torch.device) -> None:
+        raise UnsupportedModelError("no kernel on cuda yet")
+
+    monkeypatch.setattr("decoding.target.quantised.check_device", refuse)
+    step = small(2, 4)
+    result = step.run(shared, 0.01)
+    assert result["left_out"] == {"int8": "no kernel on cuda yet", "int4": "no kernel on cuda yet"}
+    assert list(result["contenders"]) == [name for name in CHAINS if not name.startswith("int")]
+    assert "int8 left out: no kernel on cuda yet" in list(step.lines(result))
 
 
 def test_the_plan_has_the_batches_of_the_benches() -> None:

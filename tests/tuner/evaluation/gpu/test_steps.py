@@ -6,18 +6,28 @@ import importlib.util
 import io
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 import torch
 from click.testing import CliRunner
 from rich.console import Console
+from torch import Tensor
 
+from decoding.decode import Request
+from decoding.decoder import Decoder
+from decoding.drafts import EarlyExit
 from decoding.runners.buckets import GPU_BUCKETS
 from decoding.runners.contract import Outputs, Written
+from decoding.runners.features import NO_FEATURES
 from decoding.runners.static import StaticRunner
 from decoding.target import Target
+from decoding.text import Ending
 from tests.support.fake_graphs import FakeGraphs
+from tests.support.families import build
 from tests.support.paths import ROOT
+from tests.support.recorders import CountingRecorder, unchecked
 from tests.support.stale_recorder import Stale
 from tests.support.tiny import tiny_llama
 from tuner.cli.main import main
@@ -28,9 +38,18 @@ from tuner.evaluation.gpu.recorder import TimedRecorder
 from tuner.evaluation.gpu.records import StepRecord, StepRecords
 from tuner.evaluation.gpu.report import LONGEST_LINE, document, table
 from tuner.evaluation.gpu.shared import Shared
-from tuner.evaluation.gpu.steps.attention import AttentionBackends
+from tuner.evaluation.gpu.steps.attention import (
+    CHOSEN,
+    HEAD_DIM,
+    HEADS,
+    KEY_VALUE_HEADS,
+    VARLEN,
+    AttentionBackends,
+    calls_of,
+)
 from tuner.evaluation.gpu.steps.benching import ProfileBench
-from tuner.evaluation.gpu.steps.features import pays
+from tuner.evaluation.gpu.steps.compiling import Compilation
+from tuner.evaluation.gpu.steps.features import FEATURE_STEPS, pays
 from tuner.evaluation.gpu.steps.replays import ReplayError, refuse_differences
 from tuner.evaluation.gpu.steps.searching import search_config
 
@@ -89,8 +108,74 @@ def test_attention_is_timed_by_every_backend_that_runs(tmp_path: Path) -> None:
     assert [(row["context"], row["width"]) for row in result["rows"]] == [(16, 1), (16, 5), (32, 1), (32, 5)]
     for row in result["rows"]:
         assert row["microseconds"]["math"] > 0
+        assert row["microseconds"][CHOSEN] > 0
         assert "cudnn" in row["failed"], "a CPU has no such backend, and the reason is told"
+        assert "runs on CUDA only" in row["failed"][VARLEN]
     assert len(list(step.lines(result))) == 4
+
+
+def test_attention_is_called_as_a_recorded_pass_calls_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shapes and mask of the timed call are those of a model of the same heads in the static runner."""
+    seen: list[tuple[object, ...]] = []
+    genuine = torch.nn.functional.scaled_dot_product_attention
+
+    def watched(
+        query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, **settings: object
+    ) -> Tensor:
+        assert attn_mask is not None
+        seen.append((query.shape, key.shape, attn_mask.shape, attn_mask.dtype, sorted(settings)))
+        return genuine(query, key, value, attn_mask=attn_mask, **settings)  # type: ignore[arg-type]
+
+    monkeypatch.setattr("decoding.target.attention.scaled_dot_product_attention", watched)
+    config = {"hidden_size": HEADS * HEAD_DIM, "num_attention_heads": HEADS, "num_key_value_heads": KEY_VALUE_HEADS}
+    model = build("llama", num_hidden_layers=1, head_dim=HEAD_DIM, intermediate_size=8, **config)
+    with unchecked():
+        target = Target(model, partial(StaticRunner, compiled=False, buckets=GPU_BUCKETS, recorder=CountingRecorder()))
+    cache = target.new_cache(64)
+    ids = torch.randint(8, (1, 24))
+    with torch.inference_mode():
+        target.forward(ids[:, :16], cache, 0)
+        for width in (1, 5):
+            seen.clear()
+            target.forward(ids[:, 16 : 16 + width], cache, 16)
+            calls_of(torch.device("cpu"), 16, width)[CHOSEN]()
+            assert len(seen) == 2
+            assert seen[0] == seen[1]
+
+
+def test_whole_rounds_are_measured_on_a_draft_that_has_them() -> None:
+    """The feature changes the replays of its step's draft, which an exit with a head would not."""
+    (step,) = [each for each in FEATURE_STEPS if each.feature == "whole_rounds"]
+    assert step.rule is not None
+    replays = []
+    for features in (NO_FEATURES, step.features):
+        graphs = FakeGraphs()
+        with unchecked():
+            target = Target(
+                tiny_llama(4),
+                partial(StaticRunner, compiled=False, buckets=GPU_BUCKETS, recorder=graphs, features=features),
+            )
+        shared = SimpleNamespace(
+            exit_draft=EarlyExit(exit_layer=2, head="exit_head_2.safetensors", head_sha256="0" * 64)
+        )
+        decoder = Decoder(target, step.draft(cast(Shared, shared)), step.rule)
+        request = Request(range(5, 15), Ending(16))
+        decoder.generate(request)
+        before = graphs.num_replayed
+        decoder.generate(request)
+        replays.append(graphs.num_replayed - before)
+    assert replays[1] < replays[0]
+
+
+def test_the_compiler_s_step_decodes_with_both_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("decoding.runners.static.CompiledBlocks", lambda *_: None)
+    monkeypatch.setattr(Shared, "tiny", lambda self: tiny_llama(4))
+    shared = Shared(tmp_path, "cpu", "demo")
+    shared.__dict__["static"] = Target(tiny_llama(4), "static")
+    result = Compilation().run(shared, 10.0)
+    assert result["tiny_seconds"] > 0
+    assert result["wide_seconds"] > 0
+    assert len(list(Compilation().lines(result))) == 1
 
 
 def test_the_search_is_configured_for_the_model_at_hand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import subprocess
 import sys
@@ -13,14 +14,24 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
+from decoding.decoder import plain_decoder
+from decoding.target import Target
+from tests.support.families import target_of
 from tests.support.paths import ROOT
+from tuner.contest.contest import Prompts
+from tuner.contest.own_decoding import OwnDecoding
 from tuner.evaluation.gpu.contract import OutOfTimeError, Result
+from tuner.evaluation.gpu.plan import steps_named
 from tuner.evaluation.gpu.process import LOG, PROGRAM, ProcessWorker
 from tuner.evaluation.gpu.records import StepRecords
+from tuner.evaluation.gpu.report import table
 from tuner.evaluation.gpu.shared import Shared
+from tuner.evaluation.gpu.side_by_side import SideBySide
 from tuner.evaluation.gpu.supervisor import Ended, Finished, Started
 from tuner.evaluation.gpu.worker import SPOILT_STATUS, attempt, run_steps
+from tuner.measuring.recording import Recorder
 
 SOON = 300.0
 """Seconds to wait for an event of a process."""
@@ -39,6 +50,21 @@ class Step:
 
     def lines(self, result: Mapping[str, Any]) -> Iterator[str]:
         yield str(result)
+
+
+class Slow(OwnDecoding):
+    """Plain decoding that is interrupted when it is asked for the nth time; the first lap of four is not timed."""
+
+    def __init__(self, target: Target, interrupted_at: int | None = None) -> None:
+        super().__init__(plain_decoder(target), frozenset(), "plain", {})
+        self._left = interrupted_at
+
+    def write(self, prompts: Prompts, max_new_tokens: int, recorder: Recorder) -> None:
+        if self._left is not None:
+            self._left -= 1
+            if self._left == 0:
+                raise KeyboardInterrupt
+        super().write(prompts, max_new_tokens, recorder)
 
 
 class AnsweringShared(Shared):
@@ -107,6 +133,31 @@ def test_an_interrupted_step_keeps_the_part_of_its_result_that_it_has(shared: An
     nothing, part = (attempt(Step("one", work), shared, 10.0) for work in (interrupted, early))
     assert (nothing.status, nothing.result) == ("given up", None)
     assert (part.status, part.result) == ("given up", {"best_so_far": "exit at 2"})
+
+
+def test_an_interrupted_comparison_keeps_the_prompts_that_all_have_continued(
+    tmp_path: Path, shared: AnsweringShared
+) -> None:
+    target = target_of("llama")
+    contenders = {"plain": Slow(target), "other": Slow(target, interrupted_at=7)}
+    prompts = [(3, 1, 4), (1, 5, 9, 2), (6, 5, 3)]
+
+    def compare() -> Result:
+        return SideBySide(target, contenders, prompts, max_new_tokens=6).figures()
+
+    record = attempt(Step("rates", compare), shared, 10.0)
+    assert record.status == "given up"
+    assert record.result is not None
+    assert {name: each["texts"] for name, each in record.result["interrupted"].items()} == {"plain": 2, "other": 2}
+    assert all(
+        each["identical"] == 2 and each["tokens_per_second"] > 0 for each in record.result["interrupted"].values()
+    )
+    records = StepRecords(tmp_path)
+    records.write(record)
+    shown = io.StringIO()
+    Console(file=shown, width=170).print(table(steps_named(["rates"]), records))
+    assert "GIVEN UP: out of time" in shown.getvalue()
+    assert "identical 2/2 + 0 ties, interrupted" in shown.getvalue()
 
 
 PROCESS = """

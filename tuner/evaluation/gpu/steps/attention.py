@@ -1,22 +1,30 @@
-"""Attention of one pass by each backend, after short and long contexts."""
+"""Attention of one pass by each backend, after short and long contexts, called as a recorded pass calls it.
+
+Query heads that share keys are stacked as positions, under an additive mask, over the slots of the pass's bucket; flash attention,
+which takes no mask, is the kernel of variable lengths.
+"""
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 from statistics import median
-from typing import Any, cast
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.attention.varlen import varlen_attn
-from torch.nn.functional import scaled_dot_product_attention
 
-from decoding.errors import one_line
+from decoding.cache.used_lengths import used_lengths
+from decoding.errors import UnsupportedRunnerError, one_line
+from decoding.runners.buckets import GPU_BUCKETS
 from decoding.runners.graphs import CudaGraphs
+from decoding.runners.masks import MaskKinds
+from decoding.target.attention import grouped_attention
+from decoding.target.backends import attention_backends
+from decoding.target.varlen import find_kernel, varlen_attention
 from decoding.timing.stopwatch import Stopwatch
 from tuner.bench.roofline import seconds_by_events
 from tuner.evaluation.gpu.contract import Result
@@ -26,12 +34,9 @@ CONTEXTS, WIDTHS = (512, 4096), (1, 5)
 HEADS, KEY_VALUE_HEADS, HEAD_DIM = 32, 8, 128
 CALLS, ROUNDS = 32, 7
 """Calls in one recording, as many as an 8B model has layers, and replays of it."""
-BACKENDS = (
-    SDPBackend.FLASH_ATTENTION,
-    SDPBackend.EFFICIENT_ATTENTION,
-    SDPBackend.CUDNN_ATTENTION,
-    SDPBackend.MATH,
-)
+BACKENDS = (SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.MATH)
+"""Those that take a mask."""
+CHOSEN, VARLEN = "chosen by torch", "flash by variable lengths"
 
 
 @dataclass(frozen=True)
@@ -56,7 +61,7 @@ class AttentionBackends:
     pessimistic_seconds: float = 9
 
     def run(self, shared: Shared, seconds: float) -> Result:
-        """Time each backend, with and without a mask, for each width and context."""
+        """Time each backend for each width and context."""
         rows = [
             {"context": context, "width": width, **_times(shared.device, context, width, self.calls)}
             for context, width in product(self.contexts, WIDTHS)
@@ -72,46 +77,49 @@ class AttentionBackends:
 
 def _times(device: torch.device, context: int, width: int, num_calls: int) -> dict[str, Any]:
     """Return microseconds per call by backend, and why others do not run."""
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    query = torch.randn(1, HEADS, width, HEAD_DIM, device=device, dtype=dtype)
-    keys, values = (torch.randn(1, KEY_VALUE_HEADS, context, HEAD_DIM, device=device, dtype=dtype) for _ in range(2))
-    mask = torch.zeros(1, 1, width, context, device=device, dtype=dtype)
-    calls: dict[str, Callable[[], Tensor]] = {}
-    for backend in BACKENDS:
-        for name, masked in (("", None), (" + mask", mask)):
-            calls[f"{backend.name.lower().removesuffix('_attention')}{name}"] = _call(
-                backend, query, keys, values, masked
-            )
-    if (varlen := _varlen(query, keys, values)) is not None:
-        calls["varlen"] = varlen
     found: dict[str, float] = {}
     failed: dict[str, str] = {}
-    for name, call in calls.items():
+    for name, call in calls_of(device, context, width).items():
         try:
             found[name] = 1e6 * _seconds(device, call, num_calls) / num_calls
-        except RuntimeError as cause:  # backends refuse what they cannot run
+        except (RuntimeError, UnsupportedRunnerError) as cause:  # backends refuse what they cannot run
             failed[name] = one_line(cause)[:160]
     return {"microseconds": found, "failed": failed}
 
 
-def _call(
-    backend: SDPBackend, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None
-) -> Callable[[], Tensor]:
-    def call() -> Tensor:
+def calls_of(device: torch.device, context: int, width: int) -> dict[str, Callable[[], Tensor]]:
+    """Return the attention of a pass of `width` positions after `context` by each backend, as the static runner has it."""
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    width = GPU_BUCKETS.width(width)
+    end = context + width
+    num_slots = GPU_BUCKETS.reach(end)
+    query = torch.randn(1, HEADS, width, HEAD_DIM, device=device, dtype=dtype)
+    keys, values = (torch.randn(1, KEY_VALUE_HEADS, num_slots, HEAD_DIM, device=device, dtype=dtype) for _ in range(2))
+    slots = torch.arange(context, end, device=device)
+    (mask,) = MaskKinds((None,), additive=dtype).masks(slots, num_slots)
+    mask = mask.repeat(1, 1, HEADS // KEY_VALUE_HEADS, 1)  # once per pass, for all layers
+
+    def attend() -> Tensor:
+        return grouped_attention(nn.Module(), query, keys, values, mask, scaling=HEAD_DIM**-0.5)[0]
+
+    def attend_by(backend: SDPBackend) -> Tensor:
         with sdpa_kernel(backend):
-            return scaled_dot_product_attention(query, keys, values, attn_mask=mask, enable_gqa=True)
+            return attend()
 
-    return call
+    def attend_by_choice() -> Tensor:
+        with attention_backends(device):
+            return attend()
 
+    def attend_by_lengths() -> Tensor:
+        module = nn.Module()
+        module.__dict__.update(sdtune_kernel=find_kernel(device, dtype), sdtune_reach=(-1, 0))
+        return varlen_attention(module, query, by_slot[0], by_slot[1], lengths, scaling=HEAD_DIM**-0.5)[0]
 
-def _varlen(query: Tensor, keys: Tensor, values: Tensor) -> Callable[[], Tensor] | None:
-    """Return variable-length attention where this torch has it for grouped queries, on CUDA only."""
-    if query.device.type != "cuda" or "enable_gqa" not in inspect.signature(varlen_attn).parameters:
-        return None  # torch 2.11 has no argument for grouped queries
-    packed = [each[0].transpose(0, 1).contiguous() for each in (query, keys, values)]
-    ends = [torch.tensor([0, each.shape[0]], dtype=torch.int32, device=query.device) for each in packed[:2]]
-    arguments: list[Any] = [*packed, *ends, *(each.shape[0] for each in packed[:2])]
-    return lambda: cast(Tensor, varlen_attn(*arguments, enable_gqa=True))
+    # A cache of this kind of attention has the heads of a slot side by side.
+    by_slot = [each.transpose(1, 2).contiguous().transpose(1, 2) for each in (keys, values)]
+    lengths = used_lengths(slots[:1] + width, width, num_slots)
+    named = {backend.name.lower().removesuffix("_attention"): partial(attend_by, backend) for backend in BACKENDS}
+    return {CHOSEN: attend_by_choice, **named, VARLEN: attend_by_lengths}
 
 
 def _seconds(device: torch.device, call: Callable[[], Tensor], num_calls: int) -> float:

@@ -17,8 +17,10 @@ from tuner.evaluation.gpu.shared import DATASET, DEMO, GROUP_COLUMN, HELD_OUT_PR
 from tuner.evaluation.gpu.side_by_side import ratio_text
 from tuner.progress import Unwatched
 
-STOCK = ("hf", "hf-static", "hf-prompt-lookup")
+STOCK = ("hf", "hf-prompt-lookup")
 STOCK_OF_BATCHES = ("hf",)
+STOCK_COMPILED = ("hf-static",)
+"""Compiles the whole model, for longer than most steps last."""
 
 
 @dataclass(frozen=True)
@@ -30,11 +32,13 @@ class ProfileBench:
     prompts: int
     limit_seconds: float
     pessimistic_seconds: float
+    suffix: str = ""
+    """What tells the step from another one with batches of this size."""
 
     @property
     def name(self) -> str:
         """See `GpuStep.name`."""
-        return f"bench-{self.batch_size}"
+        return f"bench-{self.batch_size}{self.suffix}"
 
     @property
     def question(self) -> str:

@@ -8,13 +8,14 @@ from typing import Any
 
 from decoding.decoder import Decoder, plain_decoder
 from decoding.draft_length import DraftLengthRule, Fixed, TopProbability
+from decoding.drafts import EarlyExit
 from decoding.errors import UnsupportedRunnerError, one_line
 from decoding.runners.features import SpeedFeatures
 from decoding.target import Target
 from tuner.bench.contenders import PLAIN
 from tuner.contest.contest import Contender
 from tuner.evaluation.gpu.contract import Result
-from tuner.evaluation.gpu.shared import NEW_TOKENS, Shared
+from tuner.evaluation.gpu.shared import NEW_TOKENS, Shared, without_head
 from tuner.evaluation.gpu.side_by_side import SideBySide, own, plain_static, prompts_of, ratio_text
 
 NUM_PROMPTS = 4
@@ -34,6 +35,8 @@ class FeatureStep:
     """Rule of the draft that the feature concerns; None for plain decoding, which then is what is timed."""
     limit_seconds: float
     pessimistic_seconds: float
+    has_head: bool = True
+    """Whether the draft is the exit with its head, or the same exit without one."""
 
     @property
     def name(self) -> str:
@@ -66,7 +69,11 @@ class FeatureStep:
     def _decoder(self, shared: Shared, target: Target) -> Decoder:
         if self.rule is None:
             return plain_decoder(target)
-        return Decoder(target, shared.exit_draft, self.rule, heads=shared.heads)
+        return Decoder(target, self.draft(shared), self.rule, heads=shared.heads)
+
+    def draft(self, shared: Shared) -> EarlyExit:
+        """Return the draft that the feature concerns."""
+        return shared.exit_draft if self.has_head else without_head(shared.exit_draft)
 
     def lines(self, result: Mapping[str, Any]) -> Iterator[str]:
         """Yield the gain and the verdict."""
@@ -84,13 +91,15 @@ def pays(gain: Mapping[str, Any], *, lossless: bool) -> bool:
     return lossless and gain["value"] >= WORTHWHILE and gain["ci95"][0] > 1
 
 
+FUSED_PROJECTIONS = FeatureStep("fused_projections", SpeedFeatures(fused_projections=True), None, 20, 18)
+"""Moves the weights of the model that the steps share, so that everything recorded before is recorded again."""
 FEATURE_STEPS = (
-    FeatureStep("fused_projections", SpeedFeatures(fused_projections=True), None, 25, 23),
     FeatureStep("plain_chain", SpeedFeatures(plain_chain=8), None, 12, 11),
-    FeatureStep("whole_rounds", SpeedFeatures(whole_rounds=True), FIXED, 12, 11),
+    # An exit head reads states that the host hands to it: its rounds are never recorded as a whole.
+    FeatureStep("whole_rounds", SpeedFeatures(whole_rounds=True), FIXED, 12, 11, has_head=False),
     FeatureStep("draft_vocabulary", SpeedFeatures(draft_vocabulary=32768), FIXED, 12, 11),
     FeatureStep("look_every", SpeedFeatures(look_every=3), LOOKING, 12, 11),
     FeatureStep("varlen_attention", SpeedFeatures(varlen_attention=True), None, 12, 11),
     FeatureStep("coordinate_descent", SpeedFeatures(coordinate_descent=True), None, 22, 20),
 )
-"""One step per field of `SpeedFeatures`, the quickest to compile first; coordinate descent compiles longest."""
+"""One step per other field of `SpeedFeatures`, the quickest to compile first; coordinate descent compiles longest."""

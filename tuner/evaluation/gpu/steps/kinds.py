@@ -1,4 +1,7 @@
-"""Each kind of draft on the widened model, in batches of one size: copies, an exit with a head, a feature head, side leaves."""
+"""Each kind of draft on the widened model, in batches of one size.
+
+Copies, an exit with a head, a feature head, side leaves, a skip set, and the model in int8 and int4.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,9 @@ from typing import Any
 
 from decoding.decoder import Decoder
 from decoding.draft_length import Fixed
-from decoding.drafts import Draft, FixedLeaves, PromptLookup, SuffixDraft, SuffixLookup
+from decoding.drafts import Draft, FixedLeaves, LayerSkip, PromptLookup, SuffixDraft, SuffixLookup
+from decoding.drafts.precision import BitWidth
+from decoding.errors import UnsupportedModelError, one_line
 from tuner.bench.contenders import PLAIN
 from tuner.contest.contest import Contender
 from tuner.evaluation.gpu.contract import Result
@@ -21,7 +26,14 @@ DRAFTED, COPIED = Fixed(max_tokens=4), Fixed(max_tokens=8)
 LEAVES = FixedLeaves(leaves=2)
 TRAINING_SHARE = 0.25
 """Share of a step's seconds in which the feature head may be trained, by the first step that needs it."""
+PRECISIONS: tuple[BitWidth, ...] = (8, 4)
+"""Bits of quantised drafts of the whole model. Where they have no kernel, their rows show the refusal."""
 CHAINS_ONLY = "side leaves: not in batches, which decode the chain alone"
+
+
+def skip_set(num_layers: int) -> LayerSkip:
+    """Return a skip of every other block of the middle half: what a search finds depends on the time that it has."""
+    return LayerSkip.blocks(tuple(range(num_layers // 4, 3 * num_layers // 4, 2)))
 
 
 @dataclass(frozen=True)
@@ -48,11 +60,16 @@ class KindsStep:
     def run(self, shared: Shared, seconds: float) -> Result:
         """Measure all kinds; the feature head is trained first, unless an earlier step has done so."""
         trained = shared.once("feature head", lambda: train_feature_head(shared, seconds * TRAINING_SHARE))
-        drafts = self.drafts(shared, trained)
+        drafts, refused = self.drafts(shared, trained), dict[str, str]()
         contenders: dict[str, Contender] = {PLAIN: plain_static(shared)}
         for name, draft in drafts.items():
             rule = DRAFTED if draft.runs_model or draft.has_head else COPIED
-            contenders[name] = own(shared, Decoder(shared.static, draft, rule, heads=shared.heads), draft.describe())
+            try:
+                decoder = Decoder(shared.static, draft, rule, heads=shared.heads)
+            except UnsupportedModelError as cause:
+                refused[name] = one_line(cause)
+            else:
+                contenders[name] = own(shared, decoder, draft.describe())
         measured = SideBySide(
             shared.static,
             contenders,
@@ -64,7 +81,7 @@ class KindsStep:
             "batch_size": self.batch_size,
             "contenders": measured.figures(),
             "drafts": {name: draft.describe() for name, draft in drafts.items()},
-            "left_out": measured.left_out,
+            "left_out": {**refused, **measured.left_out},
             "notes": [] if self.batch_size == 1 else [CHAINS_ONLY],
             "feature_head": {"steps": trained.steps, "seconds": trained.seconds},
         }
@@ -78,6 +95,8 @@ class KindsStep:
             "exit with head": shared.exit_draft,
             "suffix automaton, then exit": shared.exit_draft.with_lookup(suffix),
             "feature head": trained.draft,
+            "skip set": skip_set(shared.static.num_layers),
+            **{f"int{bits}": LayerSkip(bits=bits) for bits in PRECISIONS},
         }
         if self.batch_size == 1:
             drafts["exit with side leaves"] = shared.exit_draft.with_tree(LEAVES)

@@ -31,8 +31,8 @@ class TinyReplays:
 
     name: str = "replays-tiny"
     question: str = "Do replayed passes compute what eager passes do, in float32?"
-    limit_seconds: float = 35
-    pessimistic_seconds: float = 33
+    limit_seconds: float = 12
+    pessimistic_seconds: float = 11
 
     def run(self, shared: Shared, seconds: float) -> Result:
         """Compare passes and texts. Raises `ReplayError` if one differs."""
@@ -50,12 +50,12 @@ class TinyReplays:
 
 @dataclass(frozen=True)
 class WideReplays:
-    """Step: the widened model in its own precision, every shape; it is the first to need the model."""
+    """Step: the widened model in its own precision, every shape."""
 
     name: str = "replays-wide"
     question: str = "Do they on the widened model, and how long does it take to make it?"
-    limit_seconds: float = 60
-    pessimistic_seconds: float = 58
+    limit_seconds: float = 25
+    pessimistic_seconds: float = 23
 
     def run(self, shared: Shared, seconds: float) -> Result:
         """Compare the logits of the trained tokens. Raises `ReplayError` if a pass differs."""

@@ -29,8 +29,8 @@ class WholeSearch:
 
     name: str = "search"
     question: str = "Does a search find a profile that beats plain static decoding?"
-    limit_seconds: float = 80
-    pessimistic_seconds: float = 77
+    limit_seconds: float = 70
+    pessimistic_seconds: float = 67
 
     def run(self, shared: Shared, seconds: float) -> Result:
         """Search for a share of the time. Raises `OutOfTimeError` with the best trial if the step is interrupted."""

@@ -15,7 +15,7 @@ from decoding.drafts import Draft, LayerSkip
 from decoding.text import Ending
 from decoding.timing.stopwatch import Stopwatch
 from tuner.evaluation.gpu.contract import Result
-from tuner.evaluation.gpu.shared import NEW_TOKENS, Shared
+from tuner.evaluation.gpu.shared import NEW_TOKENS, Shared, without_head
 from tuner.evaluation.gpu.side_by_side import prompts_of
 
 NUM_SKIPS, NUM_PROMPTS = 4, 4
@@ -33,8 +33,7 @@ class CandidateSwitch:
 
     def run(self, shared: Shared, seconds: float) -> Result:
         """Time an exit with its head, an exit without one, and random skip sets."""
-        exit_layer = shared.exit_draft.exit_layer
-        bare = shared.exit_draft.model_copy(update={"head": None, "head_sha256": None, "exit_layer": exit_layer + 1})
+        bare = without_head(shared.exit_draft).model_copy(update={"exit_layer": shared.exit_draft.exit_layer + 1})
         drafts: list[Draft] = [shared.exit_draft, bare, *_random_skips(shared.static.num_layers)]
         candidates = [_measure(shared, draft) for draft in drafts]
         return {"candidates": candidates, "switch_seconds": median(each["switch_seconds"] for each in candidates)}
