@@ -51,7 +51,9 @@ class Connection(H11Protocol):
         if len(self.connections) > limit:
             waiting = [each for each in self.connections if isinstance(each, Connection) and each.is_waiting]
             if len(waiting) > _spare(limit):  # below that, all others are being answered: uvicorn answers with 503
-                min(waiting, key=lambda each: each.arrived).transport.abort()
+                longest = min(waiting, key=lambda each: each.arrived)
+                longest.transport.abort()
+                self.connections.discard(longest)  # now, so that no request is refused for it
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Look no more."""

@@ -20,6 +20,7 @@ from rich.table import Column
 from rich.text import Text
 
 from studies.contract import TrialRecord, TrialState
+from tuner.cli.terminal import visible
 
 BAR_WIDTH = 24
 COUNTERS_WIDTH = BAR_WIDTH + 28
@@ -91,7 +92,7 @@ class TerminalProgress:
     def _log(self, line: str) -> None:
         """Print a line as it is, brackets included; off a terminal with the time of day."""
         shown = line if self._console.is_terminal else f"{datetime.now():%H:%M:%S} {line}"
-        self._console.print(shown, markup=False, highlight=False, soft_wrap=True)
+        self._console.print(visible(shown, lines=True), markup=False, highlight=False, soft_wrap=True)
 
 
 class _WithRemark(Progress):

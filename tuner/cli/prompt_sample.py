@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
+from tuner.cli.terminal import visible
+
 if TYPE_CHECKING:
     from tuner.inputs.prompts import Prompt
 
@@ -15,14 +17,17 @@ LONGEST_SHOWN = 1200
 
 
 def print_sample(console: Console, prompts: Sequence[Prompt], tokenizer: Any) -> None:
-    """Print the first of the prompts with its special tokens, indented, after its row, length and category."""
+    """Print the first of the prompts with its special tokens, indented, after its row, length and category.
+
+    Control characters are written out.
+    """
     prompt = prompts[0]
-    category = f", category {prompt.category}" if prompt.category else ""
+    category = f", category {visible(prompt.category)}" if prompt.category else ""
     console.print(
         f"sample   row {prompt.row}, {len(prompt.token_ids)} tokens{category}:", highlight=False, markup=False
     )
     for line in shortened(tokenizer.decode(prompt.token_ids)).split("\n"):
-        console.print(f"         {line}", highlight=False, markup=False, soft_wrap=True)
+        console.print(f"         {visible(line)}", highlight=False, markup=False, soft_wrap=True)
 
 
 def shortened(text: str) -> str:

@@ -89,5 +89,5 @@ def print_facts(console: Console, **facts: Any) -> None:
     """Print one line per fact: its name, and what is known. Brackets are printed as they are; a `Text` may have a style."""
     for name, fact in facts.items():
         if fact is not None:
-            line = Text.assemble(f"{name:<8} ", fact if isinstance(fact, Text) else str(fact))
+            line = Text.assemble(f"{name:<8} ", fact if isinstance(fact, Text) else visible(str(fact), lines=True))
             console.print(line, soft_wrap=True, highlight=False)

@@ -1,4 +1,4 @@
-"""`sdtune jobs` against services that lie."""
+"""`sdtune jobs` against services that lie, and what commands print of texts of others."""
 
 from __future__ import annotations
 
@@ -13,10 +13,14 @@ import pytest
 import yaml
 from click.testing import CliRunner, Result
 from fastapi import FastAPI, Request, Response
+from rich.console import Console
 
 from tests.support.service import listening
 from tuner.cli.main import main
-from tuner.cli.terminal import visible
+from tuner.cli.progress_bar import TerminalProgress
+from tuner.cli.prompt_sample import print_sample
+from tuner.cli.terminal import print_facts, visible
+from tuner.inputs.prompts import Prompt
 
 JOB = "0123456789abcdef"
 HEAD = b"the bytes of a head"
@@ -159,6 +163,21 @@ def test_the_token_goes_to_no_proxy_of_the_environment(monkeypatch: pytest.Monke
         assert jobs("http://service.invalid:8400", "list").exit_code == 2, "it would need a proxy"
         assert jobs(address.replace("http:", "https:"), "list").exit_code == 2, "it has no certificate"
     assert not asked
+
+
+def test_what_a_data_set_says_is_printed_visibly(capsys: pytest.CaptureFixture[str]) -> None:
+    class Tokenizer:
+        def decode(self, _: object) -> str:
+            return f"a\n{ESCAPE}"
+
+    prompt = Prompt(0, (1,), ESCAPE, category=ESCAPE)
+    print_sample(Console(width=200), [prompt], Tokenizer())
+    print_facts(Console(width=200), prompts=ESCAPE)
+    with TerminalProgress(Console(width=200)) as progress:
+        progress.say(ESCAPE)
+    printed = capsys.readouterr().out
+    assert printed.count("\\x1b]0;pwned") == 4
+    assert printed.replace("\n", "").isprintable()
 
 
 def test_text_without_control_characters_stays_as_it_is() -> None:
