@@ -37,7 +37,7 @@ def serving(folder: Path, jobs: Jobs) -> Iterator[Command]:
 def listening(app: Any) -> Iterator[str]:
     """Run an application; yield its address."""
     listener = socket.create_server(("127.0.0.1", 0))  # held from the first: a port that is free now may be taken later
-    server = uvicorn.Server(uvicorn.Config(app, **uvicorn_settings("error")))
+    server = uvicorn.Server(uvicorn.Config(app, timeout_graceful_shutdown=1, **uvicorn_settings("error")))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
     thread.start()
     try:

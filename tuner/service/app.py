@@ -230,6 +230,8 @@ class WatchResponse(StreamingResponse):
         """Send the events."""
         try:
             await super().__call__(scope, receive, send)
+        except asyncio.CancelledError:  # the service ends, and its time to drain is over: so does the answer
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
         finally:
             self._places.leave()
 

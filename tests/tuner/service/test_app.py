@@ -6,6 +6,7 @@ import json
 import logging
 import socket
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -205,3 +206,22 @@ def test_half_a_request_is_closed_without_a_word_in_the_log(
             assert half.recv(100) == b""
         assert httpx2.get(f"{address}/health", timeout=60).status_code == 200
     assert not caplog.messages
+
+
+def test_a_watcher_gets_a_whole_answer_when_the_service_ends(
+    jobs: Jobs,
+    settings: ServiceSettings,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(logging.getLogger("uvicorn"), "propagate", True)
+    with ExitStack() as running, httpx2.Client(timeout=60) as client:
+        address = running.enter_context(listening(create_service(jobs, settings)))
+        job = client.post(f"{address}/v1/searches", json=_body(folder, seed=77)).json()["id"]
+        with client.stream("GET", f"{address}/v1/searches/{job}/events") as events:
+            lines = events.iter_lines()
+            assert next(lines) == "event: search"
+            running.close()
+            assert not [line for line in lines if line.startswith("event")]
+    assert not [record for record in caplog.records if record.exc_info]
