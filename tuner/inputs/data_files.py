@@ -43,6 +43,8 @@ NO_DATA = re.compile(r"dataset_infos?|dataset_dict|state|requirements|license", 
 """Files beside the data of a dataset, by name without ending."""
 MOST_ROW_BYTES = 2**24
 MOST_COLUMNS = 10_000
+LOOKED_AT = 2**24
+"""Bytes at the beginning of a file that are looked at before the parsers get it."""
 DEEPEST = 32
 """Most levels of lists and mappings inside a column."""
 MOST_OPEN = 8
@@ -161,14 +163,17 @@ def _refuse_hopeless(path: Path, kind: str) -> None:
     if kind == ".parquet":
         return
     with gzip.open(path) if _is_compressed(path) else path.open("rb") as file:
-        start = file.read(2**20).removeprefix(b"\xef\xbb\xbf").lstrip()
+        start = file.read(LOOKED_AT).removeprefix(b"\xef\xbb\xbf").lstrip()
     if kind == ".csv":
         if (count := start.partition(b"\n")[0].count(b",") + 1) > MOST_COLUMNS:
             raise DatasetError(f"the dataset file {path} has {count} columns, and at most {MOST_COLUMNS} are read")
         return
     try:
         for line in [start] if kind == ".json" else start.splitlines():
-            json.loads(line)
+            found = json.loads(line)
+            row = found[0] if isinstance(found, list) and found else found
+            if isinstance(row, dict) and (count := len(row)) > MOST_COLUMNS:
+                raise DatasetError(f"the dataset file {path} has {count} columns, and at most {MOST_COLUMNS} are read")
     except RecursionError:
         raise DatasetError(f"the dataset file {path} holds lists or mappings more than {DEEPEST} deep") from None
     except ValueError:

@@ -108,4 +108,8 @@ def _limit(name: str) -> int:
 def _ended(status: int) -> str:
     if status == -signal.SIGXCPU:
         return f"took more than {_limit(SECONDS)} seconds of a processor ({SECONDS} sets another limit)"
-    return f"was ended by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
+    if status >= 0:
+        return f"ended with status {status}"
+    return (
+        f"was ended by {signal.Signals(-status).name} (it may need more memory: {MEMORY}, now {_limit(MEMORY)} bytes)"
+    )

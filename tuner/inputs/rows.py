@@ -44,7 +44,8 @@ class PromptRows:
             return None
         classes = self.table.columns[self.category_column].names
         name = str(classes[value] if classes is not None and isinstance(value, int) else value)
-        return self.categories.get(name, name)
+        # Shown in tables and kept in the profile, which takes no control characters.
+        return self.categories.get(name, "".join(each if each.isprintable() else " " for each in name))
 
 
 def open_rows(source: str, settings: PromptSettings) -> PromptRows:

@@ -23,6 +23,8 @@ from tests.support.reading import read_in_process
 from tuner.errors import ConfigError, DatasetError
 from tuner.inputs.datasets import open_table
 from tuner.inputs.reader import MEMORY, READER, SECONDS
+from tuner.inputs.rows import open_rows
+from tuner.prompt_settings import PromptSettings
 
 ROWS = [{"prompt": f"prompt {number}"} for number in range(4)]
 
@@ -93,7 +95,7 @@ class TestLimits:
     def test_a_row_that_no_prompt_has(self, tmp_path: Path) -> None:
         assert "row 1 of the dataset" in refusal(write(tmp_path / "a.jsonl", [ROWS[0], {"prompt": "a" * 2**25}]))
 
-    @pytest.mark.parametrize("ending", ["csv", "jsonl", "parquet"])
+    @pytest.mark.parametrize("ending", ["csv", "jsonl", "json", "parquet"])
     def test_columns(self, ending: str, tmp_path: Path) -> None:
         path = tmp_path / f"wide.{ending}"
         columns = [f"c{number}" for number in range(12_000)]
@@ -101,6 +103,8 @@ class TestLimits:
             path.write_text(",".join(columns) + "\n" + ",".join("1" for _ in columns) + "\n")
         elif ending == "jsonl":
             write(path, [dict.fromkeys(columns, 1)])
+        elif ending == "json":
+            path.write_text(json.dumps([dict.fromkeys(columns, 1)]))
         else:
             parquet.write_table(pyarrow.table({name: [1] for name in columns}), path)
         assert "12000 columns, and at most 10000 are read" in refusal(path)
@@ -133,6 +137,12 @@ class TestLimits:
         monkeypatch.chdir(tmp_path)
         assert prompts(write(tmp_path / "good.jsonl"))
         assert not (tmp_path / "executed").exists()
+
+
+def test_a_category_is_one_line_of_text(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", [{"prompt": "x", "category": "a\x1b[2J\nb"}])
+    rows = open_rows(str(path), PromptSettings())
+    assert rows.category(rows.row(0)) == "a [2J b"
 
 
 @pytest.fixture
