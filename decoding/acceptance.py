@@ -144,7 +144,8 @@ def accept_leaf_greedy(drafted: Tensor, leaves: Leaves, choices: Tensor) -> Tens
     num_accepted, token = accept_greedy(drafted, choices[: len(drafted) + 1])[:2].split(1)
     beside = leaves.table.index_select(0, num_accepted.clamp_max(len(drafted) - 1))[0]
     equals = (leaves.token_ids[beside] == token) & (beside >= 0) & (num_accepted < len(drafted))
-    index = torch.where(equals.any(), beside[equals.long().argmax()], -1).reshape(1)
+    # By a tensor of one index: one without dimensions is read by the host, which waits for the device.
+    index = torch.where(equals.any(), beside.gather(0, equals.long().argmax(0, keepdim=True)), -1)
     after = choices.gather(0, len(drafted) + 1 + index.clamp_min(0))
     return torch.cat([num_accepted, index, token, after, drafted])
 

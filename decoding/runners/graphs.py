@@ -56,6 +56,8 @@ class CudaGraphs:
         self._pool: Any = None
         self._sentinel: Any = None
         """A recording of one small tensor, which keeps the pool when all other recordings are gone."""
+        self._latest: Any = None
+        """The stream of the latest replay."""
         self._alone = threading.RLock()
         """Held from a replay until its outputs are copied, as recordings share their memory; and by each recording."""
         self._invalid: list[Any] = []
@@ -76,7 +78,9 @@ class CudaGraphs:
             outputs = outputs.copied()
             try:
                 graph, recorded = self._capture_with_memory(run)
-                graph.replay()  # the first replay copies the graph to the device: nobody who times replays is charged for it
+                self._replay(
+                    graph
+                )  # the first replay copies the graph to the device: nobody who times replays is charged for it
             except RuntimeError as cause:
                 self._open()  # now: until a capture succeeds, torch 2.11 refuses to draw random numbers
                 if is_out_of_memory(cause):
@@ -87,10 +91,18 @@ class CudaGraphs:
 
         def play() -> OutputsT:
             with self._alone, torch.cuda.device(self._device):
-                graph.replay()
+                self._replay(graph)
                 return recorded.copied()
 
         return outputs, play
+
+    def _replay(self, graph: torch.cuda.CUDAGraph) -> None:
+        """Replay on the current stream, after all that was replayed on another one: recordings share their memory."""
+        current = torch.cuda.current_stream()
+        if self._latest is not None and self._latest != current:
+            current.wait_stream(self._latest)
+        self._latest = current
+        graph.replay()
 
     def _open(self) -> None:
         """Make the stream, the pool and the sentinel unless they are there."""

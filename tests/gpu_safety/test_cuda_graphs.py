@@ -106,6 +106,21 @@ def test_one_stream_serves_every_warm_up_and_every_capture(cuda: StubCuda, graph
     assert cuda.current_stream().number == 0
 
 
+def test_replays_on_several_streams_come_one_after_another(cuda: StubCuda, graphs: CudaGraphs) -> None:
+    """They write to the same memory, and only work of one stream is in order by itself."""
+    play = record_well(graphs, TimesTen(cuda))
+    other = cuda.new_stream()
+    cuda.log.clear()
+    with cuda.on_stream(other):
+        play()
+        play()
+    play()
+    assert [line for line in cuda.log if "waits" in line] == [
+        f"{other.number} waits for 0",
+        f"0 waits for {other.number}",
+    ]
+
+
 def test_other_threads_may_use_the_device_during_a_capture(cuda: StubCuda, graphs: CudaGraphs) -> None:
     graphs.record(TimesTen(cuda))
     assert {capture.error_mode for capture in cuda.captures} == {"thread_local"}
