@@ -32,6 +32,11 @@ class DecodingThread:
         """Begin to decode."""
         self._thread.start()
 
+    @property
+    def is_running(self) -> bool:
+        """True until the latest pass has ended."""
+        return self._thread.is_alive()
+
     def stop(self) -> None:
         """End all requests and the thread, after the present pass if it takes no longer than a moment."""
         self.room.close()

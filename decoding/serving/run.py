@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 from collections.abc import Sequence
@@ -24,6 +25,8 @@ from decoding.serving.waiting_room import WaitingRoom
 
 KEY_VARIABLE = "SDTUNE_API_KEY"
 """Environment variable of the API key."""
+
+log = logging.getLogger(__name__)
 
 
 class ServerError(SdtuneError):
@@ -106,3 +109,6 @@ def serve(
         drain_seconds=drain_seconds,
         end_answers=service.end_answers,
     )
+    if service.decoding.is_running:
+        log.warning("ending within a pass: the drain is over")
+        os._exit(0)  # torch would abort: a thread that runs its operators must not outlive Python

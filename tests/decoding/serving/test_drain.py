@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 from typing import Any
@@ -18,6 +21,32 @@ from decoding.serving.connections import LAST_SECONDS, DrainingServer, uvicorn_s
 from decoding.serving.run import ServerLimits, new_service
 from tests.support.tiny import tiny_target, tiny_tokenizer
 
+WITHIN_A_PASS = """
+import signal, sys, time, torch
+from decoding.decoder import plain_decoder
+from decoding.serving.run import ServerLimits, new_service, serve
+from tests.support.tiny import tiny_target, tiny_tokenizer
+
+service = new_service(plain_decoder(tiny_target()), tiny_tokenizer(), "tiny", ServerLimits(2, 8, 64))
+batch = service.decoding.batch
+advance, square = batch.advance, torch.eye(1000)
+
+def long_pass():
+    if len(service.decoding.room):
+        print("within a pass", flush=True)
+        end = time.monotonic() + 120
+        while time.monotonic() < end:
+            square @ square
+    return advance()
+
+def interrupt(*_):
+    raise KeyboardInterrupt
+
+batch.advance = long_pass
+signal.signal(signal.SIGTERM, interrupt)  # as the command line does
+print("ready", flush=True)
+serve(service, host="127.0.0.1", port=int(sys.argv[1]), api_key=None, hosts=["*"], drain_seconds=1)
+"""
 BODY: dict[str, Any] = {"prompt": "w3 w9 w4", "max_tokens": 40, "temperature": 0, "ignore_eos": True}
 
 
@@ -73,3 +102,34 @@ def test_what_is_not_ended_when_the_drain_is_over_gets_an_error_object(monkeypat
         assert json.loads(error.removeprefix("data: "))["error"]["message"] == "the server is shutting down"
         assert (done, rest) == ("data: [DONE]", "")
     assert not service._answers
+
+
+def test_a_process_that_ends_within_a_pass_ends_well() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    command = [sys.executable, "-c", WITHIN_A_PASS, str(port)]
+    answers: list[httpx2.Response] = []
+
+    def ask() -> None:
+        answers.append(httpx2.post(f"http://127.0.0.1:{port}/v1/completions", json=BODY, timeout=60))
+
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        try:
+            assert process.stdout.readline() == "ready\n"
+            end = time.monotonic() + 60
+            while True:
+                with socket.socket() as connection:
+                    if connection.connect_ex(("127.0.0.1", port)) == 0:
+                        break
+                assert time.monotonic() < end
+                time.sleep(0.05)
+            asker = threading.Thread(target=ask)
+            asker.start()
+            assert process.stdout.readline() == "within a pass\n"
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(60) == 0
+            asker.join(60)
+        finally:
+            process.kill()
+    assert [answer.status_code for answer in answers] == [503]
