@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -66,7 +67,10 @@ class StageClock:
 
 
 def spoken(seconds: float) -> str:
-    """Return a duration for people: 4.2 s, 42 s, 3:07 min or 2:05 h."""
+    """Return a duration for people: 4.2 s, 42 s, 3:07 min or 2:05 h; 0.0 s for time that is overdrawn, `no limit` for infinity."""
+    if math.isinf(seconds) and seconds > 0:
+        return "no limit"
+    seconds = max(0.0, seconds)
     if seconds < 9.95:
         return f"{seconds:.1f} s"
     whole = round(seconds)

@@ -116,10 +116,11 @@ class JointSource(PoolSource):
     def first(self, predictor: Predictor) -> list[Draft]:
         """Return the best exits of each group, quantised drafts, the feature head, and the best lookups, alone and before these."""
         best = [each for group in self._exits() for each in predictor.best_first(group)[: self.settings.num_exits]]
-        best += predictor.best_first(self._quantised(best_of(best, NUM_QUANTISED), predictor))
+        if self.has_time():
+            best += predictor.best_first(self._quantised(best_of(best, NUM_QUANTISED), predictor))
         best += predictor.best_first(self._feature_heads())
         pool = best_of(best, len(best))
-        trees = self._with_trees(pool[:NUM_TREES], predictor)
+        trees = self._with_trees(pool[:NUM_TREES], predictor) if self.has_time() else []
         pool = best_of(map(predictor.best, [*pool, *trees]), len(pool) + len(trees))
         if "lookup" in self.settings.kinds:
             count = self.settings.num_lookups

@@ -10,6 +10,7 @@ as long as these have taken, so that it has a result at any time.
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Collection, Iterable, Sequence
 from functools import partial
 from typing import Any, ClassVar
@@ -74,6 +75,12 @@ class PoolSource:
         self.problem = problem
         self.settings = settings
         self.costs = costs
+        self.ends_at = math.inf
+        """When the share of preparing is spent, by `time.perf_counter`."""
+
+    def has_time(self, seconds: float = 0.0) -> bool:
+        """Return True if the share of preparing lasts for as long."""
+        return time.perf_counter() + seconds < self.ends_at
 
     def exits(self) -> Collection[Draft]:
         """Return the exits that `first` rates, to be surveyed in one pass."""
@@ -115,11 +122,15 @@ class Predicted(Study):
         self._costs = costs
         self._source = self.Source(problem, settings, costs)
         surveys = PoolSurveys(problem, settings.survey_tokens, settings.pool_tokens)
+        begun = time.perf_counter()
         survey = surveys.first(self._source.exits())
+        surveying = time.perf_counter() - begun
+        self._source.ends_at = math.inf if problem.seconds is None else begun + PREPARING * problem.seconds
         self._predictor = self._new_predictor(survey)
         """Predicts on the survey alone: for rating. The guided search has a predictor on more sequences."""
         pool: Sequence[Draft] = self._source.first(self._predictor) if kept is None else kept.pool
-        of_pool = self._new_predictor(surveys.extended(survey, pool))
+        # A longer survey makes predictions better; a trial in its time makes a result.
+        of_pool = self._new_predictor(surveys.extended(survey, pool) if self._source.has_time(surveying) else survey)
         self._search = GuidedSearch(pool, of_pool, settings.rules, seed=problem.seed, patience=settings.patience)
         self._rating = Rating(
             problem.target,

@@ -62,7 +62,7 @@ def objection(candidate: Candidate, raced: Measurement, confirmed: Measurement, 
 def blocks(records: Iterable[TrialRecord], race: Iterable[Finalist]) -> Iterator[Measurement]:
     """Yield the measurements on tuning prompts, whose plain decoding shows how quiet the machine was."""
     yield from (each.measurement for each in records if each.measurement is not None and each.repeat_of is None)
-    yield from (each.measurement for each in race)
+    yield from (each.measurement for each in race if each.measurement.samples)
 
 
 def race_best(

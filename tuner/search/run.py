@@ -33,13 +33,14 @@ from tuner.search.missing_heads import provide_heads
 from tuner.search.outcome import SearchEffort, SearchResult, conclude, save_best_so_far, track_result
 from tuner.search.race import Finalist
 from tuner.search.reviewing import review_of, track_review, written_texts
+from tuner.search.stand_in import measure_lookup, plain_winner
 from tuner.search.steps import Steps, UnsavedSteps
 from tuner.search.stock import LATER, StockOutcome, compare_with_stock
 from tuner.search.storage import FAILURES, StudyStore, unusable
 from tuner.search.study_sequence import RUN_ID, StudySequence
 from tuner.search.task import Task, open_bench
 from tuner.search.time_budget import enough
-from tuner.search.time_keeper import TimeKeeper, missing_time
+from tuner.search.time_keeper import SHORTEST, TimeKeeper, missing_time
 from tuner.stage_clock import Stage, StageClock, spoken
 from tuner.tracking import DatasetInput, Tracker
 
@@ -122,6 +123,7 @@ def _searched(
                 progress.say(f"the machine was not quiet within {spoken(config.wait_quiet)}: measuring all the same")
     with clock.stage(Stage.PLAIN), _decoding("a tuning prompt", config):
         found = forecast(task)
+    task.budget.check(found.least, SHORTEST)
     heads = provide_heads(task, found.distillation, progress)
     keeper = TimeKeeper(task, found)
     keeper.begin(progress)
@@ -129,11 +131,15 @@ def _searched(
     with clock.stage(Stage.PLAIN), _decoding("the tuning prompts", config):
         tuning = open_bench(task, keeper.tuning_prompts(), "decoding the tuning prompts plainly", progress)
     reserve = keeper.learn(tuning, clock.elapsed - before)
+    with clock.stage(Stage.TRIALS), _decoding("the tuning prompts", config):
+        lookup = measure_lookup(task, keeper.plan, store.records(), tuning, progress)
     studies = StudySequence(task, heads, tuning, store, tracker, progress, reserve)
     try:
         with explained_shortage("choosing what to try", f"{_LESS_TO_SURVEY}; {_kept(config)}"):
             studies.run(steps)
         records = store.records()
+        if lookup is not None and not best_trials(records, 1):
+            records = [*records, lookup]
         with arena(task, tuning, progress) as engine:
             with _decoding("the race", config):
                 race_them = partial(_race, task, tuning, records, studies, keeper, progress, engine)
@@ -170,7 +176,11 @@ def _searched(
         track_result(tracker, result, records, task)
         texts = written_texts(task, finalists[0].trial.candidate, result.confirmed, held_out)
         result = replace(
-            result, race=tuple(finalists), candidates=tuple(confirmed), texts=texts, cuts=tuple(keeper.cuts)
+            result,
+            race=tuple(each for each in finalists if each.measurement.samples),
+            candidates=tuple(confirmed),
+            texts=texts,
+            cuts=tuple(keeper.cuts),
         )
         review = review_of(task, result, records, tracker.run_id)
         track_review(tracker, review, records, task)
@@ -276,6 +286,9 @@ def _race(
 ) -> list[Finalist]:
     """Return the finalists, the fastest first. Raises `SearchError` if no trial could be measured."""
     best = best_trials(records, task.config.finalists, expected=studies.expected)
+    if (plain := plain_winner(task, records)) is not None and (late := _out_of_time(task)):
+        keeper.cuts.append(f"no trial was finished in time{late}")
+        return [plain]
     end = keeper.plan_race(best, num_confirmed=len(task.config.study))
     config = task.config.model_copy(update={"finalists": end.finalists})
     pace = keeper.race_pace(end)

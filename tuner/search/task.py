@@ -39,6 +39,7 @@ from tuner.search.deployment import Deployment, deployment_of, restricted
 from tuner.search.memory_plan import plan_memory
 from tuner.search.storage import elapsed_of, refuse_other_configuration
 from tuner.search.time_budget import TimeBudget
+from tuner.search.time_plan import WRITING_SECONDS
 from tuner.stage_clock import Stage, StageClock
 
 
@@ -88,15 +89,19 @@ LEAST_LEFT = 0.05
 """Share of `--timeout` that must be left for a search to be resumed: less would not even load the model and race."""
 
 
+RESULT = "writing a result"
+
+
 def open_budget(config: SearchConfig, clock: StageClock) -> TimeBudget:
     """Return the time of a search that began with `clock`, less what earlier runs of it took.
 
-    Raises `SearchError`, before anything is loaded, if they have spent it.
+    Raises `SearchError`, before anything is loaded, if they have spent it, or if it is too short for any search.
     """
     before = 0.0 if config.timeout is None else elapsed_of(config.storage, config.resolved_experiment())
     budget = TimeBudget(config.timeout, clock, spent_before=before)
     if before:
         budget.check(LEAST_LEFT * (config.timeout or 0.0), "going on")
+    budget.check(WRITING_SECONDS, RESULT)
     return budget
 
 
@@ -136,6 +141,7 @@ def _prepared(
         configuration = checkpoint_configuration(config.model, config.revision)
         refuse_other_configuration(config.storage, config.resolved_experiment(), configuration)
         loaded = _load_if_it_fits(config, progress)
+    budget.check(WRITING_SECONDS, RESULT)  # a slow disk may have taken all of it
     config = _with_possible_prefix_reuse(config, loaded.model, progress)
     target = target or choose_target(loaded.model, config, progress)
     if config.batch_size > 1 and (reason := target.unbatchable_reason) is not None:
@@ -147,6 +153,7 @@ def _prepared(
         check_folder_writable(config.heads, what="exit heads", error=DistillationError)
     spare = num_spare(config) if may_distil else 0
     prompts = search_prompts(config, loaded.tokenizer, target.context_length, num_spare=spare, rows=rows)
+    budget.check(WRITING_SECONDS, RESULT)
     for note in prompts.notes:
         progress.say(note)
     heads = folder.drafts(wanted, held_out=token_ids(prompts.held_out))

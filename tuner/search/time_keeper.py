@@ -42,9 +42,10 @@ class TimeKeeper:
         self._task, self._budget = task, task.budget
         self._sizes, self._rate = found.sizes, found.rate
         self._unit = "prompts" if task.config.batch_size == 1 else "batches"
-        self._plan = found.plan(self._budget.left)
+        self.plan = found.plan(self._budget.left)
+        """What is to come, as planned at the beginning."""
         self._least, self._preparing = found.least, found.preparing
-        self._end = self._plan.end
+        self._end = self.plan.end
         self.cuts: list[str] = []
         """What was done on fewer prompts than configured."""
 
@@ -57,14 +58,14 @@ class TimeKeeper:
     def lines(self) -> Iterator[str]:
         """Yield the plan in words."""
         yield self._headline()
-        for line in plan_lines(self._plan, self._sizes, unit=self._unit):
+        for line in plan_lines(self.plan, self._sizes, unit=self._unit):
             yield f"  {line}"
 
     def tuning_prompts(self) -> Sequence[Prompt]:
         """Return the tuning prompts to decode."""
-        prompts = self._first(self._task.prompts.tuning, self._plan.tuning, self._sizes.tuning)
-        self._note_cut("tuned", self._plan.tuning, self._sizes.tuning, "tuning")
-        self._sizes = replace(self._sizes, tuning=self._plan.tuning)
+        prompts = self._first(self._task.prompts.tuning, self.plan.tuning, self._sizes.tuning)
+        self._note_cut("tuned", self.plan.tuning, self._sizes.tuning, "tuning")
+        self._sizes = replace(self._sizes, tuning=self.plan.tuning)
         return prompts
 
     def learn(self, tuning: Bench, seconds: float) -> Reserve:
@@ -140,7 +141,7 @@ class TimeKeeper:
     def _headline(self) -> str:
         spent, timeout = self._budget.spent, self._budget.timeout
         if timeout is None:
-            total = spoken(spent + self._plan.total)
+            total = spoken(spent + self.plan.total)
             return f"no --timeout: about {total} (estimate), of which {spoken(spent)} are spent; to come:"
         before = f", {spoken(self._budget.spent_before)} of them by earlier runs" if self._budget.spent_before else ""
         on_top = f"; {spoken(self._budget.on_top)} of distilling came on top" if self._budget.on_top else ""

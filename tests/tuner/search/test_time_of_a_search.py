@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 
 from decoding.probe import probe
 from decoding.profile import DraftProfile
+from studies.searches.pool_surveys import PoolSurveys
 from tests.support.simulated_time import SimulatedTime
 from tuner.bench.config import BenchConfig
 from tuner.bench.task import prepare_bench
@@ -25,7 +27,7 @@ from tuner.search import run
 from tuner.search.outcome import SearchResult
 from tuner.search.run import search
 from tuner.search.task import Task, open_budget, prepare
-from tuner.stage_clock import Stage
+from tuner.stage_clock import Stage, StageClock
 
 BLOCK = 0.01
 """Seconds of a block's run: six of them make a pass of 0.06 s, and 12 tokens 0.7 s."""
@@ -165,3 +167,68 @@ def test_the_last_study_has_a_trial_even_if_its_share_is_too_short_for_one(run_t
     result, simulated, _ = run_timed(62, study=["conf_layers", "draft_length"])
     assert "draft_length" in {row.label for row in result.rows}
     assert simulated.now <= 62 * TOLERANCE
+
+
+JOINT: dict[str, Any] = {
+    "study": ["joint"],
+    "studies": {"joint": {"num_surveyed": 20, "max_tokens": 4, "num_drafts": 2, "kinds": ["skip_set", "lookup"]}},
+}
+
+
+def _slow_surveys(monkeypatch: pytest.MonkeyPatch, seconds: float) -> list[slice]:
+    """Let every survey take so long, as on a busy machine, and return the sequences of each."""
+    surveyed: list[slice] = []
+    survey = PoolSurveys._survey
+
+    def slow(self: PoolSurveys, sequences: slice, exits: Any) -> Any:
+        surveyed.append(sequences)
+        time.perf_counter.__self__.now += seconds  # type: ignore[attr-defined]  # the simulated time
+        return survey(self, sequences, exits)
+
+    monkeypatch.setattr(PoolSurveys, "_survey", slow)
+    return surveyed
+
+
+def test_surveys_stop_at_their_share(run_timed: RunTimed, monkeypatch: pytest.MonkeyPatch) -> None:
+    surveyed = _slow_surveys(monkeypatch, 40.0)
+    result, simulated, told = run_timed(150, **JOINT)
+    assert len(surveyed) == 1, "the second one would have taken the time of the trials"
+    assert any(line.startswith("prompt lookup before the surveys: ") for line in told.lines)
+    assert result.cost.num_trials >= 1
+    assert simulated.now <= 150 * TOLERANCE
+
+
+@pytest.mark.parametrize(("kinds", "winner"), [(["skip_set", "lookup"], "lookup"), (["skip_set"], "plain")])
+def test_a_search_whose_surveys_take_all_its_time_ends_with_a_profile(
+    run_timed: RunTimed, monkeypatch: pytest.MonkeyPatch, kinds: list[str], winner: str
+) -> None:
+    """It gives up the trials, not the result: a lookup was measured before, and plain decoding needs no trial."""
+    surveyed = _slow_surveys(monkeypatch, 100.0)
+    settings = {**JOINT["studies"]["joint"], "kinds": kinds}
+    result, _, _ = run_timed(150, study=["joint"], studies={"joint": settings})
+    assert (result.winner.study, result.cost.num_trials, len(surveyed)) == (winner, int(winner == "lookup"), 1)
+    assert result.confirmed.num_prompts >= 6
+    assert DraftProfile.load(Path("profile.yaml")).draft.drafts is (result.objection is None)
+    assert any("no trial was finished in time" in cut for cut in result.cuts) is (winner == "plain")
+
+
+def test_what_no_search_could_keep_is_refused_before_anything_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = SearchConfig(model="no-such-model", dataset="no-such-file.jsonl", timeout=3)
+    with pytest.raises(SearchError, match=r"--timeout 3.0 s is too short .* give --timeout"):
+        open_budget(config, StageClock())
+
+
+def test_time_that_is_spent_while_loading_is_noticed_at_once(
+    workplace: Path, checkpoint: Path, prompts_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [0.0]
+    config = SearchConfig(model=str(checkpoint), dataset=str(prompts_file), timeout=30)
+
+    def slow(*given: Any, **settings: Any) -> Any:
+        now[0] += 29.0
+        return load(*given, **settings)
+
+    monkeypatch.setattr("tuner.search.task.load", slow)
+    monkeypatch.setattr("tuner.search.task.probe", lambda model: pytest.fail("nothing more is tried"))
+    with pytest.raises(SearchError, match=r"--timeout 30 s is too short for this model: 29 s are spent"):
+        prepare(config, Unwatched(), budget=open_budget(config, StageClock(lambda: now[0])))

@@ -62,7 +62,17 @@ def test_a_clock_charges_the_innermost_stage() -> None:
 
 
 @pytest.mark.parametrize(
-    ("seconds", "text"), [(4.24, "4.2 s"), (42.4, "42 s"), (187, "3:07 min"), (5999, "99:59 min"), (7500, "2:05 h")]
+    ("seconds", "text"),
+    [
+        (4.24, "4.2 s"),
+        (42.4, "42 s"),
+        (187, "3:07 min"),
+        (5999, "99:59 min"),
+        (7500, "2:05 h"),
+        (-26.0, "0.0 s"),
+        (-math.inf, "0.0 s"),
+        (math.inf, "no limit"),
+    ],
 )
 def test_durations_are_short_words(seconds: float, text: str) -> None:
     assert spoken(seconds) == text
