@@ -140,6 +140,7 @@ def _searched(
         records = store.records()
         if lookup is not None and not best_trials(records, 1):
             records = [*records, lookup]
+            tracker.log_trial(lookup)
         with arena(task, tuning, progress) as engine:
             with _decoding("the race", config):
                 race_them = partial(_race, task, tuning, records, studies, keeper, progress, engine)
