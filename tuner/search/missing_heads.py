@@ -49,8 +49,8 @@ def _is_wanted(task: Task, expected: DistillationTime, progress: Progress) -> bo
     own = config.distillation.timeout
     if own is None and expected.total > DISTILL_SHARE * task.budget.left:
         progress.say(
-            f"no exit head in {config.heads} for exit {missing}, and distilling takes about {spoken(expected.total)}, where "
-            f"{spoken(task.budget.left)} are left: searching without. `sdtune distill` makes them, and --distill-timeout "
+            f"no exit head in {config.heads} for exit {missing}, and distilling takes about {spoken(expected.total)} of the "
+            f"{spoken(task.budget.left)} left: searching without. `sdtune distill` makes them, and --distill-timeout "
             f"{enough(expected.total)} gives them that time on top of --timeout"
         )
         return False
