@@ -5,14 +5,15 @@ They run a few tokens eagerly. What the model's own code raises on the way is a 
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import replace
 from inspect import signature
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 
 from decoding.cache.kv_cache import KVCache
 from decoding.errors import UnsupportedModelError
@@ -84,6 +85,32 @@ def check_cache(target: Target) -> None:
                 "attends to later tokens"
             )
         _forget_and_repeat(target, ids, whole, cache, half)
+        _check_window(target)
+
+
+def _check_window(target: Target) -> None:
+    """Raise `UnsupportedModelError` if a sliding window is kept by dropping positions from transformers' cache alone.
+
+    sdtune's cache keeps all positions, and masks must hide those before the window: with a window of one, the second of two tokens
+    must get other logits.
+    """
+    config, path = target.config, target.anatomy.path
+    slides = any(getattr(layer, "is_sliding", False) for layer in DynamicCache(config=config).layers)
+    if not slides or "sliding_window" not in vars(config) or config._attn_implementation not in ("sdpa", "eager"):
+        return
+    views = [with_blocks(target.model, path, list(target.blocks)) for _ in range(2)]
+    narrow: Any = views[1]
+    for name in ("", *path[:-1]):
+        narrow = getattr(narrow, name) if name else narrow
+        if hasattr(getattr(narrow, "config", None), "sliding_window"):
+            narrow.config = copy.copy(narrow.config)
+            narrow.config.sliding_window = 1
+    given, narrowed = (run_two_tokens(view, KVCache(target.num_layers, capacity=2)) for view in views)
+    if torch.equal(given, narrowed):
+        raise UnsupportedModelError(
+            f"{type(target.model).__name__} keeps its sliding window by dropping positions from the cache, not by a mask: they "
+            "could not be brought back after a rejected draft"
+        )
 
 
 def _forget_and_repeat(target: Target, ids: Tensor, whole: Tensor, cache: KVCache, half: int) -> None:

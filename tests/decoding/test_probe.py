@@ -7,7 +7,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import BertConfig, BertForMaskedLM, LlamaForSequenceClassification, LlamaModel
+from transformers import (
+    BertConfig,
+    BertForMaskedLM,
+    LlamaForSequenceClassification,
+    LlamaModel,
+    MoshiConfig,
+    MoshiForCausalLM,
+)
 
 from decoding.cache.kv_cache import KVCache
 from decoding.probe import probe
@@ -223,3 +230,18 @@ def test_attention_that_returns_the_residual_stream_is_not_offered() -> None:
     assert found.is_supported
     assert (found.skippable_attention, found.skippable_mlp) == ((), (0, 1, 2, 3))
     assert found.skippable_blocks == (0, 1, 2, 3)
+
+
+def test_a_sliding_window_kept_by_the_cache_alone_is_refused() -> None:
+    sizes = {
+        "hidden_size": 32,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": 64,
+    }
+    torch.manual_seed(0)
+    config = MoshiConfig(**sizes, head_dim=8, ffn_dim=48, sliding_window=6, max_position_embeddings=64)
+    found = probe(MoshiForCausalLM(config).eval())
+    assert found.refusal is not None
+    assert "keeps its sliding window by dropping positions from the cache" in found.refusal
