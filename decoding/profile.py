@@ -216,6 +216,12 @@ class Measured(Document):
         description="signs that other work disturbed the measurement, in words: the speed-up is to be measured again",
     )
     exact: Exactness
+    confirmations: int = Field(
+        1,
+        ge=1,
+        exclude_if=lambda count: count == 1,
+        description="winners that runs of the search have confirmed on these prompts so far, this one included",
+    )
     search: SearchCost
     batch_size: int = Field(
         1,

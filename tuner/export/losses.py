@@ -161,7 +161,7 @@ def _speedup(plan: Plan, engine: Engine) -> list[str]:
     if measured is not None and measured_in is not None and measured_in.name == engine.title:
         found = (
             f"Measured in {engine.title} {measured_in.version}: {measured.speedup} over its own plain decoding, on "
-            f"{measured.dataset.held_out_prompts} held-out prompts."
+            f"{measured.exact.prompts} held-out prompts."
         )
         return ["## Speed-up", "", found, ""]
     if (schedule := plan.measured_schedule) is not None:

@@ -6,7 +6,7 @@ A search decides here, and `sdtune evaluate integrity` tests the same decision.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from studies.contract import Candidate, TrialRecord, TrialState, best_trials
@@ -116,23 +116,52 @@ def confirm(
     pacer: Pacer = lambda num_left: lambda: True,
     *,
     least: int = FEWEST_SAMPLES,
+    known: Mapping[str, Measurement] = MappingProxyType({}),
+    keep: Callable[[Confirmed], None] = lambda confirmed: None,
 ) -> list[Confirmed]:
-    """Measure the candidates of `to_confirm` on held-out prompts, in order.
+    """Measure the candidates of `to_confirm` on held-out prompts, in order; rivals count on the prompts that the winner has too.
 
     `pacer` may end a candidate's measurement, on `least` prompts at the earliest, or leave out a candidate other than the winner.
     It knows the time and nothing of the samples, so a shorter measurement is as honest as a whole one, and its interval wider.
+    `known` has what earlier runs measured, by candidate: no candidate is measured twice on a prompt. `keep` gets each whole one.
     """
     chosen = to_confirm(finalists, records)
-    progress.stage("confirmation on held-out prompts", len(bench.indices) * len(chosen))
+    before = [known.get(trial.candidate.key, Measurement(samples=())) for _, trial in chosen]
+    left = [_not_in(each, bench.indices) for each in before]
+    progress.stage("confirmation on held-out prompts", sum(map(len, left)))
     confirmed: list[Confirmed] = []
     for number, (label, trial) in enumerate(chosen):
-        may_go_on = pacer(len(chosen) - number)
-        if may_go_on is None and confirmed:
+        samples = before[number].samples
+        may_go_on = pacer(len(chosen) - number) if left[number] else None
+        if may_go_on is None and confirmed and not samples:
             progress.say(f"{label} is not measured on held-out prompts: no time is left")
             continue
-        sampled = _Samples(may_go_on or (lambda: False), least, len(bench.indices), progress)
-        confirmed.append(Confirmed(label, trial, sampled.measure(bench, trial.candidate)))
-    return confirmed
+        if may_go_on is not None or not samples:
+            fewest = least - len(samples)
+            sampled = _Samples(may_go_on or (lambda: False), fewest, len(left[number]), progress)
+            samples = (*samples, *sampled.measure(bench, trial.candidate, left[number]).samples)
+        in_order = Measurement(samples=tuple(sorted(samples, key=lambda sample: sample.prompt)))
+        confirmed.append(Confirmed(label, trial, in_order))
+        keep(confirmed[-1])
+    return _on_common_prompts(confirmed)
+
+
+def _not_in(measurement: Measurement, indices: Sequence[int]) -> list[int]:
+    measured = {sample.prompt for sample in measurement.samples}
+    return [index for index in indices if index not in measured]
+
+
+def _on_common_prompts(confirmed: Sequence[Confirmed]) -> list[Confirmed]:
+    """Return the winner, and its rivals on the prompts that it was measured on; without those that share too few."""
+    winner, *rivals = confirmed
+    prompts = {sample.prompt for sample in winner.measurement.samples}
+    shared = [
+        replace(
+            each, measurement=Measurement(samples=tuple(s for s in each.measurement.samples if s.prompt in prompts))
+        )
+        for each in rivals
+    ]
+    return [winner, *(each for each in shared if len(each.measurement.samples) >= FEWEST_SAMPLES)]
 
 
 class _OutOfTimeError(Exception):
@@ -146,11 +175,11 @@ class _Samples:
         self._may_go_on, self._least, self._most, self._progress = may_go_on, least, most, progress
         self._samples: list[PromptSample] = []
 
-    def measure(self, bench: Measuring, candidate: Candidate) -> Measurement:
+    def measure(self, bench: Measuring, candidate: Candidate, indices: Sequence[int]) -> Measurement:
         """Measure the candidate until its time is spent."""
         self._may_go_on()  # begins the first step
         try:
-            return bench.measure(candidate, bench.indices, on_sample=self._keep)
+            return bench.measure(candidate, indices, on_sample=self._keep)
         except _OutOfTimeError:
             return Measurement(samples=tuple(self._samples))
 

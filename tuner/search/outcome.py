@@ -102,11 +102,13 @@ def conclude(
     cost: SearchEffort,
     run_id: str,
     engine: EngineFacts | None = None,
+    confirmations: int = 1,
 ) -> SearchResult:
     """Return the profile of the winner, or of plain decoding if its speed-up is not confirmed, and the rows of the table.
 
-    `refused` is why no speed-up is claimed; `engine` is the one in which they were measured. The exit head of a winner that has one
-    is copied beside the profile; `ExitHeadError` if that fails.
+    `refused` is why no speed-up is claimed; `engine` is the one in which they were measured, `confirmations` the number of winners
+    confirmed on these prompts so far. The exit head of a winner that has one is copied beside the profile; `ExitHeadError` if that
+    fails.
     """
     trial = winner.trial
     measurement = next(each.measurement for each in confirmed if each.trial.candidate.key == trial.candidate.key)
@@ -118,7 +120,7 @@ def conclude(
         draft=_placed(task, trial.candidate.draft, task.config.out) if wins else PlainDecoding(),
         draft_length=trial.candidate.draft_length if wins else Fixed(),
         decoding=task.decoding,
-        measured=_measured(task, measurement, interval, noise, stock.comparison, cost) if wins else None,
+        measured=_measured(task, measurement, interval, noise, stock.comparison, cost, confirmations) if wins else None,
         provenance=ProfileOrigin(
             created=datetime.now(UTC).isoformat(timespec="seconds"),
             study=trial.study,
@@ -129,7 +131,7 @@ def conclude(
         ),
     )
     rows = [ResultRow(label="plain decoding", description="the whole model, token by token", measurement=None)]
-    rows += [_row(each) for each in confirmed]
+    rows += [_row(each, measurement) for each in confirmed]
     return SearchResult(
         profile,
         trial,
@@ -144,11 +146,16 @@ def conclude(
     )
 
 
-def _row(confirmed: Confirmed) -> ResultRow:
-    trial, candidate = confirmed.trial, confirmed.trial.candidate
+def _row(confirmed: Confirmed, winner: Measurement) -> ResultRow:
+    trial, candidate, measured = confirmed.trial, confirmed.trial.candidate, confirmed.measurement
     rule = f"; {candidate.draft_length.describe()}" if candidate.draft.drafts else ""
     origin = f"; from {trial.origin}" if trial.origin != trial.study else ""
-    return ResultRow(confirmed.label, f"{candidate.draft.describe()}{rule}{origin}", confirmed.measurement)
+    prompts = {sample.prompt for sample in measured.samples}
+    common = Measurement(samples=tuple(sample for sample in winner.samples if sample.prompt in prompts))
+    fewer = ""
+    if len(common.samples) < len(winner.samples):
+        fewer = f"; on {common.num_prompts} prompts, where the winner has {common.speedup_interval()}"
+    return ResultRow(confirmed.label, f"{candidate.draft.describe()}{rule}{origin}{fewer}", measured)
 
 
 def _placed(task: Task, draft: Draft, profile: Path) -> Draft:
@@ -163,8 +170,10 @@ def _measured(
     noise: MachineNoise,
     comparison: StockComparison | None,
     cost: SearchEffort,
+    confirmations: int,
 ) -> Measured:
     return Measured(
+        confirmations=confirmations,
         speedup=interval,
         tokens_per_second=Rates(draft=measurement.draft_tokens_per_second, plain=measurement.plain_tokens_per_second),
         end_to_end=_end_to_end(measurement),

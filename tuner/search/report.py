@@ -92,7 +92,10 @@ def _add_figures(facts: Table, measured: Measured) -> None:
     facts.add_row("accepted", f"{measured.draft_acceptance_rate:.0%} of the drafted tokens")
     identical = f"{exact.identical} of {exact.prompts} held-out prompts identical"
     facts.add_row("exact", f"{identical}, {exact.ties} numerical ties")
-    sizes = f"{data.tuning_prompts} tuning, {data.held_out_prompts} held out, {data.max_new_tokens} tokens"
+    held_out = f"{exact.prompts} of {data.held_out_prompts} held out measured"
+    sizes = f"{data.tuning_prompts} tuning, {held_out}, {data.max_new_tokens} tokens"
+    if measured.confirmations > 1:
+        facts.add_row("confirmed", f"as winner number {measured.confirmations} on the same held-out prompts")
     facts.add_row("data", f"{data.name}: {sizes}")
     heads = f"; {cost.distillation_seconds:.0f} s to distil exit heads" if cost.distillation_seconds else ""
     facts.add_row("search", f"{cost.trials} trials, {cost.seconds:.0f} s{heads}")

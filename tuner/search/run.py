@@ -27,6 +27,7 @@ from tuner.measuring.paired import Bench
 from tuner.progress import Progress
 from tuner.review.verdict import verdict
 from tuner.search.decision import Confirmed, blocks, confirm, objection, race_best, to_confirm
+from tuner.search.finished import Confirmations, finished_result, keep_result
 from tuner.search.forecast import forecast
 from tuner.search.in_engine import EngineArena, arena
 from tuner.search.missing_heads import provide_heads
@@ -93,6 +94,8 @@ def search(
 def _tracked(task: Task, store: StudyStore, lease: Lease, progress: Progress, steps: Steps) -> SearchResult:
     """Run a search that no other process works on."""
     store.check_identity(task.identity)  # before anything is decoded, and before the run of another search is opened
+    if (finished := finished_result(store, task.settings)) is not None:
+        return _shown_again(task, *finished, progress)
     clock = task.budget.clock
     with clock.stage(Stage.WRITING):
         tracker = _open_tracker(task, store)
@@ -108,6 +111,20 @@ def _tracked(task: Task, store: StudyStore, lease: Lease, progress: Progress, st
             tracker.close("FAILED")
         raise
     tracker.close("FINISHED")
+    return result
+
+
+def _shown_again(task: Task, result: SearchResult, finished: str, progress: Progress) -> SearchResult:
+    """Write the profile of an earlier run of the same command again, and return its result. Nothing is measured.
+
+    A second race and confirmation on the same prompts would let a user repeat the search until its result pleases.
+    """
+    progress.say(
+        f"finished {finished} UTC; its result stands. A higher --trials or --timeout goes on from it, sdtune bench measures the "
+        "profile again, and another --experiment searches anew"
+    )
+    task.head_folder.copy_beside(result.profile.draft, task.config.out)
+    result.profile.save(task.config.out)
     return result
 
 
@@ -137,7 +154,7 @@ def _searched(
     try:
         with explained_shortage("choosing what to try", f"{_LESS_TO_SURVEY}; {_kept(config)}"):
             studies.run(steps)
-        records = store.records()
+        records, confirmations = store.records(), Confirmations(store)
         if lookup is not None and not best_trials(records, 1):
             records = [*records, lookup]
             tracker.log_trial(lookup)
@@ -146,7 +163,9 @@ def _searched(
                 race_them = partial(_race, task, tuning, records, studies, keeper, progress, engine)
                 finalists = steps.run("race", race_them, list[Finalist])
             with _decoding("the held-out prompts", config):
-                confirmed, held_out = _confirmed(task, finalists, records, keeper, progress, steps, engine)
+                confirmed, held_out = _confirmed(
+                    task, finalists, records, confirmations, keeper, progress, steps, engine
+                )
                 task.watch.look()
                 noise = task.watch.noise(blocks(records, finalists), confirmed[0].measurement)
                 refused = _objection(finalists[0], confirmed, noise)
@@ -160,6 +179,12 @@ def _searched(
     distilling = task.head_folder.distillation_seconds(heads, feature_head=task.feature_draft is not None)
     cost = SearchEffort(len(records), store.spent_seconds(config.study), distilling)
     with clock.stage(Stage.WRITING):
+        count = confirmations.count(finalists[0].trial.candidate)
+        if count > 1:
+            keeper.cuts.append(
+                f"winner number {count} that this search confirmed on the same held-out prompts: a speed-up is found by chance "
+                f"up to {count} times as often as its interval says"
+            )
         result = conclude(
             task,
             finalists[0],
@@ -171,6 +196,7 @@ def _searched(
             cost,
             tracker.run_id,
             engine=facts,
+            confirmations=count,
         )
         lease.check()  # before the profile of a search that stood still replaces that of its successor
         result.profile.save(config.out)
@@ -185,13 +211,16 @@ def _searched(
         )
         review = review_of(task, result, records, tracker.run_id)
         track_review(tracker, review, records, task)
-    return replace(result, stages=clock.seconds(), verdict=verdict(review), address=tracker.address)
+    result = replace(result, stages=clock.seconds(), verdict=verdict(review), address=tracker.address)
+    keep_result(store, task.settings, result)
+    return result
 
 
 def _confirmed(
     task: Task,
     finalists: list[Finalist],
     records: Sequence[TrialRecord],
+    confirmations: Confirmations,
     keeper: TimeKeeper,
     progress: Progress,
     steps: Steps,
@@ -205,8 +234,17 @@ def _confirmed(
     with clock.stage(Stage.CONFIRMATION):
         pacer, least = keeper.confirmation_pacer, keeper.least_held_out
         measuring = held_out if engine is None else engine.bench(held_out)
-        confirm_them = partial(confirm, finalists, records, measuring, progress, pacer, least=least)
+        known, keep = dict(confirmations.known), confirmations.keep
+        confirm_them = partial(
+            confirm, finalists, records, measuring, progress, pacer, least=least, known=known, keep=keep
+        )
         confirmed = steps.run("confirmation", confirm_them, list[Confirmed])
+    keeper.note_confirmed(confirmed, held_out)
+    if (earlier := known.get(confirmed[0].trial.candidate.key)) is not None:
+        keeper.cuts.append(
+            f"earlier runs of this search measured the winner on {len(earlier.samples)} of its "
+            f"{len(confirmed[0].measurement.samples)} held-out prompts: both are pooled"
+        )
     return confirmed, held_out
 
 

@@ -44,6 +44,8 @@ RUNS = "run_seconds"
 """Seconds of every run of a search, a note for each run: everything from its command on that counts, not trials alone."""
 WORKER = "worker"
 """Lease of the process that runs a trial."""
+FINISHED = "result"
+"""Note of an experiment: the result of its last whole run, and the command that gave it."""
 TABLES = ("studies", LEASES_TABLE)
 """Tables of which a database of ours has one. The tuning service's database has leases before it has studies."""
 LOCK_SECONDS = 60
@@ -203,6 +205,12 @@ class StudyStore:
         """Return the note `key` of the first study of this experiment that has it, or None."""
         values = (study.user_attrs.get(key) for study in self._studies())
         return next((value for value in values if value is not None), None)
+
+    def keep(self, key: str, value: Any) -> None:
+        """Store a note of this experiment, in place of an earlier one of that name; there is a study."""
+        studies = list(self._studies())
+        holder = next((study for study in studies if key in study.user_attrs), studies[0])
+        holder.set_user_attr(key, value)
 
     def spent_seconds(self, names: Collection[str] | None = None) -> float:
         """Return the seconds of all finished trials and of preparing the studies: of `names`, or of all in this experiment."""
@@ -403,6 +411,18 @@ def elapsed_of(url: str, experiment: str) -> float:
     """
     path = sqlite_path(url)
     return 0.0 if path is not None and not path.exists() else StudyStore(url, experiment).elapsed_before()
+
+
+def noted_in(url: str, experiment: str, key: str) -> Any:
+    """Return a note of a search, or None; creates no file. Raises `StorageError` if the storage cannot be opened."""
+    path = sqlite_path(url)
+    if path is not None and not path.exists():
+        return None
+    store = StudyStore(url, experiment)
+    try:
+        return store.noted(key)
+    finally:
+        store.close()
 
 
 def refuse_other_configuration(url: str, experiment: str, configuration: str) -> None:

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from decoding.drafts import EarlyExit, FeatureHeadDraft
 from decoding.errors import DistillationError, UnsupportedModelError
-from decoding.fingerprint import Fingerprint, fingerprint
+from decoding.fingerprint import Fingerprint, fingerprint, hash_json
 from decoding.head_folder import HeadFolder
 from decoding.probe import probe
 from decoding.profile import Decoding
@@ -37,7 +37,7 @@ from tuner.output_paths import check_folder_writable, check_writable
 from tuner.progress import Progress
 from tuner.search.deployment import Deployment, deployment_of, restricted
 from tuner.search.memory_plan import plan_memory
-from tuner.search.storage import elapsed_of, refuse_other_configuration
+from tuner.search.storage import FINISHED, elapsed_of, noted_in, refuse_other_configuration
 from tuner.search.time_budget import TimeBudget
 from tuner.search.time_plan import WRITING_SECONDS
 from tuner.stage_clock import Stage, StageClock
@@ -70,6 +70,8 @@ class Task:
     """What trials, race and confirmation charge in place of real seconds, for checks of the search itself."""
     deployment: Deployment | None = None
     """The engine that the search deploys to; None if production decodes as this process does."""
+    settings: str = ""
+    """What identifies the command; see `settings_sha256`."""
     configuration: str | None = None
     """Hash of the checkpoint's configuration; None for a model that was loaded before."""
 
@@ -95,14 +97,28 @@ RESULT = "writing a result"
 def open_budget(config: SearchConfig, clock: StageClock) -> TimeBudget:
     """Return the time of a search that began with `clock`, less what earlier runs of it took.
 
-    Raises `SearchError`, before anything is loaded, if they have spent it, or if it is too short for any search.
+    Raises `SearchError`, before anything is loaded, if they have spent it, or if it is too short for any search, unless there is a
+    result to show.
     """
     before = 0.0 if config.timeout is None else elapsed_of(config.storage, config.resolved_experiment())
     budget = TimeBudget(config.timeout, clock, spent_before=before)
+    if before and _is_finished(config):
+        return budget
     if before:
         budget.check(LEAST_LEFT * (config.timeout or 0.0), "going on")
     budget.check(WRITING_SECONDS, RESULT)
     return budget
+
+
+def _is_finished(config: SearchConfig) -> bool:
+    noted = noted_in(config.storage, config.resolved_experiment(), FINISHED)
+    return noted is not None and noted["settings"] == settings_sha256(config)
+
+
+def settings_sha256(config: SearchConfig) -> str:
+    """Return what identifies the command: every setting that may change its result."""
+    settings = config.model_dump(mode="json", exclude={"out", "storage", "wait_quiet"})
+    return hash_json(settings)
 
 
 def prepare(
@@ -128,6 +144,7 @@ def _prepared(
     config: SearchConfig, progress: Progress, loaded: Loaded | None, target: Target | None, budget: TimeBudget
 ) -> Task:
     check_writable(config.out)
+    settings = settings_sha256(config)
     if config.executor == "ray":  # said before anything is loaded
         from tuner.executors.ray_cluster import check_devices
 
@@ -180,6 +197,7 @@ def _prepared(
         missing,
         budget,
         deployment=deployment,
+        settings=settings,
         configuration=configuration,
     )
 

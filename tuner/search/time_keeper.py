@@ -14,6 +14,7 @@ from studies.measurement import Measurement
 from tuner.inputs.prompts import Prompt
 from tuner.measuring.paired import Bench
 from tuner.progress import Progress
+from tuner.search.decision import Confirmed
 from tuner.search.forecast import Forecast, rate_of
 from tuner.search.race import Finalist
 from tuner.search.task import Task
@@ -103,7 +104,6 @@ class TimeKeeper:
         speed = _speed_of([each.measurement for each in finalists[:num_confirmed]])
         self._end = plan_end(sizes, self._rate, self._budget.left, speed=speed)
         count = self._end.held_out
-        self._note_cut("confirmed", count, self._sizes.held_out, "held-out")
         return self._first(self._task.prompts.held_out, count, self._sizes.held_out)
 
     def _first(self, prompts: Sequence[Prompt], count: int, wanted: int) -> Sequence[Prompt]:
@@ -119,6 +119,18 @@ class TimeKeeper:
             return None
         until = left - left / num_left
         return Pace(lambda: self._budget.left - self._end.after_confirmation - until)
+
+    def note_confirmed(self, confirmed: Sequence[Confirmed], held_out: Bench) -> None:
+        """Note on how many held-out prompts the candidates were measured, the winner first, if time has cut any of them."""
+        planned = self._end.held_out
+        whole = len(held_out.indices) if planned == self._sizes.held_out else self._sizes.held_out
+        winner, *rivals = [(each.label, len(each.measurement.samples)) for each in confirmed]
+        if winner[1] < whole:
+            self._note_cut("confirmed", winner[1], whole, "held-out")
+        if fewer := [f"{label} on {count}" for label, count in rivals if count < winner[1]]:
+            self.cuts.append(
+                f"compared on fewer than the winner's {winner[1]} held-out {self._unit}: {', '.join(fewer)}"
+            )
 
     def num_stock(self, winner: Measurement, num_held_out: int) -> int:
         """Return the number of held-out prompts, or batches, on which stock generation can be compared in the time left."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 
@@ -13,7 +15,8 @@ from tests.support.benches import ScriptedBench, first_block
 from tests.support.records import candidate, measurement, record, sample
 from tuner.config import SearchConfig
 from tuner.progress import Unwatched
-from tuner.search.decision import claims_speedup, confirm, objection, race_best
+from tuner.search.decision import Confirmed, claims_speedup, confirm, objection, race_best
+from tuner.search.race import Finalist
 
 FASTER = measurement([1.2, 1.3, 1.25, 1.22])
 CONFIG = SearchConfig(model="m", dataset="d", prompts_per_trial=2, finalists=2)
@@ -136,3 +139,36 @@ def test_a_published_rule_is_confirmed_beside_the_winner() -> None:
     finalists = race_best(trials, ["conf_layers"], bench, config, Unwatched())
     labels = [each.label for each in confirm(finalists, trials, bench, Unwatched())]
     assert labels == ["conf_layers", "best ada_edl"]
+
+
+def test_no_candidate_is_measured_twice_on_a_prompt_by_runs_of_one_search() -> None:
+    trials = [record(1.5, blocks=(1,), number=0)]
+    finalists = [Finalist(trials[0], FASTER)]
+    kept: dict[str, Measurement] = {}
+
+    def keep(confirmed: Confirmed) -> None:
+        kept[confirmed.trial.candidate.key] = confirmed.measurement
+
+    first = confirm(finalists, trials, made_up_bench(4), Unwatched(), keep=keep)
+    held_out = made_up_bench(7)
+    (second,) = confirm(finalists, trials, held_out, Unwatched(), known=kept, keep=keep)
+    assert measured(held_out) == {1: (4, 5, 6)}
+    assert [each.prompt for each in second.measurement.samples] == list(range(7))
+    assert second.measurement.samples[:4] == first[0].measurement.samples
+    again = made_up_bench(7)
+    assert confirm(finalists, trials, again, Unwatched(), known=kept) == [second]
+    assert measured(again) == {}
+
+
+@pytest.mark.parametrize(("counts", "shared"), [((6, 4), [6, 4]), ((4, 6), [4, 4])])
+def test_rivals_are_compared_on_the_prompts_of_the_winner(counts: tuple[int, int], shared: list[int]) -> None:
+    trials = [record(1.5, blocks=(1,)), record(1.4, blocks=(2,), study="exit_layer")]
+    finalists = [Finalist(trial, FASTER) for trial in trials]
+    left = iter(counts)
+
+    def pacer(num_left: int) -> Callable[[], bool]:
+        answers = iter([True] * next(left))
+        return lambda: next(answers, False)
+
+    confirmed = confirm(finalists, trials, made_up_bench(8), Unwatched(), pacer, least=2)
+    assert [len(each.measurement.samples) for each in confirmed] == shared

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from decoding.deploy import load_decoder
 from decoding.profile import DraftProfile
-from studies.contract import TrialRecord
+from studies.contract import Candidate, TrialRecord
+from studies.measurement import Measurement
 from tests.support.benches import charge, per_token
 from tests.support.commands import SearchCommand
 from tests.support.paths import ROOT
@@ -29,6 +30,9 @@ from tests.support.stored_trials import stored_records
 from tuner.cli.main import main
 from tuner.measuring.paired import Bench
 from tuner.review.document import SearchReview
+from tuner.search import run as whole_search
+from tuner.search.decision import Confirmed
+from tuner.search.race import Finalist
 
 
 @pytest.fixture
@@ -169,6 +173,55 @@ def test_when_nothing_wins_the_profile_says_plain_decoding(
     profile = DraftProfile.load("profile.yaml")
     assert profile.draft.kind == "none"
     assert profile.measured is None
+
+
+@pytest.mark.usefixtures("rigged")
+def test_the_same_command_after_the_end_shows_its_result_and_measures_nothing(
+    run_search: SearchCommand, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = run_search(study="conf_layers")
+    assert first.exit_code == 0, first.output
+    profile = Path("profile.yaml").read_bytes()
+    Path("profile.yaml").unlink()
+    with monkeypatch.context() as patches:
+        patches.setattr("tuner.search.run.open_bench", lambda *_: pytest.fail("prompts are decoded"))
+        again = run_search(study="conf_layers")
+        elsewhere = run_search(study="conf_layers", out="elsewhere.yaml")
+    assert again.exit_code == elsewhere.exit_code == 0, again.output
+    assert "its result stands" in again.stderr
+    assert again.stdout == first.stdout
+    assert Path("profile.yaml").read_bytes() == Path("elsewhere.yaml").read_bytes() == profile
+
+
+@pytest.mark.usefixtures("rigged")
+def test_a_search_that_goes_on_pools_its_confirmations_and_counts_its_winners(
+    run_search: SearchCommand, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured: list[tuple[str, int]] = []
+    confirm = whole_search.confirm
+
+    def watched(finalists: list[Finalist], records: Any, bench: Bench, *rest: Any, **options: Any) -> list[Confirmed]:
+        measure = bench.measure
+
+        def noted(candidate: Candidate, indices: Sequence[int], **more: Any) -> Measurement:
+            measured.extend((candidate.key, index) for index in indices)
+            return measure(candidate, indices, **more)
+
+        monkeypatch.setattr(bench, "measure", noted)
+        return confirm(finalists, records, bench, *rest, **options)
+
+    monkeypatch.setattr(whole_search, "confirm", watched)
+    for trials in ("2", "3", "4"):
+        result = run_search(study="conf_layers", trials=trials)
+        assert result.exit_code == 0, result.output
+    assert len(measured) == len(set(measured)), "a candidate is decoded once on a held-out prompt, whatever the runs"
+    confirmed = DraftProfile.load("profile.yaml").measured
+    assert confirmed is not None
+    assert confirmed.exact.prompts == 4
+    num_winners = len({key for key, _ in measured})
+    assert confirmed.confirmations <= num_winners
+    said = f"winner number {confirmed.confirmations} " if confirmed.confirmations > 1 else "both are pooled"
+    assert said in result.stdout
 
 
 def test_the_same_command_again_spends_only_what_is_left(run_search: SearchCommand, workplace: Path) -> None:

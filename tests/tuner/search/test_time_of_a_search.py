@@ -96,8 +96,12 @@ def test_a_search_is_refused_ends_in_time_and_goes_on(run_timed: RunTimed) -> No
     with pytest.raises(
         SearchError, match=r"of --timeout 60 s were spent by earlier runs.*--timeout \S+ goes on"
     ) as refused:
-        run_timed(60)
+        run_timed(60, finalists=2)
     assert "\n" not in str(refused.value)
+    again, simulated, told = run_timed(60)
+    assert again == first
+    assert simulated.now < 10, "only what loading and checking take"
+    assert "its result stands" in told.lines[-1]
 
     result, simulated, told = run_timed(120)
     assert "of them by earlier runs" in told.lines[0]

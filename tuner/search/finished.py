@@ -1,0 +1,57 @@
+"""What a search has measured on held-out prompts, and its result: a run of it again neither repeats nor chooses among them."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+
+from pydantic import TypeAdapter, ValidationError
+
+from studies.contract import Candidate
+from studies.measurement import Measurement
+from tuner.search.decision import Confirmed
+from tuner.search.outcome import SearchResult
+from tuner.search.storage import FINISHED, StudyStore
+
+CONFIRMED, WINNERS = "confirmed", "confirmed_winners"
+"""Notes of an experiment: measurements by candidate, and the winners so far in order."""
+_RESULTS: TypeAdapter[SearchResult] = TypeAdapter(SearchResult)
+
+
+class Confirmations:
+    """Measurements on the held-out prompts by all runs of a search, on disk after each."""
+
+    def __init__(self, store: StudyStore) -> None:
+        self._store = store
+        self.known = {key: Measurement.model_validate(each) for key, each in (store.noted(CONFIRMED) or {}).items()}
+        """By candidate."""
+
+    def keep(self, confirmed: Confirmed) -> None:
+        """Store the measurement of a candidate, in place of an earlier part of it."""
+        self.known[confirmed.trial.candidate.key] = confirmed.measurement
+        self._store.keep(CONFIRMED, {key: each.model_dump(mode="json") for key, each in self.known.items()})
+
+    def count(self, winner: Candidate) -> int:
+        """Return how many winners have been confirmed on these prompts, this one included."""
+        winners = self._store.noted(WINNERS) or []
+        if winner.key not in winners:
+            self._store.keep(WINNERS, [*winners, winner.key])
+            return len(winners) + 1
+        return len(winners)
+
+
+def keep_result(store: StudyStore, settings: str, result: SearchResult) -> None:
+    """Store the result of a whole run."""
+    finished = datetime.now(UTC).isoformat(sep=" ", timespec="minutes")
+    kept = {"settings": settings, "finished": finished, "trials": result.cost.num_trials}
+    store.keep(FINISHED, {**kept, "result": _RESULTS.dump_python(result, mode="json", by_alias=True)})
+
+
+def finished_result(store: StudyStore, settings: str) -> tuple[SearchResult, str] | None:
+    """Return the result of an earlier run of the same command and when it finished; None if there is none that can be read."""
+    noted = store.noted(FINISHED)
+    if noted is None or noted["settings"] != settings:
+        return None
+    try:
+        return _RESULTS.validate_python(noted["result"]), noted["finished"]
+    except ValidationError:  # of another version: its confirmations still count
+        return None
