@@ -1,6 +1,7 @@
 """Thompson sampling of one acceptance probability per round (our formulation).
 
-EESD (arXiv 2406.03853) sets the draft length by Thompson sampling. It is known to us by its abstract; every formula here is ours.
+EESD (arXiv 2406.03853) sets the draft length by Thompson sampling. We know its abstract, and from a secondary summary the names of
+its two controllers, Beta-TS and Calibration-TS. This rule has its name from Beta-TS; every formula here is ours.
 """
 
 from __future__ import annotations

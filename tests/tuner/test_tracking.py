@@ -61,7 +61,7 @@ def test_a_trial_is_a_nested_run_with_all_its_columns(open_tracker: Open, client
     assert run.data.params["skip_mlp"] == "2-4,9"
     assert run.data.params["rule.gamma"] == "0.3"
     assert run.data.params["note.lambda"] == "-0.05"
-    assert run.data.metrics["speedup"] == pytest.approx(1.25)
+    assert run.data.metrics["tuning_speedup"] == pytest.approx(1.25)
     assert run.data.metrics["exact"] == 1.0
     assert run.data.metrics["prompts"] == 2
     assert [artefact.path for artefact in client.list_artifacts(run.info.run_id)] == ["candidate.yaml"]
@@ -114,7 +114,7 @@ def test_interrupted_logging_of_a_trial_is_completed_on_resume(
     assert second.log_trial(record(1.3, number=4)) == run_id
     (run,) = _nested(client, second)
     assert (run.info.run_id, run.info.status) == (run_id, "FINISHED")
-    assert run.data.metrics["speedup"] == pytest.approx(1.3)
+    assert run.data.metrics["tuning_speedup"] == pytest.approx(1.3)
     assert [artefact.path for artefact in client.list_artifacts(run_id)] == ["candidate.yaml"]
 
 

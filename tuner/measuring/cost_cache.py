@@ -1,6 +1,7 @@
 """Cost tables on disk, one file per model, device, software and batch size.
 
-A table is measured once, and again after any of these has changed.
+A table is measured once, and again after any of these has changed. One that was measured on a disturbed machine serves the process
+that measured it, and no later one.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from tuner.inputs.environment import device_name, versions
 from tuner.measuring import cost_table as measured_table
 from tuner.measuring import pass_timer
 from tuner.measuring.cost_table import BUDGET_SECONDS, measure_cost_table, resolve_terms
+from tuner.measuring.machine import MOST_COST_ERROR
 from tuner.progress import Progress, Unwatched
 
 DECIDING_PACKAGES = ("sdtune", "torch", "transformers")
@@ -97,7 +99,25 @@ class StoredCosts(Document):
     format: Literal[1] = 1
     key: CostKey
     created: str
+    load: float | None = None
+    """Load average after the measurement; None where the system has none, and in files of earlier versions."""
     table: CostTable
+
+    @property
+    def was_disturbed(self) -> bool:
+        """True if the table fits badly, or the machine had more to do than it has processors."""
+        return self.table.error.median > MOST_COST_ERROR or (self.load or 0.0) > (os.cpu_count() or 1)
+
+    @property
+    def is_usable(self) -> bool:
+        """True unless the table was disturbed in an earlier process."""
+        return not self.was_disturbed or datetime.fromisoformat(self.created).timestamp() >= _process_start()
+
+
+def _process_start() -> float:
+    import psutil
+
+    return float(psutil.Process().create_time())
 
 
 def cost_table(
@@ -126,8 +146,9 @@ def cost_table(
     path = folder / key.file_name
     terms = resolve_terms(target, max_tokens=max_tokens, contexts=contexts, bits=bits)
     stored = _read(path, key, progress)
-    if stored is not None and _covers(stored, terms):
-        return stored
+    if stored is not None and _covers(stored.table, terms):
+        progress.say(f"costs of {datetime.fromisoformat(stored.created):%d %b %Y %H:%M} UTC, from {path}")
+        return stored.table
     table = measure_cost_table(
         target,
         max_tokens=max_tokens,
@@ -138,8 +159,9 @@ def cost_table(
         most_seconds=most_seconds,
         seed=seed,
     )
-    created = datetime.now(UTC).isoformat(timespec="seconds")
-    _write(path, StoredCosts(key=key, created=created, table=table), progress)
+    created = datetime.now(UTC).isoformat()
+    load = os.getloadavg()[0] if hasattr(os, "getloadavg") else None
+    _write(path, StoredCosts(key=key, created=created, load=load, table=table), progress)
     return table
 
 
@@ -149,7 +171,7 @@ def stored_table(
     """Return the table stored for model and device, if it covers these terms; see `cost_table`."""
     key = CostKey.of(target, shared_batch_size(target, num_sequences))
     stored = _read((folder or cache_folder()) / key.file_name, key, Unwatched())
-    return stored if stored is not None and _covers(stored, terms) else None
+    return stored.table if stored is not None and _covers(stored.table, terms) else None
 
 
 def _covers(stored: CostTable, terms: Terms) -> bool:
@@ -161,7 +183,7 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "sdtune" / "costs"
 
 
-def _read(path: Path, key: CostKey, progress: Progress) -> CostTable | None:
+def _read(path: Path, key: CostKey, progress: Progress) -> StoredCosts | None:
     try:
         stored = StoredCosts.model_validate_json(path.read_bytes())
     except FileNotFoundError:
@@ -170,7 +192,7 @@ def _read(path: Path, key: CostKey, progress: Progress) -> CostTable | None:
         reason = (cause.strerror or str(cause)) if isinstance(cause, OSError) else "damaged, or of another version"
         progress.say(f"the stored costs {path} are measured anew: {reason}")
         return None
-    return stored.table if stored.key == key else None
+    return stored if stored.key == key and stored.is_usable else None
 
 
 def _write(path: Path, stored: StoredCosts, progress: Progress) -> None:

@@ -276,7 +276,7 @@ def track_result(tracker: Tracker, result: SearchResult, records: Sequence[Trial
         "search_seconds": result.cost.search_seconds,
         "distillation_seconds": result.cost.distillation_seconds,
         "trials": float(result.cost.num_trials),
-        **measured_metrics(result.confirmed),  # by the names of the trials' figures, for one chart
+        **measured_metrics(result.confirmed),
         **_stock_metrics(result.comparison),
     }
     best = result.winner.candidate

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 import statistics
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -380,11 +382,35 @@ def test_table_is_measured_once(tmp_path: Path, measured: list[dict[str, Any]]) 
     assert ask(folder, listener=listener) == first
     assert ask(folder, max_tokens=2, contexts=(20,)) == first
     assert len(measured) == 1
-    assert listener.lines == []
+    (line,) = listener.lines
+    assert re.fullmatch(rf"costs of \d\d \w+ \d{{4}} \d\d:\d\d UTC, from {only_file(folder)}", line)
     stored = json.loads(only_file(folder).read_text())
     assert stored["table"]["error"]["num_passes"] == first.error.num_passes
     assert stored["created"].startswith("20")
     assert stored["key"]["runner"] == "eager"
+
+
+@pytest.mark.parametrize(
+    ("error", "load", "times"), [(0.24, 0.0, 2), (0.01, 1000.0, 2), (0.01, 0.0, 1), (0.24, None, 2)]
+)
+def test_table_of_a_disturbed_machine_serves_the_process_that_measured_it_only(
+    tmp_path: Path,
+    measured: list[dict[str, Any]],
+    monkeypatch: pytest.MonkeyPatch,
+    error: float,
+    load: float | None,
+    times: int,
+) -> None:
+    ask(tmp_path)
+    path = only_file(tmp_path)
+    stored = json.loads(path.read_text())
+    stored["table"]["error"]["median"], stored["load"] = error, load
+    path.write_text(json.dumps(stored))
+    ask(tmp_path)
+    assert len(measured) == 1, "all studies of a search have one table"
+    monkeypatch.setattr(cost_cache, "_process_start", lambda: time.time() + 1)  # another process, later
+    ask(tmp_path)
+    assert len(measured) == times
 
 
 @pytest.mark.parametrize(

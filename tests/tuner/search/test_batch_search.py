@@ -68,7 +68,7 @@ def test_search_for_batches_yields_a_lossless_profile(
     assert profile.measured is not None
     assert profile.measured.batch_size == 2
     assert (profile.measured.exact.prompts, profile.measured.exact.identical) == (4, 4)
-    assert profile.measured.dataset.held_out_prompts == 4
+    assert profile.measured.dataset.held_out_prompts == 5
     assert profile.measured.speedup.value == pytest.approx(3.0)
     shown = CliRunner().invoke(main, ["show", "profile.yaml"])
     assert "2 prompts in lockstep" in " ".join(shown.stdout.split())

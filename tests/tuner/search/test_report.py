@@ -60,11 +60,11 @@ def _text(renderable: RenderableType, width: int = 80) -> str:
 def test_the_csv_has_a_line_for_each_trial_and_a_column_for_everything() -> None:
     rows = list(csv.DictReader(trials_csv(RECORDS).splitlines()))
     assert [row["state"] for row in rows] == ["COMPLETE", "COMPLETE", "FAIL", "PRUNED", "COMPLETE", "COMPLETE"]
-    assert float(rows[1]["speedup"]) == pytest.approx(1.3)
+    assert float(rows[1]["tuning_speedup"]) == pytest.approx(1.3)
     assert rows[1]["skip_mlp"] == "1,5"
     assert rows[1]["note.lambda"] == "0.05"
     assert rows[2]["reason"] == "it broke"
-    assert rows[2]["speedup"] == ""
+    assert rows[2]["tuning_speedup"] == ""
     assert rows[4]["repeat_of"] == "1"
     assert rows[5]["rule.gamma"] == "0.2"
 

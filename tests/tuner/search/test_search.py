@@ -104,6 +104,9 @@ def _check_mlflow(workplace: Path) -> None:
     assert parent.data.metrics["search_seconds"] > 0
     assert {"model", "dataset", "device_name", "git_revision", "version.torch", "seed"} <= set(parent.data.params)
     client = mlflow.MlflowClient(tracking_uri=f"sqlite:///{workplace.parent / 'mlflow.db'}")
+    experiment = [parent.info.experiment_id]
+    ranked = client.search_runs(experiment, filter_string="metrics.speedup > 0", order_by=["metrics.speedup DESC"])
+    assert [each.info.run_id for each in ranked] == [parent.info.run_id], "a ranking has the search once"
     steps = [each.step for each in client.get_metric_history(parent.info.run_id, "best_speedup")]
     assert steps == sorted(set(steps))
     assert len(steps) > 1
@@ -122,10 +125,12 @@ def _check_mlflow(workplace: Path) -> None:
         of_kind = {"layer_skip": {"skip_attention"}, "early_exit": {"exit_layer", "exit_head"}, "none": set()}
         assert {"study", "kind", "rule"} | of_kind[run.data.params["kind"]] <= set(run.data.params)
         assert run.data.tags["state"] in {"COMPLETE", "PRUNED", "FAIL"}
-        assert {"speedup", "tokens_per_second", "draft_acceptance_rate", "tokens_per_round", "exact"} <= set(
+        assert {"tuning_speedup", "tokens_per_second", "draft_acceptance_rate", "tokens_per_round", "exact"} <= set(
             run.data.metrics
         )
-        assert {"end_to_end_speedup", "time_to_first_token_seconds", "mean_acceptance_length"} <= set(run.data.metrics)
+        assert {"tuning_end_to_end_speedup", "time_to_first_token_seconds", "mean_acceptance_length"} <= set(
+            run.data.metrics
+        )
     folder = Path(parent.info.artifact_uri.removeprefix("file://"))
     assert {path.name for path in folder.iterdir()} == {
         "profile.yaml",
