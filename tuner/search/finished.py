@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from datetime import UTC, datetime
+from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -10,6 +11,7 @@ from studies.contract import Candidate
 from studies.measurement import Measurement
 from tuner.search.decision import Confirmed
 from tuner.search.outcome import SearchResult
+from tuner.search.race import Finalist
 from tuner.search.storage import FINISHED, StudyStore
 
 CONFIRMED, WINNERS = "confirmed", "confirmed_winners"
@@ -42,16 +44,27 @@ class Confirmations:
 def keep_result(store: StudyStore, settings: str, result: SearchResult) -> None:
     """Store the result of a whole run."""
     finished = datetime.now(UTC).isoformat(sep=" ", timespec="minutes")
-    kept = {"settings": settings, "finished": finished, "trials": result.cost.num_trials}
+    kept = {"settings": settings, "finished": finished}
     store.keep(FINISHED, {**kept, "result": _RESULTS.dump_python(result, mode="json", by_alias=True)})
 
 
 def finished_result(store: StudyStore, settings: str) -> tuple[SearchResult, str] | None:
     """Return the result of an earlier run of the same command and when it finished; None if there is none that can be read."""
     noted = store.noted(FINISHED)
-    if noted is None or noted["settings"] != settings:
+    if noted is None or noted["settings"] != settings or (result := _read(noted)) is None:
         return None
+    return result, noted["finished"]
+
+
+def earlier_race(store: StudyStore, num_trials: int) -> list[Finalist]:
+    """Return the finalists of the last whole run, if no trial was added since: another race would be another draw."""
+    noted = store.noted(FINISHED)
+    result = None if noted is None else _read(noted)
+    return list(result.race) if result is not None and result.cost.num_trials == num_trials else []
+
+
+def _read(noted: dict[str, Any]) -> SearchResult | None:
     try:
-        return _RESULTS.validate_python(noted["result"]), noted["finished"]
+        return _RESULTS.validate_python(noted["result"])
     except ValidationError:  # of another version: its confirmations still count
         return None

@@ -27,7 +27,7 @@ from tuner.measuring.paired import Bench
 from tuner.progress import Progress
 from tuner.review.verdict import verdict
 from tuner.search.decision import Confirmed, blocks, confirm, objection, race_best, to_confirm
-from tuner.search.finished import Confirmations, finished_result, keep_result
+from tuner.search.finished import Confirmations, earlier_race, finished_result, keep_result
 from tuner.search.forecast import forecast
 from tuner.search.in_engine import EngineArena, arena
 from tuner.search.missing_heads import provide_heads
@@ -161,7 +161,8 @@ def _searched(
         with arena(task, tuning, progress) as engine:
             with _decoding("the race", config):
                 race_them = partial(_race, task, tuning, records, studies, keeper, progress, engine)
-                finalists = steps.run("race", race_them, list[Finalist])
+                raced = earlier_race(store, len(records))
+                finalists = steps.run("race", (lambda: raced) if raced else race_them, list[Finalist])
             with _decoding("the held-out prompts", config):
                 confirmed, held_out = _confirmed(
                     task, finalists, records, confirmations, keeper, progress, steps, engine

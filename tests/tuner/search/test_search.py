@@ -199,6 +199,27 @@ def test_the_same_command_after_the_end_shows_its_result_and_measures_nothing(
 
 
 @pytest.mark.usefixtures("rigged")
+def test_other_settings_without_another_trial_neither_race_nor_measure_again(
+    run_search: SearchCommand, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert run_search(study="conf_layers").exit_code == 0
+    first = DraftProfile.load("profile.yaml")
+    monkeypatch.setattr("tuner.search.run.race_best", lambda *_, **__: pytest.fail("the finalists race again"))
+    monkeypatch.setattr(
+        "tuner.search.decision._Samples.measure", lambda *_: pytest.fail("held-out prompts are decoded")
+    )
+    for timeout in ("20m", "30m"):
+        again = run_search(study="conf_layers", timeout=timeout)
+        assert again.exit_code == 0, again.output
+        found = DraftProfile.load("profile.yaml")
+        assert found.draft == first.draft
+        assert first.measured is not None
+        assert found.measured is not None
+        assert found.measured.speedup == first.measured.speedup
+        assert found.measured.confirmations == 1
+
+
+@pytest.mark.usefixtures("rigged")
 def test_a_search_that_goes_on_pools_its_confirmations_and_counts_its_winners(
     run_search: SearchCommand, monkeypatch: pytest.MonkeyPatch
 ) -> None:
