@@ -207,10 +207,10 @@ class StudyStore:
         return next((value for value in values if value is not None), None)
 
     def keep(self, key: str, value: Any) -> None:
-        """Store a note of this experiment, in place of an earlier one of that name; there is a study."""
+        """Store a note of this experiment, in place of an earlier one of that name; nothing if no study was opened yet."""
         studies = list(self._studies())
-        holder = next((study for study in studies if key in study.user_attrs), studies[0])
-        holder.set_user_attr(key, value)
+        for holder in [*(study for study in studies if key in study.user_attrs), *studies][:1]:
+            holder.set_user_attr(key, value)
 
     def spent_seconds(self, names: Collection[str] | None = None) -> float:
         """Return the seconds of all finished trials and of preparing the studies: of `names`, or of all in this experiment."""
