@@ -102,7 +102,7 @@ def open_budget(config: SearchConfig, clock: StageClock) -> TimeBudget:
     """
     before = 0.0 if config.timeout is None else elapsed_of(config.storage, config.resolved_experiment())
     budget = TimeBudget(config.timeout, clock, spent_before=before)
-    if before and _is_finished(config):
+    if before and _is_finished(config, settings_sha256(config)):
         return budget
     if before:
         budget.check(LEAST_LEFT * (config.timeout or 0.0), "going on")
@@ -110,9 +110,15 @@ def open_budget(config: SearchConfig, clock: StageClock) -> TimeBudget:
     return budget
 
 
-def _is_finished(config: SearchConfig) -> bool:
+def _check_time(config: SearchConfig, settings: str, budget: TimeBudget) -> None:
+    """Raise `SearchError` if no time is left for a result, unless there is one to show."""
+    if not _is_finished(config, settings):
+        budget.check(WRITING_SECONDS, RESULT)
+
+
+def _is_finished(config: SearchConfig, settings: str) -> bool:
     noted = noted_in(config.storage, config.resolved_experiment(), FINISHED)
-    return noted is not None and noted["settings"] == settings_sha256(config)
+    return noted is not None and noted["settings"] == settings
 
 
 def settings_sha256(config: SearchConfig) -> str:
@@ -158,7 +164,7 @@ def _prepared(
         configuration = checkpoint_configuration(config.model, config.revision)
         refuse_other_configuration(config.storage, config.resolved_experiment(), configuration)
         loaded = _load_if_it_fits(config, progress)
-    budget.check(WRITING_SECONDS, RESULT)  # a slow disk may have taken all of it
+    _check_time(config, settings, budget)  # a slow disk may have taken all of it
     config = _with_possible_prefix_reuse(config, loaded.model, progress)
     target = target or choose_target(loaded.model, config, progress)
     if config.batch_size > 1 and (reason := target.unbatchable_reason) is not None:
@@ -170,7 +176,7 @@ def _prepared(
         check_folder_writable(config.heads, what="exit heads", error=DistillationError)
     spare = num_spare(config) if may_distil else 0
     prompts = search_prompts(config, loaded.tokenizer, target.context_length, num_spare=spare, rows=rows)
-    budget.check(WRITING_SECONDS, RESULT)
+    _check_time(config, settings, budget)
     for note in prompts.notes:
         progress.say(note)
     heads = folder.drafts(wanted, held_out=token_ids(prompts.held_out))
