@@ -4,26 +4,39 @@ from __future__ import annotations
 
 import re
 import textwrap
+from copy import deepcopy
 from typing import Any
 
 from rich import box
-from rich.console import RenderableType
-from rich.table import Column, Table
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
+from rich.table import Table
 from rich.text import Text
 
 LONGEST_NAME = 17
-"""Characters of a name beside which three intervals fit into 80 columns; a longer name takes several lines."""
+"""Characters of a name beside which three intervals fit into 80 columns."""
 
 
 class FiguresTable(Table):
-    """Table of figures by name that prints text verbatim. Where it is too wide, figures are broken; names never are, nor cut."""
+    """Table of figures by name that prints text verbatim.
+
+    Where it is too wide, long names take several lines, a word never does; then figures are broken.
+    """
 
     def add_row(self, *cells: RenderableType | None, **options: Any) -> None:
         """Add a row of texts."""
-        super().add_row(*map(self._cell, self.columns, map(str, cells)), **options)
+        super().add_row(*(Text(str(cell)) for cell in cells), **options)
 
-    def _cell(self, column: Column, text: str) -> Text:
-        return Text("\n".join(textwrap.wrap(text, LONGEST_NAME)) if column.no_wrap else text)
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """Print the table, with its names in lines of `LONGEST_NAME` if it is too wide with whole ones."""
+        table = self
+        if self.__rich_measure__(console, options).maximum > options.max_width:
+            table = deepcopy(self)
+            for name in (cell for column in table.columns if column.no_wrap for cell in column.cells):
+                assert isinstance(name, Text)
+                name.plain = "\n".join(
+                    textwrap.wrap(name.plain, LONGEST_NAME, break_long_words=False, break_on_hyphens=False)
+                )
+        yield from super(FiguresTable, table).__rich_console__(console, options)
 
 
 def figures_table(title: str, names: str | tuple[str, ...], *headings: str) -> Table:

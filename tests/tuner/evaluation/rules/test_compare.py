@@ -88,15 +88,7 @@ def test_all_rules_and_fixed_lengths_on_two_kinds_of_text(
         assert rules[name]["costs"] is None
         assert rules[f"{name}, warm"]["costs"] is not None
         assert rules[f"{name}, warm"]["prior"] != rules[name]["prior"], "warmed up on other prompts"
-    for word in (
-        *(label.partition(", ")[0] for label in LABELS),
-        "code",
-        "prose",
-        "mixed",
-        "over best fixed (mixed)",
-        "6/6",
-        "exit at 4, trained head",
-    ):
+    for word in (*LABELS, "code", "prose", "mixed", "over best fixed (mixed)", "6/6", "exit at 4, trained head"):
         assert word in result.stdout
     assert "…" not in result.stdout
     lines = {
