@@ -98,9 +98,13 @@ def test_search_of_another_batch_size_is_not_mixed_in(run_search: SearchCommand,
     assert "was a search with another batch size: choose another --experiment or --storage" in refused.stderr
     assert _records("conf_layers") == before
     other = {**settings, "experiment": "pairs", "batch_size": "2"}
-    assert run_search(**other).exit_code == 0
+    pairs = run_search(**other)
+    assert pairs.exit_code == 0
     assert run_search(**{**other, "batch_size": None}).exit_code == 2
-    assert "1 finished trials found" in run_search(**other).stderr
+    again = run_search(**other)
+    assert "its result stands" in again.stderr
+    assert again.stdout == pairs.stdout
+    assert "1 finished trials found" in run_search(**{**other, "trials": "2"}).stderr
 
 
 def test_all_studies_search_for_batches(run_search: SearchCommand, workplace: Path) -> None:
