@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -20,7 +22,7 @@ from decoding.text import Ending
 from studies.contract import Problem
 from studies.prediction.origins import method_of, origin_of
 from studies.prediction.pools import is_same
-from studies.searches import joint
+from studies.searches import joint, predicted
 from studies.searches.joint import Joint, JointSettings
 from studies.searches.rating import NEAR_THE_BEST
 from studies.searches.whole_space import WholeSpaceSettings
@@ -40,7 +42,8 @@ def problem() -> Problem:
     prompts = tuple(tuple(some_tokens(6, seed)) for seed in range(3))
     texts = tuple(plain_decoder(target).generate(Request(prompt, Ending(24))).tokens for prompt in prompts)
     costs = lambda most: made_up_costs(target, most, (8, 4))  # noqa: E731
-    return Problem(target, prompts, texts, earlier={}, seed=0, costs=costs, seconds=1e-3)
+    # Skip sets are rated between trials, as in any search with a time limit; this one's share for surveys is never spent.
+    return Problem(target, prompts, texts, earlier={}, seed=0, costs=costs, seconds=math.inf)
 
 
 def pool_of(problem: Problem, **settings: Any) -> list[Any]:
@@ -53,6 +56,19 @@ def test_whole_model_and_best_exits_are_proposed_in_both_precisions(problem: Pro
     exits = [draft for draft in pool if isinstance(draft, EarlyExit) and draft.lookup is None]
     assert {draft.bits for draft in exits} == {None, 8, 4}
     assert any(draft.lookup_first and draft.weight_bits for draft in pool), "a lookup comes before a quantised draft"
+
+
+@pytest.mark.parametrize(("seconds", "found"), [(0.0, {None}), (None, {None, 8, 4})])
+def test_quantised_drafts_and_trees_are_surveyed_within_the_share_of_a_time_limit(
+    problem: Problem, monkeypatch: pytest.MonkeyPatch, seconds: float | None, found: set[int | None]
+) -> None:
+    """Without a limit nothing is left out, however long the surveys take."""
+    monkeypatch.setattr(predicted, "PREPARING", 0.0)
+    with_trees = Mock(return_value=[])
+    monkeypatch.setattr(joint, "with_trees", with_trees)
+    pool = pool_of(replace(problem, seconds=seconds))
+    assert {draft.weight_bits for draft in pool} == found
+    assert with_trees.called == (seconds is None)
 
 
 def test_cheap_precision_is_the_best_prediction(problem: Problem) -> None:
