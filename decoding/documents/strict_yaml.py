@@ -189,12 +189,12 @@ def _describe(failure: ValidationError, model: type[BaseModel], data: Any) -> st
         return f"{where}.{context['discriminator']}: unknown value {context['tag']!r}; {suggest(context['tag'], known)}"
     message = first["msg"].removeprefix("Value error, ")
     value = first.get("input")
-    found = _shortened(value)
+    found = shortened(value)
     shown = "" if isinstance(value, dict | BaseModel) or found in message else f" (got {found})"
     return f"{where}: {message[:1].lower()}{message[1:]}{shown}"
 
 
-def _shortened(value: Any) -> str:
+def shortened(value: Any) -> str:
     """Return a value as it is shown in an error, without the middle of a long one."""
     shortening = reprlib.Repr()
     shortening.maxstring = shortening.maxother = shortening.maxlong = MOST_SHOWN

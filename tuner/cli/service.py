@@ -38,6 +38,13 @@ FOLDER = click.option(
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
 @click.option("--port", type=click.IntRange(1, 65535), default=8400, show_default=True, help="Port to listen on.")
 @click.option("--mlflow-address", metavar="URL", help="Web address of MLflow, for links.")
+@click.option(
+    "--limit",
+    "limits",
+    multiple=True,
+    metavar="KEY=VALUE",
+    help="Largest value in a request, such as timeout=4h, distillation.steps=2000, or jobs=5 unfinished ones; repeatable.",
+)
 def service(
     models: tuple[str, ...],
     datasets: tuple[str, ...],
@@ -46,6 +53,7 @@ def service(
     host: str,
     port: int,
     mlflow_address: str | None,
+    limits: tuple[str, ...],
 ) -> None:
     """Accept searches over HTTP and keep them in a queue, which `sdtune worker` serves.
 
@@ -69,7 +77,7 @@ def service(
     from decoding.serving.hosts import host_names, is_loopback
     from decoding.serving.run import refuse_busy_address
     from tuner.config import SearchConfig
-    from tuner.service.admission import Allowed
+    from tuner.service.admission import Allowed, limits_of
     from tuner.service.app import ServiceSettings, create_service
     from tuner.service.jobs import Jobs
 
@@ -80,8 +88,9 @@ def service(
     refuse_busy_address(host, port)
     # Checking a configuration imports the studies and torch: now, so that the first client does not wait for that.
     SearchConfig.model_validate({"model": "none", "dataset": "none", "studies": {"joint": {}}})
-    jobs = Jobs(database)
-    settings = ServiceSettings(Allowed(models, datasets), folder, token, mlflow_address, hosts)
+    allowed = Allowed(models, datasets, limits_of(limits))
+    jobs = Jobs(database, is_patient=False)
+    settings = ServiceSettings(allowed, folder, token, mlflow_address, hosts)
     click.echo(f"sdtune: listening on http://{host}:{port}", err=True)
     try:
         run_server(

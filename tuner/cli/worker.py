@@ -16,7 +16,16 @@ from tuner.config import SearchConfig
 from tuner.errors import ConfigError
 from tuner.profile_address import DEFAULT_STORE
 
-TRIAL_DEVICES = ("executor", "ray_address", "ray_label", "ray_devices", "repeats")
+OF_THE_WORKER = (
+    "executor",
+    "ray_address",
+    "ray_label",
+    "ray_devices",
+    "repeats",
+    "deploy_to",
+    "engine_home",
+    "engine_args",
+)
 
 
 @click.command(cls=GroupedCommand)
@@ -29,7 +38,7 @@ TRIAL_DEVICES = ("executor", "ray_address", "ray_label", "ray_devices", "repeats
 @click.option(
     "--tracking-uri", envvar="MLFLOW_TRACKING_URI", default=DEFAULT_STORE, show_default=True, help="MLflow store."
 )
-@options_of(SearchConfig, only=TRIAL_DEVICES)
+@options_of(SearchConfig, only=OF_THE_WORKER)
 def worker(
     database: str,
     folder: Path,
@@ -42,7 +51,8 @@ def worker(
 ) -> None:
     """Run the searches of a queue, one at a time.
 
-    With --executor ray, trials run on the devices of a Ray cluster, and all else on --device. Requests cannot choose this.
+    With --executor ray, trials run on the devices of a Ray cluster, and all else on --device. With --deploy-to, the searches of the
+    queue are for that engine, which runs here. Requests choose neither.
 
     Run one worker for each device. If one dies, another takes over its search: finished trials and steps are not repeated. Workers
     on several machines need PostgreSQL as --database and one --folder. Ctrl-C or SIGTERM ends the worker, and its search is taken

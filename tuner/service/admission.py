@@ -1,81 +1,207 @@
-"""What the service accepts: a configuration whose model and data sets are on its lists, and that names no file of its own.
+"""What the service accepts: the keys that a client decides, within the operator's limits, and models and data sets of its lists.
 
-The model is loaded as `sdtune search` loads it: code of a repository is never run.
+Whatever names a file, a program, a flag, an address or a store is the worker's or the operator's. The model is loaded as
+`sdtune search` loads it: code of a repository is never run.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Annotated, Any
 
-from decoding.documents.strict_yaml import validate
+from pydantic import Field, TypeAdapter
+
+from decoding.documents.strict_yaml import Duration, shortened, suggest, validate
 from tuner.config import SearchConfig
 from tuner.errors import ConfigError
 from tuner.service.contract import SearchRequest, ServiceError
 
-OF_THE_SERVICE = (
-    "storage",
-    "tracking_uri",
-    "experiment",
-    "heads",
-    "out",
-    "device",
-    "threads",
-    "executor",
-    "ray_address",
-    "ray_label",
-    "ray_devices",
-    "repeats",
+_OF_THE_CLIENT = """
+model revision dataset preset prompt_column template shots answer_template shots_dataset system_prompt group_column category_column
+chat_template max_prompt_tokens tuning_prompts held_out_prompts max_new_tokens seed study trials timeout wait_quiet
+prompts_per_trial finalists stock temperature batch_size dtype runner exact exact_width prefix_reuse distill distillation studies
+"""
+_OF_DISTILLATION = """
+head unrolled_steps exit_layers training_dataset training_column prompts samples temperature prompt_tokens response_tokens steps
+timeout batch_size writing_batch_size learning_rate draft_vocabulary heads_at_once checkpoint_every
+"""
+_OF_STUDIES = """
+max_trials patience rules max_tokens survey_tokens pool_tokens num_surveyed whole_blocks num_drafts kinds exit_layers num_exits
+num_lookups trees bits form confidences skip_ratio lambda_start lambda_step window max_score window_growth_cap tree
+num_texts heads num_promising draft candidates method swift sampler bayes_interval round_length until_better max_matchness tolerance
+max_candidates
+draft_length rule persistent initial_threshold threshold gamma target_acceptance step acceptance_decay threshold_decay keep_last
+forgetting seed costs draft_step look verify prior gain mean spread rounds
+kind exit_layer draft_vocabulary lookup shape leaves least_gain max_leaves skip_attention skip_mlp
+max_ngram min_ngram min_match max_spec_factor min_token_prob
+"""
+OF_THE_CLIENT: Mapping[str, frozenset[str]] = MappingProxyType(
+    {
+        "": frozenset(_OF_THE_CLIENT.split()),
+        "distillation": frozenset(_OF_DISTILLATION.split()),
+        "studies": frozenset(_OF_STUDIES.split()),
+    }
 )
-"""Keys of a configuration that the service and its workers decide."""
+"""Keys that a request may give: of the configuration, of its `distillation`, and of the settings of `studies` at any depth."""
+OF_THE_SERVICE = tuple(name for name in SearchConfig.model_fields if name not in OF_THE_CLIENT[""])
+"""All other keys of a configuration, which the service and its workers decide."""
+
+_DURATION: TypeAdapter[float] = TypeAdapter(Duration)
+_COUNT: TypeAdapter[int] = TypeAdapter(Annotated[int, Field(ge=1)])
 ID_LENGTH = 16
+JOBS = "jobs"
+"""The limit on the unfinished searches of one client, beside those on settings."""
+LIMITS: Mapping[str, float] = MappingProxyType(
+    {
+        JOBS: 20,
+        "timeout": 24 * 3600.0,
+        "trials": 1000,
+        "max_new_tokens": 4096,
+        "max_prompt_tokens": 131_072,
+        "tuning_prompts": 1000,
+        "held_out_prompts": 1000,
+        "finalists": 64,
+        "shots": 64,
+        "batch_size": 128,
+        "distillation.timeout": 24 * 3600.0,
+        "distillation.prompts": 20_000,
+        "distillation.samples": 64,
+        "distillation.prompt_tokens": 8192,
+        "distillation.response_tokens": 2048,
+        "distillation.steps": 20_000,
+        "distillation.batch_size": 128,
+        "distillation.writing_batch_size": 512,
+        "distillation.draft_vocabulary": 1_000_000,
+        "distillation.heads_at_once": 256,
+        "distillation.checkpoint_every": 1_000_000,
+        "studies": 100_000,
+    }
+)
+"""Largest values that a request may give, unless the operator says otherwise: by key, and `studies` for any number in the settings
+of studies but seeds. `trials` holds for their `max_trials` too."""
 
 
 @dataclass(frozen=True)
 class Allowed:
-    """Names of models and data sets, and folders in which all are allowed."""
+    """Models and data sets by name, or folders in which all are allowed; and the operator's limits."""
 
     models: Sequence[str]
     datasets: Sequence[str]
-
-    def check(self, config: SearchConfig) -> None:
-        """Raise `ServiceError` if the configuration names a model or a data set that is not allowed."""
-        _check("model", config.model, self.models)
-        wanted = (config.dataset, config.shots_dataset, config.distillation.training_dataset)
-        for dataset in wanted:
-            if dataset is not None:
-                _check("dataset", dataset, self.datasets)
+    limits: Mapping[str, float] = field(default_factory=lambda: LIMITS)
 
 
-def _check(what: str, name: str, allowed: Sequence[str]) -> None:
-    if name in allowed:
-        return
-    try:
-        path = Path(name).resolve(strict=True)
-    except (OSError, ValueError):
-        path = None
-    # A path counts by where it leads, so that neither `..` nor a link leaves the folder.
-    if path is not None and any(path.is_relative_to(Path(each).resolve()) for each in allowed if Path(each).is_dir()):
-        return
-    raise ServiceError(
-        f"{what}: {name[:200]!r} is not on the list of this service; it has {', '.join(allowed) or 'none'}"
-    )
+def limits_of(given: Sequence[str]) -> Mapping[str, float]:
+    """Return the limits, changed by `KEY=VALUE` texts. Raises `ConfigError` for an unknown key or a wrong value."""
+    limits = dict(LIMITS)
+    for text in given:
+        key, _, value = text.partition("=")
+        if key not in LIMITS:
+            raise ConfigError(f"--limit: unknown key {shortened(key)}; {suggest(key, LIMITS)}")
+        try:
+            limits[key] = _DURATION.validate_python(value) if key.endswith("timeout") else _COUNT.validate_python(value)
+        except ValueError:
+            wanted = "a duration such as 90s, 10m or 1.5h" if key.endswith("timeout") else "a number from 1"
+            raise ConfigError(f"--limit {key}: {shortened(value)} is not {wanted}") from None
+    return limits
 
 
 def admitted(request: SearchRequest, allowed: Allowed) -> SearchConfig:
-    """Return the configuration of a request. Raises `ServiceError` in one line for one that is not accepted."""
+    """Return the configuration of a request, with existing paths resolved and a limit on its time.
+
+    Raises `ServiceError` in one line for one that is not accepted.
+    """
     if own := sorted(set(request.config) & set(OF_THE_SERVICE)):
-        raise ServiceError(f"{', '.join(own)}: the service decides this; leave it out")
+        raise ServiceError(f"{', '.join(own)}: the service and its workers decide this; leave it out")
     try:
         config = validate(SearchConfig, request.config, source="config", error=ConfigError)
     except ConfigError as cause:
         raise ServiceError(str(cause)) from None
-    allowed.check(config)
-    return config
+    for part in ("distillation", "studies"):
+        inside = request.config.get(part, {})
+        found = {key for each in inside.values() for key in _keys(each)} if part == "studies" else set(inside)
+        if own := sorted(found - OF_THE_CLIENT[part]):
+            raise ServiceError(f"{part}: {', '.join(own)}: the service and its workers decide this; leave it out")
+    if config.revision is not None and (".." in config.revision or config.revision.startswith("/")):
+        raise ServiceError(f"revision: {shortened(config.revision)} is no name of a revision")
+    _check_limits(config, request.config, allowed.limits)
+    return _resolved(config, allowed)
+
+
+def _keys(value: Any) -> Iterator[str]:
+    """Yield the keys of a value at any depth."""
+    for key, inside in (
+        value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    ):
+        if isinstance(key, str):
+            yield key
+        yield from _keys(inside)
+
+
+def _check_limits(config: SearchConfig, given: Mapping[str, Any], limits: Mapping[str, float]) -> None:
+    for key, most in limits.items():
+        owner: Any = config.distillation if key.startswith("distillation.") else config
+        value = getattr(owner, key.rpartition(".")[2]) if key not in (JOBS, "studies") else None
+        if value is not None and value > most:
+            raise ServiceError(f"{key}: {shortened(value)} is above the limit of this service, {most:.10g}")
+    for name, settings in given.get("studies", {}).items():
+        for key, value in _numbers(settings):
+            most = limits["trials" if key == "max_trials" else "studies"]
+            if key != "seed" and abs(value) > most:
+                raise ServiceError(
+                    f"studies.{name}: {key}: {shortened(value)} is above the limit of this service, {most:.10g}"
+                )
+
+
+def _numbers(value: Any, key: str = "") -> Iterator[tuple[str, float]]:
+    """Yield the numbers in a value at any depth, each with the key that it is under."""
+    if isinstance(value, int | float):
+        yield key, value
+    elif isinstance(value, dict):
+        for name, inside in value.items():
+            yield from _numbers(inside, name)
+    elif isinstance(value, list):
+        for inside in value:
+            yield from _numbers(inside, key)
+
+
+def _resolved(config: SearchConfig, allowed: Allowed) -> SearchConfig:
+    """Return the configuration with its models and data sets as the worker will find them. Raises `ServiceError` for others."""
+    names: dict[str, Any] = {"model": _named("model", config.model, allowed.models)}
+    for key in ("dataset", "shots_dataset"):
+        if (name := getattr(config, key)) is not None:
+            names[key] = _named(key, name, allowed.datasets)
+    if config.distillation.training_dataset is not None:
+        name = _named("training_dataset", config.distillation.training_dataset, allowed.datasets)
+        names["distillation"] = config.distillation.model_copy(update={"training_dataset": name})
+    if config.timeout is None:
+        names["timeout"] = allowed.limits["timeout"]
+    return config.model_copy(update=names)
+
+
+def _named(what: str, name: str, allowed: Sequence[str]) -> str:
+    """Return a name that is allowed; a path as where it leads, so that neither `..` nor a link nor another folder changes it."""
+    try:
+        path = Path(name).resolve(strict=True)
+    except (OSError, ValueError):
+        path = None
+    folders = (Path(each).resolve() for each in allowed if Path(each).exists())
+    if path is not None and any(path == each or path.is_relative_to(each) for each in folders):
+        return str(path)
+    if path is None and name in allowed:
+        return name
+    raise ServiceError(
+        f"{what}: {shortened(name)} is not on the list of this service; it has {', '.join(allowed) or 'none'}"
+    )
+
+
+def submitted(config: SearchConfig) -> dict[str, Any]:
+    """Return what of an admitted configuration a job keeps: what the client gave, as JSON has it."""
+    return config.model_dump(mode="json", exclude_unset=True, exclude=set(OF_THE_SERVICE))
 
 
 def identity(config: SearchConfig, queue: str) -> str:
@@ -84,8 +210,9 @@ def identity(config: SearchConfig, queue: str) -> str:
     A data set in a file counts by its contents, a model by its name and revision.
     """
     settings = config.model_dump(mode="json", exclude=set(OF_THE_SERVICE))
-    dataset = Path(config.dataset)
-    contents = hashlib.sha256(dataset.read_bytes()).hexdigest() if dataset.is_file() else None
+    names = (config.dataset, config.shots_dataset, config.distillation.training_dataset)
+    files = [Path(name) for name in names if name is not None and Path(name).is_file()]
+    contents = {str(path): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
     whole = json.dumps({"config": settings, "queue": queue, "contents": contents}, sort_keys=True)
     return hashlib.sha256(whole.encode()).hexdigest()[:ID_LENGTH]
 

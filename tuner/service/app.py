@@ -21,7 +21,7 @@ from starlette.exceptions import HTTPException as StarletteHTTPException
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.types import Receive, Scope, Send
 
-from tuner.service.admission import Allowed, admitted, identity
+from tuner.service.admission import JOBS, Allowed, admitted, identity, submitted
 from tuner.service.contract import (
     JOB_ID,
     JobResult,
@@ -30,6 +30,7 @@ from tuner.service.contract import (
     SearchJob,
     SearchRequest,
     ServiceError,
+    TooManyJobsError,
     UnknownJobError,
     WorkerCard,
 )
@@ -59,7 +60,9 @@ class ProblemError(Exception):
     @property
     def response(self) -> JSONResponse:
         """The whole answer."""
-        body = {"type": "about:blank", "title": self.title, "status": self.status, "detail": self.detail}
+        # What is refused may hold halves of surrogate pairs, which no answer can.
+        detail = self.detail.encode(errors="backslashreplace").decode()
+        body = {"type": "about:blank", "title": self.title, "status": self.status, "detail": detail}
         return JSONResponse(body, self.status, self.headers, media_type=PROBLEM)
 
 
@@ -84,6 +87,7 @@ def create_service(jobs: Jobs, settings: ServiceSettings) -> FastAPI:
         summary="Searches for the fastest lossless decoding, as jobs.",
         docs_url=None,  # the pages would load scripts from elsewhere
         redoc_url=None,
+        openapi_url=None,  # FastAPI's own route would ask for no token
         max_body_size=MAX_BODY_BYTES,
         dependencies=[Depends(_guard(settings.token))],
         responses={
@@ -100,21 +104,33 @@ def create_service(jobs: Jobs, settings: ServiceSettings) -> FastAPI:
 
 
 UNKNOWN: dict[int | str, dict[str, Any]] = {404: {"description": "No such search.", "content": {PROBLEM: {}}}}
+CROWDED: dict[int | str, dict[str, Any]] = {
+    429: {"description": "The client has too many unfinished searches.", "content": {PROBLEM: {}}}
+}
 TOO_EARLY: dict[int | str, dict[str, Any]] = {
     **UNKNOWN,
     409: {"description": "The search has no result yet.", "content": {PROBLEM: {}}},
 }
 
 
+def _client(request: Request) -> str:
+    """Return what tells clients apart: they share one token, so their address."""
+    return request.client.host if request.client is not None else ""
+
+
 def _add_searches(app: FastAPI, jobs: Jobs, settings: ServiceSettings) -> None:
+    most = settings.allowed.limits[JOBS]
+
     @app.post(
-        "/v1/searches", status_code=202, responses={200: {"model": SearchJob, "description": "Submitted before."}}
+        "/v1/searches",
+        status_code=202,
+        responses={200: {"model": SearchJob, "description": "Submitted before."}, **CROWDED},
     )
-    def submit(body: SearchRequest, response: Response) -> SearchJob:
+    def submit(body: SearchRequest, request: Request, response: Response) -> SearchJob:
         """Queue a search. Its id is a hash of what decides its result: submitting twice is one job."""
         config = admitted(body, settings.allowed)
         job = identity(config, body.queue)
-        if not jobs.submit(job, body.config, body.queue):
+        if not jobs.submit(job, submitted(config), body.queue, client=_client(request), most=most):
             response.status_code = 200
         return jobs.find(job)
 
@@ -133,10 +149,10 @@ def _add_searches(app: FastAPI, jobs: Jobs, settings: ServiceSettings) -> None:
         """Stop a search; a running one after its trial."""
         return jobs.cancel(job)
 
-    @app.post("/v1/searches/{job}/resume", responses=UNKNOWN)
-    def resume(job: JobId) -> SearchJob:
+    @app.post("/v1/searches/{job}/resume", responses={**UNKNOWN, **CROWDED})
+    def resume(job: JobId, request: Request) -> SearchJob:
         """Queue a cancelled or failed search again. Finished trials and steps are not repeated."""
-        return jobs.resume(job)
+        return jobs.resume(job, client=_client(request), most=most)
 
     @app.get("/v1/workers")
     def workers() -> list[WorkerCard]:
@@ -189,7 +205,12 @@ def _add_results(app: FastAPI, jobs: Jobs, settings: ServiceSettings) -> None:
 async def _watched(jobs: Jobs, job: str) -> AsyncIterator[str]:
     last, quiet = None, 0
     while True:
-        now = await anyio.to_thread.run_sync(jobs.find, job)
+        try:
+            now = await anyio.to_thread.run_sync(jobs.find, job)
+        except sa.exc.SQLAlchemyError:
+            yield ": the database does not answer\n\n"
+            await asyncio.sleep(WATCH_SECONDS)
+            continue
         quiet = 0 if now != last else quiet + 1
         if now != last:
             yield f"event: {'end' if now.state.is_over else 'search'}\ndata: {now.model_dump_json()}\n\n"
@@ -243,6 +264,10 @@ def _add_pages(app: FastAPI, jobs: Jobs, settings: ServiceSettings) -> None:
         jobs.workers()
         return {"status": "ok"}
 
+    @app.get("/openapi.json", include_in_schema=False)
+    def openapi() -> JSONResponse:
+        return JSONResponse(app.openapi())
+
     @app.get("/metrics", response_class=PlainTextResponse)
     def metrics() -> Response:
         """Return counts of searches and workers for Prometheus."""
@@ -261,7 +286,7 @@ def _add_pages(app: FastAPI, jobs: Jobs, settings: ServiceSettings) -> None:
 
 def _guard(token: str | None) -> Any:
     async def check(request: Request) -> None:
-        if token is None or request.url.path == "/health":
+        if token is None or request.scope["path"] == "/health":
             return
         kind, _, given = request.headers.get("authorization", "").partition(" ")
         if kind.lower() == "basic":  # what a browser sends: any user, the token as the password
@@ -293,6 +318,10 @@ def _answer_errors(app: FastAPI) -> None:
         # Its own words may hold an address with a password.
         why = "the database of the service does not answer"
         return ProblemError(503, "Unavailable", why, {"Retry-After": "10"}).response
+
+    @app.exception_handler(TooManyJobsError)
+    async def crowded(_: Request, error: TooManyJobsError) -> Response:
+        return ProblemError(429, "Too many searches", str(error), {"Retry-After": "60"}).response
 
     @app.exception_handler(ServiceError)
     async def refused(_: Request, error: ServiceError) -> Response:

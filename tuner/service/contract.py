@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from enum import StrEnum
 from typing import Any
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from decoding.documents.strict_yaml import Document
 from decoding.errors import SdtuneError
@@ -45,6 +46,10 @@ class NoResultError(ServiceError):
         super().__init__(f"the search {job} is {state}")
 
 
+class TooManyJobsError(ServiceError):
+    """A client with as many unfinished searches as the operator allows."""
+
+
 class SearchRequest(Document):
     """The body of POST /v1/searches."""
 
@@ -58,6 +63,20 @@ class SearchRequest(Document):
         pattern=r"^[A-Za-z0-9._-]+$",
         description="Workers that may run the search, by the queue that they serve.",
     )
+
+    @field_validator("config")
+    @classmethod
+    def _can_be_stored(cls, config: dict[str, Any]) -> dict[str, Any]:
+        """Refuse what JSON by the standard and UTF-8 do not hold, wherever it is: databases and answers do not either."""
+        try:
+            json.dumps(config, ensure_ascii=False, allow_nan=False).encode()
+        except UnicodeEncodeError:
+            raise ValueError("holds half of a surrogate pair, which is no character") from None
+        except RecursionError:
+            raise ValueError("is nested too deeply") from None
+        except ValueError:
+            raise ValueError("holds a number that is not finite") from None
+        return config
 
 
 class JobProgress(Document):

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Mapping
 from typing import Any
 
 import sqlalchemy as sa
 from dbos import DBOS, DBOSClient, DBOSPortableJSONSerializer, WorkflowStatus
+from dbos._error import DBOSWorkflowIDInUseError
 
 from decoding.errors import first_line
 from tuner.databases import make_private
@@ -19,6 +21,7 @@ from tuner.service.contract import (
     JobResult,
     JobState,
     SearchJob,
+    TooManyJobsError,
     UnknownJobError,
     WorkerCard,
 )
@@ -27,8 +30,11 @@ WORKFLOW = "tune"
 VERSION = "1"
 """Version of the steps: workers run the jobs of their own version only. A change of the steps' order or results raises it."""
 WORKER_LEASE = "service worker "
-PROGRESS, OUTAGE, VERDICT = "progress", "outage", "verdict"
-"""Attributes of a workflow: what the search said last, the store that it waits for, and what it has found."""
+QUEUE, PROGRESS, OUTAGE, DEATHS, VERDICT = "queue", "progress", "outage", "deaths", "verdict"
+"""Attributes of a workflow: its queue, which DBOS forgets when it is cancelled, what the search said last, the store that it waits
+for, the workers that died with it, and what it has found."""
+MOST_DEATHS = 2
+"""Workers that may die with a search, one after the other without a finished trial or step, before it counts as what kills them."""
 PATIENCE_SECONDS = 3600.0
 """Seconds for which a search waits for a store that does not answer, before it fails."""
 STREAK_SECONDS = 600.0
@@ -41,18 +47,28 @@ _STATES = {
     "SUCCESS": JobState.FINISHED,
     "CANCELLED": JobState.CANCELLED,
 }
+UNFINISHED = [status for status, state in _STATES.items() if not state.is_over]
 
 
 class Jobs:
-    """The jobs of one database. Its tables are made if they are missing. Raises `StorageError` if it cannot be used."""
+    """The jobs of one database. Its tables are made if they are missing. Raises `StorageError` if it cannot be used.
 
-    def __init__(self, database: str) -> None:
+    While the database does not answer, a search waits for it; whoever answers requests is not patient, and gets SQLAlchemy's error.
+    """
+
+    def __init__(self, database: str, *, is_patient: bool = True) -> None:
         self.database = database
         make_private(database)
         try:
             attempt(lambda: DBOS.migrate(database))
-            self._client = DBOSClient(system_database_url=database, serializer=DBOSPortableJSONSerializer())
             self._engine = open_engine(database)
+            self._client = DBOSClient(
+                system_database_url=database,
+                # SQLite has an engine with settings of DBOS's own.
+                system_database_engine=None if database.startswith("sqlite") else self._engine,
+                serializer=DBOSPortableJSONSerializer(),
+                retry_connection_errors=is_patient,
+            )
             self._leases = LeaseTable(self._engine)
         except (sa.exc.SQLAlchemyError, ImportError, OSError, ValueError) as cause:
             raise StorageError(f"cannot open the database of the service: {first_line(cause)}") from None
@@ -62,16 +78,44 @@ class Jobs:
         self._client.destroy()
         self._engine.dispose()
 
-    def submit(self, job: str, config: Mapping[str, Any], queue: str) -> bool:
-        """Queue a search under its id; return False if there was one."""
+    def submit(
+        self, job: str, config: Mapping[str, Any], queue: str, *, client: str = "", most: float = math.inf
+    ) -> bool:
+        """Queue a search under its id; return False if there was one, whoever submitted it.
+
+        Raises `TooManyJobsError` if the client has `most` unfinished ones.
+        """
         if self._statuses(job):
             return False
-        self._client.enqueue(
-            {"queue_name": queue, "workflow_name": WORKFLOW, "workflow_id": job, "app_version": VERSION},
-            job,
-            dict(config),
-        )
+        self._refuse_crowd(client, most)
+        try:
+            self._client.enqueue(
+                {
+                    "queue_name": queue,
+                    "workflow_name": WORKFLOW,
+                    "workflow_id": job,
+                    "workflow_id_reuse_policy": "reject",  # of several at once, one is the first
+                    "app_version": VERSION,
+                    "authenticated_user": client,
+                    "attributes": {QUEUE: queue},
+                },
+                job,
+                dict(config),
+            )
+        except DBOSWorkflowIDInUseError:
+            return False
         return True
+
+    def _refuse_crowd(self, client: str, most: float) -> None:
+        if math.isinf(most):
+            return
+        unfinished = self._client.list_workflows(
+            name=WORKFLOW, user=client, status=UNFINISHED, load_input=False, load_output=False
+        )
+        if len(unfinished) >= most:
+            raise TooManyJobsError(
+                f"{len(unfinished)} searches of this client are not finished, and {most:.10g} may be: wait, or cancel one"
+            )
 
     def find(self, job: str) -> SearchJob:
         """Return a job. Raises `UnknownJobError`."""
@@ -98,21 +142,39 @@ class Jobs:
             self._client.cancel_workflow(job)
         return self.find(job)
 
-    def resume(self, job: str) -> SearchJob:
-        """Queue a cancelled or failed job again; finished steps and trials are not repeated."""
+    def resume(self, job: str, *, client: str = "", most: float = math.inf) -> SearchJob:
+        """Queue a cancelled or failed job again; finished steps and trials are not repeated.
+
+        Raises `TooManyJobsError` if the client has `most` unfinished ones.
+        """
         status = self._status(job)
-        if status.status == "CANCELLED":
-            self._client.resume_workflow(job, queue_name=status.queue_name)
-        elif _STATES.get(status.status) is None:
-            self._rewind(status)
+        if status.status == "CANCELLED" or _STATES.get(status.status) is None:
+            self._refuse_crowd(client, most)
+            self._client.update_workflow_attributes(job, {DEATHS: None}, merge=True)
+            self._queue_again(status)
         return self.find(job)
+
+    def queue_of(self, job: str) -> str:
+        """Return the queue that a job was submitted to."""
+        return _queue(self._status(job))
+
+    def send_back(self, job: str) -> None:
+        """Queue a job again that a worker took and will not run."""
+        self._queue_again(self._status(job))
+
+    def _queue_again(self, status: WorkflowStatus) -> None:
+        """Queue a job in its own queue, whatever became of it."""
+        if status.status == "ERROR":
+            self._rewind(status)
+        else:
+            self._client.resume_workflow(status.workflow_id, queue_name=_queue(status))
 
     def _rewind(self, status: WorkflowStatus) -> None:
         """Queue a failed job again, from the step that failed."""
         steps = self._client.list_workflow_steps(status.workflow_id)
         failed = [step["function_id"] for step in steps if step["error"] is not None]
         first = failed[0] if failed else max((step["function_id"] for step in steps), default=0) + 1
-        self._client.rewind_workflow(status.workflow_id, start_step=first, queue_name=status.queue_name)
+        self._client.rewind_workflow(status.workflow_id, start_step=first, queue_name=_queue(status))
 
     def note_progress(self, job: str, progress: JobProgress) -> None:
         """Store what a running search says."""
@@ -123,13 +185,15 @@ class Jobs:
         self._client.update_workflow_attributes(job, {VERDICT: verdict}, merge=True)
 
     def note_start(self, job: str) -> None:
-        """Store that a search runs, and so waits for no store. Since when the present outage lasts is kept."""
-        if outage := (self._status(job).attributes or {}).get(OUTAGE):
-            self._client.update_workflow_attributes(job, {OUTAGE: {**outage, "waits": False}}, merge=True)
+        """Store that a search runs, has done nothing yet, and waits for no store. Since when the present outage lasts is kept."""
+        changes = {PROGRESS: JobProgress().model_dump(mode="json")}
+        if outage := _attributes(self._status(job)).get(OUTAGE):
+            changes[OUTAGE] = {**outage, "waits": False}
+        self._client.update_workflow_attributes(job, changes, merge=True)
 
     def note_outage(self, job: str, reason: str) -> None:
         """Store that a search fails because a store does not answer; `take_over` queues it again, for `PATIENCE_SECONDS`."""
-        now, before = time.time(), (self._status(job).attributes or {}).get(OUTAGE) or {}
+        now, before = time.time(), _attributes(self._status(job)).get(OUTAGE) or {}
         since = before["since"] if now - before.get("last", 0.0) < STREAK_SECONDS else now
         outage = {"since": since, "last": now, "reason": reason, "waits": now - since < PATIENCE_SECONDS}
         self._client.update_workflow_attributes(job, {OUTAGE: outage}, merge=True)
@@ -148,21 +212,37 @@ class Jobs:
         One process at a time does this: a job that another has queued again may have begun since it was looked up.
         """
         with self._leases.take("reaper", patience=self._leases.grace):
-            living = set()
+            living, dead = set(), set()
             for holder in self._leases.holders(WORKER_LEASE):
                 if holder.is_dead(self._leases.grace):
+                    dead.add(holder.name.removeprefix(WORKER_LEASE))
                     self._leases.drop(holder)
                 else:
                     living.add(holder.name.removeprefix(WORKER_LEASE))
             running = self._client.list_workflows(name=WORKFLOW, status="PENDING", load_output=False)
             orphans = [each for each in running if each.executor_id not in living]
             for each in orphans:
-                self._client.resume_workflow(each.workflow_id, queue_name=each.queue_name)
+                # A worker that was stopped has given back its lease: no death.
+                if each.executor_id in dead and self._is_deadly(each):
+                    self._client.cancel_workflow(each.workflow_id)
+                else:
+                    self._queue_again(each)
             failed = self._client.list_workflows(name=WORKFLOW, status="ERROR", load_output=False)
             waiting = [each for each in failed if _awaits_store(each)]
             for each in waiting:
                 self._rewind(each)
             return [each.workflow_id for each in (*orphans, *waiting)]
+
+    def _is_deadly(self, status: WorkflowStatus) -> bool:
+        """Note the death of a worker with a job; return True if the job is what kills them."""
+        before = _attributes(status).get(DEATHS) or {"count": 0, "steps": 0}
+        steps = len(self._client.list_workflow_steps(status.workflow_id))
+        came_further = _progress(status).trials > 0 or steps > before["steps"]
+        count = 1 if came_further else before["count"] + 1
+        self._client.update_workflow_attributes(
+            status.workflow_id, {DEATHS: {"count": count, "steps": steps}}, merge=True
+        )
+        return bool(count >= MOST_DEATHS)
 
     def _statuses(self, job: str) -> list[WorkflowStatus]:
         return self._client.list_workflows(workflow_ids=[job])
@@ -178,13 +258,41 @@ def open_engine(database: str) -> sa.Engine:
     """Return an engine for the leases of a database. Its errors do not repeat what was to be stored."""
     if database.startswith("sqlite"):
         return sa.create_engine(database, connect_args={"timeout": 60}, hide_parameters=True)
-    return sa.create_engine(database, pool_pre_ping=True, hide_parameters=True)
+    # A server that is away or frozen is found within seconds.
+    waits = {"connect_timeout": 5, "tcp_user_timeout": 10_000}
+    return sa.create_engine(
+        database,
+        pool_pre_ping=True,
+        pool_timeout=5,
+        pool_size=20,
+        max_overflow=20,
+        connect_args=waits,
+        hide_parameters=True,
+    )
 
 
 def _awaits_store(status: WorkflowStatus) -> bool:
     """Return True if a job failed only because a store did not answer, and will be queued again."""
-    outage = (status.attributes or {}).get(OUTAGE) or {}
+    outage = _attributes(status).get(OUTAGE) or {}
     return status.status == "ERROR" and bool(outage.get("waits"))
+
+
+def _attributes(status: WorkflowStatus) -> Mapping[str, Any]:
+    return status.attributes or {}
+
+
+def _queue(status: WorkflowStatus) -> str:
+    return str(_attributes(status)[QUEUE])
+
+
+def _progress(status: WorkflowStatus) -> JobProgress:
+    return JobProgress.model_validate(_attributes(status).get(PROGRESS, {}))
+
+
+def _is_failure(status: WorkflowStatus) -> bool:
+    """Return True for a job that is cancelled because workers die with it."""
+    deaths = _attributes(status).get(DEATHS) or {"count": 0}
+    return status.status == "CANCELLED" and bool(deaths["count"] >= MOST_DEATHS)
 
 
 def _config(status: WorkflowStatus) -> Mapping[str, Any]:
@@ -194,23 +302,28 @@ def _config(status: WorkflowStatus) -> Mapping[str, Any]:
 
 def _job(status: WorkflowStatus) -> SearchJob:
     config = _config(status)
-    attributes = status.attributes or {}
-    progress = JobProgress.model_validate(attributes.get(PROGRESS, {}))
+    progress, error = _progress(status), None if status.error is None else first_line(status.error)
     state = _STATES.get(status.status, JobState.FAILED)
-    if waits := _awaits_store(status):
+    if _awaits_store(status):
         state = JobState.QUEUED
-        progress = progress.model_copy(update={"message": f"waits: {attributes[OUTAGE]['reason']}"})
+        progress = progress.model_copy(update={"message": f"waits: {_attributes(status)[OUTAGE]['reason']}"})
+        error = None
+    if _is_failure(status):
+        state, error = (
+            JobState.FAILED,
+            f"{MOST_DEATHS} workers died with this search, one after the other: see their logs",
+        )
     return SearchJob(
         id=status.workflow_id,
         state=state,
-        queue=status.queue_name or "",
+        queue=_queue(status),
         model=config.get("model", ""),
         dataset=config.get("dataset", ""),
         created_seconds=(status.created_at or 0) / 1000,
         worker=status.executor_id if state is JobState.RUNNING else None,
         progress=progress,
         verdict=attributes.get(VERDICT) if state is JobState.FINISHED else None,
-        error=None if waits or status.error is None else first_line(status.error),
+        error=error,
         mlflow_run=status.output.get("mlflow_run") if isinstance(status.output, dict) else None,
     )
 

@@ -22,7 +22,7 @@ from dbos import DBOS, DBOSPortableJSONSerializer
 from decoding.errors import first_line
 from tuner.errors import SearchError, StorageOutageError, TrackingOutageError
 from tuner.leases.table import BEAT_SECONDS, GRACE_SECONDS, Lease, LeaseLostError, LeaseTable
-from tuner.service.contract import DEFAULT_QUEUE, JobResult, TableRow
+from tuner.service.contract import DEFAULT_QUEUE, JobResult, ServiceError, TableRow
 from tuner.service.jobs import VERSION, WORKER_LEASE, WORKFLOW, Jobs, open_engine
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ class WorkerSettings:
     queue: str = DEFAULT_QUEUE
     name: str | None = None
     executor: Mapping[str, Any] = field(default_factory=dict)
-    """Keys of a configuration that say on which devices trials run; none for the device of the worker."""
+    """Keys of a configuration that the operator decides: the devices that trials run on, or the engine that searches are for."""
     beat: float = BEAT_SECONDS
     grace: float = GRACE_SECONDS
 
@@ -65,6 +65,7 @@ class SearchWorker:
         self.name = f"{settings.name or f'{os.uname().nodename}-{os.getpid()}'}-{uuid4().hex[:8]}"
         self._stopped = threading.Event()
         self._job: str | None = None
+        self._searching = threading.Lock()
 
     def run(self) -> None:
         """Work until `stop` is called."""
@@ -124,7 +125,16 @@ class SearchWorker:
         return json.dumps({"device": self.settings.device, "queue": self.settings.queue, "job": job})
 
     def _tune(self, job: str, config: dict[str, Any]) -> dict[str, Any]:
-        """Run a search. One that a store interrupts is queued again: the store may answer later."""
+        """Run a search, alone, if it is of the worker's queue. One that a store interrupts is queued again: it may answer later."""
+        if (queue := self._jobs.queue_of(job)) != self.settings.queue:
+            self._jobs.send_back(job)
+            raise ServiceError(
+                f"a search of the queue {queue!r} came to a worker of {self.settings.queue!r}: sent back"
+            )
+        with self._searching:  # a cancelled one still ends its trial when the next one comes
+            return self._tune_alone(job, config)
+
+    def _tune_alone(self, job: str, config: dict[str, Any]) -> dict[str, Any]:
         self._job = job
         self._jobs.note_start(job)
         self._tell(job)
@@ -168,10 +178,8 @@ def run_job(
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     folder = settings.folder / job
     folder.mkdir(parents=True, exist_ok=True)
-    # An engine runs in the worker.
-    executor = {} if config.get("deploy_to") else settings.executor
     whole = placed(
-        {**config, "device": settings.device, **executor},
+        {**config, "device": settings.device, **settings.executor},
         job,
         database=settings.database,
         tracking_uri=settings.tracking_uri,

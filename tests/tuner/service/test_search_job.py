@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -112,22 +113,19 @@ def test_a_job_with_trials_on_two_devices_of_which_one_is_lost_ends_with_the_sam
     assert {each.notes.get("device") for each in trials if each.repeat_of is None} <= {"h 0", "h 1"}
 
 
-def test_a_search_for_an_engine_keeps_its_trials_in_the_worker(
-    tmp_path: Path, jobs: Jobs, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_engine_of_a_search_is_the_workers(tmp_path: Path, jobs: Jobs, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
 
     def stop(config: SearchConfig, *_: Any, **__: Any) -> Any:
-        seen.append((config.executor, config.deploy_to))
+        seen.append((config.deploy_to, config.engine_home, config.engine_args))
         raise StorageError("seen")
 
     monkeypatch.setattr("tuner.search.task.prepare", stop)
-    executor = {"executor": "ray", "ray_label": "h"}
-    settings = WorkerSettings(jobs.database, "sqlite:///mlflow.db", tmp_path, "cpu", executor=executor)
-    for job, changes in (("a", {}), ("b", {"deploy_to": "llama.cpp"})):
-        with pytest.raises(StorageError, match="seen"):
-            run_job(job, {"model": "m", "dataset": "d", **changes}, settings, jobs, steps=UnsavedSteps())
-    assert seen == [("ray", None), ("local", "llama.cpp")]
+    engine = {"deploy_to": "llama.cpp", "engine_home": str(tmp_path), "engine_args": "--threads 2"}
+    settings = WorkerSettings(jobs.database, "sqlite:///mlflow.db", tmp_path, "cpu", executor=engine)
+    with pytest.raises(StorageError, match="seen"):
+        run_job("a", {"model": "m", "dataset": "d"}, settings, jobs, steps=UnsavedSteps())
+    assert seen == [("llama.cpp", tmp_path, "--threads 2")]
 
 
 @pytest.mark.parametrize(
@@ -136,6 +134,8 @@ def test_a_search_for_an_engine_keeps_its_trials_in_the_worker(
         (("--ray-label", "H100"), "ray_label: settings of Ray devices: give --executor ray as well"),
         (("--executor", "ray", "--device", "spread"), "a Ray device is one GPU, and the device spread is all of them"),
         (("--executor", "ray"), "pip install 'sdtune[ray]'"),
+        (("--executor", "ray", "--deploy-to", "vllm"), "leave out deploy_to or executor"),
+        (("--engine-home", "x"), "engine_home: settings of the engine of deploy_to, which is not given"),
     ],
 )
 def test_a_worker_without_its_devices_does_not_begin(
@@ -200,3 +200,61 @@ def test_a_search_that_waits_for_a_store_can_be_cancelled(tmp_path: Path, jobs: 
         until(lambda: jobs.find("0123456789abcdef").progress.message == "waits: away")
         assert jobs.cancel("0123456789abcdef").state is JobState.FAILED
         assert jobs.take_over() == []
+
+
+class Counted:
+    """Jobs that last until they are let go, and the most of them that ran at a time."""
+
+    def __init__(self) -> None:
+        self.ran: list[str] = []
+        self.most = 0
+        self.let_go = threading.Event()
+        self._running = 0
+
+    def __call__(self, job: str, config: Mapping[str, Any], settings: WorkerSettings, jobs: Jobs) -> JobResult:
+        self.ran.append(job)
+        self._running += 1
+        self.most = max(self.most, self._running)
+        self.let_go.wait(600)
+        self._running -= 1
+        return JobResult(profile="", claims_speedup=False, rows=[], report="", mlflow_run="run")
+
+
+def test_cancel_and_resume_keep_the_queue(tmp_path: Path, jobs: Jobs) -> None:
+    here, elsewhere = "0" * 16, ["1" * 16, "2" * 16, "3" * 16]
+    counted = Counted()
+    counted.let_go.set()
+    for job in elsewhere:
+        jobs.submit(job, {"model": "m", "dataset": "d"}, "other-gpu")
+        assert (jobs.cancel(job).queue, jobs.resume(job).queue) == ("other-gpu", "other-gpu")
+    with working(tmp_path, jobs, counted):
+        jobs.submit(here, {"model": "m", "dataset": "d"}, "default")
+        jobs.cancel(here)
+        jobs.resume(here)
+        until(lambda: jobs.find(here).state.is_over)
+    assert jobs.find(here).state is JobState.FINISHED
+    assert counted.ran == [here]
+    assert {jobs.find(job).state for job in elsewhere} == {JobState.QUEUED}
+
+
+def test_a_worker_never_runs_two_searches_at_once_whatever_queue_they_come_from(tmp_path: Path, jobs: Jobs) -> None:
+    first, second, third, stray = (str(digit) * 16 for digit in range(4))
+    counted = Counted()
+    with working(tmp_path, jobs, counted):
+        jobs.submit(first, {"model": "m", "dataset": "d"}, "default")
+        until(lambda: counted.ran == [first])
+        jobs.cancel(first)  # it still ends its trial when the queue gives the worker another one
+        for job in (second, third):
+            jobs.submit(job, {"model": "m", "dataset": "d"}, "default")
+        jobs.submit(stray, {"model": "m", "dataset": "d"}, "other-gpu")
+        for job in (third, stray):  # as a tool of DBOS does: every worker serves the queue that they go to
+            jobs._client.resume_workflow(job)
+        until(lambda: jobs.find(second).state is jobs.find(third).state is JobState.RUNNING)
+        until(lambda: jobs._status(stray).queue_name == "other-gpu")
+        assert counted.ran == [first]
+        assert (jobs.find(stray).state, jobs.find(stray).queue) == (JobState.QUEUED, "other-gpu")
+        counted.let_go.set()
+        until(lambda: jobs.find(second).state.is_over and jobs.find(third).state.is_over)
+    assert counted.most == 1
+    assert sorted(counted.ran) == [first, second, third]
+    assert jobs.find(first).state is JobState.CANCELLED

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.paths import ROOT
-from tuner.service.contract import JobState
+from tuner.service.contract import JobProgress, JobState
 from tuner.service.jobs import Jobs
 
 Start = Callable[[], subprocess.Popen[bytes]]
@@ -74,6 +74,51 @@ def test_the_job_of_a_killed_worker_is_taken_over_and_no_finished_step_is_repeat
     assert result is not None
     assert result.profile == "[1.25, 1.25]"
     _until(lambda: [card.job for card in jobs.workers()] == [None])  # the dead worker was cleared away
+
+
+def test_a_search_that_workers_die_of_fails_and_is_not_taken_a_third_time(
+    jobs: Jobs, start: Start, tmp_path: Path
+) -> None:
+    (tmp_path / "hold").touch()
+    jobs.submit("deadly", {"model": "m", "dataset": "d"}, "default")
+    log = tmp_path / "deadly.log"
+    for lines in ("first\nsecond\n", "first\nsecond\nsecond\n"):
+        assert jobs.find("deadly").state is not JobState.FAILED, "one death may have any reason"
+        worker = start()
+        _until(lambda wanted=lines: log.exists() and log.read_text() == wanted)  # type: ignore[misc]
+        worker.kill()
+        worker.wait()
+    start()
+    _until(lambda: jobs.find("deadly").state.is_over)
+    found = jobs.find("deadly")
+    assert (found.state, found.error) == (
+        JobState.FAILED,
+        "2 workers died with this search, one after the other: see their logs",
+    )
+    assert jobs.latest() == [found]
+    assert jobs.take_over() == []
+    (tmp_path / "hold").unlink()
+    jobs.resume("deadly")
+    _until(lambda: jobs.find("deadly").state.is_over)
+    assert jobs.find("deadly").state is JobState.FINISHED, "who resumes it has removed the reason"
+    assert log.read_text() == "first\nsecond\nsecond\nsecond\n"
+
+
+def test_deaths_between_which_a_search_goes_on_are_not_its_own(jobs: Jobs, start: Start, tmp_path: Path) -> None:
+    (tmp_path / "hold").touch()
+    jobs.submit("unlucky", {"model": "m", "dataset": "d"}, "default")
+    log = tmp_path / "unlucky.log"
+    for number in range(1, 4):
+        worker = start()
+        wanted = "first\n" + number * "second\n"
+        _until(lambda wanted=wanted: log.exists() and log.read_text() == wanted)  # type: ignore[misc]
+        jobs.note_progress("unlucky", JobProgress(stage="joint", trials=1))
+        worker.kill()
+        worker.wait()
+    (tmp_path / "hold").unlink()
+    start()
+    _until(lambda: jobs.find("unlucky").state.is_over)
+    assert jobs.find("unlucky").state is JobState.FINISHED
 
 
 def test_a_worker_loads_torch_with_its_first_search_only() -> None:
