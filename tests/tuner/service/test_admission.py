@@ -142,7 +142,7 @@ def test_names_are_resolved_once_so_that_the_worker_means_the_same_file(
 )
 def test_a_data_set_outside_is_refused_wherever_it_is_named(allowed: Allowed, key: str, name: str) -> None:
     value: Any = name.format(allowed.datasets[0])
-    with pytest.raises(ServiceError, match="is not on the list|is a control character"):
+    with pytest.raises(ServiceError, match=r"is not on the list|is a control character"):
         _admit(allowed, **{key: {"training_dataset": value} if key == "distillation" else value})
 
 
