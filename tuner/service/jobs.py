@@ -322,7 +322,7 @@ def _job(status: WorkflowStatus) -> SearchJob:
         created_seconds=(status.created_at or 0) / 1000,
         worker=status.executor_id if state is JobState.RUNNING else None,
         progress=progress,
-        verdict=attributes.get(VERDICT) if state is JobState.FINISHED else None,
+        verdict=_attributes(status).get(VERDICT) if state is JobState.FINISHED else None,
         error=error,
         mlflow_run=status.output.get("mlflow_run") if isinstance(status.output, dict) else None,
     )
