@@ -6,7 +6,9 @@ import json
 import logging
 import socket
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,7 @@ from fastapi.testclient import TestClient
 from decoding.serving.connections import Connection
 from tests.support.service import listening
 from tuner.cli.jobs import _line
-from tuner.service.admission import Allowed
+from tuner.service.admission import Allowed, limits_of
 from tuner.service.app import MAX_BODY_BYTES, ServiceSettings, create_service
 from tuner.service.contract import JobProgress, JobState, SearchJob, SearchRequest
 from tuner.service.jobs import Jobs
@@ -68,6 +70,33 @@ def test_submitting_twice_is_one_job_and_other_settings_are_another(client: Test
     assert other.json()["id"] != (job := first.json()["id"])
     assert client.get(f"/v1/searches/{job}").json() == first.json()
     assert {job, other.json()["id"]} <= {each["id"] for each in client.get("/v1/searches").json()}
+
+
+def test_of_equal_submissions_at_once_one_is_new(tmp_path: Path, folder: Path) -> None:
+    jobs = Jobs(f"sqlite:///{tmp_path / 'jobs.db'}")
+    given = [jobs.submit for _ in range(40)]
+    with ThreadPoolExecutor(len(given)) as pool:
+        asked = [pool.submit(each, "0" * 16, {"model": "m", "dataset": "d"}, "default") for each in given]
+        assert sorted(each.result() for each in asked) == [False] * 39 + [True]
+    jobs.close()
+
+
+def test_a_client_has_a_limited_number_of_unfinished_searches(
+    tmp_path: Path, settings: ServiceSettings, folder: Path
+) -> None:
+    allowed = replace(settings.allowed, limits=limits_of(["jobs=2"]))
+    jobs = Jobs(f"sqlite:///{tmp_path / 'jobs.db'}")
+    with TestClient(create_service(jobs, replace(settings, allowed=allowed))) as client:
+        first, second, third = (client.post("/v1/searches", json=_body(folder, seed=seed)) for seed in range(3))
+        assert [first.status_code, second.status_code, third.status_code] == [202, 202, 429]
+        assert third.headers["content-type"] == "application/problem+json"
+        assert "2 searches of this client are not finished, and 2 may be" in third.json()["detail"]
+        assert client.post("/v1/searches", json=_body(folder, seed=0)).status_code == 200  # no further one
+        job = first.json()["id"]
+        client.post(f"/v1/searches/{job}/cancel")
+        assert client.post("/v1/searches", json=_body(folder, seed=2)).status_code == 202
+        assert client.post(f"/v1/searches/{job}/resume").status_code == 429
+    jobs.close()
 
 
 def test_data_set_with_other_contents_is_another_job(client: TestClient, folder: Path) -> None:
@@ -174,7 +203,14 @@ def test_with_a_token_nothing_but_health_answers_without(jobs: Jobs, settings: S
     guarded = ServiceSettings(settings.allowed, settings.folder, token="secret", hosts=("testserver",))
     with TestClient(create_service(jobs, guarded)) as client:
         assert client.get("/health").status_code == 200
-        for path in ("/", "/v1/searches", "/v1/workers", "/metrics", "/v1/searches/0123456789abcdef/events"):
+        for path in (
+            "/",
+            "/v1/searches",
+            "/v1/workers",
+            "/metrics",
+            "/openapi.json",
+            "/v1/searches/0123456789abcdef/events",
+        ):
             assert client.get(path).status_code == 401, path
             assert client.get(path, headers={"Authorization": "Bearer wrong"}).status_code == 401, path
         assert client.get("/v1/searches", headers={"Authorization": "Bearer secret"}).status_code == 200

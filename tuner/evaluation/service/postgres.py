@@ -20,8 +20,8 @@ def postgres() -> Iterator[str]:
 
     It does not wait for its disk, so its figures are those of a server without one. Raises `ConfigError` where it is not installed.
     """
-    programs = _programs()
-    if programs is None:
+    folder_of_programs = programs()
+    if folder_of_programs is None:
         raise ConfigError("PostgreSQL is not installed: no initdb was found")
     if find_spec("psycopg") is None:
         raise ConfigError("psycopg is not installed: pip install 'sdtune[postgres]'")
@@ -31,7 +31,7 @@ def postgres() -> Iterator[str]:
         shutil.chown(folder, user)
 
     def run(program: str, *arguments: str) -> None:
-        command = [str(programs / program), "-D", str(folder / "data"), *arguments]
+        command = [str(folder_of_programs / program), "-D", str(folder / "data"), *arguments]
         with (folder / "log").open("a") as log:  # no pipe: the server would keep it open
             subprocess.run(command, user=user, cwd=folder, stdout=log, stderr=log, check=True)
 
@@ -46,7 +46,7 @@ def postgres() -> Iterator[str]:
         shutil.rmtree(folder)
 
 
-def _programs() -> Path | None:
+def programs() -> Path | None:
     """Return the folder of the server's programs; Debian keeps it off the path."""
     found = shutil.which("initdb")
     if found is not None:
