@@ -249,7 +249,7 @@ def test_a_worker_never_runs_two_searches_at_once_whatever_queue_they_come_from(
         jobs.submit(stray, {"model": "m", "dataset": "d"}, "other-gpu")
         for job in (third, stray):  # as a tool of DBOS does: every worker serves the queue that they go to
             jobs._client.resume_workflow(job)
-        until(lambda: jobs.find(second).state is jobs.find(third).state is JobState.RUNNING)
+        until(lambda: jobs.find(third).state is JobState.RUNNING)
         until(lambda: jobs._status(stray).queue_name == "other-gpu")
         assert counted.ran == [first]
         assert (jobs.find(stray).state, jobs.find(stray).queue) == (JobState.QUEUED, "other-gpu")

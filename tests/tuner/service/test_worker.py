@@ -95,7 +95,7 @@ def test_a_search_that_workers_die_of_fails_and_is_not_taken_a_third_time(
         JobState.FAILED,
         "2 workers died with this search, one after the other: see their logs",
     )
-    assert jobs.latest() == [found]
+    assert found in jobs.latest()
     assert jobs.take_over() == []
     (tmp_path / "hold").unlink()
     jobs.resume("deadly")
