@@ -53,7 +53,7 @@ UNFINISHED = [status for status, state in _STATES.items() if not state.is_over]
 class Jobs:
     """The jobs of one database. Its tables are made if they are missing. Raises `StorageError` if it cannot be used.
 
-    While the database does not answer, a search waits for it; whoever answers requests is not patient, and gets SQLAlchemy's error.
+    While the database does not answer, a search waits for it. A server of requests is not patient, and gets SQLAlchemy's error.
     """
 
     def __init__(self, database: str, *, is_patient: bool = True) -> None:
@@ -81,7 +81,7 @@ class Jobs:
     def submit(
         self, job: str, config: Mapping[str, Any], queue: str, *, client: str = "", most: float = math.inf
     ) -> bool:
-        """Queue a search under its id; return False if there was one, whoever submitted it.
+        """Queue a search under its id; return False if there was one, of any client.
 
         Raises `TooManyJobsError` if the client has `most` unfinished ones.
         """
