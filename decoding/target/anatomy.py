@@ -162,13 +162,14 @@ def examine(model: PreTrainedModel, config: Any) -> Anatomy:
     return Anatomy(path, outputs[0], tuple(attention), tuple(mlp), tuple(plainly))
 
 
-def run_two_tokens(model: Any, cache: KVCache) -> Tensor:
-    """Run two tokens on an empty cache; return the logits of the last."""
+def run_two_tokens(model: Any, cache: KVCache, token_ids: Tensor | None = None) -> Tensor:
+    """Run two tokens [1, 2], the first of the vocabulary by default, on an empty cache; return the logits of the last."""
     device = model.get_input_embeddings().weight.device
+    positions = torch.arange(2, device=device)[None]
     cache.cover(0, 2)
     output = model(
-        input_ids=torch.zeros((1, 2), dtype=torch.long, device=device),
-        position_ids=torch.arange(2, device=device)[None],
+        input_ids=positions if token_ids is None else token_ids,
+        position_ids=positions,
         past_key_values=cache,
         use_cache=True,
         logits_to_keep=1,

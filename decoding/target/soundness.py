@@ -25,14 +25,20 @@ if TYPE_CHECKING:
     from decoding.target.target import Target
 
 CONTEXT_TOKENS = 12
+FEWEST_TOKENS = 4
+"""Two halves, each with a token whose prefix is known and one whose prefix is not."""
 PADDING = 5
 
 
 def some_tokens(target: Target) -> Tensor:
-    """Return token ids [1, CONTEXT_TOKENS], the same for every check of a vocabulary."""
-    generator = torch.Generator().manual_seed(0)
-    vocabulary = target.config.vocab_size
-    return torch.randint(vocabulary, (1, CONTEXT_TOKENS), generator=generator).to(target.device)
+    """Return different token ids [1, an even number, CONTEXT_TOKENS if possible], the same for every check of a vocabulary.
+
+    They end before the position where rotary frequencies change: frequencies that a pass computes stay in the model.
+    """
+    limits = (CONTEXT_TOKENS, target.config.vocab_size, target.context_length, target.widest_pass(0))
+    num_tokens = max(FEWEST_TOKENS, min(limit for limit in limits if limit is not None) // 2 * 2)
+    shuffled = torch.randperm(target.config.vocab_size, generator=torch.Generator().manual_seed(0))
+    return shuffled[None, :num_tokens].to(target.device)
 
 
 @torch.inference_mode()
@@ -69,14 +75,16 @@ def separable(model: PreTrainedModel, anatomy: Anatomy) -> Anatomy:
 @torch.inference_mode()
 def check_cache(target: Target) -> None:
     """Raise `UnsupportedModelError` unless cached passes match one whole pass, also after a rollback."""
-    name, ids, half = type(target.model).__name__, some_tokens(target), CONTEXT_TOKENS // 2
+    name, ids = type(target.model).__name__, some_tokens(target)
+    num_tokens = ids.shape[1]
+    half = num_tokens // 2
     with refusing(target.model, "does not run several tokens at once on sdtune's key-value cache"):
-        whole = target.forward(ids, target.new_cache(CONTEXT_TOKENS), 0)
-        if whole.ndim != 2 or whole.shape[0] != CONTEXT_TOKENS or whole.shape[1] < target.config.vocab_size:
+        whole = target.forward(ids, target.new_cache(num_tokens), 0)
+        if whole.ndim != 2 or whole.shape[0] != num_tokens or whole.shape[1] < target.config.vocab_size:
             raise UnsupportedModelError(
                 f"{name} does not give next-token logits for each position: it is not a causal language model"
             )
-        cache = target.new_cache(2 * CONTEXT_TOKENS)
+        cache = target.new_cache(2 * num_tokens)
         target.forward(ids[:, :half], cache, 0)
         in_parts = target.forward(ids[:, half:], cache, half)
         if not agree(in_parts, whole[half:]):
@@ -92,9 +100,9 @@ def _check_window(target: Target) -> None:
     """Raise `UnsupportedModelError` if a sliding window is kept by dropping positions from transformers' cache alone.
 
     sdtune's cache keeps all positions, and masks must hide those before the window: with a window of one, the second of two tokens
-    must get other logits.
+    must get other logits. The two differ: attention over equal values is the same over any of them.
     """
-    config, path = target.config, target.anatomy.path
+    config, path, ids = target.config, target.anatomy.path, some_tokens(target)[:, :2]
     slides = any(getattr(layer, "is_sliding", False) for layer in DynamicCache(config=config).layers)
     if not slides or "sliding_window" not in vars(config) or config._attn_implementation not in ("sdpa", "eager"):
         return
@@ -105,7 +113,7 @@ def _check_window(target: Target) -> None:
         if hasattr(getattr(narrow, "config", None), "sliding_window"):
             narrow.config = copy.copy(narrow.config)
             narrow.config.sliding_window = 1
-    given, narrowed = (run_two_tokens(view, KVCache(target.num_layers, capacity=2)) for view in views)
+    given, narrowed = (run_two_tokens(view, KVCache(target.num_layers, capacity=2), ids) for view in views)
     if torch.equal(given, narrowed):
         raise UnsupportedModelError(
             f"{type(target.model).__name__} keeps its sliding window by dropping positions from the cache, not by a mask: they "
@@ -147,7 +155,8 @@ def find_resume_difference(target: Target, boundary: int) -> str | None:
 
     Tested with the last position's prefix known and unknown.
     """
-    ids, half = some_tokens(target), CONTEXT_TOKENS // 2
+    ids = some_tokens(target)
+    half = ids.shape[1] // 2
     draft, resume = target.draft_view([boundary], [boundary], keep_boundary=True), target.resume_view(boundary)
     try:
         with refusing(target.model, f"does not run from block {boundary} on"):

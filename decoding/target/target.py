@@ -84,7 +84,7 @@ class Target:
         # Weak: rows are copies of weights, and are not to outlive the views that draft from them.
         self._lm_head_rows = WeakValueDictionary[DraftVocabulary, nn.Module]()
         self._fast_lm_head_rows = WeakValueDictionary[DraftVocabulary, nn.Module]()
-        self._weights = ModelWeights(model)
+        self._weights = ModelWeights(model, frequencies_change=self._rope_change is not None)
         self._quantised = QuantisedLayers(_router_sizes(self.config), self._weights.copied)
         self._cache_is_sound = False
         self._resumes: dict[int, bool] = {}
@@ -352,7 +352,7 @@ class Target:
 
     @cached_property
     def _counts_padding(self) -> bool:
-        return counts_padding(self)
+        return counts_padding(self._plain)
 
     def resumes_at(self, boundary: int) -> bool:
         """Return True if a verification may resume at block `boundary`; one that may not runs the whole model, with a warning.

@@ -4,6 +4,7 @@ What is noticed of parameters and buffers: another address (`model.to`, an assig
 place that torch counts (`load_state_dict`, an optimizer); and, where passes are recorded or weights were copied, other values at a
 sample of each weight (an adapter merged by `weight.data += delta`, which torch does not count). Not noticed: a change in place
 through `.data` that leaves the sample as it was, and what modules hold besides weights, such as a switch that turns an adapter off.
+Rotary frequencies that depend on the sequence length are no weights: each pass computes its own.
 """
 
 from __future__ import annotations
@@ -30,8 +31,10 @@ Make = Callable[[], nn.Module]
 class ModelWeights:
     """The weights of a model as they were when `note` was last called, and the modules that hold copies of them."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, *, frequencies_change: bool = False) -> None:
         modules = list(model.modules())
+        # The name's end of buffers that passes of the model write themselves, and read where they are.
+        self._written_by_passes = "inv_freq" if frequencies_change else None
         # The tables themselves: walking through the modules again for each sequence would take several times as long.
         self._children = [(each._modules, tuple(each._modules.values())) for each in modules if each._modules]
         self._tables = [table for each in modules for table in (each._parameters, each._buffers) if table]
@@ -86,7 +89,12 @@ class ModelWeights:
         self._sample = self._read_sample()
 
     def _tensors(self) -> Iterator[Tensor]:
-        return (tensor for table in self._tables for tensor in table.values() if tensor is not None)
+        return (
+            tensor
+            for table in self._tables
+            for name, tensor in table.items()
+            if tensor is not None and not (self._written_by_passes and name.endswith(self._written_by_passes))
+        )
 
     def _has_its_modules(self) -> bool:
         return all(tuple(table.values()) == known for table, known in self._children)

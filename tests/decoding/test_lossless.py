@@ -29,6 +29,7 @@ from decoding.draft_length import (
     DraftDistribution,
     Fixed,
 )
+from decoding.drafters.build import build_drafter
 from decoding.drafters.layer_skip import LayerSkipDrafter
 from decoding.drafts import Draft, EarlyExit, LayerSkip, Lookup, PromptLookup, SuffixDraft, SuffixLookup
 from decoding.rounds import Generation
@@ -392,7 +393,24 @@ def test_text_that_outgrows_its_rotary_frequencies_is_the_plain_text(rope: str) 
             assert generation.tokens == plain
             assert generation.num_accepted > 0 or draft in ("lookup", "suffix automaton")
             num_looked_up += generation.num_looked_up
+        assert not target.follow_weights(), "what its passes compute is no change of the model's weights"
     assert num_looked_up > 10
+
+
+@pytest.mark.parametrize("rope", ROPES)
+def test_checks_of_a_model_end_before_its_rotary_frequencies_change(rope: str) -> None:
+    family, settings = ROPES[rope]
+    early = {name: 8 for name in ("max_position_embeddings", "original_max_position_embeddings") if name in settings}
+    rotary = settings["rope_parameters"]
+    target = Target(build(family, **{**settings, **early, "rope_parameters": {**rotary, **early}}))
+    before = {name: buffer.clone() for name, buffer in target.model.named_buffers()}
+    build_drafter(target, DRAFTS["blocks"])
+    target.check_padding()
+    after = dict(target.model.named_buffers())
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    request = Request(some_tokens(5), Ending(NUM_NEW_TOKENS))
+    assert write(target, DRAFTS["blocks"], Fixed(max_tokens=8), request).tokens == write_plainly(target, request).tokens
 
 
 # --- consecutive sequences ----------------------------------------------------------------------------------------------

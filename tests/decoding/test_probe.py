@@ -19,7 +19,7 @@ from transformers import (
 from decoding.cache.kv_cache import KVCache
 from decoding.probe import probe
 from decoding.runners.contract import Outputs
-from decoding.target import ResumeView
+from decoding.target import ResumeView, Target
 from decoding.target.soundness import CONTEXT_TOKENS
 from tests.support.families import NUM_LAYERS, REFUSED, SUPPORTED, build, dbrx, liven, make
 from tests.support.tiny import tiny_llama
@@ -245,3 +245,10 @@ def test_a_sliding_window_kept_by_the_cache_alone_is_refused() -> None:
     found = probe(MoshiForCausalLM(config).eval())
     assert found.refusal is not None
     assert "keeps its sliding window by dropping positions from the cache" in found.refusal
+
+
+@pytest.mark.parametrize("family", ["gemma2", "gemma3", "mistral", "gpt_oss"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_a_sliding_window_kept_by_masks_is_found_in_any_precision(family: str, dtype: torch.dtype) -> None:
+    """Two equal tokens have equal values: attention over one or both of them differs by rounding only."""
+    Target(build(family).to(dtype)).check_cache()

@@ -30,7 +30,7 @@ GREEDY = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
 FEWEST_CLASSES = 60
 
 outcomes: Counter[str] = Counter()
-"""Of the classes so far: built, identical throughout, partly or wholly refused."""
+"""Of the classes so far: built and not built; of those built whose test passed: identical throughout, partly or wholly refused."""
 
 
 @pytest.fixture(autouse=True)
@@ -70,6 +70,7 @@ def test_the_text_is_that_of_generate_or_a_refusal_of_one_line(
     except Exception as reason:
         outcomes["not built"] += 1
         pytest.skip(f"{name} cannot be built: {type(reason).__name__}: {' '.join(str(reason).split())[:160]}")
+    outcomes["built"] += 1
     found = probe(model)
     assert "\n" not in (found.refusal or "")
     num_layers = model.config.get_text_config().num_hidden_layers
@@ -92,5 +93,7 @@ def test_the_text_is_that_of_generate_or_a_refusal_of_one_line(
 
 
 def test_enough_classes_are_built() -> None:
-    print(f"{sum(outcomes.values())} classes: {dict(outcomes)}")
-    assert sum(outcomes.values()) - outcomes["not built"] >= FEWEST_CLASSES
+    print(f"{len(classes())} classes: {dict(outcomes)}")
+    if outcomes["built"] + outcomes["not built"] < len(classes()):
+        pytest.skip("some of the classes were left out, or tried by other workers: run the whole file with -n 0")
+    assert outcomes["built"] >= FEWEST_CLASSES
