@@ -116,11 +116,16 @@ class JointSource(PoolSource):
     def first(self, predictor: Predictor) -> list[Draft]:
         """Return the best exits of each group, quantised drafts, the feature head, and the best lookups, alone and before these."""
         best = [each for group in self._exits() for each in predictor.best_first(group)[: self.settings.num_exits]]
-        if self.has_time():
-            best += predictor.best_first(self._quantised(best_of(best, NUM_QUANTISED), predictor))
+        has_time = self.has_time()
+        best += predictor.best_first(self._quantised(best_of(best, NUM_QUANTISED) if has_time else [], predictor))
         best += predictor.best_first(self._feature_heads())
         pool = best_of(best, len(best))
-        trees = self._with_trees(pool[:NUM_TREES], predictor) if self.has_time() else []
+        has_time = self.has_time()
+        trees = self._with_trees(pool[:NUM_TREES], predictor) if has_time else []
+        if not has_time:
+            self.remarks.append(
+                "the time for surveys was spent before quantised exits and side leaves: a longer time tries them"
+            )
         pool = best_of(map(predictor.best, [*pool, *trees]), len(pool) + len(trees))
         if "lookup" in self.settings.kinds:
             count = self.settings.num_lookups

@@ -77,6 +77,8 @@ class PoolSource:
         self.costs = costs
         self.ends_at = math.inf
         """When the share of preparing is spent, by `time.perf_counter`."""
+        self.remarks: list[str] = []
+        """What `first` left out."""
 
     def has_time(self, seconds: float = 0.0) -> bool:
         """Return True if the share of preparing lasts for as long."""
@@ -210,7 +212,7 @@ class Predicted(Study):
         """Return what every method promised, the accuracy of the predictions, and what more trials might gain."""
         if not self._search.pool:
             return self._rating.remarks
-        return [*self._rating.remarks, self._best_predictions(), *self._search.remarks()]
+        return [*self._source.remarks, *self._rating.remarks, self._best_predictions(), *self._search.remarks()]
 
     def _best_predictions(self) -> str:
         """Return the best prediction of each method: where none promises a gain, the reader sees that all were tried."""

@@ -58,17 +58,20 @@ def test_whole_model_and_best_exits_are_proposed_in_both_precisions(problem: Pro
     assert any(draft.lookup_first and draft.weight_bits for draft in pool), "a lookup comes before a quantised draft"
 
 
-@pytest.mark.parametrize(("seconds", "found"), [(0.0, {None}), (None, {None, 8, 4})])
-def test_quantised_drafts_and_trees_are_surveyed_within_the_share_of_a_time_limit(
-    problem: Problem, monkeypatch: pytest.MonkeyPatch, seconds: float | None, found: set[int | None]
+@pytest.mark.parametrize(("seconds", "exits"), [(0.0, {None}), (None, {None, 8, 4})])
+def test_quantised_exits_and_trees_are_surveyed_within_the_share_of_a_time_limit(
+    problem: Problem, monkeypatch: pytest.MonkeyPatch, seconds: float | None, exits: set[int | None]
 ) -> None:
-    """Without a limit nothing is left out, however long the surveys take."""
+    """The whole model takes one recording and is always tried; without a limit nothing is left out."""
     monkeypatch.setattr(predicted, "PREPARING", 0.0)
     with_trees = Mock(return_value=[])
     monkeypatch.setattr(joint, "with_trees", with_trees)
-    pool = pool_of(replace(problem, seconds=seconds))
-    assert {draft.weight_bits for draft in pool} == found
+    study = Joint.create(replace(problem, seconds=seconds), JointSettings(**BOTH))
+    pool = study._search.pool
+    assert {LayerSkip(bits=8), LayerSkip(bits=4)} <= set(pool)
+    assert {draft.weight_bits for draft in pool if isinstance(draft, EarlyExit)} == exits
     assert with_trees.called == (seconds is None)
+    assert any("a longer time tries them" in remark for remark in study.remarks()) == (seconds is not None)
 
 
 def test_cheap_precision_is_the_best_prediction(problem: Problem) -> None:
