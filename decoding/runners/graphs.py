@@ -78,9 +78,7 @@ class CudaGraphs:
             outputs = outputs.copied()
             try:
                 graph, recorded = self._capture_with_memory(run)
-                self._replay(
-                    graph
-                )  # the first replay copies the graph to the device: nobody who times replays is charged for it
+                self._replay(graph)  # the first replay copies the graph to the device: timed replays do not include it
             except RuntimeError as cause:
                 self._open()  # now: until a capture succeeds, torch 2.11 refuses to draw random numbers
                 if is_out_of_memory(cause):

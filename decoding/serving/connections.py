@@ -22,7 +22,7 @@ MAX_CONNECTIONS = 512
 
 
 class Connection(H11Protocol):
-    """A connection that is looked at each second; uvicorn itself waits for a request for ever.
+    """A connection that is checked every second; uvicorn itself waits for a request indefinitely.
 
     Seconds are counted in looks, so that a time in which the process itself stands still is not held against the client.
     """
@@ -31,7 +31,7 @@ class Connection(H11Protocol):
     request_looks = 10
     """Looks after which a connection is closed that has sent no whole head, or no whole body after its head."""
     body_bytes_per_look = 2**15
-    """Each so many bytes of a body allow one look more."""
+    """Bytes of a body that allow one more look."""
     answer_looks = 60
     """Looks after which a connection is closed whose client takes nothing of an answer."""
 
@@ -138,7 +138,7 @@ def uvicorn_settings(log_level: str) -> dict[str, Any]:
     return {
         "http": Connection,
         "ws": "none",  # another protocol would take a connection out of the count
-        "backlog": max(limit // 8, 16),  # asyncio accepts so many at once, before it closes any
+        "backlog": max(limit // 8, 16),  # asyncio accepts this many at once, before it closes any
         "limit_concurrency": limit + _spare(limit),
         "log_level": log_level,
         "access_log": False,

@@ -110,7 +110,7 @@ class Service:
         """Return the tokens of a text. One that is much too long is refused by its beginning.
 
         How many characters a token may stand for is not known: an unknown word of any length is one token, and spaces may be none.
-        So ever longer beginnings are looked at, until one has twice the tokens that fit: what follows cannot undo so many.
+        So ever longer beginnings are looked at, until one has twice the tokens that fit: what follows cannot remove that many.
         """
         most = 2 * self.max_length + SPARE_TOKENS
         size = USUAL_CHARACTERS * most

@@ -51,7 +51,7 @@ def promote(source: str, name: str, why: str, by: str | None, alias: str, force:
 
 
 def print_promotion(console: Console, found: Promotion, tracking_uri: str) -> None:
-    """Print the address of a promoted profile in this store, its speed-up, and that of what it replaces."""
+    """Print the address of a promoted profile in this store, its speed-up, and the speed-up of the profile it replaces."""
     from tuner.registry import lead
 
     replaced = "nothing" if found.replaced is None else f"version {found.replaced}"

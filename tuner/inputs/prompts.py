@@ -63,7 +63,7 @@ def load_prompts(
 
     Up to `num_spare` further prompts are drawn from the remaining rows that fit; they do not change the two parts. `rows` are those
     of `source`, if they are open already. With `held_out_sha256` the held-out part is the prompts with these hashes, as many as the
-    dataset has, in this order, and `num_held_out` counts for nothing.
+    dataset has, in this order, and `num_held_out` is ignored.
 
     Raises `DatasetError` for a missing or unreadable source or column, a template or system prompt that cannot be used, limits that
     leave no room, or too few prompts.

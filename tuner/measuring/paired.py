@@ -264,7 +264,7 @@ class Bench:
         record_decoding(contestant.decoder, requests, recorder)
         batch = recorder.batch()
         if self._clock.is_deterministic:
-            batch = replace(batch, waited_seconds=0.0)  # prices wait for nobody
+            batch = replace(batch, waited_seconds=0.0)  # no waiting is charged
         elif before is not None:
             batch = replace(batch, waited_seconds=max(0.0, (seconds_waited() or 0.0) - before))
         if repeats:

@@ -31,8 +31,8 @@ VERSION = "1"
 """Version of the steps: workers run the jobs of their own version only. A change of the steps' order or results raises it."""
 WORKER_LEASE = "service worker "
 QUEUE, PROGRESS, OUTAGE, DEATHS, VERDICT = "queue", "progress", "outage", "deaths", "verdict"
-"""Attributes of a workflow: its queue, which DBOS forgets when it is cancelled, what the search said last, the store that it waits
-for, the workers that died with it, and what it has found."""
+"""Attributes of a workflow: its queue, which DBOS forgets when it is cancelled, its latest progress, the store that it waits for,
+the workers that died with it, and what it has found."""
 MOST_DEATHS = 2
 """Workers that may die with a search, one after the other without a finished trial or step, before it counts as what kills them."""
 PATIENCE_SECONDS = 3600.0
