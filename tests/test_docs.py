@@ -20,8 +20,8 @@ from tuner.cli.main import main
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
-PAGES = [README, *sorted((ROOT / "docs").rglob("*.md"))]
-PACKAGES = ("decoding", "studies", "tuner")
+PAGES = [README, ROOT / "benchmarks" / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PACKAGES = ("decoding", "studies", "tuner", "benchmarks")
 
 
 def _blocks(page: Path, language: str) -> list[str]:
@@ -105,9 +105,9 @@ def test_commands_exist_with_their_options(page: Path) -> None:
 @pytest.mark.parametrize("page", PAGES, ids=_id)
 def test_names_of_code_exist(page: Path) -> None:
     prose = _prose(page)
-    for name in re.findall(r"`((?:decoding|studies|tuner)(?:\.\w+)+)`", prose):
+    for name in re.findall(r"`((?:decoding|studies|tuner|benchmarks)(?:\.\w+)+)`", prose):
         resolve_name(name)
-    for path in re.findall(r"`((?:decoding|studies|tuner|tests|configs|docs)/[\w/.-]+)`", prose):
+    for path in re.findall(r"`((?:decoding|studies|tuner|benchmarks|tests|configs|docs)/[\w/.-]+)`", prose):
         assert (ROOT / path).exists(), path
 
 

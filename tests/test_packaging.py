@@ -10,7 +10,8 @@ import tomllib
 
 from tests.support.paths import ROOT
 
-PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+PROJECT = PYPROJECT["project"]
 MODULES = {
     "nvidia-ml-py": "pynvml",
     "prometheus-client": "prometheus_client",
@@ -104,6 +105,11 @@ def test_search_needs_nothing_of_the_service() -> None:
     assert set(PACKAGES) - {"uvicorn"} <= _imported("tuner/service")
     modules = {path for path in (ROOT / "tuner").rglob("*.py") if "service" not in path.parts}
     assert not [path for path in modules if "dbos" in path.read_text(encoding="utf-8")]
+
+
+def test_the_wheel_holds_no_benchmark() -> None:
+    found = PYPROJECT["tool"]["setuptools"]["packages"]["find"]["include"]
+    assert found == ["decoding*", "studies*", "tuner*", "configs*"]
 
 
 def test_command_is_the_launcher() -> None:

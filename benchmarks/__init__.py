@@ -1,0 +1,1 @@
+"""Benchmarks of sdtune itself: plain scripts that prove its claims, outside the wheel. Nothing imports them."""

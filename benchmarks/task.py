@@ -1,0 +1,89 @@
+"""The problem of a search as benchmarks use it: its configuration from the command line, its prompts and exit heads.
+
+No heads are trained, no trials stored and no profile written.
+"""
+
+from __future__ import annotations
+
+import sys
+from argparse import ArgumentParser, Namespace
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+
+from studies.contract import TrialRecord
+from tuner.config import SearchConfig, load_config
+from tuner.progress import Progress, Unwatched
+from tuner.results import public_name
+from tuner.search.task import Task, prepare, refuse_batches
+
+
+class Printed(Unwatched):
+    """Progress as lines on standard error."""
+
+    def stage(self, name: str, total: int | None = None) -> None:
+        """See `Progress.stage`."""
+        self.say(name if total is None else f"{name} ({total})")
+
+    def trial(self, record: TrialRecord, best: TrialRecord | None) -> None:
+        """See `Progress.trial`."""
+        self.say(f"trial {record.number}: {record.state}")
+
+    def say(self, line: str) -> None:
+        """See `Progress.say`."""
+        print(line, file=sys.stderr, flush=True)
+
+
+def arguments(description: str | None) -> ArgumentParser:
+    """Return a parser with the options of every benchmark."""
+    parser = ArgumentParser(description=description)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="file of all figures and samples")
+    parser.add_argument("--threads", type=int, help="CPU threads of torch")
+    return parser
+
+
+def search_arguments(description: str | None) -> ArgumentParser:
+    """Return a parser with the options of a benchmark on the problem of a search; `read_config` reads them."""
+    parser = arguments(description)
+    parser.add_argument("--config", type=Path, metavar="FILE", help="configuration of a search")
+    parser.add_argument("--model")
+    parser.add_argument("--dataset")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", help="any other setting of a search; repeatable"
+    )
+    return parser
+
+
+def read_config(args: Namespace, **fixed: Any) -> SearchConfig:
+    """Return the configuration of the options of `search_arguments`; `fixed` settings win."""
+    given = {key: yaml.safe_load(value) for key, _, value in (each.partition("=") for each in args.set)}
+    profile = (args.json or Path("benchmark.json")).with_name("profile.yaml")  # checked, never written
+    flags = {"model": args.model, "dataset": args.dataset, **given, "distill": "never", "out": profile, **fixed}
+    config = load_config(args.config, flags)
+    if threads := args.threads or config.threads:
+        torch.set_num_threads(threads)
+    refuse_batches(config, "this benchmark")
+    return config
+
+
+def open_task(config: SearchConfig, progress: Progress) -> Task:
+    """Load and check the task of a benchmark. Raises the errors of `prepare`."""
+    return prepare(config, progress)
+
+
+def facts_of(task: Task) -> dict[str, Any]:
+    """Return the facts that figures depend on; models and data are named by the last part of their paths."""
+    config = task.config
+    return {
+        "model": public_name(config.model),
+        "dataset": public_name(config.dataset),
+        "prompts": task.prompts.fingerprint,
+        "max_new_tokens": config.max_new_tokens,
+        "temperature": config.temperature,
+        "runner": task.target.runner.name,
+        "exact_width": task.target.runner.exact_width,
+        "seed": config.seed,
+        "dtype": str(task.target.dtype).removeprefix("torch."),
+    }
