@@ -30,7 +30,7 @@ from decoding.drafts import (
 from decoding.target import Target
 from studies.contract import Problem
 from studies.draft_space import CHAIN, NOTHING_BEFORE, OWN_WEIGHTS
-from studies.searches.skip_sets.switches import Switches, odd_blocks
+from studies.switches import Switches, odd_blocks
 
 LONGEST_NGRAM, SHORTEST_NGRAM, MATCH, COPIED = (1, 5), (1, 3), (1, 4), (1, 16)
 """Ranges of the lookups: n-grams, shortest matches, and tokens to copy before another draft."""

@@ -23,7 +23,7 @@ from studies.contract import Problem, TrialRecord, TrialState
 from studies.searches.skip_sets.bayes import suggest_point
 from studies.searches.skip_sets.contract import Method
 from studies.searches.skip_sets.settings import SkipSetsSettings
-from studies.searches.skip_sets.switches import SkipPoint, Switches, odd_blocks
+from studies.switches import SkipPoint, Switches, odd_blocks
 
 KAPPA = 2.576
 

@@ -9,7 +9,7 @@ import optuna
 from decoding.drafts import LayerSkip
 from studies.contract import TrialRecord
 from studies.searches.skip_sets.contract import Method
-from studies.searches.skip_sets.switches import odd_blocks
+from studies.switches import odd_blocks
 
 
 class OddLayers(Method):

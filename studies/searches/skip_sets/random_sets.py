@@ -13,7 +13,7 @@ from decoding.target import Target
 from studies.contract import Problem
 from studies.searches.skip_sets.contract import Method
 from studies.searches.skip_sets.settings import SkipSetsSettings
-from studies.searches.skip_sets.switches import Switches
+from studies.switches import Switches
 
 
 class RandomSets(Method):

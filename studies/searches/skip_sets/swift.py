@@ -35,7 +35,7 @@ from studies.searches.skip_sets.bayes import suggest_point
 from studies.searches.skip_sets.contract import Method
 from studies.searches.skip_sets.random_sets import check_ratio
 from studies.searches.skip_sets.settings import SkipSetsSettings
-from studies.searches.skip_sets.switches import SkipPoint, Switches, odd_blocks
+from studies.switches import SkipPoint, Switches, odd_blocks
 
 KAPPA = 2.5
 

@@ -16,7 +16,7 @@ from studies.contract import Problem
 from studies.samplers import SeededByTrial, tpe
 from studies.searches.skip_sets.contract import Method
 from studies.searches.skip_sets.settings import SkipSetsSettings
-from studies.searches.skip_sets.switches import Switches, odd_blocks
+from studies.switches import Switches, odd_blocks
 
 
 class Tpe(Method):

@@ -25,7 +25,7 @@ from studies.searches.skip_sets.methods import METHODS
 from studies.searches.skip_sets.settings import SkipSetsSettings
 from studies.searches.skip_sets.study import SkipSets
 from studies.searches.skip_sets.swift import Swift
-from studies.searches.skip_sets.switches import Switches, odd_blocks
+from studies.switches import Switches, odd_blocks
 from tests.support.records import measurement
 from tests.support.tiny import tiny_target
 
