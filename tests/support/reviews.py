@@ -48,8 +48,6 @@ def stock(**over_it: float) -> StockComparison:
         num_prompts=6,
         plain_tokens_per_second=Interval(value=100.0, ci95=(95.0, 105.0)),
         contenders={"profile": contender(1.0), **{name.replace("_", "-"): contender(r) for name, r in over_it.items()}},
-        roofline_tokens_per_second=400.0,
-        bookkeeping=0.03,
     )
 
 

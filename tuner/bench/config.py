@@ -65,9 +65,6 @@ class BenchConfig(DataSettings, BenchedProfile):
     prompts: int | None = Field(
         None, ge=2, description="Held-out prompts to measure; default: all.", json_schema_extra=COMPARISON
     )
-    context: int | None = Field(
-        None, ge=1, description="Length of each prompt, in tokens; default: as it is.", json_schema_extra=COMPARISON
-    )
     batch_size: int = Field(
         1,
         ge=1,
@@ -75,11 +72,6 @@ class BenchConfig(DataSettings, BenchedProfile):
         json_schema_extra=COMPARISON,
     )
     repeats: int = Field(1, ge=1, description="Times that every prompt is decoded.", json_schema_extra=COMPARISON)
-    memory: bool = Field(
-        False,
-        description="Measure the peak memory of each contender too, in a process of its own, which takes a while.",
-        json_schema_extra=COMPARISON,
-    )
     engine: EngineName | None = Field(
         None,
         description="Measure the profile's export in this engine, against the engine's own plain decoding.",

@@ -21,16 +21,12 @@ from tuner.contest.stock_generation import (
     stock_generate,
     stock_prompt_lookup,
 )
-from tuner.errors import ConfigError, ExportError
+from tuner.errors import ConfigError
 from tuner.fields import BITWISE
 
-PROFILE, PLAIN, EXPORTED = "profile", "plain", "hf-export"
+PROFILE, PLAIN = "profile", "plain"
 ALWAYS = (PROFILE, PLAIN)
 """The contender under test and the reference of all speed-ups: both take part in every bench."""
-
-
-def _not_exported() -> Contender:
-    raise ExportError("an export is made by `sdtune bench` only, and its memory is not measured")
 
 
 @dataclass(frozen=True)
@@ -50,8 +46,6 @@ class Setting:
     """Returns the profile's decoder in one of `tuner.bench.modes.MODES`, built on first use."""
     on_text: Callable[[], None] = lambda: None
     """Called after each prompt that is decoded for a choice."""
-    exported: Callable[[], Contender] = _not_exported
-    """Returns `generate` with the profile's export for transformers."""
 
     @property
     def target(self) -> Target:
@@ -124,10 +118,6 @@ def _stock_static(setting: Setting) -> Contender:
     )
 
 
-def _exported(setting: Setting) -> Contender:
-    return setting.exported()
-
-
 Factory = Callable[[Setting], Contender]
 """Builds a contender; may raise anything on an unsuitable model or device."""
 
@@ -139,25 +129,20 @@ CONTENDERS: dict[str, Factory] = {
     "hf-early-exit": _stock_early_exit,
     "hf-prompt-lookup": _stock_prompt_lookup,
     "hf-static": _stock_static,
-    EXPORTED: _exported,
 }
 
 _BIT_EXACT = "bit-exact mode decodes one sequence at a time"
 ONE_TEXT_ONLY: Mapping[str, str] = {
     "hf-early-exit": ONE_SEQUENCE,
     "hf-prompt-lookup": ONE_SEQUENCE,
-    EXPORTED: ONE_SEQUENCE,
     **{f"{who}-bitwise": _BIT_EXACT for who in ALWAYS},
 }
 """Contenders that cannot decode batches, with the reasons."""
 
 
 def default_names(device: torch.device) -> tuple[str, ...]:
-    """Return the default contenders: what transformers offers, but a static cache only where transformers compiles for it.
-
-    The profile's export is no default: another model of the draft's size takes part in it.
-    """
-    stock = tuple(name for name in CONTENDERS if name.startswith("hf") and name != EXPORTED)
+    """Return the default contenders: what transformers offers, but a static cache only where transformers compiles for it."""
+    stock = tuple(name for name in CONTENDERS if name.startswith("hf"))
     return (*ALWAYS, *(name for name in stock if name != "hf-static" or device.type == "cuda"))
 
 

@@ -9,7 +9,6 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 
 from decoding.profile import Interval
-from tuner.bench.accounting import Account
 from tuner.bench.categories import by_category, categories, category_mean, verdict, verdicts
 from tuner.bench.category_table import category_table, verdict_lines
 from tuner.bench.contenders import PLAIN, PROFILE
@@ -18,23 +17,18 @@ from tuner.tables import facts_grid, figures_table
 
 TABLE_WIDTH = 120
 """Width of the table on disk, in characters."""
-ROOFLINE = "roofline"
 COLOURS = {PROFILE: "#d55e00", PLAIN: "#555555"}
 OTHERS_COLOUR = "#0072b2"
 """Colours by Okabe and Ito, which colour-blind readers can tell apart."""
 
 
 def bench_table(result: BenchResult) -> RenderableType:
-    """Return a table with a line per contender, the roofline and the contenders left out, and a legend below."""
+    """Return a table with a line per contender, the contenders left out, and a legend below."""
     prompts = f"{len(result.counted)} {units_of(result.batch_size)} of {mean_prompt_tokens(result):.0f} tokens"
     title = f"Decode phase on {prompts} on average (95 % intervals over {_units(result)})"
-    table = figures_table(
-        title, "contender", *("tok/s", "over plain", "profile over it", "per\npass", "roof-\nline", "iden-\ntical")
-    )
+    table = figures_table(title, "contender", *("tok/s", "over plain", "profile over it", "per\npass", "iden-\ntical"))
     for entry in result.entries.values():
         table.add_row(entry.name, *_cells(result, entry))
-    bound = result.roofline.tokens_per_second
-    table.add_row(ROOFLINE, f"{bound:.1f}", f"{bound / result.rate(PLAIN).value:.2f}", "", "1.00", "100%", "")
     for name in result.left_out:
         table.add_row(name, "left out")
     legend = facts_grid()
@@ -88,7 +82,6 @@ def _cells(result: BenchResult, entry: Entry) -> tuple[str, ...]:
         "1.00" if entry.name == PLAIN else _interval(result.over(entry.name, PLAIN)),
         "" if entry.name == PROFILE else _interval(result.over(PROFILE, entry.name)),
         f"{entry.tokens_per_pass:.2f}",
-        f"{result.share_of_roofline(entry.name):.0%}",
         f"{entry.num_identical}/{len(entry.samples)}{ties}",
     )
 
@@ -100,84 +93,32 @@ def _interval(interval: Interval) -> str:
 def _legend(result: BenchResult) -> Iterator[tuple[str, str]]:
     for entry in result.entries.values():
         yield entry.name, entry.description
-    yield ROOFLINE, _describe_roofline(result)
     for name, reason in result.left_out.items():
         yield name, f"left out: {reason}"
     yield from verdict_lines(result)
-    if result.memory:
-        yield "memory", _describe_memory(result)
-    for name, reason in result.memory_unknown.items():
-        yield name, f"memory unknown: {reason}"
-    if result.account is not None:
-        yield "its time", _describe_account(result.account)
     yield "prompts", result.facts["split"]
     yield "device", f"{result.facts['provenance']['device']}, {result.facts['dtype']}"
     for remark in result.remarks:
         yield "note", remark
 
 
-def _describe_roofline(result: BenchResult) -> str:
-    read, bandwidth = result.roofline.reading, result.roofline.bandwidth
-    experts = f" ({read.experts[0]} of {read.experts[1]} experts per layer)" if read.experts else ""
-    size = read.batch_size
-    of_texts, times = ("", "") if size == 1 else (f" for each of {size} sequences", f"{size} times ")
-    return (
-        f"upper bound at one token per pass{of_texts}: {read.weights / 1e6:.1f} MB of weights{experts} and {times}"
-        f"{read.keys_and_values / 1e6:.2f} MB of keys and values, read at the {bandwidth.bytes_per_second / 1e9:.1f} GB/s "
-        "measured; several tokens per pass, or a model that fits the processor's caches, may exceed it"
-    )
-
-
-def _describe_memory(result: BenchResult) -> str:
-    of_each = ", ".join(f"{name} {each.beside_weights_bytes / 1e6:.0f} MB" for name, each in result.memory.items())
-    weights = next(iter(result.memory.values())).weights_bytes
-    return f"peak beside {weights / 1e6:.0f} MB of weights, each in a process of its own: {of_each}"
-
-
-def _describe_account(account: Account) -> str:
-    return (
-        f"{account.bookkeeping:.1%} of the profile's time is outside the model's passes; its speed-up is {account.speedup:.2f}, "
-        f"and {account.expected_speedup:.2f} is expected from its rounds and the costs of passes "
-        f"({account.speedup / account.expected_speedup:.0%} of the expected)"
-    )
-
-
 def bench_json(result: BenchResult) -> dict[str, Any]:
-    """Return all figures with their intervals, every sample, the roofline and its parts, device and versions as plain data."""
+    """Return all figures with their intervals, every sample, device and versions as plain data."""
     return {
         **result.facts,
         "batch_size": result.batch_size,
         "remarks": list(result.remarks),
         "prompts": result.num_prompts,
         "counted": list(result.counted),
-        "roofline": {
-            "tokens_per_second": result.roofline.tokens_per_second,
-            "bytes_per_second": result.roofline.bandwidth.bytes_per_second,
-            "bytes_per_token": result.roofline.reading.total / result.batch_size,
-            **result.roofline.model_dump(mode="json"),
-        },
-        "account": _account_figures(result.account),
         "categories": {name: len(batches) for name, batches in categories(result).items()},
         "verdict": verdict(result).model_dump(mode="json"),
         "verdicts": {category: each.model_dump(mode="json") for category, each in verdicts(result)},
         "contenders": {name: _figures(result, entry) for name, entry in result.entries.items()},
         "left_out": result.left_out,
-        "memory_unknown": dict(result.memory_unknown),
         "samples": {
             name: [sample.model_dump(mode="json") for sample in entry.samples] for name, entry in result.entries.items()
         },
     }
-
-
-def _account_figures(account: Account | None) -> dict[str, float] | None:
-    if account is None:
-        return None
-    derived = {
-        "bookkeeping": account.bookkeeping,
-        "speedup": account.speedup,
-        "expected_speedup": account.expected_speedup,
-    }
-    return {**account.model_dump(), **derived}
 
 
 def _figures(result: BenchResult, entry: Entry) -> dict[str, Any]:
@@ -191,10 +132,8 @@ def _figures(result: BenchResult, entry: Entry) -> dict[str, Any]:
         "categories": {name: each.model_dump(mode="json") for name, each in by_category(result, entry.name).items()},
         "category_mean_over_plain": _dumped(category_mean(result, entry.name, Phase.DECODE)),
         **entry.acceptance(result.counted).model_dump(mode="json"),
-        "memory": memory.model_dump(mode="json") if (memory := result.memory.get(entry.name)) else None,
         "prefill_seconds": entry.prefill_seconds,
         "tokens_per_pass": entry.tokens_per_pass,
-        "share_of_roofline": result.share_of_roofline(entry.name),
         "identical": entry.num_identical,
         "ties": entry.num_ties,
         "texts": len(entry.samples),
@@ -218,7 +157,7 @@ def _dumped(interval: Interval | None) -> dict[str, Any] | None:
 
 
 def bench_picture(result: BenchResult, file: IO[bytes]) -> None:
-    """Draw tokens per second of each contender with their intervals, and the roofline."""
+    """Draw tokens per second of each contender with their intervals."""
     from matplotlib.figure import Figure
 
     names = list(result.entries)[::-1]  # the first on top
@@ -229,13 +168,10 @@ def bench_picture(result: BenchResult, file: IO[bytes]) -> None:
     colours = [COLOURS.get(name, OTHERS_COLOUR) for name in names]
     axes.barh(names, [each.value for each in rates], color=colours, height=0.6)
     axes.errorbar([each.value for each in rates], names, xerr=reach, fmt="none", ecolor="black", capsize=3)
-    bound = result.roofline.tokens_per_second
-    axes.axvline(bound, color="#009e73", linestyle="--", label=f"roofline of one token per pass, {bound:.0f}")
     texts = "" if result.batch_size == 1 else f" of {result.batch_size} sequences in a batch"
     axes.set_xlabel(f"decoded tokens per second{texts}, 95 % intervals over {_units(result)}")
     axes.set_title(
         f"{result.facts['profile']} on {result.facts['provenance']['device']}, {result.facts['dtype']}",
         fontsize="medium",
     )
-    figure.legend(loc="outside lower right", frameon=False)
     figure.savefig(file, dpi=130)

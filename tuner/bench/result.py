@@ -5,8 +5,8 @@ A rate is all tokens over all seconds, so that texts of different lengths weigh 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from enum import Enum
 from statistics import fmean, median
 from typing import Any
@@ -16,10 +16,7 @@ import numpy as np
 from decoding.profile import Interval
 from studies.ratios import Ratio, Work, paired_interval
 from tuner.bench.acceptance import AcceptanceRecord
-from tuner.bench.accounting import Account
 from tuner.bench.contenders import PLAIN, PROFILE
-from tuner.bench.memory import PeakMemory
-from tuner.bench.roofline import Roofline
 from tuner.bench.sample import TextSample
 from tuner.errors import DatasetError
 from tuner.measuring.baseline import FEWEST_DECODED
@@ -118,17 +115,10 @@ class BenchResult:
     """Contenders that could not be measured, with the reasons."""
     counted: tuple[int, ...]
     num_prompts: int
-    roofline: Roofline
-    account: Account | None
-    """Account of the profile's decode time, if it was taken."""
     facts: dict[str, Any]
     """Task, device and versions as plain data."""
     remarks: tuple[str, ...] = ()
     batch_size: int = 1
-    memory: Mapping[str, PeakMemory] = field(default_factory=dict)
-    """Peak memory by contender, if it was asked for and can be measured."""
-    memory_unknown: Mapping[str, str] = field(default_factory=dict)
-    """Contenders whose memory could not be measured, with the reasons."""
 
     def rate(self, name: str, phase: Phase = Phase.DECODE) -> Interval:
         """Return the tokens per second over all sequences, with the 95 % interval over batches."""
@@ -153,10 +143,6 @@ class BenchResult:
     def time_to_first_token_seconds(self, name: str) -> float:
         """Return the mean prefill seconds over the counted batches."""
         return float(self.entries[name].time_to_first_token(self.counted).mean())
-
-    def share_of_roofline(self, name: str) -> float:
-        """Return the decode rate as a share of the roofline."""
-        return self.rate(name).value / self.roofline.tokens_per_second
 
 
 def comparable(entries: Sequence[Entry]) -> tuple[dict[str, Entry], dict[str, str], tuple[int, ...]]:
@@ -185,12 +171,6 @@ def comparable(entries: Sequence[Entry]) -> tuple[dict[str, Entry], dict[str, st
 def units_of(batch_size: int) -> str:
     """Return the unit of rates and intervals in words."""
     return "prompts" if batch_size == 1 else f"batches of {batch_size} prompts"
-
-
-def mean_context(samples: Sequence[TextSample], counted: Sequence[int]) -> list[float]:
-    """Return the mean number of positions that a plain pass attends to, for each prompt of the `counted` batches."""
-    of_prompts = {sample.prompt: sample for sample in samples if sample.batch in counted}
-    return [sample.prompt_tokens + (sample.decode_tokens + 1) / 2 for sample in of_prompts.values()]
 
 
 def mean_prompt_tokens(result: BenchResult) -> float:

@@ -13,22 +13,17 @@ from rich.console import RenderableType
 from decoding.decode import Request
 from decoding.decoder import plain_decoder
 from decoding.text import Ending
-from tuner.bench.accounting import Account, longest_draft, take_account
 from tuner.bench.collecting import SampleCollector
 from tuner.bench.config import BenchConfig
-from tuner.bench.contenders import ALWAYS, PLAIN, Setting, enter
-from tuner.bench.exported import exported_generation
-from tuner.bench.memory import measure_memory
+from tuner.bench.contenders import ALWAYS, Setting, enter
 from tuner.bench.modes import profile_by
 from tuner.bench.report import TABLE_WIDTH, bench_json, bench_picture, bench_table
-from tuner.bench.result import BenchResult, Entry, comparable, mean_context, units_of
-from tuner.bench.roofline import Roofline, measure_bandwidth, reading
+from tuner.bench.result import BenchResult, Entry, comparable, units_of
 from tuner.bench.sample import TextSample
 from tuner.bench.settings_check import check_bench_settings
 from tuner.bench.task import BenchTask, prepare_bench, token_ids
 from tuner.contest.contest import Contest, Prompts
 from tuner.measuring.clock import WallClock
-from tuner.measuring.cost_table import measure_cost_table
 from tuner.progress import Progress
 from tuner.prompt_settings import PromptSettings
 from tuner.results import check_results_folder, public_name, stamped, write_json, write_result, write_text
@@ -54,47 +49,31 @@ def run_and_write(config: BenchConfig, profile: Path, out: Path, *, progress: Pr
 
 
 def run_bench(task: BenchTask, progress: Progress) -> BenchResult:
-    """Make the contenders, warm them up and hold the contest on the measured prompts. Bandwidth is measured before and after.
+    """Make the contenders, warm them up and hold the contest on the measured prompts.
 
     Raises DatasetError if too few prompts have continuations long enough to measure.
     """
-    device = task.target.device
-    progress.stage("measuring memory bandwidth")
-    before = measure_bandwidth(device)
-    prompts = token_ids(task.measured)
     progress.stage("contenders choose on tuning prompts")
     contenders, left_out = enter(task.names, _setting(task, progress))
-    contest = Contest(contenders, WallClock(device), needed=ALWAYS)
+    contest = Contest(contenders, WallClock(task.target.device), needed=ALWAYS)
     progress.stage("warming up")
     contest.prepare(task.batches, task.max_new_tokens)
     contest.warm_up(_longest_and_shortest(task.batches))
     samples = _hold(contest, task, progress)
     left_out = {**task.left_out, **left_out, **contest.left_out}
-    account = _account(task, prompts, progress) if _is_accounted_for(task) else None
     entries = [
         Entry(name, each.describe(), dict(each.settings), tuple(samples[name]))
         for name, each in contest.running.items()
     ]
     kept, uncounted, counted = comparable(entries)
-    contexts = mean_context(kept[PLAIN].samples, counted)
-    bandwidth = before.and_also(measure_bandwidth(device, buffer_bytes=before.buffer_bytes))
-    batch_size = task.config.batch_size
-    roofline = Roofline(bandwidth=bandwidth, reading=reading(task.target, contexts, batch_size=batch_size))
-    memory, unknown = (
-        measure_memory(task, task.config.profile, list(kept), progress) if task.config.memory else ({}, {})
-    )
     return BenchResult(
-        memory=memory,
-        memory_unknown=unknown,
         entries=kept,
         left_out={**left_out, **uncounted},
         counted=counted,
-        num_prompts=len(prompts),
-        roofline=roofline,
-        account=account,
+        num_prompts=len(task.measured),
         facts=_facts(task),
         remarks=_remarks(task, len(task.batches) - len(counted)),
-        batch_size=batch_size,
+        batch_size=task.config.batch_size,
     )
 
 
@@ -108,7 +87,6 @@ def _setting(task: BenchTask, progress: Progress) -> Setting:
         max_new_tokens=task.max_new_tokens,
         longest_prompt=max(len(prompt.token_ids) for prompt in task.measured),
         on_text=progress.advance,
-        exported=functools.partial(exported_generation, task, progress),
     )
 
 
@@ -148,34 +126,6 @@ def _decode_one_by_one(task: BenchTask, prompts: Prompts, progress: Progress) ->
     return continuations
 
 
-def _is_accounted_for(task: BenchTask) -> bool:
-    """Return whether the profile's time can be accounted for: on the CPU, one sequence at a time, with a draft."""
-    drafts = task.profile.draft.drafts
-    return task.target.device.type == "cpu" and task.config.batch_size == 1 and drafts
-
-
-def _account(task: BenchTask, prompts: Prompts, progress: Progress) -> Account:
-    """Account for the profile's decode time."""
-    draft, target = task.profile.draft, task.target
-    progress.stage("measuring pass costs")
-    max_drafted = longest_draft(draft, task.profile.draft_length.max_tokens)
-    lengths = [len(prompt) for prompt in prompts]
-    contexts = [min(lengths), max(lengths) + task.max_new_tokens]
-    precisions = () if draft.weight_bits is None else (draft.weight_bits,)
-    table = measure_cost_table(target, max_tokens=max_drafted, contexts=contexts, bits=precisions)
-    progress.stage("accounting for the profile's time", len(prompts))
-    return take_account(
-        task.decoder,
-        draft,
-        task.profile.decoding,
-        table,
-        prompts,
-        max_new_tokens=task.max_new_tokens,
-        eos_token_ids=task.eos_token_ids,
-        on_text=progress.advance,
-    )
-
-
 def _facts(task: BenchTask) -> dict[str, Any]:
     config, profile = task.config, task.profile
     facts = {
@@ -185,7 +135,6 @@ def _facts(task: BenchTask) -> dict[str, Any]:
         "dataset_fingerprint": task.dataset_fingerprint,
         "split": task.split,
         "prompt_notes": list(task.notes),
-        "context": config.context,
         "max_new_tokens": task.max_new_tokens,
         "temperature": 0.0,
         "runner": task.target.runner.name,
@@ -219,7 +168,6 @@ def _remarks(task: BenchTask, num_uncounted: int) -> tuple[str, ...]:
             f"tokens and seconds are sums over a batch of {batch_size} sequences, tokens per pass are per sequence; identical "
             "sequences are the ones that plain decoding writes for the prompt by itself"
         )
-        remarks.append("the profile's time is accounted for with --batch-size 1 only")
         if task.target.unbatchable_reason is not None:
             remarks.append(
                 f"profile and plain decode a batch in turns, not in shared passes: {task.target.unbatchable_reason}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from tuner.bench.config import BenchConfig
 from tuner.errors import ConfigError
 
-WITHOUT_ENGINE = ("against", "batch_size", "memory", "repeats")
+WITHOUT_ENGINE = ("against", "batch_size", "repeats")
 """Settings of a bench in this process that an engine does not have."""
 SIDE_BY_SIDE = ("sequences", "draft_tokens")
 """Settings of a bench in an engine with several requests side by side."""

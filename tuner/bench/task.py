@@ -13,11 +13,9 @@ from decoding.profile import DraftProfile
 from decoding.target import Target
 from tuner.bench.config import BenchConfig
 from tuner.bench.contenders import check_names, default_names, side_by_side
-from tuner.bench.long_prompts import at_length
 from tuner.bench.modes import profile_by
 from tuner.contest.contest import Prompts
 from tuner.errors import ConfigError
-from tuner.inputs.encoding import PromptEncoder
 from tuner.inputs.held_out import find_prompts
 from tuner.inputs.models import Loaded, eos_token_ids, load, resolve_device
 from tuner.inputs.prompts import Prompt
@@ -26,8 +24,6 @@ from tuner.progress import Progress
 USUAL_NEW_TOKENS = 64
 CHOOSING_PROMPTS = 3
 """Tuning prompts on which contenders choose their options."""
-MOST_FILLERS = 1000
-"""Most rows read to make prompts longer."""
 
 
 @dataclass(frozen=True)
@@ -104,7 +100,6 @@ def prepare_bench(
     decoder = deployed.decoder_for(loaded.model) if target is None else deployed.decoder_on(target)
     facts = profile.measured.dataset if profile.measured else None
     max_new_tokens = config.max_new_tokens or (facts.max_new_tokens if facts else USUAL_NEW_TOKENS)
-    _check_context(config, max_new_tokens, decoder.target.context_length)
     drawn = find_prompts(
         config.dataset,
         loaded.tokenizer,
@@ -112,7 +107,6 @@ def prepare_bench(
         config,
         num_tuning=config.tuning_prompts,
         num_held_out=config.held_out_prompts,
-        num_spare=0 if config.context is None else min(config.context, MOST_FILLERS),
         max_new_tokens=max_new_tokens,
         context_length=decoder.target.context_length,
         seed=config.seed,
@@ -133,10 +127,6 @@ def prepare_bench(
         )
     num_over = _num_over(config.batch_size, num_measured)
     choosing, measured = found.tuning[:CHOOSING_PROMPTS], found.held_out[: num_measured - num_over]
-    if config.context is not None:
-        fillers = [*found.tuning, *found.spare]
-        encoder = PromptEncoder(loaded.tokenizer, config.chat_template, config.system_prompt)
-        choosing, measured = (tuple(at_length(part, config.context, fillers, encoder)) for part in (choosing, measured))
     for name in profile.draft.files:
         refuse_if_trained_on(token_ids(measured), profile_path.parent / name)
     return BenchTask(
@@ -180,15 +170,6 @@ def _num_over(batch_size: int, num_prompts: int) -> int:
             f"are needed: give a smaller --batch-size, or {2 * batch_size} or more prompts (--held-out-prompts, --prompts)"
         )
     return num_prompts % batch_size
-
-
-def _check_context(config: BenchConfig, max_new_tokens: int, context_length: int | None) -> None:
-    if config.context is None or context_length is None or config.context + max_new_tokens <= context_length:
-        return
-    raise ConfigError(
-        f"--context {config.context} and {max_new_tokens} new tokens do not fit the model's context of {context_length}: "
-        f"--context must be at most {context_length - max_new_tokens}"
-    )
 
 
 def token_ids(prompts: Sequence[Prompt]) -> tuple[tuple[int, ...], ...]:

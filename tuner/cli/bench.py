@@ -34,16 +34,13 @@ def bench(dry_run: bool, **flags: Any) -> None:
       hf                 transformers' generate, greedy, with its default cache
       hf-early-exit      generate(assistant_early_exit=N), with the N that is fastest on tuning prompts
       hf-prompt-lookup   generate(prompt_lookup_num_tokens=10)
-      hf-export          generate with what `sdtune export --to hf` writes; only if named in --against
       hf-static          generate(cache_implementation="static"), which transformers compiles on CUDA
       plain-eager, profile-static, profile-bitwise ...     plain or profile with another of our runners
-      roofline           upper bound of one token per pass: bytes to read over measured memory bandwidth
 
     A contender that this model or device cannot run is left out; the table gives the reason. With columns and seed as in
     the search, the prompts are those that it held out: the profile records the numbers of prompts and a fingerprint, and
-    the table says whether they match. --context puts other rows, never held-out ones, before each prompt, and cuts the
-    result from the left. With --batch-size, seconds run until the last sequence of a batch ends; each sequence is compared
-    with what plain decoding generates from its prompt alone. hf-early-exit, hf-prompt-lookup, hf-export and bit-exact mode
+    the table says whether they match. With --batch-size, seconds run until the last sequence of a batch ends; each sequence
+    is compared with what plain decoding generates from its prompt alone. hf-early-exit, hf-prompt-lookup and bit-exact mode
     decode one sequence at a time, and are not run in batches.
 
     With --engine the profile is exported, and the export measured in that engine: its server is started with and without
@@ -59,7 +56,7 @@ def bench(dry_run: bool, **flags: Any) -> None:
     \b
     Examples:
       sdtune bench --profile profile.yaml --dataset configs/demo/prompts.jsonl --group-column file
-      sdtune bench --profile llama-code.yaml --dataset humaneval --against hf,hf-static --context 4096
+      sdtune bench --profile llama-code.yaml --dataset humaneval --against hf,hf-static
       sdtune bench --profile llama-code.yaml --dataset humaneval --against plain-static,hf --batch-size 8
       sdtune bench --profile profile.yaml --dataset prompts.jsonl --engine llama.cpp --engine-home llama.cpp --threads 4
       sdtune bench --profile profile.yaml --dataset prompts.jsonl --engine vllm --sequences 1 --sequences 4 --sequences 8

@@ -52,15 +52,6 @@ class Content:
         written = Content.of_turns(self.as_turns(system_prompt)).text
         return f"{written}\n\n{_label('assistant')}:"
 
-    def starting_with(self, text: str) -> Content:
-        """Return this content with further text before it; in a conversation, before the first user turn's text."""
-        if not self.turns:
-            return Content(text + self.text)
-        index = self.user_turns[0]
-        turn = self.turns[index]
-        longer = turn._replace(content=text + turn.content)
-        return Content.of_turns((*self.turns[:index], longer, *self.turns[index + 1 :]))
-
     def from_user_turn(self, index: int, text: str) -> Content:
         """Return the content from a user turn on, which has `text` in place of its own; system turns before it stay."""
         if not self.turns:

@@ -36,7 +36,6 @@ def find_prompts(
     *,
     num_tuning: int | None,
     num_held_out: int | None,
-    num_spare: int = 0,
     max_new_tokens: int,
     context_length: int | None,
     seed: int,
@@ -58,16 +57,13 @@ def find_prompts(
             tokenizer,
             num_tuning=tuning,
             num_held_out=held_out,
-            num_spare=num_spare,
             seed=own_seed,
             held_out_sha256=wanted,
             **limits,
         )
         if len(found.held_out) >= FEWEST:
             return FoundPrompts(found, True, _held_out(len(found.held_out), len(wanted)))
-    found = load_prompts(
-        source, tokenizer, num_tuning=tuning, num_held_out=held_out, num_spare=num_spare, seed=seed, **limits
-    )
+    found = load_prompts(source, tokenizer, num_tuning=tuning, num_held_out=held_out, seed=seed, **limits)
     if facts is None:
         origin = "the profile does not record its prompts and may have been tuned on some of these"
         return FoundPrompts(found, False, origin)

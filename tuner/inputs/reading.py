@@ -28,11 +28,6 @@ class Prompt:
     is_cut: bool = False
     """True if the beginning was cut off, as the prompt was too long."""
 
-    @property
-    def content(self) -> Content:
-        """What the token ids were made of, before they were encoded."""
-        return Content(self.text, self.turns)
-
 
 @dataclass(frozen=True)
 class LengthLimits:

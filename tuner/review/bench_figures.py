@@ -32,14 +32,11 @@ def read_comparison(path: Path, name: str) -> StockComparison:
 
 
 def _comparison(found: dict[str, Any]) -> StockComparison:
-    account = found["account"]
     return StockComparison(
         num_prompts=len(found["counted"]),
         plain_tokens_per_second=found["contenders"][PLAIN]["tokens_per_second"],
         contenders={name: _contender(each) for name, each in found["contenders"].items() if name != PLAIN},
         left_out=found["left_out"],
-        roofline_tokens_per_second=found["roofline"]["tokens_per_second"],
-        bookkeeping=None if account is None else account["bookkeeping"],
     )
 
 

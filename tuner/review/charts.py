@@ -125,10 +125,6 @@ def time_chart(review: SearchReview) -> go.Figure | None:
             name=name,
             marker={"color": colour, "pattern": {"shape": pattern}},
         )
-    if review.comparison is not None and (bound := review.comparison.roofline_tokens_per_second):
-        figure.add_vline(
-            x=1000 / bound, line_dash="dot", line_color=GREEN, annotation_text="roofline, one token per pass"
-        )
     figure.update_layout(barmode="stack")
     return _titled(figure, "milliseconds per token", "", height=240)
 

@@ -52,8 +52,6 @@ class StockComparison(Document):
     contenders: dict[str, StockContender]
     """By name; `profile` is among them."""
     left_out: dict[str, str] = Field(default_factory=dict, description="contenders that did not run, with the reasons")
-    roofline_tokens_per_second: float | None = None
-    bookkeeping: float | None = Field(None, description="share of the profile's decode time outside the model's passes")
 
 
 class TextPair(Document):

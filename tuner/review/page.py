@@ -67,7 +67,6 @@ def report_page(review: SearchReview) -> str:
         for name, figure in charts.items()
     }
     script = markupsafe.Markup(f"<script>{get_plotlyjs()}</script>")
-    comparison = review.comparison
     return environment.get_template("page.html.j2").render(
         review=review,
         verdict=verdict(review),
@@ -80,7 +79,6 @@ def report_page(review: SearchReview) -> str:
         kinds=list(_kinds(review.trials)),
         trials=list(_trials(review)),
         provenance=list(_provenance(review)),
-        bookkeeping=None if comparison is None or comparison.bookkeeping is None else f"{comparison.bookkeeping:.1%}",
     )
 
 

@@ -7,7 +7,6 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from subprocess import CompletedProcess
 from typing import Any
 
 import pytest
@@ -16,9 +15,9 @@ from click.testing import CliRunner, Result
 from transformers import AutoTokenizer
 
 from decoding.draft_length import AdaEdl, Fixed
-from decoding.drafts import LayerSkip, PromptLookup
+from decoding.drafts import LayerSkip
 from decoding.losslessness import Comparison
-from decoding.profile import DatasetFacts, Decoding, DraftProfile, Exactness, Interval, Measured, Rates, SearchCost
+from decoding.profile import DatasetFacts, Decoding, Exactness, Interval, Measured, Rates, SearchCost
 from decoding.target import Target
 from studies.measurement import Measurement
 from tests.support.heads import write_heads
@@ -27,15 +26,11 @@ from tests.support.records import sample
 from tests.support.refusals import refused
 from tests.support.shown import check_readable
 from tests.support.tiny import save_tiny_checkpoint, write_tiny_prompts
-from tuner.bench.accounting import Account
 from tuner.bench.categories import category_mean, verdict
-from tuner.bench.contenders import CONTENDERS, EXPORTED, default_names
-from tuner.bench.memory import CLEAR_REFS, MemoryOrder, PeakMemory, gauge_for
-from tuner.bench.memory_worker import measure
+from tuner.bench.contenders import CONTENDERS, default_names
 from tuner.bench.modes import MODES
 from tuner.bench.report import bench_json, bench_picture, bench_table
-from tuner.bench.result import BenchResult, Entry, Phase, comparable, mean_context
-from tuner.bench.roofline import Bandwidth, Reading, Roofline
+from tuner.bench.result import BenchResult, Entry, Phase, comparable
 from tuner.bench.sample import TextSample
 from tuner.cli.main import main
 from tuner.contest.contest import Prompts
@@ -51,7 +46,7 @@ NUM_NEW_TOKENS = 10
 NUM_OF_SEARCH = 18
 """Tokens that a profile says its search decoded."""
 OTHER_RUNNERS = [f"{who}-{mode}" for mode in MODES for who in ("plain", "profile")]
-NOT_BY_OTHER_RUNNERS = [name for name in CONTENDERS if name not in (*OTHER_RUNNERS, EXPORTED)]
+NOT_BY_OTHER_RUNNERS = [name for name in CONTENDERS if name not in OTHER_RUNNERS]
 RunBench = Callable[..., Result]
 WriteProfile = Callable[..., Path]
 
@@ -59,7 +54,6 @@ WriteProfile = Callable[..., Path]
 @pytest.fixture
 def bench(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> RunBench:
     """`sdtune bench` with small sizes, its results in the folder `b`."""
-    monkeypatch.setattr("tuner.bench.roofline.BUFFER_BYTES", {"cpu": 2**16})
 
     def run(profile: Path, dataset: Path, **flags: Any) -> Result:
         given = {
@@ -115,8 +109,6 @@ def test_all_contenders_write_plain_decodings_text_and_all_is_kept(
     found = results(workplace)
     assert list(found["contenders"]) == list(found["samples"]) == NOT_BY_OTHER_RUNNERS
     assert found["left_out"] == {}
-    assert 0 < found["account"]["bookkeeping"] < 1
-    assert found["account"]["profile_tokens"] == found["account"]["plain_tokens"] == 3 * (NUM_NEW_TOKENS - 1)
     for name, figures in found["contenders"].items():
         samples = found["samples"][name]
         assert [(each["prompt"], each["repeat"]) for each in samples] == [(p, r) for r in (0, 1) for p in (0, 1, 2)]
@@ -134,8 +126,6 @@ def test_all_contenders_write_plain_decodings_text_and_all_is_kept(
             assert low <= figures[key]["value"] <= high
         ratio = figures["tokens_per_second"]["value"] / found["contenders"]["plain"]["tokens_per_second"]["value"]
         assert figures["over_plain"]["value"] == pytest.approx(ratio)
-        share = figures["tokens_per_second"]["value"] / found["roofline"]["tokens_per_second"]
-        assert figures["share_of_roofline"] == pytest.approx(share)
     assert found["contenders"]["plain"]["over_plain"] == {"value": 1.0, "ci95": [1.0, 1.0]}
     assert found["contenders"]["plain"]["tokens_per_pass"] == 1.0
     tried = found["contenders"]["hf-early-exit"]["settings"]["tried"]
@@ -143,7 +133,6 @@ def test_all_contenders_write_plain_decodings_text_and_all_is_kept(
     assert set(tried) == {"1", "2", "3", "4"}
     assert tried[str(chosen)] == max(tried.values())
     assert found["contenders"]["profile"]["settings"]["draft"]["exit_layer"] == 4
-    assert len(found["roofline"]["bandwidth"]["seconds"]) > 2
     assert len(found["rows"]) == 3
     assert not set(found["rows"]) & set(found["tuning_rows"])
     assert (found["model"], found["dataset"], found["dtype"]) == ("tiny", "code.jsonl", "float32")
@@ -152,12 +141,10 @@ def test_all_contenders_write_plain_decodings_text_and_all_is_kept(
     table = (workplace / "b" / "bench.txt").read_text()
     for word in (
         *NOT_BY_OTHER_RUNNERS,
-        "roofline",
         "over plain",
         "profile over it",
         "6/6",
         "exit at 4, trained head",
-        "100%",
     ):
         assert word in table
         assert word in result.stdout
@@ -172,37 +159,6 @@ def test_without_a_list_the_static_cache_is_only_for_accelerators(
     monkeypatch.setitem(CONTENDERS, "hf-early-exit", CONTENDERS["hf"])  # it would choose for seconds
     assert bench(write_profile(LayerSkip.blocks((3,))), code).exit_code == 0
     assert list(results(workplace)["contenders"]) == [name for name in NOT_BY_OTHER_RUNNERS if name != "hf-static"]
-
-
-def test_the_exported_draft_model_assists_generate(
-    code: Path, workplace: Path, target: Target, write_profile: WriteProfile, bench: RunBench
-) -> None:
-    profile = write_profile(write_heads(target, workplace, [4])[4], Fixed(max_tokens=2))
-    assert bench(profile, code, against=f"hf,{EXPORTED}", max_new_tokens=24).exit_code == 0
-    found = results(workplace)["contenders"]
-    assert found[EXPORTED]["settings"]["assistant"]["num_assistant_tokens"] == 2
-    assert found[EXPORTED]["identical"] == found[EXPORTED]["texts"] == 3
-    assert found[EXPORTED]["tokens_per_pass"] > found["hf"]["tokens_per_pass"] == 1.0
-
-
-def test_an_exported_lookup_is_the_one_of_transformers(
-    code: Path, workplace: Path, write_profile: WriteProfile, bench: RunBench
-) -> None:
-    profile = write_profile(PromptLookup(max_ngram=2), Fixed(max_tokens=7))
-    assert bench(profile, code, against=EXPORTED).exit_code == 0
-    found = results(workplace)["contenders"][EXPORTED]
-    options = found["settings"]["options"]
-    assert options == {"prompt_lookup_num_tokens": 7, "max_matching_ngram_size": 2}
-    assert found["identical"] == found["texts"] == 3
-
-
-def test_a_draft_without_a_counterpart_in_transformers_is_left_out(
-    code: Path, workplace: Path, write_profile: WriteProfile, bench: RunBench
-) -> None:
-    profile = write_profile(LayerSkip(skip_attention=(3,), skip_mlp=()))
-    result = bench(profile, code, against=EXPORTED)
-    assert result.exit_code == 0, result.output
-    assert "sublayers" in results(workplace)["left_out"][EXPORTED]
 
 
 def test_held_out_prompts_of_the_search_are_measured_and_reported_as_such(
@@ -328,24 +284,6 @@ def test_texts_within_the_prefill_have_no_rate() -> None:
         comparable([long, entry("plain", [20, 7, 7, 7])])
 
 
-def test_prompts_of_a_wanted_length(workplace: Path, code: Path, write_profile: WriteProfile, bench: RunBench) -> None:
-    profile = write_profile(LayerSkip.blocks((3,)))
-    result = bench(profile, code, against="hf", context=50)
-    assert result.exit_code == 0, result.output
-    found = results(workplace)
-    assert {each["prompt_tokens"] for each in found["samples"]["hf"]} == {50}
-    assert found["context"] == 50
-    assert found["contenders"]["hf"]["identical"] == 3
-    assert "prompts of 50 tokens" in result.stdout
-    assert found["roofline"]["reading"]["mean_context"] == 50 + NUM_NEW_TOKENS / 2
-    refused(bench(profile, code, against="plain", context=200), "the data set has too little text", "--context")
-    refused(
-        bench(profile, code, against="plain", context=250),
-        "context of 256",
-        f"--context must be at most {256 - NUM_NEW_TOKENS}",
-    )
-
-
 def test_a_profile_for_sampling_is_measured_greedily_and_it_is_said(
     workplace: Path, code: Path, write_profile: WriteProfile, bench: RunBench
 ) -> None:
@@ -398,22 +336,8 @@ def text_sample(seconds: float, prompt: int, repeat: int = 0, **facts: Any) -> T
 
 def made_up(*, batch_size: int = 1, **entries: Sequence[TextSample]) -> BenchResult:
     named = {name: Entry(name, f"what {name} is", {}, tuple(samples)) for name, samples in entries.items()}
-    roofline = Roofline(
-        bandwidth=Bandwidth(buffer_bytes=100, seconds=(1.0,)),
-        reading=Reading(weights=4, keys_and_values=1.0, mean_context=1.0, batch_size=batch_size),
-    )
     facts = {"split": "held out", "provenance": {"device": "a device"}, "dtype": "bfloat16", "profile": "p"}
-    account = Account(
-        plain_seconds=9.0,
-        plain_tokens=90,
-        profile_seconds=5.0,
-        profile_tokens=100,
-        pass_seconds=4.8,
-        expected_passes=50.0,
-    )
-    return BenchResult(
-        named, {"hf-static": "RuntimeError: no"}, (0, 1, 2), 4, roofline, account, facts, ("a note",), batch_size
-    )
+    return BenchResult(named, {"hf-static": "RuntimeError: no"}, (0, 1, 2), 4, facts, ("a note",), batch_size)
 
 
 def test_a_text_is_kept_as_it_came() -> None:
@@ -445,8 +369,6 @@ def test_intervals_are_those_of_a_measurement_and_repeats_count_once() -> None:
     assert once.rate("plain").value == pytest.approx(10 / (16 / 3))
     low, high = once.rate("plain").ci95
     assert low < once.rate("plain").value < high
-    assert once.roofline.tokens_per_second == 20.0
-    assert once.share_of_roofline("plain") == pytest.approx(10 / (16 / 3) / 20)
 
 
 def test_texts_of_different_length_weigh_by_their_tokens() -> None:
@@ -516,7 +438,6 @@ def test_prompts_that_do_not_count_are_in_no_rate() -> None:
     result = made_up(plain=[*samples, text_sample(9.0, 3, decode_tokens=2)], profile=[*samples, text_sample(1.0, 3)])
     assert result.rate("plain").value == pytest.approx(5.0)
     assert result.over("profile", "plain").value == 1.0
-    assert mean_context(result.entries["plain"].samples, result.counted) == [25.5, 35.5, 45.5]
 
 
 def test_table_and_picture() -> None:
@@ -534,11 +455,7 @@ def test_table_and_picture() -> None:
     assert "1.00 [1.00, 1.00]" in hf
     assert any(line.startswith(" hf ") and "500.0" in line for line in lines), "milliseconds of prefill"
     check_readable(bench_table(result), [(name, "1.00 [1.00, 1.00]") for name in ("profile", "hf")])
-    assert next(line for line in lines if line.startswith(" roofline")).split()[1:] == ["20.0", "6.00", "1.00", "100%"]
     assert any("left out: RuntimeError: no" in line for line in lines)
-    said = flat(console.getvalue())
-    assert "4.0% of the profile's time is outside the model's passes; its speed-up is 2.00" in said
-    assert "2.00 is expected from its rounds and the costs of passes (100% of the expected)" in said
     assert any("a note" in line for line in lines)
     picture = io.BytesIO()
     bench_picture(result, picture)
@@ -561,7 +478,6 @@ def test_all_contenders_decode_batches_as_they_decode_single_prompts(
     assert (found["batch_size"], found["prompts"], found["counted"]) == (3, 6, [0, 1])
     assert list(found["contenders"]) == SIDE_BY_SIDE
     assert found["left_out"] == {}
-    assert found["account"] is None
     for name, figures in found["contenders"].items():
         samples = found["samples"][name]
         assert [(each["prompt"], each["repeat"]) for each in samples] == [(p, r) for r in (0, 1) for p in range(6)]
@@ -574,27 +490,12 @@ def test_all_contenders_decode_batches_as_they_decode_single_prompts(
         if "profile" not in name:
             assert figures["tokens_per_pass"] == 1.0
     assert found["contenders"]["profile"]["tokens_per_pass"] > 1.0
-    read = found["roofline"]["reading"]
-    assert read["batch_size"] == 3
-    assert found["roofline"]["bytes_per_token"] == pytest.approx(read["weights"] / 3 + read["keys_and_values"])
     said = flat(result.stdout)
     assert "2 batches of 3 prompts" in said
     assert "tokens and seconds are sums over a batch of 3 sequences" in said
     assert "the last 1 prompts are not measured: they fill no batch of 3" in said
     assert "12/12" in said
     assert "in turns" not in said
-
-
-def test_batches_of_prompts_of_a_wanted_length(
-    workplace: Path, code: Path, write_profile: WriteProfile, bench: RunBench
-) -> None:
-    profile = write_profile(LayerSkip.blocks((3,)))
-    result = bench(profile, code, against="hf", batch_size=2, held_out_prompts=4, context=50)
-    assert result.exit_code == 0, result.output
-    found = results(workplace)
-    assert {each["prompt_tokens"] for each in found["samples"]["hf"]} == {50}
-    assert (found["context"], found["roofline"]["reading"]["mean_context"]) == (50, 50 + NUM_NEW_TOKENS / 2)
-    assert [found["contenders"][name]["identical"] for name in ("profile", "plain", "hf")] == [4, 4, 4]
 
 
 def test_contenders_without_batches_are_left_out_with_the_reason(
@@ -610,7 +511,7 @@ def test_contenders_without_batches_are_left_out_with_the_reason(
     assert "left out: transformers does not support it: its assisted generation decodes one sequence" in flat(
         result.stdout
     )
-    for name in ("hf-early-exit", "hf-prompt-lookup", EXPORTED):
+    for name in ("hf-early-exit", "hf-prompt-lookup"):
         refused(
             bench(profile, code, against=f"hf,{name}", batch_size=2), f"{name} does not work", "transformers does not"
         )
@@ -699,12 +600,8 @@ def test_a_batch_has_one_rate_over_its_sequences_and_is_one_sample() -> None:
     }
     assert result.over("profile", "plain").ci95 == pytest.approx(made_up(**whole).over("profile", "plain").ci95)
     assert result.rate("plain").value == pytest.approx(120 / 16)
-    # Weights of 4 bytes for both texts, and a byte of keys and values for each.
-    assert result.roofline.tokens_per_second == pytest.approx(2 * 100 / 6)
-    assert mean_context(plain, [0, 2]) == [20 + 5.5, 30 + 15.5, 60 + 15.5, 70 + 5.5]
     document = bench_json(result)
     assert (document["batch_size"], document["contenders"]["plain"]["texts"]) == (2, 6)
-    assert document["roofline"]["bytes_per_token"] == 3.0
 
 
 def test_a_batch_counts_if_its_texts_are_long_enough_on_average() -> None:
@@ -727,9 +624,6 @@ def test_table_and_picture_of_batches() -> None:
     Console(file=console, width=120).print(bench_table(result))
     said = flat(console.getvalue())
     assert "3 batches of 2 prompts of 45 tokens on average (95 % intervals over batches)" in said
-    assert (
-        "one token per pass for each of 2 sequences: 0.0 MB of weights and 2 times 0.00 MB of keys and values" in said
-    )
     assert "6/6" in said
     picture = io.BytesIO()
     bench_picture(result, picture)
@@ -783,85 +677,3 @@ def test_profile_and_plain_are_run_as_asked(
     found = results(workplace)
     assert (found["runner"], found["exact_width"]) == ("static", None)
     assert all(figures["identical"] == 3 for figures in found["contenders"].values())
-
-
-# --- memory -----------------------------------------------------------------------------------------------------------
-
-
-def test_memory_is_measured_in_a_process_of_its_own_and_told(
-    workplace: Path, code: Path, write_profile: WriteProfile, bench: RunBench, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked: list[MemoryOrder] = []
-
-    def run(order: MemoryOrder) -> CompletedProcess[str]:
-        asked.append(order)
-        if order.contender == "hf":
-            return CompletedProcess([], 1, "", "Traceback\nMemoryError: no\n")
-        return CompletedProcess(
-            [], 0, PeakMemory(weights_bytes=10**6, beside_weights_bytes=2 * 10**6).model_dump_json()
-        )
-
-    monkeypatch.setattr("tuner.bench.memory.run_worker", run)
-    profile = write_profile(LayerSkip.blocks((3,)))
-    result = CliRunner().invoke(
-        main,
-        ["bench", "--profile", str(profile), "--dataset", str(code), "--against", "hf", "--out", "b", "--memory"]
-        + [part for key, value in {**SIZES, "max-new-tokens": 12}.items() for part in (f"--{key}", str(value))],
-    )
-    assert result.exit_code == 0, result.output
-    assert [order.contender for order in asked] == ["profile", "plain", "hf"]
-    assert len({order.batch for order in asked}) == 1
-    found = results(workplace)
-    assert found["contenders"]["profile"]["memory"] == {"weights_bytes": 10**6, "beside_weights_bytes": 2 * 10**6}
-    assert found["contenders"]["hf"]["memory"] is None
-    assert found["memory_unknown"] == {"hf": "MemoryError: no"}
-    said = flat(result.stdout)
-    assert "peak beside 1 MB of weights, each in a process of its own: profile 2 MB, plain 2 MB" in said
-    assert "memory unknown: MemoryError: no" in said
-
-
-def test_a_worker_measures_what_a_contender_makes(
-    workplace: Path, write_profile: WriteProfile, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class Steps:
-        """Memory that grows by 100 bytes before each reading."""
-
-        def __init__(self) -> None:
-            self.used = 0
-
-        def start(self) -> int:
-            self.used += 100
-            return self.used
-
-        peak = start
-
-    monkeypatch.setattr("tuner.bench.memory_worker.gauge_for", lambda device: Steps())
-    profile = write_profile(LayerSkip.blocks((3,)))
-    for name in ("profile", "plain", "hf"):
-        order = MemoryOrder(
-            contender=name,
-            model=DraftProfile.load(profile).target.model,
-            revision=None,
-            dtype="float32",
-            device="cpu",
-            profile=profile,
-            runner=None,
-            batch=((5, 6, 7),),
-            tuning_prompts=(),
-            max_new_tokens=9,
-            threads=torch.get_num_threads(),
-        )
-        found = measure(order)
-        assert found.beside_weights_bytes == 100
-        assert found.weights_bytes > 0
-
-
-@pytest.mark.skipif(not CLEAR_REFS.exists(), reason="only Linux tells the peak of the resident memory")
-def test_the_peak_of_the_resident_memory_is_that_since_the_start() -> None:
-    gauge = gauge_for(torch.device("cpu"))
-    assert gauge is not None
-    before = gauge.start()
-    large = torch.ones(64 * 2**20 // 4)
-    assert gauge.peak() - before >= 60 * 2**20
-    del large
-    assert gauge.start() < before + 60 * 2**20

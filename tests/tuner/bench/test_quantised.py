@@ -18,7 +18,6 @@ from tuner.cli.main import main
 def test_quantised_profile_writes_plain_decodings_text(
     workplace: Path, write_profile: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tuner.bench.roofline.BUFFER_BYTES", {"cpu": 2**16})
     profile, code = write_profile(LayerSkip(bits=8), Fixed(max_tokens=3)), write_tiny_prompts(workplace / "code.jsonl")
     sizes = ["--tuning-prompts", "4", "--held-out-prompts", "2", "--max-new-tokens", "24", "--out", "b"]
     files = ["--profile", str(profile), "--dataset", str(code)]

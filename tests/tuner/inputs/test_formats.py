@@ -13,9 +13,8 @@ import pytest
 from tests.support.byte_tokenizer import CHAT_TEMPLATE, byte_tokenizer
 from tests.support.reading import read_in_process
 from tuner.errors import DatasetError
-from tuner.inputs.content import Content, Turn
+from tuner.inputs.content import Turn
 from tuner.inputs.conversations import before_the_reply
-from tuner.inputs.encoding import PromptEncoder
 from tuner.inputs.presets import load_preset
 from tuner.inputs.prompts import PromptSet, load_prompts
 from tuner.prompt_settings import PromptSettings
@@ -229,13 +228,6 @@ class TestLength:
         short = rendered(path, max_prompt_tokens=90)
         assert short == f"[system] s[user] {'c' * 50}[assistant]"
         assert rendered(path, max_prompt_tokens=50).startswith("[system] s[user] ccc")
-
-    def test_further_text_goes_before_the_first_user_turn(self) -> None:
-        content = Content.of_turns((Turn("system", "s"), Turn("user", "a"), Turn("assistant", "b"), Turn("user", "c")))
-        longer = content.starting_with("more ")
-        assert [turn.content for turn in longer.turns] == ["s", "more a", "b", "c"]
-        encoder = PromptEncoder(byte_tokenizer())
-        assert encoder.cut(longer, len(encoder.encode(content))) == (content, encoder.encode(content))
 
 
 class TestTemplates:

@@ -60,7 +60,6 @@ def find(tokenizer: Any, facts: DatasetFacts | None, source: Path | None = None,
         {"columns": PromptSettings()},
         {"seed": 7},
         {"num_tuning": 3},
-        {"num_spare": 50},
     ],
 )
 def test_the_prompts_held_out_are_found_whatever_is_said_of_the_split(
@@ -70,7 +69,7 @@ def test_the_prompts_held_out_are_found_whatever_is_said_of_the_split(
     assert found.are_held_out
     assert found.origin == "held out by the search that made the profile"
     assert [prompt.token_ids for prompt in found.prompts.held_out] == [each.token_ids for each in searched.held_out]
-    others = {prompt.token_ids for prompt in (*found.prompts.tuning, *found.prompts.spare)}
+    others = {prompt.token_ids for prompt in found.prompts.tuning}
     assert found.prompts.tuning
     assert others.isdisjoint(prompt.token_ids for prompt in searched.held_out)
 

@@ -67,7 +67,6 @@ def test_one_file_has_everything_and_loads_nothing(page: str) -> None:
             "failed: it broke",
             "won the race",
             "sdtune search --model m",
-            "3.0% of the profile",
         ),
     ):
         assert wanted in words, wanted

@@ -9,12 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tuner.bench.exported import export_settings
 from tuner.engines.contract import ServerSettings
 from tuner.engines.loopback import Client, free_port
 from tuner.engines.serving import serving
 from tuner.export.engines.registry import load_engine
 from tuner.export.run import export
+from tuner.export.settings import ExportSettings
+from tuner.prompt_settings import PromptSettings
 from tuner.results import public_name, stamped
 
 if TYPE_CHECKING:
@@ -90,7 +91,21 @@ def prepare_engine(
     """Export the profile into `out`, and return what is needed to run it; raise `ExportError` for what has no counterpart."""
     out.mkdir(exist_ok=True)
     assert config.engine is not None, "the caller has looked"
-    plan = export(export_settings(config, config.engine, out / EXPORT), progress, loaded=task.loaded).plan
+    settings = ExportSettings(
+        profile=config.profile,
+        to=config.engine,
+        out=out / EXPORT,
+        overwrite=True,
+        model=config.model,
+        dtype=config.dtype,
+        device=config.device,
+        prompts=config.dataset,
+        tuning_prompts=config.tuning_prompts,
+        held_out_prompts=config.held_out_prompts,
+        seed=config.seed,
+        **{name: getattr(config, name) for name in PromptSettings.model_fields},
+    )
+    plan = export(settings, progress, loaded=task.loaded).plan
     assert plan is not None, "an engine's export has a plan"
     return EngineTask(config.engine, config, task, program, version, plan, _server_settings(config, task, plan))
 

@@ -11,10 +11,11 @@ from decoding.target import Target
 from studies.ratios import Work, speed_ratio
 from tuner.bench.collecting import SampleCollector
 from tuner.bench.contenders import PLAIN
-from tuner.bench.result import Entry, Phase, comparable, mean_context
+from tuner.bench.result import Entry, Phase, comparable
 from tuner.bench.sample import TextSample
 from tuner.contest.contest import Contender, Contest
 from tuner.contest.own_decoding import OwnDecoding
+from tuner.evaluation.gpu.roofline import mean_context
 from tuner.evaluation.gpu.shared import Shared
 from tuner.measuring.clock import WallClock
 

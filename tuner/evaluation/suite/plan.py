@@ -97,7 +97,7 @@ def _measured_seconds(place: Place, model: str, precision: str) -> float | None:
 
 
 def _assumed_seconds(place: Place, model: str, precision: str) -> float:
-    from tuner.bench.roofline import measure_bandwidth
+    from tuner.evaluation.gpu.roofline import measure_bandwidth
     from tuner.inputs.memory import size_of_checkpoint
     from tuner.inputs.models import resolve_device
 

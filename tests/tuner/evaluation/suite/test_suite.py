@@ -22,7 +22,7 @@ CELLS = ["tiny/float32/words/swift", "tiny/float32/words/bench", "tiny/float32/m
 @pytest.fixture
 def run_suite(workplace: Path, checkpoint: Path, prompts_file: Path, monkeypatch: pytest.MonkeyPatch) -> RunSuite:
     """`sdtune evaluate suite` in this process on two tasks; the prompts of the second, `more.jsonl`, are not there yet."""
-    monkeypatch.setattr("tuner.bench.roofline.BUFFER_BYTES", {"cpu": 2**16})
+    monkeypatch.setattr("tuner.evaluation.gpu.roofline.BUFFER_BYTES", {"cpu": 2**16})
     out = workplace / "suite"
     out.mkdir()
     (workplace.parent / "mlflow.db").rename(out / "mlflow.db")

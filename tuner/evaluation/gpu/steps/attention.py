@@ -26,8 +26,8 @@ from decoding.target.attention import grouped_attention
 from decoding.target.backends import attention_backends
 from decoding.target.varlen import find_kernel, varlen_attention
 from decoding.timing.stopwatch import Stopwatch
-from tuner.bench.roofline import seconds_by_events
 from tuner.evaluation.gpu.contract import Result
+from tuner.evaluation.gpu.roofline import seconds_by_events
 from tuner.evaluation.gpu.shared import Shared
 
 CONTEXTS, WIDTHS = (512, 4096), (1, 5)

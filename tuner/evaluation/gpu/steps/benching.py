@@ -119,7 +119,7 @@ class DemoLosslessness:
 def bench_figures(document: Mapping[str, Any]) -> Result:
     """Return what a bench found without its samples."""
     kept = ("dtype", "runner", "batch_size", "max_new_tokens", "split", "remarks", "left_out", "contenders", "counted")
-    return {**{key: document[key] for key in kept}, "roofline": document["roofline"]}
+    return {key: document[key] for key in kept}
 
 
 def bench_lines(result: Mapping[str, Any]) -> Iterator[str]:

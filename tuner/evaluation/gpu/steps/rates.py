@@ -8,10 +8,10 @@ from typing import Any
 
 from decoding.decoder import plain_decoder
 from tuner.bench.contenders import PLAIN
-from tuner.bench.roofline import Roofline, measure_bandwidth, reading
 from tuner.contest.contest import Contender
 from tuner.contest.stock_generation import StockGeneration
 from tuner.evaluation.gpu.contract import Result
+from tuner.evaluation.gpu.roofline import Roofline, measure_bandwidth, reading
 from tuner.evaluation.gpu.shared import NEW_TOKENS, Shared
 from tuner.evaluation.gpu.side_by_side import SideBySide, own, plain_static, prompts_of, ratio_text
 

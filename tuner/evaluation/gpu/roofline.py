@@ -19,6 +19,7 @@ from torch import nn
 from decoding.documents.strict_yaml import Document
 from decoding.target import Target
 from decoding.timing.stopwatch import ReadSeconds, Stopwatch
+from tuner.bench.sample import TextSample
 
 BUFFER_BYTES = {"cpu": 2**29, "cuda": 2**32}
 """Size of the buffer that is read: much larger than the caches, and large enough to hide the start of a read.
@@ -159,6 +160,12 @@ def _one_pass(target: Target) -> tuple[int, tuple[int, int] | None, list[int]]:
     states: list[Any] = [(layer.keys, layer.values) for layer in cache.layers]
     per_position = [sum(each[0, :, 0].numel() * each.element_size() for each in pair) for pair in states]
     return total, experts, per_position
+
+
+def mean_context(samples: Sequence[TextSample], counted: Sequence[int]) -> list[float]:
+    """Return the mean number of positions that a plain pass attends to, for each prompt of the `counted` batches."""
+    of_prompts = {sample.prompt: sample for sample in samples if sample.batch in counted}
+    return [sample.prompt_tokens + (sample.decode_tokens + 1) / 2 for sample in of_prompts.values()]
 
 
 def _window(config: Any, index: int) -> int | None:

@@ -11,7 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralFo
 
 from decoding.target import Target
 from tests.support.tiny import tiny_llama
-from tuner.bench.roofline import Bandwidth, Reading, Roofline, measure_bandwidth, reading, seconds_by_events
+from tuner.evaluation.gpu.roofline import Bandwidth, Reading, Roofline, measure_bandwidth, reading, seconds_by_events
 
 CPU = torch.device("cpu")
 PER_POSITION = 6 * 2 * 2 * 8 * 4
