@@ -244,7 +244,7 @@ class Measured(Document):
     @model_validator(mode="before")
     @classmethod
     def _earlier_names(cls, data: Any) -> Any:
-        """Accept `acceptance_rate`, the name of `draft_acceptance_rate` in profiles of earlier versions."""
+        """Accept `acceptance_rate`, the earlier name of `draft_acceptance_rate`: the demo's profile has it."""
         if isinstance(data, dict) and "acceptance_rate" in data and "draft_acceptance_rate" not in data:
             data = {**data, "draft_acceptance_rate": data["acceptance_rate"]}
             del data["acceptance_rate"]

@@ -65,7 +65,7 @@ class PromptSample(Document):
     draft_seconds: float
     draft_tokens: int
     drafting_seconds: float | None = None
-    """Part of `draft_seconds` spent drafting; None for batches, which draft together, for prices, and in earlier samples."""
+    """Part of `draft_seconds` spent drafting; None for batches, which draft together, and for prices."""
     rounds: int
     drafted: int
     accepted: int
@@ -78,12 +78,12 @@ class PromptSample(Document):
     """True if every sequence that is neither identical nor a tie first differs at a numerical tie in float32: a difference."""
     batch: BatchTexts | None = None
     prefill: PairedPrefill | None = None
-    """None in samples of versions that timed the decode phase only."""
+    """None by a clock that does not charge prefills."""
     waited_seconds: float | None = Field(None, exclude_if=lambda seconds: seconds is None)
     """Seconds of both decodings, prefill included, in which threads were ready to run and waited for a processor; None where the
-    system does not say, and in earlier samples."""
+    system does not say."""
     accepted_lengths: tuple[int, ...] = ()
-    """Number of rounds that accepted 0, 1, 2 ... drafted tokens; empty in samples of earlier versions."""
+    """Number of rounds that accepted 0, 1, 2 ... drafted tokens."""
     category: str | None = None
     """Category of the prompt, or of all prompts of the batch; None without one, and for a batch of several categories."""
 

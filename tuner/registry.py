@@ -169,9 +169,7 @@ def _of_run(mlflow: Any, client: Any, run_id: str, tracking_uri: str) -> _Found:
     models = client.search_logged_models([run.info.experiment_id], f"source_run_id = '{run_id}'")
     model = next((each for each in models if each.model_type == MODEL_TYPE), None)
     if model is None:
-        raise ConfigError(
-            f"the run {run_id} has no profile: it is no finished search, or one of an earlier version; give the profile"
-        )
+        raise ConfigError(f"the run {run_id} has no profile: it is no finished search; give the profile")
     with TemporaryDirectory() as folder:
         uri = f"{model.artifact_location}/{PROFILE_NAME}"
         path = mlflow.artifacts.download_artifacts(artifact_uri=uri, dst_path=folder, tracking_uri=tracking_uri)

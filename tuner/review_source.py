@@ -36,9 +36,7 @@ def find_review(source: str, tracking_uri: str) -> SearchReview:
 
     text = read_artifact(tracking_uri, run_id, REVIEW_NAME)
     if text is None:
-        raise ConfigError(
-            f"the run {run_id} in {tracking_uri} has no {REVIEW_NAME}: it is no finished search, or one of an earlier version"
-        )
+        raise ConfigError(f"the run {run_id} in {tracking_uri} has no {REVIEW_NAME}: it is no finished search")
     return _parsed(text, source)
 
 

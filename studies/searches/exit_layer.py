@@ -63,25 +63,17 @@ class ExitLayer(Study):
         problem: Problem,
         settings: ExitLayerSettings,
         forecasts: Sequence[ExitForecast],
-        *,
-        has_short_names: bool = False,
     ) -> None:
         super().__init__(problem, settings)
         self._forecasts = list(forecasts)
         exits = promising(self._forecasts, settings.num_promising)
-        self._name = _short_name if has_short_names else _name
-        exits.sort(key=lambda each: _short_name(each.draft) if has_short_names else _place(each.draft))
-        self._choices = {self._name(each.draft): each for each in exits}
+        exits.sort(key=lambda each: (each.draft.exit_layer, each.draft.head is not None))
+        self._choices = {_name(each.draft): each for each in exits}
         self._best: TrialRecord | None = None
 
     @classmethod
     def create(cls, problem: Problem, settings: Any, kept: Any = None) -> ExitLayer:
-        """Return the study with a forecast of every exit, or with the forecasts that were kept.
-
-        Optuna takes no other values of a parameter in a stored study, so one that was stored with short names of exits keeps them.
-        """
-        if isinstance(kept, list):  # a study stored before exits were named in words
-            return cls(problem, settings, _FORECASTS.validate_python(kept), has_short_names=True)
+        """Return the study with a forecast of every exit, or with the forecasts that were kept."""
         if kept is not None:
             return cls(problem, settings, _FORECASTS.validate_python(kept[KEPT_FORECASTS]))
         drafts = _drafts(problem, settings)
@@ -154,7 +146,7 @@ class ExitLayer(Study):
         starts = [self._start(forecast) for forecast in best_first[: self.settings.num_promising]]
         starts.insert(1, {"exit": NOTHING})
         if best_first:
-            first = self._name(best_first[0].draft)
+            first = _name(best_first[0].draft)
             rules = [RULES[name](rule=name) for name in self.settings.rules if name != "fixed"]
             starts += [{"exit": first, **rule_parameters(rule, self.settings.max_tokens)} for rule in rules]
         starts += [self._start(forecast) for forecast in best_first[self.settings.num_promising :]]
@@ -165,7 +157,7 @@ class ExitLayer(Study):
         rule = forecast.rule
         if rule.rule not in self.settings.rules:
             rule = RULES[self.settings.rules[0]](rule=self.settings.rules[0])
-        return {"exit": self._name(forecast.draft), **rule_parameters(rule, self.settings.max_tokens)}
+        return {"exit": _name(forecast.draft), **rule_parameters(rule, self.settings.max_tokens)}
 
 
 def promising(forecasts: list[ExitForecast], count: int) -> list[ExitForecast]:
@@ -193,14 +185,6 @@ def _drafts(problem: Problem, settings: ExitLayerSettings) -> list[EarlyExit]:
     return drafts
 
 
-def _place(draft: EarlyExit) -> tuple[int, bool]:
-    return draft.exit_layer, draft.head is not None
-
-
 def _name(draft: EarlyExit) -> str:
     """Return the exit as a value of a parameter, as Optuna's dashboard shows it."""
     return f"layer {draft.exit_layer}, {'trained head' if draft.head else 'no head'}"
-
-
-def _short_name(draft: EarlyExit) -> str:
-    return f"{draft.exit_layer} {'block' if draft.head else 'none'}"

@@ -35,8 +35,6 @@ PREPARING = 0.3
 """Share of the search time after which no further draft is rated."""
 JOINED, ORIGINS, RATED_ALL = "joined", "origins", "rated_all"
 """Notes of a trial: the drafts that joined the pool before it, their origins, and whether all skip sets had been rated."""
-NOT_RECORDED = "not recorded"
-"""Origin of a draft in a pool that was stored before origins were."""
 
 
 class PredictedSettings(StudySettings):
@@ -105,8 +103,8 @@ class KeptPool(Document):
     """The first pool of a study, stored with it: costs measured again would lead to another pool."""
 
     pool: tuple[RealDraft, ...]
-    origins: tuple[str, ...] = ()
-    """Origin of each draft; empty if the study was stored before origins were."""
+    origins: tuple[str, ...]
+    """Origin of each draft."""
     rated_all: bool
     """True if all skip sets had been rated before the first trial."""
     costs: CostTable
@@ -179,7 +177,7 @@ class Predicted(Study):
     def observe(self, record: TrialRecord) -> None:
         """Correct the predictions."""
         joined = _DRAFTS.validate_python(record.notes[JOINED])
-        self._note_origins(joined, record.notes.get(ORIGINS, ()))
+        self._note_origins(joined, record.notes[ORIGINS])
         self._search.add(joined)
         self._rating.is_over |= record.notes[RATED_ALL]
         self._joined = [draft for draft in self._joined if draft not in joined]
@@ -250,8 +248,7 @@ class Predicted(Study):
         return any_rated
 
     def _note_origins(self, drafts: Sequence[Draft], origins: Sequence[str]) -> None:
-        """Keep the origin of each draft; `origins` is empty if it was not stored with them."""
-        self._origins |= zip(drafts, origins or [NOT_RECORDED] * len(drafts), strict=True)
+        self._origins |= zip(drafts, origins, strict=True)
 
     def _new_predictor(self, survey: Survey | JoinedSurvey) -> Predictor:
         return Predictor(

@@ -87,7 +87,7 @@ class ExitHeads:
         return exits
 
     def decisive(self, settings: DistillSettings) -> dict[str, Any]:
-        """Return nothing: heads that were trained before there were other kinds are the same heads."""
+        """Return nothing."""
         return {}
 
     def file_name(self, layer: int) -> str:

@@ -99,8 +99,8 @@ class StoredCosts(Document):
     format: Literal[1] = 1
     key: CostKey
     created: str
-    load: float | None = None
-    """Load average after the measurement; None where the system has none, and in files of earlier versions."""
+    load: float | None
+    """Load average after the measurement; None where the system has none."""
     table: CostTable
 
     @property

@@ -116,22 +116,6 @@ def test_neighbours_of_the_promising_exits_may_be_chosen_and_no_others(target: T
     assert len(promising(FORECASTS, 99)) == len(FORECASTS)
 
 
-def test_a_study_stored_with_short_names_of_exits_goes_on_with_them(target: Target) -> None:
-    forecasts = [forecast(9, 1.5), forecast(9, 1.4, head=True), forecast(2, 1.3), forecast(10, 1.2)]
-    kept = [each.model_dump(mode="json") for each in forecasts]
-    problem = Problem(target, (), (), earlier={}, seed=0, head_drafts=HEADS)
-    study = ExitLayer.create(problem, ExitLayerSettings(), kept)
-    assert choices(study) == [
-        NOTHING,
-        "10 none",
-        "2 none",
-        "9 block",
-        "9 none",
-    ]  # their order then, which Optuna compares
-    assert begun(study)[0].draft == forecasts[0].draft
-    assert study.setup().space == study_of(target, forecasts).setup().space, "one search, so it is resumed"
-
-
 def test_neighbours_are_those_considered_however_far_apart() -> None:
     sparse = [forecast(20, 1.5), forecast(30, 1.2), forecast(10, 1.1), forecast(40, 1.0)]
     assert [each.draft.exit_layer for each in promising(sparse, 1)] == [20, 10, 30]

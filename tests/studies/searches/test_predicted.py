@@ -316,9 +316,6 @@ def test_resumed_search_knows_where_its_drafts_came_from(with_heads: Problem) ->
     for record in records[:3]:
         again.observe(record)
     assert [each.origin for each in run(again, 2, as_predicted)] == [each.origin for each in records[3:]]
-    older = {key: value for key, value in study.setup().kept.items() if key != "origins"}
-    stored_before = Joint.create(replace(limited, costs=None), settings, older)
-    assert run(stored_before, 1, as_predicted)[0].origin == "not recorded"
 
 
 @pytest.mark.parametrize("kind", ["skip_set", "exit_head", "lookup"])
