@@ -13,33 +13,33 @@ from functools import partial
 
 import torch
 
-from decoding.arms.decoder import ArmedDecoder
 from decoding.decoder import Decoder
 from decoding.errors import UnsupportedRequestError, first_line
 from decoding.rounds import Prefill, Round
+from decoding.serving.control import DraftControl, controlled
 from decoding.serving.rows import Event, ServedRows, new_rows
 from decoding.serving.waiting_room import Job, RequestEnd, Stopped, WaitingRoom
 
 Observer = Callable[[Job, Prefill | Round | RequestEnd], None]
 """Told what every job's listener is told."""
-RowDecoder = Decoder | ArmedDecoder
-"""What decodes the sequences: one setting, or the arm that is fastest at the time."""
 
 
 class ContinuousBatch:
     """Decodes the jobs of a waiting room in `num_rows` rows, each of at most `max_length` tokens, prompt and new ones.
 
-    A decoder with arms is told how fast the rounds are. One thread calls `advance`; any thread may use the room. With a persistent
-    draft-length rule a row keeps its controller from one sequence to the next.
+    `control` says when rounds draft, and is told how fast they are; without it they always do. A `fresh` job always drafts: its
+    samples would depend on time. One thread calls `advance`; any thread may use the room. With a persistent draft-length rule a row
+    keeps its controller from one sequence to the next.
     """
 
     def __init__(
         self,
-        decoder: RowDecoder,
+        decoder: Decoder,
         room: WaitingRoom,
         *,
         num_rows: int,
         max_length: int,
+        control: DraftControl | None = None,
         observer: Observer | None = None,
     ) -> None:
         if num_rows < 1:
@@ -49,7 +49,8 @@ class ContinuousBatch:
         self._observer = observer
         self._jobs: dict[int, Job] = {}
         self._free = deque(range(num_rows))
-        self.decoder = decoder
+        self.decoder, self.control = decoder, control
+        self._controlled = decoder if control is None else controlled(decoder, control)
         self._capacity = max_length + max(decoder.max_drafted, decoder.target.runner.exact_width or 0) + 1
         self._rows = self._new_rows()
 
@@ -65,17 +66,17 @@ class ContinuousBatch:
         reads_prompt = self._admit()
         if not self._jobs:
             return False
-        if reads_prompt and isinstance(self.decoder, ArmedDecoder):
-            self.decoder.foresee(min(len(self._jobs) + len(self._room), self.num_rows))
+        if self.control is not None:
+            self.control.choose(min(len(self._jobs) + len(self._room), self.num_rows))
         start, num_running = time.perf_counter(), len(self._jobs)
         try:
             events = self._rows.advance()
         except Exception as error:  # a shared pass: no sequence can go on, but the next ones can
             self._fail_all(error)
             return True
-        if isinstance(self.decoder, ArmedDecoder) and not reads_prompt:
+        if self.control is not None and not reads_prompt and not any(job.fresh for job in self._jobs.values()):
             rounds = [event for _, event in events if isinstance(event, Round)]
-            self.decoder.observe(num_running, rounds, time.perf_counter() - start)
+            self.control.observe(num_running, rounds, time.perf_counter() - start)
         for row, event in events:
             self._settle(row, event)
         return True
@@ -112,7 +113,8 @@ class ContinuousBatch:
             return False
         row = self._free.popleft()
         self._jobs[row] = job
-        self._rows.start(row, partial(self.decoder.loop, job.request, row, fresh=job.fresh))
+        decoder = self.decoder if job.fresh else self._controlled
+        self._rows.start(row, partial(decoder.loop, job.request, row, fresh=job.fresh))
         return True
 
     def _check(self, job: Job) -> None:

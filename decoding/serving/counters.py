@@ -9,13 +9,14 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Proc
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from decoding.arms.belief import PLAIN
-from decoding.arms.decoder import ArmedDecoder
-from decoding.decoder import Decoder
+from decoding.profile import Measured
 from decoding.rounds import Prefill, Round
+from decoding.serving.control import DraftControl, load_name, load_of
 from decoding.serving.waiting_room import Job, RequestEnd
 
 LABEL = "model_name"
+LOAD_LABEL = "requests"
+"""How many requests were decoded together: `1`, `2-3`, `4-7` ..."""
 SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 """Upper bounds of the histograms' buckets."""
 
@@ -54,9 +55,21 @@ class ServerCounters:
         """Add a figure that is asked for whenever the metrics are read."""
         Gauge(name, help, [LABEL], registry=self._registry).labels(self._name).set_function(value)
 
-    def watch_arms(self, decoder: Decoder | ArmedDecoder) -> None:
-        """Add the figures of the arms of a decoder."""
-        self._registry.register(_ArmCollector(self._name, decoder))
+    def watch(self, control: DraftControl) -> None:
+        """Add the speed-up over plain rounds, by load."""
+        self._registry.register(_SpeedupCollector(self._name, control))
+
+    def compare_with(self, measured: Measured) -> None:
+        """Add what the profile's own measurement found, to compare with."""
+        speedup = Gauge(
+            "sdtune:profile_speedup_low",
+            "Lower end of the 95 % interval of the profile's speed-up, at the load that it was tuned for.",
+            [LABEL, LOAD_LABEL],
+            registry=self._registry,
+        )
+        speedup.labels(self._name, load_name(load_of(measured.batch_size))).set(measured.speedup.ci95[0])
+        acceptance = "Accepted over drafted tokens, as the profile's own measurement found them."
+        self.gauge("sdtune:profile_acceptance_rate", acceptance, lambda: measured.draft_acceptance_rate)
 
     def observe(self, job: Job, event: Prefill | Round | RequestEnd) -> None:
         """Count a record of a request, or its end."""
@@ -91,35 +104,21 @@ class ServerCounters:
         return Histogram(name, help, [LABEL], registry=self._registry, buckets=SECONDS).labels(self._name)
 
 
-class _ArmCollector(Collector):
-    """The arm in use, speed-ups and the alarm; a server without arms has the first only."""
+class _SpeedupCollector(Collector):
+    """The measured speed-up of drafts at each load, with its 95 % interval."""
 
-    def __init__(self, name: str, decoder: Decoder | ArmedDecoder) -> None:
-        self._name, self._decoder = name, decoder
+    def __init__(self, name: str, control: DraftControl) -> None:
+        self._name, self._control = name, control
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
         """See `Collector.collect`."""
-        decoder = self._decoder
-        drafting = GaugeMetricFamily("sdtune:drafting", "1 while rounds draft, 0 in plain rounds.", labels=[LABEL])
-        if not isinstance(decoder, ArmedDecoder):
-            drafting.add_metric([self._name], float(decoder.drafter is not None))
-            yield drafting
-            return
-        used = decoder.chooser.arm
-        drafting.add_metric([self._name], float(used != PLAIN))
-        yield drafting
-        in_use = GaugeMetricFamily("sdtune:arm", "1 for the arm that drafts, 0 for the others.", labels=[LABEL, "arm"])
-        for index, arm in enumerate(decoder.names):
-            in_use.add_metric([self._name, arm], float(index == used))
-        yield in_use
-        speedups = GaugeMetricFamily(
-            "sdtune:arm_speedup", "Speed over plain rounds at the present load, estimated.", labels=[LABEL, "arm"]
-        )
-        for arm, value in zip(decoder.names[1:], decoder.chooser.speedups(), strict=True):
-            speedups.add_metric([self._name, arm], value)
-        yield speedups
-        alarm = GaugeMetricFamily(
-            "sdtune:speedup_alarm", "1 while no profile reaches the interval of its speed-up.", labels=[LABEL]
-        )
-        alarm.add_metric([self._name], float(decoder.chooser.is_below_promise))
-        yield alarm
+        known = self._control.speedups
+        for suffix, help, values in (
+            ("", "Speed of drafting over plain rounds of this server.", [each.value for each in known.values()]),
+            ("_low", "Lower end of its 95 % interval.", [each.ci95[0] for each in known.values()]),
+            ("_high", "Upper end of its 95 % interval.", [each.ci95[1] for each in known.values()]),
+        ):
+            family = GaugeMetricFamily(f"sdtune:speedup{suffix}", help, labels=[LABEL, LOAD_LABEL])
+            for load, value in zip(known, values, strict=True):
+                family.add_metric([self._name, load_name(load)], value)
+            yield family

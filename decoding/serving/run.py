@@ -12,11 +12,13 @@ from typing import Any
 import torch
 
 from decoding.acceptance import Greedy, Sampling
-from decoding.arms.decoder import ArmedDecoder
+from decoding.decoder import Decoder
 from decoding.errors import SdtuneError
+from decoding.profile import Measured
 from decoding.serving.app import create_app
-from decoding.serving.batch import ContinuousBatch, RowDecoder
+from decoding.serving.batch import ContinuousBatch
 from decoding.serving.connections import run_server
+from decoding.serving.control import DraftControl
 from decoding.serving.counters import ServerCounters
 from decoding.serving.engine import DecodingThread
 from decoding.serving.hosts import is_loopback
@@ -45,8 +47,19 @@ class ServerLimits:
     """Most tokens of a prompt and its answer; less if the model's context is shorter."""
 
 
-def new_service(decoder: RowDecoder, tokenizer: Any, name: str, limits: ServerLimits) -> Service:
-    """Return the service of a decoder's model under `name`; its decoding thread has not begun."""
+def new_service(
+    decoder: Decoder,
+    tokenizer: Any,
+    name: str,
+    limits: ServerLimits,
+    *,
+    always_draft: bool = False,
+    measured: Measured | None = None,
+) -> Service:
+    """Return the service of a decoder's model under `name`; its decoding thread has not begun.
+
+    `measured` is what the metrics show of the profile, to compare with.
+    """
     target, room = decoder.target, WaitingRoom(limits.max_waiting)
     counters = ServerCounters(name)
     model: Any = target.model
@@ -55,12 +68,20 @@ def new_service(decoder: RowDecoder, tokenizer: Any, name: str, limits: ServerLi
     # Shapes of passes are prepared now, if the runner has any: the first requests would wait for them.
     sampling = Sampling(torch.Generator(target.device))
     decoder.prepare(1, max_length, limits.num_rows, acceptances=(Greedy(), sampling))
-    if isinstance(decoder, ArmedDecoder):
-        decoder.measure_loads(limits.num_rows)
-    batch = ContinuousBatch(decoder, room, num_rows=limits.num_rows, max_length=max_length, observer=counters.observe)
+    control = None if decoder.drafter is None or always_draft else DraftControl()
+    batch = ContinuousBatch(
+        decoder, room, num_rows=limits.num_rows, max_length=max_length, control=control, observer=counters.observe
+    )
     counters.gauge("vllm:num_requests_running", "Requests that are being decoded.", lambda: batch.num_running)
     counters.gauge("vllm:num_requests_waiting", "Requests that wait for a row.", lambda: len(room))
-    counters.watch_arms(decoder)
+    drafting = "1 while rounds draft, 0 in plain rounds."
+    counters.gauge(
+        "sdtune:drafting", drafting, lambda: decoder.drafter is not None and (control is None or control.drafts)
+    )
+    if control is not None:
+        counters.watch(control)
+    if measured is not None:
+        counters.compare_with(measured)
     served = ServedModel(
         name,
         tokenizer,

@@ -13,7 +13,6 @@ import torch
 from jinja2 import TemplateError
 
 from decoding.acceptance import Acceptance, Greedy, Sampling
-from decoding.arms.decoder import ArmedDecoder
 from decoding.decode import Request
 from decoding.errors import UnsupportedRequestError, first_line
 from decoding.rounds import Prefill, Round
@@ -78,12 +77,6 @@ class Service:
     def max_length(self) -> int:
         """Most tokens of a prompt and its answer."""
         return self.decoding.batch.max_length
-
-    @property
-    def is_below_promise(self) -> bool:
-        """True while the alarm of the arms is raised."""
-        decoder = self.decoding.batch.decoder
-        return isinstance(decoder, ArmedDecoder) and decoder.chooser.is_below_promise
 
     async def chat_prompt(self, body: ChatBody) -> list[int]:
         """Return the token ids of a conversation. Raises `UnsupportedRequestError` if the chat template does not take it."""

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from decoding.decode import Request
 from decoding.rounds import Prefill, Round
 from decoding.serving.batch import ContinuousBatch
+from decoding.serving.control import DraftControl
 from decoding.serving.waiting_room import Job, RequestEnd, WaitingRoom
 
 
@@ -24,6 +25,18 @@ class Told:
             self.end = event
         else:
             self.tokens += [event.token] if isinstance(event, Prefill) else event.tokens
+
+
+class HandControl(DraftControl):
+    """Drafts when the test says so; plain at first."""
+
+    drafts = False  # type: ignore[assignment]  # a property of the class above
+
+    def choose(self, num_sequences: int) -> None:
+        """Leave the choice to the test."""
+
+    def observe(self, num_running: int, rounds: Sequence[Round], seconds: float) -> None:
+        """Learn nothing."""
 
 
 def arrive(room: WaitingRoom, request: Request, *, fresh: bool = False) -> tuple[Job, Told]:

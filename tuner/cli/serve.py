@@ -51,11 +51,6 @@ class ServeSettings(Document):
     dtype: ProfileDtype = None
     device: Device = "auto"
     threads: Threads = None
-    arm: tuple[str, ...] = Field(
-        (),
-        description="Another profile of the same model, to choose from as text and load change; repeatable.",
-        json_schema_extra=DECODING,
-    )
     always_draft: bool = Field(
         False, description="Draft also where plain rounds are faster.", json_schema_extra=DECODING
     )
@@ -79,8 +74,8 @@ def serve(profile: str, **flags: Any) -> None:
     Requests are decoded together, and each gets the text that it would get alone: greedy output is plain decoding's. A client
     that goes away frees its row. Ctrl-C or SIGTERM lets running requests end.
 
-    Rounds draft only where that is faster: drafted and plain rounds are both timed, at the present load and text. With --arm, the
-    fastest of several profiles drafts.
+    Rounds draft only where that is faster: one round in 64 is plain, as a control, and where drafts are slower for as many
+    requests, rounds are plain.
 
     Only this machine can connect, unless --host says otherwise. Then clients must send the key in the environment variable
     SDTUNE_API_KEY as a bearer token; without that variable the server does not start. Put a proxy with TLS before it.
@@ -88,7 +83,6 @@ def serve(profile: str, **flags: Any) -> None:
     \b
     Examples:
       sdtune serve profile.yaml --threads 1
-      sdtune serve code.yaml --arm prose.yaml --arm batch8.yaml
       curl 127.0.0.1:8000/v1/completions -H 'content-type: application/json' -d '{"prompt": "def main():"}'
       SDTUNE_API_KEY=$(cat key) sdtune serve models:/llama-code@champion --host 0.0.0.0
     """

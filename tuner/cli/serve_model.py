@@ -7,8 +7,6 @@ from pathlib import Path
 
 import click
 
-from decoding.arms.arm import Arm, check_arms
-from decoding.arms.decoder import ArmedDecoder
 from decoding.decoder import plain_decoder
 from decoding.deploy import load_decoder
 from decoding.profile import DraftProfile
@@ -25,7 +23,6 @@ def serve_model(settings: ServeSettings) -> None:
     if missing:
         raise ConfigError(f"the server is not installed (no {', '.join(missing)}): pip install 'sdtune[serve]'")
 
-    from decoding.serving.batch import RowDecoder
     from decoding.serving.hosts import host_names
     from decoding.serving.run import ServerLimits, api_key_for, new_service, refuse_busy_address, serve
 
@@ -34,10 +31,6 @@ def serve_model(settings: ServeSettings) -> None:
     refuse_busy_address(settings.host, settings.port)
     path = Path(local_profile(settings.profile))
     profile = DraftProfile.load(path)
-    others_loaded = [load_decoder(local_profile(each)) for each in settings.arm]
-    if others_loaded and (settings.plain or settings.always_draft):
-        raise ConfigError("--arm leaves the choice to the server: use it without --plain and --always-draft")
-    check_arms([profile, *(each.profile for each in others_loaded)])
     loaded = load(
         settings.model or profile.target.model,
         revision=profile.target.revision,
@@ -47,19 +40,19 @@ def serve_model(settings: ServeSettings) -> None:
     decoder = load_decoder(path).decoder_for(loaded.model)
     if settings.plain:
         decoder = plain_decoder(decoder.target)
-    others = [Arm.of(each.profile, each.decoder_on(decoder.target)) for each in others_loaded]
-
-    arms = [*([Arm.of(profile, decoder)] if decoder.drafter is not None else []), *others]
-    chooses = arms and not settings.plain and not settings.always_draft
-    served: RowDecoder = ArmedDecoder(arms) if chooses else decoder
     limits = ServerLimits(settings.max_batch, settings.max_waiting, settings.max_length)
     name = settings.served_model_name or profile.target.model
     click.echo(f"preparing for up to {limits.num_rows} requests at a time", err=True)
-    service = new_service(served, loaded.tokenizer, name, limits)
+    in_engine = profile.provenance is not None and profile.provenance.engine is not None
+    service = new_service(
+        decoder,
+        loaded.tokenizer,
+        name,
+        limits,
+        always_draft=settings.always_draft,
+        measured=None if in_engine or settings.plain else profile.measured,
+    )
 
     drafts = "plain decoding" if settings.plain else profile.draft.describe()
-    drafts = "; or ".join(
-        [drafts, *(f"{each.profile.name}: {each.profile.draft.describe()}" for each in others_loaded)]
-    )
     click.echo(f"serving {service.model.name} with {profile.name}: {drafts}", err=True)
     serve(service, host=settings.host, port=settings.port, api_key=api_key, hosts=hosts, drain_seconds=settings.drain)

@@ -8,19 +8,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from decoding.acceptance import Sampling
 from decoding.cache.kv_cache import MOST_PENDING_PIECES
 from decoding.decode import Request
 from decoding.decoder import Decoder, plain_decoder
-from decoding.draft_length import Fixed
-from decoding.drafts import Draft, LayerSkip, Lookup
+from decoding.draft_length import BetaThompson, DraftLengthRule, Fixed, RoundCosts
+from decoding.drafts import Draft, FixedLeaves, LayerSkip, Lookup, PromptLookup
 from decoding.head_folder import HeadFolder
 from decoding.serving.batch import ContinuousBatch
-from decoding.serving.waiting_room import WaitingRoom
+from decoding.serving.control import DraftControl
+from decoding.serving.waiting_room import Job, WaitingRoom
 from decoding.text import Ending
-from tests.support.arms import HandChooser, armed
+from tests.support.families import some_tokens, target_of
 from tests.support.heads import write_heads
-from tests.support.served import arrive, passes
+from tests.support.served import HandControl, arrive, passes
 from tests.support.tiny import tiny_target
 
 
@@ -39,7 +42,7 @@ def _requests(length: int = 12) -> list[Request]:
     return [Request([(7 * row + place) % 60 for place in range(3 + row)], Ending(length)) for row in range(3)]
 
 
-def _passes_of(decoder: Decoder, chooser: HandChooser | None, monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
+def _passes_of(decoder: Decoder, control: HandControl | None, monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     """Return the passes of three requests side by side: how many positions, and whether the logits of all were needed."""
     seen: list[tuple[Any, ...]] = []
     runner = decoder.target.runner
@@ -54,8 +57,7 @@ def _passes_of(decoder: Decoder, chooser: HandChooser | None, monkeypatch: pytes
         return share(self, part, asked, memory)
 
     room = WaitingRoom(9)
-    served = decoder if chooser is None else armed([decoder], chooser)
-    batch = ContinuousBatch(served, room, num_rows=3, max_length=32)
+    batch = ContinuousBatch(decoder, room, num_rows=3, max_length=32, control=control)
     for request in _requests():
         arrive(room, request)
     with monkeypatch.context() as patch:
@@ -70,36 +72,82 @@ def _passes_of(decoder: Decoder, chooser: HandChooser | None, monkeypatch: pytes
 def test_plain_rounds_run_the_passes_of_plain_decoding(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    decoder, chooser = _decoder(tmp_path, kind), HandChooser(0)
+    decoder, control = _decoder(tmp_path, kind), HandControl()
     plain = _passes_of(plain_decoder(decoder.target), None, monkeypatch)
-    assert _passes_of(decoder, chooser, monkeypatch) == plain
+    assert _passes_of(decoder, control, monkeypatch) == plain
     drafted = _passes_of(decoder, None, monkeypatch)
     assert drafted != plain, "a draft runs passes of its own"
 
 
 @pytest.mark.parametrize("kind", ["head", "lookup, then head", "blocks"])
 def test_a_head_that_reads_the_prompt_late_drafts_as_one_that_read_it_at_once(kind: str, tmp_path: Path) -> None:
-    decoder, chooser, room = _decoder(tmp_path, kind), HandChooser(0), WaitingRoom(9)
-    batch = ContinuousBatch(armed([decoder], chooser), room, num_rows=3, max_length=24)
+    decoder, control, room = _decoder(tmp_path, kind), HandControl(), WaitingRoom(9)
+    batch = ContinuousBatch(decoder, room, num_rows=3, max_length=24, control=control)
     drafted: list[int] = []
     batch._observer = lambda _, event: drafted.append(getattr(event, "num_accepted", 0))
     for start in (0, 1, 5):
         told = [arrive(room, request)[1] for request in _requests()]
-        chooser.arm = 0
+        control.drafts = False
         for number in passes(batch):
-            chooser.arm = int(number > start)
+            control.drafts = number > start
         expected = [plain_decoder(decoder.target).generate(request).tokens for request in _requests()]
         assert [tuple(each.tokens) for each in told] == expected
     assert any(drafted)
 
 
 def test_many_plain_rounds_keep_their_states_in_few_pieces(tmp_path: Path) -> None:
-    decoder, chooser, room = _decoder(tmp_path, "head"), HandChooser(0), WaitingRoom(9)
-    batch = ContinuousBatch(armed([decoder], chooser), room, num_rows=2, max_length=120)
+    decoder, control, room = _decoder(tmp_path, "head"), HandControl(), WaitingRoom(9)
+    batch = ContinuousBatch(decoder, room, num_rows=2, max_length=120, control=control)
     length = MOST_PENDING_PIECES + 20
     told = [arrive(room, request)[1] for request in _requests(length)[:2]]
     chance = random.Random(0)
     for number in passes(batch):
-        chooser.arm = int(number > 2 * MOST_PENDING_PIECES and chance.random() < 0.5)
+        control.drafts = number > 2 * MOST_PENDING_PIECES and chance.random() < 0.5
     for each, request in zip(told, _requests(length), strict=False):
         assert tuple(each.tokens) == plain_decoder(decoder.target).generate(request).tokens
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+@pytest.mark.parametrize("num_rows", [1, 2])
+@pytest.mark.parametrize("kind", ["skip", "copies", "lookup and rule", "tree"])
+def test_text_is_plain_decodings_whenever_rounds_draft(family: str, num_rows: int, kind: str) -> None:
+    target, chance, drafted = target_of(family), random.Random(num_rows), 0
+    costs = RoundCosts(draft_step=0.4, verify=(1.0, 1.1, 1.2, 1.3, 1.4))
+    drafts: dict[str, tuple[Draft, DraftLengthRule]] = {
+        "skip": (LayerSkip.blocks((2, 3)), Fixed(max_tokens=3)),
+        "copies": (PromptLookup(), Fixed(max_tokens=5)),
+        "lookup and rule": (
+            LayerSkip(skip_attention=(2, 3), skip_mlp=(2,), lookup=Lookup(max_tokens=4)),
+            BetaThompson(max_tokens=4, persistent=True, costs=costs),
+        ),
+        "tree": (LayerSkip.blocks((2,)).with_tree(FixedLeaves(leaves=2)), Fixed(max_tokens=2)),
+    }
+    decoder, control, room = Decoder(target, *drafts[kind]), HandControl(), WaitingRoom(9)
+    batch = ContinuousBatch(decoder, room, num_rows=num_rows, max_length=32, control=control)
+    requests = [Request(some_tokens(5 + index, index), Ending(20)) for index in range(5)]
+    told = [arrive(room, request)[1] for request in requests]
+    for _ in passes(batch):
+        control.drafts = chance.random() < 0.5
+        drafted += control.drafts
+    assert [tuple(each.tokens) for each in told] == [plain_decoder(target).generate(each).tokens for each in requests]
+    assert drafted
+
+
+def test_a_fresh_request_drafts_whatever_the_control_says_and_is_not_observed() -> None:
+    decoder, seen = Decoder(target_of("llama"), LayerSkip.blocks((2, 3)), Fixed(max_tokens=3)), []
+
+    def samples(control: DraftControl | None) -> list[tuple[int, ...]]:
+        room = WaitingRoom(9)
+        batch = ContinuousBatch(decoder, room, num_rows=1, max_length=32, control=control)
+        request = Request(some_tokens(6, 1), Ending(12), Sampling(torch.Generator().manual_seed(5)))
+        rounds: list[tuple[int, ...]] = []
+        room.put(Job(request, lambda event: rounds.append(getattr(event, "tokens", ())), fresh=True))
+        for _ in passes(batch):
+            pass
+        return rounds
+
+    always, controlled = samples(None), samples(control := HandControl())
+    control.observe = lambda *given: seen.append(given)  # type: ignore[method-assign]
+    assert always == controlled == samples(control)
+    assert any(len(tokens) > 1 for tokens in always)
+    assert not seen
