@@ -29,6 +29,7 @@ from studies.searches.registry import STUDIES, StudyEntry, create_study
 from tests.support.profiles import save_profile
 from tests.support.tiny import save_tiny_checkpoint, tiny_llama
 from tuner.cli.main import main
+from tuner.export.engines.data_file import data_engines
 from tuner.export.engines.registry import load_engine
 from tuner.export.plan import FixedLength, Plan
 from tuner.export.shape import DraftShape
@@ -123,9 +124,12 @@ def test_evaluation(example: Example, monkeypatch: pytest.MonkeyPatch, tmp_path:
     assert "drafted tokens accepted" in result.output
 
 
-def test_export(example: Example, monkeypatch: pytest.MonkeyPatch) -> None:
-    example("tuner/export/engines/candle.py")
-    monkeypatch.setattr("tuner.export.engines.registry.ENGINES", {"candle": "tuner.export.engines.candle:Candle"})
+def test_export(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    found = re.search(r'^```yaml title="configs/engines/candle.yaml"\n(.*?)^```$', PAGE.read_text(), re.M | re.S)
+    assert found is not None
+    (tmp_path / "candle.yaml").write_text(found[1], encoding="utf-8")
+    monkeypatch.setattr("tuner.export.engines.data_file.resources.files", lambda package: tmp_path)
+    assert data_engines() == ["candle"]
     files = load_engine("candle").files(
         Plan(
             profile=DraftProfile.load(DEMO_PROFILE),
@@ -138,8 +142,7 @@ def test_export(example: Example, monkeypatch: pytest.MonkeyPatch) -> None:
             lookup=None,
         )
     )
-    assert "--draft /out/draft" in files["launch.sh"]
-    assert "--draft-tokens 4" in files["launch.sh"]
+    assert "--draft /out/draft --draft-tokens 4" in files["launch.sh"]
 
 
 def test_runner(example: Example, target: Target, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -123,7 +123,7 @@ def lookup_of(profile: DraftProfile, engine: Engine, length: FixedLength) -> Ngr
             "alone finds what can be exported"
         )
     if not engine.looks_up_alone:
-        raise ExportError(f"{engine.title} has no prompt lookup: --to hf, vllm, sglang, trtllm or llama.cpp have one")
+        raise ExportError(f"{engine.title} has no prompt lookup: --to hf, vllm and llama.cpp have one")
     return _ngrams(draft.ngram_lengths, engine, length.num_tokens)
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import shlex
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -72,22 +74,34 @@ def test_a_profile_of_batches_becomes_a_schedule() -> None:
     assert settings["speculative_config"]["draft_len_schedule"] == {1: 4}
 
 
-def test_trtllm() -> None:
-    settings = yaml.safe_load(load_engine("trtllm").files(_plan())["config.yaml"])["speculative_config"]
+def test_engines_by_data_file() -> None:
+    """Each has the settings of both sorts of drafts, with the model's and the draft's paths quoted."""
+    plan = _plan(out=Path("/exports/it's one"))
+    settings = yaml.safe_load(load_engine("trtllm").files(plan)["config.yaml"])["speculative_config"]
     assert settings == {
         "decoding_type": "Draft_Target",
         "max_draft_len": 4,
-        "speculative_model": "/exports/one/draft",
+        "speculative_model": "/exports/it's one/draft",
     }
-    alone = load_engine("trtllm").files(_plan(shape=None, lookup=LOOKUP))["config.yaml"]
-    assert yaml.safe_load(alone)["speculative_config"]["decoding_type"] == "NGram"
+    alone = _plan(shape=None, lookup=LOOKUP)
+    settings = yaml.safe_load(load_engine("trtllm").files(alone)["config.yaml"])["speculative_config"]
+    assert settings == {"decoding_type": "NGram", "max_draft_len": 8, "max_matching_ngram_size": 3}
+    launch = shlex.split(load_engine("sglang").files(plan)["launch.sh"].replace("\\\n", ""))
+    given = dict(pairwise(launch))
+    assert given["--model-path"] == "/models/a b"
+    assert given["--speculative-draft-model-path"] == "/exports/it's one/draft"
+    assert (given["--speculative-num-steps"], given["--speculative-num-draft-tokens"]) == ("4", "5")
+    assert "--speculative-num-draft-tokens 9" in load_engine("sglang").files(alone)["launch.sh"]
+    launch = shlex.split(load_engine("mlx").files(plan)["launch.sh"].replace("\\\n", ""))
+    assert dict(pairwise(launch))["--draft-model"] == "/exports/it's one/draft"
+    assert load_engine("mlx").looks_up_alone is False
 
 
-def test_sglang_and_mlx() -> None:
-    flags = load_engine("sglang").files(_plan())["launch.sh"]
-    assert "--speculative-num-steps 4" in flags
-    assert "--speculative-num-draft-tokens 5" in flags
-    assert "--draft-model /exports/one/draft" in load_engine("mlx").files(_plan())["launch.sh"]
+def test_a_data_file_with_a_wrong_key_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "candle.yaml").write_text("title: Candle\nversion: '1'\ndraft_modell: {files: {}}\n", encoding="utf-8")
+    monkeypatch.setattr("tuner.export.engines.data_file.resources.files", lambda package: tmp_path)
+    with pytest.raises(ExportError, match=r"engine candle.*draft_model"):
+        load_engine("candle")
 
 
 def test_llama_cpp_keeps_lookup_threshold_and_bits() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from tuner.export.plan import Plan
@@ -12,23 +12,23 @@ if TYPE_CHECKING:
 class Engine(ABC):
     """One engine. The defaults describe one that takes a draft model and a fixed number of drafted tokens, and nothing else."""
 
-    title: ClassVar[str]
+    title: str
     """Name for people."""
-    version: ClassVar[str]
+    version: str
     """Version whose options are written, and how they were checked."""
-    looks_up_alone: ClassVar[bool] = False
+    looks_up_alone: bool = False
     """True if it has prompt lookup without a draft model."""
-    looks_up_first: ClassVar[bool] = False
+    looks_up_first: bool = False
     """True if it tries prompt lookup before a draft model."""
-    stops_below: ClassVar[bool] = False
+    stops_below: bool = False
     """True if it ends a draft at an unlikely token."""
-    quantises: ClassVar[bool] = False
+    quantises: bool = False
     """True if it quantises the draft's weights itself."""
-    reads_layer_lists: ClassVar[bool] = False
+    reads_layer_lists: bool = False
     """True if it takes each layer's settings from the configuration, for every family; others may derive some from its index."""
-    has_ngram_range: ClassVar[bool] = True
+    has_ngram_range: bool = True
     """True if its prompt lookup tries n-grams of several lengths; others look for the longest alone."""
-    has_schedule: ClassVar[bool] = False
+    has_schedule: bool = False
     """True if the number of drafted tokens may depend on the number of sequences."""
 
     @property

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import Any, ClassVar
+from typing import Any
 
 from tuner.export.engines.contract import Engine
 from tuner.export.plan import Plan
@@ -12,11 +12,11 @@ from tuner.export.plan import Plan
 class Transformers(Engine):
     """A draft folder whose `generation_config.json` sets the assistant; for a lookup alone, the settings of `generate`."""
 
-    title: ClassVar[str] = "transformers"
-    version: ClassVar[str] = "5.23, run"
-    looks_up_alone: ClassVar[bool] = True
-    stops_below: ClassVar[bool] = True
-    reads_layer_lists: ClassVar[bool] = True
+    title: str = "transformers"
+    version: str = "5.23, run"
+    looks_up_alone: bool = True
+    stops_below: bool = True
+    reads_layer_lists: bool = True
 
     def notes(self, plan: Plan) -> list[str]:
         """Return the limit of assisted generation."""

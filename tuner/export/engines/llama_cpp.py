@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from shlex import quote
-from typing import ClassVar
 
 from tuner.export.engines.contract import Engine, command, script
 from tuner.export.plan import Plan
@@ -16,13 +15,13 @@ QUANTISED = {8: "Q8_0", 4: "Q4_0"}
 class LlamaCpp(Engine):
     """Lookup first, a threshold and a quantised draft all have counterparts here."""
 
-    title: ClassVar[str] = "llama.cpp"
-    version: ClassVar[str] = "build 11434, run on a CPU"
-    looks_up_alone: ClassVar[bool] = True
-    looks_up_first: ClassVar[bool] = True
-    stops_below: ClassVar[bool] = True
-    quantises: ClassVar[bool] = True
-    has_ngram_range: ClassVar[bool] = False
+    title: str = "llama.cpp"
+    version: str = "build 11434, run on a CPU"
+    looks_up_alone: bool = True
+    looks_up_first: bool = True
+    stops_below: bool = True
+    quantises: bool = True
+    has_ngram_range: bool = False
 
     def notes(self, plan: Plan) -> list[str]:
         """Return what its counterparts do otherwise."""

@@ -1,4 +1,4 @@
-"""The registry of engines. To add one, write its module and name it here."""
+"""The registry of engines: a file in `configs/engines`, or a module that is named here."""
 
 from __future__ import annotations
 
@@ -6,21 +6,21 @@ from collections.abc import Mapping
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING
 
+from tuner.export.engines.data_file import DataEngine, data_engines
+
 if TYPE_CHECKING:
     from tuner.export.engines.contract import Engine
 
-ENGINES: Mapping[str, str] = {
+IN_CODE: Mapping[str, str] = {
     "hf": "tuner.export.engines.hf:Transformers",
     "vllm": "tuner.export.engines.vllm:Vllm",
-    "sglang": "tuner.export.engines.sglang:SgLang",
-    "trtllm": "tuner.export.engines.trtllm:TensorRtLlm",
     "llama.cpp": "tuner.export.engines.llama_cpp:LlamaCpp",
-    "mlx": "tuner.export.engines.mlx:MlxLm",
 }
-"""`module:name` of each engine's class."""
+"""`module:name` of the class of each engine that needs code."""
+ENGINES = (*IN_CODE, *data_engines())
+"""Names of all engines."""
 
 
 def load_engine(name: str) -> Engine:
     """Return the engine with this name."""
-    engine: Engine = resolve_name(ENGINES[name])()
-    return engine
+    return resolve_name(IN_CODE[name])() if name in IN_CODE else DataEngine(name)

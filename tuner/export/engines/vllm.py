@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from shlex import quote
-from typing import Any, ClassVar
+from typing import Any
 
 from tuner.errors import ExportError
 from tuner.export.engines.contract import Engine, command, script
@@ -52,10 +52,10 @@ def refuse_mtp(config: Any, engine: str) -> None:
 class Vllm(Engine):
     """Settings as JSON for `--speculative-config`, with a schedule by batch size if there is one."""
 
-    title: ClassVar[str] = "vLLM"
-    version: ClassVar[str] = "0.32 and 0.33; 0.32 run on a CPU"
-    looks_up_alone: ClassVar[bool] = True
-    has_schedule: ClassVar[bool] = True
+    title: str = "vLLM"
+    version: str = "0.32 and 0.33; 0.32 run on a CPU"
+    looks_up_alone: bool = True
+    has_schedule: bool = True
 
     def check(self, plan: Plan, config: Any) -> None:
         """Refuse paths that name another method, and families whose drafts become MTP layers."""

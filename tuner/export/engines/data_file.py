@@ -1,0 +1,87 @@
+"""Engines described by a YAML file in `configs/engines`: what they express, and templates of their files of settings."""
+
+from __future__ import annotations
+
+import shlex
+from importlib import resources
+from typing import TYPE_CHECKING, Any
+
+from pydantic import Field
+
+from decoding.documents.strict_yaml import Document, read_mapping, validate
+from tuner.errors import ExportError
+from tuner.export.engines.contract import Engine
+from tuner.export.engines.vllm import refuse_mtp
+
+if TYPE_CHECKING:
+    from tuner.export.plan import Plan
+
+FOLDER = "configs.engines"
+
+
+class SettingsFiles(Document):
+    """Files of settings for one sort of draft."""
+
+    files: dict[str, str] = Field(
+        description="Jinja template of each file; `model`, `draft`, `dtype`, `num_tokens`, `lookup` and `schedule` are the plan's"
+    )
+    notes: tuple[str, ...] = Field((), description="what differs in this engine, one sentence each")
+
+
+class EngineFile(Document):
+    """One engine."""
+
+    title: str
+    version: str = Field(description="version whose options are written, and how they were checked")
+    draft_model: SettingsFiles
+    lookup: SettingsFiles | None = Field(None, description="of a prompt lookup alone; None for an engine without one")
+    has_schedule: bool = Field(False, description="whether the number of tokens may depend on the number of sequences")
+    refuses_mtp: bool = Field(False, description="whether families with multi-token prediction layers are refused")
+
+
+def data_engines() -> list[str]:
+    """Return the names of all engines that have a file."""
+    names = (file.name for file in resources.files(FOLDER).iterdir())
+    return sorted(name.removesuffix(".yaml") for name in names if name.endswith(".yaml"))
+
+
+class DataEngine(Engine):
+    """An engine by its file; raises `ExportError` for a file that is not valid."""
+
+    def __init__(self, name: str) -> None:
+        with resources.as_file(resources.files(FOLDER) / f"{name}.yaml") as path:
+            data = read_mapping(path, what="engine", error=ExportError)
+        self._file = validate(EngineFile, data, source=f"engine {name}", error=ExportError)
+        self.title, self.version = self._file.title, self._file.version
+        self.looks_up_alone, self.has_schedule = self._file.lookup is not None, self._file.has_schedule
+
+    def check(self, plan: Plan, config: Any) -> None:
+        """Refuse families with multi-token prediction layers, if the file says so."""
+        if self._file.refuses_mtp and plan.shape is not None:
+            refuse_mtp(config, self.title)
+
+    def notes(self, plan: Plan) -> list[str]:
+        """Return the notes of the file."""
+        return list(self._settings(plan).notes)
+
+    def files(self, plan: Plan) -> dict[str, str]:
+        """Return the files, filled in."""
+        import jinja2
+
+        environment = jinja2.Environment(undefined=jinja2.StrictUndefined, keep_trailing_newline=True)
+        environment.filters["quote"] = shlex.quote
+        facts = {
+            "model": plan.model,
+            "draft": str(plan.draft),
+            "dtype": plan.dtype,
+            "num_tokens": plan.length.num_tokens,
+            "lookup": plan.lookup,
+            "schedule": plan.schedule,
+        }
+        files = self._settings(plan).files
+        return {name: environment.from_string(text).render(facts) for name, text in files.items()}
+
+    def _settings(self, plan: Plan) -> SettingsFiles:
+        settings = self._file.draft_model if plan.shape is not None else self._file.lookup
+        assert settings is not None, "an engine without lookups was refused"
+        return settings
