@@ -21,7 +21,6 @@ EVALUATIONS: Mapping[str, str] = MappingProxyType(
         "passes": "tuner.evaluation.passes.settings:PassesEvaluation",
         "serving": "tuner.evaluation.serving.settings:ServingEvaluation",
         "service": "tuner.evaluation.service.settings:ServiceEvaluation",
-        "gpu": "tuner.evaluation.gpu.settings:GpuEvaluation",
         "demo-model": "tuner.evaluation.models.demo_model.settings:DemoModelTraining",
         "demo-prompts": "tuner.evaluation.models.settings:DemoPrompts",
         "demo-kinds": "tuner.evaluation.models.settings:DemoKinds",

@@ -10,6 +10,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import IO
 
@@ -17,7 +18,6 @@ import optuna
 import torch
 
 from decoding.documents.strict_yaml import Document
-from tuner.evaluation.gpu.process import end_with
 from tuner.evaluation.suite.contract import Place
 from tuner.evaluation.suite.document import Suite
 from tuner.evaluation.suite.execution import execute_here
@@ -52,6 +52,15 @@ def main(text: str) -> int:
     except KeyboardInterrupt:
         return INTERRUPTED
     return 0
+
+
+def end_with(parent: int) -> None:
+    """Wait until the process `parent` is gone, then end this process and the ones that it started."""
+    while os.getppid() == parent:
+        time.sleep(1.0)
+    if os.getpgrp() == os.getpid():
+        os.killpg(os.getpid(), signal.SIGKILL)
+    os._exit(1)
 
 
 def _take_standard_output() -> IO[str]:

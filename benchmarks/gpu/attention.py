@@ -1,4 +1,4 @@
-"""Attention of one pass by each backend, after short and long contexts, called as a recorded pass calls it.
+"""Step: attention of one pass by each backend, called as a recorded pass calls it.
 
 Query heads that share keys are stacked as positions, under an additive mask, over the slots of the pass's bucket; flash attention,
 which takes no mask, is the kernel of variable lengths.
@@ -6,7 +6,7 @@ which takes no mask, is the kernel of variable lengths.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
@@ -17,6 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from benchmarks.gpu.roofline import seconds_by_events
+from benchmarks.gpu.shared import Shared
 from decoding.cache.used_lengths import used_lengths
 from decoding.errors import UnsupportedRunnerError, one_line
 from decoding.runners.buckets import GPU_BUCKETS
@@ -26,17 +28,14 @@ from decoding.target.attention import grouped_attention
 from decoding.target.backends import attention_backends
 from decoding.target.varlen import find_kernel, varlen_attention
 from decoding.timing.stopwatch import Stopwatch
-from tuner.evaluation.gpu.contract import Result
-from tuner.evaluation.gpu.roofline import seconds_by_events
-from tuner.evaluation.gpu.shared import Shared
 
 CONTEXTS, WIDTHS = (512, 4096), (1, 5)
 HEADS, KEY_VALUE_HEADS, HEAD_DIM = 32, 8, 128
+"""Sizes of an 8B model."""
 CALLS, ROUNDS = 32, 7
 """Calls in one recording, as many as an 8B model has layers, and replays of it."""
 BACKENDS = (SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.MATH)
 """Those that take a mask."""
-CHOSEN, VARLEN = "chosen by torch", "flash by variable lengths"
 
 
 @dataclass(frozen=True)
@@ -49,42 +48,18 @@ class _Recorded:
         return _Recorded(self.output.clone())
 
 
-@dataclass(frozen=True)
-class AttentionBackends:
-    """Step: microseconds of one call of attention with the sizes of an 8B model."""
-
-    contexts: tuple[int, ...] = CONTEXTS
-    calls: int = CALLS
-    name: str = "attention"
-    question: str = "Which attention backend is fastest for a few positions after a long context?"
-    limit_seconds: float = 10
-    pessimistic_seconds: float = 9
-
-    def run(self, shared: Shared, seconds: float) -> Result:
-        """Time each backend for each width and context."""
-        rows = [
-            {"context": context, "width": width, **_times(shared.device, context, width, self.calls)}
-            for context, width in product(self.contexts, WIDTHS)
-        ]
-        return {"rows": rows, "calls": self.calls}
-
-    def lines(self, result: Mapping[str, Any]) -> Iterator[str]:
-        """Yield the microseconds per call by context and width."""
-        for row in result["rows"]:
-            times = [f"{name} {micro:.0f} µs" for name, micro in row["microseconds"].items()]
-            yield f"{row['width']} after {row['context']}: {', '.join(times)}"
-
-
-def _times(device: torch.device, context: int, width: int, num_calls: int) -> dict[str, Any]:
-    """Return microseconds per call by backend, and why others do not run."""
-    found: dict[str, float] = {}
-    failed: dict[str, str] = {}
-    for name, call in calls_of(device, context, width).items():
-        try:
-            found[name] = 1e6 * _seconds(device, call, num_calls) / num_calls
-        except (RuntimeError, UnsupportedRunnerError) as cause:  # backends refuse what they cannot run
-            failed[name] = one_line(cause)[:160]
-    return {"microseconds": found, "failed": failed}
+def backends(shared: Shared, seconds: float) -> dict[str, Any]:
+    """Time each backend for each width and context, in microseconds per call."""
+    rows = []
+    for context, width in product(CONTEXTS, WIDTHS):
+        for name, call in calls_of(shared.device, context, width).items():
+            row: dict[str, Any] = {"positions": width, "after": context, "backend": name}
+            try:
+                row["us"] = 1e6 * _seconds(shared.device, call) / CALLS
+            except (RuntimeError, UnsupportedRunnerError) as cause:  # backends refuse what they cannot run
+                row["refused"] = one_line(cause)[:80]
+            rows.append(row)
+    return {"rows": rows, "calls": CALLS}
 
 
 def calls_of(device: torch.device, context: int, width: int) -> dict[str, Callable[[], Tensor]]:
@@ -119,15 +94,15 @@ def calls_of(device: torch.device, context: int, width: int) -> dict[str, Callab
     by_slot = [each.transpose(1, 2).contiguous().transpose(1, 2) for each in (keys, values)]
     lengths = used_lengths(slots[:1] + width, width, num_slots)
     named = {backend.name.lower().removesuffix("_attention"): partial(attend_by, backend) for backend in BACKENDS}
-    return {CHOSEN: attend_by_choice, **named, VARLEN: attend_by_lengths}
+    return {"chosen by torch": attend_by_choice, **named, "flash by variable lengths": attend_by_lengths}
 
 
-def _seconds(device: torch.device, call: Callable[[], Tensor], num_calls: int) -> float:
-    """Return the median seconds of `num_calls` calls: recorded on a GPU, where launching them would take longer."""
+def _seconds(device: torch.device, call: Callable[[], Tensor]) -> float:
+    """Return the median seconds of `CALLS` calls: recorded on a GPU, where launching them would take longer."""
 
     def run() -> _Recorded:
         output = call()
-        for _ in range(num_calls - 1):
+        for _ in range(CALLS - 1):
             output = call()
         return _Recorded(output)
 

@@ -1,1 +1,0 @@
-"""The steps of the GPU benchmark, one file per question."""
