@@ -43,7 +43,7 @@ def read_record(out: Path, name: str) -> dict[str, Any] | None:
     return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
 
 
-class Run:
+class GpuRun:
     """A run of steps that have not succeeded yet, each once, until `end` (seconds of `time.time`)."""
 
     def __init__(self, out: Path, limits: Mapping[str, float], seconds: float, order: Mapping[str, Any]) -> None:
@@ -133,7 +133,7 @@ def main() -> int:
     args.out.mkdir(parents=True, exist_ok=True)
     limits = {step.name: step.limit_seconds * args.stretch for step in PLAN if not args.step or step.name in args.step}
     order = {"out": str(args.out), "device": args.device, "preset": args.preset, "threads": args.threads}
-    run = Run(args.out, limits, args.seconds * args.stretch, order)
+    run = GpuRun(args.out, limits, args.seconds * args.stretch, order)
     try:
         run.all_steps()
     finally:

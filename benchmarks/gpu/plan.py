@@ -33,8 +33,8 @@ def _feature(name: str, limit_seconds: float, **settings: Any) -> Step:
 
 
 def _bench(name: str, limit_seconds: float, batch_size: int, against: str, num_prompts: int) -> Step:
-    settings = {"batch_size": batch_size, "against": against, "num_prompts": num_prompts}
-    return Step(name, limit_seconds, partial(speed.profile_bench, **settings))
+    run = partial(speed.profile_bench, batch_size=batch_size, against=against, num_prompts=num_prompts)
+    return Step(name, limit_seconds, run)
 
 
 PLAN: tuple[Step, ...] = (

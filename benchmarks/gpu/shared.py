@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from transformers import AutoTokenizer, LlamaForCausalLM, PreTrainedModel
@@ -230,7 +230,7 @@ class Shared:
         start = time.perf_counter()
         made = make()
         self.seconds[name] = time.perf_counter() - start
-        return cast(T, made)
+        return made
 
     def device_answers(self) -> bool:
         """Return whether the device still computes: after some errors of CUDA every later call fails too."""

@@ -125,7 +125,7 @@ def whole_search(shared: Shared, seconds: float) -> dict[str, Any]:
         row = {"best so far": best.candidate.draft.describe() if best else None}
         raise Interrupted({"rows": [row]}) from None
     profile, confirmed = result.profile, result.confirmed
-    row = {
+    found: dict[str, Any] = {
         "draft": profile.draft.describe(),
         "rule": profile.draft_length.describe(),
         "over plain": f"{confirmed.speedup_interval():.3f}",
@@ -135,7 +135,7 @@ def whole_search(shared: Shared, seconds: float) -> dict[str, Any]:
         "texts": confirmed.num_prompts,
         "trials": result.cost.num_trials,
     }
-    return {"rows": [row], "profile": profile.model_dump(mode="json")}
+    return {"rows": [found], "profile": profile.model_dump(mode="json")}
 
 
 def search_config(shared: Shared, seconds: float) -> SearchConfig:

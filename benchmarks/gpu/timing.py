@@ -25,7 +25,7 @@ PLAIN = "plain"
 Prompts = Sequence[tuple[int, ...]]
 
 
-class Written(NamedTuple):
+class BatchSample(NamedTuple):
     """What a contender wrote for one batch: tokens per sequence, and seconds of both phases."""
 
     texts: list[tuple[int, ...]]
@@ -36,7 +36,7 @@ class Written(NamedTuple):
     passes: int | None = None
 
 
-Write = Callable[[Prompts, int], Written]
+Write = Callable[[Prompts, int], BatchSample]
 """Continues a batch of prompts greedily by at most a number of tokens."""
 
 
@@ -51,12 +51,12 @@ class Interrupted(Exception):
 def own(decoder: Decoder, eos: frozenset[int]) -> Write:
     """Return one of our decoders as a contender."""
 
-    def write(prompts: Prompts, max_new_tokens: int) -> Written:
+    def write(prompts: Prompts, max_new_tokens: int) -> BatchSample:
         found = decoder.generate_batch([Request(prompt, Ending(max_new_tokens, eos)) for prompt in prompts])
         texts = [each.tokens for each in found.generations]
         passes = sum(len(each.rounds) for each in found.generations)
         decoded = sum(len(text) for text in texts) - len(texts)
-        return Written(texts, found.prefill_seconds, found.decode_seconds, decoded, passes)
+        return BatchSample(texts, found.prefill_seconds, found.decode_seconds, decoded, passes)
 
     return write
 
@@ -65,7 +65,7 @@ def stock(model: PreTrainedModel, eos: frozenset[int], **options: Any) -> Write:
     """Return transformers' `generate` with these options as a contender."""
     watch, pad = Stopwatch(model.device), min(eos, default=0)
 
-    def write(prompts: Prompts, max_new_tokens: int) -> Written:
+    def write(prompts: Prompts, max_new_tokens: int) -> BatchSample:
         longest = max(map(len, prompts))
         ids = torch.tensor([[pad] * (longest - len(each)) + list(each) for each in prompts], device=model.device)
         mask = torch.tensor([[0] * (longest - len(each)) + [1] * len(each) for each in prompts], device=model.device)
@@ -84,7 +84,7 @@ def stock(model: PreTrainedModel, eos: frozenset[int], **options: Any) -> Write:
         end = watch.now()
         texts = [_ended(row, eos) for row in found[:, longest:].tolist()]
         decoded = sum(map(len, texts)) - first.num_tokens
-        return Written(texts, first.seconds - start, end - first.seconds, decoded)
+        return BatchSample(texts, first.seconds - start, end - first.seconds, decoded)
 
     return write
 
@@ -128,7 +128,7 @@ class Turns:
     ) -> None:
         self.left_out: dict[str, str] = {}
         self._target, self._running, self._tokens = target, dict(contenders), max_new_tokens
-        self._samples: dict[str, list[Written]] = {name: [] for name in contenders}
+        self._samples: dict[str, list[BatchSample]] = {name: [] for name in contenders}
         self._batches = [prompts[first : first + batch_size] for first in range(0, len(prompts), batch_size)]
         try:
             # A whole lap that nobody times, the longest prompt first: greedy decoding repeats itself, so every pass that the
@@ -141,7 +141,7 @@ class Turns:
         except KeyboardInterrupt:
             raise Interrupted({"rows": self.rows(), "left_out": self.left_out}) from None
 
-    def _turn(self, batch: Prompts, turn: int) -> dict[str, Written]:
+    def _turn(self, batch: Prompts, turn: int) -> dict[str, BatchSample]:
         """Let every contender continue a batch, in an order that rotates; return what all that run have written."""
         names = list(self._running)
         found = {}

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.gpu.__main__ import Run, read_record
+from benchmarks.gpu.__main__ import GpuRun, read_record
 from tests.support.paths import ROOT
 
 pytestmark = pytest.mark.benchmarks
@@ -51,8 +51,8 @@ def test_a_step_survives_the_failure_of_another(tmp_path: Path) -> None:
 
 
 def test_steps_after_the_death_of_their_process_run_in_a_fresh_one(tmp_path: Path) -> None:
-    run = Run(tmp_path, dict.fromkeys("abcd", 60.0), 240.0, {"out": str(tmp_path)})
+    run = GpuRun(tmp_path, dict.fromkeys("abcd", 60.0), 240.0, {"out": str(tmp_path)})
     run.all_steps((sys.executable, "-c", WORKER))
     records = [read_record(tmp_path, name) for name in "abcd"]
     assert [record["status"] for record in records if record] == ["ok", "died", "ok", "died"]
-    assert Run(tmp_path, dict.fromkeys("abcd", 60.0), 240.0, {}).waiting == ["b", "d"]
+    assert GpuRun(tmp_path, dict.fromkeys("abcd", 60.0), 240.0, {}).waiting == ["b", "d"]
