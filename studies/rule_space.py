@@ -11,6 +11,7 @@ from typing import Annotated, Any
 
 import numpy as np
 import optuna
+from optuna.trial import BaseTrial
 from pydantic import AfterValidator, Field
 
 from decoding.documents.strict_yaml import Document
@@ -26,7 +27,7 @@ def rule_sampler(seed: int) -> optuna.samplers.BaseSampler:
     return tpe(seed, group=True, num_random=8)
 
 
-def suggest_rule(trial: optuna.Trial, rules: Sequence[str], max_tokens: int) -> DraftLengthRule:
+def suggest_rule(trial: BaseTrial, rules: Sequence[str], max_tokens: int) -> DraftLengthRule:
     """Return a rule with parameters that the sampler suggests; drafts have at most `max_tokens` tokens."""
     name = trial.suggest_categorical("rule", list(rules))
     values: dict[str, Any] = {}
@@ -37,6 +38,15 @@ def suggest_rule(trial: optuna.Trial, rules: Sequence[str], max_tokens: int) -> 
         else:
             values[field] = trial.suggest_float(parameter, low, high, log=log)
     return RULES[name](rule=name, **values)
+
+
+def declare_rule(trial: BaseTrial, rule: DraftLengthRule) -> None:
+    """Record the parameters of a rule that is not chosen: each has one value."""
+    trial.suggest_categorical("rule", [rule.rule])
+    for field in search_ranges(type(rule), rule.max_tokens):
+        value = getattr(rule, field)
+        suggest = trial.suggest_int if field == "max_tokens" else trial.suggest_float
+        suggest(f"{rule.rule}.{field}", value, value)
 
 
 def rule_parameters(rule: DraftLengthRule, max_tokens: int) -> dict[str, Any]:

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from decoding.documents.strict_yaml import Document, Duration, Line, read_mapping, suggest, validate
+from decoding.documents.strict_yaml import Document, Duration, Line, read_mapping, validate
 from decoding.drafts import BitWidth, Layers
 from decoding.profile import ExactWidth
 from decoding.runners import AUTO, PLAIN_RUNNER, bit_exact_runners
-from studies.searches.registry import DEFAULT_STUDIES, STUDIES
+from studies.searches.registry import DEFAULT_STUDIES, STUDIES, load_study
 from tuner.errors import ConfigError
 from tuner.fields import (
     BUDGET,
@@ -172,7 +172,7 @@ class SearchConfig(DataSettings, ModelSettings):
     study: Names = Field(
         DEFAULT_STUDIES,
         min_length=1,
-        description=f"Studies to run, in order; repeatable: {', '.join(STUDIES)}.",
+        description=f"Studies to run, in order; repeatable: {', '.join(STUDIES)}, or optuna:NAME for a sampler of Optuna.",
         json_schema_extra={**BUDGET, "metavar": "NAME"},
     )
     trials: int | None = Field(
@@ -313,14 +313,12 @@ class SearchConfig(DataSettings, ModelSettings):
     def _studies_exist(cls, names: tuple[str, ...]) -> tuple[str, ...]:
         for name in names:
             if name not in STUDIES:
-                raise ValueError(f"unknown study {name!r}; {suggest(name, STUDIES)}")
+                load_study(name)
         return tuple(dict.fromkeys(names))
 
     @model_validator(mode="after")
     def _settings_fit(self) -> SearchConfig:
         for name, settings in self.studies.items():
-            if name not in STUDIES:
-                raise ValueError(f"studies: unknown study {name!r}; {suggest(name, STUDIES)}")
             self._validated(name, settings)
         if self.exact == "bitwise" and self.runner not in (None, AUTO, *bit_exact_runners()):
             capable = " or ".join((*bit_exact_runners(), AUTO))
@@ -427,7 +425,7 @@ class SearchConfig(DataSettings, ModelSettings):
 
     @staticmethod
     def _validated(name: str, settings: Mapping[str, Any]) -> Any:
-        return validate(STUDIES[name].load().Settings, settings, source=f"studies.{name}", error=ConfigError)
+        return validate(load_study(name).Settings, settings, source=f"studies.{name}", error=ConfigError)
 
 
 ENVIRONMENT: Mapping[str, str] = {"storage": "SDTUNE_DATABASE", "tracking_uri": "MLFLOW_TRACKING_URI"}

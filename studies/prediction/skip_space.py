@@ -29,6 +29,16 @@ class SkipSpace:
                 items += [LayerSkip(skip_attention=(index,)), LayerSkip(skip_mlp=(index,))]
         return cls(tuple(items))
 
+    @property
+    def names(self) -> list[str]:
+        """Name of each item, as a switch."""
+        return [
+            f"block.{item.first_skipped}"
+            if item.skip_attention == item.skip_mlp
+            else f"{'attention' if item.skip_attention else 'mlp'}.{item.first_skipped}"
+            for item in self.items
+        ]
+
     def draft(self, chosen: Iterable[int]) -> LayerSkip:
         """Return the draft that skips the items at these indices."""
         items = [self.items[index] for index in sorted(chosen)]

@@ -1,6 +1,7 @@
 """The registry of studies: names without imports, classes on first use.
 
-To add a study, write one file with a `Study` and add one line to `STUDIES`.
+To add a study, write one file with a `Study` and add one line to `STUDIES`. A sampler of Optuna is a study by its name:
+`optuna:GPSampler`.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
+from decoding.documents.strict_yaml import suggest
 from studies.searches.skip_sets.methods import METHODS
 
 if TYPE_CHECKING:
@@ -41,8 +43,6 @@ STUDIES: dict[str, StudyEntry] = {
     "exit_layer": StudyEntry("studies.searches.exit_layer:ExitLayer"),
     # A comparison runs each search alone, and this study refines the drafts of earlier ones.
     "draft_length": StudyEntry("studies.searches.draft_length:DraftLength", compared_as={}),
-    # Measures what it is given, and searches for nothing.
-    "warm_start": StudyEntry("studies.searches.warm_start:WarmStart", compared_as={}),
     "skip_sets": StudyEntry(
         "studies.searches.skip_sets.study:SkipSets",
         compared_as={
@@ -50,14 +50,23 @@ STUDIES: dict[str, StudyEntry] = {
             "swift_batched": {"method": "swift", "swift": {"until_better": False, "round_length": 100}},
         },
     ),
-    "whole_space": StudyEntry(
-        "studies.searches.whole_space:WholeSpace",
-        compared_as={"whole_space_tpe": {"sampler": "tpe"}, "whole_space_random": {"sampler": "random"}},
-    ),
+    "tpe": StudyEntry("studies.searches.by_sampler:TpeSearch", compared_as={"whole_space_tpe": {}}),
+    "random": StudyEntry("studies.searches.by_sampler:RandomSearch", compared_as={"whole_space_random": {}}),
 }
 
 DEFAULT_STUDIES = ("joint",)
 """Studies that a search runs unless others are named: all kinds of drafts under one budget."""
+
+
+def load_study(name: str) -> type[Study]:
+    """Import and return the class of a study. Raises ValueError for a name that is no study, with those that are."""
+    if name in STUDIES:
+        return STUDIES[name].load()
+    if name.startswith("optuna:"):
+        from studies.searches.by_sampler import study_of
+
+        return study_of(name)
+    raise ValueError(f"unknown study {name!r}; {suggest(name, STUDIES)}, optuna:NAME for a sampler of Optuna")
 
 
 def compared_searches() -> dict[str, tuple[str, Mapping[str, Any]]]:
@@ -77,4 +86,4 @@ def create_study(name: str, problem: Problem, settings: Any, kept: Any = None) -
     """
     from studies.limits import Limited
 
-    return Limited(STUDIES[name].load().create(problem, settings, kept), settings.max_trials, settings.idle_limit)
+    return Limited(load_study(name).create(problem, settings, kept), settings.max_trials, settings.idle_limit)

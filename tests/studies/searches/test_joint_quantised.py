@@ -25,7 +25,7 @@ from studies.prediction.pools import is_same
 from studies.searches import joint, predicted
 from studies.searches.joint import Joint, JointSettings
 from studies.searches.rating import NEAR_THE_BEST
-from studies.searches.whole_space import WholeSpaceSettings
+from studies.space import SpaceSettings
 from tests.support.costs import made_up_costs
 from tests.support.families import build, some_tokens
 from tests.support.heads import write_heads
@@ -97,9 +97,9 @@ def test_only_wanted_precisions_are_proposed(problem: Problem, bits: tuple[int, 
         assert JointSettings(bits=bits, kinds=("lookup",)).wanted_bits(device) == ()
 
 
-@pytest.mark.parametrize("settings", [JointSettings, WholeSpaceSettings])
+@pytest.mark.parametrize("settings", [JointSettings, SpaceSettings])
 def test_precisions_that_a_gpu_cannot_run_are_refused_if_asked_for(
-    settings: type[JointSettings | WholeSpaceSettings],
+    settings: type[JointSettings | SpaceSettings],
 ) -> None:
     assert settings().wanted_bits(GPU) == settings(bits=()).wanted_bits(GPU) == ()
     with pytest.raises(

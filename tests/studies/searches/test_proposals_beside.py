@@ -92,7 +92,7 @@ def test_running_trials_count_towards_the_limit_of_trials(problem: Problem) -> N
         ("exit_layer", {}, True),
         ("draft_length", {}, True),
         ("conf_layers_tuned", {}, True),
-        ("whole_space", {}, True),
+        ("tpe", {}, True),
         ("skip_sets", {"method": "tpe"}, True),
         ("skip_sets", {"method": "swift"}, False),
         ("conf_layers", {}, False),

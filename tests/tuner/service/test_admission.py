@@ -101,7 +101,7 @@ def test_no_program_flag_or_file_of_a_head_comes_with_a_request(allowed: Allowed
     rule = {"rule": "fixed", "max_tokens": 4}
     draft = {"kind": "early_exit", "exit_layer": 2, "head": "exit_head_2.safetensors", "head_sha256": "a" * 64}
     for studies in (
-        {"warm_start": {"candidates": [{"draft": draft, "draft_length": rule}]}},
+        {"tpe": {"candidates": [{"draft": draft, "draft_length": rule}]}},
         {"draft_length": {"draft": draft}},
     ):
         with pytest.raises(ServiceError, match="studies: head, head_sha256: the service and its workers decide this"):

@@ -1,0 +1,381 @@
+"""The space of a search: every draft and rule that model, heads, device and settings allow, as Optuna parameters.
+
+It never depends on measurements: all trials and processes of a search share one space, and Optuna refuses a parameter whose values
+change. Predictions decide what is tried first. `Space.suggest` asks a trial for a candidate part by part; `Space.parameters` is its
+inverse, for a study that has chosen a candidate and for candidates that are known beforehand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, Literal
+
+import torch
+from optuna.trial import BaseTrial, FixedTrial
+from pydantic import Field
+
+from decoding.documents.strict_yaml import Document
+from decoding.draft_length import RULES, Fixed
+from decoding.drafts import (
+    BitWidth,
+    CandidateTree,
+    Draft,
+    DraftDocument,
+    EarlyExit,
+    FeatureHeadDraft,
+    FixedLeaves,
+    Layers,
+    LayerSkip,
+    Lookup,
+    PlainDecoding,
+    PromptLookup,
+    PublishedLeaves,
+    SizedLeaves,
+    SuffixDraft,
+    SuffixLookup,
+)
+from decoding.drafts.lookup import LONGEST_NGRAM, MOST_COPIED
+from decoding.drafts.trees import MOST_LEAVES, MOST_PER_DEPTH
+from decoding.runners.quantised_linear import check_device, is_fast_on
+from decoding.target import Target
+from studies.contract import Candidate, Problem, StudySettings
+from studies.prediction.skip_space import SkipSpace
+from studies.rule_space import DEFAULT_RULES, RuleNames, rule_parameters, rules_within, search_ranges, suggest_rule
+
+Parameters = dict[str, Any]
+
+OWN_WEIGHTS, NOTHING_BEFORE, CHAIN = "model's own", "none", "chain"
+"""The values of `bits`, `lookup` and `tree` for a draft without these."""
+NO_HEAD, TRAINED_HEAD = "no head", "trained head"
+"""The values of `head`, which is asked for where an exit may have one or not."""
+PLAIN, SKIP_SET, EXIT = "none", "layer_skip", "early_exit"
+"""Kinds of drafts, as `decoding.drafts.KINDS` names them."""
+
+COPIES: Mapping[str, type[DraftDocument]] = MappingProxyType(
+    {"prompt_lookup": PromptLookup, "suffix_automaton": SuffixDraft}
+)
+LOOKUPS: Mapping[str, type[Lookup | SuffixLookup]] = MappingProxyType(
+    {each.method_name: each for each in (Lookup, SuffixLookup)}
+)
+TREES: Mapping[str, type[CandidateTree]] = MappingProxyType(
+    {"fixed": FixedLeaves, "published": PublishedLeaves, "sized": SizedLeaves}
+)
+RANGES: Mapping[str, tuple[float, float, bool]] = MappingProxyType(
+    {
+        "max_ngram": (1, LONGEST_NGRAM, True),
+        "min_ngram": (1, LONGEST_NGRAM, True),
+        "min_match": (1, LONGEST_NGRAM, True),
+        "max_tokens": (1, MOST_COPIED, True),
+        "max_spec_factor": (0.25, 64.0, True),
+        "min_token_prob": (0.0, 1.0, False),
+        "leaves": (1, MOST_PER_DEPTH, True),
+        "least_gain": (0.0005, 1.0, True),
+        "max_leaves": (1, MOST_LEAVES, True),
+    }
+)
+"""Lowest and highest value of the settings of lookups and trees, and whether they are searched on a logarithmic scale: what the
+documents allow, so that a candidate of any origin has its place. Whole numbers are those whose bounds are."""
+
+
+class Space:
+    """The candidates of one search: plain decoding, and the drafts that are offered, each with a rule."""
+
+    def __init__(
+        self,
+        target: Target,
+        *,
+        rules: Sequence[str],
+        max_tokens: int,
+        skips: SkipSpace | None = None,
+        exits: Iterable[EarlyExit] = (),
+        feature: FeatureHeadDraft | None = None,
+        copies: bool = False,
+        bits: Sequence[BitWidth] = (),
+        trees: bool = False,
+        accepts: Callable[[DraftDocument], bool] = lambda draft: True,
+    ) -> None:
+        """Offer skip sets of the items in `skips`, these exits, the feature head, and copies (alone, and before other drafts).
+
+        `bits` are precisions beside the model's own. `accepts` says whether a draft may be proposed.
+        """
+        self._num_layers = target.num_layers
+        self._skips, self._feature = skips, feature
+        self._rules, self._max_tokens = rules, max_tokens
+        self._exits: dict[int, dict[str, EarlyExit]] = {}
+        for draft in sorted(exits, key=lambda draft: (draft.exit_layer, draft.has_head)):
+            self._exits.setdefault(draft.exit_layer, {})[TRAINED_HEAD if draft.has_head else NO_HEAD] = draft
+        named = {f"int{each}": each for each in bits} if target.can_be_quantised else {}
+        self._bits: dict[str, BitWidth | None] = {OWN_WEIGHTS: None, **named}
+        alone = [draft for draft in self._usual(copies) if accepts(draft)]
+        self.usual: Sequence[Draft] = tuple(alone)
+        """A few drafts of each kind, with which to begin where nothing is predicted."""
+        single = [skips.draft((item,)) for item in range(len(skips.items))] if skips else []
+        offered = [
+            *alone,
+            *filter(accepts, [*single, *(draft for group in self._exits.values() for draft in group.values())]),
+        ]
+        self.kinds = (PLAIN, *dict.fromkeys(draft.kind for draft in offered))
+        before = [name for name in LOOKUPS if copies and _any_takes(offered, LOOKUPS[name], accepts)]
+        self._lookups = (NOTHING_BEFORE, *before)
+        self._trees = (CHAIN, *(TREES if trees and target.takes_trees else ()))
+
+    def suggest(self, trial: BaseTrial) -> Candidate:
+        """Return the candidate that the trial suggests, part by part."""
+        draft = self.draft(trial)
+        rule = suggest_rule(trial, self._rules, self._max_tokens) if draft.drafts else Fixed()
+        return Candidate(draft=draft, draft_length=rule)
+
+    def draft(self, trial: BaseTrial) -> Draft:
+        """Return the draft that the trial suggests."""
+        kind = trial.suggest_categorical("kind", self.kinds)
+        if kind == PLAIN:
+            return PlainDecoding()
+        draft = self._of_kind(trial, kind)
+        if draft.takes_bits:
+            draft = draft.with_bits(self._bits[trial.suggest_categorical("bits", tuple(self._bits))])
+        if draft.takes_lookup:
+            name = trial.suggest_categorical("lookup", self._lookups)
+            draft = draft if name == NOTHING_BEFORE else draft.with_lookup(_suggest(trial, "lookup", LOOKUPS[name]))
+        if draft.takes_tree:
+            shape = trial.suggest_categorical("tree", self._trees)
+            draft = draft if shape == CHAIN else draft.with_tree(_suggest(trial, "tree", TREES[shape]))
+        return draft
+
+    def parameters(self, candidate: Candidate) -> Parameters:
+        """Return the parameters with which `suggest` returns the candidate, its rule clipped to the ranges that are searched.
+
+        Raises ValueError for a candidate that the space does not hold.
+        """
+        draft, rule = candidate.draft, candidate.draft_length
+        found = self.draft_parameters(draft)
+        if not draft.drafts:
+            return found
+        if rule.rule not in self._rules:
+            raise ValueError(f"the search does not consider the rule {rule.rule}, only {', '.join(self._rules)}")
+        return found | rule_parameters(rule, self._max_tokens)
+
+    def draft_parameters(self, draft: Draft) -> Parameters:
+        """Return the parameters with which `draft` returns this draft. Raises ValueError for one that the space does not hold."""
+        try:
+            found = self._draft_parameters(draft)
+            if self.draft(FixedTrial(found)) != draft:
+                raise ValueError("no parameters lead to it")
+        except ValueError as cause:
+            raise ValueError(f"the search does not consider the draft {draft.describe()!r}: {cause}") from None
+        return found
+
+    def starts(self) -> list[Parameters]:
+        """Return the usual drafts, each with the defaults of the first rule, as parameters."""
+        rule = RULES[self._rules[0]](rule=self._rules[0])
+        return [self.parameters(Candidate(draft=draft, draft_length=rule)) for draft in self.usual]
+
+    def identity(self) -> dict[str, Any]:
+        """Return what two searches of one space have in common, as plain data."""
+        drafts = [draft for group in self._exits.values() for draft in group.values()]
+        heads: list[DraftDocument] = [*drafts, *([self._feature] if self._feature is not None else [])]
+        ranges = {name: search_ranges(RULES[name], self._max_tokens) for name in self._rules}
+        return {
+            "kinds": list(self.kinds),
+            "switches": list(self._skips.names) if self._skips else [],
+            "exits": [f"{draft.exit_layer}, {TRAINED_HEAD if draft.has_head else NO_HEAD}" for draft in drafts],
+            "head_files": {file: sha256 for draft in heads for file, sha256 in draft.files.items()},
+            "bits": list(self._bits),
+            "lookups": list(self._lookups),
+            "trees": list(self._trees),
+            "rules": {name: {key: list(each) for key, each in of.items()} for name, of in ranges.items()},
+        }
+
+    def _of_kind(self, trial: BaseTrial, kind: str) -> Draft:
+        """Return the suggested draft of a kind, with the model's own weights, alone and as a chain."""
+        if kind in COPIES:
+            return _suggest(trial, "lookup", COPIES[kind])
+        if kind == SKIP_SET:
+            assert self._skips is not None, "offered if there are items to skip"
+            switched = [trial.suggest_categorical(name, (False, True)) for name in self._skips.names]
+            return self._skips.draft(index for index, is_skipped in enumerate(switched) if is_skipped)
+        if kind == EXIT:
+            wanted = trial.suggest_int("exit", 1, self._num_layers - 1)
+            group = self._exits[min(self._exits, key=lambda layer: (abs(layer - wanted), layer))]
+            return group[trial.suggest_categorical("head", tuple(group)) if len(group) > 1 else next(iter(group))]
+        assert self._feature is not None, "offered if there is one"
+        return self._feature
+
+    def _draft_parameters(self, draft: Draft) -> Parameters:
+        found: Parameters = {"kind": draft.kind}
+        if not draft.drafts:
+            return found
+        if draft.kind == SKIP_SET and self._skips is not None:
+            chosen = self._skips.chosen(draft.skipped(self._num_layers))
+            found |= {name: index in chosen for index, name in enumerate(self._skips.names)}
+        elif draft.kind == EXIT:
+            alone = draft.without_lookup().with_tree(None).with_bits(None)
+            places = {each: (layer, head) for layer, group in self._exits.items() for head, each in group.items()}
+            if alone not in places:
+                raise ValueError(f"exits that it considers: {', '.join(each.describe() for each in places) or 'none'}")
+            found["exit"], head = places[alone]
+            if len(self._exits[found["exit"]]) > 1:
+                found["head"] = head
+        elif draft.kind in COPIES:
+            found |= _settings("lookup", draft)
+        if draft.takes_bits:
+            found["bits"] = f"int{draft.weight_bits}" if draft.weight_bits else OWN_WEIGHTS
+        if draft.takes_lookup:
+            first = draft.lookup_first
+            found["lookup"] = first.method_name if first else NOTHING_BEFORE
+            found |= _settings("lookup", first) if first else {}
+        if draft.takes_tree:
+            tree = draft.candidate_tree
+            found["tree"] = tree.shape if tree else CHAIN
+            found |= _settings("tree", tree) if tree else {}
+        return found
+
+    def _usual(self, copies: bool) -> Iterator[Draft]:
+        """Yield odd blocks, the whole model in each lower precision, exits in the middle, the feature head and copies."""
+        if self._skips is not None:
+            odd = tuple(range(1, self._num_layers - 1, 2))
+            yield from [LayerSkip.blocks(odd)] if odd else []
+            yield from (LayerSkip(bits=bits) for bits in self._bits.values() if bits is not None)
+        for head in (NO_HEAD, TRAINED_HEAD):
+            having = [group[head] for group in self._exits.values() if head in group]
+            yield from having[(len(having) - 1) // 2 :][:1]
+        if self._feature is not None:
+            yield self._feature
+        if copies:
+            yield PromptLookup()
+            yield SuffixDraft()
+
+
+def _any_takes(
+    drafts: Iterable[Draft], lookup: type[Lookup | SuffixLookup], accepts: Callable[[DraftDocument], bool]
+) -> bool:
+    return any(draft.takes_lookup and accepts(draft.with_lookup(lookup())) for draft in drafts)
+
+
+def _suggest(trial: BaseTrial, prefix: str, document: type[Document]) -> Any:
+    """Return the document with the settings that the trial suggests."""
+    values: dict[str, float] = {}
+    for name in filter(RANGES.__contains__, document.model_fields):
+        low, high, log = RANGES[name]
+        if isinstance(low, int) and isinstance(high, int):
+            values[name] = trial.suggest_int(f"{prefix}.{name}", low, high, log=log)
+        else:
+            values[name] = trial.suggest_float(f"{prefix}.{name}", low, high, log=log)
+    if "min_ngram" in values:
+        values["max_ngram"] = max(values["max_ngram"], values["min_ngram"])
+    return document(**values)
+
+
+def _settings(prefix: str, document: Document) -> Parameters:
+    values = {name: getattr(document, name) for name in type(document).model_fields if name in RANGES}
+    for name, value in values.items():
+        low, high, _ = RANGES[name]
+        if not low <= value <= high:
+            raise ValueError(f"{name} is searched between {low} and {high}, got {value}")
+    return {f"{prefix}.{name}": value for name, value in values.items()}
+
+
+MOST_EXITS = 12
+
+
+def default_exit_layers(num_layers: int) -> tuple[int, ...]:
+    """Return the exits worth a head: the first half of `num_layers`, at most `MOST_EXITS` of them, evenly spread."""
+    deepest = num_layers // 2
+    if deepest <= MOST_EXITS:
+        return tuple(range(1, deepest + 1))
+    return tuple(1 + round(index * (deepest - 1) / (MOST_EXITS - 1)) for index in range(MOST_EXITS))
+
+
+DEFAULT_BITS: tuple[BitWidth, ...] = (8,)
+"""Precisions where quantised layers are fast. The whole model agrees with the target on 0.99 of the demo's positions in int8 and on
+0.92 in int4; on SmolLM2-135M on 0.99 and 0.89. Each precision is another copy of the weights and more passes to time."""
+
+Kind = Literal["skip_set", "exit_head", "feature_head", "lookup"]
+
+
+class SpaceSettings(StudySettings):
+    """Settings of a search over the whole space."""
+
+    kinds: tuple[Kind, ...] = Field(
+        ("skip_set", "exit_head", "feature_head", "lookup"),
+        min_length=1,
+        description="drafts to consider: skip sets (exits without a head included), exits with a head, the feature head if "
+        "`sdtune distill --head feature` has trained one, prompt lookup alone and before the others",
+    )
+    rules: RuleNames = Field(DEFAULT_RULES, description="draft-length rules to choose among")
+    max_tokens: int = Field(12, ge=1, le=64, description="longest draft to consider (K)")
+    exit_layers: Layers | None = Field(
+        None, min_length=1, description="exits to consider with a head; default: up to 12 of the model's"
+    )
+    bits: tuple[BitWidth, ...] | None = Field(
+        None,
+        description="precisions of quantised drafts: the whole model, exits and skip sets; default: 8 on a CPU with AVX-512 VNNI, "
+        "none elsewhere",
+    )
+    trees: bool | None = Field(
+        None,
+        description="side leaves beside drafts that run the model; default: yes on a CPU, no on a GPU, where none was measured",
+    )
+    whole_blocks: bool = Field(False, description="skip whole blocks only, not attention and MLP apart")
+    candidates: tuple[Candidate, ...] = Field(
+        (), description="drafts with their rules to measure first, such as those of earlier profiles"
+    )
+
+    def check(self, target: Target) -> None:
+        """Raise ValueError for an exit that the model does not have."""
+        for exit_layer in self.exit_layers or ():
+            target.check_exit_layer(exit_layer)
+
+    def for_engine(self, rules: Sequence[str], *, quantises: bool) -> dict[str, Any]:
+        """Return the settings of chains that run whole blocks, in the precisions that the engine can make."""
+        changed = {"rules": rules_within(self, rules), "whole_blocks": True, "trees": False}
+        return changed if quantises else {**changed, "bits": ()}
+
+    def wanted_heads(self, num_layers: int) -> tuple[int, ...]:
+        """Return the exit layers that need a distilled head."""
+        return tuple(self.exit_layers or default_exit_layers(num_layers)) if "exit_head" in self.kinds else ()
+
+    @property
+    def wants_feature_head(self) -> bool:
+        """True if feature heads are among the kinds."""
+        return "feature_head" in self.kinds
+
+    def wanted_bits(self, device: torch.device) -> tuple[BitWidth, ...]:
+        """Return the precisions of the quantised drafts to consider: those asked for, or by default those that may pay.
+
+        Raises `UnsupportedModelError` if some are asked for where none can run.
+        """
+        if not {"skip_set", "exit_head"} & set(self.kinds):
+            return ()
+        if self.bits is None:
+            return DEFAULT_BITS if is_fast_on(device) else ()
+        if self.bits:
+            check_device(device)
+        return self.bits
+
+    def wants_trees(self, target: Target) -> bool:
+        """Return whether side leaves are considered for drafts of `target`."""
+        return target.takes_trees and (target.device.type == "cpu" if self.trees is None else self.trees)
+
+    def exits(self, problem: Problem) -> list[list[EarlyExit]]:
+        """Return the exits to consider: without a head, then with one."""
+        num_layers = problem.target.num_layers
+        plain = [EarlyExit(exit_layer=layer) for layer in range(1, num_layers)] if "skip_set" in self.kinds else []
+        wanted = self.wanted_heads(num_layers)
+        return [plain, [draft for layer, draft in problem.head_drafts.items() if layer in wanted]]
+
+    def space(self, problem: Problem) -> Space:
+        """Return the space of a search on this problem."""
+        target = problem.target
+        return Space(
+            target,
+            rules=self.rules,
+            max_tokens=self.max_tokens,
+            skips=SkipSpace.of(target, whole_blocks=self.whole_blocks) if "skip_set" in self.kinds else None,
+            exits=[draft for group in self.exits(problem) for draft in group],
+            feature=problem.feature_draft if self.wants_feature_head else None,
+            copies="lookup" in self.kinds,
+            bits=self.wanted_bits(target.device),
+            trees=self.wants_trees(target),
+            accepts=problem.accepts,
+        )
