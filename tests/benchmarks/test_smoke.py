@@ -2,15 +2,129 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
+from benchmarks.demo_model import train
+from benchmarks.demo_model.corpus import LIBRARY, Corpus
 from benchmarks.steps import run_step
+from benchmarks.widening import Widths, widen
+from decoding.drafts import SuffixDraft
+from tests.support.heads import write_heads
+from tests.support.paths import DEMO
+from tests.support.profiles import save_profile
+from tests.support.tiny import WORDS, save_tiny_checkpoint, tiny_llama, tiny_target
 
 pytestmark = pytest.mark.benchmarks
+Run = Callable[..., dict[str, Any]]
 
 
-def test_a_step_that_fails_says_why(tmp_path: Path) -> None:
-    found = run_step("benchmarks.steps", results=tmp_path / "nothing.json")
-    assert found == {"failed": "exit status 0: no output"}
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return the working folder: a tiny model, 40 prompts of two tasks, and a cache of its own."""
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+    save_tiny_checkpoint(tmp_path / "model")
+    rows = [
+        {"prompt": " ".join(WORDS[(7 * row + 3 * word) % 62] for word in range(8)), "task": "ab"[row % 2]}
+        for row in range(40)
+    ]
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return tmp_path
+
+
+@pytest.fixture
+def run(here: Path) -> Run:
+    """Return a function that runs a benchmark and returns its results."""
+
+    def run(name: str, *arguments: str, **settings: object) -> dict[str, Any]:
+        given = [part for key, value in settings.items() for part in ("--set", f"{key}={value}")]
+        found = run_step(
+            f"benchmarks.{name}", *arguments, *given, results=here / "results" / f"{name}.json", timeout=300
+        )
+        assert "failed" not in found, (here / "results" / f"{name}.log").read_text()
+        return found
+
+    return run
+
+
+def test_a_step_that_fails_says_why(here: Path) -> None:
+    assert run_step("benchmarks.steps", results=here / "nothing.json") == {"failed": "exit status 0: no output"}
+    assert "exit status 1" in run_step("benchmarks.absent", results=here / "nothing.json")["failed"]
+
+
+SEARCH = ("--model", "model", "--dataset", "prompts.jsonl", "--threads", "1")
+SIZES = {"tuning_prompts": 4, "held_out_prompts": 4, "prompts_per_trial": 4, "max_new_tokens": 12}
+
+
+def test_kinds(here: Path, run: Run) -> None:
+    write_heads(tiny_target(), here / "heads", [2])
+    found = run(
+        "kinds",
+        *SEARCH,
+        "--max-tokens",
+        "3",
+        "--bits",
+        "8",
+        "--skip-sets",
+        "8",
+        heads="heads",
+        category_column="task",
+        **SIZES,
+    )
+    rows = {row["kind"]: row for row in found["kinds"]}
+    assert {"prompt lookup", "suffix automaton", "int8", "exit", "exit with head"} < set(rows)
+    assert all(row["identical"] == row["prompts"] for row in rows.values())
+    assert rows["int8"]["MiB"] > rows["exit"]["MiB"]
+    assert {each["kind"] for each in found["additions"]} >= {"lookup", "exit", "int8"}
+    assert (here / "results" / "kinds.csv").read_text().count("\n") == len(rows) + 1
+
+
+def test_rules(here: Path, run: Run) -> None:
+    save_profile(here / "profile.yaml", "model", SuffixDraft())
+    sizes = ("--prompts", "3", "--warm-up-prompts", "1", "--max-tokens", "2", "--max-new-tokens", "12")
+    found = run("rules", "--profile", "profile.yaml", "--dataset", "prompts.jsonl", *sizes)
+    rows = {row["rule"]: row for row in found["table"]}
+    assert {"fixed 1", "fixed 2", "ada_edl", "the profile's own"} < set(rows)
+    assert sum("*" in row["prompts"] for row in rows.values() if isinstance(row["prompts"], str)) <= 1
+    assert all(row["identical"] == 3 for row in rows.values())
+
+
+def test_demo_model_is_trained_and_read_again(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = tuple(LIBRARY / name for name in ("copy.py", "bisect.py", "heapq.py"))
+    monkeypatch.setattr(train, "library_corpus", lambda with_tests: Corpus(files[:2], files[2:]))
+    tiny = {"num_layers": 3, "hidden_size": 16, "num_heads": 2, "mlp_size": 16, "vocabulary_size": 300, "context": 64}
+    sizes = {**tiny, "max_positions": 64, "steps": 4, "batch_size": 1, "checkpoint_every": 2, "evaluate_every": 2}
+    options = [part for key, value in sizes.items() for part in (f"--{key.replace('_', '-')}", str(value))]
+    monkeypatch.setattr("sys.argv", ["train", *options, "--no-tests", "--out", "trained"])
+    train.main()
+    found = json.loads((here / "trained" / "training.json").read_text())
+    assert found["held_out"]["nats_per_token"] > 0
+    assert json.loads((here / "trained" / "held_out_files.json").read_text()) == ["heapq.py"]
+    assert AutoModelForCausalLM.from_pretrained("trained", trust_remote_code=False).config.num_hidden_layers == 3
+
+
+@pytest.mark.parametrize("kind", ["prose", "tables", "asserts", "fills"])
+def test_demo_prompts_are_those_of_the_repository(here: Path, kind: str) -> None:
+    from benchmarks.demo_model.prompts import KINDS
+
+    written = [json.loads(line)["prompt"] for line in (DEMO / f"{kind}.jsonl").read_text().splitlines()]
+    assert list(KINDS[kind](32, 0)) == written
+
+
+def test_a_widened_model_computes_what_its_source_computes() -> None:
+    source, wide = tiny_llama(3), Widths(96, 200, 12, 3, 24, 4, 200)
+    widened = widen(source, wide, dtype=torch.float32)
+    assert Widths.of(widened.config) == wide
+    tokens = torch.randint(64, (3, 40), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        wanted, found = source(tokens).logits, widened(tokens).logits
+    assert (found[..., 64:].amax(-1) < found[..., :64].amax(-1) - 10).all(), "padding is never chosen"
+    torch.testing.assert_close(found[..., :64], wanted, rtol=1e-4, atol=1e-3)

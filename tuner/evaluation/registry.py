@@ -11,9 +11,7 @@ from tuner.evaluation.contract import Evaluation
 EVALUATIONS: Mapping[str, str] = MappingProxyType(
     {
         "suite": "tuner.evaluation.suite.settings:SuiteEvaluation",
-        "rules": "tuner.evaluation.rules.settings:RulesEvaluation",
         "searches": "tuner.evaluation.searches.settings:SearchesEvaluation",
-        "kinds": "tuner.evaluation.kinds.settings:KindsEvaluation",
         "predictions": "tuner.evaluation.predictions.settings:PredictionsEvaluation",
         "integrity": "tuner.evaluation.integrity.settings:IntegrityEvaluation",
         "planted": "tuner.evaluation.planted.settings:PlantedEvaluation",
@@ -21,10 +19,6 @@ EVALUATIONS: Mapping[str, str] = MappingProxyType(
         "passes": "tuner.evaluation.passes.settings:PassesEvaluation",
         "serving": "tuner.evaluation.serving.settings:ServingEvaluation",
         "service": "tuner.evaluation.service.settings:ServiceEvaluation",
-        "demo-model": "tuner.evaluation.models.demo_model.settings:DemoModelTraining",
-        "demo-prompts": "tuner.evaluation.models.settings:DemoPrompts",
-        "demo-kinds": "tuner.evaluation.models.settings:DemoKinds",
-        "widen": "tuner.evaluation.models.settings:Widening",
         "planted-model": "tuner.evaluation.models.settings:PlantedModel",
     }
 )

@@ -11,7 +11,7 @@ from matplotlib.image import imread
 from matplotlib.patches import Rectangle
 from rich.console import Console, RenderableType
 
-from decoding.draft_length import AdaEdl, BetaThompson, DraftLengthRule, Fixed, RoundCosts
+from decoding.draft_length import AdaEdl, BetaThompson, Fixed, RoundCosts
 from decoding.drafts import EarlyExit, LayerSkip, Lookup, PlainDecoding, PromptLookup
 from decoding.probe import Capabilities
 from decoding.profile import (
@@ -28,8 +28,6 @@ from decoding.profile import (
 from studies.contract import Candidate, TrialRecord, TrialState
 from studies.measurement import BatchTexts, Measurement, PairedPrefill, PromptSample
 from tests.support.records import candidate, measurement, record, sample
-from tuner.evaluation.rules.compare import RuleComparison, RuleEntry, TextKind
-from tuner.evaluation.rules.report import rules_table
 from tuner.search.held_out import NOTHING, ResultRow, results_table
 from tuner.search.report import (
     capabilities_panel,
@@ -348,26 +346,3 @@ def test_profile_with_a_lookup_shows_it_and_what_stops_it() -> None:
     text = _text(profile_panel(profile.model_copy(update={"draft": draft})))
     assert "lookup (3-1, 10), then exit at 4, no head" in text
     assert "attention ####........" in text
-
-
-def _entry(rule: DraftLengthRule, label: str, seconds: tuple[float, ...]) -> RuleEntry:
-    samples = (sample(1.0, prompt, draft_seconds=taken) for prompt, taken in enumerate(seconds))
-    return RuleEntry(label, rule, Measurement(samples=tuple(samples)))
-
-
-def test_table_of_rules_marks_the_best_fixed_length() -> None:
-    entries = (
-        _entry(Fixed(max_tokens=1), "fixed 1", (0.5, 0.5, 1.0, 1.0)),
-        _entry(Fixed(max_tokens=2), "fixed 2", (0.8, 0.8, 0.4, 0.4)),
-        _entry(AdaEdl(), "ada_edl", (0.5, 0.5, 0.4, 0.4)),
-    )
-    kinds = (TextKind("questions-of-school-children", (), (0, 1)), TextKind("code", (), (2, 3)))
-    table = rules_table(RuleComparison(HEAD, kinds, entries, {}))
-    wide = [" ".join(line.split()) for line in _text(table, 160).splitlines()]
-    assert "fixed 1 2.00 [2.00, 2.00]* 1.00 [1.00, 1.00] 1.33 [0.72, 2.46] 0.80 [0.24, 2.72] 4/4" in wide
-    assert "fixed 2 1.25 [1.25, 1.25] 2.50 [2.50, 2.50]* 1.67 [0.90, 3.07]* 1.00 [1.00, 1.00] 4/4" in wide
-    assert "ada_edl 2.00 [2.00, 2.00] 2.50 [2.50, 2.50] 2.22 [1.81, 2.73] 1.33 [0.89, 2.01] 4/4" in wide
-    assert "draft exit at 4, trained head" in wide
-    narrow = _text(table)
-    assert "…" not in narrow
-    assert all(narrow.count(mark) == " ".join(wide).count(mark) for mark in "0123456789[]*/")

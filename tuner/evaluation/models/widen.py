@@ -27,13 +27,12 @@ its gains unless H / h is a power of 4. ConfLayers' sublayer entropy is taken ov
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 from decoding.errors import first_line
 from decoding.exit_heads import (
@@ -48,10 +47,7 @@ from decoding.exit_heads import (
 from decoding.fingerprint import fingerprint
 from decoding.target import FeatureHead, Target
 from tuner.evaluation.models.layout import JOIN, Layout, wide_epsilon
-from tuner.evaluation.models.settings import Widening
-from tuner.evaluation.models.widths import WidenError, Widths, check_widths, complete_widths
-from tuner.inputs.models import DTYPES
-from tuner.progress import Progress
+from tuner.evaluation.models.widths import WidenError, Widths, check_widths
 
 ORIGIN_KEY = "sdtune_widened_from"
 """Key in the configuration of a widened model that identifies its source weights."""
@@ -184,75 +180,3 @@ def load_source(folder: Path) -> PreTrainedModel:
         return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, trust_remote_code=False).eval()
     except (OSError, ValueError, KeyError) as cause:
         raise WidenError(f"cannot load the model {folder}: {first_line(cause)}") from None
-
-
-def check_device(device: str) -> None:
-    """Raise `WidenError` for a device that does not exist."""
-    try:
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as cause:
-        raise WidenError(f"no device {device!r} on this machine ({first_line(cause)}); try cpu or cuda") from None
-
-
-def head_files(folder: Path) -> list[Path]:
-    """Return the files of the exit heads in a folder. Raises `WidenError` if there are none."""
-    paths = sorted(folder.glob("*.safetensors"))
-    if not paths:
-        raise WidenError(f"there is no exit head in {folder}")
-    return paths
-
-
-def check_out(out: Path) -> None:
-    """Raise `WidenError` if `out` exists."""
-    if out.exists():
-        raise WidenError(f"{out} exists; choose another --out")
-
-
-def write_widened(
-    source: PreTrainedModel, wide: PreTrainedModel, folder: Path, out: Path, heads: Sequence[Path] = ()
-) -> None:
-    """Write `wide`, the tokenizer in the source's `folder`, and the widened exit heads as `out`/heads, whole or not at all.
-
-    Raises `WidenError` if `out` exists or cannot be written, `ExitHeadError` for a head of another model.
-    """
-    check_out(out)
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        with TemporaryDirectory(dir=out.parent, prefix=f".{out.name}.") as beside:
-            whole = Path(beside) / out.name
-            wide.save_pretrained(whole)
-            AutoTokenizer.from_pretrained(folder, trust_remote_code=False).save_pretrained(whole)
-            if heads:
-                narrow_target, wide_target = Target(source), Target(wide)
-                (whole / "heads").mkdir()
-                for path in heads:
-                    widen_head(path, narrow_target, wide_target, whole / "heads")
-            whole.rename(out)
-    except (OSError, ValueError) as cause:
-        raise WidenError(f"cannot write the widened model {out}: {first_line(cause)}") from None
-
-
-def run_and_write(settings: Widening, progress: Progress) -> str:
-    """Widen the model and its heads, write the folder, and return a line on what was done.
-
-    Raises `WidenError` or `ExitHeadError` for errors of the user; then nothing remains on disk.
-    """
-    check_out(settings.out)
-    check_device(settings.device)
-    heads = head_files(settings.heads) if settings.heads else []
-    source = load_source(settings.model)
-    given = {name: getattr(settings, name) for name in Widths.__dataclass_fields__}
-    widths = complete_widths(source.config, settings.preset, given)
-    check_widths(source.config, widths)
-    progress.stage("widening parameters")
-    wide = widen(
-        source,
-        widths,
-        dtype=DTYPES[settings.dtype],
-        device=settings.device,
-        seed=settings.seed,
-        on_parameter=progress.advance,
-    )
-    write_widened(source, wide, settings.model, settings.out, heads)
-    widened = f", {len(heads)} exit heads in {settings.out / 'heads'}" if heads else ""
-    return f"{describe(source, wide)} in {settings.dtype}: {settings.out}{widened}"

@@ -1,1 +1,0 @@
-"""Comparison of draft-length rules on one draft."""
