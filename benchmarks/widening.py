@@ -442,6 +442,11 @@ def describe(source: PreTrainedModel, wide: PreTrainedModel) -> str:
     return f"{before_size:,} parameters widened to {size:,} ({', '.join([f'{size / 1e9:.2f} B', *idle])})"
 
 
+def load_source(folder: str | Path) -> PreTrainedModel:
+    """Return the model to widen, in float32."""
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, trust_remote_code=False).eval()
+
+
 def main() -> None:
     """Widen a model and its exit heads, and write the folder."""
     parser = arguments(__doc__)
@@ -457,7 +462,7 @@ def main() -> None:
     args = parser.parse_args()
     if args.out.exists():
         raise WidenError(f"{args.out} exists: choose another --out")
-    source = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32, trust_remote_code=False).eval()
+    source = load_source(args.model)
     given = {name: getattr(args, name) for name in Widths.__dataclass_fields__}
     widths = complete_widths(source.config, args.preset, given)
     wide = widen(source, widths, dtype=DTYPES[args.dtype], device=args.device, seed=args.seed)

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from transformers import AutoTokenizer, LlamaForCausalLM, PreTrainedModel
 
+from benchmarks.widening import LayerMap, complete_widths, load_source, widen, widen_feature_head, widen_head
 from decoding.drafts import EarlyExit, FeatureHeadDraft
 from decoding.errors import ExitHeadError
 from decoding.head_folder import HeadFolder
@@ -20,9 +21,6 @@ from decoding.runners.graphs import CudaGraphs, OutputsT, PassRecorder
 from decoding.runners.static import StaticRunner
 from decoding.target import Target
 from tuner.config import DistillSettings
-from tuner.evaluation.models.layout import LayerMap
-from tuner.evaluation.models.widen import load_source, widen, widen_feature_head, widen_head
-from tuner.evaluation.models.widths import complete_widths
 from tuner.heads.feature_training import train_unrolled
 from tuner.heads.texts import GeneratedText
 from tuner.heads.training import Run, Student, train

@@ -1,1 +1,1 @@
-"""Models made for evaluation: the demo model's recipe and widened models."""
+"""A model with planted redundancy, written to disk."""
