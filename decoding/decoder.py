@@ -45,7 +45,7 @@ class Decoder:
     ) -> None:
         self.target = target
         self.rule = rule
-        self._draft = draft
+        self.draft = draft
         self.drafter = build_drafter(target, draft, decoding, heads=heads)
         """Proposes and verifies drafts; None for plain decoding."""
         self._prepared: WeakKeyDictionary[Storage, set[tuple[Steering, Contexts, bool]]] = WeakKeyDictionary()
@@ -66,7 +66,7 @@ class Decoder:
         if self.target.runner.buckets is None:
             return
         self.target.follow_weights()
-        steering = Steering(0) if self.drafter is None else Steering.of(self.rule.controller(), self._draft)
+        steering = Steering(0) if self.drafter is None else Steering.of(self.rule.controller(), self.draft)
         done = self._prepared.setdefault(self.reserve(contexts), set())
         for acceptance in acceptances:
             key = steering, contexts, acceptance.is_greedy

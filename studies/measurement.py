@@ -10,8 +10,10 @@ the decode phase, also those that draft nothing: they cost a pass of the target 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
+from itertools import zip_longest
+from typing import TypeVar
 
 import numpy as np
 from pydantic import Field
@@ -19,6 +21,8 @@ from pydantic import Field
 from decoding.documents.strict_yaml import Document
 from decoding.profile import Interval
 from studies.ratios import Ratio, Work, geometric_mean, paired_interval
+
+DocumentT = TypeVar("DocumentT", bound=Document)
 
 MOST_WAITING = 0.05
 """Share of its time that decoding may wait for a processor on a machine that counts as quiet."""
@@ -67,7 +71,8 @@ class PromptSample(Document):
     drafting_seconds: float | None = None
     """Part of `draft_seconds` spent drafting; None for batches, which draft together, and for prices."""
     rounds: int
-    drafted: int
+    drafted: int | None
+    """None for code of others, which keeps no records: its rounds are all passes, and accept what each adds beyond a token."""
     accepted: int
     identical: bool
     """True if the candidate's tokens equal plain decoding (when sampling: in a greedy run of both)."""
@@ -181,8 +186,8 @@ class Measurement(Document):
 
     @property
     def num_draft_tokens(self) -> int:
-        """Number of drafted tokens."""
-        return sum(s.drafted for s in self.samples)
+        """Number of drafted tokens that are known of."""
+        return sum(s.drafted or 0 for s in self.samples)
 
     @property
     def num_accepted_draft_tokens(self) -> int:
@@ -315,6 +320,49 @@ def ratio_interval(faster: Measurement, slower: Measurement) -> Interval:
     if [s.prompt for s in faster.samples] != [s.prompt for s in slower.samples] or len(faster.samples) < 2:
         raise ValueError("a ratio needs two measurements of the same 2 or more prompts in the same order")
     return Ratio.of_speeds(slower.draft_decode, faster.draft_decode).interval()
+
+
+def sum_repeats(samples: Iterable[PromptSample]) -> Measurement:
+    """Return a measurement with the samples of each prompt added up: repeats say nothing about other prompts."""
+    of_prompts: dict[int, list[PromptSample]] = {}
+    for sample in samples:
+        of_prompts.setdefault(sample.prompt, []).append(sample)
+    return Measurement(samples=tuple(map(_sum, of_prompts.values())))
+
+
+def _sum(samples: Sequence[PromptSample]) -> PromptSample:
+    first, *others = samples
+    if not others:
+        return first
+    summed = (
+        *("plain_seconds", "plain_tokens", "draft_seconds", "draft_tokens", "drafting_seconds"),
+        *("rounds", "drafted", "accepted", "waited_seconds"),
+    )
+    texts, prefills = [each.texts for each in samples], [each.prefill for each in samples if each.prefill is not None]
+    lengths = zip_longest(*(each.accepted_lengths for each in samples), fillvalue=0)
+    return first.model_copy(
+        update={
+            **{name: _total([getattr(each, name) for each in samples]) for name in summed},
+            "accepted_lengths": tuple(map(sum, lengths)),
+            "prefill": _sum_fields(prefills) if len(prefills) == len(samples) else None,
+            "identical": all(each.identical for each in samples),
+            "tie": all(each.identical or each.tie for each in samples) and not all(each.identical for each in samples),
+            "float32_tie": all(each.identical or each.tie or each.float32_tie for each in samples)
+            and any(each.float32_tie for each in samples),
+            "batch": _sum_fields(texts),
+        }
+    )
+
+
+def _sum_fields(documents: Sequence[DocumentT]) -> DocumentT:
+    kind = type(documents[0])
+    return kind(**{name: _total([getattr(each, name) for each in documents]) for name in kind.model_fields})
+
+
+def _total(values: Sequence[float | None]) -> float | None:
+    """Return the sum, None if a value is unknown."""
+    known = [value for value in values if value is not None]
+    return sum(known) if len(known) == len(values) else None
 
 
 def pooled(measurements: Sequence[Measurement]) -> Measurement:

@@ -15,8 +15,7 @@ from decoding.target import Target
 from decoding.target.backends import attention_backends
 from decoding.text import Ending
 from tests.support.families import build
-from tuner.contest.stock_generation import StockGeneration
-from tuner.measuring.recording import Recorder
+from tuner.measuring.generation import StockGeneration
 
 
 def allowed() -> tuple[bool, bool, bool, bool]:
@@ -47,9 +46,9 @@ def test_every_pass_asks_for_its_device(monkeypatch: pytest.MonkeyPatch, runner:
 
 def test_stock_generation_runs_with_the_same_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     model = build("llama")
-    open_now, seen = _watch(monkeypatch, "tuner.contest.stock_generation.attention_backends"), list[int]()
+    open_now, seen = _watch(monkeypatch, "tuner.measuring.generation.attention_backends"), list[int]()
     model.model.layers[0].register_forward_hook(lambda *_: seen.append(len(open_now)))
-    StockGeneration(model, frozenset(), "hf").write([[5, 17, 33]], 6, Recorder(lambda _: 0.0))
+    StockGeneration("hf", model, frozenset(), "hf").decode([[5, 17, 33]], 6)
     assert seen == [1] * 6
 
 

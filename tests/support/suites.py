@@ -6,27 +6,28 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from decoding.profile import Interval
-from tuner.bench.sample import TextSample
+from studies.measurement import PairedPrefill, PromptSample
 from tuner.evaluation.suite.result import BenchFound, MeasuredContender, SearchFound
 
 
 def text_sample(
     prompt: int, decode_seconds: float, *, tokens: int = 20, passes: int = 20, **changes: Any
-) -> TextSample:
+) -> PromptSample:
     """Return a sample with a prefill of half a second for one token, identical to plain decoding."""
+    accepted = tokens - passes
     facts: dict[str, Any] = {
         "prompt": prompt,
-        "repeat": 0,
-        "prompt_tokens": 10,
-        "prefill_seconds": 0.5,
-        "prefill_tokens": 1,
-        "decode_seconds": decode_seconds,
-        "decode_tokens": tokens,
-        "passes": passes,
-        "accepted_lengths": (0, passes) if tokens == 2 * passes else (passes,),
+        "plain_seconds": 2.0,
+        "plain_tokens": tokens,
+        "draft_seconds": decode_seconds,
+        "draft_tokens": tokens,
+        "rounds": passes,
+        "drafted": accepted,
+        "accepted": accepted,
+        "prefill": PairedPrefill(plain_seconds=0.5, plain_tokens=1, draft_seconds=0.5, draft_tokens=1),
         "identical": True,
     }
-    return TextSample(**(facts | changes))
+    return PromptSample(**(facts | changes))
 
 
 def measured(seconds: Sequence[float], *, passes: int = 20) -> MeasuredContender:
@@ -42,6 +43,7 @@ def bench_found(seconds: Mapping[str, Sequence[float]], **changes: Any) -> Bench
         "facts": {"runner": "eager"},
         "counted": tuple(range(num_prompts)),
         "num_prompts": num_prompts,
+        "prompt_tokens": (10,) * num_prompts,
         "measured": {name: measured(each) for name, each in seconds.items()},
         "left_out": {},
     }

@@ -12,19 +12,19 @@ from decoding.documents.strict_yaml import suggest
 from decoding.profile import DraftProfile
 from decoding.target import Target
 from tuner.bench.modes import MODES, profile_by
-from tuner.contest.contest import Contender, reason_of
-from tuner.contest.own_decoding import OwnDecoding
-from tuner.contest.stock_generation import (
+from tuner.errors import ConfigError
+from tuner.fields import BITWISE
+from tuner.measuring.contender import PLAIN, Contender, reason_of
+from tuner.measuring.generation import (
     ONE_SEQUENCE,
     StockGeneration,
     fastest_exit,
     stock_generate,
     stock_prompt_lookup,
 )
-from tuner.errors import ConfigError
-from tuner.fields import BITWISE
+from tuner.measuring.own_decoding import OwnDecoding
 
-PROFILE, PLAIN = "profile", "plain"
+PROFILE = "profile"
 ALWAYS = (PROFILE, PLAIN)
 """The contender under test and the reference of all speed-ups: both take part in every bench."""
 
@@ -60,13 +60,12 @@ class _Own:
     mode: str
     is_plain: bool
 
-    def __call__(self, setting: Setting) -> Contender:
+    def __call__(self, name: str, setting: Setting) -> Contender:
         decoder, eos = setting.in_mode(self.mode), setting.eos_token_ids
-        same_as = f"{PLAIN}-{self.mode}" if self.mode == BITWISE and not self.is_plain else None
         if self.is_plain:
-            return OwnDecoding(plain_decoder(decoder.target), eos, f"plain, {self._how(decoder)}", {})
+            return OwnDecoding(name, plain_decoder(decoder.target), eos, description=f"plain, {self._how(decoder)}")
         settings = {"decoding": profile_by(self.mode, setting.profile).decoding.model_dump(mode="json")}
-        return OwnDecoding(decoder, eos, f"profile, {self._how(decoder)}", settings, same_as=same_as)
+        return OwnDecoding(name, decoder, eos, description=f"profile, {self._how(decoder)}", settings=settings)
 
     def _how(self, decoder: Decoder) -> str:
         exact_width = decoder.target.runner.exact_width
@@ -75,24 +74,26 @@ class _Own:
         return f"in bit-exact mode: every pass of the whole model runs on {exact_width} positions"
 
 
-def _profile(setting: Setting) -> Contender:
+def _profile(name: str, setting: Setting) -> Contender:
     profile = setting.profile
     rule = f"; {profile.draft_length.describe()}" if profile.draft.drafts else ""
     settings = profile.model_dump(mode="json", include={"draft", "draft_length", "decoding"})
-    return OwnDecoding(setting.decoder, setting.eos_token_ids, f"{profile.draft.describe()}{rule}", settings)
+    described = f"{profile.draft.describe()}{rule}"
+    return OwnDecoding(name, setting.decoder, setting.eos_token_ids, description=described, settings=settings)
 
 
-def _plain(setting: Setting) -> Contender:
+def _plain(name: str, setting: Setting) -> Contender:
     description = "our own loop without drafts: the whole model, token by token"
-    return OwnDecoding(plain_decoder(setting.target), setting.eos_token_ids, description, {})
+    return OwnDecoding(name, plain_decoder(setting.target), setting.eos_token_ids, description=description)
 
 
-def _stock(setting: Setting) -> Contender:
-    return stock_generate(setting.target.model, setting.eos_token_ids)
+def _stock(name: str, setting: Setting) -> Contender:
+    return stock_generate(name, setting.target.model, setting.eos_token_ids)
 
 
-def _stock_early_exit(setting: Setting) -> Contender:
+def _stock_early_exit(name: str, setting: Setting) -> Contender:
     return fastest_exit(
+        name,
         setting.target.model,
         setting.eos_token_ids,
         setting.tuning_prompts,
@@ -102,15 +103,16 @@ def _stock_early_exit(setting: Setting) -> Contender:
     )
 
 
-def _stock_prompt_lookup(setting: Setting) -> Contender:
-    return stock_prompt_lookup(setting.target.model, setting.eos_token_ids)
+def _stock_prompt_lookup(name: str, setting: Setting) -> Contender:
+    return stock_prompt_lookup(name, setting.target.model, setting.eos_token_ids)
 
 
-def _stock_static(setting: Setting) -> Contender:
+def _stock_static(name: str, setting: Setting) -> Contender:
     # One size for all prompts: transformers would otherwise compile again for each prompt longer than the ones before.
     positions = setting.longest_prompt + setting.max_new_tokens
     compiled = "compiled by transformers" if setting.target.device.type == "cuda" else "not compiled on this device"
     return StockGeneration(
+        name,
         setting.target.model,
         setting.eos_token_ids,
         f'generate(cache_implementation="static"), {compiled}; {positions} positions for every prompt',
@@ -118,8 +120,8 @@ def _stock_static(setting: Setting) -> Contender:
     )
 
 
-Factory = Callable[[Setting], Contender]
-"""Builds a contender; may raise anything on an unsuitable model or device."""
+Factory = Callable[[str, Setting], Contender]
+"""Builds the contender of a name; may raise anything on an unsuitable model or device."""
 
 CONTENDERS: dict[str, Factory] = {
     PROFILE: _profile,
@@ -156,7 +158,7 @@ def check_names(names: Sequence[str], batch_size: int = 1) -> tuple[str, ...]:
             raise ConfigError(f"unknown contender {name!r}; {suggest(name, CONTENDERS)}")
         if batch_size > 1 and name in ONE_TEXT_ONLY:
             raise ConfigError(f"{name} does not work with --batch-size {batch_size}: {ONE_TEXT_ONLY[name]}")
-    needed = [f"{PLAIN}-bitwise" for name in names if name == f"{PROFILE}-bitwise"]
+    needed = [f"{PLAIN}-{BITWISE}" for name in names if name == f"{PROFILE}-{BITWISE}"]
     return tuple(dict.fromkeys([*ALWAYS, *needed, *names]))
 
 
@@ -166,13 +168,13 @@ def side_by_side(names: Sequence[str], batch_size: int) -> tuple[tuple[str, ...]
     return tuple(name for name in names if name not in left_out), left_out
 
 
-def enter(names: Sequence[str], setting: Setting) -> tuple[dict[str, Contender], dict[str, str]]:
+def enter(names: Sequence[str], setting: Setting) -> tuple[list[Contender], dict[str, str]]:
     """Build the contenders; return them, and the ones that fail with the reasons. Errors of mandatory ones are raised."""
-    contenders: dict[str, Contender] = {}
+    contenders: list[Contender] = []
     left_out: dict[str, str] = {}
     for name in names:
         try:
-            contenders[name] = CONTENDERS[name](setting)
+            contenders.append(CONTENDERS[name](name, setting))
         except Exception as cause:  # code of others on a model of any family may fail in any way: the reason is shown
             if name in ALWAYS:
                 raise

@@ -9,10 +9,11 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 
 from decoding.profile import Interval
-from tuner.bench.categories import by_category, categories, category_mean, verdict, verdicts
-from tuner.bench.category_table import category_table, verdict_lines
-from tuner.bench.contenders import PLAIN, PROFILE
-from tuner.bench.result import BenchResult, Entry, Phase, mean_prompt_tokens, units_of
+from studies.measurement import Measurement
+from tuner.bench.contenders import PROFILE
+from tuner.bench.result import BenchResult, BenchVerdict, category_mean
+from tuner.measuring.comparison import Phase
+from tuner.measuring.contender import PLAIN
 from tuner.tables import facts_grid, figures_table
 
 TABLE_WIDTH = 120
@@ -24,18 +25,40 @@ OTHERS_COLOUR = "#0072b2"
 
 def bench_table(result: BenchResult) -> RenderableType:
     """Return a table with a line per contender, the contenders left out, and a legend below."""
-    prompts = f"{len(result.counted)} {units_of(result.batch_size)} of {mean_prompt_tokens(result):.0f} tokens"
+    prompts = f"{len(result.compared.counted)} {result.units} of {result.mean_prompt_tokens:.0f} tokens"
     title = f"Decode phase on {prompts} on average (95 % intervals over {_units(result)})"
     table = figures_table(title, "contender", *("tok/s", "over plain", "profile over it", "per\npass", "iden-\ntical"))
-    for entry in result.entries.values():
-        table.add_row(entry.name, *_cells(result, entry))
+    for name, all_samples in result.everything.items():
+        if name in result.compared.measurements:
+            table.add_row(
+                name,
+                *_speeds(result, name, Phase.DECODE),
+                f"{all_samples.tokens_per_round:.2f}",
+                _identical(all_samples),
+            )
     for name in result.left_out:
         table.add_row(name, "left out")
     legend = facts_grid()
     for term, meaning in _legend(result):
         legend.add_row(term, meaning)
-    further = [_end_to_end_table(result), _draft_table(result), category_table(result)]
+    further = [_end_to_end_table(result), _draft_table(result), _category_table(result)]
     return Group(table, *(each for each in further if each is not None), legend)
+
+
+def _speeds(result: BenchResult, name: str, phase: Phase) -> tuple[str, str, str]:
+    compared = result.compared
+    return (
+        f"{compared.rate(name, phase).value:.1f}",
+        "1.00" if name == PLAIN else f"{compared.over(name, PLAIN, phase)}",
+        "" if name == PROFILE else f"{compared.over(PROFILE, name, phase)}",
+    )
+
+
+def _identical(measurement: Measurement) -> str:
+    ties = measurement.num_ties
+    return f"{measurement.num_identical}/{measurement.num_prompts}" + (
+        f"\n+ {ties} tie{'s' if ties > 1 else ''}" if ties else ""
+    )
 
 
 def _end_to_end_table(result: BenchResult) -> Table:
@@ -43,13 +66,8 @@ def _end_to_end_table(result: BenchResult) -> Table:
     table = figures_table(
         "End to end, prefill included, on the same prompts", "contender", *("tok/s", "over plain", "profile over it")
     )
-    for name in result.entries:
-        table.add_row(
-            name,
-            f"{result.rate(name, Phase.END_TO_END).value:.1f}",
-            "1.00" if name == PLAIN else _interval(result.over(name, PLAIN, Phase.END_TO_END)),
-            "" if name == PROFILE else _interval(result.over(PROFILE, name, Phase.END_TO_END)),
-        )
+    for name in result.compared.measurements:
+        table.add_row(name, *_speeds(result, name, Phase.END_TO_END))
     return table
 
 
@@ -58,44 +76,67 @@ def _draft_table(result: BenchResult) -> Table:
     table = figures_table(
         "Prefill and acceptance", "contender", *("prefill ms", "over plain's", "acceptance\nlength", "accepted")
     )
-    for name, entry in result.entries.items():
-        figures = entry.acceptance(result.counted)
-        rate = figures.draft_acceptance_rate
+    for name, each in result.compared.measurements.items():
         table.add_row(
             name,
-            f"{entry.prefill_seconds * 1000:.1f}",
-            "1.00" if name == PLAIN else _interval(result.prefill_over_plain(name)),
-            f"{figures.mean_acceptance_length:.2f}",
-            "" if rate is None else f"{rate:.0%}",
+            f"{result.first_token_seconds(name) * 1000:.1f}",
+            "1.00" if name == PLAIN else f"{_prefill_over_plain(each) or ''}",
+            f"{each.mean_acceptance_length:.2f}",
+            _acceptance_rate(each),
         )
     return table
+
+
+def _acceptance_rate(measurement: Measurement) -> str:
+    return f"{measurement.draft_acceptance_rate:.0%}" if measurement.num_draft_tokens else ""
+
+
+def _prefill_over_plain(measurement: Measurement) -> Interval | None:
+    whole = measurement.end_to_end
+    return None if whole is None else whole.prefill_over_plain()
+
+
+def _category_table(result: BenchResult) -> Table | None:
+    """Return a row per category and contender with the speed-ups over plain decoding; None without two categories."""
+    if len(result.compared.measurements[PLAIN].by_category()) < 2:
+        return None
+    headings = ("prompts", "decoding", "end to end", "per\npass", "accept\nrate")
+    table = figures_table("Over plain decoding, by category", ("contender", "category"), *headings)
+    for name in result.compared.measurements:
+        if name != PLAIN:
+            _add_categories(table, result, name)
+    return table
+
+
+def _add_categories(table: Table, result: BenchResult, name: str) -> None:
+    for category, compared in result.compared.by_category().items():
+        each = compared.measurements[name]
+        table.add_row(
+            name,
+            category,
+            str(len(each.samples)),
+            *(f"{compared.over(name, PLAIN, phase)}" for phase in Phase),
+            f"{each.mean_acceptance_length:.2f}",
+            _acceptance_rate(each),
+        )
+    means = [category_mean(result.compared, name, phase) for phase in Phase]
+    if any(means):
+        table.add_row(name, "geometric mean", "", *(f"{mean}" if mean else "" for mean in means), "", "")
 
 
 def _units(result: BenchResult) -> str:
     return "prompts" if result.batch_size == 1 else "batches"
 
 
-def _cells(result: BenchResult, entry: Entry) -> tuple[str, ...]:
-    ties = f"\n+ {entry.num_ties} tie{'s' if entry.num_ties > 1 else ''}" if entry.num_ties else ""
-    return (
-        f"{result.rate(entry.name).value:.1f}",
-        "1.00" if entry.name == PLAIN else _interval(result.over(entry.name, PLAIN)),
-        "" if entry.name == PROFILE else _interval(result.over(PROFILE, entry.name)),
-        f"{entry.tokens_per_pass:.2f}",
-        f"{entry.num_identical}/{len(entry.samples)}{ties}",
-    )
-
-
-def _interval(interval: Interval) -> str:
-    return f"{interval.value:.2f} [{interval.ci95[0]:.2f}, {interval.ci95[1]:.2f}]"
-
-
 def _legend(result: BenchResult) -> Iterator[tuple[str, str]]:
-    for entry in result.entries.values():
-        yield entry.name, entry.description
+    for name in result.compared.measurements:
+        yield name, result.contenders[name].description
     for name, reason in result.left_out.items():
         yield name, f"left out: {reason}"
-    yield from verdict_lines(result)
+    yield "verdict", BenchVerdict.of(result.compared).sentence
+    if len(result.compared.measurements[PLAIN].by_category()) > 1:
+        for category, compared in result.compared.by_category().items():
+            yield category, BenchVerdict.of(compared).sentence
     yield "prompts", result.facts["split"]
     yield "device", f"{result.facts['provenance']['device']}, {result.facts['dtype']}"
     for remark in result.remarks:
@@ -104,51 +145,78 @@ def _legend(result: BenchResult) -> Iterator[tuple[str, str]]:
 
 def bench_json(result: BenchResult) -> dict[str, Any]:
     """Return all figures with their intervals, every sample, device and versions as plain data."""
+    compared = result.compared
+    categories = compared.measurements[PLAIN].by_category()
     return {
         **result.facts,
         "batch_size": result.batch_size,
         "remarks": list(result.remarks),
-        "prompts": result.num_prompts,
-        "counted": list(result.counted),
-        "categories": {name: len(batches) for name, batches in categories(result).items()},
-        "verdict": verdict(result).model_dump(mode="json"),
-        "verdicts": {category: each.model_dump(mode="json") for category, each in verdicts(result)},
-        "contenders": {name: _figures(result, entry) for name, entry in result.entries.items()},
+        "prompts": len(result.prompt_lengths),
+        "counted": list(compared.counted),
+        "categories": {name: len(each.samples) for name, each in categories.items()},
+        "verdict": BenchVerdict.of(compared).model_dump(mode="json"),
+        "verdicts": {
+            name: BenchVerdict.of(each).model_dump(mode="json") for name, each in compared.by_category().items()
+        },
+        "contenders": {name: _figures(result, name) for name in compared.measurements},
         "left_out": result.left_out,
         "samples": {
-            name: [sample.model_dump(mode="json") for sample in entry.samples] for name, entry in result.entries.items()
+            name: [sample.model_dump(mode="json") for sample in each.samples]
+            for name, each in result.everything.items()
         },
     }
 
 
-def _figures(result: BenchResult, entry: Entry) -> dict[str, Any]:
+def _figures(result: BenchResult, name: str) -> dict[str, Any]:
+    compared, everything, contender = result.compared, result.everything[name], result.contenders[name]
+    measurement = compared.measurements[name]
+    decode, whole = (_phase_figures(result, name, phase) for phase in Phase)
     return {
-        "description": entry.description,
-        "settings": entry.settings,
-        "tokens_per_second": result.rate(entry.name).model_dump(mode="json"),
-        "over_plain": result.over(entry.name, PLAIN).model_dump(mode="json"),
-        "profile_over_it": result.over(PROFILE, entry.name).model_dump(mode="json"),
-        "end_to_end": _end_to_end(result, entry.name),
-        "categories": {name: each.model_dump(mode="json") for name, each in by_category(result, entry.name).items()},
-        "category_mean_over_plain": _dumped(category_mean(result, entry.name, Phase.DECODE)),
-        **entry.acceptance(result.counted).model_dump(mode="json"),
-        "prefill_seconds": entry.prefill_seconds,
-        "tokens_per_pass": entry.tokens_per_pass,
-        "identical": entry.num_identical,
-        "ties": entry.num_ties,
-        "texts": len(entry.samples),
+        "description": contender.description,
+        "settings": dict(contender.settings),
+        **decode,
+        "end_to_end": {
+            **whole,
+            "time_to_first_token_seconds": result.first_token_seconds(name),
+            "prefill_over_plain": _dumped(_prefill_over_plain(measurement)),
+        },
+        "categories": {
+            category: {
+                "prompts": len(each.measurements[name].samples),
+                "over_plain": _dumped(each.over(name)),
+                "end_to_end_over_plain": _dumped(each.over(name, PLAIN, Phase.END_TO_END)),
+                **_acceptance(each.measurements[name]),
+            }
+            for category, each in compared.by_category().items()
+        },
+        **_acceptance(measurement),
+        "num_spec_steps": measurement.num_spec_steps,
+        "num_accepted_draft_tokens": measurement.num_accepted_draft_tokens,
+        "acceptance_histogram": measurement.acceptance_histogram,
+        "tokens_per_pass": everything.tokens_per_round,
+        "identical": everything.num_identical,
+        "ties": everything.num_ties,
+        "texts": everything.num_prompts,
     }
 
 
-def _end_to_end(result: BenchResult, name: str) -> dict[str, Any]:
-    whole = Phase.END_TO_END
+def _acceptance(measurement: Measurement) -> dict[str, float | None]:
+    """Return acceptance by AIPerf's names; what code of others drafts is not known."""
+    known = measurement.num_draft_tokens if all(s.drafted is not None for s in measurement.samples) else None
     return {
-        "tokens_per_second": _dumped(result.rate(name, whole)),
-        "over_plain": _dumped(result.over(name, PLAIN, whole)),
-        "profile_over_it": _dumped(result.over(PROFILE, name, whole)),
-        "category_mean_over_plain": _dumped(category_mean(result, name, whole)),
-        "time_to_first_token_seconds": result.time_to_first_token_seconds(name),
-        "prefill_over_plain": _dumped(result.prefill_over_plain(name)),
+        "mean_acceptance_length": measurement.mean_acceptance_length,
+        "draft_acceptance_rate": measurement.draft_acceptance_rate if known else None,
+        "num_draft_tokens": known,
+    }
+
+
+def _phase_figures(result: BenchResult, name: str, phase: Phase) -> dict[str, Any]:
+    compared = result.compared
+    return {
+        "tokens_per_second": _dumped(compared.rate(name, phase)),
+        "over_plain": _dumped(compared.over(name, PLAIN, phase)),
+        "profile_over_it": _dumped(compared.over(PROFILE, name, phase)),
+        "category_mean_over_plain": _dumped(category_mean(compared, name, phase)),
     }
 
 
@@ -160,8 +228,8 @@ def bench_picture(result: BenchResult, file: IO[bytes]) -> None:
     """Draw tokens per second of each contender with their intervals."""
     from matplotlib.figure import Figure
 
-    names = list(result.entries)[::-1]  # the first on top
-    rates = [result.rate(name) for name in names]
+    names = list(result.compared.measurements)[::-1]  # the first on top
+    rates = [result.compared.rate(name) for name in names]
     figure = Figure(figsize=(8, 1.2 + 0.5 * len(names)), layout="constrained")
     axes = figure.subplots()
     reach = [[each.value - each.ci95[0] for each in rates], [each.ci95[1] - each.value for each in rates]]

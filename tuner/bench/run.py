@@ -12,18 +12,21 @@ from rich.console import RenderableType
 
 from decoding.decode import Request
 from decoding.decoder import plain_decoder
+from decoding.losslessness import Comparison, compare
 from decoding.text import Ending
-from tuner.bench.collecting import SampleCollector
 from tuner.bench.config import BenchConfig
-from tuner.bench.contenders import ALWAYS, Setting, enter
+from tuner.bench.contenders import ALWAYS, PROFILE, Setting, enter
 from tuner.bench.modes import profile_by
 from tuner.bench.report import TABLE_WIDTH, bench_json, bench_picture, bench_table
-from tuner.bench.result import BenchResult, Entry, comparable, units_of
-from tuner.bench.sample import TextSample
+from tuner.bench.result import BenchResult, units_of
 from tuner.bench.settings_check import check_bench_settings
 from tuner.bench.task import BenchTask, prepare_bench, token_ids
-from tuner.contest.contest import Contest, Prompts
-from tuner.measuring.clock import WallClock
+from tuner.errors import DatasetError
+from tuner.fields import BITWISE
+from tuner.measuring.baseline import FEWEST_DECODED, Baseline
+from tuner.measuring.comparison import FEWEST_SAMPLES, Compared
+from tuner.measuring.contender import PLAIN, Prompts
+from tuner.measuring.turns import Interleaved, PairedBench, Texts
 from tuner.progress import Progress
 from tuner.prompt_settings import PromptSettings
 from tuner.results import check_results_folder, public_name, stamped, write_json, write_result, write_text
@@ -49,31 +52,39 @@ def run_and_write(config: BenchConfig, profile: Path, out: Path, *, progress: Pr
 
 
 def run_bench(task: BenchTask, progress: Progress) -> BenchResult:
-    """Make the contenders, warm them up and hold the contest on the measured prompts.
+    """Make the contenders, warm them up and let all of them continue the measured prompts in turns.
 
     Raises DatasetError if too few prompts have continuations long enough to measure.
     """
     progress.stage("contenders choose on tuning prompts")
     contenders, left_out = enter(task.names, _setting(task, progress))
-    contest = Contest(contenders, WallClock(task.target.device), needed=ALWAYS)
+    turns = Interleaved(contenders, may_fail=[each.name for each in contenders if each.name not in ALWAYS])
+    config, batches = task.config, task.batches
     progress.stage("warming up")
-    contest.prepare(task.batches, task.max_new_tokens)
-    contest.warm_up(_longest_and_shortest(task.batches))
-    samples = _hold(contest, task, progress)
-    left_out = {**task.left_out, **left_out, **contest.left_out}
-    entries = [
-        Entry(name, each.describe(), dict(each.settings), tuple(samples[name]))
-        for name, each in contest.running.items()
-    ]
-    kept, uncounted, counted = comparable(entries)
+    turns.prepare(batches, task.max_new_tokens)
+    turns.warm_up(_longest_and_shortest(batches))
+    bench = _bench(task, progress)
+    progress.stage(f"all contenders continue all {units_of(config.batch_size)}", len(batches) * config.repeats)
+    found = bench.compete(
+        turns, bench.indices, lambda samples: progress.advance(), repeats=config.repeats, plain_too=True
+    )
+    compared = Compared.of(found, needed=ALWAYS)
+    if len(compared.counted) < FEWEST_SAMPLES:
+        raise DatasetError(
+            f"only {len(compared.counted)} {units_of(config.batch_size)} are continued with at least {FEWEST_DECODED} tokens per "
+            f"sequence after the prefill by all of {', '.join(compared.measurements)}: give more --max-new-tokens, or prompts that "
+            "the model continues at greater length"
+        )
     return BenchResult(
-        entries=kept,
-        left_out={**left_out, **uncounted},
-        counted=counted,
-        num_prompts=len(task.measured),
+        contenders=turns.running,
+        everything=found,
+        compared=compared,
+        left_out={**task.left_out, **left_out, **turns.left_out, **compared.left_out},
+        prompt_lengths=tuple(len(prompt.token_ids) for prompt in task.measured),
         facts=_facts(task),
-        remarks=_remarks(task, len(task.batches) - len(counted)),
-        batch_size=task.config.batch_size,
+        remarks=_remarks(task, len(batches) - len(compared.counted)),
+        batch_size=config.batch_size,
+        repeats=config.repeats,
     )
 
 
@@ -95,35 +106,42 @@ def _longest_and_shortest(batches: Sequence[Prompts]) -> list[Prompts]:
     return [max(batches, key=lambda batch: max(map(len, batch))), min(batches, key=lambda batch: min(map(len, batch)))]
 
 
-def _hold(contest: Contest, task: BenchTask, progress: Progress) -> dict[str, list[TextSample]]:
-    """Hold the contest and return all samples by contender."""
-    prompts, batch_size, repeats = token_ids(task.measured), task.config.batch_size, task.config.repeats
-    # Sequences of a batch are compared with what plain decoding writes for each prompt by itself.
-    plain = _decode_one_by_one(task, prompts, progress) if batch_size > 1 else ()
-    categories = [prompt.category for prompt in task.measured]
-    collector = SampleCollector(
-        task.target, prompts, contest.running, batch_size=batch_size, plain=plain, categories=categories
+def _bench(task: BenchTask, progress: Progress) -> PairedBench:
+    """Return the measured prompts, and the comparison with plain decoding of each prompt, by itself in a batch.
+
+    Bit-exact decoding must equal plain decoding in this mode.
+    """
+    prompts, ending = token_ids(task.measured), Ending(task.max_new_tokens, task.eos_token_ids)
+    alone = _decode_one_by_one(task, prompts, ending, progress) if task.config.batch_size > 1 else ()
+    exact = {f"{PROFILE}-{BITWISE}": f"{PLAIN}-{BITWISE}"}
+
+    def judge(name: str, row: int, texts: Texts) -> Comparison:
+        if name in exact:
+            return Comparison(identical=texts[name] == texts.get(exact[name]))
+        return compare(task.target, prompts[row], alone[row] if alone else texts[PLAIN], texts[name])
+
+    baseline = Baseline(
+        prompts=prompts,
+        continuations=alone,
+        rows=tuple(range(len(prompts))),
+        ending=ending,
+        batch_size=task.config.batch_size,
+        categories=tuple(prompt.category for prompt in task.measured),
     )
-    progress.stage(f"all contenders continue all {units_of(batch_size)}", len(task.batches) * repeats)
-    collector.hold(
-        contest,
-        task.batches,
-        max_new_tokens=task.max_new_tokens,
-        repeats=repeats,
-        on_batch=lambda index, repeat, results: progress.advance(),
-    )
-    return collector.samples
+    return PairedBench(baseline, judge)
 
 
-def _decode_one_by_one(task: BenchTask, prompts: Prompts, progress: Progress) -> list[tuple[int, ...]]:
+def _decode_one_by_one(
+    task: BenchTask, prompts: Prompts, ending: Ending, progress: Progress
+) -> tuple[tuple[int, ...], ...]:
     """Return the plain continuation of each prompt decoded by itself."""
-    plain, ending = plain_decoder(task.target), Ending(task.max_new_tokens, task.eos_token_ids)
+    plain = plain_decoder(task.target)
     progress.stage("plain decoding continues each prompt by itself", len(prompts))
     continuations = []
     for prompt in prompts:
         continuations.append(plain.generate(Request(prompt, ending)).tokens)
         progress.advance()
-    return continuations
+    return tuple(continuations)
 
 
 def _facts(task: BenchTask) -> dict[str, Any]:

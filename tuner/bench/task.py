@@ -14,11 +14,11 @@ from decoding.target import Target
 from tuner.bench.config import BenchConfig
 from tuner.bench.contenders import check_names, default_names, side_by_side
 from tuner.bench.modes import profile_by
-from tuner.contest.contest import Prompts
 from tuner.errors import ConfigError
 from tuner.inputs.held_out import find_prompts
 from tuner.inputs.models import Loaded, eos_token_ids, load, resolve_device
 from tuner.inputs.prompts import Prompt
+from tuner.measuring.contender import Prompts
 from tuner.progress import Progress
 
 USUAL_NEW_TOKENS = 64

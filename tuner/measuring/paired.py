@@ -1,46 +1,34 @@
 """Paired measurement of candidates: real decoding, each prompt with plain decoding of the same prompt in the same process.
 
-With a batch size above 1 the unit is a batch of prompts, decoded in lockstep both plainly and with the candidate. The bench
-measures and compares tokens; it decides nothing.
+With a batch size above 1 the unit is a batch of prompts, decoded in lockstep both plainly and with the candidate.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
-from transformers.generation import TemperatureLogitsWarper, TopPLogitsWarper
 
-from decoding.acceptance import Greedy, Sampling
+from decoding.acceptance import Acceptance, Greedy
 from decoding.decode import Request
 from decoding.decoder import Decoder, plain_decoder
 from decoding.draft_length import CostAwareRule, DraftLengthRule, RoundCosts
-from decoding.drafts import Draft, PlainDecoding
+from decoding.drafts import Draft
 from decoding.head_folder import HeadFolder
-from decoding.losslessness import compare
+from decoding.losslessness import Comparison, compare
 from decoding.profile import Decoding
 from decoding.target import Target
-from decoding.text import LogitsProcessor, Shaping
 from decoding.timing.draft_costs import measure_decoder_costs
 from studies.contract import Candidate
-from studies.measurement import BatchTexts, Measurement, PairedPrefill, PromptSample
+from studies.measurement import Measurement, PromptSample
 from tuner.measuring.baseline import Baseline
 from tuner.measuring.clock import Clock, WallClock
+from tuner.measuring.contender import PLAIN
 from tuner.measuring.contract import OnSample
 from tuner.measuring.decoders import MOST_KEPT, DecoderPool
-from tuner.measuring.machine import seconds_waited
-from tuner.measuring.recording import Recorder, TimedBatch, counted, record_decoding
-from tuner.measuring.turns import WARM_UP_TOKENS, take_turns
-
-
-@dataclass(frozen=True, eq=False)
-class _Contestant:
-    """A draft and the decoder that uses it; compared by identity."""
-
-    draft: Draft
-    decoder: Decoder
-
+from tuner.measuring.own_decoding import OwnDecoding, SamplingSettings
+from tuner.measuring.turns import WARM_UP_TOKENS, Interleaved, PairedBench, Texts
 
 MOST_TIMES_SLOWER = 20
 """A candidate that takes this many times as long as plain decoding is not measured."""
@@ -52,10 +40,10 @@ class FarTooSlowError(Exception):
     """A candidate that is many times slower than plain decoding."""
 
 
-class Bench:
+class Bench(PairedBench):
     """A target, prompts with their plain continuations, and a clock.
 
-    Every sequence of a candidate is compared with its plain continuation token by token. When sampling, both are decoded greedily
+    Every sequence of a candidate is compared with its plain continuation token by token. When sampling, it is decoded greedily
     once more for the comparison, outside the measured time: two sampled sequences cannot be compared.
     """
 
@@ -76,47 +64,22 @@ class Bench:
         When sampling, `top_p` is the share of the probability that is sampled from, as in `generate`. The decoders of the
         `most_kept` drafts measured last are kept: see `DecoderPool`.
         """
+        super().__init__(baseline, self._compare)
         self.target = target
-        self.baseline = baseline
         self.decoding = decoding
         self._heads = heads
         self._seed = seed
         self._clock = clock or WallClock(target.device)
-        self._plain = _Contestant(PlainDecoding(), plain_decoder(target))
-        self._plain_batches: dict[int, TimedBatch] = {}
         self._costs: dict[Draft, RoundCosts] = {}
         self._most_kept, self._top_p = most_kept, top_p
         self._decoders = DecoderPool(target, decoding, heads=heads, most=most_kept)
-
-    @property
-    def indices(self) -> range:
-        """Indices of the measurable prompts, or of their batches."""
-        return self.baseline.indices
-
-    @property
-    def batch_size(self) -> int:
-        """Number of prompts decoded in lockstep."""
-        return self.baseline.batch_size
+        self._sampling = SamplingSettings(decoding.temperature, top_p, seed) if decoding.temperature > 0 else None
+        self._plain = self._contender(PLAIN, plain_decoder(target))
 
     @property
     def most_kept(self) -> int:
         """Number of drafts whose decoders are kept."""
         return self._most_kept
-
-    @property
-    def max_new_tokens(self) -> int:
-        """Number of tokens after which a sequence ends."""
-        return self.baseline.ending.max_new_tokens
-
-    @property
-    def prompts(self) -> tuple[tuple[int, ...], ...]:
-        """Token ids of the prompts."""
-        return self.baseline.prompts
-
-    @property
-    def continuations(self) -> tuple[tuple[int, ...], ...]:
-        """Token ids of the plain greedy continuations."""
-        return self.baseline.continuations
 
     def reordered(self, order: Sequence[int]) -> Bench:
         """Return a bench of the same prompts in another order; it measures the costs of drafts anew."""
@@ -156,26 +119,27 @@ class Bench:
         Differences between the candidates are then differences on the same prompts at nearly the same time. `on_sample` receives
         every sample as soon as its prompt was decoded by all, and may raise to stop.
         """
-        contestants = [_Contestant(candidate.draft, self.decoder(candidate)) for candidate in candidates]
-        samples: list[list[PromptSample]] = [[] for _ in contestants]
 
-        def keep(index: int, batches: Mapping[_Contestant, TimedBatch]) -> None:
-            for contestant, taken in zip(contestants, samples, strict=True):
-                taken.append(self._sample(contestant.decoder, index, batches[self._plain], batches[contestant]))
-                on_sample(taken[-1])
+        def show(samples: Mapping[str, PromptSample]) -> None:
+            for sample in samples.values():
+                on_sample(sample)
 
-        all_contestants = [self._plain, *contestants]
+        own = [self._contender(str(number), self.decoder(each)) for number, each in enumerate(candidates)]
         if not self._clock.is_deterministic:
-            for each in all_contestants:
-                self._warm_up(each.decoder, indices[0])
-            for each in contestants:
-                self._refuse_far_too_slow(each.decoder, indices[0])
+            for contender in (self._plain, *own):
+                self._warm_up(contender.decoder, indices[0])
+            for contender in own:
+                self._refuse_far_too_slow(contender.decoder, indices[0])
         try:
-            take_turns(all_contestants, indices, self._timed, keep)
+            found = self.compete(Interleaved([self._plain, *own]), indices, show)
         except torch.OutOfMemoryError:
             self._decoders.clear()  # the next candidate needs the memory more
             raise
-        return [Measurement(samples=tuple(taken)) for taken in samples]
+        return [found[each.name] for each in own]
+
+    def _contender(self, name: str, decoder: Decoder) -> OwnDecoding:
+        eos = self.baseline.ending.eos_token_ids
+        return OwnDecoding(name, decoder, eos, sampling=self._sampling, clock=self._clock)
 
     def warm_up_rule(self, candidate: Candidate, indices: Sequence[int]) -> Candidate:
         """Return the candidate with its cost-aware rule warmed up on the prompts at `indices`, costs included.
@@ -190,7 +154,10 @@ class Bench:
         if not self._clock.is_deterministic:
             self._refuse_far_too_slow(decoder.with_rule(decoder.rule), indices[0])  # with a controller of its own
         for index in indices:
-            decoder.generate_batch(self._requests(index))
+            requests = self._greedy_requests(index)
+            decoder.generate_batch(
+                self._sampling.requests(requests, self.target.device) if self._sampling else requests
+            )
         adapted = decoder.adapted_rule()
         assert adapted is not None, "a cost-aware rule with a persistent controller has adapted"
         return candidate.with_rule(adapted.model_copy(update={"persistent": rule.persistent}))
@@ -210,12 +177,14 @@ class Bench:
 
     def _prepare(self, decoder: Decoder) -> None:
         """Let the decoder run every shape of pass that the prompts may need, so that none is new when time counts."""
-        used = self._requests(0)[0].acceptance
+        acceptances: list[Acceptance] = [Greedy()]  # sampled runs are checked by greedy ones
+        if self._sampling is not None:
+            acceptances.insert(0, self._sampling.acceptance(self.target.device))
         decoder.prepare(
             min(map(len, self.prompts)),
             max(map(len, self.prompts)) + self.max_new_tokens,
             self.batch_size,
-            acceptances=[Greedy()] if used.is_greedy else [used, Greedy()],  # sampled runs are checked by greedy ones
+            acceptances=acceptances,
         )
 
     def _ready_rule(self, candidate: Candidate, decoder: Decoder) -> DraftLengthRule:
@@ -230,11 +199,6 @@ class Bench:
                 return rule
             self._costs[draft] = costs
         return rule.with_costs(costs)
-
-    @property
-    def _times_drafts(self) -> bool:
-        """Whether seconds of drafting are part of the seconds measured: prices know whole rounds only."""
-        return self.batch_size == 1 and not self._clock.is_deterministic
 
     def _warm_up(self, decoder: Decoder, index: int) -> float:
         """Decode a few tokens of each prompt; return the seconds per token after the prefill."""
@@ -253,88 +217,8 @@ class Bench:
                 f"{seconds:.2g} s for a token, more than {MOST_TIMES_SLOWER} times as long as plain decoding: not measured"
             )
 
-    def _timed(self, contestant: _Contestant, index: int) -> TimedBatch:
-        """Decode one batch and time it; plain decoding only once if the clock repeats exactly."""
-        repeats = contestant is self._plain and self._clock.is_deterministic
-        if repeats and index in self._plain_batches:
-            return self._plain_batches[index]
-        requests = self._requests(index)
-        before = seconds_waited()
-        recorder = Recorder(self._clock.start(contestant.draft), num_sequences=len(requests))
-        record_decoding(contestant.decoder, requests, recorder)
-        batch = recorder.batch()
-        if self._clock.is_deterministic:
-            batch = replace(batch, waited_seconds=0.0)  # no waiting is charged
-        elif before is not None:
-            batch = replace(batch, waited_seconds=max(0.0, (seconds_waited() or 0.0) - before))
-        if repeats:
-            self._plain_batches[index] = batch
-        return batch
-
-    def _sample(self, decoder: Decoder, index: int, plain: TimedBatch, drafted: TimedBatch) -> PromptSample:
-        texts = self._compare(decoder, index, drafted)
-        rounds = list(drafted.rounds)
-        identical = texts.identical == texts.count
-        return PromptSample(
-            prompt=index,
-            plain_seconds=plain.decode_seconds,
-            plain_tokens=plain.num_decoded,
-            draft_seconds=drafted.decode_seconds,
-            draft_tokens=drafted.num_decoded,
-            drafting_seconds=sum(each.draft_seconds for each in rounds) if self._times_drafts else None,
-            rounds=len(rounds),
-            drafted=sum(each.num_drafted for each in rounds),
-            accepted=sum(each.num_accepted for each in rounds),
-            waited_seconds=_both(plain.waited_seconds, drafted.waited_seconds),
-            accepted_lengths=counted(each.num_accepted for each in rounds),
-            prefill=PairedPrefill(
-                plain_seconds=plain.prefill_seconds,
-                plain_tokens=plain.prefill_tokens,
-                draft_seconds=drafted.prefill_seconds,
-                draft_tokens=drafted.prefill_tokens,
-            ),
-            category=self.baseline.category(index),
-            identical=identical,
-            tie=not identical and texts.identical + texts.ties == texts.count,
-            float32_tie=0 < texts.float32_ties == texts.count - texts.identical - texts.ties,
-            batch=texts if self.batch_size > 1 else None,
-        )
-
-    def _compare(self, decoder: Decoder, index: int, drafted: TimedBatch) -> BatchTexts:
-        """Compare the sequences of a batch with their plain continuations; when sampling, by decoding it greedily once more."""
-        tokens = [each.tokens for each in drafted.sequences]
-        if self.decoding.temperature > 0:
-            tokens = [each.tokens for each in decoder.generate_batch(self._greedy_requests(index)).generations]
-        comparisons = [
-            compare(self.target, self.prompts[row], self.continuations[row], written)
-            for row, written in zip(self.baseline.members(index), tokens, strict=True)
-        ]
-        return BatchTexts(
-            count=len(comparisons),
-            identical=sum(each.identical for each in comparisons),
-            ties=sum(each.tie for each in comparisons),
-            float32_ties=sum(each.float32_tie for each in comparisons),
-        )
-
-    def _requests(self, index: int) -> list[Request]:
-        """Return the requests of one batch at the bench's temperature, every one with the same seed."""
-        requests = self._greedy_requests(index)
-        if self.decoding.temperature == 0:
-            return requests
-        shaping = Shaping(self._processors())
-        return [replace(each, acceptance=Sampling(self._generator()), shaping=shaping) for each in requests]
-
-    def _processors(self) -> list[LogitsProcessor]:
-        """Return the logits processors of sampling, in the order of `generate`."""
-        temperature = TemperatureLogitsWarper(self.decoding.temperature)
-        return [temperature] if self._top_p == 1.0 else [temperature, TopPLogitsWarper(self._top_p)]
+    def _compare(self, name: str, row: int, texts: Texts) -> Comparison:
+        return compare(self.target, self.prompts[row], self.continuations[row], texts[name])
 
     def _greedy_requests(self, index: int) -> list[Request]:
-        return [Request(self.prompts[row], self.baseline.ending, Greedy()) for row in self.baseline.members(index)]
-
-    def _generator(self) -> torch.Generator:
-        return torch.Generator(self.target.device).manual_seed(self._seed)
-
-
-def _both(first: float | None, second: float | None) -> float | None:
-    return None if first is None or second is None else first + second
+        return [Request(prompt, self.baseline.ending, Greedy()) for prompt in self.batch(index)]

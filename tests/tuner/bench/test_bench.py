@@ -16,28 +16,23 @@ from transformers import AutoTokenizer
 
 from decoding.draft_length import AdaEdl, Fixed
 from decoding.drafts import LayerSkip
-from decoding.losslessness import Comparison
 from decoding.profile import DatasetFacts, Decoding, Exactness, Interval, Measured, Rates, SearchCost
 from decoding.target import Target
-from studies.measurement import Measurement
+from studies.measurement import BatchTexts, Measurement, PairedPrefill, PromptSample, sum_repeats
 from tests.support.heads import write_heads
-from tests.support.recordings import real_recorder, timed_sequence
 from tests.support.records import sample
 from tests.support.refusals import refused
 from tests.support.shown import check_readable
 from tests.support.tiny import save_tiny_checkpoint, write_tiny_prompts
-from tuner.bench.categories import category_mean, verdict
 from tuner.bench.contenders import CONTENDERS, default_names
 from tuner.bench.modes import MODES
 from tuner.bench.report import bench_json, bench_picture, bench_table
-from tuner.bench.result import BenchResult, Entry, Phase, comparable
-from tuner.bench.sample import TextSample
+from tuner.bench.result import BenchResult, BenchVerdict, category_mean
 from tuner.cli.main import main
-from tuner.contest.contest import Prompts
-from tuner.contest.own_decoding import OwnDecoding
-from tuner.errors import DatasetError
 from tuner.inputs.prompts import load_prompts
-from tuner.measuring.recording import Recorder, TimedBatch
+from tuner.measuring.comparison import Compared, Phase
+from tuner.measuring.contender import Decoded, Prompts
+from tuner.measuring.own_decoding import OwnDecoding
 from tuner.prompt_settings import PromptSettings
 
 SIZES = {"tuning-prompts": 4, "held-out-prompts": 3}
@@ -111,16 +106,19 @@ def test_all_contenders_write_plain_decodings_text_and_all_is_kept(
     assert found["left_out"] == {}
     for name, figures in found["contenders"].items():
         samples = found["samples"][name]
-        assert [(each["prompt"], each["repeat"]) for each in samples] == [(p, r) for r in (0, 1) for p in (0, 1, 2)]
+        assert [each["prompt"] for each in samples] == [0, 1, 2], "repeats are added up"
         assert all(each["identical"] and not each["tie"] for each in samples)
-        assert all(each["prefill_tokens"] + each["decode_tokens"] == NUM_NEW_TOKENS for each in samples)
-        assert all(each["prefill_seconds"] > 0 and each["decode_seconds"] > 0 for each in samples)
+        prefills = [each["prefill"] for each in samples]
+        tokens = [a["draft_tokens"] + b["draft_tokens"] for a, b in zip(prefills, samples, strict=True)]
+        assert tokens == [2 * NUM_NEW_TOKENS] * 3
+        assert all(each["draft_seconds"] > 0 for each in (*prefills, *samples))
         assert (figures["identical"], figures["texts"], figures["ties"]) == (6, 6, 0)
         assert figures["mean_acceptance_length"] == pytest.approx(figures["tokens_per_pass"], abs=0.2)
         whole = figures["end_to_end"]
-        seconds = sum(each["prefill_seconds"] + each["decode_seconds"] for each in samples)
+        seconds = sum(each["draft_seconds"] for each in (*prefills, *samples))
         assert whole["tokens_per_second"]["value"] == pytest.approx(6 * NUM_NEW_TOKENS / seconds)
-        assert whole["time_to_first_token_seconds"] > 0
+        mean_prefill = sum(each["draft_seconds"] for each in prefills) / 6
+        assert whole["time_to_first_token_seconds"] == pytest.approx(mean_prefill)
         for key in ("tokens_per_second", "over_plain", "profile_over_it"):
             low, high = figures[key]["ci95"]
             assert low <= figures[key]["value"] <= high
@@ -209,21 +207,19 @@ def test_who_cannot_run_here_is_left_out_with_the_reason(
     workplace: Path, code: Path, write_profile: WriteProfile, bench: RunBench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Broken:
+        name, description = "hf-static", "breaks"
         settings: Mapping[str, Any] = {}
-
-        def describe(self) -> str:
-            return "breaks"
 
         def prepare(self, batches: Sequence[Prompts], max_new_tokens: int) -> None:
             pass
 
-        def write(self, prompts: Prompts, max_new_tokens: int, recorder: Recorder) -> None:
+        def decode(self, prompts: Prompts, max_new_tokens: int) -> Decoded:
             raise NotImplementedError("no such cache for this family")
 
-    def impossible(setting: Any) -> Any:
+    def impossible(name: str, setting: Any) -> Any:
         raise ValueError("not with this model")
 
-    monkeypatch.setitem(CONTENDERS, "hf-static", lambda setting: Broken())
+    monkeypatch.setitem(CONTENDERS, "hf-static", lambda name, setting: Broken())
     monkeypatch.setitem(CONTENDERS, "hf-early-exit", impossible)
     result = bench(write_profile(LayerSkip.blocks((3,))), code, against="hf,hf-static,hf-early-exit")
     assert result.exit_code == 0, result.output
@@ -242,46 +238,25 @@ def test_who_cannot_run_here_is_left_out_with_the_reason(
 def test_another_text_is_told_apart(
     workplace: Path, code: Path, write_profile: WriteProfile, bench: RunBench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Wrong:
-        settings: Mapping[str, Any] = {}
-        same_as: str | None = None
-
-        def __init__(self, honest: Any) -> None:
-            self._honest = honest
-
-        def describe(self) -> str:
-            return "writes a wrong last token"
-
-        def prepare(self, batches: Sequence[Prompts], max_new_tokens: int) -> None:
-            self._honest.prepare(batches, max_new_tokens)
-
-        def write(self, prompts: Prompts, max_new_tokens: int, recorder: Recorder) -> None:
-            honest = real_recorder(len(prompts))
-            self._honest.write(prompts, max_new_tokens, honest)
-            tokens = honest.batch().sequences[0].tokens
-            for token in [*tokens[:-1], (tokens[-1] + 1) % 64]:
-                recorder.put([token])
-
     make = CONTENDERS["hf"]
-    monkeypatch.setitem(CONTENDERS, "hf", lambda setting: Wrong(make(setting)))
+
+    def wrong(name: str, setting: Any) -> Any:
+        contender = make(name, setting)
+        honest = contender.decode
+
+        def decode(prompts: Prompts, max_new_tokens: int) -> Decoded:
+            decoded = honest(prompts, max_new_tokens)
+            (tokens,) = decoded.texts
+            return replace(decoded, texts=((*tokens[:-1], (tokens[-1] + 1) % 64),))
+
+        monkeypatch.setattr(contender, "decode", decode)
+        return contender
+
+    monkeypatch.setitem(CONTENDERS, "hf", wrong)
     result = bench(write_profile(LayerSkip.blocks((3,))), code, against="hf")
     assert result.exit_code == 0, result.output
     assert results(workplace)["contenders"]["hf"]["identical"] == 0
     assert "0/3" in result.stdout
-
-
-def test_texts_within_the_prefill_have_no_rate() -> None:
-    def entry(name: str, decoded: Sequence[int]) -> Entry:
-        return Entry(name, name, {}, tuple(text_sample(1.0, index, decode_tokens=n) for index, n in enumerate(decoded)))
-
-    long, short = entry("profile", [20] * 4), entry("hf-early-exit", [20, 7, 20, 20])
-    kept, left_out, counted = comparable([long, entry("plain", [20] * 4), short])
-    assert (list(kept), left_out, counted) == (["profile", "plain", "hf-early-exit"], {}, (0, 2, 3))
-    kept, left_out, counted = comparable([long, entry("plain", [20] * 4), entry("hf", [20, 7, 7, 7])])
-    assert (list(kept), counted) == (["profile", "plain"], (0, 1, 2, 3))
-    assert "within its prefill" in left_out["hf"]
-    with pytest.raises(DatasetError, match="only 1 prompts are continued with at least 8 tokens"):
-        comparable([long, entry("plain", [20, 7, 7, 7])])
 
 
 def test_a_profile_for_sampling_is_measured_greedily_and_it_is_said(
@@ -319,103 +294,82 @@ def test_what_cannot_be_compared_is_one_line(
     assert not (workplace / "b").exists()
 
 
-def text_sample(seconds: float, prompt: int, repeat: int = 0, **facts: Any) -> TextSample:
-    values: dict[str, Any] = {
-        "prompt": prompt,
-        "repeat": repeat,
-        "prompt_tokens": 20 + 10 * prompt,
-        "prefill_seconds": 0.5,
-        "prefill_tokens": 1,
-        "decode_seconds": seconds,
-        "decode_tokens": 10,
-        "passes": 5,
-        "identical": True,
-    }
-    return TextSample(**{**values, **facts})
+def text_sample(seconds: float, prompt: int, *, prefill: float = 0.5, tokens: int = 10, **facts: Any) -> PromptSample:
+    """A sample of a contender, beside plain decoding of 4 s."""
+    paired = PairedPrefill(plain_seconds=0.5, plain_tokens=1, draft_seconds=prefill, draft_tokens=1)
+    values = {"plain_seconds": 4.0, "draft_seconds": seconds, "draft_tokens": tokens, "prefill": paired}
+    return sample(1.0, prompt, **{**values, **facts})
 
 
-def made_up(*, batch_size: int = 1, **entries: Sequence[TextSample]) -> BenchResult:
-    named = {name: Entry(name, f"what {name} is", {}, tuple(samples)) for name, samples in entries.items()}
-    facts = {"split": "held out", "provenance": {"device": "a device"}, "dtype": "bfloat16", "profile": "p"}
-    return BenchResult(named, {"hf-static": "RuntimeError: no"}, (0, 1, 2), 4, facts, ("a note",), batch_size)
+def compared(**samples: Sequence[PromptSample]) -> Compared:
+    return Compared({name: Measurement(samples=tuple(each)) for name, each in samples.items()}, {})
 
 
-def test_a_text_is_kept_as_it_came() -> None:
-    batch = TimedBatch((timed_sequence(((1, 2), (3,), (4, 5, 6)), (1.0, 1.5, 3.0)),))
-    kept = TextSample.of(3, 1, 17, batch, 0, Comparison(identical=False, first_difference=2, tie=True))
-    expected = text_sample(
-        2.0, 3, 1, prompt_tokens=17, prefill_seconds=1.0, prefill_tokens=2, decode_tokens=4, passes=2
-    ).model_copy(update={"accepted_lengths": (1, 0, 1)})
-    assert kept == expected.model_copy(update={"identical": False, "tie": True})
+class Named:
+    """A contender of which only the description is asked for."""
+
+    settings: Mapping[str, Any] = {}
+
+    def __init__(self, name: str) -> None:
+        self.name, self.description = name, f"what {name} is"
 
 
-def test_intervals_are_those_of_a_measurement_and_repeats_count_once() -> None:
-    plain, drafted = (4.0, 5.0, 7.0), (2.0, 2.0, 3.0)
-    pairs = list(enumerate(zip(plain, drafted, strict=True)))
-    expected = Measurement(
-        samples=tuple(sample(1.0, index, plain_seconds=a, draft_seconds=b) for index, (a, b) in pairs)
-    ).speedup_interval()
-    once = made_up(
-        plain=[text_sample(a, index) for index, (a, _) in pairs],
-        profile=[text_sample(b, index) for index, (_, b) in pairs],
+def made_up(*, batch_size: int = 1, **samples: Sequence[PromptSample]) -> BenchResult:
+    found = compared(**samples)
+    return BenchResult(
+        contenders={name: Named(name) for name in samples},  # type: ignore[misc]
+        everything=found.measurements,
+        compared=found,
+        left_out={"hf-static": "RuntimeError: no"},
+        prompt_lengths=(20, 30, 40, 50, 60, 70),
+        facts={"split": "held out", "provenance": {"device": "a device"}, "dtype": "bfloat16", "profile": "p"},
+        remarks=("a note",),
+        batch_size=batch_size,
     )
-    assert once.over("profile", "plain") == expected
-    # Repeats that took half a second more and less are the same figure, and no narrower interval.
-    twice = made_up(
-        plain=[text_sample(a, index, repeat) for repeat in (0, 1) for index, (a, _) in pairs],
-        profile=[text_sample(b + 0.5 - repeat, index, repeat) for repeat in (0, 1) for index, (_, b) in pairs],
-    )
-    assert twice.over("profile", "plain") == expected
-    assert once.rate("plain").value == pytest.approx(10 / (16 / 3))
-    low, high = once.rate("plain").ci95
-    assert low < once.rate("plain").value < high
 
 
-def test_texts_of_different_length_weigh_by_their_tokens() -> None:
-    lengths = (8, 120, 40)
-    plain = [text_sample(1.0 * n, i, decode_tokens=n) for i, n in enumerate(lengths)]
-    drafted = [
-        text_sample(s * n, i, decode_tokens=n) for i, (n, s) in enumerate(zip(lengths, (2.0, 0.5, 0.5), strict=True))
+def test_repeats_of_a_prompt_are_one_sample_and_make_no_interval_narrower() -> None:
+    once = [text_sample(seconds, index) for index, seconds in enumerate((2.0, 2.0, 3.0))]
+    # Repeats that took half a second more and less.
+    repeats = [text_sample(each.draft_seconds + half, each.prompt) for half in (0.5, -0.5) for each in once]
+    twice = sum_repeats(repeats)
+    assert [(s.prompt, s.draft_tokens, s.rounds, s.texts.count) for s in twice.samples] == [
+        (index, 20, 10, 2) for index in range(3)
     ]
-    result = made_up(plain=plain, profile=drafted)
-    assert result.over("profile", "plain").value == pytest.approx(168 / (16 + 60 + 20)), "seconds saved on all texts"
-    ratio = result.rate("profile").value / result.rate("plain").value
-    assert result.over("profile", "plain").value == pytest.approx(ratio)
+    assert twice.speedup_interval() == Measurement(samples=tuple(once)).speedup_interval()
+    wrong = sum_repeats([once[0], once[0].model_copy(update={"identical": False, "tie": True})]).samples[0]
+    assert (wrong.identical, wrong.tie, wrong.texts.identical, wrong.texts.ties) == (False, True, 1, 1)
 
 
 def test_end_to_end_counts_prefill_seconds_and_first_tokens() -> None:
-    plain = [text_sample(9.0 + i, i, prefill_seconds=1.0) for i in range(3)]
-    drafted = [text_sample(6.0 + i, i, prefill_seconds=3.0) for i in range(3)]
+    plain = [text_sample(9.0 + i, i, prefill=1.0) for i in range(3)]
+    drafted = [text_sample(6.0 + i, i, prefill=3.0) for i in range(3)]
     result = made_up(plain=plain, profile=drafted)
-    assert result.over("profile", "plain").value == pytest.approx(30 / 21)
-    assert result.over("profile", "plain", Phase.END_TO_END).value == pytest.approx(33 / 30)
-    assert result.rate("plain", Phase.END_TO_END).value == pytest.approx(33 / 33)
-    assert result.prefill_over_plain("profile").value == pytest.approx(3.0)
+    assert result.compared.over("profile").value == pytest.approx(30 / 21)
+    assert result.compared.over("profile", "plain", Phase.END_TO_END).value == pytest.approx(33 / 30)
     figures = bench_json(result)["contenders"]["profile"]["end_to_end"]
     assert figures["over_plain"]["value"] == pytest.approx(1.1)
     assert figures["time_to_first_token_seconds"] == pytest.approx(3.0)
 
 
 def test_a_profile_that_only_decodes_faster_is_named() -> None:
-    plain = [text_sample(9.0 + i / 9, i, prefill_seconds=1.0) for i in range(3)]
-    drafted = [text_sample(7.0 + i / 9, i, prefill_seconds=9.0) for i in range(3)]
-    found = verdict(made_up(plain=plain, profile=drafted))
+    plain = [text_sample(9.0 + i / 9, i, prefill=1.0) for i in range(3)]
+    drafted = [text_sample(7.0 + i / 9, i, prefill=9.0) for i in range(3)]
+    found = BenchVerdict.of(compared(plain=plain, profile=drafted))
     assert (found.decode, found.end_to_end, found.contradicted) == (("profile",), (), ("profile",))
     assert "slower end to end" in found.sentence
-    assert verdict(made_up(plain=plain, profile=plain)).sentence == "nothing beats plain decoding with 95 % confidence"
+    none = BenchVerdict.of(compared(plain=plain, profile=plain))
+    assert none.sentence == "nothing beats plain decoding with 95 % confidence"
 
 
 def test_categories_have_speedups_of_their_own_and_a_geometric_mean() -> None:
     names = ("qa", "qa", "summary", "summary", "summary", None)
     plain = [text_sample(4.0 + i / 9, i, category=name) for i, name in enumerate(names)]
     drafted = [
-        text_sample(
-            (2.0 if name == "qa" else 4.0) + i / 9, i, category=name, num_draft_tokens=10, accepted_lengths=(3, 0, 2)
-        )
+        text_sample((2.0 if name == "qa" else 4.0) + i / 9, i, category=name, accepted=4, accepted_lengths=(3, 0, 2))
         for i, name in enumerate(names)
     ]
-    result = replace(made_up(plain=plain, profile=drafted), counted=(0, 1, 2, 3, 4, 5))
-    document = bench_json(result)
+    document = bench_json(made_up(plain=plain, profile=drafted))
     assert document["categories"] == {"qa": 2, "summary": 3}
     of_profile = document["contenders"]["profile"]
     assert {name: each["over_plain"]["value"] for name, each in of_profile["categories"].items()} == {
@@ -428,27 +382,23 @@ def test_categories_have_speedups_of_their_own_and_a_geometric_mean() -> None:
     assert document["verdicts"]["summary"]["decode"] == []
     assert of_profile["categories"]["qa"]["mean_acceptance_length"] == pytest.approx(1 + 4 / 5)
     assert of_profile["draft_acceptance_rate"] == pytest.approx(4 / 10)
-    assert of_profile["acceptance_histogram"] == {"0": 18, "2": 12}, "keys of JSON, as in AIPerf's"
-    one = replace(result, counted=(0, 2, 3, 4))
+    assert of_profile["acceptance_histogram"] == {0: 18, 2: 12}, "as in AIPerf's"
+    one = compared(plain=[plain[0], *plain[2:]], profile=[drafted[0], *drafted[2:]])
     assert category_mean(one, "profile", Phase.DECODE) is None, "a prompt by itself has no interval"
 
 
-def test_prompts_that_do_not_count_are_in_no_rate() -> None:
-    samples = [text_sample(2.0, index) for index in range(3)]
-    result = made_up(plain=[*samples, text_sample(9.0, 3, decode_tokens=2)], profile=[*samples, text_sample(1.0, 3)])
-    assert result.rate("plain").value == pytest.approx(5.0)
-    assert result.over("profile", "plain").value == 1.0
+def test_what_code_of_others_drafts_is_not_known() -> None:
+    stock = [text_sample(2.0 + index, index, drafted=None) for index in range(3)]
+    figures = bench_json(made_up(plain=stock, profile=stock, hf=stock))["contenders"]["hf"]
+    assert (figures["num_draft_tokens"], figures["draft_acceptance_rate"]) == (None, None)
+    assert figures["mean_acceptance_length"] == pytest.approx(1 + 8 / 5)
 
 
 def test_table_and_picture() -> None:
     samples = [text_sample(2.0 + index, index) for index in range(3)]
     different = [each.model_copy(update={"identical": False, "tie": index == 1}) for index, each in enumerate(samples)]
     result = made_up(profile=samples, plain=samples, hf=different)
-    console = io.StringIO()
-    from rich.console import Console
-
-    Console(file=console, width=120).print(bench_table(result))
-    lines = console.getvalue().splitlines()
+    lines = printed(result).splitlines()
     hf = next(line for line in lines if line.startswith(" hf "))
     assert "0/3" in hf
     assert lines[lines.index(hf) + 1].split() == ["+", "1", "tie"]
@@ -460,6 +410,14 @@ def test_table_and_picture() -> None:
     picture = io.BytesIO()
     bench_picture(result, picture)
     assert picture.getvalue().startswith(b"\x89PNG")
+
+
+def printed(result: BenchResult) -> str:
+    from rich.console import Console
+
+    console = io.StringIO()
+    Console(file=console, width=120).print(bench_table(result))
+    return console.getvalue()
 
 
 # --- several texts side by side ---------------------------------------------------------------------------------------
@@ -480,13 +438,10 @@ def test_all_contenders_decode_batches_as_they_decode_single_prompts(
     assert found["left_out"] == {}
     for name, figures in found["contenders"].items():
         samples = found["samples"][name]
-        assert [(each["prompt"], each["repeat"]) for each in samples] == [(p, r) for r in (0, 1) for p in range(6)]
+        assert [each["prompt"] for each in samples] == [0, 1]
         assert (figures["identical"], figures["texts"]) == (12, 12), name
-        assert all(each["batch_size"] == 3 for each in samples)
-        assert all((each["prefill_tokens"], each["decode_tokens"]) == (1, NUM_NEW_TOKENS - 1) for each in samples)
-        for first in range(0, 12, 3):
-            batch = samples[first : first + 3]
-            assert len({(each["prefill_seconds"], each["decode_seconds"]) for each in batch}) == 1
+        for each in samples:
+            assert (each["prefill"]["draft_tokens"], each["draft_tokens"]) == (6, 6 * (NUM_NEW_TOKENS - 1))
         if "profile" not in name:
             assert figures["tokens_per_pass"] == 1.0
     assert found["contenders"]["profile"]["tokens_per_pass"] > 1.0
@@ -554,80 +509,29 @@ def test_texts_that_cannot_share_passes_are_said_to_take_turns(
 def test_a_batch_is_compared_with_texts_that_were_written_alone(
     workplace: Path, code: Path, write_profile: WriteProfile, bench: RunBench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    honest = OwnDecoding.write
+    honest = OwnDecoding.decode
 
-    def write(self: OwnDecoding, prompts: Prompts, max_new_tokens: int, recorder: Recorder) -> None:
-        honest(
-            self, [prompts[0], *prompts[:1]], max_new_tokens, recorder
-        )  # plain decoding's batch, and everybody's, is wrong
+    def decode(self: OwnDecoding, prompts: Prompts, max_new_tokens: int) -> Decoded:
+        return honest(self, [prompts[0], *prompts[:1]], max_new_tokens)  # everybody's batch of ours is wrong
 
-    monkeypatch.setattr(OwnDecoding, "write", write)
+    monkeypatch.setattr(OwnDecoding, "decode", decode)
     result = bench(write_profile(LayerSkip.blocks((3,))), code, against="hf", batch_size=2, held_out_prompts=4)
     assert result.exit_code == 0, result.output
     figures = results(workplace)["contenders"]
     assert [figures[name]["identical"] for name in ("profile", "plain", "hf")] == [2, 2, 4]
 
 
-def test_texts_of_a_batch_are_kept_with_the_seconds_of_all() -> None:
-    texts = timed_sequence(((1,), (2, 3), (4,)), (1.0, 2.0, 5.0)), timed_sequence(((5,), (6,)), (1.5, 7.5))
-    kept = [TextSample.of(4 + n, 0, 20, TimedBatch(texts), n, Comparison(identical=n == 0)) for n in (0, 1)]
-    facts = {"prompt_tokens": 20, "batch_size": 2, "prefill_seconds": 1.5, "prefill_tokens": 1}
-    assert kept == [
-        text_sample(6.0, 4, decode_tokens=3, passes=2, accepted_lengths=(1, 1), **facts),
-        text_sample(6.0, 5, decode_tokens=1, passes=1, accepted_lengths=(1,), identical=False, **facts),
+def test_batches_are_shown_as_such() -> None:
+    samples = [
+        text_sample(taken, number, tokens=40, batch=BatchTexts(count=2, identical=2, ties=0))
+        for number, taken in enumerate((4.0, 5.0, 7.0))
     ]
-    assert [each.batch for each in kept] == [2, 2]
-
-
-def in_batches(seconds: Sequence[float], tokens: Sequence[Sequence[int]]) -> list[TextSample]:
-    """Batches of two texts that took these seconds and decoded these tokens each."""
-    return [
-        text_sample(taken, 2 * number + text, batch_size=2, decode_tokens=decoded)
-        for number, (taken, pair) in enumerate(zip(seconds, tokens, strict=True))
-        for text, decoded in enumerate(pair)
-    ]
-
-
-def test_a_batch_has_one_rate_over_its_sequences_and_is_one_sample() -> None:
-    tokens = [(10, 30), (20, 20), (30, 10)]
-    plain, drafted = in_batches((4.0, 5.0, 7.0), tokens), in_batches((2.0, 2.0, 3.0), tokens)
-    result = made_up(plain=plain, profile=drafted, batch_size=2)
-    assert list(result.entries["plain"].seconds_per_token((0, 1, 2))) == pytest.approx([0.1, 0.125, 0.175])
-    # As if each batch were a single text with the tokens of both.
-    whole = {
-        name: [text_sample(seconds, index, decode_tokens=40) for index, seconds in enumerate(taken)]
-        for name, taken in {"plain": (4.0, 5.0, 7.0), "profile": (2.0, 2.0, 3.0)}.items()
-    }
-    assert result.over("profile", "plain").ci95 == pytest.approx(made_up(**whole).over("profile", "plain").ci95)
-    assert result.rate("plain").value == pytest.approx(120 / 16)
-    document = bench_json(result)
-    assert (document["batch_size"], document["contenders"]["plain"]["texts"]) == (2, 6)
-
-
-def test_a_batch_counts_if_its_texts_are_long_enough_on_average() -> None:
-    tokens = [(20, 1), (7, 7), (8, 8), (30, 0)]
-    entries = [Entry(name, name, {}, tuple(in_batches([1.0] * 4, tokens))) for name in ("profile", "plain")]
-    assert comparable(entries)[2] == (0, 2, 3)
-    short = [Entry(each.name, "", {}, tuple(in_batches([1.0] * 2, [(20, 20), (7, 7)]))) for each in entries]
-    with pytest.raises(
-        DatasetError, match="only 1 batches of 2 prompts are continued with at least 8 tokens per sequence"
-    ):
-        comparable(short)
-
-
-def test_table_and_picture_of_batches() -> None:
-    samples = in_batches((4.0, 5.0, 7.0), [(10, 30)] * 3)
     result = made_up(plain=samples, profile=samples, batch_size=2)
-    console = io.StringIO()
-    from rich.console import Console
-
-    Console(file=console, width=120).print(bench_table(result))
-    said = flat(console.getvalue())
+    said = flat(printed(result))
     assert "3 batches of 2 prompts of 45 tokens on average (95 % intervals over batches)" in said
     assert "6/6" in said
-    picture = io.BytesIO()
-    bench_picture(result, picture)
-    assert picture.getvalue().startswith(b"\x89PNG")
+    document = bench_json(result)
+    assert (document["batch_size"], document["contenders"]["plain"]["texts"]) == (2, 6)
 
 
 # --- by our other runners ---------------------------------------------------------------------------------------------
@@ -655,13 +559,13 @@ def test_every_runner_of_ours_can_be_put_beside(
 def test_bit_exact_output_is_compared_with_plain_decoding_of_its_own_mode(
     workplace: Path, code: Path, write_profile: WriteProfile, bench: RunBench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    honest = OwnDecoding.write
+    honest = OwnDecoding.decode
 
-    def write(self: OwnDecoding, prompts: Prompts, max_new_tokens: int, recorder: Recorder) -> None:
+    def decode(self: OwnDecoding, prompts: Prompts, max_new_tokens: int) -> Decoded:
         others = [[*prompt[:-1], prompt[-1] ^ 1] for prompt in prompts]
-        honest(self, others if "plain, in bit-exact" in self.describe() else prompts, max_new_tokens, recorder)
+        return honest(self, others if self.name == "plain-bitwise" else prompts, max_new_tokens)
 
-    monkeypatch.setattr(OwnDecoding, "write", write)
+    monkeypatch.setattr(OwnDecoding, "decode", decode)
     assert bench(write_profile(LayerSkip.blocks((3, 4))), code, against="profile-bitwise").exit_code == 0
     figures = results(workplace)["contenders"]
     assert list(figures) == ["profile", "plain", "plain-bitwise", "profile-bitwise"]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import pytest
 
 from decoding.decode import Request
@@ -14,7 +12,8 @@ from decoding.rounds import Round
 from decoding.text import Ending
 from tests.support.tiny import tiny_target
 from tuner.measuring.clock import PriceList
-from tuner.measuring.recording import Recorder, TimedPass, counted, record_decoding
+from tuner.measuring.contender import histogram
+from tuner.measuring.recording import Recorder, record_decoding
 
 
 def recorder(*seconds: float, num_sequences: int = 1) -> Recorder:
@@ -23,32 +22,27 @@ def recorder(*seconds: float, num_sequences: int = 1) -> Recorder:
     return Recorder(lambda record: next(times), num_sequences=num_sequences)
 
 
-def tokens(passes: Sequence[TimedPass]) -> list[tuple[int, ...]]:
-    return [each.tokens for each in passes]
-
-
 def test_prefill_ends_with_the_first_tokens() -> None:
     recording = recorder(1.0, 3.0, 6.0)
     for arrived in ([5, 6], [7], [8, 9, 1]):
         recording.put(arrived)
-    batch = recording.batch()
-    assert [sequence.tokens for sequence in batch.sequences] == [(5, 6, 7, 8, 9, 1)]
+    batch = recording.decoded()
+    assert batch.texts == ((5, 6, 7, 8, 9, 1),)
     assert (batch.prefill_seconds, batch.decode_seconds) == (1.0, 5.0)
-    assert batch.num_decoded == 4
-    assert tokens(batch.decoded(0)) == [(7,), (8, 9, 1)]
+    assert (batch.prefill_tokens, batch.decode_tokens) == (2, 4)
+    # Code of others keeps no records: what a pass adds beyond a token was accepted, and the drafts are not known.
+    assert (batch.rounds, batch.accepted, batch.accepted_lengths, batch.drafted) == (2, 2, (1, 0, 1), None)
 
 
 def test_prefill_of_a_batch_ends_with_the_last_first_tokens() -> None:
     recording = recorder(1.0, 2.0, 4.0, 5.0, 6.0, 10.0, num_sequences=2)
     for sequence, arrived in [(0, [5]), (0, [6, 7]), (1, [8]), (0, [9]), (1, [1, 2, 3]), (1, [4])]:
         recording.put(arrived, sequence)
-    batch = recording.batch()
-    assert [each.tokens for each in batch.sequences] == [(5, 6, 7, 9), (8, 1, 2, 3, 4)]
+    batch = recording.decoded()
+    assert batch.texts == ((5, 6, 7, 9), (8, 1, 2, 3, 4))
     assert (batch.prefill_seconds, batch.decode_seconds) == (4.0, 6.0)
     # Tokens of the first sequence that arrive while the second prompt is read count as prefill, as their seconds do.
-    assert [tokens(batch.decoded(sequence)) for sequence in (0, 1)] == [[(9,)], [(1, 2, 3), (4,)]]
-    assert batch.num_decoded == 5
-    assert batch.prefill_tokens == 4
+    assert (batch.prefill_tokens, batch.decode_tokens, batch.rounds) == (4, 5, 3)
 
 
 def test_rounds_that_count_as_prefill_are_not_in_the_rounds_of_the_decode_phase() -> None:
@@ -62,18 +56,18 @@ def test_rounds_that_count_as_prefill_are_not_in_the_rounds_of_the_decode_phase(
         (1, 1, rounds[2]),
     ]:
         recording.put([arrived], sequence, record)
-    assert [each.num_drafted for each in recording.batch().rounds] == [1, 2]
-    assert counted([0, 3, 1, 3]) == (1, 1, 0, 2)
-    assert counted([]) == ()
+    assert (recording.decoded().rounds, recording.decoded().drafted) == (2, 3)
+    assert histogram([0, 3, 1, 3]) == (1, 1, 0, 2)
+    assert histogram([]) == ()
 
 
 def test_sequence_without_tokens_is_refused() -> None:
     with pytest.raises(ValueError, match="not a single token"):
-        recorder().batch()
+        recorder().decoded()
     half = recorder(1.0, num_sequences=2)
     half.put([1], 1)
     with pytest.raises(ValueError, match="not a single token"):
-        half.batch()
+        half.decoded()
 
 
 @pytest.mark.parametrize("num_sequences", [1, 2])
@@ -85,10 +79,11 @@ def test_records_of_a_decoder_are_its_generations(num_sequences: int) -> None:
         PriceList(lambda draft, record: 1.0).start(LayerSkip.blocks((2,))), num_sequences=num_sequences
     )
     record_decoding(decoder, requests, recording)
-    batch = recording.batch()
+    batch = recording.decoded()
     generations = [decoder.generate(request) for request in requests]
-    assert [each.tokens for each in batch.sequences] == [generation.tokens for generation in generations]
-    facts = [(r.tokens, r.num_drafted, r.num_accepted) for generation in generations for r in generation.rounds]
-    assert sorted((r.tokens, r.num_drafted, r.num_accepted) for r in batch.rounds) == sorted(facts)
-    assert batch.decode_seconds == len(facts)
-    assert batch.num_decoded == sum(generation.num_decoded for generation in generations)
+    assert batch.texts == tuple(generation.tokens for generation in generations)
+    rounds = [each for generation in generations for each in generation.rounds]
+    assert (batch.rounds, batch.drafted) == (len(rounds), sum(each.num_drafted for each in rounds))
+    assert batch.accepted_lengths == histogram(each.num_accepted for each in rounds)
+    assert batch.decode_seconds == len(rounds)
+    assert batch.decode_tokens == sum(generation.num_decoded for generation in generations)

@@ -13,7 +13,7 @@ from decoding.target import Target
 from studies.contract import Candidate
 from tests.support.benches import bench_on
 from tests.support.tiny import tiny_llama
-from tuner.contest.stock_generation import ONE_SEQUENCE, StockGeneration
+from tuner.measuring.generation import ONE_SEQUENCE, StockGeneration
 from tuner.measuring.paired import Bench
 from tuner.progress import Unwatched
 from tuner.search.stock import StockOutcome, compare_with_stock, spread
@@ -70,7 +70,7 @@ def test_a_contender_that_fails_is_left_out_with_the_reason(held_out: Bench, mon
     def fail(self: StockGeneration, *given: object) -> None:
         raise RuntimeError("not on this model")
 
-    monkeypatch.setattr(StockGeneration, "write", fail)
+    monkeypatch.setattr(StockGeneration, "decode", fail)
     outcome = compared(held_out, count=2)
     assert outcome.comparison is None
     assert "hf: RuntimeError: not on this model" in str(outcome.reason)

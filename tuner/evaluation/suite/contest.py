@@ -15,22 +15,24 @@ from decoding.draft_length import Fixed
 from decoding.drafts import PlainDecoding
 from decoding.errors import SdtuneError
 from decoding.head_folder import refuse_if_trained_on
+from decoding.losslessness import Comparison, compare
 from decoding.profile import DraftProfile
 from decoding.target import Target
-from tuner.bench.collecting import SampleCollector
-from tuner.bench.contenders import PLAIN, Setting, enter
-from tuner.bench.result import Entry, comparable
+from decoding.text import Ending
+from studies.measurement import Measurement
+from tuner.bench.contenders import Setting, enter
 from tuner.bench.task import CHOOSING_PROMPTS
 from tuner.config import SearchConfig
-from tuner.contest.contest import Contender, Contest, Prompts, reason_of
-from tuner.contest.own_decoding import OwnDecoding
 from tuner.errors import DatasetError
 from tuner.evaluation.suite.result import BenchFound, MeasuredContender
 from tuner.inputs.identity import target_identity
 from tuner.inputs.models import Loaded, eos_token_ids, load
 from tuner.inputs.prompts import PromptSet, search_prompts
-from tuner.measuring.clock import WallClock
-from tuner.measuring.recording import TimedBatch
+from tuner.measuring.baseline import Baseline
+from tuner.measuring.comparison import FEWEST_SAMPLES, Compared
+from tuner.measuring.contender import PLAIN, Contender, reason_of
+from tuner.measuring.own_decoding import OwnDecoding
+from tuner.measuring.turns import Interleaved, PairedBench, Texts
 from tuner.progress import Progress
 from tuner.results import public_name, stamped
 from tuner.search.task import choose_target, token_ids
@@ -88,18 +90,18 @@ class Arena:
             on_text=progress.advance,
         )
 
-    def draft(self, path: Path) -> Contender:
-        """Return the decoding of a profile by this runner.
+    def draft(self, name: str, path: Path) -> Contender:
+        """Return the decoding of a profile by this runner, under this name.
 
         Raises `SdtuneError` if it is not for this model, or if its head was trained on a prompt that is measured.
         """
         profile = DraftProfile.load(path)
-        for name in profile.draft.files:
-            refuse_if_trained_on(self.measured, path.parent / name)
+        for file in profile.draft.files:
+            refuse_if_trained_on(self.measured, path.parent / file)
         decoder = load_decoder(profile, folder=path.parent).decoder_on(self.target)
         description = f"{profile.draft.describe()}; {profile.draft_length.describe()}"
         settings = profile.model_dump(mode="json", include={"draft", "draft_length", "decoding"})
-        return OwnDecoding(decoder, self.eos_token_ids, description, settings)
+        return OwnDecoding(name, decoder, self.eos_token_ids, description=description, settings=settings)
 
     def _plain_by(self, runner: str) -> Decoder:
         return plain_decoder(Target(self.loaded.model, runner))
@@ -143,19 +145,31 @@ def hold(
     contenders, left_out = enter((PLAIN, *baselines), arena.setting(progress))
     first, same = _without_repeats(profiles)
     drafts, refused = _drafts(arena, first)
-    contest = Contest({**contenders, **drafts}, WallClock(arena.target.device), needed=(PLAIN,))
-    entries = _measure(arena, contest, progress)
-    kept, uncounted, counted = comparable(entries)
+    turns = Interleaved(
+        [*contenders, *drafts], may_fail=[each.name for each in (*contenders, *drafts) if each.name != PLAIN]
+    )
+    found = _measure(arena, turns, progress)
+    compared = Compared.of(found, needed=(PLAIN,))
+    if len(compared.counted) < FEWEST_SAMPLES:
+        raise DatasetError(
+            f"only {len(compared.counted)} prompts are continued at sufficient length by all of "
+            f"{', '.join(compared.measurements)}: give more tokens, or prompts that the model continues at greater length"
+        )
     return BenchFound(
         facts=arena.facts,
-        counted=counted,
+        counted=compared.counted,
         num_prompts=len(arena.measured),
+        prompt_tokens=tuple(map(len, arena.measured)),
         measured={
-            name: MeasuredContender(description=entry.description, settings=entry.settings, samples=entry.samples)
-            for name, entry in kept.items()
+            name: MeasuredContender(
+                description=turns.running[name].description,
+                settings=dict(turns.running[name].settings),
+                samples=found[name].samples,
+            )
+            for name in compared.measurements
         },
         same=same,
-        left_out={**left_out, **refused, **contest.left_out, **uncounted},
+        left_out={**left_out, **refused, **turns.left_out, **compared.left_out},
     )
 
 
@@ -173,33 +187,29 @@ def _without_repeats(profiles: Mapping[str, Path]) -> tuple[dict[str, Path], dic
     return first, same
 
 
-def _drafts(arena: Arena, profiles: Mapping[str, Path]) -> tuple[dict[str, Contender], dict[str, str]]:
+def _drafts(arena: Arena, profiles: Mapping[str, Path]) -> tuple[list[Contender], dict[str, str]]:
     """Return the contenders of profiles, and those that cannot take part with the reasons."""
-    drafts: dict[str, Contender] = {}
+    drafts: list[Contender] = []
     refused: dict[str, str] = {}
     for name, path in profiles.items():
         try:
-            drafts[name] = arena.draft(path)
+            drafts.append(arena.draft(name, path))
         except SdtuneError as cause:
             refused[name] = reason_of(cause)
     return drafts, refused
 
 
-def _measure(arena: Arena, contest: Contest, progress: Progress) -> list[Entry]:
-    """Hold the contest and return the samples of every contender that ran to its end."""
-    batches: list[Prompts] = [[prompt] for prompt in arena.measured]
+def _measure(arena: Arena, turns: Interleaved, progress: Progress) -> dict[str, Measurement]:
+    """Let all continue all prompts in turns; return the measurement of every contender that ran to its end."""
+    prompts, ending = tuple(arena.measured), Ending(arena.config.max_new_tokens, arena.eos_token_ids)
+    batches = [[prompt] for prompt in prompts]
     progress.stage("warming up")
-    contest.prepare(batches, arena.config.max_new_tokens)
-    contest.warm_up([max(batches, key=lambda batch: len(batch[0])), min(batches, key=lambda batch: len(batch[0]))])
-    collector = SampleCollector(arena.target, arena.measured, contest.running, batch_size=1)
+    turns.prepare(batches, ending.max_new_tokens)
+    turns.warm_up([[max(prompts, key=len)], [min(prompts, key=len)]])
 
-    def collect(index: int, repeat: int, written: Mapping[str, TimedBatch]) -> None:
-        collector.add(index, repeat, written)
-        progress.advance()
+    def judge(name: str, row: int, texts: Texts) -> Comparison:
+        return compare(arena.target, prompts[row], texts[PLAIN], texts[name])
 
-    progress.stage(f"{len(contest.running)} contenders continue all prompts", len(batches))
-    contest.hold(batches, max_new_tokens=arena.config.max_new_tokens, on_batch=collect)
-    return [
-        Entry(name, each.describe(), dict(each.settings), tuple(collector.samples[name]))
-        for name, each in contest.running.items()
-    ]
+    progress.stage(f"{len(turns.running)} contenders continue all prompts", len(batches))
+    bench = PairedBench(Baseline(prompts, (), tuple(range(len(prompts))), ending), judge)
+    return bench.compete(turns, bench.indices, lambda samples: progress.advance(), plain_too=True)

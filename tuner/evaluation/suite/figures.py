@@ -9,10 +9,11 @@ from __future__ import annotations
 from statistics import fmean
 
 from decoding.documents.strict_yaml import Document
+from studies.measurement import Measurement
 from studies.ratios import Ratio
-from tuner.bench.contenders import PLAIN
-from tuner.bench.result import Entry, Phase
 from tuner.evaluation.suite.result import BenchFound
+from tuner.measuring.comparison import Phase
+from tuner.measuring.contender import PLAIN
 
 MILLISECONDS = 1000.0
 
@@ -33,36 +34,37 @@ class RequestMetrics(Document):
     num_spec_steps: int
 
 
-def entry_of(found: BenchFound, name: str) -> Entry | None:
-    """Return a contender with its samples, or None if it has no figures."""
+def counted(found: BenchFound, name: str) -> Measurement | None:
+    """Return a contender's samples of the counted prompts, or None if it has no figures."""
     measured = found.of(name)
-    return None if measured is None else Entry(name, measured.description, measured.settings, measured.samples)
+    if measured is None:
+        return None
+    return Measurement(samples=tuple(each for each in measured.samples if each.prompt in found.counted))
 
 
 def speed_ratio(found: BenchFound, name: str, phase: Phase, reference: str = PLAIN) -> Ratio | None:
     """Return the speed of `name` over that of `reference` on the counted prompts, or None if one has no figures."""
-    faster, slower = entry_of(found, name), entry_of(found, reference)
+    faster, slower = counted(found, name), counted(found, reference)
     if faster is None or slower is None:
         return None
-    return Ratio.of_speeds(slower.work(found.counted, phase), faster.work(found.counted, phase))
+    return Ratio.of_speeds(phase.work(slower), phase.work(faster))
 
 
 def request_metrics(found: BenchFound, name: str) -> RequestMetrics | None:
     """Return the metrics of a contender over the counted prompts, or None if it has no figures."""
-    entry = entry_of(found, name)
-    if entry is None:
+    measured = counted(found, name)
+    if measured is None:
         return None
-    samples = [sample for sample in entry.samples if sample.prompt in found.counted]
-    latencies = [sample.decode_seconds / sample.decode_tokens for sample in samples]
-    acceptance = entry.acceptance(found.counted)
+    decode, whole = Phase.DECODE.work(measured), Phase.END_TO_END.work(measured)
+    latencies = decode.seconds / decode.tokens
     return RequestMetrics(
-        time_to_first_token=MILLISECONDS * fmean(sample.prefill_seconds for sample in samples),
-        inter_token_latency=MILLISECONDS * fmean(latencies),
-        request_latency=MILLISECONDS * fmean(sample.seconds for sample in samples),
-        output_token_throughput_per_user=fmean(1.0 / latency for latency in latencies),
-        input_sequence_length=fmean(sample.prompt_tokens for sample in samples),
-        output_sequence_length=fmean(sample.tokens for sample in samples),
-        mean_acceptance_length=acceptance.mean_acceptance_length,
-        draft_acceptance_rate=acceptance.draft_acceptance_rate,
-        num_spec_steps=acceptance.num_spec_steps,
+        time_to_first_token=MILLISECONDS * float((whole.seconds - decode.seconds).mean()),
+        inter_token_latency=MILLISECONDS * float(latencies.mean()),
+        request_latency=MILLISECONDS * float(whole.seconds.mean()),
+        output_token_throughput_per_user=float((1.0 / latencies).mean()),
+        input_sequence_length=fmean(found.prompt_tokens[sample.prompt] for sample in measured.samples),
+        output_sequence_length=float(whole.tokens.mean()),
+        mean_acceptance_length=measured.mean_acceptance_length,
+        draft_acceptance_rate=measured.draft_acceptance_rate if measured.num_draft_tokens else None,
+        num_spec_steps=measured.num_spec_steps,
     )

@@ -13,12 +13,12 @@ from rich.text import Text
 
 from decoding.profile import Interval
 from tuner.bench.contenders import PLAIN
-from tuner.bench.result import Phase
 from tuner.evaluation.suite.bench_cell import TUNED_ON, BenchCell
 from tuner.evaluation.suite.contract import Cell, Place, record_of
 from tuner.evaluation.suite.document import TUNING
 from tuner.evaluation.suite.figures import request_metrics
 from tuner.evaluation.suite.standing import Standing
+from tuner.measuring.comparison import Phase
 from tuner.tables import figures_table
 
 STOCK = "hf"

@@ -8,7 +8,7 @@ from pydantic import Field
 
 from decoding.documents.strict_yaml import Document
 from decoding.profile import Interval
-from tuner.bench.sample import TextSample
+from studies.measurement import Measurement, PromptSample
 
 
 class SearchFound(Document):
@@ -42,7 +42,12 @@ class MeasuredContender(Document):
 
     description: str
     settings: dict[str, Any]
-    samples: tuple[TextSample, ...]
+    samples: tuple[PromptSample, ...]
+
+    @property
+    def measurement(self) -> Measurement:
+        """The samples as a measurement."""
+        return Measurement(samples=self.samples)
 
 
 class BenchFound(Document):
@@ -51,6 +56,7 @@ class BenchFound(Document):
     facts: dict[str, Any]
     counted: tuple[int, ...] = Field(description="prompts that every contender continued at sufficient length")
     num_prompts: int
+    prompt_tokens: tuple[int, ...] = Field((), description="length of each prompt")
     measured: dict[str, MeasuredContender]
     same: dict[str, str] = Field(
         default_factory=dict, description="contenders with the same draft, rule and decoding as a measured one"

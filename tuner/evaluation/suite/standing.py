@@ -9,11 +9,11 @@ from functools import cached_property
 from decoding.profile import Interval
 from studies.ratios import Ratio, geometric_mean
 from tuner.bench.contenders import PLAIN
-from tuner.bench.result import Phase
 from tuner.evaluation.suite.bench_cell import TUNED_ON, BenchCell
 from tuner.evaluation.suite.contract import Place
 from tuner.evaluation.suite.figures import speed_ratio
 from tuner.evaluation.suite.result import BenchFound, SearchFound
+from tuner.measuring.comparison import Phase
 
 EQUAL = Ratio(1.0, 0.0, 1.0)
 """Plain decoding over plain decoding."""

@@ -40,6 +40,6 @@ def test_a_head_is_not_measured_on_prompts_that_it_was_trained_on(tmp_path: Path
         held_out: Any = SimpleNamespace(held_out=[SimpleNamespace(token_ids=prompt) for prompt in prompts])
         return Arena(cast(SearchConfig, None), loaded, target, held_out)
 
-    assert "exit at 2" in arena(UNSEEN).draft(path).describe()
+    assert "exit at 2" in arena(UNSEEN).draft("exit", path).description
     with pytest.raises(ExitHeadError, match="was trained on 1 of the 2 held-out prompts"):
-        arena(UNSEEN, SEEN).draft(path)
+        arena(UNSEEN, SEEN).draft("exit", path)

@@ -6,9 +6,9 @@ import pytest
 
 from tests.support.suites import bench_found, measured, text_sample
 from tuner.bench.contenders import PLAIN
-from tuner.bench.result import Phase
 from tuner.evaluation.suite.figures import request_metrics, speed_ratio
 from tuner.evaluation.suite.result import MeasuredContender
+from tuner.measuring.comparison import Phase
 
 
 def test_end_to_end_counts_the_prefill_and_its_token() -> None:

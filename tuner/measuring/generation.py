@@ -7,6 +7,7 @@ batch the streamer receives the padded prompts, then one token per sequence and 
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -17,10 +18,11 @@ from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation import BaseStreamer
 
 from decoding.target.backends import attention_backends
-from tuner.contest.contest import Contest, Prompts
 from tuner.inputs.models import quiet
 from tuner.measuring.clock import WallClock
-from tuner.measuring.recording import Recorder, TimedBatch
+from tuner.measuring.contender import Decoded, Prompts
+from tuner.measuring.recording import Recorder
+from tuner.measuring.turns import Interleaved
 
 # The model's own settings that are kept: special tokens and drafting. Any other setting could change the tokens.
 DRAFTING_SETTINGS = (
@@ -41,40 +43,31 @@ than plain decoding, and the choice would take longer than the comparison."""
 
 
 class StockGeneration:
-    """`model.generate(..., **options)`."""
+    """`model.generate(..., **options)`; see `Contender`."""
 
     def __init__(
         self,
+        name: str,
         model: PreTrainedModel,
         eos_token_ids: frozenset[int],
         description: str,
         options: Mapping[str, Any] | None = None,
     ) -> None:
-        self._model = model
-        self._eos = sorted(eos_token_ids)
-        self._description = description
+        self.name, self.description = name, description
+        self._model, self._eos = model, sorted(eos_token_ids)
         self._options = dict(options or {})
-
-    same_as: str | None = None
 
     @property
     def settings(self) -> Mapping[str, Any]:
-        """Options, and the model's own drafting settings (null is the default of transformers)."""
-        return {"options": self._options, "generation_config": self.drafting_settings()}
-
-    def drafting_settings(self) -> dict[str, Any]:
-        """Return the model's own drafting settings, which `generate` reads; None for a setting that is absent."""
-        return {name: getattr(self._model.generation_config, name, None) for name in DRAFTING_SETTINGS}
-
-    def describe(self) -> str:
-        """See `Contender.describe`."""
-        return self._description
+        """Options, and the model's own drafting settings, which `generate` reads (null is the default of transformers)."""
+        return {"options": self._options, "generation_config": drafting_settings(self._model)}
 
     def prepare(self, batches: Sequence[Prompts], max_new_tokens: int) -> None:
         """Do nothing: `generate` has no preparation of its own, and the warm-up on the longest and shortest batch follows."""
 
-    def write(self, prompts: Prompts, max_new_tokens: int, recorder: Recorder) -> None:
-        """See `Contender.write`; the model's generation settings are put back. Shorter prompts are padded on the left."""
+    def decode(self, prompts: Prompts, max_new_tokens: int) -> Decoded:
+        """See `Contender.decode`; the model's generation settings are put back. Shorter prompts are padded on the left."""
+        recorder = Recorder(WallClock(self._model.device).start(), num_sequences=len(prompts))
         with self._greedy(), attention_backends(self._model.device):
             token_ids, mask = _padded(prompts, self._model.generation_config.pad_token_id or 0)
             self._model.generate(
@@ -84,6 +77,7 @@ class StockGeneration:
                 streamer=_Streamer(recorder, len(prompts), self._eos),
                 **self._options,
             )
+        return recorder.decoded()
 
     @contextmanager
     def _greedy(self) -> Iterator[None]:
@@ -105,45 +99,57 @@ class StockGeneration:
             self._model.generation_config = own
 
 
-def stock_generate(model: PreTrainedModel, eos_token_ids: frozenset[int]) -> StockGeneration:
+def drafting_settings(model: PreTrainedModel) -> dict[str, Any]:
+    """Return the model's own drafting settings; None for a setting that is absent."""
+    return {name: getattr(model.generation_config, name, None) for name in DRAFTING_SETTINGS}
+
+
+def stock_generate(name: str, model: PreTrainedModel, eos_token_ids: frozenset[int]) -> StockGeneration:
     """Return `generate` as it is."""
-    description = "transformers' generate, greedy, with its default (dynamic) cache"
-    return StockGeneration(model, eos_token_ids, description)
+    return StockGeneration(
+        name, model, eos_token_ids, "transformers' generate, greedy, with its default (dynamic) cache"
+    )
 
 
-def stock_prompt_lookup(model: PreTrainedModel, eos_token_ids: frozenset[int]) -> StockGeneration:
+def stock_prompt_lookup(name: str, model: PreTrainedModel, eos_token_ids: frozenset[int]) -> StockGeneration:
     """Return `generate` with its own prompt lookup, which decodes one sequence at a time."""
     longest = getattr(model.generation_config, "max_matching_ngram_size", None)
     ngrams = f"n-grams of up to {longest}" if longest else "n-grams as by default"
     description = f"generate(prompt_lookup_num_tokens={LOOKUP_TOKENS}), {ngrams}"
-    return StockGeneration(model, eos_token_ids, description, {"prompt_lookup_num_tokens": LOOKUP_TOKENS})
+    return StockGeneration(name, model, eos_token_ids, description, {"prompt_lookup_num_tokens": LOOKUP_TOKENS})
 
 
 class EarlyExitGeneration(StockGeneration):
     """`model.generate(..., assistant_early_exit=N)`: the first N layers draft, the whole model verifies."""
 
     def __init__(
-        self, model: PreTrainedModel, eos_token_ids: frozenset[int], exit_layer: int, tried: Mapping[int, float]
+        self,
+        name: str,
+        model: PreTrainedModel,
+        eos_token_ids: frozenset[int],
+        exit_layer: int,
+        tried: Mapping[int, float] | None = None,
     ) -> None:
-        rates = ", ".join(f"{each}: {rate:.1f}" for each, rate in tried.items())
+        """Take the tokens per second of the exits that were `tried`, of which this one was chosen."""
         description = f"generate(assistant_early_exit={exit_layer})"
         if tried:
+            rates = ", ".join(f"{each}: {rate:.1f}" for each, rate in tried.items())
             description += f", the fastest on tuning prompts (tok/s of each exit tried: {rates}); drafting as its"
             description += " generation_config says"
-        super().__init__(model, eos_token_ids, description, {"assistant_early_exit": exit_layer})
-        self._tried = dict(tried)
+        super().__init__(name, model, eos_token_ids, description, {"assistant_early_exit": exit_layer})
+        self._tried = tried or {}
 
     @property
     def settings(self) -> Mapping[str, Any]:
         """Options, and tokens per second of the exits tried."""
         return {**super().settings, "tried": {str(exit_layer): rate for exit_layer, rate in self._tried.items()}}
 
-    def write(self, prompts: Prompts, max_new_tokens: int, recorder: Recorder) -> None:
-        """See `Contender.write`; restores the number of layers, which transformers leaves reduced after an error."""
+    def decode(self, prompts: Prompts, max_new_tokens: int) -> Decoded:
+        """See `Contender.decode`; restores the number of layers, which transformers leaves reduced after an error."""
         config: Any = self._model.base_model.config
         num_layers = config.num_hidden_layers
         try:
-            super().write(prompts, max_new_tokens, recorder)
+            return super().decode(prompts, max_new_tokens)
         finally:
             config.num_hidden_layers = num_layers
 
@@ -188,6 +194,7 @@ def exits_to_try(num_layers: int) -> tuple[int, ...]:
 
 
 def fastest_exit(
+    name: str,
     model: PreTrainedModel,
     eos_token_ids: frozenset[int],
     prompts: Sequence[Sequence[int]],
@@ -202,33 +209,24 @@ def fastest_exit(
 
     Raises ValueError with the reason if there is no exit to try or none runs.
     """
-    exits = {str(n): EarlyExitGeneration(model, eos_token_ids, n, {}) for n in exits_to_try(num_layers)}
+    exits = {str(n): EarlyExitGeneration(str(n), model, eos_token_ids, n) for n in exits_to_try(num_layers)}
     if not exits:
         raise ValueError(f"a model of {num_layers} layer has no exit")
-    contest = Contest(exits, WallClock(model.device))
-    one_by_one = [[prompt] for prompt in prompts]
-    contest.warm_up(one_by_one[:1])
-    if not contest.running:
-        raise ValueError(_reasons(contest))
-    written: dict[str, list[TimedBatch]] = {name: [] for name in exits}
+    turns = Interleaved(list(exits.values()), may_fail=exits)
+    batches = [(index, [prompt]) for index, prompt in enumerate(prompts)]
+    seconds, tokens = defaultdict[str, float](float), Counter[str]()
 
-    def note(index: int, repeat: int, batches: Mapping[str, TimedBatch]) -> None:
-        for name, batch in batches.items():
-            written[name].append(batch)
+    def note(index: int, done: Mapping[str, Decoded]) -> None:
+        for each, decoded in done.items():
+            seconds[each] += decoded.decode_seconds
+            tokens[each] += decoded.decode_tokens
         on_text()
 
-    contest.hold(one_by_one, max_new_tokens=min(max_new_tokens, CHOICE_TOKENS), on_batch=note)
-    tried = {int(name): _rate(written[name]) for name in contest.running}
-    if not tried:
-        raise ValueError(_reasons(contest))
-    return EarlyExitGeneration(model, eos_token_ids, max(tried, key=lambda each: tried[each]), tried)
-
-
-def _reasons(contest: Contest) -> str:
-    return "no exit runs: " + "; ".join(dict.fromkeys(contest.left_out.values()))
-
-
-def _rate(batches: Sequence[TimedBatch]) -> float:
-    """Return the tokens per second of the decode phase; 0 if every token arrived with the prefill."""
-    seconds = sum(each.decode_seconds for each in batches)
-    return sum(each.num_decoded for each in batches) / seconds if seconds else 0.0
+    turns.warm_up([batch for _, batch in batches[:1]])
+    if turns.running:
+        turns.take(batches, min(max_new_tokens, CHOICE_TOKENS), note)
+    if not turns.running:
+        raise ValueError("no exit runs: " + "; ".join(dict.fromkeys(turns.left_out.values())))
+    # Every token may have arrived with the prefill.
+    tried = {int(each): tokens[each] / seconds[each] if seconds[each] else 0.0 for each in turns.running}
+    return EarlyExitGeneration(name, model, eos_token_ids, max(tried, key=lambda each: tried[each]), tried)

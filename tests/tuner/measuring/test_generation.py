@@ -9,21 +9,17 @@ from transformers import LlamaForCausalLM
 
 from decoding.decode import Request
 from decoding.decoder import plain_decoder
-from decoding.drafts import Draft
 from decoding.target import Target
 from decoding.text import Ending
-from tests.support.recordings import real_recorder
 from tests.support.tiny import tiny_llama
-from tuner.contest.contest import Prompts
-from tuner.contest.stock_generation import (
+from tuner.measuring.contender import Decoded, Prompts
+from tuner.measuring.generation import (
     CHOICE_TOKENS,
     EarlyExitGeneration,
     StockGeneration,
     exits_to_try,
     fastest_exit,
 )
-from tuner.measuring.clock import Elapsed
-from tuner.measuring.recording import Recorder, TimedSequence
 
 PROMPTS = [tuple((seed * 11 + index * 5) % 60 + 2 for index in range(6 + seed)) for seed in range(4)]
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -44,32 +40,25 @@ def plain(model: LlamaForCausalLM, prompt: tuple[int, ...], eos: frozenset[int] 
     return plain_decoder(Target(model)).generate(Request(prompt, Ending(NEW_TOKENS, eos))).tokens
 
 
-def written(contender: StockGeneration, prompt: tuple[int, ...]) -> TimedSequence:
-    (text,) = written_together(contender, [prompt])
-    return text
-
-
-def written_together(contender: StockGeneration, prompts: Prompts) -> tuple[TimedSequence, ...]:
-    recorder = real_recorder(len(prompts))
-    contender.write(prompts, NEW_TOKENS, recorder)
-    return recorder.batch().sequences
+def written(contender: StockGeneration, prompt: tuple[int, ...]) -> Decoded:
+    return contender.decode([prompt], NEW_TOKENS)
 
 
 def contenders(model: LlamaForCausalLM, eos: frozenset[int]) -> dict[str, StockGeneration]:
-    stock = {name: StockGeneration(model, eos, name, options) for name, options in OPTIONS.items()}
-    return {**stock, "exit": EarlyExitGeneration(model, eos, 3, {})}
+    stock = {name: StockGeneration(name, model, eos, name, options) for name, options in OPTIONS.items()}
+    return {**stock, "exit": EarlyExitGeneration("exit", model, eos, 3)}
 
 
 @pytest.mark.parametrize("name", [*OPTIONS, "exit"])
 def test_the_text_is_that_of_plain_decoding(model: LlamaForCausalLM, name: str) -> None:
     contender = contenders(model, NO_EOS)[name]
     for prompt in PROMPTS:
-        text = written(contender, prompt)
-        assert text.tokens == plain(model, prompt)
-        seconds = [each.seconds for each in text.passes]
-        assert seconds == sorted(seconds)
+        decoded = written(contender, prompt)
+        assert decoded.texts == (plain(model, prompt),)
+        assert decoded.prefill_seconds > 0
+        assert decoded.decode_seconds > 0
         if name in ("dynamic", "static"):
-            assert [len(each.tokens) for each in text.passes] == [1] * NEW_TOKENS
+            assert (decoded.rounds, decoded.accepted, decoded.prefill_tokens) == (NEW_TOKENS - 1, 0, 1)
 
 
 @pytest.mark.parametrize("name", [*OPTIONS, "exit"])
@@ -78,7 +67,7 @@ def test_texts_end_where_ours_end(model: LlamaForCausalLM, name: str) -> None:
     eos = frozenset({texts[0][10], texts[1][12]})
     assert any(len(plain(model, prompt, eos)) < NEW_TOKENS for prompt in PROMPTS)
     for prompt in PROMPTS:
-        assert written(contenders(model, eos)[name], prompt).tokens == plain(model, prompt, eos)
+        assert written(contenders(model, eos)[name], prompt).texts == (plain(model, prompt, eos),)
 
 
 @pytest.mark.parametrize("name", ["dynamic", "static"])
@@ -90,18 +79,17 @@ def test_texts_of_a_batch_are_those_of_each_prompt_alone(
     texts = [plain(model, prompt) for prompt in PROMPTS]
     for eos in (NO_EOS, frozenset({texts[0][10], texts[1][12]})):
         alone = [plain(model, prompt, eos) for prompt in PROMPTS]
-        together = written_together(contenders(model, eos)[name], PROMPTS)
-        assert [text.tokens for text in together] == alone
+        together = contenders(model, eos)[name].decode(PROMPTS, NEW_TOKENS)
+        assert list(together.texts) == alone
         # A token a pass, and none after the end of a text, while longer ones go on.
-        passes = [[each.tokens for each in text.passes] for text in together]
-        assert passes == [[(token,) for token in text] for text in alone]
+        assert together.rounds == together.decode_tokens == sum(map(len, alone)) - len(alone)
     assert len({len(text) for text in alone}) > 1
 
 
 @pytest.mark.parametrize("name", ["lookup", "exit"])
 def test_transformers_drafts_for_one_text_at_a_time(model: LlamaForCausalLM, name: str) -> None:
     with pytest.raises(ValueError, match="only supported for batch_size = 1"):
-        written_together(contenders(model, NO_EOS)[name], PROMPTS)
+        contenders(model, NO_EOS)[name].decode(PROMPTS, NEW_TOKENS)
 
 
 def test_the_models_own_settings_make_no_other_text_and_are_put_back(model: LlamaForCausalLM) -> None:
@@ -109,18 +97,18 @@ def test_the_models_own_settings_make_no_other_text_and_are_put_back(model: Llam
     own.do_sample, own.temperature, own.repetition_penalty = True, 5.0, 3.0
     before = own.to_dict()
     for contender in contenders(model, NO_EOS).values():
-        assert written(contender, PROMPTS[0]).tokens == plain(model, PROMPTS[0])
+        assert written(contender, PROMPTS[0]).texts == (plain(model, PROMPTS[0]),)
     assert model.generation_config is own
     assert own.to_dict() == before
 
 
 def test_drafts_are_as_long_as_the_models_own_settings_say(model: LlamaForCausalLM) -> None:
-    exit_at = EarlyExitGeneration(model, NO_EOS, 5, {})
+    exit_at = EarlyExitGeneration("exit", model, NO_EOS, 5)
     model.generation_config.assistant_confidence_threshold = 0.0  # a random model is never sure
-    longest = max(len(each.tokens) for prompt in PROMPTS for each in written(exit_at, prompt).passes)
+    longest = max(len(written(exit_at, prompt).accepted_lengths) for prompt in PROMPTS)
     assert longest > 3, "else nothing is seen below"
     model.generation_config.num_assistant_tokens = 2
-    assert max(len(each.tokens) for prompt in PROMPTS for each in written(exit_at, prompt).passes) <= 3
+    assert max(len(written(exit_at, prompt).accepted_lengths) for prompt in PROMPTS) <= 3
     assert exit_at.settings["generation_config"]["num_assistant_tokens"] == 2
 
 
@@ -135,7 +123,7 @@ def test_an_early_exit_leaves_the_model_whole_after_an_error(model: LlamaForCaus
     handle = model.lm_head.register_forward_hook(break_down)
     own = model.generation_config
     with pytest.raises(RuntimeError, match="in the middle"):
-        written(EarlyExitGeneration(model, NO_EOS, 3, {}), PROMPTS[0])
+        written(EarlyExitGeneration("exit", model, NO_EOS, 3), PROMPTS[0])
     handle.remove()
     assert cut_short == [3], "it broke while the number of layers was cut short"
     assert model.config.num_hidden_layers == 6
@@ -149,41 +137,26 @@ def test_exits_are_spread_over_the_first_three_quarters() -> None:
     assert exits_to_try(1) == ()
 
 
-class HandClock:
-    """A clock whose seconds the test sets."""
-
-    is_deterministic = True
-
-    def __init__(self) -> None:
-        self.seconds = 0.0
-
-    def start(self, draft: Draft | None = None) -> Elapsed:
-        start = self.seconds
-        return lambda record: self.seconds - start
-
-
 def test_the_fastest_exit_is_taken_and_all_that_were_tried_are_told(
     model: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rates = {1: 10.0, 2: 30.0, 3: 20.0, 4: 5.0}
 
-    def write(self: EarlyExitGeneration, prompts: Prompts, max_new_tokens: int, recorder: Recorder) -> None:
+    def decode(self: EarlyExitGeneration, prompts: Prompts, max_new_tokens: int) -> Decoded:
         longest.append(max_new_tokens)
-        for _ in range(max_new_tokens):
-            clock.seconds += 1 / rates[self.settings["options"]["assistant_early_exit"]]
-            recorder.put((3,))
+        tokens = max_new_tokens - 1
+        seconds = tokens / rates[self.settings["options"]["assistant_early_exit"]]
+        return Decoded(((3,) * max_new_tokens,), 0.1, 1, seconds, tokens)
 
-    clock = HandClock()
-    monkeypatch.setattr("tuner.contest.stock_generation.WallClock", lambda device: clock)
-    monkeypatch.setattr(EarlyExitGeneration, "write", write)
+    monkeypatch.setattr(EarlyExitGeneration, "decode", decode)
     num_texts, longest = [], list[int]()
     found = fastest_exit(
-        model, NO_EOS, PROMPTS[:2], num_layers=6, max_new_tokens=512, on_text=lambda: num_texts.append(1)
+        "exit", model, NO_EOS, PROMPTS[:2], num_layers=6, max_new_tokens=512, on_text=lambda: num_texts.append(1)
     )
     assert found.settings["options"] == {"assistant_early_exit": 2}
     assert found.settings["tried"] == {str(exit_layer): pytest.approx(rate) for exit_layer, rate in rates.items()}
-    assert "assistant_early_exit=2" in found.describe()
-    assert "2: 30.0" in found.describe()
+    assert "assistant_early_exit=2" in found.description
+    assert "2: 30.0" in found.description
     assert len(num_texts) == 2
     assert max(longest) == CHOICE_TOKENS, "the choice must not take longer than the comparison"
 
@@ -194,6 +167,6 @@ def test_where_no_exit_runs_the_reason_is_told(model: LlamaForCausalLM, monkeypa
 
     monkeypatch.setattr(model, "generate", refuse)
     with pytest.raises(ValueError, match="no exit runs: NotImplementedError: this family has no exits"):
-        fastest_exit(model, NO_EOS, PROMPTS, num_layers=6, max_new_tokens=12, on_text=lambda: None)
+        fastest_exit("exit", model, NO_EOS, PROMPTS, num_layers=6, max_new_tokens=12, on_text=lambda: None)
     with pytest.raises(ValueError, match="a model of 1 layer has no exit"):
-        fastest_exit(model, NO_EOS, PROMPTS, num_layers=1, max_new_tokens=12, on_text=lambda: None)
+        fastest_exit("exit", model, NO_EOS, PROMPTS, num_layers=1, max_new_tokens=12, on_text=lambda: None)

@@ -1,0 +1,81 @@
+"""What a bench times: contenders, each a way of decoding prompts, and what one of them decoded for a batch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+PLAIN = "plain"
+"""Name of the contender that decodes without drafts: the baseline of all others."""
+
+Prompts = Sequence[Sequence[int]]
+"""Token ids of the prompts of one batch."""
+
+
+@dataclass(frozen=True)
+class Decoded:
+    """The sequences that a contender decoded for one batch, with seconds and sums over the whole batch.
+
+    The prefill phase ends when every sequence has its first tokens; the decode phase is the rest. A contender that drafts before it
+    has read the prompt (assisted generation in transformers) may deliver several first tokens: they count as prefill. So do the
+    tokens that a sequence receives while the prompt of another one is still being read.
+    """
+
+    texts: tuple[tuple[int, ...], ...]
+    """Tokens of each sequence; of a contender that samples, those of a greedy run, which can be compared."""
+    prefill_seconds: float
+    prefill_tokens: int
+    decode_seconds: float
+    decode_tokens: int
+    rounds: int = 0
+    """Passes that verified drafts, or, of code of others that keeps no record of them, all passes of the decode phase."""
+    drafted: int | None = 0
+    """Number of drafted tokens; None for code of others, which keeps no records."""
+    accepted: int = 0
+    accepted_lengths: tuple[int, ...] = ()
+    """Number of rounds that accepted 0, 1, 2 ... tokens."""
+    drafting_seconds: float | None = None
+    """Part of `decode_seconds` spent drafting; None if that is not known."""
+    waited_seconds: float | None = None
+    """Seconds in which threads of this process waited for a processor meanwhile; None if that is not known."""
+
+
+class Contender(Protocol):
+    """A way of continuing prompts greedily.
+
+    The contender decides how the model is run; the bench decides on the prompts, the lengths, the turns and the counting.
+    """
+
+    @property
+    def name(self) -> str:
+        """Name, unique in a bench."""
+
+    @property
+    def description(self) -> str:
+        """One line for a table."""
+
+    @property
+    def settings(self) -> Mapping[str, Any]:
+        """Everything needed to repeat the run: plain data for JSON."""
+
+    def prepare(self, batches: Sequence[Prompts], max_new_tokens: int) -> None:
+        """Do what is done once for batches of these sizes and lengths, so that no batch is charged for it."""
+
+    def decode(self, prompts: Prompts, max_new_tokens: int) -> Decoded:
+        """Continue `prompts` as one batch, timed, and leave no trace on the model.
+
+        Each sequence ends with an end-of-text token of the model or after `max_new_tokens`. May raise anything if it cannot.
+        """
+
+
+def reason_of(cause: Exception) -> str:
+    """Return the kind of an error and the first line of its message."""
+    message = str(cause).strip().split("\n")[0][:160]
+    return f"{type(cause).__name__}: {message}" if message else type(cause).__name__
+
+
+def histogram(lengths: Iterable[int]) -> tuple[int, ...]:
+    """Return the number of lengths that are 0, 1, 2 ..., up to the longest."""
+    found = list(lengths)
+    return tuple(found.count(length) for length in range(max(found, default=-1) + 1))
