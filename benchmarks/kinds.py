@@ -148,17 +148,17 @@ def _chosen(args: Namespace, task: Task, tuning: Baseline, held_out: Baseline) -
         if drafts and uses:
             alone.append(best(name, uses, drafts))
         for width in bits:
-            quantised = [draft.with_bits(width) for draft in drafts[:NUM_QUANTISED] if draft.takes_bits]
+            quantised = [draft.having(bits=width) for draft in drafts[:NUM_QUANTISED] if "bits" in draft.takes]
             if quantised and wanted(precise := {*uses, f"int{width}"}):
                 alone.append(best(f"int{width} {name}" if uses else f"int{width}", precise, quantised))
     after_lookup = [
         best(f"lookup, {row.name}", {*row.uses, LOOKUP}, lookups_before(whole, [row.candidate.draft], 1))
         for row in alone
-        if row.candidate.draft.takes_lookup and wanted({*row.uses, LOOKUP})
+        if "lookup" in row.candidate.draft.takes and wanted({*row.uses, LOOKUP})
     ]
     yield from (*alone, *after_lookup)
     for rows in (alone, after_lookup) if whole.takes_trees and target.takes_trees else ():
-        takers = [row for row in rows if row.candidate.draft.takes_tree and wanted({*row.uses, BRANCHES})]
+        takers = [row for row in rows if "tree" in row.candidate.draft.takes and wanted({*row.uses, BRANCHES})]
         if takers:
             top = max(takers, key=lambda row: row.predicted)
             tree = best_with_tree(whole, top.candidate.draft).draft

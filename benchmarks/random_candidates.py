@@ -57,13 +57,13 @@ def kind_of(draft: Draft) -> str:
     """Return the group of a draft, a key of `SHARES` for the kinds drawn here. Raises ValueError for plain decoding."""
     if not draft.drafts:
         raise ValueError("plain decoding is not a draft")
-    if draft.candidate_tree is not None:
+    if draft.parts.tree is not None:
         return "leaves"
-    if draft.weight_bits:
+    if draft.parts.bits:
         return "quantised"
     if not draft.runs_model:
         return "lookup alone"
-    return "lookup first" if draft.lookup_first and not draft.drafts_on else draft.label
+    return "lookup first" if draft.parts.lookup and draft.kind != "feature_head" else draft.label
 
 
 def random_candidates(
@@ -144,19 +144,19 @@ def _drawers(
             draft = with_head() if heads else early_exit()
         else:
             draft = some_of(stream.uniform(0, MOST_SKIPPED_QUANTISED), 0)
-        return _sometimes_after_lookup(draft.with_bits(width), stream)
+        return _sometimes_after_lookup(draft.having(bits=width), stream)
 
     def leaves() -> Draft:
         others = [skip_set, early_exit, *(drawers[kind] for kind in found if kind in drawers)]
         draft = others[int(stream.integers(len(others)))]()
         if stream.random() < 0.5:
-            return draft.with_tree(FixedLeaves(leaves=int(stream.integers(1, MOST_LEAVES + 1))))
+            return draft.having(tree=FixedLeaves(leaves=int(stream.integers(1, MOST_LEAVES + 1))))
         gain = round(float(np.exp(stream.uniform(*np.log(GAINS)))), 4)
-        return draft.with_tree(SizedLeaves(least_gain=gain, max_leaves=int(stream.integers(2, 2 * MOST_LEAVES + 1))))
+        return draft.having(tree=SizedLeaves(least_gain=gain, max_leaves=int(stream.integers(2, 2 * MOST_LEAVES + 1))))
 
     def lookup_first() -> Draft:
         others = [skip_set, early_exit, *([with_head] if heads else [])]
-        return others[int(stream.integers(len(others)))]().with_lookup(_lookup(stream))
+        return others[int(stream.integers(len(others)))]().having(lookup=_lookup(stream))
 
     found = ("exit with head", "feature head", "quantised")
     drawers: dict[str, Callable[[], Draft]] = {"skip set": skip_set, "exit": early_exit}
@@ -171,7 +171,7 @@ def _drawers(
 
 
 def _sometimes_after_lookup(draft: Draft, stream: np.random.Generator) -> Draft:
-    return draft.with_lookup(_lookup(stream)) if stream.random() < 0.5 else draft
+    return draft.having(lookup=_lookup(stream)) if stream.random() < 0.5 else draft
 
 
 def _lookup(stream: np.random.Generator) -> FirstLookup:

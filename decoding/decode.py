@@ -17,9 +17,9 @@ from torch import Tensor
 from decoding.acceptance import Acceptance, Greedy, Leaves, accept_greedy, accept_leaf_greedy
 from decoding.cache.earlier_turns import EarlierTurns
 from decoding.cache.kv_cache import KVCache
-from decoding.copying.history import RequestHistory
 from decoding.draft_length import Controller
 from decoding.drafters.contract import Drafter, Proposal, max_leaves_of
+from decoding.drafts.history import RequestHistory
 from decoding.rounds import Prefill, Round
 from decoding.runners.contract import Outputs
 from decoding.target import Target

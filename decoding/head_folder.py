@@ -134,22 +134,23 @@ class HeadFolder:
         return head
 
     def copy_beside(self, draft: DraftT, profile: Path) -> DraftT:
-        """Copy the files of `draft` beside `profile`, named after it, and return the draft with the new names.
+        """Copy the head of `draft`, if it has one, beside `profile`, named after it, and return the draft with the new names.
 
         The hash in each name keeps later runs from overwriting the files of this profile, or of an older one. Raises
         `ExitHeadError` if a file cannot be read or written, or is not the one that was measured.
         """
-        names = {}
-        for name, sha256 in draft.files.items():
-            source = self.folder / name
-            names[name] = f"{profile.stem}.{source.stem}.{sha256[:8]}{source.suffix}"
-            check_head_file(source, sha256)
-            try:
-                content = source.read_bytes()
-            except OSError as cause:
-                raise ExitHeadError(f"cannot read the exit head {source}: {cause.strerror or cause}") from None
-            write_atomically(profile.parent / names[name], content, what="the exit head", error=ExitHeadError)
-        return draft.with_file_names(names)
+        head = draft.trained_head
+        if head is None:
+            return draft
+        source = self.folder / head.file
+        name = f"{profile.stem}.{source.stem}.{head.sha256[:8]}{source.suffix}"
+        check_head_file(source, head.sha256)
+        try:
+            content = source.read_bytes()
+        except OSError as cause:
+            raise ExitHeadError(f"cannot read the exit head {source}: {cause.strerror or cause}") from None
+        write_atomically(profile.parent / name, content, what="the exit head", error=ExitHeadError)
+        return draft.model_copy(update={"head": name})
 
     @cached_property
     def _model(self) -> Fingerprint:

@@ -84,8 +84,8 @@ class Steering:
             controller.looks_at_drafts,
             controller.may_stop,
             may_pause=controller.may_pause,
-            rereads=draft.rereads_rounds,
-            tree=draft.candidate_tree,
+            rereads=draft.trained_head is not None and draft.trained_head.rereads,
+            tree=draft.parts.tree,
         )
 
 

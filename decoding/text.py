@@ -11,8 +11,8 @@ from torch import Tensor
 
 from decoding.acceptance import Leaves
 from decoding.cache.kv_cache import Company
-from decoding.copying.contract import CopyIndex, CopySource
-from decoding.copying.history import RequestHistory
+from decoding.drafts.history import RequestHistory
+from decoding.drafts.lookup import CopyIndex, CopySettings
 from decoding.token_memory import OwnTokens, TokenMemory
 
 SettingsT = TypeVar("SettingsT", bound=Hashable)
@@ -49,7 +49,7 @@ class TokenSequence:
         self.length = len(prompt)
         self._token_ids = list(prompt)
         self._history = history
-        self._indexes: dict[CopySource, CopyIndex] = {}
+        self._indexes: dict[CopySettings, CopyIndex] = {}
         self._kept: dict[Hashable, Any] = {}
 
     @property
@@ -62,7 +62,7 @@ class TokenSequence:
         """The sequence's token ids on the host, without drafts."""
         return self._token_ids
 
-    def index(self, source: CopySource) -> CopyIndex:
+    def index(self, source: CopySettings) -> CopyIndex:
         """Return the index of the sequence, without drafts, for these settings: made at the first use."""
         if source not in self._indexes:
             self._indexes[source] = source.new_index(self._token_ids, self._history)

@@ -22,18 +22,18 @@ BITS = (OWN_WEIGHTS, "int8", "int4")
 def draft_parameters(draft: Draft, num_layers: int) -> dict[str, Any]:
     """Return the parts that the draft has, by parameter; `num_layers` is the number of the target's blocks."""
     parts: dict[str, Any] = {"kind": draft.kind}
-    if draft.takes_bits:
-        parts["bits"] = f"int{draft.weight_bits}" if draft.weight_bits else OWN_WEIGHTS
+    if "bits" in draft.takes:
+        parts["bits"] = f"int{draft.parts.bits}" if draft.parts.bits else OWN_WEIGHTS
     if draft.runs_model:
         skipped = draft.skipped(num_layers)
         parts["skipped_sublayers"] = len(skipped.skip_attention) + len(skipped.skip_mlp)
-    if draft.takes_lookup:
-        first = draft.lookup_first
+    if "lookup" in draft.takes:
+        first = draft.parts.lookup
         parts["lookup"] = first.method_name if first else NOTHING_BEFORE
         if first:
             parts["lookup.max_tokens"] = first.max_tokens
-    if draft.takes_tree:
-        parts["tree"] = draft.candidate_tree.shape if draft.candidate_tree else CHAIN
+    if "tree" in draft.takes:
+        parts["tree"] = draft.parts.tree.shape if draft.parts.tree else CHAIN
     return parts
 
 

@@ -103,8 +103,8 @@ class Space:
         self._skips, self._feature = skips, feature
         self._rules, self._max_tokens = rules, max_tokens
         self._exits: dict[int, dict[str, EarlyExit]] = {}
-        for draft in sorted(exits, key=lambda draft: (draft.exit_layer, draft.has_head)):
-            self._exits.setdefault(draft.exit_layer, {})[TRAINED_HEAD if draft.has_head else NO_HEAD] = draft
+        for draft in sorted(exits, key=lambda draft: (draft.exit_layer, draft.trained_head is not None)):
+            self._exits.setdefault(draft.exit_layer, {})[TRAINED_HEAD if draft.trained_head else NO_HEAD] = draft
         named = {f"int{each}": each for each in bits} if target.can_be_quantised else {}
         self._bits: dict[str, BitWidth | None] = {OWN_WEIGHTS: None, **named}
         alone = [draft for draft in self._usual(copies) if accepts(draft)]
@@ -132,14 +132,14 @@ class Space:
         if kind == PLAIN:
             return PlainDecoding()
         draft = self._of_kind(trial, kind)
-        if draft.takes_bits:
-            draft = draft.with_bits(self._bits[trial.suggest_categorical("bits", tuple(self._bits))])
-        if draft.takes_lookup:
+        if "bits" in draft.takes:
+            draft = draft.having(bits=self._bits[trial.suggest_categorical("bits", tuple(self._bits))])
+        if "lookup" in draft.takes:
             name = trial.suggest_categorical("lookup", self._lookups)
-            draft = draft if name == NOTHING_BEFORE else draft.with_lookup(_suggest(trial, "lookup", LOOKUPS[name]))
-        if draft.takes_tree:
+            draft = draft if name == NOTHING_BEFORE else draft.having(lookup=_suggest(trial, "lookup", LOOKUPS[name]))
+        if "tree" in draft.takes:
             shape = trial.suggest_categorical("tree", self._trees)
-            draft = draft if shape == CHAIN else draft.with_tree(_suggest(trial, "tree", TREES[shape]))
+            draft = draft if shape == CHAIN else draft.having(tree=_suggest(trial, "tree", TREES[shape]))
         return draft
 
     def parameters(self, candidate: Candidate) -> Parameters:
@@ -178,7 +178,7 @@ class Space:
         return {
             "kinds": list(self.kinds),
             "switches": list(self._skips.names) if self._skips else [],
-            "exits": [f"{draft.exit_layer}, {TRAINED_HEAD if draft.has_head else NO_HEAD}" for draft in drafts],
+            "exits": [f"{draft.exit_layer}, {TRAINED_HEAD if draft.trained_head else NO_HEAD}" for draft in drafts],
             "head_files": {file: sha256 for draft in heads for file, sha256 in draft.files.items()},
             "bits": list(self._bits),
             "lookups": list(self._lookups),
@@ -209,7 +209,7 @@ class Space:
             chosen = self._skips.chosen(draft.skipped(self._num_layers))
             found |= {name: index in chosen for index, name in enumerate(self._skips.names)}
         elif draft.kind == EXIT:
-            alone = draft.without_lookup().with_tree(None).with_bits(None)
+            alone = draft.having(lookup=None, tree=None, bits=None)
             places = {each: (layer, head) for layer, group in self._exits.items() for head, each in group.items()}
             if alone not in places:
                 raise ValueError(f"exits that it considers: {', '.join(each.describe() for each in places) or 'none'}")
@@ -218,14 +218,14 @@ class Space:
                 found["head"] = head
         elif draft.kind in COPIES:
             found |= _settings("lookup", draft)
-        if draft.takes_bits:
-            found["bits"] = f"int{draft.weight_bits}" if draft.weight_bits else OWN_WEIGHTS
-        if draft.takes_lookup:
-            first = draft.lookup_first
+        if "bits" in draft.takes:
+            found["bits"] = f"int{draft.parts.bits}" if draft.parts.bits else OWN_WEIGHTS
+        if "lookup" in draft.takes:
+            first = draft.parts.lookup
             found["lookup"] = first.method_name if first else NOTHING_BEFORE
             found |= _settings("lookup", first) if first else {}
-        if draft.takes_tree:
-            tree = draft.candidate_tree
+        if "tree" in draft.takes:
+            tree = draft.parts.tree
             found["tree"] = tree.shape if tree else CHAIN
             found |= _settings("tree", tree) if tree else {}
         return found
@@ -249,7 +249,7 @@ class Space:
 def _any_takes(
     drafts: Iterable[Draft], lookup: type[Lookup | SuffixLookup], accepts: Callable[[DraftDocument], bool]
 ) -> bool:
-    return any(draft.takes_lookup and accepts(draft.with_lookup(lookup())) for draft in drafts)
+    return any("lookup" in draft.takes and accepts(draft.having(lookup=lookup())) for draft in drafts)
 
 
 def _suggest(trial: BaseTrial, prefix: str, document: type[Document]) -> Any:

@@ -217,19 +217,19 @@ def kinds(shared: Shared, seconds: float, *, batch_size: int, num_prompts: int) 
         "prompt lookup": PromptLookup(),
         "suffix automaton": SuffixDraft(),
         "exit with head": shared.exit_draft,
-        "suffix automaton, then exit": shared.exit_draft.with_lookup(SuffixLookup(max_tokens=COPIED.max_tokens)),
+        "suffix automaton, then exit": shared.exit_draft.having(lookup=SuffixLookup(max_tokens=COPIED.max_tokens)),
         "feature head": trained.draft,
         # Every other block of the middle half: what a search finds depends on the time that it has.
         "skip set": LayerSkip.blocks(tuple(range(quarter, 3 * quarter, 2))),
         **{f"int{bits}": LayerSkip(bits=bits) for bits in PRECISIONS},
     }
     if batch_size == 1:
-        drafts["exit with side leaves"] = shared.exit_draft.with_tree(LEAVES)
-        drafts["feature head with side leaves"] = trained.draft.with_tree(LEAVES)
+        drafts["exit with side leaves"] = shared.exit_draft.having(tree=LEAVES)
+        drafts["feature head with side leaves"] = trained.draft.having(tree=LEAVES)
     contenders, refused = _plain(shared), dict[str, str]()
     for name, draft in drafts.items():
         try:
-            contenders[name] = _own(shared, draft, DRAFTED if draft.runs_model or draft.has_head else COPIED)
+            contenders[name] = _own(shared, draft, DRAFTED if draft.runs_model else COPIED)
         except UnsupportedModelError as cause:  # a precision without a kernel on this device
             refused[name] = one_line(cause)
     prompts = shared.tuning_prompts(num_prompts)

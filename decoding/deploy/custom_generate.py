@@ -20,7 +20,6 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.generation import BaseStreamer, GenerateDecoderOnlyOutput, GenerationConfig
 
 from decoding.acceptance import Greedy, Sampling
-from decoding.copying.history import RequestHistory
 from decoding.decode import Request
 from decoding.decoder import Decoder, plain_decoder
 from decoding.deploy.generate_arguments import OnTokens, streaming_to, with_stop_strings
@@ -36,6 +35,7 @@ from decoding.deploy.mismatch import (
 )
 from decoding.deploy.registry import fetch_profile, is_address
 from decoding.deploy.requests import is_padded, refuse_token_types, requests_of
+from decoding.drafts.history import RequestHistory
 from decoding.errors import (
     ExitHeadError,
     ProfileWarning,
@@ -184,7 +184,9 @@ class ProfileDecoder:
 
     def _check_history(self, history: RequestHistory | None) -> None:
         """Refuse a history that would never be read."""
-        if history is not None and not self.profile.draft.reads_history:
+        draft = self.profile.draft
+        copies = [each for each in (draft.copying, draft.parts.lookup) if each is not None]
+        if history is not None and not any(each.reads_history for each in copies):
             raise UnsupportedRequestError(
                 f"profile {self.profile.name!r} drafts by {self.profile.draft.describe()}, which reads no earlier answers: "
                 "only a suffix automaton takes a history"

@@ -27,17 +27,17 @@ def build_drafter(
         decoding = decoding.model_copy(update={"prefix_reuse": False})
     target.check_cache()
     new_drafter: NewDrafter = KINDS[draft.kind].load_drafter()
-    drafter = new_drafter(target, draft.without_lookup(), decoding, heads=heads)
-    if drafter is None or draft.lookup_first is None:
+    drafter = new_drafter(target, draft.having(lookup=None), decoding, heads=heads)
+    if drafter is None or draft.parts.lookup is None:
         return drafter
-    return LookupFirst(drafter, draft.lookup_first)
+    return LookupFirst(drafter, draft.parts.lookup)
 
 
 def check_draft(target: Target, draft: Draft) -> None:
     """Raise ValueError unless `target` can run `draft`; no file of the draft is read."""
     draft.check(target.num_layers)
     if draft.runs_model:
-        build_drafter(target, draft.skipped(target.num_layers).with_tree(draft.candidate_tree))
+        build_drafter(target, draft.skipped(target.num_layers).having(tree=draft.parts.tree))
 
 
 def no_drafter(target: Target, draft: Draft, decoding: Decoding, *, heads: HeadFolder | None) -> None:

@@ -153,7 +153,7 @@ def new_drafter(target: Target, draft: EarlyExit, decoding: Decoding, *, heads: 
     """
     target.check_exit_layer(draft.exit_layer)
     if draft.head is None:
-        skip = draft.skipped(target.num_layers).with_tree(draft.tree)
+        skip = draft.skipped(target.num_layers).having(tree=draft.tree)
         return LayerSkipDrafter(target, skip, prefix_reuse=decoding.prefix_reuse)
     if heads is None:
         raise ExitHeadError(f"the draft needs the exit head {draft.head}: give the folder that holds it")

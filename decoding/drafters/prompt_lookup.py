@@ -1,4 +1,4 @@
-"""Draft by copying from the text: prompt lookup (Saxena 2023), or a suffix automaton (`decoding.copying`).
+"""Draft by copying from the text: prompt lookup (Saxena 2023), or a suffix automaton (`decoding.drafts.lookup`).
 
 No model drafts: a copied token has probability 1. Nothing here waits for the device, because the token ids are on the host. The
 index of what was read is kept with the sequence.
@@ -10,9 +10,9 @@ from torch import Tensor
 
 from decoding.acceptance import Acceptance
 from decoding.cache.kv_cache import KVCache
-from decoding.copying.contract import CopySource
 from decoding.draft_length import Controller, Decision, DraftDistribution
 from decoding.drafters.contract import Proposal
+from decoding.drafts.lookup import CopySettings
 from decoding.head_folder import HeadFolder
 from decoding.profile import Decoding
 from decoding.runners.contract import Outputs
@@ -23,7 +23,7 @@ from decoding.text import Shaping, TokenSequence
 class CopyDrafter:
     """Copies as many tokens as the draft-length rule allows; drafts nothing where nothing is found."""
 
-    def __init__(self, target: Target, source: CopySource) -> None:
+    def __init__(self, target: Target, source: CopySettings) -> None:
         self._target = target
         self._source = source
 
@@ -56,7 +56,7 @@ class CopyDrafter:
         return self._target.run(self._target.whole, token_ids, cache, cache.length)
 
 
-def look_up(sequence: TokenSequence, num_tokens: int, source: CopySource) -> list[int] | None:
+def look_up(sequence: TokenSequence, num_tokens: int, source: CopySettings) -> list[int] | None:
     """Return one to `num_tokens` tokens to copy after the sequence, or None if there are none or nothing is found."""
     return sequence.index(source).copy(num_tokens) if num_tokens > 0 else None
 
@@ -72,6 +72,6 @@ def length_allowed(controller: Controller, limit: int) -> int:
     return limit
 
 
-def new_drafter(target: Target, draft: CopySource, decoding: Decoding, *, heads: HeadFolder | None) -> CopyDrafter:
+def new_drafter(target: Target, draft: CopySettings, decoding: Decoding, *, heads: HeadFolder | None) -> CopyDrafter:
     """Return the drafter of a draft that copies."""
     return CopyDrafter(target, draft)

@@ -1,10 +1,11 @@
 """Draft documents: what a profile or a candidate says about its draft, one file per kind, and the registry of kinds.
 
-Imports `decoding.documents` and `decoding.copying` only: reading a document loads neither torch nor a model. To add a kind, write
-its document, drafter and predictor, and name the three in one entry of `decoding.drafts.registry.KINDS`.
+Imports `decoding.documents` only: reading a document loads neither torch nor a model. To add a kind, write its document, drafter
+and predictor, and name the three in one entry of `decoding.drafts.registry.KINDS`. What copies lies here too: it is plain Python on
+token ids.
 """
 
-from decoding.drafts.contract import DraftDocument, Need
+from decoding.drafts.contract import DraftDocument, Parts, TrainedHead
 from decoding.drafts.early_exit import EarlyExit
 from decoding.drafts.feature_head import FeatureHeadDraft
 from decoding.drafts.kinds import KINDS, Draft, DraftKind, RealDraft
@@ -13,9 +14,8 @@ from decoding.drafts.layers import Layers, compact_indices, format_indices, pars
 from decoding.drafts.lookup import FirstLookup, Lookup, SuffixLookup
 from decoding.drafts.plain import PlainDecoding
 from decoding.drafts.precision import BitWidth
-from decoding.drafts.prompt_lookup import PromptLookup
+from decoding.drafts.prompt_lookup import PromptLookup, SuffixDraft
 from decoding.drafts.registry import infer_kind
-from decoding.drafts.suffix_draft import SuffixDraft
 from decoding.drafts.trees import CandidateTree, FixedLeaves, PublishedLeaves, SizedLeaves
 
 __all__ = [
@@ -32,7 +32,7 @@ __all__ = [
     "LayerSkip",
     "Layers",
     "Lookup",
-    "Need",
+    "Parts",
     "PlainDecoding",
     "PromptLookup",
     "PublishedLeaves",
@@ -40,6 +40,7 @@ __all__ = [
     "SizedLeaves",
     "SuffixDraft",
     "SuffixLookup",
+    "TrainedHead",
     "compact_indices",
     "format_indices",
     "infer_kind",

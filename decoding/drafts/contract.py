@@ -1,32 +1,50 @@
 """The contract of a draft document: frozen settings that answer every question about their draft.
 
 Callers ask the document and never test its class. The defaults of `DraftDocument` describe a draft that runs no part of the
-target, needs no file and comes without a lookup; a kind overrides what differs.
+target and has no head. What drafts of several kinds may have, bits, a lookup before them and a tree, are `Parts`: a kind that takes
+one has the field of that name, and everything else about parts is here.
 """
 
 from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping
-from enum import StrEnum
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from decoding.documents.strict_yaml import Document
+from decoding.drafts.lookup import CopySettings, FirstLookup, lookup_columns
+from decoding.drafts.precision import BitWidth, describe_quantised, label_quantised
+from decoding.drafts.trees import CandidateTree
 
 if TYPE_CHECKING:
     from decoding.drafts.layer_skip import LayerSkip
-    from decoding.drafts.lookup import FirstLookup
-    from decoding.drafts.precision import BitWidth
-    from decoding.drafts.trees import CandidateTree
 
 
-class Need(StrEnum):
-    """Something that the runtime must provide for a draft."""
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What a draft has beside the settings of its kind."""
 
-    MODEL_PASS = "model_pass"
-    """Passes over a part of the target: each drafted token costs time."""
-    EXIT_HEAD = "exit_head"
-    """A trained head: that of an exit, or a feature head."""
+    bits: BitWidth | None = None
+    """Bits of the draft's weights; None for the model's own weights."""
+    lookup: FirstLookup | None = None
+    """Prompt lookup or suffix automaton that is tried before the draft."""
+    tree: CandidateTree | None = None
+    """Side leaves that are verified beside the drafted chain."""
+
+
+@dataclass(frozen=True, slots=True)
+class TrainedHead:
+    """The trained head of a draft."""
+
+    file: str
+    sha256: str
+    num_tokens: int | None
+    """Size of the vocabulary that the head drafts from; None for the model's."""
+    is_autoregressive: bool = False
+    """True if the head reads its own output in every step of a round but the first, as a feature head does."""
+    rereads: bool = False
+    """True if the head reads all verified positions of a round again, with states of the target."""
 
 
 class DraftDocument(Document):
@@ -35,115 +53,31 @@ class DraftDocument(Document):
     kind: str
     drafts: ClassVar[bool] = True
     """False for plain decoding alone."""
-    takes_lookup: ClassVar[bool] = False
-    """True for a kind that may have a prompt lookup before it (`with_lookup`)."""
-    takes_bits: ClassVar[bool] = False
-    """True for a kind that may be quantised (`with_bits`)."""
-    takes_tree: ClassVar[bool] = False
-    """True for a kind whose distributions may give side leaves (`with_tree`)."""
+    runs_model: ClassVar[bool] = False
+    """True if drafting runs a part of the target."""
 
     @property
     @abstractmethod
-    def label(self) -> str:
+    def name(self) -> str:
         """Name of the kind in tables, such as `exit with head`."""
 
+    @property
     @abstractmethod
-    def describe(self) -> str:
-        """Return one short phrase for tables."""
+    def phrase(self) -> str:
+        """One short phrase for tables, without the parts."""
 
     @property
-    def needs(self) -> frozenset[Need]:
-        """Requirements on the runtime."""
-        return frozenset()
-
-    @property
-    def runs_model(self) -> bool:
-        """True if drafting runs a part of the target."""
-        return Need.MODEL_PASS in self.needs
-
-    @property
-    def has_head(self) -> bool:
-        """True if a trained head drafts."""
-        return Need.EXIT_HEAD in self.needs
-
-    @property
-    def drafts_on(self) -> bool:
-        """True if the head reads its own output in every step of a round but the first, as a feature head does."""
-        return False
-
-    @property
-    def rereads_rounds(self) -> bool:
-        """True if a head reads all verified positions of a round again, with states of the target."""
-        return False
-
-    @property
-    def num_draft_tokens(self) -> int | None:
-        """Size of the vocabulary that the draft chooses from; None for the model's."""
-        return None
-
-    @property
-    def weight_bits(self) -> BitWidth | None:
-        """Bits of the draft's weights; None for the model's own weights."""
-        return None
-
-    @property
-    def files(self) -> Mapping[str, str]:
-        """SHA-256 of each file that lies beside the profile, by file name."""
+    def own_columns(self) -> dict[str, Any]:
+        """The columns of the draft in the table of trials, kind and parts apart."""
         return {}
 
-    def with_file_names(self, names: Mapping[str, str]) -> Self:
-        """Return the draft with its files renamed; `names` maps old names to new ones."""
-        return self
+    @property
+    def trained_head(self) -> TrainedHead | None:
+        """The trained head that drafts, or None."""
+        return None
 
     def check(self, num_layers: int) -> None:
         """Raise ValueError unless a target with `num_layers` blocks can run the draft."""
-
-    def columns(self) -> dict[str, Any]:
-        """Return the columns of the draft in the table of trials, `kind` apart."""
-        return {}
-
-    @property
-    def lookup_first(self) -> FirstLookup | None:
-        """Prompt lookup or suffix automaton that is tried before the draft, or None."""
-        return None
-
-    @property
-    def ngram_lengths(self) -> tuple[int, int] | None:
-        """Longest and shortest n-gram of a prompt lookup that drafts alone; None for another draft."""
-        return None
-
-    @property
-    def longest_unsteered(self) -> int:
-        """Most tokens of a round whose length the draft-length rule does not decide; 0 if it decides all."""
-        return 0 if self.lookup_first is None else self.lookup_first.max_tokens
-
-    @property
-    def reads_history(self) -> bool:
-        """True if tokens may be copied from earlier answers."""
-        return self.lookup_first is not None and self.lookup_first.reads_history
-
-    def without_lookup(self) -> Self:
-        """Return the draft without the lookup before it."""
-        return self
-
-    def with_lookup(self, lookup: FirstLookup) -> Self:
-        """Return the draft with `lookup` before it. Raises ValueError for a kind that takes none."""
-        raise ValueError(f"no lookup can come before a draft of kind {self.kind!r}")
-
-    def with_bits(self, bits: BitWidth | None) -> Self:
-        """Return the draft with weights of `bits`, or with the model's own. Raises ValueError for a kind without weights."""
-        raise ValueError(f"a draft of kind {self.kind!r} runs no weights that could be quantised")
-
-    @property
-    def candidate_tree(self) -> CandidateTree | None:
-        """Side leaves that are verified beside the drafted chain, or None."""
-        return None
-
-    def with_tree(self, tree: CandidateTree | None) -> Self:
-        """Return the draft with the side leaves of `tree`, or as a chain. Raises ValueError for a kind that takes none."""
-        if tree is None:
-            return self
-        raise ValueError(f"a draft of kind {self.kind!r} has no distributions that could give side leaves")
 
     def skipped(self, num_layers: int) -> LayerSkip:
         """Return what the draft skips in a target with `num_layers` blocks, in its precision, without head, lookup and tree.
@@ -156,3 +90,55 @@ class DraftDocument(Document):
     def num_shared_blocks(self) -> int:
         """Number of leading blocks that the draft computes exactly as the target does."""
         return 0
+
+    @property
+    def parts(self) -> Parts:
+        """The parts that the draft has; None for one that its kind does not take."""
+        return Parts(**{name: part for name, part in self if name in PARTS})
+
+    @property
+    def takes(self) -> frozenset[str]:
+        """Names of the parts that the kind may have."""
+        return PARTS & type(self).model_fields.keys()
+
+    def having(self, **parts: Any) -> Self:
+        """Return the draft with other parts: `having(bits=8, lookup=None)`.
+
+        Raises ValueError for a part that the kind does not take.
+        """
+        replace(self.parts, **parts)  # TypeError for an unknown part
+        for name, part in parts.items():
+            if part is not None and name not in self.takes:
+                raise ValueError(f"a draft of kind {self.kind!r} takes no {name}")
+        return self.model_copy(update={name: part for name, part in parts.items() if name in self.takes})
+
+    @property
+    def label(self) -> str:
+        """Name of the kind in tables, with the precision."""
+        return label_quantised(self.parts.bits, self.name)
+
+    def describe(self) -> str:
+        """Return one short phrase for tables."""
+        parts = self.parts
+        draft = describe_quantised(parts.bits, self.phrase)
+        draft = f"{draft}, {parts.tree.describe()}" if parts.tree else draft
+        return f"{parts.lookup.describe()}, then {draft}" if parts.lookup else draft
+
+    def columns(self) -> dict[str, Any]:
+        """Return the columns of the draft in the table of trials, `kind` apart."""
+        bits, lookup, tree = self.parts.bits, self.parts.lookup, self.parts.tree
+        columns = self.own_columns | ({"bits": bits} if bits else {}) | (lookup_columns(lookup) if lookup else {})
+        return columns | ({f"tree.{key}": value for key, value in tree.model_dump().items()} if tree else {})
+
+    @property
+    def copying(self) -> CopySettings | None:
+        """How a draft that copies alone finds what to copy; None for another draft."""
+        return self if isinstance(self, CopySettings) else None
+
+    @property
+    def files(self) -> Mapping[str, str]:
+        """SHA-256 of each file that lies beside the profile, by file name."""
+        return {} if (head := self.trained_head) is None else {head.file: head.sha256}
+
+
+PARTS = frozenset(Parts.__dataclass_fields__)

@@ -1,113 +1,160 @@
-"""Lookups as documents: n-gram lengths, suffix matches, and the lookup of either kind that comes before another draft."""
+"""Copying as documents: how a lookup finds what to copy, and the lookup of either kind that comes before another draft."""
 
 from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Protocol
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Protocol, Self
 
 from pydantic import Field, GetCoreSchemaHandler, GetJsonSchemaHandler, TypeAdapter, model_validator
 from pydantic_core import CoreSchema, core_schema
 
-from decoding.copying.contract import CopyIndex
-from decoding.copying.history import RequestHistory
-from decoding.copying.ngrams import NgramCopies
-from decoding.copying.suffix_copies import SuffixCopies
 from decoding.documents.strict_yaml import Document
+from decoding.drafts.history import RequestHistory
+from decoding.drafts.ngrams import NgramCopies
+from decoding.drafts.suffix_copies import SuffixCopies
 
 # Longer n-grams hardly ever repeat, and each length costs an index of the sequence.
 LONGEST_NGRAM = 32
 MOST_COPIED = 64
-
-MaxNgram = Annotated[
-    int, Field(ge=1, le=LONGEST_NGRAM, description="longest n-gram at the end of the sequence to look up")
-]
-MinNgram = Annotated[int, Field(ge=1, le=LONGEST_NGRAM, description="shortest n-gram; the longest one found counts")]
-
+MIN_MATCH, MAX_SPEC_FACTOR, MIN_TOKEN_PROB = 1, 2.0, 0.3
+"""Chosen by replay on greedy answers of SmolLM2-135M to Spec-Bench and HumanEval."""
 
 MaxCopied = Annotated[
     int, Field(ge=1, le=MOST_COPIED, description="most tokens to copy; the draft-length rule is not asked")
 ]
-MinMatch = Annotated[
-    int, Field(ge=1, le=LONGEST_NGRAM, description="shortest suffix that must occur earlier; the longest one counts")
-]
-MaxSpecFactor = Annotated[float, Field(gt=0, le=64, description="most tokens to copy per token of the match")]
-MinTokenProb = Annotated[
-    float, Field(ge=0, le=1, description="estimated probability of all copied tokens below which the copy ends")
-]
-MIN_MATCH, MAX_SPEC_FACTOR, MIN_TOKEN_PROB = 1, 2.0, 0.3
-"""Chosen by replay on greedy answers of SmolLM2-135M to Spec-Bench and HumanEval."""
 
 
-class FirstLookup(Document):
+class CopyIndex(Protocol):
+    """What was read of one growing sequence. The sequence may grow but not change otherwise."""
+
+    def update(self) -> None:
+        """Read the tokens appended since the last call."""
+
+    def copy(self, num_tokens: int) -> list[int] | None:
+        """Return one to `num_tokens` tokens to draft after the sequence, or None if nothing is found.
+
+        A copy of fewer tokens is the beginning of a copy of more.
+        """
+
+
+class CopySettings(Document):
+    """How to find what to copy. Equal settings make equal indexes, so that a sequence keeps one for each."""
+
+    reads_history: ClassVar[bool] = False
+    """True if tokens may also be copied from earlier answers."""
+
+    @property
+    def ngram_lengths(self) -> tuple[int, int] | None:
+        """Longest and shortest n-gram of a prompt lookup; None for another way."""
+        return None
+
+    @property
+    @abstractmethod
+    def match(self) -> str:
+        """The settings for tables."""
+
+    @abstractmethod
+    def new_index(self, token_ids: Sequence[int], history: RequestHistory | None = None) -> CopyIndex:
+        """Return an index of `token_ids`, and of the earlier requests in `history` if these settings read them."""
+
+
+class NgramMatch(CopySettings):
+    """What followed an earlier occurrence of the last n-gram is copied."""
+
+    max_ngram: int = Field(
+        3, ge=1, le=LONGEST_NGRAM, description="longest n-gram at the end of the sequence to look up"
+    )
+    min_ngram: int = Field(1, ge=1, le=LONGEST_NGRAM, description="shortest n-gram; the longest one found counts")
+
+    @model_validator(mode="after")
+    def _ngrams_are_ordered(self) -> Self:
+        if self.min_ngram > self.max_ngram:
+            raise ValueError(f"min_ngram must be at most max_ngram, got {self.min_ngram} and {self.max_ngram}")
+        return self
+
+    @property
+    def ngram_lengths(self) -> tuple[int, int]:
+        """Longest and shortest n-gram."""
+        return self.max_ngram, self.min_ngram
+
+    @property
+    def match(self) -> str:
+        """Longest and shortest n-gram, as `3-1`."""
+        return f"{self.max_ngram}-{self.min_ngram}"
+
+    def new_index(self, token_ids: Sequence[int], history: RequestHistory | None = None) -> CopyIndex:
+        """Return an index of n-grams; it reads no earlier answers."""
+        return NgramCopies(token_ids, max_ngram=self.max_ngram, min_ngram=self.min_ngram)
+
+
+class SuffixMatch(CopySettings):
+    """The most frequent continuation of the longest suffix match is copied."""
+
+    reads_history: ClassVar[bool] = True
+    min_match: int = Field(
+        MIN_MATCH, ge=1, le=LONGEST_NGRAM, description="shortest suffix that must occur earlier; the longest one counts"
+    )
+    max_spec_factor: float = Field(
+        MAX_SPEC_FACTOR, gt=0, le=64, description="most tokens to copy per token of the match"
+    )
+    min_token_prob: float = Field(
+        MIN_TOKEN_PROB,
+        ge=0,
+        le=1,
+        description="estimated probability of all copied tokens below which the copy ends",
+    )
+
+    @property
+    def match(self) -> str:
+        """Shortest match, tokens per token, and least probability."""
+        return f"{self.min_match}, x{self.max_spec_factor:g}, {self.min_token_prob:g}"
+
+    def new_index(self, token_ids: Sequence[int], history: RequestHistory | None = None) -> CopyIndex:
+        """Return a suffix automaton."""
+        return SuffixCopies(
+            token_ids,
+            min_match=self.min_match,
+            max_spec_factor=self.max_spec_factor,
+            min_token_prob=self.min_token_prob,
+            history=history,
+        )
+
+
+class FirstLookup(CopySettings):
     """A lookup before another draft: what is copied, and at most how many tokens (`max_tokens`)."""
 
     method_name: ClassVar[str]
     """Name of the kind of lookup, for readers."""
-    reads_history: ClassVar[bool] = False
-    """True if tokens may also be copied from earlier answers."""
     if TYPE_CHECKING:  # each kind declares it after its own keys
         max_tokens: int
 
-    @property
-    def ngram_lengths(self) -> tuple[int, int] | None:
-        """Longest and shortest n-gram of a prompt lookup; None for a lookup of another kind."""
-        return None
-
     @abstractmethod
     def describe(self) -> str:
         """Return one short phrase for tables."""
 
-    @abstractmethod
-    def new_index(self, token_ids: Sequence[int], history: RequestHistory | None = None) -> CopyIndex:
-        """Return the index that finds the copies (`decoding.copying.contract.CopySource`)."""
 
-
-class Lookup(FirstLookup):
-    """Prompt lookup before another draft: what followed an earlier occurrence of the last n-gram is copied."""
+class Lookup(NgramMatch, FirstLookup):
+    """Prompt lookup before another draft."""
 
     method_name: ClassVar[str] = "n-grams"
-    max_ngram: MaxNgram = 3
-    min_ngram: MinNgram = 1
     max_tokens: MaxCopied = 10
-
-    @model_validator(mode="after")
-    def _ngrams_are_ordered(self) -> Lookup:
-        check_ngrams(self.max_ngram, self.min_ngram)
-        return self
-
-    @property
-    def ngram_lengths(self) -> tuple[int, int] | None:
-        """Longest and shortest n-gram."""
-        return self.max_ngram, self.min_ngram
 
     def describe(self) -> str:
         """Return one short phrase for tables."""
-        return f"lookup ({self.max_ngram}-{self.min_ngram}, {self.max_tokens})"
-
-    def new_index(self, token_ids: Sequence[int], history: RequestHistory | None = None) -> CopyIndex:
-        """Return an index of n-grams."""
-        return NgramCopies(token_ids, max_ngram=self.max_ngram, min_ngram=self.min_ngram)
+        return f"lookup ({self.match}, {self.max_tokens})"
 
 
-class SuffixLookup(FirstLookup):
-    """Suffix automaton before another draft: the most frequent continuation of the longest suffix match is copied."""
+class SuffixLookup(SuffixMatch, FirstLookup):
+    """Suffix automaton before another draft."""
 
     method_name: ClassVar[str] = "suffix automaton"
     method: Literal["suffix_automaton"] = "suffix_automaton"
-    min_match: MinMatch = MIN_MATCH
-    max_spec_factor: MaxSpecFactor = MAX_SPEC_FACTOR
-    min_token_prob: MinTokenProb = MIN_TOKEN_PROB
     max_tokens: MaxCopied = 10
-    reads_history: ClassVar[bool] = True
 
     def describe(self) -> str:
         """Return one short phrase for tables."""
-        return f"suffix automaton ({describe_match(self)}, {self.max_tokens})"
-
-    def new_index(self, token_ids: Sequence[int], history: RequestHistory | None = None) -> CopyIndex:
-        """Return a suffix automaton."""
-        return suffix_index(self, token_ids, history)
+        return f"suffix automaton ({self.match}, {self.max_tokens})"
 
 
 def _lookup(value: Any) -> Any:
@@ -141,52 +188,6 @@ LookupBefore = Annotated[
 ]
 
 
-def check_ngrams(max_ngram: int, min_ngram: int) -> None:
-    """Raise ValueError unless `min_ngram` is at most `max_ngram`."""
-    if min_ngram > max_ngram:
-        raise ValueError(f"min_ngram must be at most max_ngram, got {min_ngram} and {max_ngram}")
-
-
-def describe_after(lookup: FirstLookup | None, draft: str) -> str:
-    """Return the phrase of a draft with the lookup before it, if there is one."""
-    return f"{lookup.describe()}, then {draft}" if lookup else draft
-
-
-def lookup_columns(lookup: Document | None) -> dict[str, Any]:
-    """Return the columns of a lookup in the table of trials; none without a lookup."""
-    settings = lookup.model_dump(exclude={"kind"}) if lookup else {}
-    return {f"lookup.{key}": value for key, value in settings.items()}
-
-
-class SuffixSettings(Protocol):
-    """The settings that decide what a suffix automaton copies."""
-
-    @property
-    def min_match(self) -> int:
-        """Shortest match in tokens."""
-
-    @property
-    def max_spec_factor(self) -> float:
-        """Most tokens to copy per token of the match."""
-
-    @property
-    def min_token_prob(self) -> float:
-        """Least estimated probability of a copy."""
-
-
-def suffix_index(
-    settings: SuffixSettings, token_ids: Sequence[int], history: RequestHistory | None = None
-) -> SuffixCopies:
-    """Return the suffix automaton of `token_ids` with these settings, and of the answers in `history`."""
-    return SuffixCopies(
-        token_ids,
-        min_match=settings.min_match,
-        max_spec_factor=settings.max_spec_factor,
-        min_token_prob=settings.min_token_prob,
-        history=history,
-    )
-
-
-def describe_match(settings: SuffixSettings) -> str:
-    """Return the settings of a suffix automaton for tables: shortest match, tokens per token, least probability."""
-    return f"{settings.min_match}, x{settings.max_spec_factor:g}, {settings.min_token_prob:g}"
+def lookup_columns(settings: CopySettings) -> dict[str, Any]:
+    """Return the columns of a lookup in the table of trials."""
+    return {f"lookup.{key}": value for key, value in settings.model_dump(exclude={"kind"}).items()}

@@ -12,12 +12,5 @@ class PlainDecoding(DraftDocument):
 
     kind: Literal["none"] = "none"
     drafts: ClassVar[bool] = False
-
-    @property
-    def label(self) -> str:
-        """Name of the kind in tables."""
-        return "plain decoding"
-
-    def describe(self) -> str:
-        """Return one short phrase for tables."""
-        return "plain decoding"
+    name: ClassVar[str] = "plain decoding"
+    phrase: ClassVar[str] = "plain decoding"

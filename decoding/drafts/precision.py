@@ -6,7 +6,7 @@ model verifies with its own weights (the idea of QuantSpec, arXiv 2502.10424, an
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -31,8 +31,3 @@ def describe_quantised(bits: BitWidth | None, draft: str = "") -> str:
 def label_quantised(bits: BitWidth | None, label: str) -> str:
     """Return the label of a draft, such as `quantised exit`; `label` itself without bits."""
     return f"quantised {label}" if bits else label
-
-
-def bits_columns(bits: BitWidth | None) -> dict[str, Any]:
-    """Return the column of the precision in the table of trials; none without bits."""
-    return {"bits": bits} if bits else {}

@@ -1,49 +1,54 @@
-"""Draft by prompt lookup alone (prompt lookup decoding, Saxena 2023)."""
+"""Drafts that copy alone: by prompt lookup, and by a suffix automaton. No model drafts."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, Literal
 
-from pydantic import model_validator
-
-from decoding.copying.contract import CopyIndex
-from decoding.copying.history import RequestHistory
-from decoding.copying.ngrams import NgramCopies
 from decoding.drafts.contract import DraftDocument
-from decoding.drafts.lookup import MaxNgram, MinNgram, check_ngrams, lookup_columns
+from decoding.drafts.lookup import NgramMatch, SuffixMatch, lookup_columns
 
 
-class PromptLookup(DraftDocument):
-    """Draft by prompt lookup alone: no model drafts, and the draft-length rule sets the number of copied tokens."""
+class PromptLookup(NgramMatch, DraftDocument):
+    """Prompt lookup decoding (Saxena 2023): the draft-length rule sets the number of copied tokens."""
 
     kind: Literal["prompt_lookup"] = "prompt_lookup"
-    max_ngram: MaxNgram = 3
-    min_ngram: MinNgram = 1
-
-    @model_validator(mode="after")
-    def _ngrams_are_ordered(self) -> PromptLookup:
-        check_ngrams(self.max_ngram, self.min_ngram)
-        return self
 
     @property
-    def label(self) -> str:
-        """Name of the kind in tables."""
+    def name(self) -> str:
+        """See `DraftDocument.name`."""
         return "lookup alone"
 
-    def describe(self) -> str:
-        """Return one short phrase for tables."""
-        return f"prompt lookup ({self.max_ngram}-{self.min_ngram})"
+    @property
+    def phrase(self) -> str:
+        """See `DraftDocument.phrase`."""
+        return f"prompt lookup ({self.match})"
 
     @property
-    def ngram_lengths(self) -> tuple[int, int] | None:
-        """Longest and shortest n-gram."""
-        return self.max_ngram, self.min_ngram
-
-    def columns(self) -> dict[str, Any]:
-        """Return the n-gram lengths."""
+    def own_columns(self) -> dict[str, Any]:
+        """The n-gram lengths."""
         return lookup_columns(self)
 
-    def new_index(self, token_ids: Sequence[int], history: RequestHistory | None = None) -> CopyIndex:
-        """Return an index of n-grams; it reads no earlier answers."""
-        return NgramCopies(token_ids, max_ngram=self.max_ngram, min_ngram=self.min_ngram)
+
+class SuffixDraft(SuffixMatch, DraftDocument):
+    """Copy the most frequent continuation of the longest suffix that occurs earlier.
+
+    A copy is as long as its match and its frequency allow, and the draft-length rule sets an upper limit. After SAM-Decoding
+    (arXiv 2411.10666) and SuffixDecoding (arXiv 2411.04975).
+    """
+
+    kind: Literal["suffix_automaton"] = "suffix_automaton"
+
+    @property
+    def name(self) -> str:
+        """See `DraftDocument.name`."""
+        return "suffix automaton alone"
+
+    @property
+    def phrase(self) -> str:
+        """See `DraftDocument.phrase`."""
+        return f"suffix automaton ({self.match})"
+
+    @property
+    def own_columns(self) -> dict[str, Any]:
+        """The settings of the match."""
+        return lookup_columns(self)

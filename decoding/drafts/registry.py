@@ -13,8 +13,7 @@ from decoding.drafts.feature_head import FeatureHeadDraft
 from decoding.drafts.kinds import KINDS, DraftKind
 from decoding.drafts.layer_skip import LayerSkip
 from decoding.drafts.plain import PlainDecoding
-from decoding.drafts.prompt_lookup import PromptLookup
-from decoding.drafts.suffix_draft import SuffixDraft
+from decoding.drafts.prompt_lookup import PromptLookup, SuffixDraft
 
 KINDS |= {
     "layer_skip": DraftKind(

@@ -10,7 +10,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Union
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Union
 
 from pydantic import Field
 
@@ -164,13 +164,3 @@ Tree = Annotated[
     ),
 ]
 """A document key that most drafts leave out: their rounds are chains."""
-
-
-def describe_with(tree: CandidateTree | None, draft: str) -> str:
-    """Return the phrase of a draft with its tree, if there is one."""
-    return f"{draft}, {tree.describe()}" if tree else draft
-
-
-def tree_columns(tree: CandidateTree | None) -> dict[str, Any]:
-    """Return the columns of a tree in the table of trials; none without a tree."""
-    return {f"tree.{key}": value for key, value in tree.model_dump().items()} if tree else {}

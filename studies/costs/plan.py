@@ -68,7 +68,7 @@ def _quantised(
     timed, checked = list[Pass](), list[Pass]()
     for bits in terms.bits:
         every, others = (
-            [skip.with_bits(bits) for skip in skips] for skips in (fitted, held_out[:NUM_HELD_OUT_QUANTISED])
+            [skip.having(bits=bits) for skip in skips] for skips in (fitted, held_out[:NUM_HELD_OUT_QUANTISED])
         )
         timed += _steps(every, terms.contexts[:1])
         narrow = _narrow(terms, FITTED_TOKENS)

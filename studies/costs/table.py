@@ -94,12 +94,13 @@ class CostTable(Document):
 
     def draft_seconds(self, draft: Draft, *, context: float) -> float:
         """Return the seconds of one draft step, with the choice of its token."""
+        head = draft.trained_head
         step = DraftStep(
             self._skipped(draft),
             context,
-            has_head=draft.has_head,
-            joins=draft.drafts_on,
-            num_tokens=draft.num_draft_tokens,
+            has_head=head is not None,
+            joins=head is not None and head.is_autoregressive,
+            num_tokens=None if head is None else head.num_tokens,
         )
         return self._predict(step)
 

@@ -50,7 +50,8 @@ class LockstepBatches:
     def of_draft(self, draft: Draft, decoding: Decoding) -> LockstepBatches:
         """Return the same batches with this draft, decoded as `decoding` says."""
         resumes = decoding.prefix_reuse and draft.num_shared_blocks > 0
-        has_head = draft.has_head and not draft.rereads_rounds
+        head = draft.trained_head
+        has_head = head is not None and not head.rereads
         return LockstepBatches(self.batches, resumes=resumes, has_head=has_head)
 
     def asked(self, rounds: Iterable[ReplayedRound], costs: RoundCosts, copied: RoundCosts | None) -> Iterator[Asked]:

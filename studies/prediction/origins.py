@@ -48,5 +48,5 @@ def origin_of(draft: Draft, proposed: str | None) -> str:
 
     A quantised draft is called so: `quantised growing`, `quantised exit`.
     """
-    known = label_quantised(draft.weight_bits, proposed) if proposed else draft.label
-    return f"lookup before {known}" if draft.lookup_first is not None else known
+    known = label_quantised(draft.parts.bits, proposed) if proposed else draft.label
+    return f"lookup before {known}" if draft.parts.lookup is not None else known

@@ -79,7 +79,10 @@ def lookups_before(predictor: Predictor, drafts: Sequence[Draft], count: int) ->
     ]
     tried += [SuffixLookup(**settings, max_tokens=copied) for settings in SUFFIXES for copied in COPIED]
     combined = [
-        draft.with_lookup(lookup) for draft in drafts[:NUM_WITH_LOOKUPS] if draft.takes_lookup for lookup in tried
+        draft.having(lookup=lookup)
+        for draft in drafts[:NUM_WITH_LOOKUPS]
+        if "lookup" in draft.takes
+        for lookup in tried
     ]
     return best_of(predictor.best_first(combined), count)
 
@@ -92,7 +95,7 @@ def useful_precisions(predictor: Predictor, precisions: Iterable[BitWidth]) -> l
 
 def quantised(drafts: Iterable[Draft], precisions: Sequence[BitWidth]) -> list[Draft]:
     """Return each of `drafts` in every precision, as far as its kind can be quantised."""
-    return [draft.with_bits(bits) for draft in drafts if draft.takes_bits for bits in precisions]
+    return [draft.having(bits=bits) for draft in drafts if "bits" in draft.takes for bits in precisions]
 
 
 def with_trees(predictor: Predictor, drafts: Iterable[Draft]) -> list[Draft]:
@@ -103,7 +106,7 @@ def with_trees(predictor: Predictor, drafts: Iterable[Draft]) -> list[Draft]:
     if not predictor.takes_trees:
         return []
     chosen = list[Draft]()
-    for draft in (each for each in drafts if each.takes_tree):
+    for draft in (each for each in drafts if "tree" in each.takes):
         best = best_with_tree(predictor, draft)
         if best.speedup >= predictor.best(draft).speedup * (1 + LEAST_TREE_GAIN):
             chosen.append(best.draft)
@@ -115,7 +118,7 @@ def best_with_tree(predictor: Predictor, draft: Draft) -> Prediction:
     least = max(_price_of_position(predictor) * predictor.best(draft).speedup, LEAST_LEAF_GAIN)
     trees: list[CandidateTree] = [FixedLeaves(leaves=leaves) for leaves in LEAVES]
     trees += [SizedLeaves(least_gain=round(min(factor * least, 1.0), 4)) for factor in GAINS]
-    return predictor.best_first(draft.with_tree(tree) for tree in trees)[0]
+    return predictor.best_first(draft.having(tree=tree) for tree in trees)[0]
 
 
 def _price_of_position(predictor: Predictor) -> float:
@@ -131,7 +134,7 @@ def is_same(one: Draft, other: Draft, num_layers: int) -> bool:
 
 def _distance(one: Draft, other: Draft, num_layers: int) -> float:
     """Return the number of sublayers in which two skip sets differ; infinity for other kinds, or in different precisions."""
-    if one.weight_bits != other.weight_bits:
+    if one.parts.bits != other.parts.bits:
         return float("inf")
     skips = [_skipped(draft, num_layers) for draft in (one, other)]
     if skips[0] is None or skips[1] is None:
@@ -141,7 +144,12 @@ def _distance(one: Draft, other: Draft, num_layers: int) -> float:
 
 def _skipped(draft: Draft, num_layers: int) -> set[tuple[str, int]] | None:
     """Return the sublayers skipped by a draft without head, lookup and tree; None for any other draft."""
-    if not draft.runs_model or draft.has_head or draft.lookup_first is not None or draft.candidate_tree is not None:
+    if (
+        not draft.runs_model
+        or draft.trained_head is not None
+        or draft.parts.lookup is not None
+        or draft.parts.tree is not None
+    ):
         return None
     skip = draft.skipped(num_layers)
     return {("attention", index) for index in skip.skip_attention} | {("mlp", index) for index in skip.skip_mlp}

@@ -97,7 +97,7 @@ class Predictor:
 
         Raises ValueError for a draft that runs no part of the target.
         """
-        draft = draft.without_lookup().with_tree(None)
+        draft = draft.having(lookup=None, tree=None)
         if draft not in self._costs:
             self._costs[draft] = self._table.round_costs(
                 draft,
@@ -119,7 +119,7 @@ class Predictor:
 
     def record(self, drafts: Iterable[Draft]) -> None:
         """Record the drafts that are predicted from recordings; in one call, exits share a pass."""
-        self.survey.record_all(draft.without_lookup() for draft in drafts if predictor_of(draft).is_recorded)
+        self.survey.record_all(draft.having(lookup=None) for draft in drafts if predictor_of(draft).is_recorded)
 
     def predict(self, draft: Draft, rule: DraftLengthRule) -> Prediction:
         """Return the prediction of one draft with one rule, by the registered predictor of its kind."""
@@ -132,10 +132,10 @@ class Predictor:
 
         In lockstep a draft with a tree is predicted as the chain that it is there.
         """
-        tree = None if self._lockstep else draft.candidate_tree
-        recordings = self.survey.record(draft.without_lookup().with_tree(tree))
+        tree = None if self._lockstep else draft.parts.tree
+        recordings = self.survey.record(draft.having(lookup=None, tree=tree))
         lookup = None
-        if (first := draft.lookup_first) is not None:
+        if (first := draft.parts.lookup) is not None:
             copies = self._copies_of(first, partial(look_up, source=first), first.max_tokens)
             lookup = LookupReplay(copies, first.max_tokens, self.whole)
         lockstep = self._lockstep.of_draft(draft, self._decoding) if self._lockstep else None

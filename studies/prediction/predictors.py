@@ -45,7 +45,7 @@ class ExitPredictor(RecordedPredictor[EarlyExit]):
 
     def reads_prompt(self, draft: EarlyExit) -> bool:
         """Return True with a head: it attends to the prompt."""
-        return draft.has_head
+        return draft.trained_head is not None
 
     def logits(self, draft: EarlyExit, survey: Survey) -> Iterable[Tensor]:
         """Continue from the target's hidden states at the exit: up to there, draft and target are the same.
@@ -59,7 +59,7 @@ class ExitPredictor(RecordedPredictor[EarlyExit]):
 
 def _is_quantised_skip(draft: EarlyExit) -> bool:
     """Return True for a quantised exit without a head: it runs as the skip of the blocks after it."""
-    return draft.weight_bits is not None and not draft.has_head
+    return draft.parts.bits is not None and draft.trained_head is None
 
 
 class FeatureHeadPredictor(RecordedPredictor[FeatureHeadDraft]):

@@ -104,7 +104,7 @@ class Proposals:
         """Return an estimate of each rated set in another precision, best first: no pass is run with quantised weights."""
         estimated = (
             self._predictor.best_borrowing(
-                prediction.draft.with_bits(bits), self._exit_of.get(chosen) or prediction.draft
+                prediction.draft.having(bits=bits), self._exit_of.get(chosen) or prediction.draft
             )
             for chosen, prediction in self._rated.items()
             if chosen

@@ -132,7 +132,7 @@ class Survey:
 
         Drafts that differ in their trees share one recording, with the candidates of the largest tree.
         """
-        drafts = [draft if draft.candidate_tree is None else draft.with_tree(LARGEST) for draft in drafts]
+        drafts = [draft if draft.parts.tree is None else draft.having(tree=LARGEST) for draft in drafts]
         missing = [draft for draft in dict.fromkeys(drafts) if draft not in self._recordings]
         for group in self._groups(missing):
             self._keep_states(exits_of(group))
@@ -144,7 +144,7 @@ class Survey:
                         drafted,
                         self._decoding,
                         seed=self._seed + index,
-                        with_candidates=draft.candidate_tree is not None,
+                        with_candidates=draft.parts.tree is not None,
                     )
                     for index, (text, drafted) in enumerate(zip(self._texts, steps, strict=True))
                 ]

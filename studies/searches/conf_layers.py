@@ -201,7 +201,7 @@ class ConfLayers(Study):
 
 def skipping(skipped: Sequence[int], tree: bool) -> LayerSkip:
     """Return the draft without these blocks, with the published tree or as a chain."""
-    return LayerSkip.blocks(tuple(skipped)).with_tree(PublishedLeaves() if tree else None)
+    return LayerSkip.blocks(tuple(skipped)).having(tree=PublishedLeaves() if tree else None)
 
 
 def name_of_shape(tree: bool) -> str:

@@ -120,4 +120,4 @@ class Rating:
 
     def _best_of(self, pool: Sequence[Draft]) -> float:
         """Return the best predicted speed-up of the chains in the pool, on the sequences that skip sets are rated on."""
-        return max((self._predictor.best(draft.with_tree(None)).speedup for draft in pool), default=0.0)
+        return max((self._predictor.best(draft.having(tree=None)).speedup for draft in pool), default=0.0)

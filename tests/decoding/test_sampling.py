@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 
 from decoding.acceptance import Acceptance, Sampling, accept_certain, accept_sampled
-from decoding.copying.history import RequestHistory
 from decoding.decode import autoregressive, speculative
 from decoding.draft_length import AdaEdl, BetaThompson, CalibratedThompson, DraftLengthRule, Fixed, RoundCosts
 from decoding.drafters.build import build_drafter
 from decoding.drafters.layer_skip import LayerSkipDrafter
 from decoding.drafts import Draft, EarlyExit, LayerSkip, Lookup, PromptLookup, SuffixDraft, SuffixLookup
+from decoding.drafts.history import RequestHistory
 from decoding.rounds import Prefill, Round
 from tests.support.chi_square import ALPHA, Outcome, p_value
 from tests.support.sampled import (

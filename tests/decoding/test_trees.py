@@ -89,9 +89,9 @@ def test_greedy_text_with_leaves_is_the_plain_text(family: str) -> None:
         tree = TREES[(number + index // len(DRAFTS)) % len(TREES)]
         if family == "bloom":
             with pytest.raises(UnsupportedModelError, match="takes no candidate tree"):
-                check_draft(target, draft.with_tree(tree))
+                check_draft(target, draft.having(tree=tree))
             continue
-        generation = Decoder(target, draft.with_tree(tree), rule).generate(request)
+        generation = Decoder(target, draft.having(tree=tree), rule).generate(request)
         assert generation.tokens == plain, f"{draft.describe()}, {tree.describe()}"
         assert any(each.num_leaves for each in generation.rounds)
 
@@ -106,7 +106,7 @@ def test_static_passes_verify_trees_too(family: str, records: bool, number: int)
     target = Target(build(family), partial(StaticRunner, compiled=False, **settings))
     request = Request(PROMPTS["several tokens"], Ending(NUM_NEW_TOKENS))
     draft, rule = DRAFTS[number]
-    decoder = Decoder(target, draft.with_tree(TREES[number]), rule)
+    decoder = Decoder(target, draft.having(tree=TREES[number]), rule)
     decoder.prepare(len(request.prompt), len(request.prompt) + NUM_NEW_TOKENS)
     num_recorded = recorder.num_recorded
     assert decoder.generate(request).tokens == write_plainly(target_of(family), request).tokens
@@ -122,7 +122,7 @@ def test_head_reads_the_states_of_an_accepted_leaf(prefix_reuse: bool, tmp_path:
     request = Request(PROMPTS["several tokens"], Ending(60))
     caches, num_rounds = list[KVCache](), list[int]()
     for tree in (None, FixedLeaves(leaves=3)):
-        decoder = Decoder(target, head.with_tree(tree), Fixed(max_tokens=3), decoding, heads=heads)
+        decoder = Decoder(target, head.having(tree=tree), Fixed(max_tokens=3), decoding, heads=heads)
         caches.append(target.new_cache(100))
         steps = list(speculative(target, given(decoder.drafter), Controller(3), request, lambda _: caches[-1]))
         num_rounds.append(len(steps))
@@ -138,7 +138,7 @@ def test_head_reads_the_states_of_an_accepted_leaf(prefix_reuse: bool, tmp_path:
 def test_a_leaf_takes_its_slot_with_it() -> None:
     """Planted: without the move of keys and values the text goes wrong."""
     target, request = target_of("llama"), Request(PROMPTS["several tokens"], Ending(60))
-    decoder = Decoder(target, LayerSkip.blocks((2, 3)).with_tree(PublishedLeaves()), Fixed(max_tokens=3))
+    decoder = Decoder(target, LayerSkip.blocks((2, 3)).having(tree=PublishedLeaves()), Fixed(max_tokens=3))
     plain = write_plainly(target, request).tokens
     assert decoder.generate(request).tokens == plain
     with pytest.MonkeyPatch.context() as patched:
@@ -153,7 +153,7 @@ def test_logits_processors_see_the_path_to_each_leaf() -> None:
     request = Request(PROMPTS["several tokens"], Ending(2 * NUM_NEW_TOKENS), shaping=shaping)
     draft = LayerSkip.blocks((2, 3))
     chain, tree = (
-        Decoder(target, draft.with_tree(tree), Fixed(max_tokens=3)).generate(request)
+        Decoder(target, draft.having(tree=tree), Fixed(max_tokens=3)).generate(request)
         for tree in (None, PublishedLeaves())
     )
     assert tree.tokens == chain.tokens == write_plainly(target, request).tokens
@@ -252,12 +252,12 @@ def test_copies_have_no_leaves_and_a_lookup_alone_takes_none() -> None:
     assert any(each.looked_up for each in rounds)
     assert all(not each.num_leaves for each in rounds if each.looked_up)
     with pytest.raises(ValueError, match="no distributions"):
-        PromptLookup().with_tree(FixedLeaves())
+        PromptLookup().having(tree=FixedLeaves())
 
 
 def test_batches_decode_chains() -> None:
     target = target_of("llama")
-    decoder = Decoder(target, LayerSkip.blocks((2, 3)).with_tree(FixedLeaves()), Fixed(max_tokens=3))
+    decoder = Decoder(target, LayerSkip.blocks((2, 3)).having(tree=FixedLeaves()), Fixed(max_tokens=3))
     requests = [Request(some_tokens(5, seed), Ending(NUM_NEW_TOKENS)) for seed in range(2)]
     batch = decoder.generate_batch(requests).generations
     assert not any(each.num_leaves for generation in batch for each in generation.rounds)

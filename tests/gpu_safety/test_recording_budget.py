@@ -97,8 +97,8 @@ class Workplace:
     def candidate(self, draft: str, rule: str) -> Candidate:
         """Return a candidate of `DRAFTS` and `RULES`, with the head if it has one."""
         document = DRAFTS[draft]
-        if document.has_head:
-            document = self._head.model_copy(update={"lookup": document.lookup_first})
+        if document.trained_head is not None:
+            document = self._head.model_copy(update={"lookup": document.parts.lookup})
         return Candidate(draft=document, draft_length=RULES[rule])
 
 

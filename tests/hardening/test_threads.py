@@ -32,7 +32,7 @@ DRAFTS: dict[str, Draft] = {
     "blocks": LayerSkip.blocks((3, 4)),
     "attention": LayerSkip(skip_attention=(2, 3, 4)),
     "lookup, then blocks": LayerSkip(skip_attention=(3,), skip_mlp=(3,), lookup=Lookup(max_tokens=3)),
-    "leaves": LayerSkip.blocks((3, 4)).with_tree(FixedLeaves(leaves=2)),
+    "leaves": LayerSkip.blocks((3, 4)).having(tree=FixedLeaves(leaves=2)),
 }
 RUNNERS = ("eager", "static")
 

@@ -56,7 +56,7 @@ MODELS: list[Draft] = [
     LayerSkip(skip_mlp=(1, 2, 3)),
     LayerSkip.blocks((1, 3, 4)),
     *(EarlyExit(exit_layer=layer) for layer in range(1, 6)),
-    *(draft.with_bits(bits) for draft in HEADS.values() for bits in (None, 8)),
+    *(draft.having(bits=bits) for draft in HEADS.values() for bits in (None, 8)),
     FEATURE,
 ]
 FIRST = [
@@ -68,9 +68,9 @@ DRAFTS = [
     PlainDecoding(),
     *COPIES,
     *MODELS,
-    *(draft.with_lookup(lookup) for draft in (MODELS[1], MODELS[-2]) for lookup in FIRST),
-    *(draft.with_tree(tree) for draft in MODELS for tree in LEAVES),
-    FEATURE.with_lookup(Lookup()).with_tree(LEAVES[2]),
+    *(draft.having(lookup=lookup) for draft in (MODELS[1], MODELS[-2]) for lookup in FIRST),
+    *(draft.having(tree=tree) for draft in MODELS for tree in LEAVES),
+    FEATURE.having(lookup=Lookup()).having(tree=LEAVES[2]),
 ]
 
 
@@ -95,10 +95,10 @@ def test_whatever_is_suggested_comes_back_from_the_storage_of_any_trial(space: S
     found = [space.suggest(trial) for trial in asked(optuna.samplers.RandomSampler(seed=0), 200)]
     drafts = [each.draft for each in found]
     assert {draft.kind for draft in drafts} == set(space.kinds)
-    assert {draft.weight_bits for draft in drafts} == {None, 8, 4}
-    assert {draft.has_head for draft in drafts if draft.kind == "early_exit"} == {True, False}
-    assert {type(draft.candidate_tree) for draft in drafts} == {type(None), FixedLeaves, PublishedLeaves, SizedLeaves}
-    assert {type(draft.lookup_first) for draft in drafts} == {type(None), Lookup, SuffixLookup}
+    assert {draft.parts.bits for draft in drafts} == {None, 8, 4}
+    assert {draft.trained_head is not None for draft in drafts if draft.kind == "early_exit"} == {True, False}
+    assert {type(draft.parts.tree) for draft in drafts} == {type(None), FixedLeaves, PublishedLeaves, SizedLeaves}
+    assert {type(draft.parts.lookup) for draft in drafts} == {type(None), Lookup, SuffixLookup}
     assert {each.draft_length.rule for each in found} == set(RULES)
     stored = optuna.create_study(storage="sqlite://", sampler=optuna.samplers.RandomSampler(seed=1))
     for each in found[:6]:
@@ -143,8 +143,8 @@ def test_whole_blocks_have_one_switch_each(problem: Problem) -> None:
         HEADS[2].model_copy(update={"head_sha256": "c" * 64}),
         EarlyExit(exit_layer=9),
         PromptLookup(),
-        HEADS[2].with_lookup(Lookup()),
-        HEADS[2].with_tree(FixedLeaves()),
+        HEADS[2].having(lookup=Lookup()),
+        HEADS[2].having(tree=FixedLeaves()),
     ],
     ids=lambda draft: draft.describe(),
 )
@@ -164,7 +164,7 @@ def test_a_rule_that_is_not_searched_is_refused(problem: Problem) -> None:
 
 def test_drafts_that_are_not_accepted_are_not_offered(problem: Problem) -> None:
     def accepts(draft: Draft) -> bool:
-        return draft.kind != "early_exit" and draft.lookup_first is None
+        return draft.kind != "early_exit" and draft.parts.lookup is None
 
     space = SpaceSettings().space(replace(problem, accepts=accepts))
     assert space.kinds == ("none", "layer_skip", "feature_head", "prompt_lookup", "suffix_automaton")

@@ -87,7 +87,7 @@ def decoder_of(
     if draft not in (HEAD, QUANTISED_HEAD):
         return Decoder(target, DRAFTS[draft], rule, decoding)
     document, heads = heads_of(target, folder)
-    bits = DRAFTS[draft].weight_bits
+    bits = DRAFTS[draft].parts.bits
     return Decoder(target, document.model_copy(update={"bits": bits}), rule, decoding, heads=heads)
 
 

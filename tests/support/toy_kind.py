@@ -30,13 +30,15 @@ class Cycle(DraftDocument):
     period: int = Field(1, ge=1, le=64, description="number of tokens to repeat")
 
     @property
-    def label(self) -> str:
+    def name(self) -> str:
         return "cycle"
 
-    def describe(self) -> str:
+    @property
+    def phrase(self) -> str:
         return f"cycle of {self.period}"
 
-    def columns(self) -> dict[str, Any]:
+    @property
+    def own_columns(self) -> dict[str, Any]:
         return {"period": self.period}
 
 

@@ -87,7 +87,7 @@ class CandidateExports:
     def write(self, candidate: Candidate) -> CandidateExport:
         """Write what is missing of the candidate's export; raise `ExportError` or `EngineError` if it cannot be."""
         draft = candidate.draft
-        key = draft.without_lookup() if draft.runs_model else None
+        key = draft.having(lookup=None) if draft.runs_model else None
         known = self._folders.get(key)
         folder = known or self._out / f"draft-{len(self._folders)}"
         plan = self.rules.plan(candidate, folder)

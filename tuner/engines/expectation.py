@@ -33,12 +33,12 @@ def engine_candidate(plan: Plan) -> Candidate:
         assert lookup is not None, "a draft without a model is a lookup"
         copies = PromptLookup(max_ngram=lookup.longest, min_ngram=lookup.shortest)
         return Candidate(draft=copies, draft_length=Fixed(max_tokens=lookup.max_tokens))
-    alone = draft.without_lookup().with_tree(None)
-    if plan.bits is None and alone.weight_bits is not None:
-        alone = alone.with_bits(None)
+    alone = draft.having(lookup=None, tree=None)
+    if plan.bits is None and alone.parts.bits is not None:
+        alone = alone.having(bits=None)
     if lookup is not None:
         first = Lookup(max_ngram=lookup.longest, min_ngram=lookup.shortest, max_tokens=lookup.max_tokens)
-        alone = alone.with_lookup(first)
+        alone = alone.having(lookup=first)
     most = plan.length.num_tokens
     own: DraftLengthRule = (
         Fixed(max_tokens=most) if plan.threshold is None else TopProbability(max_tokens=most, threshold=plan.threshold)

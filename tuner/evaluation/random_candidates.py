@@ -68,13 +68,13 @@ def kind_of(draft: Draft) -> str:
     """Return the group of a draft, a key of `SHARES` for the kinds drawn here. Raises ValueError for plain decoding."""
     if not draft.drafts:
         raise ValueError("plain decoding is not a draft")
-    if draft.candidate_tree is not None:
+    if draft.parts.tree is not None:
         return LEAVES
-    if draft.weight_bits:
+    if draft.parts.bits:
         return QUANTISED
     if not draft.runs_model:
         return LOOKUP_ALONE
-    return LOOKUP_FIRST if draft.lookup_first and not draft.drafts_on else draft.label
+    return LOOKUP_FIRST if draft.parts.lookup and draft.kind != "feature_head" else draft.label
 
 
 @dataclass(frozen=True)
@@ -174,7 +174,7 @@ class RandomCandidates:
     def feature_head(self, stream: np.random.Generator) -> FeatureHeadDraft:
         """Return the only feature head, after a lookup half of the time."""
         assert self.feature is not None, "not drawn without"
-        return self.feature.with_lookup(_lookup(stream)) if stream.random() < 0.5 else self.feature
+        return self.feature.having(lookup=_lookup(stream)) if stream.random() < 0.5 else self.feature
 
     def leaves(self, stream: np.random.Generator) -> Draft:
         """Draw a tree beside a draft of another kind: fixed leaves or a tree sized by its gain, each half of the time."""
@@ -184,16 +184,16 @@ class RandomCandidates:
         others += [self.quantised] if self.bits else []
         draft = others[int(stream.integers(len(others)))](stream)
         if stream.random() < 0.5:
-            return draft.with_tree(FixedLeaves(leaves=int(stream.integers(1, MOST_LEAVES + 1))))
+            return draft.having(tree=FixedLeaves(leaves=int(stream.integers(1, MOST_LEAVES + 1))))
         gain = round(float(np.exp(stream.uniform(*np.log(GAINS)))), 4)
-        return draft.with_tree(SizedLeaves(least_gain=gain, max_leaves=int(stream.integers(2, 2 * MOST_LEAVES + 1))))
+        return draft.having(tree=SizedLeaves(least_gain=gain, max_leaves=int(stream.integers(2, 2 * MOST_LEAVES + 1))))
 
     def lookup_first(self, stream: np.random.Generator) -> Draft:
         """Draw a lookup before a draft of another kind."""
         others: list[Callable[[np.random.Generator], LayerSkip | EarlyExit]] = [self.skip_set, self.exit]
         others += [self.exit_with_head] if self.head_drafts else []
         draft = others[int(stream.integers(len(others)))](stream)
-        return draft.with_lookup(_lookup(stream))
+        return draft.having(lookup=_lookup(stream))
 
     def quantised(self, stream: np.random.Generator) -> Draft:
         """Draw the model or an exit with quantised weights, the model with up to a fifth of its sublayers left out.
@@ -207,8 +207,8 @@ class RandomCandidates:
         else:
             size = round(stream.uniform(0, MOST_SHARE_QUANTISED) * len(self.space.items))
             draft = self.space.draft(stream.choice(len(self.space.items), size, replace=False).tolist())
-        draft = draft.with_bits(bits)
-        return draft.with_lookup(_lookup(stream)) if stream.random() < 0.5 else draft
+        draft = draft.having(bits=bits)
+        return draft.having(lookup=_lookup(stream)) if stream.random() < 0.5 else draft
 
 
 def _lookup(stream: np.random.Generator) -> FirstLookup:

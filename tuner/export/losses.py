@@ -67,7 +67,7 @@ def losses_text(plan: Plan, engine: Engine, cost: DraftCost | None, dropped: Col
 
 def _fates(plan: Plan, engine: Engine, dropped: Collection[str]) -> Iterator[Fate]:
     profile, draft = plan.profile, plan.profile.draft
-    own = draft.without_lookup().with_tree(None).describe()
+    own = draft.having(lookup=None, tree=None).describe()
     if plan.shape is not None:
         changed = bool(dropped) or plan.bits is not None
         yield Fate("draft", own, "changed" if changed else "kept", plan.shape.describe())
@@ -77,12 +77,12 @@ def _fates(plan: Plan, engine: Engine, dropped: Collection[str]) -> Iterator[Fat
     yield from _dropped_fates(profile, dropped)
     if plan.bits is not None:
         yield Fate("draft's weights", f"int{plan.bits}", "changed", "quantised by the engine, rounded otherwise")
-    first = draft.lookup_first
+    first = draft.parts.lookup
     if first is not None:
         kept = plan.lookup is not None
         copied = f"first, n-grams of {_lengths(plan)}, {first.max_tokens} tokens" if kept else "not tried"
         yield Fate("lookup before the draft", first.describe(), "changed" if kept else "lost", copied)
-    if draft.candidate_tree is not None:
+    if draft.parts.tree is not None:
         yield Fate("side leaves", "verified beside the chain", "lost", "chains only")
     if profile.decoding.prefix_reuse and draft.num_shared_blocks:
         blocks = f"resumes after {draft.num_shared_blocks} blocks"
@@ -116,10 +116,10 @@ def _rule_fate(plan: Plan) -> Fate:
 
 def _dropped_fates(profile: DraftProfile, dropped: Collection[str]) -> Iterator[Fate]:
     draft = profile.draft
-    if draft.weight_bits is not None and "bits" in dropped:
-        yield Fate("draft's weights", f"int{draft.weight_bits}", "lost", "as in the model, as asked (--drop bits)")
-    if draft.num_draft_tokens is not None:
-        tokens = f"{draft.num_draft_tokens:,} tokens"
+    if draft.parts.bits is not None and "bits" in dropped:
+        yield Fate("draft's weights", f"int{draft.parts.bits}", "lost", "as in the model, as asked (--drop bits)")
+    if (head := draft.trained_head) is not None and head.num_tokens is not None:
+        tokens = f"{head.num_tokens:,} tokens"
         yield Fate("draft vocabulary", tokens, "lost", "all tokens, as asked (--drop draft-vocabulary)")
 
 

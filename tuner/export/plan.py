@@ -103,7 +103,7 @@ def fixed_length(profile: DraftProfile, asked: int | None, *, has_threshold: boo
         return FixedLength(rule.max_tokens, "the rule's max_tokens, as the profile has no measured draft length")
     mean = (measured.tokens_per_round - 1) / measured.draft_acceptance_rate
     num_tokens = min(max(round(mean), 1), rule.max_tokens)
-    copies = ", copies included" if profile.draft.lookup_first is not None else ""
+    copies = ", copies included" if profile.draft.parts.lookup is not None else ""
     return FixedLength(num_tokens, f"the profile's rounds drafted {mean:.2f} tokens on average{copies}")
 
 
@@ -113,18 +113,19 @@ def lookup_of(profile: DraftProfile, engine: Engine, length: FixedLength) -> Ngr
     Raises `ExportError` for a draft that copies only and that the engine cannot express.
     """
     draft = profile.draft
-    first = draft.lookup_first
+    first = draft.parts.lookup
     if draft.runs_model:
         lengths = first.ngram_lengths if first is not None and engine.looks_up_first else None
         return None if lengths is None or first is None else _ngrams(lengths, engine, first.max_tokens)
-    if draft.ngram_lengths is None:
+    copying = draft.copying
+    if copying is None or copying.ngram_lengths is None:
         raise ExportError(
             f"{draft.describe()} has no counterpart in {engine.title}: --to folder keeps it, and a search with prompt lookup "
             "alone finds what can be exported"
         )
     if not engine.looks_up_alone:
         raise ExportError(f"{engine.title} has no prompt lookup: --to hf, vllm and llama.cpp have one")
-    return _ngrams(draft.ngram_lengths, engine, length.num_tokens)
+    return _ngrams(copying.ngram_lengths, engine, length.num_tokens)
 
 
 def _ngrams(lengths: tuple[int, int], engine: Engine, max_tokens: int) -> NgramSettings:

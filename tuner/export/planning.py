@@ -48,7 +48,7 @@ def plan_for(
         length=length,
         threshold=threshold,
         lookup=lookup_of(profile, engine, length),
-        bits=draft.weight_bits,
+        bits=draft.parts.bits,
     )
     moved = (
         moved_settings(config.get_text_config(), shape) if shape is not None and not engine.reads_layer_lists else ()

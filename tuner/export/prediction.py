@@ -34,7 +34,7 @@ def predict(plan: Plan, profile: DraftProfile) -> PredictedSpeedup:
         return PredictedSpeedup(None, "the profile has no measured figures")
     if costs is None:
         return PredictedSpeedup(None, "the profile carries no costs of draft steps and verifications")
-    if profile.draft.lookup_first is not None:
+    if profile.draft.parts.lookup is not None:
         return PredictedSpeedup(None, "the profile's acceptance mixes copies and the draft's own tokens")
     num_tokens = plan.length.num_tokens
     shared = profile.draft.num_shared_blocks if profile.decoding.prefix_reuse else 0

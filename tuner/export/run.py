@@ -166,7 +166,7 @@ def write_draft(
     """Write the draft folder and compare it with the draft; raise `ExportError` if they differ."""
     assert plan.shape is not None, "there is a draft to write"
     target = Target(source.loaded.model)
-    head = _exit_head(target, source.folder, draft) if draft.has_head else None
+    head = _exit_head(target, source.folder, draft) if draft.trained_head is not None else None
     progress.stage("writing the draft")
     folder = building / DRAFT_FOLDER
     num_bytes = write_checkpoint(target, plan.shape, head, folder)
@@ -219,5 +219,6 @@ def _write_prompts(prompts: BenchPrompts | None, tokenizer: Any, building: Path,
 def _dropped(settings: ExportSettings, profile: DraftProfile) -> tuple[str, ...]:
     """Return what `--drop` has changed in this draft."""
     draft = profile.draft
-    has = {"bits": draft.weight_bits is not None, "draft-vocabulary": draft.num_draft_tokens is not None}
+    head = draft.trained_head
+    has = {"bits": draft.parts.bits is not None, "draft-vocabulary": head is not None and head.num_tokens is not None}
     return tuple(name for name in settings.drop if has[name])

@@ -55,19 +55,20 @@ def reduced(draft: DraftDocument, drops: Collection[str], *, keeps_bits: bool) -
     `keeps_bits` tells that the engine can quantise drafts itself. Raises `ExportError` for what the engine cannot express and is
     not among `drops`, with the flag that drops it.
     """
-    if draft.num_draft_tokens is not None and Droppable.DRAFT_VOCABULARY not in drops:
+    head = draft.trained_head
+    if head is not None and head.num_tokens is not None and Droppable.DRAFT_VOCABULARY not in drops:
         raise ExportError(
-            f"the head drafts from {draft.num_draft_tokens:,} tokens only, and engines want all of the model's: "
+            f"the head drafts from {head.num_tokens:,} tokens only, and engines want all of the model's: "
             "--drop draft-vocabulary exports the head for all tokens, a slower draft"
         )
-    if draft.weight_bits is None or (keeps_bits and Droppable.BITS not in drops):
+    if draft.parts.bits is None or (keeps_bits and Droppable.BITS not in drops):
         return draft
     if Droppable.BITS not in drops:
         raise ExportError(
-            f"the draft has int{draft.weight_bits} weights, which this engine does not make: --drop bits exports it without "
+            f"the draft has int{draft.parts.bits} weights, which this engine does not make: --drop bits exports it without "
             "them, --to llama.cpp quantises it there, and --to folder keeps everything"
         )
-    return draft.with_bits(None)
+    return draft.having(bits=None)
 
 
 def shape_of(draft: DraftDocument, num_layers: int) -> DraftShape:
@@ -75,7 +76,8 @@ def shape_of(draft: DraftDocument, num_layers: int) -> DraftShape:
 
     Raises `ExportError` for a draft that no list of blocks can express, with the nearest one that can.
     """
-    if draft.drafts_on:
+    head = draft.trained_head
+    if head is not None and head.is_autoregressive:
         raise ExportError(
             "a feature head reads the target's hidden states, which no engine gives a draft model: search again with exits "
             "(--study exit_layer), or keep everything with --to folder"
@@ -89,8 +91,8 @@ def shape_of(draft: DraftDocument, num_layers: int) -> DraftShape:
     kept = tuple(index for index in range(num_layers) if index not in set(skip.skip_attention))
     if not kept:
         raise ExportError("the draft runs none of the model's blocks: only --to folder can hold it")
-    shape = DraftShape(kept, draft.has_head, num_layers)
-    if shape.is_whole and draft.weight_bits is None:
+    shape = DraftShape(kept, head is not None, num_layers)
+    if shape.is_whole and draft.parts.bits is None:
         raise ExportError(
             "without its quantised weights the draft is the whole model, which cannot make it faster: --to llama.cpp can "
             "quantise it, and --to folder keeps everything"

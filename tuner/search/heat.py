@@ -183,10 +183,10 @@ class Heat:
 
 def _length_of_ngrams(candidate: Candidate) -> int | None:
     """Return the length of the n-grams of a lookup alone; None for other drafts, and for lookups of several lengths."""
-    draft = candidate.draft
-    if draft.runs_model or draft.ngram_lengths is None or len(set(draft.ngram_lengths)) > 1:
+    copying = candidate.draft.copying
+    if copying is None or copying.ngram_lengths is None or len(set(copying.ngram_lengths)) > 1:
         return None
-    return draft.ngram_lengths[0]
+    return copying.ngram_lengths[0]
 
 
 def _is_hopeless(record: TrialRecord, measurement: Measurement) -> bool:
@@ -199,7 +199,7 @@ def _best_of_each(ranked: Sequence[TrialRecord], count: int) -> list[TrialRecord
     first: dict[object, TrialRecord] = {}
     for record in ranked:
         draft = record.candidate.draft
-        first.setdefault(draft.without_lookup() if draft.runs_model else None, record)
+        first.setdefault(draft.having(lookup=None) if draft.runs_model else None, record)
     lookup = first.get(None)
     chosen = list(first.values())[:count]
     if lookup is not None and lookup not in chosen:

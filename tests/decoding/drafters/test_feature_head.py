@@ -20,7 +20,7 @@ from decoding.drafters.build import build_drafter
 from decoding.drafters.contract import Drafter, Proposal, max_leaves_of
 from decoding.drafters.feature_head import FeatureHeadDrafter
 from decoding.drafters.lookup_first import LookupFirst
-from decoding.drafts import FeatureHeadDraft, FixedLeaves, Lookup
+from decoding.drafts import FeatureHeadDraft, FixedLeaves, Lookup, TrainedHead
 from decoding.errors import ExitHeadError
 from decoding.head_folder import HeadFolder
 from decoding.lockstep import decode_in_lockstep
@@ -198,7 +198,7 @@ def test_draft_document_builds_its_drafter_from_the_folder(tmp_path: Path) -> No
     heads = HeadFolder(target, tmp_path)
     assert heads.feature_draft() == draft
     request = Request(some_tokens(5), Ending(12))
-    decoder = Decoder(target, draft.with_lookup(Lookup(max_tokens=2)), Fixed(max_tokens=3), heads=heads)
+    decoder = Decoder(target, draft.having(lookup=Lookup(max_tokens=2)), Fixed(max_tokens=3), heads=heads)
     assert decoder.generate(request).tokens == write_plainly(target, request).tokens
     with pytest.raises(ExitHeadError, match="needs the feature head"):
         build_drafter(target, draft)
@@ -212,10 +212,8 @@ def test_document_tells_what_the_draft_needs() -> None:
     draft = FeatureHeadDraft(head="h.safetensors", head_sha256="a" * 64, draft_vocabulary=64)
     assert (draft.describe(), draft.label) == ("feature head for 64 tokens", "feature head")
     assert draft.runs_model
-    assert draft.has_head
-    assert draft.rereads_rounds
+    assert draft.trained_head == TrainedHead("h.safetensors", "a" * 64, 64, is_autoregressive=True, rereads=True)
     assert draft.files == {"h.safetensors": "a" * 64}
-    assert draft.with_file_names({"h.safetensors": "other"}).head == "other"
     assert draft.skipped(3).skip_mlp == (0, 1, 2)
     with pytest.raises(ValueError, match="without folders"):
         FeatureHeadDraft(head="folder/h.safetensors", head_sha256="a" * 64)

@@ -15,7 +15,6 @@ import pytest
 import torch
 
 from decoding.acceptance import Greedy, Sampling
-from decoding.copying.ngrams import NgramCopies, copied
 from decoding.decode import Request, speculative
 from decoding.decoder import Decoder
 from decoding.draft_length import Controller, Decision, DraftDistribution, DraftLengthRule, Fixed
@@ -26,6 +25,7 @@ from decoding.drafters.layer_skip import LayerSkipDrafter
 from decoding.drafters.lookup_first import LookupFirst, steered_part
 from decoding.drafters.prompt_lookup import CopyDrafter
 from decoding.drafts import Draft, EarlyExit, LayerSkip, Lookup, PromptLookup, SuffixDraft, SuffixLookup
+from decoding.drafts.ngrams import NgramCopies, copied
 from decoding.head_folder import HeadFolder
 from decoding.profile import Decoding
 from decoding.rounds import Generation, Round

@@ -20,15 +20,15 @@ DRAFTS: list[tuple[Draft, str, str]] = [
 
 @pytest.mark.parametrize(("draft", "phrase", "label"), DRAFTS, ids=[phrase for _, phrase, _ in DRAFTS])
 def test_precision_is_in_phrase_label_and_columns(draft: Draft, phrase: str, label: str) -> None:
-    assert (draft.describe(), draft.label, draft.columns()["bits"]) == (phrase, label, draft.weight_bits)
+    assert (draft.describe(), draft.label, draft.columns()["bits"]) == (phrase, label, draft.parts.bits)
 
 
 @pytest.mark.parametrize("draft", [draft for draft, _, _ in DRAFTS], ids=lambda draft: draft.describe())
 def test_quantised_draft_shares_no_block_and_survives_a_document(draft: Draft) -> None:
     assert draft.num_shared_blocks == 0
-    assert draft.skipped(20).weight_bits == draft.weight_bits
+    assert draft.skipped(20).parts.bits == draft.parts.bits
     dumped = draft.model_dump(mode="json")
-    assert dumped["bits"] == draft.weight_bits
+    assert dumped["bits"] == draft.parts.bits
     assert TypeAdapter(Draft).validate_python(dumped) == draft
 
 
@@ -36,12 +36,12 @@ def test_quantised_draft_shares_no_block_and_survives_a_document(draft: Draft) -
 def test_drafts_without_bits_are_written_as_before(draft: Draft) -> None:
     assert "bits" not in draft.model_dump(mode="json")
     assert "bits" not in draft.columns()
-    assert draft.weight_bits is None
+    assert draft.parts.bits is None
     assert "quantised" not in draft.label
 
 
 def test_drafts_that_run_no_weights_have_no_precision() -> None:
-    assert [draft.weight_bits for draft in (PlainDecoding(), PromptLookup())] == [None, None]
+    assert [draft.parts.bits for draft in (PlainDecoding(), PromptLookup())] == [None, None]
 
 
 @pytest.mark.parametrize("bits", [2, 16, 0, True, "8"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 
@@ -13,6 +14,7 @@ from decoding.drafts import (
     Draft,
     EarlyExit,
     FeatureHeadDraft,
+    FixedLeaves,
     LayerSkip,
     Lookup,
     PlainDecoding,
@@ -49,23 +51,11 @@ def test_every_kind_is_among_the_drafts_of_this_test() -> None:
 
 
 @pytest.mark.parametrize("draft", DRAFTS, ids=lambda draft: draft.describe())
-def test_lookup_is_added_and_removed(draft: Draft) -> None:
-    without = draft.without_lookup()
-    assert without.lookup_first is None
-    if draft.takes_lookup:
-        assert without.with_lookup(Lookup(max_tokens=4)).lookup_first == Lookup(max_tokens=4)
-        assert draft.lookup_first is None or without.with_lookup(draft.lookup_first) == draft
-    else:
-        with pytest.raises(ValueError, match="no lookup can come before"):
-            draft.with_lookup(Lookup())
-
-
-@pytest.mark.parametrize("draft", DRAFTS, ids=lambda draft: draft.describe())
 def test_skipped_sublayers_are_known_of_drafts_that_run_the_model(draft: Draft) -> None:
     draft.check(6)
     if draft.runs_model:
         skip = draft.skipped(6)
-        assert (skip.lookup_first, dict(skip.files)) == (None, {})
+        assert (skip.parts.lookup, dict(skip.files)) == (None, {})
         assert skip.num_shared_blocks == draft.num_shared_blocks
     else:
         assert draft.num_shared_blocks == 0
@@ -74,10 +64,23 @@ def test_skipped_sublayers_are_known_of_drafts_that_run_the_model(draft: Draft) 
 
 
 @pytest.mark.parametrize("draft", DRAFTS, ids=lambda draft: draft.describe())
-def test_files_are_renamed(draft: Draft) -> None:
-    assert draft.has_head == bool(draft.files)
-    renamed = draft.with_file_names({name: f"new.{name}" for name in draft.files})
-    assert dict(renamed.files) == {f"new.{name}": sha256 for name, sha256 in draft.files.items()}
+def test_parts_are_the_fields_that_the_kind_has(draft: Draft) -> None:
+    wanted: dict[str, Any] = {"bits": 8, "lookup": Lookup(max_tokens=4), "tree": FixedLeaves(leaves=2)}
+    for name, part in wanted.items():
+        without = draft.having(**{name: None})
+        assert name not in without.model_dump()
+        if name not in draft.takes:
+            assert without == draft
+            with pytest.raises(ValueError, match=f"a draft of kind '{draft.kind}' takes no {name}"):
+                draft.having(**{name: part})
+            continue
+        changed = draft.having(**{name: part})
+        assert getattr(changed.parts, name) == getattr(changed, name) == part
+        assert type(draft).model_validate(changed.model_dump()) == changed
+        others = {other: None for other in draft.takes if other != name}
+        assert changed.having(**others).columns().keys() > draft.having(**others, **{name: None}).columns().keys()
+    with pytest.raises(TypeError, match="branches"):
+        draft.having(branches=2)
 
 
 @pytest.mark.parametrize("draft", [draft for draft in DRAFTS if not draft.files], ids=lambda draft: draft.describe())

@@ -120,7 +120,7 @@ def test_text_is_plain_decodings_whenever_rounds_draft(family: str, num_rows: in
             LayerSkip(skip_attention=(2, 3), skip_mlp=(2,), lookup=Lookup(max_tokens=4)),
             BetaThompson(max_tokens=4, persistent=True, costs=costs),
         ),
-        "tree": (LayerSkip.blocks((2,)).with_tree(FixedLeaves(leaves=2)), Fixed(max_tokens=2)),
+        "tree": (LayerSkip.blocks((2,)).having(tree=FixedLeaves(leaves=2)), Fixed(max_tokens=2)),
     }
     decoder, control, room = Decoder(target, *drafts[kind]), HandControl(), WaitingRoom(9)
     batch = ContinuousBatch(decoder, room, num_rows=num_rows, max_length=32, control=control)

@@ -7,7 +7,6 @@ from functools import partial
 import pytest
 import torch
 
-from decoding.copying.contract import CopySource
 from decoding.decode import Request
 from decoding.decoder import Decoder, plain_decoder
 from decoding.draft_length import BetaThompson, DraftLengthRule, Fixed, RoundCosts, TopProbability
@@ -21,6 +20,7 @@ from decoding.drafts import (
     SuffixDraft,
     SuffixLookup,
 )
+from decoding.drafts.lookup import CopySettings
 from decoding.profile import Decoding
 from decoding.runners.static import StaticRunner
 from decoding.target import Target
@@ -37,7 +37,7 @@ COSTS = RoundCosts(draft_step=0.25, verify=(1.0, 1.1, 1.3))
 WHOLE = RoundCosts(draft_step=0.001, verify=(1.0, 1.2, 1.4))
 
 
-def guess(lookup: CopySource) -> Guess:
+def guess(lookup: CopySettings) -> Guess:
     return partial(look_up, source=lookup)
 
 

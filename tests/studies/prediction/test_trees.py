@@ -59,10 +59,10 @@ def survey() -> Survey:
 def test_replayed_rounds_are_those_of_decoding(draft: Draft, rule: DraftLengthRule, tree: CandidateTree) -> None:
     """Up to the end of a sequence, where replay and decoding draft a token more or less."""
     target = target_of("llama")
-    recordings = survey().record(draft.with_tree(tree))
+    recordings = survey().record(draft.having(tree=tree))
     chain = replay(rule, survey().record(draft), COSTS)
     replayed = replay(rule, recordings, COSTS, tree=TreeReplay(tree, True, COSTS))
-    decoder = Decoder(target, draft.with_tree(tree), rule)
+    decoder = Decoder(target, draft.having(tree=tree), rule)
     rounds = [len(decoder.generate(request).rounds) for request in requests()]
     assert abs(replayed.rounds - sum(rounds)) <= len(rounds)
     assert replayed.rounds < chain.rounds, "leaves are accepted"
@@ -100,6 +100,6 @@ def test_trees_are_proposed_only_where_a_position_is_cheap() -> None:
     draft = EarlyExit(exit_layer=3)
     cheap, expensive = (Predictor(survey(), FlatCosts(price), max_tokens=4) for price in (0.01, 0.4))
     (chosen,) = with_trees(cheap, [draft])
-    assert chosen.candidate_tree is not None
+    assert chosen.parts.tree is not None
     assert cheap.best(chosen).speedup > cheap.best(draft).speedup
     assert with_trees(expensive, [draft]) == []

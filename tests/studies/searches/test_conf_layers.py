@@ -219,7 +219,7 @@ def test_the_published_tree_is_drafted_where_it_is_asked_for() -> None:
     study = ConfLayers(_problem(), ConfLayersSettings(tree=True))
     assert study.remarks() == []
     odd, _ = _run(study, 2)
-    assert odd.candidate.draft.candidate_tree == PublishedLeaves()
+    assert odd.candidate.draft.parts.tree == PublishedLeaves()
     assert odd.origin == "conf_layers (odd blocks, published tree)"
     with pytest.raises(UnsupportedModelError, match="takes no candidate tree"):
         ConfLayersSettings(tree=True).check(target_of("bloom"))

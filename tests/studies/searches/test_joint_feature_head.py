@@ -49,9 +49,9 @@ def problem(tmp_path_factory: pytest.TempPathFactory) -> Problem:
 
 def test_feature_head_is_proposed_alone_and_after_a_lookup(problem: Problem) -> None:
     study = Joint.create(problem, JointSettings(**SMALL, kinds=("feature_head", "lookup")))
-    feature = [draft for draft in study._search.pool if draft.drafts_on]
+    feature = [draft for draft in study._search.pool if draft.kind == "feature_head"]
     assert problem.feature_draft in feature
-    assert any(draft.lookup_first for draft in feature)
+    assert any(draft.parts.lookup for draft in feature)
     assert study.setup().space["head_files"] == problem.feature_draft.files  # type: ignore[union-attr]
 
 
@@ -60,7 +60,7 @@ def test_feature_head_is_not_proposed_unasked_or_where_there_is_none(problem: Pr
     unasked = JointSettings(**SMALL, kinds=("lookup",))
     assert not unasked.wants_feature_head
     for given, settings in ((problem, unasked), (replace(problem, feature_draft=None), JointSettings(**SMALL))):
-        assert not any(draft.drafts_on for draft in Joint.create(given, settings)._search.pool)
+        assert not any(draft.kind == "feature_head" for draft in Joint.create(given, settings)._search.pool)
 
 
 def test_step_costs_a_block_the_rest_and_the_joining_layer(problem: Problem) -> None:
@@ -92,6 +92,6 @@ def test_random_candidates_include_a_feature_head_where_there_is_one(problem: Pr
     assert 1 <= kinds[1].count(FEATURE_HEAD) <= 4
     with_lookup = RandomCandidates(space, 5, {}, ("fixed",), 4, (), problem.feature_draft)
     found = [with_lookup.feature_head(np.random.default_rng(seed)) for seed in range(8)]
-    assert {bool(draft.lookup_first) for draft in found} == {True, False}
-    assert {draft.without_lookup() for draft in found} == {problem.feature_draft}
+    assert {bool(draft.parts.lookup) for draft in found} == {True, False}
+    assert {draft.having(lookup=None) for draft in found} == {problem.feature_draft}
     assert isinstance(found[0], FeatureHeadDraft)

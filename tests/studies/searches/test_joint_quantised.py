@@ -55,7 +55,7 @@ def test_whole_model_and_best_exits_are_proposed_in_both_precisions(problem: Pro
     assert {LayerSkip(bits=8), LayerSkip(bits=4)} <= set(pool)
     exits = [draft for draft in pool if isinstance(draft, EarlyExit) and draft.lookup is None]
     assert {draft.bits for draft in exits} == {None, 8, 4}
-    assert any(draft.lookup_first and draft.weight_bits for draft in pool), "a lookup comes before a quantised draft"
+    assert any(draft.parts.lookup and draft.parts.bits for draft in pool), "a lookup comes before a quantised draft"
 
 
 @pytest.mark.parametrize(("seconds", "exits"), [(0.0, {None}), (None, {None, 8, 4})])
@@ -69,7 +69,7 @@ def test_quantised_exits_and_trees_are_surveyed_within_the_share_of_a_time_limit
     study = Joint.create(replace(problem, seconds=seconds), JointSettings(**BOTH))
     pool = study._search.pool
     assert {LayerSkip(bits=8), LayerSkip(bits=4)} <= set(pool)
-    assert {draft.weight_bits for draft in pool if isinstance(draft, EarlyExit)} == exits
+    assert {draft.parts.bits for draft in pool if isinstance(draft, EarlyExit)} == exits
     assert with_trees.called == (seconds is None)
     assert any("a longer time tries them" in remark for remark in study.remarks()) == (seconds is not None)
 
@@ -79,18 +79,18 @@ def test_cheap_precision_is_the_best_prediction(problem: Problem) -> None:
     study = Joint.create(problem, JointSettings(**BOTH))
     first = study._search.choose()
     assert first is not None
-    assert first.prediction.draft.weight_bits is not None
+    assert first.prediction.draft.parts.bits is not None
     assert first.prediction.speedup > 1.5
 
 
 def test_precision_that_disagrees_is_not_proposed(problem: Problem, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("studies.prediction.pools.LEAST_AGREEMENT", 1.01)
-    assert {draft.weight_bits for draft in pool_of(problem)} == {None}
+    assert {draft.parts.bits for draft in pool_of(problem)} == {None}
 
 
 @pytest.mark.parametrize("bits", [(), (8,)])
 def test_only_wanted_precisions_are_proposed(problem: Problem, bits: tuple[int, ...]) -> None:
-    found = {draft.weight_bits for draft in pool_of(problem, bits=bits)}
+    found = {draft.parts.bits for draft in pool_of(problem, bits=bits)}
     assert found == {None, *bits}
     assert JointSettings(bits=bits).wanted_bits(CPU) == bits
     for device in (CPU, GPU):
@@ -118,14 +118,14 @@ def test_by_default_precisions_are_those_that_were_measured_to_pay(monkeypatch: 
 
 def test_precision_without_measured_costs_is_not_proposed(problem: Problem) -> None:
     without = replace(problem, costs=lambda most: made_up_costs(problem.target, most))
-    assert {draft.weight_bits for draft in pool_of(without)} == {None}
+    assert {draft.parts.bits for draft in pool_of(without)} == {None}
 
 
 def test_exits_with_a_head_are_quantised_too(problem: Problem, tmp_path: Path) -> None:
     drafts = write_heads(problem.target, tmp_path, [3])
     with_heads = replace(problem, head_drafts=drafts, heads=HeadFolder(problem.target, tmp_path))
     pool = pool_of(with_heads, kinds=("exit_head",), bits=(8,), exit_layers=(3,), trees=False)
-    assert pool == [drafts[3].with_bits(8), drafts[3]] or pool == [drafts[3], drafts[3].with_bits(8)]
+    assert pool == [drafts[3].having(bits=8), drafts[3]] or pool == [drafts[3], drafts[3].having(bits=8)]
 
 
 def test_skip_sets_are_rated_in_their_own_precision(problem: Problem) -> None:
@@ -148,31 +148,31 @@ def test_set_is_estimated_at_the_costs_of_a_precision_without_a_pass(problem: Pr
     skip = LayerSkip(skip_mlp=(4,))
     own = predictor.best(skip)
     assert predictor.best_borrowing(skip, skip).speedup == own.speedup
-    estimate = predictor.best_borrowing(skip.with_bits(8), skip)
-    assert (estimate.draft, estimate.agreement) == (skip.with_bits(8), own.agreement)
+    estimate = predictor.best_borrowing(skip.having(bits=8), skip)
+    assert (estimate.draft, estimate.agreement) == (skip.having(bits=8), own.agreement)
     assert estimate.speedup > own.speedup, "a draft step costs less"
-    assert skip.with_bits(8) not in predictor.survey._recordings  # type: ignore[union-attr]
+    assert skip.having(bits=8) not in predictor.survey._recordings  # type: ignore[union-attr]
 
 
 def test_skip_set_joins_in_its_precision(problem: Problem) -> None:
     study = Joint.create(problem, JointSettings(**BOTH, kinds=("skip_set",), trees=False))
     skip = LayerSkip(skip_mlp=(4,))
     assert study._source.joining(skip, study._predictor) == [skip]
-    assert study._source.joining(skip.with_bits(8), study._predictor) == [skip.with_bits(8)]
+    assert study._source.joining(skip.having(bits=8), study._predictor) == [skip.having(bits=8)]
 
 
 def test_origins_say_quantised(problem: Problem) -> None:
     study = Joint.create(problem, JointSettings(**BOTH))
     origins = {draft: study._origins[draft] for draft in study._search.pool}
     assert origins[LayerSkip(bits=8)] == "quantised model"
-    assert all("quantised" in origin for draft, origin in origins.items() if draft.weight_bits)
+    assert all("quantised" in origin for draft, origin in origins.items() if draft.parts.bits)
     assert method_of(origin_of(LayerSkip.blocks((2,), bits=8), "growing; also moves")) == "quantised growing"
 
 
 def test_another_precision_is_another_draft() -> None:
     skip = LayerSkip.blocks((2,))
     assert is_same(skip, skip, 5)
-    assert not is_same(skip, skip.with_bits(8), 5)
+    assert not is_same(skip, skip.having(bits=8), 5)
     assert not is_same(EarlyExit(exit_layer=2, bits=8), EarlyExit(exit_layer=2), 5)
     assert is_same(EarlyExit(exit_layer=2, bits=8), LayerSkip.blocks((2, 3, 4), bits=8), 5)
 

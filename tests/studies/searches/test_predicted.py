@@ -259,7 +259,7 @@ def test_joint_pool_holds_every_kind(with_heads: Problem) -> None:
     assert sum(isinstance(draft, EarlyExit) and draft.head is not None for draft in plain) == 1
     assert sum(isinstance(draft, EarlyExit) and draft.head is None for draft in plain) == 1
     assert sum(not draft.runs_model for draft in pool) == 2
-    assert any(draft.reads_history for draft in lookups(study._predictor, 12)), "suffix automata are rated too"
+    assert any(draft.parts.lookup and draft.parts.lookup.reads_history for draft in lookups(study._predictor, 12)), "suffix automata are rated too"
     in_front = [draft for draft in pool if draft.runs_model and draft.lookup is not None]
     assert sum(isinstance(draft, EarlyExit) for draft in in_front) == 2
     assert sum(isinstance(draft, LayerSkip) for draft in in_front) == len(skips), "each skip set comes with one"
@@ -285,7 +285,7 @@ def test_every_trial_says_where_its_draft_came_from(with_heads: Problem) -> None
         if not draft.runs_model:
             assert origin == draft.label
             continue
-        assert origin.startswith("lookup before ") == (draft.lookup_first is not None)
+        assert origin.startswith("lookup before ") == (draft.parts.lookup is not None)
         assert alone.startswith(methods if isinstance(draft, LayerSkip) else "exit"), origin
     assert len({type(draft) for draft in origins if draft.runs_model}) == 2
 
@@ -376,10 +376,10 @@ def test_trials_of_batches_correct_the_predictions_for_batches(problem: Problem)
 def test_joint_proposes_leaves_where_they_are_predicted_to_pay(with_heads: Problem) -> None:
     settings = JointSettings(**SMALL, kinds=("exit_head",), bits=(), trees=True)
     study = Joint.create(with_heads, settings)
-    trees = [draft for draft in study._search.pool if draft.candidate_tree is not None]
+    trees = [draft for draft in study._search.pool if draft.parts.tree is not None]
     assert trees
     best = study._predictor.best
-    assert all(best(draft).speedup > best(draft.with_tree(None)).speedup for draft in trees)
+    assert all(best(draft).speedup > best(draft.having(tree=None)).speedup for draft in trees)
     assert all("lea" in record.candidate.draft.describe() for record in run(study, 1, as_predicted))
     without = Joint.create(with_heads, settings.model_copy(update={"trees": False}))
-    assert all(draft.candidate_tree is None for draft in without._search.pool)
+    assert all(draft.parts.tree is None for draft in without._search.pool)

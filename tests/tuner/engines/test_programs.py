@@ -137,11 +137,11 @@ def test_a_quantised_draft_is_converted_and_missing_packages_are_named(tmp_path:
 
 
 def test_a_draft_is_predicted_by_the_rules_of_the_engine() -> None:
-    early = EarlyExit(exit_layer=2).with_lookup(Lookup())
+    early = EarlyExit(exit_layer=2).having(lookup=Lookup())
     plan = replace(PLAN, profile=PLAN.profile.model_copy(update={"draft": early}))
     found = engine_candidate(plan)
-    assert found.draft.lookup_first == Lookup(max_ngram=3, min_ngram=3, max_tokens=8)
+    assert found.draft.parts.lookup == Lookup(max_ngram=3, min_ngram=3, max_tokens=8)
     assert found.draft_length == TopProbability(max_tokens=4, threshold=0.25)
     fixed = engine_candidate(replace(plan, threshold=None, lookup=None))
-    assert fixed.draft.lookup_first is None
+    assert fixed.draft.parts.lookup is None
     assert fixed.draft_length == Fixed(max_tokens=4)

@@ -61,9 +61,9 @@ def test_leaves_are_drawn_beside_every_kind_where_asked_for(target: Target) -> N
     drawn = [candidate.draft for candidate in given.draw(120, seed=1)]
     leaves = [draft for draft in drawn if kind_of(draft) == LEAVES]
     assert len(leaves) == round(120 * 0.1 / sum(share for kind, share in SHARES.items() if kind != FEATURE_HEAD))
-    chains = {kind_of(draft.with_tree(None)) for draft in leaves}
+    chains = {kind_of(draft.having(tree=None)) for draft in leaves}
     assert {SKIP_SET, EXIT, EXIT_WITH_HEAD, QUANTISED} <= chains
-    assert {draft.candidate_tree.describe().split()[0] for draft in leaves if draft.candidate_tree} > {"tree"}
+    assert {draft.parts.tree.describe().split()[0] for draft in leaves if draft.parts.tree} > {"tree"}
 
 
 def test_without_heads_the_other_kinds_share_theirs(target: Target) -> None:
@@ -75,8 +75,8 @@ def test_quantised_drafts_are_drawn_in_the_precisions_asked_for(target: Target) 
     drafts = [candidate.draft for candidate in drawer(target, bits=(8, 4)).draw(120, seed=0)]
     quantised = [draft for draft in drafts if kind_of(draft) == QUANTISED]
     assert len(quantised) == 20, "a sixth: its weight among all"
-    assert {draft.weight_bits for draft in quantised} == {8, 4}
-    assert {draft.lookup_first is None for draft in quantised} == {False, True}
+    assert {draft.parts.bits for draft in quantised} == {8, 4}
+    assert {draft.parts.lookup is None for draft in quantised} == {False, True}
     assert {type(draft) for draft in quantised} == {LayerSkip, EarlyExit}
     for draft in quantised:
         assert build_drafter(target, draft.model_copy(update={"head": None, "head_sha256": None})) is not None

@@ -45,7 +45,7 @@ def test_transformers_generates_plain_texts_with_the_exported_head(
 ) -> None:
     draft = write_heads(target, tmp_path, [2])[2]
     prompts = ("--prompts", "prompts.jsonl", "--tuning-prompts", "4", "--held-out-prompts", "4")
-    done = export(draft.with_lookup(Lookup()), "hf", *prompts)
+    done = export(draft.having(lookup=Lookup()), "hf", *prompts)
     assert done.exit_code == 0, done.output
     assert "max difference 0" in done.stderr
     assistant = AutoModelForCausalLM.from_pretrained("out/draft")

@@ -43,7 +43,7 @@ def test_default_search_tries_several_kinds_and_says_what_it_predicted(run_joint
     shown = " ".join(result.stdout.split())
     assert any(f"from {record.origin}" in shown for record in done), "the table says where the winner came from"
     profile = DraftProfile.load(Path("profile.yaml"))
-    assert not profile.draft.has_head, "heads were not asked for"
+    assert profile.draft.trained_head is None, "heads were not asked for"
 
 
 def test_stopped_search_goes_on_with_the_pool_it_had(run_joint: SearchCommand, monkeypatch: pytest.MonkeyPatch) -> None:

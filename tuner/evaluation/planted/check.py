@@ -313,7 +313,7 @@ def exhaustive(
 def all_drafts(problem: PlantedProblem) -> list[LayerSkip]:
     """Return every set of blocks in every precision of the problem, and the whole model in each but its own."""
     sets = all_skip_sets(problem.target.num_layers)
-    return [*sets, *(skip.with_bits(bits) for bits in problem.bits for skip in (LayerSkip(), *sets))]
+    return [*sets, *(skip.having(bits=bits) for bits in problem.bits for skip in (LayerSkip(), *sets))]
 
 
 def all_skip_sets(num_layers: int) -> list[LayerSkip]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from decoding.copying.history import RequestHistory
-from decoding.copying.suffix_automaton import ROOT, SuffixAutomaton
+from decoding.drafts.history import RequestHistory
+from decoding.drafts.suffix_automaton import ROOT, SuffixAutomaton
 
 
 class SuffixCopies:

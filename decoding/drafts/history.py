@@ -6,7 +6,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from threading import Lock
 
-from decoding.copying.suffix_automaton import SuffixAutomaton
+from decoding.drafts.suffix_automaton import SuffixAutomaton
 
 
 class RequestHistory:

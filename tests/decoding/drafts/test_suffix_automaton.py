@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from decoding.copying.suffix_automaton import MOST_COUNTED, ROOT, SuffixAutomaton
+from decoding.drafts.suffix_automaton import MOST_COUNTED, ROOT, SuffixAutomaton
 
 
 def automaton_of(tokens: Sequence[int]) -> SuffixAutomaton:

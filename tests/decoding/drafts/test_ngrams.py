@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from decoding.copying.ngrams import NgramIndex
+from decoding.drafts.ngrams import NgramIndex
 
 
 def found(token_ids: Sequence[int], length: int) -> int | None:
