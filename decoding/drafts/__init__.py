@@ -5,7 +5,7 @@ and predictor, and name the three in one entry of `decoding.drafts.registry.KIND
 token ids.
 """
 
-from decoding.drafts.contract import DraftDocument, Parts, TrainedHead
+from decoding.drafts.contract import DraftDocument, DraftHead, Parts
 from decoding.drafts.early_exit import EarlyExit
 from decoding.drafts.feature_head import FeatureHeadDraft
 from decoding.drafts.kinds import KINDS, Draft, DraftKind, RealDraft
@@ -24,6 +24,7 @@ __all__ = [
     "CandidateTree",
     "Draft",
     "DraftDocument",
+    "DraftHead",
     "DraftKind",
     "EarlyExit",
     "FeatureHeadDraft",
@@ -40,7 +41,6 @@ __all__ = [
     "SizedLeaves",
     "SuffixDraft",
     "SuffixLookup",
-    "TrainedHead",
     "compact_indices",
     "format_indices",
     "infer_kind",

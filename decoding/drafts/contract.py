@@ -34,7 +34,7 @@ class Parts:
 
 
 @dataclass(frozen=True, slots=True)
-class TrainedHead:
+class DraftHead:
     """The trained head of a draft."""
 
     file: str
@@ -72,7 +72,7 @@ class DraftDocument(Document):
         return {}
 
     @property
-    def trained_head(self) -> TrainedHead | None:
+    def trained_head(self) -> DraftHead | None:
         """The trained head that drafts, or None."""
         return None
 

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from decoding.drafts.contract import DraftDocument, TrainedHead
+from decoding.drafts.contract import DraftDocument, DraftHead
 from decoding.drafts.feature_head import DraftVocabularySize, HeadFile, HeadHash
 from decoding.drafts.layer_skip import LayerSkip
 from decoding.drafts.lookup import LookupBefore
@@ -56,11 +56,11 @@ class EarlyExit(DraftDocument):
         return {"exit_layer": self.exit_layer, "exit_head": "block" if self.head else "none"}
 
     @property
-    def trained_head(self) -> TrainedHead | None:
+    def trained_head(self) -> DraftHead | None:
         """The exit head, if there is one. That of a quantised exit rereads: the states before it are not the target's."""
         if self.head is None or self.head_sha256 is None:
             return None
-        return TrainedHead(self.head, self.head_sha256, self.draft_vocabulary, rereads=self.bits is not None)
+        return DraftHead(self.head, self.head_sha256, self.draft_vocabulary, rereads=self.bits is not None)
 
     def check(self, num_layers: int) -> None:
         """Raise ValueError unless the exit is before the last of `num_layers` blocks."""

@@ -11,7 +11,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import AfterValidator, Field
 
 from decoding.documents.strict_yaml import Line
-from decoding.drafts.contract import DraftDocument, TrainedHead
+from decoding.drafts.contract import DraftDocument, DraftHead
 from decoding.drafts.layer_skip import LayerSkip
 from decoding.drafts.lookup import LookupBefore
 from decoding.drafts.trees import Tree
@@ -65,9 +65,9 @@ class FeatureHeadDraft(DraftDocument):
         return {"exit_head": "feature"}
 
     @property
-    def trained_head(self) -> TrainedHead:
+    def trained_head(self) -> DraftHead:
         """The feature head. It rereads: after each round it reads the target's states where it has read its own."""
-        return TrainedHead(self.head, self.head_sha256, self.draft_vocabulary, is_autoregressive=True, rereads=True)
+        return DraftHead(self.head, self.head_sha256, self.draft_vocabulary, is_autoregressive=True, rereads=True)
 
     def skipped(self, num_layers: int) -> LayerSkip:
         """Return the skip of every block."""

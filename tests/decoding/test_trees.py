@@ -251,7 +251,7 @@ def test_copies_have_no_leaves_and_a_lookup_alone_takes_none() -> None:
     rounds = Decoder(target, draft, Fixed(max_tokens=2)).generate(request).rounds
     assert any(each.looked_up for each in rounds)
     assert all(not each.num_leaves for each in rounds if each.looked_up)
-    with pytest.raises(ValueError, match="no distributions"):
+    with pytest.raises(ValueError, match="takes no tree"):
         PromptLookup().having(tree=FixedLeaves())
 
 

@@ -20,7 +20,7 @@ from decoding.drafters.build import build_drafter
 from decoding.drafters.contract import Drafter, Proposal, max_leaves_of
 from decoding.drafters.feature_head import FeatureHeadDrafter
 from decoding.drafters.lookup_first import LookupFirst
-from decoding.drafts import FeatureHeadDraft, FixedLeaves, Lookup, TrainedHead
+from decoding.drafts import DraftHead, FeatureHeadDraft, FixedLeaves, Lookup
 from decoding.errors import ExitHeadError
 from decoding.head_folder import HeadFolder
 from decoding.lockstep import decode_in_lockstep
@@ -212,7 +212,7 @@ def test_document_tells_what_the_draft_needs() -> None:
     draft = FeatureHeadDraft(head="h.safetensors", head_sha256="a" * 64, draft_vocabulary=64)
     assert (draft.describe(), draft.label) == ("feature head for 64 tokens", "feature head")
     assert draft.runs_model
-    assert draft.trained_head == TrainedHead("h.safetensors", "a" * 64, 64, is_autoregressive=True, rereads=True)
+    assert draft.trained_head == DraftHead("h.safetensors", "a" * 64, 64, is_autoregressive=True, rereads=True)
     assert draft.files == {"h.safetensors": "a" * 64}
     assert draft.skipped(3).skip_mlp == (0, 1, 2)
     with pytest.raises(ValueError, match="without folders"):
