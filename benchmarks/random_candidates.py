@@ -63,7 +63,7 @@ def kind_of(draft: Draft) -> str:
         return "quantised"
     if not draft.runs_model:
         return "lookup alone"
-    return "lookup first" if draft.parts.lookup and draft.kind != "feature_head" else draft.label
+    return "lookup first" if draft.parts.lookup and draft.name != "feature head" else draft.label
 
 
 def random_candidates(

@@ -74,7 +74,7 @@ def kind_of(draft: Draft) -> str:
         return QUANTISED
     if not draft.runs_model:
         return LOOKUP_ALONE
-    return LOOKUP_FIRST if draft.parts.lookup and draft.kind != "feature_head" else draft.label
+    return LOOKUP_FIRST if draft.parts.lookup and draft.name != "feature head" else draft.label
 
 
 @dataclass(frozen=True)
