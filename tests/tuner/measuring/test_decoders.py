@@ -87,7 +87,7 @@ def test_memory_is_freed_when_a_candidate_needs_more_than_there_is(monkeypatch: 
     def full(*args: object) -> None:
         raise torch.OutOfMemoryError("no memory left")
 
-    monkeypatch.setattr("tuner.measuring.paired.take_turns", full)
+    monkeypatch.setattr("tuner.measuring.turns.Interleaved.take", full)
     with pytest.raises(torch.OutOfMemoryError):
         bench.measure(Candidate(draft=LayerSkip.blocks((3,)), draft_length=Fixed()), range(2))
     gc.collect()
