@@ -24,8 +24,8 @@ from benchmarks.task import Printed, facts_of, feature_draft, head_drafts, read_
 from decoding.decoder import Decoder
 from decoding.drafts import BitWidth, Draft, EarlyExit, LayerSkip, PromptLookup, SuffixDraft
 from decoding.head_folder import HeadFolder
+from decoding.kernels.choice import kernel_for
 from decoding.profile import Interval
-from decoding.runners.quantised_linear import is_fast_on
 from studies.contract import Candidate
 from studies.measurement import Measurement
 from studies.prediction.pools import NGRAMS, SUFFIXES, best_with_tree, lookups_before
@@ -108,7 +108,7 @@ def main() -> None:
 def _chosen(args: Namespace, task: Task, tuning: Baseline, held_out: Baseline) -> Iterator[Row]:
     """Yield a row for each kind, alone and combined, chosen by prediction on the tuning prompts."""
     target = task.target
-    fast: tuple[BitWidth, ...] = (8, 4) if is_fast_on(target.device) else ()
+    fast: tuple[BitWidth, ...] = (8, 4) if kernel_for("int8", target.device).kernel is not None else ()
     bits = () if not target.can_be_quantised else tuple(args.bits) if args.bits is not None else fast
     lengths = [len(prompt) for each in (tuning, held_out) for prompt in each.prompts]
     contexts = sorted({min(lengths), max(lengths) + task.config.max_new_tokens})

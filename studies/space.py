@@ -37,7 +37,7 @@ from decoding.drafts import (
 )
 from decoding.drafts.lookup import LONGEST_NGRAM, MOST_COPIED
 from decoding.drafts.trees import MOST_LEAVES, MOST_PER_DEPTH
-from decoding.runners.quantised_linear import check_device, is_fast_on
+from decoding.kernels.choice import check_quantised, kernel_for
 from decoding.target import Target
 from studies.contract import Candidate, Problem, StudySettings
 from studies.prediction.skip_space import SkipSpace
@@ -348,9 +348,9 @@ class SpaceSettings(StudySettings):
         if not {"skip_set", "exit_head"} & set(self.kinds):
             return ()
         if self.bits is None:
-            return DEFAULT_BITS if is_fast_on(device) else ()
+            return DEFAULT_BITS if kernel_for("int8", device).kernel is not None else ()
         if self.bits:
-            check_device(device)
+            check_quantised(device)
         return self.bits
 
     def wants_trees(self, target: Target) -> bool:

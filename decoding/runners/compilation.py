@@ -21,13 +21,10 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from decoding.cache.kv_cache import Slot
-from decoding.runners.compiled_kernel import CompiledKernel, KernelCall, kernel_calls
+from decoding.kernels.choice import register_kernels
+from decoding.kernels.joined_calls import CompiledKernel, KernelCall, kernel_calls
+from decoding.kernels.linear import OnePosition
 from decoding.runners.contract import BlockCall
-from decoding.runners.cpu_attention import compile_attention
-from decoding.runners.cpu_few_positions import compile_few_positions
-from decoding.runners.cpu_one_position import OnePosition
-from decoding.runners.cpu_packed import compile_packed_linear
-from decoding.runners.cpu_quantised import compile_integer_kernel
 from decoding.runners.features import NO_FEATURES, SpeedFeatures
 from decoding.runners.graphs import OutputsT
 
@@ -176,10 +173,7 @@ def compiling(call: BlockCall) -> Iterator[None]:
     dynamo = torch._dynamo.config.patch(allow_unspec_int_on_nn_module=True, recompile_limit=MAX_GRAPHS)
     # Sizes that happen to be equal, such as heads and positions, would be assumed always equal.
     shapes = importlib.import_module("torch.fx.experimental._config").patch(use_duck_shape=False)
-    compile_packed_linear()
-    compile_few_positions()
-    compile_attention()
-    compile_integer_kernel()
+    register_kernels()
     with PREPARING, dynamo, shapes:
         if isinstance(call, CompiledBlocks):
             call.is_new = True

@@ -25,10 +25,10 @@ from torch import Tensor
 from decoding.acceptance import accept_greedy, most_likely
 from decoding.cache.kv_cache import KVCache, Storage
 from decoding.errors import UnsupportedRunnerError
+from decoding.kernels.choice import kernel_for
 from decoding.runners.buckets import CPU_BUCKETS, GPU_BUCKETS, Buckets
 from decoding.runners.compilation import PREPARING, CompiledBlocks, call_block, compiling, without_guards
 from decoding.runners.contract import BlockCall, Inputs, Outputs, Part, PassRequest, Verdict, Written, judge
-from decoding.runners.cpu_attention import has_attention_kernel
 from decoding.runners.eager import EagerRunner
 from decoding.runners.features import NO_FEATURES, SpeedFeatures
 from decoding.runners.graphs import CudaGraphs, OutputsT, PassRecorder
@@ -104,7 +104,8 @@ class StaticRunner:
             return UsedLengths(masks.windows, masks.additive)
         # Any other recorder stands for a GPU, of which this kernel would give the wrong shapes.
         is_cpu = self._recorder is None or self._tapes
-        if is_cpu and masks.attends_plainly and has_attention_kernel(self._device, masks.additive):
+        attends = is_cpu and masks.attends_plainly and masks.additive is not None
+        if attends and kernel_for("attention", self._device, masks.additive).kernel is not None:
             return Positions(masks.windows, masks.additive)
         return masks
 

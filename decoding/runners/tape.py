@@ -18,9 +18,9 @@ import torch
 from torch import Tensor, fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from decoding.kernels.joined_calls import join_calls, result
 from decoding.runners.compilation import CompiledBlocks, without_guards
 from decoding.runners.graphs import OutputsT
-from decoding.runners.joined_calls import join_calls, result
 
 Structure = tuple[str, ...]
 """The names of the operators of a pass, in their order."""

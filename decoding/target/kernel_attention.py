@@ -1,4 +1,4 @@
-"""Attention by the CPU kernel of `decoding.runners.cpu_attention`, in place of transformers' `sdpa`.
+"""Attention by the CPU kernel of `decoding.kernels.attention`, in place of transformers' `sdpa`.
 
 In a fixed-shape pass the layers get each position's index in place of a mask: the reach of the pass is data, and the whole
 cache is handed over without being read. Other passes have a mask, and are left to `grouped_attention`.
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
-from decoding.runners.cpu_attention import ALL, attend
+from decoding.kernels.attention import ALL, attend
 from decoding.target.anatomy import Sublayer
 from decoding.target.attention import grouped_attention
 from decoding.target.parts import shallow_copy

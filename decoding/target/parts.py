@@ -12,16 +12,15 @@ import operator
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from decoding.cache.rounds_cache import RoundsCache, RoundsChunk
 from decoding.errors import UnsupportedModelError
+from decoding.kernels.choice import fast_linear
 from decoding.runners.contract import BlockCall, Inputs, Outputs
-from decoding.runners.cpu_few_positions import FewPositionsLinear, has_kernel
-from decoding.runners.cpu_packed import PackedLinear, can_be_packed
 from decoding.target.anatomy import Anatomy
 from decoding.target.backends import attention_backends
 from decoding.target.draft_vocabulary import DraftLMHead
@@ -196,15 +195,7 @@ def with_fast_linears(module: nn.Module, copied: Callable[[Make], nn.Module] = o
 
     `copied` makes those that hold a copy of a weight; see `ModelWeights.copied`.
     """
-    return with_replaced(module, partial(_fast_linear, copied=copied))
-
-
-def _fast_linear(module: nn.Module, *, copied: Callable[[Make], nn.Module]) -> nn.Module:
-    if has_kernel(module):
-        return FewPositionsLinear.of(cast(nn.Linear, module))
-    if can_be_packed(module):
-        return copied(partial(PackedLinear.of, cast(nn.Linear, module)))
-    return module
+    return with_replaced(module, partial(fast_linear, copied=copied))
 
 
 def with_replaced(module: nn.Module, replacement: Callable[[nn.Module], nn.Module]) -> nn.Module:

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from decoding.errors import UnsupportedModelError
-from decoding.runners.quantised_linear import check_device, quantised
+from decoding.kernels.choice import check_quantised, quantised_linear
 from decoding.target.parts import with_replaced
 from decoding.target.weights import Make
 
@@ -48,7 +48,7 @@ class QuantisedLayers:
         """Return the layer that `linear` returns with weights of `bits`: the same module for a `name` while anything runs it."""
         packed = self._packed.get((name, bits))
         if packed is None:
-            packed = self._copied(lambda: quantised(cast(nn.Linear, linear()), bits))
+            packed = self._copied(lambda: quantised_linear(cast(nn.Linear, linear()), bits))
             self._packed[name, bits] = packed
         return packed
 
@@ -59,7 +59,7 @@ class QuantisedLayers:
     def check(self, blocks: nn.Module) -> None:
         """Raise `UnsupportedModelError` unless there is a layer to quantise in `blocks`, on a device that runs it."""
         for device in {weight.device for weight in blocks.parameters() if not weight.is_meta}:
-            check_device(device)
+            check_quantised(device)
         if not self.finds_any(blocks):
             raise UnsupportedModelError(
                 "its blocks have no plain linear layer in float32, bfloat16 or float16: nothing to quantise for a draft"

@@ -16,7 +16,7 @@ import torch
 from pydantic import Field
 
 from decoding.drafts import BitWidth, Draft, EarlyExit, Layers, LayerSkip
-from decoding.runners.quantised_linear import check_device, is_fast_on
+from decoding.kernels.choice import check_quantised, kernel_for
 from decoding.target import Target
 from studies.contract import Problem, StudySetup
 from studies.costs.table import CostTable
@@ -44,9 +44,9 @@ def bits_on(device: torch.device, asked: tuple[BitWidth, ...] | None) -> tuple[B
     Raises `UnsupportedModelError` if some are asked for where none can run.
     """
     if asked is None:
-        return DEFAULT_BITS if is_fast_on(device) else ()
+        return DEFAULT_BITS if kernel_for("int8", device).kernel is not None else ()
     if asked:
-        check_device(device)
+        check_quantised(device)
     return asked
 
 

@@ -22,7 +22,7 @@ from tuner.tables import facts_grid
 PROMPT_TOKENS = 1024
 """Tokens of a prompt where nothing else is known."""
 BYTES_PER_WEIGHT: Mapping[BitWidth, float] = {8: 1.02, 4: 0.62}
-"""Bytes of a quantised weight with its share of the scales (`decoding.runners.quantised_linear`)."""
+"""Bytes of a quantised weight with its share of the scales (`decoding.kernels.quantised`)."""
 NUM_CACHES = 2
 """Caches at a time: plain decoding's and the candidate's."""
 

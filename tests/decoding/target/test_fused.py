@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM
 from decoding.decode import Request, speculative
 from decoding.draft_length import Controller, Fixed
 from decoding.drafters.early_exit import EarlyExitDrafter
+from decoding.kernels import linear
 from decoding.rounds import Generation
-from decoding.runners import cpu_few_positions
 from decoding.runners.contract import Runner
 from decoding.runners.features import SpeedFeatures
 from decoding.runners.masks import MaskKinds
@@ -51,14 +51,14 @@ class Products:
             self.count += 1
             return genuine(layer, values)
 
-        kernel = cpu_few_positions.few_positions
+        kernel = linear.few_positions
 
         def counted_kernel(values: Tensor, weight: Tensor) -> Tensor:
             self.count += 1
             return kernel(values, weight)
 
         monkeypatch.setattr(nn.Linear, "forward", counted)
-        monkeypatch.setattr(cpu_few_positions, "few_positions", counted_kernel)
+        monkeypatch.setattr(linear, "few_positions", counted_kernel)
 
 
 @functools.cache

@@ -16,10 +16,10 @@ from transformers import PreTrainedModel
 from decoding.drafters.build import check_draft
 from decoding.drafts import LayerSkip
 from decoding.errors import UnsupportedModelError
+from decoding.kernels.choice import quantised_linear as quantised
 from decoding.runners.contract import Runner
 from decoding.runners.eager import EagerRunner
 from decoding.runners.features import SpeedFeatures
-from decoding.runners.quantised_linear import quantised
 from decoding.runners.static import StaticRunner
 from decoding.target import Target, agree
 from decoding.target import quantised as module_under_test

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -45,8 +46,8 @@ def without_checks() -> Iterator[None]:
 @pytest.fixture
 def every_layer_is_packed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also small ones, and also on a CPU whose kernel reads weights as they are."""
-    monkeypatch.setattr("decoding.runners.cpu_packed.MIN_BYTES", 0)
-    monkeypatch.setattr("decoding.target.parts.has_kernel", lambda module: False)
+    monkeypatch.setattr("decoding.kernels.choice.MIN_PACKED_BYTES", 0)
+    monkeypatch.setattr("decoding.kernels.linear.MULTIPLY", SimpleNamespace(exists=False))
 
 
 def graphs(features: SpeedFeatures = NO_FEATURES) -> RunnerFactory:

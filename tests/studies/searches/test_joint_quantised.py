@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
@@ -16,7 +17,7 @@ from decoding.decoder import plain_decoder
 from decoding.drafts import EarlyExit, LayerSkip
 from decoding.errors import UnsupportedModelError
 from decoding.head_folder import HeadFolder
-from decoding.runners.quantised_linear import quantised
+from decoding.kernels.choice import quantised_linear as quantised
 from decoding.target import Target
 from decoding.text import Ending
 from studies.contract import Problem
@@ -110,6 +111,7 @@ def test_precisions_that_a_gpu_cannot_run_are_refused_if_asked_for(
 
 def test_by_default_precisions_are_those_that_were_measured_to_pay(monkeypatch: pytest.MonkeyPatch) -> None:
     assert JointSettings().wanted_bits(GPU) == ()
+    monkeypatch.setattr("decoding.kernels.quantised.MULTIPLY", SimpleNamespace(exists=True))
     for has_instructions, expected in ((True, (8,)), (False, ())):
         monkeypatch.setattr(torch.cpu, "_is_avx512_supported", lambda: True)
         monkeypatch.setattr(torch.cpu, "_is_vnni_supported", lambda: has_instructions)  # noqa: B023 - called at once

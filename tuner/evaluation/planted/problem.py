@@ -14,8 +14,8 @@ from transformers import PreTrainedModel
 
 from decoding.draft_length import RoundCosts
 from decoding.drafts import BitWidth, Draft, LayerSkip
+from decoding.kernels.integers import PACKED
 from decoding.profile import Decoding
-from decoding.runners.integers import PACKED
 from decoding.target import Target
 from decoding.text import Ending
 from studies.costs.table import CostTable

@@ -1,9 +1,9 @@
 // Linear layers with integer weights: outputs[m, n] = scale[n] * scale of position m * sum over k of x[m, k] * w[n, k].
 //
 // A value is 128 times a signed byte plus another one, so that each sum is two sums of products of bytes (VNNI). All
-// sums are integers and exact: the same bits for any number of positions, and those of `quantised_linear.py`.
+// sums are integers and exact: the same bits for any number of positions, and those of `QuantisedLinear`.
 //
-// Weights lie in tiles of 16 rows, which `cpu_quantised.py` describes. A lane sums a row, so that nothing is added
+// Weights lie in tiles of 16 rows, which `quantised.py` describes. A lane sums a row, so that nothing is added
 // across lanes. Several tiles are read at a time, each from another part of the weight.
 
 #include <ATen/Parallel.h>

@@ -6,14 +6,15 @@ import pytest
 import torch
 from torch import nn
 
-from decoding.runners import cpu_quantised
+from decoding.kernels import quantised as kernels
+from decoding.kernels.choice import kernel_for
+from decoding.kernels.choice import quantised_linear as quantised
+from decoding.kernels.integers import PACKED
+from decoding.kernels.quantised import MAX_INPUTS, QuantisedLinear, TiledLinear
 from decoding.runners.compilation import CompiledBlocks, compiling
-from decoding.runners.cpu_quantised import MAX_INPUTS, TiledLinear, has_integer_kernel
-from decoding.runners.integers import PACKED
-from decoding.runners.quantised_linear import QuantisedLinear, quantised
 
 needs_kernel = pytest.mark.skipif(
-    not has_integer_kernel(torch.ones(1, 1), 8), reason="the processor lacks the instructions"
+    kernel_for("int8", torch.device("cpu")).kernel is None, reason="the processor lacks the instructions"
 )
 SIZES = [(64, 40), (31, 7), (1, 3), (100, 17), (33, 200), (2304, 18), (500, 300)]
 """Inputs and outputs."""
@@ -66,7 +67,7 @@ def test_a_weight_packed_in_pieces_is_the_whole_weight(bits: int, monkeypatch: p
     torch.manual_seed(0)
     weight, values = torch.randn(70, 64), torch.randn(3, 64)
     whole = TiledLinear(weight, bits, None)
-    monkeypatch.setattr(cpu_quantised, "PIECE", 2 * 16 * 64)  # two tiles of 16 rows
+    monkeypatch.setattr(kernels, "PIECE", 2 * 16 * 64)  # two tiles of 16 rows
     pieces = TiledLinear(weight, bits, None)
     for name, buffer in whole.named_buffers():
         assert torch.equal(buffer, pieces.get_buffer(name)), name
@@ -91,7 +92,7 @@ def test_compiled_code_calls_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None
     layers = [quantised(nn.Linear(24, 24, dtype=torch.bfloat16), bits) for bits in PACKED]
     values = torch.randn(1, 5, 24).bfloat16()
     expected = [layer(values) for layer in layers]
-    monkeypatch.setattr(cpu_quantised, "_library", None)  # compiled code does not go through Python
+    monkeypatch.setattr(kernels, "MULTIPLY", None)  # compiled code does not go through Python
     with compiling(call):
         for layer, outputs in zip(layers, expected, strict=True):
             assert torch.equal(call(layer, values, (), {}), outputs)

@@ -11,11 +11,10 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 
+from decoding.kernels.calls import Call, ConsecutiveCalls
+from decoding.kernels.joined_calls import CompiledKernel, KernelCall, join_calls, kernel_calls, result
 from decoding.runners.compilation import CompiledBlocks, compiling
-from decoding.runners.compiled_kernel import CompiledKernel, KernelCall, kernel_calls
 from decoding.runners.contract import Outputs
-from decoding.runners.cpu_calls import Call, ConsecutiveCalls
-from decoding.runners.joined_calls import join_calls, result
 from decoding.runners.tape import Tapes
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # raised by modules that torch's compiler imports

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.functional import linear
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from decoding.runners.cpu_one_position import OnePosition
+from decoding.kernels.linear import OnePosition
 
 CPU = torch.device("cpu")
 

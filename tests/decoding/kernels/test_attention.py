@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,8 +11,9 @@ import torch
 from torch import Tensor
 
 from decoding.decoder import plain_decoder
-from decoding.runners import cpu_attention, cpu_few_positions
-from decoding.runners.cpu_attention import ALL, attend, has_attention_kernel
+from decoding.kernels import attention
+from decoding.kernels.attention import ALL, attend
+from decoding.kernels.choice import kernel_for
 from decoding.runners.eager import EagerRunner
 from decoding.runners.masks import MaskKinds, Positions
 from decoding.runners.static import StaticRunner
@@ -23,7 +25,7 @@ from tests.support.recorders import CountingRecorder
 
 CPU = torch.device("cpu")
 PRECISIONS = {torch.float32: 1e-5, torch.bfloat16: 1.2e-2}
-SUPPORTED = [dtype for dtype in PRECISIONS if has_attention_kernel(CPU, dtype)]
+SUPPORTED = [dtype for dtype in PRECISIONS if kernel_for("attention", CPU, dtype).kernel is not None]
 needs_kernel = pytest.mark.skipif(not SUPPORTED, reason="the processor lacks the instructions")
 uncompiled = partial(StaticRunner, compiled=False)
 
@@ -250,7 +252,9 @@ def test_runners_that_record_and_other_precisions_keep_their_masks() -> None:
     assert not runner(MaskKinds((None,), torch.float32)).attends_by_position
     assert not EagerRunner(plain).attends_by_position
     assert not Target(build("llama")).runner.attends_by_position
-    assert not has_attention_kernel(torch.device("cuda", 0), torch.float32)
+    assert (
+        kernel_for("attention", torch.device("cuda", 0), torch.float32).reason == "there is no kernel of ours for cuda"
+    )
 
 
 def test_processors_without_the_instructions_keep_their_masks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -261,9 +265,8 @@ def test_processors_without_the_instructions_keep_their_masks(monkeypatch: pytes
 
 
 def test_without_a_compiler_masks_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu_attention, "_library", lambda: None)
+    monkeypatch.setattr(attention, "ATTEND", SimpleNamespace(exists=False))
     assert not runner(MaskKinds((None,), torch.float32, attends_plainly=True)).attends_by_position
-    assert cpu_few_positions.SOURCE != cpu_attention.SOURCE
 
 
 class Layer(torch.nn.Module):

@@ -9,14 +9,23 @@ import torch
 from torch import nn
 from torch.nn.functional import linear
 
-from decoding.runners import cpu_few_positions
+from decoding.kernels import linear as kernels
+from decoding.kernels.choice import fast_linear, kernel_for
+from decoding.kernels.compiled import CompiledFunction
+from decoding.kernels.linear import MAX_POSITIONS, FewPositionsLinear
 from decoding.runners.compilation import CompiledBlocks, compiling
-from decoding.runners.cpu_few_positions import MAX_POSITIONS, FewPositionsLinear, has_kernel
 from decoding.target import Target
 from tests.support.families import build
 
 PRECISIONS = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
-SUPPORTED = [dtype for dtype in PRECISIONS if has_kernel(nn.Linear(4, 4, dtype=dtype))]
+CPU = torch.device("cpu")
+SUPPORTED = [dtype for dtype in PRECISIONS if kernel_for("linear", CPU, dtype).kernel == "few positions"]
+
+
+def has_kernel(module: nn.Module) -> bool:
+    return isinstance(fast_linear(module, copied=lambda make: make()), FewPositionsLinear)
+
+
 pytestmark = pytest.mark.skipif(not SUPPORTED, reason="the processor lacks the instructions")
 
 
@@ -55,7 +64,7 @@ def test_not_a_number_stays_one() -> None:
 
 
 def test_prompts_and_autograd_use_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu_few_positions, "few_positions", None)
+    monkeypatch.setattr(kernels, "few_positions", None)
     layer = FewPositionsLinear.of(nn.Linear(8, 4))
     layer(torch.randn(1, 3, 8)).sum().backward()
     with torch.no_grad():
@@ -91,9 +100,9 @@ def test_without_a_compiler_there_is_a_warning_and_no_kernel(monkeypatch: pytest
         raise InvalidCxxCompiler
 
     monkeypatch.setattr(CppCodeCache, "load", fails)
-    monkeypatch.setattr(cpu_few_positions, "_library", cpu_few_positions._library.__wrapped__)
+    monkeypatch.setattr(kernels, "MULTIPLY", CompiledFunction("linear.cpp", "sdtune_multiply", []))
     with pytest.warns(UserWarning, match="slower than they could"):
-        assert not has_kernel(nn.Linear(4, 4))
+        assert kernel_for("linear", CPU, torch.float32).kernel != "few positions"
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # raised by modules that torch's compiler imports

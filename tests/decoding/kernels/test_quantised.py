@@ -8,8 +8,8 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from decoding.errors import UnsupportedModelError
+from decoding.kernels.choice import quantised_linear as quantised
 from decoding.runners.compilation import CompiledBlocks, compiling
-from decoding.runners.quantised_linear import quantised
 from tests.support.fake_8b import PeakBytes
 
 PRECISIONS = [torch.float32, torch.bfloat16, torch.float16]

@@ -8,22 +8,28 @@ from __future__ import annotations
 
 import array
 import ctypes
-import functools
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from decoding.runners.cpu_kernels import compiled_library
-
-SOURCE = Path(__file__).with_suffix(".cpp")
+from decoding.kernels.compiled import CompiledFunction
 
 MESSAGE_BYTES = 500
 """Room for the message of an error."""
+
+_POINTER, _NUMBER = ctypes.c_void_p, ctypes.c_int64
+PLAY = CompiledFunction(
+    "calls.cpp",
+    "sdtune_play",
+    [_POINTER, _NUMBER, _NUMBER, *[_POINTER, _NUMBER] * 3, _POINTER, ctypes.c_char_p, _NUMBER],
+    _NUMBER,
+    keeps_lock=True,
+)
+"""Makes the calls, with Python's lock: compiled blocks release it."""
 
 
 @dataclass(frozen=True)
@@ -65,12 +71,10 @@ class ConsecutiveCalls:
     def __call__(self, *given: Tensor) -> list[Tensor]:
         """Return the tensors in the slots `returned`."""
         assert len(given) == self._num_given
-        library = _library()
-        assert library is not None, "checked by `can_call` before"
         inputs = array.array("Q", map(_pointer, _handles(list(given))))
         results = (ctypes.c_void_p * len(self._returned))()
         message = ctypes.create_string_buffer(MESSAGE_BYTES)
-        failed = library.sdtune_play(
+        failed = PLAY(
             *(self._program.buffer_info()[0], self._num_calls, self._num_slots),
             *self._constants.buffer_info(),
             *inputs.buffer_info(),
@@ -82,13 +86,8 @@ class ConsecutiveCalls:
         return _tensors([_capsule(each, None, None) for each in results])
 
 
-def can_call() -> bool:
-    """Return True if calls can be made from C++: there is a compiler."""
-    return _library() is not None
-
-
 def _program(calls: Sequence[Call], num_constants: int, kept: set[int]) -> list[int]:
-    """Return the numbers that `cpu_calls.cpp` reads. The last use of a slot that is neither a constant nor kept is marked."""
+    """Return the numbers that `calls.cpp` reads. The last use of a slot that is neither a constant nor kept is marked."""
     last_use = {slot: (index, place) for index, call in enumerate(calls) for place, slot in enumerate(call.inputs)}
     numbers = []
     for index, call in enumerate(calls):
@@ -117,27 +116,3 @@ def _pointer(capsule: object) -> int:
 
 _get_pointer: Any = ctypes.pythonapi.PyCapsule_GetPointer
 _get_pointer.argtypes, _get_pointer.restype = (ctypes.py_object, ctypes.c_char_p), ctypes.c_void_p
-
-
-@functools.cache
-def _library() -> ctypes.PyDLL | None:
-    """Return the compiled source, or None with a warning if it cannot be compiled."""
-    compiled = compiled_library(SOURCE)
-    if compiled is None:
-        return None
-    library = ctypes.PyDLL(compiled._name)  # compiled blocks release Python's lock, so they must be called with it
-    pointer, number = ctypes.c_void_p, ctypes.c_int64
-    list_of = (pointer, number)
-    library.sdtune_play.argtypes = (
-        pointer,
-        number,
-        number,
-        *list_of,
-        *list_of,
-        *list_of,
-        pointer,
-        ctypes.c_char_p,
-        number,
-    )
-    library.sdtune_play.restype = number
-    return library

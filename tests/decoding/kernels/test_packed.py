@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
@@ -9,11 +11,12 @@ from torch import nn
 from decoding.decode import Request
 from decoding.decoder import Decoder
 from decoding.draft_length import Fixed, TopProbability
-from decoding.runners import cpu_packed
+from decoding.kernels import choice, linear
+from decoding.kernels.choice import MIN_PACKED_BYTES, fast_linear
+from decoding.kernels.linear import PackedLinear
 from decoding.runners.compilation import CompiledBlocks, compiling
-from decoding.runners.cpu_packed import MIN_BYTES, PackedLinear, can_be_packed
 from decoding.runners.static import StaticRunner
-from decoding.target import Target, parts
+from decoding.target import Target
 from decoding.target.parts import with_fast_linears
 from decoding.text import Ending
 from tests.support.families import build
@@ -35,8 +38,12 @@ def dtype(request: pytest.FixtureRequest) -> torch.dtype:
 @pytest.fixture
 def all_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pack small layers too, such as the layers of the test models, as on a processor without the better kernel."""
-    monkeypatch.setattr(cpu_packed, "MIN_BYTES", 0)
-    monkeypatch.setattr(parts, "has_kernel", lambda module: False)
+    monkeypatch.setattr(choice, "MIN_PACKED_BYTES", 0)
+    monkeypatch.setattr(linear, "MULTIPLY", SimpleNamespace(exists=False))
+
+
+def can_be_packed(module: nn.Module) -> bool:
+    return isinstance(fast_linear(module, copied=lambda make: make()), PackedLinear)
 
 
 @torch.inference_mode()
@@ -77,13 +84,15 @@ def test_only_plain_linear_layers_are_packed() -> None:
     assert not can_be_packed(nn.Embedding(4, 4))
 
 
+@pytest.mark.usefixtures("all_sizes")
 def test_precisions_that_the_processor_does_not_compute_in_are_not_packed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
     assert not can_be_packed(nn.Linear(4, 4))
 
 
-def test_small_layers_are_left_alone(dtype: torch.dtype) -> None:
-    rows = MIN_BYTES // (64 * dtype.itemsize)
+def test_small_layers_are_left_alone(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linear, "MULTIPLY", SimpleNamespace(exists=False))
+    rows = MIN_PACKED_BYTES // (64 * dtype.itemsize)
     assert can_be_packed(nn.Linear(64, rows, dtype=dtype, bias=False))
     assert not can_be_packed(nn.Linear(64, rows - 1, dtype=dtype))
 

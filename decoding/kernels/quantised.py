@@ -1,27 +1,34 @@
-"""Linear layers with integer weights on a CPU, computed at nearly the bandwidth of memory (our formulation).
+"""Linear layers with integer weights, for drafts (our formulation).
 
-The kernel in `cpu_quantised.cpp` needs AVX-512 VNNI. It computes the bits of `quantised_linear.QuantisedLinear`, for
-any number of positions.
+All products are products of integers, and their sums are exact: the bits of a position do not depend on the number of
+positions, on the order of the sums, or on the implementation. `integers` describes the numbers.
 
-Weights are stored in tiles of 16 rows. Within a tile, four inputs of each row follow one another (int8, with 128 added
-to each weight), or the bits of eight inputs of each row (int4: four in the lower halves of the bytes, and the four that
-come 16 inputs later in the upper halves).
+A `QuantisedLinear` is plain torch. In compiled code, few positions are a sum of products that inductor can fuse with the
+unpacking. Outside, weights are unpacked in pieces in every pass.
+
+A `TiledLinear` computes the same bits by the kernel in `quantised.cpp`, at nearly the bandwidth of memory. Weights are
+stored in tiles of 16 rows. Within a tile, four inputs of each row follow one another (int8, with 128 added to each
+weight), or the bits of eight inputs of each row (int4: four in the lower halves of the bytes, and the four that come 16
+inputs later in the upper halves).
 """
 
 from __future__ import annotations
 
 import ctypes
-import functools
-from pathlib import Path
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from decoding.runners.cpu_kernels import call_directly, compiled_library
-from decoding.runners.integers import GROUP, PACKED, Int4Weight, Int8Weight, PackedWeight
+from decoding.kernels.compiled import CompiledFunction, call_directly
+from decoding.kernels.integers import GROUP, PACKED, Int4Weight, Int8Weight, PackedWeight, quantised_values
 
-SOURCE = Path(__file__).with_suffix(".cpp")
+MAX_FUSED_POSITIONS = 8
+"""Positions up to which compiled code sums products. More are a matrix product."""
+
+MAX_UNPACKED = 2**24
+"""Maximum number of weights that are unpacked at once outside compiled code."""
 
 ROWS = 16
 """Rows of a tile."""
@@ -36,6 +43,8 @@ MAX_INPUTS = {8: 2**16, 4: 2**14}
 PRECISIONS = (torch.float32, torch.bfloat16, torch.float16)
 """Precisions of values and outputs, in the order of the kernel."""
 
+MULTIPLY = CompiledFunction("quantised.cpp", "sdtune_quantised", [ctypes.c_void_p] * 6 + [ctypes.c_int64] * 4)
+
 
 @torch.library.custom_op("sdtune::quantised", mutates_args=())
 def multiply_integers(values: Tensor, tiles: Tensor, scales: Tensor, group_scales: Tensor, minima: Tensor) -> Tensor:
@@ -43,11 +52,9 @@ def multiply_integers(values: Tensor, tiles: Tensor, scales: Tensor, group_scale
 
     `group_scales` and `minima` are empty for int8.
     """
-    library = _library()
-    assert library is not None, "checked by `has_integer_kernel` when the layer was made"
     values = values.contiguous()
     outputs = values.new_empty((*values.shape[:-1], scales.shape[0]))
-    library.sdtune_quantised(
+    MULTIPLY(
         values.data_ptr(),
         tiles.data_ptr(),
         scales.data_ptr(),
@@ -65,6 +72,41 @@ def multiply_integers(values: Tensor, tiles: Tensor, scales: Tensor, group_scale
 @multiply_integers.register_fake
 def _(values: Tensor, tiles: Tensor, scales: Tensor, group_scales: Tensor, minima: Tensor) -> Tensor:
     return values.new_empty((*values.shape[:-1], scales.shape[0]))
+
+
+class QuantisedLinear(nn.Module):
+    """A linear layer by a packed weight. Inference only; outputs have the precision of the inputs."""
+
+    def __init__(self, weight: PackedWeight, bias: Tensor | None) -> None:
+        super().__init__()
+        self.in_features, self.out_features, self.bits = weight.num_inputs, weight.num_outputs, weight.bits
+        self.weight = weight
+        self.bias = bias
+        """The bias of the original layer, shared with it."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of the packed weight in bytes. The bias is shared with the original layer."""
+        return sum(buffer.nbytes for buffer in self.buffers())
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Map [.., inputs] to [.., outputs]."""
+        values, scales = quantised_values(input)
+        outputs = (self._sums(values) * self.weight.scales.double() * scales.double()).float().to(input.dtype)
+        return outputs if self.bias is None else outputs + self.bias.to(input.dtype)
+
+    def _sums(self, values: Tensor) -> Tensor:
+        """Return the exact sums [.., outputs] of products with integers [.., inputs], both in float64."""
+        if torch.compiler.is_compiling() and values.shape[:-1].numel() <= MAX_FUSED_POSITIONS:
+            return (values[..., None, :] * self.weight.integers(0, self.out_features)).sum(-1)
+        pieces = [values @ self.weight.integers(*rows).t() for rows in self._pieces()]
+        return torch.cat(pieces, dim=-1)
+
+    def _pieces(self) -> Iterator[tuple[int, int]]:
+        """Yield first and last (exclusive) rows of the pieces that are unpacked at once."""
+        num_rows = max(1, MAX_UNPACKED // self.in_features)
+        for first in range(0, self.out_features, num_rows):
+            yield first, min(first + num_rows, self.out_features)
 
 
 class TiledLinear(nn.Module):
@@ -108,13 +150,6 @@ class TiledLinear(nn.Module):
         return outputs if self.bias is None else outputs + self.bias.to(input.dtype)
 
 
-def has_integer_kernel(weight: Tensor, bits: int) -> bool:
-    """Return True if the kernel computes products with `weight` [outputs, inputs]: it is on a CPU that has the instructions."""
-    if weight.device.type != "cpu" or weight.shape[1] > MAX_INPUTS[bits]:
-        return False
-    return torch.cpu._is_avx512_supported() and torch.cpu._is_vnni_supported() and _library() is not None
-
-
 def _tiles(weight: PackedWeight) -> tuple[Tensor, Tensor, Tensor]:
     """Return the tiles of a weight, its group scales and its minima as the kernel reads them."""
     empty = torch.empty(0, dtype=torch.uint8)
@@ -132,22 +167,11 @@ def _tiles(weight: PackedWeight) -> tuple[Tensor, Tensor, Tensor]:
     return tiles.contiguous(), scales.transpose(1, 2).contiguous(), in_pairs.contiguous()
 
 
-@functools.cache
-def _library() -> ctypes.CDLL | None:
-    """Return the compiled kernel, or None with a warning if it cannot be compiled."""
-    library = compiled_library(SOURCE)
-    if library is None:
-        return None
-    library.sdtune_quantised.argtypes = [ctypes.c_void_p] * 6 + [ctypes.c_int64] * 4
-    library.sdtune_quantised.restype = None
-    return library
-
-
-def compile_integer_kernel() -> None:
+def register() -> None:
     """Make inductor call the kernel directly, without going through Python."""
     call_directly(
         torch.ops.sdtune.quantised.default,
         "aoti_torch_cpu_sdtune_quantised",
-        num_inputs=5,
-        num_outputs=lambda inputs: inputs[2].get_size()[0],
+        num_tensors=5,
+        size=lambda values, tiles, scales, *_: [*values.get_size()[:-1], scales.get_size()[0]],
     )

@@ -1,0 +1,123 @@
+"""Which kernel computes a layer, by work, device and precision: the only place that asks what a processor can do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal
+
+import torch
+from torch import nn
+
+from decoding.errors import UnsupportedModelError
+from decoding.kernels import attention, linear, quantised
+from decoding.kernels.integers import PACKED
+from decoding.kernels.linear import FewPositionsLinear, PackedLinear
+from decoding.kernels.quantised import MAX_INPUTS, QuantisedLinear, TiledLinear
+
+Work = Literal["linear", "attention", "int8", "int4"]
+Kernel = Literal["few positions", "packed", "attention", "tiles"]
+
+BITS: dict[int, Work] = {8: "int8", 4: "int4"}
+
+MIN_PACKED_BYTES = 2**20
+"""Minimum size of a packed weight. With layers of 0.1 to 0.3 MB (the demo), packing slowed drafted decoding down by 4 %: a single
+position reads the original weight, and two copies of a model that might fit in the processor's caches do not fit."""
+
+
+@dataclass(frozen=True)
+class KernelChoice:
+    """A kernel, or None and the reason why torch's own code computes the layer."""
+
+    kernel: Kernel | None
+    reason: str = ""
+
+
+def kernel_for(work: Work, device: torch.device, dtype: torch.dtype | None = None) -> KernelChoice:
+    """Return the kernel that does `work` on `device` in `dtype`, the precision of weights or of states.
+
+    The precision does not matter to integer weights.
+    """
+    if device.type != "cpu":
+        return KernelChoice(None, f"there is no kernel of ours for {device.type}")
+    if work in ("int8", "int4"):
+        if not (torch.cpu._is_avx512_supported() and torch.cpu._is_vnni_supported()):
+            return KernelChoice(None, "the processor has no AVX-512 VNNI")
+        return _compiled("tiles", quantised.MULTIPLY.exists)
+    precision = str(dtype).removeprefix("torch.")
+    has_instructions = {
+        torch.float32: torch.cpu._is_avx512_supported,
+        torch.bfloat16: torch.cpu._is_avx512_bf16_supported,
+    }.get(dtype or torch.float64, lambda: False)()
+    if work == "attention":
+        if not has_instructions:
+            return KernelChoice(None, f"the processor has no AVX-512 for {precision}")
+        return _compiled("attention", attention.ATTEND.exists)
+    if has_instructions and linear.MULTIPLY.exists:
+        return KernelChoice("few positions")
+    if _packs(dtype):
+        return KernelChoice("packed")
+    return KernelChoice(None, f"neither AVX-512 nor oneDNN computes in {precision} here")
+
+
+def _compiled(kernel: Kernel, exists: bool) -> KernelChoice:
+    return KernelChoice(kernel) if exists else KernelChoice(None, "its source cannot be compiled")
+
+
+def _packs(dtype: torch.dtype | None) -> bool:
+    if not torch.backends.mkldnn.is_available():
+        return False
+    if dtype is torch.bfloat16:
+        return torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    if dtype is torch.float16:
+        return torch.ops.mkldnn._is_mkldnn_fp16_supported()
+    return dtype is torch.float32
+
+
+def fast_linear(module: nn.Module, *, copied: Callable[[Callable[[], nn.Module]], nn.Module]) -> nn.Module:
+    """Return `module` computed by its kernel if it is a plain `nn.Linear` that has one, else the module itself.
+
+    `copied` makes a layer with a further copy of the weights; see `decoding.target.weights.ModelWeights.copied`.
+    """
+    if type(module) is not nn.Linear:
+        return module
+    weight = module.weight
+    kernel = kernel_for("linear", weight.device, weight.dtype).kernel
+    if kernel == "few positions" and weight.is_contiguous():
+        return FewPositionsLinear.of(module)
+    packs = kernel is not None and _packs(weight.dtype) and weight.nbytes >= MIN_PACKED_BYTES
+    return copied(partial(PackedLinear.of, module)) if packs else module
+
+
+def quantised_linear(module: nn.Linear, bits: int) -> nn.Module:
+    """Return `module` with weights of 8 or 4 bits; its bias is shared.
+
+    Raises `ValueError` for another number of bits, and `UnsupportedModelError` if the layer is not a plain linear
+    layer with finite weights on a CPU.
+    """
+    if bits not in PACKED:
+        raise ValueError(f"weights of {bits} bits: choose from {', '.join(map(str, PACKED))}")
+    if type(module) is not nn.Linear or not module.weight.is_floating_point() or module.weight.is_meta:
+        raise UnsupportedModelError(f"only plain linear layers can be quantised, not {type(module).__name__}")
+    check_quantised(module.weight.device)
+    with torch.inference_mode(False), torch.no_grad():
+        weight, bias = module.weight.detach(), None if module.bias is None else module.bias.detach()
+        if kernel_for(BITS[bits], weight.device).kernel is not None and weight.shape[1] <= MAX_INPUTS[bits]:
+            return TiledLinear(weight, bits, bias)
+        return QuantisedLinear(PACKED[bits](weight), bias)
+
+
+def check_quantised(device: torch.device) -> None:
+    """Raise `UnsupportedModelError` unless quantised layers have an implementation on `device` that may pay."""
+    if device.type != "cpu":
+        raise UnsupportedModelError(
+            f"drafts with int8 or int4 weights have no kernel on {device.type} yet, where they would be slower than the model "
+            "itself: run them on a CPU, or tune a draft without `bits` on this device"
+        )
+
+
+def register_kernels() -> None:
+    """Make inductor call the kernels directly, without going through Python."""
+    for module in (linear, attention, quantised):
+        module.register()
