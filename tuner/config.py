@@ -8,12 +8,11 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from decoding.documents.strict_yaml import Document, Duration, Line, read_mapping, validate
+from decoding.documents.strict_yaml import Document, Duration, Line, merged, read_mapping, validate
 from decoding.drafts import BitWidth, Layers
 from decoding.profile import ExactWidth
 from decoding.runners import AUTO, PLAIN_RUNNER, bit_exact_runners
@@ -432,28 +431,21 @@ ENVIRONMENT: Mapping[str, str] = {"storage": "SDTUNE_DATABASE", "tracking_uri": 
 """Environment variables of addresses, which may hold passwords: command lines can be read by all users of a machine."""
 
 
-def load_config(
-    path: Path | None, flags: Mapping[str, Any], distillation: Mapping[str, Any] = MappingProxyType({})
-) -> SearchConfig:
-    """Return the configuration of a file, overridden by the given flags; flags that are None or empty count as not given.
+def load_config(path: Path | None, given: Mapping[str, Any]) -> SearchConfig:
+    """Return the configuration of a file, overridden by what the command line gives.
 
-    What neither gives is taken from the `ENVIRONMENT`.
-
-    `distillation` holds flags that override keys of the `distillation:` mapping. Raises `ConfigError` naming the wrong key.
+    What neither gives is taken from the `ENVIRONMENT`. Raises `ConfigError` naming the wrong key.
     """
     from_file = {
         **{key: os.environ[name] for key, name in ENVIRONMENT.items() if os.environ.get(name)},
         **(read_mapping(path, what="configuration", error=ConfigError) if path else {}),
     }
-    given = {key: value for key, value in flags.items() if value not in (None, ())}
-    if distil := {key: value for key, value in distillation.items() if value is not None}:
-        of_file = from_file.get("distillation")
-        given["distillation"] = {**of_file, **distil} if isinstance(of_file, dict) else distil
+    both = merged(from_file, given)
     for required in ("model", "dataset"):
-        if required not in {**from_file, **given}:
+        if required not in both:
             raise ConfigError(f"which {required}? give --{required} or a `{required}:` in the file of --config")
     source = str(path) if path and not _is_wrong_flag(given) else "command line"
-    return validate(SearchConfig, {**from_file, **given}, source=source, error=ConfigError)
+    return validate(SearchConfig, both, source=source, error=ConfigError)
 
 
 def _is_wrong_flag(given: Mapping[str, Any]) -> bool:

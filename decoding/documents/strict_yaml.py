@@ -9,7 +9,7 @@ import difflib
 import math
 import re
 import reprlib
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -126,6 +126,23 @@ def read_mapping(path: Path, *, what: str, error: type[SdtuneError]) -> dict[str
     if not isinstance(data, dict):
         raise error(f"the {what} {path} must be a mapping of keys to values, got {type(data).__name__}")
     return data
+
+
+def read_value(text: str, *, source: str, error: type[SdtuneError]) -> Any:
+    """Return the YAML value of a text. Raises `error`, in one line, if it is not valid YAML."""
+    try:
+        return _load(text)
+    except (yaml.YAMLError, ValueError, LookupError, AttributeError, RecursionError) as cause:
+        raise error(f"{source}: {shortened(text)} is not valid YAML: {one_line(cause)}") from None
+
+
+def merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    """Return two mappings as one; of values that both have, `above` wins, and mappings are merged in turn."""
+    both = {**below, **above}
+    for key, value in above.items():
+        if isinstance(value, dict) and isinstance(below.get(key), dict):
+            both[key] = merged(below[key], value)
+    return both
 
 
 def validate(model: type[DocumentT], data: Any, *, source: str, error: type[SdtuneError]) -> DocumentT:

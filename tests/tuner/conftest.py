@@ -22,7 +22,7 @@ from decoding.probe import Capabilities, probe
 from decoding.profile import DraftProfile, TargetIdentity
 from decoding.target import Target
 from decoding.timing.round_costs import measure_round_costs
-from tests.support.commands import SearchCommand
+from tests.support.commands import SearchCommand, command_line
 from tests.support.postgres import postgres
 from tests.support.tiny import save_tiny_checkpoint, write_tiny_prompts
 from tuner.cli.main import main
@@ -188,15 +188,14 @@ def run_search(
     small = _small_config(workplace.parent)
 
     def run(*switches: str, **changes: str | None) -> Result:
-        flags: dict[str, str | None] = {
+        settings: dict[str, str | None] = {
             "model": str(checkpoint),
             "dataset": str(prompts_file),
             "config": str(small),
-            "tracking-uri": f"sqlite:///{workplace.parent / 'mlflow.db'}",
-            **{key.replace("_", "-"): value for key, value in changes.items()},
+            "tracking_uri": f"sqlite:///{workplace.parent / 'mlflow.db'}",
+            **changes,
         }
-        arguments = [part for key, value in flags.items() if value is not None for part in (f"--{key}", value)]
-        return CliRunner().invoke(main, ["search", *arguments, *switches])
+        return CliRunner().invoke(main, [*command_line("search", settings), *switches])
 
     return run
 

@@ -12,6 +12,7 @@ from decoding.documents.strict_yaml import parse_duration
 from studies.searches.registry import DEFAULT_STUDIES, STUDIES
 from tests.support.paths import ROOT
 from tuner.cli.main import main
+from tuner.cli.options import given
 from tuner.config import SearchConfig, load_config
 from tuner.errors import ConfigError
 
@@ -21,7 +22,7 @@ GIVEN = {"model": "m", "dataset": "d"}
 def test_flags_override_the_file(tmp_path: Path) -> None:
     path = tmp_path / "c.yaml"
     path.write_text("model: a\ndataset: b\ntrials: 7\n")
-    config = load_config(path, {"model": "c", "trials": None})
+    config = load_config(path, given(SearchConfig, {"model": "c", "trials": None}))
     assert (config.model, config.dataset, config.trials) == ("c", "b", 7)
 
 

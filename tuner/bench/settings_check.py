@@ -23,7 +23,7 @@ def check_bench_settings(config: BenchConfig) -> None:
             f"{given} does not go with --engine: the engine runs the export; --sequences N measures N requests side by side"
         )
     if config.sequences and config.engine_settings is not None:
-        raise ConfigError("--engine-settings does not go with --sequences: give draft lengths with --draft-tokens")
+        raise ConfigError("engine_settings does not go with --sequences: give draft lengths with --draft-tokens")
     if config.draft_tokens and not config.sequences:
         raise ConfigError("--draft-tokens needs --sequences: sdtune export --draft-tokens sets the length of an export")
 

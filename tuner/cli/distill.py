@@ -9,11 +9,10 @@ import click
 from rich.console import Console
 
 from tuner.cli.early_checks import check_names
-from tuner.cli.options import GroupedCommand, options_of
+from tuner.cli.options import GroupedCommand, given, keys_of, options_of
 from tuner.cli.prompt_sample import print_sample
 from tuner.cli.terminal import CONFIG_OPTION, print_facts, progress_on_stderr, resumable, use_threads
 from tuner.config import DistillSettings, SearchConfig, load_config
-from tuner.prompt_settings import DATA_FIELDS
 from tuner.stage_clock import spoken
 
 if TYPE_CHECKING:
@@ -21,12 +20,13 @@ if TYPE_CHECKING:
 
     from tuner.heads.distill import Distillation
 
+OF_DISTILLATION = ("head", "exit_layers", "training_dataset", "training_column", "timeout")
 OF_THE_SEARCH = (
     "model",
-    "revision",
-    *DATA_FIELDS,
-    "tuning_prompts",
-    "held_out_prompts",
+    "dataset",
+    "prompt_column",
+    "template",
+    "group_column",
     "seed",
     "dtype",
     "device",
@@ -37,41 +37,31 @@ OF_THE_SEARCH = (
     "ray_devices",
     "heads",
     "tracking_uri",
-    "experiment",
 )
-"""Settings of the search that decide which prompts are training prompts, and where the heads go."""
+"""Settings that are flags, of the distillation, and of the search whose held-out prompts are no training prompts."""
 
 
 @click.command(cls=GroupedCommand)
 @CONFIG_OPTION
-@options_of(DistillSettings)
-@options_of(SearchConfig, only=OF_THE_SEARCH, flags={"heads": "--out"}, may_be_in_file=True)
+@keys_of(SearchConfig)
+@options_of(DistillSettings, only=OF_DISTILLATION)
+@options_of(SearchConfig, only=OF_THE_SEARCH, position="model", flags={"heads": "--out"}, may_be_in_file=True)
 @click.option("--dry-run", is_flag=True, help="Load and check everything, show a prompt, write nothing.")
 @click.option("--overwrite", is_flag=True, help="Replace the heads asked for, and unfinished work of other settings.")
 def distill(config_file: Path | None, dry_run: bool, overwrite: bool, **flags: Any) -> None:
-    """Train heads that draft: for early exits, or one that drafts on by itself (self-distillation, our formulation).
+    """Train heads that draft: one decoder layer for each early exit, or a feature head that drafts on by itself.
 
-    A head is one more decoder layer after the first N. The model continues the training prompts, and the head of each exit
-    is trained to predict the model's own next tokens; the model itself is not changed. All heads are trained in one pass, or
-    group after group if they do not fit in the memory (--heads-at-once). With --executor ray the heads are shared out to the
-    devices of a cluster, and are the same heads. --timeout covers all of it, texts included; an estimate
-    comes first.
-    With --head feature one head is trained: it reads the model's last hidden state and the next token, and then its own output,
-    so that drafting runs none of the model's layers. It is trained on a few of its own steps (--unrolled-steps).
-    `sdtune search` with the same prompts and seed then drafts with them; its held-out prompts are never training prompts.
-    Many different prompts make a better head than many continuations of a few: name a large dataset with --training-dataset.
-
-    Memory: the model, and per exit one layer with 12 more bytes per weight. Continuations and checkpoints are on disk: the
-    same command resumes where it stopped.
+    The model continues the training prompts, and the heads learn its tokens; the model itself is not changed. `sdtune search`
+    with the same prompts and seed then drafts with them; its held-out prompts are no training prompts. The same command resumes.
 
     \b
     Examples:
       sdtune distill --config configs/demo.yaml
-      sdtune distill --config configs/demo.yaml --head feature
-      sdtune distill --model meta-llama/Llama-3.1-8B --dataset humaneval --training-dataset prompts.jsonl --timeout 30m
+      sdtune distill --config configs/demo.yaml --head feature --set distillation.unrolled_steps=4
+      sdtune distill meta-llama/Llama-3.1-8B --dataset humaneval --training-dataset prompts.jsonl --timeout 30m
     """
-    settings = {name: flags.pop(name) for name in DistillSettings.model_fields}
-    config = load_config(config_file, flags, settings)
+    flags |= {f"distillation.{name}": flags.pop(name) for name in OF_DISTILLATION}
+    config = load_config(config_file, given(SearchConfig, flags))
     check_names(model=config.model, revision=config.revision, dataset=config.dataset)
 
     from tuner.heads.distill import distil_and_track, prepare

@@ -28,7 +28,7 @@ class DoctorSettings(Document):
 
 
 @click.command(cls=GroupedCommand)
-@options_of(DoctorSettings)
+@options_of(DoctorSettings, position="model")
 def doctor(**flags: Any) -> None:
     """Probe a model: which sublayers can be skipped, and can its cache be rolled back? Exit status 1 if it cannot be tuned.
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from tuner.cli.options import GroupedCommand, options_of, settings_from
+from tuner.cli.options import GroupedCommand, given, options_of, settings_from
 from tuner.cli.terminal import CONFIG_OPTION, print_results, progress_on_stderr, quieten_optuna, resumable, use_threads
 from tuner.config import SearchConfig, load_config
 from tuner.evaluation.contract import Evaluation
@@ -44,7 +44,9 @@ def command_of(name: str, evaluation: type[Evaluation]) -> click.Command:
 
     def run(config_file: Path | None = None, **flags: Any) -> None:
         if evaluation.search_keys:
-            flags["config"] = load_config(config_file, {key: flags.pop(key) for key in evaluation.search_keys})
+            flags["config"] = load_config(
+                config_file, given(SearchConfig, {key: flags.pop(key) for key in evaluation.search_keys})
+            )
         settings = settings_from(evaluation, flags)
         quieten_optuna()
         use_threads(settings.num_threads)

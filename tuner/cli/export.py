@@ -2,23 +2,38 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import click
 from rich.console import Console
 
 from tuner.cli.early_checks import check_names
-from tuner.cli.options import GroupedCommand, options_of, settings_from
+from tuner.cli.options import GroupedCommand, keys_of, options_of, settings_from
 from tuner.cli.terminal import print_facts, progress_on_stderr, use_threads
-from tuner.export.settings import EXPORT_FIELDS, ExportSettings
-from tuner.prompt_settings import PromptSettings
+from tuner.export.settings import ExportSettings
+
+FLAGS = (
+    "to",
+    "out",
+    "draft_tokens",
+    "schedule",
+    "drop",
+    "model",
+    "device",
+    "threads",
+    "prompts",
+    "prompt_column",
+    "group_column",
+    "copy_weights",
+    "overwrite",
+)
+"""Settings that are flags; the others are for `--set`."""
 
 
 @click.command(cls=GroupedCommand)
-@click.argument("profile", metavar="PROFILE", type=click.Path(path_type=Path))
-@options_of(ExportSettings, only=(*EXPORT_FIELDS, *PromptSettings.model_fields))
-def export(profile: Path, **flags: Any) -> None:
+@keys_of(ExportSettings)
+@options_of(ExportSettings, only=FLAGS, position="profile")
+def export(**flags: Any) -> None:
     """Write a profile for another engine: its draft as a model folder, settings, and what is lost.
 
     A draft of whole blocks is an ordinary checkpoint of the model's family: N blocks, or N blocks and the trained exit head as
@@ -49,7 +64,7 @@ def export(profile: Path, **flags: Any) -> None:
       sdtune export profile.yaml --to vllm --out llama-vllm --schedule bench/engine.json
       sdtune export profile.yaml --to hf --out llama-hf --drop bits
     """
-    settings = settings_from(ExportSettings, {**flags, "profile": profile})
+    settings = settings_from(ExportSettings, flags)
     check_names(profile=settings.profile, model=settings.model)
 
     from tuner.export.run import export as write_export

@@ -9,7 +9,7 @@ from pydantic import Field
 
 from decoding.documents.strict_yaml import Document
 from tuner.cli.early_checks import check_names
-from tuner.cli.options import GroupedCommand, options_of, settings_from
+from tuner.cli.options import GroupedCommand, keys_of, options_of, settings_from
 from tuner.cli.terminal import use_threads
 from tuner.fields import (
     DECODING,
@@ -54,7 +54,12 @@ class GenerateSettings(Document):
 
 
 @click.command(cls=GroupedCommand)
-@options_of(GenerateSettings)
+@keys_of(GenerateSettings)
+@options_of(
+    GenerateSettings,
+    only=[name for name in GenerateSettings.model_fields if name != "chat_template"],
+    position="profile",
+)
 def generate(**flags: Any) -> None:
     """Continue a prompt with a profile. The text streams to stdout, the rates go to stderr."""
     settings = settings_from(GenerateSettings, flags)

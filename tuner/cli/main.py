@@ -118,7 +118,7 @@ def main() -> None:
     \b
     Start:
       sdtune search --model MODEL --dataset DATASET
-      sdtune generate --profile profile.yaml --prompt TEXT --compare
+      sdtune generate profile.yaml --prompt TEXT --compare
 
     In production: load_decoder("profile.yaml").generate(model, **inputs), with load_decoder from
     decoding.deploy.

@@ -1,6 +1,7 @@
-"""Command-line options derived from documents: each field is a flag with its type, default and description as help.
+"""Command-line options derived from documents: fields are flags with their type, default and description as help.
 
-A flag that is not given is None (or empty), so that a configuration file or the document's default decides.
+Fields that most users never need are keys of the YAML file without a flag: `--set KEY=VALUE` reaches them, `--help-all` lists
+them. A flag that is not given is None (or empty), so that a configuration file or the document's default decides.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import types
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
 import click
 from annotated_types import Ge, Gt, Le
@@ -18,8 +19,11 @@ from pydantic import BaseModel, BeforeValidator
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from decoding.documents.strict_yaml import validate
+from decoding.documents.strict_yaml import merged, read_value, validate
 from tuner.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
 
 CallableT = TypeVar("CallableT", bound=Callable[..., Any])
 DocumentT = TypeVar("DocumentT", bound=BaseModel)
@@ -60,8 +64,60 @@ class GroupedOption(click.Option):
         super().__init__(*args, **settings)
 
 
+class Position(click.Argument):
+    """Argument with a line of help that may also be given by the flag of its name, such as `--model`."""
+
+    def __init__(self, names: Sequence[str], *, field: FieldInfo, **settings: Any) -> None:
+        super().__init__(
+            names, metavar=names[0].upper() if settings.get("required") else f"[{names[0].upper()}]", **settings
+        )
+        extra = field.json_schema_extra if isinstance(field.json_schema_extra, dict) else {}
+        self.heading = str(extra.get("group", "Options"))
+        self.line = _help(field)
+
+    def get_help_record(self, ctx: click.Context) -> tuple[str, str]:
+        """Return the name and the description, which click leaves out."""
+        return self.make_metavar(ctx).strip("[]"), self.line
+
+    def handle_parse_result(self, ctx: click.Context, opts: Mapping[str, Any], args: list[str]) -> Any:
+        """Take the value of the flag if that was given."""
+        assert self.name is not None
+        if (by_flag := opts.get(_flag_of(self.name))) is not None:
+            if isinstance(by_position := opts.get(self.name), str):
+                raise click.UsageError(
+                    f"{self.name} is given twice: {by_position!r} and --{self.name} {by_flag!r}", ctx
+                )
+            opts = {**opts, self.name: by_flag}
+        return super().handle_parse_result(ctx, opts, args)
+
+
+def _flag_of(position: str) -> str:
+    return f"{position}_by_flag"
+
+
+class KeyOption(GroupedOption):
+    """`--set KEY=VALUE` for the keys of a document."""
+
+    def __init__(self, *args: Any, document: type[BaseModel], **settings: Any) -> None:
+        self.document = document
+        super().__init__(*args, heading="Configuration", **settings)
+
+
 class GroupedCommand(click.Command):
     """Command whose help lists options under their headings: what it works on first, devices and files last."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Parse as click does; a flag that does not exist, but is a key, is refused with the way to give it."""
+        try:
+            return super().parse_args(ctx, args)
+        except click.NoSuchOption as wrong:
+            key = wrong.option_name.lstrip("-").replace("-", "_").removeprefix("no_")
+            keys = {
+                name for option in self.params if isinstance(option, KeyOption) for name in option.document.model_fields
+            }
+            if key not in keys:
+                raise
+            raise click.UsageError(f"No such option {wrong.option_name!r}. Give --set {key}=VALUE.", ctx) from None
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write one section per heading, in order."""
@@ -85,23 +141,81 @@ def options_of(
     document: type[BaseModel],
     *,
     only: Iterable[str] | None = None,
+    position: str | None = None,
     flags: Mapping[str, str] = MappingProxyType({}),
     may_be_in_file: bool = False,
 ) -> Callable[[CallableT], CallableT]:
     """Return a decorator that adds an option for every field of `document`, or for the fields named in `only`.
 
-    `flags` gives fields another flag than their name. Nested documents and mappings have no flag. Fields without a default
-    are required, unless they `may_be_in_file`. Raises TypeError for a field whose type no option can hold.
+    The field `position` is an argument. `flags` gives fields another flag than their name. Nested documents and mappings have no
+    flag. Fields without a default are required, unless they `may_be_in_file`. Raises TypeError for a field whose type no option can
+    hold.
     """
     fields = document.model_fields
     options = [
         _option(name, fields[name], flags.get(name), required=not may_be_in_file)
         for name in (fields if only is None else only)
-        if not _is_nested(fields[name])
+        if not _is_nested(fields[name]) and name != position
     ]
+    if position is not None:
+        options[:0] = _position(position, fields[position], required=not may_be_in_file)
+    return _decorator(options)
 
+
+def keys_of(
+    document: type[BaseModel], inside: Callable[[], Mapping[str, type[BaseModel]]] = dict
+) -> Callable[[CallableT], CallableT]:
+    """Return a decorator that adds `--set` for the keys of a document and `--help-all`, which lists those without a flag.
+
+    `inside` imports the documents of mappings whose fields the document itself does not know, by key.
+    """
+
+    def help_all(ctx: click.Context, _: click.Parameter, is_wanted: bool) -> None:
+        if is_wanted and not ctx.resilient_parsing:
+            formatter = ctx.make_formatter()
+            ctx.command.format_help(ctx, formatter)
+            shown = {parameter.name for parameter in ctx.command.params}
+            own = {
+                key: field
+                for key, field in _keys(document)
+                if key not in shown and get_origin(field.annotation) is not dict
+            }
+            _write_keys(formatter, "Keys of the YAML file, or --set KEY=VALUE", own)
+            for prefix, other in inside().items():
+                _write_keys(formatter, f"Keys of {prefix}", dict(_keys(other, f"{prefix}.")))
+            click.echo(formatter.getvalue().rstrip())
+            ctx.exit()
+
+    return _decorator(
+        [
+            click.option(
+                "--set",
+                SET,
+                cls=KeyOption,
+                document=document,
+                multiple=True,
+                metavar="KEY=VALUE",
+                help="Set a key of the YAML file that has no flag; dots lead into mappings; repeatable.",
+            ),
+            click.option(
+                "--help-all",
+                is_flag=True,
+                expose_value=False,
+                is_eager=True,
+                callback=help_all,
+                help="Show this message and the keys that have no flag.",
+            ),
+        ]
+    )
+
+
+SET = "assigned"
+"""Name under which a command gets the values of `--set`."""
+
+
+def _decorator(options: Iterable[Callable[[Any], Any]]) -> Callable[[CallableT], CallableT]:
     def decorate(command: CallableT) -> CallableT:
-        for option in reversed(options):
+        for option in reversed([*options]):
             command = option(command)
         return command
 
@@ -109,13 +223,81 @@ def options_of(
 
 
 def settings_from(document: type[DocumentT], flags: Mapping[str, Any]) -> DocumentT:
-    """Return the document that the given flags make. Raises `ConfigError` naming the wrong one."""
-    return validate(document, given(flags), source="command line", error=ConfigError)
+    """Return the document that flags and `--set` make. Raises `ConfigError` naming the wrong one."""
+    return validate(document, given(document, flags), source="command line", error=ConfigError)
 
 
-def given(flags: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the flags that were given on the command line."""
-    return {name: value for name, value in flags.items() if value is not None and value != ()}
+def given(document: type[BaseModel], flags: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what the command line gives, flags and `--set` alike, as the YAML file would.
+
+    Names of `flags` may be dotted. Raises `ConfigError` for what is not KEY=VALUE, or is given twice.
+    """
+    found: dict[str, Any] = {}
+    for name, value in flags.items():
+        if name != SET and value is not None and value != ():
+            found = merged(found, _nested(name, value))
+    for text in flags.get(SET, ()):
+        key, equals, value = text.partition("=")
+        if not equals or not all(key.split(".")):
+            raise ConfigError(f"--set {text}: give KEY=VALUE, such as finalists=3")
+        if _at(found, key) is not None:
+            raise ConfigError(f"--set {key}: {key} is given twice on the command line")
+        found = merged(found, _nested(key, _parsed(document, key, value)))
+    return found
+
+
+def _nested(key: str, value: Any) -> dict[str, Any]:
+    """Return the mapping with a value at a dotted key."""
+    for part in reversed(key.split(".")):
+        value = {part: value}
+    return dict(value)
+
+
+def _at(data: Any, key: str) -> Any:
+    """Return what a mapping has at a dotted key, or on the way to it if that is no mapping; None if there is nothing."""
+    for part in key.split("."):
+        if not isinstance(data, dict):
+            break
+        data = data.get(part)
+    return data
+
+
+def _parsed(document: type[BaseModel], key: str, text: str) -> Any:
+    """Return the value of `--set`: text for a field that takes text, else what YAML reads in it."""
+    field = dict(_keys(document)).get(key)
+    if field is not None:
+        kind = _without_none(field.annotation)
+        kind = get_args(kind)[0] if get_origin(kind) is Annotated else kind
+        if isinstance(field.json_schema_extra, dict) and field.json_schema_extra.get("escapes"):
+            return EscapedText().convert(text, None, None)
+        if kind in (str, Path) or (
+            get_origin(kind) is Literal and all(isinstance(each, str) for each in get_args(kind))
+        ):
+            return text
+    return read_value(text, source=f"--set {key}", error=ConfigError)
+
+
+def _keys(document: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
+    """Yield the dotted keys of a document with their fields, nested documents included."""
+    for name, field in document.model_fields.items():
+        kind = _without_none(field.annotation)
+        if isinstance(kind, type) and issubclass(kind, BaseModel):
+            yield from _keys(kind, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", field
+
+
+def _write_keys(formatter: click.HelpFormatter, heading: str, keys: Mapping[str, FieldInfo]) -> None:
+    with formatter.section(heading):
+        formatter.write_dl([(key, _help(field)) for key, field in keys.items()])
+
+
+def _position(name: str, field: FieldInfo, *, required: bool) -> list[Callable[[Any], Any]]:
+    """Return the argument of a field, and the hidden flag that gives it too."""
+    return [
+        click.argument(name, cls=Position, field=field, required=required and field.is_required()),
+        click.option(f"--{name}", _flag_of(name), hidden=True, expose_value=False),
+    ]
 
 
 def _option(name: str, field: FieldInfo, flag: str | None, *, required: bool) -> Callable[[CallableT], CallableT]:

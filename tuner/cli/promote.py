@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from getpass import getuser
-from typing import TYPE_CHECKING
 
 import click
 from rich.console import Console
@@ -11,9 +10,6 @@ from rich.console import Console
 from tuner.addresses import without_password
 from tuner.cli.terminal import print_facts
 from tuner.profile_address import DEFAULT_STORE
-
-if TYPE_CHECKING:
-    from tuner.registry import Promotion
 
 
 @click.command()
@@ -40,23 +36,17 @@ def promote(source: str, name: str, why: str, by: str | None, alias: str, force:
     \b
     Examples:
       sdtune promote profile.yaml --name llama-code --why 'faster on requests of May'
-      sdtune generate --profile models:/llama-code@champion --prompt 'def main():'
+      sdtune generate models:/llama-code@champion --prompt 'def main():'
     """
+    from tuner.registry import lead
     from tuner.registry import promote as promote_profile
 
     found = promote_profile(
         source, name, why=why, by=by or getuser(), tracking_uri=tracking_uri, alias=alias, force=force
     )
-    print_promotion(Console(), found, tracking_uri)
-
-
-def print_promotion(console: Console, found: Promotion, tracking_uri: str) -> None:
-    """Print the address of a promoted profile in this store, its speed-up, and the speed-up of the profile it replaces."""
-    from tuner.registry import lead
-
     replaced = "nothing" if found.replaced is None else f"version {found.replaced}"
     print_facts(
-        console,
+        Console(),
         promoted=f"{found.address}, version {found.version}, in place of {replaced}",
         speedup=None if found.speedup is None else f"{found.speedup}",
         champion=None if found.champion is None else f"{found.champion}, version {found.replaced}",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from getpass import getuser
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,60 +9,81 @@ import click
 from rich.console import Console
 from rich.text import Text
 
+from studies.searches.registry import STUDIES
 from tuner.addresses import without_password
 from tuner.cli.early_checks import check_names
-from tuner.cli.options import GroupedCommand, GroupedOption, options_of
+from tuner.cli.options import GroupedCommand, given, keys_of, options_of
 from tuner.cli.prompt_sample import print_sample
 from tuner.cli.terminal import CONFIG_OPTION, print_facts, progress_on_stderr, quieten_optuna, use_threads
 from tuner.config import SearchConfig, load_config
 from tuner.stage_clock import StageClock, spoken
 
 if TYPE_CHECKING:
+    from studies.contract import StudySettings
     from tuner.search.outcome import SearchResult
     from tuner.search.run import InterruptedSearchError
     from tuner.search.task import Task
 
 
+FLAGS = (
+    "model",
+    "dataset",
+    "prompt_column",
+    "template",
+    "group_column",
+    "tuning_prompts",
+    "held_out_prompts",
+    "max_new_tokens",
+    "seed",
+    "study",
+    "trials",
+    "timeout",
+    "temperature",
+    "batch_size",
+    "dtype",
+    "device",
+    "threads",
+    "runner",
+    "exact",
+    "deploy_to",
+    "engine_home",
+    "executor",
+    "ray_address",
+    "ray_label",
+    "ray_devices",
+    "repeats",
+    "heads",
+    "storage",
+    "tracking_uri",
+    "experiment",
+    "out",
+)
+"""Settings that four users of five need; the others are keys of the YAML file, for `--set`."""
+
+
+def _studies() -> dict[str, type[StudySettings]]:
+    return {f"studies.{name}": entry.load().Settings for name, entry in STUDIES.items()}
+
+
 @click.command(cls=GroupedCommand)
 @CONFIG_OPTION
-@options_of(SearchConfig, may_be_in_file=True)
-@click.option(
-    "--distill-timeout",
-    "distill_timeout",
-    metavar="DURATION",
-    cls=GroupedOption,
-    heading="Search budget",
-    help="Time for distilling missing exit heads, on top of --timeout; default: within it, if the heads leave half of it.",
-)
-@click.option(
-    "--register",
-    metavar="NAME",
-    cls=GroupedOption,
-    heading="Files and stores",
-    help="Promote the profile under this name in MLflow's registry, as `sdtune promote` does, unless that refuses it.",
-)
+@keys_of(SearchConfig, _studies)
+@options_of(SearchConfig, only=FLAGS, position="model", may_be_in_file=True)
 @click.option("--dry-run", is_flag=True, help="Load and check everything, print the plan, write nothing.")
-def search(
-    config_file: Path | None, dry_run: bool, distill_timeout: str | None, register: str | None, **flags: Any
-) -> None:
+def search(config_file: Path | None, dry_run: bool, **flags: Any) -> None:
     """Search for the fastest lossless draft and write a profile.
 
-    Each candidate is scored by real speculative decoding, paired with plain decoding in the same process, and must produce
-    the same tokens. Finalists race on further tuning prompts. The winner is measured on held-out prompts; unless it is
-    faster there with 95 % confidence, the profile says to decode plainly.
-
-    --timeout covers everything from the command to the profile: what does not fit is measured on fewer prompts, and the
-    first lines give the plan.
-
-    Finished trials are on disk: the same command resumes where it stopped, within what is left of its budget.
+    Candidates decode tuning prompts in turns with plain decoding, and must give the same tokens. The winner is measured on held-out
+    prompts; unless it is faster there with 95 % confidence, the profile says to decode plainly. The same command resumes.
 
     \b
     Examples:
       sdtune search --config configs/demo.yaml
       sdtune search --model meta-llama/Llama-3.1-8B --dataset humaneval --timeout 30m --out llama-code.yaml
+      sdtune search --config configs/demo.yaml --set finalists=2 --set distillation.steps=900
     """
     clock = StageClock()
-    config = load_config(config_file, flags, {"timeout": distill_timeout})
+    config = load_config(config_file, given(SearchConfig, flags))
     check_names(model=config.model, revision=config.revision, dataset=config.dataset, out=config.out)
 
     from tuner.search.held_out import results_table
@@ -95,24 +115,6 @@ def search(
         raise KeyboardInterrupt
     results.print(results_table(found.rows, found.comparison))
     _print_conclusion(results, found, config)
-    if register is not None:
-        _register(results, register, found, config)
-
-
-def _register(console: Console, name: str, found: SearchResult, config: SearchConfig) -> None:
-    from tuner.cli.promote import print_promotion
-    from tuner.errors import PromotionError
-    from tuner.registry import promote
-
-    origin, why = found.profile.provenance, f"sdtune search on {config.dataset}"
-    run_id = None if origin is None else origin.mlflow_run_id
-    assert run_id is not None, "every search has a run"
-    try:
-        promoted = promote(run_id, name, why=why, by=getuser(), tracking_uri=config.tracking_uri)
-    except PromotionError as refused:
-        print_facts(console, registry=str(refused))
-    else:
-        print_promotion(console, promoted, config.tracking_uri)
 
 
 def _print_plan(console: Console, task: Task) -> None:

@@ -8,7 +8,7 @@ import click
 from pydantic import Field
 
 from decoding.documents.strict_yaml import Document
-from tuner.cli.options import GroupedCommand, options_of, settings_from
+from tuner.cli.options import GroupedCommand, keys_of, options_of, settings_from
 from tuner.cli.terminal import use_threads
 from tuner.fields import Device, Extra, ProfileDtype, ProfileModel, Threads
 
@@ -20,7 +20,7 @@ DECODING: Extra = {"group": "Decoding"}
 class ServeSettings(Document):
     """Settings of `sdtune serve`."""
 
-    profile: str
+    profile: str = Field(description="Profile that `sdtune search` wrote, or models:/NAME@ALIAS.")
     host: str = Field("127.0.0.1", description="Address to listen on.", json_schema_extra=SERVER)
     port: int = Field(8000, ge=1, le=65535, description="Port to listen on.", json_schema_extra=SERVER)
     allowed_host: tuple[str, ...] = Field(
@@ -58,9 +58,13 @@ class ServeSettings(Document):
 
 
 @click.command(cls=GroupedCommand)
-@click.argument("profile", metavar="PROFILE")
-@options_of(ServeSettings, only=[name for name in ServeSettings.model_fields if name != "profile"])
-def serve(profile: str, **flags: Any) -> None:
+@keys_of(ServeSettings)
+@options_of(
+    ServeSettings,
+    only=[name for name in ServeSettings.model_fields if name not in ("drain", "max_waiting", "always_draft")],
+    position="profile",
+)
+def serve(**flags: Any) -> None:
     """Serve a profile's model by OpenAI's HTTP API, with continuous batching.
 
     PROFILE is a file that `sdtune search` wrote, or an address such as models:/NAME@champion. The address is looked up
@@ -86,7 +90,7 @@ def serve(profile: str, **flags: Any) -> None:
       curl 127.0.0.1:8000/v1/completions -H 'content-type: application/json' -d '{"prompt": "def main():"}'
       SDTUNE_API_KEY=$(cat key) sdtune serve models:/llama-code@champion --host 0.0.0.0
     """
-    settings = settings_from(ServeSettings, {**flags, "profile": profile})
+    settings = settings_from(ServeSettings, flags)
 
     from tuner.cli.serve_model import serve_model
 

@@ -71,7 +71,7 @@ def worker(
     from tuner.service.worker import SearchWorker, WorkerSettings
 
     use_threads(threads)
-    executor = _checked(given(flags), device)
+    executor = _checked(given(SearchConfig, flags), device)
     made = SearchWorker(WorkerSettings(database, tracking_uri, folder, device, queue, name, executor))
     # After a connection to Ray, which sets handlers of its own.
     for number in (signal.SIGINT, signal.SIGTERM):

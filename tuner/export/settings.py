@@ -23,14 +23,10 @@ else:
     Drop = Literal[tuple(each.value for each in Droppable)]
 
 
-class ExportedProfile(PromptSettings):
-    """Settings that the command line gives as an argument."""
+class ExportSettings(PromptSettings):
+    """Settings of an export; None means the profile's value."""
 
     profile: Profile
-
-
-class ExportSettings(ExportedProfile):
-    """Settings of an export; None means the profile's value."""
 
     to: Destination = Field(description="Where the profile is to run.", json_schema_extra=ENGINE)
     out: Path = Field(description="Folder of the export.", json_schema_extra={**OUTPUTS, "metavar": "DIR"})
@@ -71,9 +67,3 @@ class ExportSettings(ExportedProfile):
         json_schema_extra=OUTPUTS,
     )
     overwrite: bool = Field(False, description="Replace an earlier export in --out.", json_schema_extra=OUTPUTS)
-
-
-EXPORT_FIELDS = tuple(
-    name for name in ExportSettings.model_fields if name not in ("profile", *PromptSettings.model_fields)
-)
-"""Settings that have a flag, those of prompts apart."""

@@ -58,9 +58,7 @@ PROMPT_SETTINGS = (
 )
 """Keys of the search configuration that a distillation uses too."""
 
-_LESS_TO_TRAIN = (
-    "give a lower --heads-at-once, or a lower batch_size or response_tokens to the distillation; finished heads stay"
-)
+_LESS_TO_TRAIN = "give a lower distillation.heads_at_once, batch_size or response_tokens; finished heads stay"
 
 
 @dataclass(frozen=True)
@@ -334,7 +332,9 @@ def _groups(
     """Return the exits in groups that are trained together: those of a checkpoint, which stay together, and the others."""
     at_once = _heads_at_once(work, len(exits))
     if at_once < len(exits):
-        progress.say(f"{len(exits)} heads are trained {at_once} at a time, to fit in the memory (--heads-at-once)")
+        progress.say(
+            f"{len(exits)} heads are trained {at_once} at a time, to fit in the memory (distillation.heads_at_once)"
+        )
     begun = stored_exits(work.checkpoint) if work.checkpoint.exists() else frozenset()
     parts = [[layer for layer in exits if layer in begun], [layer for layer in exits if layer not in begun]]
     sizes = at_once, min(at_once, max(1, -(-len(parts[1]) // num_devices)))

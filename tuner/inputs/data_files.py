@@ -284,7 +284,7 @@ def _split_of(path: Path) -> str | None:
 
 
 def _read_address(order: Order) -> Any:
-    advice = f"a copy on this machine is read by --dataset FILE --preset {order['name']}"
+    advice = f"a copy on this machine is read by --dataset FILE --set preset={order['name']}"
     with _reading(f"the data file {order['location']}", advice):
         import datasets
 

@@ -55,7 +55,7 @@ class PromptEncoder:
             self._templated(Content("?"))
         except RefusedTurnsError as cause:
             turns = "one user turn" if self.system_prompt is None else "a system prompt and one user turn"
-            advice = "--no-chat-template turns it off"
+            advice = "--set chat_template=no turns it off"
             if self.system_prompt is not None:
                 advice = f"put the text into --template, or {advice}"
             raise DatasetError(f"the tokenizer's chat template fails on {turns}: {cause}; {advice}") from cause

@@ -61,7 +61,7 @@ class LengthLimits:
     @property
     def advice(self) -> str:
         """Remedy for prompts that do not fit."""
-        return f"--max-prompt-tokens {self.room} cuts them from the left (max_prompt_tokens in a file)"
+        return f"--set max_prompt_tokens={self.room} cuts them from the left"
 
 
 @dataclass(frozen=True)

@@ -123,10 +123,12 @@ def _with_examples(form: RowFormat, table: Table, preset: Preset | None, setting
     if num_shots == 0:
         return form
     if not isinstance(form, TextFormat):
-        raise DatasetError("shots: a conversation takes no examples; give --shots 0, or a --template of a single text")
+        raise DatasetError(
+            "shots: a conversation takes no examples; give --set shots=0, or a --template of a single text"
+        )
     written = settings.answer_template or (preset.answer_template if preset is not None else None)
     if written is None:
-        raise DatasetError("shots: examples need answers; give an --answer-template such as ' {answer}'")
+        raise DatasetError("shots: examples need answers; give --set answer_template=' {answer}'")
     answer = _parsed(written, "answer_template")
     source = _examples_source(table, preset, settings)
     for column in sorted(form.columns | answer.columns):

@@ -119,7 +119,7 @@ def cautions(review: SearchReview) -> Iterator[str]:
             "within rounding. `--exact bitwise` removes such ties."
         )
     if signs := review.noise.signs:
-        yield f"The machine was not quiet: {'; '.join(signs)}. Rates may be off; measure again with `--wait-quiet`."
+        yield f"The machine was not quiet: {'; '.join(signs)}. Rates may be off; measure again with `--set wait_quiet=10m`."
     if (count := len(confirmed.samples)) < FEW_PROMPTS:
         yield f"The interval is over {count} {'batches' if confirmed.batch_size > 1 else 'prompts'} only."
     if (level := _level_with(review)) is not None:

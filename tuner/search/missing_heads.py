@@ -20,14 +20,14 @@ DISTILL_SHARE = 0.5
 def provide_heads(task: Task, expected: DistillationTime | None, progress: Progress) -> dict[int, EarlyExit]:
     """Return the heads that the studies need, after distilling missing ones if that is allowed and there is time for it.
 
-    Distillation with a limit of its own (`--distill-timeout`, or `timeout` of `distillation:`) comes on top of `--timeout`; without
+    Distillation with a limit of its own (`distillation.timeout`) comes on top of `--timeout`; without
     one it must fit within it.
     """
     if expected is None or not _is_wanted(task, expected, progress):
         if task.missing_heads and task.config.distill == "never":
             missing = compact_indices(task.missing_heads)
             progress.say(
-                f"no exit head in {task.config.heads} for exit {missing}: searching without (--distill auto makes them)"
+                f"no exit head in {task.config.heads} for exit {missing}: searching without (--set distill=auto makes them)"
             )
         return dict(task.heads)
     before = task.budget.clock.seconds().get(Stage.DISTILLING, 0.0)
@@ -50,7 +50,7 @@ def _is_wanted(task: Task, expected: DistillationTime, progress: Progress) -> bo
     if own is None and expected.total > DISTILL_SHARE * task.budget.left:
         progress.say(
             f"no exit head in {config.heads} for exit {missing}, and distilling takes about {spoken(expected.total)} of the "
-            f"{spoken(task.budget.left)} left: searching without. `sdtune distill` makes them, and --distill-timeout "
+            f"{spoken(task.budget.left)} left: searching without. `sdtune distill` makes them, and --set distillation.timeout="
             f"{enough(expected.total)} gives them that time on top of --timeout"
         )
         return False
@@ -59,6 +59,6 @@ def _is_wanted(task: Task, expected: DistillationTime, progress: Progress) -> bo
     limit = "" if own is None else f", at most {spoken(own)}{on_top}"
     progress.say(
         f"distilling exit heads for exit {missing} into {config.heads} first: about {spoken(seconds)}{limit} "
-        "(--distill never declines)"
+        "(--set distill=never declines)"
     )
     return True

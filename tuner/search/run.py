@@ -45,9 +45,7 @@ from tuner.search.time_keeper import SHORTEST, TimeKeeper, missing_time
 from tuner.stage_clock import Stage, StageClock, spoken
 from tuner.tracking import DatasetInput, Tracker
 
-_LESS_TO_SURVEY = (
-    "give lower survey_tokens and pool_tokens to the study, or a lower --max-prompt-tokens or --batch-size"
-)
+_LESS_TO_SURVEY = "give lower survey_tokens and pool_tokens to the study, or a lower max_prompt_tokens or --batch-size"
 
 
 class InterruptedSearchError(SearchError):
@@ -268,7 +266,7 @@ def _compared(
 ) -> StockOutcome:
     """Return the comparison of the profile to come with stock generation, or why there is none."""
     if not task.config.stock:
-        return StockOutcome(reason=f"declined by --no-stock; {LATER}")
+        return StockOutcome(reason=f"declined by stock: false; {LATER}")
     if task.config.deploy_to is not None:
         return StockOutcome(reason=f"the profile is for {task.config.deploy_to}, which was measured itself")
     count = keeper.num_stock(confirmed[0].measurement, len(held_out.indices))
@@ -289,7 +287,7 @@ def _stage_figures(clock: StageClock) -> dict[str, float]:
 
 def _decoding(what: str, config: SearchConfig) -> AbstractContextManager[None]:
     """Explain a shortage of memory while decoding `what`."""
-    remedy = f"give a lower --batch-size, --max-new-tokens or --max-prompt-tokens; {_kept(config)}"
+    remedy = f"give a lower --batch-size, --max-new-tokens or max_prompt_tokens; {_kept(config)}"
     return explained_shortage(f"decoding {what}", remedy)
 
 

@@ -177,7 +177,7 @@ def _speed_of(measurements: Sequence[Measurement]) -> float:
 def plan_text(task: Task, found: Forecast) -> Iterator[str]:
     """Yield the plan of a search that is not begun, the distillation of heads included, or that its time is too short."""
     if found.distillation is not None:
-        yield f"distillation of exit heads: about {spoken(found.distillation.total)} (--distill never declines)"
+        yield f"distillation of exit heads: about {spoken(found.distillation.total)} (--set distill=never declines)"
     yield from TimeKeeper(task, found).lines()
     if found.least > task.budget.left:
         needed = enough(task.budget.spent + found.least)

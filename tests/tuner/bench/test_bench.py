@@ -19,6 +19,7 @@ from decoding.drafts import LayerSkip
 from decoding.profile import DatasetFacts, Decoding, Exactness, Interval, Measured, Rates, SearchCost
 from decoding.target import Target
 from studies.measurement import BatchTexts, Measurement, PairedPrefill, PromptSample, sum_repeats
+from tests.support.commands import command_line
 from tests.support.heads import write_heads
 from tests.support.records import sample
 from tests.support.refusals import refused
@@ -51,15 +52,9 @@ def bench(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> RunBench:
     """`sdtune bench` with small sizes, its results in the folder `b`."""
 
     def run(profile: Path, dataset: Path, **flags: Any) -> Result:
-        given = {
-            **SIZES,
-            "max-new-tokens": NUM_NEW_TOKENS,
-            "out": "b",
-            **{k.replace("_", "-"): v for k, v in flags.items()},
-        }
-        arguments = ["bench", "--profile", str(profile), "--dataset", str(dataset)]
-        arguments += [part for key, value in given.items() if value is not None for part in (f"--{key}", str(value))]
-        return CliRunner().invoke(main, arguments)
+        sizes = {name.replace("-", "_"): value for name, value in SIZES.items()}
+        given = {**sizes, "max_new_tokens": NUM_NEW_TOKENS, "out": "b", "dataset": dataset, **flags}
+        return CliRunner().invoke(main, [*command_line("bench", given), str(profile)])
 
     return run
 

@@ -156,7 +156,7 @@ def bench(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
     def run(*flags: str) -> Result:
         numbers = ("--tuning-prompts", "4", "--held-out-prompts", "4", "--max-new-tokens", "12")
-        command = ["bench", "--profile", "profile.yaml", "--dataset", "prompts.jsonl", *numbers]
+        command = ["bench", "profile.yaml", "--dataset", "prompts.jsonl", *numbers]
         return CliRunner().invoke(main, [*command, "--engine", "llama.cpp", "--engine-home", "llama.cpp", *flags])
 
     return run
@@ -202,8 +202,8 @@ def test_an_engine_that_runs_no_length_is_an_error(bench: Bench) -> None:
 def test_settings_that_do_not_go_together_are_refused(bench: Bench) -> None:
     refused(bench("--sequences", "3"), "--sequences 3 needs at least 6 prompts")
     refused(bench("--draft-tokens", "2"), "--draft-tokens needs --sequences")
-    refused(bench("--sequences", "1", "--engine-settings", "f"), "--engine-settings", "--sequences")
-    command = ["bench", "--profile", "profile.yaml", "--dataset", "prompts.jsonl", "--sequences", "2"]
+    refused(bench("--sequences", "1", "--set", "engine_settings=f"), "engine_settings", "--sequences")
+    command = ["bench", "profile.yaml", "--dataset", "prompts.jsonl", "--sequences", "2"]
     refused(CliRunner().invoke(main, command), "--sequences", "give --engine")
 
 

@@ -30,7 +30,7 @@ def bench(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
     def run(*flags: str) -> Result:
         numbers = ("--tuning-prompts", "4", "--held-out-prompts", "4", "--max-new-tokens", "12")
-        command = ["bench", "--profile", "profile.yaml", "--dataset", "prompts.jsonl", *numbers]
+        command = ["bench", "profile.yaml", "--dataset", "prompts.jsonl", *numbers]
         return CliRunner().invoke(main, [*command, "--engine", "llama.cpp", "--engine-home", "llama.cpp", *flags])
 
     return run
@@ -38,7 +38,7 @@ def bench(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_the_export_is_measured_against_the_engines_plain_decoding(bench: Bench) -> None:
     Path("others.txt").write_text("# a comment\n--spec-type ngram-simple --model-draft {out}/draft.gguf\n--broken\n")
-    done = bench("--engine-settings", "others.txt")
+    done = bench("--set", "engine_settings=others.txt")
     assert done.exit_code == 0, done.output
     document = json.loads(Path("bench/engine.json").read_text())
     profile, other = document["drafts"].values()

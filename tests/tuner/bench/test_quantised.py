@@ -20,7 +20,7 @@ def test_quantised_profile_writes_plain_decodings_text(
 ) -> None:
     profile, code = write_profile(LayerSkip(bits=8), Fixed(max_tokens=3)), write_tiny_prompts(workplace / "code.jsonl")
     sizes = ["--tuning-prompts", "4", "--held-out-prompts", "2", "--max-new-tokens", "24", "--out", "b"]
-    files = ["--profile", str(profile), "--dataset", str(code)]
+    files = [str(profile), "--dataset", str(code)]
     result = CliRunner().invoke(main, ["bench", *files, *sizes, "--against", "profile,plain"])
     assert result.exit_code == 0, result.output
     samples = json.loads((workplace / "b" / "bench.json").read_text())["samples"]["profile"]

@@ -36,7 +36,7 @@ from tuner.cli.main import main
         ({"out": "no/such/folder/profile.yaml"}, ["no/such/folder", "cannot write"]),
         ({"out": "."}, ["is a folder"]),
         ({"config": "nowhere.yaml"}, ["no such configuration"]),
-        ({"distill": "sometimes"}, ["--distill", "'auto', 'never'", "sometimes"]),
+        ({"distill": "sometimes"}, ["distill", "'auto' or 'never'", "sometimes"]),
         ({"storage": "sqlite:////dev/null/trials.db"}, ["cannot use the storage"]),
         ({"tracking_uri": "sqlite:////dev/null/mlflow.db"}, ["cannot use the MLflow store"]),
     ],
@@ -65,7 +65,7 @@ def test_a_store_that_does_not_answer_is_noticed_before_the_model_is_loaded(
         (["search", "--trials", "many"], ["--trials", "'many'"]),
         (["search", "--trails", "3"], ["No such option", "--trials"]),
         (["serch"], ["No such command 'serch'"]),
-        (["generate", "--profile", "p.yaml"], ["Missing option '--prompt'"]),
+        (["generate", "p.yaml"], ["Missing option '--prompt'"]),
     ],
 )
 def test_a_wrong_command_line(workplace: Path, arguments: list[str], words: list[str]) -> None:
@@ -166,9 +166,7 @@ def test_a_missing_profile(workplace: Path) -> None:
 
 def test_a_profile_for_another_model(workplace: Path, checkpoint: Path) -> None:
     path = _profile(workplace / "p.yaml")
-    result = CliRunner().invoke(
-        main, ["generate", "--profile", str(path), "--model", str(checkpoint), "--prompt", "w1"]
-    )
+    result = CliRunner().invoke(main, ["generate", str(path), "--model", str(checkpoint), "--prompt", "w1"])
     refused(result, "was tuned for m", "another configuration")
 
 

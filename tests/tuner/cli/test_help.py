@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
 
+from studies.searches.joint import JointSettings
 from tuner.cli.main import COMMANDS, main
+from tuner.cli.search import FLAGS
 from tuner.config import DistillSettings, SearchConfig
 from tuner.evaluation.registry import EVALUATIONS, resolve
 
@@ -40,17 +42,18 @@ CHEAP = [
     ("search", "--model", "m", "--dataset", "d", "--timeout", "10 parsecs"),
     ("search", "--model", "m", "--dataset", "d", "--tuning-prompts", "1"),
     ("distill", "--model", "m", "--dataset", "d", "--exit-layers", "four"),
-    ("bench", "--profile", "p.yaml"),
-    ("generate", "--profile", "p.yaml", "--prompt", "a", "--temperature", "-1"),
+    ("bench", "p.yaml"),
+    ("generate", "p.yaml", "--prompt", "a", "--temperature", "-1"),
     ("show", "none.yaml"),
     ("search", "--model", "/no/such/model", "--dataset", "gsm8k"),
     ("search", "--model", "gpt2", "--dataset", "none.jsonl"),
     ("search", "--model", "gpt2", "--dataset", "gsm8k", "--out", "no/such/folder/p.yaml"),
-    ("search", "--model", "no/such-model", "--dataset", "gsm8k"),
-    ("distill", "--model", "./none", "--dataset", "gsm8k"),
-    ("doctor", "--model", "/no/such/model"),
-    ("generate", "--profile", "none.yaml", "--prompt", "a"),
-    ("bench", "--profile", "none.yaml", "--dataset", "gsm8k"),
+    ("search", "no/such-model", "--dataset", "gsm8k"),
+    ("search", "m", "--dataset", "d", "--set", "finalist=3"),
+    ("distill", "./none", "--dataset", "gsm8k"),
+    ("doctor", "/no/such/model"),
+    ("generate", "none.yaml", "--prompt", "a"),
+    ("bench", "none.yaml", "--dataset", "gsm8k"),
     ("export", "none.yaml", "--to", "folder", "--out", "exported"),
     ("report", "none"),
     ("evaluate", "rules", "--profile", "p.yaml"),
@@ -89,17 +92,21 @@ def test_cheap_checks_import_nothing_heavy(
     assert ended == "status 2"
 
 
-def test_every_setting_is_a_flag_with_its_description(tmp_path: Path) -> None:
-    for command, document, nested in (
-        ("search", SearchConfig, {"studies", "distillation"}),
-        ("distill", DistillSettings, set()),
-    ):
-        shown = " ".join(CliRunner().invoke(main, [command, "--help"]).stdout.split())
+def test_every_setting_has_its_description_in_the_long_help() -> None:
+    shown = " ".join(CliRunner().invoke(main, ["search", "--help-all"]).stdout.split())
+    for document, prefix in ((SearchConfig, ""), (DistillSettings, "distillation."), (JointSettings, "studies.joint.")):
         for name, field in document.model_fields.items():
             assert field.description, name
-            if name not in nested:
-                assert f"--{name.replace('_', '-')} " in shown, name
+            if name not in ("model", "studies", "distillation"):
+                key = f"--{name.replace('_', '-')} " if name in FLAGS and not prefix else f"{prefix}{name} "
+                assert key in shown, name
                 assert field.description in shown, name
+
+
+@pytest.mark.parametrize("command", ["search", "distill", "bench", "export", "serve", "generate", "worker", "service"])
+def test_the_short_help_is_short(command: str) -> None:
+    result = CliRunner().invoke(main, [command, "--help"])
+    assert len(re.findall(r"^  -", result.stdout, re.MULTILINE)) <= 35
 
 
 def test_every_evaluation_describes_its_settings() -> None:

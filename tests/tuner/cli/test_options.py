@@ -11,7 +11,7 @@ from click.testing import CliRunner
 from pydantic import Field
 
 from decoding.documents.strict_yaml import Document, Duration
-from tuner.cli.options import GroupedCommand, options_of, settings_from
+from tuner.cli.options import GroupedCommand, keys_of, options_of, settings_from
 from tuner.fields import Names
 
 
@@ -106,3 +106,94 @@ def test_a_type_that_no_option_can_hold_is_refused() -> None:
 
     with pytest.raises(TypeError, match="no option can hold the field 'pair'"):
         options_of(Wrong)
+
+
+class Keyed(Document):
+    model: str = Field(description="The model.")
+    text: str | None = Field(None, description="Text.", json_schema_extra={"escapes": True})
+    kind: Literal["a", "b"] = Field("a", description="Kind.")
+    out: Path = Field(Path("here"), description="Folder.")
+    names: Names = Field((), description="Names.")
+    limit: Duration | None = Field(None, description="Time.")
+    is_careful: bool = Field(True, description="Check more.")
+    inner: Inner = Field(default_factory=Inner, description="Numbers.")
+    others: dict[str, Any] = Field(default_factory=dict, description="Anything.")
+
+
+def keyed(*arguments: str) -> tuple[Keyed | None, str]:
+    """Return the document that the arguments of a command with two flags make, or None, and the output."""
+    made: list[Keyed] = []
+
+    @click.command(cls=GroupedCommand)
+    @keys_of(Keyed)
+    @options_of(Keyed, only=["kind"], position="model")
+    def command(**flags: Any) -> None:
+        made.append(settings_from(Keyed, flags))
+
+    result = CliRunner().invoke(command, arguments)
+    return (made[0] if made else None), result.output + str(result.exception or "")
+
+
+@pytest.mark.parametrize(
+    ("assigned", "expected"),
+    [
+        ("text=5", {"text": "5"}),
+        ("text=", {"text": ""}),
+        ("text=Q: {q}\\nA=1", {"text": "Q: {q}\nA=1"}),
+        ("text=[a]", {"text": "[a]"}),
+        ("out=2026", {"out": Path("2026")}),
+        ("names=a,b", {"names": ("a", "b")}),
+        ("names=[a, b]", {"names": ("a", "b")}),
+        ("limit=2m", {"limit": 120.0}),
+        ("limit=90", {"limit": 90.0}),
+        ("limit=null", {"limit": None}),
+        ("is_careful=no", {"is_careful": False}),
+        ("inner.number=3", {"inner": Inner(number=3)}),
+        ("others.a.b=3", {"others": {"a": {"b": 3}}}),
+    ],
+)
+def test_set_gives_a_key_its_value(assigned: str, expected: dict[str, Any]) -> None:
+    assert keyed("m", "--set", assigned)[0] == Keyed(model="m", **expected)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--set", "nams=a"], "unknown key 'nams'; did you mean 'names'"),
+        (["--set", "inner.numbr=3"], "unknown key 'inner.numbr'; did you mean 'number'"),
+        (["--set", "inner.number=three"], "inner.number: input should be a valid integer"),
+        (["--set", "inner=3"], "inner: input should be a valid"),
+        (["--set", "limit.seconds=3"], "limit: must be a duration"),
+        (["--set", "names"], "--set names: give KEY=VALUE"),
+        (["--set", "=a"], "--set =a: give KEY=VALUE"),
+        (["--set", "inner..number=1"], "give KEY=VALUE"),
+        (["--set", "limit=[1"], "--set limit: '[1' is not valid YAML"),
+        (["--set", "limit=1", "--set", "limit=2"], "limit is given twice"),
+        (["--set", "inner.number=1", "--set", "inner=2"], "inner is given twice"),
+        (["--set", "limit=1", "--set", "limit.a=2"], "limit.a is given twice"),
+        (["--kind", "a", "--set", "kind=b"], "kind is given twice"),
+        (["--set", "model=other"], "model is given twice"),
+        (["--model", "other"], "model is given twice: 'm' and --model 'other'"),
+        (["--names", "a"], "No such option '--names'. Give --set names=VALUE."),
+        (["--no-is-careful"], "No such option '--no-is-careful'. Give --set is_careful=VALUE."),
+        (["--kin", "a"], "Did you mean"),
+    ],
+)
+def test_wrong_keys_are_refused_by_name(arguments: list[str], message: str) -> None:
+    found, output = keyed("m", *arguments)
+    assert found is None
+    assert message in " ".join(output.split()), output
+
+
+def test_what_has_a_position_may_be_given_by_its_flag() -> None:
+    assert keyed("--model", "m")[0] == keyed("m")[0] == Keyed(model="m")
+    assert "Missing argument 'MODEL'" in keyed()[1]
+
+
+def test_the_long_help_lists_the_keys_without_a_flag() -> None:
+    assert "inner.number" not in keyed("--help")[1]
+    shown = " ".join(keyed("--help-all")[1].split("Keys of")[1].split())
+    assert "limit Time." in shown
+    assert "is_careful Check more. [default: yes]" in shown
+    assert "inner.number" in shown
+    assert "kind" not in shown

@@ -44,7 +44,7 @@ def test_transformers_generates_plain_texts_with_the_exported_head(
     export: Export, target: Target, tmp_path: Path, checkpoint: Path
 ) -> None:
     draft = write_heads(target, tmp_path, [2])[2]
-    prompts = ("--prompts", "prompts.jsonl", "--tuning-prompts", "4", "--held-out-prompts", "4")
+    prompts = ("--prompts", "prompts.jsonl", "--set", "tuning_prompts=4", "--set", "held_out_prompts=4")
     done = export(draft.having(lookup=Lookup()), "hf", *prompts)
     assert done.exit_code == 0, done.output
     assert "max difference 0" in done.stderr

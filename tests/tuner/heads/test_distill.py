@@ -25,6 +25,7 @@ import tuner.heads.here
 from decoding.errors import DistillationError
 from decoding.exit_heads import load_exit_head, load_feature_head, prompt_sha256, read_facts
 from decoding.target import Target
+from tests.support.commands import command_line
 from tests.support.here_devices import HereDevices
 from tests.support.paths import ROOT
 from tests.support.refusals import refused
@@ -53,8 +54,8 @@ def arguments(workplace: Path, checkpoint: Path, prompts_file: Path) -> dict[str
         "config": str(config),
         "model": str(checkpoint),
         "dataset": str(prompts_file),
-        "exit-layers": "2-3",
-        "tracking-uri": f"sqlite:///{workplace.parent / 'mlflow.db'}",
+        "exit_layers": "2-3",
+        "tracking_uri": f"sqlite:///{workplace.parent / 'mlflow.db'}",
     }
 
 
@@ -63,17 +64,9 @@ def run_distill(arguments: dict[str, str | None]) -> DistillCommand:
     """Run `sdtune distill` on the tiny model; keyword arguments override flags, None removes one, True is a switch."""
 
     def run(**changes: str | bool | None) -> Result:
-        return CliRunner().invoke(main, ["distill", *_flags(arguments, **changes)])
+        return CliRunner().invoke(main, command_line("distill", {**arguments, **changes}))
 
     return run
-
-
-def _flags(arguments: dict[str, str | None], **changes: str | bool | None) -> list[str]:
-    flags = {**arguments, **{key.replace("_", "-"): value for key, value in changes.items()}}
-    given = [
-        [f"--{key}"] if value is True else [f"--{key}", str(value)] for key, value in flags.items() if value is not None
-    ]
-    return [part for flag in given for part in flag]
 
 
 def _prompts(prompts_file: Path, checkpoint: Path) -> PromptSet:
@@ -244,9 +237,9 @@ class TestRefusals:
             ({"exit_layers": "0"}, ["exits at layer 0", "must be 1 to 5"]),
             ({"exit_layers": "two"}, ["exit_layers", "'two'"]),
             ({"tuning_prompts": "500"}, ["too few prompts", "500"]),
-            ({"steps": "0"}, ["'--steps'", "0 is not in the range x>=1"]),
+            ({"steps": "0"}, ["distillation.steps", "greater than or equal to 1", "0"]),
             ({"timeout": "soon"}, ["timeout", "90s, 10m or 1.5h"]),
-            ({"learning_rate": "-1"}, ["'--learning-rate'", "not in the range 0<x<=1"]),
+            ({"learning_rate": "-1"}, ["distillation.learning_rate", "greater than 0", "-1"]),
             ({"device": "abacus"}, ["no device 'abacus'"]),
             ({"out": "/dev/null/heads"}, ["/dev/null", "is a file"]),
             ({"out": "/proc/heads"}, ["cannot write exit heads into /proc/heads"]),
@@ -309,7 +302,7 @@ class TestStopping:
         self, arguments: dict[str, str | None], run_distill: DistillCommand, workplace: Path
     ) -> None:
         assert run_distill(out="whole", steps="40").exit_code == 0
-        command = [sys.executable, "-m", "tuner.cli.main", "distill", *_flags(arguments, steps="40")]
+        command = [sys.executable, "-m", "tuner.cli.main", *command_line("distill", {**arguments, "steps": "40"})]
         environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
         process = subprocess.Popen(
             command, env=environment, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True

@@ -207,7 +207,7 @@ class TestLength:
         (note,) = found.notes
         assert note.endswith(
             "prompts are too long and were left out, as at most 284 fit the model's context of 300 with 16 new ones; "
-            "--max-prompt-tokens 284 cuts them from the left (max_prompt_tokens in a file)"
+            "--set max_prompt_tokens=284 cuts them from the left"
         )
         assert note.split(" ", 1)[0] in ("1", "2")
         assert draw(path, 3, 2).notes == ()
@@ -290,7 +290,7 @@ class TestShots:
 
     def test_answers_are_asked_for(self, tmp_path: Path) -> None:
         path = write(tmp_path / "a.jsonl", QUESTIONS)
-        assert "give an --answer-template" in refusal(path, shots=2, template="{q}")
+        assert "give --set answer_template=" in refusal(path, shots=2, template="{q}")
         chat = write(tmp_path / "b.jsonl", [messages(("user", "a"))])
         assert "a conversation takes no examples" in refusal(chat, shots=2, answer_template="{a}")
 
@@ -335,7 +335,7 @@ class TestBenchmarks:
 
         monkeypatch.setattr(datasets, "load_dataset", load_dataset)
         read_in_process(monkeypatch)
-        assert "no route; a copy on this machine is read by --dataset FILE --preset spec_bench" in refusal(
+        assert "no route; a copy on this machine is read by --dataset FILE --set preset=spec_bench" in refusal(
             Path("spec_bench")
         )
 

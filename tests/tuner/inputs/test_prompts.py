@@ -584,7 +584,7 @@ class TestTokens:
 
     def test_a_template_that_refuses_a_user_turn(self, tmp_path: Path, tokenizer: Any) -> None:
         tokenizer.chat_template = "{{ raise_exception('system first') }}"
-        assert "system first; --no-chat-template" in refusal(prompts_file(tmp_path), tokenizer)
+        assert "system first; --set chat_template=no" in refusal(prompts_file(tmp_path), tokenizer)
 
     def test_too_long(self, tmp_path: Path, tokenizer: Any, caplog: pytest.LogCaptureFixture) -> None:
         path = prompts_file(tmp_path, ["x" * 100, "y" * 100])
@@ -592,7 +592,7 @@ class TestTokens:
             message = refusal(path, tokenizer, num_tuning=1, num_held_out=1, context_length=100)
         assert "2 too long, as at most 84 fit the model's context of 100 with 16 new ones" in message
         assert f"the dataset {path} gives 0 for tuning and 0 held out" in message
-        assert "--max-prompt-tokens 84 cuts them" in message
+        assert "--set max_prompt_tokens=84 cuts them" in message
         assert not caplog.records  # the tokenizer's own warning of a long sequence
         assert len(texts(load(path, tokenizer, 1, 1, context_length=117))) == 2
         assert len(texts(load(path, tokenizer, 1, 1, context_length=None))) == 2

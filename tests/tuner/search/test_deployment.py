@@ -64,7 +64,7 @@ def test_only_what_the_engine_runs_is_tried_and_the_engine_decides(deploy: Searc
 
 @pytest.mark.usefixtures("quick_costs")
 def test_an_engine_that_is_slower_with_every_draft_decodes_plainly(deploy: SearchCommand) -> None:
-    done = deploy("--engine-args", "--slow", trials=1)
+    done = deploy("--set", "engine_args=--slow", trials=1)
     assert done.exit_code == 0, done.output
     profile = DraftProfile.load(Path("profile.yaml"))
     assert isinstance(profile.draft, PlainDecoding)
@@ -76,7 +76,7 @@ def test_an_engine_that_is_slower_with_every_draft_decodes_plainly(deploy: Searc
 
 @pytest.mark.usefixtures("quick_costs")
 def test_wrong_texts_win_nothing(deploy: SearchCommand) -> None:
-    done = deploy("--engine-args", "--wrong", trials=1)
+    done = deploy("--set", "engine_args=--wrong", trials=1)
     assert done.exit_code == 0, done.output
     assert isinstance(DraftProfile.load(Path("profile.yaml")).draft, PlainDecoding)
 

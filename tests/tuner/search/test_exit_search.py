@@ -120,7 +120,7 @@ def test_profile_with_a_head_is_used_and_the_search_resumes_with_its_heads(
     assert shown.exit_code == 0
     for words in (name, f"exit at {profile.draft.exit_layer}, trained head", "20 s to distil exit heads"):
         assert words in shown.stdout
-    arguments = ["generate", "--profile", "profile.yaml", "--prompt", "w3 w4", "--max-new-tokens", "10", "--compare"]
+    arguments = ["generate", "profile.yaml", "--prompt", "w3 w4", "--max-new-tokens", "10", "--compare"]
     generated = CliRunner().invoke(main, arguments)
     assert generated.exit_code == 0, generated.output
     assert "tokens   identical (10)" in generated.stderr
@@ -154,7 +154,7 @@ def test_ctrl_c_leaves_an_unconfirmed_profile_with_its_head(
     monkeypatch.setattr(Bench, "measure", interrupted)
     result = search()
     assert result.exit_code == 130, result.output
-    assert "no exit head in ../heads for exit 4: searching without (--distill auto makes them)" in " ".join(
+    assert "no exit head in ../heads for exit 4: searching without (--set distill=auto makes them)" in " ".join(
         result.stderr.split()
     )
     name = f"profile.unconfirmed.exit_head_5.{(draft.head_sha256 or '')[:8]}.safetensors"

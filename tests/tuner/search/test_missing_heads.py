@@ -70,7 +70,7 @@ def test_without_a_limit_they_are_announced_and_distilled(monkeypatch: pytest.Mo
     assert search.provide() == {2, 3}
     assert search.limits == [None]
     assert search.told.lines == [
-        "distilling exit heads for exit 2,3 into exit_heads first: about 5:00 min (--distill never declines)"
+        "distilling exit heads for exit 2,3 into exit_heads first: about 5:00 min (--set distill=never declines)"
     ]
 
 
@@ -89,7 +89,10 @@ def test_what_takes_more_than_half_is_left_out_and_the_line_says_how_to_have_it(
     assert not search.limits
     (line,) = search.told.lines
     assert "distilling takes about 5:00 min of the 8:00 min left: searching without" in line
-    assert "`sdtune distill` makes them, and --distill-timeout 6m gives them that time on top of --timeout" in line
+    assert (
+        "`sdtune distill` makes them, and --set distillation.timeout=6m gives them that time on top of --timeout"
+        in line
+    )
 
 
 def test_time_of_its_own_comes_on_top(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,4 +106,4 @@ def test_time_of_its_own_comes_on_top(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_declined_heads_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     search = Search(monkeypatch, distill="never", heads=Path("h"))
     assert search.provide() == set()
-    assert search.told.lines == ["no exit head in h for exit 2,3: searching without (--distill auto makes them)"]
+    assert search.told.lines == ["no exit head in h for exit 2,3: searching without (--set distill=auto makes them)"]

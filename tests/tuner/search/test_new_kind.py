@@ -97,7 +97,7 @@ def test_profile_is_benched_and_decodes_in_production(
         "--out",
         "b",
     ]
-    result = CliRunner().invoke(main, ["bench", "--profile", str(path), "--dataset", str(prompts_file), *flags])
+    result = CliRunner().invoke(main, ["bench", str(path), "--dataset", str(prompts_file), *flags])
     assert result.exit_code == 0, result.output
     figures = json.loads((workplace / "b" / "bench.json").read_text())["contenders"]["profile"]
     assert figures["identical"] == figures["texts"] == 3
