@@ -118,7 +118,7 @@ def test_evaluation(example: Example, monkeypatch: pytest.MonkeyPatch, tmp_path:
     monkeypatch.setattr("tuner.cli.evaluate.EVALUATIONS", {"acceptance": reference})
     monkeypatch.setattr("tuner.evaluation.registry.EVALUATIONS", {"acceptance": reference})
     profile = save_profile(tmp_path / "profile.yaml", save_tiny_checkpoint(tmp_path / "model"), LayerSkip.blocks([4]))
-    arguments = [str(profile), "--prompt", "w1 w2 w3", "--max-new-tokens", "8"]
+    arguments = ["--profile", str(profile), "--prompt", "w1 w2 w3", "--max-new-tokens", "8"]
     result = CliRunner().invoke(main, ["evaluate", "acceptance", *arguments])
     assert result.exit_code == 0, result.output
     assert "drafted tokens accepted" in result.output

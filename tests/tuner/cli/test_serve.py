@@ -25,7 +25,8 @@ from tuner.inputs.models import load
 
 
 @pytest.mark.parametrize(
-    ("flag", "drafts", "has_profile"), [(None, True, True), ("--always-draft", True, True), ("--plain", False, False)]
+    ("flag", "drafts", "has_profile"),
+    [(None, True, True), ("--set=always_draft=yes", True, True), ("--plain", False, False)],
 )
 def test_a_profile_is_served(
     flag: str | None, drafts: bool, has_profile: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

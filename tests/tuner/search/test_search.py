@@ -116,6 +116,11 @@ def _check_mlflow(workplace: Path) -> None:
     ]
     (logged,) = client.search_logged_models([parent.info.experiment_id])
     assert (logged.source_run_id, str(logged.status)) == (parent.info.run_id, "READY")
+    store = ["--tracking-uri", f"sqlite:///{workplace.parent / 'mlflow.db'}"]
+    promotion = CliRunner().invoke(
+        main, ["promote", "profile.yaml", "--name", "of-searches", "--why", "a test", *store]
+    )
+    assert "models:/of-searches@champion, version 1" in promotion.output
     champion = client.get_model_version_by_alias("of-searches", "champion")
     assert (champion.tags["sdtune.model_id"], champion.run_id) == (logged.model_id, parent.info.run_id)
     assert parent.inputs.dataset_inputs[0].dataset.name.endswith("prompts.jsonl")
