@@ -118,7 +118,7 @@ def _check_mlflow(workplace: Path) -> None:
     assert (logged.source_run_id, str(logged.status)) == (parent.info.run_id, "READY")
     store = ["--tracking-uri", f"sqlite:///{workplace.parent / 'mlflow.db'}"]
     promotion = CliRunner().invoke(
-        main, ["promote", "profile.yaml", "--name", "of-searches", "--why", "a test", *store]
+        main, ["promote", parent.info.run_id, "--name", "of-searches", "--why", "a test", *store]
     )
     assert "models:/of-searches@champion, version 1" in promotion.output
     champion = client.get_model_version_by_alias("of-searches", "champion")
