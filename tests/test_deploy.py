@@ -1,6 +1,6 @@
 """The files of configs/deploy: their commands are those of the program, and their parts fit together.
 
-Their own tools (hadolint, check-jsonschema, kubernetes-validate, shellcheck) are not run here; docs/deploying.md has the commands.
+Their own tools (hadolint, check-jsonschema, kubernetes-validate, shellcheck) are not run here; docs/service.md has the commands.
 """
 
 from __future__ import annotations

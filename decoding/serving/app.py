@@ -1,6 +1,6 @@
 """The HTTP interface: OpenAI's paths and error objects, streamed as server-sent events or answered at once.
 
-An own small application and not transformers' serving handlers: docs/serving.md says why.
+An own small application and not transformers' serving handlers, which are no public API and call no draft in their batches.
 """
 
 from __future__ import annotations

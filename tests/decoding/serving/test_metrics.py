@@ -1,4 +1,4 @@
-"""What /metrics tells of a server's speed-up, and the alert rule of docs/serving.md on it."""
+"""What /metrics tells of a server's speed-up, and the alert rule of docs/production.md on it."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_speed_over_own_plain_rounds_is_measured_and_texts_stay_plain_decodings(
 
 def test_the_alert_rule_of_the_documentation_names_what_the_server_has() -> None:
     """Both sides of a comparison have the same labels: Prometheus compares no others."""
-    page = (ROOT / "docs" / "serving.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "production.md").read_text(encoding="utf-8")
     (block,) = re.findall(r"```yaml\n(groups:.*?)```", page, re.DOTALL)
     rules = [rule for group in yaml.safe_load(block)["groups"] for rule in group["rules"]]
     service = _service(measured=measured())
