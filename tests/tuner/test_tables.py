@@ -14,11 +14,8 @@ from studies.measurement import BatchTexts, Measurement, PairedPrefill, PromptSa
 from tests.support.paths import ROOT
 from tests.support.records import measurement, sample
 from tests.support.shown import check_readable, shown
-from tuner.bench.in_engine.load_report import loads_table
-from tuner.bench.in_engine.loads import LoadFigures
 from tuner.bench.in_engine.report import engine_table
-from tuner.bench.in_engine.result import DraftAtLoads, EngineDraft, EngineResult, LoadsResult
-from tuner.engines.paired import PairedTexts
+from tuner.bench.in_engine.result import EngineDraft, EngineFigures, EngineResult
 from tuner.export.prediction import PredictedSpeedup
 from tuner.export.schedule import MeasuredSchedule, ScheduledLoad
 from tuner.heads.report import heads_table
@@ -152,16 +149,20 @@ def test_the_end_of_a_search_for_batches_with_ties_and_high_speed_ups() -> None:
 
 
 def test_a_bench_in_an_engine() -> None:
-    texts = PairedTexts(measurement([1.2, 1.5, 1.4] * 40), 0, 120, 119, 1)
+    measured = measurement([1.2, 1.5, 1.4] * 40)
+    figures = (EngineFigures(1, measured, measured),)
     names = ("profile", "n-gram of 3, 12 tokens")
-    drafts = tuple(EngineDraft(name, ("--flag",), texts, 1.0) for name in names)
+    drafts = tuple(EngineDraft(name, None, ("--flag",), figures, 1.0) for name in names)
     predicted = PredictedSpeedup(1.3, "by its costs")
-    found = EngineResult("llama.cpp", "b1", drafts, {"--other-flag": "out of memory"}, predicted, {})
-    check_readable(engine_table(found), [("profile", "10.0"), ("n-gram of 3, 12", "10.0"), ("--other-flag", "failed")])
+    found = EngineResult("llama.cpp", "b1", drafts, {"--other-flag": "out of memory"}, {}, predicted=predicted)
+    check_readable(
+        engine_table(found, "llama.cpp"), [("profile", "10.0"), ("n-gram of 3, 12", "10.0"), ("--other-flag", "failed")]
+    )
 
 
 def test_a_bench_by_number_of_sequences() -> None:
-    figures = tuple(LoadFigures(number, measurement([1.2, 1.5, 1.4] * 40), 0) for number in (1, 128))
+    measured = measurement([1.2, 1.5, 1.4] * 40)
+    figures = tuple(EngineFigures(number, measured, measured) for number in (1, 128))
     speedup = Interval(value=1.2, ci95=(1.1, 1.3))
     schedule = MeasuredSchedule(
         engine="vLLM",
@@ -172,8 +173,8 @@ def test_a_bench_by_number_of_sequences() -> None:
         entries=((1, 128, 3),),
         loads=tuple(ScheduledLoad(sequences=number, num_tokens=3, speedup=speedup) for number in (1, 128)),
     )
-    draft = DraftAtLoads("the whole schedule", None, (), figures, 1.0)
-    table = loads_table(LoadsResult("vLLM", "0", (draft,), {}, schedule, {}), "vllm")
+    draft = EngineDraft("the whole schedule", None, (), figures, 1.0)
+    table = engine_table(EngineResult("vLLM", "0", (draft,), {}, {}, schedule=schedule), "vllm")
     check_readable(table, [("128", "the whole"), ("1", "the whole")])
     assert "120/120" in shown(table)
 

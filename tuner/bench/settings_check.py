@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from tuner.bench.config import BenchConfig
 from tuner.errors import ConfigError
+from tuner.measuring.comparison import FEWEST_SAMPLES
 
 WITHOUT_ENGINE = ("against", "batch_size", "repeats")
 """Settings of a bench in this process that an engine does not have."""
@@ -26,6 +29,16 @@ def check_bench_settings(config: BenchConfig) -> None:
         raise ConfigError("engine_settings does not go with --sequences: give draft lengths with --draft-tokens")
     if config.draft_tokens and not config.sequences:
         raise ConfigError("--draft-tokens needs --sequences: sdtune export --draft-tokens sets the length of an export")
+
+
+def check_groups(sequences: Sequence[int], num_prompts: int) -> None:
+    """Raise `ConfigError` if the prompts make too few rounds for an interval."""
+    most = max(sequences, default=1)
+    if sequences and num_prompts // most < FEWEST_SAMPLES:
+        raise ConfigError(
+            f"--sequences {most} needs at least {FEWEST_SAMPLES * most} prompts, {FEWEST_SAMPLES} rounds, and there are "
+            f"{num_prompts}: hold out more (--held-out-prompts), or measure fewer side by side"
+        )
 
 
 def _given(config: BenchConfig, names: tuple[str, ...]) -> str:

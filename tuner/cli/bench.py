@@ -73,9 +73,8 @@ def bench(dry_run: bool, **flags: Any) -> None:
     config = settings_from(BenchConfig, flags)
     check_names(profile=config.profile, model=config.model, dataset=config.dataset)
 
-    from tuner.bench.in_engine.loads import check_groups
     from tuner.bench.run import run_and_write
-    from tuner.bench.settings_check import check_bench_settings
+    from tuner.bench.settings_check import check_bench_settings, check_groups
     from tuner.bench.task import prepare_bench
 
     use_threads(config.threads)

@@ -3,32 +3,34 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from functools import partial
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
-from decoding.losslessness import compare
-from studies.measurement import Measurement
+from tuner.engines.contender import EngineDecoding, engine_judge
 from tuner.engines.loopback import Client, free_port
-from tuner.engines.paired import continue_both
 from tuner.engines.serving import serving
 from tuner.errors import EngineError
 from tuner.measuring.baseline import FEWEST_DECODED
+from tuner.measuring.contender import PLAIN
+from tuner.measuring.turns import Interleaved, PairedBench
 
 if TYPE_CHECKING:
     from decoding.target import Target
     from studies.contract import Candidate
-    from studies.measurement import PromptSample
+    from studies.measurement import Measurement, PromptSample
     from tuner.engines.candidates import CandidateExports
     from tuner.engines.contract import EngineProgram, ServerSettings
     from tuner.engines.lookup_replay import Text
-    from tuner.engines.paired import Compare
     from tuner.export.plan import Plan
+    from tuner.measuring.contract import OnSample
     from tuner.measuring.paired import Bench
 
+DRAFTED = "draft"
+"""Name of a candidate beside plain decoding."""
 MOST_RUNNING = 6
 """Servers with a draft that run at a time; the one that has waited longest ends for another."""
 
@@ -97,51 +99,42 @@ class EngineServers:
             return client, starting.pop_all()
 
 
-class EngineBench:
+class EngineBench(PairedBench):
     """The prompts of a bench of this process, continued by the engine; see `Measuring`.
 
     Every text is compared with the engine's own plain decoding of the same prompt. The rules that engines run do not adapt.
     """
 
     def __init__(self, servers: EngineServers, bench: Bench, target: Target) -> None:
-        self._servers, self._bench = servers, bench
-        self._compare: Compare = partial(compare, target)
-
-    @property
-    def indices(self) -> Sequence[int]:
-        """Indices of the measurable prompts."""
-        return self._bench.indices
+        super().__init__(bench.baseline, engine_judge(target, replace(bench.baseline, continuations=())))
+        self._servers = servers
 
     @property
     def texts(self) -> Sequence[Text]:
         """The prompts, each with its plain greedy continuation by this process, as token ids."""
-        return tuple(zip(self._bench.prompts, self._bench.continuations, strict=True))
+        return tuple(zip(self.prompts, self.continuations, strict=True))
 
     def measure(
-        self,
-        candidate: Candidate,
-        indices: Sequence[int],
-        on_sample: Callable[[PromptSample], None] = lambda sample: None,
+        self, candidate: Candidate, indices: Sequence[int], on_sample: OnSample = lambda sample: None
     ) -> Measurement:
         """Measure a candidate at these indices, each in turns with plain decoding.
 
         Raises `EngineError` for a text that is too short to be timed: this process has decoded a longer one.
         """
-        servers = self._servers
-        plain, drafted = servers.plain, servers.drafted(candidate)
-        samples = []
-        for index in indices:
-            prompt = self._bench.prompts[index]
-            pair = continue_both(servers.program, plain, drafted, index, prompt, self._bench.max_new_tokens)
-            if pair.num_decoded < 1:
+        program, servers = self._servers.program, self._servers
+        clients = {PLAIN: servers.plain, DRAFTED: servers.drafted(candidate)}
+
+        def show(samples: Mapping[str, PromptSample]) -> None:
+            sample = samples[DRAFTED]
+            if min(sample.plain_tokens, sample.draft_tokens) < 1:
                 raise EngineError(
-                    f"{servers.program.title} ends prompt {index} at its first token, and sdtune's decoder does not: its text "
+                    f"{program.title} ends prompt {sample.prompt} at its first token, and sdtune's decoder does not: its text "
                     "cannot be timed; leave the prompt out of the dataset"
                 )
-            comparison = self._compare(prompt, pair.plain.tokens, pair.drafted.tokens)
-            samples.append(pair.sample(index, comparison, self._bench.baseline.category(index)))
-            on_sample(samples[-1])
-        return Measurement(samples=tuple(samples))
+            on_sample(sample)
+
+        contenders = [EngineDecoding(name, program, client) for name, client in clients.items()]
+        return self.compete(Interleaved(contenders), indices, show)[DRAFTED]
 
     def warm_up_rule(self, candidate: Candidate, indices: Sequence[int]) -> Candidate:
         """Return the candidate."""

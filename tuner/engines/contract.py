@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
+from tuner.measuring.contender import Decoded
+
 if TYPE_CHECKING:
     from tuner.engines.loopback import Client
     from tuner.export.plan import Plan
@@ -50,22 +52,24 @@ class DraftCounts:
         )
 
 
-@dataclass(frozen=True)
-class EngineCompletion:
-    """A continuation, timed by the engine's own clock."""
+def completed(
+    texts: Sequence[tuple[int, ...]], prefill_seconds: float | None, decode_seconds: float, counts: DraftCounts
+) -> Decoded:
+    """Return the answer of an engine to one request or several, with what was drafted for them.
 
-    tokens: tuple[int, ...]
-    prefill_seconds: float
-    """Seconds until the first token."""
-    decode_seconds: float
-    """Seconds from the first token to the last."""
-    counts: DraftCounts = DraftCounts()
-    """What was drafted for it."""
-
-    @property
-    def num_decoded(self) -> int:
-        """Number of tokens after the first."""
-        return max(len(self.tokens) - 1, 0)
+    Without `prefill_seconds` the decode phase has all seconds and tokens: those of requests side by side cannot be told apart.
+    """
+    prefill_tokens = 0 if prefill_seconds is None else len(texts)
+    return Decoded(
+        texts=tuple(texts),
+        prefill_seconds=prefill_seconds or 0.0,
+        prefill_tokens=prefill_tokens,
+        decode_seconds=decode_seconds,
+        decode_tokens=sum(map(len, texts)) - prefill_tokens,
+        rounds=counts.rounds,
+        drafted=counts.drafted,
+        accepted=counts.accepted,
+    )
 
 
 class EngineProgram(ABC):
@@ -111,8 +115,8 @@ class EngineProgram(ABC):
         """Return the command that serves the model at `port` of the loopback interface; without flags it decodes plainly."""
 
     @abstractmethod
-    def complete(self, client: Client, prompt: Sequence[int], num_tokens: int) -> EngineCompletion:
-        """Continue the token ids greedily by up to `num_tokens`; raise `EngineError` for a wrong answer.
+    def complete(self, client: Client, prompt: Sequence[int], num_tokens: int) -> Decoded:
+        """Continue the token ids greedily by up to `num_tokens`, by the engine's own clock; raise `EngineError` for a wrong answer.
 
         Nothing else runs in the engine meanwhile: its counters tell what the request has cost.
         """

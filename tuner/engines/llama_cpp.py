@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from tuner.engines import gguf_converter
-from tuner.engines.contract import DraftCounts, EngineCompletion, EngineProgram, Launch, ServerSettings
+from tuner.engines.contract import DraftCounts, EngineProgram, Launch, ServerSettings, completed
 from tuner.engines.loopback import HOST
 from tuner.engines.serving import last_lines, output_of
 from tuner.errors import EngineError
@@ -22,6 +22,7 @@ from tuner.export.engines.llama_cpp import OUTTYPES, QUANTISED, LlamaCpp
 if TYPE_CHECKING:
     from tuner.engines.loopback import Client
     from tuner.export.plan import Plan
+    from tuner.measuring.contender import Decoded
 
 CONVERTER = "convert_hf_to_gguf.py"
 SERVER, QUANTISER = "llama-server", "llama-quantize"
@@ -108,7 +109,7 @@ class LlamaCppServer(EngineProgram):
             )
         )
 
-    def complete(self, client: Client, prompt: Sequence[int], num_tokens: int) -> EngineCompletion:
+    def complete(self, client: Client, prompt: Sequence[int], num_tokens: int) -> Decoded:
         """Continue token ids by `/completion`, without a cache of earlier prompts; the timings are the server's."""
         before = self.counts(client.counters())
         answer = client.post("/completion", _request(prompt, num_tokens))
@@ -116,7 +117,7 @@ class LlamaCppServer(EngineProgram):
 
     def continuation(self, client: Client, prompt: Sequence[int], num_tokens: int) -> tuple[int, ...]:
         """Continue token ids by `/completion`."""
-        return read_completion(client.post("/completion", _request(prompt, num_tokens)), DraftCounts()).tokens
+        return read_completion(client.post("/completion", _request(prompt, num_tokens)), DraftCounts()).texts[0]
 
     def counts(self, counters: Mapping[str, float]) -> DraftCounts:
         """Return the server's own counters."""
@@ -159,10 +160,10 @@ def _request(prompt: Sequence[int], num_tokens: int) -> dict[str, Any]:
     }
 
 
-def read_completion(answer: dict[str, object], counts: DraftCounts) -> EngineCompletion:
+def read_completion(answer: dict[str, object], counts: DraftCounts) -> Decoded:
     """Return a completion from the JSON of `/completion`; raise `EngineError` for one without tokens or timings."""
     tokens, timings = answer.get("tokens"), answer.get("timings")
     if not isinstance(tokens, list) or not isinstance(timings, dict) or not tokens:
         raise EngineError(f"llama.cpp answered without tokens or timings: {str(answer)[:200]}")
     prefill, decode = timings["prompt_ms"] / 1000, timings["predicted_ms"] / 1000
-    return EngineCompletion(tuple(tokens), prefill, decode, counts)
+    return completed((tuple(tokens),), prefill, decode, counts)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
-from tuner.engines.contract import DraftCounts, EngineCompletion, EngineProgram, Launch, ServerSettings
+from tuner.engines.contract import DraftCounts, EngineProgram, Launch, ServerSettings, completed
 from tuner.engines.loopback import HOST
 from tuner.engines.serving import output_of
 from tuner.errors import EngineError
@@ -19,6 +19,7 @@ from tuner.export.engines.vllm import Vllm
 if TYPE_CHECKING:
     from tuner.engines.loopback import Client
     from tuner.export.plan import Plan
+    from tuner.measuring.contender import Decoded
 
 SERVED_NAME = "sdtune"
 PYTHON = Path("bin") / "python"
@@ -99,13 +100,13 @@ class VllmServer(EngineProgram):
         )
         return Launch(command, {"VLLM_NO_USAGE_STATS": "1", **threads})
 
-    def complete(self, client: Client, prompt: Sequence[int], num_tokens: int) -> EngineCompletion:
+    def complete(self, client: Client, prompt: Sequence[int], num_tokens: int) -> Decoded:
         """Continue token ids by `/v1/completions`; the seconds are the engine's own histograms' sums, before and after."""
         before = client.counters()
         tokens = self.continuation(client, prompt, num_tokens)
         after = self.counters_after(client, before, 1)
         seconds = {name: after.get(name, 0.0) - before.get(name, 0.0) for name in (PREFILL, DECODE)}
-        return EngineCompletion(tokens, seconds[PREFILL], seconds[DECODE], self.counts(after) - self.counts(before))
+        return completed((tokens,), seconds[PREFILL], seconds[DECODE], self.counts(after) - self.counts(before))
 
     def continuation(self, client: Client, prompt: Sequence[int], num_tokens: int) -> tuple[int, ...]:
         """Continue token ids by `/v1/completions`."""

@@ -48,17 +48,20 @@ class Interleaved:
                 with self._leaving_out(name):
                     contender.decode(prompts, WARM_UP_TOKENS)
 
-    def take(self, batches: Sequence[tuple[int, Prompts]], max_new_tokens: int, on_turn: OnTurn) -> None:
+    def take(
+        self, batches: Sequence[tuple[int, Prompts]], max_new_tokens: int, on_turn: OnTurn, *, first: int = 0
+    ) -> None:
         """Let every contender decode every batch, given with its index, in an order that rotates by one from batch to batch.
 
-        All decode a batch before the next one begins: their differences are differences on the same prompts at nearly the same
-        time, and no contender always goes first. Python's garbage collector does not run meanwhile.
+        The contender number `first` goes first on the first batch. All decode a batch before the next one begins: their
+        differences are differences on the same prompts at nearly the same time, and no contender always goes first. Python's
+        garbage collector does not run meanwhile.
         """
         names = list(self.running)
         with without_garbage_collection():
-            for turn, (index, prompts) in enumerate(batches):
-                first, done = turn % len(names), dict[str, Decoded]()
-                for name in (*names[first:], *names[:first]):
+            for turn, (index, prompts) in enumerate(batches, start=first):
+                begins, done = turn % len(names), dict[str, Decoded]()
+                for name in (*names[begins:], *names[:begins]):
                     if name in self.running:
                         with self._leaving_out(name):
                             done[name] = self.running[name].decode(prompts, max_new_tokens)
@@ -134,7 +137,9 @@ class PairedBench:
                 samples[name].append(sample)
             on_samples(found)
 
-        turns.take([(index, self.batch(index)) for index in indices] * repeats, self.max_new_tokens, keep)
+        batches = [(index, self.batch(index)) for index in indices]
+        for repeat in range(repeats):  # each begins with another contender
+            turns.take(batches, self.max_new_tokens, keep, first=repeat)
         return {name: sum_repeats(each) for name, each in samples.items() if name in turns.running}
 
     def _sample(self, name: str, index: int, done: Mapping[str, Decoded]) -> PromptSample:

@@ -7,39 +7,35 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+import torch
 from click.testing import CliRunner, Result
 from rich.console import Console
 
 from decoding.drafts import LayerSkip
-from decoding.losslessness import Comparison
 from decoding.profile import Interval
+from decoding.text import Ending
 from studies.measurement import BatchTexts, Measurement, PromptSample
 from tests.support.engine_stub import write_llama_cpp
 from tests.support.profiles import save_profile
 from tests.support.refusals import refused
 from tests.support.tiny import write_tiny_prompts
-from tuner.bench.in_engine.by_load import best_length
-from tuner.bench.in_engine.load_report import loads_table
-from tuner.bench.in_engine.loads import LoadFigures, PlainTexts, check_groups, groups_of, measure_load
-from tuner.bench.in_engine.result import DraftAtLoads, LoadsResult
+from tuner.bench.in_engine.report import engine_table
+from tuner.bench.in_engine.result import EngineDraft, EngineFigures, EngineResult, best_length
+from tuner.bench.settings_check import check_groups
 from tuner.cli.main import main
+from tuner.engines.contender import EngineDecoding, engine_judge
 from tuner.engines.contract import DraftCounts, EngineProgram
 from tuner.engines.loopback import Client
-from tuner.engines.together import RequestRound
 from tuner.errors import ConfigError
 from tuner.export.schedule import MeasuredSchedule, ScheduledLoad
-
-PLAIN, DRAFTED = Client(1, "plain"), Client(2, "drafted")
-
-
-def _compare(prompt: Sequence[int], plain: Sequence[int], other: Sequence[int]) -> Comparison:
-    return Comparison(identical=tuple(plain) == tuple(other))
+from tuner.measuring.baseline import Baseline
 
 
-def _figures(*plain_seconds: float, identical: bool = True) -> LoadFigures:
+def _figures(*plain_seconds: float, identical: bool = True) -> EngineFigures:
     """Rounds of 10 tokens that take a draft a second each."""
     samples = tuple(
         PromptSample(
@@ -56,7 +52,8 @@ def _figures(*plain_seconds: float, identical: bool = True) -> LoadFigures:
         )
         for number, seconds in enumerate(plain_seconds)
     )
-    return LoadFigures(2, Measurement(samples=samples), 0)
+    measurement = Measurement(samples=samples)
+    return EngineFigures(2, measurement, measurement)
 
 
 def test_the_fastest_length_whose_interval_lies_above_1_is_chosen() -> None:
@@ -75,72 +72,53 @@ def test_a_length_whose_texts_differ_is_not_chosen() -> None:
     assert best_length({4: wrong, 2: _figures(1.1, 1.1)})[0] == 2
 
 
-def test_rounds_are_whole_groups_and_two_are_needed() -> None:
-    assert groups_of(7, 3) == [range(3), range(3, 6)]
+def test_two_rounds_are_needed() -> None:
     check_groups((1, 3), 7)
     with pytest.raises(ConfigError, match=r"--sequences 4 needs at least 8 prompts, 2 rounds, and there are 7"):
         check_groups((4, 1), 7)
 
 
-def test_both_servers_run_each_group_in_turns() -> None:
-    texts = PlainTexts(((1,), (2,), (3,), (4,), (5,)), ((10,), (20,), (30,), (40,), (50,)), 12, _compare)
-    asked: list[tuple[Client, tuple[int, ...], int]] = []
+class _Answers(Client):
+    """A client of which only the counters are asked: they count three rounds per reading."""
 
-    def together(
-        program: EngineProgram, client: Client, prompts: Sequence[Sequence[int]], num_tokens: int
-    ) -> RequestRound:
-        first = tuple(prompt[0] for prompt in prompts)
-        asked.append((client, first, num_tokens))
-        answers = tuple((10 * number,) for number in first)
-        if client is DRAFTED and first == (3, 4):
-            answers = ((30,), (41,))
-        return RequestRound(answers, 2.0 if client is PLAIN else 1.0, DraftCounts(3, 6, 4))
+    def counters(self) -> dict[str, float]:
+        readings = self.__dict__.setdefault("readings", [0])
+        readings[0] += 1
+        return {"rounds": 3.0 * readings[0]}
 
-    done = []
-    found = measure_load(
-        cast(EngineProgram, None), PLAIN, DRAFTED, 2, texts, on_round=lambda: done.append(1), together=together
+
+def test_requests_side_by_side_are_timed_from_the_first_request_to_the_last_answer() -> None:
+    class Engine:
+        def continuation(self, client: Client, prompt: Sequence[int], num_tokens: int) -> tuple[int, ...]:
+            return (*prompt, num_tokens)
+
+        def counters_after(self, client: Client, before: dict[str, float], num_requests: int) -> dict[str, float]:
+            assert num_requests == 2
+            return client.counters()
+
+        def counts(self, counters: dict[str, float]) -> DraftCounts:
+            return DraftCounts(int(counters["rounds"]), 2 * int(counters["rounds"]), int(counters["rounds"]))
+
+    seconds = iter((10.0, 12.5))
+    server = EngineDecoding(
+        "draft", cast(EngineProgram, Engine()), _Answers(1, "engine"), by_load=True, clock=lambda: next(seconds)
     )
-    warm_up, rounds = asked[:2], asked[2:]
-    assert all(number < 12 for *_, number in warm_up)
-    assert rounds == [
-        (PLAIN, (1, 2), 12),
-        (DRAFTED, (1, 2), 12),
-        (DRAFTED, (3, 4), 12),
-        (PLAIN, (3, 4), 12),
-    ]
-    assert len(done) == 2
-    assert found.measurement.speedup == pytest.approx(2.0)
-    assert (found.measurement.num_prompts, found.measurement.num_identical, found.num_different) == (4, 3, 1)
-    assert (found.measurement.num_draft_tokens, found.num_plain_different) == (12, 0)
-
-
-def test_repeats_of_a_group_are_one_sample_and_swap_the_order() -> None:
-    texts = PlainTexts(((1,), (2,), (3,), (4,)), ((1,), (2,), (3,), (4,)), 12, _compare)
-    asked: list[Client] = []
-
-    def together(
-        program: EngineProgram, client: Client, prompts: Sequence[Sequence[int]], num_tokens: int
-    ) -> RequestRound:
-        asked.append(client)
-        return RequestRound(
-            tuple(tuple(each) for each in prompts), 2.0 if client is PLAIN else 1.0, DraftCounts(3, 6, 4)
-        )
-
-    engine = cast(EngineProgram, None)
-    found = measure_load(engine, PLAIN, DRAFTED, 2, texts, on_round=lambda: None, repeats=2, together=together)
-    first, second = asked[2:6], asked[6:]
-    assert first == [PLAIN, DRAFTED, DRAFTED, PLAIN]
-    assert second == [DRAFTED, PLAIN, PLAIN, DRAFTED]
-    assert [(each.plain_seconds, each.plain_tokens, each.texts.count) for each in found.measurement.samples] == [
-        (4, 4, 4)
-    ] * 2
+    done = server.decode([(1, 2), (3, 4)], 9)
+    assert done.texts == ((1, 2, 9), (3, 4, 9))
+    assert (done.decode_seconds, done.decode_tokens, done.prefill_tokens) == (2.5, 6, 0)
+    assert (done.rounds, done.drafted, done.accepted) == (3, 6, 3)
 
 
 def test_what_plain_decoding_does_at_the_same_load_is_no_fault_of_the_draft() -> None:
-    texts = PlainTexts(((1,),), ((10, 11),), 2, _compare)
-    assert texts.judge(0, (10, 12), (10, 12)).identical
-    assert texts.judge(0, (10, 12), (10, 11)).identical
-    assert not texts.judge(0, (10, 12), (10, 13)).identical
+    target: Any = SimpleNamespace(runner=SimpleNamespace(exact_width=8), dtype=torch.float32)
+    baseline = Baseline(((1,),), ((10, 11),), (0,), Ending(2, frozenset()))
+    judge = engine_judge(target, baseline)
+    assert judge("draft", 0, {"plain": (10, 12), "draft": (10, 12)}).identical
+    assert judge("draft", 0, {"plain": (10, 12), "draft": (10, 11)}).identical
+    assert not judge("draft", 0, {"plain": (10, 12), "draft": (10, 13)}).identical
+    assert not judge("plain", 0, {"plain": (10, 12)}).identical, "plain decoding itself is compared with that of one"
+    alone = engine_judge(target, replace(baseline, continuations=()))
+    assert not alone("draft", 0, {"plain": (10, 12), "draft": (10, 11)}).identical, "of one request each"
 
 
 Bench = Callable[..., Result]
@@ -174,7 +152,7 @@ def test_each_length_is_measured_at_each_number_of_sequences(bench: Bench) -> No
     assert "too many tokens to draft" in document["failed"]["40 tokens"]
     (draft,) = document["drafts"].values()
     assert "--spec-draft-n-max 2" in draft["flags"]
-    assert [(each["sequences"], each["groups"], each["texts"], each["identical"]) for each in draft["loads"]] == [
+    assert [(each["sequences"], each["samples"], each["texts"], each["identical"]) for each in draft["loads"]] == [
         (1, 4, 4, 4),
         (2, 2, 4, 4),
     ]
@@ -231,9 +209,9 @@ def test_a_schedule_that_costs_more_than_it_gains_is_named() -> None:
         loads=loads,
     )
     at_loads = tuple(replace(_figures(1.0, 1.0), sequences=number) for number in (1, 8))
-    draft = DraftAtLoads("3 tokens", 3, (), at_loads, 1.0)
+    draft = EngineDraft("3 tokens", 3, (), at_loads, 1.0)
     console = Console(width=200, file=io.StringIO())
-    console.print(loads_table(LoadsResult("vLLM", "0", (draft,), {}, schedule, {}), "vllm"))
+    console.print(engine_table(EngineResult("vLLM", "0", (draft,), {}, {}, schedule=schedule), "vllm"))
     text = cast(io.StringIO, console.file).getvalue()
     assert (
         "1 side by side, a server with the whole schedule is slower than one without a draft, 0.69 [0.51, 0.92]" in text

@@ -41,7 +41,8 @@ def test_the_export_is_measured_against_the_engines_plain_decoding(bench: Bench)
     done = bench("--set", "engine_settings=others.txt")
     assert done.exit_code == 0, done.output
     document = json.loads(Path("bench/engine.json").read_text())
-    profile, other = document["drafts"].values()
+    own, other = document["drafts"].values()
+    (profile,) = own["loads"]
     assert document["engine_version"] == "11434 (abc)"
     assert profile["speedup"]["value"] == pytest.approx(2.0)
     assert (profile["rounds"], profile["num_draft_tokens"], profile["num_accepted_draft_tokens"]) == (12, 24, 16)
@@ -50,7 +51,7 @@ def test_the_export_is_measured_against_the_engines_plain_decoding(bench: Bench)
     assert "by sdtune's own decoder" in document["predicted"]["explanation"]
     assert other["flags"] == "--spec-type ngram-simple --model-draft export/draft.gguf"
     assert "invalid argument" in document["failed"]["--broken"]
-    assert len(document["samples"]["profile"]) == 4
+    assert len(document["samples"]["profile"]["1"]) == 4
     assert Path("bench/export/target.gguf").read_text() == "gpt-2"
     table = Path("bench/engine.txt").read_text()
     assert "2.00 [2.00, 2.00]" in table
@@ -68,7 +69,7 @@ def test_the_export_is_measured_against_the_engines_plain_decoding(bench: Bench)
 def test_a_different_text_is_an_error(bench: Bench) -> None:
     done = bench("--engine-args", "--wrong")
     refused(done, "4 texts differ", "llama.cpp's own plain decoding")
-    assert json.loads(Path("bench/engine.json").read_text())["drafts"]["profile"]["identical"] == 0
+    assert json.loads(Path("bench/engine.json").read_text())["drafts"]["profile"]["loads"][0]["identical"] == 0
 
 
 def test_settings_of_this_process_are_refused(bench: Bench) -> None:

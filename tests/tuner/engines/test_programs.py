@@ -75,7 +75,7 @@ def test_vllm_is_launched_with_the_export_as_speculative_config() -> None:
 def test_llama_cpp_answers_with_its_own_timings() -> None:
     answer = {"tokens": [5, 6, 7], "timings": {"prompt_ms": 20.0, "predicted_ms": 50.0}}
     done = read_llama_cpp(answer, DraftCounts(1, 2, 1))
-    assert (done.tokens, done.prefill_seconds, done.decode_seconds, done.num_decoded) == ((5, 6, 7), 0.02, 0.05, 2)
+    assert (done.texts, done.prefill_seconds, done.decode_seconds, done.decode_tokens) == (((5, 6, 7),), 0.02, 0.05, 2)
     with pytest.raises(EngineError, match="without tokens or timings"):
         read_llama_cpp({"content": "x"}, DraftCounts())
 
@@ -99,8 +99,8 @@ class _Answers(Client):
 def test_vllm_is_timed_by_the_metrics_that_count_the_request() -> None:
     client = _Answers(1, "vLLM")
     done = VllmServer(Path("python")).complete(client, (1, 2), 3)
-    assert (done.tokens, done.prefill_seconds, done.decode_seconds) == ((3, 4, 5), 1.0, 1.0)
-    assert done.counts == DraftCounts(1, 1, 1)
+    assert (done.texts, done.prefill_seconds, done.decode_seconds) == (((3, 4, 5),), 1.0, 1.0)
+    assert (done.rounds, done.drafted, done.accepted) == (1, 1, 1)
     with pytest.raises(EngineError, match="without token ids"):
         read_tokens({"choices": []})
 
