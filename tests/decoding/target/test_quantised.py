@@ -160,7 +160,7 @@ def packed(monkeypatch: pytest.MonkeyPatch) -> list[weakref.ref[nn.Module]]:
         made.append(weakref.ref(layer))
         return layer
 
-    monkeypatch.setattr(module_under_test, "quantised", watched)
+    monkeypatch.setattr(module_under_test, "quantised_linear", watched)
     return made
 
 
