@@ -19,15 +19,15 @@ PAUSE_SECONDS = 0.1
 class PatientClient:
     """The client that it is given, with the same attributes and methods."""
 
-    def __init__(self, client: Any, seconds: float = LOCK_SECONDS) -> None:
-        self._client, self._seconds = client, seconds
+    def __init__(self, client: Any) -> None:
+        self._client = client
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(self._client, name)
         return partial(self._call, found) if callable(found) else found
 
     def _call(self, method: Callable[..., Any], *given: Any, **named: Any) -> Any:
-        end = time.monotonic() + self._seconds
+        end = time.monotonic() + LOCK_SECONDS
         while True:
             try:
                 return method(*given, **named)

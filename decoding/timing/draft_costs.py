@@ -12,11 +12,6 @@ from decoding.target import Target
 from decoding.timing.round_costs import measure_round_costs
 
 
-def lacks_costs(rule: DraftLengthRule) -> bool:
-    """Return whether `rule` weighs costs and has none yet."""
-    return isinstance(rule, CostAwareRule) and rule.costs is None
-
-
 def measure_draft_costs(
     target: Target,
     draft: Draft,
@@ -43,16 +38,10 @@ def measure_decoder_costs(decoder: Decoder, max_tokens: int, *, num_sequences: i
 
 
 def with_measured_costs(
-    target: Target,
-    draft: Draft,
-    rule: DraftLengthRule,
-    decoding: Decoding,
-    *,
-    heads: HeadFolder | None = None,
-    num_sequences: int = 1,
+    target: Target, draft: Draft, rule: DraftLengthRule, decoding: Decoding, *, heads: HeadFolder | None = None
 ) -> DraftLengthRule:
     """Return `rule` ready for a `Decoder`: with costs measured here if it weighs costs and has none."""
-    if not isinstance(rule, CostAwareRule) or not lacks_costs(rule):
+    if not isinstance(rule, CostAwareRule) or rule.costs is not None:
         return rule
-    costs = measure_draft_costs(target, draft, rule.max_tokens, decoding, heads=heads, num_sequences=num_sequences)
+    costs = measure_draft_costs(target, draft, rule.max_tokens, decoding, heads=heads)
     return rule if costs is None else rule.with_costs(costs)

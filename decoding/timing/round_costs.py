@@ -39,7 +39,6 @@ def measure_round_costs(
     num_sequences: int = 1,
     prompt_length: int = 64,
     budget_seconds: float = 0.8,
-    seed: int = 0,
     clock: ReadSeconds = time.perf_counter,
 ) -> RoundCosts:
     """Time plain passes, drafts and verifications of up to `max_tokens` tokens after a random prompt.
@@ -56,7 +55,7 @@ def measure_round_costs(
     With `num_sequences` above 1 all passes are over a batch of that size in lockstep (`decoding.lockstep`), each sequence after its
     own prompt; sequences that cannot share passes (`Target.unbatchable_reason`) cost what one does.
 
-    Where the context is short, the prompt is shortened first, then the drafts. `seed` draws the prompts; `clock` gives seconds.
+    Where the context is short, the prompt is shortened first, then the drafts. `clock` gives seconds.
 
     Raises ValueError if `max_tokens`, `num_sequences` or `prompt_length` is below 1, or if no token was drafted.
     """
@@ -69,7 +68,7 @@ def measure_round_costs(
             raise ValueError(f"{name} must be at least 1, got {value}")
     start = clock()
     num_sequences = shared_batch_size(target, num_sequences)
-    bench = _RoundBench(target, steered_part(drafter), max_tokens, prompt_length, num_sequences, seed, clock)
+    bench = _RoundBench(target, steered_part(drafter), max_tokens, prompt_length, num_sequences, clock)
     if target.runner.buckets is not None:
         bench.sweep()  # a first pass of a fixed shape makes it ready
         start = clock()
@@ -77,30 +76,6 @@ def measure_round_costs(
     while clock() - start < budget_seconds and len(sweeps) < MOST_SWEEPS:
         sweeps.append(bench.sweep())
     return _costs(sweeps)
-
-
-@torch.inference_mode()
-def measure_one_cost(
-    target: Target,
-    drafter: Drafter,
-    num_tokens: int,
-    *,
-    num_sequences: int = 1,
-    prompt_length: int = 64,
-    num_sweeps: int = 3,
-    seed: int = 0,
-    clock: ReadSeconds = time.perf_counter,
-) -> float:
-    """Time rounds of `num_tokens` drafted tokens only; return the cost of one, in plain passes.
-
-    As `measure_round_costs` does, with at least 2 sweeps, of which the first one only warms up.
-    """
-    if num_tokens < 1 or num_sweeps < 2:
-        raise ValueError(f"a cost needs a drafted token and two sweeps, got {num_tokens} and {num_sweeps}")
-    num_sequences = shared_batch_size(target, num_sequences)
-    bench = _RoundBench(target, steered_part(drafter), num_tokens, prompt_length, num_sequences, seed, clock)
-    sweeps = [bench.sweep([Controller(num_tokens)]) for _ in range(num_sweeps)]
-    return _cost(statistics.median(_ratio(each.draft + each.verify, each.plain) for (each,) in sweeps[1:]))
 
 
 @dataclass(frozen=True)
@@ -124,7 +99,6 @@ class _RoundBench:
         max_tokens: int,
         prompt_length: int,
         num_sequences: int,
-        seed: int,
         clock: ReadSeconds,
     ) -> None:
         self._target, self._drafter, self._watch = target, drafter, Stopwatch(target.device, clock)
@@ -137,7 +111,7 @@ class _RoundBench:
         self._greedy = Request([0], Ending(longest + 1))
         self._texts: list[TokenSequence] = []
         self._caches = [self._lockstep.new_cache(row, capacity) for row in range(num_sequences)]
-        stream, last_tokens = torch.Generator().manual_seed(seed), []
+        stream, last_tokens = torch.Generator().manual_seed(0), []
         for row in range(num_sequences):
             passage = torch.randint(target.config.vocab_size, (prompt_length // 2 + 1,), generator=stream).tolist()
             *prompt, last = (passage * 2)[: prompt_length + 1]

@@ -54,11 +54,11 @@ def best_of(predictions: Iterable[Prediction], count: int) -> list[Draft]:
     return [each.draft for each in sorted(predictions, key=lambda each: -each.speedup)[:count]]
 
 
-def unlike(predictions: Iterable[Prediction], count: int, num_layers: int, distance: int = DISTANCE) -> list[Draft]:
-    """Return the best drafts, at most `count`, that differ in at least `distance` sublayers from each better one."""
+def unlike(predictions: Iterable[Prediction], count: int, num_layers: int) -> list[Draft]:
+    """Return the best drafts, at most `count`, that differ in at least `DISTANCE` sublayers from each better one."""
     chosen: list[Draft] = []
     for prediction in sorted(predictions, key=lambda each: -each.speedup):
-        if all(_distance(prediction.draft, other, num_layers) >= distance for other in chosen):
+        if all(_distance(prediction.draft, other, num_layers) >= DISTANCE for other in chosen):
             chosen.append(prediction.draft)
         if len(chosen) == count:
             break

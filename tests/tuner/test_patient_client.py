@@ -27,9 +27,10 @@ def test_a_call_waits_for_the_lock() -> None:
     assert client.uri == "sqlite:///mlflow.db"
 
 
-def test_no_call_waits_for_ever_or_for_anything_else() -> None:
+def test_no_call_waits_for_ever_or_for_anything_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tuner.patient_client.LOCK_SECONDS", 0.0)
     with pytest.raises(RuntimeError, match="locked"):
-        PatientClient(Store(RuntimeError("database is locked")), seconds=0.0).log(1, key="a")
+        PatientClient(Store(RuntimeError("database is locked"))).log(1, key="a")
     store = Store(RuntimeError("database or disk is full"))
     with pytest.raises(RuntimeError, match="full"):
         PatientClient(store).log(1, key="a")

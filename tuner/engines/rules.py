@@ -11,7 +11,7 @@ from studies.contract import Candidate
 from tuner.engines.expectation import engine_candidate
 from tuner.errors import ExportError
 from tuner.export.engines.registry import load_engine
-from tuner.export.planning import plan_for
+from tuner.export.plan import plan_for
 from tuner.export.shape import reduced
 
 if TYPE_CHECKING:

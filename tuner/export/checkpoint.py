@@ -19,32 +19,12 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from decoding.errors import first_line
 from decoding.target import ExitHead, Target
 from tuner.errors import ExportError
-from tuner.export.shape import DraftShape
+from tuner.export.shape import DraftShape, per_layer_settings
 from tuner.inputs.models import quiet
 
-NOT_PER_LAYER = ("token_id", "token_ids", "architectures")
-"""Endings of settings that may be lists by chance as long as the model is deep."""
 TOKENIZER_FILES = ("tokenizer*", "vocab*", "merges.txt", "*.model", "special_tokens_map.json", "added_tokens.json")
 CHAT_TEMPLATES = ("chat_template*",)
 READABLE = 0o644
-
-
-def per_layer_settings(config: Any) -> dict[str, list[Any]]:
-    """Return the settings of a configuration that are lists with an entry per layer."""
-    num_layers = config.num_hidden_layers
-    return {
-        name: list(value)
-        for name, value in config.to_dict().items()
-        if isinstance(value, list | tuple) and len(value) == num_layers and not name.endswith(NOT_PER_LAYER)
-    }
-
-
-def moved_settings(config: Any, shape: DraftShape) -> tuple[str, ...]:
-    """Return the per-layer settings that an engine gets wrong if it derives them from the index of a layer."""
-    settings, num_layers = per_layer_settings(config), len(shape.sources)
-    return tuple(
-        name for name, values in settings.items() if [values[source] for source in shape.sources] != values[:num_layers]
-    )
 
 
 def draft_config(config: Any, shape: DraftShape) -> PreTrainedConfig:

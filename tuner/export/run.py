@@ -23,8 +23,7 @@ from tuner.export.gate import check_draft
 from tuner.export.losses import LOSSES, MEBIBYTE, DraftCost, losses_text
 from tuner.export.model_folder import write_model_folder
 from tuner.export.out_folder import check_out, new_folder
-from tuner.export.plan import DRAFT_FOLDER, Plan
-from tuner.export.planning import plan_for
+from tuner.export.plan import DRAFT_FOLDER, Plan, plan_for
 from tuner.export.schedule import read_schedule
 from tuner.export.settings import FOLDER
 from tuner.export.shape import reduced

@@ -9,9 +9,13 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Any
 
 from decoding.drafts import DraftDocument
 from tuner.errors import ExportError
+
+NOT_PER_LAYER = ("token_id", "token_ids", "architectures")
+"""Endings of settings that may be lists by chance as long as the model is deep."""
 
 
 class Droppable(StrEnum):
@@ -98,3 +102,21 @@ def shape_of(draft: DraftDocument, num_layers: int) -> DraftShape:
             "quantise it, and --to folder keeps everything"
         )
     return shape
+
+
+def per_layer_settings(config: Any) -> dict[str, list[Any]]:
+    """Return the settings of a configuration that are lists with an entry per layer."""
+    num_layers = config.num_hidden_layers
+    return {
+        name: list(value)
+        for name, value in config.to_dict().items()
+        if isinstance(value, list | tuple) and len(value) == num_layers and not name.endswith(NOT_PER_LAYER)
+    }
+
+
+def moved_settings(config: Any, shape: DraftShape) -> tuple[str, ...]:
+    """Return the per-layer settings that an engine gets wrong if it derives them from the index of a layer."""
+    settings, num_layers = per_layer_settings(config), len(shape.sources)
+    return tuple(
+        name for name, values in settings.items() if [values[source] for source in shape.sources] != values[:num_layers]
+    )

@@ -14,15 +14,11 @@ EVALUATION_MARGIN = 1.5
 
 
 class TimeLimit:
-    """Seconds that a distillation may take, None if unlimited; those of stored texts count too.
+    """Seconds that a distillation may take, None if unlimited; those of stored texts count too."""
 
-    `read` gives seconds since any fixed moment; real ones by default.
-    """
-
-    def __init__(self, seconds: float | None, read: Callable[[], float] | None = None) -> None:
+    def __init__(self, seconds: float | None) -> None:
         self.seconds = seconds
-        self._read = read or time.perf_counter
-        self._start = self._read()
+        self._start = time.perf_counter()
         self._before = 0.0
 
     @classmethod
@@ -47,7 +43,7 @@ class TimeLimit:
     @property
     def spent(self) -> float:
         """Seconds so far."""
-        return self._before + self._read() - self._start
+        return self._before + time.perf_counter() - self._start
 
     def for_group(self, num_heads: int, num_left: int, evaluation_seconds: float, num_devices: int = 1) -> float | None:
         """Return the seconds of training `num_heads` of the `num_left` heads that are left, or None if unlimited.

@@ -55,12 +55,6 @@ def test_decoder_refuses_a_rule_whose_costs_are_not_resolved(measurements: list[
     assert measurements == []
 
 
-def test_costs_are_those_of_a_batch_of_the_given_size(measurements: list[tuple[int, int]]) -> None:
-    ready = with_measured_costs(tiny_target(), SKIP, BetaThompson(max_tokens=5), Decoding(), num_sequences=4)
-    assert ready == BetaThompson(max_tokens=5, costs=MEASURED)
-    assert measurements == [(5, 4)]
-
-
 @pytest.mark.parametrize(
     ("draft", "rule"),
     [

@@ -26,7 +26,7 @@ from decoding.head_folder import HeadFolder
 from decoding.runners.contract import Outputs, Part
 from decoding.target import Target
 from decoding.text import Shaping, TokenSequence
-from decoding.timing.round_costs import LEAST_COST, MOST_SWEEPS, measure_one_cost, measure_round_costs
+from decoding.timing.round_costs import LEAST_COST, MOST_SWEEPS, measure_round_costs
 from tests.support.heads import write_heads
 from tests.support.shared_passes import watch_shared_passes
 from tests.support.tiny import tiny_target
@@ -285,15 +285,3 @@ def test_of_a_lookup_in_front_nothing_is_measured() -> None:
     clock = Clock()
     drafter = LookupFirst(TimedDrafter(clock), Lookup())
     assert measure_round_costs(TimedTarget(clock), drafter, 9, clock=clock) == measure(9)
-
-
-# --- the decoder that asks for it -----------------------------------------------------------------------------------------
-
-
-def test_the_cost_of_one_length_leaves_out_the_first_sweep() -> None:
-    clock = Clock()
-    drafter = TimedDrafter(clock, disturbed={(0, 3): 50.0})
-    assert measure_one_cost(TimedTarget(clock), drafter, 3, clock=clock) == (3 * 0.5 + 2.0 + 0.9) / 2.0
-    assert drafter.asked == [3, 3, 3]
-    with pytest.raises(ValueError, match="two sweeps"):
-        measure_one_cost(TimedTarget(clock), drafter, 3, num_sweeps=1, clock=clock)

@@ -15,9 +15,9 @@ from tests.support.families import SUPPORTED, build, some_tokens, target_of
 from tests.support.heads import untrained_head
 from tests.support.tiny import tiny_target
 from tuner.errors import ExportError
-from tuner.export.checkpoint import moved_settings, write_checkpoint
+from tuner.export.checkpoint import write_checkpoint
 from tuner.export.gate import check_draft
-from tuner.export.shape import DraftShape
+from tuner.export.shape import DraftShape, moved_settings
 
 PER_LAYER_EMBEDDINGS = ("gemma3n", "gemma4")
 EXPORTED = [family for family in SUPPORTED if family not in PER_LAYER_EMBEDDINGS]

@@ -53,9 +53,10 @@ def test_texts_of_an_older_file_are_used(tmp_path: Path) -> None:
     assert generate_texts(target, PLAN, older, {}) == whole
 
 
-def test_groups_share_what_texts_and_evaluation_leave() -> None:
+def test_groups_share_what_texts_and_evaluation_leave(monkeypatch: pytest.MonkeyPatch) -> None:
     seconds = [0.0]
-    limit = TimeLimit(100.0, lambda: seconds[0])
+    monkeypatch.setattr("tuner.heads.time_limit.time.perf_counter", lambda: seconds[0])
+    limit = TimeLimit(100.0)
     texts = [GeneratedText((1,), (2, 3), seconds=20.0)] * 2
     may_go_on = limit.allows_text(least_tokens=4)
     assert may_go_on(texts[:1])
