@@ -16,7 +16,7 @@ from benchmarks.gpu.shared import (
     TUNING_PROMPTS,
     Shared,
 )
-from benchmarks.gpu.timing import PLAIN, Interrupted, Turns, Write, own, stock
+from benchmarks.gpu.timing import PLAIN, Interrupted, Make, Turns, own, stock
 from decoding.decode import Request
 from decoding.decoder import Decoder, plain_decoder
 from decoding.draft_length import DraftLengthRule, Fixed, TopProbability
@@ -50,11 +50,11 @@ WORTHWHILE = 1.02
 """Speed-up from which a feature deserves to be on by default."""
 
 
-def _plain(shared: Shared) -> dict[str, Write]:
+def _plain(shared: Shared) -> dict[str, Make]:
     return {PLAIN: own(plain_decoder(shared.static), shared.eos_token_ids)}
 
 
-def _own(shared: Shared, draft: Draft, rule: DraftLengthRule, decoding: Decoding = Decoding()) -> Write:
+def _own(shared: Shared, draft: Draft, rule: DraftLengthRule, decoding: Decoding = Decoding()) -> Make:
     return own(Decoder(shared.static, draft, rule, decoding, heads=shared.heads), shared.eos_token_ids)
 
 
@@ -191,7 +191,7 @@ def demo_losslessness(shared: Shared, seconds: float, *, dtype: str) -> dict[str
     folder = DEMO / "result"
     profile = DraftProfile.load(folder / "profile.yaml")
     model = load(str(DEMO / "model"), dtype=dtype, device=str(shared.device)).model
-    eos, contenders = eos_token_ids(model), dict[str, Write]()
+    eos, contenders = eos_token_ids(model), dict[str, Make]()
     targets = {
         "static": Target(model, "static"),
         "eager": Target(model),
@@ -273,7 +273,7 @@ def feature(
     return _on_over_off(shared, contenders, "off")
 
 
-def _on_over_off(shared: Shared, contenders: dict[str, Write], off: str) -> dict[str, Any]:
+def _on_over_off(shared: Shared, contenders: dict[str, Make], off: str) -> dict[str, Any]:
     """Return the gain of `on`, and whether it deserves to be a default: worthwhile, certain, and without a wrong token."""
     prompts = shared.tuning_prompts(NUM_PROMPTS)
     measured = Turns(shared.static, contenders, prompts, max_new_tokens=NEW_TOKENS, repeats=2)

@@ -12,8 +12,7 @@ from tests.support.records import measurement, record
 from tuner.measuring.machine import MachineNoise
 from tuner.results import Provenance
 from tuner.review.document import (
-    ConfirmedCandidate,
-    Raced,
+    MeasuredCandidate,
     SearchReview,
     StockComparison,
     StockContender,
@@ -64,20 +63,22 @@ def review(**changes: Any) -> SearchReview:
         "objection": None,
         "winner": "conf_layers/0",
         "rivals": (
-            ConfirmedCandidate(
+            MeasuredCandidate(
                 label="conf_layers",
                 description="skip 2,3; fixed 4",
                 trial="conf_layers/0",
                 measurement=measurement([1.3, 1.4, 1.5] * 5),
             ),
-            ConfirmedCandidate(
+            MeasuredCandidate(
                 label="best ada_edl",
                 description="skip 1,5; fixed 4",
                 trial="conf_layers/1",
                 measurement=measurement([1.1, 1.2, 1.1] * 5),
             ),
         ),
-        "race": (Raced(trial="conf_layers/0", description="skip 2,3", measurement=measurement([1.4, 1.5])),),
+        "race": (
+            MeasuredCandidate(trial="conf_layers/0", description="skip 2,3", measurement=measurement([1.4, 1.5])),
+        ),
         "trials": TRIALS,
         "texts": (TextPair(prompt="a\nb", plain=" c", drafted=" c", identical=True),),
         "noise": QUIET,

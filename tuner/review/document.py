@@ -14,21 +14,13 @@ from tuner.measuring.machine import MachineNoise
 from tuner.results import Provenance
 
 
-class ConfirmedCandidate(Document):
-    """A candidate on the held-out prompts, as in the final table."""
+class MeasuredCandidate(Document):
+    """A candidate as measured in the race, on tuning prompts, or in the confirmation, on the held-out ones."""
 
-    label: str
-    description: str
     trial: str = Field(description="study and number, such as joint/3")
-    measurement: Measurement
-
-
-class Raced(Document):
-    """A finalist of the race, on tuning prompts."""
-
-    trial: str
     description: str
     measurement: Measurement
+    label: str = Field("", description="name in the final table; empty in the race")
 
 
 class StockContender(Document):
@@ -73,8 +65,8 @@ class SearchReview(Document):
     profile: DraftProfile
     objection: str | None = Field(description="why no speed-up is claimed; None if one is")
     winner: str = Field(description="trial that won the race, such as joint/3")
-    rivals: tuple[ConfirmedCandidate, ...] = Field(min_length=1, description="the winner first")
-    race: tuple[Raced, ...]
+    rivals: tuple[MeasuredCandidate, ...] = Field(min_length=1, description="the winner first")
+    race: tuple[MeasuredCandidate, ...]
     trials: tuple[TrialRecord, ...]
     comparison: StockComparison | None = None
     no_comparison: str | None = Field(None, description="why there is no comparison with stock generation")

@@ -14,7 +14,7 @@ from studies.contract import Candidate, TrialRecord
 from studies.measurement import Measurement
 from tuner.measuring.paired import Bench
 from tuner.results import Provenance
-from tuner.review.document import ConfirmedCandidate, Raced, SearchReview, TextPair, described, trial_name
+from tuner.review.document import MeasuredCandidate, SearchReview, TextPair, described, trial_name
 from tuner.review.markdown import search_note, texts_page
 from tuner.review.page import report_page
 from tuner.review.tables import held_out_csv, race_csv
@@ -57,7 +57,7 @@ def written_texts(task: Task, candidate: Candidate, confirmed: Measurement, held
 def review_of(task: Task, result: SearchResult, records: Sequence[TrialRecord], run_id: str) -> SearchReview:
     """Return the data of a finished search."""
     rivals = tuple(
-        ConfirmedCandidate(
+        MeasuredCandidate(
             label=each.label,
             description=described(each.trial),
             trial=trial_name(each.trial),
@@ -66,7 +66,7 @@ def review_of(task: Task, result: SearchResult, records: Sequence[TrialRecord], 
         for each in result.candidates
     )
     race = tuple(
-        Raced(trial=trial_name(each.trial), description=described(each.trial), measurement=each.measurement)
+        MeasuredCandidate(trial=trial_name(each.trial), description=described(each.trial), measurement=each.measurement)
         for each in result.race
     )
     return SearchReview(
