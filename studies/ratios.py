@@ -78,7 +78,7 @@ def speed_ratio(slower: Work, faster: Work) -> Interval:
     seconds and tokens of the units (the ratio estimator of survey sampling). Raises ValueError for fewer than two units.
 
     On a few dozen prompts the percentile bootstrap is too narrow: on real samples it held the value of a long re-measurement in
-    89.6 % of 1,350 draws, bias-corrected in 87.3 %, and this interval in 92.1 % (samples of `sdtune evaluate integrity`, whose
+    89.6 % of 1,350 draws, bias-corrected in 87.3 %, and this interval in 92.1 % (samples of `benchmarks.integrity`, whose
     texts are of equal length).
     """
     return Ratio.of_speeds(slower, faster).interval()

@@ -93,7 +93,7 @@ def test_the_extras_hold_whatever_else_the_tuner_imports() -> None:
     needed = _imported("studies") | _imported("tuner")
     extras = PROJECT["optional-dependencies"]
     known = _modules([*PROJECT["dependencies"], *extras["tune"], *extras["service"], *extras["serve"], *extras["ray"]])
-    # `sdtune evaluate serving` says itself that it needs the client. `conversion` lies in the sources of llama.cpp.
+    # `benchmarks.serving` needs the client. `conversion` lies in the sources of llama.cpp.
     assert needed - known - brought - {"openai", "conversion"} == set()
 
 

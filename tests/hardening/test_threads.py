@@ -9,6 +9,7 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
+from benchmarks.random_texts import RIGHT, decode_in_threads
 from decoding.decode import Request
 from decoding.decoder import Decoder, plain_decoder
 from decoding.deploy import load_decoder
@@ -23,7 +24,6 @@ from tests.support.grid import COSTS
 from tests.support.heads import write_heads
 from tests.support.profiles import profile_of
 from tests.support.tiny import tiny_llama
-from tuner.evaluation.hardening.threads import RIGHT, decode_in_threads
 
 NUM_THREADS, NUM_TEXTS, NUM_NEW = 8, 12, 8
 PROMPTS = [[index + 1, index + 7, index + 3, index + 11] for index in range(8)]

@@ -8,8 +8,8 @@ from contextlib import contextmanager
 
 import pytest
 
+from benchmarks import postgres as server
 from tuner.errors import ConfigError
-from tuner.evaluation.service import postgres as server
 
 
 @contextmanager

@@ -13,12 +13,12 @@ from typing import Any
 import mlflow
 import pytest
 
+from benchmarks.faults import read_only
 from decoding.draft_length import AdaEdl
 from studies.contract import TrialState
 from tests.support.paths import ROOT
 from tests.support.records import candidate, measurement, record
 from tuner.errors import TrackingError
-from tuner.evaluation.hardening.faults import read_only
 from tuner.tracking import BRIEF, PATIENT, DatasetInput, Tracker, opened_store, page_address, ui_command, ui_lines
 
 DATASET = DatasetInput("prompts.jsonl", "f" * 64, "prompts.jsonl")

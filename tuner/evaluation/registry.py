@@ -13,13 +13,6 @@ EVALUATIONS: Mapping[str, str] = MappingProxyType(
         "suite": "tuner.evaluation.suite.settings:SuiteEvaluation",
         "searches": "tuner.evaluation.searches.settings:SearchesEvaluation",
         "predictions": "tuner.evaluation.predictions.settings:PredictionsEvaluation",
-        "integrity": "tuner.evaluation.integrity.settings:IntegrityEvaluation",
-        "planted": "tuner.evaluation.planted.settings:PlantedEvaluation",
-        "hardening": "tuner.evaluation.hardening.settings:HardeningEvaluation",
-        "passes": "tuner.evaluation.passes.settings:PassesEvaluation",
-        "serving": "tuner.evaluation.serving.settings:ServingEvaluation",
-        "service": "tuner.evaluation.service.settings:ServiceEvaluation",
-        "planted-model": "tuner.evaluation.models.settings:PlantedModel",
     }
 )
 """To add an evaluation, write its class and name it here."""

@@ -1,6 +1,6 @@
 """From trials to a verdict: the finalists, their confirmation on held-out prompts, and the claim of a speed-up.
 
-A search decides here, and `sdtune evaluate integrity` tests the same decision.
+A search decides here, and `benchmarks.integrity` tests the same decision.
 """
 
 from __future__ import annotations

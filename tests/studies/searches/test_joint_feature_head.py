@@ -5,24 +5,21 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
 
 from decoding.decode import Request
 from decoding.decoder import plain_decoder
-from decoding.drafts import EarlyExit, FeatureHeadDraft, LayerSkip
+from decoding.drafts import LayerSkip
 from decoding.head_folder import HeadFolder
 from decoding.target import Target
 from decoding.text import Ending
 from studies.contract import Problem
 from studies.costs.table import CostTable
 from studies.costs.terms import join_share
-from studies.prediction.skip_space import SkipSpace
 from studies.searches.joint import Joint, JointSettings
 from tests.support.costs import made_up_costs
 from tests.support.families import build, some_tokens
 from tests.support.feature_heads import disturbed_feature_head, write_feature_head
-from tuner.evaluation.random_candidates import FEATURE_HEAD, RandomCandidates, kind_of
 from tuner.measuring.cost_table import resolve_terms
 
 SMALL: dict[str, Any] = {"num_surveyed": 12, "max_tokens": 4, "num_exits": 2, "num_lookups": 2, "bits": ()}
@@ -78,20 +75,3 @@ def test_step_costs_a_block_the_rest_and_the_joining_layer(problem: Problem) -> 
     assert table.verify_seconds(draft, 3, context=16, prefix_reuse=True) == table.verify_seconds(
         LayerSkip(), 3, context=16, prefix_reuse=True
     )
-
-
-def test_random_candidates_include_a_feature_head_where_there_is_one(problem: Problem) -> None:
-    space = SkipSpace.of(problem.target)
-    head = {2: EarlyExit(exit_layer=2, head="h.safetensors", head_sha256="a" * 64)}
-    drawn = [
-        RandomCandidates(space, problem.target.num_layers, head, ("fixed",), 4, (), feature).draw(20, 0)
-        for feature in (None, problem.feature_draft)
-    ]
-    kinds = [[kind_of(candidate.draft) for candidate in each] for each in drawn]
-    assert FEATURE_HEAD not in kinds[0]
-    assert 1 <= kinds[1].count(FEATURE_HEAD) <= 4
-    with_lookup = RandomCandidates(space, 5, {}, ("fixed",), 4, (), problem.feature_draft)
-    found = [with_lookup.feature_head(np.random.default_rng(seed)) for seed in range(8)]
-    assert {bool(draft.parts.lookup) for draft in found} == {True, False}
-    assert {draft.having(lookup=None) for draft in found} == {problem.feature_draft}
-    assert isinstance(found[0], FeatureHeadDraft)

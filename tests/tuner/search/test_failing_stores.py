@@ -1,6 +1,6 @@
 """A search whose stores fail after its second trial ends with one line; the same command resumes it, and the winner is the same.
 
-`sdtune evaluate hardening` does this with real disks, with MLflow's store and for longer.
+`benchmarks.hardening` does this with real disks, with MLflow's store and for longer.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks.faults import lock, read_only
 from decoding.drafts import Draft
 from decoding.profile import DraftProfile
 from decoding.rounds import Round
@@ -21,7 +22,6 @@ from tests.support.commands import SearchCommand
 from tests.support.refusals import refused
 from tests.support.stored_trials import stored_records
 from tuner.cli.progress_bar import TerminalProgress
-from tuner.evaluation.hardening.faults import lock, read_only
 from tuner.measuring.clock import PriceList
 
 STRIKES_AFTER = 2

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
-    from tuner.evaluation.hardening.priced_search import SearchPlace
+    from benchmarks.small_search import SearchPlace
     from tuner.service.jobs import Jobs
 
 
 @pytest.fixture
 def place(tmp_path: Path, _tracking_template: Path) -> SearchPlace:
-    from tuner.evaluation.hardening.priced_search import SearchPlace
+    from benchmarks.small_search import SearchPlace
 
     place = SearchPlace.made(tmp_path)
     shutil.copy(_tracking_template, place.database("tracking"))

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import httpx2
 
+from benchmarks.postgres import programs
 from tests.support.postgres import postgres
 from tests.support.service import listening
-from tuner.evaluation.service.postgres import programs
 from tuner.service.admission import Allowed
 from tuner.service.app import ServiceSettings, create_service
 from tuner.service.jobs import Jobs

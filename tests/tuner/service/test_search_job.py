@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
+from benchmarks.small_search import STUDIES, SearchPlace, finished_trials, planted_prices
 from decoding.profile import DraftProfile
 from tests.support.here_devices import HereDevices
 from tests.support.service import serving, until, working
@@ -20,7 +21,6 @@ from tests.support.stored_trials import stored_records
 from tuner.cli.main import main
 from tuner.config import SearchConfig
 from tuner.errors import StorageError, TrackingOutageError
-from tuner.evaluation.hardening.priced_search import STUDIES, SearchPlace, finished_trials, planted_prices
 from tuner.executors import ray_cluster
 from tuner.executors.contract import DeviceLostError
 from tuner.progress import Unwatched

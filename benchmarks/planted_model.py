@@ -3,30 +3,26 @@
 Every attention and every MLP sublayer is of one of three kinds. *Redundant* ones add next to nothing to the residual stream: a
 draft without all of them says almost always what the model says. *Important* ones add about as much as any other, within a
 factor of three: skipping a single one costs agreement, an early or loud one most. *Grey* ones lie between: one of them costs some
-per cent, several together far more. The construction is our
-formulation; its constants were
-tuned so that this holds for 12, 32 and 80 layers, with texts that do not fall into loops. What skipping saves is not modelled:
-sublayers cost what they cost.
+per cent, several together far more. The construction is our formulation; its constants were tuned so that this holds for 12,
+32 and 80 layers, with sequences that do not fall into loops. What skipping saves is not modelled: sublayers cost what they cost.
 """
 
 from __future__ import annotations
 
+import json
 import math
 import random
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from argparse import ArgumentParser
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from decoding.documents.atomic_write import write_atomically
-from decoding.documents.strict_yaml import Document
 from decoding.drafts import LayerSkip
-from decoding.errors import SdtuneError
 
 VOCABULARY_SIZE = 256
 HIDDEN_SIZE = 64
@@ -46,38 +42,18 @@ Sublayers = frozenset[tuple[str, int]]
 """Kind and block of each sublayer."""
 
 
-class PlantedError(SdtuneError):
-    """A planted model that cannot be made or written as asked."""
-
-
-class PlantedSets(Document):
-    """Redundant and grey sublayers of a model; all others are important."""
-
-    num_layers: int
-    seed: int
-    redundant: LayerSkip
-    grey: LayerSkip
-
-    @property
-    def important(self) -> LayerSkip:
-        """Sublayers that are neither redundant nor grey."""
-        return _as_skip(_all_sublayers(self.num_layers) - _as_sublayers(self.redundant) - _as_sublayers(self.grey))
-
-
-@dataclass(frozen=True)
-class Planted:
-    """A model and its planted sublayers. `redundant` is the skip set that a search should find."""
+class Planted(NamedTuple):
+    """A model and its planted sublayers; all that are neither redundant nor grey are important."""
 
     model: PreTrainedModel
-    sets: PlantedSets
-
-    @property
-    def redundant(self) -> LayerSkip:
-        """The draft that skips every redundant sublayer."""
-        return self.sets.redundant
+    redundant: LayerSkip
+    """The skip set that a search should find."""
+    grey: LayerSkip
 
 
-def draw_sets(num_layers: int, *, seed: int, share: float = 0.45, grey_share: float = 0.1) -> PlantedSets:
+def draw_sets(
+    num_layers: int, *, seed: int, share: float = 0.45, grey_share: float = 0.1
+) -> tuple[LayerSkip, LayerSkip]:
     """Draw redundant sublayers (a `share` of all) and grey ones, outside the first and the last block.
 
     Published searches never skip these two blocks. Raises ValueError unless another important sublayer remains.
@@ -90,26 +66,21 @@ def draw_sets(num_layers: int, *, seed: int, share: float = 0.45, grey_share: fl
             f"the first and the last of {num_layers} blocks"
         )
     random.Random(f"sets/{seed}").shuffle(inner)
-    return PlantedSets(
-        num_layers=num_layers,
-        seed=seed,
-        redundant=_as_skip(inner[:num_redundant]),
-        grey=_as_skip(inner[num_redundant : num_redundant + num_grey]),
-    )
+    return _as_skip(inner[:num_redundant]), _as_skip(inner[num_redundant : num_redundant + num_grey])
 
 
 def planted(num_layers: int, *, seed: int, share: float = 0.45) -> Planted:
     """Return a model whose redundant and grey sublayers are drawn by the seed."""
-    sets = draw_sets(num_layers, seed=seed, share=share)
+    redundant, grey = draw_sets(num_layers, seed=seed, share=share)
     model = plant(
         num_layers,
-        sets.redundant.skip_attention,
-        sets.redundant.skip_mlp,
-        grey_attention=sets.grey.skip_attention,
-        grey_mlp=sets.grey.skip_mlp,
+        redundant.skip_attention,
+        redundant.skip_mlp,
+        grey_attention=grey.skip_attention,
+        grey_mlp=grey.skip_mlp,
         seed=seed,
     )
-    return Planted(model, sets)
+    return Planted(model, redundant, grey)
 
 
 def plant(
@@ -149,36 +120,6 @@ def prompts(num: int, length: int, seed: int, vocabulary_size: int = VOCABULARY_
     generator = torch.Generator().manual_seed(seed)
     drawn = torch.randint(vocabulary_size, (num, length), generator=generator)
     return [tuple(prompt) for prompt in drawn.tolist()]
-
-
-@torch.no_grad()
-def agreement(model: PreTrainedModel, texts: Tensor, skip: LayerSkip, *, first: int = 1) -> float:
-    """Return the share of tokens of `texts` [number, length], from `first` on, that the model without `skip` ranks highest.
-
-    On texts that the model wrote greedily after prompts of length `first`, this is the acceptance rate of a draft, except that the
-    draft reads its own keys and values: in decoding, verified tokens have the model's.
-    """
-    with silenced(model, skip):
-        logits = model(texts, use_cache=False).logits[:, first - 1 : -1]
-    return (logits.argmax(dim=-1) == texts[:, first:]).float().mean().item()
-
-
-@contextmanager
-def silenced(model: PreTrainedModel, skip: LayerSkip) -> Iterator[None]:
-    """Let the sublayers of `skip` add nothing inside the context; the model is restored at its end."""
-
-    def silence(module: nn.Module, inputs: object, output: Any) -> Any:
-        return (torch.zeros_like(output[0]), *output[1:]) if isinstance(output, tuple) else torch.zeros_like(output)
-
-    with ExitStack() as hooks:
-        for kind, index in _as_sublayers(skip):
-            hooks.callback(_module(model, kind, index).register_forward_hook(silence).remove)
-        yield
-
-
-def singles(skip: LayerSkip) -> Sequence[LayerSkip]:
-    """Return the drafts that skip one of these sublayers each."""
-    return [_as_skip([sublayer]) for sublayer in sorted(_as_sublayers(skip))]
 
 
 def _random_llama(num_layers: int, hidden_size: int, vocabulary_size: int) -> Any:
@@ -269,10 +210,6 @@ def _all_sublayers(num_layers: int) -> Sublayers:
     return _in_blocks(range(num_layers))
 
 
-def _as_sublayers(skip: LayerSkip) -> Sublayers:
-    return _sublayers(skip.skip_attention, skip.skip_mlp)
-
-
 def _as_skip(sublayers: Iterable[tuple[str, int]]) -> LayerSkip:
     chosen = sorted(sublayers)
     return LayerSkip(
@@ -281,18 +218,19 @@ def _as_skip(sublayers: Iterable[tuple[str, int]]) -> LayerSkip:
     )
 
 
-def write_planted(out: Path, num_layers: int, *, share: float, seed: int) -> Planted:
-    """Write a planted model and `planted.json` into the new folder `out`, and return the problem.
+def main() -> None:
+    parser = ArgumentParser(description="Write a planted model and its sets, planted.json, into a new folder.")
+    parser.add_argument("--layers", type=int, default=32)
+    parser.add_argument("--share", type=float, default=0.45, help="of the sublayers that are redundant")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR")
+    args = parser.parse_args()
+    args.out.mkdir(parents=True)
+    found = planted(args.layers, seed=args.seed, share=args.share)
+    found.model.save_pretrained(args.out)
+    sets = {name: getattr(found, name).model_dump(mode="json") for name in ("redundant", "grey")}
+    (args.out / "planted.json").write_text(json.dumps({"seed": args.seed, **sets}, indent=2) + "\n", encoding="utf-8")
 
-    Raises `PlantedError` if `out` exists or cannot be written, or if the sets do not leave an important sublayer.
-    """
-    if out.exists():
-        raise PlantedError(f"{out} exists; choose another --out")
-    try:
-        problem = planted(num_layers, seed=seed, share=share)
-        problem.model.save_pretrained(out)
-    except (ValueError, OSError) as cause:
-        raise PlantedError(str(cause)) from None
-    content = problem.sets.model_dump_json(indent=2).encode() + b"\n"
-    write_atomically(out / "planted.json", content, what="the planted sets", error=PlantedError)
-    return problem
+
+if __name__ == "__main__":
+    main()

@@ -10,8 +10,7 @@ import multiprocessing
 import os
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from multiprocessing.context import ForkServerContext
+from dataclasses import dataclass, field, replace
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -21,16 +20,17 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from benchmarks.faults import Fault
+from benchmarks.planted_model import VOCABULARY_SIZE, planted, prompts
 from decoding.draft_length import Fixed
 from decoding.drafts import Draft
 from decoding.errors import SdtuneError
+from decoding.profile import DraftProfile
 from decoding.rounds import Round
 from studies.contract import TrialRecord
 from tuner.config import SearchConfig
-from tuner.evaluation.hardening.faults import Fault
-from tuner.evaluation.planted.model import VOCABULARY_SIZE, planted, prompts
 from tuner.measuring.clock import PriceList
-from tuner.progress import Progress, Unwatched
+from tuner.progress import Unwatched
 from tuner.search.run import search
 from tuner.search.storage import StudyStore
 from tuner.search.task import prepare
@@ -47,6 +47,30 @@ STUDIES: Mapping[str, dict[str, Any]] = {
 STORES = ("trials", "tracking", "profile")
 """What a search writes: trials, MLflow's runs and the profile."""
 REFUSED = 2
+LIMIT_SECONDS = 900
+"""After this a search counts as hanging, also on a busy machine."""
+
+Records = Mapping[tuple[str, int], TrialRecord]
+"""Finished trials by study and number."""
+
+
+@dataclass
+class CheckOutcome:
+    """Cases of one check: their number, and a line for each that went wrong."""
+
+    name: str
+    num_cases: int = 0
+    failures: list[str] = field(default_factory=list)
+
+    def count(self, failure: str | None = None, *, of: str = "") -> None:
+        """Count a case, with what went wrong in it, if anything."""
+        self.num_cases += 1
+        if failure is not None:
+            self.failures.append(f"{of}: {failure}" if of else failure)
+
+    @property
+    def row(self) -> dict[str, Any]:
+        return {"check": self.name, "cases": self.num_cases, "failures": len(self.failures)}
 
 
 @dataclass(frozen=True)
@@ -75,7 +99,6 @@ class SearchPlace:
         return self.stores[store] / {"trials": "trials.db", "tracking": "mlflow.db"}[store]
 
     def profile(self, name: str) -> Path:
-        """File of the profile that the search writes."""
         return self.stores["profile"] / f"{name}.yaml"
 
     def config(self, name: str, **changes: Any) -> SearchConfig:
@@ -106,36 +129,48 @@ class SearchPlace:
 
     def said(self, name: str) -> str:
         """Return what the last run of the search wrote on stdout and stderr."""
-        path = self.said_file(name)
+        path = self.folder / f"{name}.txt"
         return path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
 
-    def said_file(self, name: str) -> Path:
-        """File of what a run of the search writes on stdout and stderr."""
-        return self.folder / f"{name}.txt"
-
-    def winner(self, name: str) -> Any:
-        """Return draft and rule of the profile that the search wrote."""
-        from decoding.profile import DraftProfile
-
-        profile = DraftProfile.load(self.profile(name))
-        return profile.model_dump(mode="json", include={"draft", "draft_length"})
-
-    def records(self, name: str) -> dict[tuple[str, int], TrialRecord]:
-        """Return the finished trials on disk, by study and number."""
+    def records(self, name: str) -> Records:
         path = self.database("trials")
         return finished_trials(f"sqlite:///{path}", name) if path.exists() else {}
 
-    def runs(self, name: str) -> tuple[list[str], dict[tuple[str, int], list[str]]]:
-        """Return the status of each parent run of the search in MLflow, and those of the nested runs by study and number."""
-        return tracked_runs(f"sqlite:///{self.database('tracking')}", name)
-
     def start(self, name: str, *, after: int = 0, fault: Fault | None = None) -> BaseProcess:
         """Start the search in a process of its own, which meets a `fault` when it has finished `after` trials."""
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload([__name__, "benchmarks.late_imports"])
         progress = Unwatched() if fault is None else Disturbed(after, fault)
-        arguments = self.config(name), progress, self.said_file(name)
-        process = _context().Process(target=_run, args=arguments)
+        arguments = self.config(name), progress, self.folder / f"{name}.txt"
+        process = context.Process(target=_run, args=arguments)
         process.start()
         return process
+
+    def finish(self, name: str) -> str | None:
+        """Run the search to its end; return what went wrong."""
+        process = self.start(name)
+        return self.failure(name, status_of(process))
+
+    def failure(self, name: str, ended: int | None) -> str | None:
+        """Return how a search failed that ended with the status `ended`, or None."""
+        if ended is None:
+            return f"no end after {LIMIT_SECONDS} s"
+        return None if ended == 0 else f"status {ended}: {self.said(name)[-300:]}"
+
+    def winner(self, name: str) -> Any:
+        return winner_of(self.profile(name))
+
+    def difference(self, name: str, known: Records, undisturbed: str) -> str | None:
+        """Return how a resumed search differs from the `undisturbed` one, or None.
+
+        `known` are its trials that were finished before.
+        """
+        records = self.records(name)
+        runs = tracked_runs(f"sqlite:///{self.database('tracking')}", name)
+        problem = changed(known, records) or unlike(records, self.records(undisturbed)) or untrue(*runs, records)
+        if problem is None and (winner := self.winner(name)) != (wanted := self.winner(undisturbed)):
+            problem = f"another winner: {winner}, undisturbed {wanted}"
+        return problem
 
 
 class Disturbed(Unwatched):
@@ -151,8 +186,23 @@ class Disturbed(Unwatched):
             self._fault()
 
 
-def finished_trials(storage: str, experiment: str) -> dict[tuple[str, int], TrialRecord]:
-    """Return the finished trials of a search in a storage, by study and number."""
+def status_of(process: BaseProcess) -> int | None:
+    """Return the exit status of a search once it has ended; None if it had to be killed, as it hung."""
+    process.join(LIMIT_SECONDS)
+    if process.exitcode is not None:
+        return process.exitcode
+    process.kill()
+    process.join()
+    return None
+
+
+def winner_of(profile: Path) -> Any:
+    """Return draft and rule of a profile."""
+    return DraftProfile.load(profile).model_dump(mode="json", include={"draft", "draft_length"})
+
+
+def finished_trials(storage: str, experiment: str) -> Records:
+    """Return the finished trials of a search in a storage."""
     store = StudyStore(storage, experiment)
     try:
         found = [stored.records() for study in STUDIES if (stored := store.find(study)) is not None]
@@ -176,14 +226,39 @@ def tracked_runs(uri: str, experiment: str) -> tuple[list[str], dict[tuple[str, 
     return parents, nested
 
 
-def _context() -> ForkServerContext:
-    """Return a way to start processes that have imported everything already."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__, f"{__package__}.late_imports"])
-    return context
+def changed(before: Records, after: Records) -> str | None:
+    """Return which finished trials of `before` are missing or different in `after`, or None."""
+    for key, record in before.items():
+        if key not in after:
+            return f"the finished trial {key} is lost"
+        if after[key] != record:
+            return f"the finished trial {key} has changed"
+    return None
 
 
-def _run(config: SearchConfig, progress: Progress, said: Path) -> None:
+def unlike(records: Records, undisturbed: Records) -> str | None:
+    """Return in which study the number of finished trials differs from an undisturbed search's, or None."""
+    for study in {study for study, _ in undisturbed}:
+        counts = [sum(each == study for each, _ in found) for found in (records, undisturbed)]
+        if counts[0] != counts[1]:
+            return f"{counts[0]} finished trials of {study}, and {counts[1]} undisturbed"
+    return None
+
+
+def untrue(parents: list[str], nested: Mapping[tuple[str, int], list[str]], records: Records) -> str | None:
+    """Return what MLflow's runs of a finished search say wrongly of its trials, or None."""
+    if parents != ["FINISHED"]:
+        return f"parent runs in MLflow: {parents}"
+    if doubled := [key for key, statuses in nested.items() if len(statuses) > 1]:
+        return f"trials with more than one run in MLflow: {doubled}"
+    if set(nested) != set(records):
+        return f"MLflow has the trials {sorted(nested)}, the storage {sorted(records)}"
+    if open_runs := [key for key, (status,) in nested.items() if status == "RUNNING"]:
+        return f"runs in MLflow that never ended: {open_runs}"
+    return None
+
+
+def _run(config: SearchConfig, progress: Unwatched, said: Path) -> None:
     """Run a search to its end: status 0, or 2 with an error in one line."""
     with said.open("wb") as stream:
         os.dup2(stream.fileno(), 1)
@@ -191,8 +266,7 @@ def _run(config: SearchConfig, progress: Progress, said: Path) -> None:
     torch.set_num_threads(1)
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     try:
-        task = prepare(config, progress)
-        search(replace(task, prices=planted_prices()), progress)
+        search(replace(prepare(config, progress), prices=planted_prices()), progress)
     except SdtuneError as refusal:
         sys.stderr.write(f"sdtune: {refusal}\n")
         sys.exit(REFUSED)

@@ -1,1 +1,0 @@
-"""A model with planted redundancy, written to disk."""

@@ -1,1 +1,0 @@
-"""What single passes and rounds cost: by width, by context, by readiness."""

@@ -1,1 +1,0 @@
-"""Searches on models with planted redundancy, whose best setting is known."""

@@ -1,1 +1,0 @@
-"""`sdtune evaluate service`: jobs of the tuning service under kills, and its storage under load."""
