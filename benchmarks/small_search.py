@@ -264,7 +264,7 @@ def _run(config: SearchConfig, progress: Unwatched, said: Path) -> None:
         os.dup2(stream.fileno(), 1)
         os.dup2(stream.fileno(), 2)
     torch.set_num_threads(1)
-    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
     try:
         search(replace(prepare(config, progress), prices=planted_prices()), progress)
     except SdtuneError as refusal:

@@ -11,7 +11,7 @@ import os
 import shlex
 import time
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -82,6 +82,10 @@ class Tracker:
         self._client = client
         self._experiment_id = experiment_id
         self.run_id = run_id
+        self._take_over(nested)
+
+    def _take_over(self, nested: Mapping[TrialKey, Any]) -> None:
+        """Know the trials that have runs."""
         ids = {key: str(run.info.run_id) for key, run in nested.items()}
         # A run that is still running belongs to a trial whose logging was killed: it is completed, not skipped.
         self._begun = {key: ids[key] for key, run in nested.items() if run.info.status == "RUNNING"}
@@ -138,6 +142,14 @@ class Tracker:
             self._client.set_terminated(run_id, status=STATUS[record.state])
         self._logged[trial] = run_id
         return run_id
+
+    def log_missing(self, records: Iterable[TrialRecord]) -> None:
+        """Log the trials that have no run yet, whichever process made them."""
+        with opened_store(self.tracking_uri):
+            nested = _nested_runs(self._client, self._experiment_id, self.run_id)
+        self._take_over(nested)
+        for record in records:
+            self.log_trial(record)
 
     def _begin(self, record: TrialRecord) -> str:
         """Create a nested run with the start time of the trial."""

@@ -8,8 +8,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tuner.service.contract import JobResult
 from tuner.service.durable_steps import DurableSteps
+
+from tuner.service.contract import JobResult
 from tuner.service.jobs import Jobs
 from tuner.service.worker import SearchWorker, WorkerSettings
 

@@ -142,11 +142,13 @@ def _print_plan(console: Console, task: Task) -> None:
 
 
 def _print_time(console: Console, task: Task) -> None:
-    """Print the stages of the search and their estimated minutes, from a moment of plain decoding."""
-    from tuner.search.forecast import forecast
-    from tuner.search.time_keeper import plan_text
+    """Print how the time will be shared, from a moment of plain decoding."""
+    from tuner.search.run import plan, plan_lines
 
-    for line in plan_text(task, forecast(task)):
+    if (seconds := plan(task)) is not None:
+        heads = f"distillation of exit heads: about {spoken(seconds)} (--distill never declines)"
+        console.print(heads, soft_wrap=True, highlight=False)
+    for line in plan_lines(task):
         console.print(line, soft_wrap=True, highlight=False)
 
 

@@ -59,10 +59,10 @@ def use_threads(threads: int | None) -> None:
 
 
 def quieten_optuna() -> None:
-    """Keep optuna from reporting every study on stderr, where the progress bar is."""
+    """Keep optuna from reporting studies and failed trials on stderr, where the progress bar is."""
     import optuna
 
-    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
 
 
 @contextmanager

@@ -1,32 +1,222 @@
-"""Limits of a study: how many trials it may run, and for how long."""
+"""The time of a search, by one rule: what race and confirmation cost is set aside, and trials get the rest.
+
+`--timeout` covers everything from the start of the command to the profile, resumed runs included; the time of distilling exit
+heads is on top of it only where it was given a limit of its own. The rate of plain decoding tells what a sample costs. Where not
+everything fits, half of the time goes to trials, and the costliest part of the end is cut in halves. Without a timeout nothing is
+cut.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 from studies.contract import TrialRecord
+from tuner.errors import SearchError
+from tuner.stage_clock import Stage, StageClock, spoken
+
+END_SHARE = 0.5
+"""Most of the time left that is set aside for race, held-out prompts and results."""
+PLAIN_SHARE = 0.15
+"""Most of the time left that plain decoding of the tuning prompts may take, unless fewer prompts would be too few."""
+PAIRED = 2.4
+"""Seconds of measuring a candidate as slow as plain decoding, over those of plain decoding: both, and their warm-up."""
+STOCK = 6.0
+"""Seconds of comparing with stock generation, over those of plain decoding: two of our decoders, and two slower ones."""
+WRITING_SECONDS = 6.0
+"""Seconds for the profile, pictures, report and tracking at the end of a search, unless opening the stores took longer."""
+LEAST_LEFT = 0.05
+"""Share of `--timeout` that must be left for a search to be resumed: less would not even load the model and race."""
+GRACE = 0.5
+"""Share of an expected trial by which a running one may overrun, before it is cut between two prompts."""
+SPENT = "its share of the search time is spent"
+
+
+@dataclass(frozen=True)
+class End:
+    """Samples and candidates of a search after its trials. A sample is a prompt, or a batch of prompts."""
+
+    finalists: int
+    raced: int
+    """Samples of a pass of the race."""
+    confirmed: int
+    """Candidates that are measured on the held-out samples."""
+    held_out: int
+    stock: int
+    """Samples on which stock generation is compared; 0 for no comparison."""
+    beside: float = WRITING_SECONDS
+    """Seconds of all else: the results, and an engine's servers."""
+
+    def seconds(self, plain: float) -> float:
+        """Return the seconds of all parts, where plain decoding of a sample takes `plain` seconds."""
+        return sum(self._parts(plain).values()) + self.beside
+
+    def fitted(self, least: End, plain: float, seconds: float) -> End:
+        """Return these sizes with the costliest part halved until all fit in `seconds`, or no part is above the `least`."""
+        sizes = self
+        while sizes.seconds(plain) > seconds:
+            parts = sizes._parts(plain)
+            above = [name for name in parts if getattr(sizes, name) > getattr(least, name)]
+            if not above:
+                break
+            name = max(above, key=lambda each: parts[each])
+            half = max(getattr(least, name), getattr(sizes, name) // 2)
+            sizes = replace(sizes, **{name: 0 if name == "stock" and half < LEAST_STOCK else half})
+        return sizes
+
+    def _parts(self, plain: float) -> dict[str, float]:
+        """Return the seconds that halving each size would halve."""
+        race = PAIRED * plain * self.finalists * self.raced
+        held_out = plain * self.held_out * (1 + PAIRED * self.confirmed)
+        return {"raced": race / 2, "finalists": race / 2, "held_out": held_out, "stock": STOCK * plain * self.stock}
+
+
+LEAST_STOCK = 3
+"""Samples on which stock generation is compared at least: on two an interval says nothing."""
 
 
 @dataclass
 class Budget:
-    """Limits of a study: trials, stored ones included, and seconds of trials from now on. None is unlimited."""
+    """Seconds of a search, read from its clock; unlimited without a timeout."""
 
-    trials: int | None
-    seconds: float | None
-    spent_seconds: float = 0.0
+    timeout: float | None
+    clock: StageClock
+    spent_before: float = 0.0
+    """Seconds of earlier runs of the same search."""
+    on_top: float = 0.0
+    """Seconds of this run that do not count, as they were said to come on top."""
+    cuts: list[str] = field(default_factory=list)
+    """What was done on fewer prompts than configured."""
+    plain: float = 0.0
+    """Seconds of plain decoding of a sample, measured."""
+    end: End = field(default_factory=lambda: End(0, 0, 0, 0, 0))
+    """Race, confirmation and all after them, as configured."""
+    least: End = field(default_factory=lambda: End(0, 0, 0, 0, 0))
+    """And with the fewest finalists and samples."""
 
-    def exhausted(self, num_trials: int) -> str | None:
-        """Return the reason that a study with `num_trials` may begin no further trial, or None."""
-        if self.trials is not None and num_trials >= self.trials:
-            return f"all {num_trials} trials are spent"
-        if self.seconds is not None and self.spent_seconds >= self.seconds:
-            return "its share of the search time is spent"
-        return None
+    @property
+    def spent(self) -> float:
+        """Seconds of this run and earlier ones that count."""
+        return self.spent_before + self.clock.elapsed - self.on_top
+
+    @property
+    def left(self) -> float:
+        """Seconds left; infinite without a timeout, negative after an overrun."""
+        return math.inf if self.timeout is None else self.timeout - self.spent
+
+    def check(self, needed: float, what: str) -> None:
+        """Raise `SearchError` with the way to go on if less than `needed` seconds are left for `what`."""
+        if self.timeout is None or self.left >= needed:
+            return
+        more = enough(self.spent + needed)
+        if self.spent_before:
+            raise SearchError(
+                f"{spoken(self.spent_before)} of --timeout {spoken(self.timeout)} were spent by earlier runs, and {what} takes "
+                f"about {spoken(needed)}: --timeout {more} goes on from the trials that are stored"
+            )
+        raise SearchError(
+            f"--timeout {spoken(self.timeout)} is too short for this model: {spoken(self.spent)} are spent, and {what} takes "
+            f"about {spoken(needed)} more: give --timeout {more} or more, or lower --max-new-tokens or the numbers of prompts"
+        )
+
+    def trial_seconds(self, samples: int) -> float:
+        """Return the expected seconds of a trial on so many samples."""
+        return PAIRED * self.plain * samples
+
+    def fitted(self, **known: int) -> End:
+        """Return race and confirmation as far as they fit in the time left; `known` sizes replace the configured ones."""
+        return replace(self.end, **known).fitted(self.least, self.plain, self.left)
+
+    @property
+    def left_for_trials(self) -> float:
+        """Return the seconds left beside what race and confirmation need, which is half of them at most if that suffices."""
+        if self.timeout is None:
+            return math.inf
+        return max(0.0, self.left - self.end.fitted(self.least, self.plain, END_SHARE * self.left).seconds(self.plain))
+
+    def cut(self, done: str, used: int, configured: int, unit: str) -> None:
+        """Note that something was done on fewer samples than configured."""
+        if used < configured:
+            self.cuts.append(f"{done} on {used} of {configured} {unit}, to keep within --timeout")
+
+    def pace(self, keep: float = 0.0) -> Callable[[], bool]:
+        """Return a function that tells, before each of equal steps, if another fits beside `keep` seconds; the first always does.
+
+        A step is expected to take as long as the longest so far.
+        """
+
+        def steps() -> Iterator[bool]:
+            longest = 0.0
+            before = self.left
+            yield True
+            while True:
+                longest, before = max(longest, before - self.left), self.left
+                yield before - keep >= longest
+
+        if math.isinf(self.left):
+            return lambda: True
+        answers = steps()
+        return lambda: next(answers)
+
+    def where_it_went(self) -> str:
+        """Return the longest stages so far, for a search that ended without a result."""
+        stages = self.clock.seconds()
+        longest = sorted(stages, key=lambda stage: -stages[stage])[:3]
+        return ", ".join(f"{stage} {spoken(stages[stage])}" for stage in longest if stage is not Stage.OTHER)
+
+
+class Limit(Protocol):
+    """When the trials of a study end; see `TrialTime`."""
+
+    def took(self, record: TrialRecord) -> None:
+        """Count a finished trial."""
+
+    def spent(self) -> str | None:
+        """Return the reason that no further trial may begin, or None."""
 
     def overdue(self) -> str | None:
         """Return the reason to cut the running trial between two prompts, or None."""
-        return None
 
-    def spend(self, record: TrialRecord) -> None:
-        """Count the seconds of a finished trial."""
-        self.spent_seconds += record.seconds
+
+@dataclass
+class TrialTime:
+    """When the trials of one study end, so that `keep` seconds are left of the search; `least` while there is no result."""
+
+    budget: Budget
+    keep: float
+    least: float
+    expected: float
+    """Seconds of a trial, until trials have shown them."""
+    has_result: Callable[[], bool]
+
+    def took(self, record: TrialRecord) -> None:
+        """Expect further trials to take as long as the last one that was measured."""
+        if record.repeat_of is None:
+            self.expected = record.seconds
+
+    def spent(self) -> str | None:
+        """Return the reason that no further trial may begin, or None."""
+        return None if self._left >= self.expected else SPENT
+
+    def overdue(self) -> str | None:
+        """Return the reason to cut the running trial between two prompts, or None."""
+        return None if self._left > -GRACE * self.expected else "cut, as the search time is spent"
+
+    @property
+    def _left(self) -> float:
+        return self.budget.left - (self.keep if self.has_result() else min(self.keep, self.least))
+
+
+def halved(count: int, least: int, each: float, seconds: float) -> int:
+    """Return `count` halved until so many steps of `each` seconds fit in `seconds`, `least` at least."""
+    while count > least and count * each > seconds:
+        count = max(least, count // 2)
+    return count
+
+
+def enough(seconds: float) -> str:
+    """Return a round duration of at least `seconds`, as `--timeout` takes it, with a margin of a tenth."""
+    wanted = 1.1 * seconds
+    return f"{math.ceil(wanted / 10) * 10}s" if wanted < 120 else f"{math.ceil(wanted / 60)}m"

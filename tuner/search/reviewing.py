@@ -21,9 +21,10 @@ from tuner.review.tables import held_out_csv, race_csv
 from tuner.search.outcome import SearchResult
 from tuner.search.report import skipped_layers_picture, speedup_picture
 from tuner.search.task import Task, token_ids
-from tuner.search.time_plan import NUM_TEXTS
 from tuner.tracking import Tracker
 
+NUM_TEXTS = 3
+"""Held-out prompts on the page of texts. The winner continues those once more whose text differs from plain decoding's."""
 MOST_PROMPT = 4000
 """Characters of a prompt that a reader sees, from its end."""
 

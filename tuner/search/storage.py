@@ -1,31 +1,32 @@
-"""Finished trials on disk: one Optuna study per search, in SQLite, or in PostgreSQL for several hosts.
+"""Finished trials on disk: one Optuna study per study of a search, in SQLite, or in PostgreSQL for several hosts.
 
-A trial is on disk before the next begins. A stored study holds its identity, and is resumed only with the same model, data
-and space. Several processes may work on one study: each trial names the lease of the process that runs it, and is closed by others
-only when that process is dead. Optuna's own heartbeats run under `study.optimize` alone, and trials here are asked for one by one.
+A trial's record is on disk before the next begins. A stored study holds its identity, and is resumed only with the same model, data
+and space. Several processes may work on one search: the trials of dead ones are failed by Optuna's heartbeat, and what one process
+does for all is done under a lock, which the system gives back when its holder dies.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import time
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
-from uuid import uuid4
 
 import optuna
 import sqlalchemy.exc
+from filelock import FileLock, Timeout
+from optuna.trial import FrozenTrial
 from optuna.trial import TrialState as OptunaState
 
 from decoding.errors import first_line, one_line
-from studies.contract import Study, StudySetup, TrialRecord, TrialState
+from studies.contract import Candidate, Study, StudySetup, TrialRecord
+from tuner.addresses import without_password
 from tuner.databases import make_private, refuse_unusable_database, sqlite_path
 from tuner.errors import StorageError, StorageOutageError
-from tuner.leases.process import Process
-from tuner.leases.table import GRACE_SECONDS, LEASES_TABLE, Lease, LeaseHeldError, LeaseTable, attempt
 from tuner.review.document import described
 
 FAILURES = (sqlalchemy.exc.SQLAlchemyError, optuna.exceptions.StorageInternalError)
@@ -40,16 +41,24 @@ METRIC = "speed-up over plain decoding"
 """Name of the objective in Optuna's dashboard."""
 CANDIDATE, REASON = "candidate", "reason"
 """Attributes of a trial for readers of the dashboard: draft and rule in words, and why it was pruned or failed."""
-RUNS = "run_seconds"
-"""Seconds of every run of a search, a note for each run: everything from its command on that counts, not trials alone."""
-WORKER = "worker"
-"""Lease of the process that runs a trial."""
+BEGUN = "begun"
+"""Attribute of a trial: the candidate that is measured, for other processes."""
+RETRY_OF = "retry_of"
+"""Attribute of a trial: the trial of a dead process whose parameters it has."""
+RUNS = "run"
+"""Notes of a search: when each run of it began and was last heard of, in seconds since 1970."""
 FINISHED = "result"
 """Note of an experiment: the result of its last whole run, and the command that gave it."""
-TABLES = ("studies", LEASES_TABLE)
-"""Tables of which a database of ours has one. The tuning service's database has leases before it has studies."""
+TABLES = ("studies",)
+"""Tables of which a database of ours has one."""
 LOCK_SECONDS = 60
 """Seconds to wait for a SQLite file that another process is writing to."""
+BEAT_SECONDS, GRACE_SECONDS = 5, 15
+"""Seconds between two signs of life of a running trial, and of silence after which its process counts as dead."""
+POLL_SECONDS = 0.2
+"""Seconds between two looks at what other processes do."""
+MOST_CHOOSING = 600.0
+"""Seconds after which a trial counts as dead that names no candidate: its process may have died before its first sign of life."""
 
 
 class StudyStore:
@@ -58,13 +67,9 @@ class StudyStore:
     Each stored record is parsed once. Raises `StorageError`, in one line, for errors that the user can correct.
     """
 
-    def __init__(
-        self, url: str, experiment: str, *, process: Process | None = None, grace: float = GRACE_SECONDS
-    ) -> None:
+    def __init__(self, url: str, experiment: str) -> None:
         self.url = url
         self.experiment = experiment
-        self._process, self._grace = process, grace
-        self._worker: TrialWorker | None = None
         self._read: dict[str, StoredStudy] = {}
         """By study name: every study whose records have been asked for."""
         self._opened: list[str] = []
@@ -72,93 +77,82 @@ class StudyStore:
         self._made = [path for path in [sqlite_path(url)] if path is not None and not path.exists()]
         make_private(url)
         try:
-            # Also when another process creates the same tables.
-            attempt(self._open)
+            self._storage = _opened(url, is_new=bool(self._made))
         except (sqlalchemy.exc.SQLAlchemyError, ImportError, OSError, RuntimeError, ValueError) as cause:
             kind = StorageOutageError if isinstance(cause, sqlalchemy.exc.OperationalError) else StorageError
             raise kind(f"cannot open the storage {url}: {_reason(cause)}") from None
 
-    def _open(self) -> None:
-        if sqlite_path(self.url) is None:
-            # Optuna fails where another process creates the same tables, and would leave pooled connections open.
-            made = optuna.storages.RDBStorage(self.url, engine_kwargs={"poolclass": sqlalchemy.pool.NullPool})
-            made.remove_session()
-        settings = {"connect_args": {"timeout": LOCK_SECONDS}} if sqlite_path(self.url) else {"pool_pre_ping": True}
-        # A file made here has the schema of this Optuna, whose check loads all its migrations.
-        self._storage = optuna.storages.RDBStorage(
-            self.url, engine_kwargs=settings, skip_compatibility_check=bool(self._made)
-        )
-
     def discard_if_new(self) -> None:
         """Remove the SQLite file if this store created it, for a search that cannot begin, unless another process uses it."""
-        here = self._process or Process.current()
-        others = [holder for holder in self._leases().holders("") if holder.process != here]
-        in_use = bool(others or optuna.get_all_study_names(self._storage))
+        is_used = bool(optuna.get_all_study_names(self._storage))
         self._storage.remove_session()
-        if not in_use:
+        if not is_used:
             for path in self._made:
                 path.unlink(missing_ok=True)
 
     def close(self) -> None:
-        """Close the connections; leases that are held are given back, unless the storage fails."""
-        if self._worker is not None:
-            with suppress(*FAILURES):  # the search has said so, and others see that this process has ended
-                self._worker.lease.release()
-            self._worker = None
+        """Close the connections."""
         self._storage.remove_session()
         self._storage.engine.dispose()
 
-    def exclusive(self, patience: float = 0.0) -> Lease:
-        """Return the lease of the whole experiment, which one search holds at a time; wait `patience` seconds for it.
+    @contextmanager
+    def lock(self, most_seconds: float | None = None) -> Iterator[None]:
+        """Hold the lock of the experiment, which one process has at a time; wait for it for `most_seconds` at most.
 
-        Raises `StorageError`, which names the holder, if another search works on the experiment.
+        Raises `StorageError` if another process keeps it for longer.
         """
-        try:
-            return self._leases().take(f"search {self.experiment}", patience=patience)
-        except LeaseHeldError as held:
+        key = hashlib.sha256(self.experiment.encode()).hexdigest()[:8]
+        path, dialect = sqlite_path(self.url), self._storage.engine.dialect.name
+        if path is not None:
+            held = _file_lock(Path(f"{path}-{key}.lock"), most_seconds)
+        elif dialect == "postgresql":
+            held = _advisory_lock(self._storage.engine, int(key, 16), most_seconds)
+        elif dialect == "sqlite":
+            held = nullcontext()  # in memory: no other process sees it
+        else:
             raise StorageError(
-                f"another search works on the experiment {self.experiment!r} in {self.url}: {held.holder.process}, last heard of "
-                f"{held.holder.last_heard}; wait for its end, or choose another --experiment"
-            ) from None
-
-    def _leases(self) -> LeaseTable:
-        try:
-            return LeaseTable(self._storage.engine, process=self._process, grace=self._grace)
-        except sqlalchemy.exc.SQLAlchemyError as cause:
-            raise StorageError(f"cannot use the storage {self.url}: {_reason(cause)}") from None
-
-    def _as_worker(self) -> TrialWorker:
-        if self._worker is None:
-            self._worker = TrialWorker(self._leases())
-        return self._worker
+                f"a storage in {dialect} cannot be locked: give sqlite:///FILE or postgresql://HOST/NAME"
+            )
+        with ExitStack() as stack:
+            try:
+                stack.enter_context(held)
+            except Timeout:
+                raise StorageError(
+                    f"another process has held the search {self.experiment!r} in {without_password(self.url)} for "
+                    f"{most_seconds:.0f} s: give the same command again later, and it shows the result"
+                ) from None
+            except (OSError, sqlalchemy.exc.SQLAlchemyError) as cause:
+                raise unusable(self.url, cause) from None
+            yield
 
     def open(self, study: Study, identity: Mapping[str, Any], *, preparation_seconds: float = 0.0) -> StoredStudy:
-        """Return the stored study of this search, created if it is new.
+        """Return the stored study of this search, created if it is new; to be called under the lock.
 
         `preparation_seconds` is the time that creating the study took, stored if it is new. Raises `StorageError` if the stored
         study has another identity (model, data, space).
         """
         name = f"{self.experiment}/{study.name}"
         setup = study.setup()
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
-            try:
-                # One process creates a study as a whole; the others wait, and find it.
-                with self._leases().take(f"creation of {name}", patience=2 * self._grace):
-                    self._discard_half_made(name)
-                    stored = optuna.create_study(
-                        study_name=name,
-                        storage=self._storage,
-                        direction="maximize",
-                        sampler=setup.sampler,
-                        pruner=optuna.pruners.WilcoxonPruner(p_threshold=0.1, n_startup_steps=3),
-                        load_if_exists=True,
-                    )
-                    if IDENTITY not in stored.user_attrs:
-                        stored.set_metric_names([METRIC])
-                    return self._checked(stored, setup, {**identity, "space": setup.space}, preparation_seconds)
-            except sqlalchemy.exc.SQLAlchemyError as cause:
-                raise StorageError(f"cannot use the storage {self.url}: {_reason(cause)}") from None
+        with _as_one_line(self.url), _experimental():
+            self._discard_half_made(name)
+            stored = optuna.create_study(
+                study_name=name,
+                storage=self._storage,
+                direction="maximize",
+                sampler=setup.sampler,
+                pruner=optuna.pruners.WilcoxonPruner(p_threshold=0.1, n_startup_steps=3),
+                load_if_exists=True,
+            )
+            wanted = json.loads(json.dumps({**identity, "space": setup.space}))
+            known = stored.user_attrs.get(IDENTITY)
+            if known is None:
+                _begin(stored, setup, preparation_seconds, wanted)
+            elif differing := _difference(known, wanted):
+                raise self._other(stored.study_name, differing)
+        self._read[name] = found = StoredStudy(stored, self.url)
+        if name not in self._opened:
+            self._opened.append(name)
+        return found
 
     def check_identity(self, identity: Mapping[str, Any]) -> None:
         """Raise `StorageError` if a stored study of this experiment was a search with another model, data, device or decoding."""
@@ -191,15 +185,14 @@ class StudyStore:
         stored = self._whole(study)
         return None if stored is None else self._stored(stored)
 
-    def include(self, study: str) -> None:
-        """Count a stored study among those opened here, which another process may have run to its end."""
-        name = f"{self.experiment}/{study}"
-        if name not in self._opened and self.find(study) is not None:
-            self._opened.append(name)
-
     def records(self) -> list[TrialRecord]:
         """Return the finished trials of all studies opened here, in the order in which they were opened."""
         return [record for name in self._opened for record in self._read[name].records()]
+
+    def close_trials(self) -> None:
+        """Fail what still waits or runs in the studies opened here, once the search has its result."""
+        for name in self._opened:
+            self._read[name].close_trials()
 
     def noted(self, key: str) -> Any:
         """Return the note `key` of the first study of this experiment that has it, or None."""
@@ -221,33 +214,31 @@ class StudyStore:
                 spent += sum(record.seconds for record in self._stored(study).records())
         return spent
 
-    def note_elapsed(self, run: str, seconds: float) -> None:
-        """Store the seconds of a run so far, beside the study opened last; nothing if no study was opened yet."""
+    def note_run(self, run: str, seconds: float) -> None:
+        """Store that a run has taken so many seconds until now; nothing if no study was opened yet."""
+        now = time.time()
         for name in self._opened[-1:]:
-            self._read[name].note(f"{RUNS} {run}", seconds)
+            self._read[name].note(f"{RUNS} {run}", [now - seconds, now])
 
     def elapsed_before(self) -> float:
-        """Return the seconds of all runs of this experiment; of trials and preparation where no run has noted its own."""
-        runs: dict[str, float] = {}
-        for study in self._studies():
-            attributes = study.user_attrs
-            noted = {key.removeprefix(f"{RUNS} "): of for key, of in attributes.items() if key.startswith(f"{RUNS} ")}
-            for run, seconds in {
-                **attributes.get(RUNS, {}),
-                **noted,
-            }.items():  # one note for all runs: earlier versions
-                runs[run] = max(seconds, runs.get(run, 0.0))
-        return sum(runs.values()) if runs else self.spent_seconds()
+        """Return the seconds in which any run of this experiment was under way."""
+        spans = [
+            span for study in self._studies() for key, span in study.user_attrs.items() if key.startswith(f"{RUNS} ")
+        ]
+        elapsed, until = 0.0, 0.0
+        for begun, ended in sorted(spans):
+            elapsed += max(0.0, ended - max(begun, until))
+            until = max(until, ended)
+        return elapsed
 
     def _stored(self, study: optuna.Study) -> StoredStudy:
         """Return the stored study, the same object for every caller, so that records are in one place."""
-        return self._read.setdefault(study.study_name, StoredStudy(study, self.url, self._as_worker))
+        return self._read.setdefault(study.study_name, StoredStudy(study, self.url))
 
     def _studies(self) -> Iterator[optuna.Study]:
         for name in optuna.get_all_study_names(self._storage):
-            if (
-                name.rpartition("/")[0] == self.experiment
-            ):  # an experiment may have a slash in its name, a study has none
+            # An experiment may have a slash in its name, a study has none.
+            if name.rpartition("/")[0] == self.experiment:
                 yield optuna.load_study(study_name=name, storage=self._storage)
 
     def _whole(self, study: str) -> optuna.Study | None:
@@ -261,127 +252,174 @@ class StudyStore:
             if study.study_name == name and IDENTITY not in study.user_attrs:
                 optuna.delete_study(study_name=name, storage=self._storage)
 
-    def _checked(
-        self, stored: optuna.Study, setup: StudySetup, identity: dict[str, Any], preparation_seconds: float
-    ) -> StoredStudy:
-        known = stored.user_attrs.get(IDENTITY)
-        if known is None:
-            for start in setup.starts:
-                stored.enqueue_trial(dict(start))
-            stored.set_user_attr(KEPT, setup.kept)
-            stored.set_user_attr(PREPARATION, preparation_seconds)
-            # Last, so that a study whose creation was killed is not taken for complete.
-            stored.set_user_attr(IDENTITY, json.loads(json.dumps(identity)))
-        elif differing := _difference(known, json.loads(json.dumps(identity))):
-            raise self._other(stored.study_name, differing)
-        self._read[stored.study_name] = found = StoredStudy(stored, self.url, self._as_worker)
-        if stored.study_name not in self._opened:
-            self._opened.append(stored.study_name)
-        found.sweep()
-        return found
-
-
-class TrialWorker:
-    """This process as a worker: the lease that its trials name, and what it knows of the leases of others."""
-
-    def __init__(self, leases: LeaseTable) -> None:
-        self._leases = leases
-        self.lease = leases.take(f"worker {uuid4().hex}")
-        self._nameless: dict[int, float] = {}
-        """When a running trial was first seen that names no worker, by number, in seconds of this process's clock."""
-
-    @property
-    def mark(self) -> list[str]:
-        """Name and token of the lease, as a trial keeps them."""
-        return [self.lease.name, self.lease.token]
-
-    def runs_no_longer(self, trial: optuna.trial.FrozenTrial) -> bool:
-        """Return True if the worker of a running trial is dead.
-
-        A trial names no worker for the moment after it was asked for, and if an earlier version began it. It is given the time
-        after which a silent worker counts as dead.
-        """
-        mark = trial.user_attrs.get(WORKER)
-        if mark is None:
-            seen = self._nameless.setdefault(trial.number, time.monotonic())
-            return time.monotonic() - seen > self._leases.grace
-        return mark != self.mark and not self._leases.is_held(*mark)
-
 
 class StoredStudy:
     """One study on disk, with its records in memory."""
 
-    def __init__(self, study: optuna.Study, url: str, worker: Callable[[], TrialWorker]) -> None:
-        self._study = study
+    def __init__(self, study: optuna.Study, url: str) -> None:
+        self.study = study
         self.url = url
-        self._worker = worker
         self._records: dict[int, TrialRecord] = {}
         """By trial number."""
 
-    def sweep(self) -> None:
-        """Close the running trials of dead processes; only their measurements are lost."""
-        for trial in self._study.get_trials(deepcopy=False, states=(OptunaState.RUNNING,)):
-            if self._worker().runs_no_longer(trial):
-                self._close(trial.number, trial.user_attrs.get(RECORD))
-
     def records(self) -> list[TrialRecord]:
         """Return the finished trials of all processes, by number."""
-        for trial in self._study.get_trials(deepcopy=False):
+        for trial in self.study.get_trials(deepcopy=False):
             if trial.number not in self._records and (stored := trial.user_attrs.get(RECORD)) is not None:
-                self._records[trial.number] = _parsed(stored, self._study.study_name, self.url)
+                self._records[trial.number] = _parsed(stored, self.study.study_name, self.url)
         return [self._records[number] for number in sorted(self._records)]
 
-    def ask(self) -> optuna.Trial:
-        """Begin a trial."""
-        trial = self._study.ask()
-        trial.set_user_attr(WORKER, self._worker().mark)
-        return trial
+    def running(self, before: int | None = None) -> list[Candidate | None]:
+        """Return what is measured in trials that run, those with a number below `before`; None for what is still being chosen."""
+        trials = self._running()
+        texts = [trial.user_attrs.get(BEGUN) for trial in trials if before is None or trial.number < before]
+        return [None if text is None else Candidate.model_validate_json(text) for text in texts]
 
-    def finish(self, trial: optuna.Trial, record: TrialRecord) -> None:
-        """Write a finished trial to disk and add its record.
+    def _running(self) -> list[FrozenTrial]:
+        trials = self.study.get_trials(deepcopy=False, states=(OptunaState.RUNNING,))
+        return [trial for trial in trials if RECORD not in trial.user_attrs and not _died_choosing(trial)]
 
-        Raises `LeaseLostError` if another process closed the trial, as this one was silent for too long.
-        """
-        try:
-            trial.set_user_attr(CANDIDATE, described(record))
-            if record.reason is not None:
-                trial.set_user_attr(REASON, record.reason)
-            trial.set_user_attr(RECORD, record.model_dump_json())
-        except optuna.exceptions.UpdateFinishedTrialError:
-            raise self._worker().lease.lost() from None
+    def begin(self, trial: optuna.Trial, candidate: Candidate) -> None:
+        """Tell other processes what a trial measures."""
+        trial.set_user_attr(BEGUN, candidate.key)
+
+    def keep(self, trial: optuna.Trial, record: TrialRecord) -> None:
+        """Write the record of a trial to disk."""
+        trial.set_user_attr(CANDIDATE, described(record))
+        if record.reason is not None:
+            trial.set_user_attr(REASON, record.reason)
+        trial.set_user_attr(RECORD, record.model_dump_json())
         self._records[trial.number] = record
-        self._tell(trial.number, record)
 
-    def correct_report(self, trial: optuna.Trial, *, step: int, value: float) -> None:
-        """Replace a value that was reported for a step of a running trial, which `trial.report` would keep."""
-        trial.storage.set_trial_intermediate_value(trial._trial_id, step, value)
+    def wait(self) -> None:
+        """Wait a moment for other processes, and fail the trials of dead ones."""
+        time.sleep(POLL_SECONDS)
+        with _experimental():
+            optuna.storages.fail_stale_trials(self.study)
 
-    def abandon(self, trial: optuna.Trial) -> None:
-        """Close a trial that ends without a record."""
-        self._close(trial.number, None)
+    def wait_for_others(self) -> None:
+        """Wait until no other process runs a trial; those that are silent or still choose are given up after `GRACE_SECONDS`."""
+        end = time.monotonic() + GRACE_SECONDS
+        while (running := self.running()) and (any(running) or time.monotonic() < end):
+            self.wait()
 
-    def _close(self, number: int, stored: str | None) -> None:
-        """Close a running trial, with its record if its process wrote one before it died."""
-        if stored is None:
-            self._study.tell(number, state=OptunaState.FAIL, skip_if_finished=True)
-        else:
-            self._tell(number, TrialRecord.model_validate_json(stored))
-
-    def _tell(self, number: int, record: TrialRecord) -> None:
-        # Another process may have closed it, from the record that is on disk.
-        if record.state is TrialState.COMPLETE:
-            self._study.tell(number, record.speedup, skip_if_finished=True)
-        else:
-            state = OptunaState.PRUNED if record.state is TrialState.PRUNED else OptunaState.FAIL
-            self._study.tell(number, state=state, skip_if_finished=True)
+    def close_trials(self) -> None:
+        """Fail all trials that still wait or run."""
+        for trial in self.study.get_trials(deepcopy=False, states=(OptunaState.WAITING, OptunaState.RUNNING)):
+            with suppress(optuna.exceptions.UpdateFinishedTrialError):
+                self.study._storage.set_trial_state_values(trial._trial_id, OptunaState.FAIL)
 
     def note(self, key: str, value: Any) -> None:
         """Store a note beside the trials."""
-        self._study.set_user_attr(key, value)
+        self.study.set_user_attr(key, value)
 
     def noted(self, key: str) -> Any:
         """Return the note `key`, or None."""
-        return self._study.user_attrs.get(key)
+        return self.study.user_attrs.get(key)
+
+
+class _Storage(optuna.storages.RDBStorage):
+    """Optuna's storage, in which a sign of life that the database refuses is left out: the next one counts as well."""
+
+    def record_heartbeat(self, trial_id: int) -> None:
+        with suppress(*FAILURES):
+            super().record_heartbeat(trial_id)
+
+
+def _experimental() -> AbstractContextManager[Any]:
+    """Let Optuna say nothing of what it calls experimental: pruner, heartbeats, names of metrics."""
+    return warnings.catch_warnings(action="ignore", category=optuna.exceptions.ExperimentalWarning)
+
+
+def _opened(url: str, *, is_new: bool) -> optuna.storages.RDBStorage:
+    is_file = sqlite_path(url) is not None
+    if not is_file:
+        # Optuna fails where another process creates the same tables, and would leave pooled connections open.
+        engine = {"poolclass": sqlalchemy.pool.NullPool}
+        attempt(lambda: optuna.storages.RDBStorage(url, engine_kwargs=engine).remove_session())
+    settings = {"connect_args": {"timeout": LOCK_SECONDS}} if is_file else {"pool_pre_ping": True}
+    found: list[optuna.storages.RDBStorage] = []
+    with _experimental():
+        attempt(
+            lambda: found.append(
+                _Storage(
+                    url,
+                    engine_kwargs=settings,
+                    # A file made here has the schema of this Optuna, whose check loads all its migrations.
+                    skip_compatibility_check=is_new,
+                    heartbeat_interval=BEAT_SECONDS,
+                    grace_period=GRACE_SECONDS,
+                    heartbeat_stale_trial_callback=_retry,
+                )
+            )
+        )
+    return found[-1]
+
+
+def attempt(create: Callable[[], None], attempts: int = 5) -> None:
+    """Call `create`, again if another process made the same table between its look and its creation."""
+    for left in reversed(range(attempts)):
+        try:
+            return create()
+        except (
+            sqlalchemy.exc.OperationalError,
+            sqlalchemy.exc.ProgrammingError,
+            sqlalchemy.exc.IntegrityError,
+        ) as cause:
+            if not left or not ("exists" in str(cause) or isinstance(cause, sqlalchemy.exc.IntegrityError)):
+                raise
+            time.sleep(0.1)
+    return None
+
+
+def _begin(stored: optuna.Study, setup: StudySetup, preparation_seconds: float, identity: dict[str, Any]) -> None:
+    """Store what a new study begins with, its identity last: a study whose creation was killed is not taken for complete."""
+    stored.set_metric_names([METRIC])
+    for start in setup.starts:
+        stored.enqueue_trial(dict(start))
+    stored.set_user_attr(KEPT, setup.kept)
+    stored.set_user_attr(PREPARATION, preparation_seconds)
+    stored.set_user_attr(IDENTITY, identity)
+
+
+def _retry(study: optuna.Study, stale: FrozenTrial) -> None:
+    """Enqueue the parameters of a dead process's trial once more, unless it had written its record or was a retry itself."""
+    if stale.params and not {RECORD, RETRY_OF} & set(stale.user_attrs):
+        study.enqueue_trial(stale.params, user_attrs={RETRY_OF: stale.number})
+
+
+def _died_choosing(trial: FrozenTrial) -> bool:
+    if BEGUN in trial.user_attrs or trial.datetime_start is None:
+        return False
+    return time.time() - trial.datetime_start.timestamp() > MOST_CHOOSING
+
+
+def _file_lock(path: Path, most_seconds: float | None) -> AbstractContextManager[Any]:
+    return FileLock(path, timeout=-1 if most_seconds is None else max(0.0, most_seconds))
+
+
+@contextmanager
+def _advisory_lock(engine: sqlalchemy.Engine, key: int, most_seconds: float | None) -> Iterator[None]:
+    """Hold a lock of PostgreSQL for as long as a connection of its own lives. Raises `Timeout`."""
+    end = None if most_seconds is None else time.monotonic() + most_seconds
+    with engine.connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
+        while not connection.scalar(sqlalchemy.select(sqlalchemy.func.pg_try_advisory_lock(key))):
+            if end is not None and time.monotonic() > end:
+                raise Timeout(str(key))
+            time.sleep(POLL_SECONDS)
+        try:
+            yield
+        finally:
+            with suppress(sqlalchemy.exc.SQLAlchemyError):  # a broken connection has given it back
+                connection.scalar(sqlalchemy.select(sqlalchemy.func.pg_advisory_unlock(key)))
+
+
+@contextmanager
+def _as_one_line(url: str) -> Iterator[None]:
+    try:
+        yield
+    except sqlalchemy.exc.SQLAlchemyError as cause:
+        raise StorageError(f"cannot use the storage {url}: {_reason(cause)}") from None
 
 
 def _parsed(record: str, study: str, url: str) -> TrialRecord:
@@ -404,35 +442,16 @@ def sqlite_url(path: Path) -> str:
     return f"sqlite:///{path}"
 
 
-def elapsed_of(url: str, experiment: str) -> float:
-    """Return the seconds that earlier runs of a search took, 0 if nothing is stored; creates no file.
-
-    Raises `StorageError` if the storage cannot be opened.
-    """
-    path = sqlite_path(url)
-    return 0.0 if path is not None and not path.exists() else StudyStore(url, experiment).elapsed_before()
-
-
-def noted_in(url: str, experiment: str, key: str) -> Any:
-    """Return a note of a search, or None; creates no file. Raises `StorageError` if the storage cannot be opened."""
+@contextmanager
+def existing_store(url: str, experiment: str) -> Iterator[StudyStore | None]:
+    """Open the store of a search to look into it, or yield None where no file is; creates none. Raises `StorageError`."""
     path = sqlite_path(url)
     if path is not None and not path.exists():
-        return None
-    store = StudyStore(url, experiment)
-    try:
-        return store.noted(key)
-    finally:
-        store.close()
-
-
-def refuse_other_configuration(url: str, experiment: str, configuration: str) -> None:
-    """Raise `StorageError` if a stored study of the experiment had a model of another configuration; creates no file."""
-    path = sqlite_path(url)
-    if path is not None and not path.exists():
+        yield None
         return
     store = StudyStore(url, experiment)
     try:
-        store.check_configuration(configuration)
+        yield store
     except FAILURES as cause:
         raise unusable(url, cause) from None
     finally:

@@ -25,7 +25,7 @@ from tuner.inputs.checkpoint import checkpoint_configuration
 from tuner.inputs.environment import device_name
 from tuner.inputs.identity import target_identity
 from tuner.inputs.memory import explained_shortage, gigabytes
-from tuner.inputs.models import Loaded, eos_token_ids, load, resolve_device
+from tuner.inputs.models import Loaded, eos_token_ids, load
 from tuner.inputs.prompts import Prompt, PromptSet, search_prompts
 from tuner.inputs.rows import open_rows
 from tuner.measuring.baseline import decode_baseline
@@ -35,11 +35,10 @@ from tuner.measuring.machine import MachineWatch
 from tuner.measuring.paired import Bench
 from tuner.output_paths import check_folder_writable, check_writable
 from tuner.progress import Progress
+from tuner.search.budget import LEAST_LEFT, WRITING_SECONDS, Budget
 from tuner.search.deployment import Deployment, deployment_of, restricted
 from tuner.search.memory_plan import plan_memory
-from tuner.search.storage import FINISHED, elapsed_of, noted_in, refuse_other_configuration
-from tuner.search.time_budget import TimeBudget
-from tuner.search.time_plan import WRITING_SECONDS
+from tuner.search.storage import FINISHED, existing_store
 from tuner.stage_clock import Stage, StageClock
 
 
@@ -62,7 +61,7 @@ class Task:
     """Draft of the feature head, if the folder has one and a study wants it."""
     missing_heads: tuple[int, ...]
     """Exit layers whose head a study asks for and that have none yet."""
-    budget: TimeBudget
+    budget: Budget
     """Time of the search, counted from the start of the command."""
     watch: MachineWatch = field(default_factory=MachineWatch)
     """Signs that other work disturbs the search."""
@@ -87,21 +86,20 @@ class Task:
         )
 
 
-LEAST_LEFT = 0.05
-"""Share of `--timeout` that must be left for a search to be resumed: less would not even load the model and race."""
-
-
 RESULT = "writing a result"
 
 
-def open_budget(config: SearchConfig, clock: StageClock) -> TimeBudget:
+def open_budget(config: SearchConfig, clock: StageClock) -> Budget:
     """Return the time of a search that began with `clock`, less what earlier runs of it took.
 
     Raises `SearchError`, before anything is loaded, if they have spent it, or if it is too short for any search, unless there is a
     result to show.
     """
-    before = 0.0 if config.timeout is None else elapsed_of(config.storage, config.resolved_experiment())
-    budget = TimeBudget(config.timeout, clock, spent_before=before)
+    before = 0.0
+    if config.timeout is not None:
+        with existing_store(config.storage, config.resolved_experiment()) as store:
+            before = 0.0 if store is None else store.elapsed_before()
+    budget = Budget(config.timeout, clock, before)
     if before and _is_finished(config, settings_sha256(config)):
         return budget
     if before:
@@ -110,14 +108,15 @@ def open_budget(config: SearchConfig, clock: StageClock) -> TimeBudget:
     return budget
 
 
-def _check_time(config: SearchConfig, settings: str, budget: TimeBudget) -> None:
+def _check_time(config: SearchConfig, settings: str, budget: Budget) -> None:
     """Raise `SearchError` if no time is left for a result, unless there is one to show."""
     if not _is_finished(config, settings):
         budget.check(WRITING_SECONDS, RESULT)
 
 
 def _is_finished(config: SearchConfig, settings: str) -> bool:
-    noted = noted_in(config.storage, config.resolved_experiment(), FINISHED)
+    with existing_store(config.storage, config.resolved_experiment()) as store:
+        noted = None if store is None else store.noted(FINISHED)
     return noted is not None and noted["settings"] == settings
 
 
@@ -133,28 +132,24 @@ def prepare(
     *,
     loaded: Loaded | None = None,
     target: Target | None = None,
-    budget: TimeBudget | None = None,
+    budget: Budget | None = None,
 ) -> Task:
     """Load model, prompts and exit heads, and check all that can be checked before anything is run or written.
 
     A model that is `loaded` already, or a `target` of it with its runner, is used in place of the configured one. The time of the
     search counts from here unless a `budget` is given.
     """
-    budget = budget or TimeBudget(config.timeout, StageClock())
+    budget = budget or Budget(config.timeout, StageClock())
     remedy = "give a lower max_prompt_tokens or --max-new-tokens, --dtype bfloat16, or a smaller model"
     with budget.clock.stage(Stage.LOADING), explained_shortage("loading and checking the model", remedy):
         return _prepared(config, progress, loaded, target, budget)
 
 
 def _prepared(
-    config: SearchConfig, progress: Progress, loaded: Loaded | None, target: Target | None, budget: TimeBudget
+    config: SearchConfig, progress: Progress, loaded: Loaded | None, target: Target | None, budget: Budget
 ) -> Task:
     check_writable(config.out)
     settings = settings_sha256(config)
-    if config.executor == "ray":  # said before anything is loaded
-        from tuner.executors.ray_cluster import check_devices
-
-        check_devices(config, resolve_device(config.device).type)
     config = restricted(config)
     # A search trains exit heads: a feature head is worth its time only to those who ask for it.
     config = config.model_copy(update={"distillation": config.distillation.model_copy(update={"head": "exit"})})
@@ -162,7 +157,9 @@ def _prepared(
     configuration = None
     if loaded is None:
         configuration = checkpoint_configuration(config.model, config.revision)
-        refuse_other_configuration(config.storage, config.resolved_experiment(), configuration)
+        with existing_store(config.storage, config.resolved_experiment()) as store:
+            if store is not None:
+                store.check_configuration(configuration)
         loaded = _load_if_it_fits(config, progress)
     _check_time(config, settings, budget)  # a slow disk may have taken all of it
     config = _with_possible_prefix_reuse(config, loaded.model, progress)

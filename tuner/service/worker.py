@@ -27,7 +27,6 @@ from tuner.service.jobs import VERSION, WORKER_LEASE, WORKFLOW, Jobs, open_engin
 
 if TYPE_CHECKING:
     from tuner.measuring.clock import PriceList
-    from tuner.search.steps import Steps
 
 OUTAGES = (StorageOutageError, TrackingOutageError, sa.exc.OperationalError)
 """Errors after which the same search may go on later."""
@@ -159,23 +158,21 @@ def run_job(
     settings: WorkerSettings,
     jobs: Jobs,
     *,
-    steps: Steps | None = None,
     prices: PriceList | None = None,
 ) -> JobResult:
     """Run the search of a job, or what is left of it.
 
-    `steps` are those of DBOS unless others are given, and `prices` are charged in place of seconds if they are: for checks.
+    `prices` are charged in place of seconds if they are given, for checks.
     """
     import optuna
 
     from tuner.search.run import search
     from tuner.search.task import open_budget, prepare
     from tuner.service.admission import placed
-    from tuner.service.durable_steps import DurableSteps
     from tuner.service.watching import StoredProgress
     from tuner.stage_clock import StageClock
 
-    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
     folder = settings.folder / job
     folder.mkdir(parents=True, exist_ok=True)
     whole = placed(
@@ -188,8 +185,7 @@ def run_job(
     progress = StoredProgress(jobs, job)
     task = prepare(whole, progress, budget=open_budget(whole, StageClock()))
     task = replace(task, prices=prices)
-    # The process before may have been another machine's, whose silence is not yet long enough.
-    found = search(task, progress, steps=steps or DurableSteps(), patience=2 * settings.grace)
+    found = search(task, progress)
     if found.profile.provenance is None or found.profile.provenance.mlflow_run_id is None:
         raise SearchError("the search has no run in MLflow")
     measured = found.profile.measured

@@ -9,14 +9,13 @@ from typing import Any
 import pytest
 
 from tuner.config import SearchConfig
-from tuner.heads.time_plan import DistillationTime
 from tuner.progress import Unwatched
 from tuner.search import missing_heads
+from tuner.search.budget import Budget
 from tuner.search.missing_heads import provide_heads
-from tuner.search.time_budget import TimeBudget
 from tuner.stage_clock import Stage, StageClock
 
-EXPECTED = DistillationTime(writing=100.0, training=180.0, evaluation=20.0)
+EXPECTED = 300.0
 
 
 class Told(Unwatched):
@@ -37,8 +36,8 @@ class Search:
         self.limits: list[float | None] = []
         self.told = Told()
         config = SearchConfig.model_validate({"model": "m", "dataset": "d", **settings})
-        self.budget = TimeBudget(config.timeout, StageClock(lambda: self.seconds))
-        folder = SimpleNamespace(drafts=lambda exits, held_out: dict.fromkeys(exits))
+        self.budget = Budget(config.timeout, StageClock(lambda: self.seconds))
+        folder = SimpleNamespace(drafts=lambda exits, held_out: dict.fromkeys(exits), missing=lambda exits: exits)
         self.task: Any = SimpleNamespace(
             config=config,
             budget=self.budget,

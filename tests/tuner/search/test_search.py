@@ -168,7 +168,7 @@ def _check_mlflow(workplace: Path) -> None:
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in folder.glob("*.png"))
     rows = list(csv.DictReader((folder / "trials.csv").read_text().splitlines()))
     assert len(rows) == len(nested)
-    assert sorted(path.name for path in workplace.iterdir()) == ["profile.yaml", "sdtune.db"]
+    assert sorted(path.suffix for path in workplace.iterdir()) == [".db", ".lock", ".yaml"]
 
 
 def test_when_nothing_wins_the_profile_says_plain_decoding(

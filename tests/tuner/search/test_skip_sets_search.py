@@ -12,11 +12,9 @@ from studies.searches.skip_sets.settings import SkipSetsSettings
 from studies.searches.skip_sets.study import SkipSets
 from tests.support.benches import bench_on
 from tests.support.commands import SearchCommand
-from tuner.executors.local import LocalExecutor
 from tuner.measuring.paired import Bench
-from tuner.search.budget import Budget
+from tuner.search.objective import Trials
 from tuner.search.storage import StudyStore, sqlite_url
-from tuner.search.trials import run_study
 
 INDICES = range(3)
 
@@ -33,7 +31,7 @@ def _run(folder: Path, bench: Bench, method: str, trials: int) -> list[TrialReco
         Problem(bench.target, *texts, earlier={}, seed=1), SkipSetsSettings.model_validate({"method": method})
     )
     stored = StudyStore(sqlite_url(folder / "trials.db"), "e").open(study, {})
-    return run_study(study, stored, LocalExecutor(bench), INDICES, Budget(trials, None), lambda record: None)[0]
+    return Trials(study, stored, bench, INDICES, most=trials).run()[0]
 
 
 @pytest.mark.parametrize("method", ["random", "swift", "draft_verify", "tpe"])

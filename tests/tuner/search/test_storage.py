@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sqlite3
+import warnings
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -11,16 +12,15 @@ from typing import Any
 
 import optuna
 import pytest
+from optuna.trial import TrialState as OptunaState
 
 from studies.contract import Candidate, Problem, Study, StudySetup, TrialRecord, TrialState
 from studies.searches.draft_length import DraftLength, DraftLengthSettings
-from tests.support.processes import ended_process
 from tests.support.records import candidate, record
 from tests.support.stored_trials import stored_trials
 from tests.support.tiny import tiny_target
 from tuner.errors import StorageError
-from tuner.leases.table import LeaseLostError
-from tuner.search.storage import RECORD, StudyStore, sqlite_url
+from tuner.search.storage import StoredStudy, StudyStore, sqlite_url
 
 IDENTITY = {"model": "a", "data": "b"}
 
@@ -40,8 +40,19 @@ class OneCandidate(Study):
         return candidate(), {}
 
 
-def _store(tmp_path: Path, **settings: Any) -> StudyStore:
-    return StudyStore(sqlite_url(tmp_path / "trials.db"), "experiment", **settings)
+def _store(tmp_path: Path) -> StudyStore:
+    return StudyStore(sqlite_url(tmp_path / "trials.db"), "experiment")
+
+
+def _ask(stored: StoredStudy) -> optuna.Trial:
+    with warnings.catch_warnings(action="ignore"):  # Optuna's: signs of life are given under `optimize` only
+        return stored.study.ask()
+
+
+def _finish(stored: StoredStudy, made: TrialRecord) -> None:
+    trial = _ask(stored)
+    stored.keep(trial, made)
+    stored.study.tell(trial, made.speedup, state=None if made.speedup else OptunaState.FAIL)
 
 
 @pytest.mark.parametrize(
@@ -54,88 +65,22 @@ def _store(tmp_path: Path, **settings: Any) -> StudyStore:
 )
 def test_a_finished_trial_is_read_back_by_a_new_process(tmp_path: Path, made: TrialRecord) -> None:
     stored = _store(tmp_path).open(OneCandidate(), IDENTITY)
-    stored.finish(stored.ask(), made)
+    _finish(stored, made)
     assert _store(tmp_path).open(OneCandidate(), IDENTITY).records() == [made]
-
-
-def test_optuna_knows_state_and_value(tmp_path: Path) -> None:
-    stored = _store(tmp_path).open(OneCandidate(), IDENTITY)
-    stored.finish(stored.ask(), record(1.25))
-    stored.finish(stored.ask(), record(None))
-    trials = optuna.load_study(study_name="experiment/one_candidate", storage=sqlite_url(tmp_path / "trials.db")).trials
-    assert [trial.state.name for trial in trials] == ["COMPLETE", "FAIL"]
-    assert trials[0].value == pytest.approx(1.25)
-
-
-def test_a_trial_that_was_running_when_the_process_died_is_no_record(tmp_path: Path) -> None:
-    _store(tmp_path, process=ended_process()).open(OneCandidate(), IDENTITY).ask()
-    stored = _store(tmp_path).open(OneCandidate(), IDENTITY)
-    assert stored.records() == []
-    assert _states(tmp_path) == ["FAIL"]
 
 
 def _states(tmp_path: Path) -> list[str]:
     return [trial.state.name for trial in stored_trials(tmp_path / "trials.db", "experiment/one_candidate")]
 
 
-def test_the_running_trial_of_another_process_is_left_alone_and_its_record_is_seen(tmp_path: Path) -> None:
-    first = _store(tmp_path).open(OneCandidate(), IDENTITY)
-    trial = first.ask()
-    second = _store(tmp_path).open(OneCandidate(), IDENTITY)
-    second.sweep()
-    assert _states(tmp_path) == ["RUNNING"]
-    second.finish(second.ask(), other := record(1.5, number=1))
-    first.finish(trial, made := record(1.25, number=0))
-    assert first.records() == second.records() == [made, other]
-    assert _states(tmp_path) == ["COMPLETE"] * 2
-
-
-def test_a_record_that_was_written_before_the_process_died_counts_and_optuna_learns_it(tmp_path: Path) -> None:
-    dead = _store(tmp_path, process=ended_process()).open(OneCandidate(), IDENTITY)
-    dead.ask().set_user_attr(RECORD, (made := record(1.25)).model_dump_json())
-    assert _store(tmp_path).open(OneCandidate(), IDENTITY).records() == [made]
-    (trial,) = stored_trials(tmp_path / "trials.db", "experiment/one_candidate")
-    assert (trial.state.name, trial.value) == ("COMPLETE", pytest.approx(1.25))
-
-
-def test_a_trial_that_another_process_has_closed_takes_no_record(tmp_path: Path) -> None:
-    silent = _store(tmp_path, process=ended_process()).open(OneCandidate(), IDENTITY)
-    trial = silent.ask()
-    _store(tmp_path).open(OneCandidate(), IDENTITY)
-    with pytest.raises(LeaseLostError, match="taken over"):
-        silent.finish(trial, record(1.25))
-    assert silent.records() == []
-
-
-def test_a_trial_that_names_no_worker_is_closed_when_it_has_been_seen_for_long(tmp_path: Path) -> None:
-    _store(tmp_path).open(OneCandidate(), IDENTITY)._study.ask()  # as an earlier version did
-    _store(tmp_path).open(OneCandidate(), IDENTITY)
-    assert _states(tmp_path) == ["RUNNING"]
-    impatient = _store(tmp_path, grace=0.0).open(OneCandidate(), IDENTITY)
-    impatient.sweep()
-    assert _states(tmp_path) == ["FAIL"]
-
-
-def test_one_search_at_a_time_works_on_an_experiment(tmp_path: Path) -> None:
-    with _store(tmp_path).exclusive():
-        with pytest.raises(
-            StorageError, match=r"another search works on the experiment 'experiment' .* process \d+ on"
-        ):
-            _store(tmp_path).exclusive()
-        StudyStore(sqlite_url(tmp_path / "trials.db"), "other").exclusive().release()
-    _store(tmp_path).exclusive().release()
-    _store(tmp_path, process=ended_process()).exclusive()
-    _store(tmp_path).exclusive().release()  # at once, as the process of this machine has ended
-
-
 def test_a_new_file_is_discarded_unless_another_process_uses_it(tmp_path: Path) -> None:
     store, path = _store(tmp_path), tmp_path / "trials.db"
-    used = _store(tmp_path, process=ended_process()).exclusive()
-    store.discard_if_new()
-    assert path.exists()
-    used.release()
     store.discard_if_new()
     assert not path.exists()
+    store = _store(tmp_path)
+    _store(tmp_path).open(OneCandidate(), IDENTITY)
+    store.discard_if_new()
+    assert path.exists()
 
 
 @pytest.mark.filterwarnings("ignore::optuna.exceptions.ExperimentalWarning")  # hidden by no thread from another
@@ -146,8 +91,10 @@ def test_processes_that_begin_at_once_on_a_new_file_make_one_study(tmp_path: Pat
     def begin(number: int) -> None:
         try:
             barrier.wait()
-            stored = _store(tmp_path).open(Keeping(f"of {number}"), IDENTITY)
-            stored.finish(stored.ask(), record(1.25, number=number))
+            store = _store(tmp_path)
+            with store.lock():
+                stored = store.open(Keeping(f"of {number}"), IDENTITY)
+            _finish(stored, record(1.25, number=number))
         except Exception as failure:
             failures.append(failure)
 
@@ -214,7 +161,7 @@ def test_a_new_study_begins_with_its_starts(tmp_path: Path) -> None:
     settings = DraftLengthSettings(draft=candidate().draft)
     study = DraftLength(Problem(tiny_target(), (), (), earlier={}, seed=0), settings)
     stored = _store(tmp_path).open(study, IDENTITY)
-    assert [study.propose(stored.ask())[0].draft_length.rule for _ in settings.rules] == list(settings.rules)
+    assert [study.propose(_ask(stored))[0].draft_length.rule for _ in settings.rules] == list(settings.rules)
 
 
 def test_an_experiment_below_another_is_another(tmp_path: Path) -> None:
@@ -239,7 +186,7 @@ def test_notes_beside_the_trials_are_kept(tmp_path: Path) -> None:
 def test_a_study_is_found_to_read_whatever_it_was_a_search_over(tmp_path: Path) -> None:
     assert _store(tmp_path).find("one_candidate") is None
     stored = _store(tmp_path).open(OneCandidate(), IDENTITY)
-    stored.finish(stored.ask(), made := record(1.25))
+    _finish(stored, made := record(1.25))
     found = _store(tmp_path).find("one_candidate")
     assert found is not None
     assert found.records() == [made]
@@ -272,8 +219,8 @@ def test_what_a_study_keeps_when_it_is_made_is_what_later_ones_get(tmp_path: Pat
 def test_spent_seconds_are_of_trials_and_of_preparing_named_studies(tmp_path: Path) -> None:
     store = _store(tmp_path)
     stored = store.open(Keeping(), IDENTITY, preparation_seconds=5.0)
-    stored.finish(stored.ask(), record(1.25, seconds=2.0))
-    stored.finish(stored.ask(), record(None, seconds=0.5))
+    _finish(stored, record(1.25, seconds=2.0))
+    _finish(stored, record(None, seconds=0.5))
     assert store.spent_seconds() == store.spent_seconds(["one_candidate"]) == 7.5
     assert store.spent_seconds(["conf_layers"]) == 0.0
 
@@ -298,7 +245,7 @@ def test_study_whose_making_was_cut_short_is_made_anew(
     study = Keeping("made anew")
     stored = _store(tmp_path).open(study, IDENTITY)
     assert _store(tmp_path).kept("one_candidate") == "made anew"
-    assert [study.propose(stored.ask())[0] for _ in range(2)] == [candidate((0,)), candidate((1,))]
+    assert [study.propose(_ask(stored))[0] for _ in range(2)] == [candidate((0,)), candidate((1,))]
     trials = optuna.load_study(study_name="experiment/one_candidate", storage=stored.url).trials
     assert len(trials) == 2, "no start of the lost one is left"
 
@@ -309,7 +256,7 @@ def test_records_have_one_owner_and_are_parsed_once(tmp_path: Path, monkeypatch:
     stored = store.open(OneCandidate(), IDENTITY)
     assert store.find("one_candidate") is stored
     made = record(seconds=2.0)
-    stored.finish(stored.ask(), made)
+    _finish(stored, made)
     assert store.records() == stored.records() == [made]
     again = _store(tmp_path)
     assert again.records() == [], "only studies that this search opened"

@@ -114,17 +114,6 @@ def _check_a_search_in_time(result: SearchResult, simulated: SimulatedTime, told
     assert result.confirmed.num_prompts >= 6
     assert any("of 12 held-out prompts, to keep within --timeout" in cut for cut in result.cuts)
     assert told.lines[0].startswith("--timeout 60 s for everything (estimate): ")
-    assert [line.split("  ")[1] for line in told.lines[1:8]] == [
-        *(
-            "plain decoding",
-            "surveys and choosing",
-            "trials",
-            "race",
-            "confirmation",
-            "stock generation",
-            "writing and tracking",
-        )
-    ]
     assert sum(result.stages.values()) == pytest.approx(simulated.now)
     assert result.stages[Stage.PLAIN] > 0
     assert result.stages[Stage.TRIALS] > 0
@@ -195,25 +184,22 @@ def _slow_surveys(monkeypatch: pytest.MonkeyPatch, seconds: float) -> list[slice
 
 def test_surveys_stop_at_their_share(run_timed: RunTimed, monkeypatch: pytest.MonkeyPatch) -> None:
     surveyed = _slow_surveys(monkeypatch, 40.0)
-    result, simulated, told = run_timed(150, **JOINT)
+    result, simulated, _ = run_timed(150, **JOINT)
     assert len(surveyed) == 1, "the second one would have taken the time of the trials"
-    assert any(line.startswith("prompt lookup before the surveys: ") for line in told.lines)
     assert result.cost.num_trials >= 1
     assert simulated.now <= 150 * TOLERANCE
 
 
-@pytest.mark.parametrize(("kinds", "winner"), [(["skip_set", "lookup"], "lookup"), (["skip_set"], "plain")])
 def test_a_search_whose_surveys_take_all_its_time_ends_with_a_profile(
-    run_timed: RunTimed, monkeypatch: pytest.MonkeyPatch, kinds: list[str], winner: str
+    run_timed: RunTimed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It gives up the trials, not the result: a lookup was measured before, and plain decoding needs no trial."""
-    surveyed = _slow_surveys(monkeypatch, 100.0)
-    settings = {**JOINT["studies"]["joint"], "kinds": kinds}
-    result, _, _ = run_timed(150, study=["joint"], studies={"joint": settings})
-    assert (result.winner.study, result.cost.num_trials, len(surveyed)) == (winner, int(winner == "lookup"), 1)
+    """It gives up the trials, not the result: plain decoding needs no trial."""
+    surveyed = _slow_surveys(monkeypatch, 140.0)
+    result, _, _ = run_timed(150, **JOINT)
+    assert (result.winner.study, result.cost.num_trials, len(surveyed)) == ("plain", 0, 1)
     assert result.confirmed.num_prompts >= 6
-    assert DraftProfile.load(Path("profile.yaml")).draft.drafts is (result.objection is None)
-    assert any("no trial was finished in time" in cut for cut in result.cuts) is (winner == "plain")
+    assert not DraftProfile.load(Path("profile.yaml")).draft.drafts
+    assert any("no trial was finished in time" in cut for cut in result.cuts)
 
 
 def test_what_no_search_could_keep_is_refused_before_anything_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:

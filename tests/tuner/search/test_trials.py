@@ -14,11 +14,10 @@ from studies.contract import Candidate, Study, StudySetup, TrialRecord, TrialSta
 from studies.measurement import BatchTexts, PromptSample
 from tests.support.benches import ScriptedBench, first_block
 from tests.support.records import candidate, sample
-from tuner.executors.local import LocalExecutor
-from tuner.search.budget import Budget
+from tuner.search.budget import Budget, TrialTime
+from tuner.search.objective import NUM_WARM_UP, Trials
 from tuner.search.storage import StudyStore, sqlite_url
-from tuner.search.trial_run import NUM_WARM_UP
-from tuner.search.trials import run_study
+from tuner.stage_clock import StageClock
 
 INDICES = range(6)
 
@@ -46,13 +45,11 @@ class Scripted(Study):
 
 
 def _run(
-    tmp_path: Path, sets: Sequence[Sequence[int]], bench: ScriptedBench, budget: Budget | None = None
+    tmp_path: Path, sets: Sequence[Sequence[int]], bench: ScriptedBench, **limits: Any
 ) -> tuple[list[TrialRecord], str, Scripted]:
     study = Scripted(sets)
     stored = StudyStore(sqlite_url(tmp_path / "trials.db"), "e").open(study, {})
-    records, ended = run_study(
-        study, stored, LocalExecutor(bench), INDICES, budget or Budget(None, None), lambda record: None
-    )
+    records, ended = Trials(study, stored, bench, INDICES, **limits).run()
     return records, ended, study
 
 
@@ -177,9 +174,9 @@ def test_a_resumed_study_measures_only_what_is_left(tmp_path: Path) -> None:
 
 
 def test_the_trial_budget_counts_stored_trials(tmp_path: Path) -> None:
-    _run(tmp_path, [[3], [4], [5]], ScriptedBench(_by_first_block), Budget(2, None))
+    _run(tmp_path, [[3], [4], [5]], ScriptedBench(_by_first_block), most=2)
     bench = ScriptedBench(_by_first_block)
-    records, ended, _ = _run(tmp_path, [[3], [4], [5]], bench, Budget(2, None))
+    records, ended, _ = _run(tmp_path, [[3], [4], [5]], bench, most=2)
     assert bench.measured == []
     assert len(records) == 2
     assert ended == "all 2 trials are spent"
@@ -187,7 +184,8 @@ def test_the_trial_budget_counts_stored_trials(tmp_path: Path) -> None:
 
 def test_no_trial_begins_when_the_seconds_are_spent(tmp_path: Path) -> None:
     bench = ScriptedBench(_by_first_block)
-    records, ended, _ = _run(tmp_path, [[3]], bench, Budget(None, 10.0, spent_seconds=10.0))
+    limit = TrialTime(Budget(10.0, StageClock(), spent_before=10.0), 0.0, 0.0, 1.0, has_result=lambda: True)
+    records, ended, _ = _run(tmp_path, [[3]], bench, limit=limit)
     assert records == []
     assert ended == "its share of the search time is spent"
 
@@ -227,11 +225,9 @@ def test_seconds_of_a_trial_are_those_of_thinking_and_of_measuring(
     def show(record: TrialRecord) -> None:
         clock.now += 1000.0
 
-    monkeypatch.setattr("tuner.search.study_run.time", clock)
+    monkeypatch.setattr("tuner.search.objective.time", clock)
     stored = StudyStore(sqlite_url(tmp_path / "trials.db"), "e").open(study := Thinking([[3], [4], [3]]), {})
-    budget = Budget(None, None)
-    records, _ = run_study(study, stored, LocalExecutor(ScriptedBench(answer)), INDICES, budget, show)
+    records, _ = Trials(study, stored, ScriptedBench(answer), INDICES, on_record=show).run()
     # Learning from a trial (0.5 s) and deciding whether to go on (0.25 s) count with the next trial. A repeat is not measured.
     assert [record.seconds for record in records] == [62.25, 62.75, 2.75]
-    assert budget.spent_seconds == 127.75
     assert stored.records() == records

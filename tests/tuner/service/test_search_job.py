@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
+from tuner.search.steps import UnsavedSteps
+from tuner.service.durable_steps import DurableSteps
 
 from benchmarks.small_search import STUDIES, SearchPlace, finished_trials, planted_prices
 from decoding.profile import DraftProfile
@@ -25,11 +27,9 @@ from tuner.executors import ray_cluster
 from tuner.executors.contract import DeviceLostError
 from tuner.progress import Unwatched
 from tuner.search.run import search
-from tuner.search.steps import UnsavedSteps
 from tuner.search.task import prepare
 from tuner.service.admission import OF_THE_SERVICE
 from tuner.service.contract import JobResult, JobState
-from tuner.service.durable_steps import DurableSteps
 from tuner.service.jobs import Jobs
 from tuner.service.worker import WorkerSettings, run_job
 

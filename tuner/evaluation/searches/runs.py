@@ -19,14 +19,12 @@ from studies.contract import Study, TrialRecord, best_trials
 from studies.searches.registry import create_study
 from tuner.errors import ConfigError, StorageError
 from tuner.evaluation.searches.rivals import Rival
-from tuner.executors.local import LocalExecutor
 from tuner.measuring.paired import Bench
 from tuner.progress import Progress
-from tuner.search.budget import Budget
+from tuner.search.objective import Trials
 from tuner.search.problem import build_problem
 from tuner.search.storage import PREPARATION, StoredStudy, StudyStore
 from tuner.search.task import Task
-from tuner.search.trials import run_study
 
 ENDED, INCUMBENTS = "ended", "incumbents"
 
@@ -129,24 +127,41 @@ def decoded_tokens(record: TrialRecord) -> int:
 
 
 @dataclass
-class _SearchBudget(Budget):
-    """Budget that limits tokens too; earlier spending counts."""
+class _SearchBudget:
+    """Seconds, tokens and trials of a search; earlier spending counts. See `tuner.search.budget.Limit`."""
 
-    tokens: int | None = None
-    spent_tokens: int = 0
+    limits: Limits
+    seconds: float
+    tokens: int = 0
+    trials: int = 0
 
     @classmethod
     def of(cls, limits: Limits, records: Sequence[TrialRecord], preparation_seconds: float) -> _SearchBudget:
-        spent = preparation_seconds + sum(record.seconds for record in records)
-        return cls(limits.trials, limits.seconds, spent, limits.tokens, sum(map(decoded_tokens, records)))
+        budget = cls(limits, preparation_seconds)
+        for record in records:
+            budget.took(record)
+        return budget
 
-    def exhausted(self, num_trials: int) -> str | None:
-        """See `Budget.exhausted`."""
-        if self.seconds is not None and self.spent_seconds >= self.seconds:
-            return f"its {self.seconds:g} s are spent"
-        if self.tokens is not None and self.spent_tokens >= self.tokens:
-            return f"its {self.tokens} tokens are spent"
-        return super().exhausted(num_trials)
+    def took(self, record: TrialRecord) -> None:
+        """Count a finished trial."""
+        self.seconds += record.seconds
+        self.tokens += decoded_tokens(record)
+        self.trials += 1
+
+    def spent(self) -> str | None:
+        """Return the reason that no further trial may begin, or None."""
+        limits = self.limits
+        if limits.seconds is not None and self.seconds >= limits.seconds:
+            return f"its {limits.seconds:g} s are spent"
+        if limits.tokens is not None and self.tokens >= limits.tokens:
+            return f"its {limits.tokens} tokens are spent"
+        if limits.trials is not None and self.trials >= limits.trials:
+            return f"all {self.trials} trials are spent"
+        return None
+
+    def overdue(self) -> str | None:
+        """Return None: a trial that has begun is ended."""
+        return None
 
 
 @dataclass(frozen=True)
@@ -210,7 +225,6 @@ class SearchRunner:
 
         def keep(record: TrialRecord) -> None:
             known = stored.records()
-            budget.spent_tokens += decoded_tokens(record)
             incumbent = _best(known, study.expected())
             numbers = [each.number for each in known]
             incumbents.append(None if incumbent is None else numbers.index(incumbent.number))
@@ -219,8 +233,8 @@ class SearchRunner:
             self.progress.trial(record, best[0] if best else None)
 
         indices = range(min(self.task.config.prompts_per_trial, len(bench.prompts)))
-        records, why = run_study(study, stored, LocalExecutor(bench), indices, budget, keep)
-        finished_early = why != budget.exhausted(len(records))
+        records, why = Trials(study, stored, bench, indices, limit=budget, on_record=keep).run()
+        finished_early = why != budget.spent()
         remarks = tuple(study.remarks())
         stored.note(
             ENDED, {"settings": _plain(rival), "why": why, "finished_early": finished_early, "remarks": remarks}
@@ -234,10 +248,8 @@ class SearchRunner:
             return None
         preparation, records = store.noted(PREPARATION), tuple(stored.records())
         budget = _SearchBudget.of(self.limits, records, preparation)
-        finished_early = noted["finished_early"] and self.limits.hold(
-            budget.spent_seconds, budget.spent_tokens, len(records)
-        )
-        why = noted["why"] if finished_early else budget.exhausted(len(records))
+        finished_early = noted["finished_early"] and self.limits.hold(budget.seconds, budget.tokens, len(records))
+        why = noted["why"] if finished_early else budget.spent()
         if why is None:
             return None
         incumbents = tuple(_padded(store.noted(INCUMBENTS), len(records)))

@@ -268,19 +268,19 @@ def test_a_budget_of_tokens_counts_decoded_tokens(compare: Compare, clockwork: C
 def test_earlier_seconds_count_against_the_budget(compare: Compare, clockwork: Clockwork) -> None:
     clockwork.stop_at_trial = 1
     assert compare("random", seeds="1", budget="1h").exit_code == 130
-    from tuner.search.budget import Budget
+    from tuner.evaluation.searches.runs import _SearchBudget
     from tuner.search.storage import StudyStore, sqlite_url
 
     spent = StudyStore(sqlite_url(Path("found/searches.db")), "random/seed 0").spent_seconds()
     seen: list[float] = []
     with pytest.MonkeyPatch.context() as patch:
-        honest = Budget.exhausted
+        honest = _SearchBudget.spent
 
-        def look(budget: Budget, num_trials: int) -> str | None:
-            seen.append(budget.spent_seconds)
-            return honest(budget, num_trials)
+        def look(budget: _SearchBudget) -> str | None:
+            seen.append(budget.seconds)
+            return honest(budget)
 
-        patch.setattr(Budget, "exhausted", look)
+        patch.setattr(_SearchBudget, "spent", look)
         clockwork.stop_at_trial = 10_000
         assert compare("random", seeds="1", budget="1h").exit_code == 0
     assert seen[0] == pytest.approx(spent)
