@@ -1,6 +1,6 @@
 """The contract between a study and the search that runs it, and the records that pass between them.
 
-A study proposes what to try next. It never measures, stores or prints: `tuner.search.trials` asks it for a candidate, measures
+A study proposes what to try next. It never measures, stores or prints: `tuner.search.objective` asks it for a candidate, measures
 the candidate by real decoding, stores the record and passes it to `Study.observe`.
 """
 

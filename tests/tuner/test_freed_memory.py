@@ -7,13 +7,13 @@ import subprocess
 import sys
 
 import pytest
-from tuner.search.study_sequence import timed_as_usual
 
 from studies.contract import Problem
 from tests.support.costs import made_up_costs
 from tests.support.tiny import tiny_target
 from tuner import freed_memory
 from tuner.freed_memory import LARGE, USUAL, large_blocks_given_back
+from tuner.search.study_trials import timed_as_usual
 
 
 @pytest.mark.skipif(sys.platform != "linux" or freed_memory._glibc() is None, reason="glibc only")

@@ -146,7 +146,7 @@ def _print_time(console: Console, task: Task) -> None:
     from tuner.search.run import plan, plan_lines
 
     if (seconds := plan(task)) is not None:
-        heads = f"distillation of exit heads: about {spoken(seconds)} (--distill never declines)"
+        heads = f"distillation of exit heads: about {spoken(seconds)} (--set distill=never declines)"
         console.print(heads, soft_wrap=True, highlight=False)
     for line in plan_lines(task):
         console.print(line, soft_wrap=True, highlight=False)

@@ -28,13 +28,13 @@ from tuner.service.contract import (
 
 WORKFLOW = "tune"
 VERSION = "1"
-"""Version of the steps: workers run the jobs of their own version only. A change of the steps' order or results raises it."""
+"""Version of the jobs: workers run those of their own version only."""
 WORKER_LEASE = "service worker "
 QUEUE, PROGRESS, OUTAGE, DEATHS, VERDICT = "queue", "progress", "outage", "deaths", "verdict"
 """Attributes of a workflow: its queue, which DBOS forgets when it is cancelled, its latest progress, the store that it waits for,
 the workers that died with it, and what it has found."""
 MOST_DEATHS = 2
-"""Workers that may die with a search, one after the other without a finished trial or step, before it counts as what kills them."""
+"""Workers that may die with a search, one after the other without a finished trial, before it counts as what kills them."""
 PATIENCE_SECONDS = 3600.0
 """Seconds for which a search waits for a store that does not answer, before it fails."""
 STREAK_SECONDS = 600.0
@@ -143,7 +143,7 @@ class Jobs:
         return self.find(job)
 
     def resume(self, job: str, *, client: str = "", most: float = math.inf) -> SearchJob:
-        """Queue a cancelled or failed job again; finished steps and trials are not repeated.
+        """Queue a cancelled or failed job again; finished trials are not repeated.
 
         Raises `TooManyJobsError` if the client has `most` unfinished ones.
         """
@@ -170,11 +170,8 @@ class Jobs:
             self._client.resume_workflow(status.workflow_id, queue_name=_queue(status))
 
     def _rewind(self, status: WorkflowStatus) -> None:
-        """Queue a failed job again, from the step that failed."""
-        steps = self._client.list_workflow_steps(status.workflow_id)
-        failed = [step["function_id"] for step in steps if step["error"] is not None]
-        first = failed[0] if failed else max((step["function_id"] for step in steps), default=0) + 1
-        self._client.rewind_workflow(status.workflow_id, start_step=first, queue_name=_queue(status))
+        """Queue a failed job again; its trials are in the storage."""
+        self._client.rewind_workflow(status.workflow_id, start_step=1, queue_name=_queue(status))
 
     def note_progress(self, job: str, progress: JobProgress) -> None:
         """Store what a running search says."""
@@ -235,14 +232,9 @@ class Jobs:
 
     def _is_deadly(self, status: WorkflowStatus) -> bool:
         """Note the death of a worker with a job; return True if the job is what kills them."""
-        before = _attributes(status).get(DEATHS) or {"count": 0, "steps": 0}
-        steps = len(self._client.list_workflow_steps(status.workflow_id))
-        came_further = _progress(status).trials > 0 or steps > before["steps"]
-        count = 1 if came_further else before["count"] + 1
-        self._client.update_workflow_attributes(
-            status.workflow_id, {DEATHS: {"count": count, "steps": steps}}, merge=True
-        )
-        return bool(count >= MOST_DEATHS)
+        count = 1 if _progress(status).trials > 0 else _deaths(status) + 1
+        self._client.update_workflow_attributes(status.workflow_id, {DEATHS: count}, merge=True)
+        return count >= MOST_DEATHS
 
     def _statuses(self, job: str) -> list[WorkflowStatus]:
         return self._client.list_workflows(workflow_ids=[job])
@@ -291,8 +283,11 @@ def _progress(status: WorkflowStatus) -> JobProgress:
 
 def _is_failure(status: WorkflowStatus) -> bool:
     """Return True for a job that is cancelled because workers die with it."""
-    deaths = _attributes(status).get(DEATHS) or {"count": 0}
-    return status.status == "CANCELLED" and bool(deaths["count"] >= MOST_DEATHS)
+    return status.status == "CANCELLED" and _deaths(status) >= MOST_DEATHS
+
+
+def _deaths(status: WorkflowStatus) -> int:
+    return int(_attributes(status).get(DEATHS) or 0)
 
 
 def _config(status: WorkflowStatus) -> Mapping[str, Any]:

@@ -12,23 +12,17 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
-from tuner.search.steps import UnsavedSteps
-from tuner.service.durable_steps import DurableSteps
 
 from benchmarks.small_search import STUDIES, SearchPlace, finished_trials, planted_prices
 from decoding.profile import DraftProfile
-from tests.support.here_devices import HereDevices
 from tests.support.service import serving, until, working
-from tests.support.stored_trials import stored_records
 from tuner.cli.main import main
 from tuner.config import SearchConfig
 from tuner.errors import StorageError, TrackingOutageError
 from tuner.executors import ray_cluster
-from tuner.executors.contract import DeviceLostError
 from tuner.progress import Unwatched
 from tuner.search.run import search
 from tuner.search.task import prepare
-from tuner.service.admission import OF_THE_SERVICE
 from tuner.service.contract import JobResult, JobState
 from tuner.service.jobs import Jobs
 from tuner.service.worker import WorkerSettings, run_job
@@ -76,43 +70,6 @@ def test_a_job_gives_the_profile_that_a_search_gives_and_is_fetched(
     assert len(told[0]) == 4
 
 
-def test_a_job_with_trials_on_two_devices_of_which_one_is_lost_ends_with_the_same_winner(
-    place: SearchPlace, jobs: Jobs, plain_reviews: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    studies = {"conf_layers": STUDIES["conf_layers"], "skip_sets": {"method": "draft_verify"}}
-    alone = place.config("alone", study=list(studies), studies=studies, trials=2)
-    search(replace(prepare(alone, Unwatched()), prices=planted_prices()), Unwatched())
-    losses = iter([DeviceLostError("its node was killed")])
-
-    def lose_one(device: str, method: str) -> None:
-        if method == "go_on":  # in the middle of a trial
-            for loss in losses:
-                raise loss
-
-    devices = HereDevices(monkeypatch, lose_one)
-    settings = alone.model_dump(mode="json", exclude_unset=True, exclude=set(OF_THE_SERVICE))
-    executor = {"executor": "ray", "ray_label": "h", "repeats": 0}
-    with working(place.folder, jobs, partial(run_job, prices=planted_prices()), executor=executor):
-        jobs.submit("0123456789abcdef", settings, "default")
-        until(lambda: jobs.find("0123456789abcdef").state.is_over)
-    found = jobs.find("0123456789abcdef")
-    assert (found.state, found.error) == (JobState.FINISHED, None)
-    result = jobs.result("0123456789abcdef")
-    assert result is not None
-    known, profile = (
-        DraftProfile.load(alone.out),
-        DraftProfile.load(place.folder / "searches" / found.id / "profile.yaml"),
-    )
-    assert (profile.draft, profile.draft_length) == (known.draft, known.draft_length)
-    assert set(devices.opened) == {"h 0", "h 1"}
-    assert len(devices.opened) == 3, "the lost one came back"
-    names = [f"model-prompts-{found.id}/{study}" for study in studies]
-    trials = stored_records(place.folder / "service.db", *names)
-    assert [each.study for each in trials] == ["conf_layers"] * 2 + ["skip_sets"] * 2
-    assert [each.notes["attempts"] for each in trials if "attempts" in each.notes] == [2]
-    assert {each.notes.get("device") for each in trials if each.repeat_of is None} <= {"h 0", "h 1"}
-
-
 def test_the_engine_of_a_search_is_the_workers(tmp_path: Path, jobs: Jobs, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
 
@@ -124,7 +81,7 @@ def test_the_engine_of_a_search_is_the_workers(tmp_path: Path, jobs: Jobs, monke
     engine = {"deploy_to": "llama.cpp", "engine_home": str(tmp_path), "engine_args": "--threads 2"}
     settings = WorkerSettings(jobs.database, "sqlite:///mlflow.db", tmp_path, "cpu", executor=engine)
     with pytest.raises(StorageError, match="seen"):
-        run_job("a", {"model": "m", "dataset": "d"}, settings, jobs, steps=UnsavedSteps())
+        run_job("a", {"model": "m", "dataset": "d"}, settings, jobs)
     assert seen == [("llama.cpp", tmp_path, "--threads 2")]
 
 
@@ -150,37 +107,31 @@ def test_a_worker_without_its_devices_does_not_begin(
 
 
 class Troubled:
-    """Jobs of two steps; the second raises each of `failures` before it succeeds."""
+    """Jobs that raise each of `failures` before they succeed."""
 
     def __init__(self, *failures: Exception) -> None:
-        self.ran: list[str] = []
+        self.num_run = 0
         self._failures = list(failures)
 
     def __call__(self, job: str, config: Mapping[str, Any], settings: WorkerSettings, jobs: Jobs) -> JobResult:
-        steps = DurableSteps()
-        for name in ("first", "second"):
-            steps.run(name, partial(self._step, name), str)
+        self.num_run += 1
+        if self._failures:
+            raise self._failures.pop(0)
         return JobResult(profile="", claims_speedup=False, rows=[], report="", mlflow_run="run")
 
-    def _step(self, name: str) -> str:
-        self.ran.append(name)
-        if name == "second" and self._failures:
-            raise self._failures.pop(0)
-        return name
 
-
-def test_a_search_waits_for_a_store_that_is_away_and_repeats_no_finished_step(tmp_path: Path, jobs: Jobs) -> None:
+def test_a_search_waits_for_a_store_that_is_away(tmp_path: Path, jobs: Jobs) -> None:
     away, broken = TrackingOutageError("the store is away"), StorageError("another search")
     trouble = Troubled(away, away, broken)
     # The worker looks for waiting jobs once in a beat: here the test does.
     with serving(tmp_path, jobs) as command, working(tmp_path, jobs, trouble, beat=60.0):
         jobs.submit("0123456789abcdef", {"model": "m", "dataset": "d"}, "default")
-        for ran in (["first", "second"], ["first", "second", "second"]):
+        for ran in (1, 2):
             until(lambda: jobs.find("0123456789abcdef").progress.message == "waits: the store is away")
             found = jobs.find("0123456789abcdef")
             assert (found.state, found.error) == (JobState.QUEUED, None)
             assert jobs.latest() == [found]
-            assert trouble.ran == ran
+            assert trouble.num_run == ran
             assert jobs.take_over() == ["0123456789abcdef"]
         until(lambda: jobs.find("0123456789abcdef").state.is_over)
         (found,) = jobs.latest()
@@ -191,7 +142,7 @@ def test_a_search_waits_for_a_store_that_is_away_and_repeats_no_finished_step(tm
         assert "the search 0123456789abcdef is failed: another search" in watched.output
         assert command("resume", "0123456789abcdef").exit_code == 0
         assert command("watch", "0123456789abcdef").exit_code == 0
-        assert trouble.ran == ["first", "second", "second", "second", "second"]
+        assert trouble.num_run == 4
 
 
 def test_a_search_that_waits_for_a_store_can_be_cancelled(tmp_path: Path, jobs: Jobs) -> None:
