@@ -13,7 +13,6 @@ import pytest
 
 from tuner.databases import make_private, refuse_unusable_database, sqlite_path
 from tuner.errors import StorageError
-from tuner.leases.table import LEASES_TABLE
 from tuner.search.storage import TABLES, StudyStore
 from tuner.service.jobs import Jobs
 from tuner.tracking import opened_store
@@ -43,7 +42,7 @@ def test_a_database_whose_writer_was_killed_is_used_again(killed: Path) -> None:
 def test_the_database_of_the_service_holds_its_trials(tmp_path: Path) -> None:
     path = tmp_path / "service.db"
     with closing(sqlite3.connect(path)) as database:
-        database.execute(f"CREATE TABLE {LEASES_TABLE} (name TEXT)")
+        database.execute("CREATE TABLE dbos_migrations (version INTEGER)")
     refuse_unusable_database(f"sqlite:///{path}", what="the storage", tables=TABLES, error=StorageError)
 
 

@@ -49,8 +49,8 @@ RUNS = "run"
 """Notes of a search: when each run of it began and was last heard of, in seconds since 1970."""
 FINISHED = "result"
 """Note of an experiment: the result of its last whole run, and the command that gave it."""
-TABLES = ("studies",)
-"""Tables of which a database of ours has one."""
+TABLES = ("studies", "dbos_migrations")
+"""Tables of which a database of ours has one. The tuning service's database has those of DBOS before it has studies."""
 LOCK_SECONDS = 60
 """Seconds to wait for a SQLite file that another process is writing to."""
 BEAT_SECONDS, GRACE_SECONDS = 5, 15
