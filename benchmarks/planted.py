@@ -46,14 +46,12 @@ from studies.prediction.proposals import propose_skip_sets
 from studies.prediction.skip_space import SkipSpace
 from studies.prediction.survey import Survey
 from studies.searches.registry import create_study, load_study
-from tuner.executors.local import LocalExecutor
 from tuner.measuring.baseline import Baseline, decode_baseline
 from tuner.measuring.clock import PriceList
 from tuner.measuring.cost_table import Timer, measure_cost_table
 from tuner.measuring.paired import Bench
-from tuner.search.budget import Budget
+from tuner.search.objective import Trials
 from tuner.search.storage import StudyStore, sqlite_url
-from tuner.search.trials import run_study
 
 MAX_TOKENS = 4
 NUM_PROMPTS, PROMPT_LENGTH, NUM_TOKENS = 3, 16, 24
@@ -183,9 +181,7 @@ def run_search(name: str, problem: PlantedProblem, **settings: Any) -> tuple[flo
     )
     with TemporaryDirectory() as folder:
         stored = StudyStore(sqlite_url(Path(folder) / "trials.db"), "planted").open(study, {})
-        records, _ = run_study(
-            study, stored, LocalExecutor(bench), bench.indices, Budget(None, None), lambda record: None
-        )
+        records, _ = Trials(study, stored, bench, bench.indices).run()
     best = best_trials(records, 1, expected=study.expected())
     decoded = [each for each in records if each.repeat_of is None and each.candidate.draft.drafts]
     return (best[0].speedup or 0.0) if best else 0.0, decoded
