@@ -157,7 +157,7 @@ def _chosen(args: Namespace, task: Task, tuning: Baseline, held_out: Baseline) -
         if "lookup" in row.candidate.draft.takes and wanted({*row.uses, LOOKUP})
     ]
     yield from (*alone, *after_lookup)
-    for rows in (alone, after_lookup) if whole.takes_trees and target.takes_trees else ():
+    for rows in (alone, after_lookup) if whole.takes_trees and target.checks.takes_trees else ():
         takers = [row for row in rows if "tree" in row.candidate.draft.takes and wanted({*row.uses, BRANCHES})]
         if takers:
             top = max(takers, key=lambda row: row.predicted)

@@ -84,7 +84,7 @@ def random_candidates(
     """
     stream = np.random.default_rng(seed)
     drawers = _drawers(target, stream, heads or {}, bits, feature)
-    if not (with_leaves and target.takes_trees):
+    if not (with_leaves and target.checks.takes_trees):
         del drawers["leaves"]
     drawn: dict[str, Candidate] = {}
     for kind, wanted in _counts(count, list(drawers)).items():

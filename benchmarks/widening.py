@@ -51,6 +51,8 @@ from decoding.exit_heads import (
 )
 from decoding.fingerprint import fingerprint
 from decoding.target import FeatureHead, Target
+from decoding.target.exit_head import new_exit_head
+from decoding.target.feature_head import new_feature_head
 from tuner.inputs.models import DTYPES
 
 SILENT_OUTSIDE = frozenset({"embed_tokens", "o_proj", "down_proj"})
@@ -388,7 +390,7 @@ def widen_head(path: Path, narrow: Target, wide: Target, folder: Path) -> Path:
     """
     facts = read_facts(path)
     narrow_head = load_exit_head(path, narrow, facts.exit_layer)
-    trained, head = narrow_head.block.state_dict(), wide.new_exit_head(narrow_head.vocabulary)
+    trained, head = narrow_head.block.state_dict(), new_exit_head(wide, narrow_head.vocabulary)
     layout = Layout(narrow.config, wide.config, wide.device)
     exit_layer = layout.layers.depth(facts.exit_layer)
     for name, parameter in head.block.state_dict().items():
@@ -410,7 +412,7 @@ def widen_feature_head(head: FeatureHead, narrow: Target, wide: Target, folder: 
     Its two norms keep their epsilon, which weighs more on a wider state: it drafts nearly what the trained head drafts. Raises
     `ExitHeadError` if the folder cannot be written.
     """
-    trained, widened = head.block.state_dict(), wide.new_feature_head(head.vocabulary)
+    trained, widened = head.block.state_dict(), new_feature_head(wide, head.vocabulary)
     layout = Layout(narrow.config, wide.config, wide.device)
     token_size = float(narrow.model.get_input_embeddings().weight.detach().float().square().mean().sqrt())
     for name, parameter in widened.block.state_dict().items():

@@ -22,6 +22,8 @@ from decoding.documents.strict_yaml import Document, validate
 from decoding.errors import ExitHeadError, one_line
 from decoding.fingerprint import Fingerprint, fingerprint
 from decoding.target import DraftVocabulary, ExitHead, FeatureHead, Target
+from decoding.target.exit_head import new_exit_head
+from decoding.target.feature_head import new_feature_head
 
 METADATA_KEY = "sdtune"
 EXIT_SCHEMA: Literal["sdtune-exit-head/v1"] = "sdtune-exit-head/v1"
@@ -144,14 +146,14 @@ def load_exit_head(path: Path, target: Target, exit_layer: int, model: Fingerpri
     facts = _facts_for(path, target, EXIT_SCHEMA, model)
     if facts.exit_layer != exit_layer:
         raise ExitHeadError(f"the exit head {path} is for exit layer {facts.exit_layer}, not {exit_layer}")
-    head = target.new_exit_head()
+    head = new_exit_head(target)
     return ExitHead(head.block, _load_weights(path, facts, head.block, target))
 
 
 def load_feature_head(path: Path, target: Target, model: Fingerprint | None = None) -> FeatureHead:
     """Return the frozen feature head of `target`, in its precision and on its device; otherwise as `load_exit_head`."""
     facts = _facts_for(path, target, FEATURE_SCHEMA, model)
-    head = target.new_feature_head()
+    head = new_feature_head(target)
     return FeatureHead(head.block, _load_weights(path, facts, head.block, target))
 
 

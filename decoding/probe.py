@@ -66,7 +66,7 @@ def probe(model: PreTrainedModel) -> Capabilities:
     }
     try:
         target = Target(model)
-        target.check_cache()
+        target.checks.cache()
     except UnsupportedModelError as refusal:
         return Capabilities(**known, refusal=str(refusal))
     layers = range(target.num_layers)

@@ -118,7 +118,7 @@ class Space:
         self.kinds = (PLAIN, *dict.fromkeys(draft.kind for draft in offered))
         before = [name for name in LOOKUPS if copies and _any_takes(offered, LOOKUPS[name], accepts)]
         self._lookups = (NOTHING_BEFORE, *before)
-        self._trees = (CHAIN, *(TREES if trees and target.takes_trees else ()))
+        self._trees = (CHAIN, *(TREES if trees and target.checks.takes_trees else ()))
 
     def suggest(self, trial: BaseTrial) -> Candidate:
         """Return the candidate that the trial suggests, part by part."""
@@ -355,7 +355,7 @@ class SpaceSettings(StudySettings):
 
     def wants_trees(self, target: Target) -> bool:
         """Return whether side leaves are considered for drafts of `target`."""
-        return target.takes_trees and (target.device.type == "cpu" if self.trees is None else self.trees)
+        return target.checks.takes_trees and (target.device.type == "cpu" if self.trees is None else self.trees)
 
     def exits(self, problem: Problem) -> list[list[EarlyExit]]:
         """Return the exits to consider: without a head, then with one."""

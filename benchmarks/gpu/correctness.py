@@ -17,7 +17,7 @@ from decoding.decoder import Decoder, plain_decoder
 from decoding.draft_length import Fixed, TopProbability
 from decoding.drafts import Draft, EarlyExit, LayerSkip, PromptLookup
 from decoding.runners.static import CHAINS
-from decoding.target import Target
+from decoding.target import DraftView, Target
 from decoding.target.equivalence import find_shared_pass_difference
 from decoding.text import Ending
 from decoding.timing.stopwatch import Stopwatch
@@ -173,7 +173,7 @@ def _differences(
         for width in WIDTHS:
             name = f"{'last of ' if last_only else ''}{width} positions"
             yield name, [whole(start, width, last_only) for start in starts]
-    views = [target.draft_view([1], [2], keep_boundary=False) for target in (static, eager)]
+    views = [DraftView(target, [1], [2], keep_boundary=False) for target in (static, eager)]
     yield "draft step", [step(start) for start in starts]
     for count in CHAINS:
         yield f"chain of {count}", [chain(start, count) for start in starts]

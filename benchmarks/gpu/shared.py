@@ -20,6 +20,7 @@ from decoding.runners.features import NO_FEATURES, SpeedFeatures
 from decoding.runners.graphs import CudaGraphs, OutputsT, PassRecorder
 from decoding.runners.static import StaticRunner
 from decoding.target import Target
+from decoding.target.feature_head import new_feature_head
 from tuner.config import DistillSettings
 from tuner.heads.feature_training import train_unrolled
 from tuner.heads.texts import GeneratedText
@@ -156,7 +157,7 @@ class Shared:
         """
         if self._head is None:
             narrow = Target(copy.deepcopy(self.source).to(self.device))
-            run = Run({narrow.num_layers: Student(narrow.new_feature_head())}, most_seconds=seconds)
+            run = Run({narrow.num_layers: Student(new_feature_head(narrow))}, most_seconds=seconds)
             settings = DistillSettings(steps=STEPS, batch_size=BATCH_SIZE)
             train(run, narrow, self._texts(), settings, 0, step=partial(train_unrolled, num_steps=UNROLLED))
             widen_feature_head(run.students[narrow.num_layers].stored_head(), narrow, self.eager, self.heads_folder)

@@ -158,7 +158,7 @@ class ProfileDecoder:
         refuse_token_types(model, input_ids, kwargs.get("token_type_ids"))
         given = requests_of(input_ids, config, logits_processor, stopping_criteria, kwargs)
         if is_padded(kwargs.get("attention_mask")):
-            self.decoder_for(model).target.check_padding()
+            self.decoder_for(model).target.checks.padding()
         requests = [replace(request, history=history) for request in given]
         if len(requests) > 1:
             if on_tokens is not None:

@@ -25,7 +25,7 @@ def build_drafter(
     # In bit-exact mode a prefix that the draft computed has other bits than the wide passes of the target.
     if target.runner.exact_width is not None:
         decoding = decoding.model_copy(update={"prefix_reuse": False})
-    target.check_cache()
+    target.checks.cache()
     new_drafter: NewDrafter = KINDS[draft.kind].load_drafter()
     drafter = new_drafter(target, draft.having(lookup=None), decoding, heads=heads)
     if drafter is None or draft.parts.lookup is None:

@@ -24,7 +24,7 @@ from decoding.head_folder import HeadFolder
 from decoding.profile import Decoding
 from decoding.runners.contract import Outputs, Written
 from decoding.runners.greedy_chain import one_token, write_by
-from decoding.target import ExitHead, Target
+from decoding.target import ExitHead, ExitView, ResumeView, TappedView, Target
 from decoding.text import Shaping, TokenSequence
 
 
@@ -43,13 +43,13 @@ class EarlyExitDrafter:
     ) -> None:
         self._tree = tree
         if tree is not None:
-            target.check_trees()
+            target.checks.trees()
         self._features = target.runner.features
-        self._exit = target.exit_view(exit_layer, head, bits=bits)
-        self._whole = target.tapped_view(exit_layer)
+        self._exit = ExitView(target, exit_layer, head, bits=bits)
+        self._whole = TappedView(target, exit_layer)
         self._is_quantised = bits is not None
-        resumes = prefix_reuse and not self._is_quantised and target.resumes_at(exit_layer)
-        self._resume = target.resume_view(exit_layer) if resumes else None
+        resumes = prefix_reuse and not self._is_quantised and target.checks.resumes_at(exit_layer)
+        self._resume = ResumeView(target, exit_layer) if resumes else None
 
     @property
     def max_leaves(self) -> int:

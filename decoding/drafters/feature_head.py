@@ -25,7 +25,7 @@ from decoding.head_folder import HeadFolder
 from decoding.profile import Decoding
 from decoding.runners.contract import Outputs, Written
 from decoding.runners.greedy_chain import one_token, write_by
-from decoding.target import FeatureHead, Target
+from decoding.target import FeatureHead, FeatureView, TappedView, Target
 from decoding.target.feature_head import states_before
 from decoding.text import Shaping, TokenSequence
 
@@ -36,10 +36,10 @@ class FeatureHeadDrafter:
     def __init__(self, target: Target, head: FeatureHead, *, tree: CandidateTree | None = None) -> None:
         self._tree = tree
         if tree is not None:
-            target.check_trees()
+            target.checks.trees()
         self._features = target.runner.features
-        self._head = target.feature_view(head)
-        self._whole = target.tapped_view(target.num_layers)
+        self._head = FeatureView(target, head)
+        self._whole = TappedView(target, target.num_layers)
 
     @property
     def max_leaves(self) -> int:

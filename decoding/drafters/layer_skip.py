@@ -18,7 +18,7 @@ from decoding.drafts import LayerSkip
 from decoding.head_folder import HeadFolder
 from decoding.profile import Decoding
 from decoding.runners.contract import Outputs, Written
-from decoding.target import DraftVocabulary, Target
+from decoding.target import DraftView, DraftVocabulary, ResumeView, Target
 from decoding.text import Shaping, TokenSequence
 
 
@@ -38,17 +38,22 @@ class LayerSkipDrafter:
         vocabulary: DraftVocabulary | None = None,
     ) -> None:
         self._target = target
-        self._view = target.draft_view(
-            skip.skip_attention, skip.skip_mlp, keep_boundary=prefix_reuse, vocabulary=vocabulary, bits=skip.bits
+        self._view = DraftView(
+            target,
+            skip.skip_attention,
+            skip.skip_mlp,
+            keep_boundary=prefix_reuse,
+            vocabulary=vocabulary,
+            bits=skip.bits,
         )
         boundary = self._view.boundary
         if skip.skip_attention or skip.skip_mlp:
-            target.check_skips(skip.skip_attention, skip.skip_mlp)
-        resumes = boundary and self._view.keeps_boundary and target.resumes_at(boundary)
-        self._resume = target.resume_view(boundary) if boundary and resumes else None
+            target.checks.skips(skip.skip_attention, skip.skip_mlp)
+        resumes = boundary and self._view.keeps_boundary and target.checks.resumes_at(boundary)
+        self._resume = ResumeView(target, boundary) if boundary and resumes else None
         self._tree = skip.tree
         if self._tree is not None:
-            target.check_trees()
+            target.checks.trees()
 
     @property
     def max_leaves(self) -> int:

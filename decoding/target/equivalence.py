@@ -22,6 +22,7 @@ from decoding.target.anatomy import Anatomy
 from decoding.target.block_check import Trace, find_wrong_block, traced_part
 from decoding.target.parts import ModelPart, without
 from decoding.target.stand_ins import Emit, Identity
+from decoding.target.views import DraftView
 
 if TYPE_CHECKING:
     from decoding.target.target import Target
@@ -148,7 +149,7 @@ def _sequences(target: Target) -> Iterator[tuple[Tensor, int]]:
 def _partial_view(target: Target) -> DraftView:
     """Return a view without one attention and one MLP."""
     skips = _Skips.of(target)
-    return target.draft_view(skips.attention, skips.mlp, keep_boundary=False)
+    return DraftView(target, skips.attention, skips.mlp, keep_boundary=False)
 
 
 def _logits_of_all(target: Target, view: DraftView, token_ids: Tensor, start: int) -> tuple[Tensor, Tensor]:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from torch import nn
 
 from decoding.target.draft_vocabulary import DraftVocabulary
+
+if TYPE_CHECKING:
+    from decoding.target.target import Target
 
 
 @dataclass(frozen=True, eq=False)
@@ -17,3 +22,8 @@ class ExitHead:
     """Block of the model's own class, with keys and values of its own."""
     vocabulary: DraftVocabulary | None = None
     """Tokens that it drafts from; None for all."""
+
+
+def new_exit_head(target: Target, vocabulary: DraftVocabulary | None = None) -> ExitHead:
+    """Return a copy of the last block, in its precision, as a new exit head that drafts from `vocabulary`, or from all tokens."""
+    return ExitHead(copy.deepcopy(target.blocks[-1]).requires_grad_(True).eval(), vocabulary)

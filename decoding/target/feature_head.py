@@ -9,8 +9,9 @@ the demo model: the state says what the last token is, and the head has to say w
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +19,9 @@ from torch import Tensor, nn
 from decoding.target.draft_vocabulary import DraftVocabulary
 from decoding.target.parts import shallow_copy
 from decoding.target.stand_ins import PassState, StandIn, first_of
+
+if TYPE_CHECKING:
+    from decoding.target.target import Target
 
 EPSILON = 1e-6
 
@@ -86,3 +90,11 @@ class Join(StandIn):
 def states_before(states: Tensor) -> Tensor:
     """Return for each position of `states` [.., width, hidden] the state of the position before it; zeros for the first."""
     return torch.cat([torch.zeros_like(states[..., :1, :]), states[..., :-1, :]], dim=-2)
+
+
+def new_feature_head(target: Target, vocabulary: DraftVocabulary | None = None) -> FeatureHead:
+    """Return a new head around a copy of the last block, in its precision, which drafts from `vocabulary`, or from all tokens."""
+    block = copy.deepcopy(target.blocks[-1])
+    like = next(block.parameters())
+    joining = FeatureBlock(block, target.config.hidden_size).to(like.device, like.dtype)
+    return FeatureHead(joining.requires_grad_(True).eval(), vocabulary)

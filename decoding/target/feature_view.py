@@ -10,10 +10,10 @@ from torch import Tensor
 
 from decoding.cache.kv_cache import KVCache
 from decoding.cache.unrolled_cache import UnrolledCache, unrolled_mask
+from decoding.errors import UnsupportedModelError
 from decoding.runners.contract import Inputs, Outputs
-from decoding.runners.masks import MaskKinds
 from decoding.target.feature_head import FeatureHead, Join, states_before
-from decoding.target.parts import LMHead, ModelPart
+from decoding.target.parts import ModelPart
 from decoding.target.stand_ins import Head, Identity, PassState
 
 if TYPE_CHECKING:
@@ -45,22 +45,19 @@ class FeatureView:
 
 
 def unrolled(
-    target: Target,
-    head: FeatureHead,
-    lm_head: LMHead | None,
-    mask_kinds: MaskKinds,
-    token_ids: Tensor,
-    states: Tensor,
-    num_steps: int,
-    first: int,
+    target: Target, head: FeatureHead, token_ids: Tensor, states: Tensor, num_steps: int, *, first: int = 0
 ) -> Iterator[Tensor]:
     """Yield the logits [batch, length - first, vocabulary] of steps 1 to `num_steps` of the rounds that reach each position.
 
     `states` [.., batch, length, hidden] are the target's last ones of `token_ids` [batch, length]. Step 1 reads them; step n at a
     position reads what step n - 1 put out at the position before, in a round that began n - 1 tokens earlier and drafted the
     sequence's own tokens, and attends to what such a round has in its cache (training-time test of EAGLE-3, arXiv 2503.01840,
-    section 3.2). Gradients flow through all steps. `lm_head` are the rows of the head's vocabulary, or None.
+    section 3.2). Gradients flow through all steps. Raises `UnsupportedModelError` for a model with an `unmaskable_reason`.
     """
+    mask_kinds = target.mask_kinds
+    if mask_kinds is None or target.unmaskable_reason is not None:
+        raise UnsupportedModelError(f"no steps of a feature head can be unrolled: {target.unmaskable_reason}")
+    lm_head = None if head.vocabulary is None else target.lm_heads.rows_for(head.vocabulary)
     current, cache = PassState(), UnrolledCache(target.num_layers)
     passed_by = [Identity(each, target.anatomy.block_outputs) for each in list(target.blocks)[:-1]]
     blocks = [*passed_by, Join(Head(head.block), current)]

@@ -6,23 +6,28 @@ They run a few tokens eagerly. What the model's own code raises on the way is a 
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+import warnings
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from inspect import signature
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from decoding.cache.kv_cache import KVCache
-from decoding.errors import UnsupportedModelError
+from decoding.errors import ProfileWarning, UnsupportedModelError, UnsupportedRequestError
+from decoding.runners.eager import EagerRunner
 from decoding.target.anatomy import Anatomy, follow, refusing, run_two_tokens
-from decoding.target.equivalence import agree
+from decoding.target.equivalence import agree, find_tree_difference
 from decoding.target.parts import with_blocks, without
+from decoding.target.views import DraftView, ResumeView
 
 if TYPE_CHECKING:
     from decoding.target.target import Target
+
+T = TypeVar("T")
 
 CONTEXT_TOKENS = 12
 FEWEST_TOKENS = 4
@@ -136,7 +141,7 @@ def check_skips(target: Target, attention: Sequence[int], mlp: Sequence[int]) ->
 
     Its skipped attention must leave the cache untouched, and its logits must be finite.
     """
-    view = target.draft_view(attention, mlp, keep_boundary=False)
+    view = DraftView(target, attention, mlp, keep_boundary=False)
     cache = target.new_cache(CONTEXT_TOKENS)
     skipped = f"attention {[*attention]}, MLP {[*mlp]}"
     with refusing(target.model, f"does not run without the skipped sublayers ({skipped})"):
@@ -157,7 +162,7 @@ def find_resume_difference(target: Target, boundary: int) -> str | None:
     """
     ids = some_tokens(target)
     half = ids.shape[1] // 2
-    draft, resume = target.draft_view([boundary], [boundary], keep_boundary=True), target.resume_view(boundary)
+    draft, resume = DraftView(target, [boundary], [boundary], keep_boundary=True), ResumeView(target, boundary)
     try:
         with refusing(target.model, f"does not run from block {boundary} on"):
             whole = target.forward(ids, target.new_cache(CONTEXT_TOKENS), 0)[half:]
@@ -191,3 +196,66 @@ def counts_padding(target: Target) -> bool:
     with refusing(model, "does not run on a padded sequence"):
         alone = model(input_ids=ids, use_cache=False).logits
         return not agree(model(**inputs).logits[:, -1], alone[:, -1])
+
+
+class Checks:
+    """What a target can do, each tested on a few tokens when it is first asked for. `known` keeps the answers, with the target."""
+
+    def __init__(self, target: Target, known: dict[object, Any]) -> None:
+        self._target, self._known = target, known
+
+    def _once(self, what: object, check: Callable[[], T]) -> T:
+        if what not in self._known:
+            self._known[what] = check()
+        answer: T = self._known[what]
+        return answer
+
+    @property
+    def _plain(self) -> Target:
+        """The model with the plain runner, for checks that no other runner need prepare for."""
+        target = self._target
+        return target if type(target.runner) is EagerRunner else self._once("plain", lambda: type(target)(target.model))
+
+    @property
+    def takes_trees(self) -> bool:
+        """True if side leaves can be verified."""
+        return self._once("trees", self._treeless_reason) is None
+
+    def trees(self) -> None:
+        """Raise `UnsupportedModelError` if the model or its runner cannot verify side leaves."""
+        if (reason := self._once("trees", self._treeless_reason)) is not None:
+            raise UnsupportedModelError(f"{type(self._target.model).__name__} takes no candidate tree: {reason}")
+
+    def _treeless_reason(self) -> str | None:
+        target = self._target
+        if target.mask_kinds is None:
+            return str(target.maskless_reason)
+        if target.runner.exact_width is not None:
+            return "bit-exact passes verify chains only"
+        if target.runner.features.varlen_attention:
+            return "variable-length attention cannot leave out slots: turn the feature varlen_attention off"
+        return find_tree_difference(target)
+
+    def cache(self) -> None:
+        """Raise `UnsupportedModelError` unless passes over a cache, also after a rollback, compute what one pass does."""
+        self._once("cache", lambda: check_cache(self._plain))
+
+    def skips(self, skip_attention: Sequence[int], skip_mlp: Sequence[int]) -> None:
+        """Raise `UnsupportedModelError` unless a few tokens run without these sublayers."""
+        check_skips(self._plain, skip_attention, skip_mlp)
+
+    def padding(self) -> None:
+        """Raise `UnsupportedRequestError` if the output depends on padding on the left: sequences are decoded without it."""
+        if self._once("padding", lambda: counts_padding(self._plain)):
+            raise UnsupportedRequestError(
+                f"{type(self._target.model).__name__} counts padding as positions, and its output depends on it: give prompts of "
+                "different lengths one by one, without padding"
+            )
+
+    def resumes_at(self, boundary: int) -> bool:
+        """Return True if a verification may resume at block `boundary`; one that may not runs the whole model, with a warning."""
+        is_new = boundary not in self._known
+        difference = self._once(boundary, lambda: find_resume_difference(self._plain, boundary))
+        if is_new and difference is not None:
+            warnings.warn(f"{difference}: each verification runs the whole model", ProfileWarning, stacklevel=2)
+        return difference is None

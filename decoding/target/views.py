@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -21,23 +21,25 @@ if TYPE_CHECKING:
 
 
 class DraftView:
-    """The target without some sublayers, with quantised weights if `bits` are given.
+    """The target without some sublayers, choosing from `vocabulary` if there is one, with quantised weights if `bits` are given.
 
-    `boundary` is the index of the first block that differs from the target's, or None.
+    `boundary` is the index of the first block that differs from the target's, or None; `keep_boundary` records the states before.
+    Raises `UnsupportedModelError` for a vocabulary if the LM head is not a plain linear layer, and for `bits` if no layer is.
     """
 
     def __init__(
         self,
         target: Target,
-        skip_attention: frozenset[int],
-        skip_mlp: frozenset[int],
+        skip_attention: Collection[int],
+        skip_mlp: Collection[int],
         *,
         keep_boundary: bool,
         vocabulary: DraftVocabulary | None = None,
         bits: int | None = None,
     ) -> None:
-        _check_indices(skip_attention | skip_mlp, target.num_layers)
-        self.boundary = min(skip_attention | skip_mlp, default=None) if bits is None else 0
+        skipped = {*skip_attention, *skip_mlp}
+        _check_indices(skipped, target.num_layers)
+        self.boundary = min(skipped, default=None) if bits is None else 0
         self._target = target
         blocks = target.draft_blocks(skip_attention, skip_mlp, bits=bits)
         self.keeps_boundary = keep_boundary and bool(self.boundary)
@@ -86,7 +88,7 @@ class BlockView:
     """One block of the target by itself, run for many rounds at once."""
 
     def __init__(self, target: Target, index: int) -> None:
-        _check_indices(frozenset([index]), target.num_layers)
+        _check_indices({index}, target.num_layers)
         blocks = target.stack
         around = [Identity(block, target.anatomy.block_outputs) for block in blocks]
 
@@ -248,7 +250,7 @@ class ExitView:
         self._target.run(self._head_only, token_ids, cache, start, last_only=True, states=states)
 
 
-def _check_indices(indices: frozenset[int], num_layers: int) -> None:
+def _check_indices(indices: Collection[int], num_layers: int) -> None:
     wrong = sorted(index for index in indices if not 0 <= index < num_layers)
     if wrong:
         raise ValueError(f"the model has layers 0 to {num_layers - 1}, got {wrong[0]}")

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from decoding.errors import UnsupportedModelError
 from decoding.target import Target
+from decoding.target.states import logit_lens, sublayer_outputs
 from studies.confidence.selection import DTYPES, Form, standardise
 
 ConfidenceName = Literal["sublayer_entropy", "logit_lens_entropy"]
@@ -80,7 +81,7 @@ def sublayer_entropy(target: Target, token_ids: Tensor, before: Tensor | None = 
     `token_ids` [1, W] follow `before` [1, n]. Raises UnsupportedModelError for blocks without separate modules.
     """
     try:
-        outputs = target.sublayer_outputs(token_ids, before=before)
+        outputs = sublayer_outputs(target, token_ids, before=before)
     except UnsupportedModelError as cause:
         raise UnsupportedModelError(
             f"{cause}: search this model with `studies: {{conf_layers: {{confidences: [logit_lens_entropy]}}}}`"
@@ -94,7 +95,7 @@ def logit_lens_entropy(target: Target, token_ids: Tensor, before: Tensor | None 
 
     After a secondary description of the paper; mean over the W positions of `token_ids` [1, W], which follow `before` [1, n].
     """
-    lenses = target.logit_lens(token_ids, before=before)
+    lenses = logit_lens(target, token_ids, before=before)
     return np.array([[_certainty(logits)] for logits in lenses], dtype=np.float32)
 
 

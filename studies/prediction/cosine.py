@@ -11,6 +11,7 @@ from collections.abc import Collection
 import torch
 from torch import Tensor
 
+from decoding.target import BlockView
 from studies.prediction.survey import JoinedSurvey, Survey
 
 
@@ -24,10 +25,10 @@ def cosine_skips(survey: Survey | JoinedSurvey, counts: Collection[int]) -> list
     cache, token_ids = survey.rounds
     target = survey.target
     most = max((count for count in counts if count < target.num_layers), default=0)
-    states = {0: target.block_view(0).rounds(token_ids, cache, None)}
+    states = {0: BlockView(target, 0).rounds(token_ids, cache, None)}
     skipped: dict[int, tuple[int, ...]] = {0: ()}
     for index in range(1, target.num_layers):
-        view = target.block_view(index)
+        view = BlockView(target, index)
         run = {count: view.rounds(token_ids, cache, before) for count, before in states.items()}
         true = run[0]
         following: dict[int, Tensor] = {0: true}

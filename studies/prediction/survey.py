@@ -22,7 +22,10 @@ from decoding.drafts import Draft, EarlyExit, FeatureHeadDraft, FixedLeaves, Lay
 from decoding.drafts.trees import MOST_PER_DEPTH
 from decoding.head_folder import HeadFolder
 from decoding.profile import Decoding
-from decoding.target import ExitHead, Target
+from decoding.target import DraftView, ExitHead, Target
+from decoding.target.feature_view import unrolled
+from decoding.target.states import exit_logits, exit_states, last_states
+from decoding.target.views import DraftStatesView
 from decoding.text import TokenSequence
 from studies.prediction.contract import exits_of, predictor_of
 from studies.prediction.replay import Copies, Guessed, Recording, TargetText, draws
@@ -171,7 +174,7 @@ class Survey:
     def skip_logits(self, draft: LayerSkip) -> Iterator[Tensor]:
         """Yield the logits [positions, vocabulary] of a skip set on each sequence: few sequences' are in memory at a time."""
         cache, token_ids = self.rounds
-        view = self.target.draft_view(draft.skip_attention, draft.skip_mlp, keep_boundary=False, bits=draft.bits)
+        view = DraftView(self.target, draft.skip_attention, draft.skip_mlp, keep_boundary=False, bits=draft.bits)
         return self._of_texts(view.rounds_by_chunk(token_ids, cache))
 
     def exit_logits(self, draft: EarlyExit) -> Iterator[Tensor]:
@@ -187,7 +190,7 @@ class Survey:
         for text, each in zip(self._texts, states, strict=True):
             given = text.token_ids[:, -each.shape[1] :]  # without a head, each position is by itself
             first = each.shape[1] - text.target.num_positions
-            yield self.target.exit_logits(given, each, head, first=first, bits=draft.bits)[0]
+            yield exit_logits(self.target, given, each, head, first=first, bits=draft.bits)[0]
 
     def feature_steps(self, draft: FeatureHeadDraft) -> Iterator[Iterator[Tensor]]:
         """Yield for each sequence the logits [positions, vocabulary] of each step of a feature head, one step at a time.
@@ -197,14 +200,14 @@ class Survey:
         assert self._heads is not None, "a draft with a head comes with the folder of heads"
         head = self._heads.feature_head(draft)
         for text in self._texts:
-            states, _ = self.target.last_states(text.token_ids, first=text.token_ids.shape[1] - 1)
-            steps = self.target.unrolled_feature_head(text.token_ids, states, head, FEATURE_STEPS, first=text.first)
+            states, _ = last_states(self.target, text.token_ids, first=text.token_ids.shape[1] - 1)
+            steps = unrolled(self.target, head, text.token_ids, states, FEATURE_STEPS, first=text.first)
             yield (logits[0] for logits in steps)
 
     def _quantised_states(self, exit_layer: int, bits: int) -> list[Tensor]:
         """Return the states [1, length, hidden] at an exit: the target's of the prompt, a quantised draft's after it."""
         cache, token_ids = self.rounds
-        rounds = self.target.draft_states_view(exit_layer, bits=bits).rounds(token_ids, cache)
+        rounds = DraftStatesView(self.target, exit_layer, bits=bits).rounds(token_ids, cache)
         drafted = self._of_texts([rounds.movedim((-3, -2), (0, 1))])
         return [
             torch.cat([states[..., : text.first, :], own.movedim(0, -2).unsqueeze(-3)], dim=-2)
@@ -239,7 +242,7 @@ class Survey:
         self, prompt: Sequence[int], continuation: Sequence[int], exits: Exits
     ) -> tuple[_Read, Mapping[int, Tensor]]:
         token_ids = torch.tensor([[*prompt, *continuation[:-1]]], device=self.target.device)
-        states, logits = self.target.exit_states(token_ids, list(exits), first=len(prompt))
+        states, logits = exit_states(self.target, token_ids, list(exits), first=len(prompt))
         target = TargetText.of(logits[0], self._decoding)
         return _Read(token_ids, len(prompt), tuple(continuation), target), _cut(states, exits, len(prompt))
 
@@ -251,7 +254,7 @@ class Survey:
             self._states = {layer: states for layer, states in self._states.items() if layer in exits}
         passes = []
         for text in self._texts:
-            states, _ = self.target.exit_states(text.token_ids, list(wanted), first=text.first)
+            states, _ = exit_states(self.target, text.token_ids, list(wanted), first=text.first)
             passes.append(_cut(states, wanted, text.first))
         self._states |= {layer: _States([states[layer] for states in passes], wanted[layer]) for layer in wanted}
 

@@ -85,7 +85,7 @@ class ConfLayersSettings(StudySettings):
         """
         check_depth(target)
         if self.tree:
-            target.check_trees()
+            target.checks.trees()
 
 
 @dataclass(frozen=True)

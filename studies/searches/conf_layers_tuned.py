@@ -71,7 +71,7 @@ class ConfLayersTunedSettings(StudySettings):
         """
         check_depth(target)
         if self.tree:
-            target.check_trees()
+            target.checks.trees()
 
 
 class ConfLayersTuned(Study):

@@ -144,7 +144,7 @@ class JointSource(PoolSource):
         wanted = self.settings.trees
         if wanted is None:
             wanted = self.problem.target.device.type == "cpu"
-        return with_trees(predictor, drafts) if wanted and self.problem.target.takes_trees else []
+        return with_trees(predictor, drafts) if wanted and self.problem.target.checks.takes_trees else []
 
     def _quantised(self, exits: Sequence[Draft], predictor: Predictor) -> list[Draft]:
         """Return the whole model in the precisions that are useful on this text, and `exits` in these."""

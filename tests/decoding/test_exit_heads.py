@@ -27,6 +27,7 @@ from decoding.exit_heads import (
 from decoding.fingerprint import fingerprint
 from decoding.head_folder import HeadFolder
 from decoding.target import DraftVocabulary, Target
+from decoding.target.exit_head import new_exit_head
 from tests.support.tiny import tiny_target
 
 
@@ -49,12 +50,12 @@ def facts_of(target: Target, exit_layer: int = 2) -> HeadFacts:
 @pytest.fixture
 def path(target: Target, tmp_path: Path) -> Path:
     path = tmp_path / head_name(2)
-    save_head(path, target.new_exit_head(), facts_of(target))
+    save_head(path, new_exit_head(target), facts_of(target))
     return path
 
 
 def test_head_is_read_back_as_it_was_written(target: Target, tmp_path: Path) -> None:
-    head = target.new_exit_head()
+    head = new_exit_head(target)
     with torch.no_grad():
         for parameter in head.block.parameters():
             parameter.uniform_()
@@ -72,7 +73,7 @@ def test_head_is_read_back_as_it_was_written(target: Target, tmp_path: Path) -> 
 def test_vocabulary_of_a_head_is_read_back(target: Target, tmp_path: Path) -> None:
     chosen = DraftVocabulary((0, 3, 7, 12))
     path = tmp_path / head_name(2)
-    save_head(path, target.new_exit_head(chosen), facts_of(target))
+    save_head(path, new_exit_head(target, chosen), facts_of(target))
     assert read_facts(path).draft_vocabulary == 4
     assert load_exit_head(path, target, 2).vocabulary == chosen
     (draft,) = HeadFolder(target, tmp_path).drafts([2]).values()
@@ -85,14 +86,14 @@ def test_vocabulary_of_a_head_is_read_back(target: Target, tmp_path: Path) -> No
 )
 def test_vocabulary_of_another_model_is_refused(target: Target, tmp_path: Path, token_ids: tuple[int, ...]) -> None:
     path = tmp_path / head_name(2)
-    save_head(path, target.new_exit_head(DraftVocabulary(token_ids)), facts_of(target))
+    save_head(path, new_exit_head(target, DraftVocabulary(token_ids)), facts_of(target))
     with pytest.raises(ExitHeadError, match="its draft vocabulary is not one of this model"):
         load_exit_head(path, target, 2)
 
 
 def test_head_without_the_vocabulary_that_it_claims_is_refused(target: Target, path: Path) -> None:
     facts = facts_of(target).model_copy(update={"draft_vocabulary": 4})
-    save_head(path, target.new_exit_head(), facts)
+    save_head(path, new_exit_head(target), facts)
     with pytest.raises(ExitHeadError, match="its draft vocabulary is not one of this model"):
         load_exit_head(path, target, 2)
 
@@ -166,14 +167,14 @@ def test_full_disk_leaves_nothing_half_written(target: Target, path: Path, monke
 
     monkeypatch.setattr("os.fsync", full)
     with pytest.raises(ExitHeadError, match=r"cannot write the exit head .*: No space left on device"):
-        save_head(path, target.new_exit_head(), facts_of(target, 3))
+        save_head(path, new_exit_head(target), facts_of(target, 3))
     assert path.read_bytes() == before
     assert [file.name for file in path.parent.iterdir()] == [path.name]
 
 
 def test_unwritable_path_is_one_line(target: Target, tmp_path: Path) -> None:
     with pytest.raises(ExitHeadError, match=r"cannot write the exit head .*No such file"):
-        save_head(tmp_path / "nowhere" / "h.safetensors", target.new_exit_head(), facts_of(target))
+        save_head(tmp_path / "nowhere" / "h.safetensors", new_exit_head(target), facts_of(target))
 
 
 def test_folder_gives_the_head_that_a_draft_means(target: Target, path: Path) -> None:

@@ -405,7 +405,7 @@ def test_checks_of_a_model_end_before_its_rotary_frequencies_change(rope: str) -
     target = Target(build(family, **{**settings, **early, "rope_parameters": {**rotary, **early}}))
     before = {name: buffer.clone() for name, buffer in target.model.named_buffers()}
     build_drafter(target, DRAFTS["blocks"])
-    target.check_padding()
+    target.checks.padding()
     after = dict(target.model.named_buffers())
     assert before.keys() == after.keys()
     assert all(torch.equal(before[name], after[name]) for name in before)

@@ -20,6 +20,7 @@ from decoding.drafters.layer_skip import LayerSkipDrafter
 from decoding.drafts import LayerSkip
 from decoding.rounds import Generation
 from decoding.target import Target
+from decoding.target.feature_head import new_feature_head
 from decoding.text import Ending
 from tests.support.families import NUM_LAYERS, some_tokens, target_of
 from tests.support.heads import untrained_head
@@ -28,7 +29,7 @@ K, PROMPT, NEW = 5, 150, 30
 DRAFTERS: dict[str, Callable[[Target], Drafter]] = {
     "skip": lambda target: LayerSkipDrafter(target, LayerSkip.blocks((NUM_LAYERS - 2,))),
     "exit with a head": lambda target: EarlyExitDrafter(target, 2, untrained_head(target)),
-    "feature head": lambda target: FeatureHeadDrafter(target, target.new_feature_head()),
+    "feature head": lambda target: FeatureHeadDrafter(target, new_feature_head(target)),
 }
 
 

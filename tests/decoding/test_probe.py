@@ -251,4 +251,4 @@ def test_a_sliding_window_kept_by_the_cache_alone_is_refused() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_a_sliding_window_kept_by_masks_is_found_in_any_precision(family: str, dtype: torch.dtype) -> None:
     """Two equal tokens have equal values: attention over one or both of them differs by rounding only."""
-    Target(build(family).to(dtype)).check_cache()
+    Target(build(family).to(dtype)).checks.cache()

@@ -24,6 +24,7 @@ from decoding.rounds import Generation
 from decoding.runners.features import SpeedFeatures
 from decoding.runners.static import StaticRunner
 from decoding.target import DraftVocabulary, Target
+from decoding.target.states import exit_states
 from decoding.target.views import ExitView
 from decoding.text import Ending
 from tests.support.chi_square import ALPHA, p_value
@@ -136,7 +137,7 @@ def test_head_reads_the_verifications_states(monkeypatch: pytest.MonkeyPatch) ->
     generation = Generation.collect(speculative(target, drafter, Fixed(max_tokens=3).controller(), REQUEST))
     token_ids = torch.tensor([[*REQUEST.prompt, *generation.tokens[:-1]]])
     with torch.inference_mode():
-        exact = target.exit_states(token_ids, [exit_layer])[0][exit_layer]
+        exact = exit_states(target, token_ids, [exit_layer])[0][exit_layer]
     known = len(REQUEST.prompt)
     for states in pending:
         expected = exact[:, known : known + states.shape[-2]]

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from decoding.cache.kv_cache import KVCache
 from decoding.runners.buckets import GPU_BUCKETS
 from decoding.runners.static import StaticRunner
-from decoding.target import Target
+from decoding.target import ResumeView, Target
 from tests.support.families import NUM_LAYERS, build
 
 CONTEXT = 10
@@ -68,7 +68,7 @@ def test_inputs_are_narrowed_to_the_last_position_once_for_all_blocks() -> None:
     target, cache = static_target("llama")
     counts = []
     for boundary in (1, NUM_LAYERS - 1):
-        view, states = target.resume_view(boundary), torch.randn(1, 2, 32)
+        view, states = ResumeView(target, boundary), torch.randn(1, 2, 32)
         view.forward(TOKEN_IDS[:, :3], cache, CONTEXT, states)
         with Selections() as selections:
             view.forward(TOKEN_IDS[:, :3], cache, CONTEXT, states)

@@ -21,6 +21,7 @@ from decoding.fingerprint import fingerprint
 from decoding.profile import Decoding, DraftProfile, TargetIdentity
 from decoding.rounds import Generation
 from decoding.target import Target
+from decoding.target.exit_head import new_exit_head
 from decoding.text import Ending
 from tests.support.fake_cuda import DEVICE, FakeCuda, fake_cuda
 from tests.support.families import SUPPORTED, build, of_depth
@@ -40,7 +41,7 @@ def request(num_tokens: int = NUM_NEW_TOKENS, *, samples: bool = False) -> Reque
 
 
 def decode_with_head(target: Target) -> None:
-    drafter = EarlyExitDrafter(target, 2, target.new_exit_head())
+    drafter = EarlyExitDrafter(target, 2, new_exit_head(target))
     Generation.collect(speculative(target, drafter, Fixed(max_tokens=3).controller(), request()))
 
 

@@ -13,8 +13,7 @@ import torch
 from torch import nn
 
 from decoding.cache.kv_cache import KVCache
-from decoding.target import Target
-from decoding.target.views import ResumeView
+from decoding.target import ResumeView, TappedView, Target
 from tests.support.tiny import tiny_target
 
 NUM_READ, WIDTH, BOUNDARY = 9, 5, 4
@@ -47,7 +46,7 @@ def read_prompt(target: Target) -> tuple[torch.Tensor, KVCache, torch.Tensor]:
     cache = target.new_cache(NUM_READ + WIDTH)
     target.forward(token_ids[:, :NUM_READ], cache, 0)
     following = token_ids[:, NUM_READ:]
-    states = target.tapped_view(BOUNDARY).run(following, cache, NUM_READ).states
+    states = TappedView(target, BOUNDARY).run(following, cache, NUM_READ).states
     assert states is not None
     return following, cache, states
 
@@ -55,7 +54,7 @@ def read_prompt(target: Target) -> tuple[torch.Tensor, KVCache, torch.Tensor]:
 @torch.inference_mode()
 def test_only_a_verification_whose_last_state_is_known_reads_fewer_weights(target: Target) -> None:
     following, cache, states = read_prompt(target)
-    view: ResumeView = target.resume_view(BOUNDARY)
+    view: ResumeView = ResumeView(target, BOUNDARY)
     whole = bytes_read(target.model, lambda: target.forward(following, cache, NUM_READ))
     but_last = bytes_read(target.model, lambda: view.run(following, cache, NUM_READ, states[..., : WIDTH - 1, :]))
     known = bytes_read(target.model, lambda: view.run(following, cache, NUM_READ, states))

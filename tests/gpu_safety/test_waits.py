@@ -15,6 +15,7 @@ from decoding.drafters.early_exit import EarlyExitDrafter
 from decoding.drafts import LayerSkip, PromptLookup
 from decoding.rounds import Generation
 from decoding.target import Target
+from decoding.target.exit_head import new_exit_head
 from decoding.text import Ending
 from tests.support.fake_cuda import FakeCuda, fake_cuda
 from tests.support.families import build
@@ -67,7 +68,7 @@ def decode_alone(new_decoder: Callable[[Target], Decoder], *, samples: bool = Fa
 
 
 def decode_with_head(target: Target, num_tokens: int) -> Sequence[Generation]:
-    drafter = EarlyExitDrafter(target, EXIT_LAYER, target.new_exit_head())
+    drafter = EarlyExitDrafter(target, EXIT_LAYER, new_exit_head(target))
     return [Generation.collect(speculative(target, drafter, Fixed(max_tokens=3).controller(), request(num_tokens)))]
 
 

@@ -9,6 +9,7 @@ import os
 import sys
 
 from decoding.target import Target
+from decoding.target.exit_head import new_exit_head
 from tests.support.fake_8b import PeakBytes, fake_8b
 from tuner.config import DistillSettings
 from tuner.heads.batches import TrainingBatch
@@ -25,7 +26,7 @@ def peak_of_training(target: Target, prompt_tokens: int, num_heads: int, kept: l
     text = GeneratedText((1,) * prompt_tokens, (1,) * (settings.response_tokens + 1), 0.0)
     batch = TrainingBatch.of([text] * settings.batch_size, target.device)
     with PeakBytes(target.model) as memory, frozen(target.model):
-        students = {exit_layer: Student(target.new_exit_head()) for exit_layer in range(1, num_heads + 1)}
+        students = {exit_layer: Student(new_exit_head(target)) for exit_layer in range(1, num_heads + 1)}
         kept.append(students)
         for _ in range(2):  # the optimizer allocates its moments in the first step
             train_step(students, target, batch, 1e-3)

@@ -10,13 +10,14 @@ from decoding.drafts import FeatureHeadDraft
 from decoding.exit_heads import FEATURE_HEAD, FEATURE_SCHEMA, HeadFacts, save_head
 from decoding.fingerprint import fingerprint
 from decoding.target import DraftVocabulary, FeatureHead, Target
+from decoding.target.feature_head import new_feature_head
 
 
 def disturbed_feature_head(
     target: Target, vocabulary: DraftVocabulary | None = None, *, scale: float = 0.03
 ) -> FeatureHead:
     """Return a new head with random joining weights of this scale, which reads both its inputs."""
-    head = target.new_feature_head(vocabulary)
+    head = new_feature_head(target, vocabulary)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for weight in head.block.parameters():

@@ -12,6 +12,7 @@ from decoding.drafts import EarlyExit
 from decoding.exit_heads import ExitFigures, HeadFacts, HeadTraining, head_name, save_head
 from decoding.fingerprint import fingerprint
 from decoding.target import DraftVocabulary, ExitHead, Target
+from decoding.target.exit_head import new_exit_head
 
 
 def training(**facts: Any) -> HeadTraining:
@@ -48,14 +49,14 @@ def write_heads(target: Target, folder: Path, exit_layers: Iterable[int], **fact
             "weights_sha256": model.weights_sha256,
         }
         name = head_name(exit_layer)
-        sha256 = save_head(folder / name, target.new_exit_head(), HeadFacts(**{**values, **facts}))
+        sha256 = save_head(folder / name, new_exit_head(target), HeadFacts(**{**values, **facts}))
         drafts[exit_layer] = EarlyExit(exit_layer=exit_layer, head=name, head_sha256=sha256)
     return drafts
 
 
 def untrained_head(target: Target, seed: int = 0, vocabulary: DraftVocabulary | None = None) -> ExitHead:
     """Return a disturbed copy of the last block, whose drafts are accepted sometimes but not always."""
-    head = target.new_exit_head(vocabulary)
+    head = new_exit_head(target, vocabulary)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for weight in head.block.parameters():

@@ -59,7 +59,7 @@ def random_candidates(
 
     Some have side leaves if asked for, as far as the model can verify them.
     """
-    space, with_leaves = SkipSpace.of(target), with_leaves and target.takes_trees
+    space, with_leaves = SkipSpace.of(target), with_leaves and target.checks.takes_trees
     return RandomCandidates(space, target.num_layers, heads, rules, max_tokens, bits, feature, with_leaves)
 
 

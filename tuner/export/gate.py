@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from decoding.target import ExitHead, Target, agree
+from decoding.target import DraftView, ExitHead, ExitView, Target, agree
 from decoding.target.parts import with_blocks
 from decoding.target.stand_ins import Identity
 from tuner.errors import ExportError
@@ -86,9 +86,9 @@ def _deployed_logits(target: Target, shape: DraftShape, head: ExitHead | None, t
     """Return the logits [1, vocabulary] of the view that decodes in production, after the last token."""
     cache = target.new_cache(token_ids.shape[1])
     if head is not None:
-        return target.exit_view(len(shape.blocks), head).forward(token_ids, cache, 0, None)[0]
+        return ExitView(target, len(shape.blocks), head).forward(token_ids, cache, 0, None)[0]
     skipped = [index for index in range(target.num_layers) if index not in shape.blocks]
-    return target.draft_view(skipped, skipped, keep_boundary=False).forward(token_ids, cache, 0)
+    return DraftView(target, skipped, skipped, keep_boundary=False).forward(token_ids, cache, 0)
 
 
 def _difference(found: Tensor, expected: Tensor) -> float:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from decoding.exit_heads import ExitFigures
 from decoding.target import ExitHead, Target
+from decoding.target.states import exit_logits, exit_states
 from tuner.heads.batches import TrainingBatch, batches_by_length
 from tuner.heads.texts import GeneratedText
 
@@ -32,11 +33,11 @@ def evaluate(
     num_tokens = 0
     for texts_of_batch in batches_by_length(texts, batch_size):
         batch = TrainingBatch.of(texts_of_batch, target.device)
-        states, logits = target.exit_states(batch.token_ids, list(heads), first=batch.first)
+        states, logits = exit_states(target, batch.token_ids, list(heads), first=batch.first)
         target_logits = logits[batch.response_mask]
         num_tokens += target_logits.shape[0]
         for exit_layer, head in heads.items():
-            drafted = target.exit_logits(batch.token_ids, states.pop(exit_layer), head, first=batch.first)
+            drafted = exit_logits(target, batch.token_ids, states.pop(exit_layer), head, first=batch.first)
             sums[exit_layer] += summed(target_logits, drafted[batch.response_mask]).cpu()
         on_progress(len(texts_of_batch))
     return {

@@ -13,6 +13,8 @@ import torch
 
 from decoding.exit_heads import ExitFigures
 from decoding.target import FeatureHead, Target
+from decoding.target.feature_view import unrolled
+from decoding.target.states import last_states
 from tuner.heads.batches import TrainingBatch, batches_by_length
 from tuner.heads.evaluation import summed
 from tuner.heads.texts import GeneratedText
@@ -38,7 +40,7 @@ def train_unrolled(
     the activations and logits of all steps.
     """
     with torch.no_grad():
-        states, logits = target.last_states(batch.token_ids, first=batch.first)
+        states, logits = last_states(target, batch.token_ids, first=batch.first)
         all_labels = torch.softmax(logits[batch.response_mask].float(), dim=-1)  # [tokens, vocabulary]
         del logits
     losses = {}
@@ -46,7 +48,7 @@ def train_unrolled(
         vocabulary = student.head.vocabulary
         labels = of_vocabulary(all_labels, vocabulary)
         total, plain = torch.zeros((), device=labels.device), 0.0
-        steps = target.unrolled_feature_head(batch.token_ids, states, student.head, num_steps, first=batch.first)
+        steps = unrolled(target, student.head, batch.token_ids, states, num_steps, first=batch.first)
         for index, drafted in enumerate(steps):
             loss = soft_label_loss(of_vocabulary(drafted[batch.response_mask], vocabulary), labels)
             total = total + STEP_WEIGHT**index * loss
@@ -75,10 +77,10 @@ def evaluate_steps(
     num_tokens = 0
     for texts_of_batch in batches_by_length(texts, batch_size):
         batch = TrainingBatch.of(texts_of_batch, target.device)
-        states, logits = target.last_states(batch.token_ids, first=batch.first)
+        states, logits = last_states(target, batch.token_ids, first=batch.first)
         target_logits = logits[batch.response_mask]
         num_tokens += target_logits.shape[0]
-        steps = target.unrolled_feature_head(batch.token_ids, states, head, num_steps, first=batch.first)
+        steps = unrolled(target, head, batch.token_ids, states, num_steps, first=batch.first)
         for index, drafted in enumerate(steps):
             sums[index] += summed(target_logits, drafted[batch.response_mask]).cpu()
         on_progress(len(texts_of_batch))

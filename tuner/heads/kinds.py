@@ -11,6 +11,8 @@ from decoding.drafts import compact_indices
 from decoding.errors import DistillationError
 from decoding.exit_heads import EXIT_SCHEMA, FEATURE_HEAD, FEATURE_SCHEMA, ExitFigures, head_name
 from decoding.target import DraftVocabulary, Target
+from decoding.target.exit_head import new_exit_head
+from decoding.target.feature_head import new_feature_head
 from studies.searches.exits import default_exit_layers
 from tuner.config import DistillSettings
 from tuner.heads.evaluation import evaluate
@@ -100,7 +102,7 @@ class ExitHeads:
 
     def new_head(self, target: Target, vocabulary: DraftVocabulary | None) -> Any:
         """Return a copy of the last block."""
-        return target.new_exit_head(vocabulary)
+        return new_exit_head(target, vocabulary)
 
     def before(self, target: Target) -> Any:
         """Return None: the exit without a head."""
@@ -153,11 +155,11 @@ class FeatureHeads:
 
     def new_head(self, target: Target, vocabulary: DraftVocabulary | None) -> Any:
         """Return a head around a copy of the last block."""
-        return target.new_feature_head(vocabulary)
+        return new_feature_head(target, vocabulary)
 
     def before(self, target: Target) -> Any:
         """Return an untrained head."""
-        return target.new_feature_head()
+        return new_feature_head(target)
 
     def train_step(self, settings: DistillSettings) -> TrainStep:
         """Return a step that unrolls as many steps of the head as are set."""

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from decoding.errors import DistillationError
 from decoding.target import DraftVocabulary, ExitHead, FeatureHead, Target
+from decoding.target.states import exit_logits, exit_states
 from tuner.config import DistillSettings
 from tuner.heads.batches import Schedule, TrainingBatch
 from tuner.heads.texts import GeneratedText
@@ -151,7 +152,7 @@ def train_step(
     of one exit at a time.
     """
     with torch.no_grad():
-        states, logits = target.exit_states(batch.token_ids, list(students), first=batch.first)
+        states, logits = exit_states(target, batch.token_ids, list(students), first=batch.first)
         all_labels = torch.softmax(logits[batch.response_mask].float(), dim=-1)  # [tokens, vocabulary]
         del logits
     losses, known = {}, dict[DraftVocabulary | None, tuple[Tensor, float]]()
@@ -161,7 +162,7 @@ def train_step(
             chosen = of_vocabulary(all_labels, vocabulary)
             known[vocabulary] = chosen, least_loss(chosen)
         labels, least = known[vocabulary]
-        drafted = target.exit_logits(batch.token_ids, states.pop(exit_layer), student.head, first=batch.first)
+        drafted = exit_logits(target, batch.token_ids, states.pop(exit_layer), student.head, first=batch.first)
         loss = soft_label_loss(of_vocabulary(drafted[batch.response_mask], vocabulary), labels)
         loss.backward()
         student.update(len(labels), learning_rate)

@@ -24,7 +24,7 @@ def draft_vocabulary_size(target: Target, settings: DistillSettings) -> int | No
 
     Raises `DistillationError` if a number is asked for and the LM head has no plain rows to choose from.
     """
-    rows, wanted = target.num_lm_head_rows, settings.draft_vocabulary
+    rows, wanted = target.lm_heads.num_rows, settings.draft_vocabulary
     if wanted is None:
         return rows // SHARE if rows is not None and rows >= LARGE else None
     if rows is None:
@@ -42,10 +42,10 @@ def choose_vocabulary(
     Ties, such as tokens that never occur, go to the lower id: byte-pair encoders number frequent tokens first.
     """
     size = draft_vocabulary_size(target, settings)
-    if size is None or target.num_lm_head_rows is None:
+    if size is None or target.lm_heads.num_rows is None:
         return None
     counts = Counter(token for text in texts for token in (*text.prompt, *text.response))
     ends = target.model.generation_config.eos_token_id
     counts.update(dict.fromkeys([] if ends is None else ends if isinstance(ends, list) else [ends], len(texts)))
-    ranked = [counts[token] for token in range(target.num_lm_head_rows)]
-    return DraftVocabulary.of_most_frequent(size, target.num_lm_head_rows, ranked)
+    ranked = [counts[token] for token in range(target.lm_heads.num_rows)]
+    return DraftVocabulary.of_most_frequent(size, target.lm_heads.num_rows, ranked)

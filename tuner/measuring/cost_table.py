@@ -125,4 +125,4 @@ def resolve_terms(
     widths = [*(width for width in WIDTHS if width < widest), widest]
     known = tuple(sorted(set(bits))) if target.can_be_quantised else ()
     kinds = BlockKinds.of(target)
-    return Terms(kinds, tuple(widths), tuple(contexts), target.num_lm_head_rows, known, join_share(target))
+    return Terms(kinds, tuple(widths), tuple(contexts), target.lm_heads.num_rows, known, join_share(target))

@@ -16,8 +16,7 @@ from decoding.draft_length import Controller, Looking
 from decoding.drafters.layer_skip import LayerSkipDrafter
 from decoding.drafts import LayerSkip
 from decoding.lockstep import Lockstep
-from decoding.target import DraftVocabulary, Target
-from decoding.target.views import ResumeView
+from decoding.target import DraftVocabulary, ResumeView, TappedView, Target
 from decoding.text import Shaping, TokenSequence
 from decoding.timing.stopwatch import ReadSeconds, Stopwatch
 from studies.costs.terms import DraftStep, Pass
@@ -110,7 +109,7 @@ class PassTimer:
 
     def _view(self, boundary: int) -> ResumeView:
         if boundary not in self._views:
-            self._views[boundary] = self._target.resume_view(boundary)
+            self._views[boundary] = ResumeView(self._target, boundary)
         return self._views[boundary]
 
     def _batch_after(self, context: int) -> _Batch:
@@ -169,7 +168,7 @@ class _Batch:
     def states(self, boundary: int, width: int) -> dict[_Sequence, Tensor]:
         """Return the input of block `boundary` at the next `width` positions of each sequence, [.., width, hidden]."""
         if boundary not in self._states:
-            view, states = self._target.tapped_view(boundary), dict[_Sequence, Tensor]()
+            view, states = TappedView(self._target, boundary), dict[_Sequence, Tensor]()
 
             def keep(sequence: _Sequence) -> None:
                 _, states[sequence] = view.forward(sequence.ahead(width), sequence.cache, sequence.start)

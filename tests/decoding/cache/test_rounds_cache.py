@@ -10,7 +10,7 @@ from torch import Tensor
 
 from decoding.cache.kv_cache import KVCache
 from decoding.cache.rounds_cache import LEAST_IN_A_PASS, LEAST_KEPT, MemoryLimits, RoundsCache
-from decoding.target import Target
+from decoding.target import DraftView, Target
 from tests.support.families import NUM_LAYERS, SUPPORTED, some_tokens, target_of
 
 SKIPS = {
@@ -40,7 +40,7 @@ def _read(target: Target, text: list[int]) -> KVCache:
 def _draft_one_round(target: Target, skip: str, text: list[int], start: int) -> Tensor:
     """Return logits [DEPTH, vocabulary] of one round, drafted token by token after the target's own keys and values."""
     cache = _read(target, text)
-    view = target.draft_view(*SKIPS[skip], keep_boundary=False)
+    view = DraftView(target, *SKIPS[skip], keep_boundary=False)
     steps = range(start, start + DEPTH)
     return torch.cat(
         [view.forward(torch.tensor([text[position : position + 1]]), cache, position) for position in steps]
@@ -72,7 +72,7 @@ def _check_rounds(family: str, skip: str, limits: str) -> None:
     sequences = [(cache, [start for of, start in STARTS if of == text]) for text, cache in enumerate(caches)]
     rounds = RoundsCache(sequences, DEPTH, LIMITS[limits])
     token_ids = torch.tensor([TEXTS[text][start : start + DEPTH] for text, start in STARTS])
-    view = target.draft_view(*SKIPS[skip], keep_boundary=False)
+    view = DraftView(target, *SKIPS[skip], keep_boundary=False)
     for _ in range(2):  # a pass leaves nothing that the next one sees
         together = view.rounds(token_ids, rounds)
         for row, expected in enumerate(_drafted_one_by_one(family, skip)):
@@ -90,7 +90,7 @@ def test_a_pass_returns_no_more_than_the_limit(kept: int) -> None:
     token_ids = torch.tensor(
         [TEXTS[0][start : start + DEPTH] for start in (0, 5, 8)] + [TEXTS[1][3:7], TEXTS[1][17:21]]
     )
-    view = target.draft_view(*SKIPS["blocks"], keep_boundary=False)
+    view = DraftView(target, *SKIPS["blocks"], keep_boundary=False)
 
     chunks = list(view.rounds_by_chunk(token_ids, rounds))
 

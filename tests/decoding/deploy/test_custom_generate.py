@@ -40,6 +40,7 @@ from decoding.fingerprint import fingerprint
 from decoding.profile import Decoding, DraftProfile, TargetIdentity
 from decoding.runners.contract import Outputs
 from decoding.target import ResumeView
+from decoding.target.exit_head import new_exit_head
 from tests.support.families import build, dbrx, liven, target_of
 from tests.support.profiles import profile_of
 from tests.support.tiny import tiny_llama
@@ -522,7 +523,7 @@ def _exit_profile(model: PreTrainedModel, folder: Path, head_of: PreTrainedModel
         config_sha256=found.config_sha256,
         weights_sha256=found.weights_sha256,
     )
-    sha256 = save_head(folder / "head.safetensors", decoding.target.Target(owner).new_exit_head(), facts)
+    sha256 = save_head(folder / "head.safetensors", new_exit_head(decoding.target.Target(owner)), facts)
     draft = EarlyExit(exit_layer=3, head="head.safetensors", head_sha256=sha256)
     path = folder / "profile.yaml"
     _profile(model).model_copy(update={"draft": draft}).save(path)

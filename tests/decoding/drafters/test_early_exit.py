@@ -28,7 +28,9 @@ from decoding.drafters.lookup_first import LookupFirst
 from decoding.drafts import EarlyExit, Lookup, PlainDecoding
 from decoding.errors import ExitHeadError, UnsupportedModelError
 from decoding.rounds import Generation, Prefill, Round
-from decoding.target import DraftVocabulary, ExitHead, Target
+from decoding.target import DraftVocabulary, ExitHead, ExitView, Target
+from decoding.target.exit_head import new_exit_head
+from decoding.target.states import exit_logits, exit_states
 from decoding.text import Ending, Shaping, TokenSequence
 from tests.support.chi_square import ALPHA, p_value
 from tests.support.controllers import AnyLength
@@ -137,7 +139,7 @@ def test_vocabulary_needs_a_plain_lm_head() -> None:
     model = build("llama")
     model.lm_head = nn.Sequential(model.lm_head)
     with pytest.raises(UnsupportedModelError, match="LM head is a plain linear layer"):
-        Target(model).exit_view(2, target.new_exit_head(DraftVocabulary((0, 1))))
+        ExitView(Target(model), 2, new_exit_head(target, DraftVocabulary((0, 1))))
 
 
 @pytest.mark.parametrize("prefix_reuse", [True, False])
@@ -165,7 +167,7 @@ def test_exit_without_a_head_is_the_plain_text(family: str) -> None:
 def test_last_block_as_the_head_of_the_last_exit_is_always_right(family: str, prefix_reuse: bool) -> None:
     """The draft equals the whole model only if the head has seen every position with the right state."""
     target = target_of(family)
-    drafter = EarlyExitDrafter(target, NUM_LAYERS - 1, target.new_exit_head(), prefix_reuse=prefix_reuse)
+    drafter = EarlyExitDrafter(target, NUM_LAYERS - 1, new_exit_head(target), prefix_reuse=prefix_reuse)
     both = [Controller(3), AnyLength(0)]
     turn = (list(SUPPORTED).index(family) + prefix_reuse) % 2
     for controller in both if family in EVERY_RULE else [both[turn]]:
@@ -197,8 +199,8 @@ def test_draft_is_what_a_pass_over_the_whole_text_would_say(prefix_reuse: bool) 
                 if num_drafted == 0:  # the text before it is verified
                     with torch.no_grad():
                         ids = torch.tensor([text])
-                        states, _ = target.exit_states(ids, [exit_layer])
-                        expected = target.exit_logits(ids, states[exit_layer], head)[0, -1]
+                        states, _ = exit_states(target, ids, [exit_layer])
+                        expected = exit_logits(target, ids, states[exit_layer], head)[0, -1]
                     torch.testing.assert_close(scores, expected, rtol=1e-3, atol=1e-3)
                     checked += 1
             kinds.add((step.num_drafted > 0, step.num_accepted == step.num_drafted))
@@ -237,7 +239,7 @@ def test_one_drafter_serves_texts_in_turns() -> None:
 
 def test_head_is_as_cheap_to_keep_as_one_layer() -> None:
     target = target_of("llama")
-    drafter = EarlyExitDrafter(target, 2, target.new_exit_head())
+    drafter = EarlyExitDrafter(target, 2, new_exit_head(target))
     prompt = some_tokens(9)
     text, cache = TokenSequence(prompt, 32, target.device), target.new_cache(32)
     with torch.inference_mode():
@@ -249,7 +251,7 @@ def test_head_is_as_cheap_to_keep_as_one_layer() -> None:
 
 def test_a_round_without_a_draft_leaves_its_state_pending() -> None:
     target = target_of("llama")
-    drafter = EarlyExitDrafter(target, 2, target.new_exit_head())
+    drafter = EarlyExitDrafter(target, 2, new_exit_head(target))
     prompt = some_tokens(9)
     text, cache = TokenSequence(prompt, 32, target.device), target.new_cache(32)
     with torch.inference_mode():
@@ -283,7 +285,7 @@ class DropsThird(Controller):
 )
 def test_head_forgets_what_is_not_verified_from_its_states(bits: int | None, kept: int) -> None:
     target = target_of("llama")
-    drafter = EarlyExitDrafter(target, 2, target.new_exit_head(), bits=bits)
+    drafter = EarlyExitDrafter(target, 2, new_exit_head(target), bits=bits)
     text, cache = TokenSequence(some_tokens(9), 32, target.device), target.new_cache(32)
     with torch.inference_mode():
         drafter.prefill(text, cache)
@@ -295,7 +297,7 @@ def test_head_forgets_what_is_not_verified_from_its_states(bits: int | None, kep
         assert (branch.length, branch.pending) == (9 + kept, None)
         drafter.verify(text, cache, draft)
         assert branch.num_known == 12, "the states of the verification take over where the head's end"
-        fresh = target.exit_states(text.span(0, text.length + 2), [2])[0][2]
+        fresh = exit_states(target, text.span(0, text.length + 2), [2])[0][2]
         if branch.pending is not None:
             torch.testing.assert_close(branch.pending[0], fresh[0, -branch.pending.shape[-2] :], rtol=1e-4, atol=1e-4)
 
@@ -322,28 +324,31 @@ def test_exits_of_a_batch_are_those_of_its_texts_alone() -> None:
         short, long = some_tokens(5), some_tokens(9, seed=1)
         batch = torch.tensor([[*short, 0, 0, 0, 0], long])
         with torch.no_grad():
-            states, logits = target.exit_states(batch, [1, 3])
-            drafted = target.exit_logits(batch, states[3], head)
-            alone, own = target.exit_states(torch.tensor([short]), [1, 3])
+            states, logits = exit_states(target, batch, [1, 3])
+            drafted = exit_logits(target, batch, states[3], head)
+            alone, own = exit_states(target, torch.tensor([short]), [1, 3])
             torch.testing.assert_close(logits[0, :5], own[0], rtol=1e-4, atol=1e-4)
             for exit_layer in (1, 3):
                 torch.testing.assert_close(states[exit_layer][0, :5], alone[exit_layer][0], rtol=1e-4, atol=1e-4)
             torch.testing.assert_close(
-                drafted[0, :5], target.exit_logits(torch.tensor([short]), alone[3], head)[0], rtol=1e-4, atol=1e-4
+                drafted[0, :5], exit_logits(target, torch.tensor([short]), alone[3], head)[0], rtol=1e-4, atol=1e-4
             )
-            whole = target.exit_logits(
-                batch, target.exit_states(batch, [NUM_LAYERS - 1])[0][NUM_LAYERS - 1], ExitHead(target.blocks[-1])
+            whole = exit_logits(
+                target,
+                batch,
+                exit_states(target, batch, [NUM_LAYERS - 1])[0][NUM_LAYERS - 1],
+                ExitHead(target.blocks[-1]),
             )
             torch.testing.assert_close(whole, logits, rtol=1e-4, atol=1e-4)
 
 
 def test_gradients_reach_the_head_and_nothing_else() -> None:
     target = Target(build("llama").requires_grad_(False))
-    head = target.new_exit_head()
+    head = new_exit_head(target)
     ids = torch.tensor([some_tokens(6)])
     with torch.no_grad():
-        states, _ = target.exit_states(ids, [2])
-    target.exit_logits(ids, states[2], head).square().mean().backward()
+        states, _ = exit_states(target, ids, [2])
+    exit_logits(target, ids, states[2], head).square().mean().backward()
     assert all(parameter.grad is not None and parameter.grad.abs().sum() > 0 for parameter in head.block.parameters())
     assert all(parameter.grad is None for parameter in target.model.parameters())
 
@@ -352,8 +357,8 @@ def test_gradients_reach_the_head_and_nothing_else() -> None:
 def test_exit_layer_out_of_range_is_refused(exit_layer: int) -> None:
     target = target_of("llama")
     for use in (
-        lambda: target.exit_view(exit_layer, target.new_exit_head()),
-        lambda: target.exit_states(torch.tensor([[1, 2]]), [exit_layer]),
+        lambda: ExitView(target, exit_layer, new_exit_head(target)),
+        lambda: exit_states(target, torch.tensor([[1, 2]]), [exit_layer]),
         lambda: build_drafter(target, EarlyExit.model_construct(exit_layer=exit_layer, head=None)),
     ):
         with pytest.raises(ValueError, match=f"exits at layer {exit_layer}, but it must be 1 to 4"):

@@ -27,6 +27,8 @@ from decoding.lockstep import decode_in_lockstep
 from decoding.rounds import Generation
 from decoding.runners.contract import Outputs
 from decoding.target import DraftVocabulary, FeatureHead, Target
+from decoding.target.feature_view import unrolled
+from decoding.target.states import last_states
 from decoding.text import Ending, Shaping, TokenSequence
 from decoding.timing.round_costs import measure_round_costs
 from tests.support.chi_square import ALPHA, p_value
@@ -77,8 +79,8 @@ class Watched:
 def unrolled_choices(target: Target, head: FeatureHead, token_ids: list[int]) -> list[list[int]]:
     """Return the likeliest token of each step after each position."""
     ids = torch.tensor([token_ids])
-    states, _ = target.last_states(ids)
-    steps = target.unrolled_feature_head(ids, states, head, NUM_STEPS)
+    states, _ = last_states(target, ids)
+    steps = unrolled(target, head, ids, states, NUM_STEPS)
     return [logits[0].argmax(dim=-1).tolist() for logits in steps]
 
 

@@ -30,6 +30,7 @@ from decoding.head_folder import HeadFolder
 from decoding.profile import Decoding
 from decoding.rounds import Generation, Round
 from decoding.target import Target
+from decoding.target.exit_head import new_exit_head
 from decoding.text import Ending, Shaping, TokenSequence
 from tests.support.controllers import AnyLength
 from tests.support.families import NUM_LAYERS, some_tokens, target_of
@@ -278,7 +279,7 @@ def test_lookup_before_a_head_is_lossless(family: str, prefix_reuse: bool) -> No
 def test_head_has_seen_every_position_after_rounds_that_were_looked_up(family: str, prefix_reuse: bool) -> None:
     """The last block as head of the last exit equals the whole model only if it has seen every position."""
     target = target_of(family)
-    fallback = EarlyExitDrafter(target, NUM_LAYERS - 1, target.new_exit_head(), prefix_reuse=prefix_reuse)
+    fallback = EarlyExitDrafter(target, NUM_LAYERS - 1, new_exit_head(target), prefix_reuse=prefix_reuse)
     lookup = Lookup(min_ngram=1, max_ngram=2, max_tokens=3)
     copies, drafts = 0, 0
     for seed in range(3):

@@ -187,7 +187,7 @@ def test_all_layers_of_ordinary_families_attend_by_the_kernel(family: str, monke
     for both in ([(5, 6)], [(5, 6)] * 2):
         windows.clear()
         plain_decoder(target).generate_batch(requests(both))
-        expected = [ALL if window is None else window for window in target._mask_kinds.windows]  # type: ignore[union-attr]
+        expected = [ALL if window is None else window for window in target.mask_kinds.windows]  # type: ignore[union-attr]
         assert windows[: len(expected)] == expected
 
 
@@ -223,7 +223,7 @@ def test_one_layer_that_does_more_than_the_kernel_keeps_the_masks_of_all(
     monkeypatch.setitem(modeling_llama.ALL_ATTENTION_FUNCTIONS._global_mapping, "sdpa", more)
     target = Target(build("llama"))
     assert target.anatomy.attends_plainly == (True, True, False, True, True)
-    assert not runner(target._mask_kinds).attends_by_position  # type: ignore[arg-type]
+    assert not runner(target.mask_kinds).attends_by_position  # type: ignore[arg-type]
 
 
 def test_eager_attention_keeps_its_masks() -> None:

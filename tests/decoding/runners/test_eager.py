@@ -10,6 +10,7 @@ from decoding.draft_length import Fixed
 from decoding.drafters.early_exit import EarlyExitDrafter
 from decoding.rounds import Generation
 from decoding.runners.contract import Inputs, Outputs
+from decoding.target.exit_head import new_exit_head
 from decoding.target.parts import ModelPart
 from decoding.text import Ending
 from tests.support.families import SUPPORTED, some_tokens, target_of
@@ -45,7 +46,7 @@ def test_pieces_give_the_logits_of_the_whole(family: str, monkeypatch: pytest.Mo
 
 def test_head_reads_the_prompt_in_pieces_too(monkeypatch: pytest.MonkeyPatch, pieces: list[int]) -> None:
     target, texts = target_of("llama"), []
-    drafter = EarlyExitDrafter(target, 3, target.new_exit_head())
+    drafter = EarlyExitDrafter(target, 3, new_exit_head(target))
     for longest in (5, 100):
         monkeypatch.setattr("decoding.runners.eager.MAX_PASS_WIDTH", longest)
         request = Request(PROMPT, Ending(20))

@@ -31,7 +31,8 @@ from decoding.runners.contract import Outputs, Part, Runner
 from decoding.runners.masks import MaskKinds, Positions
 from decoding.runners.static import StaticRunner
 from decoding.runners.tape import Tapes
-from decoding.target import Target
+from decoding.target import TappedView, Target
+from decoding.target.exit_head import new_exit_head
 from decoding.text import Ending, TokenSequence
 from tests.support.families import NUM_LAYERS, SUPPORTED, WINDOW, build, some_tokens, target_of
 from tests.support.generations import plain_text, write
@@ -114,7 +115,7 @@ def test_exit_with_a_head_writes_the_same_text(family: str, prefix_reuse: bool) 
     for number, buckets in enumerate(BUCKETS, start=prefix_reuse):
         rule = rules[number % 2]
         target = static_target(family, buckets)
-        drafter = EarlyExitDrafter(target, NUM_LAYERS - 2, target.new_exit_head(), prefix_reuse=prefix_reuse)
+        drafter = EarlyExitDrafter(target, NUM_LAYERS - 2, new_exit_head(target), prefix_reuse=prefix_reuse)
         generation = Generation.collect(speculative(target, drafter, rule.controller(), request))
         assert generation.tokens == plain_tokens(family)
         assert generation.num_drafted > 0
@@ -124,7 +125,7 @@ def test_head_drafts_as_with_the_eager_runner() -> None:
     """The head's keys and values are right too: the same drafts are accepted, round by round."""
     request, lengths = Request(PROMPT, Ending(3 * NUM_NEW_TOKENS)), []
     for target in (Target(build("llama")), static_target("llama", "one width")):
-        drafter = EarlyExitDrafter(target, 3, target.new_exit_head())
+        drafter = EarlyExitDrafter(target, 3, new_exit_head(target))
         generation = Generation.collect(speculative(target, drafter, Fixed(max_tokens=4).controller(), request))
         lengths.append([step.num_accepted for step in generation.rounds])
     assert lengths[0] == lengths[1]
@@ -189,7 +190,7 @@ def test_outputs_are_the_callers_own() -> None:
     cache, ids = target.new_cache(16), torch.tensor([some_tokens(12)])
     with torch.inference_mode():
         target.forward(ids[:, :8], cache, 0)
-        tapped = target.tapped_view(2)
+        tapped = TappedView(target, 2)
         logits, states = tapped.forward(ids[:, 8:10], cache, 8)
         kept = logits.clone(), states.clone()
         tapped.forward(ids[:, 10:12], cache, 10)

@@ -24,8 +24,9 @@ from decoding.runners.eager import EagerRunner
 from decoding.runners.features import SpeedFeatures
 from decoding.runners.masks import MaskKinds
 from decoding.runners.static import StaticRunner
-from decoding.target import Target, agree
+from decoding.target import DraftView, Target, agree
 from decoding.target.draft_vocabulary import LEFT_OUT, DraftVocabulary
+from decoding.target.exit_head import new_exit_head
 from decoding.text import Ending, TokenSequence
 from tests.support.chi_square import ALPHA, p_value
 from tests.support.families import NUM_LAYERS, SUPPORTED, VOCABULARY, build, some_tokens, target_of
@@ -87,7 +88,7 @@ def test_chosen_tokens_keep_their_ids_and_logits(runner: str) -> None:
 def _drafted_logits(target: Target) -> Tensor:
     cache, token_ids = target.new_cache(20), torch.tensor([REQUEST.prompt])
     target.forward(token_ids[:, :-1], cache, 0)
-    view = target.draft_view((1,), (2,), keep_boundary=False)
+    view = DraftView(target, (1,), (2,), keep_boundary=False)
     return view.forward(token_ids[:, -1:], cache, token_ids.shape[1] - 1)
 
 
@@ -100,7 +101,7 @@ def test_greedy_text_is_the_targets(family: str, monkeypatch: pytest.MonkeyPatch
     expected = plain_tokens(family)
     drafted = _watch_drafts(monkeypatch)
     assert write(target, SKIPS["mixed"], rule, REQUEST).tokens == expected
-    drafter = EarlyExitDrafter(target, NUM_LAYERS - 2, target.new_exit_head())
+    drafter = EarlyExitDrafter(target, NUM_LAYERS - 2, new_exit_head(target))
     assert Generation.collect(speculative(target, drafter, other.controller(), REQUEST)).tokens == expected
     assert drafted, "something was drafted"
     assert drafted <= set(EVERY_THIRD)
@@ -169,7 +170,7 @@ def test_rows_are_shared_by_views_and_gone_with_the_last_one(runner: str, monkey
     target = Target(build("llama"), RUNNERS[runner])
     made.clear()
     views = [
-        target.draft_view((), (index,), keep_boundary=False, vocabulary=DraftVocabulary(EVERY_THIRD))
+        DraftView(target, (), (index,), keep_boundary=False, vocabulary=DraftVocabulary(EVERY_THIRD))
         for index in (1, 2)
     ]
     assert made

@@ -21,6 +21,7 @@ from decoding.runners.features import SpeedFeatures
 from decoding.runners.masks import MaskKinds
 from decoding.runners.static import StaticRunner
 from decoding.target import Target, agree
+from decoding.target.exit_head import new_exit_head
 from decoding.target.fused import FirstProjection, OtherProjection, tied_addresses, with_fused_projections
 from decoding.text import Ending
 from tests.support.families import NUM_LAYERS, SUPPORTED, build, some_tokens, target_of
@@ -88,7 +89,7 @@ def test_drafted_text_is_the_models_own(family: str) -> None:
 
 
 def _drafter(target: Target) -> tuple[EarlyExitDrafter, Controller]:
-    return EarlyExitDrafter(target, NUM_LAYERS - 2, target.new_exit_head()), Fixed(max_tokens=3).controller()
+    return EarlyExitDrafter(target, NUM_LAYERS - 2, new_exit_head(target)), Fixed(max_tokens=3).controller()
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # raised by modules that torch's compiler imports

@@ -21,7 +21,7 @@ from decoding.runners.contract import Runner
 from decoding.runners.eager import EagerRunner
 from decoding.runners.features import SpeedFeatures
 from decoding.runners.static import StaticRunner
-from decoding.target import Target, agree
+from decoding.target import DraftView, ExitView, Target, agree
 from decoding.target import quantised as module_under_test
 from decoding.target.draft_vocabulary import LEFT_OUT, DraftVocabulary
 from tests.support.families import SUPPORTED, VOCABULARY, build, make, some_tokens, static_target_of, target_of
@@ -56,7 +56,7 @@ def logits_after(target: Target, **settings: object) -> Tensor:
     """Return the logits of a view after the prompt, whose keys and values are the target's."""
     cache, last = target.new_cache(20), TOKENS.shape[1] - 1
     target.forward(TOKENS[:, :-1], cache, 0)
-    view = target.draft_view((), (), keep_boundary=True, **settings)  # type: ignore[arg-type]
+    view = DraftView(target, (), (), keep_boundary=True, **settings)  # type: ignore[arg-type]
     return view.forward(TOKENS[:, -1:], cache, last)
 
 
@@ -77,7 +77,7 @@ def test_logits_are_those_of_the_rounded_model_on_the_targets_cache(family: str,
 
 def test_view_keeps_no_boundary() -> None:
     target = Target(build("llama"))
-    view = target.draft_view((2,), (2,), keep_boundary=True, bits=8)
+    view = DraftView(target, (2,), (2,), keep_boundary=True, bits=8)
     assert (view.boundary, view.keeps_boundary) == (0, False)
 
 
@@ -89,7 +89,7 @@ def test_rounds_are_those_of_the_passes() -> None:
     target = Target(build("llama"))
     cache, start = target.new_cache(20), TOKENS.shape[1] - 1
     target.forward(TOKENS, cache, 0)
-    view = target.draft_view((1,), (), keep_boundary=False, bits=4)
+    view = DraftView(target, (1,), (), keep_boundary=False, bits=4)
     logits = view.rounds(TOKENS[:, -1:], RoundsCache([(cache, range(start, start + 1))], 1))
     fresh = target.new_cache(20)
     target.forward(TOKENS[:, :-1], fresh, 0)
@@ -127,8 +127,8 @@ def test_routers_of_experts_and_layers_with_hooks_stay() -> None:
 
 
 def test_mixture_of_experts_has_router_sizes() -> None:
-    assert Target(build("mixtral"))._quantised._router_sizes == {1, 4}
-    assert Target(build("llama"))._quantised._router_sizes == frozenset()
+    assert Target(build("mixtral")).quantised._router_sizes == {1, 4}
+    assert Target(build("llama")).quantised._router_sizes == frozenset()
 
 
 @pytest.mark.parametrize("family", sorted(WITHOUT_LINEARS))
@@ -169,12 +169,12 @@ def test_layers_are_packed_once_for_all_views_and_gone_with_the_last(
     runner: str, packed: list[weakref.ref[nn.Module]]
 ) -> None:
     target = Target(build("llama"), RUNNERS[runner])
-    view = target.draft_view((), (), keep_boundary=False, bits=8)
+    view = DraftView(target, (), (), keep_boundary=False, bits=8)
     num_layers = 7 * target.num_layers + 1
     assert len(packed) == num_layers
-    views = [view, *(target.draft_view((index,), (), keep_boundary=False, bits=8) for index in range(3))]
+    views = [view, *(DraftView(target, (index,), (), keep_boundary=False, bits=8) for index in range(3))]
     assert len(packed) == num_layers, "each layer is packed once"
-    views.append(target.draft_view((), (), keep_boundary=False, bits=4))
+    views.append(DraftView(target, (), (), keep_boundary=False, bits=4))
     assert len(packed) == 2 * num_layers, "each precision has layers of its own"
     del view
     views.clear()
@@ -184,9 +184,9 @@ def test_layers_are_packed_once_for_all_views_and_gone_with_the_last(
 
 def test_skipped_sublayers_are_not_packed(packed: list[weakref.ref[nn.Module]]) -> None:
     target = Target(build("llama"))
-    views = [target.draft_view((0, 1, 2, 3), (1, 2, 3, 4), keep_boundary=False, bits=8)]
+    views = [DraftView(target, (0, 1, 2, 3), (1, 2, 3, 4), keep_boundary=False, bits=8)]
     assert len(packed) == 3 + 4 + 1, "an MLP, an attention, and the LM head"
-    views.append(target.exit_view(1, untrained_head(target), bits=8))  # type: ignore[arg-type]
+    views.append(ExitView(target, 1, untrained_head(target), bits=8))  # type: ignore[arg-type]
     assert len(packed) == 3 + 4 + 1 + 4 + 7, "the attention of the first block, and the head's block"
 
 
@@ -194,7 +194,7 @@ def test_model_keeps_its_weights() -> None:
     model = build("llama")
     before = {name: weight.data_ptr() for name, weight in model.named_parameters()}
     target = Target(model)
-    target.draft_view((), (), keep_boundary=False, bits=8)
+    DraftView(target, (), (), keep_boundary=False, bits=8)
     assert {name: weight.data_ptr() for name, weight in model.named_parameters()} == before
     assert not any(name.endswith("scales") for name, _ in model.named_buffers())
 

@@ -18,7 +18,8 @@ from decoding.draft_length import Fixed
 from decoding.drafters.layer_skip import LayerSkipDrafter
 from decoding.drafts import LayerSkip
 from decoding.errors import UnsupportedModelError
-from decoding.target import Target
+from decoding.target import DraftView, ResumeView, Target
+from decoding.target.states import logit_lens, sublayer_outputs
 from decoding.text import Ending
 from tests.support.families import (
     GROUPED,
@@ -54,7 +55,7 @@ def full_logits(target: Target, ids: Tensor) -> Tensor:
 
 def draft_logits(target: Target, ids: Tensor, attention: list[int], mlp: list[int]) -> Tensor:
     """Logits after the last token."""
-    view = target.draft_view(attention, mlp, keep_boundary=False)
+    view = DraftView(target, attention, mlp, keep_boundary=False)
     return view.forward(ids, target.new_cache(ids.shape[1]), 0)
 
 
@@ -197,7 +198,7 @@ def test_skipped_attention_leaves_its_cache_alone(family: str) -> None:
     target = target_of(family)
     for attention, mlp in ([1, 3], []), ([2], [2]), ([], [0, 4]):
         cache = target.new_cache(LENGTH)
-        target.draft_view(attention, mlp, keep_boundary=False).forward(ids_of(), cache, 0)
+        DraftView(target, attention, mlp, keep_boundary=False).forward(ids_of(), cache, 0)
         assert cache.updates_per_layer == [int(index not in attention) for index in EVERY_LAYER]
 
 
@@ -211,7 +212,7 @@ def test_view_that_skips_nothing_is_the_model(family: str) -> None:
 def test_boundary_is_the_first_block_that_differs() -> None:
     target = target_of("llama")
     boundaries = [
-        target.draft_view(attention, mlp, keep_boundary=True).boundary
+        DraftView(target, attention, mlp, keep_boundary=True).boundary
         for attention, mlp in (([], []), ([3], [2]), ([1, 4], [4]), ([], [0]))
     ]
     assert boundaries == [None, 2, 1, 0]
@@ -220,7 +221,7 @@ def test_boundary_is_the_first_block_that_differs() -> None:
 def test_states_are_kept_only_on_request_and_after_a_prefix() -> None:
     target = target_of("llama")
     for first, asked, kept in ((2, True, True), (2, False, False), (0, True, False)):
-        view = target.draft_view([first], [first], keep_boundary=asked)
+        view = DraftView(target, [first], [first], keep_boundary=asked)
         states = view.run(ids_of(), target.new_cache(LENGTH), 0).states
         assert view.keeps_boundary == kept
         assert (states is not None and states.shape == (1, LENGTH, 32)) == kept
@@ -229,7 +230,7 @@ def test_states_are_kept_only_on_request_and_after_a_prefix() -> None:
 @pytest.mark.parametrize("index", [-1, NUM_LAYERS])
 def test_skip_of_a_missing_layer_is_refused(index: int) -> None:
     with pytest.raises(ValueError, match=f"the model has layers 0 to {NUM_LAYERS - 1}, got {index}"):
-        target_of("llama").draft_view([1, index], [], keep_boundary=False)
+        DraftView(target_of("llama"), [1, index], [], keep_boundary=False)
 
 
 def test_block_without_an_mlp_module_can_be_skipped_whole_only() -> None:
@@ -238,14 +239,14 @@ def test_block_without_an_mlp_module_can_be_skipped_whole_only() -> None:
     ids = ids_of()
     assert torch.isfinite(draft_logits(target, ids, [1, 2], [2, 1])).all()
     with pytest.raises(UnsupportedModelError, match="block 1 has no separate MLP module that it runs without: only"):
-        target.draft_view([], [1], keep_boundary=False)
+        DraftView(target, [], [1], keep_boundary=False)
     with pytest.raises(UnsupportedModelError, match="block 0 has no separate mlp module whose output could be read"):
-        target.sublayer_outputs(ids)
+        sublayer_outputs(target, ids)
 
 
 def test_views_follow_the_weights_of_the_model() -> None:
     target, ids = Target(build("llama")), ids_of()
-    view = target.draft_view([1], [2], keep_boundary=False)
+    view = DraftView(target, [1], [2], keep_boundary=False)
     before = view.forward(ids, target.new_cache(LENGTH), 0)
     for parameter in target.blocks[3].parameters():
         parameter.mul_(1.5)
@@ -290,8 +291,8 @@ def test_pass_resumed_after_the_prefix_equals_the_whole_pass(family: str, bounda
     target, ids = target_of(family), ids_of(LENGTH + 1)
     half, width = LENGTH // 2, LENGTH - LENGTH // 2
     whole = full_logits(target, ids)
-    draft = target.draft_view([boundary], [boundary], keep_boundary=True)
-    resume = target.resume_view(boundary)
+    draft = DraftView(target, [boundary], [boundary], keep_boundary=True)
+    resume = ResumeView(target, boundary)
     for known in (width, width - 1):
         cache = target.new_cache(LENGTH + 1)
         target.forward(ids[:, :half], cache, 0)
@@ -305,7 +306,7 @@ def test_pass_resumed_after_the_prefix_equals_the_whole_pass(family: str, bounda
 
 def test_resumed_pass_runs_the_prefix_on_unknown_positions_only() -> None:
     target, ids = target_of("llama"), ids_of()
-    draft, resume = target.draft_view([2], [2], keep_boundary=True), target.resume_view(2)
+    draft, resume = DraftView(target, [2], [2], keep_boundary=True), ResumeView(target, 2)
     for known, prefix_updates in ((4, 0), (3, 1)):
         cache = target.new_cache(LENGTH)
         target.forward(ids[:, :4], cache, 0)
@@ -318,7 +319,7 @@ def test_resumed_pass_runs_the_prefix_on_unknown_positions_only() -> None:
 
 def test_states_are_released_after_the_pass() -> None:
     target, ids = target_of("llama"), ids_of()
-    draft, resume = target.draft_view([2], [2], keep_boundary=True), target.resume_view(2)
+    draft, resume = DraftView(target, [2], [2], keep_boundary=True), ResumeView(target, 2)
     states = joined([draft.run(ids, target.new_cache(LENGTH), 0).states])
     resume.forward(ids, target.new_cache(LENGTH), 0, states)
     held = weakref.ref(states)
@@ -330,14 +331,14 @@ def test_states_are_released_after_the_pass() -> None:
 @pytest.mark.parametrize("boundary", [0, NUM_LAYERS])
 def test_pass_cannot_resume_without_a_prefix_or_a_rest(boundary: int) -> None:
     with pytest.raises(ValueError, match=f"a pass resumes at block 1 to {NUM_LAYERS - 1}, got {boundary}"):
-        target_of("llama").resume_view(boundary)
+        ResumeView(target_of("llama"), boundary)
 
 
 @pytest.mark.parametrize("known", [2, 5])
 def test_resumed_pass_needs_the_states_of_all_positions_or_all_but_one(known: int) -> None:
     target = target_of("llama")
     with pytest.raises(ValueError, match=f"boundary states are known for {known} of 4 positions"):
-        target.resume_view(2).forward(ids_of(4), target.new_cache(4), 0, torch.zeros(1, known, 32))
+        ResumeView(target, 2).forward(ids_of(4), target.new_cache(4), 0, torch.zeros(1, known, 32))
 
 
 # --- what the confidences read ------------------------------------------------------------------------------------------------
@@ -349,7 +350,7 @@ def test_resumed_pass_needs_the_states_of_all_positions_or_all_but_one(known: in
 def test_embedding_and_sublayer_outputs_add_up_to_the_last_hidden_state(family: str) -> None:
     target, ids = target_of(family), ids_of()
     model = target.model
-    outputs = target.sublayer_outputs(ids)
+    outputs = sublayer_outputs(target, ids)
     assert len(outputs) == NUM_LAYERS
     stream = model.get_input_embeddings()(ids)[0]
     for attention, mlp in outputs:
@@ -376,7 +377,7 @@ def test_sublayer_outputs_are_what_the_modules_return(family: str) -> None:
     target.model(ids)
     for handle in handles:
         handle.remove()
-    for output, own in zip(target.sublayer_outputs(ids)[-1], kept.values(), strict=True):
+    for output, own in zip(sublayer_outputs(target, ids)[-1], kept.values(), strict=True):
         expected = own[0] if isinstance(own, tuple) else own
         assert_close(output, expected.reshape(output.shape))
 
@@ -384,7 +385,7 @@ def test_sublayer_outputs_are_what_the_modules_return(family: str) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logit_lens_equals_a_model_cut_after_each_block(family: str) -> None:
     target, ids = target_of(family), ids_of()
-    lenses = list(target.logit_lens(ids))
+    lenses = list(logit_lens(target, ids))
     assert [lens.shape for lens in lenses] == [(LENGTH, target.config.vocab_size)] * NUM_LAYERS
     assert torch.equal(lenses[-1], full_logits(target, ids))
     for index, lens in enumerate(lenses[:-1]):
@@ -463,13 +464,13 @@ def fail_in_a_pass(target: Target) -> None:
     too_small = target.new_cache(2)
     for use in (
         lambda: target.forward(ids_of(), too_small, 0),
-        lambda: target.draft_view([1], [1], keep_boundary=True).forward(ids_of(), too_small, 0),
-        lambda: target.resume_view(1).forward(ids_of(4), too_small, 0, torch.zeros(1, 4, 32)),
+        lambda: DraftView(target, [1], [1], keep_boundary=True).forward(ids_of(), too_small, 0),
+        lambda: ResumeView(target, 1).forward(ids_of(4), too_small, 0, torch.zeros(1, 4, 32)),
     ):
         with pytest.raises(ValueError, match="the cache holds 2 positions"):
             use()
     with pytest.raises(IndexError):
-        target.sublayer_outputs(ids_of() + 1_000)
+        sublayer_outputs(target, ids_of() + 1_000)
 
 
 USES: dict[str, Callable[[Target], object]] = {
@@ -477,9 +478,9 @@ USES: dict[str, Callable[[Target], object]] = {
     "plain decoding": decode_plainly,
     "speculative decoding": decode_speculatively,
     "a text not written to its end": stop_in_the_middle,
-    "sublayer outputs": lambda target: target.sublayer_outputs(ids_of()),
-    "logit lens": lambda target: list(target.logit_lens(ids_of())),
-    "a logit lens not read to its end": lambda target: next(target.logit_lens(ids_of())),
+    "sublayer outputs": lambda target: sublayer_outputs(target, ids_of()),
+    "logit lens": lambda target: list(logit_lens(target, ids_of())),
+    "a logit lens not read to its end": lambda target: next(logit_lens(target, ids_of())),
     "passes that fail": fail_in_a_pass,
 }
 
@@ -496,7 +497,7 @@ def test_use_leaves_the_model_unchanged(family: str, use: str) -> None:
 def test_two_targets_of_one_model_do_not_disturb_each_other() -> None:
     model = build("gemma3")
     first, second = Target(model), Target(model)
-    view = first.draft_view([1, 2], [1, 2], keep_boundary=True)
+    view = DraftView(first, [1, 2], [1, 2], keep_boundary=True)
     expected = full_logits(second, ids_of())
     view.forward(ids_of(), first.new_cache(LENGTH), 0)
     assert torch.equal(full_logits(second, ids_of()), expected)

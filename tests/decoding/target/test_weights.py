@@ -25,6 +25,7 @@ from decoding.runners.features import NO_FEATURES, SpeedFeatures
 from decoding.runners.static import StaticRunner
 from decoding.runners.tape import Tapes
 from decoding.target import Target
+from decoding.target.exit_head import new_exit_head
 from decoding.target.weights import ModelWeights
 from tests.support.fake_graphs import FakeGraphs
 from tests.support.families import build
@@ -248,7 +249,7 @@ def test_a_sequence_goes_on_while_a_fused_target_is_made() -> None:
 def test_a_head_that_a_fused_target_moves_is_recorded_again() -> None:
     model = tiny()
     first, second = Target(model, graphs()), Target(model, graphs(FUSED))
-    head = first.new_exit_head()
+    head = new_exit_head(first)
 
     def text(target: Target) -> tuple[int, ...]:
         steps = speculative(target, drafters[target], RULE.controller(), REQUEST)

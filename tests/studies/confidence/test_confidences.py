@@ -13,6 +13,7 @@ from transformers import OPTConfig, OPTForCausalLM
 from decoding.errors import UnsupportedModelError
 from decoding.runners.static import StaticRunner
 from decoding.target import Target
+from decoding.target.states import sublayer_outputs
 from studies.confidence.confidences import (
     CONFIDENCE_NAMES,
     CONFIDENCES,
@@ -39,7 +40,7 @@ def test_sublayer_entropy_is_the_certainty_of_both_branches() -> None:
     target = tiny_target()
     ids = torch.arange(8)[None]
     with torch.inference_mode():
-        attention, mlp = target.sublayer_outputs(ids)[2]
+        attention, mlp = sublayer_outputs(target, ids)[2]
     expected = []
     for branch in (attention, mlp):
         probabilities = torch.softmax(branch.double(), dim=-1)

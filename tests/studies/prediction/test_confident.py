@@ -11,6 +11,7 @@ from transformers import OPTConfig, OPTForCausalLM
 from decoding.decode import Request
 from decoding.decoder import plain_decoder
 from decoding.target import Target
+from decoding.target.states import sublayer_outputs
 from decoding.text import Ending
 from studies.confidence.selection import select_from_scores, standardise
 from studies.prediction.confident import LAMBDAS, MOST_SEQUENCES, WINDOW, confident_skips
@@ -30,7 +31,7 @@ def surveyed(target: Target, count: int = 4) -> Survey:
 @torch.inference_mode()
 def in_context(target: Target, prompt: Sequence[int], continuation: Sequence[int]) -> list[float]:
     """Return the entropy confidences of one pass over the whole text, of its last `WINDOW` tokens."""
-    outputs = target.sublayer_outputs(torch.tensor([[*prompt, *continuation]]))
+    outputs = sublayer_outputs(target, torch.tensor([[*prompt, *continuation]]))
     values = []
     for branches in outputs:
         certainties = []
@@ -70,14 +71,13 @@ def test_sets_differ_and_none_is_empty_or_skips_the_first_or_last_block() -> Non
 
 def test_several_prompts_are_read_but_not_all_of_many(monkeypatch: pytest.MonkeyPatch) -> None:
     target, read = tiny_target(NUM_LAYERS), []
-    plain = Target.sublayer_outputs
 
     def counted(self: Target, token_ids: torch.Tensor, before: torch.Tensor | None = None) -> object:
         assert before is not None
         read.append(tuple(before[0].tolist()))
-        return plain(self, token_ids, before=before)
+        return sublayer_outputs(self, token_ids, before=before)
 
-    monkeypatch.setattr(Target, "sublayer_outputs", counted)
+    monkeypatch.setattr("studies.confidence.confidences.sublayer_outputs", counted)
     confident_skips(surveyed(target, 6))
     assert len(set(read)) == len(read) == MOST_SEQUENCES > 1
 

@@ -9,7 +9,8 @@ import torch
 
 from decoding.decode import Request
 from decoding.decoder import plain_decoder
-from decoding.target import Target
+from decoding.target import BlockView, Target
+from decoding.target.states import exit_states
 from decoding.text import Ending
 from studies.prediction.cosine import cosine_skips
 from studies.prediction.survey import Survey
@@ -32,7 +33,7 @@ def states_after(survey: Survey, blocks: list[int]) -> torch.Tensor:
     cache, token_ids = survey.rounds
     states = None
     for index in blocks:
-        states = survey.target.block_view(index).rounds(token_ids, cache, states)
+        states = BlockView(survey.target, index).rounds(token_ids, cache, states)
     assert states is not None
     return states
 
@@ -79,7 +80,7 @@ def test_block_by_block_the_states_are_those_of_the_target(family: str) -> None:
     survey = Survey(target, [prompt], [text])
     with torch.inference_mode():
         token_ids = torch.tensor([[*prompt, *text[:-1]]])
-        states, _ = target.exit_states(token_ids, [target.num_layers - 1])
+        states, _ = exit_states(target, token_ids, [target.num_layers - 1])
     (true,) = states.values()
     ours = states_after(survey, list(range(target.num_layers - 1)))
     torch.testing.assert_close(ours.flatten(-3, -2), true[..., len(prompt) :, :].flatten(-3, -2), rtol=1e-3, atol=1e-3)

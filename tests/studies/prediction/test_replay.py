@@ -30,6 +30,7 @@ from decoding.drafts import EarlyExit
 from decoding.profile import Decoding
 from decoding.rounds import Generation, Round
 from decoding.target import Target
+from decoding.target.states import exit_logits, exit_states
 from decoding.text import Ending
 from studies.prediction.replay import Recording, replay
 from tests.support.draft_recordings import recorded
@@ -75,8 +76,8 @@ def text(target: Target) -> tuple[int, ...]:
 def recording_of(target: Target, text: Sequence[int], exit_layer: int) -> Recording:
     ids = torch.tensor([[*PROMPT, *text[:-1]]])
     with torch.inference_mode():
-        states, logits = target.exit_states(ids, [exit_layer], first=len(PROMPT))
-        drafted = target.exit_logits(ids, states[exit_layer], None, first=len(PROMPT))
+        states, logits = exit_states(target, ids, [exit_layer], first=len(PROMPT))
+        drafted = exit_logits(target, ids, states[exit_layer], None, first=len(PROMPT))
     return Recording.of(logits[0], drafted[0])
 
 

@@ -22,6 +22,7 @@ from decoding.drafts import EarlyExit, LayerSkip, PromptLookup
 from decoding.head_folder import HeadFolder
 from decoding.profile import Decoding
 from decoding.target import DraftView, Target
+from decoding.target.states import exit_states
 from decoding.text import Ending, Shaping, TokenSequence
 from studies.prediction.cosine import cosine_skips
 from studies.prediction.survey import JoinedSurvey, Survey
@@ -137,13 +138,13 @@ def test_states_of_one_exit_at_a_time_are_kept_in_little_memory(
     target: Target, texts: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[tuple[int, ...]] = []
-    honest = Target.exit_states
+    honest = exit_states
 
-    def exit_states(self: Target, token_ids: Any, exit_layers: Sequence[int], **options: Any) -> Any:
+    def noted(target: Target, token_ids: Any, exit_layers: Sequence[int], **options: Any) -> Any:
         asked.append(tuple(exit_layers))
-        return honest(self, token_ids, exit_layers, **options)
+        return honest(target, token_ids, exit_layers, **options)
 
-    monkeypatch.setattr(Target, "exit_states", exit_states)
+    monkeypatch.setattr("studies.prediction.survey.exit_states", noted)
     survey = Survey(
         target,
         PROMPTS[:1],

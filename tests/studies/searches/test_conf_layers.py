@@ -15,6 +15,7 @@ from decoding.draft_length import TopProbability
 from decoding.drafts import LayerSkip, PublishedLeaves
 from decoding.errors import UnsupportedModelError
 from decoding.target import Target
+from decoding.target.states import sublayer_outputs
 from studies.confidence.confidences import CONFIDENCES
 from studies.confidence.selection import LambdaSchedule, select_from_scores, standardise
 from studies.contract import Problem, Study, TrialRecord, TrialState
@@ -92,7 +93,7 @@ def test_the_noted_lambda_led_to_the_set() -> None:
 def _expected_scores(target: Target, prompt: Sequence[int], continuation: Sequence[int]) -> np.ndarray:
     """Standardised sublayer confidences of the last 32 tokens, from one pass over the whole text."""
     with torch.inference_mode():
-        outputs = target.sublayer_outputs(torch.tensor([[*prompt, *continuation]]))
+        outputs = sublayer_outputs(target, torch.tensor([[*prompt, *continuation]]))
     confidences = []
     for branches in outputs[1:-1]:
         probabilities = [branch[-32:].double().softmax(dim=-1) for branch in branches]

@@ -15,7 +15,7 @@ from decoding.decode import Request
 from decoding.decoder import plain_decoder
 from decoding.draft_length import AdaptiveExit, Fixed, TopProbability
 from decoding.drafts import LayerSkip
-from decoding.target import Target
+from decoding.target import DraftView, Target
 from decoding.text import Ending
 from studies.contract import Problem, Study, TrialRecord, TrialState
 from studies.searches.registry import create_study
@@ -267,7 +267,7 @@ def test_swift_scores_the_share_of_tokens_that_a_parallel_pass_predicts(problem:
     for prompt, text in zip(problem.prompts[:2], problem.continuations, strict=False):
         cache = target.new_cache(len(prompt) + window)
         target.forward(_ids(prompt), cache, 0)
-        view = target.draft_view(draft.skip_attention, draft.skip_mlp, keep_boundary=False)
+        view = DraftView(target, draft.skip_attention, draft.skip_mlp, keep_boundary=False)
         # Token by token through one cache: each reads the draft's own keys and values of those before.
         predicted = [int(view.forward(_ids([text[i]]), cache, len(prompt) + i).argmax()) for i in range(window)]
         shares.append(np.mean(np.array(predicted) == text[1 : window + 1]))

@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from decoding.target import Target
+from decoding.target.exit_head import new_exit_head
 from tests.support.families import SUPPORTED, build, some_tokens, target_of
 from tests.support.heads import untrained_head
 from tests.support.tiny import tiny_target
@@ -58,7 +59,7 @@ def test_the_gate_refuses_a_folder_with_another_weight(tmp_path: Path) -> None:
 def test_the_gate_refuses_a_head_written_as_another_block(tmp_path: Path) -> None:
     target = target_of("gemma2")
     head = untrained_head(target)
-    write_checkpoint(target, HEAD, target.new_exit_head(), tmp_path)
+    write_checkpoint(target, HEAD, new_exit_head(target), tmp_path)
     with pytest.raises(ExportError, match="differ by up to"):
         check_draft(target, HEAD, head, tmp_path, [some_tokens(12)])
 

@@ -18,6 +18,7 @@ from decoding.decoder import plain_decoder
 from decoding.errors import DistillationError
 from decoding.fingerprint import fingerprint
 from decoding.target import ExitHead, Target
+from decoding.target.exit_head import new_exit_head
 from decoding.text import Ending
 from studies.searches.exits import default_exit_layers
 from tests.support.families import build, some_tokens
@@ -52,7 +53,7 @@ def stored(target: Target, path: Path, **changes: Any) -> list[GeneratedText]:
 
 
 def trained(target: Target, texts: list[GeneratedText], *exits: int, settings: DistillSettings = SETTINGS) -> Run:
-    run = Run({exit_layer: Student(target.new_exit_head()) for exit_layer in exits})
+    run = Run({exit_layer: Student(new_exit_head(target)) for exit_layer in exits})
     train(run, target, texts, settings, seed=0)
     return run
 
@@ -234,7 +235,7 @@ class TestTraining:
             losses = [of_step[exit_layer] for of_step in run.losses]
             assert sum(losses[-5:]) < sum(losses[:5])
             without = evaluate(target, {exit_layer: None}, unseen, 6)[exit_layer]
-            untrained = evaluate(target, {exit_layer: target.new_exit_head()}, unseen, 6)[exit_layer]
+            untrained = evaluate(target, {exit_layer: new_exit_head(target)}, unseen, 6)[exit_layer]
             after = evaluate(target, {exit_layer: student.stored_head()}, unseen, 6)[exit_layer]
             gain = after.acceptance - max(without.acceptance, untrained.acceptance)
             assert gain > {1: 0.02, 3: 0.01}[exit_layer]
@@ -273,7 +274,7 @@ class TestTraining:
 
     def test_a_failed_training_leaves_the_target_unchanged(self) -> None:
         target = tiny_target()
-        run = Run({2: Student(target.new_exit_head())})
+        run = Run({2: Student(new_exit_head(target))})
         with torch.no_grad():
             run.students[2].masters[0].fill_(math.nan)
         with pytest.raises(DistillationError, match=r"loss of exit 2 is nan at step 1.*lower learning rate"):
@@ -351,7 +352,7 @@ class TestCheckpoints:
         target = tiny_target()
         texts = generated_by(target)
         run, path = (
-            Run({1: Student(target.new_exit_head()), 3: Student(target.new_exit_head())}),
+            Run({1: Student(new_exit_head(target)), 3: Student(new_exit_head(target))}),
             tmp_path / "checkpoint.pt",
         )
 
@@ -368,7 +369,7 @@ class TestCheckpoints:
     @pytest.mark.parametrize("exits", [(1, 3), (3,)])
     def test_resumed_training_gives_the_same_weights_and_losses(self, stopped: Any, exits: tuple[int, ...]) -> None:
         target, texts, path = stopped
-        resumed = Run({exit_layer: Student(target.new_exit_head()) for exit_layer in exits})
+        resumed = Run({exit_layer: Student(new_exit_head(target)) for exit_layer in exits})
         load_checkpoint(resumed, IDENTITY, path)
         assert resumed.step == 4
         assert resumed.seconds > 0
@@ -382,7 +383,7 @@ class TestCheckpoints:
         target = Target(tiny_llama().to(torch.bfloat16))
         run = trained(target, generated_by(target), 2, settings=SETTINGS.model_copy(update={"steps": 2}))
         save_checkpoint(run, IDENTITY, tmp_path / "checkpoint.pt")
-        fresh = Run({2: Student(target.new_exit_head())})
+        fresh = Run({2: Student(new_exit_head(target))})
         load_checkpoint(fresh, IDENTITY, tmp_path / "checkpoint.pt")
         assert same(fresh.students[2].masters, run.students[2].masters)
         assert same(weights(fresh, 2), weights(run, 2))
@@ -391,16 +392,16 @@ class TestCheckpoints:
         target, _, path = stopped
         other = {**IDENTITY, "steps": 9, "learning_rate": 2.0}
         with pytest.raises(OtherCheckpointError, match="another learning rate and steps"):
-            load_checkpoint(Run({1: Student(target.new_exit_head())}), other, path)
+            load_checkpoint(Run({1: Student(new_exit_head(target))}), other, path)
         with pytest.raises(OtherCheckpointError, match="another choice of exits"):
-            load_checkpoint(Run({2: Student(target.new_exit_head())}), IDENTITY, path)
+            load_checkpoint(Run({2: Student(new_exit_head(target))}), IDENTITY, path)
 
     @pytest.mark.parametrize("damage", [lambda content: content[:-200], lambda content: b"", lambda content: b"x" * 99])
     def test_a_damaged_checkpoint_is_refused(self, stopped: Any, damage: Callable[[bytes], bytes]) -> None:
         target, _, path = stopped
         path.write_bytes(damage(path.read_bytes()))
         with pytest.raises(DistillationError, match=r"checkpoint.pt is damaged.*remove it"):
-            load_checkpoint(Run({1: Student(target.new_exit_head())}), IDENTITY, path)
+            load_checkpoint(Run({1: Student(new_exit_head(target))}), IDENTITY, path)
 
     def test_a_full_disk_keeps_the_last_checkpoint(self, stopped: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         target, _, path = stopped
@@ -412,6 +413,6 @@ class TestCheckpoints:
 
         monkeypatch.setattr(torch, "save", full)
         with pytest.raises(DistillationError, match=r"cannot write the checkpoint .*No space left on device"):
-            save_checkpoint(Run({1: Student(target.new_exit_head())}), IDENTITY, path)
+            save_checkpoint(Run({1: Student(new_exit_head(target))}), IDENTITY, path)
         assert path.read_bytes() == before
         assert [file.name for file in path.parent.iterdir()] == ["checkpoint.pt"]

@@ -8,6 +8,7 @@ from torch import nn
 
 from decoding.errors import DistillationError
 from decoding.target import DraftVocabulary, Target
+from decoding.target.exit_head import new_exit_head
 from tests.support.tiny import tiny_llama, tiny_target
 from tuner.config import DistillSettings
 from tuner.heads import vocabulary as vocabulary_module
@@ -41,7 +42,7 @@ def test_end_tokens_are_chosen_even_if_no_text_ends() -> None:
 
 def test_small_vocabularies_stay_whole_and_large_ones_are_quartered(monkeypatch: pytest.MonkeyPatch) -> None:
     target = tiny_target()
-    rows = target.num_lm_head_rows
+    rows = target.lm_heads.num_rows
     assert rows is not None
     assert draft_vocabulary_size(target, settings()) is None
     assert draft_vocabulary_size(target, settings(rows)) is None, "all tokens"
@@ -73,8 +74,8 @@ def test_head_learns_on_its_own_tokens() -> None:
     plan = TextPlan(prompts=prompts, samples=2, temperature=1.0, response_tokens=12, batch_size=6, seed=0)
     texts = [text for number, batch in enumerate(plan.batches) for text in generate_batch(target, batch, plan, number)]
     vocabulary = choose_vocabulary(target, texts, settings(24))
-    run = Run({2: Student(target.new_exit_head(vocabulary))})
-    before = evaluate(target, {2: target.new_exit_head(vocabulary)}, texts, 6)[2]
+    run = Run({2: Student(new_exit_head(target, vocabulary))})
+    before = evaluate(target, {2: new_exit_head(target, vocabulary)}, texts, 6)[2]
     train(run, target, texts, settings(24), seed=0)
     after = evaluate(target, {2: run.students[2].stored_head()}, texts, 6)[2]
     assert run.losses[-1][2] < run.losses[0][2]

@@ -1,0 +1,140 @@
+"""Eager passes that read states: of whole sequences without a cache, for training and surveys, and of every sublayer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+
+from decoding.cache.kv_cache import KVCache
+from decoding.errors import UnsupportedModelError
+from decoding.runners.eager import EagerRunner
+from decoding.target.exit_head import ExitHead
+from decoding.target.parts import run_whole, with_blocks
+from decoding.target.stand_ins import Emit, Head, Identity, PassState, Tap, first_of
+from decoding.target.target import Target
+
+
+def last_states(target: Target, token_ids: Tensor, *, first: int = 0) -> tuple[Tensor, Tensor]:
+    """Run `token_ids` [batch, length] once; return the states [.., batch, length, hidden] after all blocks, and logits.
+
+    The logits and the padding are as in `exit_states`.
+    """
+    states, logits = _states_after(target, token_ids, [target.num_layers], first)
+    return states[target.num_layers], logits
+
+
+def exit_states(
+    target: Target, token_ids: Tensor, exit_layers: Sequence[int], *, first: int = 0
+) -> tuple[dict[int, Tensor], Tensor]:
+    """Run `token_ids` [batch, length] once without a cache and return exit states and logits.
+
+    The states [batch, length, hidden] are those after the first N blocks, for each N of `exit_layers`. The logits
+    [batch, length - first, vocabulary] start at position `first`. Shorter sequences are padded on the right:
+    causal attention ignores later positions. Raises `ValueError` for an impossible exit layer.
+    """
+    for exit_layer in exit_layers:
+        target.check_exit_layer(exit_layer)
+    return _states_after(target, token_ids, exit_layers, first)
+
+
+def _states_after(
+    target: Target, token_ids: Tensor, exit_layers: Sequence[int], first: int
+) -> tuple[dict[int, Tensor], Tensor]:
+    states: dict[int, list[Tensor]] = {exit_layer: [] for exit_layer in exit_layers}
+    blocks = [
+        Tap(block, states[index + 1].append) if index + 1 in states else block
+        for index, block in enumerate(target.blocks)
+    ]
+    logits = run_whole(with_blocks(target.model, target.anatomy.path, blocks), token_ids, first)
+    return {exit_layer: kept[0] for exit_layer, kept in states.items()}, logits
+
+
+def exit_logits(
+    target: Target,
+    token_ids: Tensor,
+    states: Tensor,
+    head: ExitHead | None,
+    *,
+    first: int = 0,
+    bits: int | None = None,
+) -> Tensor:
+    """Return logits [batch, length - first, vocabulary] of an exit, from position `first` on.
+
+    `states` [batch, length, hidden] are the exit's states of `token_ids` [batch, length]. The block of `head` receives
+    gradients; without a head the states are used as they are. Tokens outside the head's vocabulary get `LEFT_OUT`. With
+    `bits` head and LM head have quantised weights, and nothing receives gradients.
+    """
+    emit = Emit(target.blocks[0], target.anatomy.block_outputs)
+    emit.states = states
+    blocks = [emit, *(Identity(block, target.anatomy.block_outputs) for block in list(target.blocks)[1:])]
+    vocabulary = None if head is None else head.vocabulary
+    if head is not None:
+        blocks[-1] = Head(head.block if bits is None else target.quantised.within(head.block, bits))
+    view = with_blocks(target.model, target.anatomy.path, blocks)
+    if bits is not None:
+        lm_head = target.lm_heads.quantised(vocabulary, bits)
+    else:
+        lm_head = None if vocabulary is None else target.lm_heads.rows_for(vocabulary)
+    if lm_head is not None:
+        setattr(view, lm_head.name, lm_head.stand_in(PassState()))
+    return run_whole(view, token_ids, first)
+
+
+def sublayer_outputs(target: Target, token_ids: Tensor, *, before: Tensor | None = None) -> list[tuple[Tensor, Tensor]]:
+    """Return attention and MLP outputs of every block, each [width, hidden], before the residual add.
+
+    One eager pass over `token_ids` [1, width] after the keys and values of `before` [1, n]. The cache is not kept.
+    Raises `UnsupportedModelError` if a block has no separate module for one of them.
+    """
+    outputs: list[dict[str, Tensor]] = [{} for _ in target.blocks]
+    cache = _cache_after(target, before, token_ids.shape[1])
+    handles = []
+    try:
+        for index, block in enumerate(target.blocks):
+            for kind, parts in (("attention", target.anatomy.attention), ("mlp", target.anatomy.mlp)):
+                part = parts[index]
+                if part is None:
+                    raise UnsupportedModelError(
+                        f"block {index} has no separate {kind} module whose output could be read"
+                    )
+                hook = partial(_record_output, outputs[index], kind)
+                handles.append(getattr(block, part.name).register_forward_hook(hook))
+        EagerRunner().run(target.part(list(target.blocks)), token_ids, cache, cache.length, last_only=True)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return [(out["attention"][0], out["mlp"][0]) for out in outputs]
+
+
+def logit_lens(target: Target, token_ids: Tensor, *, before: Tensor | None = None) -> Iterator[Tensor]:
+    """Yield logits [width, vocabulary] after each block, through the model's own final norm and LM head.
+
+    Eager passes over `token_ids` [1, width] after the keys and values of `before` [1, n]. The cache is not kept.
+    """
+    states: list[Tensor] = []
+    runner, cache = EagerRunner(), _cache_after(target, before, token_ids.shape[1])
+    tapped, start = target.part([Tap(block, states.append) for block in target.blocks]), cache.length
+    runner.run(tapped, token_ids, cache, start, last_only=True)
+    emit = Emit(target.blocks[0], target.anatomy.block_outputs)
+    rest = [Identity(block, target.anatomy.block_outputs) for block in list(target.blocks)[1:]]
+    view = target.part([emit, *rest])
+    for state in states:
+        emit.states = state
+        yield runner.run(view, token_ids, cache, start).logits
+
+
+def _cache_after(target: Target, before: Tensor | None, width: int) -> KVCache:
+    """Return a cache that holds `before` [1, n], computed by an eager pass, with room for `width` more positions."""
+    num_before = 0 if before is None else before.shape[1]
+    cache = KVCache(target.num_layers, num_before + width)
+    if before is not None:
+        EagerRunner().run(target.part(list(target.blocks)), before, cache, 0, last_only=True)
+        cache.length = num_before
+    return cache
+
+
+def _record_output(outputs: dict[str, Tensor], kind: str, module: nn.Module, args: Any, output: Any) -> None:
+    outputs[kind] = first_of(output)
