@@ -11,8 +11,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 from tuner.engines.contender import EngineDecoding, engine_judge
-from tuner.engines.loopback import Client, free_port
-from tuner.engines.serving import serving
+from tuner.engines.serving import served
 from tuner.errors import EngineError
 from tuner.measuring.baseline import FEWEST_DECODED
 from tuner.measuring.contender import PLAIN
@@ -25,6 +24,7 @@ if TYPE_CHECKING:
     from tuner.engines.candidates import CandidateExports
     from tuner.engines.contract import EngineProgram, ServerSettings
     from tuner.engines.lookup_replay import Text
+    from tuner.engines.loopback import Client
     from tuner.export.plan import Plan
     from tuner.measuring.contract import OnSample
     from tuner.measuring.paired import Bench
@@ -91,10 +91,9 @@ class EngineServers:
 
     def _started(self, plan: Plan, flags: Sequence[str]) -> tuple[Client, ExitStack]:
         self._num_started += 1
-        port, log = free_port(), self._logs / f"server-{self._num_started}.log"
-        launch, client = self.program.launch(plan, self.settings, port, flags), Client(port, self.program.title)
+        log = self._logs / f"server-{self._num_started}.log"
         with ExitStack() as starting:
-            starting.enter_context(serving(launch, client, log, start_seconds=self.program.start_seconds))
+            client = starting.enter_context(served(self.program, plan, self.settings, flags, log))
             self.program.complete(client, self._warm_up, FEWEST_DECODED)
             return client, starting.pop_all()
 

@@ -6,14 +6,19 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from tuner.engines import guard
 from tuner.engines.contract import Launch
-from tuner.engines.loopback import Client
+from tuner.engines.loopback import Client, free_port
 from tuner.errors import EngineError
+
+if TYPE_CHECKING:
+    from tuner.engines.contract import EngineProgram, ServerSettings
+    from tuner.export.plan import Plan
 
 POLL_SECONDS = 0.2
 LOG_LINES = 5
@@ -39,6 +44,15 @@ def serving(launch: Launch, client: Client, log: Path, *, start_seconds: float) 
         yield client
     finally:
         _stop(process)
+
+
+def served(
+    program: EngineProgram, plan: Plan, settings: ServerSettings, flags: Sequence[str], log: Path
+) -> AbstractContextManager[Client]:
+    """Return a server of the export with these flags of a draft, or without any; it runs while the context does."""
+    port = free_port()
+    launch = program.launch(plan, settings, port, flags)
+    return serving(launch, Client(port, program.title), log, start_seconds=program.start_seconds)
 
 
 def _wait_until_healthy(process: subprocess.Popen[bytes], client: Client, log: Path, seconds: float) -> None:

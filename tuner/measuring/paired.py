@@ -83,21 +83,14 @@ class Bench(PairedBench):
 
     def reordered(self, order: Sequence[int]) -> Bench:
         """Return a bench of the same prompts in another order; it measures the costs of drafts anew."""
-        return self._of(self.baseline.reordered(order), self._most_kept)
-
-    def keeping(self, most_kept: int) -> Bench:
-        """Return a bench of the same prompts that keeps the decoders of this number of drafts; it measures their costs anew."""
-        return self._of(self.baseline, most_kept)
-
-    def _of(self, baseline: Baseline, most_kept: int) -> Bench:
         return Bench(
             self.target,
-            baseline,
+            self.baseline.reordered(order),
             decoding=self.decoding,
             heads=self._heads,
             seed=self._seed,
             clock=self._clock,
-            most_kept=most_kept,
+            most_kept=self._most_kept,
             top_p=self._top_p,
         )
 

@@ -33,9 +33,9 @@ from tuner.bench.task import prepare_bench, token_ids
 from tuner.engines.contender import EngineDecoding, engine_judge
 from tuner.engines.contract import ServerSettings
 from tuner.engines.expectation import predict_by_rules
-from tuner.engines.loopback import Client, free_port
+from tuner.engines.loopback import Client
 from tuner.engines.registry import find_engine
-from tuner.engines.serving import serving
+from tuner.engines.serving import served
 from tuner.errors import ConfigError, DatasetError, EngineError
 from tuner.export.engines.registry import load_engine
 from tuner.export.run import export
@@ -85,9 +85,7 @@ class EngineTask:
     ) -> AbstractContextManager[Client]:
         """Return a server with these flags of a draft, or one that decodes plainly; it runs while the context does."""
         progress.stage(f"starting {self.program.title} {what}")
-        port = free_port()
-        launch = self.program.launch(self.plan, self.settings, port, flags)
-        return serving(launch, Client(port, self.program.title), log, start_seconds=self.program.start_seconds)
+        return served(self.program, self.plan, self.settings, flags, log)
 
     def shown(self, flags: Sequence[str]) -> tuple[str, ...]:
         """Return flags without this machine's folders."""
