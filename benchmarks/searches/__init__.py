@@ -1,0 +1,1 @@
+"""Our searches against published ones at equal budgets: SWIFT, Draft & Verify, TPE, random and odd skip sets."""

@@ -1,0 +1,152 @@
+"""A search of ours or a rival, run on a bench until its budget is spent: each trial is real decoding of the same tuning prompts.
+
+No trial is pruned, of any search. A candidate that was measured before takes over its measurement.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Protocol
+
+import optuna
+
+from benchmarks.searches.rivals import RIVALS, Rival
+from decoding.drafts import LayerSkip
+from studies.contract import Candidate, TrialRecord, TrialState
+from studies.measurement import Measurement
+from studies.searches.registry import create_study
+from tuner.measuring.paired import Bench, FarTooSlowError
+from tuner.progress import Unwatched
+from tuner.search.problem import build_problem
+from tuner.search.task import Task
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Budget of a search; None is unlimited."""
+
+    seconds: float | None = None
+    """Time of preparation and trials."""
+    tokens: int | None = None
+    """Tokens decoded in trials, with and without drafts."""
+    trials: int | None = None
+
+    def hold(self, seconds: float, tokens: int, trials: int) -> bool:
+        """Return whether the amounts are within the limits."""
+        spent = ((self.seconds, seconds), (self.tokens, tokens), (self.trials, trials))
+        return all(limit is None or each <= limit for limit, each in spent)
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A measured candidate; seconds and tokens are what the search had spent at its end."""
+
+    candidate: Candidate
+    speedup: float | None
+    """None if it could not be measured."""
+    seconds: float
+    tokens: int
+
+
+class Search(Protocol):
+    """Proposes candidates and is told their measurements."""
+
+    def propose(self) -> Candidate | None:
+        """Return the next candidate, or None at the search's own end."""
+
+    def observe(self, candidate: Candidate, measured: Measurement | None) -> None:
+        """Learn how its trial ended."""
+
+
+class OfRival:
+    """A rival as a `Search`."""
+
+    def __init__(self, rival: Rival) -> None:
+        self._rival = rival
+        self._draft: LayerSkip | None = None
+
+    def propose(self) -> Candidate | None:
+        """See `Search.propose`."""
+        self._draft = self._rival.propose()
+        return None if self._draft is None else Candidate(draft=self._draft, draft_length=self._rival.draft_length)
+
+    def observe(self, candidate: Candidate, measured: Measurement | None) -> None:
+        """See `Search.observe`."""
+        assert self._draft is not None, "a proposed set is observed"
+        self._rival.observe(self._draft, None if measured is None else measured.speedup)
+
+
+class OfStudy:
+    """A study of ours, or a sampler of Optuna on the same space, as a `Search`."""
+
+    def __init__(self, name: str, task: Task, bench: Bench, seed: int, seconds: float | None) -> None:
+        """Costs that other runs measured are hidden from it, as reusing them would be free."""
+        self._name, self._number = name, 0
+        config = task.config.model_copy(update={"seed": seed})
+        with TemporaryDirectory() as folder:
+            own = replace(task, config=config)
+            problem = build_problem(own, task.heads, bench, (), seconds, Unwatched(), costs_folder=Path(folder))
+            self._study = create_study(name, problem, config.study_settings(name))
+            setup = self._study.setup()
+        self._optuna = optuna.create_study(direction="maximize", sampler=setup.sampler)
+        for start in setup.starts:
+            self._optuna.enqueue_trial(dict(start))
+
+    def propose(self) -> Candidate | None:
+        """See `Search.propose`."""
+        if self._study.finished() is not None:
+            return None
+        self._trial = self._optuna.ask()
+        candidate, self._notes = self._study.propose(self._trial)
+        return candidate
+
+    def observe(self, candidate: Candidate, measured: Measurement | None) -> None:
+        """See `Search.observe`."""
+        if measured is None:
+            self._optuna.tell(self._trial, state=optuna.trial.TrialState.FAIL)
+        else:
+            self._optuna.tell(self._trial, measured.speedup)
+        self._study.observe(
+            TrialRecord(
+                study=self._name,
+                number=self._number,
+                state=TrialState.FAIL if measured is None else TrialState.COMPLETE,
+                candidate=candidate,
+                measurement=measured,
+                notes=self._notes,
+            )
+        )
+        self._number += 1
+
+
+def run_search(name: str, task: Task, bench: Bench, seed: int, limits: Limits) -> Iterator[Trial]:
+    """Yield the trials of a study or rival that end within the limits; preparation counts."""
+    start, tokens = time.perf_counter(), 0
+    search: Search
+    search = OfRival(RIVALS[name](bench, seed)) if name in RIVALS else OfStudy(name, task, bench, seed, limits.seconds)
+    indices = range(min(task.config.prompts_per_trial, len(bench.prompts)))
+    known: dict[str, Measurement | None] = {}
+    number = 0
+    while limits.hold(time.perf_counter() - start, tokens, number + 1):
+        if (candidate := search.propose()) is None:
+            return
+        if candidate.key not in known:
+            known[candidate.key] = measured = _measured(bench, candidate, indices)
+            tokens += sum(each.plain_tokens + each.draft_tokens for each in measured.samples) if measured else 0
+        found = known[candidate.key]
+        search.observe(candidate, found)
+        number += 1
+        seconds = time.perf_counter() - start
+        if limits.hold(seconds, tokens, number):
+            yield Trial(candidate, None if found is None else found.speedup, seconds, tokens)
+
+
+def _measured(bench: Bench, candidate: Candidate, indices: range) -> Measurement | None:
+    try:
+        return bench.measure(candidate, indices)
+    except FarTooSlowError:
+        return None
