@@ -37,7 +37,7 @@ CHUNK = 6
 
 
 @dataclass(frozen=True)
-class Pair:
+class PredictedPair:
     """A configuration, its prediction, the corrected one, and its measurement."""
 
     candidate: Candidate
@@ -96,7 +96,7 @@ def main() -> None:
         "decoding": time.perf_counter() - predicted,
     }
     corrected = corrected_by_others(predictions, [each.speedup for each in measured])
-    pairs = [Pair(*parts) for parts in zip(candidates, predictions, corrected, measured, strict=True)]
+    pairs = [PredictedPair(*parts) for parts in zip(candidates, predictions, corrected, measured, strict=True)]
     rows = [
         {"configurations": name, **accuracy(pairs_of, lambda pair: (pair.prediction.speedup, pair.measured.speedup))}
         for name, pairs_of in by_group(pairs).items()
@@ -125,9 +125,9 @@ def main() -> None:
     write(args.json, facts, [_line(pair) for pair in pairs], device=task.target.device)
 
 
-def by_group(pairs: Sequence[Pair]) -> dict[str, list[Pair]]:
+def by_group(pairs: Sequence[PredictedPair]) -> dict[str, list[PredictedPair]]:
     """Return all pairs, the pairs of each kind of draft and of each rule."""
-    groups: dict[str, list[Pair]] = {"all": list(pairs)}
+    groups: dict[str, list[PredictedPair]] = {"all": list(pairs)}
     for pair in sorted(pairs, key=lambda pair: kind_of(pair.candidate.draft)):
         groups.setdefault(kind_of(pair.candidate.draft), []).append(pair)
     for pair in sorted(pairs, key=lambda pair: pair.candidate.draft_length.rule):
@@ -135,7 +135,9 @@ def by_group(pairs: Sequence[Pair]) -> dict[str, list[Pair]]:
     return groups
 
 
-def accuracy(pairs: Sequence[Pair], figures: Callable[[Pair], tuple[float, float]]) -> dict[str, float | int | None]:
+def accuracy(
+    pairs: Sequence[PredictedPair], figures: Callable[[PredictedPair], tuple[float, float]]
+) -> dict[str, float | int | None]:
     """Return the agreement of predicted with measured figures; no correlation of fewer than 3 pairs or constant values."""
     logs = np.log(np.array([figures(pair) for pair in pairs]))
     errors = np.abs(np.exp(logs[:, 0] - logs[:, 1]) - 1)
@@ -163,24 +165,24 @@ def corrected_by_others(predictions: Sequence[Prediction], measured: Sequence[fl
     return corrected
 
 
-def _tokens_per_round(pair: Pair) -> tuple[float, float]:
+def _tokens_per_round(pair: PredictedPair) -> tuple[float, float]:
     replayed = pair.prediction.replayed
     return replayed.tokens / replayed.rounds, pair.measured.tokens_per_round
 
 
-def _round_cost(pair: Pair) -> tuple[float, float]:
+def _round_cost(pair: PredictedPair) -> tuple[float, float]:
     replayed = pair.prediction.replayed
     return replayed.cost / replayed.rounds, pair.measured.tokens_per_round / pair.measured.speedup
 
 
-def _on(predictor: Predictor, category: str, pair: Pair) -> tuple[float, float]:
+def _on(predictor: Predictor, category: str, pair: PredictedPair) -> tuple[float, float]:
     """Return both speed-ups on the prompts of a category."""
     measured = pair.measured.by_category()[category]
     parts = [part for sample in measured.samples for part in predictor.parts[sample.prompt]]
     return pair.prediction.replayed.speedup_on(parts), measured.speedup
 
 
-def _line(pair: Pair) -> dict[str, object]:
+def _line(pair: PredictedPair) -> dict[str, object]:
     low, high = pair.measured.speedup_interval().ci95
     return {
         "kind": kind_of(pair.candidate.draft),

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 from decoding.documents.strict_yaml import suggest
-from studies.searches.skip_sets.methods import METHODS
 
 if TYPE_CHECKING:
     from studies.contract import Problem, Study
@@ -43,13 +42,6 @@ STUDIES: dict[str, StudyEntry] = {
     "exit_layer": StudyEntry("studies.searches.exit_layer:ExitLayer"),
     # A comparison runs each search alone, and this study refines the drafts of earlier ones.
     "draft_length": StudyEntry("studies.searches.draft_length:DraftLength", compared_as={}),
-    "skip_sets": StudyEntry(
-        "studies.searches.skip_sets.study:SkipSets",
-        compared_as={
-            **{method: {"method": method} for method in METHODS},
-            "swift_batched": {"method": "swift", "swift": {"until_better": False, "round_length": 100}},
-        },
-    ),
     "tpe": StudyEntry("studies.searches.by_sampler:TpeSearch", compared_as={"whole_space_tpe": {}}),
     "random": StudyEntry("studies.searches.by_sampler:RandomSearch", compared_as={"whole_space_random": {}}),
 }

@@ -136,14 +136,11 @@ def test_the_experiment_is_named_after_model_and_dataset() -> None:
 
 def test_rivals_are_searched_only_when_asked_for() -> None:
     assert SearchConfig(**GIVEN).study == DEFAULT_STUDIES
-    assert set(STUDIES) - set(DEFAULT_STUDIES) >= {"skip_sets"}
+    assert set(STUDIES) - set(DEFAULT_STUDIES) >= {"tpe"}
     shown = " ".join(CliRunner().invoke(main, ["search", "--help"]).stdout.split())
     assert f"[default: {', '.join(DEFAULT_STUDIES)}]" in shown
-    asked = load_config(None, {**GIVEN, "study": ("skip_sets",), "studies": {"skip_sets": {"method": "tpe"}}})
-    assert asked.study == ("skip_sets",)
-    assert asked.study_settings("skip_sets").method == "tpe"
-    with pytest.raises(ConfigError, match=r"studies\.skip_sets: method: unknown method 'swft'; did you mean 'swift'"):
-        load_config(None, {**GIVEN, "studies": {"skip_sets": {"method": "swft"}}})
+    asked = load_config(None, {**GIVEN, "study": ("tpe",)})
+    assert asked.study == ("tpe",)
 
 
 def test_addresses_of_stores_come_from_flags_then_the_file_then_the_environment(

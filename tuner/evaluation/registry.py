@@ -10,9 +10,6 @@ from tuner.evaluation.contract import Evaluation
 
 EVALUATIONS: Mapping[str, str] = MappingProxyType(
     {
-        "suite": "tuner.evaluation.suite.settings:SuiteEvaluation",
-        "searches": "tuner.evaluation.searches.settings:SearchesEvaluation",
-        "predictions": "tuner.evaluation.predictions.settings:PredictionsEvaluation",
     }
 )
 """To add an evaluation, write its class and name it here."""

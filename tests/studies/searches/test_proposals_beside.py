@@ -93,8 +93,6 @@ def test_running_trials_count_towards_the_limit_of_trials(problem: Problem) -> N
         ("draft_length", {}, True),
         ("conf_layers_tuned", {}, True),
         ("tpe", {}, True),
-        ("skip_sets", {"method": "tpe"}, True),
-        ("skip_sets", {"method": "swift"}, False),
         ("conf_layers", {}, False),
     ],
 )

@@ -11,8 +11,6 @@ from studies.contract import TrialRecord
 from studies.searches.registry import STUDIES, StudyEntry
 from tests.support.commands import SearchCommand
 from tests.support.stored_trials import stored_records
-from tuner.config import load_config
-from tuner.evaluation.searches.rivals import rivals
 
 
 @pytest.fixture(autouse=True)
@@ -54,9 +52,3 @@ def test_settings_of_a_new_study_are_checked(run_search: SearchCommand, workplac
     result = run_search(study="one_block")
     assert result.exit_code == 2
     assert "studies.one_block: lowest: block 5 of 6 layers is the last" in result.stderr
-
-
-def test_new_study_can_be_compared(workplace: Path) -> None:
-    config = load_config(None, {"model": "m", "dataset": "d", "studies": {"one_block": {"lowest": 3}}})
-    (rival,) = rivals(["one_block"], config)
-    assert (rival.study, rival.settings.model_dump()["lowest"]) == ("one_block", 3)

@@ -173,7 +173,6 @@ def test_what_decides_the_result_decides_the_id(allowed: Allowed) -> None:
             "studies.joint: max_trials: 5000 is above the limit of this service, 1000",
         ),
         ({"studies": {"joint": {"survey_tokens": 10**12}}}, "studies.joint: survey_tokens"),
-        ({"studies": {"skip_sets": {"swift": {"round_length": 10**9}}}}, "studies.skip_sets: round_length"),
     ],
 )
 def test_values_have_limits(allowed: Allowed, changes: dict[str, Any], why: str) -> None:

@@ -1,1 +1,0 @@
-"""Comparison of predicted speed-ups with real decoding."""

@@ -1,1 +1,0 @@
-"""Comparison of searches on one problem at equal budgets."""

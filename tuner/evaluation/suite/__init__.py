@@ -1,1 +1,0 @@
-"""`sdtune evaluate suite`: models, tasks and methods in one table, cell by cell."""
