@@ -7,7 +7,6 @@ To add a study, write one file with a `Study` and add one line to `STUDIES`. A s
 from __future__ import annotations
 
 import pkgutil
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
@@ -23,8 +22,6 @@ class StudyEntry:
 
     reference: str
     """`module:Class`, imported by `load`."""
-    compared_as: Mapping[str, Mapping[str, Any]] | None = None
-    """Searches of a comparison: changed settings by search name. None: the study itself, under its own name."""
 
     def load(self) -> type[Study]:
         """Import and return the class."""
@@ -34,16 +31,12 @@ class StudyEntry:
 STUDIES: dict[str, StudyEntry] = {
     "joint": StudyEntry("studies.searches.joint:Joint"),
     "predicted": StudyEntry("studies.searches.predicted:Predicted"),
-    "conf_layers": StudyEntry(
-        "studies.searches.conf_layers:ConfLayers",
-        compared_as={"conf_layers": {}, "conf_layers_unrounded": {"form": "unrounded"}},
-    ),
+    "conf_layers": StudyEntry("studies.searches.conf_layers:ConfLayers"),
     "conf_layers_tuned": StudyEntry("studies.searches.conf_layers_tuned:ConfLayersTuned"),
     "exit_layer": StudyEntry("studies.searches.exit_layer:ExitLayer"),
-    # A comparison runs each search alone, and this study refines the drafts of earlier ones.
-    "draft_length": StudyEntry("studies.searches.draft_length:DraftLength", compared_as={}),
-    "tpe": StudyEntry("studies.searches.by_sampler:TpeSearch", compared_as={"whole_space_tpe": {}}),
-    "random": StudyEntry("studies.searches.by_sampler:RandomSearch", compared_as={"whole_space_random": {}}),
+    "draft_length": StudyEntry("studies.searches.draft_length:DraftLength"),
+    "tpe": StudyEntry("studies.searches.by_sampler:TpeSearch"),
+    "random": StudyEntry("studies.searches.by_sampler:RandomSearch"),
 }
 
 DEFAULT_STUDIES = ("joint",)
@@ -59,15 +52,6 @@ def load_study(name: str) -> type[Study]:
 
         return study_of(name)
     raise ValueError(f"unknown study {name!r}; {suggest(name, STUDIES)}, optuna:NAME for a sampler of Optuna")
-
-
-def compared_searches() -> dict[str, tuple[str, Mapping[str, Any]]]:
-    """Return the searches that can be compared: study name and changed settings by search name."""
-    return {
-        search: (name, changes)
-        for name, entry in STUDIES.items()
-        for search, changes in ({name: {}} if entry.compared_as is None else entry.compared_as).items()
-    }
 
 
 def create_study(name: str, problem: Problem, settings: Any, kept: Any = None) -> Study:

@@ -8,10 +8,7 @@ from types import MappingProxyType
 
 from tuner.evaluation.contract import Evaluation
 
-EVALUATIONS: Mapping[str, str] = MappingProxyType(
-    {
-    }
-)
+EVALUATIONS: Mapping[str, str] = MappingProxyType({})
 """To add an evaluation, write its class and name it here."""
 
 

@@ -23,7 +23,7 @@ from decoding.head_folder import HeadFolder
 from decoding.text import Ending
 from decoding.timing.round_costs import measure_round_costs
 from studies.contract import Problem, Study, StudySettings, TrialRecord, TrialState
-from studies.searches.registry import DEFAULT_STUDIES, STUDIES, compared_searches, create_study
+from studies.searches.registry import STUDIES, create_study
 from tests.support.costs import made_up_costs
 from tests.support.heads import write_heads
 from tests.support.paths import ROOT
@@ -194,14 +194,8 @@ def test_a_study_leaves_model_and_random_numbers_as_they_were(name: str, problem
 
 def test_names_are_known_without_importing_torch_or_optuna() -> None:
     script = (
-        "import sys; from studies.searches.registry import DEFAULT_STUDIES, STUDIES, compared_searches\n"
-        "assert set(DEFAULT_STUDIES) <= set(STUDIES) and compared_searches()\n"
+        "import sys; from studies.searches.registry import DEFAULT_STUDIES, STUDIES\n"
+        "assert set(DEFAULT_STUDIES) <= set(STUDIES)\n"
         "assert not {'torch', 'optuna', 'transformers'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", script], check=True, cwd=ROOT)
-
-
-def test_compared_searches_are_studies_with_valid_settings() -> None:
-    for study, changes in compared_searches().values():
-        STUDIES[study].load().Settings.model_validate(changes)
-    assert set(DEFAULT_STUDIES) <= set(compared_searches())

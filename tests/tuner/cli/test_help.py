@@ -56,8 +56,6 @@ CHEAP = [
     ("bench", "none.yaml", "--dataset", "gsm8k"),
     ("export", "none.yaml", "--to", "folder", "--out", "exported"),
     ("report", "none"),
-    ("evaluate", "rules", "--profile", "p.yaml"),
-    ("evaluate", "searches", "--model", "m", "--dataset", "d", "--budget", "soon"),
 ]
 
 
