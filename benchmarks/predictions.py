@@ -78,7 +78,7 @@ def main() -> None:
         heads=heads,
         bits=tuple(args.bits),
         feature=feature,
-        with_leaves=args.branches and task.target.takes_trees,
+        with_leaves=args.branches,
     )
     costed = time.perf_counter()
     survey = Survey(task.target, prompts, outputs, decoding=task.decoding, seed=seed, heads=task.head_folder)
