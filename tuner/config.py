@@ -21,11 +21,13 @@ from tuner.errors import ConfigError
 from tuner.fields import (
     BUDGET,
     DECODING,
+    DEFAULT_STORE,
     ENGINE,
     EXECUTOR,
     OUTPUTS,
     PROBLEM,
     TRAINING,
+    DataSettings,
     Device,
     Dtype,
     EngineArgs,
@@ -38,8 +40,6 @@ from tuner.fields import (
     Seed,
     Threads,
 )
-from tuner.profile_address import DEFAULT_STORE
-from tuner.prompt_settings import DataSettings
 
 if TYPE_CHECKING:
     import torch

@@ -1,4 +1,8 @@
-"""Errors that a user can fix. Each message is one line."""
+"""Errors that a user can fix, each of one line, and addresses as such lines show them."""
+
+from __future__ import annotations
+
+import re
 
 from decoding.errors import SdtuneError
 
@@ -45,3 +49,12 @@ class ExportError(SdtuneError):
 
 class EngineError(SdtuneError):
     """Engine that is not found, does not start, or fails."""
+
+
+_PASSWORD = re.compile(r"(://[^/@\s:]*):[^/\s]*@")
+"""The password in an address; it may hold an `@`, as everything up to the last one belongs to it."""
+
+
+def without_password(text: str) -> str:
+    """Return the text with the password of each address in it masked."""
+    return _PASSWORD.sub(r"\1:***@", text)

@@ -11,21 +11,51 @@ import os
 import shlex
 import time
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 from decoding.errors import first_line
 from studies.contract import TrialRecord, TrialState
-from tuner.addresses import without_password
 from tuner.databases import make_private, refuse_unusable_database
-from tuner.errors import TrackingError, TrackingOutageError
-from tuner.patient_client import PatientClient
+from tuner.errors import TrackingError, TrackingOutageError, without_password
 from tuner.review.markdown import EXPERIMENT_NOTE, WON, trial_note, trial_run_name
 from tuner.trial_columns import trial_metrics, trial_params
+
+LOCKED = "database is locked"
+LOCK_SECONDS = 60.0
+"""Seconds for which a call is made again, as long as the storage of the trials waits."""
+PAUSE_SECONDS = 0.1
+
+
+class PatientClient:
+    """The client that it is given, whose calls wait while another process locks the store's SQLite file.
+
+    MLflow waits for twenty seconds. The call that it then gives up has changed nothing, so that it may be made again.
+    """
+
+    def __init__(self, client: Any) -> None:
+        self._client = client
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._client, name)
+        return partial(self._call, found) if callable(found) else found
+
+    def _call(self, method: Callable[..., Any], *given: Any, **named: Any) -> Any:
+        end = time.monotonic() + LOCK_SECONDS
+        while True:
+            try:
+                return method(*given, **named)
+            # Whatever the client raises for it: only the words of SQLite are the same.
+            except Exception as cause:
+                if LOCKED not in str(cause) or time.monotonic() >= end:
+                    raise
+            time.sleep(PAUSE_SECONDS)
+
 
 PARENT_TAG = "mlflow.parentRunId"
 KIND_TAG, IDENTITY_TAG = "sdtune", "sdtune.identity"

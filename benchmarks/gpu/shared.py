@@ -22,12 +22,12 @@ from decoding.runners.static import StaticRunner
 from decoding.target import Target
 from decoding.target.feature_head import new_feature_head
 from tuner.config import DistillSettings
+from tuner.fields import PromptSettings
 from tuner.heads.feature_training import train_unrolled
 from tuner.heads.texts import GeneratedText
 from tuner.heads.training import Run, Student, train
 from tuner.inputs.models import Loaded, eos_token_ids
 from tuner.inputs.prompts import PromptSet, load_prompts
-from tuner.prompt_settings import PromptSettings
 
 DEMO = Path("configs/demo")
 DATASET, GROUP_COLUMN = DEMO / "prompts.jsonl", "file"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tuner.patient_client import PatientClient
+from tuner.tracking import PatientClient
 
 
 class Store:
@@ -28,7 +28,7 @@ def test_a_call_waits_for_the_lock() -> None:
 
 
 def test_no_call_waits_for_ever_or_for_anything_else(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tuner.patient_client.LOCK_SECONDS", 0.0)
+    monkeypatch.setattr("tuner.tracking.LOCK_SECONDS", 0.0)
     with pytest.raises(RuntimeError, match="locked"):
         PatientClient(Store(RuntimeError("database is locked"))).log(1, key="a")
     store = Store(RuntimeError("database or disk is full"))

@@ -13,6 +13,7 @@ from tuner.fields import (
     ENGINE,
     OUTPUTS,
     PROBLEM,
+    DataSettings,
     Device,
     EngineArgs,
     EngineHome,
@@ -26,7 +27,6 @@ from tuner.fields import (
     Seed,
     Threads,
 )
-from tuner.prompt_settings import DataSettings
 
 COMPARISON: Extra = {"group": "Comparison"}
 NumRequests = Annotated[int, Field(ge=1, le=1024)]

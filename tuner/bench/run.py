@@ -22,13 +22,12 @@ from tuner.bench.result import BenchResult, units_of
 from tuner.bench.settings_check import check_bench_settings
 from tuner.bench.task import BenchTask, prepare_bench, token_ids
 from tuner.errors import DatasetError
-from tuner.fields import BITWISE
+from tuner.fields import BITWISE, PromptSettings
 from tuner.measuring.baseline import FEWEST_DECODED, Baseline
 from tuner.measuring.comparison import FEWEST_SAMPLES, Compared
 from tuner.measuring.contender import PLAIN, Prompts
 from tuner.measuring.turns import Interleaved, PairedBench, Texts
 from tuner.progress import Progress
-from tuner.prompt_settings import PromptSettings
 from tuner.results import check_results_folder, public_name, stamped, write_json, write_result, write_text
 
 NAME = "bench"

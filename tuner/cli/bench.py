@@ -8,10 +8,8 @@ import click
 from rich.console import Console
 
 from tuner.bench.config import BenchConfig
-from tuner.cli.early_checks import check_names
 from tuner.cli.options import GroupedCommand, keys_of, options_of, settings_from
-from tuner.cli.prompt_sample import print_sample
-from tuner.cli.terminal import print_facts, print_results, progress_on_stderr, use_threads
+from tuner.cli.terminal import check_names, print_facts, print_results, print_sample, progress_on_stderr, use_threads
 from tuner.errors import EngineError
 
 if TYPE_CHECKING:

@@ -8,10 +8,16 @@ from typing import TYPE_CHECKING, Any
 import click
 from rich.console import Console
 
-from tuner.cli.early_checks import check_names
 from tuner.cli.options import GroupedCommand, given, keys_of, options_of
-from tuner.cli.prompt_sample import print_sample
-from tuner.cli.terminal import CONFIG_OPTION, print_facts, progress_on_stderr, resumable, use_threads
+from tuner.cli.terminal import (
+    CONFIG_OPTION,
+    check_names,
+    print_facts,
+    print_sample,
+    progress_on_stderr,
+    resumable,
+    use_threads,
+)
 from tuner.config import DistillSettings, SearchConfig, load_config
 from tuner.stage_clock import spoken
 

@@ -9,8 +9,8 @@ from pydantic import Field
 from rich.console import Console
 
 from decoding.documents.strict_yaml import Document
-from tuner.cli.early_checks import check_names
 from tuner.cli.options import GroupedCommand, options_of, settings_from
+from tuner.cli.terminal import check_names
 from tuner.config import FEWEST_SAMPLES, SearchConfig
 from tuner.fields import Device, Dtype, Model, Revision
 

@@ -7,9 +7,8 @@ from typing import Any
 import click
 from rich.console import Console
 
-from tuner.cli.early_checks import check_names
 from tuner.cli.options import GroupedCommand, keys_of, options_of, settings_from
-from tuner.cli.terminal import print_facts, progress_on_stderr, use_threads
+from tuner.cli.terminal import check_names, print_facts, progress_on_stderr, use_threads
 from tuner.export.settings import ExportSettings
 
 FLAGS = (

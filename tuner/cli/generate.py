@@ -8,9 +8,8 @@ import click
 from pydantic import Field
 
 from decoding.documents.strict_yaml import Document
-from tuner.cli.early_checks import check_names
 from tuner.cli.options import GroupedCommand, keys_of, options_of, settings_from
-from tuner.cli.terminal import use_threads
+from tuner.cli.terminal import check_names, use_threads
 from tuner.fields import (
     DECODING,
     PROBLEM,

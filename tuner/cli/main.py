@@ -7,16 +7,44 @@ SIGTERM with status 143. Commands never exit themselves, so a `SystemExit` comes
 from __future__ import annotations
 
 import pkgutil
+import signal
+import threading
 import traceback
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import FrameType, TracebackType
 from typing import Any
 
 import click
 
 from decoding.errors import SdtuneError, first_line
-from tuner.addresses import without_password
-from tuner.cli.termination import Termination
+from tuner.errors import without_password
+
+
+class Termination:
+    """Context in which SIGTERM raises KeyboardInterrupt in the main thread. `was_asked` tells it from Ctrl-C afterwards."""
+
+    def __init__(self) -> None:
+        self.was_asked = False
+        self._before: Any = None
+        self._is_set = False
+
+    def __enter__(self) -> Termination:
+        # Only the main thread may set handlers, and one that the program was started with to ignore is kept.
+        if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+            self._before, self._is_set = signal.signal(signal.SIGTERM, self._raise), True
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._is_set:
+            signal.signal(signal.SIGTERM, self._before)
+
+    def _raise(self, number: int, frame: FrameType | None) -> None:
+        self.was_asked = True
+        raise KeyboardInterrupt
+
 
 EXIT_FAILED = 1
 EXIT_BAD_INPUT = 2

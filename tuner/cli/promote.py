@@ -7,9 +7,9 @@ from getpass import getuser
 import click
 from rich.console import Console
 
-from tuner.addresses import without_password
 from tuner.cli.terminal import print_facts
-from tuner.profile_address import DEFAULT_STORE
+from tuner.errors import without_password
+from tuner.fields import DEFAULT_STORE
 
 
 @click.command()

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
+from pydantic import ValidationError
 from rich.console import Console
 
+from decoding.profile import DraftProfile
 from tuner.cli.terminal import print_facts
-from tuner.profile_address import DEFAULT_STORE
+from tuner.errors import ConfigError
+from tuner.fields import DEFAULT_STORE
+
+if TYPE_CHECKING:
+    from tuner.review.document import SearchReview
 
 
 @click.command()
@@ -41,13 +49,11 @@ def report(source: str, out: Path, tracking_uri: str, bench: Path | None, track:
       sdtune report 0123456789abcdef0123456789abcdef --out llama-code.html
     """
     from tuner.output_paths import check_writable
-    from tuner.review_source import REVIEW_NAME, find_review
 
     check_writable(out)
     review = find_review(source, tracking_uri)
 
     from decoding.documents.atomic_write import write_atomically
-    from tuner.errors import ConfigError
     from tuner.review.bench_figures import read_comparison
     from tuner.review.markdown import search_note
     from tuner.review.page import report_page
@@ -64,3 +70,50 @@ def report(source: str, out: Path, tracking_uri: str, bench: Path | None, track:
         texts = {"report.html": page, REVIEW_NAME: review.model_dump_json(by_alias=True)}
         replace_review(tracking_uri, review.run_id, note, texts)
     print_facts(Console(), verdict=verdict(review).headline, report=out)
+
+
+REVIEW_NAME = "search.json"
+
+
+def find_review(source: str, tracking_uri: str) -> SearchReview:
+    """Return the data of the search that `source` names: the id of its run, the path of its profile, or of a search.json.
+
+    Raises `ConfigError` for a source without such data, and `TrackingError` if the store cannot be used.
+    """
+    path = Path(source)
+    if path.suffix == ".json":
+        return _parsed(_read(path), source)
+    run_id = _run_of(path) if path.exists() else source
+    if re.fullmatch(r"[0-9a-f]{32}", run_id) is None:
+        raise ConfigError(f"{source} is neither a profile, nor the id of a run, nor a {REVIEW_NAME}")
+
+    from tuner.tracking import read_artifact
+
+    text = read_artifact(tracking_uri, run_id, REVIEW_NAME)
+    if text is None:
+        raise ConfigError(f"the run {run_id} in {tracking_uri} has no {REVIEW_NAME}: it is no finished search")
+    return _parsed(text, source)
+
+
+def _run_of(profile: Path) -> str:
+    origin = DraftProfile.load(profile).provenance
+    if origin is None or origin.mlflow_run_id is None:
+        raise ConfigError(f"the profile {profile} names no MLflow run: give the id of the search's run")
+    return origin.mlflow_run_id
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as cause:
+        raise ConfigError(f"cannot read {path}: {getattr(cause, 'strerror', None) or 'it is no text'}") from None
+
+
+def _parsed(text: str, source: str) -> SearchReview:
+    from tuner.review.document import SearchReview
+
+    try:
+        return SearchReview.model_validate_json(text)
+    except ValidationError as failure:
+        where = ".".join(map(str, failure.errors(include_url=False)[0]["loc"])) or "its start"
+        raise ConfigError(f"{source} holds no data of a search of this version: wrong at {where}") from None

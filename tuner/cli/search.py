@@ -10,12 +10,18 @@ from rich.console import Console
 from rich.text import Text
 
 from studies.searches.registry import STUDIES
-from tuner.addresses import without_password
-from tuner.cli.early_checks import check_names
 from tuner.cli.options import GroupedCommand, given, keys_of, options_of
-from tuner.cli.prompt_sample import print_sample
-from tuner.cli.terminal import CONFIG_OPTION, print_facts, progress_on_stderr, quieten_optuna, use_threads
+from tuner.cli.terminal import (
+    CONFIG_OPTION,
+    check_names,
+    print_facts,
+    print_sample,
+    progress_on_stderr,
+    quieten_optuna,
+    use_threads,
+)
 from tuner.config import SearchConfig, load_config
+from tuner.errors import without_password
 from tuner.stage_clock import StageClock, spoken
 
 if TYPE_CHECKING:

@@ -13,8 +13,8 @@ from decoding.profile import DraftProfile
 from tuner.cli.launch import SERVER_PACKAGES
 from tuner.cli.serve import ServeSettings
 from tuner.errors import ConfigError
+from tuner.fields import local_profile
 from tuner.inputs.models import load
-from tuner.profile_address import local_profile
 
 
 def serve_model(settings: ServeSettings) -> None:

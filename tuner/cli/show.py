@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 from rich.console import Console
 
-from tuner.profile_address import local_profile
+from tuner.fields import local_profile
 
 
 @click.command()

@@ -1,4 +1,4 @@
-"""What commands share: progress on stderr, results on stdout, and settings of the process.
+"""What commands share: cheap checks of names, progress on stderr, results on stdout, and settings of the process.
 
 Imports torch and optuna only when they are needed.
 """
@@ -7,17 +7,25 @@ from __future__ import annotations
 
 import os
 import unicodedata
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 from rich.console import Console, RenderableType
 from rich.text import Text
 
+from decoding.profile import DraftProfile
 from tuner.cli.options import GroupedOption
+from tuner.inputs.datasets import refuse_unknown
+from tuner.inputs.model_folder import check_folder, check_on_hub
+from tuner.output_paths import check_writable
 from tuner.progress import Progress
+
+if TYPE_CHECKING:
+    from tuner.inputs.prompts import Prompt
+
 
 CONFIG_OPTION = click.option(
     "--config",
@@ -91,3 +99,54 @@ def print_facts(console: Console, **facts: Any) -> None:
         if fact is not None:
             line = Text.assemble(f"{name:<8} ", fact if isinstance(fact, Text) else visible(str(fact), lines=True))
             console.print(line, soft_wrap=True, highlight=False)
+
+
+LONGEST_SHOWN = 1200
+"""Characters of a prompt that are shown; of a longer one, the beginning and the end."""
+
+
+def print_sample(console: Console, prompts: Sequence[Prompt], tokenizer: Any) -> None:
+    """Print the first of the prompts with its special tokens, indented, after its row, length and category.
+
+    Control characters are written out.
+    """
+    prompt = prompts[0]
+    category = f", category {visible(prompt.category)}" if prompt.category else ""
+    console.print(
+        f"sample   row {prompt.row}, {len(prompt.token_ids)} tokens{category}:", highlight=False, markup=False
+    )
+    for line in shortened(tokenizer.decode(prompt.token_ids)).split("\n"):
+        console.print(f"         {visible(line)}", highlight=False, markup=False, soft_wrap=True)
+
+
+def shortened(text: str) -> str:
+    """Return a text of bearable length: of a long one, the beginning and the end."""
+    if len(text) <= LONGEST_SHOWN:
+        return text
+    half = LONGEST_SHOWN // 2
+    return f"{text[:half]}\n[... {len(text) - 2 * half} characters ...]\n{text[-half:]}"
+
+
+def check_names(
+    *,
+    model: str | None = None,
+    revision: str | None = None,
+    dataset: str | None = None,
+    profile: Path | None = None,
+    out: Path | None = None,
+) -> None:
+    """Raise `SdtuneError` for a profile that cannot be read, or a model, dataset or output that is surely not there.
+
+    Without a `model` the profile's is meant. The hub is asked last, as it may take seconds.
+    """
+    if profile is not None:
+        target = DraftProfile.load(profile).target
+        model, revision = model or target.model, revision or target.revision
+    if model is not None:
+        check_folder(model)
+    if dataset is not None:
+        refuse_unknown(dataset)
+    if out is not None:
+        check_writable(out)
+    if model is not None:
+        check_on_hub(model, revision)

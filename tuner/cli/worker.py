@@ -14,7 +14,7 @@ from tuner.cli.service import DATABASE, FOLDER
 from tuner.cli.terminal import use_threads
 from tuner.config import SearchConfig
 from tuner.errors import ConfigError
-from tuner.profile_address import DEFAULT_STORE
+from tuner.fields import DEFAULT_STORE
 
 OF_THE_WORKER = (
     "executor",

@@ -1,4 +1,4 @@
-"""The installed engine of a name; `tuner.engine_programs` lists them."""
+"""The installed engine of a name; `tuner.fields` lists them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING
 
-from tuner.engine_programs import PROGRAMS
+from tuner.fields import PROGRAMS
 
 if TYPE_CHECKING:
     from tuner.engines.contract import EngineProgram

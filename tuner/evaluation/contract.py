@@ -15,8 +15,7 @@ from pydantic import Field
 
 from decoding.documents.strict_yaml import Document
 from tuner.config import SearchConfig
-from tuner.fields import OUTPUTS, Extra, Threads
-from tuner.prompt_settings import DATA_FIELDS
+from tuner.fields import DATA_FIELDS, OUTPUTS, Extra, Threads
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

@@ -9,8 +9,18 @@ from pydantic import Field
 
 from tuner.export.engines.registry import ENGINES
 from tuner.export.shape import Droppable
-from tuner.fields import ENGINE, OUTPUTS, PROBLEM, Device, Profile, ProfileDtype, ProfileModel, Seed, Threads
-from tuner.prompt_settings import PromptSettings
+from tuner.fields import (
+    ENGINE,
+    OUTPUTS,
+    PROBLEM,
+    Device,
+    Profile,
+    ProfileDtype,
+    ProfileModel,
+    PromptSettings,
+    Seed,
+    Threads,
+)
 
 FOLDER = "folder"
 

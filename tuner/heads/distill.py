@@ -23,6 +23,7 @@ from decoding.fingerprint import Fingerprint, fingerprint, hash_json
 from decoding.target import Target
 from tuner.config import DistillSettings, SearchConfig
 from tuner.executors.local import HereExecutor
+from tuner.fields import DATA_FIELDS, PromptSettings
 from tuner.heads.checkpoint import differences, stored_exits
 from tuner.heads.group import GroupData, GroupTrainer, TrainedGroup
 from tuner.heads.head_files import CURVE, HeadFiles, num_response_tokens
@@ -43,7 +44,6 @@ from tuner.inputs.rows import open_rows
 from tuner.measuring.pulse import measure_pulse
 from tuner.output_paths import check_folder_writable
 from tuner.progress import Progress
-from tuner.prompt_settings import DATA_FIELDS, PromptSettings
 from tuner.tracking import DatasetInput, Tracker
 
 MIN_SPARE_PROMPTS = 32

@@ -26,10 +26,9 @@ from typing import Any, NamedTuple
 
 from decoding.documents.strict_yaml import suggest
 from tuner.errors import DatasetError
-from tuner.inputs.data_files import FILE_KINDS
+from tuner.inputs.data_files import FILE_KINDS, split_filter
 from tuner.inputs.presets import Preset, load_preset, preset_names
 from tuner.inputs.reader import READER
-from tuner.inputs.row_filter import split_filter
 
 _SOURCE = re.compile(r"(?P<location>.+?)(?::(?P<config>[^:@/]+))?(?:@(?P<split>[^@/]+))?")
 _HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")

@@ -8,7 +8,7 @@ from typing import Any
 
 from decoding.errors import one_line
 from tuner.errors import DatasetError
-from tuner.inputs.content import Content
+from tuner.inputs.formats import Content
 
 # Some chat templates insert today's date. A fixed date keeps prompts the same, so that a search can be resumed on another day.
 # The empty expression preserves a leading line break of the template.

@@ -10,7 +10,7 @@ from tuner.inputs.prompts import PromptSet, load_prompts
 
 if TYPE_CHECKING:
     from decoding.profile import DatasetFacts
-    from tuner.prompt_settings import PromptSettings
+    from tuner.fields import PromptSettings
 
 USUAL_PROMPTS = 24
 """Prompts of each part if the profile records no number; the default of a search."""

@@ -7,16 +7,22 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from decoding.errors import first_line
+from decoding.fingerprint import fingerprint, tokenizer_sha256
+from decoding.profile import TargetIdentity
 from tuner.errors import ConfigError
 from tuner.inputs.checkpoint import readable, refuse_growing_text, refuse_unusable
 from tuner.inputs.model_folder import check_folder
+
+if TYPE_CHECKING:
+    from decoding.target import Target
+
 
 SPREAD = "spread"
 """The device that stands for all GPUs: transformers' `device_map="auto"`."""
@@ -153,3 +159,19 @@ def quiet() -> Iterator[None]:
             transformers_logging.set_verbosity(verbosity)
             if had_bars:
                 transformers_logging.enable_progress_bar()
+
+
+def target_identity(loaded: Loaded, target: Target) -> TargetIdentity:
+    """Return the identity of a loaded model, as a profile holds it."""
+    model = fingerprint(loaded.model)
+    return TargetIdentity(
+        model=loaded.name,
+        revision=loaded.revision,
+        architecture=type(loaded.model).__name__,
+        num_layers=target.num_layers,
+        dtype=str(target.dtype).removeprefix("torch."),
+        device=str(target.device),
+        config_sha256=model.config_sha256,
+        weights_sha256=model.weights_sha256,
+        tokenizer_sha256=tokenizer_sha256(loaded.tokenizer),
+    )

@@ -12,7 +12,7 @@ from pydantic import AfterValidator, Field, model_validator
 
 from decoding.documents.strict_yaml import Document, read_mapping, suggest, validate
 from tuner.errors import DatasetError
-from tuner.inputs.templates import Template
+from tuner.inputs.formats import Template
 
 
 def _parsable(written: str) -> str:

@@ -16,12 +16,11 @@ from typing import Any
 from decoding.exit_heads import prompt_sha256
 from tuner.config import SearchConfig
 from tuner.errors import DatasetError
+from tuner.fields import PromptSettings
 from tuner.inputs.encoding import PromptEncoder
-from tuner.inputs.left_out import Reason
-from tuner.inputs.reading import LengthLimits, Prompt, PromptReader
+from tuner.inputs.formats import Reason
+from tuner.inputs.reading import LengthLimits, Prompt, PromptReader, Tally
 from tuner.inputs.rows import PromptRows, open_rows
-from tuner.inputs.tally import Tally
-from tuner.prompt_settings import PromptSettings
 
 DEFAULT_FORMAT = PromptSettings()
 """Columns and templates as guessed."""

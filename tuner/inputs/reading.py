@@ -1,16 +1,34 @@
-"""Rows read as prompts: rendered, encoded, and cut or left out if they are too long."""
+"""Rows become prompts of a limited length, and the rows that make none are counted for the user."""
 
 from __future__ import annotations
 
-from collections.abc import Set
+from collections import Counter
+from collections.abc import Mapping, Set
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from tuner.errors import DatasetError
-from tuner.inputs.content import Content, Turn
 from tuner.inputs.encoding import PromptEncoder, RefusedTurnsError
-from tuner.inputs.left_out import LeftOut, Reason
-from tuner.inputs.placeholders import refuse_placeholders
+from tuner.inputs.formats import Content, LeftOut, Reason, Turn
 from tuner.inputs.rows import PromptRows
+
+PLACEHOLDERS: Mapping[str, str] = MappingProxyType(
+    {
+        "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE": (
+            "SPEED-Bench publishes many rows without their texts, which its script prepare.py fetches from their sources (in "
+            "github.com/NVIDIA-NeMo/Skills, nemo_skills/dataset/speed-bench); run it, and give --dataset the file that it writes, "
+            "such as qualitative.jsonl"
+        )
+    }
+)
+"""Advice by placeholder. SPEED-Bench: huggingface.co/datasets/nvidia/SPEED-Bench."""
+
+
+def refuse_placeholders(text: str, name: str) -> None:
+    """Raise `DatasetError` if a text is a placeholder; `name` is the row's."""
+    for placeholder, advice in PLACEHOLDERS.items():
+        if placeholder in text:
+            raise DatasetError(f"{name} holds a placeholder in place of the prompt: {advice}")
 
 
 @dataclass(frozen=True)
@@ -128,3 +146,50 @@ class PromptReader:
         raise DatasetError(
             f"max_prompt_tokens: {longest} leaves no room for text after special tokens and chat template"
         )
+
+
+class Tally:
+    """Counts of the rows that were read: all, those left out by reason, and those cut."""
+
+    def __init__(self) -> None:
+        self.num_read = 0
+        self.num_cut = 0
+        self._left_out: Counter[Reason] = Counter()
+        self._refusal = ""
+
+    def add(self, found: Prompt | LeftOut) -> None:
+        """Count a row, read as a prompt or left out."""
+        self.num_read += 1
+        if isinstance(found, Prompt):
+            self.num_cut += found.is_cut
+            return
+        self._left_out[found.reason] += 1
+        self._refusal = self._refusal or found.message
+
+    def num(self, reason: Reason) -> int:
+        """Return the number of rows left out for a reason."""
+        return self._left_out[reason]
+
+    def summary(self, limits: LengthLimits) -> str:
+        """Return the counts in one phrase: empty and repeated rows, then every other reason that occurred."""
+        phrases = {
+            Reason.TOO_LONG: f"too long, as {limits}",
+            Reason.NOT_TEXT: "with images or calls of tools",
+            Reason.REFUSED: f"refused by the chat template ({self._refusal})",
+        }
+        listed = [f"{self.num(reason)} {phrase}" for reason, phrase in phrases.items() if self.num(reason)]
+        skipped = f"{self.num(Reason.EMPTY)} empty and {self.num(Reason.REPEATED)} repeated rows skipped"
+        return "; ".join((skipped, *listed))
+
+    def notes(self, limits: LengthLimits) -> tuple[str, ...]:
+        """Return a line for every kind of row that a user should know to be missing or cut."""
+        read = self.num_read
+        too_long = f"prompts are too long and were left out, as {limits}; {limits.advice}"
+        lines = {
+            Reason.TOO_LONG: f"{self.num(Reason.TOO_LONG)} of {read} {too_long}",
+            Reason.NOT_TEXT: f"{self.num(Reason.NOT_TEXT)} of {read} rows hold images or calls of tools and were left out",
+            Reason.REFUSED: f"{self.num(Reason.REFUSED)} of {read} conversations were left out, as the chat template refuses "
+            f"them: {self._refusal}",
+        }
+        cut = f"{self.num_cut} of {read} prompts were cut from the left to {limits.max_prompt_tokens} tokens"
+        return (*(line for reason, line in lines.items() if self.num(reason)), *((cut,) if self.num_cut else ()))

@@ -7,12 +7,19 @@ from dataclasses import dataclass
 from typing import Any
 
 from tuner.errors import DatasetError
-from tuner.inputs.conversations import CONVERSATION_COLUMNS, ConversationFormat
+from tuner.fields import PromptSettings
 from tuner.inputs.datasets import Table, open_table
-from tuner.inputs.formats import Examples, RowFormat, TextFormat, TurnsFormat
+from tuner.inputs.formats import (
+    CONVERSATION_COLUMNS,
+    Column,
+    ConversationFormat,
+    Examples,
+    RowFormat,
+    Template,
+    TextFormat,
+    TurnsFormat,
+)
 from tuner.inputs.presets import Preset, load_preset
-from tuner.inputs.templates import Column, Template
-from tuner.prompt_settings import PromptSettings
 
 DEFAULT_COLUMNS = ("prompt", "text", "question", "instruction", "input", "query", "problem", "article", "document")
 CATEGORY_COLUMNS = ("category", "task", "subset")

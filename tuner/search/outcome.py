@@ -29,7 +29,7 @@ from decoding.profile import (
 from studies.contract import TrialRecord, best_trials
 from studies.measurement import Measurement
 from tuner.inputs.environment import device_name, git_revision, versions
-from tuner.inputs.identity import target_identity
+from tuner.inputs.models import target_identity
 from tuner.measuring.machine import MachineNoise
 from tuner.registry import log_profile
 from tuner.review.document import StockComparison, TextPair

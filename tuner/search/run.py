@@ -19,9 +19,8 @@ from decoding.draft_length import Fixed
 from decoding.drafts import PlainDecoding
 from studies.contract import Candidate, TrialRecord, TrialState, best_trials
 from studies.measurement import Measurement
-from tuner.addresses import without_password
 from tuner.config import FEWEST_SAMPLES, SearchConfig
-from tuner.errors import SearchError, TrackingError
+from tuner.errors import SearchError, TrackingError, without_password
 from tuner.inputs.environment import device_name, git_revision, versions
 from tuner.inputs.memory import explained_shortage
 from tuner.inputs.prompts import Prompt

@@ -24,9 +24,8 @@ from optuna.trial import TrialState as OptunaState
 
 from decoding.errors import first_line, one_line
 from studies.contract import Candidate, Study, StudySetup, TrialRecord
-from tuner.addresses import without_password
 from tuner.databases import make_private, refuse_unusable_database, sqlite_path
-from tuner.errors import StorageError, StorageOutageError
+from tuner.errors import StorageError, StorageOutageError, without_password
 from tuner.review.document import described
 
 FAILURES = (sqlalchemy.exc.SQLAlchemyError, optuna.exceptions.StorageInternalError)

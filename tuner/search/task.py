@@ -23,9 +23,8 @@ from tuner.errors import ConfigError
 from tuner.heads.distill import num_spare
 from tuner.inputs.checkpoint import checkpoint_configuration
 from tuner.inputs.environment import device_name
-from tuner.inputs.identity import target_identity
 from tuner.inputs.memory import explained_shortage, gigabytes
-from tuner.inputs.models import Loaded, eos_token_ids, load
+from tuner.inputs.models import Loaded, eos_token_ids, load, target_identity
 from tuner.inputs.prompts import Prompt, PromptSet, search_prompts
 from tuner.inputs.rows import open_rows
 from tuner.measuring.baseline import decode_baseline

@@ -30,11 +30,11 @@ from tuner.bench.modes import MODES
 from tuner.bench.report import bench_json, bench_picture, bench_table
 from tuner.bench.result import BenchResult, BenchVerdict, category_mean
 from tuner.cli.main import main
+from tuner.fields import PromptSettings
 from tuner.inputs.prompts import load_prompts
 from tuner.measuring.comparison import Compared, Phase
 from tuner.measuring.contender import Decoded, Prompts
 from tuner.measuring.own_decoding import OwnDecoding
-from tuner.prompt_settings import PromptSettings
 
 SIZES = {"tuning-prompts": 4, "held-out-prompts": 3}
 NUM_NEW_TOKENS = 10

@@ -14,8 +14,8 @@ from tests.support.commands import SearchCommand
 from tests.support.refusals import refused
 from tuner.cli.main import main
 from tuner.cli.options import GroupedCommand, options_of, settings_from
-from tuner.cli.prompt_sample import LONGEST_SHOWN, shortened
-from tuner.prompt_settings import DataSettings, PromptSettings
+from tuner.cli.terminal import LONGEST_SHOWN, shortened
+from tuner.fields import DataSettings, PromptSettings
 
 WORDS = [f"w{number}" for number in range(40)]
 

@@ -18,8 +18,7 @@ from rich.console import Console
 from tests.support.service import listening
 from tuner.cli.main import main
 from tuner.cli.progress_bar import TerminalProgress
-from tuner.cli.prompt_sample import print_sample
-from tuner.cli.terminal import print_facts, visible
+from tuner.cli.terminal import print_facts, print_sample, visible
 from tuner.inputs.prompts import Prompt
 
 JOB = "0123456789abcdef"

@@ -13,7 +13,6 @@ from decoding.draft_length import Fixed, TopProbability
 from decoding.drafts import EarlyExit, Lookup
 from decoding.profile import DraftProfile, TargetIdentity
 from tests.support.engine_stub import write_llama_cpp
-from tuner.engine_programs import PROGRAMS
 from tuner.engines import vllm
 from tuner.engines.contract import DraftCounts, ServerSettings
 from tuner.engines.expectation import engine_candidate
@@ -26,6 +25,7 @@ from tuner.errors import EngineError
 from tuner.export.engines.registry import ENGINES
 from tuner.export.plan import FixedLength, NgramSettings, Plan
 from tuner.export.shape import DraftShape
+from tuner.fields import PROGRAMS
 
 TARGET = TargetIdentity(
     model="m", architecture="A", num_layers=6, dtype="float32", config_sha256="c", weights_sha256="w"

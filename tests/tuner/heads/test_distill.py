@@ -31,12 +31,12 @@ from tests.support.paths import ROOT
 from tests.support.refusals import refused
 from tuner.cli.main import main
 from tuner.executors.contract import DeviceLostError
+from tuner.fields import PromptSettings
 from tuner.heads.evaluation import evaluate
 from tuner.heads.feature_training import evaluate_steps
 from tuner.heads.texts import GeneratedText, TextPlan, generate_texts
 from tuner.heads.training import Run
 from tuner.inputs.prompts import PromptSet, load_prompts
-from tuner.prompt_settings import PromptSettings
 
 DistillCommand = Callable[..., Result]
 

@@ -13,11 +13,10 @@ import pytest
 from tests.support.byte_tokenizer import CHAT_TEMPLATE, byte_tokenizer
 from tests.support.reading import read_in_process
 from tuner.errors import DatasetError
-from tuner.inputs.content import Turn
-from tuner.inputs.conversations import before_the_reply
+from tuner.fields import PromptSettings
+from tuner.inputs.formats import Turn, before_the_reply
 from tuner.inputs.presets import load_preset
 from tuner.inputs.prompts import PromptSet, load_prompts
-from tuner.prompt_settings import PromptSettings
 
 Row = dict[str, Any]
 # As Gemma's and Mistral's templates do: no system turn, and the user's and the assistant's turns alternate.

@@ -11,9 +11,9 @@ from transformers import AutoTokenizer
 from decoding.exit_heads import prompt_sha256
 from decoding.profile import DatasetFacts
 from tests.support.paths import ROOT
+from tuner.fields import PromptSettings
 from tuner.inputs.held_out import FoundPrompts, find_prompts
 from tuner.inputs.prompts import PromptSet, load_prompts
-from tuner.prompt_settings import PromptSettings
 
 DEMO = ROOT / "configs/demo"
 LIMITS: dict[str, Any] = {"max_new_tokens": 48, "context_length": 512}

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tuner.errors import ConfigError
-from tuner.inputs.hub import check_on_hub
+from tuner.inputs.model_folder import check_on_hub
 
 COMMIT = "a" * 40
 

@@ -18,13 +18,12 @@ from transformers import PreTrainedTokenizerFast
 from tests.support.byte_tokenizer import BOS, CHAT_TEMPLATE, byte_tokenizer
 from tests.support.reading import read_in_process
 from tuner.errors import DatasetError
-from tuner.inputs.content import Content
+from tuner.fields import PromptSettings
 from tuner.inputs.datasets import open_table
 from tuner.inputs.encoding import PromptEncoder, encode_prompt
+from tuner.inputs.formats import Content, Template
 from tuner.inputs.presets import Preset, load_preset, preset_names
 from tuner.inputs.prompts import PromptSet, load_prompts
-from tuner.inputs.templates import Template
-from tuner.prompt_settings import PromptSettings
 
 WORDS = [f"prompt number {number}" for number in range(20)]
 

@@ -21,10 +21,10 @@ from pyarrow import parquet
 
 from tests.support.reading import read_in_process
 from tuner.errors import ConfigError, DatasetError
+from tuner.fields import PromptSettings
 from tuner.inputs.datasets import open_table
 from tuner.inputs.reader import MEMORY, READER, SECONDS
 from tuner.inputs.rows import open_rows
-from tuner.prompt_settings import PromptSettings
 
 ROWS = [{"prompt": f"prompt {number}"} for number in range(4)]
 

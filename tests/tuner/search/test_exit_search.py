@@ -26,9 +26,9 @@ from tests.support.heads import training, write_heads
 from tests.support.stored_trials import stored_records
 from tests.support.tiny import tiny_target, tiny_tokenizer
 from tuner.cli.main import main
+from tuner.fields import PromptSettings
 from tuner.inputs.prompts import load_prompts
 from tuner.measuring.paired import Bench
-from tuner.prompt_settings import PromptSettings
 
 ExitSearch = Callable[..., Result]
 HEADS = {"exit_layer": {"exit_layers": [4, 5], "heads": ["block"], "max_tokens": 4}}

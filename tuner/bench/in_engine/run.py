@@ -40,11 +40,11 @@ from tuner.errors import ConfigError, DatasetError, EngineError
 from tuner.export.engines.registry import load_engine
 from tuner.export.run import export
 from tuner.export.settings import ExportSettings
+from tuner.fields import PromptSettings
 from tuner.measuring.baseline import FEWEST_DECODED, Baseline
 from tuner.measuring.comparison import FEWEST_SAMPLES, is_long, without
 from tuner.measuring.contender import PLAIN
 from tuner.measuring.turns import Interleaved, PairedBench
-from tuner.prompt_settings import PromptSettings
 from tuner.results import check_results_folder, public_name, stamped, write_json, write_text
 
 if TYPE_CHECKING:
