@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -18,21 +17,13 @@ from tuner.export.shape import DraftShape
 from tuner.inputs.models import quiet
 
 
-@dataclass(frozen=True)
-class GateFacts:
-    """The outcome of the comparison."""
-
-    positions: int
-    """Positions that were compared."""
-    cache_bytes_per_token: float
-    """Bytes of keys and values that the draft keeps per position, in the precision of its weights."""
-
-
 @torch.inference_mode()
 def check_draft(
     target: Target, shape: DraftShape, head: ExitHead | None, folder: Path, texts: Sequence[Sequence[int]]
-) -> GateFacts:
-    """Compare the folder with the draft at every position of the `texts`, token ids of real prompts.
+) -> tuple[int, float]:
+    """Return the positions that were compared, and the bytes of keys and values that the draft keeps per position.
+
+    Compares the folder with the draft at every position of the `texts`, token ids of real prompts.
 
     The reference is the target's own modules without the blocks that the draft skips, run by transformers, so that a difference
     is one of weights or configuration and not of rounding. The view that decodes in production must agree with it too, up to
@@ -57,7 +48,7 @@ def check_draft(
             f"the exported draft is not the profile's: reloaded from disk, its logits differ by up to {most:.3g} (0 is required); "
             "nothing was written"
         )
-    return GateFacts(positions, cached / len(texts[-1]))
+    return positions, cached / len(texts[-1])
 
 
 def _load(folder: Path, target: Target) -> PreTrainedModel:

@@ -18,15 +18,8 @@ LOSSES = "LOSSES.md"
 MEBIBYTE = 2**20
 
 
-@dataclass(frozen=True)
-class Fate:
-    """One part of a profile, and what becomes of it."""
-
-    part: str
-    in_profile: str
-    fate: str
-    """`kept`, `changed` or `lost`."""
-    in_engine: str
+Fate = tuple[str, str, str, str]
+"""One part of a profile, what it is there, `kept`, `changed` or `lost`, and what it is in the engine."""
 
 
 @dataclass(frozen=True)
@@ -48,10 +41,7 @@ def losses_text(plan: Plan, engine: Engine, cost: DraftCost | None, dropped: Col
         "",
         "| part | in the profile | | in the engine |",
         "|---|---|---|---|",
-        *(
-            f"| {each.part} | {each.in_profile} | {each.fate} | {each.in_engine} |"
-            for each in _fates(plan, engine, dropped)
-        ),
+        *(f"| {' | '.join(cells)} |" for cells in _fates(plan, engine, dropped)),
         "",
         *_costs(plan, cost),
         *_speedup(plan, engine),
@@ -70,33 +60,33 @@ def _fates(plan: Plan, engine: Engine, dropped: Collection[str]) -> Iterator[Fat
     own = draft.having(lookup=None, tree=None).describe()
     if plan.shape is not None:
         changed = bool(dropped) or plan.bits is not None
-        yield Fate("draft", own, "changed" if changed else "kept", plan.shape.describe())
+        yield ("draft", own, "changed" if changed else "kept", plan.shape.describe())
     else:
-        yield Fate("draft", own, "kept", f"n-grams of {_lengths(plan)}")
+        yield ("draft", own, "kept", f"n-grams of {_lengths(plan)}")
     yield _rule_fate(plan)
     yield from _dropped_fates(profile, dropped)
     if plan.bits is not None:
-        yield Fate("draft's weights", f"int{plan.bits}", "changed", "quantised by the engine, rounded otherwise")
+        yield ("draft's weights", f"int{plan.bits}", "changed", "quantised by the engine, rounded otherwise")
     first = draft.parts.lookup
     if first is not None:
         kept = plan.lookup is not None
         copied = f"first, n-grams of {_lengths(plan)}, {first.max_tokens} tokens" if kept else "not tried"
-        yield Fate("lookup before the draft", first.describe(), "changed" if kept else "lost", copied)
+        yield ("lookup before the draft", first.describe(), "changed" if kept else "lost", copied)
     if draft.parts.tree is not None:
-        yield Fate("side leaves", "verified beside the chain", "lost", "chains only")
+        yield ("side leaves", "verified beside the chain", "lost", "chains only")
     if profile.decoding.prefix_reuse and draft.num_shared_blocks:
         blocks = f"resumes after {draft.num_shared_blocks} blocks"
-        yield Fate("verification", blocks, "lost", "runs all blocks")
+        yield ("verification", blocks, "lost", "runs all blocks")
     if plan.shape is not None:
-        yield Fate(
+        yield (
             "weights, keys and values",
             "the target's, shared",
             "lost",
             "the draft's own, and its own pass over the prompt",
         )
-    yield Fate("runner", profile.decoding.runner, "lost", "the engine's own")
+    yield ("runner", profile.decoding.runner, "lost", "the engine's own")
     if profile.decoding.exact_width is not None:
-        yield Fate("bit-exact mode", f"{profile.decoding.exact_width} positions", "lost", "none")
+        yield ("bit-exact mode", f"{profile.decoding.exact_width} positions", "lost", "none")
     yield from _schedule_fate(plan, engine)
 
 
@@ -108,28 +98,28 @@ def _rule_fate(plan: Plan) -> Fate:
     rule, length = plan.profile.draft_length, plan.length
     tokens = f"{length.num_tokens} tokens ({length.reason})"
     if plan.threshold is not None:
-        return Fate("draft length", rule.describe(), "kept", f"up to {tokens}, until one is below {plan.threshold:g}")
+        return "draft length", rule.describe(), "kept", f"up to {tokens}, until one is below {plan.threshold:g}"
     if plan.measured_schedule is not None:
-        return Fate("draft length", rule.describe(), "changed" if rule.is_fixed else "lost", "by the schedule below")
-    return Fate("draft length", rule.describe(), "kept" if rule.is_fixed else "lost", f"always {tokens}")
+        return "draft length", rule.describe(), "changed" if rule.is_fixed else "lost", "by the schedule below"
+    return "draft length", rule.describe(), "kept" if rule.is_fixed else "lost", f"always {tokens}"
 
 
 def _dropped_fates(profile: DraftProfile, dropped: Collection[str]) -> Iterator[Fate]:
     draft = profile.draft
     if draft.parts.bits is not None and "bits" in dropped:
-        yield Fate("draft's weights", f"int{draft.parts.bits}", "lost", "as in the model, as asked (--drop bits)")
+        yield ("draft's weights", f"int{draft.parts.bits}", "lost", "as in the model, as asked (--drop bits)")
     if (head := draft.trained_head) is not None and head.num_tokens is not None:
         tokens = f"{head.num_tokens:,} tokens"
-        yield Fate("draft vocabulary", tokens, "lost", "all tokens, as asked (--drop draft-vocabulary)")
+        yield ("draft vocabulary", tokens, "lost", "all tokens, as asked (--drop draft-vocabulary)")
 
 
 def _schedule_fate(plan: Plan, engine: Engine) -> Iterator[Fate]:
     if plan.measured_schedule is not None:
-        yield Fate("draft length by load", "one for all", "changed", plan.measured_schedule.describe())
+        yield ("draft length by load", "one for all", "changed", plan.measured_schedule.describe())
     elif plan.schedule is not None:
         (_, last, tokens), *_ = plan.schedule
         written = f"{tokens} tokens up to {last} sequences" if engine.has_schedule else "the same for all batch sizes"
-        yield Fate("batches", f"tuned on {last} sequences", "kept" if engine.has_schedule else "lost", written)
+        yield ("batches", f"tuned on {last} sequences", "kept" if engine.has_schedule else "lost", written)
 
 
 def _costs(plan: Plan, cost: DraftCost | None) -> list[str]:

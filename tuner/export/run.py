@@ -175,12 +175,14 @@ def write_draft(
         values = json.loads(generation.read_text(encoding="utf-8")) if generation.exists() else {}
         generation.write_text(json.dumps(values | added, indent=2) + "\n", encoding="utf-8")
     progress.stage("comparing its logits")
-    facts = check_draft(target, plan.shape, head, folder, _gate_texts(prompts, source.loaded.tokenizer))
+    positions, cache_bytes = check_draft(
+        target, plan.shape, head, folder, _gate_texts(prompts, source.loaded.tokenizer)
+    )
     progress.say(
-        f"draft: {plan.shape.describe()}, {num_bytes / MEBIBYTE:.1f} MiB; logits equal at {facts.positions} positions "
+        f"draft: {plan.shape.describe()}, {num_bytes / MEBIBYTE:.1f} MiB; logits equal at {positions} positions "
         "(max difference 0)"
     )
-    return DraftCost(num_bytes, facts.cache_bytes_per_token, facts.positions)
+    return DraftCost(num_bytes, cache_bytes, positions)
 
 
 def _exit_head(target: Target, folder: Path, draft: DraftDocument) -> ExitHead:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from decoding.drafts import compact_indices
 from decoding.errors import DistillationError
@@ -26,58 +25,14 @@ OnTexts = Callable[[int], None]
 """Callback for evaluated texts: their number."""
 
 
-class HeadKind(Protocol):
-    """What a distillation asks about the heads that it trains; each is known by the number of blocks before it."""
-
-    @property
-    def schema(self) -> str:
-        """Schema of the facts in a head's file."""
-
-    @property
-    def noun(self) -> str:
-        """The heads in messages."""
-
-    def layers(self, settings: DistillSettings, target: Target) -> tuple[int, ...]:
-        """Return the number of blocks before each head. Raises `DistillationError` for what the model cannot have."""
-
-    def decisive(self, settings: DistillSettings) -> dict[str, Any]:
-        """Return the settings of this kind that decide the weights, beside those of every kind."""
-
-    def file_name(self, layer: int) -> str:
-        """Return the usual name of a head's file."""
-
-    def names(self, layers: Sequence[int]) -> str:
-        """Return the heads after these numbers of blocks in a message."""
-
-    def new_head(self, target: Target, vocabulary: DraftVocabulary | None) -> Any:
-        """Return a new head to train."""
-
-    def before(self, target: Target) -> Any:
-        """Return what an evaluation without a trained head is made with."""
-
-    def train_step(self, settings: DistillSettings) -> TrainStep:
-        """Return the step of the training."""
-
-    def evaluate(
-        self,
-        target: Target,
-        heads: Mapping[int, Any],
-        texts: Sequence[GeneratedText],
-        batch_size: int,
-        on_texts: OnTexts,
-    ) -> dict[int, Figures]:
-        """Return the figures of each head over all response tokens of `texts`."""
-
-
-@dataclass(frozen=True)
 class ExitHeads:
     """Heads of several exits, trained together."""
 
-    schema: str = EXIT_SCHEMA
-    noun: str = "exit heads"
+    schema = EXIT_SCHEMA
+    noun = "exit heads"
 
     def layers(self, settings: DistillSettings, target: Target) -> tuple[int, ...]:
-        """Return the requested exit layers, or the default ones."""
+        """Return the requested exit layers, or the default ones. Raises `DistillationError` for what the model cannot have."""
         exits = settings.exit_layers or default_exit_layers(target.num_layers)
         if not exits:
             raise DistillationError(f"a model with {target.num_layers} layer has no exit to train a head for")
@@ -89,7 +44,7 @@ class ExitHeads:
         return exits
 
     def decisive(self, settings: DistillSettings) -> dict[str, Any]:
-        """Return nothing."""
+        """Return the settings of this kind that decide the weights, beside those of every kind: none."""
         return {}
 
     def file_name(self, layer: int) -> str:
@@ -105,7 +60,7 @@ class ExitHeads:
         return new_exit_head(target, vocabulary)
 
     def before(self, target: Target) -> Any:
-        """Return None: the exit without a head."""
+        """Return what an evaluation without a trained head is made with: None, the exit without a head."""
         return None
 
     def train_step(self, settings: DistillSettings) -> TrainStep:
@@ -124,12 +79,11 @@ class ExitHeads:
         return {layer: (figures,) for layer, figures in evaluate(target, heads, texts, batch_size, on_texts).items()}
 
 
-@dataclass(frozen=True)
 class FeatureHeads:
     """The feature head of a model, after all of its blocks."""
 
-    schema: str = FEATURE_SCHEMA
-    noun: str = "feature head"
+    schema = FEATURE_SCHEMA
+    noun = "feature head"
 
     def layers(self, settings: DistillSettings, target: Target) -> tuple[int, ...]:
         """Return the number of the model's blocks. Refuses exit layers, and a model whose attention masks are unknown."""
@@ -177,5 +131,7 @@ class FeatureHeads:
         return {layer: evaluate_steps(target, head, texts, batch_size, on_texts) for layer, head in heads.items()}
 
 
+HeadKind = ExitHeads | FeatureHeads
+"""What a distillation asks about the heads that it trains; each is known by the number of blocks before it."""
 HEAD_KINDS: dict[str, HeadKind] = {"exit": ExitHeads(), "feature": FeatureHeads()}
 """Each kind by its name in the settings."""

@@ -6,8 +6,8 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 
 from studies.contract import TrialRecord, TrialState
-from studies.measurement import Measurement
 from tuner.review.document import SearchReview, TextPair, described, trial_name
+from tuner.review.tables import FinalRow, final_rows
 from tuner.review.verdict import verdict
 
 EXPERIMENT_NOTE = (
@@ -58,18 +58,11 @@ def _table(review: SearchReview) -> Iterator[str]:
     """Yield the final table: plain decoding, all candidates, and stock generation."""
     yield "| | speed-up of decoding | end to end | tokens/s | plain's on the same | accepted | identical |"
     yield "|---|---|---|---|---|---|---|"
-    for rival in review.rivals:
-        yield _row(f"**{rival.trial}**" if rival.trial == review.winner else rival.trial, rival.measurement)
+    rows = list(final_rows(review))
+    yield from (_row(row) for row in rows if not row.is_stock)
     if (comparison := review.comparison) is not None:
         yield f"| *in turns on {comparison.num_prompts} of these prompts:* | | | | | | |"
-        plain = f"{comparison.plain_tokens_per_second.value:.1f}"
-        for name, each in comparison.contenders.items():
-            rate = f"{each.tokens_per_second.value:.1f}"
-            ties = f" + {each.ties} ties" if each.ties else ""
-            yield (
-                f"| {name} | {each.over_plain} | {each.end_to_end_over_plain} | {rate} | {plain} | | "
-                f"{each.identical}/{each.texts}{ties} |"
-            )
+        yield from (_row(row) for row in rows if row.is_stock)
         for name, reason in comparison.left_out.items():
             yield f"| {name} | left out: {_cell(reason)} | | | | | |"
     yield ""
@@ -78,18 +71,8 @@ def _table(review: SearchReview) -> Iterator[str]:
     )
 
 
-def _row(name: str, measured: Measurement) -> str:
-    whole = "" if measured.end_to_end is None else f"{measured.end_to_end.speedup_interval()}"
-    ties = f" + {measured.num_ties} ties" if measured.num_ties else ""
-    cells = (
-        f"{measured.speedup_interval()}",
-        whole,
-        f"{measured.draft_tokens_per_second:.1f}",
-        f"{measured.plain_tokens_per_second:.1f}",
-        f"{measured.draft_acceptance_rate:.0%}",
-        f"{measured.num_identical}/{measured.num_prompts}{ties}",
-    )
-    return f"| {name} | {' | '.join(cells)} |"
+def _row(row: FinalRow) -> str:
+    return f"| {f'**{row.name}**' if row.won else row.name} | {' | '.join(row.cells)} |"
 
 
 def _load(review: SearchReview, profile_path: str) -> Iterator[str]:

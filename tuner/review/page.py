@@ -9,7 +9,8 @@ from typing import Any
 
 from studies.contract import TrialRecord, TrialState
 from studies.measurement import Measurement
-from tuner.review.document import SearchReview, StockContender, described, trial_name
+from tuner.review.document import SearchReview, described, trial_name
+from tuner.review.tables import final_rows
 from tuner.review.verdict import verdict
 
 SECTIONS = (
@@ -90,39 +91,9 @@ def _code(sentence: str) -> str:
 
 
 def _rows(review: SearchReview) -> Iterator[dict[str, Any]]:
-    for rival in review.rivals:
-        won = rival.trial == review.winner
-        yield {"name": rival.trial, "description": rival.description, "won": won, "cells": _cells(rival.measurement)}
-    if review.comparison is not None:
-        plain = f"{review.comparison.plain_tokens_per_second.value:.1f}"
-        for name, each in review.comparison.contenders.items():
-            note = f"on {review.comparison.num_prompts} of these prompts: {each.description}"
-            yield {"name": name, "description": note, "won": False, "cells": _stock_cells(each, plain)}
-
-
-def _cells(measured: Measurement) -> list[str]:
-    ties = f" + {measured.num_ties} ties" if measured.num_ties else ""
-    return [
-        f"{measured.speedup_interval()}",
-        "" if measured.end_to_end is None else f"{measured.end_to_end.speedup_interval()}",
-        f"{measured.draft_tokens_per_second:.1f}",
-        f"{measured.plain_tokens_per_second:.1f}",
-        f"{measured.draft_acceptance_rate:.0%}",
-        f"{measured.num_identical}/{measured.num_prompts}{ties}",
-    ]
-
-
-def _stock_cells(each: StockContender, plain: str) -> list[str]:
-    ties = f" + {each.ties} ties" if each.ties else ""
-    rate = f"{each.tokens_per_second.value:.1f}"
-    return [
-        f"{each.over_plain}",
-        f"{each.end_to_end_over_plain}",
-        rate,
-        plain,
-        "",
-        f"{each.identical}/{each.texts}{ties}",
-    ]
+    for row in final_rows(review):
+        few = f"on {review.comparison.num_prompts} of these prompts: " if row.is_stock and review.comparison else ""
+        yield {"name": row.name, "description": f"{few}{row.description}", "won": row.won, "cells": row.cells}
 
 
 def _layers(review: SearchReview) -> dict[str, list[bool]] | None:

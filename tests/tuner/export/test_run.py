@@ -21,7 +21,6 @@ from tests.support.refusals import refused
 from tests.support.tiny import write_tiny_prompts
 from tuner.cli.main import main
 from tuner.export import run as export_run
-from tuner.export.gate import GateFacts
 
 Export = Callable[..., Result]
 SKIP = LayerSkip.blocks((2, 3, 4))
@@ -104,7 +103,7 @@ def test_an_export_replaces_an_earlier_one_whole_or_not_at_all(export: Export, m
     assert export(PromptLookup(), "vllm").exit_code == 0
     before = sorted(path.name for path in Path("out").iterdir())
 
-    def fail(*args: object) -> GateFacts:
+    def fail(*args: object) -> tuple[int, float]:
         raise export_run.ExportError("its logits differ by up to 1")
 
     with monkeypatch.context() as patched:
