@@ -31,9 +31,9 @@ def test_a_draft_folder_computes_the_drafts_logits_bit_for_bit(family: str, shap
     target = target_of(family)
     head = untrained_head(target) if shape.has_head else None
     num_bytes = write_checkpoint(target, shape, head, tmp_path / "draft")
-    facts = check_draft(target, shape, head, tmp_path / "draft", [some_tokens(12)])
-    assert facts.positions == 12
-    assert facts.cache_bytes_per_token > 0
+    positions, cache_bytes_per_token = check_draft(target, shape, head, tmp_path / "draft", [some_tokens(12)])
+    assert positions == 12
+    assert cache_bytes_per_token > 0
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "draft")
     assert loaded.config.get_text_config().num_hidden_layers == 3
     assert num_bytes == sum(weight.nbytes for weight in loaded.parameters())
